@@ -1,0 +1,55 @@
+# Two commands do everything on a fresh machine: make demo, make test.
+PYTHON ?= python3
+VENV ?= $(if $(filter-out python3,$(PYTHON)),.venv-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'),.venv)
+RUN := $(VENV)/bin
+PEERS := .venv-peers
+
+.PHONY: help setup demo test lint format bench docs constraints clean
+
+help: ## show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+setup: $(VENV)/.installed ## create the virtual environment and install everything
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "plurax needs Python 3.11 or newer; say make PYTHON=python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup ## train on real handwritten digits, on all cores as devices
+	rm -rf runs/digits
+	$(RUN)/plurax train examples/digits.py --devices cores --output runs/digits
+
+test: setup ## run all tests
+	$(RUN)/python -m pytest -n 2
+
+lint: setup ## check style and types
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/mypy
+
+format: setup ## mend style
+	$(RUN)/ruff check --fix .
+	$(RUN)/ruff format .
+
+$(PEERS)/.installed: benchmarks/peers.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+bench: setup $(PEERS)/.installed ## measure against the peers and write benchmarks/results, docs
+	$(RUN)/python -m benchmarks --peers $(PEERS)/bin/python
+	$(RUN)/python -m benchmarks.report
+
+docs: setup ## build the documentation into site/
+	$(RUN)/mkdocs build --strict
+
+constraints: setup ## resolve constraints.txt anew, for Python 3.11 to 3.13
+	$(RUN)/python -m pip install --quiet uv
+	$(RUN)/uv pip compile --universal --python-version 3.11 --extra dev --upgrade --no-header \
+	  --no-annotate --no-emit-index-url --no-emit-find-links pyproject.toml -o constraints.txt
+
+clean: ## remove what was built, runs excepted
+	rm -rf .venv .venv-* site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

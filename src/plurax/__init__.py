@@ -1,0 +1,27 @@
+"""Train neural networks in parallel on JAX: many on one device, one on many devices."""
+
+from plurax.batch_size import FastestBatchSize as FastestBatchSize
+from plurax.batch_size import MaxBatchSize as MaxBatchSize
+from plurax.batch_size import fastest_batch_size as fastest_batch_size
+from plurax.batch_size import max_batch_size as max_batch_size
+from plurax.checkpoint import Checkpoints as Checkpoints
+from plurax.errors import BatchError as BatchError
+from plurax.errors import CheckpointError as CheckpointError
+from plurax.errors import ExperimentError as ExperimentError
+from plurax.errors import PlanError as PlanError
+from plurax.errors import PluraxError as PluraxError
+from plurax.errors import TaskError as TaskError
+from plurax.execute.program import Program as Program
+from plurax.execute.program import compile as compile
+from plurax.experiment import Experiment as Experiment
+from plurax.inspect import Collective as Collective
+from plurax.inspect import Memory as Memory
+from plurax.mesh import virtual_devices as virtual_devices
+from plurax.plan import Plan as Plan
+from plurax.state import TrainState as TrainState
+from plurax.task import Task as Task
+from plurax.task import per_example as per_example
+from plurax.train import Fit as Fit
+from plurax.train import fit as fit
+
+__version__ = "0.1.0"

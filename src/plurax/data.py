@@ -1,0 +1,215 @@
+"""Where batches come from: arrays, Grain datasets, iterables; and where a run stands in them."""
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal, TypeVar, get_args
+
+import jax
+import numpy as np
+from jaxtyping import Int, PyTree
+
+from plurax import errors
+from plurax.execute.placement import is_arrays, leading_dim
+
+Ragged = Literal["pad", "drop", "error"]
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """Where a run stands in its data; part of every checkpoint, as JSON.
+
+    **Fields:**
+
+    - `epoch`: passes completed.
+    - `batch`: batches taken in the current pass.
+    - `iterator`: the state of a Grain iterator, if there is one.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    iterator: Any = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The position as JSON values; the state of a Grain DataLoader, bytes, as text."""
+        state = self.iterator
+        if isinstance(state, bytes):
+            state = {"bytes": state.decode("latin-1")}
+        return {"epoch": self.epoch, "batch": self.batch, "iterator": state}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Position":
+        """The inverse of `to_json`."""
+        state = values["iterator"]
+        if isinstance(state, dict) and set(state) == {"bytes"}:
+            state = state["bytes"].encode("latin-1")
+        return cls(values["epoch"], values["batch"], state)
+
+
+def check_ragged(ragged: str) -> None:
+    """Raise `BatchError` unless `ragged` is one of the policies."""
+    if ragged not in get_args(Ragged):
+        raise errors.unknown_ragged(ragged)
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayData:
+    """Batches drawn from arrays in memory, in a new order every epoch.
+
+    The order depends on `(seed, epoch)` and the number of examples only, never on devices or plan.
+
+    **Fields:** `arrays`, a tree with a common leading dim; `batch_size`; `seed`; `shuffle`;
+    `ragged`, what to do with a last, smaller batch.
+
+    >>> data = ArrayData({"x": np.arange(5)}, batch_size=2, shuffle=False)
+    >>> rows, counts = data.epoch_order(0)
+    >>> rows.tolist(), counts.tolist()
+    ([[0, 1], [2, 3], [4, 0]], [2, 2, 1])
+    """
+
+    arrays: PyTree
+    batch_size: int
+    seed: int = 0
+    shuffle: bool = True
+    ragged: Ragged = "pad"
+
+    def __post_init__(self) -> None:
+        check_ragged(self.ragged)
+        examples = leading_dim(self.arrays)
+        rest = examples % self.batch_size
+        if rest and self.ragged == "error":
+            raise errors.batch_ragged(rest, self.batch_size)
+        if self.ragged == "drop" and examples < self.batch_size:
+            raise errors.data_has_no_batches(
+                f"{examples} examples are fewer than batch_size={self.batch_size}, "
+                "and ragged='drop'"
+            )
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """How many steps one pass over the data takes."""
+        examples = leading_dim(self.arrays)
+        full, rest = divmod(examples, self.batch_size)
+        return full + (1 if rest and self.ragged == "pad" else 0)
+
+    def example_batch(self) -> PyTree:
+        """The shapes and dtypes of a full batch."""
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((self.batch_size, *leaf.shape[1:]), leaf.dtype),
+            self.arrays,
+        )
+
+    def epoch_order(self, epoch: int) -> tuple[Int[np.ndarray, "S B"], Int[np.ndarray, "S"]]:
+        """Which examples stand in each batch of an epoch, and how many of them are real."""
+        examples = leading_dim(self.arrays)
+        order = np.arange(examples)
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, epoch]).permutation(examples)
+        steps = self.batches_per_epoch
+        rows = np.zeros(steps * self.batch_size, np.int64)
+        used = min(examples, rows.size)
+        rows[:used] = order[:used]
+        counts = np.full(steps, self.batch_size)
+        counts[-1] = used - (steps - 1) * self.batch_size
+        return rows.reshape(steps, self.batch_size), counts
+
+    def batches(self, start: Position) -> Iterator[tuple[PyTree, Position]]:
+        """The batches of the epoch from `start` on, each with the position after it."""
+        rows, counts = self.epoch_order(start.epoch)
+        for index in range(start.batch, len(counts)):
+            chosen = rows[index, : counts[index]]
+            batch = jax.tree.map(lambda leaf: np.asarray(leaf)[chosen], self.arrays)  # noqa: B023
+            yield batch, Position(start.epoch, index + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamData:
+    """Batches from an iterable or a Grain dataset; one pass over it is an epoch.
+
+    A Grain iterator's own state is part of the position, so resuming is immediate; any other
+    iterable is read again up to the position.
+    """
+
+    source: Iterable[PyTree]
+    batch_size: int
+    ragged: Ragged = "pad"
+
+    def __post_init__(self) -> None:
+        check_ragged(self.ragged)
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        """How many steps a pass takes, where the source tells."""
+        return len(self.source) if isinstance(self.source, Sized) else None
+
+    def batches(self, start: Position) -> Iterator[tuple[PyTree, Position]]:
+        """The batches of the epoch from `start` on, each with the position after it."""
+        iterator: Any = iter(self.source)
+        stateful = hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
+        taken = 0
+        if stateful and start.iterator is not None:
+            iterator.set_state(start.iterator)
+            taken = start.batch
+        for batch in iterator:
+            taken += 1
+            if taken <= start.batch:
+                continue
+            state = iterator.get_state() if stateful else None
+            count = leading_dim(batch)
+            if count < self.batch_size and self.ragged != "pad":
+                if self.ragged == "error":
+                    raise errors.batch_ragged(count, self.batch_size)
+                continue
+            yield batch, Position(start.epoch, taken, state)
+
+
+Data = ArrayData | StreamData
+
+
+def as_data(
+    data: Any, *, batch_size: int | None, seed: int, shuffle: bool, ragged: Ragged
+) -> tuple[Data, PyTree]:
+    """What `fit` was given as data, and the shapes of a full batch. Raises `BatchError`."""
+    check_ragged(ragged)
+    if is_arrays(data):
+        if batch_size is None:
+            raise errors.data_needs_batch_size()
+        source = ArrayData(data, min(batch_size, leading_dim(data)), seed, shuffle, ragged)
+        return source, source.example_batch()
+    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
+        raise errors.data_not_understood(type(data).__name__)
+    if isinstance(data, Iterator):
+        raise errors.data_one_shot()
+    first = next(iter(data), None)
+    if first is None:
+        raise errors.data_has_no_batches("the iterable is empty")
+    size = batch_size or leading_dim(first)
+    like = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((size, *np.shape(leaf)[1:]), np.asarray(leaf).dtype),
+        first,
+    )
+    return StreamData(data, size, ragged), like
+
+
+def prefetch(items: Iterator[T], load: Callable[[T], T], ahead: int = 2) -> Generator[T]:
+    """`load` applied to each item on a thread of its own, `ahead` items before they are asked for.
+
+    Errors of `items` and `load` are raised where the item is asked for.
+    """
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="plurax-prefetch") as pool:
+        end = object()
+
+        def fetch() -> Any:
+            item = next(items, end)
+            return item if item is end else load(item)  # type: ignore[arg-type]
+
+        waiting: deque[Future[Any]] = deque(pool.submit(fetch) for _ in range(ahead))
+        try:
+            while (item := waiting.popleft().result()) is not end:
+                waiting.append(pool.submit(fetch))
+                yield item
+        finally:
+            for future in waiting:
+                future.cancel()

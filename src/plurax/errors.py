@@ -1,0 +1,377 @@
+"""What goes wrong for a user: five kinds of error, one builder per message.
+
+Every message says what is wrong, where, why, and what to write instead. The tests pin
+their text. `assert` is for mistakes of our own.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class PluraxError(ValueError):
+    """Base of every error that a user of plurax can cause."""
+
+
+class PlanError(PluraxError):
+    """A plan that cannot run."""
+
+
+class TaskError(PluraxError):
+    """A task whose functions do not keep their contract."""
+
+
+class BatchError(PluraxError):
+    """Data that do not fit the program they are given to."""
+
+
+class CheckpointError(PluraxError):
+    """A checkpoint that cannot be written or read."""
+
+
+class ExperimentError(PluraxError):
+    """A file given to the command line that does not define a usable experiment."""
+
+
+# --- Plans ------------------------------------------------------------------------------------
+
+
+def plan_field_not_positive(field: str, value: object) -> PlanError:
+    return PlanError(
+        f"Plan({field}={value!r}): {field} must be a whole number of at least 1; "
+        f"{field}=1 means 'not used'."
+    )
+
+
+def plan_field_not_a_choice(field: str, value: object, choices: Iterable[str]) -> PlanError:
+    names = ", ".join(repr(choice) for choice in choices)
+    return PlanError(f"Plan({field}={value!r}): {field} must be one of {names}.")
+
+
+def plan_needs_devices(axes: dict[str, int], needed: int, available: int, fits: str) -> PlanError:
+    sizes = " × ".join(f"{axis}={size}" for axis, size in axes.items())
+    have = "1 is available" if available == 1 else f"{available} are available"
+    return PlanError(
+        f"the plan needs {needed} devices ({sizes}) and {have}; {fits} would fit. "
+        f"To rehearse the plan on CPU, start with {needed} virtual devices: "
+        f"plurax.virtual_devices({needed}) before any other use of JAX, "
+        f"or --devices {needed} on the command line."
+    )
+
+
+def plan_unknown_key(key: str, known: Iterable[str], source: str) -> PlanError:
+    known = list(known)
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return PlanError(
+        f"{source}: {key!r} is not a field of a plan.{hint} The fields are {', '.join(known)}."
+    )
+
+
+def plan_not_toml(source: str, reason: str) -> PlanError:
+    return PlanError(
+        f"{source} is not a plan in TOML ({reason}). A plan looks like:\n\n"
+        "    data = 4\n    microbatches = 8\n"
+    )
+
+
+def devices_already_started(wanted: int, have: int) -> PlanError:
+    return PlanError(
+        f"virtual_devices({wanted}) came too late: JAX already runs with {have} device(s) and "
+        "cannot change their number. Call it before the first array, random key or "
+        "jax.devices() of the process."
+    )
+
+
+# --- Tasks ------------------------------------------------------------------------------------
+
+
+def loss_is_scalar(where: str, shape: tuple[int, ...], batch: int) -> TaskError:
+    return TaskError(
+        f"{where} returned a value of shape {shape}; it must return one loss per example, "
+        f"shape ({batch},), and leave every sum and mean to plurax: that is what makes uneven "
+        "batches, microbatches and any number of devices give the same update. Two ways out:\n"
+        "  1. remove the mean over the batch: return losses of shape (B,);\n"
+        "  2. write the loss for one example and lift it: "
+        "Task(loss=plurax.per_example(f)) with f(params, example, key) -> scalar.\n"
+        "If the loss couples examples (contrastive, batch statistics), still return one loss per "
+        "example and say Task(..., coupled=True)."
+    )
+
+
+def loss_wrong_shape(where: str, shape: tuple[int, ...], batch: int) -> TaskError:
+    return TaskError(
+        f"{where} returned shape {shape}; it must be ({batch},), one number per example. "
+        "Sum or average over the other dims (tokens, pixels) inside the loss, not over the batch."
+    )
+
+
+def loss_not_floating(where: str, dtype: str) -> TaskError:
+    return TaskError(f"{where} returned dtype {dtype}; a loss must be floating point.")
+
+
+def loss_wrong_structure(where: str, got: str, expected: str) -> TaskError:
+    return TaskError(f"{where} returned {got}; expected {expected}.")
+
+
+def metric_name_taken(name: str, taken: Iterable[str]) -> TaskError:
+    return TaskError(
+        f"Task.loss returned a metric called {name!r}, which plurax reports itself; "
+        f"choose another name than {', '.join(sorted(taken))}."
+    )
+
+
+def parameter_not_floating(path: str, dtype: str) -> TaskError:
+    return TaskError(
+        f"Task.init: the parameter {path!r} has dtype {dtype}, which has no gradient. Keep what is "
+        "not trained out of params: close over it, or return it as model state "
+        "(Task(..., stateful=True, coupled=True))."
+    )
+
+
+def stateful_needs_coupled() -> TaskError:
+    return TaskError(
+        "Task(stateful=True) needs coupled=True: a loss that writes model state (batch-norm "
+        "statistics) makes examples depend on each other. With coupled=True it sees every example "
+        "of a microbatch across all devices."
+    )
+
+
+def init_needs_model_state() -> TaskError:
+    return TaskError(
+        "Task(stateful=True): init(key) must return a pair (params, model_state); "
+        "it returned something else."
+    )
+
+
+def no_predict() -> TaskError:
+    return TaskError(
+        "this task has no predict function; give Task(predict=...) a function "
+        "predict(params, inputs) -> outputs with leading dim B."
+    )
+
+
+def coupled_needs_evaluate() -> TaskError:
+    return TaskError(
+        "evaluate() averages over all examples, and the loss of a coupled task has no meaning for "
+        "one example; give Task(evaluate=...) a function evaluate(params, batch) -> (B,) losses, "
+        "or ((B,) losses, {name: (B,) metrics})."
+    )
+
+
+def predict_wrong_shape(shape: tuple[int, ...], batch: int) -> TaskError:
+    return TaskError(
+        f"Task.predict returned an array of shape {shape} for {batch} inputs; every output needs "
+        f"the leading dim {batch}, one row per input."
+    )
+
+
+def per_example_not_scalar(shape: tuple[int, ...]) -> TaskError:
+    return TaskError(
+        f"per_example(f): f(params, example, key) returned shape {shape} for one example; "
+        "it must return a scalar. Sum or average over the example's own dims inside f."
+    )
+
+
+# --- Batches and data -------------------------------------------------------------------------
+
+
+def batch_is_empty() -> BatchError:
+    return BatchError("the batch has no arrays, or no examples; a step needs at least one example.")
+
+
+def batch_leaf_without_dim(path: str) -> BatchError:
+    return BatchError(
+        f"batch[{path}] is a scalar; every array of a batch needs the batch as its leading dim. "
+        "Close over constants in the loss instead."
+    )
+
+
+def batch_uneven_leaves(sizes: dict[str, int]) -> BatchError:
+    listed = ", ".join(f"{path}: {size}" for path, size in sizes.items())
+    return BatchError(f"the arrays of a batch must have the same leading dim; given {listed}.")
+
+
+def batch_too_large(given: int, compiled: int) -> BatchError:
+    return BatchError(
+        f"the batch has {given} examples and the program was compiled for at most {compiled}. "
+        f"Split it, or compile with a batch of {given}; smaller batches need no new program."
+    )
+
+
+def batch_mismatch(expected: str, given: str) -> BatchError:
+    return BatchError(
+        "the batch does not fit the program (B is any number of examples up to the compiled size)."
+        f"\n  expected:\n{expected}\n  given:\n{given}"
+    )
+
+
+def batch_ragged(given: int, compiled: int) -> BatchError:
+    return BatchError(
+        f"a batch has {given} examples where {compiled} were asked for, and ragged='error'. "
+        "With ragged='pad' it is trained exactly as it is; with ragged='drop' it is left out."
+    )
+
+
+def unknown_ragged(given: object) -> BatchError:
+    return BatchError(f"ragged={given!r}: choose 'pad', 'drop' or 'error'.")
+
+
+def state_was_donated() -> BatchError:
+    return BatchError(
+        "this state was given to an earlier step, which reused its memory for the new state. "
+        "Keep what step returns: state, metrics = program.step(state, batch). "
+        "To keep an old state, copy it first: jax.tree.map(jnp.copy, state)."
+    )
+
+
+def state_mismatch(expected: str, given: str) -> BatchError:
+    return BatchError(
+        f"the state does not belong to this program.\n  expected:\n{expected}\n  given:\n{given}"
+    )
+
+
+def data_needs_batch_size() -> BatchError:
+    return BatchError(
+        "fit(data=<arrays>) needs batch_size, the number of examples of a step; "
+        "plurax.max_batch_size and plurax.fastest_batch_size can find one."
+    )
+
+
+def data_has_no_batches(why: str) -> BatchError:
+    return BatchError(f"the data give no batch: {why}.")
+
+
+def data_not_understood(kind: str) -> BatchError:
+    return BatchError(
+        f"data of type {kind} are not understood; give arrays in a tree (a dict of arrays with the "
+        "same leading dim), a Grain dataset of batches, or an iterable of batches."
+    )
+
+
+def data_one_shot() -> BatchError:
+    return BatchError(
+        "the data are an iterator, which can be read only once; training reads them once per epoch "
+        "and again after a resume. Give something that can be iterated again: a list, a Grain "
+        "dataset, or an object whose __iter__ starts anew."
+    )
+
+
+def no_batch_fits(budget: int, smallest: int, needed: int) -> BatchError:
+    return BatchError(
+        f"no batch fits: the smallest possible, {smallest} example(s), needs {needed:,} bytes on "
+        f"each device and the budget is {budget:,}. Give more memory=, more microbatches, or a "
+        "plan that splits the parameters."
+    )
+
+
+def epochs_not_positive(epochs: object) -> BatchError:
+    return BatchError(
+        f"epochs={epochs!r}: give the number of passes over the data, a whole number ≥ 1."
+    )
+
+
+def batch_size_not_positive(batch_size: object) -> BatchError:
+    return BatchError(
+        f"batch_size={batch_size!r}: give the number of examples of a step, a whole number ≥ 1."
+    )
+
+
+# --- Checkpoints ------------------------------------------------------------------------------
+
+
+def checkpoint_none(directory: str) -> CheckpointError:
+    return CheckpointError(f"{directory} holds no checkpoint; train with this directory first.")
+
+
+def checkpoint_all_damaged(directory: str, reasons: Iterable[str]) -> CheckpointError:
+    listed = "\n".join(f"  - {reason}" for reason in reasons)
+    return CheckpointError(
+        f"no checkpoint in {directory} can be restored, and training does not silently start "
+        f"from scratch:\n{listed}\nMove the directory away to start anew."
+    )
+
+
+def checkpoint_mismatch(directory: str, expected: str, given: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint in {directory} was written by another task or optimizer.\n"
+        f"  the program holds:\n{expected}\n  the checkpoint holds:\n{given}\n"
+        "Use another directory, or the task and optimizer it was written with."
+    )
+
+
+def checkpoint_other_run(directory: str, field: str, saved: object, now: object) -> CheckpointError:
+    return CheckpointError(
+        f"the run saved in {directory} has {field}={saved!r} and this one {field}={now!r}; "
+        "continuing would not be the same training. Use the same value, or another directory."
+    )
+
+
+def output_has_run(directory: str, step: int) -> CheckpointError:
+    return CheckpointError(
+        f"{directory} already holds a run, saved at step {step}. To continue it, say resume=True "
+        "(--resume on the command line); to start anew, choose another output directory."
+    )
+
+
+def checkpoint_not_written(directory: str, reason: str) -> CheckpointError:
+    return CheckpointError(f"the checkpoint could not be written to {directory}: {reason}")
+
+
+# --- Experiments ------------------------------------------------------------------------------
+
+
+def experiment_missing_file(path: str) -> ExperimentError:
+    return ExperimentError(f"{path}: no such file; give a Python file that defines experiment().")
+
+
+def experiment_missing_function(path: str) -> ExperimentError:
+    return ExperimentError(
+        f"{path} does not define experiment(). Add:\n\n"
+        "    def experiment():\n"
+        "        return plurax.Experiment(task=..., optimizer=..., data=..., "
+        "batch_size=..., epochs=...)\n"
+    )
+
+
+def experiment_wrong_type(path: str, kind: str) -> ExperimentError:
+    return ExperimentError(
+        f"{path}: experiment() returned {kind}; it must return plurax.Experiment(...)."
+    )
+
+
+def experiment_failed(path: str, reason: str) -> ExperimentError:
+    return ExperimentError(f"{path} could not be loaded: {reason}")
+
+
+def unknown_command(given: str, known: Iterable[str]) -> ExperimentError:
+    return ExperimentError(
+        f"{given!r} is not a command; the commands are {', '.join(known)}. "
+        "plurax --help explains them."
+    )
+
+
+def no_experiment_file(command: str, asked_help: bool) -> ExperimentError:
+    want = f"plurax {command} FILE" + (" --help" if asked_help else "")
+    why = "the options and their defaults depend on it" if asked_help else "it comes first"
+    return ExperimentError(
+        f"name the experiment file: {want} ({why}). "
+        "FILE is Python that defines experiment(); plurax --help shows an example."
+    )
+
+
+def devices_not_understood(value: str) -> PlanError:
+    return PlanError(
+        f"--devices {value}: give a number of virtual CPU devices, or 'cores' for one per core."
+    )
+
+
+def inputs_not_found(path: str) -> BatchError:
+    return BatchError(f"{path}: no such file; --inputs wants a .npy or .npz file.")
+
+
+def inputs_not_arrays(path: str, reason: str) -> BatchError:
+    return BatchError(f"{path} is not a .npy or .npz file of plain arrays: {reason}")
+
+
+def missing_extra(package: str, extra: str) -> ImportError:
+    return ImportError(f"{package} is not installed; pip install 'plurax[{extra}]' brings it.")

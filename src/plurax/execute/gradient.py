@@ -1,0 +1,166 @@
+"""Weighted sums of loss, metrics and gradient over some rows; the task's contract is checked."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from plurax import errors, tree
+from plurax.execute.rows import Rows
+from plurax.plan import Precision
+from plurax.task import Task
+
+RESERVED = frozenset({"loss", "weight", "grad_norm", "examples", "skipped"})
+
+
+class Totals(NamedTuple):
+    """Sums over rows; the sum of two is the total of both sets of rows.
+
+    **Fields:** `weight`, scalar, the sum of the rows' weights; `loss` and each of `metrics`,
+    scalars, weighted sums; `grads`, the gradient of `loss`, a tree like the parameters (or `()`).
+    """
+
+    weight: Float[Array, ""]
+    loss: Float[Array, ""]
+    metrics: dict[str, Float[Array, ""]]
+    grads: PyTree
+
+
+def cast_floating(values: PyTree, dtype: jnp.dtype) -> PyTree:
+    """Cast the floating leaves of a tree; leave the others as they are."""
+
+    def cast(leaf: Array) -> Array:
+        return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    return jax.tree.map(cast, values)
+
+
+def with_precision(fun: Callable[..., Any], precision: Precision) -> Callable[..., Any]:
+    """`fun(params, *rest)` computing in `precision`; gradients keep the parameters' dtype."""
+    if precision == "float32":
+        return fun
+
+    def computing(*args: PyTree) -> Any:
+        return fun(*(cast_floating(arg, jnp.dtype(precision)) for arg in args))
+
+    return computing
+
+
+def check_losses(output: Any, size: int, where: str) -> tuple[Array, dict[str, Array]]:
+    """Split what a loss returned into losses `(size,)` and metrics; raise `TaskError`."""
+    losses, metrics = output if isinstance(output, tuple) and len(output) == 2 else (output, {})
+    if not isinstance(metrics, dict):
+        raise errors.loss_wrong_structure(
+            where,
+            f"a pair whose second item is a {type(metrics).__name__}",
+            "(B,) losses, or ((B,) losses, {name: (B,) metrics})",
+        )
+    if not hasattr(losses, "shape"):
+        raise errors.loss_wrong_structure(
+            where,
+            f"a {type(losses).__name__}",
+            "an array of shape (B,), or ((B,) losses, {name: (B,) metrics})",
+        )
+    if losses.shape == () or (losses.shape == (1,) and size != 1):
+        raise errors.loss_is_scalar(where, losses.shape, size)
+    for part, value in {"": losses, **{f", metric {k!r},": v for k, v in metrics.items()}}.items():
+        if jnp.shape(value) != (size,):
+            raise errors.loss_wrong_shape(where + part, jnp.shape(value), size)
+    if not jnp.issubdtype(losses.dtype, jnp.floating):
+        raise errors.loss_not_floating(where, str(losses.dtype))
+    for name in metrics:
+        if name in RESERVED:
+            raise errors.metric_name_taken(name, RESERVED)
+    return losses, metrics
+
+
+def weighted_sums(
+    losses: Float[Array, "N"], metrics: dict[str, Array], weight: Array | None, rows: Rows
+) -> Totals:
+    """Sum over the real rows, in float32 or wider. `grads` is left empty."""
+    dtype = jnp.promote_types(losses.dtype, jnp.float32)
+    weights = jnp.ones(rows.mask.shape, dtype) if weight is None else weight.astype(dtype)
+
+    def total(values: Array) -> Array:
+        return jnp.sum(jnp.where(rows.mask, weights * values.astype(dtype), 0))
+
+    return Totals(
+        weight=jnp.sum(jnp.where(rows.mask, weights, 0)),
+        loss=total(losses),
+        metrics={name: total(value) for name, value in metrics.items()},
+        grads=(),
+    )
+
+
+def check_weight(task: Task, batch: PyTree, size: int) -> Array | None:
+    """The weight of each row, shape `(size,)`, or None where the task gives none."""
+    if task.weight is None:
+        return None
+    weight = task.weight(batch)
+    if jnp.shape(weight) != (size,):
+        raise errors.loss_wrong_shape("Task.weight", jnp.shape(weight), size)
+    return weight
+
+
+def gradient(
+    task: Task, precision: Precision
+) -> Callable[[PyTree, PyTree, Rows], tuple[Totals, PyTree]]:
+    """`(params, model_state, rows) -> (totals, model_state)`, the gradient included."""
+    loss = with_precision(task.loss, precision)
+
+    def total_loss(
+        params: PyTree, model_state: PyTree, rows: Rows
+    ) -> tuple[Array, tuple[Totals, PyTree]]:
+        size = rows.mask.shape[0]
+        extra = (rows.mask,) if task.coupled else ()
+        if task.stateful:
+            output = loss(params, model_state, rows.batch, rows.keys, *extra)
+            if not (isinstance(output, tuple) and len(output) == 3):
+                raise errors.loss_wrong_structure(
+                    "Task.loss of a stateful task",
+                    f"a {type(output).__name__}",
+                    "(losses, metrics, model_state)",
+                )
+            # The state keeps its dtype whatever the precision: it is carried on.
+            model_state = jax.tree.map(
+                lambda new, old: new.astype(old.dtype), output[2], model_state
+            )
+            output = output[:2]
+        else:
+            output = loss(params, rows.batch, rows.keys, *extra)
+        losses, metrics = check_losses(output, size, "Task.loss")
+        totals = weighted_sums(losses, metrics, check_weight(task, rows.batch, size), rows)
+        return totals.loss, (totals, model_state)
+
+    def run(params: PyTree, model_state: PyTree, rows: Rows) -> tuple[Totals, PyTree]:
+        grads, (totals, model_state) = jax.grad(total_loss, has_aux=True)(params, model_state, rows)
+        return totals._replace(grads=grads), model_state
+
+    return run
+
+
+def evaluation(task: Task, precision: Precision) -> Callable[[PyTree, PyTree, Rows], Totals]:
+    """`(params, model_state, rows) -> totals` without gradient, dropout off where the task can."""
+    if task.evaluate is None and task.coupled:
+        raise errors.coupled_needs_evaluate()
+    where = "Task.loss" if task.evaluate is None else "Task.evaluate"
+    fun = with_precision(task.evaluate or task.loss, precision)
+
+    def run(params: PyTree, model_state: PyTree, rows: Rows) -> Totals:
+        size = rows.mask.shape[0]
+        states = (model_state,) if task.stateful else ()
+        keys = () if task.evaluate is not None else (rows.keys,)
+        output = fun(params, *states, rows.batch, *keys)
+        losses, metrics = check_losses(output, size, where)
+        return weighted_sums(losses, metrics, check_weight(task, rows.batch, size), rows)
+
+    return run
+
+
+def check_parameters(params: PyTree) -> None:
+    """Raise `TaskError` where a parameter has no gradient."""
+    for path, leaf in tree.named_leaves(params).items():
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise errors.parameter_not_floating(path, str(leaf.dtype))

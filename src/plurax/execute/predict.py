@@ -1,0 +1,94 @@
+"""Inference over any number of inputs, chunk by chunk, streamed to the host."""
+
+import operator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
+
+from plurax import errors
+from plurax.execute.gradient import cast_floating, with_precision
+from plurax.execute.placement import Placement, leading_dim
+from plurax.plan import Precision
+from plurax.task import Task
+
+IN_FLIGHT = 2
+"""Chunks computing or waiting while an earlier one is copied to the host."""
+
+
+def make_predict(
+    task: Task, precision: Precision, mesh: Mesh
+) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
+    """`(params, model_state, inputs) -> outputs`, rows split over the axis `data`."""
+    if task.predict is None:
+        raise errors.no_predict()
+    predict = with_precision(task.predict, precision)
+
+    def local(params: PyTree, model_state: PyTree, inputs: PyTree) -> PyTree:
+        states = (model_state,) if task.stateful else ()
+        outputs = predict(params, *states, inputs)
+        size = jax.tree.leaves(inputs)[0].shape[0]
+        for leaf in jax.tree.leaves(outputs):
+            if leaf.shape[:1] != (size,):
+                raise errors.predict_wrong_shape(leaf.shape, size)
+        return outputs if precision == "float32" else cast_floating(outputs, np.dtype("float32"))
+
+    if mesh.shape["data"] == 1:
+        return local
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(P(), P(), P("data")),
+        out_specs=P("data"),
+        axis_names={"data"},
+        check_vma=False,
+    )
+
+
+def predict_stream(
+    run: Callable[[PyTree], PyTree], placement: Placement, batches: Iterable[PyTree]
+) -> Iterator[PyTree]:
+    """Outputs for each batch of an iterable, in its order and of its length, as NumPy arrays.
+
+    `run` takes placed rows and returns without waiting; while it computes, the outputs of the
+    chunk before are copied out. Batches may have any number of rows.
+    """
+    pending: deque[tuple[int, int, PyTree]] = deque()
+    outputs: PyTree = None
+
+    def collect() -> bool:
+        """Copy the oldest chunk out; say whether its batch is complete."""
+        nonlocal outputs
+        total, start, chunk = pending.popleft()
+        if start == 0:
+            outputs = jax.tree.map(
+                lambda leaf: np.empty((total, *leaf.shape[1:]), leaf.dtype), chunk
+            )
+        jax.tree.map(lambda leaf, out: _copy_rows(leaf, out, start), chunk, outputs)
+        return start + placement.size >= total
+
+    for batch in batches:
+        total = leading_dim(batch)
+        for start in range(0, total, placement.size):
+            cut = slice(start, min(start + placement.size, total))
+            piece = jax.tree.map(operator.itemgetter(cut), batch)
+            pending.append((total, start, run(placement.place(piece).rows)))
+            if len(pending) > IN_FLIGHT and collect():
+                yield outputs
+    while pending:
+        if collect():
+            yield outputs
+
+
+def _copy_rows(leaf: jax.Array, out: np.ndarray, start: int) -> None:
+    """Copy the rows of a device array to `out[start:]`, cut where `out` ends, shard by shard."""
+    for shard in leaf.addressable_shards:
+        if shard.replica_id == 0:
+            first = start + (shard.index[0].start or 0)
+            room = max(0, min(shard.data.shape[0], out.shape[0] - first))
+            if room:
+                out[first : first + room] = np.asarray(shard.data)[:room]

@@ -1,0 +1,80 @@
+"""One training step as a pure function: totals, the guard against non-finite values, the update."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Int, PyTree
+
+from plurax.execute.gradient import gradient
+from plurax.execute.totals import coupled, data_parallel
+from plurax.plan import Plan
+from plurax.state import TrainState
+from plurax.task import Task
+
+Metrics = dict[str, Array]
+Step = Callable[[TrainState, PyTree, Int[Array, ""]], tuple[TrainState, Metrics]]
+
+
+def make_step(task: Task, optimizer: optax.GradientTransformation, plan: Plan, mesh: Mesh) -> Step:
+    """`(state, batch, count) -> (state, metrics)`, the first `count` rows of `batch` being real.
+
+    As a program:
+
+        totals = sum over rows of weight * (loss, metrics, gradient)   # one reduction
+        if loss and gradient norm are finite:
+            grads = totals.grads / totals.weight
+            state = optimizer.update(grads, ...)
+
+    Metrics are scalars: `loss` and the task's own, weighted means over the batch; `grad_norm`, the
+    global norm before the optimizer; `weight`, their sum; `examples`; `skipped`, 1 where the update
+    was left out.
+    """
+    spread = coupled if task.coupled else data_parallel
+    total = spread(gradient(task, plan.precision), mesh, plan.microbatches)
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def step(state: TrainState, batch: PyTree, count: Int[Array, ""]) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(state.key, state.step)
+        totals, model_state = total(state.params, state.model_state, batch, key, count)
+        # One factor for all: a division would be written to memory for every gradient.
+        scale = 1 / totals.weight
+        loss = totals.loss * scale
+        norm = optax.tree.norm(totals.grads) * scale
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        old = (state.params, state.opt_state, state.model_state)
+
+        def update() -> PyTree:
+            grads = jax.tree.map(
+                lambda g, p: (g * scale.astype(g.dtype)).astype(p.dtype),
+                totals.grads,
+                state.params,
+            )
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params, value=loss)
+            new = (optax.apply_updates(state.params, updates), opt_state, model_state)
+            return jax.tree.map(lambda n, o: jnp.asarray(n, o.dtype), new, old)
+
+        # A branch, not a selection: selecting after the update would copy the optimizer's state.
+        params, opt_state, model_state = jax.lax.cond(finite, update, lambda: old)
+        skipped = 1 - finite.astype(jnp.int32)
+        metrics = {
+            "loss": loss,
+            **{name: value * scale for name, value in totals.metrics.items()},
+            "grad_norm": norm,
+            "weight": totals.weight,
+            "examples": count,
+            "skipped": skipped,
+        }
+        state = TrainState(
+            step=state.step + 1,
+            params=params,
+            opt_state=opt_state,
+            model_state=model_state,
+            key=state.key,
+            skipped=state.skipped + skipped,
+        )
+        return state, metrics
+
+    return step

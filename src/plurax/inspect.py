@@ -1,0 +1,168 @@
+"""What a compiled program does: its collectives and where they are, and its memory."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_ITEM_BYTES = {
+    "pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "s32": 4, "u32": 4, "s64": 8, "u64": 8,
+    "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16, "f8e4m3fn": 1, "f8e5m2": 1,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a compiled program.
+
+    **Fields:**
+
+    - `kind`: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `collective-permute`.
+    - `axes`: the mesh axes it runs over.
+    - `bytes`: of its result on one device, each time it runs.
+    - `in_loop`: whether it stands in the body of a loop.
+    - `trips`: how often it runs in one call; None where the loop's length is not known before.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    in_loop: bool
+    trips: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device, as the compiler reports them.
+
+    **Fields:** `arguments` (state and batch), `outputs`, `aliased` (outputs that reuse an
+    argument's memory), `temporaries`, `code`; `peak` is arguments + outputs - aliased +
+    temporaries + code, the most the program holds at once.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    code: int
+
+    @property
+    def peak(self) -> int:
+        """The most the program holds at once on one device."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
+
+
+def memory(compiled: jax.stages.Compiled) -> Memory:
+    """The memory of a compiled program, bytes on one device."""
+    stats = compiled.memory_analysis()
+    assert stats is not None, "this backend reports no memory"
+    return Memory(
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+        code=stats.generated_code_size_in_bytes,
+    )
+
+
+def collectives(hlo: str, mesh: Mesh) -> list[Collective]:
+    """The collectives in the text of a compiled program, in the order in which they stand.
+
+    A collective that XLA splits in two (`all-reduce-start`, `all-reduce-done`) counts once. Loop
+    bodies are followed through calls, conditionals and nested loops.
+    """
+    bodies = dict(_computations(hlo))
+    entry = re.search(r"^ENTRY %?([\w.\-]+)", hlo, re.MULTILINE)
+    assert entry is not None, "compiled text without an entry computation"
+    found: list[Collective] = []
+    _walk(entry[1], bodies, mesh, False, 1, found)
+    return found
+
+
+def _walk(
+    name: str,
+    bodies: dict[str, list[str]],
+    mesh: Mesh,
+    in_loop: bool,
+    trips: int | None,
+    found: list[Collective],
+) -> None:
+    for line in bodies.get(name, ()):
+        match = re.search(r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|"
+                          r"collective-permute)(-start)?\(", line)  # fmt: skip
+        if match:
+            size = _result_bytes(match[1])
+            if match[3] and match[2] != "all-reduce":
+                size //= 2  # a start's result holds its operand too
+            found.append(Collective(match[2], _axes(line, mesh), size, in_loop, trips))
+        if re.search(r"\bwhile\(", line):
+            body = re.search(r"body=%?([\w.\-]+)", line)
+            known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+            times = int(known[1]) if known else None
+            assert body is not None
+            inner = None if times is None or trips is None else trips * times
+            _walk(body[1], bodies, mesh, True, inner, found)
+        else:
+            for called in _called(line):
+                _walk(called, bodies, mesh, in_loop, trips, found)
+
+
+def _called(line: str) -> Iterator[str]:
+    for match in re.finditer(r"(?:calls|to_apply|\w+_computation)=%?([\w.\-]+)", line):
+        yield match[1]
+    branches = re.search(r"(?:branch_computations|calls)=\{([^}]*)\}", line)
+    if branches:
+        yield from re.findall(r"%?([\w.\-]+)", branches[1])
+
+
+def _computations(hlo: str) -> Iterator[tuple[str, list[str]]]:
+    name: str | None = None
+    lines: list[str] = []
+    for line in hlo.splitlines():
+        header = re.match(r"^(?:ENTRY )?%?([\w.\-]+) .*\{\s*$", line)
+        if header and not line.startswith(" "):
+            name, lines = header[1], []
+        elif line.startswith("}") and name is not None:
+            yield name, lines
+            name = None
+        elif name is not None:
+            lines.append(line)
+
+
+def _result_bytes(text: str) -> int:
+    total = 0
+    for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", text):
+        size = _ITEM_BYTES.get(dtype, 0)
+        for dim in filter(None, dims.split(",")):
+            size *= int(dim)
+        total += size
+    return total
+
+
+def _axes(line: str, mesh: Mesh) -> tuple[str, ...]:
+    """The mesh axes along which the devices of a group differ."""
+    group = _first_group(line)
+    if group is None:
+        return tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
+    places = np.array([np.unravel_index(member, mesh.devices.shape) for member in group])
+    return tuple(
+        axis for dim, axis in enumerate(mesh.axis_names) if len(set(places[:, dim].tolist())) > 1
+    )
+
+
+def _first_group(line: str) -> list[int] | None:
+    listed = re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", line)
+    if listed:
+        return [int(member) for member in listed[1].split(",")]
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+    if iota:
+        shape, dims = ([int(n) for n in part.split(",")] for part in (iota[1], iota[2]))
+        members = np.arange(np.prod(dims)).reshape(dims)
+        if iota[3]:
+            members = members.transpose([int(n) for n in iota[3].split(",")])
+        return [int(member) for member in members.reshape(shape)[0]]
+    return None

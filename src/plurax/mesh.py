@@ -1,0 +1,62 @@
+"""From a plan and devices to a mesh; virtual CPU devices for rehearsal."""
+
+import os
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from plurax import errors
+from plurax.plan import MESH_AXES, Plan
+
+
+def make_mesh(plan: Plan, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The plan's mesh over the first devices it needs (default: of `jax.devices()`).
+
+    Raises `PlanError` where there are too few.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    plan.check_devices(len(devices))
+    grid = np.asarray(devices[: plan.devices]).reshape([plan.axes[axis] for axis in MESH_AXES])
+    # Auto: where a function is not manual over an axis, the partitioner decides.
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Whole on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def split_rows(mesh: Mesh) -> NamedSharding:
+    """Leading dim split over the mesh axis `data`."""
+    return NamedSharding(mesh, PartitionSpec("data"))
+
+
+def virtual_devices(count: int) -> None:
+    """Let this process see `count` CPU devices, to rehearse a plan on any machine.
+
+    Must come before the first use of JAX. Raises `PlanError` where it comes too late.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise errors.plan_field_not_positive("devices", count)
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+        jax.config.update("jax_platforms", "cpu")
+    except RuntimeError:
+        if len(jax.devices()) != count:
+            raise errors.devices_already_started(count, len(jax.devices())) from None
+
+
+def memory_budget(mesh: Mesh) -> int:
+    """Bytes a program may use on each device of a mesh.
+
+    What the device reports as its limit. Where it reports none (CPU): half of the machine's
+    memory, divided by the number of devices in the mesh, which share it.
+    """
+    device = mesh.devices.flat[0]
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(physical // 2 // mesh.size)

@@ -1,0 +1,105 @@
+"""How training shows itself: a live bar on a terminal, plain lines elsewhere."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class TrainingProgress:
+    """Shows steps, metrics, throughput and remaining time. Use as a context manager.
+
+    **Arguments:**
+
+    - `epochs`: in the whole run; `steps`: in the whole run, None where unknown.
+    - `done`: steps taken before (a resumed run).
+    - `show`: False shows nothing.
+    """
+
+    def __init__(
+        self, epochs: int, steps: int | None, done: int, show: bool, console: Console | None = None
+    ) -> None:
+        self._console = console or Console(soft_wrap=True, highlight=False)
+        self._epochs = epochs
+        self._steps = steps
+        self._show = show
+        self._started = time.monotonic()
+        self._first = done
+        self._last_line = self._started
+        self._bar: Progress | None = None
+        if show and self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[text]}"),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._task = self._bar.add_task("training", total=steps, completed=done, text="")
+
+    def __enter__(self) -> "TrainingProgress":
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def advance(self, step: int, epoch: int, loss: float, examples_per_second: float) -> None:
+        """Training has reached `step`."""
+        text = f"loss {loss:.4g}  {examples_per_second:,.0f} examples/s"
+        if self._bar:
+            self._bar.update(
+                self._task,
+                completed=step,
+                text=text,
+                description=f"epoch {epoch + 1}/{self._epochs}",
+            )
+            return
+        now = time.monotonic()
+        if self._show and now - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            total = f"/{self._steps}" if self._steps else ""
+            left = self._remaining(step)
+            self._print(f"  step {step}{total}  {text}{left}")
+
+    def epoch(self, row: Mapping[str, Any]) -> None:
+        """An epoch is over; `row` is what was logged of it."""
+        self._last_line = time.monotonic()
+        hidden = {"kind", "step", "epoch", "seconds", "examples_per_second", "weight", "examples",
+                  "grad_norm", "skipped"}  # fmt: skip
+        width = len(str(self._epochs))
+        parts = [f"epoch {row['epoch']:>{width}}/{self._epochs}"]
+        parts += [
+            f"{name.replace('_', ' ')} {value:.4f}"
+            for name, value in row.items()
+            if name not in hidden and isinstance(value, float)
+        ]
+        parts.append(f"{row['examples_per_second']:,.0f} examples/s")
+        if row.get("skipped"):
+            parts.append(f"{row['skipped']} updates skipped (not finite)")
+        self._print("  ".join(parts) + self._remaining(row["step"]))
+
+    def note(self, text: str) -> None:
+        """Something the user should know."""
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        if self._show:
+            (self._bar.console if self._bar else self._console).print(text, markup=False)
+
+    def _remaining(self, step: int) -> str:
+        if not self._steps or step <= self._first or step >= self._steps:
+            return ""
+        per_step = (time.monotonic() - self._started) / (step - self._first)
+        seconds = round(per_step * (self._steps - step))
+        minutes, seconds = divmod(seconds, 60)
+        hours, minutes = divmod(minutes, 60)
+        clock = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+        return f"  {clock} left"

@@ -1,0 +1,94 @@
+"""A plan on a machine, as text."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from plurax.inspect import Collective, Memory
+from plurax.plan import Plan
+
+
+def human_bytes(count: float) -> str:
+    """Bytes for people, in powers of 1024.
+
+    >>> human_bytes(512), human_bytes(1536), human_bytes(3 * 1024**3)
+    ('512 B', '1.5 KiB', '3.0 GiB')
+    """
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    for unit in units[:-1]:
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} {units[-1]}"
+
+
+def plan_report(
+    plan: Plan,
+    batch_size: int,
+    devices: Sequence[str],
+    parameters: int,
+    parameter_bytes: int,
+    memory: Memory,
+    collectives: Sequence[Collective],
+) -> RenderableType:
+    """A plan in words, its mesh, its memory on one device and what a step communicates."""
+    return Group(
+        plan.explain(batch_size),
+        "",
+        f"mesh: {', '.join(f'{axis}={size}' for axis, size in plan.axes.items())} "
+        f"on {', '.join(devices)}",
+        f"parameters: {parameters:,} ({human_bytes(parameter_bytes)})",
+        "",
+        memory_table(memory),
+        "",
+        collectives_table(collectives, parameter_bytes),
+    )
+
+
+def memory_table(memory: Memory) -> Table:
+    """Bytes on one device during a step."""
+    table = Table(title="memory per device, from the compiled step", title_justify="left")
+    table.add_column("kind")
+    table.add_column("bytes", justify="right")
+    table.add_column("", justify="right")
+    rows = {
+        "arguments (state and batch)": memory.arguments,
+        "temporaries": memory.temporaries,
+        "outputs": memory.outputs,
+        "outputs that reuse arguments": -memory.aliased,
+        "code": memory.code,
+        "peak": memory.peak,
+    }
+    for kind, count in rows.items():
+        table.add_row(kind, f"{count:,}", human_bytes(count), end_section=kind == "code")
+    return table
+
+
+def collectives_table(collectives: Sequence[Collective], parameter_bytes: int) -> Table | str:
+    """What one step communicates, by kind, mesh axis and place."""
+    if not collectives:
+        return "communication: none"
+    table = Table(title="communication of one step, from the compiled step", title_justify="left")
+    for column, justify in (
+        ("kind", "left"),
+        ("mesh axis", "left"),
+        ("where", "left"),
+        ("count", "right"),
+        ("bytes", "right"),
+        ("of the parameters", "right"),
+    ):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    counts: Counter[tuple[str, str, str]] = Counter()
+    sizes: Counter[tuple[str, str, str]] = Counter()
+    for found in collectives:
+        where = "in a loop" if found.in_loop else "once a step"
+        key = (found.kind, ", ".join(found.axes), where)
+        times = found.trips or 1
+        counts[key] += times
+        sizes[key] += times * found.bytes
+    for key, count in counts.items():
+        share = sizes[key] / parameter_bytes if parameter_bytes else 0
+        table.add_row(*key, str(count), f"{sizes[key]:,}", f"{share:.3f} ×")
+    return table

@@ -1,0 +1,29 @@
+"""What training changes, and what a checkpoint holds."""
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Int, Key, PyTree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """The whole state of a training run; metrics are never in it.
+
+    **Fields:**
+
+    - `step`: batches taken, skipped ones included (int32 scalar).
+    - `params`: the parameters.
+    - `opt_state`: the optimizer's state.
+    - `model_state`: what a stateful task carries besides (batch-norm statistics); else `()`.
+    - `key`: the run's random key; step `t` draws from `fold_in(key, t)`.
+    - `skipped`: updates left out because loss or gradient was not finite (int32 scalar).
+    """
+
+    step: Int[Array, ""]
+    params: PyTree
+    opt_state: PyTree
+    model_state: PyTree
+    key: Key[Array, ""]
+    skipped: Int[Array, ""]

@@ -1,0 +1,47 @@
+"""Trees of arrays: the paths of their leaves, their bytes, and how to show them."""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """The path of a leaf as text, keys joined by slashes.
+
+    >>> import jax
+    >>> [path_name(p) for p, _ in jax.tree.leaves_with_path({"a": [1, {"b": 2}]})]
+    ['a/0', 'a/1/b']
+    """
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def named_leaves(tree: PyTree) -> dict[str, Any]:
+    """Leaves by path."""
+    return {path_name(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def byte_count(tree: PyTree) -> int:
+    """Bytes of all arrays (or `jax.ShapeDtypeStruct`s) of a tree, each counted whole."""
+    return sum(
+        math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree)
+    )
+
+
+def parameter_count(tree: PyTree) -> int:
+    """Number of elements of all arrays of a tree."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+def describe(tree: PyTree, *, batch_dim: bool = False, indent: str = "    ") -> str:
+    """One line per leaf, `path: dtype[shape]`; with `batch_dim` the leading dim reads `B`."""
+    lines = []
+    for name, leaf in named_leaves(tree).items():
+        dims = [str(size) for size in np.shape(leaf)]
+        if batch_dim and dims:
+            dims[0] = "B"
+        dtype = getattr(leaf, "dtype", type(leaf).__name__)
+        lines.append(f"{indent}{name or '(the array)'}: {dtype}[{','.join(dims)}]")
+    return "\n".join(lines) or f"{indent}(no arrays)"
