@@ -5,6 +5,9 @@ from plurax.batch_size import MaxBatchSize as MaxBatchSize
 from plurax.batch_size import fastest_batch_size as fastest_batch_size
 from plurax.batch_size import max_batch_size as max_batch_size
 from plurax.checkpoint import Checkpoints as Checkpoints
+from plurax.data import ArrayData as ArrayData
+from plurax.data import Position as Position
+from plurax.data import StreamData as StreamData
 from plurax.errors import BatchError as BatchError
 from plurax.errors import CheckpointError as CheckpointError
 from plurax.errors import ExperimentError as ExperimentError
@@ -16,6 +19,8 @@ from plurax.execute.program import compile as compile
 from plurax.experiment import Experiment as Experiment
 from plurax.inspect import Collective as Collective
 from plurax.inspect import Memory as Memory
+from plurax.loop import Steps as Steps
+from plurax.loop import training as training
 from plurax.mesh import virtual_devices as virtual_devices
 from plurax.plan import Plan as Plan
 from plurax.state import TrainState as TrainState

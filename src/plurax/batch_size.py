@@ -1,6 +1,7 @@
 """The largest batch that fits, from compiled memory; the fastest batch, by measurement."""
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -61,9 +62,9 @@ def max_batch_size(
 ) -> MaxBatchSize:
     """The largest batch whose training step fits in memory, without running a step.
 
-    Compiles the step for a few sizes and reads the memory that the compiler reports. Memory grows
-    nearly in proportion to the batch, so the search follows the line through the two sizes that
-    bracket the budget (regula falsi) and ends when they are neighbours: at most 10 compilations.
+    Compiles the step for a few sizes and reads the memory that the compiler reports. Memory is a
+    smooth function of the batch, so the search follows the parabola through the sizes nearest to
+    the budget, and ends when one fits and its neighbour does not: at most 10 compilations.
 
     **Arguments:**
 
@@ -110,37 +111,57 @@ def _search(
 
     if measure(1) > budget:
         return 0, known[1], 1, known[1], 1
-    low, high = 1, None
+    low: int = 1
+    high: int | None = None
     candidate = 16
-    shrink = 0
     while len(known) < MAX_COMPILATIONS:
+        width = math.inf if high is None else high - low
         if measure(candidate) <= budget:
             low = max(low, candidate)
         else:
             high = candidate if high is None else min(high, candidate)
         if high is not None and high - low == 1:
             break
-        candidate = _next_candidate(known, low, high, budget, shrink)
-        shrink += 1
+        # A curve that misses twice the same way is no guide here: halve the bracket instead.
+        stuck = high is not None and math.isfinite(width) and 2 * (high - low) > width
+        if stuck and high is not None:
+            candidate = (low + high) // 2
+        else:
+            candidate = _next_candidate(known, low, high, budget)
     return low, known[low], high, None if high is None else known[high], len(known)
 
 
-def _next_candidate(
-    known: dict[int, int], low: int, high: int | None, budget: int, turn: int
-) -> int:
-    """Where the line through two known points crosses the budget, kept inside the bracket."""
+def _next_candidate(known: dict[int, int], low: int, high: int | None, budget: int) -> int:
+    """Where the curve through the known points nearest to the budget crosses it.
+
+    A parabola through three points: memory grows linearly in the batch for most losses, and with
+    its square for losses that compare all pairs. Kept inside the bracket.
+    """
+    near = sorted(known, key=lambda n: abs(known[n] - budget))[:3]
+    guess = _crossing([(n, known[n] - budget) for n in near])
+    top = low * 4096 if high is None else high - 1
+    if guess is None:
+        guess = min(low * 64, top) if high is None else (low + high) // 2
     if high is None:
-        other = max((n for n in known if n < low), default=None)
-        slope = (known[low] - known[other]) / (low - other) if other else 0
-        # Without growth to go by, double; else go just past the crossing.
-        guess = low * 64 if slope <= 0 else low + int((budget - known[low]) / slope) + 1
-        return max(low + 1, min(guess, low * 4096))
-    slope = (known[high] - known[low]) / (high - low)
-    guess = low + int((budget - known[low]) / slope) if slope > 0 else (low + high) // 2
-    if turn > 4:  # a line that misses repeatedly: halve instead
-        guess = (low + high) // 2
-    # Next to a bound already known, look at the neighbour: it may close the bracket.
-    return min(max(guess, low + 1), high - 1)
+        guess += 1  # the largest that fits is known only with one that does not
+    return min(max(guess, low + 1), top)
+
+
+def _crossing(points: list[tuple[int, int]]) -> int | None:
+    """The whole number below the zero of the parabola (or line) through points, None without."""
+    (x0, y0), (x1, y1) = points[:2]
+    slope = (y1 - y0) / (x1 - x0)
+    bend = 0.0
+    if len(points) == 3:
+        x2, y2 = points[2]
+        bend = ((y2 - y1) / (x2 - x1) - slope) / (x2 - x0)
+    # y = y0 + slope (x - x0) + bend (x - x0) (x - x1), in t = x - x0
+    linear = slope + bend * (x0 - x1)
+    inside = linear * linear - 4 * bend * y0
+    if linear <= 0 or inside < 0:
+        return None
+    t = -2 * y0 / (linear + math.sqrt(inside))  # the stable form, also where bend is 0
+    return math.floor(x0 + t)
 
 
 @dataclasses.dataclass(frozen=True)

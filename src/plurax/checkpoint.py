@@ -6,6 +6,7 @@ fingerprints do. A checkpoint that cannot be restored is set aside by name, neve
 one before it is taken.
 """
 
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,11 @@ class Checkpoints:
         self._keep = keep
 
     def _open(self, keep: int) -> ocp.CheckpointManager:
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, create=True, cleanup_tmp_directories=True
-        )
+        # What a killed process left half-written. Orbax would clear it in the background, where it
+        # races with whoever opens the directory next.
+        for unfinished in self.directory.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
         return ocp.CheckpointManager(self.directory, options=options)
 
     def __enter__(self) -> "Checkpoints":

@@ -330,3 +330,7 @@ def _write_arrays(path: Path, outputs: Any) -> Path:
         path = path.with_suffix(".npz")
         np.savez(path, **tree.named_leaves(outputs))
     return path
+
+
+if __name__ == "__main__":
+    main()

@@ -110,7 +110,9 @@ def loss_not_floating(where: str, dtype: str) -> TaskError:
 
 
 def loss_wrong_structure(where: str, got: str, expected: str) -> TaskError:
-    return TaskError(f"{where} returned {got}; expected {expected}.")
+    return TaskError(
+        f"{where} returned {got}, which is not what a task returns; expected {expected}."
+    )
 
 
 def metric_name_taken(name: str, taken: Iterable[str]) -> TaskError:
@@ -227,6 +229,13 @@ def state_was_donated() -> BatchError:
 def state_mismatch(expected: str, given: str) -> BatchError:
     return BatchError(
         f"the state does not belong to this program.\n  expected:\n{expected}\n  given:\n{given}"
+    )
+
+
+def state_elsewhere(given: str, wanted: str) -> BatchError:
+    return BatchError(
+        "the state lies on other devices than this program's plan puts it "
+        f"({given}, where {wanted} is wanted). Move it first: state = program.place(state)."
     )
 
 

@@ -1,62 +1,30 @@
-"""The training loop: a generator that trains, and `fit`, which logs, evaluates, saves and stops."""
+"""`fit`: trains, logs, evaluates, saves, and stops cleanly."""
 
 import contextlib
 import dataclasses
-import math
 import os
 import signal
 import threading
-import time
-import warnings
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from plurax import errors, tree
+from plurax import errors
 from plurax.checkpoint import Checkpoints
-from plurax.data import ArrayData, Data, Position, Ragged, as_data, prefetch
-from plurax.execute.placement import Placed
+from plurax.data import Position, Ragged, as_data
 from plurax.execute.program import Program
 from plurax.log import MetricsLog, Row
-from plurax.mesh import make_mesh, memory_budget
+from plurax.loop import Steps, training
+from plurax.mesh import make_mesh
 from plurax.plan import Plan
 from plurax.progress import TrainingProgress
 from plurax.state import TrainState
+from plurax.tally import Tally
 from plurax.task import Task
-
-SECONDS_PER_CALL = 0.25
-"""How long one call of a compiled loop aims to take: short enough for a live bar and Ctrl-C."""
-
-
-class NonFiniteWarning(UserWarning):
-    """A loss or gradient was not finite; the update was left out."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Steps:
-    """What one turn of the training loop did: one or more steps.
-
-    **Fields:**
-
-    - `state`: after them; it is used up by the next turn. `step`: its number.
-    - `metrics`: arrays `(k,)`, one value per step, or scalars for one step; perhaps still being
-      computed.
-    - `seconds`: since the turn before, compilation left out.
-    - `position`: in the data, after them. `epoch_done`: whether they end an epoch.
-    """
-
-    state: TrainState
-    step: int
-    metrics: dict[str, Any]
-    seconds: float
-    position: Position
-    epoch_done: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,187 +162,7 @@ def fit(
     return Fit(state, program, history, stop.name)
 
 
-def training(
-    program: Program,
-    state: TrainState,
-    data: Data,
-    *,
-    start: Position = Position(),  # noqa: B008  frozen
-    epochs: int = 1,
-    checkpoint_every: int | None = None,
-    resident: bool | None = None,
-) -> Iterator[Steps]:
-    """Train, yielding after every call into the compiled program. The loop under `fit`.
-
-    **Arguments:** as for `fit`; `start` is where in the data to begin. A turn never runs past the
-    end of an epoch or a multiple of `checkpoint_every`.
-    """
-    if isinstance(data, ArrayData) and _stays_resident(program, data, resident):
-        yield from _resident(program, state, data, start, epochs, checkpoint_every)
-    else:
-        yield from _streamed(program, state, data, start, epochs)
-
-
-def _resident(
-    program: Program,
-    state: TrainState,
-    data: ArrayData,
-    start: Position,
-    epochs: int,
-    checkpoint_every: int | None,
-) -> Iterator[Steps]:
-    placed = program.place_data(data.arrays)
-    per_epoch = data.batches_per_epoch
-    per_call = 1
-    step = int(state.step)
-    for epoch in range(start.epoch, epochs):
-        order = program.place_epoch(*data.epoch_order(epoch))
-        program.compile_loop(placed, order)
-        first = start.batch if epoch == start.epoch else 0
-        began = time.monotonic()
-        while first < per_epoch:
-            last = min(first + per_call, per_epoch)
-            if checkpoint_every:
-                last = min(last, first + checkpoint_every - step % checkpoint_every)
-            state, metrics = program.loop(state, placed, order, first, last)
-            host = {name: np.asarray(value)[first:last] for name, value in metrics.items()}
-            seconds = time.monotonic() - began
-            # How many steps a call makes changes nothing but how often we look.
-            fitting = round(SECONDS_PER_CALL * (last - first) / max(seconds, 1e-9))
-            per_call = max(1, min(2 * per_call, fitting))
-            step += last - first
-            first = last
-            done = first == per_epoch
-            position = Position(epoch + 1) if done else Position(epoch, first)
-            yield Steps(state, step, host, seconds, position, done)
-            began = time.monotonic()
-
-
-def _streamed(
-    program: Program, state: TrainState, data: Data, start: Position, epochs: int
-) -> Iterator[Steps]:
-    def load(item: tuple[PyTree, Position]) -> tuple[Placed, Position]:
-        batch, position = item
-        return program.place_batch(batch), position
-
-    step = int(state.step)
-    program.compiled_step  # noqa: B018  compiled before the clock starts
-    for epoch in range(start.epoch, epochs):
-        begin = start if epoch == start.epoch else Position(epoch)
-        began = time.monotonic()
-        # One batch is held back, to know which is the epoch's last.
-        with contextlib.closing(prefetch(data.batches(begin), load)) as batches:
-            held = next(batches, None)
-            if held is None and begin.batch == 0:
-                raise errors.data_has_no_batches(f"epoch {epoch + 1} of the iterable is empty")
-            while held is not None:
-                (placed, position), held = held, next(batches, None)
-                state, metrics = program.step_placed(state, placed)
-                step += 1
-                done = held is None
-                after = Position(epoch + 1) if done else position
-                yield Steps(state, step, metrics, time.monotonic() - began, after, done)
-                began = time.monotonic()
-
-
-def _stays_resident(program: Program, data: ArrayData, wanted: bool | None) -> bool:
-    if wanted is not None:
-        return wanted
-    return tree.byte_count(data.arrays) <= memory_budget(program.mesh) // 4
-
-
 # --- What fit keeps beside the loop -----------------------------------------------------------
-
-
-SETTLE_AFTER = 2
-"""Turns whose metrics may still be computing while the next is started."""
-
-
-class Tally:
-    """Sums over an epoch's steps; a skipped step counts only as skipped.
-
-    Metrics are fetched from the device some turns late, so that the host never waits for the step
-    it has just started.
-    """
-
-    def __init__(self, saved: dict[str, Any] | None = None) -> None:
-        saved = saved or {}
-        self.sums: dict[str, float] = saved.get("sums", {})
-        self.weight: float = saved.get("weight", 0.0)
-        self.examples: int = saved.get("examples", 0)
-        self.skipped: int = saved.get("skipped", 0)
-        self.seconds: float = saved.get("seconds", 0.0)
-        self.last_loss = math.nan
-        self._warned = self.skipped > 0
-        self._waiting: deque[Steps] = deque()
-
-    def to_json(self) -> dict[str, Any]:
-        """What a checkpoint keeps, so that a resumed epoch is reported whole."""
-        names = ("sums", "weight", "examples", "skipped", "seconds")
-        return {name: getattr(self, name) for name in names}
-
-    def add(self, steps: Steps, *, settle_all: bool) -> list[Steps]:
-        """Take a turn; return those whose metrics have arrived, metrics on the host."""
-        self._waiting.append(steps)
-        return self.settle(0 if settle_all else SETTLE_AFTER)
-
-    def settle(self, waiting: int = 0) -> list[Steps]:
-        """Count the turns up to the last `waiting` ones, and return them."""
-        settled = []
-        while len(self._waiting) > waiting:
-            steps = self._waiting.popleft()
-            host = jax.tree.map(np.atleast_1d, jax.device_get(steps.metrics))
-            steps = dataclasses.replace(steps, metrics=host)
-            self._count(steps)
-            settled.append(steps)
-        return settled
-
-    def _count(self, steps: Steps) -> None:
-        metrics = steps.metrics
-        ok = metrics["skipped"] == 0
-        weight = np.where(ok, metrics["weight"], 0.0).astype(np.float64)
-        self.weight += float(weight.sum())
-        self.examples += int(metrics["examples"].sum())
-        self.skipped += int((~ok).sum())
-        self.seconds += steps.seconds
-        self.last_loss = float(metrics["loss"][-1])
-        for name, values in metrics.items():
-            if name not in ("weight", "examples", "skipped"):
-                kept = np.where(ok, values, 0.0).astype(np.float64)
-                self.sums[name] = self.sums.get(name, 0.0) + float((weight * kept).sum())
-
-    @property
-    def examples_per_second(self) -> float:
-        """Throughput of the epoch so far, waiting for data included, compilation left out."""
-        return self.examples / max(self.seconds, 1e-9)
-
-    def warn_not_finite(self, step: int) -> None:
-        """Say so at the first skipped update of an epoch; the epoch's row has the count."""
-        if self.skipped and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"at or before step {step} the loss or its gradient was not finite: the update was "
-                "left out on all devices and the parameters are unchanged. A smaller learning "
-                "rate or optax.clip_by_global_norm may help; a NaN in the data will come again.",
-                NonFiniteWarning,
-                stacklevel=3,
-            )
-
-    def epoch_row(self, step: int, epoch: int) -> Row:
-        """What is reported of a whole epoch: weighted means, the loss first."""
-        names = ["loss", *sorted(set(self.sums) - {"loss"})]
-        means = {name: self.sums.get(name, 0.0) / self.weight if self.weight else math.nan
-                 for name in names}  # fmt: skip
-        return {
-            "kind": "epoch",
-            "epoch": epoch,
-            "step": step,
-            **means,
-            "examples": self.examples,
-            "skipped": self.skipped,
-            "seconds": self.seconds,
-            "examples_per_second": self.examples_per_second,
-        }
 
 
 class _StopSignals:

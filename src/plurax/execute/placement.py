@@ -1,5 +1,6 @@
 """From a host batch of any size to the rows of a compiled program, on its devices."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -89,8 +90,14 @@ def is_arrays(data: Any) -> bool:
     """
     if isinstance(data, list | tuple) and not hasattr(data, "_fields"):
         return bool(data) and all(hasattr(item, "shape") for item in data)
-    leaves = jax.tree.leaves(data)
+    leaves = jax.tree.leaves(data, is_leaf=_is_stream)
     return bool(leaves) and all(hasattr(leaf, "shape") for leaf in leaves)
+
+
+def _is_stream(node: Any) -> bool:
+    """An iterable that is neither an array nor a tree."""
+    known = isinstance(node, Mapping | list | tuple) or hasattr(node, "shape")
+    return isinstance(node, Iterable) and not known
 
 
 def leading_dim(batch: PyTree) -> int:

@@ -242,8 +242,8 @@ class Program:
     def evaluate(self, state: TrainState, data: PyTree | Iterable[PyTree]) -> dict[str, float]:
         """Weighted means of loss and metrics over all examples of `data`, each counted once.
 
-        `data` is a tree of arrays with any leading dim, or an iterable of batches of at most
-        `batch_size` examples. Sums over chunks are in float64 on the host.
+        `data` is a tree of arrays with any leading dim, or an iterable of such trees. Sums over
+        chunks are in float64 on the host.
         """
         parts = []
         for batch in self._chunks(data):
@@ -261,12 +261,10 @@ class Program:
         return means
 
     def _chunks(self, data: PyTree | Iterable[PyTree]) -> Iterator[PyTree]:
-        if not is_arrays(data):
-            yield from data
-            return
-        for start in range(0, leading_dim(data), self.batch_size):
-            cut = slice(start, start + self.batch_size)
-            yield jax.tree.map(operator.itemgetter(cut), data)
+        for batch in [data] if is_arrays(data) else data:
+            for start in range(0, leading_dim(batch), self.batch_size):
+                cut = slice(start, start + self.batch_size)
+                yield jax.tree.map(operator.itemgetter(cut), batch)
 
     @functools.cached_property
     def _compiled_evaluate(self) -> jax.stages.Compiled:
@@ -349,6 +347,10 @@ class Program:
             return compiled(state, *args)
         except (TypeError, ValueError):
             self._check_state(state)
+            like = jax.tree.leaves(self._state_like)
+            for leaf, want in zip(jax.tree.leaves(state), like, strict=True):
+                if not leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim):
+                    raise errors.state_elsewhere(str(leaf.sharding), str(want.sharding)) from None
             raise
 
     def _check_state(self, state: TrainState) -> None:

@@ -1,0 +1,130 @@
+"""The training loop: a generator of turns, each one call into a compiled program."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from jaxtyping import PyTree
+
+from plurax import errors, tree
+from plurax.data import ArrayData, Data, Position, prefetch
+from plurax.execute.placement import Placed
+from plurax.execute.program import Program
+from plurax.mesh import memory_budget
+from plurax.state import TrainState
+
+SECONDS_PER_CALL = 0.25
+"""How long one call of a compiled loop aims to take: short enough for a live bar and Ctrl-C."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """What one turn of the training loop did: one or more steps.
+
+    **Fields:**
+
+    - `state`: after them; it is used up by the next turn. `step`: its number.
+    - `metrics`: arrays `(k,)`, one value per step, or scalars for one step; perhaps still being
+      computed.
+    - `seconds`: since the turn before, compilation left out.
+    - `position`: in the data, after them. `epoch_done`: whether they end an epoch.
+    """
+
+    state: TrainState
+    step: int
+    metrics: dict[str, Any]
+    seconds: float
+    position: Position
+    epoch_done: bool
+
+
+def training(
+    program: Program,
+    state: TrainState,
+    data: Data,
+    *,
+    start: Position = Position(),  # noqa: B008  frozen
+    epochs: int = 1,
+    checkpoint_every: int | None = None,
+    resident: bool | None = None,
+) -> Iterator[Steps]:
+    """Train, yielding after every call into the compiled program. The loop under `fit`.
+
+    **Arguments:** as for `fit`; `start` is where in the data to begin. A turn never runs past the
+    end of an epoch or a multiple of `checkpoint_every`.
+    """
+    if isinstance(data, ArrayData) and _stays_resident(program, data, resident):
+        yield from _resident(program, state, data, start, epochs, checkpoint_every)
+    else:
+        yield from _streamed(program, state, data, start, epochs)
+
+
+def _resident(
+    program: Program,
+    state: TrainState,
+    data: ArrayData,
+    start: Position,
+    epochs: int,
+    checkpoint_every: int | None,
+) -> Iterator[Steps]:
+    placed = program.place_data(data.arrays)
+    per_epoch = data.batches_per_epoch
+    per_call = 1
+    step = int(state.step)
+    for epoch in range(start.epoch, epochs):
+        order = program.place_epoch(*data.epoch_order(epoch))
+        program.compile_loop(placed, order)
+        first = start.batch if epoch == start.epoch else 0
+        began = time.monotonic()
+        while first < per_epoch:
+            last = min(first + per_call, per_epoch)
+            if checkpoint_every:
+                last = min(last, first + checkpoint_every - step % checkpoint_every)
+            state, metrics = program.loop(state, placed, order, first, last)
+            host = {name: np.asarray(value)[first:last] for name, value in metrics.items()}
+            seconds = time.monotonic() - began
+            # How many steps a call makes changes nothing but how often we look.
+            fitting = round(SECONDS_PER_CALL * (last - first) / max(seconds, 1e-9))
+            per_call = max(1, min(2 * per_call, fitting))
+            step += last - first
+            first = last
+            done = first == per_epoch
+            position = Position(epoch + 1) if done else Position(epoch, first)
+            yield Steps(state, step, host, seconds, position, done)
+            began = time.monotonic()
+
+
+def _streamed(
+    program: Program, state: TrainState, data: Data, start: Position, epochs: int
+) -> Iterator[Steps]:
+    def load(item: tuple[PyTree, Position]) -> tuple[Placed, Position]:
+        batch, position = item
+        return program.place_batch(batch), position
+
+    step = int(state.step)
+    program.compiled_step  # noqa: B018  compiled before the clock starts
+    for epoch in range(start.epoch, epochs):
+        begin = start if epoch == start.epoch else Position(epoch)
+        began = time.monotonic()
+        # One batch is held back, to know which is the epoch's last.
+        with contextlib.closing(prefetch(data.batches(begin), load)) as batches:
+            held = next(batches, None)
+            if held is None and begin.batch == 0:
+                raise errors.data_has_no_batches(f"epoch {epoch + 1} of the iterable is empty")
+            while held is not None:
+                (placed, position), held = held, next(batches, None)
+                state, metrics = program.step_placed(state, placed)
+                step += 1
+                done = held is None
+                after = Position(epoch + 1) if done else position
+                yield Steps(state, step, metrics, time.monotonic() - began, after, done)
+                began = time.monotonic()
+
+
+def _stays_resident(program: Program, data: ArrayData, wanted: bool | None) -> bool:
+    if wanted is not None:
+        return wanted
+    return tree.byte_count(data.arrays) <= memory_budget(program.mesh) // 4

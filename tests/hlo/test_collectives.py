@@ -1,0 +1,175 @@
+"""What the compiled step communicates, how often and where; what it compiles and holds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from tests import models
+
+import plurax as px
+from plurax import inspect, tree
+
+SCALARS = 64  # bytes: loss, weight and metrics ride along
+
+
+def compiled(plan, task=None, size=32):
+    return px.compile(task or models.mlp_task(), models.optimizer(), plan, models.data(size))
+
+
+@pytest.mark.parametrize("microbatches", [1, 4, 16])
+@pytest.mark.parametrize("data", [2, 3, 8])
+def test_gradients_are_reduced_once_and_outside_the_loop(data, microbatches):
+    program = compiled(px.Plan(data=data, microbatches=microbatches))
+    gradient = tree.byte_count(program.state_shapes.params)
+    found = program.collectives()
+    assert {c.kind for c in found} == {"all-reduce"}
+    assert {c.axes for c in found} == {("data",)}
+    assert not any(c.in_loop for c in found)
+    assert gradient <= sum(c.bytes for c in found) <= gradient + SCALARS
+
+
+def test_one_device_communicates_nothing():
+    assert compiled(px.Plan(microbatches=4)).collectives() == []
+
+
+def test_the_reader_sees_a_reduction_inside_a_loop():
+    """The mistake that plurax avoids: a scan under the partitioner reduces in every turn."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def step(w, x):
+        def body(total, part):
+            return total + jax.grad(lambda w: jnp.sum(jnp.tanh(part @ w)))(w), None
+
+        return jax.lax.scan(body, jnp.zeros_like(w), x)[0]
+
+    w = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=NamedSharding(mesh, P()))
+    x = jax.ShapeDtypeStruct((5, 16, 4), jnp.float32, sharding=NamedSharding(mesh, P(None, "data")))
+    found = inspect.collectives(jax.jit(step).lower(w, x).compile().as_text(), mesh)
+    assert [(c.kind, c.in_loop, c.trips, c.bytes) for c in found] == [("all-reduce", True, 5, 64)]
+
+
+def test_the_reader_names_kinds_and_axes():
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+    def local(x):
+        a = jax.lax.psum_scatter(x, "tensor", tiled=True)
+        b = jax.lax.all_gather(a, "tensor", tiled=True)
+        c = jax.lax.ppermute(b, "data", [(0, 1), (1, 0)])
+        return jax.lax.all_to_all(c, "tensor", 0, 0, tiled=True)
+
+    f = jax.jit(
+        jax.shard_map(
+            local, mesh=mesh, in_specs=P(None, "data"), out_specs=P(None, "data"), check_vma=False
+        )
+    )
+    text = f.lower(jnp.ones((8, 6), jnp.float32)).compile().as_text()
+    found = [(c.kind, c.axes, c.bytes) for c in inspect.collectives(text, mesh)]
+    whole = 8 * 3 * 4
+    assert found == [
+        ("reduce-scatter", ("tensor",), whole // 4),
+        ("all-gather", ("tensor",), whole),
+        ("collective-permute", ("data",), whole),
+        ("all-to-all", ("tensor",), whole),
+    ]
+
+
+def test_coupled_losses_reduce_gradients_once_per_microbatch():
+    program = compiled(px.Plan(data=8, microbatches=4), models.contrastive_task())
+    gradient = tree.byte_count(program.state_shapes.params)
+    in_loop = [c for c in program.collectives() if c.in_loop and c.kind == "all-reduce"]
+    assert all(c.trips == 4 for c in in_loop)
+    assert sum(c.bytes for c in in_loop) >= gradient
+
+
+@pytest.fixture
+def compilations():
+    """Counts what XLA compiles."""
+    events = []
+
+    def listen(name, _seconds, **_):
+        if name == "/jax/core/compile/backend_compile_duration":
+            events.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("plan", [px.Plan(), px.Plan(data=3, microbatches=2), px.Plan(data=8)])
+def test_no_batch_size_compiles_anything(compilations, plan):
+    program = compiled(plan)
+    rows = models.data(32)
+    state = program.init()
+    assert compilations  # the listener works
+    state, _ = program.step(state, rows)
+    del compilations[:]
+    for count in (31, 1, 7, 32, 8):
+        state, _ = program.step(state, models.cut(rows, count))
+    assert compilations == []
+
+
+def test_predict_and_evaluate_compile_once(compilations):
+    program = compiled(px.Plan(data=3))
+    state = program.init()
+    program.predict(state, models.data(5))
+    program.evaluate(state, models.data(5))
+    del compilations[:]
+    for count in (1, 33, 100):
+        program.predict(state, models.data(count))
+        program.evaluate(state, models.data(count))
+    assert compilations == []
+
+
+def test_memory_does_not_grow_with_microbatches():
+    def temporaries(microbatches):
+        def init(key):
+            return jax.random.normal(key, (64, 2048))
+
+        def loss(params, rows, keys):
+            return jnp.square(jnp.tanh(rows @ params)).mean(1)
+
+        task = px.Task(init=init, loss=loss)
+        size = 64 * 2 * microbatches
+        like = jax.ShapeDtypeStruct((size, 64), jnp.float32)
+        plan = px.Plan(data=2, microbatches=microbatches)
+        program = px.compile(task, models.optimizer(), plan, like)
+        return program.memory().temporaries
+
+    few, many = temporaries(4), temporaries(32)
+    activations = 64 * 2048 * 4
+    assert many - few < activations / 4
+
+
+def test_parameters_and_batch_lie_as_the_plan_says():
+    program = compiled(px.Plan(data=8))
+    state = program.init()
+    for leaf in jax.tree.leaves(state):
+        assert leaf.sharding.is_fully_replicated
+        assert len(leaf.sharding.device_set) == 8
+    rows = program.place_batch(models.data(32)).rows
+    assert {shard.data.shape[0] for shard in rows["x"].addressable_shards} == {4}
+
+
+def test_the_state_is_donated_and_its_memory_reused():
+    program = compiled(px.Plan(data=2))
+    state = program.init()
+    new, _ = program.step(state, models.data(32))
+    assert state.params["hidden"].is_deleted()
+    memory = program.memory()
+    assert memory.aliased >= tree.byte_count(new.params)
+    assert memory.peak == (
+        memory.arguments + memory.outputs - memory.aliased + memory.temporaries + memory.code
+    )
+
+
+def test_a_loop_gathers_rows_without_communication():
+    program = compiled(px.Plan(data=8))
+    placed = program.place_data(models.data(100))
+    epoch = program.place_epoch(np.arange(96).reshape(3, 32), np.full(3, 32))
+    text = program.compile_loop(placed, epoch).as_text()
+    found = inspect.collectives(text, program.mesh)
+    assert {c.kind for c in found} == {"all-reduce"}
+    gradient = tree.byte_count(program.state_shapes.params)
+    assert sum(c.bytes for c in found) <= gradient + SCALARS

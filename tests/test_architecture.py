@@ -1,0 +1,128 @@
+"""The rules of the house: who imports whom, what is public, how large things may grow."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import plurax as px
+
+REPOSITORY = Path(__file__).parents[1]
+SOURCE = REPOSITORY / "src" / "plurax"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+# Each floor may import from the floors above it in this list; within one floor, only its own room.
+FLOORS = [
+    {"errors", "tree"},
+    {"plan", "task", "state"},
+    {"mesh", "inspect"},
+    {"execute"},
+    {"data", "checkpoint", "batch_size", "log", "progress", "adapters"},
+    {"loop"},
+    {"tally"},
+    {"train"},
+    {"experiment", "report"},
+    {"cli"},
+]
+PUBLIC = {
+    "ArrayData", "BatchError", "CheckpointError", "Checkpoints", "Collective", "Experiment",
+    "ExperimentError", "FastestBatchSize", "Fit", "MaxBatchSize", "Memory", "Plan", "PlanError",
+    "PluraxError", "Position", "Program", "Steps", "StreamData", "Task", "TaskError", "TrainState",
+    "compile", "fastest_batch_size", "fit", "max_batch_size", "per_example", "training",
+    "virtual_devices",
+}  # fmt: skip
+
+
+def room(path):
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def floor(name):
+    return next((level for level, rooms in enumerate(FLOORS) if name in rooms), None)
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_run_one_way(path):
+    own = room(path)
+    if own == "__init__":
+        return
+    assert floor(own) is not None, f"{own} stands on no floor: give it one in FLOORS"
+    for module in imports(path):
+        assert "._src" not in module, f"private API: {module}"
+        parts = module.split(".")
+        if parts[0] == "plurax" and len(parts) > 1 and (SOURCE / parts[1]).with_suffix("").name:
+            other = parts[1]
+            if floor(other) is not None and other != own:
+                assert floor(other) < floor(own) or {own, other} <= FLOORS[0], (
+                    f"{own} imports {other}, which stands on the same or a higher floor"
+                )
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_files_and_functions_stay_small(path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 400, "perhaps two rooms"
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            documented = ast.get_docstring(node, clean=False)
+            size = node.end_lineno - node.lineno - (documented or "").count("\n")
+            # fit is the training loop: read top to bottom, it may be longer.
+            assert size <= (110 if node.name == "fit" else 60), f"{node.name} has {size} lines"
+
+
+def test_there_is_no_module_level_state():
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.List | ast.Dict):
+                names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+                assert all(name.isupper() or name.startswith("_") for name in names), path
+
+
+def test_the_public_names():
+    public = {name for name in vars(px) if not name.startswith("_")}
+    modules = {path.stem for path in SOURCE.glob("*.py")} | {
+        path.name for path in SOURCE.iterdir() if path.is_dir()
+    }
+    assert public - modules == PUBLIC
+
+
+def test_plan_imports_no_jax():
+    assert not [module for module in imports(SOURCE / "plan.py") if module.startswith("jax")]
+
+
+def test_every_error_message_is_pinned_by_a_test():
+    """Some words of each message stand in a test: `match=` or an assertion on its text."""
+    tests = " ".join(path.read_text() for path in (REPOSITORY / "tests").rglob("*.py"))
+    tests = re.sub(r"\\(.)", r"\1", tests)
+    loose = []
+    for node in ast.parse((SOURCE / "errors.py").read_text()).body:
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        strings = [
+            part.value
+            for part in ast.walk(node)
+            if isinstance(part, ast.Constant) and isinstance(part.value, str)
+        ]
+        words = " ".join(strings).split()
+        runs = {" ".join(words[i : i + 3]) for i in range(len(words) - 2)}
+        if not any(run in tests for run in runs):
+            loose.append(node.name)
+    assert loose == [], "no test has their words"
+
+
+def test_nothing_names_a_machine_or_a_registry():
+    for path in [*FILES, *(REPOSITORY / "examples").glob("*.py"), REPOSITORY / "constraints.txt"]:
+        text = path.read_text()
+        assert not re.search(r"https?://[^ ]*/simple|--index-url|/root/|/home/\w", text), path

@@ -1,0 +1,179 @@
+"""Batches and states that do not fit are refused with what was expected and what was given."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tests import models
+
+import plurax as px
+
+ROWS = models.data(8)
+
+
+@pytest.fixture(scope="module")
+def program():
+    return px.compile(models.mlp_task(), models.optimizer(), px.Plan(data=2), ROWS)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (models.data(9), r"has 9 examples and the program was compiled for at most 8"),
+        ({**ROWS, "x": ROWS["x"][:, :4]}, r"(?s)expected:.*x: float32\[B,5\].*given:.*\[8,4\]"),
+        ({**ROWS, "x": ROWS["x"].astype(np.float16)}, r"(?s)expected:.*float32.*given:.*float16"),
+        ({"x": ROWS["x"]}, r"(?s)expected:.*x: .*y: int32\[B\].*given:\s+x: float32\[8,5\]$"),
+        ([ROWS["x"], ROWS["y"]], r"(?s)expected:.*given:.*0: float32\[8,5\]"),
+        ({**ROWS, "y": ROWS["y"][:3]}, r"same leading dim; given x: 8, y: 3"),
+        (models.cut(ROWS, 0), r"has no arrays, or no examples"),
+    ],
+)
+def test_a_batch_that_does_not_fit(program, batch, message):
+    with pytest.raises(px.BatchError, match=message):
+        program.step(program.init(), batch)
+
+
+def test_a_scalar_is_no_batch():
+    with pytest.raises(px.BatchError, match=r"batch\[scale\] is a scalar"):
+        px.compile(models.mlp_task(), optax.sgd(0.1), px.Plan(), {**ROWS, "scale": np.float32(1)})
+
+
+def test_an_empty_tree_is_no_batch():
+    with pytest.raises(px.BatchError, match=r"no arrays"):
+        px.compile(models.mlp_task(), optax.sgd(0.1), px.Plan(), {})
+
+
+def test_a_used_state_is_named(program):
+    state = program.init()
+    program.step(state, ROWS)
+    with pytest.raises(px.BatchError, match=r"given to an earlier step.*state, metrics ="):
+        program.step(state, ROWS)
+
+
+def test_a_foreign_state_is_named(program):
+    other = px.compile(models.mlp_task(), optax.sgd(0.1), px.Plan(), ROWS)
+    with pytest.raises(px.BatchError, match=r"(?s)does not belong to this program.*opt_state"):
+        program.step(other.init(), ROWS)
+
+
+def test_a_state_moves_between_plans(program):
+    one = px.compile(models.mlp_task(), models.optimizer(), px.Plan(), ROWS)
+    state = program.place(one.init(seed=3))
+    assert models.same_bits(state.params, program.init(seed=3).params)
+    state, _ = program.step(state, ROWS)
+    assert int(state.step) == 1
+
+
+def test_a_state_of_another_plan_must_be_placed(program):
+    one = px.compile(models.mlp_task(), models.optimizer(), px.Plan(), ROWS)
+    with pytest.raises(px.BatchError, match=r"lies on other devices.*program\.place\(state\)"):
+        program.step(one.init(), ROWS)
+
+
+@pytest.mark.parametrize("plan", [px.Plan(), px.Plan(data=3), px.Plan(data=8, microbatches=2)])
+def test_a_non_finite_step_changes_nothing_and_is_counted(plan):
+    program = px.compile(models.mlp_task(), models.optimizer(), plan, ROWS)
+    state, _ = program.step(program.init(), ROWS)
+    before = jax.device_get(state)
+    for poison in (np.nan, np.inf):
+        bad = {**ROWS, "x": np.where(np.arange(8)[:, None] == 5, poison, ROWS["x"])}
+        state, metrics = program.step(state, bad)
+        assert int(metrics["skipped"]) == 1
+        assert not np.isfinite(metrics["loss"])
+    after = jax.device_get(state)
+    assert models.same_bits((after.params, after.opt_state), (before.params, before.opt_state))
+    assert int(after.skipped) == 2
+    assert int(after.step) == 3
+    state, metrics = program.step(state, ROWS)
+    assert int(metrics["skipped"]) == 0
+    assert not models.same_bits(state.params, before.params)
+
+
+def test_filled_rows_never_bring_in_a_nan():
+    """A loss that is NaN for zeros (the usual filling) stays finite: real examples fill up."""
+
+    def loss(params, batch, keys):
+        return jnp.log(batch["x"]).sum(1) * params
+
+    task = px.Task(init=lambda key: jnp.ones(()), loss=loss)
+    rows = {"x": np.full((8, 2), 2.0, np.float32)}
+    program = px.compile(task, optax.sgd(0.1), px.Plan(data=3, microbatches=2), rows)
+    for count in range(1, 9):
+        state, metrics = program.step(program.init(), models.cut(rows, count))
+        np.testing.assert_allclose(state.params, 1 - 0.1 * 2 * np.log(2), rtol=1e-6)
+        assert int(metrics["examples"]) == count
+
+
+def test_jax_arrays_and_numpy_arrays_are_the_same(program):
+    for count in (8, 5):
+        rows = models.cut(ROWS, count)
+        a, _ = program.step(program.init(), rows)
+        b, _ = program.step(program.init(), jax.tree.map(jnp.asarray, rows))
+        assert models.same_bits(a.params, b.params)
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 16, 50])
+@pytest.mark.parametrize("plan", [px.Plan(), px.Plan(data=3)])
+def test_predict_takes_any_number(plan, count):
+    program = px.compile(models.mlp_task(), models.optimizer(), plan, ROWS)
+    state = program.init()
+    inputs = {"x": models.data(count)["x"]}
+    want = models.logits(state.params, inputs["x"])
+    got = program.predict(state, inputs)
+    assert isinstance(got, np.ndarray)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    np.testing.assert_array_equal(program.predict(state, inputs, chunk=3).shape, got.shape)
+
+
+def test_predict_takes_an_iterator_and_keeps_its_lengths(program):
+    state = program.init()
+    sizes = [3, 20, 1, 8]
+    batches = [{"x": models.data(size, seed=size)["x"]} for size in sizes]
+    outputs = program.predict(state, iter(batches))
+    for batch, output in zip(batches, outputs, strict=True):
+        np.testing.assert_allclose(output, models.logits(state.params, batch["x"]), atol=1e-6)
+
+
+def test_predict_of_nothing_is_refused(program):
+    with pytest.raises(px.BatchError, match="no examples"):
+        program.predict(program.init(), {"x": np.zeros((0, 5), np.float32)})
+
+
+@pytest.mark.parametrize("count", [1, 5, 8, 9, 100])
+def test_evaluate_is_exact_over_all_examples(count):
+    program = px.compile(
+        models.mlp_task(weights=True),
+        models.optimizer(),
+        px.Plan(data=3),
+        models.data(8, weights=True),
+    )
+    state = program.init()
+    rows = models.data(count, weights=True)
+    losses, metrics = models.evaluate(state.params, rows)
+    got = program.evaluate(state, rows)
+    np.testing.assert_allclose(got["loss"], np.average(losses, weights=rows["w"]), rtol=1e-5)
+    np.testing.assert_allclose(
+        got["accuracy"], np.average(metrics["accuracy"], weights=rows["w"]), rtol=1e-5
+    )
+    batches = [models.cut(rows, 8), jax.tree.map(lambda x: x[8:], rows)] if count > 8 else [rows]
+    if count <= 16:
+        np.testing.assert_allclose(program.evaluate(state, batches)["loss"], got["loss"], rtol=1e-6)
+
+
+def test_evaluate_of_nothing_is_refused(program):
+    with pytest.raises(px.BatchError, match="no examples"):
+        program.evaluate(program.init(), [])
+
+
+def test_too_few_devices_for_a_plan():
+    with pytest.raises(px.PlanError, match=r"needs 9 devices \(data=9\) and 8 are available"):
+        px.compile(models.mlp_task(), optax.sgd(0.1), px.Plan(data=9), ROWS)
+
+
+def test_virtual_devices_too_late():
+    with pytest.raises(px.PlanError, match=r"virtual_devices\(5\) came too late.*8 device"):
+        px.virtual_devices(5)
+    px.virtual_devices(8)  # what is there already is fine
+    with pytest.raises(px.PlanError, match=r"devices must be a whole number"):
+        px.virtual_devices(0)

@@ -1,0 +1,94 @@
+"""The largest batch fits and the next does not; the search is short for any memory curve."""
+
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests import models
+
+import plurax as px
+from plurax.batch_size import MAX_COMPILATIONS, Throughput, _flat, _search, resized
+
+ROWS = models.data(4)
+
+
+@pytest.mark.parametrize("plan", [px.Plan(), px.Plan(data=2, microbatches=3)])
+@pytest.mark.parametrize("task", [models.mlp_task(), models.contrastive_task()])
+def test_found_fits_and_next_does_not(plan, task):
+    budget = 1_000_000
+    found = px.max_batch_size(task, models.optimizer(), plan, ROWS, memory=budget)
+    assert found.size % (plan.data * plan.microbatches) == 0
+    assert found.compilations <= MAX_COMPILATIONS
+
+    def peak(size):
+        like = resized(ROWS, size)
+        return px.compile(task, models.optimizer(), plan, like).memory().peak
+
+    assert peak(found.size) == found.bytes <= budget
+    assert peak(found.next_size) == found.next_bytes > budget
+    assert int(found) == found.size
+
+
+def test_the_budget_has_a_default_on_cpu():
+    found = px.max_batch_size(models.mlp_task(), optax.sgd(0.1), px.Plan(data=2), ROWS)
+    twice = px.max_batch_size(models.mlp_task(), optax.sgd(0.1), px.Plan(), ROWS)
+    assert abs(twice.budget - 2 * found.budget) <= 2  # the devices share the machine's memory
+
+
+def test_nothing_fits():
+    with pytest.raises(px.BatchError, match=r"no batch fits: the smallest possible, 2 example"):
+        px.max_batch_size(models.mlp_task(), optax.sgd(0.1), px.Plan(data=2), ROWS, memory=100)
+
+
+@given(
+    fixed=st.integers(0, 10**9),
+    slope=st.integers(1, 10**6),
+    bend=st.integers(0, 100),
+    steps=st.integers(0, 3),
+    answer=st.integers(1, 10**6),
+)
+def test_the_search_is_exact_and_short(fixed, slope, bend, steps, answer):
+    """Memory curves as compilers make them: lines or parabolas, with jumps at powers of two."""
+
+    def peak(n):
+        return fixed + slope * n + bend * n * n + steps * (slope * n // 50) * (n.bit_length() % 2)
+
+    budget = peak(answer)
+    evaluated = []
+
+    def measure(n):
+        evaluated.append(n)
+        return peak(n)
+
+    fits, size, over, over_bytes, count = _search(measure, budget)
+    assert count == len(evaluated) <= MAX_COMPILATIONS
+    assert len(set(evaluated)) == len(evaluated)
+    assert size == peak(fits) <= budget
+    if over is not None:
+        assert over_bytes == peak(over) > budget
+    if steps == 0:
+        assert (fits, over) == (answer, answer + 1)
+
+
+def test_the_fastest_batch_has_a_curve_and_a_knee():
+    found = px.fastest_batch_size(
+        models.mlp_task(), optax.sgd(0.1), px.Plan(data=2), ROWS, largest=64, repeats=2
+    )
+    sizes = [point.size for point in found.curve]
+    assert sizes == [2 * 2**k for k in range(len(sizes))]
+    assert sizes[-1] <= 64
+    best = max(point.examples_per_second for point in found.curve)
+    assert found.knee.examples_per_second >= 0.95 * best
+    smaller = [p for p in found.curve if p.size < found.knee.size]
+    assert all(p.examples_per_second < 0.95 * best for p in smaller)
+    assert str(found).count("← knee") == 1
+    assert int(found) == found.knee.size
+
+
+def test_a_curve_that_falls_twice_ends_the_measurement():
+    def curve(*speeds):
+        return [Throughput(100, 100 / speed) for speed in speeds]
+
+    assert _flat(curve(1, 2, 3, 2, 2))
+    assert not _flat(curve(1, 2, 3, 2, 4))
+    assert not _flat(curve(3, 2))

@@ -1,0 +1,187 @@
+"""The command line as a user meets it: help, training, plans, predictions, mistakes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests import models
+
+import plurax as px
+from plurax import cli
+
+EXPERIMENT = """
+import optax, plurax as px
+from tests import models
+
+def experiment(rate: float = 1e-2, weights: bool = False):
+    return px.Experiment(
+        task=models.mlp_task(weights=weights),
+        optimizer=optax.adamw(rate),
+        data=models.data(50, weights=weights),
+        evaluation=models.data(20, seed=1, weights=weights),
+        batch_size=16,
+        epochs=2,
+    )
+"""
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.py").write_text(EXPERIMENT)
+    return tmp_path
+
+
+def run(capsys, *arguments):
+    """Exit code, what was printed, what was said on stderr."""
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([str(argument) for argument in arguments])
+    printed = capsys.readouterr()
+    return stopped.value.code, printed.out, printed.err
+
+
+def test_help_names_every_command(capsys):
+    for arguments in ([], ["--help"], ["-h"]):
+        code, out, _ = run(capsys, *arguments)
+        assert code == 0
+        for command in ("train", "predict", "plan"):
+            assert f"plurax {command} FILE" in out
+    assert run(capsys, "--version")[1] == f"plurax {px.__version__}\n"
+
+
+def test_help_of_a_file_shows_its_defaults(workplace, capsys):
+    code, out, _ = run(capsys, "train", "small.py", "--help")
+    assert code == 0
+    for option in ("--epochs INT", "--plan.data INT", "--plan.microbatches INT", "--devices",
+                   "--experiment.rate FLOAT", "--resume", "--output PATH"):  # fmt: skip
+        assert option in out
+    assert "(default: 2)" in out
+    assert "(default: 0.01)" in out
+
+
+def test_train_writes_what_it_says(workplace, capsys):
+    code, out, _ = run(
+        capsys, "train", "small.py", "--plan.data", "4", "--epochs", "3", "--experiment.rate", "0.1"
+    )
+    assert code == 0
+    assert "Plan(data=4): 4 devices" in out
+    assert "epoch 3/3  loss" in out
+    assert "eval accuracy" in out
+    directory = workplace / "runs" / "small"
+    assert px.Plan.load(directory / "plan.toml") == px.Plan(data=4)
+    assert (directory / "curves.png").stat().st_size > 10_000
+    code, _, err = run(capsys, "train", "small.py")
+    assert code == 2
+    assert "already holds a run, saved at step 12" in err
+    code, out, _ = run(capsys, "train", "small.py", "--epochs", "4", "--resume")
+    assert code == 0
+    assert "epoch 4/4" in out
+    assert "epoch 3/4" not in out
+
+
+def test_predict_reads_and_writes_arrays(workplace, capsys):
+    run(capsys, "train", "small.py", "--epochs", "1")
+    inputs = models.data(33)["x"]
+    np.savez("inputs.npz", x=inputs)
+    code, out, _ = run(capsys, "predict", "small.py", "--inputs", "inputs.npz", "--plan.data", "2")
+    assert code == 0
+    assert "float32[33,3]" in out
+    outputs = np.load("predictions.npy")
+    from plurax.checkpoint import Checkpoints
+
+    program = px.compile(
+        models.mlp_task(), __import__("optax").adamw(1e-2), px.Plan(), models.data(16)
+    )
+    with Checkpoints(workplace / "runs" / "small" / "checkpoints") as checkpoints:
+        state, _ = checkpoints.restore(program.state_shapes)
+    np.testing.assert_allclose(outputs, models.logits(state.params, inputs), atol=1e-5)
+
+
+def test_plan_shows_mesh_memory_and_communication(workplace, capsys):
+    code, out, _ = run(capsys, "plan", "small.py", "--plan.data", "8", "--plan.microbatches", "2")
+    assert code == 0
+    assert "mesh: data=8" in out
+    assert "parameters: 144 (576 B)" in out
+    assert "all-reduce" in out
+    assert "once a step" in out
+    assert "peak" in out
+    code, out, _ = run(capsys, "plan", "small.py")
+    assert "communication: none" in out
+
+
+def test_a_plan_file(workplace, capsys):
+    px.Plan(data=3, microbatches=2).save("three.toml")
+    code, out, _ = run(capsys, "plan", "small.py", "--plan-file", "three.toml")
+    assert code == 0
+    assert "Plan(data=3, microbatches=2)" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tran", "small.py"], "'tran' is not a command; the commands are train, predict, plan"),
+        (["train"], "name the experiment file: plurax train FILE"),
+        (["train", "--help"], "name the experiment file: plurax train FILE --help"),
+        (["train", "missing.py"], "missing.py: no such file"),
+        (["train", "empty.py"], "empty.py does not define experiment()"),
+        (["train", "broken.py"], "broken.py could not be loaded: ZeroDivisionError"),
+        (["train", "wrong.py"], "experiment() returned int; it must return plurax.Experiment"),
+        (["train", "small.py", "--plan.data", "9"], "needs 9 devices (data=9) and 8 are available"),
+        (["train", "small.py", "--epochs", "0"], "epochs=0: give the number of passes"),
+        (["train", "small.py", "--devices", "many"], "--devices many: give a number"),
+        (["train", "small.py", "--devices", "3"], "virtual_devices(3) came too late"),
+        (["plan", "small.py", "--plan-file", "none.toml"], "none.toml is not a plan in TOML"),
+        (
+            ["predict", "small.py", "--inputs", "x.npy"],
+            "holds no checkpoint; train with this",
+        ),
+    ],
+)
+def test_mistakes_are_named(workplace, capsys, arguments, message):
+    Path("empty.py").write_text("")
+    Path("broken.py").write_text("1 / 0")
+    Path("wrong.py").write_text("def experiment(): return 3")
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert message in " ".join(err.split())
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "no such file; --inputs wants"), (b"hello", "is not a .npy or .npz file")],
+)
+def test_inputs_that_are_none(workplace, capsys, content, message):
+    run(capsys, "train", "small.py", "--epochs", "1")
+    if content is not None:
+        Path("x.npy").write_bytes(content)
+    code, _, err = run(capsys, "predict", "small.py", "--inputs", "x.npy")
+    assert code == 2
+    assert message in err
+
+
+def test_a_plan_that_can_never_run(workplace, capsys):
+    code, _, err = run(capsys, "train", "small.py", "--plan.data", "0")
+    assert code == 2
+    assert "Plan(data=0): data must be a whole number" in err
+
+
+def test_an_option_that_does_not_exist(workplace, capsys):
+    code, _, err = run(capsys, "train", "small.py", "--epoch", "3")
+    assert code == 2
+    assert "--epochs INT" in err
+
+
+def test_devices_from_the_shell(workplace):
+    """The whole way, in a process of its own: the command, virtual devices, a plan."""
+    done = subprocess.run(
+        [sys.executable, "-m", "plurax.cli", "plan", "small.py", "--devices", "6",
+         "--plan.data", "6"],
+        capture_output=True, text=True, env={**__import__("os").environ,
+        "PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "cpu:5" in done.stdout

@@ -1,0 +1,396 @@
+"""fit: the same training from every kind of data, logs, stops cleanly, resumes bit for bit."""
+
+import json
+import os
+import signal
+import warnings
+
+import grain
+import jax
+import numpy as np
+import pytest
+from tests import models
+
+import plurax as px
+from plurax.checkpoint import Checkpoints, DamagedCheckpointWarning
+from plurax.data import ArrayData, Position, StreamData, prefetch
+from plurax.log import read_rows
+from plurax.loop import training
+from plurax.tally import NonFiniteWarning
+
+ROWS = models.data(50)
+TASK = models.mlp_task()
+PLAN = px.Plan(data=2, microbatches=2)
+
+
+def fit(data=ROWS, **options):
+    options = {"plan": PLAN, "epochs": 3, "batch_size": 16, "progress": False, **options}
+    return px.fit(TASK, models.optimizer(), data, **options)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """An uninterrupted run on resident data."""
+    return fit(evaluation=ROWS)
+
+
+class Batches:
+    """The batches of `ArrayData`, as a user's own iterable: anew on each pass."""
+
+    def __init__(self, seed=0, at=lambda epoch, batch: None):
+        self.data = ArrayData(ROWS, 16, seed)
+        self.epoch = -1
+        self.at = at
+
+    def __iter__(self):
+        self.epoch += 1
+        for index, (batch, _) in enumerate(self.data.batches(Position(0))):
+            self.at(self.epoch, index)
+            yield batch
+
+
+def test_it_learns_and_reports(reference):
+    losses = [row["loss"] for row in reference.history]
+    assert losses[-1] < losses[0]
+    assert [row["epoch"] for row in reference.history] == [1, 2, 3]
+    assert all(row["examples"] == 50 for row in reference.history)
+    assert reference.history[-1]["eval_loss"] == pytest.approx(
+        reference.program.evaluate(reference.state, ROWS)["loss"]
+    )
+    assert int(reference.state.step) == 12
+    assert reference.interrupted is None
+
+
+def test_two_runs_are_bit_equal(reference):
+    again = fit(evaluation=ROWS)
+    assert models.same_bits(again.state.params, reference.state.params)
+    assert models.same_bits(again.state.opt_state, reference.state.opt_state)
+    assert not models.same_bits(fit(seed=1).state.params, reference.state.params)
+
+
+def test_streamed_equals_resident(reference):
+    streamed = fit(resident=False)
+    assert models.worst(streamed.state.params, reference.state.params) < 1e-5
+    for a, b in zip(streamed.history, reference.history, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("plan", [px.Plan(), px.Plan(data=3), px.Plan(data=8, microbatches=3)])
+def test_every_plan_trains_alike(reference, plan):
+    assert models.worst(fit(plan=plan).state.params, reference.state.params) < 1e-4
+
+
+def test_epoch_means_are_weighted_by_example():
+    """With a learning rate of zero, the mean of an epoch is the mean over its examples."""
+    task = px.Task(
+        init=models.init,
+        loss=lambda p, b, k: models.evaluate(p, b),
+        evaluate=models.evaluate,
+    )
+    result = px.fit(
+        task, optax_zero(), ROWS, plan=PLAN, batch_size=16, evaluation=ROWS, progress=False
+    )
+    row = result.history[0]
+    assert row["loss"] == pytest.approx(row["eval_loss"], rel=1e-5)
+    assert row["accuracy"] == pytest.approx(row["eval_accuracy"], rel=1e-5)
+
+
+def optax_zero():
+    import optax
+
+    return optax.sgd(0.0)
+
+
+# --- Kinds of data ----------------------------------------------------------------------------
+
+
+def test_an_iterable_of_batches_gives_the_same():
+    listed = [batch for batch, _ in ArrayData(ROWS, 16).batches(Position(0))]
+    a = fit(listed, batch_size=None, epochs=1)
+    b = fit(epochs=1, resident=False)
+    assert models.same_bits(a.state.params, b.state.params)
+
+
+def test_a_grain_dataset_gives_the_same():
+    source = grain.MapDataset.source(range(50)).map(
+        lambda i: jax.tree.map(lambda leaf: leaf[i], ROWS)
+    )
+    a = fit(source.to_iter_dataset().batch(16), batch_size=None, epochs=2)
+    b = fit(epochs=2, resident=False, shuffle=False)
+    assert models.same_bits(a.state.params, b.state.params)
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        (ROWS, {"batch_size": None}, r"needs batch_size"),
+        (ROWS, {"batch_size": 0}, r"batch_size=0: give the number of examples"),
+        (ROWS, {"epochs": 0}, r"epochs=0: give the number of passes"),
+        (ROWS, {"ragged": "cut"}, r"ragged='cut': choose 'pad', 'drop' or 'error'"),
+        (ROWS, {"ragged": "error"}, r"a batch has 2 examples where 16 were asked for"),
+        (iter([ROWS]), {}, r"the data are an iterator, which can be read only once"),
+        ([], {}, r"the data give no batch: the iterable is empty"),
+        (3, {}, r"data of type int are not understood"),
+        ([ROWS], {"ragged": "error"}, r"has 50 examples and the program was compiled for at most"),
+        ({"x": ROWS["x"], "y": ROWS["y"][:9]}, {}, r"same leading dim; given x: 50, y: 9"),
+    ],
+)
+def test_data_that_cannot_be_trained_on(data, options, message):
+    with pytest.raises(px.BatchError, match=message):
+        fit(data, **options)
+
+
+def test_dropping_everything_is_refused():
+    with pytest.raises(px.BatchError, match=r"fewer than batch_size"):
+        ArrayData(ROWS, 64, ragged="drop")
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_ragged_policies(resident):
+    assert int(fit(epochs=1, ragged="pad", resident=resident).state.step) == 4
+    dropped = fit(epochs=1, ragged="drop", resident=resident)
+    assert int(dropped.state.step) == 3
+    assert dropped.history[0]["examples"] == 48
+
+
+def test_stream_policies():
+    batches = [ROWS, models.cut(ROWS, 20)]
+    assert [b["y"].shape[0] for b, _ in StreamData(batches, 50).batches(Position())] == [50, 20]
+    dropped = StreamData(batches, 50, "drop")
+    assert [b["y"].shape[0] for b, _ in dropped.batches(Position())] == [50]
+    with pytest.raises(px.BatchError, match="a batch has 20 examples where 50"):
+        list(StreamData(batches, 50, "error").batches(Position()))
+
+
+def test_every_epoch_holds_every_example_once_in_a_new_order():
+    data = ArrayData(ROWS, 16)
+    orders = []
+    for epoch in range(3):
+        rows, counts = data.epoch_order(epoch)
+        taken = np.concatenate([row[:count] for row, count in zip(rows, counts, strict=True)])
+        assert sorted(taken) == list(range(50))
+        orders.append(tuple(taken))
+    assert len(set(orders)) == 3
+
+
+def test_prefetch_keeps_order_and_passes_errors_on():
+    assert list(prefetch(iter(range(10)), lambda x: 2 * x)) == list(range(0, 20, 2))
+
+    def broken():
+        yield 1
+        raise OSError("the disk is gone")
+
+    items = prefetch(broken(), lambda x: x)
+    assert next(items) == 1
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(items)
+
+
+# --- Non-finite values ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_a_nan_in_the_data_is_skipped_counted_and_said(resident):
+    bad = {**ROWS, "x": np.where(np.arange(50)[:, None] == 7, np.nan, ROWS["x"])}
+    with pytest.warns(NonFiniteWarning, match=r"the update was left out on all devices"):
+        result = fit(bad, resident=resident)
+    assert int(result.state.skipped) == 3
+    assert [row["skipped"] for row in result.history] == [1, 1, 1]
+    assert all(np.isfinite(row["loss"]) for row in result.history)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.state.params))
+
+
+# --- Output, resume, signals ------------------------------------------------------------------
+
+
+def test_output_holds_metrics_plan_and_checkpoints(tmp_path):
+    result = fit(output=tmp_path / "run", evaluation=ROWS)
+    rows = list(read_rows(tmp_path / "run" / "metrics.jsonl"))
+    steps = [row for row in rows if row["kind"] == "step"]
+    assert [row["step"] for row in steps] == list(range(1, 13))
+    assert [row["epoch"] for row in steps] == [1] * 4 + [2] * 4 + [3] * 4
+    assert [row for row in rows if row["kind"] == "epoch"] == result.history
+    assert px.Plan.load(tmp_path / "run" / "plan.toml") == PLAN
+    assert list((tmp_path / "run" / "tensorboard").glob("events.out.tfevents*"))
+    with Checkpoints(tmp_path / "run" / "checkpoints") as checkpoints:
+        assert checkpoints.steps() == [4, 8, 12]
+        state, meta = checkpoints.restore(result.program.state_shapes)
+    assert models.same_bits(state.params, result.state.params)
+    assert meta["position"] == {"epoch": 3, "batch": 0, "iterator": None}
+
+
+def test_a_second_run_does_not_overwrite_the_first(tmp_path):
+    fit(output=tmp_path, epochs=1)
+    with pytest.raises(px.CheckpointError, match=r"already holds a run, saved at step 4.*resume"):
+        fit(output=tmp_path)
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_resume_after_an_epoch_is_bit_equal(tmp_path, reference, resident):
+    fit(output=tmp_path, epochs=1, evaluation=ROWS, resident=resident)
+    result = fit(output=tmp_path, resume=True, evaluation=ROWS, resident=resident)
+    whole = reference if resident else fit(resident=False, evaluation=ROWS)
+    assert models.same_bits(result.state.params, whole.state.params)
+    assert models.same_bits(result.state.opt_state, whole.state.opt_state)
+    drop = {"seconds", "examples_per_second"}
+    assert [{k: v for k, v in row.items() if k not in drop} for row in result.history] == [
+        {k: v for k, v in row.items() if k not in drop} for row in whole.history
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_resume_is_bit_equal(tmp_path, number):
+    def strike(epoch, batch):
+        # The first pass only looks at one batch; training starts with the second.
+        if (epoch, batch) == (2, 2):
+            os.kill(os.getpid(), number)
+
+    stopped = fit(Batches(at=strike), output=tmp_path, evaluation=ROWS)
+    assert stopped.interrupted == signal.Signals(number).name
+    taken = int(stopped.state.step)
+    assert 4 <= taken < 12
+    handler = signal.getsignal(number)
+    assert handler in (signal.default_int_handler, signal.SIG_DFL)
+    resumed = fit(Batches(), output=tmp_path, resume=True, evaluation=ROWS)
+    whole = fit(Batches(), evaluation=ROWS)
+    assert models.same_bits(resumed.state.params, whole.state.params)
+    assert [row["loss"] for row in resumed.history] == [row["loss"] for row in whole.history]
+    rows = [row for row in read_rows(tmp_path / "metrics.jsonl") if row["kind"] == "step"]
+    assert [row["step"] for row in rows] == list(range(1, 13))
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path):
+    done = fit(output=tmp_path)
+    again = fit(output=tmp_path, resume=True)
+    assert models.same_bits(again.state.params, done.state.params)
+    assert again.history == done.history
+
+
+@pytest.mark.parametrize(("field", "value"), [("seed", 1), ("batch_size", 8), ("shuffle", False)])
+def test_resuming_another_training_is_refused(tmp_path, field, value):
+    fit(output=tmp_path, epochs=1)
+    with pytest.raises(px.CheckpointError, match=rf"has {field}=.* and this one {field}={value}"):
+        fit(output=tmp_path, resume=True, **{field: value})
+
+
+def test_resuming_under_another_plan_goes_on(tmp_path, reference):
+    fit(output=tmp_path, epochs=1)
+    result = fit(output=tmp_path, resume=True, plan=px.Plan(data=3))
+    assert models.worst(result.state.params, reference.state.params) < 1e-4
+
+
+def test_resuming_another_optimizer_is_refused(tmp_path):
+    import optax
+
+    fit(output=tmp_path, epochs=1)
+    with pytest.raises(px.CheckpointError, match=r"(?s)another task or optimizer.*opt_state"):
+        px.fit(
+            TASK, optax.sgd(0.1), ROWS, plan=PLAN, epochs=2, batch_size=16, output=tmp_path,
+            resume=True, progress=False,
+        )  # fmt: skip
+
+
+def test_resume_at_every_step_of_a_grain_dataset(tmp_path):
+    """Stop after each step, restore in a new program, and compare the tail."""
+    dataset = (
+        grain.MapDataset.source(range(50))
+        .seed(3)
+        .shuffle()
+        .map(lambda i: jax.tree.map(lambda leaf: leaf[i], ROWS))
+        .to_iter_dataset()
+        .batch(16)
+    )
+    source = StreamData(dataset, 16)
+    like = models.cut(ROWS, 16)
+    program = px.compile(TASK, models.optimizer(), PLAN, like)
+    whole = []
+    with Checkpoints(tmp_path, keep=20) as checkpoints:
+        for steps in training(program, program.init(), source, epochs=2):
+            checkpoints.save(steps.state, {"position": steps.position.to_json()})
+            whole.append(jax.device_get(steps.state.params))
+        checkpoints.wait()
+        assert checkpoints.steps() == list(range(1, 9))
+    for step in (8, 7, 6, 5, 4, 3, 2, 1):
+        with Checkpoints(tmp_path, keep=20) as checkpoints:
+            state, meta = checkpoints.restore(program.state_shapes)
+        start = Position.from_json(json.loads(json.dumps(meta["position"])))
+        assert int(state.step) == step
+        tail = [
+            jax.device_get(steps.state.params)
+            for steps in training(program, state, source, start=start, epochs=2)
+        ]
+        assert models.same_bits(tail, whole[step:])
+        (tmp_path / str(step)).rename(tmp_path / f"taken-{step}")
+
+
+# --- Damaged checkpoints ----------------------------------------------------------------------
+
+
+def flip(content):
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+def damage(directory, change):
+    """Change every data file of a checkpoint."""
+    files = [file for file in (directory / "state").rglob("d/*") if file.is_file()]
+    assert files
+    for file in files:
+        file.write_bytes(change(file.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    "change", [flip, lambda content: content[: len(content) // 2], lambda _: b""]
+)
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(tmp_path, reference, change):
+    fit(output=tmp_path, epochs=2)
+    damage(tmp_path / "checkpoints" / "8", change)
+    with pytest.warns(DamagedCheckpointWarning, match=r"the checkpoint of step 8: .*8.damaged"):
+        result = fit(output=tmp_path, resume=True)
+    assert models.same_bits(result.state.params, reference.state.params)
+    assert (tmp_path / "checkpoints" / "8.damaged").is_dir()
+
+
+def test_a_wrong_value_that_reads_well_is_noticed(tmp_path):
+    """Orbax restores it without complaint; the fingerprint does not."""
+    program = px.compile(TASK, models.optimizer(), PLAN, models.cut(ROWS, 16))
+    state = program.init()
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, {})
+        checkpoints.wait()
+        description = next((tmp_path / "0" / "meta").rglob("metadata"))
+        meta = json.loads(description.read_text())
+        meta["fingerprints"]["params/hidden"] ^= 1
+        description.write_text(json.dumps(meta))
+        with (
+            pytest.warns(DamagedCheckpointWarning, match="params/hidden are not those"),
+            pytest.raises(px.CheckpointError, match=r"(?s)no checkpoint in .* can be restored.*-"),
+        ):
+            checkpoints.restore(program.state_shapes)
+
+
+def test_an_empty_directory_of_that_name_is_no_checkpoint(tmp_path, reference):
+    fit(output=tmp_path, epochs=2)
+    (tmp_path / "checkpoints" / "11").mkdir()
+    with pytest.warns(DamagedCheckpointWarning, match="step 11"):
+        result = fit(output=tmp_path, resume=True)
+    assert models.same_bits(result.state.params, reference.state.params)
+
+
+def test_a_file_in_the_way_is_named(tmp_path):
+    (tmp_path / "run").write_text("not a directory")
+    with pytest.raises(px.CheckpointError, match=r"could not be written to .*run"):
+        fit(output=tmp_path / "run")
+
+
+def test_metrics_cut_short_by_a_kill_are_read_up_to_there(tmp_path):
+    fit(output=tmp_path, epochs=1)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text()[:-9])
+    assert [row["step"] for row in read_rows(path)] == [1, 2, 3, 4]
+
+
+def test_no_warning_where_all_is_well():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(epochs=1)

@@ -1,0 +1,62 @@
+"""What training shows: lines in a file, a bar on a terminal, nothing where not wanted."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from plurax.progress import TrainingProgress
+
+ROW = {
+    "kind": "epoch", "epoch": 2, "step": 20, "loss": 0.5, "accuracy": 0.875, "examples": 640,
+    "eval_loss": 0.25, "skipped": 0, "seconds": 2.0, "examples_per_second": 12345.0,
+    "grad_norm": 9.0,
+}  # fmt: skip
+
+
+def shown(row=ROW, *, show=True, terminal=False, steps=100):
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=terminal, width=200, highlight=False)
+    with TrainingProgress(10, steps, 0, show, console) as bar:
+        bar.advance(20, 1, 0.5, 12345.0)
+        bar.epoch(row)
+        bar.note("stopped [here]")
+    return text.getvalue()
+
+
+def test_lines_where_there_is_no_terminal():
+    lines = shown().splitlines()
+    assert lines[0].startswith(
+        "epoch  2/10  loss 0.5000  accuracy 0.8750  eval loss 0.2500  12,345 examples/s"
+    )
+    assert lines[0].endswith(" left")
+    assert lines[1] == "stopped [here]"
+    assert "\x1b" not in shown()
+
+
+def test_a_bar_on_a_terminal():
+    text = shown(terminal=True)
+    assert "\x1b" in text
+    assert "20/100" in text
+    assert "epoch 2/10" in text
+
+
+def test_nothing_where_not_wanted():
+    assert shown(show=False) == ""
+
+
+def test_unknown_length_shows_no_remaining_time():
+    assert " left" not in shown(steps=None)
+
+
+def test_skipped_updates_are_said():
+    assert "3 updates skipped (not finite)" in shown({**ROW, "skipped": 3})
+
+
+def test_a_run_in_between_epochs_says_where_it_is(monkeypatch: pytest.MonkeyPatch):
+    clock = iter(range(0, 1000, 11))
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    text = io.StringIO()
+    with TrainingProgress(1, 100, 0, True, Console(file=text, width=200)) as bar:
+        bar.advance(10, 0, 0.5, 100.0)
+    assert text.getvalue().startswith("  step 10/100  loss 0.5  100 examples/s  3:18 left")

@@ -1,0 +1,154 @@
+"""The task's contract: what its functions return, and what is said when they do not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tests import models
+
+import plurax as px
+
+ROWS = models.data(6)
+
+
+def compile_with(**fields):
+    task = px.Task(**{"init": models.init, "loss": good_loss, **fields})
+    return px.compile(task, optax.sgd(0.1), px.Plan(data=2, microbatches=2), ROWS)
+
+
+def good_loss(params, batch, keys):
+    return models.evaluate(params, batch)[0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (
+            lambda p, b, k: good_loss(p, b, k).mean(),
+            r"(?s)Task.loss returned a value of shape \(\); it must return one loss per example.*"
+            r"1\. remove the mean.*2\. write the loss for one example.*per_example",
+        ),
+        (
+            lambda p, b, k: good_loss(p, b, k)[:, None],
+            r"returned shape \(2, 1\); it must be \(2,\)",
+        ),
+        (lambda p, b, k: b["y"], r"returned dtype int32; a loss must be floating point"),
+        (
+            lambda p, b, k: (good_loss(p, b, k), 1.0),
+            r"is a float, which is not what a task returns; expected \(B",
+        ),
+        (
+            lambda p, b, k: None,
+            r"returned a NoneType.*; expected an array of shape \(B,\)",
+        ),
+        (
+            lambda p, b, k: (good_loss(p, b, k), {"top": jnp.zeros(())}),
+            r"metric 'top', returned shape \(\); it must be \(2,\)",
+        ),
+        (
+            lambda p, b, k: (good_loss(p, b, k), {"loss": jnp.zeros(2)}),
+            r"a metric called 'loss', which plurax reports itself",
+        ),
+    ],
+)
+def test_a_loss_that_breaks_its_contract(loss, message):
+    with pytest.raises(px.TaskError, match=message):
+        compile_with(loss=loss)
+
+
+def test_parameters_must_be_floating():
+    with pytest.raises(px.TaskError, match=r"parameter 'table/0' has int32, which has no gradient"):
+        compile_with(init=lambda key: {"table": [jnp.arange(3)]})
+
+
+def test_weight_must_have_one_per_example():
+    with pytest.raises(px.TaskError, match=r"Task.weight returned shape \(\); it must be \(2,\)"):
+        compile_with(weight=lambda batch: jnp.ones(()))
+
+
+def test_stateful_needs_coupled():
+    with pytest.raises(px.TaskError, match=r"stateful=True\) needs coupled=True"):
+        px.Task(init=models.init, loss=good_loss, stateful=True)
+
+
+def test_stateful_init_returns_a_pair():
+    with pytest.raises(px.TaskError, match=r"init\(key\) must return a pair"):
+        compile_with(stateful=True, coupled=True)
+
+
+def test_stateful_loss_returns_three():
+    with pytest.raises(px.TaskError, match=r"expected \(losses, metrics, model_state\)"):
+        compile_with(
+            init=lambda key: (models.init(key), {}),
+            loss=lambda p, s, b, k, m: good_loss(p, b, k),
+            stateful=True,
+            coupled=True,
+        )
+
+
+def test_predict_is_asked_for_by_name():
+    program = compile_with()
+    with pytest.raises(px.TaskError, match=r"no predict function; give Task\(predict="):
+        program.predict(program.init(), ROWS)
+
+
+def test_predict_keeps_the_leading_dim():
+    program = compile_with(predict=lambda params, inputs: inputs["x"].sum(0))
+    with pytest.raises(px.TaskError, match=r"Task.predict returned an array of shape \(5,\) for 3"):
+        program.predict(program.init(), ROWS)
+
+
+def test_a_coupled_task_evaluates_by_its_own_function():
+    program = px.compile(models.contrastive_task(), optax.sgd(0.1), px.Plan(), ROWS)
+    with pytest.raises(px.TaskError, match=r"give Task\(evaluate="):
+        program.evaluate(program.init(), ROWS)
+
+
+def test_evaluate_keeps_the_contract_too():
+    program = compile_with(evaluate=lambda params, batch: jnp.zeros(()))
+    with pytest.raises(px.TaskError, match=r"Task.evaluate returned a value of shape \(\)"):
+        program.evaluate(program.init(), ROWS)
+
+
+def test_per_example_wants_a_scalar():
+    lifted = px.per_example(lambda params, example, key: example["x"])
+    with pytest.raises(px.TaskError, match=r"returned shape \(5,\) for one example"):
+        lifted(None, ROWS, jax.random.split(jax.random.key(0), 6))
+
+
+def test_per_example_draws_a_key_of_its_own_for_each():
+    lifted = px.per_example(lambda params, example, key: jax.random.uniform(key))
+    losses = lifted(None, ROWS, jax.random.split(jax.random.key(0), 6))
+    assert len(np.unique(losses)) == 6
+
+
+def test_evaluate_uses_no_dropout_and_loss_does():
+    program = px.compile(models.mlp_task(), models.optimizer(), px.Plan(), ROWS)
+    state = program.init()
+    losses, _ = models.evaluate(state.params, ROWS)
+    np.testing.assert_allclose(program.evaluate(state, ROWS)["loss"], losses.mean(), rtol=1e-6)
+    _, metrics = program.step(state, ROWS)
+    assert abs(float(metrics["loss"]) - float(losses.mean())) > 1e-4
+
+
+def test_the_optimizer_sees_the_full_gradient_and_the_loss():
+    """Clipping acts on the batch's gradient, and extra arguments of optax are supplied."""
+    seen = []
+
+    def update(grads, state, params=None, *, value, **_):
+        seen.append(value.shape)
+        return jax.tree.map(lambda g: -g, grads), state
+
+    spy = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    plans = (px.Plan(), px.Plan(data=3, microbatches=2))
+    norms = []
+    for plan in plans:
+        optimizer = optax.chain(optax.clip_by_global_norm(0.1), spy)
+        program = px.compile(px.Task(init=models.init, loss=good_loss), optimizer, plan, ROWS)
+        before = program.init()
+        start = jax.device_get(before.params)
+        after, _ = program.step(before, ROWS)
+        norms.append(optax.tree.norm(jax.tree.map(jnp.subtract, start, after.params)))
+    np.testing.assert_allclose(norms, 0.1, rtol=1e-4)
+    assert seen == [(), ()]
