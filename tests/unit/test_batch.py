@@ -177,3 +177,27 @@ def test_virtual_devices_too_late():
     px.virtual_devices(8)  # what is there already is fine
     with pytest.raises(px.PlanError, match=r"devices must be a whole number"):
         px.virtual_devices(0)
+
+
+def test_many_steps_without_waiting_do_not_stall():
+    """XLA aborts a process with more than 32 reductions under way on virtual CPU devices."""
+
+    def loss(params, batch, keys):
+        return jnp.tanh(batch @ params).mean(1)
+
+    task = px.Task(init=lambda key: jax.random.normal(key, (256, 256)), loss=loss)
+    rows = np.ones((512, 256), np.float32)
+    program = px.compile(task, optax.sgd(0.1), px.Plan(data=4), rows)
+    state, placed = program.init(), program.place_batch(rows)
+    for _ in range(100):
+        state, _ = program.step_placed(state, placed)
+    assert int(state.step) == 100
+    assert np.isfinite(program.evaluate(state, [rows] * 60)["loss"])
+
+
+def test_wider_numpy_dtypes_are_taken_as_jax_takes_them():
+    wide = {"x": ROWS["x"].astype(np.float64), "y": ROWS["y"].astype(np.int64)}
+    program = px.compile(models.mlp_task(), models.optimizer(), px.Plan(data=2), wide)
+    state, _ = program.step(program.init(), wide)
+    other, _ = program.step(program.init(), ROWS)
+    assert models.same_bits(state.params, other.params)

@@ -16,6 +16,7 @@ from jaxtyping import Int, PyTree
 
 from plurax import errors, inspect, tree
 from plurax.execute.gradient import Totals, check_parameters, evaluation
+from plurax.execute.in_flight import InFlight
 from plurax.execute.loop import make_loop
 from plurax.execute.placement import Placed, Placement, is_arrays, leading_dim
 from plurax.execute.predict import make_predict, predict_stream
@@ -88,6 +89,7 @@ class Program:
         self._state_like = self._on_mesh(
             jax.eval_shape(self._new_state, jax.eval_shape(lambda: jax.random.key(0)))
         )
+        self._in_flight = InFlight(mesh)
         self._step_function = make_step(task, optimizer, plan, mesh)
         self._predicts: dict[Any, tuple[Placement, jax.stages.Compiled]] = {}
         self._loops: dict[Any, jax.stages.Compiled] = {}
@@ -115,8 +117,7 @@ class Program:
 
         Raises `BatchError` for a batch or state that does not fit.
         """
-        placed = self._placement.place(batch)
-        return self._run(self.compiled_step, state, *placed)
+        return self._run(self.compiled_step, state, *self._placement.fill(batch))
 
     def place_batch(self, batch: PyTree) -> Placed:
         """Put a batch on the devices ahead of its step; for `step_placed`."""
@@ -248,9 +249,9 @@ class Program:
         parts = []
         for batch in self._chunks(data):
             placed = self._placement.place(batch)
-            parts.append(
-                self._compiled_evaluate(state.params, state.model_state, placed.rows, placed.size)
-            )
+            part = self._compiled_evaluate(state.params, state.model_state, *placed)
+            self._in_flight.started(part.loss)
+            parts.append(part)
         if not parts:
             raise errors.batch_is_empty()
         host = jax.device_get(parts)
@@ -344,7 +345,9 @@ class Program:
         if state.step.is_deleted():
             raise errors.state_was_donated()
         try:
-            return compiled(state, *args)
+            state, metrics = compiled(state, *args)
+            self._in_flight.started(metrics["loss"])
+            return state, metrics
         except (TypeError, ValueError):
             self._check_state(state)
             like = jax.tree.leaves(self._state_like)
