@@ -94,13 +94,13 @@ class Placement:
 def is_arrays(data: Any) -> bool:
     """Whether `data` is a tree of arrays, rather than an iterable of such trees.
 
-    A list or tuple of trees is an iterable of batches; dicts, arrays and registered trees are data.
+    A list is a sequence of batches; an array, a dict, a tuple or a registered tree is one tree.
 
     >>> is_arrays({"x": np.ones(3)}), is_arrays([{"x": np.ones(3)}]), is_arrays(iter([]))
     (True, False, False)
     """
-    if isinstance(data, list | tuple) and not hasattr(data, "_fields"):
-        return bool(data) and all(hasattr(item, "shape") for item in data)
+    if isinstance(data, list):
+        return False
     leaves = jax.tree.leaves(data, is_leaf=_is_stream)
     return bool(leaves) and all(hasattr(leaf, "shape") for leaf in leaves)
 
