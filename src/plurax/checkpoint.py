@@ -19,8 +19,6 @@ from jaxtyping import Array, PyTree, UInt32
 from plurax import errors, tree
 from plurax.state import TrainState
 
-FORMAT = 1
-
 
 class DamagedCheckpointWarning(UserWarning):
     """A checkpoint could not be restored and was set aside."""
@@ -71,7 +69,6 @@ class Checkpoints:
         prints = jax.device_get(_fingerprints(plain))
         meta = {
             **meta,
-            "format": FORMAT,
             "key_impl": str(jax.random.key_impl(state.key)),
             "shapes": tree.describe(plain),
             "fingerprints": {path: int(value) for path, value in prints.items()},

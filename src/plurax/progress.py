@@ -53,7 +53,8 @@ class TrainingProgress:
 
     def advance(self, step: int, epoch: int, loss: float, examples_per_second: float) -> None:
         """Training has reached `step`."""
-        text = f"loss {loss:.4g}  {examples_per_second:,.0f} examples/s"
+        known = examples_per_second > 0  # the first metrics arrive some steps late
+        text = f"loss {loss:.4g}  {examples_per_second:,.0f} examples/s" if known else ""
         if self._bar:
             self._bar.update(
                 self._task,

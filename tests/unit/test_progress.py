@@ -49,6 +49,15 @@ def test_unknown_length_shows_no_remaining_time():
     assert " left" not in shown(steps=None)
 
 
+def test_metrics_not_there_yet_are_not_shown():
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=200, highlight=False)
+    with TrainingProgress(1, 100, 0, True, console) as bar:
+        bar.advance(1, 0, float("nan"), 0.0)
+    assert "nan" not in text.getvalue()
+    assert "1/100" in text.getvalue()
+
+
 def test_skipped_updates_are_said():
     assert "3 updates skipped (not finite)" in shown({**ROW, "skipped": 3})
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -255,7 +256,8 @@ class Program:
         if not parts:
             raise errors.batch_is_empty()
         host = jax.device_get(parts)
-        weight = sum(float(part.weight) for part in host)
+        # NaN, not an exception, where no example has weight: as in a step.
+        weight = sum(float(part.weight) for part in host) or math.nan
         means = {"loss": sum(float(part.loss) for part in host) / weight}
         for name in host[0].metrics:
             means[name] = sum(float(part.metrics[name]) for part in host) / weight

@@ -1,0 +1,89 @@
+"""The examples learn: each in a size that takes seconds."""
+
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import plurax as px
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def experiment(name, **arguments):
+    return runpy.run_path(str(EXAMPLES / name))["experiment"](**arguments)
+
+
+def train(made, **changes):
+    options = {**vars(made), "progress": False, **changes}
+    return px.fit(**options)
+
+
+def test_digits_reach_97_percent():
+    """What `make demo` promises."""
+    result = train(experiment("digits.py"))
+    assert result.history[-1]["eval_accuracy"] >= 0.97
+
+
+def test_the_residual_net_learns_digits():
+    made = experiment("digits.py", model="conv", epochs=2)
+    result = train(made, plan=px.Plan(data=2, microbatches=2))
+    assert result.history[-1]["eval_accuracy"] >= 0.6
+
+
+def test_the_language_model_learns():
+    made = experiment("language_model.py", width=32, depth=2, heads=2, window=32, epochs=1)
+    small = {name: values[:1024] for name, values in made.data.items()}
+    held_out = {name: values[-64:] for name, values in made.evaluation.items()}
+    result = train(made, data=small, evaluation=held_out, batch_size=32)
+    assert result.history[-1]["eval_bits_per_byte"] < 7.0  # before training: 8
+
+
+def test_the_language_model_writes_on():
+    functions = runpy.run_path(str(EXAMPLES / "language_model.py"))
+    import jax
+
+    params = functions["init"](jax.random.key(0), 32, 1, 2, 16)
+    text = functions["sample"](params, "The for", 20, jax.random.key(1))
+    assert text.startswith("The for")
+
+
+def test_the_windows_of_the_text_lose_no_byte():
+    windows = runpy.run_path(str(EXAMPLES / "language_model.py"))["windows"]
+    text = bytes(range(100))
+    made = windows(text, 8)
+    predicted = [row[1 : 1 + n] for row, n in zip(made["bytes"], made["count"], strict=True)]
+    assert bytes(np.concatenate(predicted)) == text[1:]
+
+
+@pytest.fixture(scope="module")
+def ground():
+    return runpy.run_path(str(EXAMPLES / "domains.py"))
+
+
+def test_the_domains_network_learns_held_out_holes(ground):
+    made = ground["experiment"](width=64, holes=60, epochs=6, batch_size=512, learning_rate=5e-3)
+    result = train(made, plan=px.Plan(data=2))
+    assert result.history[-1]["eval_accuracy"] > 0.6
+    blocks = {"xyz_cm": np.random.default_rng(0).integers(0, 40_000, (1000, 3)).astype(np.int32)}
+    predicted = result.program.predict(result.state, blocks)
+    right = predicted["domain"] == ground["rock_domain"](blocks["xyz_cm"] / 100)
+    assert right.mean() > 0.6
+
+
+def test_the_domains_network_has_ten_million_parameters(ground):
+    from plurax import tree
+
+    made = ground["experiment"](holes=4)
+    import jax
+
+    params = jax.eval_shape(made.task.init, jax.random.key(0))
+    assert 9.5e6 < tree.parameter_count(params) < 10.5e6
+
+
+def test_the_geology_has_all_its_domains_and_holds_out_whole_holes(ground):
+    made = ground["experiment"](holes=60)
+    assert set(np.unique(made.data["domain"])) == set(range(len(ground["DOMAINS"])))
+    assert not set(made.data["hole"]) & set(made.evaluation["hole"])
+    assert len(made.data["hole"]) > 5 * len(made.evaluation["hole"])
