@@ -145,6 +145,14 @@ def init_needs_model_state() -> TaskError:
     )
 
 
+def model_state_changed(expected: str, given: str) -> TaskError:
+    return TaskError(
+        "Task.loss returned a model state of another structure or shape than it was given; it is "
+        f"carried from step to step and must stay alike.\n  given:\n{expected}\n"
+        f"  returned:\n{given}"
+    )
+
+
 def no_predict() -> TaskError:
     return TaskError(
         "this task has no predict function; give Task(predict=...) a function "

@@ -37,13 +37,21 @@ def cast_floating(values: PyTree, dtype: jnp.dtype) -> PyTree:
     return jax.tree.map(cast, values)
 
 
-def with_precision(fun: Callable[..., Any], precision: Precision) -> Callable[..., Any]:
-    """`fun(params, *rest)` computing in `precision`; gradients keep the parameters' dtype."""
+def with_precision(
+    fun: Callable[..., Any], precision: Precision, stateful: bool
+) -> Callable[..., Any]:
+    """`fun(params, [model_state,] *rest)` computing in `precision`.
+
+    Gradients keep the parameters' dtype. Model state is not cast: a running average in bfloat16
+    would stand still.
+    """
     if precision == "float32":
         return fun
 
     def computing(*args: PyTree) -> Any:
-        return fun(*(cast_floating(arg, jnp.dtype(precision)) for arg in args))
+        kept = 1 if stateful else None
+        dtype = jnp.dtype(precision)
+        return fun(*(a if i == kept else cast_floating(a, dtype) for i, a in enumerate(args)))
 
     return computing
 
@@ -108,7 +116,7 @@ def gradient(
     task: Task, precision: Precision
 ) -> Callable[[PyTree, PyTree, Rows], tuple[Totals, PyTree]]:
     """`(params, model_state, rows) -> (totals, model_state)`, the gradient included."""
-    loss = with_precision(task.loss, precision)
+    loss = with_precision(task.loss, precision, task.stateful)
 
     def total_loss(
         params: PyTree, model_state: PyTree, rows: Rows
@@ -123,10 +131,7 @@ def gradient(
                     f"a {type(output).__name__}",
                     "(losses, metrics, model_state)",
                 )
-            # The state keeps its dtype whatever the precision: it is carried on.
-            model_state = jax.tree.map(
-                lambda new, old: new.astype(old.dtype), output[2], model_state
-            )
+            model_state = _next_state(output[2], model_state)
             output = output[:2]
         else:
             output = loss(params, rows.batch, rows.keys, *extra)
@@ -141,12 +146,24 @@ def gradient(
     return run
 
 
+def _next_state(new: PyTree, old: PyTree) -> PyTree:
+    """The new model state, in the dtypes of the old: it is carried on. Raises `TaskError`."""
+    structures: list[Any] = [jax.tree.structure(new), jax.tree.structure(old)]
+    same = structures[0] == structures[1] and all(
+        jnp.shape(a) == b.shape
+        for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    )
+    if not same:
+        raise errors.model_state_changed(tree.describe(old), tree.describe(new))
+    return jax.tree.map(lambda a, b: jnp.asarray(a, b.dtype), new, old)
+
+
 def evaluation(task: Task, precision: Precision) -> Callable[[PyTree, PyTree, Rows], Totals]:
     """`(params, model_state, rows) -> totals` without gradient, dropout off where the task can."""
     if task.evaluate is None and task.coupled:
         raise errors.coupled_needs_evaluate()
     where = "Task.loss" if task.evaluate is None else "Task.evaluate"
-    fun = with_precision(task.evaluate or task.loss, precision)
+    fun = with_precision(task.evaluate or task.loss, precision, task.stateful)
 
     def run(params: PyTree, model_state: PyTree, rows: Rows) -> Totals:
         size = rows.mask.shape[0]

@@ -26,7 +26,7 @@ def make_predict(
     """`(params, model_state, inputs) -> outputs`, rows split over the axis `data`."""
     if task.predict is None:
         raise errors.no_predict()
-    predict = with_precision(task.predict, precision)
+    predict = with_precision(task.predict, precision, task.stateful)
 
     def local(params: PyTree, model_state: PyTree, inputs: PyTree) -> PyTree:
         states = (model_state,) if task.stateful else ()

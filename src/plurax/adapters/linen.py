@@ -1,0 +1,136 @@
+"""A `Task` from a Flax Linen module."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Key, PyTree
+
+from plurax import errors
+from plurax.adapters import state_needs_coupled, taking_params
+from plurax.state import TrainState
+from plurax.task import Task
+from plurax.tree import named_leaves
+
+try:
+    from flax import linen as nn
+except ImportError as error:
+    raise errors.missing_extra("flax", "flax") from error
+
+Apply = Callable[..., Any]
+
+
+def task(
+    module: nn.Module,
+    init: Callable[[Key[Array, ""]], PyTree],
+    loss: Callable[..., Any],
+    *,
+    predict: Callable[[Apply, PyTree], PyTree] | None = None,
+    evaluate: Callable[[Apply, PyTree], Any] | None = None,
+    weight: Callable[[PyTree], Float[Array, "B"]] | None = None,
+    coupled: bool = False,
+) -> Task:
+    """A task from a Linen module; its functions take `apply` where those of `Task` take params.
+
+    `apply(*args, **kwargs)` is `module.apply(variables, *args, **kwargs)`: `rngs`, `mutable`,
+    `method` and the module's own arguments mean what they always do. It is a JAX tree, so that
+    `plurax.per_example` lifts a `loss(apply, example, key)` written for one example; dropout takes
+    that example's key: `apply(x, train=True, rngs={"dropout": key})`.
+
+    **Arguments:**
+
+    - `module`: the Linen module.
+    - `init(key)`: its variables, as in `lambda key: module.init(key, jnp.ones((1, 8)))`.
+    - `loss(apply, batch, keys)`: one loss per example, shape `(B,)`, or a pair of that and
+      `{name: (B,) metrics}`; `keys`, shape `(B,)`, holds a random key per example. With `coupled`
+      it is `loss(apply, batch, keys, mask)`.
+    - `predict(apply, inputs)`, `evaluate(apply, batch)`, `weight`, `coupled`: as for `Task`.
+
+    The collection `params` is trained. Every other one, such as `batch_stats`, is model state: the
+    task then needs `coupled`, and the loss returns `(losses, metrics, updates)` with the updates
+    that `apply(..., mutable=["batch_stats"])` gave. Batch norm is exact over ragged batches if it
+    gets the mask, with a dim for each of its input's: `nn.BatchNorm(...)(x, mask=mask[:, None])`.
+
+    **Returns:** a `Task`.
+
+    Raises `TaskError` where the module has state and the task is not coupled; and, once it is
+    compiled, where the loss of a module with state returns no updates.
+
+    >>> import jax, jax.numpy as jnp, optax, plurax as px, plurax.adapters.linen
+    >>> from flax import linen as nn
+    >>> module = nn.Dense(1)
+    >>> task = px.adapters.linen.task(
+    ...     module,
+    ...     init=lambda key: module.init(key, jnp.ones((1, 3))),
+    ...     loss=lambda apply, batch, keys: (apply(batch["x"])[:, 0] - batch["y"]) ** 2,
+    ...     predict=lambda apply, inputs: apply(inputs["x"])[:, 0],
+    ... )
+    >>> batch = {"x": jnp.eye(3), "y": jnp.arange(3.0)}
+    >>> program = px.compile(task, optax.adam(0.1), px.Plan(), batch)
+    >>> state = program.init(seed=0)
+    >>> for _ in range(200):
+    ...     state, metrics = program.step(state, batch)
+    >>> bool(metrics["loss"] < 1e-3)
+    True
+    """
+    _, kept = _cut(jax.eval_shape(lambda: init(jax.random.key(0))))
+    stateful = bool(kept)
+    if stateful and not coupled:
+        raise state_needs_coupled(named_leaves(kept))
+
+    def call(variables: PyTree, *args: Any, **kwargs: Any) -> Any:
+        return module.apply(variables, *args, **kwargs)
+
+    def bind(params: PyTree, state: PyTree = ()) -> Apply:
+        return jax.tree_util.Partial(call, _join(params, state))
+
+    def stateful_loss(params: PyTree, state: PyTree, *args: Any) -> Any:
+        output = loss(bind(params, state), *args)
+        if not (isinstance(output, tuple) and len(output) == 3 and isinstance(output[2], Mapping)):
+            raise errors.loss_wrong_structure(
+                f"the loss of a module with state ({', '.join(state)})",
+                "something else",
+                "(losses, metrics, updates), where apply(..., mutable=[...]) gave the updates",
+            )
+        losses, metrics, updates = output
+        return losses, metrics, {name: updates.get(name, state[name]) for name in state}
+
+    return Task(
+        init=lambda key: _cut(init(key)) if stateful else _cut(init(key))[0],
+        loss=stateful_loss if stateful else lambda params, *args: loss(bind(params), *args),
+        predict=taking_params(predict, bind),
+        evaluate=taking_params(evaluate, bind),
+        weight=weight,
+        coupled=coupled,
+        stateful=stateful,
+    )
+
+
+def variables(state: TrainState) -> dict[str, PyTree]:
+    """The trained variables, for `module.apply`: `params` and whatever other collections there are.
+
+    The arrays are those of `state`; a later step with this state uses them up.
+
+    >>> import jax, jax.numpy as jnp, optax, plurax as px, plurax.adapters.linen
+    >>> from flax import linen as nn
+    >>> module = nn.Dense(2)
+    >>> task = px.adapters.linen.task(
+    ...     module,
+    ...     init=lambda key: module.init(key, jnp.ones((1, 3))),
+    ...     loss=lambda apply, batch, keys: apply(batch["x"])[:, 0],
+    ... )
+    >>> program = px.compile(task, optax.sgd(0.1), px.Plan(), {"x": jnp.ones((4, 3))})
+    >>> module.apply(px.adapters.linen.variables(program.init(seed=0)), jnp.ones((5, 3))).shape
+    (5, 2)
+    """
+    return _join(state.params, state.model_state)
+
+
+def _cut(variables: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
+    """The collection `params`, and the others; no partitioning boxes, for the plan decides that."""
+    others = dict(nn.unbox(variables))
+    return others.pop("params", {}), others
+
+
+def _join(params: PyTree, state: PyTree) -> dict[str, PyTree]:
+    return {"params": params, **dict(state)}

@@ -1,0 +1,482 @@
+"""A model of each library trains under any plan, unchanged, and comes back."""
+
+import functools
+import importlib
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from tests.models import CLASSES, FEATURES, cut, same_bits, worst
+
+import plurax as px
+from plurax.adapters import equinox as equinox_adapter
+from plurax.adapters import linen as linen_adapter
+from plurax.adapters import nnx as nnx_adapter
+
+LIBRARIES = ("nnx", "linen", "equinox")
+WIDTH = 16
+
+
+def make_data(count, seed=0):
+    """Classes that a linear map of the features decides: something to learn."""
+    x = np.random.default_rng(seed).normal(size=(count, FEATURES)).astype(np.float32)
+    directions = np.random.default_rng(7).normal(size=(FEATURES, CLASSES))
+    return {"x": x, "y": np.argmax(x @ directions, axis=1).astype(np.int32)}
+
+
+ROWS = make_data(13)
+entropy = optax.softmax_cross_entropy_with_integer_labels
+
+
+# --- One MLP with dropout in each library -----------------------------------------------------
+
+
+class NnxMlp(nnx.Module):
+    """Its dropout draws from streams of its own."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List(
+            [nnx.Linear(FEATURES, WIDTH, rngs=rngs), nnx.Linear(WIDTH, CLASSES, rngs=rngs)]
+        )
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.layers[1](self.dropout(nnx.tanh(self.layers[0](x))))
+
+
+def nnx_example_loss(model, example, key):
+    nnx.reseed(model, default=key)
+    return entropy(model(example["x"]), example["y"])
+
+
+def nnx_mlp():
+    task = nnx_adapter.task(
+        NnxMlp,
+        px.per_example(nnx_example_loss),
+        predict=lambda model, inputs: model(inputs["x"]),
+        evaluate=lambda model, batch: entropy(model(batch["x"]), batch["y"]),
+    )
+    return task, lambda state: nnx_adapter.model(NnxMlp, state)
+
+
+class LinenMlp(nn.Module):
+    @nn.compact
+    def __call__(self, x, *, train):
+        x = nn.tanh(nn.Dense(WIDTH)(x))
+        x = nn.Dropout(0.2)(x, deterministic=not train)
+        return nn.Dense(CLASSES)(x)
+
+
+def linen_mlp():
+    module = LinenMlp()
+
+    def example_loss(apply, example, key):
+        return entropy(apply(example["x"], train=True, rngs={"dropout": key}), example["y"])
+
+    task = linen_adapter.task(
+        module,
+        lambda key: module.init(key, jnp.ones((1, FEATURES)), train=False),
+        px.per_example(example_loss),
+        predict=lambda apply, inputs: apply(inputs["x"], train=False),
+        evaluate=lambda apply, batch: entropy(apply(batch["x"], train=False), batch["y"]),
+    )
+    return task, lambda state: functools.partial(
+        module.apply, linen_adapter.variables(state), train=False
+    )
+
+
+class EquinoxMlp(eqx.Module):
+    first: eqx.nn.Linear
+    second: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, key):
+        one, two = jax.random.split(key)
+        self.first = eqx.nn.Linear(FEATURES, WIDTH, key=one)
+        self.second = eqx.nn.Linear(WIDTH, CLASSES, key=two)
+        self.dropout = eqx.nn.Dropout(0.2)
+
+    def __call__(self, x, key=None):
+        return self.second(self.dropout(jnp.tanh(self.first(x)), key=key))
+
+
+def equinox_mlp():
+    task = equinox_adapter.task(
+        EquinoxMlp,
+        px.per_example(lambda model, one, key: entropy(model(one["x"], key), one["y"])),
+        predict=lambda model, inputs: jax.vmap(model)(inputs["x"]),
+        evaluate=lambda model, batch: entropy(jax.vmap(model)(batch["x"]), batch["y"]),
+    )
+    return task, lambda state: jax.vmap(equinox_adapter.model(EquinoxMlp, state))
+
+
+MLPS = {"nnx": nnx_mlp, "linen": linen_mlp, "equinox": equinox_mlp}
+
+
+OPTIMIZER = optax.sgd(0.3, momentum=0.9)
+
+
+def train(task, plan, sizes=(13, 13, 6)):
+    """The state after a step on each of these many rows."""
+    program = px.compile(task, OPTIMIZER, plan, ROWS)
+    state = program.init(seed=0)
+    for size in sizes:
+        state, metrics = program.step(state, cut(ROWS, size))
+        assert int(metrics["skipped"]) == 0
+    return program, state
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_trains_evaluates_is_saved_and_comes_back(library, tmp_path):
+    task, get_model = MLPS[library]()
+    held_out = make_data(50, seed=1)
+    plan = px.Plan(data=2, microbatches=2)
+    result = px.fit(
+        task,
+        optax.adam(0.02),
+        make_data(120),
+        plan=plan,
+        epochs=25,
+        batch_size=32,  # the last batch of an epoch has 24
+        evaluation=held_out,
+        progress=False,
+    )
+    assert result.history[0]["loss"] > 0.7
+    assert result.history[-1]["loss"] < 0.3
+    assert result.history[-1]["eval_loss"] < 0.3
+    outputs = result.program.predict(result.state, held_out)
+    again = get_model(result.state)(held_out["x"])
+    np.testing.assert_allclose(outputs, again, rtol=1e-5, atol=1e-5)
+    loss = entropy(again, held_out["y"]).mean()
+    np.testing.assert_allclose(result.history[-1]["eval_loss"], loss, rtol=1e-5)
+    with px.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(result.state, {})
+        restored, _ = checkpoints.restore(result.program.state_shapes)
+    assert jax.tree.structure(restored) == jax.tree.structure(result.state)
+    assert same_bits(restored.params, result.state.params)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_dropout_and_ragged_batches_give_the_parameters_of_one_device(library):
+    task, _ = MLPS[library]()
+    _, alone = train(task, px.Plan())
+    _, spread = train(task, px.Plan(data=2, microbatches=2))
+    assert worst(spread.params, alone.params) < 1e-5
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_dropout_depends_on_the_examples_key_and_nothing_else(library):
+    task, _ = MLPS[library]()
+    params = jax.jit(task.init)(jax.random.key(0))
+    keys = jax.random.split(jax.random.key(1), 13)
+    loss = jax.jit(task.loss)
+    losses = loss(params, ROWS, keys)
+    backwards = jax.tree.map(lambda leaf: leaf[::-1], ROWS)
+    np.testing.assert_allclose(loss(params, backwards, keys[::-1])[::-1], losses, rtol=1e-6)
+    other = loss(params, ROWS, jax.random.split(jax.random.key(2), 13))
+    assert np.mean(np.asarray(other) == np.asarray(losses)) < 0.5
+
+
+# --- Batch norm -------------------------------------------------------------------------------
+
+
+class NnxNormed(nnx.Module):
+    def __init__(self, rngs):
+        self.hidden = nnx.Linear(FEATURES, WIDTH, use_bias=False, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, momentum=0.8, rngs=rngs)
+        self.out = nnx.Linear(WIDTH, CLASSES, rngs=rngs)
+
+    def __call__(self, x, mask=None):
+        real = None if mask is None else mask[:, None]
+        return self.out(nnx.relu(self.norm(self.hidden(x), mask=real)))
+
+
+def nnx_normed():
+    def loss(model, batch, keys, mask):
+        logits = model(batch["x"], mask)
+        return entropy(logits, batch["y"]), {"top": logits.max(-1)}
+
+    task = nnx_adapter.task(
+        NnxNormed,
+        loss,
+        predict=lambda model, inputs: model(inputs["x"]),
+        evaluate=lambda model, batch: (
+            entropy(model(batch["x"]), batch["y"]),
+            {"top": model(batch["x"]).max(-1)},
+        ),
+        coupled=True,
+    )
+
+    def by_hand(params, stats, batch):
+        """The losses of some examples, and the statistics after them; nothing is filled up."""
+        model = NnxNormed(nnx.Rngs(0))
+        nnx.update(model, params, stats)
+        losses = entropy(model(batch["x"]), batch["y"])
+        return losses, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+
+    return task, by_hand, lambda state: nnx_adapter.model(NnxNormed, state)
+
+
+class LinenNormed(nn.Module):
+    @nn.compact
+    def __call__(self, x, *, train, mask=None):
+        real = None if mask is None else mask[:, None]
+        x = nn.Dense(WIDTH, use_bias=False)(x)
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.8)(x, mask=real)
+        return nn.Dense(CLASSES)(nn.relu(x))
+
+
+def linen_normed():
+    module = LinenNormed()
+
+    def loss(apply, batch, keys, mask):
+        logits, updates = apply(batch["x"], train=True, mask=mask, mutable=["batch_stats"])
+        return entropy(logits, batch["y"]), {}, updates
+
+    task = linen_adapter.task(
+        module,
+        lambda key: module.init(key, jnp.ones((1, FEATURES)), train=True),
+        loss,
+        predict=lambda apply, inputs: apply(inputs["x"], train=False),
+        evaluate=lambda apply, batch: (
+            entropy(apply(batch["x"], train=False), batch["y"]),
+            {"top": apply(batch["x"], train=False).max(-1)},
+        ),
+        coupled=True,
+    )
+
+    def by_hand(params, stats, batch):
+        variables = {"params": params, **stats}
+        logits, updates = module.apply(variables, batch["x"], train=True, mutable=["batch_stats"])
+        return entropy(logits, batch["y"]), updates
+
+    return (
+        task,
+        by_hand,
+        lambda state: functools.partial(module.apply, linen_adapter.variables(state), train=False),
+    )
+
+
+NORMED = {"nnx": nnx_normed, "linen": linen_normed}
+
+
+def train_by_hand(task, by_hand, sizes, microbatches):
+    """The same training in plain JAX: microbatch `m` is every `microbatches`-th example from m."""
+    init_key, _ = jax.random.split(jax.random.key(0))
+    params, stats = jax.jit(task.init)(init_key)
+    moments = OPTIMIZER.init(params)
+
+    def total(params, stats, batch):
+        losses, stats = by_hand(params, stats, batch)
+        return losses.sum(), stats
+
+    @jax.jit
+    def step(params, moments, stats, batch):
+        grads = jax.tree.map(jnp.zeros_like, params)
+        for m in range(microbatches):
+            part = jax.tree.map(lambda leaf, m=m: leaf[m::microbatches], batch)
+            part_grads, stats = jax.grad(total, has_aux=True)(params, stats, part)
+            grads = jax.tree.map(jnp.add, grads, part_grads)
+        grads = jax.tree.map(lambda g: g / len(batch["y"]), grads)
+        updates, moments = OPTIMIZER.update(grads, moments, params)
+        return optax.apply_updates(params, updates), moments, stats
+
+    for size in sizes:
+        params, moments, stats = step(params, moments, stats, cut(ROWS, size))
+    return params, stats
+
+
+@pytest.mark.parametrize("library", NORMED)
+def test_batch_norm_is_exact_on_any_number_of_devices(library):
+    task, by_hand, get_model = NORMED[library]()
+    sizes = (13, 9, 13)  # 13 rows are filled up to 14, 16 and 18
+    expected = train_by_hand(task, by_hand, sizes, microbatches=2)
+    for data in (1, 2, 3):
+        program, state = train(task, px.Plan(data=data, microbatches=2), sizes)
+        assert worst((state.params, state.model_state), expected) < 1e-5
+    outputs = program.predict(state, ROWS)
+    again = get_model(state)(ROWS["x"])
+    np.testing.assert_allclose(outputs, again, rtol=1e-5, atol=1e-5)
+    means = program.evaluate(state, ROWS)
+    np.testing.assert_allclose(means["top"], again.max(-1).mean(), rtol=1e-5)
+
+
+# --- What is not a parameter ------------------------------------------------------------------
+
+
+def test_nnx_streams_are_no_state_and_come_back_seeded():
+    task, get_model = nnx_mlp()
+    assert not task.stateful
+    params = task.init(jax.random.key(3))
+    assert sorted(params) == ["layers"]
+    model = get_model(SimpleNamespace(params=params, model_state=()))
+    evaluated = model(ROWS["x"])
+    np.testing.assert_array_equal(evaluated, model(ROWS["x"]))
+    model.train()
+    assert not np.array_equal(model(ROWS["x"]), evaluated)
+
+
+def test_nnx_constants_stay_and_tied_weights_are_one():
+    class Tied(nnx.Module):
+        def __init__(self, rngs):
+            self.square = nnx.Linear(FEATURES, FEATURES, use_bias=False, rngs=rngs)
+            self.same = self.square
+            self.offset = jnp.arange(FEATURES, dtype=jnp.float32)
+
+        def __call__(self, x):
+            return self.same(self.square(x) + self.offset)
+
+    def example_loss(model, example, key):
+        return model(example["x"]).sum()
+
+    task = nnx_adapter.task(Tied, px.per_example(example_loss))
+    params = jax.jit(task.init)(jax.random.key(0))
+    (kernel,) = jax.tree.leaves(params)
+    keys = jax.random.split(jax.random.key(0), 13)
+
+    def by_hand(kernel):
+        return ((ROWS["x"] @ kernel + np.arange(FEATURES)) @ kernel).sum()
+
+    grads = jax.jit(jax.grad(lambda params: task.loss(params, ROWS, keys).sum()))(params)
+    assert worst(grads, jax.jit(jax.grad(by_hand))(kernel)) < 1e-5
+
+
+def test_nnx_layers_can_be_frozen_in_the_loss():
+    def loss(model, batch, keys, mask):
+        model.norm.eval()
+        return entropy(model(batch["x"], mask), batch["y"])
+
+    _, state = train(nnx_adapter.task(NnxNormed, loss, coupled=True), px.Plan(), sizes=(13,))
+    np.testing.assert_array_equal(state.model_state["norm"]["mean"], np.zeros(WIDTH))
+
+
+def test_equinox_constants_are_those_of_the_first_key_for_every_seed():
+    class Shuffled(eqx.Module):
+        linear: eqx.nn.Linear
+        order: jax.Array
+        activation: object
+
+        def __init__(self, key):
+            self.linear = eqx.nn.Linear(FEATURES, "scalar", key=key)
+            self.order = jax.random.permutation(key, FEATURES)
+            self.activation = lambda x: x  # another one in every build
+
+        def __call__(self, x):
+            return self.activation(self.linear(x[self.order]))
+
+    task = equinox_adapter.task(
+        Shuffled,
+        lambda model, batch, keys: jax.vmap(model)(batch["x"]) ** 2,
+        predict=lambda model, inputs: jax.vmap(model)(inputs["x"]),
+    )
+    program, state = train(task, px.Plan(data=2))
+    assert program.state_shapes.params.order is None
+    model = equinox_adapter.model(Shuffled, state)
+    np.testing.assert_array_equal(model.order, Shuffled(jax.random.key(0)).order)
+    np.testing.assert_allclose(
+        program.predict(state, ROWS), jax.vmap(model)(ROWS["x"]), rtol=1e-5, atol=1e-5
+    )
+
+
+def annotated_nnx():
+    start = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+    return nnx_adapter.task(
+        lambda rngs: nnx.Linear(FEATURES, CLASSES, kernel_init=start, rngs=rngs),
+        lambda model, batch, keys: entropy(model(batch["x"]), batch["y"]),
+    )
+
+
+def annotated_linen():
+    start = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+    module = nn.Dense(CLASSES, kernel_init=start)
+    return linen_adapter.task(
+        module,
+        lambda key: module.init(key, jnp.ones((1, FEATURES))),
+        lambda apply, batch, keys: entropy(apply(batch["x"]), batch["y"]),
+    )
+
+
+@pytest.mark.parametrize("make", [annotated_nnx, annotated_linen])
+def test_sharding_annotations_for_some_other_mesh_do_no_harm(make):
+    _, state = train(make(), px.Plan(data=2), sizes=(13,))
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state.params))
+
+
+# --- Errors -----------------------------------------------------------------------------------
+
+
+def test_state_needs_coupled():
+    message = (
+        r"the model carries state besides its parameters \({}norm/mean, {}norm/var\), and a loss "
+        r"that writes state makes examples depend on each other\. Say task\(\.\.\., coupled=True\)"
+    )
+    with pytest.raises(px.TaskError, match=message.format("", "")):
+        nnx_adapter.task(NnxNormed, lambda model, batch, keys: None)
+    module = LinenNormed()
+    message = message.replace("norm/", "batch_stats/BatchNorm_0/")
+    with pytest.raises(px.TaskError, match=message.format("", "")):
+        linen_adapter.task(
+            module,
+            lambda key: module.init(key, jnp.ones((1, FEATURES)), train=True),
+            lambda apply, batch, keys: None,
+        )
+
+
+@pytest.mark.parametrize("lift", [True, False])
+def test_nnx_dropout_from_its_own_streams_is_refused(lift):
+    def loss(model, batch, key):
+        return entropy(model(batch["x"]), batch["y"])
+
+    task = nnx_adapter.task(NnxMlp, px.per_example(loss) if lift else loss)
+    with pytest.raises(
+        px.TaskError,
+        match=r"draws from its own random stream 'default'.*say nnx\.reseed\(model, default=key\)",
+    ):
+        px.compile(task, optax.sgd(0.1), px.Plan(data=2), ROWS)
+
+
+def test_linen_state_needs_updates():
+    module = LinenNormed()
+    task = linen_adapter.task(
+        module,
+        lambda key: module.init(key, jnp.ones((1, FEATURES)), train=True),
+        lambda apply, batch, keys, mask: apply(batch["x"], train=False)[:, 0],
+        coupled=True,
+    )
+    message = (
+        r"the loss of a module with state \(batch_stats\) returned something else.*expected "
+        r"\(losses, metrics, updates\), where apply\(\.\.\., mutable=\[\.\.\.\]\) gave the updates"
+    )
+    with pytest.raises(px.TaskError, match=message):
+        px.compile(task, optax.sgd(0.1), px.Plan(), ROWS)
+
+
+def test_equinox_batch_norm_is_refused():
+    def build(key):
+        return eqx.nn.Sequential([eqx.nn.BatchNorm(FEATURES, "batch", mode="batch")])
+
+    with pytest.raises(px.TaskError, match=r"layers with state.*take no mask.*eqx\.nn\.LayerNorm"):
+        equinox_adapter.task(build, lambda model, batch, keys: None)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_missing_library_says_which_extra_brings_it(library, monkeypatch):
+    package = "equinox" if library == "equinox" else "flax"
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"plurax.adapters.{library}")
+    with pytest.raises(ImportError, match=rf"{package} is not installed; .*plurax\[{package}\]"):
+        importlib.import_module(f"plurax.adapters.{library}")
+
+
+def test_plurax_alone_imports_neither_library():
+    code = "import plurax, sys; print({'flax', 'equinox', 'plurax.adapters'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "set()"
