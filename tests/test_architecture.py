@@ -26,11 +26,11 @@ FLOORS = [
     {"cli"},
 ]
 PUBLIC = {
-    "ArrayData", "BatchError", "CheckpointError", "Checkpoints", "Collective", "Experiment",
-    "ExperimentError", "FastestBatchSize", "Fit", "MaxBatchSize", "Memory", "Plan", "PlanError",
-    "PluraxError", "Position", "Program", "Steps", "StreamData", "Task", "TaskError", "TrainState",
-    "compile", "fastest_batch_size", "fit", "max_batch_size", "per_example", "training",
-    "virtual_devices",
+    "ArrayData", "BatchError", "CheckpointError", "Checkpoints", "Collective",
+    "DamagedCheckpointWarning", "Experiment", "ExperimentError", "FastestBatchSize", "Fit",
+    "MaxBatchSize", "Memory", "NonFiniteWarning", "Plan", "PlanError", "PluraxError",
+    "Position", "Program", "Steps", "StreamData", "Task", "TaskError", "TrainState", "compile",
+    "fastest_batch_size", "fit", "max_batch_size", "per_example", "training", "virtual_devices",
 }  # fmt: skip
 
 

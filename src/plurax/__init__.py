@@ -5,6 +5,7 @@ from plurax.batch_size import MaxBatchSize as MaxBatchSize
 from plurax.batch_size import fastest_batch_size as fastest_batch_size
 from plurax.batch_size import max_batch_size as max_batch_size
 from plurax.checkpoint import Checkpoints as Checkpoints
+from plurax.checkpoint import DamagedCheckpointWarning as DamagedCheckpointWarning
 from plurax.data import ArrayData as ArrayData
 from plurax.data import Position as Position
 from plurax.data import StreamData as StreamData
@@ -24,6 +25,7 @@ from plurax.loop import training as training
 from plurax.mesh import virtual_devices as virtual_devices
 from plurax.plan import Plan as Plan
 from plurax.state import TrainState as TrainState
+from plurax.tally import NonFiniteWarning as NonFiniteWarning
 from plurax.task import Task as Task
 from plurax.task import per_example as per_example
 from plurax.train import Fit as Fit

@@ -1,7 +1,7 @@
 """Save, verify and restore training state, with Orbax.
 
-A checkpoint holds the state, and beside it as JSON: where the run stands in its data, the plan,
-the shapes of all leaves, and a fingerprint of each. Orbax does not notice a flipped byte; the
+A checkpoint holds the state, and beside it as JSON: where the run stands in its data, the
+shapes of all leaves, and a fingerprint of each. Orbax does not notice a flipped byte; the
 fingerprints do. A checkpoint that cannot be restored is set aside by name, never deleted, and the
 one before it is taken.
 """

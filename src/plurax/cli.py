@@ -30,7 +30,7 @@ HELP = f"""plurax {__version__}: train neural networks in parallel on JAX
   plurax plan FILE       show what a plan does on a machine, before anything runs
 
 FILE is a Python file that defines experiment(), which returns plurax.Experiment(...).
-Every field can be overridden:
+Plan, epochs, batch size, seed and more can be overridden:
 
   plurax train examples/digits.py --epochs 3 --plan.data 4 --devices 4
 
@@ -187,7 +187,7 @@ def _plan(arguments: list[str]) -> int:
         program.memory(),
         program.collectives(),
     )
-    Console(highlight=False).print(report)
+    Console(highlight=False, soft_wrap=True).print(report)
     return 0
 
 

@@ -42,7 +42,7 @@ data=1 means 'not used'.
     need less memory and no more communication."""
     precision: Precision = "float32"
     """`bfloat16` casts parameters and floating inputs inside the loss and predict functions;
-    parameters, sums, reduction and optimizer keep the parameters' own dtype. `float32` casts
+    parameters, sums, reduction, optimizer and model state keep their own dtype. `float32` casts
     nothing."""
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ import dataclasses
 import os
 import signal
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,8 @@ def fit(
     - `progress`: show a bar, or lines where the output is not a terminal.
     - `devices`: which devices, default all that JAX sees.
 
-    Ctrl-C and SIGTERM end training after the current step, save, and return with `interrupted`
+    Ctrl-C and SIGTERM end training after the current call (a step, or about a quarter of a second
+    of steps over resident data), save, and return with `interrupted`
     set; a second signal ends the process at once. A step whose loss or gradient is not finite
     leaves the state unchanged, is counted in `state.skipped` and reported.
 
@@ -99,6 +100,8 @@ def fit(
         raise errors.epochs_not_positive(epochs)
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
         raise errors.batch_size_not_positive(batch_size)
+    if isinstance(evaluation, Iterator):
+        raise errors.data_one_shot()
     source, like = as_data(data, batch_size=batch_size, seed=seed, shuffle=shuffle, ragged=ragged)
     program = Program(task, optimizer, plan, like, make_mesh(plan, devices))
     run = {"seed": seed, "batch_size": program.batch_size, "shuffle": shuffle, "ragged": ragged}

@@ -65,6 +65,28 @@ def test_a_state_moves_between_plans(program):
     assert int(state.step) == 1
 
 
+def test_what_is_placed_or_given_stays_the_callers(program):
+    one = px.compile(models.mlp_task(), models.optimizer(), px.Plan(data=2), ROWS)
+    mine = one.init(seed=3)
+    program.step(program.place(mine), ROWS)
+    program.step(program.init(params=mine.params), ROWS)
+    assert np.isfinite(np.asarray(mine.params["hidden"])).all()
+
+
+def test_evaluation_goes_by_microbatches():
+    """So that it fits in memory where training does."""
+    seen = []
+
+    def evaluate(params, batch):
+        seen.append(batch["x"].shape[0])
+        return models.evaluate(params, batch)
+
+    task = px.Task(init=models.init, loss=lambda p, b, k: models.evaluate(p, b), evaluate=evaluate)
+    program = px.compile(task, optax.sgd(0.1), px.Plan(data=2, microbatches=2), ROWS)
+    program.evaluate(program.init(), ROWS)
+    assert seen[-1] == 8 // (2 * 2)
+
+
 def test_a_state_of_another_plan_must_be_placed(program):
     one = px.compile(models.mlp_task(), models.optimizer(), px.Plan(), ROWS)
     with pytest.raises(px.BatchError, match=r"lies on other devices.*program\.place\(state\)"):

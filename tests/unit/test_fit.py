@@ -140,6 +140,11 @@ def test_data_that_cannot_be_trained_on(data, options, message):
         fit(data, **options)
 
 
+def test_an_evaluation_that_can_be_read_only_once_is_refused():
+    with pytest.raises(px.BatchError, match="read only once"):
+        fit(evaluation=iter([ROWS]))
+
+
 def test_dropping_everything_is_refused():
     with pytest.raises(px.BatchError, match=r"fewer than batch_size"):
         ArrayData(ROWS, 64, ragged="drop")

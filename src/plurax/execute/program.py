@@ -70,7 +70,11 @@ def compile(
 
 
 class Program:
-    """A compiled training step and what goes with it. Made by `plurax.compile`."""
+    """A compiled training step and what goes with it. Made by `plurax.compile`.
+
+    **Attributes:** `task` and `plan`, as given; `mesh`, the `jax.sharding.Mesh` of the plan;
+    `batch_size`, examples of the largest batch a step takes.
+    """
 
     def __init__(
         self,
@@ -86,6 +90,13 @@ class Program:
         self.batch_size = leading_dim(batch)
         self._optimizer = optimizer
         self._placement = Placement(batch, plan.padded_size(self.batch_size), split_rows(mesh))
+        # Evaluation goes by microbatches, so that it fits where training does.
+        size = -(-self.batch_size // plan.microbatches)
+        self._evaluation = Placement(
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), batch),
+            Plan(data=plan.data).padded_size(size),
+            split_rows(mesh),
+        )
         self._init = jax.jit(self._new_state, out_shardings=replicated(mesh))
         self._state_like = self._on_mesh(
             jax.eval_shape(self._new_state, jax.eval_shape(lambda: jax.random.key(0)))
@@ -185,7 +196,9 @@ class Program:
     def place(self, state: TrainState) -> TrainState:
         """Put a state from elsewhere (a checkpoint, another plan) on this program's devices."""
         self._check_state(state)
-        return jax.device_put(state, jax.tree.map(lambda like: like.sharding, self._state_like))
+        shardings = jax.tree.map(lambda like: like.sharding, self._state_like)
+        # A copy: the first step will reuse the memory, and what was given stays the caller's.
+        return jax.device_put(jax.tree.map(jnp.copy, state), shardings)
 
     # --- Inference ----------------------------------------------------------------------------
 
@@ -249,7 +262,7 @@ class Program:
         """
         parts = []
         for batch in self._chunks(data):
-            placed = self._placement.place(batch)
+            placed = self._evaluation.place(batch)
             part = self._compiled_evaluate(state.params, state.model_state, *placed)
             self._in_flight.started(part.loss)
             parts.append(part)
@@ -265,8 +278,9 @@ class Program:
 
     def _chunks(self, data: PyTree | Iterable[PyTree]) -> Iterator[PyTree]:
         for batch in [data] if is_arrays(data) else data:
-            for start in range(0, leading_dim(batch), self.batch_size):
-                cut = slice(start, start + self.batch_size)
+            size = self._evaluation.size
+            for start in range(0, leading_dim(batch), size):
+                cut = slice(start, start + size)
                 yield jax.tree.map(operator.itemgetter(cut), batch)
 
     @functools.cached_property
@@ -294,7 +308,7 @@ class Program:
         like = self._state_like
         return (
             jax.jit(function)
-            .lower(like.params, like.model_state, self._placement.abstract(), self._count())
+            .lower(like.params, like.model_state, self._evaluation.abstract(), self._count())
             .compile()
         )
 
