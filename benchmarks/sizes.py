@@ -1,0 +1,134 @@
+"""What is measured at which size, in one place. Imports no framework: the peers read it too."""
+
+import dataclasses
+from typing import Any
+
+LEARNING_RATE = 1e-3
+WEIGHT_DECAY = 1e-4
+MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Mlp:
+    """A perceptron with ReLU; `widths` from inputs to classes."""
+
+    widths: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Transformer:
+    """A decoder on sequences of `length` tokens."""
+
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Domains:
+    """The network of `examples/domains.py`: coordinates of a block in, its rock domain out."""
+
+    width: int
+
+
+Network = Mlp | Transformer | Domains
+
+
+def to_json(network: Network) -> dict[str, Any]:
+    """For a worker's settings; `from_json` reads it back."""
+    return {"kind": type(network).__name__, **dataclasses.asdict(network)}
+
+
+def from_json(values: dict[str, Any]) -> Network:
+    """The network that `to_json` wrote."""
+    kinds: dict[str, type[Network]] = {kind.__name__: kind for kind in (Mlp, Transformer, Domains)}
+    fields = {name: value for name, value in values.items() if name != "kind"}
+    if "widths" in fields:
+        fields["widths"] = tuple(fields["widths"])
+    return kinds[values["kind"]](**fields)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCase:
+    """A step to time: `units` steps per turn. More than 32 in flight block virtual CPU devices."""
+
+    name: str
+    network: Network
+    batch: int
+    units: int
+    repeats: int
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSizeCase:
+    """A search for the largest batch, within `memory` bytes per device."""
+
+    name: str
+    network: Network
+    memory: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Everything that `--quick` makes smaller."""
+
+    step: tuple[StepCase, ...]
+    accumulation: StepCase
+    domains: Domains
+    domains_batch: int
+    domains_steps: int
+    """Steps per epoch."""
+    domains_repeats: int
+    inference_chunk: int
+    inference_rows: int
+    inference_repeats: int
+    inference_all_rows: int
+    """Once, after the repeats on fewer rows."""
+    batch_size: tuple[BatchSizeCase, ...]
+
+
+_MLP = Mlp((8, 1800, 1800, 1800, 16))
+_SMALL_MLP = Mlp((8, 256, 256, 16))
+_TRANSFORMER = Transformer(layers=4, width=256, heads=4, vocabulary=256, length=64)
+
+FULL = Sizes(
+    step=(
+        StepCase("MLP, 6.5M parameters, batch 1024", _MLP, 1024, units=1, repeats=31),
+        StepCase("MLP, 0.07M parameters, batch 1024", _SMALL_MLP, 1024, units=20, repeats=31),
+        StepCase("transformer, 3.2M parameters, batch 16 × 64", _TRANSFORMER, 16, 1, repeats=31),
+    ),
+    accumulation=StepCase("transformer, 128 × 64", _TRANSFORMER, 128, units=1, repeats=7),
+    domains=Domains(width=1792),
+    domains_batch=1024,
+    domains_steps=12,
+    domains_repeats=9,
+    inference_chunk=2048,
+    inference_rows=50_000,
+    inference_repeats=7,
+    inference_all_rows=1_000_000,
+    batch_size=(
+        BatchSizeCase("MLP, 6.5M parameters", _MLP, 1024 * MIB),
+        BatchSizeCase("transformer, 3.2M parameters", _TRANSFORMER, 1024 * MIB),
+    ),
+)
+
+_TINY = Transformer(layers=2, width=32, heads=2, vocabulary=32, length=8)
+
+QUICK = Sizes(
+    step=(
+        StepCase("MLP, tiny, batch 64", Mlp((8, 32, 16)), 64, units=5, repeats=3),
+        StepCase("transformer, tiny, batch 8 × 8", _TINY, 8, units=2, repeats=3),
+    ),
+    accumulation=StepCase("transformer, tiny, 128 × 8", _TINY, 128, units=1, repeats=3),
+    domains=Domains(width=32),
+    domains_batch=64,
+    domains_steps=3,
+    domains_repeats=3,
+    inference_chunk=512,
+    inference_rows=2_000,
+    inference_repeats=3,
+    inference_all_rows=5_000,
+    batch_size=(BatchSizeCase("MLP, tiny", Mlp((8, 32, 16)), 1 * MIB),),
+)

@@ -1,0 +1,1 @@
+"""Processes that hold what is measured; `serve.py` is their end of the pipe."""
