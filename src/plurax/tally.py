@@ -30,7 +30,7 @@ class Tally:
 
     def __init__(self, saved: dict[str, Any] | None = None) -> None:
         saved = saved or {}
-        self.sums: dict[str, float] = saved.get("sums", {})
+        self.sums: dict[str, float] = dict(saved.get("sums", {}))
         self.weight: float = saved.get("weight", 0.0)
         self.examples: int = saved.get("examples", 0)
         self.skipped: int = saved.get("skipped", 0)
@@ -40,9 +40,12 @@ class Tally:
         self._waiting: deque[Steps] = deque()
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint keeps, so that a resumed epoch is reported whole."""
-        names = ("sums", "weight", "examples", "skipped", "seconds")
-        return {name: getattr(self, name) for name in names}
+        """What a checkpoint keeps, so that a resumed epoch is reported whole.
+
+        A snapshot: the checkpoint is written in the background, while the tally goes on.
+        """
+        names = ("weight", "examples", "skipped", "seconds")
+        return {"sums": dict(self.sums), **{name: getattr(self, name) for name in names}}
 
     def add(self, steps: Steps, *, settle_all: bool) -> list[Steps]:
         """Take a turn; return those whose metrics have arrived, metrics on the host."""

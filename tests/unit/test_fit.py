@@ -15,8 +15,8 @@ import plurax as px
 from plurax.checkpoint import Checkpoints, DamagedCheckpointWarning
 from plurax.data import ArrayData, Position, StreamData, prefetch
 from plurax.log import read_rows
-from plurax.loop import training
-from plurax.tally import NonFiniteWarning
+from plurax.loop import Steps, training
+from plurax.tally import NonFiniteWarning, Tally
 
 ROWS = models.data(50)
 TASK = models.mlp_task()
@@ -102,6 +102,19 @@ def optax_zero():
 
 
 # --- Kinds of data ----------------------------------------------------------------------------
+
+
+def test_what_a_checkpoint_keeps_of_an_epoch_is_a_snapshot():
+    """It is written in the background while the tally goes on."""
+    metrics = {name: np.ones(2) for name in ("loss", "weight", "examples")}
+    steps = Steps(None, 2, metrics | {"skipped": np.zeros(2)}, 0.1, Position(0, 2), False)
+    tally = Tally()
+    tally.add(steps, settle_all=True)
+    saved = tally.to_json()
+    before = json.dumps(saved)
+    tally.add(steps, settle_all=True)
+    Tally(saved).add(steps, settle_all=True)
+    assert json.dumps(saved) == before
 
 
 def test_an_iterable_of_batches_gives_the_same():
