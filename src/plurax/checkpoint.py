@@ -6,6 +6,7 @@ fingerprints do. A checkpoint that cannot be restored is set aside by name, neve
 one before it is taken.
 """
 
+import contextlib
 import shutil
 import warnings
 from pathlib import Path
@@ -62,7 +63,7 @@ class Checkpoints:
 
         Raises `CheckpointError` if this or the save before it failed.
         """
-        step = int(state.step)
+        step = state.steps_taken
         if step in self._manager.all_steps():
             return
         plain = _plain(state)
@@ -82,6 +83,21 @@ class Checkpoints:
             )
         except Exception as error:
             raise errors.checkpoint_not_written(str(self.directory), str(error)) from error
+
+    def newest_meta(self) -> dict[str, Any] | None:
+        """The JSON description of the newest state whose description can be read."""
+        for step in reversed(self.steps()):
+            with contextlib.suppress(Exception):
+                return self._read_meta(step)
+        return None
+
+    def _read_meta(self, step: int) -> dict[str, Any]:
+        meta = self._manager.restore(
+            step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
+        ).meta
+        if meta is None:
+            raise ValueError("its description is missing")
+        return meta
 
     def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
         """The newest state that can be restored whole, and its JSON; None if there is none.
@@ -114,11 +130,7 @@ class Checkpoints:
         return None
 
     def _restore(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        meta = self._manager.restore(
-            step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
-        ).meta
-        if meta is None:
-            raise ValueError("its description is missing")
+        meta = self._read_meta(step)
         plain_like = _plain(like)
         if meta["shapes"] != tree.describe(plain_like):
             raise errors.checkpoint_mismatch(

@@ -12,6 +12,7 @@ from jaxtyping import Int, PyTree
 
 from plurax import errors
 from plurax.execute.placement import is_arrays, leading_dim
+from plurax.resample import Everything, Resample, epoch_rows
 
 Ragged = Literal["pad", "drop", "error"]
 T = TypeVar("T")
@@ -58,10 +59,12 @@ def check_ragged(ragged: str) -> None:
 class ArrayData:
     """Batches drawn from arrays in memory, in a new order every epoch.
 
-    The order depends on `(seed, epoch)` and the number of examples only, never on devices or plan.
+    What stands where is a function of `(seed, member, epoch, position)` and the number of examples
+    (`plurax.resample`), never of devices or plan.
 
     **Fields:** `arrays`, a tree with a common leading dim; `batch_size`; `seed`; `shuffle`;
-    `ragged`, what to do with a last, smaller batch.
+    `ragged`, what to do with a last, smaller batch; `resample` and `member`, to read as that member
+    of a population does; `length`, draws in an epoch, default one pass of the member.
 
     >>> data = ArrayData({"x": np.arange(5)}, batch_size=2, shuffle=False)
     >>> rows, counts = data.epoch_order(0)
@@ -74,10 +77,13 @@ class ArrayData:
     seed: int = 0
     shuffle: bool = True
     ragged: Ragged = "pad"
+    resample: Resample = Everything()  # noqa: RUF009  frozen
+    member: int = 0
+    length: int | None = None
 
     def __post_init__(self) -> None:
         check_ragged(self.ragged)
-        examples = leading_dim(self.arrays)
+        examples = self.draws
         rest = examples % self.batch_size
         if rest and self.ragged == "error":
             raise errors.batch_ragged(rest, self.batch_size)
@@ -88,10 +94,14 @@ class ArrayData:
             )
 
     @property
+    def draws(self) -> int:
+        """How many draws an epoch has."""
+        return self.length or self.resample.size(leading_dim(self.arrays), self.member)
+
+    @property
     def batches_per_epoch(self) -> int:
-        """How many steps one pass over the data takes."""
-        examples = leading_dim(self.arrays)
-        full, rest = divmod(examples, self.batch_size)
+        """How many steps an epoch takes."""
+        full, rest = divmod(self.draws, self.batch_size)
         return full + (1 if rest and self.ragged == "pad" else 0)
 
     def example_batch(self) -> PyTree:
@@ -103,13 +113,18 @@ class ArrayData:
 
     def epoch_order(self, epoch: int) -> tuple[Int[np.ndarray, "S B"], Int[np.ndarray, "S"]]:
         """Which examples stand in each batch of an epoch, and how many of them are real."""
-        examples = leading_dim(self.arrays)
-        order = np.arange(examples)
-        if self.shuffle:
-            order = np.random.default_rng([self.seed, epoch]).permutation(examples)
+        order = epoch_rows(
+            self.resample,
+            leading_dim(self.arrays),
+            self.seed,
+            self.member,
+            epoch,
+            length=self.draws,
+            shuffle=self.shuffle,
+        )
         steps = self.batches_per_epoch
         rows = np.zeros(steps * self.batch_size, np.int64)
-        used = min(examples, rows.size)
+        used = min(self.draws, rows.size)
         rows[:used] = order[:used]
         counts = np.full(steps, self.batch_size)
         counts[-1] = used - (steps - 1) * self.batch_size

@@ -24,6 +24,10 @@ class BatchError(PluraxError):
     """Data that do not fit the program they are given to."""
 
 
+class MembersError(PluraxError):
+    """A population that cannot be made, or does not fit where it is used."""
+
+
 class CheckpointError(PluraxError):
     """A checkpoint that cannot be written or read."""
 
@@ -48,7 +52,7 @@ def plan_field_not_a_choice(field: str, value: object, choices: Iterable[str]) -
 
 
 def plan_needs_devices(axes: dict[str, int], needed: int, available: int, fits: str) -> PlanError:
-    sizes = " × ".join(f"{axis}={size}" for axis, size in axes.items())
+    sizes = " × ".join(f"{axis}={size}" for axis, size in axes.items() if size > 1)
     have = "1 is available" if available == 1 else f"{available} are available"
     return PlanError(
         f"the plan needs {needed} devices ({sizes}) and {have}; {fits} would fit. "
@@ -287,9 +291,259 @@ def epochs_not_positive(epochs: object) -> BatchError:
     )
 
 
+def report_every_not_positive(given: object) -> BatchError:
+    return BatchError(f"report_every={given!r}: give a whole number of epochs, at least 1.")
+
+
 def batch_size_not_positive(batch_size: object) -> BatchError:
     return BatchError(
         f"batch_size={batch_size!r}: give the number of examples of a step, a whole number ≥ 1."
+    )
+
+
+# --- Members and resampling -------------------------------------------------------------------
+
+
+def members_none() -> MembersError:
+    return MembersError("Members(seeds=...): a population needs at least one member.")
+
+
+def members_not_counted() -> MembersError:
+    return MembersError(
+        "Members(...) does not say how many members there are; give seeds=100, or a list of "
+        "seeds, or a list of values for a hyperparameter, or hyper=plurax.grid(...)."
+    )
+
+
+def member_not_there(number: int, count: int) -> MembersError:
+    return MembersError(f"there is no member {number}: the members are 0 to {count - 1}.")
+
+
+def member_seed_out_of_range(seed: object) -> MembersError:
+    return MembersError(f"Members: the seed {seed!r} is not a whole number from 0 to 2**32 - 1.")
+
+
+def hyper_wrong_length(name: str, given: int, members: int) -> MembersError:
+    return MembersError(
+        f"Members: the hyperparameter {name!r} has {given} values for {members} members; a list "
+        "has one value for each member. For every combination of some values write "
+        f"hyper=plurax.grid({name}=[...]), to draw from a range plurax.uniform(low, high)."
+    )
+
+
+def hyper_not_numbers(name: str, values: object) -> MembersError:
+    return MembersError(
+        f"Members: the hyperparameter {name!r} is {values!r}; inside one program it must be a "
+        "number for each member. What changes shapes or code (a width, the name of an optimizer) "
+        "goes into the shapes of plurax.sweep."
+    )
+
+
+def distribution_bounds(low: float, high: float, *, log: bool) -> MembersError:
+    name, need = ("log_uniform", "0 < low < high") if log else ("uniform", "low < high")
+    return MembersError(f"plurax.{name}({low}, {high}): needs {need}.")
+
+
+def grid_not_a_list(name: str, values: object) -> MembersError:
+    return MembersError(f"plurax.grid({name}={values!r}): give a list of at least one value.")
+
+
+def folds_too_few(folds: int) -> MembersError:
+    return MembersError(f"plurax.kfold({folds}): at least 2 folds are needed to leave one out.")
+
+
+def folds_too_many(folds: int, rows: int) -> BatchError:
+    return BatchError(f"plurax.kfold({folds}): the data have only {rows} rows; use fewer folds.")
+
+
+def subsample_no_size(sizes: object) -> MembersError:
+    return MembersError(
+        f"plurax.subsample({sizes!r}): give sizes above 0: rows, or fractions below 1."
+    )
+
+
+def subsample_wrong_size(size: float, rows: int) -> BatchError:
+    return BatchError(
+        f"plurax.subsample: a size of {size} is not between 1 and the {rows} rows of the data."
+    )
+
+
+def plan_has_members(member: int) -> PlanError:
+    return PlanError(
+        f"Plan(member={member}) spreads the members of a population, and this is one network; "
+        "give members=plurax.Members(...), or use data to spread the batch."
+    )
+
+
+def hyper_needs_a_value(what: str, reason: str) -> TaskError:
+    return TaskError(
+        f"{what}(hyper) asked for the value of a hyperparameter while the program was traced "
+        f"({reason}). Every member has its own value, so it cannot decide what code runs: compute "
+        "with it (jnp.where, jnp.minimum) instead of branching on it. A schedule is any function "
+        "of the step: lambda step: hyper['learning_rate'] * jnp.minimum(1, step / hyper['warmup'])."
+    )
+
+
+def hyper_missing(what: str, name: str, known: Iterable[str]) -> TaskError:
+    names = ", ".join(repr(one) for one in known) or "none"
+    return TaskError(
+        f"{what}(hyper) asked for the hyperparameter {name!r}, which Members(hyper=...) does not "
+        f"give; it gives {names}."
+    )
+
+
+def members_need_a_function(what: str) -> MembersError:
+    return MembersError(
+        f"Members(hyper=...) gives hyperparameters, and neither the task nor the optimizer is a "
+        f"function of them. Write the {what} as a function: "
+        "def optimizer(hyper): return optax.adam(hyper['learning_rate'])."
+    )
+
+
+def members_differ() -> MembersError:
+    return MembersError(
+        "join_members: the states differ in structure, shape or dtype; only members of the same "
+        "task and optimizer can be put together."
+    )
+
+
+def state_of_one_network() -> MembersError:
+    return MembersError(
+        "this is the state of one network, not of a population: its leaves have no leading dim of "
+        "members."
+    )
+
+
+def members_not_grown(before: int, now: int) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint holds {before} members and {now} are asked for, and they are not the same "
+        "ones and more: seeds, hyperparameters and resampling of the first must stay as they were. "
+        "Train another population in another output directory."
+    )
+
+
+def members_in_state(given: int, wanted: int) -> MembersError:
+    return MembersError(
+        f"the state holds {given} members and this program is compiled for {wanted}; take those "
+        "you want (plurax.take_members) or compile for as many."
+    )
+
+
+def resample_needs_arrays(kind: str) -> MembersError:
+    return MembersError(
+        f"Members(resample={kind}) draws rows by number, and this data is an iterable of batches; "
+        "give the data as arrays, or leave resample out: then every member sees every batch."
+    )
+
+
+# --- Predicting with an ensemble --------------------------------------------------------------
+
+
+def outputs_wrong_shape(what: str, shape: tuple[int, ...]) -> BatchError:
+    return BatchError(
+        f"the {what} have the shape {shape}; wanted are (members, examples, classes), as "
+        "program.predict of a population returns them, or (examples, classes) of one network, "
+        "none of them 0 and at least 2 classes. Fold other dims into the examples: "
+        "x.reshape(members, -1, classes). Two classes from a single logit z are "
+        "np.stack([0 * z, z], axis=-1)."
+    )
+
+
+def not_finite(what: str, place: list[int], members: list[int]) -> BatchError:
+    listed = ", ".join(map(str, members[:10])) + (", ..." if len(members) > 10 else "")
+    hint = f" They come from member(s) {listed}; leave these out." if members else ""
+    return BatchError(f"the {what} hold NaN or infinite values, the first at {place}.{hint}")
+
+
+def probabilities_wrong_shape(shape: tuple[int, ...]) -> BatchError:
+    return BatchError(
+        f"the probabilities have the shape {shape}; wanted are (examples, classes), with at least "
+        "one example and 2 classes. Those of an ensemble are plurax.classify(logits).probabilities."
+    )
+
+
+def probabilities_not_normalized(where: str, example: int, total: float, low: float) -> BatchError:
+    return BatchError(
+        f"{where}example {example}: the probabilities sum to {total:.6g} and the lowest is "
+        f"{low:.6g}; they must be at least 0 and sum to one. Logits become probabilities with "
+        "plurax.classify(logits).probabilities."
+    )
+
+
+def labels_do_not_fit(shape: tuple[int, ...], dtype: str, examples: int) -> BatchError:
+    return BatchError(
+        f"the labels are {dtype} of shape {shape}; wanted are class numbers, whole numbers of "
+        f"shape ({examples},), one for each example. One-hot labels become that with "
+        "labels.argmax(axis=-1)."
+    )
+
+
+def label_out_of_range(label: int, place: int, classes: int) -> BatchError:
+    return BatchError(
+        f"labels[{place}] is {label}, and the {classes} classes are numbered 0 to {classes - 1}. "
+        "Leave out examples without a label, and count classes from 0."
+    )
+
+
+def bins_not_positive(bins: object) -> BatchError:
+    return BatchError(f"bins={bins!r}: give a whole number of bins, at least 1.")
+
+
+def level_out_of_range(level: object) -> BatchError:
+    return BatchError(
+        f"level={level!r}: the share an interval should hold lies above 0 and below 1; "
+        "for 90 % write level=0.9."
+    )
+
+
+def means_wrong_shape(shape: tuple[int, ...]) -> BatchError:
+    return BatchError(
+        f"the means have the shape {shape}; wanted are (members, examples, ...), as "
+        "program.predict of a population returns them, none of them 0. For one network give "
+        "means[None]."
+    )
+
+
+def variances_wrong_shape(given: tuple[int, ...], wanted: tuple[int, ...]) -> BatchError:
+    return BatchError(
+        f"the variances have the shape {given} and the means {wanted}; give a variance for each "
+        "mean. One noise for all is np.full_like(means, variance)."
+    )
+
+
+def variance_negative(place: list[int], lowest: float) -> BatchError:
+    return BatchError(
+        f"the variances must be at least 0; the lowest is {lowest:.6g}, the first below 0 stands "
+        f"at {place}. A network that predicts the log of a variance needs np.exp(outputs)."
+    )
+
+
+def targets_wrong_shape(given: tuple[int, ...], wanted: tuple[int, ...]) -> BatchError:
+    return BatchError(
+        f"the targets have the shape {given} and the predictions {wanted}; give one target for "
+        f"each prediction, for example targets.reshape({wanted})."
+    )
+
+
+def picture_of_nothing(function: str, wanted: str) -> BatchError:
+    return BatchError(f"{function} got nothing to draw; give at least one {wanted}.")
+
+
+def panel_wrong_shape(name: str, shape: tuple[int, ...]) -> BatchError:
+    return BatchError(
+        f"draw_confidence: the panel {name!r} has the shape {shape}; wanted are the probabilities "
+        "of class 1 on a grid, (rows, columns) with at least 2 of each: "
+        "probabilities[:, 1].reshape(rows, columns)."
+    )
+
+
+def points_do_not_fit(
+    points: tuple[int, ...], labels: tuple[int, ...], values: list[object]
+) -> BatchError:
+    return BatchError(
+        f"draw_confidence: the points have the shape {points}, the labels the shape {labels} and "
+        f"the values {values}; wanted are points (N, 2), the coordinates x and y, and a label 0 "
+        "or 1 for each, (N,)."
     )
 
 

@@ -17,7 +17,8 @@ BOARD_EVERY = 10
 class MetricsLog:
     """Writes rows of metrics to `metrics.jsonl` and to TensorBoard events in a directory.
 
-    A row has `kind` (`"step"` or `"epoch"`), `step`, `epoch` and numbers. Opening a directory for
+    A row has `kind` (`"step"` or `"epoch"`), `step`, `epoch` and numbers; of a population also
+    `members`, a dict of lists with a number for each member. Opening a directory for
     a run that resumes at `resume_step` drops the rows after that step: they will come again.
     """
 
@@ -67,9 +68,13 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def _line(row: Row) -> str:
-    """One row as JSON; a value that is not finite becomes text, which JSON can hold."""
-    plain = {
-        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in row.items()
-    }
-    return json.dumps(plain) + "\n"
+    """One row as JSON; a value that is not finite becomes text, inside lists null."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: plain(inner) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [None if not math.isfinite(inner) else inner for inner in value]
+        return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps({name: plain(value) for name, value in row.items()}) + "\n"

@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from plurax import errors, tree
 from plurax.data import ArrayData, Data, Position, prefetch
+from plurax.execute.members_program import CALLS as MOST_STEPS
+from plurax.execute.members_program import MembersProgram
 from plurax.execute.placement import Placed
 from plurax.execute.program import Program
 from plurax.mesh import memory_budget
@@ -28,7 +31,7 @@ class Steps:
 
     - `state`: after them; it is used up by the next turn. `step`: its number.
     - `metrics`: arrays `(k,)`, one value per step, or scalars for one step; perhaps still being
-      computed.
+      computed. Of a population `(members, k)` or `(members,)`.
     - `seconds`: since the turn before, compilation left out.
     - `position`: in the data, after them. `epoch_done`: whether they end an epoch.
     """
@@ -42,21 +45,30 @@ class Steps:
 
 
 def training(
-    program: Program,
+    program: Program | MembersProgram,
     state: TrainState,
     data: Data,
     *,
     start: Position = Position(),  # noqa: B008  frozen
     epochs: int = 1,
+    report_every: int = 1,
     checkpoint_every: int | None = None,
     resident: bool | None = None,
 ) -> Iterator[Steps]:
     """Train, yielding after every call into the compiled program. The loop under `fit`.
 
     **Arguments:** as for `fit`; `start` is where in the data to begin. A turn never runs past the
-    end of an epoch or a multiple of `checkpoint_every`.
+    end of an epoch (of members: an epoch to report) or a multiple of `checkpoint_every`.
     """
-    if isinstance(data, ArrayData) and _stays_resident(program, data, resident):
+    if isinstance(program, MembersProgram) and program.reading is not None:
+        assert isinstance(data, ArrayData)
+        ends = {"epochs": epochs, "report_every": report_every, "every": checkpoint_every}
+        yield from _members(program, state, data, start, **ends)  # type: ignore[arg-type]
+    elif (
+        isinstance(program, Program)
+        and isinstance(data, ArrayData)
+        and stays_resident(program.mesh, data, resident)
+    ):
         yield from _resident(program, state, data, start, epochs, checkpoint_every)
     else:
         yield from _streamed(program, state, data, start, epochs)
@@ -97,14 +109,47 @@ def _resident(
             began = time.monotonic()
 
 
+def _members(
+    program: MembersProgram,
+    state: TrainState,
+    data: ArrayData,
+    start: Position,
+    epochs: int,
+    report_every: int,
+    every: int | None,
+) -> Iterator[Steps]:
+    """Turns over resident data: steps are counted through, so a turn may span epochs."""
+    placed = program.place_data(data.arrays)
+    per_epoch = data.batches_per_epoch
+    program.compile_loop(placed)
+    per_call = 1
+    step = start.epoch * per_epoch + start.batch
+    began = time.monotonic()
+    while step < epochs * per_epoch:
+        report = report_every * per_epoch
+        stop = min(step + per_call, (step // report + 1) * report, epochs * per_epoch)
+        if every:
+            stop = min(stop, (step // every + 1) * every)
+        state, metrics = program.loop(state, placed, step, stop)
+        took = stop - step
+        host = {k: np.asarray(v)[: program.count, :took] for k, v in metrics.items()}
+        seconds = time.monotonic() - began
+        fitting = round(SECONDS_PER_CALL * took / max(seconds, 1e-9))
+        per_call = max(1, min(2 * per_call, fitting, MOST_STEPS))
+        step = stop
+        position = Position(*divmod(step, per_epoch))
+        yield Steps(state, step, host, seconds, position, position.batch == 0)
+        began = time.monotonic()
+
+
 def _streamed(
-    program: Program, state: TrainState, data: Data, start: Position, epochs: int
+    program: Program | MembersProgram, state: TrainState, data: Data, start: Position, epochs: int
 ) -> Iterator[Steps]:
     def load(item: tuple[PyTree, Position]) -> tuple[Placed, Position]:
         batch, position = item
         return program.place_batch(batch), position
 
-    step = int(state.step)
+    step = state.steps_taken
     program.compiled_step  # noqa: B018  compiled before the clock starts
     for epoch in range(start.epoch, epochs):
         begin = start if epoch == start.epoch else Position(epoch)
@@ -124,7 +169,8 @@ def _streamed(
                 began = time.monotonic()
 
 
-def _stays_resident(program: Program, data: ArrayData, wanted: bool | None) -> bool:
+def stays_resident(mesh: Mesh, data: ArrayData, wanted: bool | None) -> bool:
+    """Whether arrays stay on the devices: as wanted, or where they take a quarter of the budget."""
     if wanted is not None:
         return wanted
-    return tree.byte_count(data.arrays) <= memory_budget(program.mesh) // 4
+    return tree.byte_count(data.arrays) <= memory_budget(mesh) // 4

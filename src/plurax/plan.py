@@ -9,7 +9,9 @@ from plurax import errors
 
 Precision = Literal["float32", "bfloat16"]
 
-MESH_AXES = ("data",)
+BatchDim = Literal["major", "minor"]
+
+MESH_AXES = ("member", "data")
 """The mesh axes in their one order; a new one arrives with the code that uses it."""
 
 
@@ -45,13 +47,28 @@ data=1 means 'not used'.
     parameters, sums, reduction, optimizer and model state keep their own dtype. `float32` casts
     nothing."""
 
+    member: int = 1
+    """Over how many devices the members of a population are spread (mesh axis `member`). Members
+    never communicate."""
+    chunk: int | None = None
+    """How many members a device works on at a time, one chunk after another. None: chosen from
+    compiled memory and a short measurement."""
+    batch_dim: BatchDim | None = None
+    """Where the batch lies inside the arrays of the gradient: `major`, as the task is written, or
+    `minor`, turned so that vector units work along the batch. None: for members chosen by a short
+    measurement and checked against the other, for one network `major`."""
+
     def __post_init__(self) -> None:
-        for field in ("data", "microbatches"):
+        for field in ("data", "microbatches", "member", "chunk"):
+            if field == "chunk" and self.chunk is None:
+                continue
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise errors.plan_field_not_positive(field, value)
         if self.precision not in get_args(Precision):
             raise errors.plan_field_not_a_choice("precision", self.precision, get_args(Precision))
+        if self.batch_dim is not None and self.batch_dim not in get_args(BatchDim):
+            raise errors.plan_field_not_a_choice("batch_dim", self.batch_dim, get_args(BatchDim))
 
     @property
     def axes(self) -> dict[str, int]:
@@ -69,8 +86,12 @@ data=1 means 'not used'.
     def check_devices(self, available: int) -> None:
         """Raise `PlanError` if the plan needs more than `available` devices."""
         if self.devices > available:
+            axis = "member" if self.member > 1 else "data"
+            other = self.devices // self.axes[axis]
+            fits = [f"{axis}={max(1, available // other)}"]
+            fits += ["data=1"] if axis == "member" and self.data > available else []
             raise errors.plan_needs_devices(
-                self.axes, self.devices, available, fits=f"data={available}"
+                self.axes, self.devices, available, fits=" with ".join(fits)
             )
 
     def __repr__(self) -> str:
@@ -107,6 +128,18 @@ data=1 means 'not used'.
                 f"{self.microbatches} pieces, adds up the gradients,\n"
                 "    and reduces them over devices once, at the end of the step."
             )
+        if self.member > 1:
+            lines.append(
+                f"  member={self.member}: members are spread over {self.member} groups of devices "
+                "and never communicate."
+            )
+        if self.chunk is not None:
+            lines.append(f"  chunk={self.chunk}: a device works on {self.chunk} members at a time.")
+        if self.batch_dim is not None:
+            lines.append(
+                f"  batch_dim={self.batch_dim}: the gradient is computed with the batch "
+                + ("where the task has it." if self.batch_dim == "major" else "in the minor dim.")
+            )
         cast = (
             "nothing is cast."
             if self.precision == "float32"
@@ -134,10 +167,11 @@ data=1 means 'not used'.
         return -(-batch_size // unit) * unit
 
     def to_toml(self) -> str:
-        """The plan as TOML, all fields written out."""
+        """The plan as TOML, all fields written out but those left to be chosen (None)."""
         lines = [
             f"{field.name} = {_toml_value(getattr(self, field.name))}"
             for field in dataclasses.fields(self)
+            if getattr(self, field.name) is not None
         ]
         return "\n".join(lines) + "\n"
 

@@ -51,10 +51,9 @@ class TrainingProgress:
         if self._bar:
             self._bar.stop()
 
-    def advance(self, step: int, epoch: int, loss: float, examples_per_second: float) -> None:
-        """Training has reached `step`."""
-        known = examples_per_second > 0  # the first metrics arrive some steps late
-        text = f"loss {loss:.4g}  {examples_per_second:,.0f} examples/s" if known else ""
+    def advance(self, step: int, epoch: int, summary: str, examples_per_second: float) -> None:
+        """Training has reached `step`; `summary` is empty while no metrics have arrived."""
+        text = f"{summary}  {examples_per_second:,.0f} examples/s" if summary else ""
         if self._bar:
             self._bar.update(
                 self._task,
@@ -78,13 +77,16 @@ class TrainingProgress:
         width = len(str(self._epochs))
         parts = [f"epoch {row['epoch']:>{width}}/{self._epochs}"]
         parts += [
-            f"{name.replace('_', ' ')} {value:.4f}"
+            f"{name.replace('_', ' ')} {value:.4f}{_ends(row, name)}"
             for name, value in row.items()
-            if name not in hidden and isinstance(value, float)
+            if name not in hidden
+            and isinstance(value, float)
+            and not name.endswith(("_best", "_worst"))
         ]
         parts.append(f"{row['examples_per_second']:,.0f} examples/s")
         if row.get("skipped"):
-            parts.append(f"{row['skipped']} updates skipped (not finite)")
+            what = "members frozen" if "members" in row else "updates skipped"
+            parts.append(f"{row['skipped']} {what} (not finite)")
         self._print("  ".join(parts) + self._remaining(row["step"]))
 
     def note(self, text: str) -> None:
@@ -104,3 +106,10 @@ class TrainingProgress:
         hours, minutes = divmod(minutes, 60)
         clock = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
         return f"  {clock} left"
+
+
+def _ends(row: Mapping[str, Any], name: str) -> str:
+    """From the best to the worst member, where `row` has both."""
+    if f"{name}_best" not in row:
+        return ""
+    return f" ({row[f'{name}_best']:.4f} to {row[f'{name}_worst']:.4f})"

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import numpy as np
 from jaxtyping import Array, Int, Key, PyTree
 
 
@@ -10,6 +11,8 @@ from jaxtyping import Array, Int, Key, PyTree
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """The whole state of a training run; metrics are never in it.
+
+    In the state of a population every leaf has a leading dim of members.
 
     **Fields:**
 
@@ -27,3 +30,8 @@ class TrainState:
     model_state: PyTree
     key: Key[Array, ""]
     skipped: Int[Array, ""]
+
+    @property
+    def steps_taken(self) -> int:
+        """Steps taken; of a population, by its members."""
+        return int(np.max(np.asarray(self.step)))

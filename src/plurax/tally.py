@@ -1,5 +1,6 @@
-"""What an epoch adds up to, from the metrics of its steps."""
+"""What an epoch adds up to, from the metrics of its steps; of one network or of a population."""
 
+import abc
 import dataclasses
 import math
 import warnings
@@ -11,6 +12,9 @@ import numpy as np
 
 from plurax.log import Row
 from plurax.loop import Steps
+from plurax.members import Members
+
+COUNTS = ("weight", "examples", "skipped")
 
 
 class NonFiniteWarning(UserWarning):
@@ -21,7 +25,7 @@ SETTLE_AFTER = 2
 """Turns whose metrics may still be computing while the next is started."""
 
 
-class Tally:
+class Tally(abc.ABC):
     """Sums over an epoch's steps; a skipped step counts only as skipped.
 
     Metrics are fetched from the device some turns late, so that the host never waits for the step
@@ -30,13 +34,11 @@ class Tally:
 
     def __init__(self, saved: dict[str, Any] | None = None) -> None:
         saved = saved or {}
-        self.sums: dict[str, float] = dict(saved.get("sums", {}))
-        self.weight: float = saved.get("weight", 0.0)
+        self.sums: dict[str, Any] = dict(saved.get("sums", {}))
+        self.weight: Any = saved.get("weight", 0.0)
         self.examples: int = saved.get("examples", 0)
-        self.skipped: int = saved.get("skipped", 0)
+        self.skipped: Any = saved.get("skipped", 0)
         self.seconds: float = saved.get("seconds", 0.0)
-        self.last_loss = math.nan
-        self._warned = self.skipped > 0
         self._waiting: deque[Steps] = deque()
 
     def to_json(self) -> dict[str, Any]:
@@ -45,7 +47,8 @@ class Tally:
         A snapshot: the checkpoint is written in the background, while the tally goes on.
         """
         names = ("weight", "examples", "skipped", "seconds")
-        return {"sums": dict(self.sums), **{name: getattr(self, name) for name in names}}
+        values = {"sums": dict(self.sums), **{name: getattr(self, name) for name in names}}
+        return jax.tree.map(lambda v: v.tolist() if hasattr(v, "tolist") else v, values)
 
     def add(self, steps: Steps, *, settle_all: bool) -> list[Steps]:
         """Take a turn; return those whose metrics have arrived, metrics on the host."""
@@ -57,30 +60,99 @@ class Tally:
         settled = []
         while len(self._waiting) > waiting:
             steps = self._waiting.popleft()
-            host = jax.tree.map(np.atleast_1d, jax.device_get(steps.metrics))
+            host = jax.tree.map(self._by_step, jax.device_get(steps.metrics))
             steps = dataclasses.replace(steps, metrics=host)
-            self._count(steps)
+            self._count(host)
+            self.seconds += steps.seconds
             settled.append(steps)
         return settled
 
-    def _count(self, steps: Steps) -> None:
-        metrics = steps.metrics
+    def _count(self, metrics: dict[str, np.ndarray]) -> None:
+        """Add metrics `(..., k)` up over the steps."""
         ok = metrics["skipped"] == 0
         weight = np.where(ok, metrics["weight"], 0.0).astype(np.float64)
-        self.weight += float(weight.sum())
+        self.weight = self.weight + weight.sum(-1)
         self.examples += int(metrics["examples"].sum())
-        self.skipped += int((~ok).sum())
-        self.seconds += steps.seconds
-        self.last_loss = float(metrics["loss"][-1])
+        self.skipped = self.skipped + (~ok).sum(-1)
         for name, values in metrics.items():
-            if name not in ("weight", "examples", "skipped"):
+            if name not in COUNTS:
                 kept = np.where(ok, values, 0.0).astype(np.float64)
-                self.sums[name] = self.sums.get(name, 0.0) + float((weight * kept).sum())
+                self.sums[name] = self.sums.get(name, 0.0) + (weight * kept).sum(-1)
+
+    def means(self) -> dict[str, Any]:
+        """Weighted means of the epoch so far, the loss first; NaN where nothing has weight."""
+        names = ["loss", *sorted(set(self.sums) - {"loss"})]
+        weight = np.where(np.equal(self.weight, 0), math.nan, self.weight)
+        return {name: np.asarray(self.sums.get(name, math.nan)) / weight for name in names}
 
     @property
     def examples_per_second(self) -> float:
         """Throughput of the epoch so far, waiting for data included, compilation left out."""
         return self.examples / max(self.seconds, 1e-9)
+
+    @abc.abstractmethod
+    def _by_step(self, metric: np.ndarray) -> np.ndarray:
+        """A metric of a turn with the steps as its last dim."""
+
+    @abc.abstractmethod
+    def step_rows(self, steps: Steps) -> list[Row]:
+        """What is logged of each step of a settled turn."""
+
+    @abc.abstractmethod
+    def summary(self) -> str:
+        """How the last step went, in a few words; empty while no metrics have arrived."""
+
+    @abc.abstractmethod
+    def warn_not_finite(self, step: int) -> None:
+        """Say so at the first skipped update of an epoch; the epoch's row has the count."""
+
+    @abc.abstractmethod
+    def epoch_row(self, step: int, epoch: int, evaluation: dict[str, Any] | None) -> Row:
+        """What is reported of a whole epoch; `evaluation` as `Program.evaluate` returns it."""
+
+    def _row(self, step: int, epoch: int, values: dict[str, Any], skipped: int) -> Row:
+        return {
+            "kind": "epoch",
+            "epoch": epoch,
+            "step": step,
+            **values,
+            "examples": self.examples,
+            "skipped": skipped,
+            "seconds": self.seconds,
+            "examples_per_second": self.examples_per_second,
+        }
+
+
+def _step_numbers(steps: Steps, count: int) -> list[dict[str, Any]]:
+    epoch = steps.position.epoch + (0 if steps.epoch_done else 1)
+    first = steps.step - count + 1
+    return [{"kind": "step", "step": first + i, "epoch": epoch} for i in range(count)]
+
+
+class NetworkTally(Tally):
+    """The tally of one network."""
+
+    def __init__(self, saved: dict[str, Any] | None = None) -> None:
+        super().__init__(saved)
+        self._warned = self.skipped > 0
+        self._last = math.nan
+
+    def _by_step(self, metric: np.ndarray) -> np.ndarray:
+        return np.atleast_1d(metric)
+
+    def step_rows(self, steps: Steps) -> list[Row]:
+        """Every metric."""
+        self._last = float(steps.metrics["loss"][-1])
+        numbers = _step_numbers(steps, len(steps.metrics["loss"]))
+        values = {name: value.tolist() for name, value in steps.metrics.items()}
+        return [
+            {**row, **{name: value[index] for name, value in values.items()}}
+            for index, row in enumerate(numbers)
+        ]
+
+    def summary(self) -> str:
+        """The last loss."""
+        return "" if math.isnan(self._last) and not self.skipped else f"loss {self._last:.4g}"
 
     def warn_not_finite(self, step: int) -> None:
         """Say so at the first skipped update of an epoch; the epoch's row has the count."""
@@ -94,18 +166,83 @@ class Tally:
                 stacklevel=3,
             )
 
-    def epoch_row(self, step: int, epoch: int) -> Row:
-        """What is reported of a whole epoch: weighted means, the loss first."""
-        names = ["loss", *sorted(set(self.sums) - {"loss"})]
-        means = {name: self.sums.get(name, 0.0) / self.weight if self.weight else math.nan
-                 for name in names}  # fmt: skip
-        return {
-            "kind": "epoch",
-            "epoch": epoch,
-            "step": step,
-            **means,
-            "examples": self.examples,
-            "skipped": self.skipped,
-            "seconds": self.seconds,
-            "examples_per_second": self.examples_per_second,
-        }
+    def epoch_row(self, step: int, epoch: int, evaluation: dict[str, Any] | None) -> Row:
+        """Weighted means of the training metrics, and those of the evaluation as `eval_...`."""
+        values = {name: float(mean) for name, mean in self.means().items()}
+        values |= {f"eval_{name}": mean for name, mean in (evaluation or {}).items()}
+        return self._row(step, epoch, values, int(self.skipped))
+
+
+class MembersTally(Tally):
+    """The tally of a population: sums `(members,)`.
+
+    Rows hold the median over members of every metric, `loss_best` and `loss_worst`, and under
+    `members` all values. Frozen members are left out of the medians.
+    """
+
+    def __init__(self, members: Members, saved: dict[str, Any] | None = None) -> None:
+        super().__init__(saved)
+        self._members = members
+        self.sums = {name: np.asarray(values) for name, values in self.sums.items()}
+        self.weight, self.skipped = np.asarray(self.weight), np.asarray(self.skipped)
+        self._frozen: set[int] = set()
+        self._last: np.ndarray | None = None
+
+    def _by_step(self, metric: np.ndarray) -> np.ndarray:
+        return metric[:, None] if metric.ndim == 1 else metric
+
+    def step_rows(self, steps: Steps) -> list[Row]:
+        """The median, best and worst loss."""
+        loss = steps.metrics["loss"].astype(np.float64)
+        loss = np.where(steps.metrics["skipped"] == 0, loss, math.nan)
+        self._last = loss[:, -1]
+        numbers = _step_numbers(steps, loss.shape[1])
+        return [{**row, **_spread("loss", now)} for row, now in zip(numbers, loss.T, strict=True)]
+
+    def summary(self) -> str:
+        """Best, median and worst loss of the last step."""
+        if self._last is None:
+            return ""
+        spread = _spread("loss", self._last)
+        best, median, worst = (spread[n] for n in ("loss_best", "loss", "loss_worst"))
+        return f"loss best {best:.4g} median {median:.4g} worst {worst:.4g}"
+
+    def warn_not_finite(self, step: int) -> None:
+        """Name the members that were frozen since the last time."""
+        new = sorted(set(np.flatnonzero(self.skipped).tolist()) - self._frozen)
+        if not new:
+            return
+        self._frozen |= set(new)
+        table = self._members.table()
+        named = "; ".join(
+            ", ".join(f"{name} {value:.6g}" for name, value in table[index].items())
+            for index in new[:5]
+        )
+        more = f" and {len(new) - 5} more" if len(new) > 5 else ""
+        warnings.warn(
+            f"at or before step {step} the loss or its gradient was not finite in {len(new)} of "
+            f"{self._members.count} members, which are frozen as they were while the "
+            f"others go on: {named}{more}.",
+            NonFiniteWarning,
+            stacklevel=3,
+        )
+
+    def epoch_row(self, step: int, epoch: int, evaluation: dict[str, Any] | None) -> Row:
+        """The spread of every metric over the members, and all values under `members`."""
+        every = self.means() | {f"eval_{k}": v for k, v in (evaluation or {}).items()}
+        values: dict[str, Any] = {}
+        for name, all_ in every.items():
+            values |= _spread(name, all_, ends=name in ("loss", "eval_loss"))
+        frozen = int(np.count_nonzero(self.skipped))
+        row = self._row(step, epoch, values, frozen)
+        return {**row, "members": {name: all_.tolist() for name, all_ in every.items()}}
+
+
+def _spread(name: str, values: np.ndarray, *, ends: bool = True) -> dict[str, float]:
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        finite = np.asarray([math.nan])
+    spread = {name: float(np.median(finite))}
+    if ends:
+        spread |= {f"{name}_best": float(finite.min()), f"{name}_worst": float(finite.max())}
+    return spread

@@ -15,15 +15,25 @@ from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.checkpoint import Checkpoints
-from plurax.data import Position, Ragged, as_data
-from plurax.execute.program import Program
+from plurax.data import ArrayData, Data, Position, Ragged, as_data
+from plurax.ensemble.join import (
+    AnyProgram,
+    chosen_before,
+    described,
+    kept,
+    make_program,
+    read_by,
+    restore,
+)
+from plurax.execute.members import Maker
+from plurax.execute.members_program import MembersProgram
 from plurax.log import MetricsLog, Row
-from plurax.loop import Steps, training
-from plurax.mesh import make_mesh
+from plurax.loop import training
+from plurax.members import Members
 from plurax.plan import Plan
 from plurax.progress import TrainingProgress
 from plurax.state import TrainState
-from plurax.tally import Tally
+from plurax.tally import MembersTally, NetworkTally, Tally
 from plurax.task import Task
 
 
@@ -33,25 +43,27 @@ class Fit:
 
     **Fields:**
 
-    - `state`: the trained state.
+    - `state`: the trained state; of a population every leaf has a leading dim of members.
     - `program`: to predict and evaluate with.
     - `history`: one row per epoch: weighted means of the training metrics, those of the evaluation
-      under `eval_...`, `seconds`, `examples_per_second`, `skipped`.
+      under `eval_...`, `seconds`, `examples_per_second`, `skipped`. Of a population the medians
+      over members, `loss_best` and `loss_worst`, and all values in lists under `members`.
     - `interrupted`: the signal that ended training early (`"SIGINT"`, `"SIGTERM"`), or None.
     """
 
     state: TrainState
-    program: Program
+    program: Any
     history: list[Row]
     interrupted: str | None = None
 
 
 def fit(
-    task: Task,
-    optimizer: optax.GradientTransformation,
+    task: Task | Maker,
+    optimizer: optax.GradientTransformation | Maker,
     data: PyTree | Iterable[PyTree],
     *,
     plan: Plan = Plan(),  # noqa: B008  frozen
+    members: Members | None = None,
     epochs: int = 1,
     batch_size: int | None = None,
     seed: int = 0,
@@ -60,6 +72,7 @@ def fit(
     ragged: Ragged = "pad",
     output: str | Path | None = None,
     resume: bool = False,
+    report_every: int = 1,
     checkpoint_every: int | None = None,
     resident: bool | None = None,
     progress: bool = True,
@@ -69,19 +82,25 @@ def fit(
 
     **Arguments:**
 
-    - `task`, `optimizer`, `plan`: what is trained, by which rule, spread how.
+    - `task`, `optimizer`, `plan`: what is trained, by which rule, spread how. With members, task
+      and optimizer may be functions of a member's hyperparameters: `hyper -> Task`, `hyper -> optax
+      transformation`.
+    - `members`: a population to train instead of one network.
     - `data`: arrays in a tree (a dict of arrays with the same leading dim), shuffled anew every
       epoch; or a Grain dataset of batches, or any iterable of batches that can be read again.
     - `epochs`: passes over the data.
     - `batch_size`: examples of a step; needed for arrays, else taken from the first batch.
-    - `seed`: of initialisation, dropout and order; with it training repeats bit for bit.
+    - `seed`: of initialisation, dropout and order; with it training repeats bit for bit. Members
+      have seeds of their own instead.
     - `evaluation`: data to evaluate on after each epoch, over all examples exactly.
     - `shuffle`: whether arrays are taken in a new order each epoch.
     - `ragged`: a smaller last batch is `"pad"`: trained exactly as it is; `"drop"`: left out;
       `"error"`: refused.
     - `output`: a directory for `metrics.jsonl`, TensorBoard events, `plan.toml` and checkpoints.
-    - `resume`: go on from the newest checkpoint in `output`, bit for bit as if never stopped.
-    - `checkpoint_every`: steps between checkpoints, besides those after each epoch.
+    - `resume`: go on from the newest checkpoint in `output`, bit for bit as if never stopped. With
+      more members than it holds, the new ones first catch up.
+    - `report_every`: epochs between rows of history, evaluations and checkpoints.
+    - `checkpoint_every`: steps between checkpoints, besides those.
     - `resident`: keep arrays on the devices and run whole epochs in one compiled loop; by default
       where they take at most a quarter of the memory budget.
     - `progress`: show a bar, or lines where the output is not a terminal.
@@ -90,33 +109,34 @@ def fit(
     Ctrl-C and SIGTERM end training after the current call (a step, or about a quarter of a second
     of steps over resident data), save, and return with `interrupted`
     set; a second signal ends the process at once. A step whose loss or gradient is not finite
-    leaves the state unchanged, is counted in `state.skipped` and reported.
+    leaves the state unchanged, is counted in `state.skipped` and reported; a member to which that
+    happens is frozen.
 
     **Returns:** a `Fit`.
 
-    Raises `PlanError`, `TaskError`, `BatchError`, `CheckpointError`.
+    Raises `PlanError`, `TaskError`, `BatchError`, `MembersError`, `CheckpointError`.
     """
-    if not isinstance(epochs, int) or epochs < 1:
-        raise errors.epochs_not_positive(epochs)
-    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
-        raise errors.batch_size_not_positive(batch_size)
-    if isinstance(evaluation, Iterator):
-        raise errors.data_one_shot()
+    _check_numbers(epochs, batch_size, report_every, evaluation)
     source, like = as_data(data, batch_size=batch_size, seed=seed, shuffle=shuffle, ragged=ragged)
-    program = Program(task, optimizer, plan, like, make_mesh(plan, devices))
-    run = {"seed": seed, "batch_size": program.batch_size, "shuffle": shuffle, "ragged": ragged}
+    if members is not None:
+        source = read_by(members, source)
+        plan = chosen_before(plan, output) if resume else plan
+    program = make_program(task, optimizer, plan, like, members, source, resident, devices)
+    run = {"seed": seed, "batch_size": program.batch_size, "shuffle": shuffle, "ragged": ragged,
+           "epoch_length": source.draws if isinstance(source, ArrayData) else None}  # fmt: skip
 
     with contextlib.ExitStack() as stack:
         checkpoints = _open_checkpoints(stack, output, resume)
-        state, position, tally = _start(program, checkpoints, seed, run, resume)
-        log = _open_log(stack, output, plan, int(state.step) if resume else None)
+        state, position, tally = _start(program, checkpoints, source, seed, run, resume)
+        first = state.steps_taken
+        log = _open_log(stack, output, program.plan, first if resume else None)
         stop = stack.enter_context(_StopSignals())
         per_epoch = source.batches_per_epoch
         bar = stack.enter_context(
-            TrainingProgress(
-                epochs, per_epoch and per_epoch * epochs, int(state.step), show=progress
-            )
+            TrainingProgress(epochs, per_epoch and per_epoch * epochs, first, show=progress)
         )
+        if isinstance(program, MembersProgram) and program.measured:
+            bar.note(program.choice_text())
         history = [row for row in log.rows if row["kind"] == "epoch"] if log else []
 
         for steps in training(
@@ -125,44 +145,41 @@ def fit(
             source,
             start=position,
             epochs=epochs,
+            report_every=report_every,
             checkpoint_every=checkpoint_every,
             resident=resident,
         ):
             # The order matters: count, evaluate, log, save, and only then stop. A stop therefore
             # always leaves a checkpoint of exactly what was logged.
             state = steps.state
-            last = steps.epoch_done or stop.name is not None
-            for settled in tally.add(steps, settle_all=last):
-                if log:
-                    _log_steps(log, settled)
-            bar.advance(
-                steps.step, steps.position.epoch, tally.last_loss, tally.examples_per_second
-            )
+            at_epoch = steps.position.epoch
+            report = steps.epoch_done and (at_epoch % report_every == 0 or at_epoch == epochs)
+            due = checkpoint_every is not None and steps.step % checkpoint_every == 0
+            save = checkpoints is not None and (report or due or stop.name is not None)
+            for settled in tally.add(steps, settle_all=report or save):
+                for row in tally.step_rows(settled):
+                    if log:
+                        log.write(row)
+            bar.advance(steps.step, at_epoch, tally.summary(), tally.examples_per_second)
             tally.warn_not_finite(steps.step)
-            if steps.epoch_done:
-                row = tally.epoch_row(steps.step, steps.position.epoch)
-                if evaluation is not None:
-                    means = program.evaluate(state, evaluation)
-                    row |= {f"eval_{name}": value for name, value in means.items()}
+            if report:
+                means = None if evaluation is None else program.evaluate(state, evaluation)
+                row = tally.epoch_row(steps.step, at_epoch, means)
                 history.append(row)
                 bar.epoch(row)
                 if log:
                     log.write(row)
                     log.flush()
-                tally = Tally()
-            due = checkpoint_every is not None and steps.step % checkpoint_every == 0
-            if checkpoints and (steps.epoch_done or due or stop.name):
-                for settled in tally.settle():
-                    if log:
-                        _log_steps(log, settled)
+                tally = _new_tally(program)
+            if checkpoints is not None and save:
                 meta = {"position": steps.position.to_json(), "tally": tally.to_json()}
-                checkpoints.save(state, {**run, **meta})
+                checkpoints.save(kept(program, state), {**run, **meta, **described(program)})
             if stop.name:
                 bar.note(_stopped(stop.name, steps.step, output))
                 break
         if checkpoints:
             checkpoints.wait()
-    return Fit(state, program, history, stop.name)
+    return Fit(kept(program, state), program, history, stop.name)
 
 
 # --- What fit keeps beside the loop -----------------------------------------------------------
@@ -205,15 +222,33 @@ def _open_checkpoints(
     return checkpoints
 
 
+def _check_numbers(epochs: int, batch_size: int | None, report_every: int, evaluation: Any) -> None:
+    if not isinstance(epochs, int) or epochs < 1:
+        raise errors.epochs_not_positive(epochs)
+    if not isinstance(report_every, int) or report_every < 1:
+        raise errors.report_every_not_positive(report_every)
+    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
+        raise errors.batch_size_not_positive(batch_size)
+    if isinstance(evaluation, Iterator):
+        raise errors.data_one_shot()
+
+
+def _new_tally(program: AnyProgram, saved: dict[str, Any] | None = None) -> Tally:
+    if isinstance(program, MembersProgram):
+        return MembersTally(program.members, saved)
+    return NetworkTally(saved)
+
+
 def _start(
-    program: Program,
+    program: AnyProgram,
     checkpoints: Checkpoints | None,
+    source: Data,
     seed: int,
     run: dict[str, Any],
     resume: bool,
 ) -> tuple[TrainState, Position, Tally]:
     if checkpoints and resume:
-        restored = checkpoints.restore(program.state_shapes)
+        restored = restore(program, checkpoints, source)
         if restored is not None:
             state, meta = restored
             for field, now in run.items():
@@ -221,8 +256,10 @@ def _start(
                     raise errors.checkpoint_other_run(
                         str(checkpoints.directory), field, meta[field], now
                     )
-            return state, Position.from_json(meta["position"]), Tally(meta["tally"])
-    return program.init(seed), Position(), Tally()
+            tally = _new_tally(program, meta["tally"])
+            return state, Position.from_json(meta["position"]), tally
+    state = program.init() if isinstance(program, MembersProgram) else program.init(seed)
+    return state, Position(), _new_tally(program)
 
 
 def _open_log(
@@ -234,15 +271,6 @@ def _open_log(
     stack.callback(log.close)
     plan.save(Path(output) / "plan.toml")
     return log
-
-
-def _log_steps(log: MetricsLog, steps: Steps) -> None:
-    count = len(steps.metrics["loss"])
-    epoch = steps.position.epoch + (0 if steps.epoch_done else 1)
-    for index in range(count):
-        values = {name: value[index].item() for name, value in steps.metrics.items()}
-        step = steps.step - count + index + 1
-        log.write({"kind": "step", "step": step, "epoch": epoch, **values})
 
 
 def _stopped(name: str, step: int, output: str | Path | None) -> str:

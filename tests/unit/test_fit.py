@@ -16,7 +16,7 @@ from plurax.checkpoint import Checkpoints, DamagedCheckpointWarning
 from plurax.data import ArrayData, Position, StreamData, prefetch
 from plurax.log import read_rows
 from plurax.loop import Steps, training
-from plurax.tally import NonFiniteWarning, Tally
+from plurax.tally import NetworkTally, NonFiniteWarning
 
 ROWS = models.data(50)
 TASK = models.mlp_task()
@@ -108,12 +108,12 @@ def test_what_a_checkpoint_keeps_of_an_epoch_is_a_snapshot():
     """It is written in the background while the tally goes on."""
     metrics = {name: np.ones(2) for name in ("loss", "weight", "examples")}
     steps = Steps(None, 2, metrics | {"skipped": np.zeros(2)}, 0.1, Position(0, 2), False)
-    tally = Tally()
+    tally = NetworkTally()
     tally.add(steps, settle_all=True)
     saved = tally.to_json()
     before = json.dumps(saved)
     tally.add(steps, settle_all=True)
-    Tally(saved).add(steps, settle_all=True)
+    NetworkTally(saved).add(steps, settle_all=True)
     assert json.dumps(saved) == before
 
 

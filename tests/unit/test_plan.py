@@ -13,6 +13,9 @@ plans = st.builds(
     data=st.integers(1, 64),
     microbatches=st.integers(1, 64),
     precision=st.sampled_from(("float32", "bfloat16")),
+    member=st.integers(1, 64),
+    chunk=st.none() | st.integers(1, 64),
+    batch_dim=st.sampled_from((None, "major", "minor")),
 )
 
 
@@ -45,7 +48,7 @@ def test_save_and_load(tmp_path):
     plan.save(tmp_path / "plan.toml")
     assert Plan.load(tmp_path / "plan.toml") == plan
     assert (tmp_path / "plan.toml").read_text() == (
-        'data = 4\nmicrobatches = 8\nprecision = "bfloat16"\n'
+        'data = 4\nmicrobatches = 8\nprecision = "bfloat16"\nmember = 1\n'
     )
 
 
@@ -55,7 +58,7 @@ def test_it_is_frozen():
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "2", True, None])
-@pytest.mark.parametrize("field", ["data", "microbatches"])
+@pytest.mark.parametrize("field", ["data", "microbatches", "member"])
 def test_sizes_must_be_positive(field, value):
     with pytest.raises(PlanError, match=rf"Plan\({field}=.*must be a whole number of at least 1"):
         Plan(**{field: value})
@@ -64,6 +67,17 @@ def test_sizes_must_be_positive(field, value):
 def test_precision_must_be_known():
     with pytest.raises(PlanError, match=r"precision must be one of 'float32', 'bfloat16'"):
         Plan(precision="fp16")
+
+
+def test_batch_dim_must_be_known():
+    with pytest.raises(PlanError, match=r"batch_dim must be one of 'major', 'minor'"):
+        Plan(batch_dim="last")
+
+
+def test_too_few_devices_for_members():
+    match = r"8 devices \(member=4 × data=2\) and 6 are available; member=3 would fit"
+    with pytest.raises(PlanError, match=match):
+        Plan(member=4, data=2).check_devices(6)
 
 
 def test_too_few_devices():

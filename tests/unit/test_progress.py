@@ -18,7 +18,7 @@ def shown(row=ROW, *, show=True, terminal=False, steps=100):
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=200, highlight=False)
     with TrainingProgress(10, steps, 0, show, console) as bar:
-        bar.advance(20, 1, 0.5, 12345.0)
+        bar.advance(20, 1, "loss 0.5", 12345.0)
         bar.epoch(row)
         bar.note("stopped [here]")
     return text.getvalue()
@@ -53,7 +53,7 @@ def test_metrics_not_there_yet_are_not_shown():
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=200, highlight=False)
     with TrainingProgress(1, 100, 0, True, console) as bar:
-        bar.advance(1, 0, float("nan"), 0.0)
+        bar.advance(1, 0, "", 0.0)
     assert "nan" not in text.getvalue()
     assert "1/100" in text.getvalue()
 
@@ -67,5 +67,5 @@ def test_a_run_in_between_epochs_says_where_it_is(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     text = io.StringIO()
     with TrainingProgress(1, 100, 0, True, Console(file=text, width=200)) as bar:
-        bar.advance(10, 0, 0.5, 100.0)
+        bar.advance(10, 0, "loss 0.5", 100.0)
     assert text.getvalue().startswith("  step 10/100  loss 0.5  100 examples/s  3:18 left")

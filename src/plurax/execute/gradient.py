@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from plurax import errors, tree
+from plurax.execute.batch_minor import batch_minor
 from plurax.execute.rows import Rows
-from plurax.plan import Precision
+from plurax.plan import BatchDim, Precision
 from plurax.task import Task
 
 RESERVED = frozenset({"loss", "weight", "grad_norm", "examples", "skipped"})
@@ -113,9 +114,12 @@ def check_weight(task: Task, batch: PyTree, size: int) -> Array | None:
 
 
 def gradient(
-    task: Task, precision: Precision
+    task: Task, precision: Precision, batch_dim: BatchDim | None = None
 ) -> Callable[[PyTree, PyTree, Rows], tuple[Totals, PyTree]]:
-    """`(params, model_state, rows) -> (totals, model_state)`, the gradient included."""
+    """`(params, model_state, rows) -> (totals, model_state)`, the gradient included.
+
+    Computed with the batch where the task has it, or in the minor dim (`batch_dim="minor"`).
+    """
     loss = with_precision(task.loss, precision, task.stateful)
 
     def total_loss(
@@ -143,7 +147,7 @@ def gradient(
         grads, (totals, model_state) = jax.grad(total_loss, has_aux=True)(params, model_state, rows)
         return totals._replace(grads=grads), model_state
 
-    return run
+    return batch_minor(run, batch_argument=2) if batch_dim == "minor" else run
 
 
 def _next_state(new: PyTree, old: PyTree) -> PyTree:

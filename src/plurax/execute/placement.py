@@ -1,6 +1,7 @@
 """From a host batch of any size to the rows of a compiled program, on its devices."""
 
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -123,6 +124,14 @@ def leading_dim(batch: PyTree) -> int:
     if len(set(sizes.values())) > 1:
         raise errors.batch_uneven_leaves(sizes)
     return next(iter(sizes.values()))
+
+
+def chunks(data: PyTree | Iterable[PyTree], size: int) -> Iterator[PyTree]:
+    """All of a tree of arrays, or of an iterable of such trees, at most `size` rows at a time."""
+    for batch in [data] if is_arrays(data) else data:
+        for start in range(0, leading_dim(batch), size):
+            cut = slice(start, start + size)
+            yield jax.tree.map(operator.itemgetter(cut), batch)
 
 
 def _canonical(leaf: Any) -> np.dtype:

@@ -91,4 +91,5 @@ def _copy_rows(leaf: jax.Array, out: np.ndarray, start: int) -> None:
             first = start + (shard.index[0].start or 0)
             room = max(0, min(shard.data.shape[0], out.shape[0] - first))
             if room:
-                out[first : first + room] = np.asarray(shard.data)[:room]
+                place = (slice(first, first + room), *shard.index[1:])
+                out[place] = np.asarray(shard.data)[:room]

@@ -3,8 +3,7 @@
 import dataclasses
 import functools
 import math
-import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -16,57 +15,18 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, PyTree
 
 from plurax import errors, inspect, tree
-from plurax.execute.gradient import Totals, check_parameters, evaluation
+from plurax.execute.gradient import Totals, check_parameters, evaluation, gradient
 from plurax.execute.in_flight import InFlight
 from plurax.execute.loop import make_loop
-from plurax.execute.placement import Placed, Placement, is_arrays, leading_dim
+from plurax.execute.placement import Placed, Placement, chunks, is_arrays, leading_dim
 from plurax.execute.predict import make_predict, predict_stream
 from plurax.execute.rows import number_rows
 from plurax.execute.step import Metrics, make_step
-from plurax.mesh import make_mesh, replicated, split_rows
+from plurax.execute.totals import coupled, data_parallel
+from plurax.mesh import replicated, split_rows
 from plurax.plan import Plan
 from plurax.state import TrainState
 from plurax.task import Task
-
-
-def compile(
-    task: Task,
-    optimizer: optax.GradientTransformation,
-    plan: Plan,
-    batch: PyTree,
-    *,
-    devices: Sequence[jax.Device] | None = None,
-) -> "Program":
-    """Compile one training step of a task under a plan.
-
-    **Arguments:**
-
-    - `task`, `optimizer`, `plan`: what is trained, by which rule, spread how.
-    - `batch`: a batch of the largest size wanted: a tree of arrays, or of
-      `jax.ShapeDtypeStruct`s, with a common leading dim. Every smaller batch runs in the same
-      program.
-    - `devices`: which devices, default `jax.devices()`; the plan takes the first it needs.
-
-    **Returns:** a `Program`. Nothing has run yet and no parameter exists.
-
-    Raises `PlanError` where the plan does not fit the devices, `TaskError` where the task breaks
-    its contract, `BatchError` where `batch` is not one.
-
-    >>> import jax, jax.numpy as jnp, optax, plurax as px
-    >>> task = px.Task(
-    ...     init=lambda key: jnp.zeros(3),
-    ...     loss=lambda params, batch, keys: (batch["x"] @ params - batch["y"]) ** 2,
-    ... )
-    >>> batch = {"x": jnp.ones((4, 3)), "y": jnp.ones(4)}
-    >>> program = px.compile(task, optax.sgd(0.1), px.Plan(microbatches=2), batch)
-    >>> state = program.init(seed=0)
-    >>> state, metrics = program.step(state, batch)
-    >>> float(metrics["loss"])
-    1.0
-    """
-    program = Program(task, optimizer, plan, batch, make_mesh(plan, devices))
-    program.compiled_step  # noqa: B018  compiled here, so that errors appear here
-    return program
 
 
 class Program:
@@ -84,6 +44,8 @@ class Program:
         batch: PyTree,
         mesh: Mesh,
     ) -> None:
+        if plan.member > 1:
+            raise errors.plan_has_members(plan.member)
         self.task = task
         self.plan = plan
         self.mesh = mesh
@@ -102,7 +64,9 @@ class Program:
             jax.eval_shape(self._new_state, jax.eval_shape(lambda: jax.random.key(0)))
         )
         self._in_flight = InFlight(mesh)
-        self._step_function = make_step(task, optimizer, plan, mesh)
+        spread = coupled if task.coupled else data_parallel
+        fun = gradient(task, plan.precision, plan.batch_dim)
+        self._step_function = make_step(spread(fun, mesh, plan.microbatches), optimizer)
         self._predicts: dict[Any, tuple[Placement, jax.stages.Compiled]] = {}
         self._loops: dict[Any, jax.stages.Compiled] = {}
 
@@ -261,7 +225,7 @@ class Program:
         chunks are in float64 on the host.
         """
         parts = []
-        for batch in self._chunks(data):
+        for batch in chunks(data, self._evaluation.size):
             placed = self._evaluation.place(batch)
             part = self._compiled_evaluate(state.params, state.model_state, *placed)
             self._in_flight.started(part.loss)
@@ -275,13 +239,6 @@ class Program:
         for name in host[0].metrics:
             means[name] = sum(float(part.metrics[name]) for part in host) / weight
         return means
-
-    def _chunks(self, data: PyTree | Iterable[PyTree]) -> Iterator[PyTree]:
-        for batch in [data] if is_arrays(data) else data:
-            size = self._evaluation.size
-            for start in range(0, leading_dim(batch), size):
-                cut = slice(start, start + size)
-                yield jax.tree.map(operator.itemgetter(cut), batch)
 
     @functools.cached_property
     def _compiled_evaluate(self) -> jax.stages.Compiled:

@@ -5,35 +5,33 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 from jaxtyping import Array, Int, PyTree
 
-from plurax.execute.gradient import gradient
-from plurax.execute.totals import coupled, data_parallel
-from plurax.plan import Plan
+from plurax.execute.totals import BatchTotals
 from plurax.state import TrainState
-from plurax.task import Task
 
 Metrics = dict[str, Array]
 Step = Callable[[TrainState, PyTree, Int[Array, ""]], tuple[TrainState, Metrics]]
 
 
-def make_step(task: Task, optimizer: optax.GradientTransformation, plan: Plan, mesh: Mesh) -> Step:
+def make_step(
+    total: BatchTotals, optimizer: optax.GradientTransformation, *, freeze: bool = False
+) -> Step:
     """`(state, batch, count) -> (state, metrics)`, the first `count` rows of `batch` being real.
 
     As a program:
 
-        totals = sum over rows of weight * (loss, metrics, gradient)   # one reduction
+        totals = total(params, batch)      # sums of weight * (loss, metrics, gradient)
         if loss and gradient norm are finite:
             grads = totals.grads / totals.weight
             state = optimizer.update(grads, ...)
+
+    With `freeze` there are no more updates after the first that was left out.
 
     Metrics are scalars: `loss` and the task's own, weighted means over the batch; `grad_norm`, the
     global norm before the optimizer; `weight`, their sum; `examples`; `skipped`, 1 where the update
     was left out.
     """
-    spread = coupled if task.coupled else data_parallel
-    total = spread(gradient(task, plan.precision), mesh, plan.microbatches)
     optimizer = optax.with_extra_args_support(optimizer)
 
     def step(state: TrainState, batch: PyTree, count: Int[Array, ""]) -> tuple[TrainState, Metrics]:
@@ -44,6 +42,8 @@ def make_step(task: Task, optimizer: optax.GradientTransformation, plan: Plan, m
         loss = totals.loss * scale
         norm = _norm(totals.grads) * scale
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        if freeze:
+            finite &= state.skipped == 0
         old = (state.params, state.opt_state, state.model_state)
 
         def update() -> PyTree:

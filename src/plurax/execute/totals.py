@@ -24,10 +24,11 @@ BatchTotals = Callable[
 ]
 
 
-def data_parallel(fun: Gradient, mesh: Mesh, microbatches: int) -> BatchTotals:
-    """`(params, model_state, batch, key, count) -> (totals, model_state)` over the axis `data`.
+def device_totals(fun: Gradient, axis_size: int, microbatches: int) -> BatchTotals:
+    """`(params, model_state, batch, key, count) -> (totals, model_state)` on one device of `data`.
 
-    Each device runs its rows in `microbatches` pieces, adds up locally, and joins one `psum`.
+    To be called inside `shard_map`, with the device's own rows. It runs them in `microbatches`
+    pieces, adds up locally, and joins one `psum` over `data`, if that has more than one device.
     """
 
     def local(
@@ -38,7 +39,7 @@ def data_parallel(fun: Gradient, mesh: Mesh, microbatches: int) -> BatchTotals:
         count: Int[Array, ""],
     ) -> tuple[Totals, PyTree]:
         size = jax.tree.leaves(batch)[0].shape[0]
-        split = mesh.shape["data"] > 1
+        split = axis_size > 1
         first = jax.lax.axis_index("data") * size if split else 0
         rows = number_rows(batch, key, count, first)
         stacked = jax.tree.map(
@@ -49,6 +50,12 @@ def data_parallel(fun: Gradient, mesh: Mesh, microbatches: int) -> BatchTotals:
         )(model_state, stacked)
         return (jax.lax.psum(totals, "data") if split else totals), model_state
 
+    return local
+
+
+def data_parallel(fun: Gradient, mesh: Mesh, microbatches: int) -> BatchTotals:
+    """`device_totals` on every device of the mesh axis `data`, for rows split over it."""
+    local = device_totals(fun, mesh.shape["data"], microbatches)
     if mesh.shape["data"] == 1:
         return local
     # check_vma=False: the check would ask the user's own scans to mark their carries as varying
@@ -83,7 +90,10 @@ def coupled(fun: Gradient, mesh: Mesh, microbatches: int) -> BatchTotals:
             # Splitting the rows as (size, microbatches) keeps each device's rows where they are.
             dealt = leaf.reshape(-1, microbatches, *leaf.shape[1:])
             stacked = jnp.moveaxis(dealt, 1, 0)
-            return jax.lax.with_sharding_constraint(stacked, NamedSharding(mesh, P(None, "data")))
+            # Inside another shard_map the mesh is the one of the context.
+            context = jax.sharding.get_abstract_mesh()
+            where = NamedSharding(mesh if context.empty else context, P(None, "data"))
+            return jax.lax.with_sharding_constraint(stacked, where)
 
         def one(state: PyTree, part: Rows) -> tuple[Totals, PyTree]:
             if microbatches == 1:

@@ -1,0 +1,1 @@
+"""Many networks: keeping them, sweeping, halving, and predicting together."""

@@ -1,0 +1,144 @@
+"""What joins a population to `fit`: its program, its data, its checkpoints, grown or resumed."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from plurax import errors
+from plurax.checkpoint import Checkpoints
+from plurax.data import ArrayData, Data, StreamData
+from plurax.ensemble.keep import join_members
+from plurax.execute.members import Reading
+from plurax.execute.members_program import MembersProgram
+from plurax.execute.placement import leading_dim
+from plurax.execute.program import Program
+from plurax.loop import stays_resident, training
+from plurax.members import Members
+from plurax.mesh import make_mesh
+from plurax.plan import Plan
+from plurax.resample import Everything
+from plurax.state import TrainState
+
+AnyProgram = Program | MembersProgram
+
+
+def read_by(members: Members, source: Data) -> Data:
+    """The data as the population reads them: with its resampling and epoch length."""
+    if isinstance(source, StreamData):
+        if not isinstance(members.resample, Everything):
+            raise errors.resample_needs_arrays(type(members.resample).__name__.lower())
+        return source
+    length = members.epoch_length(leading_dim(source.arrays))
+    return dataclasses.replace(source, resample=members.resample, length=length)
+
+
+def make_program(
+    task: Any,
+    optimizer: Any,
+    plan: Plan,
+    like: PyTree,
+    members: Members | None,
+    source: Data,
+    resident: bool | None,
+    devices: Sequence[jax.Device] | None,
+) -> AnyProgram:
+    """The program of one network, or of a population that reads `source`."""
+    mesh = make_mesh(plan, devices)
+    if members is None:
+        return Program(task, optimizer, plan, like, mesh)
+    if not isinstance(source, ArrayData):
+        return MembersProgram(task, optimizer, plan, like, mesh, members)
+    if not stays_resident(mesh, source, resident):
+        if not isinstance(members.resample, Everything):
+            raise errors.resample_needs_arrays(type(members.resample).__name__.lower())
+        return MembersProgram(task, optimizer, plan, like, mesh, members)
+    reading = Reading(
+        members.resample,
+        leading_dim(source.arrays),
+        source.draws,
+        source.batch_size,
+        source.batches_per_epoch,
+        source.shuffle,
+    )
+    data = source.arrays
+    return MembersProgram(task, optimizer, plan, like, mesh, members, reading=reading, data=data)
+
+
+def chosen_before(plan: Plan, output: str | Path | None) -> Plan:
+    """The plan with what was left to be chosen taken from the run before, so that bits repeat."""
+    path = None if output is None else Path(output) / "plan.toml"
+    if path is None or not path.is_file():
+        return plan
+    before = Plan.load(path)
+    return dataclasses.replace(
+        plan, chunk=plan.chunk or before.chunk, batch_dim=plan.batch_dim or before.batch_dim
+    )
+
+
+def kept(program: AnyProgram, state: TrainState) -> TrainState:
+    """The state without members that only fill up the devices."""
+    return program.kept(state) if isinstance(program, MembersProgram) else state
+
+
+def described(program: AnyProgram) -> dict[str, Any]:
+    """What a checkpoint says of its members."""
+    if not isinstance(program, MembersProgram):
+        return {}
+    members = program.members
+    return {"members": {"table": members.table(), "resample": repr(members.resample)}}
+
+
+def restore(
+    program: AnyProgram, checkpoints: Checkpoints, source: Data
+) -> tuple[TrainState, dict[str, Any]] | None:
+    """The newest state, for this program; members that it does not hold catch up first."""
+    if not isinstance(program, MembersProgram):
+        return checkpoints.restore(program.state_shapes)
+    meta = checkpoints.newest_meta()
+    if meta is None:
+        return None
+    now = described(program)["members"]
+    before = meta.get("members", {"table": [], "resample": ""})
+    count = len(before["table"])
+    same = before["resample"] == now["resample"] and before["table"] == now["table"][:count]
+    if not same or not count:
+        raise errors.members_not_grown(count, program.count)
+    whole = program.state_shapes
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=_first(program)),
+        whole,
+    )
+    restored = checkpoints.restore(like)
+    if restored is None:
+        return None
+    state, meta = restored
+    if count < program.count:
+        late = _catch_up(program, source, range(count, program.count), state.steps_taken)
+        state = join_members(state, jax.device_put(late, _first(program)))
+        meta["tally"] = {}
+    return program.place(state), meta
+
+
+def _first(program: MembersProgram) -> Any:
+    return jax.sharding.SingleDeviceSharding(program.mesh.devices.flat[0])
+
+
+def _catch_up(
+    program: MembersProgram, source: Data, indices: Sequence[int], steps: int
+) -> TrainState:
+    """Some members trained from the start up to a step."""
+    late = program.of(program.members.take(indices))
+    state = late.init()
+    per_epoch = source.batches_per_epoch
+    epochs = -(-steps // per_epoch) if per_epoch else np.iinfo(np.int32).max
+    ends = {"epochs": epochs, "report_every": epochs, "checkpoint_every": steps}
+    for turn in training(late, state, source, **ends):  # type: ignore[arg-type]
+        state = turn.state
+        if turn.step >= steps:
+            break
+    return late.kept(state)

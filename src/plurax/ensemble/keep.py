@@ -1,0 +1,51 @@
+"""Take members out of a population's state, put states together, make one network of a member."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from plurax import errors
+from plurax.state import TrainState
+
+
+def take_members(state: TrainState, indices: Sequence[int]) -> TrainState:
+    """The state of some members of a population, leaves `(len(indices), ...)`; a copy.
+
+    Raises `MembersError` for an index that is not there.
+    """
+    chosen = np.asarray([_checked(state, index) for index in indices], np.int32)
+    return jax.tree.map(lambda leaf: leaf[chosen], state)
+
+
+def join_members(*states: TrainState) -> TrainState:
+    """One population of several, in order. Raises `MembersError` where they differ in kind."""
+    first = jax.tree.map(_kind, states[0])
+    for other in states[1:]:
+        if jax.tree.map(_kind, other) != first:
+            raise errors.members_differ()
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *states)
+
+
+def export_member(state: TrainState, index: int) -> TrainState:
+    """A member as the ordinary state of one network, to go on training or predict alone.
+
+    `Program.place` of a program compiled for one network, with the member's hyperparameters, puts
+    it on the devices.
+    """
+    chosen = _checked(state, index)
+    return jax.tree.map(lambda leaf: jnp.copy(leaf[chosen]), state)
+
+
+def _kind(leaf: jax.Array) -> str:
+    return f"{leaf.dtype}{leaf.shape[1:]}"
+
+
+def _checked(state: TrainState, index: int) -> int:
+    if state.step.ndim == 0:
+        raise errors.state_of_one_network()
+    count = state.step.shape[0]
+    if not 0 <= index < count:
+        raise errors.member_not_there(index, count)
+    return int(index)

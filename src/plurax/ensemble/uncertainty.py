@@ -1,0 +1,396 @@
+"""What an ensemble says together: its mean, how sure it is, and where its members disagree.
+
+Works on the arrays that `program.predict` of a population returns: leading dims members `K`,
+examples `N`. All sums are in float64, on the host; entropies and log losses are in nats.
+
+The mean of the members' predictions is the prediction of a *deep ensemble* (B. Lakshminarayanan,
+A. Pritzel, C. Blundell, NeurIPS 2017). Its uncertainty splits in two (S. Depeweg et al., ICML
+2018): what each member is unsure of itself (aleatoric: noise in the data), and what the members
+disagree on (epistemic: too few data, which more data of that kind would cure).
+
+    classification    H[mean of p_k]  =  mean of H[p_k]  +  mutual information of class and member
+    regression        total variance  =  mean of the members' variances  +  variance of their means
+"""
+
+import dataclasses
+import statistics
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from plurax import errors
+
+NORMALIZED = 1e-2
+"""How far probabilities may sum from one: what a softmax in bfloat16 leaves."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Classification:
+    """What an ensemble says of `N` examples and `C` classes; all float64.
+
+    **Fields:**
+
+    - `probabilities`, `(N, C)`: the mean of the members' probabilities.
+    - `variance`, `(N, C)`: of the members' probabilities around that mean (divided by `K`).
+    - `votes`, `(N, C)`: the share of members for which the class is the likeliest.
+    - `entropy`, `(N,)`: of `probabilities`, in nats: the total uncertainty, 0 to log C.
+    - `aleatoric`, `(N,)`: the mean entropy of the members.
+    - `epistemic`, `(N,)`: `entropy - aleatoric`, the mutual information of class and member: at
+      least 0, and 0 where all members say the same.
+    """
+
+    probabilities: Float[np.ndarray, "N C"]
+    variance: Float[np.ndarray, "N C"]
+    votes: Float[np.ndarray, "N C"]
+    entropy: Float[np.ndarray, "N"]
+    aleatoric: Float[np.ndarray, "N"]
+    epistemic: Float[np.ndarray, "N"]
+
+    @property
+    def label(self) -> Int[np.ndarray, "N"]:
+        """The likeliest class of each example, by the mean; the first of equals."""
+        return self.probabilities.argmax(axis=-1)
+
+
+def classify(outputs: Float[np.ndarray, "*K N C"], *, from_logits: bool = True) -> Classification:
+    """Put the members' classifications together.
+
+    **Arguments:**
+
+    - `outputs`: logits `(K, N, C)`; `(N, C)`, of one network, are an ensemble of one.
+    - `from_logits`: False where `outputs` are probabilities already.
+
+    Members are taken one after the other: beyond its input this holds a few `(N, C)` arrays.
+
+    Raises `BatchError` for other shapes, for values that are not finite, and for probabilities
+    that do not sum to one.
+
+    >>> import numpy as np
+    >>> unsure, torn = [[0.5, 0.5], [0.5, 0.5]], [[1.0, 0.0], [0.0, 1.0]]
+    >>> said = classify(np.stack([unsure, torn], axis=1), from_logits=False)  # (members, 2, 2)
+    >>> said.entropy.round(3), said.aleatoric.round(3), said.epistemic.round(3)
+    (array([0.693, 0.693]), array([0.693, 0.   ]), array([0.   , 0.693]))
+    """
+    members = _members(outputs, "logits" if from_logits else "probabilities")
+    count, examples, classes = members.shape
+    mean, squares, votes = (np.zeros((examples, classes)) for _ in range(3))
+    aleatoric = np.zeros(examples)
+    for number, member in enumerate(members):
+        shares = np.exp(_log_softmax(member)) if from_logits else np.asarray(member, np.float64)
+        if not from_logits:
+            _check_normalized(shares, f"member {number}, ")
+        # Welford's update: a sum of squares less a squared sum would lose small variances.
+        away = shares - mean
+        mean += away / (number + 1)
+        squares += away * (shares - mean)
+        votes[np.arange(examples), shares.argmax(axis=-1)] += 1
+        aleatoric += (_entropy(shares) - aleatoric) / (number + 1)
+    entropy = _entropy(mean)
+    return Classification(
+        probabilities=mean,
+        variance=squares / count,
+        votes=votes / count,
+        entropy=entropy,
+        aleatoric=aleatoric,
+        epistemic=np.maximum(entropy - aleatoric, 0.0),  # below 0 by rounding only
+    )
+
+
+def accuracy(probabilities: Float[np.ndarray, "N C"], labels: Int[np.ndarray, "N"]) -> float:
+    """The share of examples whose likeliest class is their label.
+
+    **Arguments:** as for `nll`.
+
+    >>> import numpy as np
+    >>> accuracy(np.array([[0.9, 0.1], [0.6, 0.4]]), np.array([0, 1]))
+    0.5
+    """
+    shares, labels = _scored(probabilities, labels)
+    return float((shares.argmax(axis=-1) == labels).mean())
+
+
+def nll(probabilities: Float[np.ndarray, "N C"], labels: Int[np.ndarray, "N"]) -> float:
+    """The mean negative log likelihood of the labels, in nats: the log loss.
+
+    Infinite where a label has probability 0, as the score says.
+
+    **Arguments:**
+
+    - `probabilities`: `(N, C)`, of an ensemble `classify(logits).probabilities`.
+    - `labels`: class numbers, `(N,)`, whole numbers from 0 to C - 1.
+
+    Raises `BatchError` where they do not fit together or do not sum to one.
+
+    >>> import numpy as np
+    >>> round(nll(np.array([[0.5, 0.5], [0.25, 0.75]]), np.array([0, 0])), 3)  # 1.5 log 2
+    1.04
+    """
+    shares, labels = _scored(probabilities, labels)
+    with np.errstate(divide="ignore"):
+        return float(-np.log(shares[np.arange(len(labels)), labels]).mean())
+
+
+def brier(probabilities: Float[np.ndarray, "N C"], labels: Int[np.ndarray, "N"]) -> float:
+    """The Brier score: the mean over examples of Σ_c (p_c - [c is the label])².
+
+    The form of G. W. Brier (Monthly Weather Review 78, 1950), summed over the classes: from 0 to
+    2. For two classes it is twice the squared error of one probability.
+
+    **Arguments:** as for `nll`.
+
+    >>> import numpy as np
+    >>> brier(np.array([[1.0, 0.0], [0.5, 0.5]]), np.array([0, 0]))
+    0.25
+    """
+    shares, labels = _scored(probabilities, labels)
+    hit = shares[np.arange(len(labels)), labels]
+    return float(((shares**2).sum(axis=-1) - 2 * hit + 1).mean())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Calibration:
+    """How often predictions of some confidence are right, in `M` bins of equal width.
+
+    **Fields:**
+
+    - `confidence`, `(M,)`: the mean probability of the likeliest class, of a bin's examples.
+    - `accuracy`, `(M,)`: the share of them that are right. Both are NaN for an empty bin.
+    - `count`, `(M,)`: how many there are; bin `m` holds confidences above m/M, up to (m+1)/M.
+    - `error`: the expected calibration error, Σ count/N · |accuracy - confidence|.
+    """
+
+    confidence: Float[np.ndarray, "M"]
+    accuracy: Float[np.ndarray, "M"]
+    count: Int[np.ndarray, "M"]
+    error: float
+
+
+def calibration(
+    probabilities: Float[np.ndarray, "N C"], labels: Int[np.ndarray, "N"], bins: int = 15
+) -> Calibration:
+    """Compare confidence with accuracy (C. Guo, G. Pleiss, Y. Sun, K. Weinberger, ICML 2017).
+
+    The error depends on the bins, and is above 0 for few examples even where the model is right:
+    compare values of the same bins and the same examples only.
+
+    **Arguments:** as for `nll`; `bins`, a whole number of at least 1.
+
+    >>> import numpy as np
+    >>> said = calibration(np.array([[0.8, 0.2]] * 4), np.array([0, 0, 0, 1]), bins=2)
+    >>> said.confidence, said.accuracy, said.count, round(said.error, 3)
+    (array([nan, 0.8]), array([ nan, 0.75]), array([0, 4]), 0.05)
+    """
+    if isinstance(bins, bool) or not isinstance(bins, int | np.integer) or bins < 1:
+        raise errors.bins_not_positive(bins)
+    shares, labels = _scored(probabilities, labels)
+    confidence = shares.max(axis=-1)
+    right = shares.argmax(axis=-1) == labels
+    place = np.clip(np.ceil(confidence * bins).astype(np.int64) - 1, 0, bins - 1)
+    count = np.bincount(place, minlength=bins)
+    confidences = np.bincount(place, weights=confidence, minlength=bins)
+    rights = np.bincount(place, weights=right, minlength=bins)
+    divisor = np.where(count > 0, count, np.nan)
+    return Calibration(
+        confidence=confidences / divisor,
+        accuracy=rights / divisor,
+        count=count,
+        error=float(np.abs(rights - confidences).sum() / len(labels)),
+    )
+
+
+def fit_temperature(logits: Float[np.ndarray, "*K N C"], labels: Int[np.ndarray, "N"]) -> float:
+    """The temperature `T` for which the mean of softmax(logits / T) has the least `nll`.
+
+    C. Guo et al., ICML 2017, for one network; in an ensemble every member's logits are divided by
+    the same temperature before the probabilities are averaged. Above 1 the logits were too sure.
+    Fit it on examples that were not trained on, then use `classify(other_logits / T)`.
+
+    **Arguments:** `logits`, `(K, N, C)` or, of one network, `(N, C)`; `labels` as for `nll`.
+
+    **Returns:** a value from 1/128 to 128; near the lower end where every example is right, since
+    the loss then falls for ever.
+
+    Raises `BatchError` as `classify` and `nll` do.
+
+    >>> import numpy as np
+    >>> logits = np.tile([[np.log(4.0), 0.0]], (3, 1))  # says 4 to 1 and is right 2 to 1
+    >>> round(fit_temperature(logits, np.array([0, 0, 1])), 3)
+    2.0
+    """
+    from scipy.optimize import minimize_scalar  # type: ignore[import-untyped]  # slow to import
+
+    members = _members(logits, "logits")
+    labels = _labels(labels, *members.shape[1:])
+    rows = np.arange(len(labels))
+
+    def loss(log_temperature: float) -> float:
+        scale = np.exp(-log_temperature)
+        # log of the mean of the members' probabilities of the label, without leaving logs
+        likely = np.full(len(labels), -np.inf)
+        for member in members:
+            scaled = np.asarray(member, np.float64) * scale
+            likely = np.logaddexp(likely, _log_softmax(scaled)[rows, labels])
+        return float(np.log(len(members)) - likely.mean())
+
+    # An ensemble's loss may have several minima: a coarse look finds the lowest one's place.
+    coarse = np.log(2.0) * np.arange(-7, 8)
+    best = int(np.argmin([loss(value) for value in coarse]))
+    bounds = coarse[max(best - 1, 0)], coarse[min(best + 1, len(coarse) - 1)]
+    found = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-7})
+    return float(np.exp(found.x))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Regression:
+    """What an ensemble says of `N` examples; all float64, of the shape of one member's outputs.
+
+    **Fields:**
+
+    - `mean`, `(N, ...)`: of the members' means.
+    - `variance`, `(N, ...)`: the total, `aleatoric + epistemic`.
+    - `aleatoric`, `(N, ...)`: the mean of the members' variances; 0 where none were given.
+    - `epistemic`, `(N, ...)`: the variance of the members' means (divided by `K`).
+    - `members`, `(K, N, ...)`: the members' means.
+    """
+
+    mean: Float[np.ndarray, "N ..."]
+    variance: Float[np.ndarray, "N ..."]
+    aleatoric: Float[np.ndarray, "N ..."]
+    epistemic: Float[np.ndarray, "N ..."]
+    members: Float[np.ndarray, "K N ..."]
+
+    def interval(
+        self, level: float = 0.9
+    ) -> tuple[Float[np.ndarray, "N ..."], Float[np.ndarray, "N ..."]]:
+        """`(low, high)` around `level` of a Gaussian with this mean and total variance.
+
+        Without variances of the members it covers their disagreement and no noise: an interval
+        for the function, too narrow for new targets. `BatchError` for a level outside (0, 1).
+        """
+        width = statistics.NormalDist().inv_cdf((1 + _level(level)) / 2) * np.sqrt(self.variance)
+        return self.mean - width, self.mean + width
+
+    def quantile_interval(
+        self, level: float = 0.9
+    ) -> tuple[Float[np.ndarray, "N ..."], Float[np.ndarray, "N ..."]]:
+        """`(low, high)` around the middle `level` of the members' means: no Gaussian, no noise."""
+        tail = (1 - _level(level)) / 2
+        low, high = np.quantile(self.members, [tail, 1 - tail], axis=0)
+        return low, high
+
+    def coverage(self, targets: Float[np.ndarray, "N ..."], level: float = 0.9) -> float:
+        """The share of targets inside `interval(level)`, ends included: near `level` if it holds.
+
+        Raises `BatchError` for targets of another shape than `mean`.
+        """
+        low, high = self.interval(level)
+        targets = np.asarray(targets, np.float64)
+        if targets.shape != self.mean.shape:
+            raise errors.targets_wrong_shape(targets.shape, self.mean.shape)
+        _check_finite(targets, "targets")
+        return float(((low <= targets) & (targets <= high)).mean())
+
+
+def regress(
+    means: Float[np.ndarray, "K N ..."], variances: Float[np.ndarray, "K N ..."] | None = None
+) -> Regression:
+    """Put the members' regressions together: mean and variance of their equal mixture.
+
+    **Arguments:**
+
+    - `means`: `(K, N, ...)`, each member's prediction; of one network, `means[None]`.
+    - `variances`: of the same shape, at least 0: each member's own, where it predicts one.
+
+    Raises `BatchError` for other shapes, negative variances, and values that are not finite.
+
+    >>> import numpy as np
+    >>> said = regress(np.array([[1.0], [3.0]]), np.array([[0.5], [1.5]]))
+    >>> said.mean, said.aleatoric, said.epistemic, said.variance
+    (array([2.]), array([1.]), array([1.]), array([2.]))
+    """
+    members = np.asarray(means, np.float64)
+    if members.ndim < 2 or 0 in members.shape:
+        raise errors.means_wrong_shape(members.shape)
+    _check_finite(members, "means", by_member=True)
+    mean, epistemic = members.mean(axis=0), members.var(axis=0)
+    aleatoric = np.zeros_like(mean)
+    if variances is not None:
+        own = np.asarray(variances, np.float64)
+        if own.shape != members.shape:
+            raise errors.variances_wrong_shape(own.shape, members.shape)
+        _check_finite(own, "variances", by_member=True)
+        if own.min() < 0:
+            raise errors.variance_negative(_first(own < 0), float(own.min()))
+        aleatoric = own.mean(axis=0)
+    return Regression(mean, aleatoric + epistemic, aleatoric, epistemic, members)
+
+
+def _log_softmax(logits: Float[np.ndarray, "N C"]) -> Float[np.ndarray, "N C"]:
+    logits = np.asarray(logits, np.float64)
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def _entropy(shares: Float[np.ndarray, "N C"]) -> Float[np.ndarray, "N"]:
+    logs = np.log(shares, out=np.zeros_like(shares), where=shares > 0)
+    return np.abs((shares * logs).sum(axis=-1))  # abs: no -0.0
+
+
+def _members(outputs: Float[np.ndarray, "*K N C"], what: str) -> Float[np.ndarray, "K N C"]:
+    """Checked, with a dim for the members, in the dtype given."""
+    outputs = np.asarray(outputs)
+    members = outputs[None] if outputs.ndim == 2 else outputs
+    if members.ndim != 3 or 0 in members.shape or members.shape[-1] < 2:
+        raise errors.outputs_wrong_shape(what, outputs.shape)
+    _check_finite(outputs, what, by_member=outputs.ndim == 3)
+    return members
+
+
+def _scored(
+    probabilities: Float[np.ndarray, "N C"], labels: Int[np.ndarray, "N"]
+) -> tuple[Float[np.ndarray, "N C"], Int[np.ndarray, "N"]]:
+    """What a score takes, checked."""
+    shares = np.asarray(probabilities, np.float64)
+    if shares.ndim != 2 or 0 in shares.shape or shares.shape[1] < 2:
+        raise errors.probabilities_wrong_shape(shares.shape)
+    _check_finite(shares, "probabilities")
+    _check_normalized(shares, "")
+    return shares, _labels(labels, *shares.shape)
+
+
+def _labels(labels: Int[np.ndarray, "N"], examples: int, classes: int) -> Int[np.ndarray, "N"]:
+    labels = np.asarray(labels)
+    if labels.shape != (examples,) or not np.issubdtype(labels.dtype, np.integer):
+        raise errors.labels_do_not_fit(labels.shape, labels.dtype.name, examples)
+    wrong = (labels < 0) | (labels >= classes)
+    if wrong.any():
+        place = int(wrong.argmax())
+        raise errors.label_out_of_range(int(labels[place]), place, classes)
+    return labels
+
+
+def _level(level: float) -> float:
+    if not 0 < level < 1:
+        raise errors.level_out_of_range(level)
+    return level
+
+
+def _check_normalized(shares: Float[np.ndarray, "N C"], where: str) -> None:
+    total = shares.sum(axis=-1)
+    wrong = (np.abs(total - 1) > NORMALIZED) | (shares < 0).any(axis=-1)
+    if wrong.any():
+        place = int(wrong.argmax())
+        low = float(shares[place].min())
+        raise errors.probabilities_not_normalized(where, place, float(total[place]), low)
+
+
+def _check_finite(values: Float[np.ndarray, "..."], what: str, by_member: bool = False) -> None:
+    wrong = ~np.isfinite(values)
+    if wrong.any():
+        members = wrong.reshape(len(wrong), -1).any(axis=1).nonzero()[0].tolist()
+        raise errors.not_finite(what, _first(wrong), members if by_member else [])
+
+
+def _first(wrong: Bool[np.ndarray, "..."]) -> list[int]:
+    """The place of the first True."""
+    return [int(at) for at in np.unravel_index(int(wrong.argmax()), wrong.shape)]

@@ -1,0 +1,88 @@
+"""`compile`: the one way from a task and a plan to a program."""
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+import jax
+import optax
+from jaxtyping import PyTree
+
+from plurax.execute.members import Maker
+from plurax.execute.members_program import MembersProgram
+from plurax.execute.program import Program
+from plurax.members import Members
+from plurax.mesh import make_mesh
+from plurax.plan import Plan
+from plurax.task import Task
+
+
+@overload
+def compile(
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    plan: Plan,
+    batch: PyTree,
+    *,
+    members: None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> Program: ...
+
+
+@overload
+def compile(
+    task: Task | Maker,
+    optimizer: optax.GradientTransformation | Maker,
+    plan: Plan,
+    batch: PyTree,
+    *,
+    members: Members,
+    devices: Sequence[jax.Device] | None = None,
+) -> MembersProgram: ...
+
+
+def compile(
+    task: Any,
+    optimizer: Any,
+    plan: Plan,
+    batch: PyTree,
+    *,
+    members: Members | None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> Program | MembersProgram:
+    """Compile one training step of a task under a plan.
+
+    **Arguments:**
+
+    - `task`, `optimizer`, `plan`: what is trained, by which rule, spread how.
+    - `batch`: a batch of the largest size wanted: a tree of arrays, or of
+      `jax.ShapeDtypeStruct`s, with a common leading dim. Every smaller batch runs in the same
+      program.
+    - `members`: a population to train instead of one network. Task and optimizer may then be
+      functions of a member's hyperparameters, `hyper -> Task`, `hyper -> optax transformation`.
+    - `devices`: which devices, default `jax.devices()`; the plan takes the first it needs.
+
+    **Returns:** a `Program`, or a `MembersProgram` for members. No parameter exists yet.
+
+    Raises `PlanError` where the plan does not fit the devices, `TaskError` where the task breaks
+    its contract, `BatchError` where `batch` is not one.
+
+    >>> import jax, jax.numpy as jnp, optax, plurax as px
+    >>> task = px.Task(
+    ...     init=lambda key: jnp.zeros(3),
+    ...     loss=lambda params, batch, keys: (batch["x"] @ params - batch["y"]) ** 2,
+    ... )
+    >>> batch = {"x": jnp.ones((4, 3)), "y": jnp.ones(4)}
+    >>> program = px.compile(task, optax.sgd(0.1), px.Plan(microbatches=2), batch)
+    >>> state = program.init(seed=0)
+    >>> state, metrics = program.step(state, batch)
+    >>> float(metrics["loss"])
+    1.0
+    """
+    mesh = make_mesh(plan, devices)
+    program: Program | MembersProgram
+    if members is None:
+        program = Program(task, optimizer, plan, batch, mesh)
+    else:
+        program = MembersProgram(task, optimizer, plan, batch, mesh, members)
+    program.compiled_step  # noqa: B018  compiled here, so that errors appear here
+    return program

@@ -1,0 +1,329 @@
+"""Many networks in one program: members spread over devices, in chunks, without a collective.
+
+Each member is the one-network step of `step.py`. `vmap` runs a chunk of them, a loop runs chunk
+after chunk, and `shard_map` spreads them over the mesh axis `member`; nothing crosses that axis.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int, PyTree
+
+from plurax import errors
+from plurax.execute.gradient import (
+    Totals,
+    cast_floating,
+    check_parameters,
+    evaluation,
+    gradient,
+    with_precision,
+)
+from plurax.execute.rows import number_rows
+from plurax.execute.step import Metrics, Step, make_step
+from plurax.execute.totals import coupled, device_totals
+from plurax.members import Cohort, Hyper
+from plurax.plan import Plan
+from plurax.resample import Everything, Resample, stream_row
+from plurax.state import TrainState
+from plurax.task import Task
+
+Maker = Callable[[Hyper], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """How members read data that stay on the devices.
+
+    **Fields:** `resample`; `count`, rows of the data; `length`, draws in an epoch, the same for all
+    members; `batch_size`; `steps` of an epoch; `shuffle`.
+    """
+
+    resample: Resample
+    count: int
+    length: int
+    batch_size: int
+    steps: int
+    shuffle: bool
+
+
+class Network(NamedTuple):
+    """The task and the optimizer of one member."""
+
+    task: Task
+    optimizer: optax.GradientTransformation
+
+
+def network(task: Task | Maker, optimizer: Any, hyper: Hyper) -> Network:
+    """Call what is a function of the hyperparameters. Raises `TaskError`."""
+    made_task = task if isinstance(task, Task) else _call("task", task, hyper)
+    made_optimizer = optimizer
+    if not isinstance(optimizer, optax.GradientTransformation):
+        made_optimizer = _call("optimizer", optimizer, hyper)
+    return Network(made_task, made_optimizer)
+
+
+def _call(what: str, maker: Maker, hyper: Hyper) -> Any:
+    try:
+        return maker(hyper)
+    except KeyError as error:
+        if error.args and error.args[0] not in hyper and isinstance(error.args[0], str):
+            raise errors.hyper_missing(what, error.args[0], hyper) from None
+        raise
+    except jax.errors.ConcretizationTypeError as error:
+        reason = str(error).splitlines()[0]
+        raise errors.hyper_needs_a_value(what, reason) from error
+
+
+class Population:
+    """The functions of a population's program, for one plan; to be compiled by `MembersProgram`.
+
+    **Arguments:** `task` and `optimizer`, or functions of a member's hyperparameters that return
+    them; `hyper`, an example of those; `plan`, its `chunk` chosen; `mesh`.
+    """
+
+    def __init__(
+        self, task: Task | Maker, optimizer: Any, hyper: Hyper, plan: Plan, mesh: Mesh
+    ) -> None:
+        self._task, self._optimizer = task, optimizer
+        self.example = self.make(hyper).task
+        self.plan = plan
+        self.mesh = mesh
+        # A coupled loss is written over the whole microbatch: `data` is left to the partitioner.
+        self._manual = {"member"} if self.example.coupled else {"member", "data"}
+
+    # --- One member ---------------------------------------------------------------------------
+
+    def make(self, hyper: Hyper) -> Network:
+        """The task and the optimizer of a member with these hyperparameters."""
+        return network(self._task, self._optimizer, hyper)
+
+    def new_state(self, member: Cohort) -> TrainState:
+        """A fresh state of one member; the same as alone with its seed."""
+        init_key, run_key = jax.random.split(jax.random.key(member.seeds))
+        one = self.make(member.hyper)
+        made = one.task.init(init_key)
+        if one.task.stateful:
+            if not (isinstance(made, tuple) and len(made) == 2):
+                raise errors.init_needs_model_state()
+            params, model_state = made
+        else:
+            params, model_state = made, ()
+        check_parameters(params)
+        zero = jnp.zeros((), jnp.int32)
+        state = TrainState(zero, params, one.optimizer.init(params), model_state, run_key, zero)
+        return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, leaf.dtype), state)
+
+    def _step(self, member: Cohort) -> Step:
+        one = self.make(member.hyper)
+        fun = gradient(one.task, self.plan.precision, self.plan.batch_dim)
+        if one.task.coupled:
+            total = coupled(fun, self.mesh, self.plan.microbatches)
+        else:
+            total = device_totals(fun, self.mesh.shape["data"], self.plan.microbatches)
+        return make_step(total, one.optimizer, freeze=True)
+
+    # --- The population -----------------------------------------------------------------------
+
+    def init(self, cohort: Cohort) -> TrainState:
+        """Fresh states of all members."""
+        return self._spread(jax.vmap(self.new_state), "m")(cohort)
+
+    def step(
+        self, state: TrainState, cohort: Cohort, batch: PyTree, count: Int[Array, ""]
+    ) -> tuple[TrainState, Metrics]:
+        """One update of every member from the same batch. Metrics have shape `(K,)`."""
+
+        def one(
+            state: TrainState, member: Cohort, batch: PyTree, count: Array
+        ) -> tuple[TrainState, Metrics]:
+            return self._step(member)(state, batch, count)
+
+        return self._spread(self._chunked(one), "mmd.")(state, cohort, batch, count)
+
+    def loop(
+        self,
+        reading: Reading,
+        calls: int,
+        state: TrainState,
+        cohort: Cohort,
+        data: PyTree,
+        first: Int[Array, ""],
+        stop: Int[Array, ""],
+    ) -> tuple[TrainState, Metrics]:
+        """Steps `first` to `stop`, counted from the start of training, over data on the devices.
+
+        Metrics have shape `(K, calls)`; the first `stop - first` of them are set.
+        """
+
+        def one(
+            state: TrainState, member: Cohort, data: PyTree, first: Array, stop: Array
+        ) -> tuple[TrainState, Metrics]:
+            step = self._step(member)
+
+            def body(t: Array, carry: tuple[TrainState, Metrics]) -> tuple[TrainState, Metrics]:
+                state, metrics = carry
+                state, now = step(state, *self._take(reading, member, data, t))
+                set_ = jax.tree.map(lambda all_, new: all_.at[t - first].set(new), metrics, now)
+                return state, set_
+
+            shapes = jax.eval_shape(
+                lambda: step(state, *self._take(reading, member, data, first))[1]
+            )
+            empty = jax.tree.map(lambda s: jnp.zeros((calls,), s.dtype), shapes)
+            return jax.lax.fori_loop(first, stop, body, (state, empty))
+
+        return self._spread(self._chunked(one), "mm...")(state, cohort, data, first, stop)
+
+    def _take(
+        self, reading: Reading, member: Cohort, data: PyTree, t: Array
+    ) -> tuple[PyTree, Array]:
+        """This device's rows of a member's step `t`, and how many of all rows are real."""
+        rows = self.plan.padded_size(reading.batch_size)
+        index = t % reading.steps
+        # Whole epochs have equal steps but the last; `count` is a constant where it can be.
+        ragged = reading.length % reading.batch_size != 0
+        left = reading.length - index * reading.batch_size
+        count = jnp.int32(reading.batch_size)
+        if ragged:
+            count = jnp.minimum(left, reading.batch_size).astype(jnp.int32)
+        split = self.mesh.shape["data"] > 1 and "data" in self._manual
+        size = rows // self.mesh.shape["data"] if split else rows
+        first = jax.lax.axis_index("data") * size if split else 0
+        unsampled = isinstance(reading.resample, Everything)
+        if unsampled and not reading.shuffle and size == reading.count == rows == reading.length:
+            return data, count
+        place = (first + jnp.arange(size, dtype=jnp.int32)) % count
+        position = (index * reading.batch_size + place).astype(jnp.uint32)
+        row = stream_row(
+            reading.resample,
+            reading.count,
+            jnp.uint32(reading.count) if unsampled else member.sizes,
+            member.seeds,
+            member.numbers,
+            (t // reading.steps).astype(jnp.uint32),
+            position,
+            shuffle=reading.shuffle,
+        )
+        return jax.tree.map(lambda leaf: leaf.at[row].get(mode="promise_in_bounds"), data), count
+
+    def evaluate(
+        self, state: TrainState, cohort: Cohort, batch: PyTree, count: Int[Array, ""]
+    ) -> Totals:
+        """Every member's totals over the same batch, without gradient; leaves `(K,)`."""
+        split = self.mesh.shape["data"] > 1 and "data" in self._manual
+
+        def one(state: TrainState, member: Cohort, batch: PyTree, count: Array) -> tuple[Any, Any]:
+            size = jax.tree.leaves(batch)[0].shape[0]
+            first = jax.lax.axis_index("data") * size if split else 0
+            rows = number_rows(batch, jax.random.key(0), count, first)
+            evaluate = evaluation(self.make(member.hyper).task, self.plan.precision)
+            totals = evaluate(state.params, state.model_state, rows)
+            return (), jax.lax.psum(totals, "data") if split else totals
+
+        chunked = self._chunked(one, keep=False)
+        return self._spread(chunked, "mmd.")(state, cohort, batch, count)[1]
+
+    def predict(self, state: TrainState, cohort: Cohort, inputs: PyTree) -> PyTree:
+        """Every member's outputs for the same inputs: leaves `(B, K, ...)`, the rows leading."""
+        if self.example.predict is None:
+            raise errors.no_predict()
+
+        def one(state: TrainState, member: Cohort, inputs: PyTree) -> tuple[Any, PyTree]:
+            task = self.make(member.hyper).task
+            states = (state.model_state,) if task.stateful else ()
+            assert task.predict is not None
+            outputs = self._predicting(task)(state.params, *states, inputs)
+            size = jax.tree.leaves(inputs)[0].shape[0]
+            for leaf in jax.tree.leaves(outputs):
+                if leaf.shape[:1] != (size,):
+                    raise errors.predict_wrong_shape(leaf.shape, size)
+            return (), outputs
+
+        def rows_first(state: TrainState, cohort: Cohort, inputs: PyTree) -> PyTree:
+            _, outputs = self._chunked(one, keep=False)(state, cohort, inputs)
+            return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), outputs)
+
+        rows = P("data") if "data" in self._manual else P()
+        return jax.shard_map(
+            rows_first,
+            mesh=self.mesh,
+            in_specs=(P("member"), P("member"), rows),
+            out_specs=P(*rows, "member") if rows else P(None, "member"),
+            axis_names=self._manual,
+            check_vma=False,
+        )(state, cohort, inputs)
+
+    def _predicting(self, task: Task) -> Callable[..., PyTree]:
+        assert task.predict is not None
+        predict = with_precision(task.predict, self.plan.precision, task.stateful)
+        if self.plan.precision == "float32":
+            return predict
+        return lambda *args: cast_floating(predict(*args), jnp.dtype("float32"))
+
+    # --- Spreading ----------------------------------------------------------------------------
+
+    def _chunked(
+        self, one: Callable[..., tuple[Any, PyTree]], *, keep: bool = True
+    ) -> Callable[..., tuple[Any, PyTree]]:
+        """`(state, cohort, *shared) -> (state, results)` over all members of a device.
+
+        A chunk at a time; the states are updated where they lie. With `keep=False` `one` returns
+        no state.
+        """
+
+        def run(state: PyTree, cohort: Cohort, *shared: Any) -> tuple[PyTree, PyTree]:
+            members = cohort.seeds.shape[0]
+            chunk = min(self.plan.chunk or members, members)
+
+            def some(first: Any, size: int, state: PyTree) -> tuple[PyTree, PyTree]:
+                def cut(leaf: Array) -> Array:
+                    return jax.lax.dynamic_slice_in_dim(leaf, first, size)
+
+                part = jax.tree.map(cut, (state, cohort))
+                return jax.vmap(lambda s, m: one(s, m, *shared))(*part)
+
+            if chunk == members:
+                return some(0, members, state)
+
+            def put(all_: PyTree, new: PyTree, first: Any) -> PyTree:
+                return jax.tree.map(
+                    lambda a, n: jax.lax.dynamic_update_slice_in_dim(a, n, first, 0), all_, new
+                )
+
+            def body(first: Any, size: int, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+                state, results = carry
+                new, result = some(first, size, state)
+                return (put(state, new, first) if keep else state), put(results, result, first)
+
+            shapes = jax.eval_shape(lambda: some(0, chunk, state)[1])
+            results = jax.tree.map(lambda s: jnp.zeros((members, *s.shape[1:]), s.dtype), shapes)
+            whole = members // chunk
+            carry = jax.lax.fori_loop(
+                0, whole, lambda i, carry: body(i * chunk, chunk, carry), (state, results)
+            )
+            rest = members - whole * chunk
+            carry = body(whole * chunk, rest, carry) if rest else carry
+            return carry if keep else ((), carry[1])
+
+        return run
+
+    def _spread(self, fun: Callable[..., Any], kinds: str) -> Callable[..., Any]:
+        """`fun` on every device: arguments split by member (m), by row (d), or whole (.)."""
+        if self.mesh.size == 1:
+            return fun
+        rows = P("data") if "data" in self._manual else P()
+        specs = {"m": P("member"), "d": rows, ".": P()}
+        return jax.shard_map(
+            fun,
+            mesh=self.mesh,
+            in_specs=tuple(specs[kind] for kind in kinds),
+            out_specs=P("member"),
+            axis_names=self._manual,
+            check_vma=False,
+        )

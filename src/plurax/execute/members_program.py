@@ -1,0 +1,393 @@
+"""A population's program: a task, an optimizer, a plan and members, compiled for one batch size."""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
+
+from plurax import errors, inspect, tree
+from plurax.execute.choose import Choice, Run, choose, stepping
+from plurax.execute.in_flight import InFlight
+from plurax.execute.members import Maker, Population, Reading
+from plurax.execute.placement import Placed, Placement, chunks, is_arrays, leading_dim
+from plurax.execute.predict import predict_stream
+from plurax.execute.step import Metrics
+from plurax.members import Cohort, Members
+from plurax.mesh import memory_budget, replicated, split_rows
+from plurax.plan import Plan
+from plurax.state import TrainState
+from plurax.task import Task
+
+CALLS = 128
+"""The most steps of one call of the compiled loop: it returns the metrics of each."""
+
+
+class MembersProgram:
+    """The compiled step of a population and what goes with it. Made by `plurax.compile`.
+
+    The methods are those of a `Program`; every leaf of the state and of the metrics has a leading
+    dim of members.
+
+    **Attributes:** `members`, `mesh` and `batch_size`; `count`, how many members; `plan`, with its
+    `chunk` and `batch_dim` chosen, and `measured`, the `Choice`s among which.
+    """
+
+    def __init__(
+        self,
+        task: Task | Maker,
+        optimizer: Any,
+        plan: Plan,
+        batch: PyTree,
+        mesh: Mesh,
+        members: Members,
+        *,
+        reading: Reading | None = None,
+        data: PyTree = None,
+        count: int | None = None,
+    ) -> None:
+        if members.hyper and isinstance(task, Task) and hasattr(optimizer, "update"):
+            raise errors.members_need_a_function("optimizer")
+        self._task, self._optimizer = task, optimizer
+        self.members = members
+        self.mesh = mesh
+        self.batch_size = leading_dim(batch)
+        self.count = members.count if count is None else count
+        self.reading = reading
+        self.slots = -(-self.count // plan.member) * plan.member
+        """Members on the devices: `count`, filled up to a multiple of the mesh axis."""
+        self._in_flight = InFlight(mesh)
+        self._hyper = {name: jnp.asarray(value) for name, value in members.hyper_of(0).items()}
+        self._cohort = members.cohort(reading.count if reading else 2**31 - 1)
+        self._placement = Placement(batch, plan.padded_size(self.batch_size), split_rows(mesh))
+        size = -(-self.batch_size // plan.microbatches)
+        self._evaluation = Placement(
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), batch),
+            Plan(data=plan.data).padded_size(size),
+            split_rows(mesh),
+        )
+        self._population = functools.partial(Population, task, optimizer, self._hyper, mesh=mesh)
+        self.plan = plan
+        self.measured: list[Choice] = []
+        self._predicts: dict[Any, tuple[Placement, jax.stages.Compiled]] = {}
+        if self._must_choose():
+            self.plan, self.measured = self._choose(data)
+        self._built = self._population(plan=self.plan)
+
+    def of(self, members: Members) -> "MembersProgram":
+        """A program like this one, its plan included, for other members."""
+        return MembersProgram(
+            self._task,
+            self._optimizer,
+            self.plan,
+            self._placement.like,
+            self.mesh,
+            members,
+            reading=self.reading,
+        )
+
+    def choice_text(self) -> str:
+        """What was chosen by measurement, and what the alternatives cost, in words."""
+        chosen = f"chunk={self.plan.chunk}, batch_dim={self.plan.batch_dim}"
+        return f"{chosen}: chosen by measurement of a step ({'; '.join(map(str, self.measured))})"
+
+    def _must_choose(self) -> bool:
+        return self.plan.chunk is None or self.plan.batch_dim is None
+
+    # --- Training -----------------------------------------------------------------------------
+
+    def cohort(self, indices: Any = None) -> Cohort:
+        """Some members (default all) as arrays on the devices, filled up to the slots."""
+        chosen = np.arange(self.members.count) if indices is None else np.asarray(indices)
+        filled = chosen[np.arange(self.slots) % len(chosen)]
+        return jax.device_put(self._cohort.take(filled), self._by_member)
+
+    @functools.cached_property
+    def _everyone(self) -> Cohort:
+        return self.cohort()
+
+    def init(self, cohort: Cohort | None = None) -> TrainState:
+        """Fresh states; a member's is the same as alone with its seed."""
+        return self._compiled_init(cohort or self._everyone)
+
+    @functools.cached_property
+    def _compiled_init(self) -> jax.stages.Compiled:
+        made = jax.jit(self._built.init, out_shardings=self._by_member)
+        return made.lower(self._like(self._everyone)).compile()
+
+    def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """One update of every member from the same batch of at most `batch_size` examples.
+
+        As `Program.step`; metrics have shape `(members,)`. A member whose loss or gradient was not
+        finite keeps its last state from then on (`skipped` counts the steps).
+        """
+        return self.step_placed(state, self._placement.fill(batch))
+
+    def place_batch(self, batch: PyTree) -> Placed:
+        """Put a batch on the devices ahead of its step; for `step_placed`."""
+        return self._placement.place(batch)
+
+    def step_placed(self, state: TrainState, placed: Placed) -> tuple[TrainState, Metrics]:
+        """Like `step`, for a batch that `place_batch` has put on the devices."""
+        state, metrics = self._run(self.compiled_step, state, self._everyone, *placed)
+        return state, {name: value[: self.count] for name, value in metrics.items()}
+
+    def place_data(self, data: PyTree) -> PyTree:
+        """Put a whole data set on every device of the mesh, for `loop`."""
+        return jax.device_put(data, replicated(self.mesh))
+
+    def loop(
+        self,
+        state: TrainState,
+        data: PyTree,
+        first: int,
+        stop: int,
+        cohort: Cohort | None = None,
+    ) -> tuple[TrainState, Metrics]:
+        """Steps `first` to `stop`, counted from the start of training, in one compiled loop.
+
+        **Arguments:** `data`, what `place_data` returned; at most `CALLS` steps, across epochs as
+        they come; one compiled program serves every range. `cohort`, which members the state
+        belongs to, default all.
+
+        **Returns:** the state, and metrics `(members, CALLS)`, the first `stop - first` being set.
+        """
+        assert stop - first <= CALLS
+        compiled = self.compile_loop(data)
+        members = cohort or self._everyone
+        return self._run(compiled, state, members, data, np.int32(first), np.int32(stop))
+
+    def compile_loop(self, data: PyTree) -> jax.stages.Compiled:
+        """The compiled loop, for data of the shapes of `reading`."""
+        if self._loop is None:
+            self._loop = self._compile_loop(self._built, data)
+        return self._loop
+
+    _loop: jax.stages.Compiled | None = None
+
+    def _compile_loop(self, built: Population, data: PyTree) -> jax.stages.Compiled:
+        assert self.reading is not None, "loop needs a reading"
+        loop = functools.partial(built.loop, self.reading, CALLS)
+        count = jax.ShapeDtypeStruct((), jnp.int32)
+        whole = replicated(self.mesh)
+        data = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype), sharding=whole
+            ),
+            data,
+        )
+        return (
+            jax.jit(loop, donate_argnums=0, out_shardings=self._by_member)
+            .lower(self.state_shapes, self._like(self._everyone), data, count, count)
+            .compile()
+        )
+
+    def place(self, state: TrainState) -> TrainState:
+        """Put a state of `count` members from elsewhere on this program's devices."""
+        filled = self._filled(state)
+        copied = jax.tree.map(jnp.copy, state) if filled is state else filled
+        return jax.device_put(copied, self._by_member)
+
+    def _filled(self, state: TrainState) -> TrainState:
+        """The state with all slots filled, where it holds `count` members."""
+        if state.step.ndim == 0:
+            raise errors.state_of_one_network()
+        given = state.step.shape[0]
+        if given not in (self.count, self.slots):
+            raise errors.members_in_state(given, self.count)
+        if given != self.slots:
+            fill = np.arange(self.slots) % given
+            filled = jax.tree.map(lambda leaf: leaf[fill], state)
+            state = jax.device_put(filled, self._by_member)
+        self._check_state(state)
+        return state
+
+    def kept(self, state: TrainState) -> TrainState:
+        """The state without the members that only fill up the slots."""
+        if self.slots == self.count:
+            return state
+        return jax.tree.map(lambda leaf: leaf[: self.count], state)
+
+    # --- Inference ----------------------------------------------------------------------------
+
+    def predict(
+        self, state: TrainState, inputs: PyTree | Iterable[PyTree], *, chunk: int | None = None
+    ) -> Any:
+        """Every member's outputs for any number of inputs: NumPy arrays `(members, N, ...)`.
+
+        As `Program.predict`, an iterable of inputs giving an iterator of outputs.
+        """
+        if not is_arrays(inputs):
+            return self._predict_stream(state, iter(inputs), chunk)
+        return next(self._predict_stream(state, iter([inputs]), chunk))
+
+    def _predict_stream(
+        self, state: TrainState, batches: Iterator[PyTree], chunk: int | None
+    ) -> Iterator[PyTree]:
+        first = next(batches, None)
+        if first is None:
+            return
+        placement, compiled = self._predict_program(first, chunk or self.batch_size)
+
+        def chained() -> Iterator[PyTree]:
+            yield first
+            yield from batches
+
+        state = self._filled(state)
+
+        def run(rows: PyTree) -> PyTree:
+            return compiled(state, self._everyone, rows)
+
+        for outputs in predict_stream(run, placement, chained()):
+            yield jax.tree.map(lambda leaf: np.moveaxis(leaf, 1, 0)[: self.count], outputs)
+
+    def _predict_program(self, inputs: PyTree, chunk: int) -> tuple[Placement, jax.stages.Compiled]:
+        like = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((chunk, *np.shape(leaf)[1:]), leaf.dtype), inputs
+        )
+        key = (jax.tree.structure(like), *((x.shape, x.dtype) for x in jax.tree.leaves(like)))
+        if key not in self._predicts:
+            rows = Plan(data=self.plan.data).padded_size(chunk)
+            placement = Placement(like, rows, split_rows(self.mesh))
+            compiled = (
+                jax.jit(self._built.predict)
+                .lower(self.state_shapes, self._like(self._everyone), placement.abstract())
+                .compile()
+            )
+            self._predicts[key] = (placement, compiled)
+        return self._predicts[key]
+
+    def evaluate(self, state: TrainState, data: PyTree | Iterable[PyTree]) -> dict[str, np.ndarray]:
+        """Every member's weighted means of loss and metrics over all of `data`, `(members,)`."""
+        parts = []
+        state = self._filled(state)
+        for batch in chunks(data, self._evaluation.size):
+            placed = self._evaluation.place(batch)
+            part = self._compiled_evaluate(state, self._everyone, *placed)
+            self._in_flight.started(part.loss)
+            parts.append(part)
+        if not parts:
+            raise errors.batch_is_empty()
+        host = jax.device_get(parts)
+
+        def total(values: list[np.ndarray]) -> np.ndarray:
+            return np.sum(np.asarray(values, np.float64), axis=0)[: self.count]
+
+        weight = total([part.weight for part in host])
+        weight = np.where(weight == 0, math.nan, weight)
+        means = {"loss": total([part.loss for part in host]) / weight}
+        for name in host[0].metrics:
+            means[name] = total([part.metrics[name] for part in host]) / weight
+        return means
+
+    @functools.cached_property
+    def _compiled_evaluate(self) -> jax.stages.Compiled:
+        count = jax.ShapeDtypeStruct((), jnp.int32)
+        cohort = self._like(self._everyone)
+        return (
+            jax.jit(self._built.evaluate)
+            .lower(self.state_shapes, cohort, self._evaluation.abstract(), count)
+            .compile()
+        )
+
+    # --- Reading the compiled program ---------------------------------------------------------
+
+    @functools.cached_property
+    def compiled_step(self) -> jax.stages.Compiled:
+        """The compiled step, `(state, cohort, rows, count) -> (state, metrics)`."""
+        return self._compile_step(self._built)
+
+    def _compile_step(self, built: Population) -> jax.stages.Compiled:
+        count = jax.ShapeDtypeStruct((), jnp.int32)
+        return (
+            jax.jit(built.step, donate_argnums=0, out_shardings=self._by_member)
+            .lower(self.state_shapes, self._like(self._everyone), self._placement.abstract(), count)
+            .compile()
+        )
+
+    @property
+    def compiled(self) -> jax.stages.Compiled:
+        """The loop, where there is one, else the step."""
+        return self._loop or self.compiled_step
+
+    def hlo(self) -> str:
+        """The text of the compiled program: the loop's, if it has run, else the step's."""
+        return self.compiled.as_text() or ""
+
+    def collectives(self) -> list[inspect.Collective]:
+        """The collectives of the compiled program; none is over the mesh axis `member`."""
+        return inspect.collectives(self.hlo(), self.mesh)
+
+    def memory(self) -> inspect.Memory:
+        """Bytes on one device, as the compiler reports them."""
+        return inspect.memory(self.compiled)
+
+    @functools.cached_property
+    def state_shapes(self) -> TrainState:
+        """The state as a tree of `jax.ShapeDtypeStruct`s with their shardings."""
+        built = self._population(plan=self.plan)
+        one = jax.eval_shape(built.new_state, jax.tree.map(lambda x: x[0], self._everyone))
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                (self.slots, *x.shape), x.dtype, sharding=self._by_member
+            ),
+            one,
+        )
+
+    # --- Inside -------------------------------------------------------------------------------
+
+    @property
+    def _by_member(self) -> NamedSharding:
+        return NamedSharding(self.mesh, P("member"))
+
+    def _like(self, values: PyTree) -> PyTree:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), values
+        )
+
+    def _run(self, compiled: jax.stages.Compiled, state: TrainState, *args: Any) -> Any:
+        if state.step.is_deleted():
+            raise errors.state_was_donated()
+        if state.step.shape != (self.slots,):
+            state = self._filled(state)
+        try:
+            state, metrics = compiled(state, *args)
+        except (TypeError, ValueError):
+            self._check_state(state)
+            raise
+        self._in_flight.started(metrics["loss"])
+        return state, metrics
+
+    def _check_state(self, state: TrainState) -> None:
+        expected, given = tree.describe(self.state_shapes), tree.describe(state)
+        if expected != given:
+            raise errors.state_mismatch(expected, given)
+
+    def _choose(self, data: PyTree) -> tuple[Plan, list[Choice]]:
+        """Measure the loop over the data, where they stay on the devices, else the step."""
+        init = jax.jit(self._population(plan=self.plan).init, out_shardings=self._by_member)
+        if data is not None:
+            placed: tuple[Any, ...] = (self.place_data(data),)
+        else:
+            zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._placement.like)
+            placed = self._placement.place(zeros)
+
+        def build(plan: Plan) -> tuple[int, Callable[[], Run]]:
+            built = self._population(plan=plan)
+            looped = data is not None
+            compiled = self._compile_loop(built, data) if looped else self._compile_step(built)
+            arguments = (self._everyone, *placed)
+            needed = inspect.memory(compiled).peak
+            return needed, lambda: stepping(compiled, init(self._everyone), arguments, looped)
+
+        dtype = jnp.result_type(*jax.tree.leaves(self.state_shapes.params))
+        tolerance = 2e-2 if self.plan.precision == "bfloat16" else 1e-4
+        tolerance = 1e-9 if dtype == jnp.float64 else tolerance
+        members = self.slots // self.plan.member
+        return choose(self.plan, members, build, memory_budget(self.mesh), tolerance)

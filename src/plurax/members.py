@@ -1,0 +1,236 @@
+"""A population of networks: which seeds, which hyperparameters, which data. Knows no device."""
+
+import dataclasses
+import itertools
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from plurax import errors
+from plurax.resample import Everything, Resample
+
+Hyper = dict[str, Any]
+"""The hyperparameters of one member by name; scalars."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Distribution:
+    """Between `low` and `high`, evenly, or evenly in the logarithm."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high or (self.log and self.low <= 0):
+            raise errors.distribution_bounds(self.low, self.high, log=self.log)
+
+    def at(self, u: Any) -> Any:
+        """The value at quantile `u`, elementwise."""
+        if self.log:
+            return np.exp(math.log(self.low) + u * (math.log(self.high) - math.log(self.low)))
+        return self.low + u * (self.high - self.low)
+
+
+def uniform(low: float, high: float) -> Distribution:
+    """A hyperparameter drawn evenly from `[low, high)` for each member."""
+    return Distribution(low, high)
+
+
+def log_uniform(low: float, high: float) -> Distribution:
+    """A hyperparameter whose logarithm is drawn evenly for each member; `low` above 0."""
+    return Distribution(low, high, log=True)
+
+
+class Grid(dict[str, tuple[Any, ...]]):
+    """The product of some choices; made by `grid`."""
+
+    def settings(self) -> list[Hyper]:
+        """Every combination, the last name changing fastest."""
+        return [
+            dict(zip(self, values, strict=True)) for values in itertools.product(*self.values())
+        ]
+
+
+def grid(**choices: Sequence[Any]) -> Grid:
+    """Every combination of some choices, each trained with every seed.
+
+    >>> len(grid(learning_rate=[1e-3, 1e-2], momentum=[0.0, 0.9, 0.99]).settings())
+    6
+    """
+    for name, values in choices.items():
+        if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+            raise errors.grid_not_a_list(name, values)
+    return Grid({name: tuple(values) for name, values in choices.items()})
+
+
+class Cohort(NamedTuple):
+    """Some members as arrays `(K,)`, NumPy's or on devices, given to a compiled program: a pytree.
+
+    **Fields:** `numbers`, which member of the population; `seeds`; `sizes`, draws in a pass of its
+    data, all uint32; `hyper`, by name.
+    """
+
+    numbers: Any
+    seeds: Any
+    sizes: Any
+    hyper: dict[str, Any]
+
+    def take(self, indices: Any) -> "Cohort":
+        """Those at some indices."""
+        return jax.tree.map(lambda leaf: leaf[indices], self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Members:
+    """A population of networks, trained together in one program.
+
+    What a member is depends on its number, its seed and its hyperparameters alone, not on the
+    others: a population can grow, and any member can be trained alone.
+
+    **Fields:**
+
+    - `seeds`: a number of members with the seeds 0, 1, 2, ..., or the seeds themselves (whole
+      numbers from 0 to 2³²-1). A member's seed rules its initial parameters, dropout, order of data
+      and resampling.
+    - `hyper`: hyperparameters by name, given to the task and the optimizer: a list with one value
+      for each member, `uniform` or `log_uniform` to draw from, or one number for all; or a `grid`,
+      whose every setting is trained with every seed (settings outer, seeds inner).
+    - `resample`: `bootstrap()`, `kfold(n)` or `subsample(sizes)`; by default each member reads all
+      rows.
+    - `draw_seed`: of the hyperparameters drawn.
+    - `numbers`: which members of this population; default all. `take` sets it.
+
+    Raises `MembersError`.
+
+    >>> members = Members(3, {"learning_rate": [0.1, 0.2, 0.3]})
+    >>> members.count, members.hyper_of(2)
+    (3, {'learning_rate': 0.3})
+    >>> Members([7, 8], grid(learning_rate=[0.1, 0.2])).count
+    4
+    """
+
+    seeds: int | Sequence[int] | None = None
+    hyper: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    resample: Resample = Everything()  # noqa: RUF009  frozen
+    draw_seed: int = 0
+    numbers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        seeds = self._seeds()
+        if not seeds or self.numbers == ():
+            raise errors.members_none()
+        for seed in seeds:
+            if not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
+                raise errors.member_seed_out_of_range(seed)
+        for name, values in {} if isinstance(self.hyper, Grid) else self.hyper.items():
+            if _is_list(values) and len(values) != self._all:
+                raise errors.hyper_wrong_length(name, len(values), self._all)
+        for number in self.numbers or ():
+            if not 0 <= number < self._all:
+                raise errors.member_not_there(number, self._all)
+
+    def _seeds(self) -> list[int]:
+        if self.seeds is None:
+            if isinstance(self.hyper, Grid):
+                return [0]
+            lengths = [len(values) for values in self.hyper.values() if _is_list(values)]
+            if not lengths:
+                raise errors.members_not_counted()
+            return list(range(lengths[0]))
+        if isinstance(self.seeds, int):
+            return list(range(self.seeds))
+        return list(self.seeds)
+
+    @property
+    def _all(self) -> int:
+        settings = len(self.hyper.settings()) if isinstance(self.hyper, Grid) else 1
+        return settings * len(self._seeds())
+
+    def _numbers(self) -> np.ndarray:
+        return np.arange(self._all) if self.numbers is None else np.asarray(self.numbers)
+
+    @property
+    def count(self) -> int:
+        """How many members."""
+        return self._all if self.numbers is None else len(self.numbers)
+
+    def take(self, indices: Sequence[int]) -> "Members":
+        """Some of these members; each stays what it is, its number included.
+
+        >>> Members(100).take([40]).seed_of(0)
+        40
+        """
+        numbers = self._numbers()
+        for index in indices:
+            if not 0 <= index < len(numbers):
+                raise errors.member_not_there(index, len(numbers))
+        return dataclasses.replace(self, numbers=tuple(int(numbers[i]) for i in indices))
+
+    def hyper_table(self) -> dict[str, np.ndarray]:
+        """Each hyperparameter's values, shape `(count,)`."""
+        if isinstance(self.hyper, Grid):
+            settings = [one for one in self.hyper.settings() for _ in self._seeds()]
+            columns = {name: [one[name] for one in settings] for name in self.hyper}
+        else:
+            columns = dict(self.hyper)
+        return {name: self._column(name, values)[self._numbers()]
+                for name, values in columns.items()}  # fmt: skip
+
+    def _column(self, name: str, values: Any) -> np.ndarray:
+        if isinstance(values, Distribution):
+            # The first draws stay the same when the population grows.
+            rng = np.random.default_rng([self.draw_seed, zlib.crc32(name.encode())])
+            return values.at(rng.random(self._all))
+        column = np.asarray(values if _is_list(values) else [values] * self._all)
+        if column.ndim != 1 or column.dtype.kind not in "fiub":
+            raise errors.hyper_not_numbers(name, values)
+        return column
+
+    def hyper_of(self, member: int) -> Hyper:
+        """The hyperparameters of the member at an index, as Python numbers."""
+        return {name: values[member].item() for name, values in self.hyper_table().items()}
+
+    def seed_of(self, member: int) -> int:
+        """The seed of the member at an index."""
+        seeds = self._seeds()
+        return int(seeds[int(self._numbers()[member]) % len(seeds)])
+
+    def epoch_length(self, rows: int) -> int:
+        """Draws in an epoch over data of `rows` rows: the longest pass of a member."""
+        return max(self.resample.size(rows, int(number)) for number in self._numbers())
+
+    def cohort(self, rows: int) -> Cohort:
+        """All members as arrays, for data of `rows` rows. Raises `BatchError`."""
+        numbers, seeds = self._numbers(), np.asarray(self._seeds())
+        return Cohort(
+            numbers.astype(np.uint32),
+            seeds[numbers % len(seeds)].astype(np.uint32),
+            np.asarray([self.resample.size(rows, int(number)) for number in numbers], np.uint32),
+            {name: _canonical(values) for name, values in self.hyper_table().items()},
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        """Number, seed and hyperparameters of each member."""
+        numbers, seeds = self._numbers(), self._seeds()
+        hyper = {name: column.tolist() for name, column in self.hyper_table().items()}
+        return [
+            {
+                "member": int(number),
+                "seed": int(seeds[number % len(seeds)]),
+                **{name: column[index] for name, column in hyper.items()},
+            }
+            for index, number in enumerate(numbers)
+        ]
+
+
+def _is_list(values: Any) -> bool:
+    return isinstance(values, Sequence) or getattr(values, "ndim", 0) > 0
+
+
+def _canonical(values: np.ndarray) -> np.ndarray:
+    return values.astype(jax.dtypes.canonicalize_dtype(values.dtype))

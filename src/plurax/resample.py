@@ -1,0 +1,286 @@
+"""Which row of the data stands where: shuffling and resampling as pure functions.
+
+A member reads a stream of rows. What stands at a position of an epoch is a function of
+`(seed, member, epoch, position)` and the number of rows alone: not of the batch size, the plan or
+the mesh, and nothing is stored. Data therefore lie on a device once, however many members read
+them, and a run resumes at any step.
+
+    row(seed, member, epoch, position) = choose(j),  j = shuffle(pass)[position mod size]
+
+`size` is how many draws a member makes in a pass; `choose` is the resampling: which row draw `j`
+is. A member with fewer draws than the longest goes around again within the epoch, in a new order.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, UInt32
+
+from plurax import errors
+
+ROUNDS = 12
+"""Enough that orders of a handful of rows come out evenly."""
+
+Word = UInt32[Array, "..."]
+
+
+class Resample(Protocol):
+    """How a member draws its rows. Frozen, comparable; `kind` names it in checkpoints."""
+
+    def size(self, count: int, member: int) -> int:
+        """Draws in a pass of a member over data of `count` rows."""
+        ...
+
+    def choose(self, draw: Word, count: int, seed: Word, member: Word) -> Word:
+        """The row that a draw is; elementwise over `draw`, scalars else."""
+        ...
+
+    def held_out(self, count: int, seed: int, member: int) -> Int[np.ndarray, "R"]:
+        """The rows that a member never trains on, in order."""
+        ...
+
+
+def mix(*words: Word | int) -> Word:
+    """Hash words to one of 32 bits: Murmur3's body and finalizer (A. Appleby, public domain)."""
+    state = jnp.uint32(0x9E3779B9)
+    for word in words:
+        state = (state ^ jnp.asarray(word).astype(jnp.uint32)) * jnp.uint32(0xCC9E2D51)
+        state = (state ^ (state >> 15)) * jnp.uint32(0x85EBCA6B)
+        state = (state ^ (state >> 13)) * jnp.uint32(0xC2B2AE35)
+        state = state ^ (state >> 16)
+    return state
+
+
+def permute(index: Word, size: Word | int, key: Word) -> Word:
+    """The place of `index` in a pseudo-random permutation of `range(size)`; elementwise.
+
+    A Feistel network over Z_a × Z_b with a·b just above `size`, walked until it falls inside
+    (J. Black and P. Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002): a
+    permutation without a table. `size` may be up to 2³¹.
+
+    >>> import jax.numpy as jnp
+    >>> sorted(permute(jnp.arange(7, dtype=jnp.uint32), 7, jnp.uint32(5)).tolist())
+    [0, 1, 2, 3, 4, 5, 6]
+    """
+    size = jnp.asarray(size).astype(jnp.uint32)
+    a = jnp.maximum(jnp.ceil(jnp.sqrt(size.astype(jnp.float32))).astype(jnp.uint32), 1)
+    b = (size + a - 1) // a
+    keys = [mix(key, turn) for turn in range(ROUNDS)]
+
+    def shift(value: Word, other: Word, turn: int, modulus: Word) -> Word:
+        # Sixteen bits of hash scaled to the modulus, so that no division is needed.
+        drawn = ((mix(other ^ keys[turn]) >> 16) * modulus) >> 16
+        moved = value + drawn
+        return jnp.where(moved >= modulus, moved - modulus, moved)
+
+    def walk(value: Word) -> Word:
+        left, right = value // b, value % b
+        for turn in range(0, ROUNDS, 2):
+            left = shift(left, right, turn, a)
+            right = shift(right, left, turn + 1, b)
+        return left * b + right
+
+    def again(value: Word) -> Word:
+        return jnp.where(value < size, value, walk(value))
+
+    return jax.lax.while_loop(lambda v: jnp.any(v >= size), again, walk(index))
+
+
+def scaled(word: Word, size: Word | int) -> Word:
+    """A hash word as a number below `size`, by the high half of their product."""
+    size = jnp.asarray(size).astype(jnp.uint32)
+    low = (word & 0xFFFF) * (size & 0xFFFF)
+    cross = (word >> 16) * (size & 0xFFFF)
+    other = (word & 0xFFFF) * (size >> 16)
+    middle = (low >> 16) + (cross & 0xFFFF) + (other & 0xFFFF)
+    return (word >> 16) * (size >> 16) + (cross >> 16) + (other >> 16) + (middle >> 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Everything:
+    """Every row once in a pass: what a network reads that is not resampled."""
+
+    def size(self, count: int, member: int) -> int:
+        """All rows."""
+        return count
+
+    def choose(self, draw: Word, count: int, seed: Word, member: Word) -> Word:
+        """The draw itself."""
+        return draw
+
+    def held_out(self, count: int, seed: int, member: int) -> Int[np.ndarray, "R"]:
+        """None."""
+        return np.zeros(0, np.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bootstrap:
+    """As many draws as there are rows, with replacement (B. Efron, Ann. Statist. 7, 1979).
+
+    A member's draws stay the same in every epoch; only their order changes.
+    """
+
+    def size(self, count: int, member: int) -> int:
+        """As many draws as rows."""
+        return count
+
+    def choose(self, draw: Word, count: int, seed: Word, member: Word) -> Word:
+        """A row drawn for this draw of this member."""
+        return scaled(mix(seed, member, draw, 0xB007), count)
+
+    def held_out(self, count: int, seed: int, member: int) -> Int[np.ndarray, "R"]:
+        """The rows no draw took ("out of bag"), about 37 %."""
+        return np.setdiff1d(np.arange(count), draws(self, count, seed, member))
+
+
+@dataclasses.dataclass(frozen=True)
+class KFold:
+    """Member `m` trains on all rows but those of fold `m mod folds`.
+
+    Folds are disjoint, complete, differ in size by at most one row, and are the same for all
+    members of the same `seed`.
+    """
+
+    folds: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.folds < 2:
+            raise errors.folds_too_few(self.folds)
+
+    def size(self, count: int, member: int) -> int:
+        """The rows of the other folds."""
+        if count < self.folds:
+            raise errors.folds_too_many(self.folds, count)
+        fold = member % self.folds
+        return count - (count * (fold + 1) // self.folds - count * fold // self.folds)
+
+    def choose(self, draw: Word, count: int, seed: Word, member: Word) -> Word:
+        """The draw, jumping over the fold left out, in the order that deals rows to folds."""
+        # The bounds of all folds are few and known; a table keeps count * fold from overflowing.
+        bounds = jnp.asarray([count * f // self.folds for f in range(self.folds + 1)], jnp.uint32)
+        fold = member % self.folds
+        first, stop = bounds[fold], bounds[fold + 1]
+        place = jnp.where(draw < first, draw, draw + (stop - first))
+        return permute(place, count, mix(self.seed, 0xF01D))
+
+    def held_out(self, count: int, seed: int, member: int) -> Int[np.ndarray, "R"]:
+        """The rows of the member's own fold."""
+        return np.setdiff1d(np.arange(count), draws(self, count, seed, member))
+
+
+@dataclasses.dataclass(frozen=True)
+class Subsample:
+    """Member `m` trains on `sizes[m mod len(sizes)]` rows drawn without replacement.
+
+    For learning curves over data sizes. Sizes are whole numbers of rows, or fractions below 1.
+    A member's larger samples hold its smaller ones.
+    """
+
+    sizes: tuple[float, ...]
+
+    def size(self, count: int, member: int) -> int:
+        """The member's size in rows. Raises `BatchError` where the data have fewer."""
+        wanted = self.sizes[member % len(self.sizes)]
+        rows = round(wanted * count) if wanted < 1 else int(wanted)
+        if not 1 <= rows <= count:
+            raise errors.subsample_wrong_size(wanted, count)
+        return rows
+
+    def choose(self, draw: Word, count: int, seed: Word, member: Word) -> Word:
+        """The row at this place of the member's own order of all rows."""
+        return permute(draw, count, mix(seed, member, 0x5AB5))
+
+    def held_out(self, count: int, seed: int, member: int) -> Int[np.ndarray, "R"]:
+        """The rows not drawn."""
+        return np.setdiff1d(np.arange(count), draws(self, count, seed, member))
+
+
+def bootstrap() -> Bootstrap:
+    """Each member draws as many rows as there are, with replacement.
+
+    >>> bootstrap().size(100, member=3)
+    100
+    """
+    return Bootstrap()
+
+
+def kfold(folds: int, *, seed: int = 0) -> KFold:
+    """Member `m` leaves out fold `m mod folds`; `seed` deals the rows to the folds.
+
+    >>> fold = kfold(3)
+    >>> [fold.held_out(4, seed=0, member=member).size for member in range(3)]
+    [1, 1, 2]
+    """
+    return KFold(folds, seed)
+
+
+def subsample(sizes: float | Sequence[float]) -> Subsample:
+    """Member `m` draws `sizes[m mod len(sizes)]` rows without replacement.
+
+    >>> subsample([0.1, 50]).size(100, member=0), subsample([0.1, 50]).size(100, member=1)
+    (10, 50)
+    """
+    chosen = (sizes,) if isinstance(sizes, int | float) else tuple(sizes)
+    if not chosen or min(chosen) <= 0:
+        raise errors.subsample_no_size(chosen)
+    return Subsample(chosen)
+
+
+def stream_row(
+    resample: Resample,
+    count: int,
+    size: Word,
+    seed: Word,
+    member: Word,
+    epoch: Word,
+    position: Word,
+    *,
+    shuffle: bool = True,
+) -> Int[Array, "..."]:
+    """The row at some positions of a member's epoch; elementwise over `position`, int32.
+
+    **Arguments:** `count`, rows of the data; `size`, `resample.size(count, member)`; the others
+    as above. Without `shuffle` draws come in their own order in every pass.
+    """
+    draw = position % size
+    if shuffle:
+        key = mix(seed, epoch, position // size, 0x0EDE)
+        draw = permute(draw, size, key)
+    return resample.choose(draw, count, seed, member).astype(jnp.int32)
+
+
+def draws(resample: Resample, count: int, seed: int, member: int) -> Int[np.ndarray, "D"]:
+    """The rows of a pass of a member, unshuffled: one for each draw, on the host."""
+    return epoch_rows(resample, count, seed, member, 0, shuffle=False)
+
+
+def epoch_rows(
+    resample: Resample,
+    count: int,
+    seed: int,
+    member: int,
+    epoch: int,
+    *,
+    length: int | None = None,
+    shuffle: bool = True,
+) -> Int[np.ndarray, "D"]:
+    """The first `length` rows (default: a pass) of a member's epoch, on the host."""
+    size = resample.size(count, member)
+    words = np.asarray([size, seed & 0xFFFFFFFF, member, epoch], np.uint32)
+    rows = _epoch_rows(resample, count, length or size, shuffle, words)
+    return np.asarray(rows, np.int64)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _epoch_rows(
+    resample: Resample, count: int, length: int, shuffle: bool, words: UInt32[Array, "4"]
+) -> Int[Array, "D"]:
+    position = jnp.arange(length, dtype=jnp.uint32)
+    size, seed, member, epoch = words
+    return stream_row(resample, count, size, seed, member, epoch, position, shuffle=shuffle)

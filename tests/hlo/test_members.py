@@ -1,0 +1,84 @@
+"""What a population's program holds: nothing over members, nothing of members times data."""
+
+import math
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+from tests import models
+
+import plurax as px
+from plurax.mesh import make_mesh
+
+ROWS = models.data(1000)
+
+
+def program(plan, members, rows=ROWS, batch=16):
+    count = len(rows["y"])
+    reading = px.Reading(members.resample, count, count, batch, -(-count // batch), True)
+    plan = px.Plan(**{**vars(plan), "chunk": plan.chunk or 2, "batch_dim": "major"})
+    made = px.MembersProgram(models.mlp_task(), models.optimizer(), plan, models.cut(rows, batch),
+                             make_mesh(plan), members, reading=reading)  # fmt: skip
+    made.compile_loop(rows)
+    return made
+
+
+def largest(hlo):
+    """Elements of the largest array in the text of a program."""
+    return max(
+        math.prod(int(n) for n in dims.split(","))
+        for dims in re.findall(r"(?:f32|s32|u32|pred|f64)\[([\d,]+)\]", hlo)
+    )
+
+
+@pytest.mark.parametrize("plan", [px.Plan(member=4), px.Plan(member=8, chunk=1)], ids=str)
+def test_members_never_communicate(plan):
+    made = program(plan, px.Members(8, resample=px.bootstrap()))
+    assert made.collectives() == []
+    step = px.compile(models.mlp_task(), models.optimizer(), made.plan, models.cut(ROWS, 16),
+                      members=px.Members(8))  # fmt: skip
+    assert step.collectives() == []
+
+
+def test_with_data_each_step_reduces_once_over_data_alone():
+    made = program(px.Plan(member=4, data=2, microbatches=2, chunk=1), px.Members(4))
+    reductions = [found for found in made.collectives() if found.kind == "all-reduce"]
+    assert {found.axes for found in made.collectives()} == {("data",)}
+    gradients = sum(leaf.nbytes for leaf in jax.tree.leaves(models.init(jax.random.key(0))))
+    # The gradient, and loss, weight and accuracy.
+    assert sum(found.bytes for found in reductions) == gradients + 12
+
+
+def test_nothing_has_members_times_rows():
+    made = program(px.Plan(member=2, chunk=50), px.Members(100, resample=px.bootstrap()))
+    # Members times calls, and the data themselves, are allowed.
+    assert largest(made.hlo()) < 1000 * 50
+
+
+def test_data_memory_does_not_depend_on_the_members():
+    """Twice the rows cost the same memory whatever the number of members."""
+
+    def arguments(members, count):
+        rows = jax.tree.map(lambda x: np.concatenate([x] * count), ROWS)
+        memory = program(px.Plan(chunk=4), px.Members(members, resample=px.bootstrap()), rows)
+        return memory.memory()
+
+    few, few_more = arguments(4, 1), arguments(4, 2)
+    many, many_more = arguments(64, 1), arguments(64, 2)
+    bytes_of_rows = sum(leaf.nbytes for leaf in jax.tree.leaves(ROWS))
+    assert few_more.arguments - few.arguments == bytes_of_rows
+    assert many_more.arguments - many.arguments == bytes_of_rows
+    assert many_more.temporaries - many.temporaries <= few_more.temporaries - few.temporaries + 64
+
+
+def test_memory_of_a_chunk_does_not_grow_with_the_members():
+    """Beyond the states and metrics, which are arguments and outputs."""
+    small, large = (program(px.Plan(chunk=4), px.Members(count)).memory() for count in (16, 64))
+    state = sum(
+        np.prod(leaf.shape[1:]) * 4
+        for leaf in jax.tree.leaves(jax.eval_shape(
+            optax.adam(1e-3).init, jax.eval_shape(models.init, jax.random.key(0))))
+    )  # fmt: skip
+    assert (large.temporaries - small.temporaries) / 48 < 2 * state + 128 * 4 * 8

@@ -1,0 +1,169 @@
+"""A member trained among others equals the member trained alone, through the one-network path."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tests import models
+
+import plurax as px
+from plurax.data import ArrayData
+from plurax.execute.program import Program
+from plurax.mesh import make_mesh
+
+COUNT, BATCH, STEPS = 30, 8, 52
+K = 5
+
+
+def optimizer(hyper):
+    """Everything of a member's own: clipping norm, schedule with warm-up, decay, moments."""
+
+    def schedule(step):
+        return hyper["rate"] * jnp.minimum(1.0, jnp.asarray(step + 1, float) / hyper["warmup"])
+
+    return optax.chain(
+        optax.clip_by_global_norm(hyper["clip"]),
+        optax.adamw(schedule, weight_decay=hyper["decay"], b1=hyper["momentum"]),
+    )
+
+
+def make_task(hyper, dtype=jnp.float64):
+    """Dropout rate and initial scale of a member's own."""
+
+    def loss(params, example, key):
+        hidden = jnp.tanh(example["x"] @ params["hidden"] + params["bias"])
+        kept = jax.random.bernoulli(key, 1 - hyper["dropout"], hidden.shape)
+        out = jnp.where(kept, hidden / (1 - hyper["dropout"]), 0) @ params["out"]
+        return optax.softmax_cross_entropy_with_integer_labels(out, example["y"])
+
+    return px.Task(
+        init=lambda key: jax.tree.map(lambda x: x * hyper["scale"], models.init(key, dtype)),
+        loss=px.per_example(loss),
+    )
+
+
+HYPER = {
+    "rate": px.log_uniform(1e-3, 1e-1),
+    "decay": px.log_uniform(1e-4, 1e-1),
+    "momentum": [0.9, 0.8, 0.7, 0.5, 0.95],
+    "warmup": [1, 5, 10, 20, 40],
+    "clip": px.uniform(0.3, 1.0),
+    "dropout": px.uniform(0.0, 0.5),
+    "scale": px.uniform(0.5, 1.5),
+}
+RESAMPLE = {
+    "everything": None,
+    "bootstrap": px.bootstrap(),
+    "kfold": px.kfold(3),
+    "subsample": px.subsample([12, 0.5, 30]),
+}
+
+
+def population(resample):
+    options = {} if RESAMPLE[resample] is None else {"resample": RESAMPLE[resample]}
+    return px.Members([11, 5, 8, 3, 2], HYPER, **options)
+
+
+@functools.cache
+def alone(resample, member):
+    """Parameters of one member after `STEPS`, by the one-network path on one device."""
+    members, rows = population(resample), models.data(COUNT, dtype=np.float64)
+    hyper, seed = members.hyper_of(member), members.seed_of(member)
+    source = ArrayData(rows, BATCH, seed, resample=members.resample, member=member,
+                       length=members.epoch_length(COUNT))  # fmt: skip
+    program = Program(make_task(hyper), optimizer(hyper), px.Plan(), source.example_batch(),
+                      make_mesh(px.Plan()))  # fmt: skip
+    for turn in px.training(program, program.init(seed), source, epochs=50, checkpoint_every=STEPS):
+        if turn.step == STEPS:
+            return jax.device_get(turn.state.params)
+    raise AssertionError
+
+
+def among(members, plan, make=make_task, rule=optimizer, rows=None, shuffle=True):
+    """The population after `STEPS`, by the loop of `fit` over resident data."""
+    rows = models.data(COUNT, dtype=np.float64) if rows is None else rows
+    length = members.epoch_length(COUNT)
+    reading = px.Reading(members.resample, COUNT, length, BATCH, -(-length // BATCH), shuffle)
+    program = px.MembersProgram(make, rule, plan, models.cut(rows, BATCH), make_mesh(plan), members,
+                                reading=reading)  # fmt: skip
+    state, _ = program.loop(program.init(), program.place_data(rows), 0, STEPS)
+    return jax.device_get(program.kept(state))
+
+
+PLANS = [
+    px.Plan(chunk=1),
+    px.Plan(chunk=2, batch_dim="minor"),
+    px.Plan(chunk=5),
+    px.Plan(member=2, chunk=2),
+    px.Plan(member=4, chunk=1, batch_dim="minor"),
+    px.Plan(member=8, chunk=1),
+    px.Plan(member=4, data=2, microbatches=2, chunk=2),
+    px.Plan(member=2, data=3, chunk=3, batch_dim="minor"),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("resample", ["everything", "bootstrap"])
+def test_among_others_equals_alone(x64, plan, resample):
+    plan = px.Plan(**{**vars(plan), "batch_dim": plan.batch_dim or "major"})
+    state = among(population(resample), plan)
+    for member in range(K):
+        params = jax.tree.map(lambda leaf: leaf[member], state.params)  # noqa: B023
+        assert models.worst(params, alone(resample, member)) < 1e-10
+
+
+@pytest.mark.parametrize("resample", ["kfold", "subsample"])
+def test_other_resampling_equals_alone(x64, resample):
+    state = among(population(resample), px.Plan(member=2, data=2, chunk=2, batch_dim="minor"))
+    for member in range(K):
+        params = jax.tree.map(lambda leaf: leaf[member], state.params)  # noqa: B023
+        assert models.worst(params, alone(resample, member)) < 1e-10
+
+
+def test_members_taken_out_are_the_same(x64):
+    plan = px.Plan(chunk=2, batch_dim="major")
+    members = population("bootstrap")
+    whole, some = among(members, plan), among(members.take([3, 1]), plan)
+    assert models.same_bits(px.take_members(whole, [3, 1]).params, some.params)
+
+
+@pytest.mark.parametrize("kind", ["normed", "contrastive"])
+@pytest.mark.parametrize(
+    "plan", [px.Plan(chunk=2), px.Plan(member=2, data=2, microbatches=2)], ids=str
+)
+def test_coupled_and_stateful_members(x64, kind, plan):
+    """A loss over the whole microbatch, with model state of each member's own."""
+    task = {"normed": models.normed_task, "contrastive": models.contrastive_task}[kind](jnp.float64)
+    plan = px.Plan(**{**vars(plan), "batch_dim": "major", "chunk": plan.chunk or 1})
+    members = px.Members(3, resample=px.bootstrap())
+    rows = models.data(COUNT, dtype=np.float64)
+    state = among(members, plan, task, models.optimizer(), rows)
+    for member in range(3):
+        source = ArrayData(rows, BATCH, member, resample=members.resample, member=member)
+        one = px.Plan(microbatches=plan.microbatches)
+        program = Program(task, models.optimizer(), one, source.example_batch(), make_mesh(one))
+        turns = px.training(program, program.init(member), source, epochs=50,
+                            checkpoint_every=STEPS)  # fmt: skip
+        after = next(turn.state for turn in turns if turn.step == STEPS)
+        params = jax.tree.map(lambda leaf: leaf[member], state.params)  # noqa: B023
+        assert models.worst(params, after.params) < 1e-10
+        if kind == "normed":
+            assert models.worst(state.model_state["mean"][member], after.model_state["mean"]) < 1e-9
+
+
+def test_precision_of_members():
+    """bfloat16 compute: the parameters stay float32 and follow the one network."""
+    task, rows = models.mlp_task(), models.data(COUNT)
+    plan = px.Plan(chunk=2, precision="bfloat16", batch_dim="major")
+    state = among(px.Members(2), plan, task, models.optimizer(), rows)
+    source = ArrayData(rows, BATCH, 1)
+    one = px.Plan(precision="bfloat16")
+    program = Program(task, models.optimizer(), one, source.example_batch(), make_mesh(one))
+    turns = px.training(program, program.init(1), source, epochs=50, checkpoint_every=STEPS)
+    after = next(turn.state for turn in turns if turn.step == STEPS)
+    assert state.params["out"].dtype == np.float32
+    params = jax.tree.map(lambda leaf: leaf[1], state.params)
+    assert models.worst(params, after.params) < 0.1

@@ -1,0 +1,367 @@
+"""Populations as values, and fit with members: reports, frozen members, resume, growth."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tests import models
+
+import plurax as px
+from plurax.data import ArrayData
+from plurax.execute.choose import choose
+from plurax.execute.program import Program
+from plurax.mesh import make_mesh
+from plurax.tally import NonFiniteWarning
+
+ROWS = models.data(50)
+TASK = models.mlp_task()
+PLAN = px.Plan(member=2, chunk=2, batch_dim="major")
+MEMBERS = px.Members(5, {"rate": px.log_uniform(1e-3, 1e-1)}, px.bootstrap())
+
+
+def adam(hyper):
+    return optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(hyper["rate"]))
+
+
+def fit(members=MEMBERS, data=ROWS, optimizer=adam, **options):
+    options = {"plan": PLAN, "epochs": 3, "batch_size": 16, "progress": False, **options}
+    return px.fit(TASK, optimizer, data, members=members, **options)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return fit(evaluation=ROWS)
+
+
+# --- The population as a value ----------------------------------------------------------------
+
+
+def test_counts():
+    assert px.Members(100).count == 100
+    assert px.Members([3, 9]).count == 2
+    assert px.Members(hyper={"rate": [0.1, 0.2, 0.3]}).count == 3
+    grid = px.grid(rate=[0.1, 0.2], width=[1, 2, 3])
+    assert px.Members(hyper=grid).count == 6
+    assert px.Members([7, 8], grid).count == 12
+    assert px.Members(range(4)).count == 4
+
+
+def test_a_grid_is_trained_with_every_seed():
+    table = px.Members([7, 8], px.grid(rate=[0.1, 0.2])).table()
+    assert [(row["rate"], row["seed"]) for row in table] == [
+        (0.1, 7), (0.1, 8), (0.2, 7), (0.2, 8),
+    ]  # fmt: skip
+
+
+def test_draws_are_in_range_and_stay_when_the_population_grows():
+    few = px.Members(5, {"a": px.uniform(1, 2), "b": px.log_uniform(1e-4, 1)}).hyper_table()
+    many = px.Members(500, {"b": px.log_uniform(1e-4, 1), "a": px.uniform(1, 2)}).hyper_table()
+    assert np.array_equal(few["a"], many["a"][:5])
+    assert np.array_equal(few["b"], many["b"][:5])
+    assert 1 <= many["a"].min() < 1.05 < 1.95 < many["a"].max() < 2
+    assert -4 <= np.log10(many["b"]).min() < -3.8
+    assert np.median(np.log10(many["b"])) == pytest.approx(-2, abs=0.2)
+
+
+def test_a_member_stays_what_it_is_when_taken():
+    taken = MEMBERS.take([4, 1])
+    assert taken.table() == [MEMBERS.table()[4], MEMBERS.table()[1]]
+    assert taken.take([1]).table() == [MEMBERS.table()[1]]
+    assert taken.cohort(50).numbers.tolist() == [4, 1]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: px.Members(), r"does not say how many members there are"),
+        (lambda: px.Members(0), r"a population needs at least one member"),
+        (lambda: px.Members([-1]), r"seed -1 is not a whole number from 0 to"),
+        (
+            lambda: px.Members(3, {"r": [1.0, 2.0]}),
+            r"2 values for 3 members; a list has one",
+        ),
+        (lambda: px.Members(2, {"r": ["a", "b"]}).hyper_table(), r"must be a number for each"),
+        (lambda: px.grid(r=0.1), r"plurax.grid\(r=0.1\): give a list"),
+        (lambda: px.uniform(2, 1), r"plurax.uniform\(2, 1\): needs low < high"),
+        (lambda: px.log_uniform(0, 1), r"needs 0 < low < high"),
+        (lambda: px.Members(3).take([3]), r"there is no member 3: the members are 0 to 2"),
+    ],
+)
+def test_populations_that_cannot_be(make, message):
+    with pytest.raises(px.MembersError, match=message):
+        make()
+
+
+# --- fit --------------------------------------------------------------------------------------
+
+
+def test_fit_reports_every_member(reference):
+    last = reference.history[-1]
+    losses = last["members"]["loss"]
+    assert len(losses) == 5
+    assert last["loss"] == pytest.approx(np.median(losses))
+    assert (last["loss_best"], last["loss_worst"]) == (min(losses), max(losses))
+    assert last["eval_loss"] < reference.history[0]["eval_loss"]
+    assert last["examples"] == 5 * 50
+    assert reference.state.params["bias"].shape[0] == 5
+    assert reference.state.step.tolist() == [12] * 5
+    means = reference.program.evaluate(reference.state, ROWS)
+    assert np.allclose(means["loss"], last["members"]["eval_loss"])
+
+
+def test_predict_gives_every_member_and_streams(reference):
+    whole = reference.program.predict(reference.state, {"x": ROWS["x"]})
+    assert whole.shape == (5, 50, 3)
+    parts = reference.program.predict(reference.state, [{"x": ROWS["x"][:7]}, {"x": ROWS["x"][7:]}])
+    assert np.allclose(np.concatenate(list(parts), axis=1), whole, atol=1e-6)
+    for k in range(5):
+        alone = models.logits(jax.tree.map(lambda x: x[k], reference.state.params), ROWS["x"])  # noqa: B023
+        assert np.allclose(whole[k], alone, atol=1e-5)
+
+
+def test_batches_from_an_iterable_are_seen_by_every_member(reference):
+    batches = [models.cut(ROWS, 16), jax.tree.map(lambda x: x[16:30], ROWS)]
+    members = px.Members(2, {"rate": [0.01, 0.02]})
+    result = fit(members, batches, epochs=2, batch_size=None)
+    for k in range(2):
+        alone = px.fit(TASK, adam(members.hyper_of(k)), batches, epochs=2, seed=k, progress=False)
+        assert models.worst(px.export_member(result.state, k).params, alone.state.params) < 1e-5
+    with pytest.raises(px.MembersError, match=r"draws rows by number, and this data is an iter"):
+        fit(MEMBERS, batches, batch_size=None)
+
+
+def test_report_every_spares_rows(reference):
+    result = fit(report_every=2, evaluation=ROWS)
+    assert [row["epoch"] for row in result.history] == [2, 3]
+    assert models.same_bits(result.state.params, reference.state.params)
+    assert (
+        result.history[-1]["members"]["eval_loss"]
+        == (reference.history[-1]["members"]["eval_loss"])
+    )
+    with pytest.raises(px.BatchError, match=r"report_every=0: give a whole number of epochs"):
+        fit(report_every=0)
+    alone = px.fit(TASK, models.optimizer(), ROWS, epochs=3, batch_size=16, report_every=2,
+                   progress=False)  # fmt: skip
+    assert [row["examples"] for row in alone.history] == [100, 50]
+
+
+def test_a_member_that_turns_nan_is_frozen_alone_and_named():
+    task = px.Task(
+        init=lambda key: jax.random.normal(key, (models.FEATURES,)),
+        loss=lambda params, batch, keys: (batch["x"] @ params - batch["y"]) ** 2,
+    )
+    members = px.Members(3, {"rate": [0.01, 1e9, 0.01]})
+    kind = {"plan": PLAN, "epochs": 4, "batch_size": 16, "progress": False}
+    sgd = lambda hyper: optax.sgd(hyper["rate"])  # noqa: E731
+    with pytest.warns(NonFiniteWarning, match=r"in 1 of 3 members, which are frozen.*member 1"):
+        result = px.fit(task, sgd, ROWS, members=members, **kind)
+    assert result.state.skipped[0] == result.state.skipped[2] == 0
+    assert result.state.skipped[1] > 0
+    assert np.isfinite(result.state.params).all()
+    assert result.history[-1]["skipped"] == 1
+    assert np.isfinite(result.history[-1]["loss_worst"])
+    well = px.fit(task, sgd, ROWS, members=members.take([0, 2]), **kind)
+    both = px.take_members(result.state, [0, 2])
+    assert models.worst(both.params, well.state.params) < 1e-6
+
+
+def test_a_frozen_member_does_not_move_again():
+    """One bad batch freezes it, though every other batch is well."""
+    bad = {**ROWS, "x": ROWS["x"].copy()}
+    bad["x"][40] = np.nan
+    with pytest.warns(NonFiniteWarning, match=r"in 2 of 2 members"):
+        result = fit(px.Members(2, {"rate": 0.01}), bad, shuffle=False, epochs=2)
+    # Steps 1 and 2 were well, step 3 held row 40, and there were five more.
+    assert result.state.skipped.tolist() == [6, 6]
+
+
+def test_output_and_resume_bit_for_bit(tmp_path, reference):
+    first = fit(epochs=2, output=tmp_path, evaluation=ROWS)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    epochs = [row for row in rows if row["kind"] == "epoch"]
+    assert epochs[-1]["members"]["loss"] == first.history[-1]["members"]["loss"]
+    assert px.Plan.load(tmp_path / "plan.toml") == PLAN
+    resumed = fit(output=tmp_path, resume=True, evaluation=ROWS)
+    assert models.same_bits(resumed.state.params, reference.state.params)
+    assert models.same_bits(resumed.state.opt_state, reference.state.opt_state)
+    assert [row["members"] for row in resumed.history] == [
+        row["members"] for row in reference.history
+    ]
+
+
+@pytest.mark.parametrize("stop", range(1, 12))
+def test_resume_at_every_step(tmp_path, reference, stop):
+    """A stop after any step: the loop goes on from (seed, member, epoch, position)."""
+    source = ArrayData(ROWS, 16, resample=MEMBERS.resample, length=50)
+    program = reference.program
+    state = program.init()
+    for turn in px.training(program, state, source, epochs=3, checkpoint_every=stop):
+        state, position = turn.state, turn.position
+        if turn.step == stop:
+            break
+    with px.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(program.kept(state), {})
+        checkpoints.wait()
+        restored, _ = checkpoints.restore(jax.eval_shape(program.kept, program.state_shapes))
+    state = program.place(restored)
+    for turn in px.training(program, state, source, start=position, epochs=3):  # noqa: B007
+        pass
+    assert models.same_bits(program.kept(turn.state).params, reference.state.params)
+
+
+def test_a_population_can_grow(tmp_path):
+    fit(MEMBERS, epochs=2, output=tmp_path)
+    more = px.Members(7, MEMBERS.hyper, MEMBERS.resample)
+    grown = fit(more, epochs=3, output=tmp_path, resume=True)
+    whole = fit(more, epochs=3)
+    assert grown.state.params["bias"].shape[0] == 7
+    assert models.worst(grown.state.params, whole.state.params) < 1e-5
+    other = px.Members(7, {"rate": 0.1}, MEMBERS.resample)
+    with pytest.raises(px.CheckpointError, match=r"they are not the same ones and more"):
+        fit(other, output=tmp_path, resume=True)
+    with pytest.raises(px.CheckpointError, match=r"they are not the same ones and more"):
+        fit(MEMBERS.take([0, 1]), output=tmp_path, resume=True)
+
+
+def test_the_choice_of_a_run_is_kept_when_it_resumes(tmp_path):
+    plan = px.Plan(member=2)
+    first = fit(plan=plan, epochs=1, output=tmp_path)
+    chosen = first.program.plan
+    assert chosen.chunk is not None
+    assert chosen.batch_dim is not None
+    assert first.program.measured
+    resumed = fit(plan=plan, epochs=2, output=tmp_path, resume=True)
+    assert resumed.program.plan == chosen
+    assert not resumed.program.measured
+
+
+# --- Keeping members --------------------------------------------------------------------------
+
+
+def test_a_member_goes_on_alone(reference):
+    state = px.export_member(reference.state, 3)
+    optimizer = adam(MEMBERS.hyper_of(3))
+    alone = Program(TASK, optimizer, px.Plan(), models.cut(ROWS, 16), make_mesh(px.Plan()))
+    assert np.allclose(
+        alone.predict(alone.place(state), {"x": ROWS["x"]}),
+        reference.program.predict(reference.state, {"x": ROWS["x"]})[3],
+        atol=1e-6,
+    )
+    source = ArrayData(ROWS, 16, MEMBERS.seed_of(3), resample=MEMBERS.resample, member=3)
+    start = px.Position(3)
+    for turn in px.training(alone, alone.place(state), source, start=start, epochs=5):  # noqa: B007
+        pass
+    longer = fit(MEMBERS.take([3]), epochs=5, plan=px.Plan(chunk=1, batch_dim="major"))
+    assert models.worst(turn.state.params, px.export_member(longer.state, 0).params) < 1e-5
+
+
+def test_take_and_join(reference):
+    one, rest = px.take_members(reference.state, [2]), px.take_members(reference.state, [0, 1])
+    joined = px.join_members(rest, one)
+    assert joined.step.shape == (3,)
+    assert models.same_bits(
+        px.export_member(joined, 2).params, px.export_member(reference.state, 2).params
+    )
+    with pytest.raises(px.MembersError, match=r"there is no member 5"):
+        px.take_members(reference.state, [5])
+    with pytest.raises(px.MembersError, match=r"the states differ in structure, shape"):
+        px.join_members(one, fit(MEMBERS, optimizer=lambda h: optax.sgd(h["rate"])).state)
+    with pytest.raises(px.MembersError, match=r"this is the state of one network"):
+        px.export_member(px.export_member(one, 0), 0)
+    with pytest.raises(px.MembersError, match=r"holds 3 members and this program is compiled for"):
+        reference.program.predict(joined, {"x": ROWS["x"]})
+
+
+# --- Errors -----------------------------------------------------------------------------------
+
+
+def test_a_plan_for_members_without_members():
+    with pytest.raises(px.PlanError, match=r"spreads the members of a population, and this is one"):
+        px.fit(TASK, models.optimizer(), ROWS, batch_size=16, plan=px.Plan(member=2))
+
+
+def test_hyperparameters_that_nobody_takes():
+    with pytest.raises(px.MembersError, match=r"neither the task nor the optimizer is a function"):
+        fit(optimizer=models.optimizer())
+
+
+def test_a_hyperparameter_that_is_not_given():
+    with pytest.raises(px.TaskError, match=r"asked for the hyperparameter 'decay'.*gives 'rate'"):
+        fit(optimizer=lambda hyper: optax.adamw(hyper["rate"], weight_decay=hyper["decay"]))
+
+
+def test_a_hyperparameter_that_decides_what_code_runs():
+    def optimizer(hyper):
+        return optax.adam(1e-3) if hyper["rate"] > 0.01 else optax.sgd(1e-3)
+
+    with pytest.raises(px.TaskError, match=r"it cannot decide what code runs"):
+        fit(optimizer=optimizer)
+
+
+# --- Choosing ---------------------------------------------------------------------------------
+
+
+def chosen(seconds, differs=False, budget=10**9, plan=px.Plan(), members=100):  # noqa: B008
+    """`choose` on made-up programs: `seconds(chunk, batch_dim)` is the time of a step."""
+    now = [0.0]
+
+    def build(candidate):
+        def make():
+            def run(steps):
+                now[0] += steps * seconds(candidate.chunk, candidate.batch_dim)
+                off = 0.1 if differs and candidate.batch_dim == "minor" else 0.0
+                return {"loss": np.ones(3) + off, "grad_norm": np.ones(3)}
+
+            return run
+
+        return candidate.chunk * 1000, make
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("plurax.execute.choose.time.perf_counter", lambda: now[0])
+        return choose(plan, members, build, budget, 1e-4)
+
+
+def test_the_fastest_is_chosen():
+    plan, _ = chosen(lambda chunk, dim: chunk + (0.5 if dim == "minor" else 1) + 64 / chunk)
+    assert (plan.batch_dim, plan.chunk) == ("minor", 16)
+    plan, _ = chosen(lambda chunk, dim: 1 / chunk)
+    assert (plan.batch_dim, plan.chunk) == ("major", 100)
+    plan, _ = chosen(lambda chunk, dim: chunk)
+    assert plan.chunk == 1
+
+
+def test_what_was_set_is_not_chosen():
+    plan, measured = chosen(lambda chunk, dim: chunk, plan=px.Plan(chunk=7))
+    assert (plan.chunk, [c.chunk for c in measured]) == (7, [7, 7])
+    plan, _ = chosen(lambda chunk, dim: chunk, plan=px.Plan(batch_dim="minor"))
+    assert (plan.chunk, plan.batch_dim) == (1, "minor")
+
+
+def test_minor_that_differs_is_left_out():
+    fast_minor = lambda chunk, dim: 1.0 if dim == "minor" else 2.0  # noqa: E731
+    plan, measured = chosen(fast_minor, differs=True)
+    assert plan.batch_dim == "major"
+    assert "differs by 1.0e-01 from major" in next(c.left_out for c in measured if c.left_out)
+
+
+def test_a_chunk_that_does_not_fit_is_left_out():
+    plan, measured = chosen(lambda chunk, dim: 1 / chunk, budget=70_000)
+    assert plan.chunk == 64
+    assert any("needs 100,000 bytes of 70,000" in c.left_out for c in measured)
+
+
+def test_init_takes_hyperparameters_too():
+    def task(hyper):
+        return px.Task(
+            init=lambda key: jax.tree.map(lambda x: x * hyper["scale"], models.init(key)),
+            loss=TASK.loss,
+        )
+
+    members = px.Members([0, 0], {"scale": [1.0, 2.0]})
+    program = px.compile(task, optax.sgd(0.1), px.Plan(chunk=2, batch_dim="major"), ROWS,
+                         members=members)  # fmt: skip
+    params = program.init().params
+    assert jnp.allclose(params["hidden"][1], 2 * params["hidden"][0])

@@ -1,0 +1,146 @@
+"""Resampling as index functions: frequencies, folds, and independence of everything else."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+from hypothesis import given
+from hypothesis import strategies as st
+
+import plurax as px
+from plurax.data import ArrayData
+from plurax.resample import Everything, draws, epoch_rows, mix, permute, scaled, stream_row
+
+KINDS = {
+    "everything": Everything(),
+    "bootstrap": px.bootstrap(),
+    "kfold": px.kfold(3),
+    "subsample": px.subsample([5, 0.5, 11]),
+}
+ROWS = 22
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**32 - 1))
+def test_permute_is_a_permutation(size, key):
+    index = jnp.arange(3000, dtype=jnp.uint32)
+    places = np.asarray(permute(jnp.minimum(index, size - 1), size, jnp.uint32(key)))[:size]
+    assert np.array_equal(np.sort(places), np.arange(size))
+
+
+def test_every_order_of_four_comes_up_about_as_often():
+    keys = np.arange(24_000, dtype=np.uint32)
+    places = np.asarray(permute(np.arange(4, dtype=np.uint32)[:, None], 4, mix(keys)))
+    orders, counts = np.unique(places, axis=1, return_counts=True)
+    assert orders.shape == (4, 24)
+    assert counts.min() > 800
+    assert counts.max() < 1200
+
+
+def test_places_are_spread_evenly():
+    keys = np.arange(20_000, dtype=np.uint32)
+    places = np.asarray(permute(np.arange(10, dtype=np.uint32)[:, None], 10, mix(keys)))
+    counts = np.stack([np.bincount(row, minlength=10) for row in places])
+    assert scipy.stats.chisquare(counts.ravel(), ddof=18).pvalue > 1e-3
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 2**31))
+def test_scaled_is_the_high_half_of_the_product(word, size):
+    assert int(scaled(jnp.uint32(word), jnp.uint32(size))) == word * size >> 32
+
+
+def test_bootstrap_frequencies_follow_the_binomial_law():
+    """How often each row is drawn, over 400 members of 100 rows: binomial(100, 1/100)."""
+    count, members = 100, 400
+    counts = np.stack(
+        [np.bincount(draws(px.bootstrap(), count, 7, m), minlength=count) for m in range(members)]
+    )
+    assert (counts.sum(1) == count).all()  # exactly N draws each
+    seen = np.bincount(counts.ravel(), minlength=7)
+    law = scipy.stats.binom(count, 1 / count)
+    expected = np.append(law.pmf(np.arange(6)), law.sf(5)) * count * members
+    observed = np.append(seen[:6], seen[6:].sum())
+    assert scipy.stats.chisquare(observed, expected).pvalue > 1e-3
+    assert scipy.stats.chisquare(counts.sum(0)).pvalue > 1e-3  # no row is favoured
+
+
+@pytest.mark.parametrize("count", [10, 11, 12])
+def test_folds_are_disjoint_complete_and_even(count):
+    fold = px.kfold(4)
+    held = [fold.held_out(count, seed, member) for member, seed in enumerate([5, 6, 7, 8])]
+    assert np.array_equal(np.sort(np.concatenate(held)), np.arange(count))
+    sizes = [len(rows) for rows in held]
+    assert max(sizes) - min(sizes) <= 1
+    for member, rows in enumerate(held):
+        trained = draws(fold, count, member + 5, member)
+        assert np.array_equal(np.union1d(trained, rows), np.arange(count))
+        assert not set(trained) & set(rows)
+        assert len(trained) == len(set(trained)) == fold.size(count, member)
+
+
+def test_samples_of_growing_size_are_nested():
+    sample = px.subsample([5, 10, 22])
+    small, middle, whole = (set(draws(sample, ROWS, 0, m)) for m in (0, 1, 2))
+    assert (len(small), len(middle), len(whole)) == (5, 10, 22)
+    one = px.subsample([10])
+    assert set(draws(px.subsample([5]), ROWS, 0, 1)) < set(draws(one, ROWS, 0, 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("member", [0, 1, 2])
+def test_every_epoch_is_a_new_order_of_the_same_draws(kind, member):
+    resample = KINDS[kind]
+    first, second = (epoch_rows(resample, ROWS, 3, member, epoch) for epoch in (0, 1))
+    assert np.array_equal(np.sort(first), np.sort(second))
+    assert np.array_equal(np.sort(first), np.sort(draws(resample, ROWS, 3, member)))
+    assert not np.array_equal(first, second)
+    assert not np.array_equal(first, epoch_rows(resample, ROWS, 4, member, 0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch_size", [1, 4, 7, 22])
+def test_the_batch_size_changes_no_row(kind, batch_size):
+    resample = KINDS[kind]
+    data = ArrayData({"x": np.arange(ROWS)}, batch_size, seed=3, resample=resample, member=1)
+    rows, counts = data.epoch_order(2)
+    taken = np.concatenate([row[:count] for row, count in zip(rows, counts, strict=True)])
+    assert np.array_equal(taken, epoch_rows(resample, ROWS, 3, 1, 2))
+
+
+def test_a_short_pass_goes_around_again_in_a_new_order():
+    rows = epoch_rows(px.subsample([5]), ROWS, 3, 0, 0, length=12)
+    passes = rows[:5], rows[5:10]
+    assert set(passes[0]) == set(passes[1])
+    assert not np.array_equal(*passes)
+
+
+def test_rows_are_elementwise_in_the_position():
+    position = np.asarray([7, 0, 3], np.uint32)
+    some = stream_row(px.bootstrap(), ROWS, 22, 3, 1, 2, position)
+    assert np.array_equal(some, epoch_rows(px.bootstrap(), ROWS, 3, 1, 2)[position])
+
+
+def test_out_of_bag_rows_are_those_not_drawn():
+    held = px.bootstrap().held_out(100, 0, 3)
+    assert 20 < len(held) < 55
+    assert not set(held) & set(draws(px.bootstrap(), 100, 0, 3))
+    assert Everything().held_out(100, 0, 0).size == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: px.kfold(1), r"at least 2 folds are needed"),
+        (lambda: px.subsample([]), r"give sizes above 0: rows, or fractions"),
+        (lambda: px.subsample([3, 0]), r"give sizes above 0: rows, or fractions"),
+    ],
+)
+def test_resampling_that_cannot_be(make, message):
+    with pytest.raises(px.MembersError, match=message):
+        make()
+
+
+def test_resampling_that_does_not_fit_the_data():
+    with pytest.raises(px.BatchError, match=r"have only 2 rows; use fewer folds"):
+        px.kfold(3).size(2, 0)
+    with pytest.raises(px.BatchError, match=r"size of 30 is not between 1 and the 22 rows"):
+        px.subsample(30).size(ROWS, 0)
