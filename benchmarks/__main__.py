@@ -21,7 +21,10 @@ from rich.table import Table
 
 from benchmarks import machine, sizes
 from benchmarks.harness import ROOT, Check, Comparison, Row, Skipped, WorkerFailedError
-from benchmarks.measurements import MEASUREMENTS, Run
+from benchmarks.measurements import MEASUREMENTS
+from benchmarks.run import Run
+
+MARKS = {True: "yes", False: "no", None: ""}
 
 
 def main() -> int:
@@ -70,19 +73,24 @@ def main() -> int:
 
 
 def write(path: Path, description: dict[str, Any], rows: list[Row]) -> None:
-    """Write the results; of a file already there, keep the measurements not made again."""
+    """Write the results; of a file already there, keep the measurements not made again.
+
+    And the versions it names that this run did not ask for: of the peers.
+    """
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     new = [
         {"row": type(row).__name__.lower(), **dataclasses.asdict(row), "measured": now}
         for row in rows
     ]
     again = {row.group for row in rows}
-    old = json.loads(path.read_text())["rows"] if path.exists() else []
-    kept = [row for row in old if row["group"] not in again]
+    old = json.loads(path.read_text()) if path.exists() else {"versions": {}, "rows": []}
+    kept = [row for row in old["rows"] if row["group"] not in again]
     order = list(MEASUREMENTS)
     ordered = sorted(kept + new, key=lambda row: order.index(row["group"]))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**description, "rows": ordered}, indent=1) + "\n")
+    versions = old["versions"] | description["versions"]
+    values = {**description, "versions": versions, "rows": ordered}
+    path.write_text(json.dumps(values, indent=1) + "\n")
 
 
 def one_line(row: Row) -> str:
@@ -111,13 +119,13 @@ def print_table(rows: list[Row]) -> None:
                     f"{1e3 * row.plurax.median:,.2f}",
                     f"{1e3 * row.other.median:,.2f}",
                     f"{row.speed:.3f} ({row.spread[0]:.3f} to {row.spread[1]:.3f})",
-                    f"{row.target:.2f}",
-                    "yes" if row.reached else "no",
+                    "" if row.target is None else f"{row.target:.2f}",
+                    MARKS[row.reached],
                 )
                 table.add_row(f"{row.group}: {row.name}; {row.against}", *cells)
             case Check():
-                mark = "yes" if row.reached else "no"
-                table.add_row(f"{row.group}: {row.name}", row.found, "", "", row.wanted, mark)
+                cells = (row.found, "", "", row.wanted, MARKS[row.reached])
+                table.add_row(f"{row.group}: {row.name}", *cells)
             case Skipped():
                 table.add_row(f"{row.group}: {row.name}", f"skipped: {row.reason}", *[""] * 4)
     Console(width=None if sys.stdout.isatty() else 160).print(table)

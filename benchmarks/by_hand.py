@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 Losses = Callable[[PyTree, PyTree], Float[Array, "B"]]
 State = tuple[PyTree, optax.OptState]
@@ -60,6 +60,30 @@ def accumulated_step(step: Step, state: State, microbatches: Sequence[PyTree]) -
     for batch in microbatches:
         state, _ = step(state, batch)
     return state
+
+
+def make_training(
+    losses: Losses, optimizer: optax.GradientTransformation, steps: int
+) -> Callable[[State, PyTree, Int[Array, "steps B"] | None], tuple[State, Array]]:
+    """`((params, opt_state), data, rows) -> ((params, opt_state), loss of each step)`.
+
+    A scan over the rows of the data that each step reads; with None each reads all. For `jit`, or
+    for `jit` of `vmap`.
+    """
+
+    def train(
+        state: State, data: PyTree, rows: Int[Array, "steps B"] | None
+    ) -> tuple[State, Array]:
+        def step(state: State, at: Int[Array, "B"] | None) -> tuple[State, Array]:
+            params, opt_state = state
+            batch = data if at is None else jax.tree.map(lambda leaf: leaf[at], data)
+            loss, grads = jax.value_and_grad(lambda p: losses(p, batch).mean())(params)
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state), loss
+
+        return jax.lax.scan(step, state, rows, length=steps)
+
+    return train
 
 
 def predict_all(

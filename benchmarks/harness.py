@@ -136,7 +136,8 @@ class Comparison:
     """One row: plurax against another way to do the same work.
 
     **Fields:** `speed` is the other's median over plurax's, so 2 means twice as fast; `spread` are
-    the quartiles of the same ratio taken round by round; `target` is the least `speed` wanted.
+    the quartiles of the same ratio taken round by round; `target` is the least `speed` wanted,
+    None where none was set.
     """
 
     group: str
@@ -146,20 +147,23 @@ class Comparison:
     other: Seconds
     speed: float
     spread: tuple[float, float]
-    target: float
-    reached: bool
+    target: float | None
+    reached: bool | None
     facts: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One row without a race: what was found, what was wanted, and whether they agree."""
+    """One row without a race: what was found, what was wanted, and whether they agree.
+
+    Where nothing particular was wanted, `wanted` is empty and `reached` None.
+    """
 
     group: str
     name: str
     found: str
     wanted: str
-    reached: bool
+    reached: bool | None
     facts: dict[str, Any]
 
 
@@ -181,7 +185,7 @@ def compare(
     against: str,
     plurax: Sequence[float],
     other: Sequence[float],
-    target: float,
+    target: float | None,
     facts: dict[str, Any],
 ) -> Comparison:
     """The row of two sides that took turns."""
@@ -196,7 +200,7 @@ def compare(
         speed=speed,
         spread=_quartiles([b / a for a, b in zip(plurax, other, strict=True)]),
         target=target,
-        reached=speed >= target,
+        reached=None if target is None else speed >= target,
         facts=facts,
     )
 

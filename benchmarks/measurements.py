@@ -1,7 +1,5 @@
 """What is measured, against what, and the target of each."""
 
-import dataclasses
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -17,6 +15,8 @@ from benchmarks.harness import (
     compare,
     take_turns,
 )
+from benchmarks.members import members
+from benchmarks.run import Run
 
 STEP_TARGET = 1 / 1.02
 """As a speed: a step may take 1.02 times as long as the one by hand."""
@@ -24,37 +24,6 @@ ACCUMULATION_TARGETS = {8: 1.2, 16: 1.9}
 TRAINING_TARGETS = {"PyTorch DDP": 1.0, "TensorFlow MirroredStrategy": 1.5}
 INFERENCE_TARGETS = {"by hand": 1.0, "PyTorch": 1.0, "Keras predict": 1.5}
 MAX_COMPILATIONS = 10
-
-PEERS = {
-    "PyTorch DDP": "torch_peer",
-    "TensorFlow MirroredStrategy": "tensorflow_peer",
-    "PyTorch": "torch_peer",
-    "Keras predict": "tensorflow_peer",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What every measurement needs to know.
-
-    **Fields:** `peers`, the Python with PyTorch and TensorFlow, or None; `platform`, `cpu` or
-    `gpu`, the same for all sides; `cores`, of the processor.
-    """
-
-    sizes: sizes.Sizes
-    peers: str | None
-    platform: str
-    cores: int
-
-    def jax(self, module: str, settings: dict[str, Any]) -> Worker:
-        """A worker with plurax. Raises `WorkerSkippedError`."""
-        return Worker(sys.executable, module, settings)
-
-    def peer(self, name: str, settings: dict[str, Any]) -> Worker:
-        """A worker with another framework. Raises `WorkerSkippedError`."""
-        if self.peers is None:
-            raise WorkerSkippedError("no Python with PyTorch and TensorFlow given (--peers)")
-        return Worker(self.peers, PEERS[name], settings)
 
 
 def step(run: Run) -> Iterator[Row]:
@@ -222,6 +191,7 @@ MEASUREMENTS: dict[str, Callable[[Run], Iterator[Row]]] = {
     "domains": domains,
     "inference": inference,
     "max_batch_size": max_batch_size,
+    "members": members,
 }
 
 

@@ -2,8 +2,9 @@
 
     python -m benchmarks.report [RESULTS.json ...]
 
-Without arguments the newest results of each machine are shown. What stands between the two markers
-in the page is replaced; the rest of the page is written by hand.
+Without arguments the newest results of each machine are shown, each group of rows from the latest
+file that has it. What stands between the two markers in the page is replaced; the rest of the page
+is written by hand.
 """
 
 import argparse
@@ -30,8 +31,10 @@ TITLES = {
     "domains": "Training the rock domains on two devices",
     "inference": "Inference",
     "max_batch_size": "The largest batch",
+    "members": "Many small networks",
 }
-REACHED, MISSED, TARGET = "#0072B2", "#D55E00", "#000000"
+COLOURS = {True: "#0072B2", False: "#D55E00", None: "#999999"}
+TARGET = "#000000"
 
 
 def main() -> None:
@@ -40,8 +43,10 @@ def main() -> None:
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--chart", type=Path, default=CHART)
     options = parser.parse_args()
-    paths = options.results or newest(ROOT / "benchmarks" / "results")
-    results = [json.loads(path.read_text()) for path in paths]
+    if options.results:
+        results = [json.loads(path.read_text()) for path in options.results]
+    else:
+        results = newest(ROOT / "benchmarks" / "results")
     options.chart.parent.mkdir(parents=True, exist_ok=True)
     draw(results, options.chart)
     fill(options.page, "\n\n".join(table(result) for result in results))
@@ -65,26 +70,64 @@ def summary(result: dict[str, Any]) -> str:
         "| | against | speed | target |",
         "|---|---|---:|---:|",
     ]
-    groups: dict[tuple[str, str, float], list[float]] = {}
+    groups: dict[tuple[str, str, float | None], list[dict[str, Any]]] = {}
     for row in result["rows"]:
         if row["row"] == "comparison":
-            key = (row["group"], row["against"], row["target"])
-            groups.setdefault(key, []).append(row["speed"])
-    for (group, against, target), speeds in groups.items():
-        low, high = f"{min(speeds):.2f}", f"{max(speeds):.2f}"
+            title = ", ".join([TITLES[row["group"]].lower(), *_case(row)])
+            groups.setdefault((title, row["against"], row["target"]), []).append(row)
+    for (title, against, target), rows in groups.items():
+        speeds = [row["speed"] for row in rows]
+        low, high = _speed(min(speeds)), _speed(max(speeds))
         span = f"{low} ×" if low == high else f"{low} to {high} ×"
-        lines.append(f"| {TITLES[group].lower()} | {against} | {span} | {target:.2f} × |")
+        counts = [_members(row) for row in rows if _case(row)]
+        title += f", {' and '.join(counts)} of them" if counts else ""
+        lines.append(f"| {title} | {against} | {span} | {_target(target)} |")
     return "\n".join(lines)
 
 
-def newest(folder: Path) -> list[Path]:
-    """For each machine the results of the latest date; quick runs are left out."""
-    latest: dict[str, Path] = {}
+def newest(folder: Path) -> list[dict[str, Any]]:
+    """Each machine's results, every group of rows from the latest file that has it.
+
+    Quick runs are left out. `earlier` says of what groups the rows are from an earlier file, and
+    its date and versions.
+    """
+    merged: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("*.json")):
         match = re.fullmatch(r"(?!quick-)(.+)-(\d{4}-\d\d-\d\d)\.json", path.name)
-        if match:
-            latest[match[1]] = path  # sorted by date within a machine
-    return list(latest.values())
+        if match:  # sorted by date within a machine
+            result = json.loads(path.read_text())
+            merged[match[1]] = _over(merged.get(match[1]), result)
+    return list(merged.values())
+
+
+def _over(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
+    if old is None:
+        return {**new, "earlier": {}}
+    again = {row["group"] for row in new["rows"]}
+    kept = [row for row in old["rows"] if row["group"] not in again]
+    here = {"date": old["date"], "versions": old["versions"]}
+    earlier = {row["group"]: old["earlier"].get(row["group"], here) for row in kept}
+    return {**new, "rows": kept + new["rows"], "earlier": earlier}
+
+
+def _case(row: dict[str, Any]) -> list[str]:
+    """Which of several cases of its group a row belongs to."""
+    return [row["facts"]["case"]] if "case" in row["facts"] else []
+
+
+def _members(row: dict[str, Any]) -> str:
+    facts = row["facts"]
+    scaled = f" (scaled from {facts['measured']:,})" if "measured" in facts else ""
+    return f"{facts['members']:,}{scaled}"
+
+
+def _speed(speed: float) -> str:
+    """Three digits, more before the point, two after it at most."""
+    return f"{speed:.{2 if speed < 10 else 1 if speed < 100 else 0}f}"
+
+
+def _target(target: float | None) -> str:
+    return "" if target is None else f"{_speed(target)} ×"
 
 
 # ---- the table ---------------------------------------------------------------------------------
@@ -92,20 +135,24 @@ def newest(folder: Path) -> list[Path]:
 
 def table(result: dict[str, Any]) -> str:
     """One machine's results in Markdown."""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    lines = [f"### {machine.label(result['machine'])}, {result['date']}", "", f"{versions}."]
+    heading = f"### {machine.label(result['machine'])}, {result['date']}"
+    lines = [heading, "", f"{_versions(result)}."]
     for group, title in TITLES.items():
         rows = [row for row in result["rows"] if row["group"] == group]
         compared = [row for row in rows if row["row"] == "comparison"]
         checked = [row for row in rows if row["row"] == "check"]
         if rows:
             lines += ["", f"**{title}**", ""]
+        if group in result.get("earlier", {}):
+            before = result["earlier"][group]
+            lines += [f"Measured {before['date']} with {_versions(before)}.", ""]
         if compared:
             lines += [
                 "| | against | plurax | other | speed | quartiles | target | reached |",
                 "|---|---|---:|---:|---:|---:|---:|---|",
                 *(_comparison(row) for row in compared),
             ]
+        lines += [""] * bool(compared and checked)
         if checked:
             lines += ["| | found | reached |", "|---|---|---|"]
             lines += [f"| {r['name']} | {r['found']} | {_mark(r)} |" for r in checked]
@@ -115,12 +162,16 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _versions(result: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+
+
 def _comparison(row: dict[str, Any]) -> str:
     low, high = row["spread"]
     return (
         f"| {row['name']} | {row['against']} | {_seconds(row['plurax'])} | "
-        f"{_seconds(row['other'])} | {row['speed']:.2f} × | {low:.2f} to {high:.2f} | "
-        f"{row['target']:.2f} × | {_mark(row)} |"
+        f"{_seconds(row['other'])} | {_speed(row['speed'])} × | {_speed(low)} to {_speed(high)} | "
+        f"{_target(row['target'])} | {_mark(row)} |"
     )
 
 
@@ -130,16 +181,25 @@ def _seconds(side: dict[str, Any]) -> str:
 
 
 def _mark(row: dict[str, Any]) -> str:
-    return "yes" if row["reached"] else "**no**"
+    return {True: "yes", False: "**no**", None: ""}[row["reached"]]
 
 
 # ---- the chart ---------------------------------------------------------------------------------
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """Horizontal bars of speed, a tick at each target; one panel for each machine."""
-    panels = [[row for row in result["rows"] if row["row"] == "comparison"] for result in results]
-    heights = [sum(0.34 for _ in rows) + 0.9 for rows in panels]
+    """Horizontal bars of speed, a tick at each target; the panels of each machine.
+
+    Populations, whose speeds span factors of hundreds, have a panel of their own.
+    """
+    panels: list[tuple[str, bool, list[dict[str, Any]]]] = []
+    for result in results:
+        title = f"{machine.label(result['machine'])}, {result['date']}"
+        compared = [row for row in result["rows"] if row["row"] == "comparison"]
+        for wide in (False, True):
+            rows = [row for row in compared if (row["group"] == "members") == wide]
+            panels += [(title, wide, rows)] * bool(rows)
+    heights = [0.34 * len(rows) + 0.9 for _, _, rows in panels]
     figure, axes = plt.subplots(
         len(panels),
         1,
@@ -148,27 +208,50 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
         squeeze=False,
         layout="constrained",
     )
-    for result, rows, (axis,) in zip(results, panels, axes, strict=True):
-        _panel(axis, rows, f"{machine.label(result['machine'])}, {result['date']}")
+    for (title, wide, rows), (axis,) in zip(panels, axes, strict=True):
+        (_wide_panel if wide else _panel)(axis, rows)
+        axis.set_title(title, fontsize=11, loc="left")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-def _panel(axis: plt.Axes, rows: list[dict[str, Any]], title: str) -> None:
+def _panel(axis: plt.Axes, rows: list[dict[str, Any]]) -> None:
+    """Bars from 0, cut off where they are longest."""
+    numbers = [row["speed"] for row in rows] + [row["target"] or 0.0 for row in rows]
+    edge = 1.12 * min(4.0, max(numbers))
+    axis.set_xlim(0, edge)
+    _bars(axis, rows, 0.0, edge)
+    axis.set_xlabel("how many times as fast as the other (black tick: target)")
+
+
+def _wide_panel(axis: plt.Axes, rows: list[dict[str, Any]]) -> None:
+    """Bars to either side of 1, on a logarithmic axis."""
+    numbers = [row["speed"] for row in rows] + [row["target"] or 1.0 for row in rows]
+    edge = 2 * max(numbers)
+    axis.set_xscale("log")
+    lowest = min(numbers + [row["spread"][0] for row in rows])
+    axis.set_xlim(min(0.5, 0.8 * lowest), edge)
+    _bars(axis, rows, 1.0, edge)
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.set_xlabel("how many times as fast as the other (black tick: target; grey: none set)")
+
+
+def _bars(axis: plt.Axes, rows: list[dict[str, Any]], start: float, edge: float) -> None:
     places = range(len(rows))
-    speeds = [row["speed"] for row in rows]
-    colours = [REACHED if row["reached"] else MISSED for row in rows]
-    edge = 1.12 * min(4.0, max(speeds + [row["target"] for row in rows]))
-    axis.barh(places, [min(speed, edge) for speed in speeds], 0.62, color=colours)
+    colours = [COLOURS[row["reached"]] for row in rows]
+    lengths = [min(row["speed"], edge) - start for row in rows]
+    axis.barh(places, lengths, 0.62, left=start, color=colours)
     for place, row in zip(places, rows, strict=True):
         low, high = row["spread"]
         if row["plurax"]["repeats"] > 1 and low < edge:
             axis.plot([low, min(high, edge)], [place, place], color="white", linewidth=1.5)
             axis.plot([low, min(high, edge)], [place, place], color="black", linewidth=0.7)
-        axis.plot([row["target"]] * 2, [place - 0.42, place + 0.42], color=TARGET, linewidth=2.2)
+        target = row["target"]
+        if target is not None:
+            axis.plot([target] * 2, [place - 0.42, place + 0.42], color=TARGET, linewidth=2.2)
         axis.annotate(
-            f"{row['speed']:.2f} ×",
-            (min(max(row["speed"], high, row["target"]), edge), place),
+            f"{_speed(row['speed'])} ×",
+            (min(max(row["speed"], high, target or start), edge), place),
             (6, 0),
             textcoords="offset points",
             va="center",
@@ -181,9 +264,6 @@ def _panel(axis: plt.Axes, rows: list[dict[str, Any]], title: str) -> None:
     )
     axis.tick_params(axis="y", labelsize=7.5, length=0)
     axis.set_ylim(len(rows) - 0.4, -0.6)
-    axis.set_xlim(0, edge)
-    axis.set_xlabel("how many times as fast as the other (black tick: target)")
-    axis.set_title(title, fontsize=11, loc="left")
     axis.spines[["top", "right", "left"]].set_visible(False)
 
 

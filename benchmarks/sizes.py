@@ -71,6 +71,46 @@ class BatchSizeCase:
 
 
 @dataclasses.dataclass(frozen=True)
+class MembersCase:
+    """Populations of one network to train: all of `epochs` in a turn.
+
+    **Fields:** `data`, a function of `benchmarks/populations.py`; `resampled`, each network on a
+    bootstrap sample of its own; `repeats`, turns by number of networks; `torch_limit`, a loop over
+    more networks in PyTorch is measured with `torch_sample` of them and scaled; `plan`, what
+    plurax is told rather than left to choose, which takes compilations.
+    """
+
+    name: str
+    data: str
+    network: Mlp
+    batch: int
+    epochs: int
+    resampled: bool
+    repeats: dict[int, int]
+    torch_limit: int = 256
+    torch_sample: int = 20
+    plan: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """A population beside what the machine can do, and while it is halved.
+
+    **Fields:** `members` of the roofline; `matrix`, rows and columns of a large product; `triad`,
+    elements of large arrays; `repeats` of both; `halving`, members left after each round, trained
+    for `halving_steps`, in `halving_repeats` turns.
+    """
+
+    members: int
+    matrix: int
+    triad: int
+    repeats: int
+    halving: tuple[int, ...]
+    halving_steps: int
+    halving_repeats: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Sizes:
     """Everything that `--quick` makes smaller."""
 
@@ -87,10 +127,15 @@ class Sizes:
     inference_all_rows: int
     """Once, after the repeats on fewer rows."""
     batch_size: tuple[BatchSizeCase, ...]
+    members: tuple[MembersCase, ...]
+    limits: Limits
+    """Of the first case of `members`."""
 
 
 _MLP = Mlp((8, 1800, 1800, 1800, 16))
 _SMALL_MLP = Mlp((8, 256, 256, 16))
+_SPIRALS = Mlp((2, 32, 2))
+_DIGITS = Mlp((64, 128, 10))
 _TRANSFORMER = Transformer(layers=4, width=256, heads=4, vocabulary=256, length=64)
 
 FULL = Sizes(
@@ -112,6 +157,35 @@ FULL = Sizes(
         BatchSizeCase("MLP, 6.5M parameters", _MLP, 1024 * MIB),
         BatchSizeCase("transformer, 3.2M parameters", _TRANSFORMER, 1024 * MIB),
     ),
+    members=(
+        MembersCase(
+            "spirals",
+            "spirals",
+            _SPIRALS,
+            batch=100,
+            epochs=100,
+            resampled=False,
+            repeats={1: 31, 10: 31, 100: 11, 1000: 7},
+        ),
+        MembersCase(
+            "digits, bootstrap",
+            "digits",
+            _DIGITS,
+            batch=128,
+            epochs=3,
+            resampled=True,
+            repeats={1: 31, 32: 15, 256: 7},
+        ),
+    ),
+    limits=Limits(
+        members=100,
+        matrix=2048,
+        triad=2**25,
+        repeats=15,
+        halving=(1000, 250, 62),
+        halving_steps=20,
+        halving_repeats=15,
+    ),
 )
 
 _TINY = Transformer(layers=2, width=32, heads=2, vocabulary=32, length=8)
@@ -131,4 +205,37 @@ QUICK = Sizes(
     inference_repeats=3,
     inference_all_rows=5_000,
     batch_size=(BatchSizeCase("MLP, tiny", Mlp((8, 32, 16)), 1 * MIB),),
+    members=(
+        MembersCase(
+            "spirals",
+            "spirals",
+            _SPIRALS,
+            batch=100,
+            epochs=10,
+            resampled=False,
+            repeats={1: 3, 10: 3},
+            torch_limit=5,
+            torch_sample=2,
+            plan={"chunk": 5, "batch_dim": "minor"},
+        ),
+        MembersCase(
+            "digits, bootstrap",
+            "digits",
+            _DIGITS,
+            batch=128,
+            epochs=1,
+            resampled=True,
+            repeats={2: 3},
+            plan={"chunk": 1, "batch_dim": "minor"},
+        ),
+    ),
+    limits=Limits(
+        members=10,
+        matrix=512,
+        triad=2**20,
+        repeats=3,
+        halving=(10, 2),
+        halving_steps=5,
+        halving_repeats=3,
+    ),
 )

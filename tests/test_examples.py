@@ -87,3 +87,29 @@ def test_the_geology_has_all_its_domains_and_holds_out_whole_holes(ground):
     assert set(np.unique(made.data["domain"])) == set(range(len(ground["DOMAINS"])))
     assert not set(made.data["hole"]) & set(made.evaluation["hole"])
     assert len(made.data["hole"]) > 5 * len(made.evaluation["hole"])
+
+
+def test_the_spirals_are_learnt_and_drawn(tmp_path):
+    functions = runpy.run_path(str(EXAMPLES / "spirals.py"))
+    made = functions["experiment"](steps=300)
+    plan = px.Plan(member=2, chunk=4, batch_dim="minor")
+    result = train(made, plan=plan, members=px.Members(8, resample=px.bootstrap()))
+    assert result.history[-1]["accuracy"] > 0.95
+    pictures = list(functions["report"](made, result, tmp_path))
+    assert [path.name for path in pictures] == ["members.png", "confidence.png"]
+    assert all(path.stat().st_size > 20_000 for path in pictures)
+
+
+def test_the_digits_ensemble_reports_and_sweeps(tmp_path, capsys):
+    functions = runpy.run_path(str(EXAMPLES / "digits_ensemble.py"))
+    made = functions["experiment"](epochs=2)
+    members = px.Members(4, made.members.hyper, px.bootstrap())
+    plan = px.Plan(member=2, chunk=2, batch_dim="major")
+    result = train(made, plan=plan, members=members)
+    assert result.history[-1]["eval_accuracy"] > 0.7
+    wrote = [path.name for path in functions["report"](made, result, tmp_path)]
+    assert wrote == ["reliability.png", "sweep.csv", "sweep.png"]
+    printed = capsys.readouterr().out
+    assert "4 bootstrapped" in printed
+    assert "best setting" in printed
+    assert len((tmp_path / "sweep.csv").read_text().splitlines()) == 9

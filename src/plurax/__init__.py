@@ -34,6 +34,8 @@ from plurax.execute.members import Reading as Reading
 from plurax.execute.members_program import MembersProgram as MembersProgram
 from plurax.execute.program import Program as Program
 from plurax.experiment import Experiment as Experiment
+from plurax.halving import Halving as Halving
+from plurax.halving import successive_halving as successive_halving
 from plurax.inspect import Collective as Collective
 from plurax.inspect import Memory as Memory
 from plurax.loop import Steps as Steps
@@ -44,10 +46,14 @@ from plurax.members import log_uniform as log_uniform
 from plurax.members import uniform as uniform
 from plurax.mesh import virtual_devices as virtual_devices
 from plurax.plan import Plan as Plan
+from plurax.population_size import MaxMembers as MaxMembers
+from plurax.population_size import max_members as max_members
 from plurax.resample import bootstrap as bootstrap
 from plurax.resample import kfold as kfold
 from plurax.resample import subsample as subsample
 from plurax.state import TrainState as TrainState
+from plurax.sweeps import Sweep as Sweep
+from plurax.sweeps import sweep as sweep
 from plurax.tally import NonFiniteWarning as NonFiniteWarning
 from plurax.task import Task as Task
 from plurax.task import per_example as per_example

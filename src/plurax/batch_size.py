@@ -83,7 +83,7 @@ def max_batch_size(
         like = resized(example, units * unit)
         return Program(task, optimizer, plan, like, mesh).memory().peak
 
-    fits, fits_bytes, over, over_bytes, compilations = _search(peak, budget)
+    fits, fits_bytes, over, over_bytes, compilations = largest_below(peak, budget)
     if fits == 0:
         raise errors.no_batch_fits(budget, unit, fits_bytes)
     return MaxBatchSize(
@@ -96,7 +96,7 @@ def max_batch_size(
     )
 
 
-def _search(
+def largest_below(
     peak: Callable[[int], int], budget: int
 ) -> tuple[int, int, int | None, int | None, int]:
     """Largest `n >= 1` with `peak(n) <= budget`, and the smallest known above it.

@@ -1,26 +1,27 @@
 """The command line: parse, call, print."""
 
 import dataclasses
-import inspect
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
 from rich.console import Console
 
 from plurax import __version__, errors, experiment, tree
+from plurax.arguments import only_own, own_arguments, start_devices
 from plurax.checkpoint import Checkpoints
 from plurax.data import Ragged, as_data
-from plurax.execute.program import Program
+from plurax.ensemble.join import AnyProgram, make_program, read_by, restore
+from plurax.execute.choose import FIRST_CHUNK
 from plurax.log import read_rows
-from plurax.mesh import make_mesh, virtual_devices
+from plurax.members import Members
 from plurax.plan import Plan
 from plurax.report.curves import draw_curves
 from plurax.report.tables import plan_report
+from plurax.resample import Everything, Resample, bootstrap, kfold
 from plurax.train import fit
 
 HELP = f"""plurax {__version__}: train neural networks in parallel on JAX
@@ -47,6 +48,32 @@ Devices = Annotated[
 
 
 @dataclasses.dataclass(frozen=True)
+class Population:
+    """Many networks in one program; the other fields of the file's members stay."""
+
+    seeds: int | None
+    """How many members, with the seeds 0, 1, 2, ...; None: as in the file."""
+    resample: Literal["file", "none", "bootstrap", "kfold"] = "file"
+    """What each member trains on: as in the file, all rows, a bootstrap sample, all but a fold."""
+    folds: int = 5
+    """Of kfold."""
+
+    def chosen(self, members: Members | None) -> Members | None:
+        """The file's members with what was said on the command line; None for one network."""
+        if self.seeds is None and self.resample == "file":
+            return members
+        members = members or Members(self.seeds)
+        resample: dict[str, Callable[[], Resample]] = {
+            "file": lambda: members.resample,
+            "none": Everything,
+            "bootstrap": bootstrap,
+            "kfold": lambda: kfold(self.folds),
+        }
+        seeds = members.seeds if self.seeds is None else self.seeds
+        return dataclasses.replace(members, seeds=seeds, resample=resample[self.resample]())
+
+
+@dataclasses.dataclass(frozen=True)
 class Common:
     """Options of every command."""
 
@@ -55,6 +82,8 @@ class Common:
     plan_file: Path | None
     """Read the plan from this TOML file instead."""
     devices: Devices
+    members: Population
+    """Many networks in one program."""
     batch_size: int | None
     """Examples of a step."""
 
@@ -73,8 +102,10 @@ class Train(Common):
     """Of initialisation, dropout and order."""
     ragged: Ragged
     """What to do with a smaller last batch."""
+    report_every: int
+    """Epochs between rows of history, evaluations and checkpoints."""
     checkpoint_every: int | None
-    """Steps between checkpoints, besides those after each epoch."""
+    """Steps between checkpoints, besides those."""
     output: Path
     """Where checkpoints, metrics, curves and the plan go."""
     resume: bool = False
@@ -128,15 +159,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _train(arguments: list[str]) -> int:
-    made, options = _parse(arguments, "train", _train_options)
+    made, options, report = _parse(arguments, "train", _train_options)
     console = Console(highlight=False, soft_wrap=True)
     plan = options.chosen_plan()
+    members = options.members.chosen(made.members)
+    if members is not None:
+        console.print(f"{members.count} members: {_of_members(members)}", markup=False)
     console.print(plan.explain(options.batch_size), markup=False)
     result = fit(
         made.task,
         made.optimizer,
         made.data,
         plan=plan,
+        members=members,
         epochs=options.epochs,
         batch_size=options.batch_size,
         seed=options.seed,
@@ -145,6 +180,7 @@ def _train(arguments: list[str]) -> int:
         ragged=options.ragged,
         output=options.output,
         resume=options.resume,
+        report_every=options.report_every,
         checkpoint_every=options.checkpoint_every,
         progress=options.progress,
     )
@@ -155,17 +191,20 @@ def _train(arguments: list[str]) -> int:
         f"wrote {options.output}: curves.png, metrics.jsonl, tensorboard/, checkpoints/, plan.toml",
         markup=False,
     )
+    if report is not None and result.interrupted is None:
+        for path in report(made, result, options.output):
+            console.print(f"wrote {path}", markup=False)
     return {None: 0, "SIGINT": 130, "SIGTERM": 143}[result.interrupted]
 
 
 def _predict(arguments: list[str]) -> int:
-    made, options = _parse(arguments, "predict", _predict_options)
+    made, options, _ = _parse(arguments, "predict", _predict_options)
     program = _program(made, options)
     directory = options.output / "checkpoints"
     if not directory.is_dir():
         raise errors.checkpoint_none(str(options.output))
     with Checkpoints(directory) as checkpoints:
-        restored = checkpoints.restore(program.state_shapes)
+        restored = restore(program, checkpoints)
     if restored is None:
         raise errors.checkpoint_none(str(options.output))
     outputs = program.predict(restored[0], _read_arrays(options.inputs), chunk=options.chunk)
@@ -175,11 +214,11 @@ def _predict(arguments: list[str]) -> int:
 
 
 def _plan(arguments: list[str]) -> int:
-    made, options = _parse(arguments, "plan", _show_options)
+    made, options, _ = _parse(arguments, "plan", _show_options)
     program = _program(made, options)
     params = program.state_shapes.params
     report = plan_report(
-        program.plan,
+        options.chosen_plan(),
         program.batch_size,
         [str(device) for device in program.mesh.devices.flat],
         tree.parameter_count(params),
@@ -200,6 +239,7 @@ def _train_options(file: Path, made: experiment.Experiment) -> Train:
         epochs=made.epochs,
         seed=made.seed,
         ragged=made.ragged,
+        report_every=made.report_every,
         checkpoint_every=made.checkpoint_every,
         output=Path("runs") / file.stem,
     )
@@ -218,6 +258,7 @@ def _common(made: experiment.Experiment) -> dict[str, Any]:
         "plan": made.plan,
         "plan_file": None,
         "devices": None,
+        "members": Population(None if made.members is None else _seeds(made.members)),
         "batch_size": made.batch_size,
     }
 
@@ -226,8 +267,8 @@ def _parse(
     arguments: list[str],
     command: str,
     defaults: Callable[[Path, experiment.Experiment], Any],
-) -> tuple[experiment.Experiment, Any]:
-    """The experiment of the file, and the options with its values as defaults.
+) -> tuple[experiment.Experiment, Any, experiment.Report | None]:
+    """The experiment of the file, the options with its values as defaults, and its report.
 
     Devices come first, because importing the file may start JAX; then the arguments of the file's
     own `experiment(...)`, given as `--experiment.NAME`; then everything, with `--help`.
@@ -236,11 +277,11 @@ def _parse(
     if not arguments or arguments[0].startswith("-"):
         raise errors.no_experiment_file(command, asked_help=bool({"-h", "--help"} & {*arguments}))
     file, rest = Path(arguments[0]), arguments[1:]
-    _start_devices(rest)
-    function = experiment.load(file)
-    own = _own_arguments(function)
+    start_devices(rest)
+    function, report = experiment.load(file)
+    own = own_arguments(function)
     wrapped = dataclasses.make_dataclass("Own", [("experiment", own)], frozen=True)
-    chosen: Any = tyro.cli(wrapped, prog=program, args=_only_own(rest))
+    chosen: Any = tyro.cli(wrapped, prog=program, args=only_own(rest))
     made = function(**dataclasses.asdict(chosen.experiment))
     default = defaults(file, made)
     # One level of options, so that --plan.data stays short.
@@ -256,60 +297,36 @@ def _parse(
         args=rest,
         default=with_own(**values, experiment=chosen.experiment),
     )
-    return made, options
+    return made, options, report
 
 
-def _own_arguments(function: Callable[..., Any]) -> type:
-    """A dataclass of the parameters of a file's `experiment(...)`."""
-    fields = []
-    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
-        kind = str if parameter.annotation is parameter.empty else parameter.annotation
-        default = () if parameter.default is parameter.empty else (parameter.default,)
-        fields.append((name, kind, *default))
-    made = dataclasses.make_dataclass("Experiment", fields, frozen=True)
-    made.__doc__ = "Arguments of the file's own experiment(...)."
-    return made
+def _seeds(members: Members) -> int | None:
+    return members.seeds if isinstance(members.seeds, int) else None
 
 
-def _only_own(arguments: list[str]) -> list[str]:
-    """The arguments for the file's own `experiment(...)`, with their values."""
-    kept, keep = [], False
-    for argument in arguments:
-        if argument.startswith("-"):
-            keep = argument.startswith("--experiment.")
-        if keep:
-            kept.append(argument)
-    return kept
+def _of_members(members: Members) -> str:
+    """What a population is, in a few words."""
+    parts = [type(members.resample).__name__.lower()] if members.resample != Everything() else []
+    return ", ".join([*parts, *(f"{name} of their own" for name in members.hyper)]) or "seeds only"
 
 
-def _start_devices(arguments: list[str]) -> None:
-    """Obey `--devices` before anything else uses JAX."""
-    value = None
-    for index, argument in enumerate(arguments):
-        if argument == "--devices" and index + 1 < len(arguments):
-            value = arguments[index + 1]
-        elif argument.startswith("--devices="):
-            value = argument.removeprefix("--devices=")
-    if value is None:
-        return
-    count = len(os.sched_getaffinity(0)) if value == "cores" else value
-    try:
-        count = int(count)
-    except ValueError:
-        raise errors.devices_not_understood(value) from None
-    virtual_devices(count)
-
-
-def _program(made: experiment.Experiment, options: Common) -> Program:
+def _program(made: experiment.Experiment, options: Common) -> AnyProgram:
+    """The program to show or to predict with: nothing is measured to choose a chunk."""
     plan = options.chosen_plan()
-    _, like = as_data(
+    members = options.members.chosen(made.members)
+    source, like = as_data(
         made.data,
         batch_size=options.batch_size,
         seed=made.seed,
         shuffle=made.shuffle,
         ragged=made.ragged,
     )
-    return Program(made.task, made.optimizer, plan, like, make_mesh(plan))
+    if members is not None:
+        plan = dataclasses.replace(
+            plan, chunk=plan.chunk or FIRST_CHUNK, batch_dim=plan.batch_dim or "major"
+        )
+        source = read_by(members, source)
+    return make_program(made.task, made.optimizer, plan, like, members, source, None, None)
 
 
 def _read_arrays(path: Path) -> Any:

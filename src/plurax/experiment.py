@@ -12,6 +12,8 @@ from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.data import Ragged
+from plurax.execute.members import Maker
+from plurax.members import Members
 from plurax.plan import Plan
 from plurax.task import Task
 
@@ -23,10 +25,10 @@ class Experiment:
     The fields are the arguments of `plurax.fit`; the command line overrides those it names.
     """
 
-    task: Task
-    """What is trained."""
-    optimizer: optax.GradientTransformation
-    """By which rule."""
+    task: Task | Maker
+    """What is trained; with members perhaps a function of a member's hyperparameters."""
+    optimizer: optax.GradientTransformation | Maker
+    """By which rule; with members perhaps a function of a member's hyperparameters."""
     data: PyTree | Iterable[PyTree]
     """Arrays in a tree, a Grain dataset of batches, or an iterable of batches."""
     batch_size: int | None = None
@@ -35,6 +37,8 @@ class Experiment:
     """Passes over the data."""
     plan: Plan = Plan()  # noqa: RUF009  frozen
     """How training is spread over devices."""
+    members: Members | None = None
+    """A population to train instead of one network."""
     evaluation: PyTree | Iterable[PyTree] | None = None
     """Data to evaluate on after each epoch."""
     seed: int = 0
@@ -43,12 +47,22 @@ class Experiment:
     """Whether arrays are taken in a new order each epoch."""
     ragged: Ragged = "pad"
     """What to do with a smaller last batch."""
+    report_every: int = 1
+    """Epochs between rows of history, evaluations and checkpoints."""
     checkpoint_every: int | None = None
-    """Steps between checkpoints, besides those after each epoch."""
+    """Steps between checkpoints, besides those."""
 
 
-def load(path: str | Path) -> Callable[..., Experiment]:
-    """The `experiment` function of a Python file. Raises `ExperimentError`."""
+Report = Callable[[Experiment, Any, Path], Iterable[Path]]
+"""`report(experiment, fit_result, directory)` draws what belongs to an experiment, and returns what
+it wrote."""
+
+
+def load(path: str | Path) -> tuple[Callable[..., Experiment], Report | None]:
+    """The functions `experiment` and, if there is one, `report` of a Python file.
+
+    Raises `ExperimentError`.
+    """
     path = Path(path)
     if not path.is_file():
         raise errors.experiment_missing_file(str(path))
@@ -70,4 +84,5 @@ def load(path: str | Path) -> Callable[..., Experiment]:
 
     checked.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     checked.__doc__ = function.__doc__
-    return checked
+    report = names.get("report")
+    return checked, report if callable(report) else None

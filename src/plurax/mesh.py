@@ -1,5 +1,6 @@
 """From a plan and devices to a mesh; virtual CPU devices for rehearsal."""
 
+import contextlib
 import os
 from collections.abc import Sequence
 
@@ -46,6 +47,12 @@ def virtual_devices(count: int) -> None:
     except RuntimeError:
         if len(jax.devices()) != count:
             raise errors.devices_already_started(count, len(jax.devices())) from None
+
+
+def cpu_devices(count: int) -> None:
+    """Let the CPU count as `count` devices, should it be what JAX runs on. Before its first use."""
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", count)
 
 
 def memory_budget(mesh: Mesh) -> int:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests import models
 
 import plurax as px
-from plurax.batch_size import MAX_COMPILATIONS, Throughput, _flat, _search, resized
+from plurax.batch_size import MAX_COMPILATIONS, Throughput, _flat, largest_below, resized
 
 ROWS = models.data(4)
 
@@ -60,7 +60,7 @@ def test_the_search_is_exact_and_short(fixed, slope, bend, steps, answer):
         evaluated.append(n)
         return peak(n)
 
-    fits, size, over, over_bytes, count = _search(measure, budget)
+    fits, size, over, over_bytes, count = largest_below(measure, budget)
     assert count == len(evaluated) <= MAX_COMPILATIONS
     assert len(set(evaluated)) == len(evaluated)
     assert size == peak(fits) <= budget

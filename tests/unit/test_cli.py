@@ -185,3 +185,85 @@ def test_devices_from_the_shell(workplace):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "cpu:5" in done.stdout
+
+
+POPULATION = """
+import optax, plurax as px
+from tests import models
+
+def experiment():
+    return px.Experiment(
+        task=models.mlp_task(),
+        optimizer=lambda hyper: optax.adamw(hyper["rate"]),
+        data=models.data(50),
+        evaluation=models.data(20, seed=1),
+        batch_size=16,
+        epochs=2,
+        members=px.Members(3, {"rate": px.log_uniform(1e-3, 1e-1)}),
+        plan=px.Plan(chunk=2, batch_dim="major"),
+    )
+
+def report(made, result, directory):
+    (directory / "report.txt").write_text(str(result.program.count))
+    yield directory / "report.txt"
+"""
+
+
+@pytest.fixture
+def population(workplace):
+    (workplace / "many.py").write_text(POPULATION)
+    return workplace
+
+
+def test_train_members(population, capsys):
+    code, out, _ = run(
+        capsys, "train", "many.py", "--members.seeds", "5", "--plan.member", "2",
+        "--members.resample", "bootstrap", "--report-every", "2",
+    )  # fmt: skip
+    assert code == 0
+    assert "5 members: bootstrap, rate of their own" in out
+    assert "member=2: members are spread over 2 groups of devices" in out
+    assert "chunk=2: a device works on 2 members at a time" in out
+    assert "epoch 2/2  loss" in out
+    assert "epoch 1/2" not in out
+    assert " to " in out
+    assert "report.txt" in out
+    directory = population / "runs" / "many"
+    assert (directory / "report.txt").read_text() == "5"
+    assert (directory / "curves.png").stat().st_size > 10_000
+    np.savez("inputs.npz", x=models.data(7)["x"])
+    code, out, _ = run(capsys, "predict", "many.py", "--members.seeds", "5", "--inputs",
+                       "inputs.npz", "--members.resample", "bootstrap")  # fmt: skip
+    assert code == 0
+    assert "float32[5,7,3]" in out
+
+
+def test_members_of_one_network_and_its_mistakes(population, capsys):
+    code, out, _ = run(capsys, "train", "small.py", "--members.seeds", "2", "--plan.chunk", "1",
+                       "--plan.batch-dim", "major", "--epochs", "1", "--members.resample", "kfold",
+                       "--members.folds", "2")  # fmt: skip
+    assert code == 0
+    assert "2 members: kfold" in out
+    code, out, _ = run(capsys, "plan", "many.py", "--plan.member", "2")
+    assert code == 0
+    assert "communication: none" in out
+    code, _, err = run(capsys, "train", "small.py", "--plan.member", "2")
+    assert code == 2
+    assert "spreads the members of a population, and this is one network" in err
+    code, _, err = run(capsys, "train", "many.py", "--plan.member", "200")
+    assert code == 2
+    assert "needs 200 devices (member=200)" in err
+    code, out, _ = run(capsys, "train", "many.py", "--help")
+    assert "--members.seeds" in out
+    assert "--plan.chunk" in out
+
+
+def test_a_plan_on_the_command_line_gets_its_cpu_devices():
+    """In a process of its own: devices are counted before JAX starts."""
+    code = (
+        "import jax, os; from plurax.arguments import start_devices;"
+        "start_devices(['--plan.member', '2']); print(len(jax.devices()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    cores = len(__import__("os").sched_getaffinity(0))
+    assert int(done.stdout) == (2 if cores >= 2 else 1)

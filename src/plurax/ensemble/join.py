@@ -94,9 +94,9 @@ def described(program: AnyProgram) -> dict[str, Any]:
 
 
 def restore(
-    program: AnyProgram, checkpoints: Checkpoints, source: Data
+    program: AnyProgram, checkpoints: Checkpoints, source: Data | None = None
 ) -> tuple[TrainState, dict[str, Any]] | None:
-    """The newest state, for this program; members that it does not hold catch up first."""
+    """The newest state, for this program; members it does not hold catch up first on `source`."""
     if not isinstance(program, MembersProgram):
         return checkpoints.restore(program.state_shapes)
     meta = checkpoints.newest_meta()
@@ -106,7 +106,7 @@ def restore(
     before = meta.get("members", {"table": [], "resample": ""})
     count = len(before["table"])
     same = before["resample"] == now["resample"] and before["table"] == now["table"][:count]
-    if not same or not count:
+    if not same or not count or (source is None and count < program.count):
         raise errors.members_not_grown(count, program.count)
     whole = program.state_shapes
     like = jax.tree.map(
@@ -117,7 +117,7 @@ def restore(
     if restored is None:
         return None
     state, meta = restored
-    if count < program.count:
+    if count < program.count and source is not None:
         late = _catch_up(program, source, range(count, program.count), state.steps_taken)
         state = join_members(state, jax.device_put(late, _first(program)))
         meta["tally"] = {}

@@ -217,7 +217,7 @@ def fit_temperature(logits: Float[np.ndarray, "*K N C"], labels: Int[np.ndarray,
     >>> round(fit_temperature(logits, np.array([0, 0, 1])), 3)
     2.0
     """
-    from scipy.optimize import minimize_scalar  # type: ignore[import-untyped]  # slow to import
+    from scipy.optimize import minimize_scalar  # slow to import
 
     members = _members(logits, "logits")
     labels = _labels(labels, *members.shape[1:])

@@ -90,7 +90,7 @@ class Population:
     def __init__(
         self, task: Task | Maker, optimizer: Any, hyper: Hyper, plan: Plan, mesh: Mesh
     ) -> None:
-        self._task, self._optimizer = task, optimizer
+        self._task, self._optimizer, self.hyper = task, optimizer, hyper
         self.example = self.make(hyper).task
         self.plan = plan
         self.mesh = mesh
@@ -165,10 +165,13 @@ class Population:
             state: TrainState, member: Cohort, data: PyTree, first: Array, stop: Array
         ) -> tuple[TrainState, Metrics]:
             step = self._step(member)
+            # Where every step reads the same rows, they are read once.
+            fixed = reading.steps == 1 and not reading.shuffle
+            once = self._take(reading, member, data, jnp.int32(0)) if fixed else None
 
             def body(t: Array, carry: tuple[TrainState, Metrics]) -> tuple[TrainState, Metrics]:
                 state, metrics = carry
-                state, now = step(state, *self._take(reading, member, data, t))
+                state, now = step(state, *(once or self._take(reading, member, data, t)))
                 set_ = jax.tree.map(lambda all_, new: all_.at[t - first].set(new), metrics, now)
                 return state, set_
 

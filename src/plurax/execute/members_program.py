@@ -1,5 +1,6 @@
 """A population's program: a task, an optimizer, a plan and members, compiled for one batch size."""
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +30,10 @@ CALLS = 128
 """The most steps of one call of the compiled loop: it returns the metrics of each."""
 
 
+ANY_ROWS = 2**31 - 1
+"""For resampling, where no data are resident and none is drawn."""
+
+
 class MembersProgram:
     """The compiled step of a population and what goes with it. Made by `plurax.compile`.
 
@@ -50,7 +55,6 @@ class MembersProgram:
         *,
         reading: Reading | None = None,
         data: PyTree = None,
-        count: int | None = None,
     ) -> None:
         if members.hyper and isinstance(task, Task) and hasattr(optimizer, "update"):
             raise errors.members_need_a_function("optimizer")
@@ -58,13 +62,13 @@ class MembersProgram:
         self.members = members
         self.mesh = mesh
         self.batch_size = leading_dim(batch)
-        self.count = members.count if count is None else count
+        self.count = members.count
         self.reading = reading
         self.slots = -(-self.count // plan.member) * plan.member
         """Members on the devices: `count`, filled up to a multiple of the mesh axis."""
         self._in_flight = InFlight(mesh)
         self._hyper = {name: jnp.asarray(value) for name, value in members.hyper_of(0).items()}
-        self._cohort = members.cohort(reading.count if reading else 2**31 - 1)
+        self._cohort = members.cohort(reading.count if reading else ANY_ROWS)
         self._placement = Placement(batch, plan.padded_size(self.batch_size), split_rows(mesh))
         size = -(-self.batch_size // plan.microbatches)
         self._evaluation = Placement(
@@ -81,15 +85,19 @@ class MembersProgram:
         self._built = self._population(plan=self.plan)
 
     def of(self, members: Members) -> "MembersProgram":
-        """A program like this one, its plan included, for other members."""
+        """A program like this one, its plan included, for other members.
+
+        For as many members as this one has it is the same compiled program.
+        """
+        if members.count == self.count:
+            other = copy.copy(self)
+            other.members = members
+            other._cohort = members.cohort(self.reading.count if self.reading else ANY_ROWS)
+            other.__dict__.pop("_everyone", None)
+            return other
+        like, reading = self._placement.like, self.reading
         return MembersProgram(
-            self._task,
-            self._optimizer,
-            self.plan,
-            self._placement.like,
-            self.mesh,
-            members,
-            reading=self.reading,
+            self._task, self._optimizer, self.plan, like, self.mesh, members, reading=reading
         )
 
     def choice_text(self) -> str:
@@ -102,19 +110,15 @@ class MembersProgram:
 
     # --- Training -----------------------------------------------------------------------------
 
-    def cohort(self, indices: Any = None) -> Cohort:
-        """Some members (default all) as arrays on the devices, filled up to the slots."""
-        chosen = np.arange(self.members.count) if indices is None else np.asarray(indices)
-        filled = chosen[np.arange(self.slots) % len(chosen)]
-        return jax.device_put(self._cohort.take(filled), self._by_member)
-
     @functools.cached_property
     def _everyone(self) -> Cohort:
-        return self.cohort()
+        """All members as arrays on the devices, filled up to the slots."""
+        filled = np.arange(self.slots) % self.count
+        return jax.device_put(self._cohort.take(filled), self._by_member)
 
-    def init(self, cohort: Cohort | None = None) -> TrainState:
+    def init(self) -> TrainState:
         """Fresh states; a member's is the same as alone with its seed."""
-        return self._compiled_init(cohort or self._everyone)
+        return self._compiled_init(self._everyone)
 
     @functools.cached_property
     def _compiled_init(self) -> jax.stages.Compiled:
@@ -143,25 +147,19 @@ class MembersProgram:
         return jax.device_put(data, replicated(self.mesh))
 
     def loop(
-        self,
-        state: TrainState,
-        data: PyTree,
-        first: int,
-        stop: int,
-        cohort: Cohort | None = None,
+        self, state: TrainState, data: PyTree, first: int, stop: int
     ) -> tuple[TrainState, Metrics]:
         """Steps `first` to `stop`, counted from the start of training, in one compiled loop.
 
         **Arguments:** `data`, what `place_data` returned; at most `CALLS` steps, across epochs as
-        they come; one compiled program serves every range. `cohort`, which members the state
-        belongs to, default all.
+        they come; one compiled program serves every range.
 
         **Returns:** the state, and metrics `(members, CALLS)`, the first `stop - first` being set.
         """
         assert stop - first <= CALLS
         compiled = self.compile_loop(data)
-        members = cohort or self._everyone
-        return self._run(compiled, state, members, data, np.int32(first), np.int32(stop))
+        bounds = np.int32(first), np.int32(stop)
+        return self._run(compiled, state, self._everyone, data, *bounds)
 
     def compile_loop(self, data: PyTree) -> jax.stages.Compiled:
         """The compiled loop, for data of the shapes of `reading`."""

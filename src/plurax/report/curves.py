@@ -15,6 +15,9 @@ SKIP = {"kind", "step", "epoch", "seconds", "examples_per_second", "weight", "ex
 def draw_curves(rows: Sequence[dict[str, Any]], path: str | Path, title: str = "") -> None:
     """One panel per metric: every step, the mean of each epoch, and the evaluation.
 
+    Of a population the median member, in bands that hold half and nine tenths of the members, and
+    the best of them by the last loss.
+
     **Arguments:** `rows`, as `plurax.log.read_rows` gives them; `path`, of the picture (its ending
     says the format).
     """
@@ -23,16 +26,25 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: str | Path, title: str = "
     names = [
         name
         for name, value in (epochs[-1] if epochs else {}).items()
-        if name not in SKIP and not name.startswith("eval_") and isinstance(value, float)
+        if name not in SKIP
+        and not name.startswith("eval_")
+        and not name.endswith(("_best", "_worst"))
+        and isinstance(value, float)
     ]
     figure = Figure(figsize=(5.2 * max(1, len(names)), 3.8), layout="constrained", dpi=120)
     axes = np.atleast_1d(figure.subplots(1, max(1, len(names))))
     for axis, name in zip(axes, names, strict=True):
         points = [(row["step"], row[name]) for row in steps if isinstance(row.get(name), float)]
-        if points:
+        if points and "members" not in epochs[-1]:
             axis.plot(*zip(*points, strict=True), color=TRAIN, alpha=0.25, linewidth=0.8)
-        _line(axis, epochs, name, TRAIN, "o", "training, mean of the epoch")
-        _line(axis, epochs, f"eval_{name}", EVALUATION, "s", "evaluation")
+        for kind, color, marker, label in (
+            (name, TRAIN, "o", "training, mean of the epoch"),
+            (f"eval_{name}", EVALUATION, "s", "evaluation"),
+        ):
+            if "members" in epochs[-1]:
+                _bands(axis, epochs, kind, color, label)
+            else:
+                _line(axis, epochs, kind, color, marker, label)
         values = [row[name] for row in epochs if isinstance(row[name], float)]
         if name == "loss" and min(values) > 0 and max(values) > 10 * min(values):
             axis.set_yscale("log")
@@ -52,3 +64,25 @@ def _line(axis: Any, epochs: list[dict[str, Any]], name: str, color: str, marker
     points = [(row["step"], row[name]) for row in epochs if isinstance(row.get(name), float)]
     if points:
         axis.plot(*zip(*points, strict=True), color=color, marker=marker, markersize=4, label=label)
+
+
+def _bands(axis: Any, epochs: list[dict[str, Any]], name: str, color: str, label: str) -> None:
+    """The median of the members and the best one, on bands of half and nine tenths of them."""
+    rows = [row for row in epochs if name in row.get("members", {})]
+    if not rows:
+        return
+    steps = [row["step"] for row in rows]
+    values = np.asarray([row["members"][name] for row in rows], float)
+    kept = np.isfinite(values).any(axis=0)
+    low, lower, middle, upper, high = np.nanquantile(
+        values[:, kept], (0.05, 0.25, 0.5, 0.75, 0.95), axis=1
+    )
+    axis.fill_between(steps, low, high, color=color, alpha=0.12, linewidth=0)
+    axis.fill_between(steps, lower, upper, color=color, alpha=0.25, linewidth=0)
+    few = "o" if len(steps) == 1 else None
+    axis.plot(steps, middle, color=color, marker=few, label=f"{label}: median, 50 %, 90 %")
+    losses = np.asarray(rows[-1]["members"].get("eval_loss", rows[-1]["members"]["loss"]), float)
+    best = int(np.nanargmin(losses))
+    axis.plot(
+        steps, values[:, best], color=color, linewidth=0.9, linestyle="--", label="best member"
+    )

@@ -37,7 +37,7 @@ def plan_report(
     return Group(
         plan.explain(batch_size),
         "",
-        f"mesh: {', '.join(f'{axis}={size}' for axis, size in plan.axes.items())} "
+        f"mesh: {', '.join(f'{axis}={n}' for axis, n in plan.axes.items() if n > 1) or 'data=1'} "
         f"on {', '.join(devices)}",
         f"parameters: {parameters:,} ({human_bytes(parameter_bytes)})",
         "",

@@ -1,0 +1,149 @@
+"""Handwritten digits: a bootstrapped ensemble, how well it knows what it knows, and a sweep.
+
+A hundred MLPs, each on its own bootstrap sample of scikit-learn's 1,797 scanned digits. The report
+compares one network with the ensemble on held-out digits: accuracy, log loss, Brier score,
+calibration error and the reliability diagram; and sweeps 200 settings of learning rate, weight
+decay and dropout in one program (twice as many as there are members).
+
+    plurax train examples/digits_ensemble.py --devices cores --plan.member 2
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int, Key, PyTree
+from rich.console import Console
+from rich.table import Table
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+import plurax as px
+from plurax.report.calibration import draw_reliability
+from plurax.report.parallel import draw_parallel
+
+PIXELS, HIDDEN, CLASSES = 64, 128, 10
+SWEEP = {
+    "learning_rate": px.log_uniform(1e-4, 1e-1),
+    "weight_decay": px.log_uniform(1e-4, 1.0),
+    "dropout": px.uniform(0.0, 0.7),
+}
+
+
+def init(key: Key[Array, ""]) -> PyTree:
+    """64 - 128 - 10, He initialisation."""
+    first, second = jax.random.split(key)
+    return {
+        "in": jax.random.normal(first, (PIXELS, HIDDEN)) * (2 / PIXELS) ** 0.5,
+        "in_bias": jnp.zeros(HIDDEN),
+        "out": jax.random.normal(second, (HIDDEN, CLASSES)) * (1 / HIDDEN) ** 0.5,
+        "out_bias": jnp.zeros(CLASSES),
+    }
+
+
+def predict(params: PyTree, inputs: PyTree) -> Float[Array, "B 10"]:
+    """Logits of the ten digits."""
+    hidden = jax.nn.relu(inputs["image"] @ params["in"] + params["in_bias"])
+    return hidden @ params["out"] + params["out_bias"]
+
+
+def score(logits: Float[Array, "B 10"], label: Int[Array, "B"]) -> tuple[Array, dict[str, Array]]:
+    """Cross entropy and accuracy of each image."""
+    right = (jnp.argmax(logits, axis=-1) == label).astype(jnp.float32)
+    entropy = optax.softmax_cross_entropy_with_integer_labels(logits, label)
+    return entropy, {"accuracy": right}
+
+
+def make_task(hyper: dict[str, Any]) -> px.Task:
+    """A task whose rate of dropped pixels is a hyperparameter."""
+
+    def loss(
+        params: PyTree, batch: PyTree, keys: Key[Array, "B"]
+    ) -> tuple[Array, dict[str, Array]]:
+        keep = 1 - hyper["dropout"]
+        drawn = jax.vmap(lambda key: jax.random.bernoulli(key, keep, (PIXELS,)))(keys)
+        image = jnp.where(drawn, batch["image"] / keep, 0)
+        return score(predict(params, {"image": image}), batch["label"])
+
+    return px.Task(
+        init=init,
+        loss=loss,
+        evaluate=lambda params, batch: score(predict(params, batch), batch["label"]),
+        predict=predict,
+    )
+
+
+def make_optimizer(hyper: dict[str, Any]) -> optax.GradientTransformation:
+    """AdamW with a learning rate and weight decay of a member's own."""
+    return optax.adamw(hyper["learning_rate"], weight_decay=hyper["weight_decay"])
+
+
+def load_data() -> tuple[PyTree, PyTree]:
+    """Training and held-out data: `image (N, 64)` in [0, 1] and `label (N,)`."""
+    digits = load_digits()
+    images, labels = (digits.data / 16).astype(np.float32), digits.target.astype(np.int32)
+    split = train_test_split(images, labels, test_size=0.4, random_state=0, stratify=labels)
+    return {"image": split[0], "label": split[2]}, {"image": split[1], "label": split[3]}
+
+
+def experiment(epochs: int = 25) -> px.Experiment:
+    """A hundred networks, each on its own bootstrap sample."""
+    train, held_out = load_data()
+    settings = {"learning_rate": 3e-3, "weight_decay": 1e-2, "dropout": 0.2}
+    return px.Experiment(
+        task=make_task,
+        optimizer=make_optimizer,
+        data=train,
+        evaluation=held_out,
+        batch_size=128,
+        epochs=epochs,
+        members=px.Members(100, settings, px.bootstrap()),
+        plan=px.Plan(member=jax.device_count()),
+    )
+
+
+def report(made: px.Experiment, result: px.Fit, directory: Path) -> Iterator[Path]:
+    """Compare one network with the ensemble on held-out digits; sweep."""
+    labels = made.evaluation["label"]
+    inputs = {"image": made.evaluation["image"]}
+    plan = result.program.plan
+    common = {"batch_size": made.batch_size, "epochs": made.epochs, "progress": False}
+    ordinary = px.Members(1, made.members.hyper)
+    alone = px.fit(made.task, made.optimizer, made.data, members=ordinary,
+                   plan=px.Plan(chunk=1, batch_dim=plan.batch_dim), **common)  # fmt: skip
+    logits = {
+        "one network": alone.program.predict(alone.state, inputs),
+        f"{result.program.count} bootstrapped networks": result.program.predict(
+            result.state, inputs
+        ),
+    }
+    table = Table("held-out digits", "accuracy", "log loss", "Brier score", "calibration error")
+    calibrations = {}
+    for name, values in logits.items():
+        probabilities = px.classify(values).probabilities
+        calibrations[name] = px.calibration(probabilities, labels, bins=10)
+        table.add_row(
+            name,
+            f"{px.accuracy(probabilities, labels):.2%}",
+            f"{px.nll(probabilities, labels):.4f}",
+            f"{px.brier(probabilities, labels):.4f}",
+            f"{calibrations[name].error:.4f}",
+        )
+    Console().print(table)
+    draw_reliability(calibrations, directory / "reliability.png")
+    yield directory / "reliability.png"
+
+    settings = px.Members(2 * result.program.count, SWEEP)
+    found = px.sweep(made.task, made.optimizer, made.data, members=settings, plan=plan,
+                     evaluation=made.evaluation, report_every=made.epochs,
+                     **{**common, "progress": True})  # fmt: skip
+    best = found.best("eval_accuracy", largest=True)
+    print("best setting:", {name: f"{best[name]:.3g}" for name in (*SWEEP, "eval_accuracy")})
+    found.save_csv(directory / "sweep.csv")
+    draw_parallel(found.rows, list(SWEEP), "eval_accuracy", directory / "sweep.png", largest=True)
+    yield directory / "sweep.csv"
+    yield directory / "sweep.png"

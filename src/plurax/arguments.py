@@ -1,0 +1,68 @@
+"""A command line before it is parsed: devices come first, then the arguments of the file itself."""
+
+import dataclasses
+import inspect
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+from plurax import errors
+from plurax.mesh import cpu_devices, virtual_devices
+from plurax.plan import MESH_AXES
+
+
+def own_arguments(function: Callable[..., Any]) -> type:
+    """A dataclass of the parameters of a file's `experiment(...)`."""
+    fields = []
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        kind = str if parameter.annotation is parameter.empty else parameter.annotation
+        default = () if parameter.default is parameter.empty else (parameter.default,)
+        fields.append((name, kind, *default))
+    made = dataclasses.make_dataclass("Experiment", fields, frozen=True)
+    made.__doc__ = "Arguments of the file's own experiment(...)."
+    return made
+
+
+def only_own(arguments: list[str]) -> list[str]:
+    """The arguments for the file's own `experiment(...)`, with their values."""
+    kept, keep = [], False
+    for argument in arguments:
+        if argument.startswith("-"):
+            keep = argument.startswith("--experiment.")
+        if keep:
+            kept.append(argument)
+    return kept
+
+
+def start_devices(arguments: list[str]) -> None:
+    """Obey `--devices` before anything else uses JAX.
+
+    Without it, a plan on the command line that needs no more devices than there are cores gets as
+    many CPU devices, in case there is nothing else.
+    """
+    chosen = value(arguments, "--devices")
+    cores = len(os.sched_getaffinity(0))
+    if chosen is None:
+        sizes = [value(arguments, f"--plan.{axis}") or "1" for axis in MESH_AXES]
+        wanted = math.prod(int(size) for size in sizes if size.isdecimal())
+        if 1 < wanted <= cores:
+            cpu_devices(wanted)
+        return
+    count = cores if chosen == "cores" else chosen
+    try:
+        count = int(count)
+    except ValueError:
+        raise errors.devices_not_understood(chosen) from None
+    virtual_devices(count)
+
+
+def value(arguments: list[str], name: str) -> str | None:
+    """The value of an option, before the options are parsed."""
+    found = None
+    for index, argument in enumerate(arguments):
+        if argument == name and index + 1 < len(arguments):
+            found = arguments[index + 1]
+        elif argument.startswith(f"{name}="):
+            found = argument.removeprefix(f"{name}=")
+    return found

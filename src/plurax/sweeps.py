@@ -1,0 +1,212 @@
+"""Sweeps: settings that are numbers run as one population, those that change shapes in buckets."""
+
+import csv
+import dataclasses
+import queue
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+from rich.console import Console
+
+from plurax import errors
+from plurax.ensemble.keep import export_member
+from plurax.execute.members import Maker
+from plurax.members import Grid, Hyper, Members
+from plurax.plan import Plan
+from plurax.state import TrainState
+from plurax.task import Task
+from plurax.train import Fit, fit
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """What `sweep` returns: one table over all members of all buckets.
+
+    **Fields:**
+
+    - `rows`: one for each member: its shape settings, `member`, `seed`, hyperparameters, the last
+      value of every metric (`loss`, `eval_loss`, ...), `frozen`, and `seconds`, what its bucket
+      took divided by its members.
+    - `fits`: for each bucket its shape settings and what `fit` returned.
+    """
+
+    rows: list[Row]
+    fits: list[tuple[Hyper, Fit]]
+
+    def best(self, metric: str | None = None, *, largest: bool = False) -> Row:
+        """The row with the smallest (or largest) metric among members that are not frozen.
+
+        The default metric is `eval_loss`, or `loss` where nothing was evaluated. Raises
+        `MembersError` for a metric there is none of.
+        """
+        metric = self.metric(metric)
+        rows = [row for row in self.rows if not row["frozen"] and np.isfinite(row[metric])]
+        if not rows:
+            raise errors.sweep_all_frozen(len(self.rows))
+        return (max if largest else min)(rows, key=lambda row: row[metric])
+
+    def metric(self, name: str | None = None) -> str:
+        """The metric of that name, or the default one. Raises `MembersError`."""
+        if name is None:
+            return "eval_loss" if "eval_loss" in self.rows[0] else "loss"
+        if name not in self.rows[0]:
+            raise errors.sweep_no_metric(name, self.rows[0])
+        return name
+
+    def state(self, row: Row) -> TrainState:
+        """The state of a row's member, as one network's."""
+        result, index = self._at(row)
+        return export_member(result.state, index)
+
+    def history(self, row: Row) -> list[Row]:
+        """Epoch by epoch, every metric of a row's member."""
+        result, index = self._at(row)
+        return [
+            {
+                "epoch": one["epoch"],
+                "step": one["step"],
+                **{name: values[index] for name, values in one["members"].items()},
+            }
+            for one in result.history
+        ]
+
+    def _at(self, row: Row) -> tuple[Fit, int]:
+        for shape, result in self.fits:
+            table = result.program.members.table()
+            if all(row[name] == value for name, value in shape.items()):
+                return result, [one["member"] for one in table].index(row["member"])
+        raise errors.sweep_no_row(row)
+
+    def to_pandas(self, *, history: bool = False) -> Any:
+        """The table as a `pandas.DataFrame`; with `history` one row per member and epoch.
+
+        Raises `MembersError` without pandas.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise errors.needs_pandas() from None
+        if not history:
+            return pandas.DataFrame(self.rows)
+        names = [name for name in self.rows[0] if name not in self.history(self.rows[0])[0]]
+        return pandas.DataFrame(
+            [
+                {**{n: row[n] for n in names}, **one}
+                for row in self.rows
+                for one in self.history(row)
+            ]
+        )
+
+    def save_csv(self, path: str | Path) -> None:
+        """The table as comma-separated values."""
+        with Path(path).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(self.rows[0]))
+            writer.writeheader()
+            writer.writerows(self.rows)
+
+
+def sweep(
+    task: Task | Maker | Callable[..., Task | Maker],
+    optimizer: Any,
+    data: PyTree,
+    *,
+    members: Members,
+    shapes: Grid | Sequence[Hyper] = ({},),
+    plan: Plan = Plan(),  # noqa: B008  frozen
+    batch_size: int | None = None,
+    side_by_side: int = 1,
+    output: str | Path | None = None,
+    progress: bool = True,
+    devices: Sequence[jax.Device] | None = None,
+    **options: Any,
+) -> Sweep:
+    """Train every setting of a sweep: one compiled program for each shape.
+
+    **Arguments:**
+
+    - `task`: with shapes, a function `task(width=..., ...)` of a shape's settings that returns a
+      `Task`, or a function of hyperparameters that returns one; else as for `fit`.
+    - `optimizer`, `data`, `members`, `plan`: as for `fit`. Every bucket has the same members.
+    - `shapes`: settings that change shapes or code: a `grid`, or a list of dicts. `batch_size`
+      among them goes to `fit`, the others to `task`.
+    - `side_by_side`: how many buckets at once, each on devices of its own; the plan is that of one.
+    - `output`: a directory with one of `fit` for each bucket, and `table.csv`.
+    - `options`: of `fit`: `epochs`, `evaluation`, `resume`, ...
+
+    Raises what `fit` raises, and `PlanError` where `side_by_side` plans do not fit the devices.
+    """
+    buckets = shapes.settings() if isinstance(shapes, Grid) else [dict(one) for one in shapes]
+    available = list(jax.devices() if devices is None else devices)
+    Plan(member=plan.devices * side_by_side).check_devices(len(available))
+    groups: queue.SimpleQueue[list[jax.Device]] = queue.SimpleQueue()
+    for index in range(side_by_side):
+        groups.put(available[index * plan.devices : (index + 1) * plan.devices])
+    console = Console(soft_wrap=True, highlight=False)
+
+    def run(shape: Hyper) -> Fit:
+        group = groups.get()
+        try:
+            settings = {name: value for name, value in shape.items() if name != "batch_size"}
+            maker: Any = task
+            made = maker(**settings) if settings else task
+            result = fit(
+                made,
+                optimizer,
+                data,
+                members=members,
+                plan=plan,
+                batch_size=shape.get("batch_size", batch_size),
+                output=None if output is None else Path(output) / _name(shape),
+                progress=False,
+                devices=group,
+                **options,
+            )
+        finally:
+            groups.put(group)
+        if progress:
+            last = result.history[-1]
+            console.print(
+                f"{_name(shape)}: {members.count} members, loss {last['loss']:.4f} "
+                f"({last['loss_best']:.4f} to {last['loss_worst']:.4f}), {_seconds(result):.1f} s",
+                markup=False,
+            )
+        return result
+
+    with ThreadPoolExecutor(side_by_side) as pool:
+        results = list(pool.map(run, buckets))
+    fits = list(zip(buckets, results, strict=True))
+    table = Sweep([row for shape, result in fits for row in _rows(shape, result)], fits)
+    if output is not None:
+        table.save_csv(Path(output) / "table.csv")
+    return table
+
+
+def _name(shape: Hyper) -> str:
+    return ",".join(f"{name}={value}" for name, value in shape.items()) or "members"
+
+
+def _seconds(result: Fit) -> float:
+    return float(sum(row["seconds"] for row in result.history))
+
+
+def _rows(shape: Hyper, result: Fit) -> list[Row]:
+    last = result.history[-1]["members"]
+    table = result.program.members.table()
+    skipped = np.asarray(result.state.skipped)
+    return [
+        {
+            **shape,
+            **one,
+            **{name: values[index] for name, values in last.items()},
+            "frozen": bool(skipped[index]),
+            "seconds": _seconds(result) / len(table),
+        }
+        for index, one in enumerate(table)
+    ]

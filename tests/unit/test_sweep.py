@@ -1,0 +1,241 @@
+"""Sweeps, successive halving, and how many members fit."""
+
+import csv
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tests import models
+
+import plurax as px
+from plurax.data import ArrayData
+from plurax.report.parallel import draw_parallel
+from plurax.tally import NonFiniteWarning
+
+ROWS = models.data(48)
+TASK = models.mlp_task()
+PLAN = px.Plan(chunk=4, batch_dim="major")
+MEMBERS = px.Members(4, {"rate": [1e-4, 1e-1, 1e-2, 1e-3]})
+
+
+def adam(hyper):
+    return optax.adam(hyper["rate"])
+
+
+def make_task(width):
+    """A network of some width."""
+
+    def init(key):
+        return {
+            "in": jnp.ones((models.FEATURES, width)) * 0.1,
+            "out": jnp.linspace(-1, 1, width * models.CLASSES).reshape(width, models.CLASSES),
+        }
+
+    def loss(params, batch, keys):
+        out = jnp.tanh(batch["x"] @ params["in"]) @ params["out"]
+        return optax.softmax_cross_entropy_with_integer_labels(out, batch["y"])
+
+    return px.Task(init=init, loss=loss)
+
+
+SHAPES = px.grid(width=[4, 8], batch_size=[16, 24])
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    output = tmp_path_factory.mktemp("sweep")
+    found = px.sweep(
+        make_task, adam, ROWS, members=MEMBERS, shapes=SHAPES, plan=PLAN, epochs=2,
+        evaluation=ROWS, output=output, progress=False,
+    )  # fmt: skip
+    return found, output
+
+
+# --- Sweeps -----------------------------------------------------------------------------------
+
+
+def test_every_setting_has_a_row(table):
+    found, _ = table
+    assert len(found.rows) == 2 * 2 * 4
+    assert {(row["width"], row["batch_size"], row["rate"]) for row in found.rows} == {
+        (width, size, rate)
+        for width in (4, 8) for size in (16, 24) for rate in MEMBERS.hyper["rate"]
+    }  # fmt: skip
+    assert {"member", "seed", "loss", "eval_loss", "frozen", "seconds"} < set(found.rows[0])
+
+
+def test_a_bucket_is_the_population_trained_alone(table):
+    found, _ = table
+    row = next(r for r in found.rows if (r["width"], r["batch_size"], r["member"]) == (8, 24, 2))
+    alone = px.fit(
+        make_task(8), optax.adam(1e-2), ROWS, batch_size=24, epochs=2, seed=2, progress=False
+    )
+    assert models.worst(found.state(row).params, alone.state.params) < 1e-5
+    assert [one["epoch"] for one in found.history(row)] == [1, 2]
+    assert found.history(row)[-1]["eval_loss"] == row["eval_loss"]
+
+
+def test_best(table):
+    found, _ = table
+    assert found.best()["eval_loss"] == min(row["eval_loss"] for row in found.rows)
+    assert found.best("loss", largest=True)["loss"] == max(row["loss"] for row in found.rows)
+    with pytest.raises(px.MembersError, match=r"there is no metric 'accuracy'; there are"):
+        found.best("accuracy")
+    with pytest.raises(px.MembersError, match=r"this row is not of this sweep"):
+        found.state({"width": 5, "batch_size": 16, "member": 0})
+
+
+def test_tables_leave_the_library(table, tmp_path, monkeypatch):
+    found, output = table
+    with (output / "table.csv").open() as file:
+        read = list(csv.DictReader(file))
+    assert [float(row["eval_loss"]) for row in read] == [row["eval_loss"] for row in found.rows]
+    assert (output / "width=4,batch_size=16" / "metrics.jsonl").is_file()
+    frame = found.to_pandas()
+    assert frame.shape == (16, len(found.rows[0]))
+    history = found.to_pandas(history=True)
+    assert len(history) == 32
+    assert {"width", "rate", "epoch", "eval_loss"} < set(history.columns)
+    draw_parallel(found.rows, ["width", "batch_size", "rate"], "eval_loss", tmp_path / "p.png")
+    assert (tmp_path / "p.png").stat().st_size > 10_000
+    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
+    with pytest.raises(px.MembersError, match=r"to_pandas needs pandas: pip install pandas"):
+        found.to_pandas()
+
+
+def test_buckets_side_by_side_give_the_same(table):
+    found, _ = table
+    beside = px.sweep(
+        make_task, adam, ROWS, members=MEMBERS, shapes=SHAPES, epochs=2, evaluation=ROWS,
+        plan=px.Plan(member=2, chunk=4, batch_dim="major"), side_by_side=4, progress=False,
+    )  # fmt: skip
+    for a, b in zip(beside.rows, found.rows, strict=True):
+        assert a["eval_loss"] == pytest.approx(b["eval_loss"], rel=1e-4)
+    with pytest.raises(px.PlanError, match=r"needs 16 devices"):
+        px.sweep(TASK, adam, ROWS, members=MEMBERS, plan=px.Plan(member=4), side_by_side=4,
+                 batch_size=16)  # fmt: skip
+
+
+def test_a_sweep_that_is_all_frozen():
+    bad = {**ROWS, "x": np.full_like(ROWS["x"], np.nan)}
+    with pytest.warns(NonFiniteWarning, match="4 of 4 members"):
+        found = px.sweep(TASK, adam, bad, members=MEMBERS, plan=PLAN, batch_size=16, progress=False)
+    assert all(row["frozen"] for row in found.rows)
+    with pytest.raises(px.MembersError, match=r"all 4 members of the sweep are frozen"):
+        found.best()
+
+
+# --- Successive halving -----------------------------------------------------------------------
+
+MANY = px.Members(9, {"rate": px.log_uniform(1e-4, 1e-1)}, px.bootstrap())
+
+
+def halving(**options):
+    options = {"epochs": 9, "first": 1, "reduction": 3, "plan": PLAN, "batch_size": 16,
+               "evaluation": ROWS, "progress": False, **options}  # fmt: skip
+    return px.successive_halving(TASK, adam, ROWS, members=MANY, **options)
+
+
+@pytest.fixture(scope="module")
+def halved():
+    return halving()
+
+
+@pytest.fixture(scope="module")
+def straight():
+    """All members to the end, with their evaluation after every epoch."""
+    return px.fit(TASK, adam, ROWS, members=MANY, plan=PLAN, epochs=9, batch_size=16,
+                  evaluation=ROWS, progress=False)  # fmt: skip
+
+
+def test_survivors_are_the_best_by_the_metric(halved, straight):
+    """Read from a run that halves nothing."""
+    alive = list(range(9))
+    for epochs, rung in zip([1, 3, 9], halved.rungs, strict=True):
+        losses = straight.history[epochs - 1]["members"]["eval_loss"]
+        assert rung.members == alive
+        assert rung.scores == pytest.approx([losses[k] for k in alive], rel=1e-4)
+        order = sorted(range(len(alive)), key=lambda i: rung.scores[i])
+        alive = [alive[i] for i in order[: -(-len(alive) // 3)]]
+    assert [row["member"] for row in halved.members.table()] == alive
+
+
+def test_survivors_trained_as_if_nothing_had_been_halved(halved, straight):
+    number = halved.members.table()[0]["member"]
+    whole = px.export_member(straight.state, number)
+    assert models.worst(px.export_member(halved.state, 0).params, whole.params) < 1e-5
+    means = halved.program.evaluate(halved.state, ROWS)
+    assert means["loss"][0] == pytest.approx(halved.rungs[-1].scores[0], rel=1e-5)
+
+
+def test_the_work_shrinks(halved):
+    assert [len(rung.members) for rung in halved.rungs] == [9, 3, 1]
+    assert [rung.epochs for rung in halved.rungs] == [1, 3, 9]
+
+
+@pytest.mark.parametrize("slots", [2, 4])
+def test_fewer_slots_choose_the_same(halved, slots):
+    turns = halving(slots=slots)
+    assert [rung.members for rung in turns.rungs] == [rung.members for rung in halved.rungs]
+    assert models.worst(turns.state.params, halved.state.params) < 1e-5
+
+
+def test_the_table_has_every_candidate(halved):
+    rows = halved.table()
+    assert [row["member"] for row in rows] == list(range(9))
+    assert sorted(row["epochs"] for row in rows) == [1] * 6 + [3] * 2 + [9]
+    assert {"rate", "seed", "score"} < set(rows[0])
+
+
+def test_halving_by_the_training_metric_and_its_errors():
+    found = halving(evaluation=None, metric="accuracy", largest=True, epochs=3)
+    scores = found.rungs[0].scores
+    assert found.rungs[1].members[0] == int(np.argmax(scores))
+    with pytest.raises(px.MembersError, match=r"needs 1 <= first <= epochs and a reduction"):
+        halving(first=0)
+    with pytest.raises(px.MembersError, match=r"there is no metric 'none'"):
+        halving(metric="none")
+
+
+def test_frozen_members_are_the_first_to_go():
+    rows = {**ROWS, "x": ROWS["x"].copy()}
+    rows["x"][5] = np.nan
+    read = [ArrayData(ROWS, 16, k, resample=MANY.resample, member=k) for k in range(9)]
+    without = [k for k in range(9) if 5 not in read[k].epoch_order(0)[0]]
+    assert 0 < len(without) < 9
+    with pytest.warns(NonFiniteWarning, match="are frozen"):
+        found = px.fit(TASK, adam, rows, members=MANY, plan=PLAN, batch_size=16, progress=False)
+    assert np.flatnonzero(found.state.skipped == 0).tolist() == without
+
+
+# --- How many fit -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", [PLAN, px.Plan(member=2, chunk=2)], ids=str)
+def test_found_members_fit_and_more_do_not(plan):
+    batch = models.cut(ROWS, 16)
+    found = px.max_members(TASK, adam, plan, batch, members=MEMBERS, memory=2**20)
+    assert int(found) == found.count > 16
+    assert found.count % (plan.member * plan.chunk) == 0
+    assert found.bytes <= 2**20 < found.next_bytes
+    assert found.compilations <= 10
+    members = px.Members(found.count, {"rate": 0.1})
+    program = px.compile(TASK, adam, px.Plan(**{**vars(plan), "batch_dim": "major"}), batch,
+                         members=members)  # fmt: skip
+    assert program.memory().peak == found.bytes
+
+
+def test_a_few_large_members_fit_where_a_chunk_does_not():
+    batch = models.cut(ROWS, 16)
+    one = px.max_members(TASK, adam, px.Plan(chunk=1), batch, members=MEMBERS, memory=2**20)
+    per_member = one.bytes / one.count
+    found = px.max_members(TASK, adam, px.Plan(), batch, members=MEMBERS,
+                           memory=int(12 * per_member) + 20_000)  # fmt: skip
+    assert found.count >= 1
+    assert found.bytes <= found.budget < found.next_bytes
+
+
+def test_no_member_fits():
+    with pytest.raises(px.MembersError, match=r"no population fits: the smallest possible, 4 mem"):
+        px.max_members(TASK, adam, PLAN, models.cut(ROWS, 16), members=MEMBERS, memory=1000)
