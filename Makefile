@@ -18,9 +18,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: setup ## train on real handwritten digits, on all cores as devices
-	rm -rf runs/digits
+demo: setup ## real handwritten digits on all cores, then a hundred networks at once on spirals
+	rm -rf runs/digits runs/spirals
 	$(RUN)/plurax train examples/digits.py --devices cores --output runs/digits
+	$(RUN)/plurax train examples/spirals.py --devices cores --output runs/spirals
 
 test: setup ## run all tests
 	$(RUN)/python -m pytest -n 2

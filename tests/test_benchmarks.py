@@ -8,18 +8,30 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 
 
-def test_a_quick_measurement_writes_both_sides(tmp_path):
+def quick(group, output):
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "accumulation", "--quick", "--output", str(tmp_path)],
+        [sys.executable, "-m", "benchmarks", group, "--quick", "--output", str(output)],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    (written,) = tmp_path.glob("quick-*.json")
-    rows = json.loads(written.read_text())["rows"]
+    (written,) = output.glob("quick-*.json")
+    return json.loads(written.read_text())["rows"]
+
+
+def test_a_quick_measurement_writes_both_sides(tmp_path):
+    rows = quick("accumulation", tmp_path)
     assert rows
     for row in rows:
         assert row["plurax"]["median"] > 0
         assert row["other"]["median"] > 0
         assert row["against"] == "optax.MultiSteps"
+
+
+def test_members_are_measured_beside_jax_by_hand(tmp_path):
+    rows = quick("members", tmp_path)
+    compared = [row for row in rows if "plurax" in row and "other" in row]
+    assert compared
+    assert all(row["plurax"]["median"] > 0 and row["other"]["median"] > 0 for row in compared)
+    assert sum(row["row"] == "check" for row in rows) >= 2  # what was chosen, and the roofline

@@ -113,3 +113,11 @@ def test_the_digits_ensemble_reports_and_sweeps(tmp_path, capsys):
     assert "4 bootstrapped" in printed
     assert "best setting" in printed
     assert len((tmp_path / "sweep.csv").read_text().splitlines()) == 9
+
+
+def test_optuna_proposes_a_population():
+    functions = runpy.run_path(str(EXAMPLES / "optuna_digits.py"))
+    plan = px.Plan(chunk=3, batch_dim="major")
+    study = functions["search"](rounds=2, members=3, epochs=1, plan=plan)
+    assert len(study.trials) == 6
+    assert all(trial.value is not None for trial in study.trials)

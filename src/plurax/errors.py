@@ -425,8 +425,8 @@ def members_not_grown(before: int, now: int) -> CheckpointError:
 def no_member_fits(budget: int, members: int, needed: int) -> MembersError:
     return MembersError(
         f"no population fits: the smallest possible, {members} member(s), needs {needed:,} bytes "
-        f"on a device and the budget is {budget:,}. A smaller chunk and more microbatches need less "
-        "memory."
+        f"on a device and the budget is {budget:,}. A smaller chunk and more microbatches need "
+        "less memory."
     )
 
 

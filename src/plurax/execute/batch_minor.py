@@ -171,8 +171,24 @@ def _broadcast(
 def _reduce(equation: Any, value: Stored) -> Stored:
     rank = value.array.ndim
     axes = tuple(rank - 1 if axis == 0 else axis - 1 for axis in equation.params["axes"])
-    out = equation.primitive.bind(value.array, **{**equation.params, "axes": axes})
+    if equation.primitive.name in ("argmax", "argmin"):
+        best = jnp.max if equation.primitive.name == "argmax" else jnp.min
+        out = _first_best(value.array, axes[0], best, equation.params["index_dtype"])
+    else:
+        out = equation.primitive.bind(value.array, **{**equation.params, "axes": axes})
     return Stored(out, 0 not in equation.params["axes"] and out.ndim > 1)
+
+
+def _first_best(array: Array, axis: int, best: Callable[..., Array], dtype: Any) -> Array:
+    """Where the maximum (minimum) first stands, or the first NaN, in loops that vectorize.
+
+    XLA's CPU compiler reduces pairs of value and index one by one.
+    """
+    found = array == best(array, axis=axis, keepdims=True)
+    if jnp.issubdtype(array.dtype, jnp.inexact):
+        found |= array != array
+    index = lax.broadcasted_iota(dtype, array.shape, axis)
+    return jnp.min(jnp.where(found, index, jnp.asarray(array.shape[axis] - 1, dtype)), axis=axis)
 
 
 def _dot(left: Stored, right: Stored, params: Any) -> Stored | None:

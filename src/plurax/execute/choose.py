@@ -15,7 +15,8 @@ from plurax.state import TrainState
 
 FIRST_CHUNK = 16
 SECONDS = 0.02
-"""How long one timed run aims to take; three are made."""
+"""How long one timed run takes at least, if `MOST_STEPS` are not shorter; three are made."""
+MOST_STEPS = 64
 
 Run = Callable[[int], Metrics]
 """Runs some steps and returns the metrics of the first, leaves `(K,)`."""
@@ -99,16 +100,17 @@ def _climb(
 
 
 def _time(run: Run) -> tuple[Metrics, float]:
-    metrics = jax.device_get(run(1))
-    began = time.perf_counter()
-    jax.block_until_ready(run(1))
-    steps = max(1, min(64, round(SECONDS / max(time.perf_counter() - began, 1e-9))))
-    times = []
-    for _ in range(3):
+    def timed(steps: int) -> float:
         began = time.perf_counter()
         jax.block_until_ready(run(steps))
-        times.append((time.perf_counter() - began) / steps)
-    return metrics, min(times)
+        return (time.perf_counter() - began) / steps
+
+    metrics = jax.device_get(run(1))
+    # So many steps that what a call costs once does not matter.
+    steps = 1
+    while (seconds := timed(steps)) * steps < SECONDS and steps < MOST_STEPS:
+        steps *= 4
+    return metrics, min(seconds, timed(steps), timed(steps))
 
 
 def _worst(a: Metrics, b: Metrics) -> float:

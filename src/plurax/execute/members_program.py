@@ -376,10 +376,13 @@ class MembersProgram:
             zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._placement.like)
             placed = self._placement.place(zeros)
 
+        compiled_for: dict[Plan, jax.stages.Compiled] = {}
+
         def build(plan: Plan) -> tuple[int, Callable[[], Run]]:
             built = self._population(plan=plan)
             looped = data is not None
             compiled = self._compile_loop(built, data) if looped else self._compile_step(built)
+            compiled_for[plan] = compiled
             arguments = (self._everyone, *placed)
             needed = inspect.memory(compiled).peak
             return needed, lambda: stepping(compiled, init(self._everyone), arguments, looped)
@@ -388,4 +391,9 @@ class MembersProgram:
         tolerance = 2e-2 if self.plan.precision == "bfloat16" else 1e-4
         tolerance = 1e-9 if dtype == jnp.float64 else tolerance
         members = self.slots // self.plan.member
-        return choose(self.plan, members, build, memory_budget(self.mesh), tolerance)
+        plan, measured = choose(self.plan, members, build, memory_budget(self.mesh), tolerance)
+        if data is not None:
+            self._loop = compiled_for[plan]
+        else:
+            self.__dict__["compiled_step"] = compiled_for[plan]
+        return plan, measured

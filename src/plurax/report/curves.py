@@ -53,7 +53,8 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: str | Path, title: str = "
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     if len(axes) and names:
-        axes[0].legend(frameon=False)
+        shown = axes[0].get_legend_handles_labels()
+        figure.legend(*shown, loc="outside lower center", ncols=len(shown[0]), frameon=False)
     if title:
         figure.suptitle(title)
     figure.savefig(path)
