@@ -459,6 +459,13 @@ def halving_wrong_budget(first: int, epochs: int, reduction: int) -> MembersErro
     )
 
 
+def halving_needs_arrays() -> MembersError:
+    return MembersError(
+        "successive_halving needs data that stay on the devices; give arrays, not an iterable of "
+        "batches."
+    )
+
+
 def members_in_state(given: int, wanted: int) -> MembersError:
     return MembersError(
         f"the state holds {given} members and this program is compiled for {wanted}; take those "
@@ -468,8 +475,9 @@ def members_in_state(given: int, wanted: int) -> MembersError:
 
 def resample_needs_arrays(kind: str) -> MembersError:
     return MembersError(
-        f"Members(resample={kind}) draws rows by number, and this data is an iterable of batches; "
-        "give the data as arrays, or leave resample out: then every member sees every batch."
+        f"Members(resample={kind}) draws rows by number, and these data do not stay on the devices "
+        "(an iterable of batches, or resident=False). Give the data as arrays, or leave resample "
+        "out: then every member sees every batch."
     )
 
 

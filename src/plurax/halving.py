@@ -108,7 +108,8 @@ def successive_halving(
         raise errors.halving_wrong_budget(first, epochs, reduction)
     source, like = as_data(data, batch_size=batch_size, seed=0, shuffle=shuffle, ragged="pad")
     read = read_by(members, source)
-    assert isinstance(read, ArrayData)
+    if not isinstance(read, ArrayData):
+        raise errors.halving_needs_arrays()
     width = min(slots or members.count, members.count)
     few = members.take(range(width))
     made = make_program(task, optimizer, plan, like, few, read, True, devices)

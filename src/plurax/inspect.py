@@ -144,7 +144,14 @@ def _result_bytes(text: str) -> int:
 
 
 def _axes(line: str, mesh: Mesh) -> tuple[str, ...]:
-    """The mesh axes along which the devices of a group differ."""
+    """The mesh axes along which the devices of a group differ.
+
+    Newer compilers name them: `replica_groups=mesh['member'=4,'data'=2] {'data'}`.
+    """
+    named = re.search(r"replica_groups=mesh\[[^\]]*\] *\{([^}]*)\}", line)
+    if named:
+        names = re.findall(r"'(\w+)'", named[1])
+        return tuple(axis for axis in mesh.axis_names if axis in names)
     group = _first_group(line)
     if group is None:
         return tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)

@@ -142,8 +142,8 @@ class Members:
             if not lengths:
                 raise errors.members_not_counted()
             return list(range(lengths[0]))
-        if isinstance(self.seeds, int):
-            return list(range(self.seeds))
+        if isinstance(self.seeds, int | np.integer):
+            return list(range(int(self.seeds)))
         return list(self.seeds)
 
     @property

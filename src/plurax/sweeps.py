@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import math
 import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,9 +32,9 @@ class Sweep:
 
     **Fields:**
 
-    - `rows`: one for each member: its shape settings, `member`, `seed`, hyperparameters, the last
-      value of every metric (`loss`, `eval_loss`, ...), `frozen`, and `seconds`, what its bucket
-      took divided by its members.
+    - `rows`: one for each member: `bucket`, its shape settings, `member`, `seed`,
+      hyperparameters, the last value of every metric (`loss`, `eval_loss`, ...), `frozen`, and
+      `seconds`, what its bucket took divided by its members.
     - `fits`: for each bucket its shape settings and what `fit` returned.
     """
 
@@ -72,17 +73,17 @@ class Sweep:
             {
                 "epoch": one["epoch"],
                 "step": one["step"],
-                **{name: values[index] for name, values in one["members"].items()},
+                **{name: _value(values, index) for name, values in one["members"].items()},
             }
             for one in result.history
         ]
 
     def _at(self, row: Row) -> tuple[Fit, int]:
-        for shape, result in self.fits:
-            table = result.program.members.table()
-            if all(row[name] == value for name, value in shape.items()):
-                return result, [one["member"] for one in table].index(row["member"])
-        raise errors.sweep_no_row(row)
+        if row not in self.rows:
+            raise errors.sweep_no_row(row)
+        result = self.fits[row["bucket"]][1]
+        numbers = [one["member"] for one in result.program.members.table()]
+        return result, numbers.index(row["member"])
 
     def to_pandas(self, *, history: bool = False) -> Any:
         """The table as a `pandas.DataFrame`; with `history` one row per member and epoch.
@@ -170,7 +171,7 @@ def sweep(
             )
         finally:
             groups.put(group)
-        if progress:
+        if progress and result.history:
             last = result.history[-1]
             console.print(
                 f"{_name(shape)}: {members.count} members, loss {last['loss']:.4f} "
@@ -179,10 +180,19 @@ def sweep(
             )
         return result
 
-    with ThreadPoolExecutor(side_by_side) as pool:
-        results = list(pool.map(run, buckets))
-    fits = list(zip(buckets, results, strict=True))
-    table = Sweep([row for shape, result in fits for row in _rows(shape, result)], fits)
+    results: list[Fit] = []
+    if side_by_side == 1:
+        # On this thread, where fit hears Ctrl-C: what is done by then is the table.
+        for shape in buckets:
+            results.append(run(shape))
+            if results[-1].interrupted:
+                break
+    else:
+        with ThreadPoolExecutor(side_by_side) as pool:
+            results = list(pool.map(run, buckets))
+    fits = [pair for pair in zip(buckets, results, strict=False) if pair[1].history]
+    names = list(dict.fromkeys(name for shape in buckets for name in shape))
+    table = Sweep([row for i, pair in enumerate(fits) for row in _rows(i, names, *pair)], fits)
     if output is not None:
         table.save_csv(Path(output) / "table.csv")
     return table
@@ -196,15 +206,22 @@ def _seconds(result: Fit) -> float:
     return float(sum(row["seconds"] for row in result.history))
 
 
-def _rows(shape: Hyper, result: Fit) -> list[Row]:
+def _value(values: list[Any], index: int) -> float:
+    """NaN where a member was not there yet, or had no finite value."""
+    value = values[index] if index < len(values) else None
+    return math.nan if value is None else float(value)
+
+
+def _rows(bucket: int, names: list[str], shape: Hyper, result: Fit) -> list[Row]:
     last = result.history[-1]["members"]
     table = result.program.members.table()
     skipped = np.asarray(result.state.skipped)
     return [
         {
-            **shape,
+            "bucket": bucket,
+            **{name: shape.get(name) for name in names},
             **one,
-            **{name: values[index] for name, values in last.items()},
+            **{name: _value(values, index) for name, values in last.items()},
             "frozen": bool(skipped[index]),
             "seconds": _seconds(result) / len(table),
         }

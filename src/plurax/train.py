@@ -102,7 +102,8 @@ def fit(
     - `report_every`: epochs between rows of history, evaluations and checkpoints.
     - `checkpoint_every`: steps between checkpoints, besides those.
     - `resident`: keep arrays on the devices and run whole epochs in one compiled loop; by default
-      where they take at most a quarter of the memory budget.
+      where they take at most a quarter of the memory budget; with members always. Members whose
+      data are not resident all see the same batches, in the order of `seed`.
     - `progress`: show a bar, or lines where the output is not a terminal.
     - `devices`: which devices, default all that JAX sees.
 

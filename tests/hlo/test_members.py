@@ -70,7 +70,9 @@ def test_data_memory_does_not_depend_on_the_members():
     bytes_of_rows = sum(leaf.nbytes for leaf in jax.tree.leaves(ROWS))
     assert few_more.arguments - few.arguments == bytes_of_rows
     assert many_more.arguments - many.arguments == bytes_of_rows
-    assert many_more.temporaries - many.temporaries <= few_more.temporaries - few.temporaries + 64
+    # What remains is how the compiler rounds up.
+    assert abs(many_more.temporaries - many.temporaries) < bytes_of_rows / 40
+    assert abs(few_more.temporaries - few.temporaries) < bytes_of_rows / 40
 
 
 def test_memory_of_a_chunk_does_not_grow_with_the_members():

@@ -14,6 +14,7 @@ from plurax.data import ArrayData
 from plurax.execute.choose import choose
 from plurax.execute.program import Program
 from plurax.mesh import make_mesh
+from plurax.report.curves import draw_curves
 from plurax.tally import NonFiniteWarning
 
 ROWS = models.data(50)
@@ -129,7 +130,7 @@ def test_batches_from_an_iterable_are_seen_by_every_member(reference):
     for k in range(2):
         alone = px.fit(TASK, adam(members.hyper_of(k)), batches, epochs=2, seed=k, progress=False)
         assert models.worst(px.export_member(result.state, k).params, alone.state.params) < 1e-5
-    with pytest.raises(px.MembersError, match=r"draws rows by number, and this data is an iter"):
+    with pytest.raises(px.MembersError, match=r"draws rows by number, and these data do not stay"):
         fit(MEMBERS, batches, batch_size=None)
 
 
@@ -365,3 +366,29 @@ def test_init_takes_hyperparameters_too():
                          members=members)  # fmt: skip
     params = program.init().params
     assert jnp.allclose(params["hidden"][1], 2 * params["hidden"][0])
+
+
+# --- Pictures ---------------------------------------------------------------------------------
+
+
+def epoch(step, losses):
+    finite = [loss for loss in losses if np.isfinite(loss)]
+    middle = float(np.median(finite)) if finite else "nan"
+    row = {"kind": "epoch", "step": step, "epoch": step, "loss": middle}
+    return {**row, "members": {"loss": [loss if np.isfinite(loss) else None for loss in losses]}}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [epoch(1, [3.0, 2.0]), epoch(2, [1.0, 0.5])],
+        [epoch(1, [3.0]), epoch(2, [1.0, 0.5, 2.0])],
+        [epoch(1, [3.0, 2.0]), epoch(2, [np.nan, 0.5])],
+        [epoch(1, [3.0, 2.0]), epoch(2, [np.nan, np.nan])],
+        [epoch(1, [np.nan, np.nan])],
+    ],
+    ids=["two epochs", "grown", "one frozen", "all frozen", "never finite"],
+)
+def test_curves_of_a_population(tmp_path, rows):
+    draw_curves(rows, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 4_000

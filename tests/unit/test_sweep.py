@@ -239,3 +239,20 @@ def test_a_few_large_members_fit_where_a_chunk_does_not():
 def test_no_member_fits():
     with pytest.raises(px.MembersError, match=r"no population fits: the smallest possible, 4 mem"):
         px.max_members(TASK, adam, PLAN, models.cut(ROWS, 16), members=MEMBERS, memory=1000)
+
+
+def test_halving_needs_arrays():
+    with pytest.raises(px.MembersError, match=r"successive_halving needs data that stay on the"):
+        px.successive_halving(TASK, adam, [ROWS], members=MEMBERS, batch_size=16, epochs=3)
+
+
+def test_shapes_of_different_names(tmp_path):
+    """A shape whose settings are a part of another's is a bucket of its own."""
+    shapes = [{"width": 4}, {"width": 4, "batch_size": 16}]
+    found = px.sweep(make_task, adam, ROWS, members=MEMBERS.take([1, 2]), shapes=shapes, plan=PLAN,
+                     batch_size=24, output=tmp_path, progress=False)  # fmt: skip
+    assert [row["batch_size"] for row in found.rows] == [None, None, 16, 16]
+    for row in found.rows:
+        assert found.history(row)[-1]["loss"] == row["loss"]
+    assert found.rows[0]["loss"] != found.rows[2]["loss"]
+    assert len((tmp_path / "table.csv").read_text().splitlines()) == 5

@@ -17,7 +17,7 @@ from plurax.execute.members import Reading
 from plurax.execute.members_program import MembersProgram
 from plurax.execute.placement import leading_dim
 from plurax.execute.program import Program
-from plurax.loop import stays_resident, training
+from plurax.loop import training
 from plurax.members import Members
 from plurax.mesh import make_mesh
 from plurax.plan import Plan
@@ -53,7 +53,7 @@ def make_program(
         return Program(task, optimizer, plan, like, mesh)
     if not isinstance(source, ArrayData):
         return MembersProgram(task, optimizer, plan, like, mesh, members)
-    if not stays_resident(mesh, source, resident):
+    if resident is False:  # never by itself: what members read may not depend on a budget
         if not isinstance(members.resample, Everything):
             raise errors.resample_needs_arrays(type(members.resample).__name__.lower())
         return MembersProgram(task, optimizer, plan, like, mesh, members)

@@ -35,7 +35,8 @@ def export_member(state: TrainState, index: int) -> TrainState:
     it on the devices.
     """
     chosen = _checked(state, index)
-    return jax.tree.map(lambda leaf: jnp.copy(leaf[chosen]), state)
+    device = min(state.step.devices(), key=lambda device: device.id)
+    return jax.device_put(jax.tree.map(lambda leaf: leaf[chosen], state), device)
 
 
 def _kind(leaf: jax.Array) -> str:

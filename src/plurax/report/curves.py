@@ -31,6 +31,7 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: str | Path, title: str = "
         and not name.endswith(("_best", "_worst"))
         and isinstance(value, float)
     ]
+    names = names or ["loss"]  # nothing was finite: an empty panel says so
     figure = Figure(figsize=(5.2 * max(1, len(names)), 3.8), layout="constrained", dpi=120)
     axes = np.atleast_1d(figure.subplots(1, max(1, len(names))))
     for axis, name in zip(axes, names, strict=True):
@@ -45,14 +46,16 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: str | Path, title: str = "
                 _bands(axis, epochs, kind, color, label)
             else:
                 _line(axis, epochs, kind, color, marker, label)
-        values = [row[name] for row in epochs if isinstance(row[name], float)]
-        if name == "loss" and min(values) > 0 and max(values) > 10 * min(values):
+        values = [row[name] for row in epochs if isinstance(row.get(name), float)]
+        if not values:
+            axis.set_title("no finite value", fontsize=10)
+        elif name == "loss" and min(values) > 0 and max(values) > 10 * min(values):
             axis.set_yscale("log")
         axis.set_xlabel("step")
         axis.set_ylabel(name.replace("_", " "))
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    if len(axes) and names:
+    if axes[0].has_data():
         shown = axes[0].get_legend_handles_labels()
         figure.legend(*shown, loc="outside lower center", ncols=len(shown[0]), frameon=False)
     if title:
@@ -73,8 +76,16 @@ def _bands(axis: Any, epochs: list[dict[str, Any]], name: str, color: str, label
     if not rows:
         return
     steps = [row["step"] for row in rows]
-    values = np.asarray([row["members"][name] for row in rows], float)
+    count = len(rows[-1]["members"][name])
+    values = np.full((len(rows), count), np.nan)
+    for index, row in enumerate(rows):  # a population that has grown had fewer members before
+        early = np.asarray(row["members"][name], float)
+        values[index, : len(early)] = early
     kept = np.isfinite(values).any(axis=0)
+    rows_kept = np.isfinite(values).any(axis=1)
+    steps, values = np.asarray(steps)[rows_kept], values[rows_kept]
+    if not kept.any():
+        return
     low, lower, middle, upper, high = np.nanquantile(
         values[:, kept], (0.05, 0.25, 0.5, 0.75, 0.95), axis=1
     )
@@ -83,7 +94,7 @@ def _bands(axis: Any, epochs: list[dict[str, Any]], name: str, color: str, label
     few = "o" if len(steps) == 1 else None
     axis.plot(steps, middle, color=color, marker=few, label=f"{label}: median, 50 %, 90 %")
     losses = np.asarray(rows[-1]["members"].get("eval_loss", rows[-1]["members"]["loss"]), float)
-    best = int(np.nanargmin(losses))
+    best = int(np.argmin(np.where(np.isfinite(losses), losses, np.inf)))
     axis.plot(
         steps, values[:, best], color=color, linewidth=0.9, linestyle="--", label="best member"
     )
