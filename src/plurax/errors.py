@@ -40,9 +40,9 @@ class ExperimentError(PluraxError):
 
 
 def plan_field_not_positive(field: str, value: object) -> PlanError:
+    hint = "leave it out to have it chosen" if field == "chunk" else f"{field}=1 means 'not used'"
     return PlanError(
-        f"Plan({field}={value!r}): {field} must be a whole number of at least 1; "
-        f"{field}=1 means 'not used'."
+        f"Plan({field}={value!r}): {field} must be a whole number of at least 1; {hint}."
     )
 
 

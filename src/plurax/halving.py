@@ -137,11 +137,8 @@ def successive_halving(
         rungs.append(Rung(budget, candidates, scores, seconds))
         order = _ranked(scores, np.asarray(state.skipped), largest)
         keep = order if budget == epochs else order[: math.ceil(len(order) / reduction)]
-        console.print(
-            f"{budget} epochs: {len(candidates)} members in {seconds:.2f} s, {metric} best "
-            f"{scores[order[0]]:.4f}, {len(keep)} stay",
-            markup=False,
-        )
+        told = f"{metric} best {scores[order[0]]:.4f}, {len(keep)} stay"
+        console.print(f"{budget} epochs: {len(candidates)} members in {seconds:.2f} s, {told}")
         candidates, state = [candidates[i] for i in keep], take_members(state, keep)
     assert state is not None
     survivors = members.take(candidates)

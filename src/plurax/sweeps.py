@@ -149,16 +149,15 @@ def sweep(
     groups: queue.SimpleQueue[list[jax.Device]] = queue.SimpleQueue()
     for index in range(side_by_side):
         groups.put(available[index * plan.devices : (index + 1) * plan.devices])
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, quiet=not progress)
 
     def run(shape: Hyper) -> Fit:
         group = groups.get()
+        settings = {name: value for name, value in shape.items() if name != "batch_size"}
+        maker: Any = task
         try:
-            settings = {name: value for name, value in shape.items() if name != "batch_size"}
-            maker: Any = task
-            made = maker(**settings) if settings else task
             result = fit(
-                made,
+                maker(**settings) if settings else task,
                 optimizer,
                 data,
                 members=members,
@@ -171,31 +170,40 @@ def sweep(
             )
         finally:
             groups.put(group)
-        if progress and result.history:
-            last = result.history[-1]
-            console.print(
-                f"{_name(shape)}: {members.count} members, loss {last['loss']:.4f} "
-                f"({last['loss_best']:.4f} to {last['loss_worst']:.4f}), {_seconds(result):.1f} s",
-                markup=False,
-            )
+        console.print(_line(shape, result), markup=False)
         return result
 
-    results: list[Fit] = []
-    if side_by_side == 1:
-        # On this thread, where fit hears Ctrl-C: what is done by then is the table.
-        for shape in buckets:
-            results.append(run(shape))
-            if results[-1].interrupted:
-                break
-    else:
-        with ThreadPoolExecutor(side_by_side) as pool:
-            results = list(pool.map(run, buckets))
+    results = _run_all(run, buckets, side_by_side)
     fits = [pair for pair in zip(buckets, results, strict=False) if pair[1].history]
     names = list(dict.fromkeys(name for shape in buckets for name in shape))
     table = Sweep([row for i, pair in enumerate(fits) for row in _rows(i, names, *pair)], fits)
     if output is not None:
         table.save_csv(Path(output) / "table.csv")
     return table
+
+
+def _run_all(run: Callable[[Hyper], Fit], buckets: list[Hyper], side_by_side: int) -> list[Fit]:
+    if side_by_side > 1:
+        with ThreadPoolExecutor(side_by_side) as pool:
+            return list(pool.map(run, buckets))
+    # On this thread, where fit hears Ctrl-C: what is done by then is the table.
+    results: list[Fit] = []
+    for shape in buckets:
+        results.append(run(shape))
+        if results[-1].interrupted:
+            break
+    return results
+
+
+def _line(shape: Hyper, result: Fit) -> str:
+    """What is shown of a bucket when it is done."""
+    if not result.history:
+        return f"{_name(shape)}: stopped before its first report"
+    last = result.history[-1]
+    return (
+        f"{_name(shape)}: {result.program.count} members, loss {last['loss']:.4f} "
+        f"({last['loss_best']:.4f} to {last['loss_worst']:.4f}), {_seconds(result):.1f} s"
+    )
 
 
 def _name(shape: Hyper) -> str:

@@ -96,6 +96,8 @@ def among(members, plan, make=make_task, rule=optimizer, rows=None, shuffle=True
 PLANS = [
     px.Plan(chunk=1),
     px.Plan(chunk=2, batch_dim="minor"),
+    px.Plan(chunk=3),
+    px.Plan(chunk=4, batch_dim="minor"),
     px.Plan(chunk=5),
     px.Plan(member=2, chunk=2),
     px.Plan(member=4, chunk=1, batch_dim="minor"),

@@ -69,6 +69,11 @@ def test_precision_must_be_known():
         Plan(precision="fp16")
 
 
+def test_a_chunk_must_be_positive_or_left_out():
+    with pytest.raises(PlanError, match=r"chunk=0.*at least 1; leave it out to have it chosen"):
+        Plan(chunk=0)
+
+
 def test_batch_dim_must_be_known():
     with pytest.raises(PlanError, match=r"batch_dim must be one of 'major', 'minor'"):
         Plan(batch_dim="last")
