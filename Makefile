@@ -24,7 +24,7 @@ demo: setup ## real handwritten digits on all cores, then a hundred networks at 
 	$(RUN)/plurax train examples/spirals.py --devices cores --output runs/spirals
 
 test: setup ## run all tests
-	$(RUN)/python -m pytest -n 2
+	$(RUN)/python -m pytest -n 2 --dist loadgroup
 
 lint: setup ## check style and types
 	$(RUN)/ruff check .

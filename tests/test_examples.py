@@ -102,7 +102,7 @@ def test_the_spirals_are_learnt_and_drawn(tmp_path):
 
 def test_the_digits_ensemble_reports_and_sweeps(tmp_path, capsys):
     functions = runpy.run_path(str(EXAMPLES / "digits_ensemble.py"))
-    made = functions["experiment"](epochs=2)
+    made = functions["experiment"](epochs=30)
     members = px.Members(4, made.members.hyper, px.bootstrap())
     plan = px.Plan(member=2, chunk=2, batch_dim="major")
     result = train(made, plan=plan, members=members)

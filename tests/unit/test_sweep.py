@@ -13,6 +13,9 @@ from plurax.data import ArrayData
 from plurax.report.parallel import draw_parallel
 from plurax.tally import NonFiniteWarning
 
+# One worker, so that what the module trains for all its tests is trained once.
+pytestmark = pytest.mark.xdist_group("sweep")
+
 ROWS = models.data(48)
 TASK = models.mlp_task()
 PLAN = px.Plan(chunk=4, batch_dim="major")
