@@ -32,7 +32,7 @@ class Plan:
     >>> Plan(data=0)
     Traceback (most recent call last):
         ...
-    plurax.errors.PlanError: Plan(data=0): data must be a whole number of at least 1; \
+    plurax.errors.kinds.PlanError: Plan(data=0): data must be a whole number of at least 1; \
 data=1 means 'not used'.
     """
 

@@ -1,0 +1,115 @@
+"""Data and states that do not fit the program they are given to."""
+
+from plurax.errors.kinds import BatchError
+
+
+def batch_is_empty() -> BatchError:
+    return BatchError("the batch has no arrays, or no examples; a step needs at least one example.")
+
+
+def batch_leaf_without_dim(path: str) -> BatchError:
+    return BatchError(
+        f"batch[{path}] is a scalar; every array of a batch needs the batch as its leading dim. "
+        "Close over constants in the loss instead."
+    )
+
+
+def batch_uneven_leaves(sizes: dict[str, int]) -> BatchError:
+    listed = ", ".join(f"{path}: {size}" for path, size in sizes.items())
+    return BatchError(f"the arrays of a batch must have the same leading dim; given {listed}.")
+
+
+def batch_too_large(given: int, compiled: int) -> BatchError:
+    return BatchError(
+        f"the batch has {given} examples and the program was compiled for at most {compiled}. "
+        f"Split it, or compile with a batch of {given}; smaller batches need no new program."
+    )
+
+
+def batch_mismatch(expected: str, given: str) -> BatchError:
+    return BatchError(
+        "the batch does not fit the program (B is any number of examples up to the compiled size)."
+        f"\n  expected:\n{expected}\n  given:\n{given}"
+    )
+
+
+def batch_ragged(given: int, compiled: int) -> BatchError:
+    return BatchError(
+        f"a batch has {given} examples where {compiled} were asked for, and ragged='error'. "
+        "With ragged='pad' it is trained exactly as it is; with ragged='drop' it is left out."
+    )
+
+
+def unknown_ragged(given: object) -> BatchError:
+    return BatchError(f"ragged={given!r}: choose 'pad', 'drop' or 'error'.")
+
+
+def state_was_donated() -> BatchError:
+    return BatchError(
+        "this state was given to an earlier step, which reused its memory for the new state. "
+        "Keep what step returns: state, metrics = program.step(state, batch). "
+        "To keep an old state, copy it first: jax.tree.map(jnp.copy, state)."
+    )
+
+
+def state_mismatch(expected: str, given: str) -> BatchError:
+    return BatchError(
+        f"the state does not belong to this program.\n  expected:\n{expected}\n  given:\n{given}"
+    )
+
+
+def state_elsewhere(given: str, wanted: str) -> BatchError:
+    return BatchError(
+        "the state lies on other devices than this program's plan puts it "
+        f"({given}, where {wanted} is wanted). Move it first: state = program.place(state)."
+    )
+
+
+def data_needs_batch_size() -> BatchError:
+    return BatchError(
+        "fit(data=<arrays>) needs batch_size, the number of examples of a step; "
+        "plurax.max_batch_size and plurax.fastest_batch_size can find one."
+    )
+
+
+def data_has_no_batches(why: str) -> BatchError:
+    return BatchError(f"the data give no batch: {why}.")
+
+
+def data_not_understood(kind: str) -> BatchError:
+    return BatchError(
+        f"data of type {kind} are not understood; give arrays in a tree (a dict of arrays with the "
+        "same leading dim), a Grain dataset of batches, or an iterable of batches."
+    )
+
+
+def data_one_shot() -> BatchError:
+    return BatchError(
+        "the data are an iterator, which can be read only once; training reads them once per epoch "
+        "and again after a resume. Give something that can be iterated again: a list, a Grain "
+        "dataset, or an object whose __iter__ starts anew."
+    )
+
+
+def no_batch_fits(budget: int, smallest: int, needed: int) -> BatchError:
+    return BatchError(
+        f"no batch fits: the smallest possible, {smallest} example(s), needs {needed:,} bytes on "
+        f"each device and the budget is {budget:,}. Give more memory=, more microbatches, or a "
+        "plan that splits the parameters."
+    )
+
+
+def epochs_not_positive(epochs: object) -> BatchError:
+    return BatchError(
+        f"epochs={epochs!r}: give the number of passes over the data, a whole number ≥ 1."
+    )
+
+
+def report_every_not_positive(given: object) -> BatchError:
+    return BatchError(f"report_every={given!r}: give a whole number of epochs, at least 1.")
+
+
+def batch_size_not_positive(batch_size: object) -> BatchError:
+    return BatchError(
+        f"batch_size={batch_size!r}: give the number of examples of a step, a whole number ≥ 1."
+    )

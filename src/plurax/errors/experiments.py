@@ -1,0 +1,62 @@
+"""Files and arguments given to the command line."""
+
+from collections.abc import Iterable
+
+from plurax.errors.kinds import BatchError, ExperimentError, PlanError
+
+
+def experiment_missing_file(path: str) -> ExperimentError:
+    return ExperimentError(f"{path}: no such file; give a Python file that defines experiment().")
+
+
+def experiment_missing_function(path: str) -> ExperimentError:
+    return ExperimentError(
+        f"{path} does not define experiment(). Add:\n\n"
+        "    def experiment():\n"
+        "        return plurax.Experiment(task=..., optimizer=..., data=..., "
+        "batch_size=..., epochs=...)\n"
+    )
+
+
+def experiment_wrong_type(path: str, kind: str) -> ExperimentError:
+    return ExperimentError(
+        f"{path}: experiment() returned {kind}; it must return plurax.Experiment(...)."
+    )
+
+
+def experiment_failed(path: str, reason: str) -> ExperimentError:
+    return ExperimentError(f"{path} could not be loaded: {reason}")
+
+
+def unknown_command(given: str, known: Iterable[str]) -> ExperimentError:
+    return ExperimentError(
+        f"{given!r} is not a command; the commands are {', '.join(known)}. "
+        "plurax --help explains them."
+    )
+
+
+def no_experiment_file(command: str, asked_help: bool) -> ExperimentError:
+    want = f"plurax {command} FILE" + (" --help" if asked_help else "")
+    why = "the options and their defaults depend on it" if asked_help else "it comes first"
+    return ExperimentError(
+        f"name the experiment file: {want} ({why}). "
+        "FILE is Python that defines experiment(); plurax --help shows an example."
+    )
+
+
+def devices_not_understood(value: str) -> PlanError:
+    return PlanError(
+        f"--devices {value}: give a number of virtual CPU devices, or 'cores' for one per core."
+    )
+
+
+def inputs_not_found(path: str) -> BatchError:
+    return BatchError(f"{path}: no such file; --inputs wants a .npy or .npz file.")
+
+
+def inputs_not_arrays(path: str, reason: str) -> BatchError:
+    return BatchError(f"{path} is not a .npy or .npz file of plain arrays: {reason}")
+
+
+def missing_extra(package: str, extra: str) -> ImportError:
+    return ImportError(f"{package} is not installed; pip install 'plurax[{extra}]' brings it.")

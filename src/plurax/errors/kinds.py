@@ -1,0 +1,29 @@
+"""The kinds of error that a user can cause."""
+
+
+class PluraxError(ValueError):
+    """Base of every error that a user of plurax can cause."""
+
+
+class PlanError(PluraxError):
+    """A plan that cannot run."""
+
+
+class TaskError(PluraxError):
+    """A task whose functions do not keep their contract."""
+
+
+class BatchError(PluraxError):
+    """Data that do not fit the program they are given to."""
+
+
+class MembersError(PluraxError):
+    """A population that cannot be made, or does not fit where it is used."""
+
+
+class CheckpointError(PluraxError):
+    """A checkpoint that cannot be written or read."""
+
+
+class ExperimentError(PluraxError):
+    """A file given to the command line that does not define a usable experiment."""

@@ -1,0 +1,138 @@
+"""Populations that cannot be made, or do not fit where they are used; resampling."""
+
+from collections.abc import Iterable
+
+from plurax.errors.kinds import BatchError, CheckpointError, MembersError, PlanError, TaskError
+
+
+def members_none() -> MembersError:
+    return MembersError("Members(seeds=...): a population needs at least one member.")
+
+
+def members_not_counted() -> MembersError:
+    return MembersError(
+        "Members(...) does not say how many members there are; give seeds=100, or a list of "
+        "seeds, or a list of values for a hyperparameter, or hyper=plurax.grid(...)."
+    )
+
+
+def member_not_there(number: int, count: int) -> MembersError:
+    return MembersError(f"there is no member {number}: the members are 0 to {count - 1}.")
+
+
+def member_seed_out_of_range(seed: object) -> MembersError:
+    return MembersError(f"Members: the seed {seed!r} is not a whole number from 0 to 2**32 - 1.")
+
+
+def hyper_wrong_length(name: str, given: int, members: int) -> MembersError:
+    return MembersError(
+        f"Members: the hyperparameter {name!r} has {given} values for {members} members; a list "
+        "has one value for each member. For every combination of some values write "
+        f"hyper=plurax.grid({name}=[...]), to draw from a range plurax.uniform(low, high)."
+    )
+
+
+def hyper_not_numbers(name: str, values: object) -> MembersError:
+    return MembersError(
+        f"Members: the hyperparameter {name!r} is {values!r}; inside one program it must be a "
+        "number for each member. What changes shapes or code (a width, the name of an optimizer) "
+        "goes into the shapes of plurax.sweep."
+    )
+
+
+def distribution_bounds(low: float, high: float, *, log: bool) -> MembersError:
+    name, need = ("log_uniform", "0 < low < high") if log else ("uniform", "low < high")
+    return MembersError(f"plurax.{name}({low}, {high}): needs {need}.")
+
+
+def grid_not_a_list(name: str, values: object) -> MembersError:
+    return MembersError(f"plurax.grid({name}={values!r}): give a list of at least one value.")
+
+
+def folds_too_few(folds: int) -> MembersError:
+    return MembersError(f"plurax.kfold({folds}): at least 2 folds are needed to leave one out.")
+
+
+def folds_too_many(folds: int, rows: int) -> BatchError:
+    return BatchError(f"plurax.kfold({folds}): the data have only {rows} rows; use fewer folds.")
+
+
+def subsample_no_size(sizes: object) -> MembersError:
+    return MembersError(
+        f"plurax.subsample({sizes!r}): give sizes above 0: rows, or fractions below 1."
+    )
+
+
+def subsample_wrong_size(size: float, rows: int) -> BatchError:
+    return BatchError(
+        f"plurax.subsample: a size of {size} is not between 1 and the {rows} rows of the data."
+    )
+
+
+def plan_has_members(member: int) -> PlanError:
+    return PlanError(
+        f"Plan(member={member}) spreads the members of a population, and this is one network; "
+        "give members=plurax.Members(...), or use data to spread the batch."
+    )
+
+
+def hyper_needs_a_value(what: str, reason: str) -> TaskError:
+    return TaskError(
+        f"{what}(hyper) asked for the value of a hyperparameter while the program was traced "
+        f"({reason}). Every member has its own value, so it cannot decide what code runs: compute "
+        "with it (jnp.where, jnp.minimum) instead of branching on it. A schedule is any function "
+        "of the step: lambda step: hyper['learning_rate'] * jnp.minimum(1, step / hyper['warmup'])."
+    )
+
+
+def hyper_missing(what: str, name: str, known: Iterable[str]) -> TaskError:
+    names = ", ".join(repr(one) for one in known) or "none"
+    return TaskError(
+        f"{what}(hyper) asked for the hyperparameter {name!r}, which Members(hyper=...) does not "
+        f"give; it gives {names}."
+    )
+
+
+def members_need_a_function(what: str) -> MembersError:
+    return MembersError(
+        f"Members(hyper=...) gives hyperparameters, and neither the task nor the optimizer is a "
+        f"function of them. Write the {what} as a function: "
+        "def optimizer(hyper): return optax.adam(hyper['learning_rate'])."
+    )
+
+
+def members_differ() -> MembersError:
+    return MembersError(
+        "join_members: the states differ in structure, shape or dtype; only members of the same "
+        "task and optimizer can be put together."
+    )
+
+
+def state_of_one_network() -> MembersError:
+    return MembersError(
+        "this is the state of one network, not of a population: its leaves have no leading dim of "
+        "members."
+    )
+
+
+def members_not_grown(before: int, now: int) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint holds {before} members and {now} are asked for, and they are not the same "
+        "ones and more: seeds, hyperparameters and resampling of the first must stay as they were. "
+        "Train another population in another output directory."
+    )
+
+
+def members_in_state(given: int, wanted: int) -> MembersError:
+    return MembersError(
+        f"the state holds {given} members and this program is compiled for {wanted}; take those "
+        "you want (plurax.take_members) or compile for as many."
+    )
+
+
+def resample_needs_arrays(kind: str) -> MembersError:
+    return MembersError(
+        f"Members(resample={kind}) draws rows by number, and these data do not stay on the devices "
+        "(an iterable of batches, or resident=False). Give the data as arrays, or leave resample "
+        "out: then every member sees every batch."
+    )

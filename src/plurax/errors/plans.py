@@ -1,0 +1,53 @@
+"""Plans that cannot run."""
+
+import difflib
+from collections.abc import Iterable
+
+from plurax.errors.kinds import PlanError
+
+
+def plan_field_not_positive(field: str, value: object) -> PlanError:
+    hint = "leave it out to have it chosen" if field == "chunk" else f"{field}=1 means 'not used'"
+    return PlanError(
+        f"Plan({field}={value!r}): {field} must be a whole number of at least 1; {hint}."
+    )
+
+
+def plan_field_not_a_choice(field: str, value: object, choices: Iterable[str]) -> PlanError:
+    names = ", ".join(repr(choice) for choice in choices)
+    return PlanError(f"Plan({field}={value!r}): {field} must be one of {names}.")
+
+
+def plan_needs_devices(axes: dict[str, int], needed: int, available: int, fits: str) -> PlanError:
+    sizes = " × ".join(f"{axis}={size}" for axis, size in axes.items() if size > 1)
+    have = "1 is available" if available == 1 else f"{available} are available"
+    return PlanError(
+        f"the plan needs {needed} devices ({sizes}) and {have}; {fits} would fit. "
+        f"To rehearse the plan on CPU, start with {needed} virtual devices: "
+        f"plurax.virtual_devices({needed}) before any other use of JAX, "
+        f"or --devices {needed} on the command line."
+    )
+
+
+def plan_unknown_key(key: str, known: Iterable[str], source: str) -> PlanError:
+    known = list(known)
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return PlanError(
+        f"{source}: {key!r} is not a field of a plan.{hint} The fields are {', '.join(known)}."
+    )
+
+
+def plan_not_toml(source: str, reason: str) -> PlanError:
+    return PlanError(
+        f"{source} is not a plan in TOML ({reason}). A plan looks like:\n\n"
+        "    data = 4\n    microbatches = 8\n"
+    )
+
+
+def devices_already_started(wanted: int, have: int) -> PlanError:
+    return PlanError(
+        f"virtual_devices({wanted}) came too late: JAX already runs with {have} device(s) and "
+        "cannot change their number. Call it before the first array, random key or "
+        "jax.devices() of the process."
+    )

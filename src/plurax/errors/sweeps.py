@@ -1,0 +1,49 @@
+"""Sweeps, halving, and the number of members."""
+
+from collections.abc import Iterable
+
+from plurax.errors.kinds import MembersError
+
+
+def no_member_fits(budget: int, members: int, needed: int) -> MembersError:
+    return MembersError(
+        f"no population fits: the smallest possible, {members} member(s), needs {needed:,} bytes "
+        f"on a device and the budget is {budget:,}. A smaller chunk and more microbatches need "
+        "less memory."
+    )
+
+
+def sweep_no_metric(name: str, known: Iterable[str]) -> MembersError:
+    return MembersError(f"there is no metric {name!r}; there are {', '.join(known)}.")
+
+
+def sweep_all_frozen(count: int) -> MembersError:
+    return MembersError(
+        f"all {count} members of the sweep are frozen: loss or gradient was not finite in each. "
+        "Smaller learning rates may help."
+    )
+
+
+def sweep_no_row(row: dict[str, object]) -> MembersError:
+    return MembersError(f"this row is not of this sweep: {row}.")
+
+
+def needs_pandas() -> MembersError:
+    return MembersError(
+        "to_pandas needs pandas: pip install pandas. Without it, rows is a list of dicts and "
+        "save_csv writes a file."
+    )
+
+
+def halving_wrong_budget(first: int, epochs: int, reduction: int) -> MembersError:
+    return MembersError(
+        f"successive_halving(first={first}, epochs={epochs}, reduction={reduction}): needs "
+        "1 <= first <= epochs and a reduction of at least 2."
+    )
+
+
+def halving_needs_arrays() -> MembersError:
+    return MembersError(
+        "successive_halving needs data that stay on the devices; give arrays, not an iterable of "
+        "batches."
+    )

@@ -1,0 +1,102 @@
+"""Tasks whose functions do not keep their contract."""
+
+from collections.abc import Iterable
+
+from plurax.errors.kinds import TaskError
+
+
+def loss_is_scalar(where: str, shape: tuple[int, ...], batch: int) -> TaskError:
+    return TaskError(
+        f"{where} returned a value of shape {shape}; it must return one loss per example, "
+        f"shape ({batch},), and leave every sum and mean to plurax: that is what makes uneven "
+        "batches, microbatches and any number of devices give the same update. Two ways out:\n"
+        "  1. remove the mean over the batch: return losses of shape (B,);\n"
+        "  2. write the loss for one example and lift it: "
+        "Task(loss=plurax.per_example(f)) with f(params, example, key) -> scalar.\n"
+        "If the loss couples examples (contrastive, batch statistics), still return one loss per "
+        "example and say Task(..., coupled=True)."
+    )
+
+
+def loss_wrong_shape(where: str, shape: tuple[int, ...], batch: int) -> TaskError:
+    return TaskError(
+        f"{where} returned shape {shape}; it must be ({batch},), one number per example. "
+        "Sum or average over the other dims (tokens, pixels) inside the loss, not over the batch."
+    )
+
+
+def loss_not_floating(where: str, dtype: str) -> TaskError:
+    return TaskError(f"{where} returned dtype {dtype}; a loss must be floating point.")
+
+
+def loss_wrong_structure(where: str, got: str, expected: str) -> TaskError:
+    return TaskError(
+        f"{where} returned {got}, which is not what a task returns; expected {expected}."
+    )
+
+
+def metric_name_taken(name: str, taken: Iterable[str]) -> TaskError:
+    return TaskError(
+        f"Task.loss returned a metric called {name!r}, which plurax reports itself; "
+        f"choose another name than {', '.join(sorted(taken))}."
+    )
+
+
+def parameter_not_floating(path: str, dtype: str) -> TaskError:
+    return TaskError(
+        f"Task.init: the parameter {path!r} has dtype {dtype}, which has no gradient. Keep what is "
+        "not trained out of params: close over it, or return it as model state "
+        "(Task(..., stateful=True, coupled=True))."
+    )
+
+
+def stateful_needs_coupled() -> TaskError:
+    return TaskError(
+        "Task(stateful=True) needs coupled=True: a loss that writes model state (batch-norm "
+        "statistics) makes examples depend on each other. With coupled=True it sees every example "
+        "of a microbatch across all devices."
+    )
+
+
+def init_needs_model_state() -> TaskError:
+    return TaskError(
+        "Task(stateful=True): init(key) must return a pair (params, model_state); "
+        "it returned something else."
+    )
+
+
+def model_state_changed(expected: str, given: str) -> TaskError:
+    return TaskError(
+        "Task.loss returned a model state of another structure or shape than it was given; it is "
+        f"carried from step to step and must stay alike.\n  given:\n{expected}\n"
+        f"  returned:\n{given}"
+    )
+
+
+def no_predict() -> TaskError:
+    return TaskError(
+        "this task has no predict function; give Task(predict=...) a function "
+        "predict(params, inputs) -> outputs with leading dim B."
+    )
+
+
+def coupled_needs_evaluate() -> TaskError:
+    return TaskError(
+        "evaluate() averages over all examples, and the loss of a coupled task has no meaning for "
+        "one example; give Task(evaluate=...) a function evaluate(params, batch) -> (B,) losses, "
+        "or ((B,) losses, {name: (B,) metrics})."
+    )
+
+
+def predict_wrong_shape(shape: tuple[int, ...], batch: int) -> TaskError:
+    return TaskError(
+        f"Task.predict returned an array of shape {shape} for {batch} inputs; every output needs "
+        f"the leading dim {batch}, one row per input."
+    )
+
+
+def per_example_not_scalar(shape: tuple[int, ...]) -> TaskError:
+    return TaskError(
+        f"per_example(f): f(params, example, key) returned shape {shape} for one example; "
+        "it must return a scalar. Sum or average over the example's own dims inside f."
+    )
