@@ -67,7 +67,7 @@ def training(
     elif (
         isinstance(program, Program)
         and isinstance(data, ArrayData)
-        and stays_resident(program.mesh, data, resident)
+        and _stays_resident(program.mesh, data, resident)
     ):
         yield from _resident(program, state, data, start, epochs, checkpoint_every)
     else:
@@ -169,7 +169,7 @@ def _streamed(
                 began = time.monotonic()
 
 
-def stays_resident(mesh: Mesh, data: ArrayData, wanted: bool | None) -> bool:
+def _stays_resident(mesh: Mesh, data: ArrayData, wanted: bool | None) -> bool:
     """Whether arrays stay on the devices: as wanted, or where they take a quarter of the budget."""
     if wanted is not None:
         return wanted

@@ -16,15 +16,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, PyTree
 
 from plurax import errors
-from plurax.execute.gradient import (
-    Totals,
-    cast_floating,
-    check_parameters,
-    evaluation,
-    gradient,
-    with_precision,
-)
-from plurax.execute.rows import number_rows
+from plurax.execute.evaluate import device_evaluation
+from plurax.execute.gradient import Totals, gradient
+from plurax.execute.predict import device_predict
+from plurax.execute.states import new_state
 from plurax.execute.step import Metrics, Step, make_step
 from plurax.execute.totals import coupled, device_totals
 from plurax.members import Cohort, Hyper
@@ -91,11 +86,12 @@ class Population:
         self, task: Task | Maker, optimizer: Any, hyper: Hyper, plan: Plan, mesh: Mesh
     ) -> None:
         self._task, self._optimizer, self.hyper = task, optimizer, hyper
-        self.example = self.make(hyper).task
         self.plan = plan
         self.mesh = mesh
         # A coupled loss is written over the whole microbatch: `data` is left to the partitioner.
-        self._manual = {"member"} if self.example.coupled else {"member", "data"}
+        coupled_loss = self.make(hyper).task.coupled
+        self._manual = {"member"} if coupled_loss else {"member", "data"}
+        self._split = 1 if coupled_loss else mesh.shape["data"]
 
     # --- One member ---------------------------------------------------------------------------
 
@@ -105,19 +101,8 @@ class Population:
 
     def new_state(self, member: Cohort) -> TrainState:
         """A fresh state of one member; the same as alone with its seed."""
-        init_key, run_key = jax.random.split(jax.random.key(member.seeds))
         one = self.make(member.hyper)
-        made = one.task.init(init_key)
-        if one.task.stateful:
-            if not (isinstance(made, tuple) and len(made) == 2):
-                raise errors.init_needs_model_state()
-            params, model_state = made
-        else:
-            params, model_state = made, ()
-        check_parameters(params)
-        zero = jnp.zeros((), jnp.int32)
-        state = TrainState(zero, params, one.optimizer.init(params), model_state, run_key, zero)
-        return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, leaf.dtype), state)
+        return new_state(one.task, one.optimizer, jax.random.key(member.seeds))
 
     def _step(self, member: Cohort) -> Step:
         one = self.make(member.hyper)
@@ -125,7 +110,7 @@ class Population:
         if one.task.coupled:
             total = coupled(fun, self.mesh, self.plan.microbatches)
         else:
-            total = device_totals(fun, self.mesh.shape["data"], self.plan.microbatches)
+            total = device_totals(fun, self._split, self.plan.microbatches)
         return make_step(total, one.optimizer, freeze=True)
 
     # --- The population -----------------------------------------------------------------------
@@ -195,9 +180,8 @@ class Population:
         count = jnp.int32(reading.batch_size)
         if ragged:
             count = jnp.minimum(left, reading.batch_size).astype(jnp.int32)
-        split = self.mesh.shape["data"] > 1 and "data" in self._manual
-        size = rows // self.mesh.shape["data"] if split else rows
-        first = jax.lax.axis_index("data") * size if split else 0
+        size = rows // self._split
+        first = jax.lax.axis_index("data") * size if self._split > 1 else 0
         unsampled = isinstance(reading.resample, Everything)
         if unsampled and not reading.shuffle and size == reading.count == rows == reading.length:
             return data, count
@@ -219,34 +203,21 @@ class Population:
         self, state: TrainState, cohort: Cohort, batch: PyTree, count: Int[Array, ""]
     ) -> Totals:
         """Every member's totals over the same batch, without gradient; leaves `(K,)`."""
-        split = self.mesh.shape["data"] > 1 and "data" in self._manual
 
         def one(state: TrainState, member: Cohort, batch: PyTree, count: Array) -> tuple[Any, Any]:
-            size = jax.tree.leaves(batch)[0].shape[0]
-            first = jax.lax.axis_index("data") * size if split else 0
-            rows = number_rows(batch, jax.random.key(0), count, first)
-            evaluate = evaluation(self.make(member.hyper).task, self.plan.precision)
-            totals = evaluate(state.params, state.model_state, rows)
-            return (), jax.lax.psum(totals, "data") if split else totals
+            task = self.make(member.hyper).task
+            evaluate = device_evaluation(task, self.plan.precision, self._split)
+            return (), evaluate(state.params, state.model_state, batch, count)
 
         chunked = self._chunked(one, keep=False)
         return self._spread(chunked, "mmd.")(state, cohort, batch, count)[1]
 
     def predict(self, state: TrainState, cohort: Cohort, inputs: PyTree) -> PyTree:
         """Every member's outputs for the same inputs: leaves `(B, K, ...)`, the rows leading."""
-        if self.example.predict is None:
-            raise errors.no_predict()
 
         def one(state: TrainState, member: Cohort, inputs: PyTree) -> tuple[Any, PyTree]:
-            task = self.make(member.hyper).task
-            states = (state.model_state,) if task.stateful else ()
-            assert task.predict is not None
-            outputs = self._predicting(task)(state.params, *states, inputs)
-            size = jax.tree.leaves(inputs)[0].shape[0]
-            for leaf in jax.tree.leaves(outputs):
-                if leaf.shape[:1] != (size,):
-                    raise errors.predict_wrong_shape(leaf.shape, size)
-            return (), outputs
+            predict = device_predict(self.make(member.hyper).task, self.plan.precision)
+            return (), predict(state.params, state.model_state, inputs)
 
         def rows_first(state: TrainState, cohort: Cohort, inputs: PyTree) -> PyTree:
             _, outputs = self._chunked(one, keep=False)(state, cohort, inputs)
@@ -261,13 +232,6 @@ class Population:
             axis_names=self._manual,
             check_vma=False,
         )(state, cohort, inputs)
-
-    def _predicting(self, task: Task) -> Callable[..., PyTree]:
-        assert task.predict is not None
-        predict = with_precision(task.predict, self.plan.precision, task.stateful)
-        if self.plan.precision == "float32":
-            return predict
-        return lambda *args: cast_floating(predict(*args), jnp.dtype("float32"))
 
     # --- Spreading ----------------------------------------------------------------------------
 

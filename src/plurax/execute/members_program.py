@@ -2,8 +2,7 @@
 
 import copy
 import functools
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -13,12 +12,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from plurax import errors, inspect, tree
+from plurax import errors, inspect
 from plurax.execute.choose import Choice, Run, choose, stepping
+from plurax.execute.evaluate import evaluation_placement, weighted_means
+from plurax.execute.gradient import Totals
 from plurax.execute.in_flight import InFlight
 from plurax.execute.members import Maker, Population, Reading
-from plurax.execute.placement import Placed, Placement, chunks, is_arrays, leading_dim
-from plurax.execute.predict import predict_stream
+from plurax.execute.placement import Placed, Placement, is_arrays, leading_dim
+from plurax.execute.predict import Predictor
+from plurax.execute.states import check_place, check_state
 from plurax.execute.step import Metrics
 from plurax.members import Cohort, Members
 from plurax.mesh import memory_budget, replicated, split_rows
@@ -70,16 +72,11 @@ class MembersProgram:
         self._hyper = {name: jnp.asarray(value) for name, value in members.hyper_of(0).items()}
         self._cohort = members.cohort(reading.count if reading else ANY_ROWS)
         self._placement = Placement(batch, plan.padded_size(self.batch_size), split_rows(mesh))
-        size = -(-self.batch_size // plan.microbatches)
-        self._evaluation = Placement(
-            jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), batch),
-            Plan(data=plan.data).padded_size(size),
-            split_rows(mesh),
-        )
+        self._evaluation = evaluation_placement(batch, plan, mesh)
         self._population = functools.partial(Population, task, optimizer, self._hyper, mesh=mesh)
         self.plan = plan
         self.measured: list[Choice] = []
-        self._predicts: dict[Any, tuple[Placement, jax.stages.Compiled]] = {}
+        self._predictor = Predictor(self._compile_predict, mesh)
         if self._must_choose():
             self.plan, self.measured = self._choose(data)
         self._built = self._population(plan=self.plan)
@@ -203,7 +200,7 @@ class MembersProgram:
             fill = np.arange(self.slots) % given
             filled = jax.tree.map(lambda leaf: leaf[fill], state)
             state = jax.device_put(filled, self._by_member)
-        self._check_state(state)
+        check_state(state, self.state_shapes)
         return state
 
     def kept(self, state: TrainState) -> TrainState:
@@ -221,68 +218,30 @@ class MembersProgram:
 
         As `Program.predict`, an iterable of inputs giving an iterator of outputs.
         """
-        if not is_arrays(inputs):
-            return self._predict_stream(state, iter(inputs), chunk)
-        return next(self._predict_stream(state, iter([inputs]), chunk))
-
-    def _predict_stream(
-        self, state: TrainState, batches: Iterator[PyTree], chunk: int | None
-    ) -> Iterator[PyTree]:
-        first = next(batches, None)
-        if first is None:
-            return
-        placement, compiled = self._predict_program(first, chunk or self.batch_size)
-
-        def chained() -> Iterator[PyTree]:
-            yield first
-            yield from batches
-
-        state = self._filled(state)
-
-        def run(rows: PyTree) -> PyTree:
-            return compiled(state, self._everyone, rows)
-
-        for outputs in predict_stream(run, placement, chained()):
-            yield jax.tree.map(lambda leaf: np.moveaxis(leaf, 1, 0)[: self.count], outputs)
-
-    def _predict_program(self, inputs: PyTree, chunk: int) -> tuple[Placement, jax.stages.Compiled]:
-        like = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((chunk, *np.shape(leaf)[1:]), leaf.dtype), inputs
+        states = (self._filled(state), self._everyone)
+        outputs = self._predictor(states, inputs, chunk or self.batch_size)
+        return (
+            self._members_first(outputs) if is_arrays(inputs) else map(self._members_first, outputs)
         )
-        key = (jax.tree.structure(like), *((x.shape, x.dtype) for x in jax.tree.leaves(like)))
-        if key not in self._predicts:
-            rows = Plan(data=self.plan.data).padded_size(chunk)
-            placement = Placement(like, rows, split_rows(self.mesh))
-            compiled = (
-                jax.jit(self._built.predict)
-                .lower(self.state_shapes, self._like(self._everyone), placement.abstract())
-                .compile()
-            )
-            self._predicts[key] = (placement, compiled)
-        return self._predicts[key]
+
+    def _members_first(self, outputs: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: np.moveaxis(leaf, 1, 0)[: self.count], outputs)
+
+    def _compile_predict(self, rows: PyTree) -> jax.stages.Compiled:
+        cohort = self._like(self._everyone)
+        return jax.jit(self._built.predict).lower(self.state_shapes, cohort, rows).compile()
 
     def evaluate(self, state: TrainState, data: PyTree | Iterable[PyTree]) -> dict[str, np.ndarray]:
         """Every member's weighted means of loss and metrics over all of `data`, `(members,)`."""
-        parts = []
         state = self._filled(state)
-        for batch in chunks(data, self._evaluation.size):
-            placed = self._evaluation.place(batch)
+
+        def run(placed: Placed) -> Totals:
             part = self._compiled_evaluate(state, self._everyone, *placed)
             self._in_flight.started(part.loss)
-            parts.append(part)
-        if not parts:
-            raise errors.batch_is_empty()
-        host = jax.device_get(parts)
+            return part
 
-        def total(values: list[np.ndarray]) -> np.ndarray:
-            return np.sum(np.asarray(values, np.float64), axis=0)[: self.count]
-
-        weight = total([part.weight for part in host])
-        weight = np.where(weight == 0, math.nan, weight)
-        means = {"loss": total([part.loss for part in host]) / weight}
-        for name in host[0].metrics:
-            means[name] = total([part.metrics[name] for part in host]) / weight
-        return means
+        means = weighted_means(run, self._evaluation, data)
+        return {name: mean[: self.count] for name, mean in means.items()}
 
     @functools.cached_property
     def _compiled_evaluate(self) -> jax.stages.Compiled:
@@ -357,15 +316,11 @@ class MembersProgram:
         try:
             state, metrics = compiled(state, *args)
         except (TypeError, ValueError):
-            self._check_state(state)
+            check_state(state, self.state_shapes)
+            check_place(state, self.state_shapes)
             raise
         self._in_flight.started(metrics["loss"])
         return state, metrics
-
-    def _check_state(self, state: TrainState) -> None:
-        expected, given = tree.describe(self.state_shapes), tree.describe(state)
-        if expected != given:
-            raise errors.state_mismatch(expected, given)
 
     def _choose(self, data: PyTree) -> tuple[Plan, list[Choice]]:
         """Measure the loop over the data, where they stay on the devices, else the step."""

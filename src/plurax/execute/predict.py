@@ -1,8 +1,10 @@
 """Inference over any number of inputs, chunk by chunk, streamed to the host."""
 
+import itertools
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,18 +14,20 @@ from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.execute.gradient import cast_floating, with_precision
-from plurax.execute.placement import Placement, leading_dim
-from plurax.plan import Precision
+from plurax.execute.placement import Placement, is_arrays, leading_dim
+from plurax.mesh import split_rows
+from plurax.plan import Plan, Precision
 from plurax.task import Task
 
 IN_FLIGHT = 2
 """Chunks computing or waiting while an earlier one is copied to the host."""
 
 
-def make_predict(
-    task: Task, precision: Precision, mesh: Mesh
-) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
-    """`(params, model_state, inputs) -> outputs`, rows split over the axis `data`."""
+def device_predict(task: Task, precision: Precision) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
+    """`(params, model_state, inputs) -> outputs` on one device, with its own rows.
+
+    Raises `TaskError` where the outputs are not one row per input.
+    """
     if task.predict is None:
         raise errors.no_predict()
     predict = with_precision(task.predict, precision, task.stateful)
@@ -37,6 +41,14 @@ def make_predict(
                 raise errors.predict_wrong_shape(leaf.shape, size)
         return outputs if precision == "float32" else cast_floating(outputs, np.dtype("float32"))
 
+    return local
+
+
+def make_predict(
+    task: Task, precision: Precision, mesh: Mesh
+) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
+    """`device_predict` on every device of the mesh axis `data`, for rows split over it."""
+    local = device_predict(task, precision)
     if mesh.shape["data"] == 1:
         return local
     return jax.shard_map(
@@ -47,6 +59,48 @@ def make_predict(
         axis_names={"data"},
         check_vma=False,
     )
+
+
+class Predictor:
+    """Outputs for any number of inputs, in a program compiled once for each shape of inputs.
+
+    **Arguments:** `compile_(rows) -> compiled`, for abstract rows, of a function `(*states, rows)`;
+    `mesh`.
+    """
+
+    def __init__(self, compile_: Callable[[PyTree], jax.stages.Compiled], mesh: Mesh) -> None:
+        self._compile = compile_
+        self._mesh = mesh
+        self._known: dict[Any, tuple[Placement, jax.stages.Compiled]] = {}
+
+    def __call__(
+        self, states: tuple[PyTree, ...], inputs: PyTree | Iterable[PyTree], chunk: int
+    ) -> Any:
+        """NumPy arrays for a tree of arrays; an iterator of them for an iterable of such trees."""
+        if not is_arrays(inputs):
+            return self._stream(states, iter(inputs), chunk)
+        return next(self._stream(states, iter([inputs]), chunk))
+
+    def _stream(
+        self, states: tuple[PyTree, ...], batches: Iterator[PyTree], chunk: int
+    ) -> Iterator[PyTree]:
+        first = next(batches, None)
+        if first is None:
+            return
+        placement, compiled = self._program(first, chunk)
+        chained = itertools.chain([first], batches)
+        yield from predict_stream(lambda rows: compiled(*states, rows), placement, chained)
+
+    def _program(self, inputs: PyTree, chunk: int) -> tuple[Placement, jax.stages.Compiled]:
+        like = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((chunk, *np.shape(leaf)[1:]), leaf.dtype), inputs
+        )
+        key = (jax.tree.structure(like), *((x.shape, x.dtype) for x in jax.tree.leaves(like)))
+        if key not in self._known:
+            rows = Plan(data=self._mesh.shape["data"]).padded_size(chunk)
+            placement = Placement(like, rows, split_rows(self._mesh))
+            self._known[key] = (placement, self._compile(placement.abstract()))
+        return self._known[key]
 
 
 def predict_stream(

@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -14,13 +13,14 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, PyTree
 
-from plurax import errors, inspect, tree
-from plurax.execute.gradient import Totals, check_parameters, evaluation, gradient
+from plurax import errors, inspect
+from plurax.execute.evaluate import device_evaluation, evaluation_placement, weighted_means
+from plurax.execute.gradient import Totals, gradient
 from plurax.execute.in_flight import InFlight
 from plurax.execute.loop import make_loop
-from plurax.execute.placement import Placed, Placement, chunks, is_arrays, leading_dim
-from plurax.execute.predict import make_predict, predict_stream
-from plurax.execute.rows import number_rows
+from plurax.execute.placement import Placed, Placement, leading_dim
+from plurax.execute.predict import Predictor, make_predict
+from plurax.execute.states import check_place, check_state, new_state
 from plurax.execute.step import Metrics, make_step
 from plurax.execute.totals import coupled, data_parallel
 from plurax.mesh import replicated, split_rows
@@ -52,22 +52,17 @@ class Program:
         self.batch_size = leading_dim(batch)
         self._optimizer = optimizer
         self._placement = Placement(batch, plan.padded_size(self.batch_size), split_rows(mesh))
-        # Evaluation goes by microbatches, so that it fits where training does.
-        size = -(-self.batch_size // plan.microbatches)
-        self._evaluation = Placement(
-            jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), batch),
-            Plan(data=plan.data).padded_size(size),
-            split_rows(mesh),
-        )
-        self._init = jax.jit(self._new_state, out_shardings=replicated(mesh))
+        self._evaluation = evaluation_placement(batch, plan, mesh)
+        fresh = functools.partial(new_state, task, optimizer)
+        self._init = jax.jit(fresh, out_shardings=replicated(mesh))
         self._state_like = self._on_mesh(
-            jax.eval_shape(self._new_state, jax.eval_shape(lambda: jax.random.key(0)))
+            jax.eval_shape(fresh, jax.eval_shape(lambda: jax.random.key(0)))
         )
         self._in_flight = InFlight(mesh)
         spread = coupled if task.coupled else data_parallel
         fun = gradient(task, plan.precision, plan.batch_dim)
         self._step_function = make_step(spread(fun, mesh, plan.microbatches), optimizer)
-        self._predicts: dict[Any, tuple[Placement, jax.stages.Compiled]] = {}
+        self._predictor = Predictor(self._compile_predict, mesh)
         self._loops: dict[Any, jax.stages.Compiled] = {}
 
     # --- Training -----------------------------------------------------------------------------
@@ -159,7 +154,7 @@ class Program:
 
     def place(self, state: TrainState) -> TrainState:
         """Put a state from elsewhere (a checkpoint, another plan) on this program's devices."""
-        self._check_state(state)
+        check_state(state, self._state_like)
         shardings = jax.tree.map(lambda like: like.sharding, self._state_like)
         # A copy: the first step will reuse the memory, and what was given stays the caller's.
         return jax.device_put(jax.tree.map(jnp.copy, state), shardings)
@@ -180,43 +175,17 @@ class Program:
 
         While a chunk computes, the one before is copied to the host.
         """
-        if not is_arrays(inputs):
-            return self._predict_stream(state, iter(inputs), chunk)
-        return next(self._predict_stream(state, iter([inputs]), chunk))
+        states = (state.params, state.model_state)
+        return self._predictor(states, inputs, chunk or self.batch_size)
 
-    def _predict_stream(
-        self, state: TrainState, batches: Iterator[PyTree], chunk: int | None
-    ) -> Iterator[PyTree]:
-        first = next(batches, None)
-        if first is None:
-            return
-        placement, compiled = self._predict_program(first, chunk or self.batch_size)
-
-        def chained() -> Iterator[PyTree]:
-            yield first
-            yield from batches
-
-        def run(rows: PyTree) -> PyTree:
-            return compiled(state.params, state.model_state, rows)
-
-        yield from predict_stream(run, placement, chained())
-
-    def _predict_program(self, inputs: PyTree, chunk: int) -> tuple[Placement, jax.stages.Compiled]:
-        like = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((chunk, *np.shape(leaf)[1:]), leaf.dtype), inputs
+    def _compile_predict(self, rows: PyTree) -> jax.stages.Compiled:
+        function = make_predict(self.task, self.plan.precision, self.mesh)
+        like = self._state_like
+        return (
+            jax.jit(function, out_shardings=split_rows(self.mesh))
+            .lower(like.params, like.model_state, rows)
+            .compile()
         )
-        key = (jax.tree.structure(like), *((x.shape, x.dtype) for x in jax.tree.leaves(like)))
-        if key not in self._predicts:
-            rows = Plan(data=self.plan.data).padded_size(chunk)
-            placement = Placement(like, rows, split_rows(self.mesh))
-            function = make_predict(self.task, self.plan.precision, self.mesh)
-            compiled = (
-                jax.jit(function, out_shardings=split_rows(self.mesh))
-                .lower(self._state_like.params, self._state_like.model_state, placement.abstract())
-                .compile()
-            )
-            self._predicts[key] = (placement, compiled)
-        return self._predicts[key]
 
     def evaluate(self, state: TrainState, data: PyTree | Iterable[PyTree]) -> dict[str, float]:
         """Weighted means of loss and metrics over all examples of `data`, each counted once.
@@ -224,38 +193,22 @@ class Program:
         `data` is a tree of arrays with any leading dim, or an iterable of such trees. Sums over
         chunks are in float64 on the host.
         """
-        parts = []
-        for batch in chunks(data, self._evaluation.size):
-            placed = self._evaluation.place(batch)
+
+        def run(placed: Placed) -> Totals:
             part = self._compiled_evaluate(state.params, state.model_state, *placed)
             self._in_flight.started(part.loss)
-            parts.append(part)
-        if not parts:
-            raise errors.batch_is_empty()
-        host = jax.device_get(parts)
-        # NaN, not an exception, where no example has weight: as in a step.
-        weight = sum(float(part.weight) for part in host) or math.nan
-        means = {"loss": sum(float(part.loss) for part in host) / weight}
-        for name in host[0].metrics:
-            means[name] = sum(float(part.metrics[name]) for part in host) / weight
-        return means
+            return part
+
+        means = weighted_means(run, self._evaluation, data)
+        return {name: float(mean) for name, mean in means.items()}
 
     @functools.cached_property
     def _compiled_evaluate(self) -> jax.stages.Compiled:
-        evaluate = evaluation(self.task, self.plan.precision)
-        split = self.mesh.shape["data"] > 1
-
-        def local(params: PyTree, model_state: PyTree, batch: PyTree, count: Any) -> Totals:
-            size = jax.tree.leaves(batch)[0].shape[0]
-            first = jax.lax.axis_index("data") * size if split else 0
-            rows = number_rows(batch, jax.random.key(0), count, first)
-            totals = evaluate(params, model_state, rows)
-            return jax.lax.psum(totals, "data") if split else totals
-
-        function = local
-        if split:
+        size = self.mesh.shape["data"]
+        function = device_evaluation(self.task, self.plan.precision, size)
+        if size > 1:
             function = jax.shard_map(
-                local,
+                function,
                 mesh=self.mesh,
                 in_specs=(P(), P(), P("data"), P()),
                 out_specs=P(),
@@ -299,21 +252,6 @@ class Program:
 
     # --- Inside -------------------------------------------------------------------------------
 
-    def _new_state(self, key: Any) -> TrainState:
-        init_key, run_key = jax.random.split(key)
-        made = self.task.init(init_key)
-        if self.task.stateful:
-            if not (isinstance(made, tuple) and len(made) == 2):
-                raise errors.init_needs_model_state()
-            params, model_state = made
-        else:
-            params, model_state = made, ()
-        check_parameters(params)
-        zero = jnp.zeros((), jnp.int32)
-        state = TrainState(zero, params, self._optimizer.init(params), model_state, run_key, zero)
-        # One dtype for good: a weakly typed leaf would change type in the first step.
-        return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, leaf.dtype), state)
-
     def _run(self, compiled: jax.stages.Compiled, state: TrainState, *args: Any) -> Any:
         if state.step.is_deleted():
             raise errors.state_was_donated()
@@ -322,17 +260,9 @@ class Program:
             self._in_flight.started(metrics["loss"])
             return state, metrics
         except (TypeError, ValueError):
-            self._check_state(state)
-            like = jax.tree.leaves(self._state_like)
-            for leaf, want in zip(jax.tree.leaves(state), like, strict=True):
-                if not leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim):
-                    raise errors.state_elsewhere(str(leaf.sharding), str(want.sharding)) from None
+            check_state(state, self._state_like)
+            check_place(state, self._state_like)
             raise
-
-    def _check_state(self, state: TrainState) -> None:
-        expected, given = tree.describe(self._state_like), tree.describe(state)
-        if expected != given:
-            raise errors.state_mismatch(expected, given)
 
     def _on_mesh(self, like: PyTree) -> PyTree:
         whole = replicated(self.mesh)

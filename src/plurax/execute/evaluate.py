@@ -1,0 +1,69 @@
+"""Weighted means of loss and metrics over any number of examples, each counted once."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from plurax import errors
+from plurax.execute.gradient import Totals, evaluation
+from plurax.execute.placement import Placed, Placement, chunks, leading_dim
+from plurax.execute.rows import number_rows
+from plurax.mesh import split_rows
+from plurax.plan import Plan, Precision
+from plurax.task import Task
+
+
+def device_evaluation(
+    task: Task, precision: Precision, axis_size: int
+) -> Callable[[PyTree, PyTree, PyTree, Any], Totals]:
+    """`(params, model_state, batch, count) -> totals` on one device of `data`, without gradient.
+
+    Inside `shard_map`, with the device's own rows; `axis_size` devices join one `psum`.
+    """
+    evaluate = evaluation(task, precision)
+    split = axis_size > 1
+
+    def local(params: PyTree, model_state: PyTree, batch: PyTree, count: Any) -> Totals:
+        size = jax.tree.leaves(batch)[0].shape[0]
+        first = jax.lax.axis_index("data") * size if split else 0
+        rows = number_rows(batch, jax.random.key(0), count, first)
+        totals = evaluate(params, model_state, rows)
+        return jax.lax.psum(totals, "data") if split else totals
+
+    return local
+
+
+def evaluation_placement(batch: PyTree, plan: Plan, mesh: Mesh) -> Placement:
+    """The rows of one call: a microbatch, so that evaluation fits where training does."""
+    size = -(-leading_dim(batch) // plan.microbatches)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), batch)
+    return Placement(like, Plan(data=plan.data).padded_size(size), split_rows(mesh))
+
+
+def weighted_means(
+    run: Callable[[Placed], Totals], placement: Placement, data: PyTree | Iterable[PyTree]
+) -> dict[str, np.ndarray]:
+    """Means by name, over all of a tree of arrays or of an iterable of them.
+
+    Scalars, or `(members,)` where the totals are. `run` returns without waiting; sums over its
+    totals are in float64 on the host. NaN, not an exception, where no example has weight.
+    """
+    parts = [run(placement.place(batch)) for batch in chunks(data, placement.size)]
+    if not parts:
+        raise errors.batch_is_empty()
+    host = jax.device_get(parts)
+
+    def total(values: list[Any]) -> np.ndarray:
+        return np.sum(np.asarray(values, np.float64), axis=0)
+
+    weight = total([part.weight for part in host])
+    weight = np.where(weight == 0, math.nan, weight)
+    sums = {"loss": total([part.loss for part in host])}
+    for name in host[0].metrics:
+        sums[name] = total([part.metrics[name] for part in host])
+    return {name: value / weight for name, value in sums.items()}

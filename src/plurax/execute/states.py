@@ -1,0 +1,43 @@
+"""A fresh state of one network, and whether a state belongs to a program."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from plurax import errors, tree
+from plurax.execute.gradient import check_parameters
+from plurax.state import TrainState
+from plurax.task import Task
+
+
+def new_state(task: Task, optimizer: optax.GradientTransformation, key: Any) -> TrainState:
+    """The state at step 0; `key` is that of the seed. Raises `TaskError`."""
+    init_key, run_key = jax.random.split(key)
+    made = task.init(init_key)
+    if task.stateful:
+        if not (isinstance(made, tuple) and len(made) == 2):
+            raise errors.init_needs_model_state()
+        params, model_state = made
+    else:
+        params, model_state = made, ()
+    check_parameters(params)
+    zero = jnp.zeros((), jnp.int32)
+    state = TrainState(zero, params, optimizer.init(params), model_state, run_key, zero)
+    # One dtype for good: a weakly typed leaf would change type in the first step.
+    return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, leaf.dtype), state)
+
+
+def check_state(state: TrainState, like: TrainState) -> None:
+    """Raise `BatchError` where structure, shapes or dtypes differ."""
+    expected, given = tree.describe(like), tree.describe(state)
+    if expected != given:
+        raise errors.state_mismatch(expected, given)
+
+
+def check_place(state: TrainState, like: TrainState) -> None:
+    """Raise `BatchError` where a leaf lies on other devices than the program wants it."""
+    for leaf, want in zip(jax.tree.leaves(state), jax.tree.leaves(like), strict=True):
+        if not leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim):
+            raise errors.state_elsewhere(str(leaf.sharding), str(want.sharding))
