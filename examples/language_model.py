@@ -123,14 +123,16 @@ def logits(
         block, keys = scanned
         attention_key, perceptron_key = (None, None) if keys is None else keys
         normal_TD = normalised(x_TD, block["attention_norm"])
-        x_TD = x_TD + dropped(attention(normal_TD, block), attention_key)
+        added_TD = dropped(attention(normal_TD, block), attention_key)
+        x_TD = px.name(x_TD + added_TD, "residual")
         normal_TD = normalised(x_TD, block["perceptron_norm"])
-        x_TD = x_TD + dropped(perceptron(normal_TD, block), perceptron_key)
-        return x_TD, None
+        added_TD = dropped(perceptron(normal_TD, block), perceptron_key)
+        return px.name(x_TD + added_TD, "residual"), None
 
     depth = params["blocks"]["attention_norm"].shape[0]
     keys_L2 = None if key is None else jax.random.split(key, (depth, 2))
     x_TD = params["embedding"][text_T] + params["position"][: text_T.shape[0]]
+    x_TD = px.name(x_TD, "residual")
     x_TD, _ = jax.lax.scan(residual, x_TD, (params["blocks"], keys_L2))
     x_TD = normalised(x_TD, params["norm"])
     return (x_TD @ params["output"]).astype(jnp.float32)
@@ -180,6 +182,22 @@ def sample(
     return bytes(np.asarray(text_N)[: start + length]).decode(errors="replace")
 
 
+def shardings(sequence: bool) -> dict[str, tuple[Any, ...]]:
+    """How the transformer is split over `tensor`: heads, hidden units, bytes of the head."""
+    return px.megatron(
+        column={
+            "blocks/query_key_value": (..., "tensor", None),
+            "blocks/perceptron_in": (..., "tensor"),
+        },
+        row={
+            "blocks/attention_out": (..., "tensor", None, None),
+            "blocks/perceptron_out": (..., "tensor", None),
+        },
+        head=["output"],
+        sequence=["residual"] if sequence else [],
+    )
+
+
 def experiment(
     width: int = 128,
     depth: int = 4,
@@ -188,8 +206,12 @@ def experiment(
     epochs: int = 10,
     batch_size: int = 16,
     learning_rate: float = 2e-3,
+    sequence: bool = False,
 ) -> px.Experiment:
     """A byte-level transformer on the Python reference; `heads` divides `width`.
+
+    How it is split over `tensor`, should a plan say so, is part of its plan; with `sequence` also
+    by token between layers.
 
     The learning rate rises, then falls to a tenth, over these `epochs` of these batches: give them
     as `--experiment.epochs`, and the schedule follows.
@@ -214,7 +236,7 @@ def experiment(
         ),
         data=data,
         evaluation=windows(text[cut:], window),
-        plan=px.Plan(data=jax.device_count()),
+        plan=px.Plan(data=jax.device_count(), shardings=shardings(sequence)),
         epochs=epochs,
         batch_size=batch_size,
         seed=0,

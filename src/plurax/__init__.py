@@ -51,6 +51,10 @@ from plurax.population_size import max_members as max_members
 from plurax.resample import bootstrap as bootstrap
 from plurax.resample import kfold as kfold
 from plurax.resample import subsample as subsample
+from plurax.sharding.marks import name as name
+from plurax.sharding.marks import shard as shard
+from plurax.sharding.rules import megatron as megatron
+from plurax.sharding.sharding import Sharding as Sharding
 from plurax.state import TrainState as TrainState
 from plurax.sweeps import Sweep as Sweep
 from plurax.sweeps import sweep as sweep

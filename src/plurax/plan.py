@@ -1,7 +1,9 @@
 """A plan says how training is spread over devices, and knows no model. Imports no JAX."""
 
 import dataclasses
+import math
 import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -11,7 +13,11 @@ Precision = Literal["float32", "bfloat16"]
 
 BatchDim = Literal["major", "minor"]
 
-MESH_AXES = ("member", "data")
+Shardings = tuple[tuple[str, tuple[Any, ...]], ...]
+
+Remat = Literal["none", "dots", "full", "offload"]
+
+MESH_AXES = ("member", "data", "tensor")
 """The mesh axes in their one order; a new one arrives with the code that uses it."""
 
 
@@ -58,8 +64,26 @@ data=1 means 'not used'.
     `minor`, turned so that vector units work along the batch. None: for members chosen by a short
     measurement and checked against the other, for one network `major`."""
 
+    tensor: int = 1
+    """Over how many devices tensors and operators are split (mesh axis `tensor`), as `shardings`
+    and the marks `plurax.name` and `plurax.shard` say."""
+    zero: int = 0
+    """What is split over `data` beside the batch (ZeRO): 1 the optimizer's state; 2 gradients too,
+    reduced to their shards in every microbatch; 3 parameters too, made whole where they are
+    used."""
+    remat: Remat = "none"
+    """What the backward pass computes again instead of keeping it: nothing; all but matrix products
+    (`dots`); all but what layers hand to each other (`full`); or the matrix products are kept in
+    the host's memory (`offload`)."""
+    shardings: Shardings = ()
+    """How parameters and named activations lie: pattern -> one entry for each dim, None for a whole
+    dim, the name of a mesh axis, or several; `...` first stands for any number of whole dims.
+    Given as a dict. The first pattern that fits a parameter's path or an activation's name
+    counts."""
+
     def __post_init__(self) -> None:
-        for field in ("data", "microbatches", "member", "chunk"):
+        object.__setattr__(self, "shardings", _rules(self.shardings))
+        for field in ("data", "microbatches", "member", "chunk", "tensor"):
             if field == "chunk" and self.chunk is None:
                 continue
             value = getattr(self, field)
@@ -67,6 +91,12 @@ data=1 means 'not used'.
                 raise errors.plan_field_not_positive(field, value)
         if self.precision not in get_args(Precision):
             raise errors.plan_field_not_a_choice("precision", self.precision, get_args(Precision))
+        if isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3):
+            raise errors.plan_field_not_a_choice("zero", self.zero, (0, 1, 2, 3))
+        if self.remat not in get_args(Remat):
+            raise errors.plan_field_not_a_choice("remat", self.remat, get_args(Remat))
+        if self.batch_dim == "minor" and self.divided:
+            raise errors.plan_minor_divided()
         if self.batch_dim is not None and self.batch_dim not in get_args(BatchDim):
             raise errors.plan_field_not_a_choice("batch_dim", self.batch_dim, get_args(BatchDim))
 
@@ -74,6 +104,11 @@ data=1 means 'not used'.
     def axes(self) -> dict[str, int]:
         """Size of each mesh axis, in mesh order."""
         return {axis: getattr(self, axis) for axis in MESH_AXES}
+
+    @property
+    def divided(self) -> bool:
+        """Whether parameters or the optimizer's state are split over devices."""
+        return self.tensor > 1 or (self.zero > 0 and self.data > 1)
 
     @property
     def devices(self) -> int:
@@ -86,13 +121,15 @@ data=1 means 'not used'.
     def check_devices(self, available: int) -> None:
         """Raise `PlanError` if the plan needs more than `available` devices."""
         if self.devices > available:
-            axis = "member" if self.member > 1 else "data"
-            other = self.devices // self.axes[axis]
-            fits = [f"{axis}={max(1, available // other)}"]
-            fits += ["data=1"] if axis == "member" and self.data > available else []
-            raise errors.plan_needs_devices(
-                self.axes, self.devices, available, fits=" with ".join(fits)
-            )
+            sizes = self.axes
+            changed: dict[str, int] = {}
+            # The largest axis gives way first.
+            for axis in sorted(sizes, key=lambda axis: -sizes[axis]):
+                others = math.prod(sizes.values()) // sizes[axis]
+                if math.prod(sizes.values()) > available:
+                    sizes[axis] = changed[axis] = max(1, available // others)
+            fits = " with ".join(f"{axis}={size}" for axis, size in changed.items())
+            raise errors.plan_needs_devices(self.axes, self.devices, available, fits=fits)
 
     def __repr__(self) -> str:
         changed = (
@@ -128,6 +165,15 @@ data=1 means 'not used'.
                 f"{self.microbatches} pieces, adds up the gradients,\n"
                 "    and reduces them over devices once, at the end of the step."
             )
+        if self.tensor > 1:
+            lines.append(
+                f"  tensor={self.tensor}: tensors and operators are split over {self.tensor} "
+                f"devices, by {len(self.shardings)} rules and the marks in the model."
+            )
+        if self.zero:
+            lines.append(f"  zero={self.zero}: {_ZERO[self.zero]}")
+        if self.remat != "none":
+            lines.append(f"  remat={self.remat}: {_REMAT[self.remat]}")
         if self.member > 1:
             lines.append(
                 f"  member={self.member}: members are spread over {self.member} groups of devices "
@@ -171,8 +217,13 @@ data=1 means 'not used'.
         lines = [
             f"{field.name} = {_toml_value(getattr(self, field.name))}"
             for field in dataclasses.fields(self)
-            if getattr(self, field.name) is not None
+            if getattr(self, field.name) is not None and field.name != "shardings"
         ]
+        if self.shardings:
+            lines += ["", "[shardings]"]
+            for pattern, entries in self.shardings:
+                values = ", ".join(_toml_entry(entry) for entry in entries)
+                lines.append(f'"{pattern}" = [{values}]')
         return "\n".join(lines) + "\n"
 
     @classmethod
@@ -202,5 +253,47 @@ data=1 means 'not used'.
         return cls.from_toml(text, source=str(path))
 
 
+_ZERO = {
+    1: "the optimizer's state is split over data.",
+    2: "gradients and the optimizer's state are split over data;\n"
+    "    each microbatch reduces its gradients to their shards.",
+    3: "parameters, gradients and the optimizer's state are split over data;\n"
+    "    parameters are made whole where they are used.",
+}
+_REMAT = {
+    "dots": "the backward pass computes all but matrix products again.",
+    "full": "the backward pass computes all again but what layers hand to each other.",
+    "offload": "matrix products wait for the backward pass in the host's memory.",
+}
+
+
+def _rules(given: Any) -> Shardings:
+    """Rules as a tuple of pairs. Raises `PlanError`."""
+    pairs = given.items() if isinstance(given, Mapping) else given
+    rules = []
+    for pattern, entries in pairs:
+        if isinstance(entries, str) or not isinstance(entries, Sequence):
+            raise errors.plan_rule_not_a_spec(pattern, entries)
+        entries = tuple(tuple(e) if isinstance(e, list) else e for e in entries)
+        entries = tuple({"whole": None, "...": ...}.get(e, e) for e in entries)
+        for place, entry in enumerate(entries):
+            names = entry if isinstance(entry, tuple) else (entry,)
+            if entry is ... and place == 0:
+                continue
+            for name in names:
+                if name is not None and name not in MESH_AXES:
+                    raise errors.plan_rule_unknown_axis(pattern, entries, name, MESH_AXES)
+        rules.append((str(pattern), entries))
+    return tuple(rules)
+
+
 def _toml_value(value: int | str) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _toml_entry(entry: Any) -> str:
+    if entry is None:
+        return '"whole"'
+    if entry is ...:
+        return '"..."'
+    return f'"{entry}"' if isinstance(entry, str) else str(list(entry)).replace("'", '"')

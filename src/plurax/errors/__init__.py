@@ -11,5 +11,6 @@ from plurax.errors.kinds import *  # noqa: F403
 from plurax.errors.members import *  # noqa: F403
 from plurax.errors.plans import *  # noqa: F403
 from plurax.errors.predictions import *  # noqa: F403
+from plurax.errors.shardings import *  # noqa: F403
 from plurax.errors.sweeps import *  # noqa: F403
 from plurax.errors.tasks import *  # noqa: F403

@@ -13,9 +13,51 @@ def plan_field_not_positive(field: str, value: object) -> PlanError:
     )
 
 
-def plan_field_not_a_choice(field: str, value: object, choices: Iterable[str]) -> PlanError:
+def plan_field_not_a_choice(field: str, value: object, choices: Iterable[object]) -> PlanError:
     names = ", ".join(repr(choice) for choice in choices)
     return PlanError(f"Plan({field}={value!r}): {field} must be one of {names}.")
+
+
+def plan_minor_divided() -> PlanError:
+    return PlanError(
+        "Plan(batch_dim='minor') with tensor > 1 or zero > 0: the batch in the minor dim is for "
+        "small networks that are not divided. Use batch_dim='major'."
+    )
+
+
+def plan_rule_not_a_spec(pattern: str, entries: object) -> PlanError:
+    return PlanError(
+        f"Plan(shardings={{{pattern!r}: {entries!r}}}): a rule has one entry for each dim in a "
+        "tuple, None for a whole dim or the name of a mesh axis, like (None, 'tensor')."
+    )
+
+
+def plan_rule_unknown_axis(
+    pattern: str, entries: tuple[object, ...], name: object, axes: Iterable[str]
+) -> PlanError:
+    return PlanError(
+        f"Plan(shardings={{{pattern!r}: {entries!r}}}): {name!r} is not a mesh axis; the axes are "
+        f"{', '.join(axes)}, None leaves a dim whole, and ... may stand first."
+    )
+
+
+def plan_rule_unused(pattern: str, paths: Iterable[str], names: Iterable[str]) -> PlanError:
+    known = [*paths, *names]
+    close = difflib.get_close_matches(pattern.strip("*/"), known, n=1, cutoff=0.4)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return PlanError(
+        f"the sharding rule {pattern!r} fits no parameter and no named activation.{hint} "
+        f"Parameters: {', '.join(paths) or 'none'}. Named activations: "
+        f"{', '.join(names) or 'none'}."
+    )
+
+
+def plan_coupled_divided(field: str) -> PlanError:
+    return PlanError(
+        f"Plan({field}) with a coupled task: its loss is written over the whole batch, and so far "
+        "only a task whose examples are independent is divided over `tensor` or by ZeRO. "
+        "Use data and microbatches, which work for coupled tasks."
+    )
 
 
 def plan_needs_devices(axes: dict[str, int], needed: int, available: int, fits: str) -> PlanError:

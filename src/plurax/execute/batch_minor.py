@@ -14,30 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Jaxpr, Literal
 from jaxtyping import Array, PyTree
 
-# fmt: off
-ELEMENTWISE = frozenset([
-    "abs", "acos", "add", "add_any", "and", "asin", "atan", "atan2", "cbrt", "ceil", "clamp",
-    "convert_element_type", "copy", "cos", "cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp",
-    "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p",
-    "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "rem", "round",
-    "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh", "xor",
-])
-REDUCTIONS = frozenset([
-    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax",
-    "argmin",
-])
-# fmt: on
-INLINED = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}  # fmt: skip
-
+from plurax.primitives import ELEMENTWISE, INLINED, REDUCTIONS, open_jaxpr
 
 FEW = 4
 """Up to so many terms or rows, a matrix product is written out (measured: docs/performance.md)."""
@@ -99,11 +79,9 @@ def _evaluate(
         inputs = [read(atom) for atom in equation.invars]
         name = equation.primitive.name
         if name in INLINED:
-            inner = equation.params[INLINED[name]]
-            open_, constants = (
-                (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, ())
-            )
-            outputs = _evaluate(open_, constants, inputs, size)
+            outputs = _evaluate(*open_jaxpr(equation.params[INLINED[name]]), inputs, size)
+        elif name == "mark":
+            outputs = inputs
         else:
             result = _by_rule(equation, inputs, size)
             outputs = _as_written(equation, inputs) if result is None else [result]

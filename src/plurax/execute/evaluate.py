@@ -10,30 +10,31 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from plurax import errors
-from plurax.execute.gradient import Totals, evaluation
+from plurax.execute.gradient import Totals
 from plurax.execute.placement import Placed, Placement, chunks, leading_dim
-from plurax.execute.rows import number_rows
+from plurax.execute.rows import Rows, number_rows
+from plurax.execute.totals import over_data
 from plurax.mesh import split_rows
-from plurax.plan import Plan, Precision
-from plurax.task import Task
+from plurax.plan import Plan
+
+Evaluation = Callable[[PyTree, PyTree, Rows], Totals]
 
 
 def device_evaluation(
-    task: Task, precision: Precision, axis_size: int
+    evaluate: Evaluation, axis_size: int, reduce: Callable[[Totals], Totals] | None = None
 ) -> Callable[[PyTree, PyTree, PyTree, Any], Totals]:
-    """`(params, model_state, batch, count) -> totals` on one device of `data`, without gradient.
+    """`(params, model_state, batch, count) -> totals` on one device of `data`.
 
-    Inside `shard_map`, with the device's own rows; `axis_size` devices join one `psum`.
+    Inside `shard_map`, with the device's own rows; `axis_size` devices add up by `reduce` (default
+    `over_data`).
     """
-    evaluate = evaluation(task, precision)
-    split = axis_size > 1
+    reduce = reduce or over_data(axis_size)
 
     def local(params: PyTree, model_state: PyTree, batch: PyTree, count: Any) -> Totals:
         size = jax.tree.leaves(batch)[0].shape[0]
-        first = jax.lax.axis_index("data") * size if split else 0
+        first = jax.lax.axis_index("data") * size if axis_size > 1 else 0
         rows = number_rows(batch, jax.random.key(0), count, first)
-        totals = evaluate(params, model_state, rows)
-        return jax.lax.psum(totals, "data") if split else totals
+        return reduce(evaluate(params, model_state, rows))
 
     return local
 

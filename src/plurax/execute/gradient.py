@@ -9,8 +9,9 @@ from jaxtyping import Array, Float, PyTree
 
 from plurax import errors, tree
 from plurax.execute.batch_minor import batch_minor
+from plurax.execute.remat import rematerialized
 from plurax.execute.rows import Rows
-from plurax.plan import BatchDim, Precision
+from plurax.plan import BatchDim, Precision, Remat
 from plurax.task import Task
 
 RESERVED = frozenset({"loss", "weight", "grad_norm", "examples", "skipped"})
@@ -114,13 +115,17 @@ def check_weight(task: Task, batch: PyTree, size: int) -> Array | None:
 
 
 def gradient(
-    task: Task, precision: Precision, batch_dim: BatchDim | None = None
+    task: Task,
+    precision: Precision,
+    batch_dim: BatchDim | None = None,
+    remat: Remat = "none",
 ) -> Callable[[PyTree, PyTree, Rows], tuple[Totals, PyTree]]:
     """`(params, model_state, rows) -> (totals, model_state)`, the gradient included.
 
-    Computed with the batch where the task has it, or in the minor dim (`batch_dim="minor"`).
+    Computed with the batch where the task has it, or in the minor dim (`batch_dim="minor"`); what
+    the backward pass computes again says `remat`.
     """
-    loss = with_precision(task.loss, precision, task.stateful)
+    loss = rematerialized(with_precision(task.loss, precision, task.stateful), remat)
 
     def total_loss(
         params: PyTree, model_state: PyTree, rows: Rows

@@ -17,10 +17,10 @@ from jaxtyping import Array, Int, PyTree
 
 from plurax import errors
 from plurax.execute.evaluate import device_evaluation
-from plurax.execute.gradient import Totals, gradient
+from plurax.execute.gradient import Totals, evaluation, gradient
 from plurax.execute.predict import device_predict
 from plurax.execute.states import new_state
-from plurax.execute.step import Metrics, Step, make_step
+from plurax.execute.step import Metrics, Step, make_step, whole_update
 from plurax.execute.totals import coupled, device_totals
 from plurax.members import Cohort, Hyper
 from plurax.plan import Plan
@@ -106,12 +106,12 @@ class Population:
 
     def _step(self, member: Cohort) -> Step:
         one = self.make(member.hyper)
-        fun = gradient(one.task, self.plan.precision, self.plan.batch_dim)
+        fun = gradient(one.task, self.plan.precision, self.plan.batch_dim, self.plan.remat)
         if one.task.coupled:
             total = coupled(fun, self.mesh, self.plan.microbatches)
         else:
             total = device_totals(fun, self._split, self.plan.microbatches)
-        return make_step(total, one.optimizer, freeze=True)
+        return make_step(total, whole_update(one.optimizer), freeze=True)
 
     # --- The population -----------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class Population:
 
         def one(state: TrainState, member: Cohort, batch: PyTree, count: Array) -> tuple[Any, Any]:
             task = self.make(member.hyper).task
-            evaluate = device_evaluation(task, self.plan.precision, self._split)
+            evaluate = device_evaluation(evaluation(task, self.plan.precision), self._split)
             return (), evaluate(state.params, state.model_state, batch, count)
 
         chunked = self._chunked(one, keep=False)

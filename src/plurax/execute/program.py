@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -14,14 +14,15 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, PyTree
 
 from plurax import errors, inspect
+from plurax.execute.divided import Divided
 from plurax.execute.evaluate import device_evaluation, evaluation_placement, weighted_means
-from plurax.execute.gradient import Totals, gradient
+from plurax.execute.gradient import Totals, evaluation, gradient
 from plurax.execute.in_flight import InFlight
 from plurax.execute.loop import make_loop
 from plurax.execute.placement import Placed, Placement, leading_dim
 from plurax.execute.predict import Predictor, make_predict
 from plurax.execute.states import check_place, check_state, new_state
-from plurax.execute.step import Metrics, make_step
+from plurax.execute.step import Metrics, make_step, whole_update
 from plurax.execute.totals import coupled, data_parallel
 from plurax.mesh import replicated, split_rows
 from plurax.plan import Plan
@@ -53,15 +54,27 @@ class Program:
         self._optimizer = optimizer
         self._placement = Placement(batch, plan.padded_size(self.batch_size), split_rows(mesh))
         self._evaluation = evaluation_placement(batch, plan, mesh)
-        fresh = functools.partial(new_state, task, optimizer)
-        self._init = jax.jit(fresh, out_shardings=replicated(mesh))
-        self._state_like = self._on_mesh(
-            jax.eval_shape(fresh, jax.eval_shape(lambda: jax.random.key(0)))
-        )
         self._in_flight = InFlight(mesh)
-        spread = coupled if task.coupled else data_parallel
-        fun = gradient(task, plan.precision, plan.batch_dim)
-        self._step_function = make_step(spread(fun, mesh, plan.microbatches), optimizer)
+        self._divided: Divided | None = None
+        fresh = functools.partial(new_state, task, optimizer)
+        whole = jax.eval_shape(fresh, jax.eval_shape(lambda: jax.random.key(0)))
+        if plan.divided:
+            rows = self._placement.rows // (plan.data * plan.microbatches)
+            part = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), self._placement.like
+            )
+            self._divided = Divided(task, optimizer, plan, mesh, part)
+            self._state_like = self._divided.placed_like(mesh)
+            self._step_function = self._spread(self._divided.step(), "sd.", "s.")
+        else:
+            self._state_like = self._on_mesh(whole)
+            spread = coupled if task.coupled else data_parallel
+            fun = gradient(task, plan.precision, plan.batch_dim, plan.remat)
+            total = spread(fun, mesh, plan.microbatches)
+            self._step_function = make_step(total, whole_update(optimizer))
+        self._kept_like = whole
+        self._state_shardings = jax.tree.map(lambda like: like.sharding, self._state_like)
+        self._init = jax.jit(self._fresh, out_shardings=self._state_shardings)
         self._predictor = Predictor(self._compile_predict, mesh)
         self._loops: dict[Any, jax.stages.Compiled] = {}
 
@@ -77,7 +90,8 @@ class Program:
         if params is None:
             return state
         opt_state = jax.jit(self._optimizer.init)(params)
-        return self.place(dataclasses.replace(state, params=params, opt_state=opt_state))
+        fresh = dataclasses.replace(self.kept(state), params=params, opt_state=opt_state)
+        return self.place(fresh)
 
     def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """One update from a batch of at most `batch_size` examples.
@@ -126,7 +140,7 @@ class Program:
                 (data, *epoch),
             )
             self._loops[key] = (
-                jax.jit(loop, donate_argnums=0, out_shardings=replicated(self.mesh))
+                jax.jit(loop, donate_argnums=0, out_shardings=self._out_shardings)
                 .lower(self._state_like, *like, self._count(), self._count())
                 .compile()
             )
@@ -154,10 +168,20 @@ class Program:
 
     def place(self, state: TrainState) -> TrainState:
         """Put a state from elsewhere (a checkpoint, another plan) on this program's devices."""
-        check_state(state, self._state_like)
-        shardings = jax.tree.map(lambda like: like.sharding, self._state_like)
+        check_state(state, self._kept_like)
         # A copy: the first step will reuse the memory, and what was given stays the caller's.
-        return jax.device_put(jax.tree.map(jnp.copy, state), shardings)
+        state = jax.tree.map(jnp.copy, state)
+        if self._divided is not None:
+            state = jax.device_put(state, replicated(self.mesh))
+            return jax.jit(self._divided.filled, out_shardings=self._state_shardings)(state)
+        return jax.device_put(state, self._state_shardings)
+
+    def kept(self, state: TrainState) -> TrainState:
+        """The state as any plan understands it, for `place` and checkpoints.
+
+        The same arrays but where a plan had to fill up a dim that its shards do not divide.
+        """
+        return state if self._divided is None else self._divided.cut(state)
 
     # --- Inference ----------------------------------------------------------------------------
 
@@ -179,7 +203,10 @@ class Program:
         return self._predictor(states, inputs, chunk or self.batch_size)
 
     def _compile_predict(self, rows: PyTree) -> jax.stages.Compiled:
-        function = make_predict(self.task, self.plan.precision, self.mesh)
+        if self._divided is not None:
+            function = self._spread(self._divided.predict(), "p.d", "d")
+        else:
+            function = make_predict(self.task, self.plan.precision, self.mesh)
         like = self._state_like
         return (
             jax.jit(function, out_shardings=split_rows(self.mesh))
@@ -205,16 +232,13 @@ class Program:
     @functools.cached_property
     def _compiled_evaluate(self) -> jax.stages.Compiled:
         size = self.mesh.shape["data"]
-        function = device_evaluation(self.task, self.plan.precision, size)
-        if size > 1:
-            function = jax.shard_map(
-                function,
-                mesh=self.mesh,
-                in_specs=(P(), P(), P("data"), P()),
-                out_specs=P(),
-                axis_names={"data"},
-                check_vma=False,
-            )
+        if self._divided is not None:
+            function = self._spread(self._divided.evaluate(), "p.d.", ".")
+        else:
+            evaluate = evaluation(self.task, self.plan.precision)
+            function = device_evaluation(evaluate, size)
+            if size > 1:
+                function = self._spread(function, "..d.", ".")
         like = self._state_like
         return (
             jax.jit(function)
@@ -228,7 +252,7 @@ class Program:
     def compiled_step(self) -> jax.stages.Compiled:
         """The compiled step, `(state, rows, count) -> (state, metrics)`."""
         return (
-            jax.jit(self._step_function, donate_argnums=0, out_shardings=replicated(self.mesh))
+            jax.jit(self._step_function, donate_argnums=0, out_shardings=self._out_shardings)
             .lower(self._state_like, self._placement.abstract(), self._count())
             .compile()
         )
@@ -263,6 +287,28 @@ class Program:
             check_state(state, self._state_like)
             check_place(state, self._state_like)
             raise
+
+    def _fresh(self, key: Any) -> TrainState:
+        state = new_state(self.task, self._optimizer, key)
+        return state if self._divided is None else self._divided.filled(state)
+
+    @property
+    def _out_shardings(self) -> tuple[Any, Any]:
+        """Of a step or a loop: the state as it came, metrics whole."""
+        return self._state_shardings, replicated(self.mesh)
+
+    def _spread(self, fun: Callable[..., Any], takes: str, gives: str) -> Callable[..., Any]:
+        """`fun` on every device: shards of state (s), parameters (p) and rows (d), else whole."""
+        specs = self._divided.specs if self._divided is not None else None
+        kinds = {"s": specs, "p": specs and specs.params, "d": P("data"), ".": P()}
+        out = tuple(kinds[kind] for kind in gives)
+        return jax.shard_map(
+            fun,
+            mesh=self.mesh,
+            in_specs=tuple(kinds[kind] for kind in takes),
+            out_specs=out if len(out) > 1 else out[0],
+            check_vma=False,
+        )
 
     def _on_mesh(self, like: PyTree) -> PyTree:
         whole = replicated(self.mesh)

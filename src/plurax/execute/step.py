@@ -14,8 +14,28 @@ Metrics = dict[str, Array]
 Step = Callable[[TrainState, PyTree, Int[Array, ""]], tuple[TrainState, Metrics]]
 
 
+Update = Callable[[PyTree, PyTree, PyTree, Array], tuple[PyTree, PyTree]]
+
+
+def whole_update(optimizer: optax.GradientTransformation) -> Update:
+    """`(grads, opt_state, params, loss) -> (params, opt_state)` of whole tensors."""
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def update(
+        grads: PyTree, opt_state: PyTree, params: PyTree, loss: Array
+    ) -> tuple[PyTree, PyTree]:
+        updates, new = optimizer.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), new
+
+    return update
+
+
 def make_step(
-    total: BatchTotals, optimizer: optax.GradientTransformation, *, freeze: bool = False
+    total: BatchTotals,
+    update: Update,
+    norm: Callable[[PyTree], Array] | None = None,
+    *,
+    freeze: bool = False,
 ) -> Step:
     """`(state, batch, count) -> (state, metrics)`, the first `count` rows of `batch` being real.
 
@@ -24,15 +44,16 @@ def make_step(
         totals = total(params, batch)      # sums of weight * (loss, metrics, gradient)
         if loss and gradient norm are finite:
             grads = totals.grads / totals.weight
-            state = optimizer.update(grads, ...)
+            params, opt_state = update(grads, opt_state, params, loss)
 
-    With `freeze` there are no more updates after the first that was left out.
+    `norm(grads)` is the global norm, default of whole tensors. With `freeze` there are no more
+    updates after the first that was left out.
 
     Metrics are scalars: `loss` and the task's own, weighted means over the batch; `grad_norm`, the
     global norm before the optimizer; `weight`, their sum; `examples`; `skipped`, 1 where the update
     was left out.
     """
-    optimizer = optax.with_extra_args_support(optimizer)
+    norm_of = norm or _norm
 
     def step(state: TrainState, batch: PyTree, count: Int[Array, ""]) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(state.key, state.step)
@@ -40,24 +61,23 @@ def make_step(
         # One factor for all: a division would be written to memory for every gradient.
         scale = 1 / totals.weight
         loss = totals.loss * scale
-        norm = _norm(totals.grads) * scale
+        norm = norm_of(totals.grads) * scale
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         if freeze:
             finite &= state.skipped == 0
         old = (state.params, state.opt_state, state.model_state)
 
-        def update() -> PyTree:
+        def updated() -> PyTree:
             grads = jax.tree.map(
                 lambda g, p: (g * scale.astype(g.dtype)).astype(p.dtype),
                 totals.grads,
                 state.params,
             )
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params, value=loss)
-            new = (optax.apply_updates(state.params, updates), opt_state, model_state)
+            new = (*update(grads, state.opt_state, state.params, loss), model_state)
             return jax.tree.map(lambda n, o: jnp.asarray(n, o.dtype), new, old)
 
         # A branch, not a selection: selecting after the update would copy the optimizer's state.
-        params, opt_state, model_state = jax.lax.cond(finite, update, lambda: old)
+        params, opt_state, model_state = jax.lax.cond(finite, updated, lambda: old)
         skipped = 1 - finite.astype(jnp.int32)
         metrics = {
             "loss": loss,

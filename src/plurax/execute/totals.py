@@ -24,12 +24,23 @@ BatchTotals = Callable[
 ]
 
 
-def device_totals(fun: Gradient, axis_size: int, microbatches: int) -> BatchTotals:
+def over_data(axis_size: int) -> Callable[[Totals], Totals]:
+    """Add up over the mesh axis `data`, in one `psum`, if that has more than one device."""
+    return lambda totals: jax.lax.psum(totals, "data") if axis_size > 1 else totals
+
+
+def device_totals(
+    fun: Gradient,
+    axis_size: int,
+    microbatches: int,
+    reduce: Callable[[Totals], Totals] | None = None,
+) -> BatchTotals:
     """`(params, model_state, batch, key, count) -> (totals, model_state)` on one device of `data`.
 
     To be called inside `shard_map`, with the device's own rows. It runs them in `microbatches`
-    pieces, adds up locally, and joins one `psum` over `data`, if that has more than one device.
+    pieces, adds up locally, and then over devices by `reduce` (default `over_data`).
     """
+    reduce = reduce or over_data(axis_size)
 
     def local(
         params: PyTree,
@@ -39,8 +50,7 @@ def device_totals(fun: Gradient, axis_size: int, microbatches: int) -> BatchTota
         count: Int[Array, ""],
     ) -> tuple[Totals, PyTree]:
         size = jax.tree.leaves(batch)[0].shape[0]
-        split = axis_size > 1
-        first = jax.lax.axis_index("data") * size if split else 0
+        first = jax.lax.axis_index("data") * size if axis_size > 1 else 0
         rows = number_rows(batch, key, count, first)
         stacked = jax.tree.map(
             lambda leaf: leaf.reshape(microbatches, size // microbatches, *leaf.shape[1:]), rows
@@ -48,7 +58,7 @@ def device_totals(fun: Gradient, axis_size: int, microbatches: int) -> BatchTota
         totals, model_state = accumulate(
             lambda state, part: fun(params, state, part), microbatches
         )(model_state, stacked)
-        return (jax.lax.psum(totals, "data") if split else totals), model_state
+        return reduce(totals), model_state
 
     return local
 

@@ -1,0 +1,96 @@
+"""Shardings and shard strategies that do not fit."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from plurax.errors.kinds import PlanError
+
+
+def axis_used_twice(sharding: str, axis: str) -> PlanError:
+    return PlanError(
+        f"{sharding}: the mesh axis {axis!r} stands in it twice. An axis splits one dim of a "
+        "tensor; take it out of one of them."
+    )
+
+
+def spec_too_long(spec: tuple[Any, ...], rank: int, name: str = "the tensor") -> PlanError:
+    return PlanError(
+        f"the sharding {spec} has {len(spec)} entries and {name} has {rank} "
+        f"dim{'s' if rank != 1 else ''}: give one entry for each dim, None for a whole one."
+    )
+
+
+def tensor_map_outside(tensor_map: tuple[Any, ...], device_matrix: tuple[int, ...]) -> PlanError:
+    last = len(device_matrix) - 1
+    return PlanError(
+        f"the tensor map {tensor_map} does not fit the device matrix {device_matrix}: its entries "
+        f"count the places of the device matrix from the end, 0 to {last}, or are -1 for whole."
+    )
+
+
+def sharding_wrong_rank(what: str, shape: tuple[int, ...], sharding: str) -> PlanError:
+    return PlanError(
+        f"{what} has the shape {shape}, {len(shape)} dims, and the sharding {sharding} has another "
+        "number of entries: give one for each dim, None for a whole one."
+    )
+
+
+def sharding_unknown_axis(what: str, axis: str, axes: tuple[str, ...]) -> PlanError:
+    return PlanError(
+        f"the sharding of {what} names the mesh axis {axis!r}; the axes are {', '.join(axes)}."
+    )
+
+
+def sharding_indivisible(what: str, shape: tuple[int, ...], dim: int, ways: int) -> PlanError:
+    fits = max(n for n in range(1, ways + 1) if shape[dim] % n == 0)
+    return PlanError(
+        f"dim {dim} of {what} with shape {shape} has size {shape[dim]} and cannot be split "
+        f"{ways} ways; {fits} would fit."
+    )
+
+
+def strategy_wrong_arguments(strategy: Sequence[Any], given: int) -> PlanError:
+    return PlanError(
+        f"shard(strategy={tuple(strategy)}) speaks of {len(strategy)} arguments and the operator "
+        f"was called with {given}: give one tuple of counts for each, or None."
+    )
+
+
+def strategy_wrong_rank(strategy: Sequence[Any], place: int, shape: tuple[int, ...]) -> PlanError:
+    return PlanError(
+        f"shard(strategy={tuple(strategy)}): argument {place} has the shape {tuple(shape)}, so "
+        f"its counts must be {len(shape)}, one for each dim; 1 leaves a dim whole."
+    )
+
+
+def strategy_uneven(strategy: Sequence[Any], place: int, dim: int, other: int) -> PlanError:
+    return PlanError(
+        f"shard(strategy={tuple(strategy)}): dim {dim} of argument {place} is the same index of "
+        f"the operator as one that is split {other} ways: split both alike."
+    )
+
+
+def strategy_indivisible(
+    strategy: Sequence[Any], place: int, shape: tuple[int, ...], dim: int
+) -> PlanError:
+    return PlanError(
+        f"shard(strategy={tuple(strategy)}): dim {dim} of argument {place} with shape "
+        f"{tuple(shape)} has size {shape[dim]}, which its count does not divide."
+    )
+
+
+def strategy_not_of_tensor(counts: tuple[int, ...], tensor: int) -> PlanError:
+    return PlanError(
+        f"shard splits an operator {' × '.join(map(str, counts))} ways and the plan has "
+        f"tensor={tensor}: the counts must multiply to it or to a divisor of it, each a product of "
+        "its prime factors."
+    )
+
+
+def optimizer_not_elementwise(operation: str, where: str) -> PlanError:
+    inside = f" in {where}" if where else ""
+    return PlanError(
+        f"the optimizer's update{inside} uses `{operation}` on whole tensors, and with zero=1, 2 "
+        "or 3 each device has a part of them. ZeRO takes optimizers whose update is elementwise "
+        "(SGD, Adam, AdamW, Lion, ...) with norms and clipping; use one of those, or zero=0."
+    )

@@ -1,0 +1,385 @@
+"""A step in which parameters, operators or the optimizer's state are split over devices.
+
+What a device does, in the order in which it does it:
+
+    for each microbatch: its share of loss and gradient        (`divide` over `tensor`)
+        zero=2, 3: the gradient reduced to its shard
+    zero=0, 1: the gradients added up over `data`; zero=1: to their shards
+    the update, on the shards that the device has              (`divide` over `data` and `tensor`)
+        zero=1, 2: the new parameters gathered
+
+Everything here runs inside `jax.shard_map`, on the shards of one device.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.extend.core import Literal
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, PyTree
+
+from plurax import errors, tree
+from plurax.execute.evaluate import device_evaluation
+from plurax.execute.gradient import Totals, evaluation, gradient
+from plurax.execute.predict import device_predict
+from plurax.execute.rows import Rows
+from plurax.execute.states import new_state
+from plurax.execute.step import Step, make_step, whole_update
+from plurax.execute.totals import BatchTotals, device_totals
+from plurax.plan import Plan
+from plurax.primitives import INLINED, inner_jaxprs, scan_sizes
+from plurax.sharding.axes import Axes
+from plurax.sharding.divide import Divider, Record, divide
+from plurax.sharding.marks import Named, Split, Tag
+from plurax.sharding.reshard import resharding
+from plurax.sharding.rules import (
+    Rules,
+    filled_shape,
+    is_sharding,
+    like_parameters,
+    parameter_shardings,
+    zero_sharding,
+)
+from plurax.sharding.sharding import Sharding
+from plurax.sharding.values import Value, is_value
+from plurax.state import TrainState
+from plurax.task import Task
+
+
+class Divided:
+    """A task's functions on the shards of one device, and how the state lies.
+
+    **Arguments:** `task`, `optimizer` and `plan`; `mesh`; `rows`, the rows of one microbatch of one
+    device, as `jax.ShapeDtypeStruct`s.
+
+    **Attributes:** `lies`, a `TrainState` of `Sharding`s; `like`, of `jax.ShapeDtypeStruct`s of
+    whole tensors; `notes`, what does not lie as its rule says, and why; `records`, the collectives
+    of a step by its parts, once it has been traced.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        optimizer: optax.GradientTransformation,
+        plan: Plan,
+        mesh: Mesh,
+        rows: PyTree,
+    ) -> None:
+        if task.coupled:
+            raise errors.plan_coupled_divided(
+                f"tensor={plan.tensor}" if plan.tensor > 1 else f"zero={plan.zero}"
+            )
+        self.task, self.optimizer, self.plan = task, optimizer, plan
+        sizes = {axis: mesh.shape[axis] for axis in ("data", "tensor") if mesh.shape[axis] > 1}
+        self._data = mesh.shape["data"]
+        self._rules = Rules(plan.shardings, {a: n for a, n in sizes.items() if a == "tensor"})
+        self.like: TrainState = jax.eval_shape(
+            lambda: new_state(task, optimizer, jax.random.key(0))
+        )
+        params = self.like.params
+        given = parameter_shardings(self._rules, params)
+        jaxpr = self._loss_jaxpr(rows)
+        stacks = jax.tree.unflatten(jax.tree.structure(params), _stacks(jaxpr, params))
+        split = given
+        if plan.zero:
+            split = jax.tree.map(
+                lambda leaf, lies, stacked: zero_sharding(leaf.shape, lies, plan, stacked=stacked),
+                params,
+                given,
+                stacks,
+            )
+        whole = jax.tree.map(lambda leaf: Sharding.whole(len(leaf.shape)), self.like)
+        self.shards = split
+        self.lies = TrainState(
+            step=whole.step,
+            params=split if plan.zero == 3 else given,
+            opt_state=like_parameters(self.like.opt_state, params, split),
+            model_state=whole.model_state,
+            key=whole.key,
+            skipped=whole.skipped,
+        )
+        tags = set(_tags(jaxpr))
+        names = sorted({tag.name for tag in tags if isinstance(tag, Named)})
+        self._rules.check_used(list(tree.named_leaves(params)), names)
+        self.axes = Axes(sizes, _parts(tags, sizes.get("tensor", 1)))
+        self.records: dict[str, list[Record]] = {}
+
+    def _loss_jaxpr(self, rows: PyTree) -> Any:
+        size = jax.tree.leaves(rows)[0].shape[0]
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), size))
+        return jax.make_jaxpr(self.task.loss)(self.like.params, rows, keys).jaxpr
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """For each tensor that does not lie as its rule says, why and how it lies."""
+        filled = {}
+        for path, leaf, lies in self._pairs(self.like.params, self.shards):
+            for dim in lies.uneven(leaf.shape, self.axes.mesh):
+                n = filled_shape(leaf.shape, lies, self.axes.mesh)[dim]
+                filled[path] = f"dim {dim} is filled up from {leaf.shape[dim]} to {n}"
+        return {**self._rules.notes, **filled}
+
+    @staticmethod
+    def _pairs(like: PyTree, lies: PyTree) -> Iterator[tuple[str, Any, Sharding]]:
+        leaves = tree.named_leaves(like)
+        for (path, leaf), one in zip(
+            leaves.items(), jax.tree.leaves(lies, is_leaf=is_sharding), strict=True
+        ):
+            yield path, leaf, one
+
+    # --- How the state lies -------------------------------------------------------------------
+
+    @property
+    def specs(self) -> TrainState:
+        """The state's `PartitionSpec`s."""
+        return jax.tree.map(lambda lies: lies.spec, self.lies, is_leaf=is_sharding)
+
+    def placed_like(self, mesh: Mesh) -> TrainState:
+        """The state as `jax.ShapeDtypeStruct`s on a mesh, filled up where shards do not divide."""
+
+        def place(leaf: Any, lies: Sharding) -> jax.ShapeDtypeStruct:
+            shape = filled_shape(leaf.shape, lies, self.axes.mesh)
+            where = NamedSharding(mesh, lies.spec)
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where)
+
+        return jax.tree.map(place, self.like, self.lies)
+
+    def filled(self, state: TrainState) -> TrainState:
+        """A state of whole tensors, filled up with zeros where shards do not divide."""
+
+        def fill(leaf: Array, lies: Sharding) -> Array:
+            shape = filled_shape(leaf.shape, lies, self.axes.mesh)
+            if shape == leaf.shape:
+                return leaf
+            edges = [(0, new - old, 0) for new, old in zip(shape, leaf.shape, strict=True)]
+            return lax.pad(leaf, jnp.zeros((), leaf.dtype), edges)
+
+        return jax.tree.map(fill, state, self.lies)
+
+    def cut(self, state: TrainState) -> TrainState:
+        """A state without what was filled up."""
+
+        def crop(leaf: Array, like: Any) -> Array:
+            return leaf if leaf.shape == like.shape else leaf[tuple(map(slice, like.shape))]
+
+        return jax.tree.map(crop, state, self.like)
+
+    # --- What a device does -------------------------------------------------------------------
+
+    def step(self, *, freeze: bool = False) -> Step:
+        """`(state, rows, count) -> (state, metrics)` on shards."""
+        return make_step(self._total(), self._update, self._norm, freeze=freeze)
+
+    def _total(self) -> BatchTotals:
+        kinds: list[Any] = []
+        fun = self._gradient(kinds)
+        microbatches = self.plan.microbatches
+        return device_totals(fun, self._data, microbatches, lambda t: self._reduced(t, kinds))
+
+    def _gradient(self, kinds: list[Any]) -> Callable[[PyTree, PyTree, Rows], Any]:
+        """The gradient of one microbatch; how its results lie is left in `kinds`."""
+        fun = gradient(self.task, self.plan.precision, remat=self.plan.remat)
+
+        def run(params: PyTree, model_state: PyTree, rows: Rows) -> tuple[Totals, PyTree]:
+            divider = self._divider(self.plan.microbatches)
+
+            def wanted(shapes: tuple[Totals, PyTree]) -> tuple[Totals, PyTree]:
+                none = jax.tree.map(lambda _: None, shapes)
+                totals: Totals = none[0]
+                goals = self.shards if self.plan.zero >= 2 else self.lies.params
+                return totals._replace(grads=self._expanded(goals)), none[1]
+
+            args = (self._parameters(params), _whole(model_state), _varying(rows))
+            tight = self.plan.zero >= 2
+            values, _ = divide(fun, divider, args, wanted, tight=tight)
+            self.records["gradient"] = divider.records
+            kinds[:] = [jax.tree.map(lambda v: (v.shape, *v.kind), values, is_leaf=is_value)]
+            return _arrays(values), model_state
+
+        return run
+
+    def _reduced(self, totals: Totals, kinds: list[Any]) -> Totals:
+        """What the microbatches summed up, summed over devices, in the shards that are wanted."""
+        divider = self._divider()
+        (kind,) = kinds
+        whole = jax.tree.map(lambda _: Sharding(()), totals._replace(grads=()))
+        targets = whole._replace(grads=self._expanded(self.shards))
+        leaves, structure = jax.tree.flatten(totals)
+        results: list[Any] = [None] * len(leaves)
+        together: dict[tuple[str, ...], list[int]] = {}
+        for place, (array, (shape, lies, varying, _), target) in enumerate(
+            zip(
+                leaves,
+                jax.tree.leaves(kind, is_leaf=_is_kind),
+                jax.tree.leaves(targets, is_leaf=is_sharding),
+                strict=True,
+            )
+        ):
+            terms = lies.partial | ({"data"} if varying and self._data > 1 else set())
+            value = Value(array, shape, Sharding(lies.dims, terms))
+            moves = resharding(value.sharding, target, shape, array.dtype.itemsize, self.axes)
+            if [move.kind for move in moves] == ["all-reduce"]:
+                together.setdefault(moves[0].axes, []).append(place)
+            results[place] = value if moves else array
+        # One reduction for all that is reduced alike.
+        for axes, places in together.items():
+            names, groups = self.axes.group(axes)
+            sums = lax.psum([leaves[p] for p in places], names, axis_index_groups=groups)
+            for place, array in zip(places, sums, strict=True):
+                results[place] = array
+                divider.record_all_reduce(axes, array)
+        for place, target in enumerate(jax.tree.leaves(targets, is_leaf=is_sharding)):
+            if isinstance(results[place], Value):
+                results[place] = divider.move(results[place], target).array
+        self.records["reduction"] = divider.records
+        return jax.tree.unflatten(structure, results)
+
+    def _norm(self, grads: PyTree) -> Array:
+        """The global norm of gradients that lie in shards."""
+        sums: dict[tuple[str, ...], Array] = {}
+        for array, lies in zip(
+            jax.tree.leaves(grads),
+            jax.tree.leaves(self._expanded(self.shards), is_leaf=is_sharding),
+            strict=True,
+        ):
+            axes = self.axes.mesh_axes(lies.axes)
+            sums[axes] = sums.get(axes, 0) + jnp.sum(jnp.square(jnp.abs(array)))
+        return jnp.sqrt(sum(lax.psum(s, axes) if axes else s for axes, s in sums.items()))
+
+    def _update(
+        self, grads: PyTree, opt_state: PyTree, params: PyTree, loss: Array
+    ) -> tuple[PyTree, PyTree]:
+        divider = self._divider(strict=self.plan.zero > 0)
+        args = (
+            self._values(grads, self.like.params, self.shards),
+            self._values(opt_state, self.like.opt_state, self.lies.opt_state),
+            self._parameters(params),
+            _whole(loss),
+        )
+        goals = self._expanded((self.lies.params, self.lies.opt_state))
+        values = divide(whole_update(self.optimizer), divider, args, lambda _: goals)
+        self.records["update"] = divider.records
+        return _arrays(values)
+
+    def evaluate(self) -> Callable[[PyTree, PyTree, PyTree, Any], Totals]:
+        """`(params, model_state, rows, count) -> totals` on shards, without gradient."""
+        kinds: list[Any] = []
+        fun = evaluation(self.task, self.plan.precision)
+
+        def run(params: PyTree, model_state: PyTree, rows: Rows) -> Totals:
+            args = (self._parameters(params), _whole(model_state), _varying(rows))
+            values = divide(fun, self._divider(), args)
+            kinds[:] = [jax.tree.map(lambda v: (v.shape, *v.kind), values, is_leaf=is_value)]
+            return _arrays(values)
+
+        def reduced(totals: Totals) -> Totals:
+            (kind,) = kinds
+            return jax.tree.map(self._summed, totals, kind)
+
+        return device_evaluation(run, self._data, reduced)
+
+    def _summed(self, array: Array, kind: Any) -> Array:
+        _, lies, varying, _ = kind
+        axes = set(self.axes.mesh_axes(sorted(lies.partial)))
+        axes |= {"data"} if varying and self._data > 1 else set()
+        return lax.psum(array, tuple(sorted(axes))) if axes else array
+
+    def predict(self) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
+        """`(params, model_state, inputs) -> outputs` on shards; a device has its own rows."""
+        fun = device_predict(self.task, self.plan.precision)
+
+        def run(params: PyTree, model_state: PyTree, inputs: PyTree) -> PyTree:
+            args = (self._parameters(params), _whole(model_state), _varying(inputs))
+
+            def wanted(shapes: PyTree) -> PyTree:
+                return jax.tree.map(lambda leaf: Sharding.whole(len(leaf.shape)), shapes)
+
+            return _arrays(divide(fun, self._divider(), args, wanted))
+
+        return run
+
+    # --- Values -------------------------------------------------------------------------------
+
+    def _divider(self, trips: int = 1, *, strict: bool = False) -> Divider:
+        return Divider(self.axes, self._rules.find, strict=strict, trips=trips)
+
+    def _expanded(self, lies: PyTree) -> PyTree:
+        return jax.tree.map(self.axes.expanded, lies, is_leaf=is_sharding)
+
+    def _parameters(self, params: PyTree) -> PyTree:
+        return self._values(params, self.like.params, self.lies.params, fixed=True)
+
+    def _values(self, arrays: PyTree, like: PyTree, lies: PyTree, *, fixed: bool = False) -> PyTree:
+        return jax.tree.map(
+            lambda array, leaf, one: Value(array, leaf.shape, one, fixed=fixed),
+            arrays,
+            like,
+            self._expanded(lies),
+        )
+
+
+def _whole(arrays: PyTree) -> PyTree:
+    return jax.tree.map(lambda a: Value(a, a.shape, Sharding.whole(a.ndim)), arrays)
+
+
+def _varying(arrays: PyTree) -> PyTree:
+    return jax.tree.map(lambda a: Value(a, a.shape, Sharding.whole(a.ndim), varying=True), arrays)
+
+
+def _arrays(values: PyTree) -> PyTree:
+    return jax.tree.map(lambda value: value.array, values, is_leaf=is_value)
+
+
+def _is_kind(node: Any) -> bool:
+    return isinstance(node, tuple) and len(node) == 4 and isinstance(node[1], Sharding)
+
+
+def _tags(jaxpr: Any) -> Iterator[Tag]:
+    """All marks of a function."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "mark":
+            yield eqn.params["tag"]
+        for inner in inner_jaxprs(eqn):
+            yield from _tags(inner)
+
+
+def _stacks(jaxpr: Any, params: PyTree) -> list[bool]:
+    """Which parameters a loop takes row by row."""
+    stacked: set[Any] = set()
+
+    def walk(inner: Any, outer: dict[Any, Any]) -> None:
+        for eqn in inner.eqns:
+            name = eqn.primitive.name
+            same = [outer.get(a) for a in eqn.invars if not isinstance(a, Literal)]
+            if name == "scan":
+                shared, carried = scan_sizes(eqn)
+                rows = eqn.invars[shared + carried :]
+                stacked.update(outer.get(a) for a in rows if not isinstance(a, Literal))
+            elif name in INLINED or name == "checkpoint":
+                body = inner_jaxprs(eqn)[0]
+                pairs = zip(body.invars, eqn.invars, strict=True)
+                walk(body, {v: outer.get(a) for v, a in pairs if not isinstance(a, Literal)})
+            elif name in ("convert_element_type", "mark") and same:
+                outer[eqn.outvars[0]] = same[0]
+
+    count = len(jax.tree.leaves(params))
+    walk(jaxpr, {var: place for place, var in enumerate(jaxpr.invars)})
+    return [place in stacked for place in range(count)]
+
+
+def _parts(tags: set[Tag], tensor: int) -> dict[str, tuple[int, ...]]:
+    """The parts in which `tensor` is used, should an operator be split in several dims."""
+    ways = {n for tag in tags if isinstance(tag, Split) for n in tag.ways.values()}
+    if tensor == 1 or ways <= {1, tensor}:
+        return {}
+    parts, left, factor = [], tensor, 2
+    while left > 1:
+        while left % factor == 0:
+            parts.append(factor)
+            left //= factor
+        factor += 1
+    return {"tensor": tuple(parts)}

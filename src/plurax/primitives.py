@@ -1,0 +1,73 @@
+"""Groups of JAX's primitives, for transformations that walk a traced function."""
+
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+# fmt: off
+ELEMENTWISE = frozenset([
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
+    "cbrt", "ceil", "clamp", "conj", "convert_element_type", "copy", "copy_p", "cos", "cosh",
+    "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt",
+    "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max",
+    "min", "mul", "name", "ne", "neg", "nextafter", "not", "one_minus_square", "or",
+    "population_count", "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n",
+    "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt",
+    "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+])
+"""One number of the result from one number of each operand."""
+
+REDUCTIONS = frozenset([
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax",
+    "argmin",
+])
+"""Over the dims in the parameter `axes`."""
+# fmt: on
+
+INLINED = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "call_jaxpr",
+}
+"""Calls that can be evaluated in place, and the parameter that holds what they call."""
+
+
+def open_jaxpr(inner: Any) -> tuple[Any, list[Any]]:
+    """The equations of a closed or an open jaxpr, and its constants."""
+    if isinstance(inner, ClosedJaxpr):
+        return inner.jaxpr, list(inner.consts)
+    return inner, []
+
+
+def inner_jaxprs(equation: Any) -> list[Any]:
+    """The jaxprs among an equation's parameters: bodies of loops, branches, called functions."""
+    found: list[Any] = []
+    for value in equation.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, ClosedJaxpr | Jaxpr):
+                found += open_jaxpr(item)[:1]
+    return found
+
+
+def scan_sizes(equation: Any) -> tuple[int, int]:
+    """Of a `scan`: how many values its turns share, and how many they carry.
+
+    Read from shapes, because the parameters that say it differ between versions of JAX: what is
+    stacked has one dim more outside the loop than inside.
+    """
+    body, _ = open_jaxpr(equation.params["jaxpr"])
+    kept, carried = (
+        sum(
+            len(inner.aval.shape) == len(outer.aval.shape)
+            for inner, outer in zip(inside, outside, strict=True)
+        )
+        for inside, outside in (
+            (body.invars, equation.invars),
+            (body.outvars, equation.outvars),
+        )
+    )
+    return kept - carried, carried

@@ -1,0 +1,133 @@
+"""The axes over which a function is divided: of the mesh, or parts of one."""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int
+
+from plurax.sharding.sharding import Sharding
+
+Block = Callable[[dict[str, int]], tuple[int, ...]]
+
+
+class Axes:
+    """Names and sizes of axes, and the collectives' groups over any of them.
+
+    **Arguments:**
+
+    - `sizes`: size of each mesh axis by name, in mesh order.
+    - `parts`: for a mesh axis that is used in parts, their sizes, major to minor. The parts of
+      `tensor` are axes called `tensor:0`, `tensor:1`, ...; the mesh stays as it is, and a
+      collective over a part runs in groups.
+
+    >>> Axes({"data": 2, "tensor": 8}, parts={"tensor": (2, 4)}).sizes
+    {'data': 2, 'tensor:0': 2, 'tensor:1': 4}
+    """
+
+    def __init__(
+        self, sizes: Mapping[str, int], parts: Mapping[str, Sequence[int]] | None = None
+    ) -> None:
+        self.mesh = dict(sizes)
+        self.parts = {axis: tuple(sizes_) for axis, sizes_ in (parts or {}).items()}
+        self.sizes: dict[str, int] = {}
+        for axis, size in self.mesh.items():
+            if axis not in self.parts:
+                self.sizes[axis] = size
+                continue
+            assert math.prod(self.parts[axis]) == size
+            self.sizes.update({f"{axis}:{i}": n for i, n in enumerate(self.parts[axis])})
+        self._key = (tuple(self.mesh.items()), tuple(self.parts.items()))
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Axes) and self._key == other._key
+
+    def expand(self, axis: str) -> tuple[str, ...]:
+        """A mesh axis as the axes it is used in."""
+        if axis not in self.parts:
+            return (axis,)
+        return tuple(f"{axis}:{i}" for i in range(len(self.parts[axis])))
+
+    def expanded(self, sharding: Sharding) -> Sharding:
+        """A sharding over mesh axes as one over the axes they are used in."""
+        dims = (tuple(p for axis in entry for p in self.expand(axis)) for entry in sharding.dims)
+        return Sharding(tuple(dims), sharding.partial)
+
+    def size(self, axes: Sequence[str]) -> int:
+        """Number of devices along some axes."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    def mesh_axes(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """The mesh axes that some axes are or belong to, in mesh order."""
+        owners = {axis.partition(":")[0] for axis in axes}
+        return tuple(axis for axis in self.mesh if axis in owners)
+
+    def index(self, axes: Sequence[str]) -> Int[Array, ""] | int:
+        """This device's place along some axes, the first being the major one."""
+        place: Array | int = 0
+        for axis in axes:
+            owner, _, part = axis.partition(":")
+            at: Array | int = lax.axis_index(owner)
+            if part:
+                sizes = self.parts[owner]
+                at = at // math.prod(sizes[int(part) + 1 :]) % sizes[int(part)]
+            place = place * self.sizes[axis] + at
+        return place
+
+    def group(self, axes: Sequence[str]) -> tuple[str | tuple[str, ...], list[list[int]] | None]:
+        """What a collective over some axes takes: mesh axes, and groups where they are parts."""
+        owners = self.mesh_axes(axes)
+        whole = [part for owner in owners for part in self.expand(owner)]
+        if list(axes) == whole:
+            return (owners[0] if len(owners) == 1 else owners), None
+        if len(owners) > 1 and all(axis in self.mesh for axis in axes):
+            return tuple(axes), None
+        assert len(owners) == 1, f"one collective over parts of {owners}"
+        places = self._places(owners[0])
+        rest = [part for part in self.expand(owners[0]) if part not in axes]
+        groups: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
+        for number, place in enumerate(places):
+            key = tuple(place[part] for part in rest)
+            groups.setdefault(key, []).append((tuple(place[a] for a in axes), number))
+        return owners[0], [[number for _, number in sorted(group)] for group in groups.values()]
+
+    def exchange(
+        self, have: Block, want: Block, axes: Sequence[str]
+    ) -> tuple[str | tuple[str, ...], list[tuple[int, int]]]:
+        """Mesh axes and `(source, target)` pairs after which each device has the block it wants."""
+        owners = self.mesh_axes(axes)
+        grids = [self._places(owner) for owner in owners]
+        places = [
+            {k: v for part in combination for k, v in part.items()}
+            for combination in itertools.product(*grids)
+        ]
+        holders: dict[tuple[int, ...], list[int]] = {}
+        for number, place in enumerate(places):
+            holders.setdefault(have(place), []).append(number)
+        pairs = []
+        for number, place in enumerate(places):
+            sources = holders[want(place)]
+            # Who has it already keeps it.
+            source = number if number in sources else None
+            if source is not None:
+                sources.remove(number)
+                pairs.append((number, number))
+        taken = {target for _, target in pairs}
+        for number, place in enumerate(places):
+            if number not in taken:
+                pairs.append((holders[want(place)].pop(), number))
+        return (owners[0] if len(owners) == 1 else owners), pairs
+
+    def _places(self, owner: str) -> list[dict[str, int]]:
+        """For each index of a mesh axis, the place along its parts."""
+        names = self.expand(owner)
+        shape = self.parts.get(owner, (self.mesh[owner],))
+        return [
+            dict(zip(names, map(int, np.unravel_index(i, shape)), strict=True))
+            for i in range(self.mesh[owner])
+        ]

@@ -1,0 +1,395 @@
+"""A function's share for one device: a transformation of a traced function.
+
+The function is written for whole tensors. `divide` walks its equations on shards: each value knows
+how it lies (its `Sharding`), each operation has a rule for which shards it needs and how its result
+lies, and what lies otherwise is moved by the cheapest sequence of collectives. Apply it after
+differentiation, so that the backward pass is divided by the same rules, and inside `jax.shard_map`.
+
+What decides where a value goes: the shardings of the arguments; the marks in the function; else the
+fewest bytes, parameters staying where they are. A sum over a split dim is left as terms on the
+devices until it is needed whole: then it is added up once, in the shards in which it is wanted.
+
+Over the mesh axis `data` each device has its own rows. Values that depend on them are `varying`:
+they have the shape of one device's rows. Parameters may be split over `data` all the same (ZeRO):
+they are made whole where they meet a varying value, each time they do, after whatever comes before,
+and never kept.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jaxtyping import Array, PyTree
+
+from plurax import errors
+from plurax.primitives import INLINED, open_jaxpr
+from plurax.sharding.axes import Axes
+from plurax.sharding.loop import Loop
+from plurax.sharding.marks import Named, Split, Tag
+from plurax.sharding.operators import RULES, by_default
+from plurax.sharding.reshard import Move, apply_moves, resharding, wire_bytes
+from plurax.sharding.sharding import Sharding
+from plurax.sharding.values import Cell, Late, Output, Value, is_value
+
+NameRule = Callable[[str, Sequence[int]], Sharding | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """A collective that a divided function contains.
+
+    **Fields:** `kind`, `axes` (of the mesh), `bytes` of its result on one device, `wire` bytes that
+    a device sends, and `trips`, how often it runs.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    wire: float
+    trips: int
+
+
+class Divider:
+    """Walks the equations of a function on the shards of one device.
+
+    **Arguments:**
+
+    - `axes`: the axes over which it is divided.
+    - `named`: from the name of a mark and the shape of what it stands on, how that shall lie, or
+      None for as it comes.
+    - `strict`: raise `PlanError` where a tensor split over `data` would have to be gathered and no
+      varying value asks for it.
+    - `trips`: how often the function runs, for the records.
+    """
+
+    def __init__(
+        self, axes: Axes, named: NameRule | None = None, *, strict: bool = False, trips: int = 1
+    ) -> None:
+        self.axes = axes
+        self.named = named or (lambda name, shape: None)
+        self.strict = strict
+        self.records: list[Record] = []
+        self._trips = trips
+        self._came: dict[Tag, Sharding] = {}
+        self._now: Any = None
+
+    # --- Moving -------------------------------------------------------------------------------
+
+    def cost(self, cell: Cell, target: Sharding) -> float:
+        """Bytes that each device sends to have a value in a sharding."""
+        if cell.unmade is not None:
+            return 0.0
+        return min(wire_bytes(self._moves(value, target)) for value in _able(cell, target))
+
+    def to(self, cell: Cell, target: Sharding) -> Value:
+        """A value brought to a sharding, by the cheapest way from where it lies."""
+        if cell.unmade is not None:
+            made = cell.unmade.make(target)
+            cell.values.append(made)
+        options = _able(cell, target)
+        best = min(options, key=lambda value: wire_bytes(self._moves(value, target)))
+        if best.sharding == target:
+            return best
+        moved = self.move(best, target)
+        cell.values.append(moved)
+        return moved
+
+    def _moves(self, value: Value, target: Sharding) -> list[Move]:
+        size: int = value.array.dtype.itemsize
+        avoid = frozenset({"data"}) if value.varying else frozenset()
+        return resharding(value.sharding, target, value.shape, size, self.axes, avoid)
+
+    def move(self, value: Value, target: Sharding) -> Value:
+        """A value moved; the collectives are recorded."""
+        if value.sharding == target:
+            return value
+        moves = self._moves(value, target)
+        for move in moves:
+            if (
+                self.strict
+                and self._now is not None
+                and "data" in move.axes
+                and (move.kind in ("all-gather", "all-to-all"))
+            ):
+                raise errors.optimizer_not_elementwise(*_named(self._now))
+            if move.kind != "slice":
+                axes = self.axes.mesh_axes(move.axes)
+                self.records.append(Record(move.kind, axes, move.bytes, move.wire, self._trips))
+        array = apply_moves(value.array, value.shape, value.sharding, moves, self.axes)
+        return dataclasses.replace(value, array=array, sharding=target)
+
+    def settled(self, cell: Cell) -> Value:
+        """A value that is no sum still to be added up."""
+        for value in cell.values:
+            if not value.sharding.partial:
+                return value
+        return self.to(cell, Sharding(cell.value.sharding.dims))
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Late:
+        """Zeros that can lie in any way."""
+
+        def make(sharding: Sharding) -> Value:
+            local = sharding.shard_shape(shape, self.axes.sizes)
+            return Value(jnp.zeros(local, dtype), shape, sharding, fixed=True)
+
+        return Late(shape, make, zero=True)
+
+    def _constant(self, value: Any) -> Cell:
+        known = isinstance(value, np.ndarray | np.generic | int | float)
+        if known and not np.shape(value) and not value and not isinstance(value, bool):
+            return Cell(self.zeros((), jnp.asarray(value).dtype))
+        array = jnp.asarray(value)
+        return Cell(Value(array, array.shape, Sharding.whole(array.ndim), fixed=True))
+
+    def all_reduced(self, array: Array, axes: Sequence[str], op: Callable[..., Array]) -> Array:
+        """The maximum or minimum over some axes."""
+        names, groups = self.axes.group(axes)
+        self.record_all_reduce(axes, array)
+        return op(array, names, axis_index_groups=groups)
+
+    def record_all_reduce(self, axes: Sequence[str], array: Array) -> None:
+        """Note an all-reduce that is made elsewhere."""
+        n, size = self.axes.size(axes), array.size * array.dtype.itemsize
+        wire, at = 2 * size * (n - 1) / n, self.axes.mesh_axes(axes)
+        self.records.append(Record("all-reduce", at, size, wire, self._trips))
+
+    # --- Evaluating ---------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[Any],
+        args: Sequence[Cell],
+        wanted: Sequence[Sharding | None] | None = None,
+    ) -> list[Cell]:
+        """Evaluate equations in order. `wanted`: how results shall lie, where it is known.
+
+        Results wanted over `data` are sums over the devices' rows.
+        """
+        uses: dict[Any, int] = {}
+        for eqn in jaxpr.eqns:
+            for atom in eqn.invars:
+                if not isinstance(atom, Literal):
+                    uses[atom] = uses.get(atom, 0) + 1
+        for atom in jaxpr.outvars:
+            if not isinstance(atom, Literal):
+                uses[atom] = uses.get(atom, 0) + 1
+        known: dict[Any, Cell] = {}
+        goal = {
+            var: target
+            for var, target in zip(jaxpr.outvars, wanted or (), strict=False)
+            if target is not None and not isinstance(var, Literal)
+        }
+
+        def read(atom: Any) -> Cell:
+            return self._constant(atom.val) if isinstance(atom, Literal) else known[atom]
+
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            known[var] = self._constant(const)
+        for var, cell in zip(jaxpr.invars, args, strict=True):
+            cell.uses += uses.get(var, 0) - 1
+            known[var] = cell
+        for eqn in jaxpr.eqns:
+            inputs = [read(atom) for atom in eqn.invars]
+            goals = [goal.get(var) for var in eqn.outvars]
+            for var, cell in zip(eqn.outvars, self._equation(eqn, inputs, goals), strict=True):
+                cell.uses = uses.get(var, 0)
+                known[var] = cell
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, inputs: list[Cell], goals: list[Sharding | None]) -> list[Cell]:
+        name = eqn.primitive.name
+        if name in INLINED:
+            return self.evaluate(*open_jaxpr(eqn.params[INLINED[name]]), inputs, goals)
+        if name in ("checkpoint", "remat2", "remat"):
+            if eqn.params["prevent_cse"] and eqn.params["differentiated"]:
+                inputs = self._barrier(inputs)
+            return self.evaluate(*open_jaxpr(eqn.params["jaxpr"]), inputs, goals)
+        if name == "scan":
+            return self._scan(eqn, inputs, goals)
+        if name == "mark":
+            return [Cell(self._mark(inputs[0], **eqn.params))]
+        if name == "shard_map":
+            return self._by_hand(eqn, inputs)
+        inputs = self.together(inputs)
+        rule = RULES.get(name, by_default)
+        self._now = eqn
+        with eqn.ctx.manager:
+            outputs = rule(self, eqn, inputs)
+        self._now = None
+        return [Cell(output) for output in outputs]
+
+    def together(self, inputs: list[Cell]) -> list[Cell]:
+        """What is split over `data` made whole where it meets a varying value.
+
+        The barrier ties the gather to the value it meets: it is neither done before it is needed,
+        nor joined with another.
+        """
+        split = [
+            not cell.unmade and "data" in (*cell.value.sharding.axes, *cell.value.sharding.partial)
+            for cell in inputs
+        ]
+        meets = [c for c in inputs if not c.unmade and c.value.varying]
+        if not meets or not any(split):
+            return inputs
+        arrays = [cell.value.array for cell, yes in zip(inputs, split, strict=True) if yes]
+        tied = iter(lax.optimization_barrier((*arrays, meets[0].value.array))[:-1])
+
+        def whole(cell: Cell) -> Cell:
+            value = dataclasses.replace(cell.value, array=next(tied))
+            return Cell(self.move(value, value.sharding.without(["data"])))
+
+        return [whole(cell) if yes else cell for cell, yes in zip(inputs, split, strict=True)]
+
+    def _barrier(self, inputs: list[Cell]) -> list[Cell]:
+        made = [cell.value for cell in inputs]
+        arrays = lax.optimization_barrier([value.array for value in made])
+        return [
+            Cell(dataclasses.replace(value, array=array))
+            for value, array in zip(made, arrays, strict=True)
+        ]
+
+    def _mark(self, cell: Cell, *, tag: Tag, batch: tuple[int, ...], transposed: bool) -> Output:
+        if not transposed:
+            target = self._target(cell, tag, batch)
+            if target is None:
+                return cell.unmade or cell.value
+            self._came[tag] = cell.value.sharding
+            return self.to(cell, target)
+        came = self._came.get(tag)
+        if came is None or len(came.dims) != len(cell.shape):
+            return cell.unmade or cell.value
+        # A cotangent goes back the way its value came: split where that was; whole where that was
+        # a sum; and over the other axes as it comes.
+        now = cell.value.sharding
+        free = set(self.axes.sizes) - set(came.axes) - came.partial
+        dims = tuple(
+            (*entry, *(axis for axis in here if axis in free))
+            for entry, here in zip(came.dims, now.dims, strict=True)
+        )
+        return self.to(cell, Sharding(dims, now.partial & free))
+
+    def _target(self, cell: Cell, tag: Tag, batch: tuple[int, ...]) -> Sharding | None:
+        """How a marked value shall lie, the dims that vmap added left whole; None: as it is."""
+        rank = len(cell.shape)
+        own = [dim for dim in range(rank) if dim not in batch]
+        if isinstance(tag, Named):
+            rule = self.named(tag.name, [cell.shape[dim] for dim in own])
+            if rule is None:
+                return None
+            entries = dict(zip(own, self.axes.expanded(rule).dims, strict=True))
+        else:
+            given = self._assigned(tag)
+            entries = {dim: given[factor] for dim, factor in zip(own, tag.dims, strict=True)}
+        return Sharding(tuple(entries.get(dim, ()) for dim in range(rank)))
+
+    def _assigned(self, tag: Split) -> dict[int, tuple[str, ...]]:
+        """The axes of each factor: the parts of `tensor` in order, as many as its ways take."""
+        left = list(self.axes.expand("tensor")) if "tensor" in self.axes.mesh else []
+        given: dict[int, tuple[str, ...]] = {}
+        for factor, ways in tag.ways.items():
+            taken: list[str] = []
+            while left and self.axes.size(taken) < ways:
+                taken.append(left.pop(0))
+            if self.axes.size(taken) != ways:
+                raise errors.strategy_not_of_tensor(
+                    tuple(tag.ways.values()), self.axes.mesh.get("tensor", 1)
+                )
+            given[factor] = tuple(taken)
+        return given
+
+    # --- Loops, and shard_map by hand ----------------------------------------------------------
+
+    def _scan(self, eqn: Any, inputs: list[Cell], goals: list[Sharding | None]) -> list[Cell]:
+        loop = Loop(self, eqn, inputs, goals)
+        loop.settle()
+        self._trips *= loop.length
+        outputs = loop.run()
+        self._trips //= loop.length
+        return outputs
+
+    def finished(self, cell: Cell, target: Sharding) -> Value:
+        """A result as it is wanted; over `data`, varying values are terms of a sum."""
+        late = cell.unmade
+        if late is not None:
+            cell.values.append(late.make(target.without(["data"])))
+        value = cell.value
+        if value.varying and "data" in target.axes:
+            partial = value.sharding.partial | {"data"}
+            value = dataclasses.replace(
+                value, sharding=Sharding(value.sharding.dims, partial), varying=False
+            )
+            return self.move(value, target)
+        return self.to(cell, target)
+
+    def _by_hand(self, eqn: Any, inputs: list[Cell]) -> list[Cell]:
+        """A `jax.shard_map` of the user's: its body is already what one device does."""
+        params = eqn.params
+        arrays = []
+        for cell, spec in zip(inputs, params["in_specs"], strict=True):
+            target = Sharding.from_spec(spec, len(cell.shape))
+            arrays.append(self.to(cell, target).array)
+        body, consts = open_jaxpr(params["jaxpr"])
+        outputs = jaxpr_as_fun(ClosedJaxpr(body, consts))(*arrays)
+        varying = any(cell.value.varying for cell in inputs)
+        results = []
+        for var, array, spec in zip(eqn.outvars, outputs, params["out_specs"], strict=True):
+            lies = Sharding.from_spec(spec, len(var.aval.shape))
+            results.append(Cell(Value(array, var.aval.shape, lies, varying)))
+        return results
+
+
+def divide(
+    fun: Callable[..., PyTree],
+    divider: Divider,
+    args: tuple[PyTree, ...],
+    wanted: Callable[[PyTree], PyTree] | None = None,
+    *,
+    tight: bool = True,
+) -> PyTree:
+    """Evaluate `fun`'s share of one device; to be called inside `jax.shard_map`.
+
+    **Arguments:**
+
+    - `fun`: a function of trees of arrays, written for whole tensors.
+    - `divider`: the axes and marks.
+    - `args`: trees of `Value`s.
+    - `wanted`: from the tree of the result's `jax.ShapeDtypeStruct`s to a like tree of how each
+      shall lie, a `Sharding`, or None for as it comes.
+    - `tight`: whether results are brought there; else it is only where late ones are made.
+
+    **Returns:** the result, a tree of `Value`s.
+
+    Raises `PlanError` where a mark does not fit what it stands on.
+    """
+    leaves, structure = jax.tree.flatten(args, is_leaf=is_value)
+    like = [jax.ShapeDtypeStruct(value.shape, value.array.dtype) for value in leaves]
+    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*jax.tree.unflatten(structure, like))
+    goals: list[Any] = [None] * len(closed.jaxpr.outvars)
+    if wanted is not None:
+        goals = jax.tree.leaves(
+            wanted(shapes), is_leaf=lambda x: x is None or isinstance(x, Sharding)
+        )
+    cells = divider.evaluate(closed.jaxpr, closed.consts, [Cell(v) for v in leaves], goals)
+    out = []
+    for cell, goal in zip(cells, goals, strict=True):
+        if goal is not None and cell.unmade and not tight:
+            cell.values.append(cell.unmade.make(goal))
+        out.append(divider.finished(cell, goal) if goal is not None and tight else cell.value)
+    return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+
+def _able(cell: Cell, target: Sharding) -> list[Value]:
+    """The values that can be brought to a sharding: a sum cannot be taken apart again."""
+    return [value for value in cell.values if target.partial <= value.sharding.partial]
+
+
+def _named(eqn: Any) -> tuple[str, str]:
+    """An operation, and the function in whose code it stands."""
+    frames = [frame for frame in str(eqn.source_info.name_stack).split("/") if frame]
+    return eqn.primitive.name, frames[-1] if frames else ""

@@ -1,0 +1,42 @@
+"""For each operation: which shards it needs, what a device computes, and how the result lies.
+
+A rule takes the divider, an equation and what its inputs hold, and returns a `Value` (or `Late`)
+for each result. Operations without a rule take whole tensors, which is always right.
+"""
+
+from plurax.primitives import ELEMENTWISE, REDUCTIONS
+from plurax.sharding.operators import elementwise, moving, products, tables
+from plurax.sharding.operators.common import Rule
+from plurax.sharding.operators.common import by_default as by_default
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(ELEMENTWISE | {"device_put"}, elementwise.elementwise),
+    **dict.fromkeys(REDUCTIONS, elementwise.reduction),
+    **dict.fromkeys(
+        ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"], moving.along("axis")
+    ),
+    **dict.fromkeys(
+        ["reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add"],
+        moving.windows,
+    ),
+    "sort": moving.along("dimension"),
+    "split": moving.along("axis"),
+    "top_k": moving.along("", last=True),
+    "dot_general": products.dot_general,
+    "conv_general_dilated": products.convolution,
+    "broadcast_in_dim": moving.broadcast_in_dim,
+    "reshape": moving.reshape,
+    "transpose": moving.transpose,
+    "squeeze": moving.squeeze,
+    "rev": moving.rev,
+    "slice": moving.slice_,
+    "dynamic_slice": moving.dynamic_slice,
+    "dynamic_update_slice": moving.dynamic_update_slice,
+    "pad": moving.pad,
+    "concatenate": moving.concatenate,
+    "gather": tables.gather,
+    "scatter-add": tables.scatter_add,
+    "scatter_add": tables.scatter_add,
+    "optimization_barrier": moving.barrier,
+}
+"""By the names of JAX's primitives. Those without a rule go by `by_default`."""

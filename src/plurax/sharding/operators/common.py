@@ -1,0 +1,91 @@
+"""What the rules of all operations share."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxtyping import Array
+
+from plurax.sharding.sharding import Sharding
+from plurax.sharding.values import Cell, Output, Value
+
+Rule = Callable[[Any, Any, list[Cell]], list[Output]]
+
+
+def bind(eqn: Any, arrays: Sequence[Array], **changed: Any) -> list[Array]:
+    """The operation on some arrays, with some of its parameters changed."""
+    params = eqn.primitive.get_bind_params({**eqn.params, **changed})
+    out = eqn.primitive.bind(*arrays, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def result(eqn: Any, inputs: list[Cell], array: Array, sharding: Sharding, place: int = 0) -> Value:
+    """One result, varying as its inputs are."""
+    values = [cell.value for cell in inputs if not cell.unmade]
+    return Value(
+        array,
+        tuple(eqn.outvars[place].aval.shape),
+        sharding,
+        varying=any(value.varying for value in values),
+        fixed=all(value.fixed for value in values),
+    )
+
+
+def by_default(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
+    """Whole tensors in, whole tensors out."""
+    arrays = [divider.to(cell, Sharding.whole(len(cell.shape))).array for cell in inputs]
+    return [
+        result(eqn, inputs, array, Sharding.whole(array.ndim), place)
+        for place, array in enumerate(bind(eqn, arrays))
+    ]
+
+
+def fitting(cell: Cell, target: Sharding) -> Sharding:
+    """A sharding for an operand: scalars, and dims of size 1 that are spread, are whole."""
+    if not cell.shape:
+        return Sharding(())
+    return Sharding(
+        tuple(
+            entry if size > 1 else () for size, entry in zip(cell.shape, target.dims, strict=True)
+        )
+    )
+
+
+def agreed(divider: Any, cells: list[Cell], kept: frozenset[str] = frozenset()) -> Sharding:
+    """The sharding of one of some operands to which the fewest bytes move."""
+    rank = max(len(cell.shape) for cell in cells)
+    made = [cell for cell in cells if not cell.unmade and len(cell.shape) == rank]
+    options = {Sharding(value.sharding.dims) for cell in made for value in cell.values}
+    if not options:
+        return Sharding.whole(rank)
+    if len(options) == 1:
+        return next(iter(options))
+
+    def cost(option: Sharding) -> tuple[float, float]:
+        total = 0.0
+        for cell in made:
+            still = kept & cell.value.sharding.partial
+            total += divider.cost(cell, Sharding(fitting(cell, option).dims, still))
+        return total, -divider.axes.size(option.axes)
+
+    allowed = [option for option in options if not kept & set(option.axes)]
+    return min(sorted(allowed, key=repr), key=cost)
+
+
+def stays(cell: Cell) -> bool:
+    """Whether a sum may go on as terms: nothing else reads it, and it has not been added up."""
+    return cell.uses <= 1 and all(value.sharding.partial for value in cell.values)
+
+
+def movable(divider: Any, cell: Cell) -> Value:
+    """A value for an operation that is linear and only moves numbers: a sum may stay one."""
+    return cell.value if stays(cell) else divider.settled(cell)
+
+
+def whole_over(divider: Any, cell: Cell, value: Value, dims: Sequence[int]) -> Value:
+    """The value with some dims whole."""
+    axes = [axis for dim in dims for axis in value.sharding.dims[dim]]
+    if not axes:
+        return value
+    entries = tuple(() if d in dims else e for d, e in enumerate(value.sharding.dims))
+    moved: Value = divider.to(cell, Sharding(entries, value.sharding.partial))
+    return moved

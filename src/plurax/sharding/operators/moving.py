@@ -1,0 +1,164 @@
+"""Operations that move numbers around: reshape, transpose, slice, concatenate, ..."""
+
+import math
+from typing import Any
+
+from plurax.sharding.operators.common import Rule, agreed, bind, movable, result, whole_over
+from plurax.sharding.sharding import Sharding
+from plurax.sharding.values import Cell, Output
+
+
+def broadcast_in_dim(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
+    """New dims are whole; zeros wait to be told how to lie."""
+    cell, shape = inputs[0], tuple(eqn.outvars[0].aval.shape)
+    if cell.made_zero:
+        return [divider.zeros(shape, eqn.outvars[0].aval.dtype)]
+    value = movable(divider, cell)
+    places = eqn.params["broadcast_dimensions"]
+    widened = [d for d, place in enumerate(places) if value.shape[d] != shape[place]]
+    value = whole_over(divider, cell, value, widened)
+    entries: list[tuple[str, ...]] = [()] * len(shape)
+    for dim, place in enumerate(places):
+        entries[place] = value.sharding.dims[dim]
+    sharding = Sharding(tuple(entries), value.sharding.partial)
+    local = sharding.shard_shape(shape, divider.axes.sizes)
+    array = bind(eqn, [value.array], shape=local)[0]
+    return [result(eqn, inputs, array, sharding)]
+
+
+def reshape(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
+    """A split dim stays split where it is the major one of those it is joined with or cut into."""
+    cell, shape = inputs[0], tuple(eqn.outvars[0].aval.shape)
+    value = movable(divider, cell)
+    entries: list[tuple[str, ...]] = [()] * len(shape)
+    lost = []
+    for dim, entry in enumerate(value.sharding.dims):
+        if not entry:
+            continue
+        before = math.prod(value.shape[:dim])
+        ways = value.sharding.ways(dim, divider.axes.sizes)
+        to = [
+            place
+            for place, size in enumerate(shape)
+            if math.prod(shape[:place]) == before and size % ways == 0 and not entries[place]
+        ]
+        if to and eqn.params["dimensions"] is None and value.shape[dim] % ways == 0:
+            entries[to[-1]] = entry
+        else:
+            lost.append(dim)
+    value = whole_over(divider, cell, value, lost)
+    sharding = Sharding(tuple(entries), value.sharding.partial)
+    local = sharding.shard_shape(shape, divider.axes.sizes)
+    return [result(eqn, inputs, bind(eqn, [value.array], new_sizes=local)[0], sharding)]
+
+
+def transpose(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
+    """The shards are transposed."""
+    value = movable(divider, inputs[0])
+    dims = tuple(value.sharding.dims[d] for d in eqn.params["permutation"])
+    array = bind(eqn, [value.array])[0]
+    return [result(eqn, inputs, array, Sharding(dims, value.sharding.partial))]
+
+
+def squeeze(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
+    """Dims of size 1 fall away."""
+    gone = [d % len(inputs[0].shape) for d in eqn.params["dimensions"]]
+    value = whole_over(divider, inputs[0], movable(divider, inputs[0]), gone)
+    dims = tuple(e for d, e in enumerate(value.sharding.dims) if d not in gone)
+    array = bind(eqn, [value.array])[0]
+    return [result(eqn, inputs, array, Sharding(dims, value.sharding.partial))]
+
+
+def rev(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
+    """What is turned around is whole."""
+    dims = list(eqn.params["dimensions"])
+    value = whole_over(divider, inputs[0], movable(divider, inputs[0]), dims)
+    return [result(eqn, inputs, bind(eqn, [value.array])[0], value.sharding)]
+
+
+def slice_(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
+    """What is cut is whole."""
+    params, shape = eqn.params, inputs[0].shape
+    strides = params["strides"] or (1,) * len(shape)
+    bounds = list(zip(params["start_indices"], params["limit_indices"], strides, strict=True))
+    cut = [d for d, bound in enumerate(bounds) if bound != (0, shape[d], 1)]
+    value = whole_over(divider, inputs[0], movable(divider, inputs[0]), cut)
+    limits = tuple(bound[1] if d in cut else value.array.shape[d] for d, bound in enumerate(bounds))
+    array = bind(eqn, [value.array], limit_indices=limits)[0]
+    return [result(eqn, inputs, array, value.sharding)]
+
+
+def dynamic_slice(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
+    """What is cut is whole."""
+    shape, sizes = inputs[0].shape, eqn.params["slice_sizes"]
+    cut = [d for d, size in enumerate(sizes) if size != shape[d]]
+    value = whole_over(divider, inputs[0], movable(divider, inputs[0]), cut)
+    at = [divider.to(cell, Sharding.whole(len(cell.shape))).array for cell in inputs[1:]]
+    local = tuple(size if d in cut else value.array.shape[d] for d, size in enumerate(sizes))
+    array = bind(eqn, [value.array, *at], slice_sizes=local)[0]
+    return [result(eqn, inputs, array, value.sharding)]
+
+
+def dynamic_update_slice(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
+    """What is cut is whole; the other dims of both lie alike."""
+    into, part, *places = inputs
+    cut = [d for d, size in enumerate(part.shape) if size != into.shape[d]]
+    target = agreed(divider, [cell for cell in (part, into) if not cell.unmade] or [part])
+    target = Sharding(tuple(() if d in cut else e for d, e in enumerate(target.dims)))
+    arrays = [divider.to(cell, target).array for cell in (into, part)]
+    at = [divider.to(cell, Sharding.whole(0)).array for cell in places]
+    return [result(eqn, inputs, bind(eqn, [*arrays, *at])[0], target)]
+
+
+def pad(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
+    """What is filled up is whole."""
+    filled = [d for d, edge in enumerate(eqn.params["padding_config"]) if edge != (0, 0, 0)]
+    value = whole_over(divider, inputs[0], divider.settled(inputs[0]), filled)
+    edge = divider.to(inputs[1], Sharding.whole(0)).array
+    return [result(eqn, inputs, bind(eqn, [value.array, edge])[0], value.sharding)]
+
+
+def concatenate(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
+    """What is joined is whole; the other dims of all lie alike."""
+    dim = eqn.params["dimension"]
+    target = agreed(divider, [cell for cell in inputs if not cell.unmade] or inputs)
+    target = target.with_dim(dim, ())
+    arrays = [divider.to(cell, target).array for cell in inputs]
+    return [result(eqn, inputs, bind(eqn, arrays)[0], target)]
+
+
+def along(parameter: str, *, last: bool = False) -> Rule:
+    """The rule of operations that work along one dim: it is whole, and the operands lie alike."""
+
+    def rule(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
+        rank = len(inputs[0].shape)
+        dim = rank - 1 if last else eqn.params[parameter] % rank
+        target = agreed(divider, inputs).with_dim(dim, ())
+        arrays = [divider.to(cell, target).array for cell in inputs]
+        return [
+            result(eqn, inputs, array, target, place)
+            for place, array in enumerate(bind(eqn, arrays))
+        ]
+
+    return rule
+
+
+def windows(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
+    """Pooling: dims without a window may be split."""
+    sizes = eqn.params["window_dimensions"]
+    target = agreed(divider, inputs)
+    for dim, size in enumerate(sizes):
+        if size > 1 or inputs[0].shape[dim] != eqn.outvars[0].aval.shape[dim]:
+            target = target.with_dim(dim, ())
+    arrays = [divider.to(cell, target).array for cell in inputs]
+    return [result(eqn, inputs, bind(eqn, arrays)[0], target)]
+
+
+def barrier(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
+    """As it lies."""
+    values = [cell.value for cell in inputs]
+    arrays = bind(eqn, [value.array for value in values])
+    return [
+        result(eqn, [cell], array, value.sharding, place)
+        for place, (cell, value, array) in enumerate(zip(inputs, values, arrays, strict=True))
+    ]

@@ -1,0 +1,267 @@
+"""From any sharding to any other: the cheapest sequence of collectives, its bytes, and doing it.
+
+The steps between two shardings form a graph, and the cheapest sequence is a shortest path in it
+(Dijkstra), the length of a step being the bytes that each device sends. Compilers that choose
+step by step fall back on gathering the whole tensor where a dim changes its axis; a path never
+costs more than that, and mostly a fraction.
+
+Every step is one collective (or a local slice) over a set of mesh axes, and executed as such inside
+`jax.shard_map`.
+"""
+
+import dataclasses
+import functools
+import heapq
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from plurax.sharding.axes import Axes
+from plurax.sharding.sharding import Sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """One step from a sharding to the next.
+
+    **Fields:**
+
+    - `kind`: `slice`, `all-gather`, `all-to-all`, `collective-permute`, `reduce-scatter` or
+      `all-reduce`.
+    - `axes`: the mesh axes it runs over, major to minor.
+    - `dim`: the dim that is sliced, gathered or scattered; of an `all-to-all` the one gathered.
+    - `to_dim`: of an `all-to-all`, the dim that is split.
+    - `result`: the sharding after it.
+    - `bytes`: of its result on one device.
+    - `wire`: bytes that each device sends, by the usual ring: `(n-1)/n` of the gathered or
+      scattered tensor, twice that for an all-reduce.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    dim: int | None
+    to_dim: int | None
+    result: Sharding
+    bytes: int
+    wire: float
+
+
+def resharding(
+    source: Sharding,
+    target: Sharding,
+    shape: Sequence[int],
+    itemsize: int,
+    axes: Axes,
+    avoid: frozenset[str] = frozenset(),
+) -> list[Move]:
+    """The cheapest sequence of moves from one sharding of a tensor to another.
+
+    **Arguments:** `shape` and `itemsize` of the whole tensor; the mesh's `axes`, and which of them
+    to `avoid` on the way.
+
+    A tensor that is a sum not yet added up (`source.partial`) is added up on the way.
+
+    >>> axes = Axes({"a": 2, "b": 4})
+    >>> there = Sharding.of(None, "b")
+    >>> [m.kind for m in resharding(Sharding.of("b", None), there, (8, 8), 4, axes)]
+    ['all-to-all']
+    >>> [m.kind for m in resharding(Sharding.of("a", None), there, (8, 8), 4, axes)]
+    ['slice', 'all-gather']
+    """
+    return list(_path(source, target, tuple(shape), itemsize, axes, avoid))
+
+
+def wire_bytes(moves: Sequence[Move]) -> float:
+    """Bytes that each device sends."""
+    return sum(move.wire for move in moves)
+
+
+@functools.lru_cache(maxsize=65536)
+def _path(
+    source: Sharding,
+    target: Sharding,
+    shape: tuple[int, ...],
+    itemsize: int,
+    axes: Axes,
+    avoid: frozenset[str],
+) -> tuple[Move, ...]:
+    if not target.partial <= source.partial:
+        raise AssertionError(f"{target} from {source}: a sum cannot be taken apart")
+    order = itertools.count()
+    queue: list[tuple[float, int, int, Sharding, tuple[Move, ...]]] = [
+        (0.0, 0, next(order), source, ())
+    ]
+    done: set[Sharding] = set()
+    while queue:
+        cost, steps, _, here, moves = heapq.heappop(queue)
+        if here == target:
+            return moves
+        if here in done:
+            continue
+        done.add(here)
+        for move in _moves(here, target, shape, itemsize, axes):
+            if move.result not in done and not avoid & set(move.axes):
+                entry = (cost + move.wire, steps + 1, next(order), move.result, (*moves, move))
+                heapq.heappush(queue, entry)
+    raise AssertionError(f"no way from {source} to {target} of {shape}")
+
+
+def _moves(
+    here: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int, axes: Axes
+) -> Iterator[Move]:
+    sizes = axes.sizes
+
+    def size(sharding: Sharding) -> int:
+        return sharding.shard_bytes(shape, itemsize, sizes)
+
+    def fits(sharding: Sharding, dim: int) -> bool:
+        # A dim of uneven shards is filled up, which only a single axis over the whole dim does.
+        entry = sharding.dims[dim]
+        return shape[dim] % sharding.ways(dim, sizes) == 0 or (
+            len(entry) == 1 and sharding.dims == target.dims
+        )
+
+    free = [a for a in sizes if a not in here.axes and a not in here.partial]
+    for dim, entry in enumerate(here.dims):
+        for axis in free:
+            new = here.with_dim(dim, (*entry, axis))
+            if fits(new, dim):
+                yield Move("slice", (axis,), dim, None, new, size(new), 0.0)
+        for cut in range(len(entry)):
+            moved = entry[cut:]
+            n = axes.size(moved)
+            new = here.with_dim(dim, entry[:cut])
+            yield Move("all-gather", moved, dim, None, new, size(new), size(new) * (n - 1) / n)
+            if shape[dim] % here.ways(dim, sizes):
+                continue
+            for other in range(len(shape)):
+                if other != dim:
+                    there = new.with_dim(other, (*new.dims[other], *moved))
+                    if shape[other] % there.ways(other, sizes) == 0:
+                        wire = size(there) * (n - 1) / n
+                        yield Move("all-to-all", moved, dim, other, there, size(there), wire)
+    for summed in _subsets(sorted(here.partial - target.partial)):
+        n = axes.size(summed)
+        rest = Sharding(here.dims, here.partial - set(summed))
+        yield Move("all-reduce", summed, None, None, rest, size(rest), 2 * size(rest) * (n - 1) / n)
+        for dim in range(len(shape)):
+            new = rest.with_dim(dim, (*rest.dims[dim], *summed))
+            if fits(new, dim):
+                wire = size(new) * (n - 1)
+                yield Move("reduce-scatter", summed, dim, None, new, size(new), wire)
+    same_shards = all(here.ways(d, sizes) == target.ways(d, sizes) for d in range(len(shape)))
+    if here.dims != target.dims and same_shards and not here.uneven(shape, sizes):
+        touched = tuple(a for a in sizes if a in {*here.axes, *target.axes})
+        if not here.partial & set(touched):
+            new = Sharding(target.dims, here.partial)
+            yield Move("collective-permute", touched, None, None, new, size(new), float(size(new)))
+
+
+def _subsets(axes: list[str]) -> Iterator[tuple[str, ...]]:
+    for count in range(1, len(axes) + 1):
+        yield from itertools.combinations(axes, count)
+
+
+# --- Doing it, inside shard_map ------------------------------------------------------------------
+
+
+def apply_moves(
+    shard: Array, shape: Sequence[int], source: Sharding, moves: Sequence[Move], axes: Axes
+) -> Array:
+    """Take a shard along a path; to be called inside `shard_map` over the mesh axes it names.
+
+    **Arguments:** `shard`, this device's shard of a tensor of `shape` that lies as `source`.
+    """
+    here = source
+    for move in moves:
+        shard = _DO[move.kind](shard, tuple(shape), here, move, axes)
+        here = move.result
+    return shard
+
+
+def _slice(shard: Array, shape: Any, here: Sharding, move: Move, axes: Axes) -> Array:
+    assert move.dim is not None
+    n = axes.size(move.axes)
+    filled = _filled(shard, move.dim, n)
+    size = filled.shape[move.dim] // n
+    return lax.dynamic_slice_in_dim(filled, axes.index(move.axes) * size, size, move.dim)
+
+
+def _all_gather(shard: Array, shape: Any, here: Sharding, move: Move, axes: Axes) -> Array:
+    assert move.dim is not None
+    names, groups = axes.group(move.axes)
+    whole = lax.all_gather(shard, names, axis=move.dim, tiled=True, axis_index_groups=groups)
+    size = move.result.shard_shape(shape, axes.sizes)[move.dim]
+    return (
+        whole if whole.shape[move.dim] == size else lax.slice_in_dim(whole, 0, size, axis=move.dim)
+    )
+
+
+def _all_to_all(shard: Array, shape: Any, here: Sharding, move: Move, axes: Axes) -> Array:
+    assert move.dim is not None
+    assert move.to_dim is not None
+    names, groups = axes.group(move.axes)
+    return lax.all_to_all(shard, names, move.to_dim, move.dim, tiled=True, axis_index_groups=groups)
+
+
+def _reduce_scatter(shard: Array, shape: Any, here: Sharding, move: Move, axes: Axes) -> Array:
+    assert move.dim is not None
+    names, groups = axes.group(move.axes)
+    filled = _filled(shard, move.dim, axes.size(move.axes))
+    return lax.psum_scatter(
+        filled, names, scatter_dimension=move.dim, tiled=True, axis_index_groups=groups
+    )
+
+
+def _all_reduce(shard: Array, shape: Any, here: Sharding, move: Move, axes: Axes) -> Array:
+    names, groups = axes.group(move.axes)
+    return lax.psum(shard, names, axis_index_groups=groups)
+
+
+def _permute(shard: Array, shape: Any, here: Sharding, move: Move, axes: Axes) -> Array:
+    names, pairs = axes.exchange(_blocks(here, axes), _blocks(move.result, axes), move.axes)
+    return lax.ppermute(shard, names, pairs)
+
+
+_DO: dict[str, Callable[..., Array]] = {
+    "slice": _slice,
+    "all-gather": _all_gather,
+    "all-to-all": _all_to_all,
+    "reduce-scatter": _reduce_scatter,
+    "all-reduce": _all_reduce,
+    "collective-permute": _permute,
+}
+
+
+def _filled(shard: Array, dim: int, n: int) -> Array:
+    """With zeros at the end of a dim, so that it divides by `n`."""
+    missing = -shard.shape[dim] % n
+    if not missing:
+        return shard
+    edges = [(0, missing if d == dim else 0, 0) for d in range(shard.ndim)]
+    return lax.pad(shard, jnp.zeros((), shard.dtype), edges)
+
+
+def _blocks(sharding: Sharding, axes: Axes) -> Callable[[dict[str, int]], tuple[int, ...]]:
+    """Which block of the tensor the device at some place of the mesh holds."""
+
+    def block(place: dict[str, int]) -> tuple[int, ...]:
+        numbers = []
+        for dim in sharding.dims:
+            number = 0
+            for axis in dim:
+                number = number * axes.sizes[axis] + place[axis]
+            numbers.append(number)
+        return tuple(numbers)
+
+    return block
+
+
+def full_gather_bytes(source: Sharding, shape: Sequence[int], itemsize: int, axes: Axes) -> float:
+    """Bytes each device sends where a tensor is made whole (and added up) on every device."""
+    moves = resharding(source, Sharding.whole(len(shape)), shape, itemsize, axes)
+    return wire_bytes(moves)

@@ -1,0 +1,89 @@
+"""What a variable of a divided function holds."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import Array
+
+from plurax.sharding.sharding import Sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A tensor of a divided function.
+
+    **Fields:** `array`, this device's shard; `shape`, of the whole tensor; `sharding`; `varying`,
+    whether it depends on the device's own rows; `fixed`, whether it is a parameter or made of
+    parameters and constants alone.
+    """
+
+    array: Array
+    shape: tuple[int, ...]
+    sharding: Sharding
+    varying: bool = False
+    fixed: bool = False
+
+    @property
+    def kind(self) -> tuple[Sharding, bool, bool]:
+        """All but the array and its shape."""
+        return self.sharding, self.varying, self.fixed
+
+
+@dataclasses.dataclass(frozen=True)
+class Late:
+    """A value made when it is known how it shall lie: zeros, and what is scattered onto zeros.
+
+    **Fields:** `shape` of the whole tensor; `make(sharding) -> Value`; `zero`, whether it is zero
+    everywhere.
+    """
+
+    shape: tuple[int, ...]
+    make: Callable[[Sharding], Value]
+    zero: bool = False
+
+
+Output = Value | Late
+
+
+def is_value(node: Any) -> bool:
+    """Whether a node of a tree is a `Value`."""
+    return isinstance(node, Value)
+
+
+class Cell:
+    """What a variable holds: one value, in each of the shardings it has been brought to.
+
+    **Attributes:** `values`; `uses`, how many equations read the variable.
+    """
+
+    def __init__(self, value: Output, uses: int = 1) -> None:
+        self._late = value if isinstance(value, Late) else None
+        self.values = [] if isinstance(value, Late) else [value]
+        self.uses = uses
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self._late.shape if self._late is not None else self.values[0].shape
+
+    @property
+    def value(self) -> Value:
+        """As it lies; a late one is made whole."""
+        if self.unmade is not None:
+            self.values.append(self.unmade.make(Sharding.whole(len(self.shape))))
+        return self.values[0]
+
+    @property
+    def made_zero(self) -> bool:
+        """Whether it is zero everywhere, for all that is known."""
+        return self._late is not None and self._late.zero
+
+    @property
+    def unmade(self) -> Late | None:
+        """The late value, if it has not been made yet."""
+        return None if self.values else self._late
+
+    def fresh(self) -> "Cell":
+        """The same value in a cell of its own, for the body of a loop."""
+        return Cell(self.unmade or self.value, uses=2)
