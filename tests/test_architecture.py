@@ -21,6 +21,7 @@ FLOORS = [
     {"mesh", "inspect", "primitives"},
     {"sharding"},
     {"execute"},
+    {"verify"},
     {"data", "checkpoint", "batch_size", "log", "progress", "adapters"},
     {"population_size"},
     {"loop"},
@@ -32,19 +33,20 @@ FLOORS = [
 ]
 PUBLIC = {
     "ArrayData", "BatchError", "Calibration", "CheckpointError", "Checkpoints", "Classification",
-    "Collective", "DamagedCheckpointWarning", "Experiment", "ExperimentError", "FastestBatchSize",
+    "Collective", "DamagedCheckpointWarning", "Difference", "Experiment", "ExperimentError",
+    "FastestBatchSize",
     "Fit", "Halving", "MaxBatchSize", "MaxMembers", "Members", "MembersError", "MembersProgram",
     "Memory",
     "NonFiniteWarning", "Plan", "PlanError", "PluraxError", "Position", "Program", "Reading",
     "Regression", "Sharding", "Steps",
-    "StreamData", "Sweep", "Task", "TaskError", "TrainState", "accuracy",
+    "StreamData", "Sweep", "Task", "TaskError", "TrainState", "Verification", "accuracy",
     "bootstrap",
     "brier", "calibration", "classify", "compile", "export_member", "fastest_batch_size", "fit",
     "fit_temperature", "grid", "join_members", "kfold", "log_uniform", "max_batch_size",
     "max_members", "megatron", "name", "nll",
     "per_example", "regress", "shard", "subsample", "successive_halving", "sweep", "take_members",
     "training", "uniform",
-    "virtual_devices",
+    "verify", "virtual_devices",
 }  # fmt: skip
 
 

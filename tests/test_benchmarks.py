@@ -35,3 +35,18 @@ def test_members_are_measured_beside_jax_by_hand(tmp_path):
     assert compared
     assert all(row["plurax"]["median"] > 0 and row["other"]["median"] > 0 for row in compared)
     assert sum(row["row"] == "check" for row in rows) >= 2  # what was chosen, and the roofline
+
+
+def test_a_divided_network_is_measured_beside_jax_by_hand(tmp_path):
+    rows = quick("divided", tmp_path)
+    compared = [row for row in rows if row["row"] == "comparison"]
+    assert {row["against"] for row in compared} == {
+        "JAX by hand",
+        "JAX by hand, gathering again",
+    }
+    assert all(row["plurax"]["median"] > 0 and row["other"]["median"] > 0 for row in compared)
+    checks = [row for row in rows if row["row"] == "check"]
+    assert len(checks) == len(compared)
+    assert all(row["facts"]["by hand"]["collective_bytes"] > 0 for row in checks)
+    skipped = {row["reason"] for row in rows if row["row"] == "skipped"}
+    assert "needs a GPU" in skipped

@@ -63,5 +63,8 @@ from plurax.task import Task as Task
 from plurax.task import per_example as per_example
 from plurax.train import Fit as Fit
 from plurax.train import fit as fit
+from plurax.verify import Difference as Difference
+from plurax.verify import Verification as Verification
+from plurax.verify import verify as verify
 
 __version__ = "0.1.0"

@@ -1,6 +1,7 @@
 """What a compiled program does: its collectives and where they are, and its memory."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 
@@ -26,6 +27,9 @@ class Collective:
     - `bytes`: of its result on one device, each time it runs.
     - `in_loop`: whether it stands in the body of a loop.
     - `trips`: how often it runs in one call; None where the loop's length is not known before.
+    - `devices`: how many devices take part in one of its groups.
+    - `stands_for`: `reduce-scatter` where it is an all-reduce of which each device keeps a slice,
+      as compilers write it that form none; else None. `bytes` are then those of the slice.
     """
 
     kind: str
@@ -33,6 +37,22 @@ class Collective:
     bytes: int
     in_loop: bool
     trips: int | None
+    devices: int = 1
+    stands_for: str | None = None
+
+    @property
+    def wire(self) -> float:
+        """Bytes that each device sends each time, by the usual ring."""
+        n = self.devices
+        kind = self.stands_for or self.kind
+        shares = {
+            "all-reduce": 2 * (n - 1) / n,
+            "all-gather": (n - 1) / n,
+            "reduce-scatter": float(n - 1),
+            "all-to-all": (n - 1) / n,
+            "collective-permute": 1.0,
+        }
+        return self.bytes * shares[kind]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +92,9 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
 def collectives(hlo: str, mesh: Mesh) -> list[Collective]:
     """The collectives in the text of a compiled program, in the order in which they stand.
 
-    A collective that XLA splits in two (`all-reduce-start`, `all-reduce-done`) counts once. Loop
-    bodies are followed through calls, conditionals and nested loops.
+    A collective that XLA splits in two (`all-reduce-start`, `all-reduce-done`) counts once; one
+    over single devices is none. Loop bodies are followed through calls, conditionals and nested
+    loops.
     """
     bodies = dict(_computations(hlo))
     entry = re.search(r"^ENTRY %?([\w.\-]+)", hlo, re.MULTILINE)
@@ -91,14 +112,28 @@ def _walk(
     trips: int | None,
     found: list[Collective],
 ) -> None:
-    for line in bodies.get(name, ()):
+    lines = bodies.get(name, [])
+    for line in lines:
         match = re.search(r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|"
                           r"collective-permute)(-start)?\(", line)  # fmt: skip
         if match:
             size = _result_bytes(match[1])
             if match[3] and match[2] != "all-reduce":
                 size //= 2  # a start's result holds its operand too
-            found.append(Collective(match[2], _axes(line, mesh), size, in_loop, trips))
+            axes, devices = _axes(line, mesh), _group_size(line, mesh)
+            kept = _kept_slice(line, lines, bodies) if match[2] == "all-reduce" else None
+            if devices > 1:
+                found.append(
+                    Collective(
+                        match[2],
+                        axes,
+                        kept or size,
+                        in_loop,
+                        trips,
+                        devices,
+                        "reduce-scatter" if kept else None,
+                    )
+                )
         if re.search(r"\bwhile\(", line):
             body = re.search(r"body=%?([\w.\-]+)", line)
             known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
@@ -109,6 +144,37 @@ def _walk(
         else:
             for called in _called(line):
                 _walk(called, bodies, mesh, in_loop, trips, found)
+
+
+def _kept_slice(line: str, lines: list[str], bodies: dict[str, list[str]]) -> int | None:
+    """Bytes of the slice that is all that is used of a result; None where more of it is."""
+    result = re.match(r"\s*(?:ROOT )?(%[\w.\-]+) =", line)
+    if result is None or line.lstrip().startswith("ROOT"):
+        return None
+    users = [user for user in lines if user is not line and _reads(user, result[1])]
+    sizes = []
+    for user in users:
+        called = re.search(r" fusion\(([^)]*)\).*calls=(%?[\w.\-]+)", user)
+        if called:
+            place = [part.split()[-1] for part in called[1].split(",")].index(result[1])
+            inside = bodies.get(called[2].lstrip("%"), [])
+            parameter = next(
+                (re.match(r"\s*(%[\w.\-]+) =", text) for text in inside
+                 if f"parameter({place})" in text), None
+            )  # fmt: skip
+            inner = [text for text in inside if parameter and _reads(text, parameter[1])]
+        else:
+            inner = [user]
+        for text in inner:
+            cut = re.search(r"= (.*?) dynamic-slice\(", text)
+            if cut is None:
+                return None
+            sizes.append(_result_bytes(cut[1]))
+    return sum(sizes) or None
+
+
+def _reads(line: str, name: str) -> bool:
+    return re.search(re.escape(name) + r"[,)\s]", line.partition(" = ")[2]) is not None
 
 
 def _called(line: str) -> Iterator[str]:
@@ -144,14 +210,16 @@ def _result_bytes(text: str) -> int:
 
 
 def _axes(line: str, mesh: Mesh) -> tuple[str, ...]:
-    """The mesh axes along which the devices of a group differ.
-
-    Newer compilers name them: `replica_groups=mesh['member'=4,'data'=2] {'data'}`.
-    """
-    named = re.search(r"replica_groups=mesh\[[^\]]*\] *\{([^}]*)\}", line)
-    if named:
-        names = re.findall(r"'(\w+)'", named[1])
-        return tuple(axis for axis in mesh.axis_names if axis in names)
+    """The mesh axes along which the devices of a group differ."""
+    pairs = re.search(r"source_target_pairs=\{(\{.*?\})\}", line)
+    if pairs:
+        ends = [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{([\d,]+)\}", pairs[1])]
+        moved = [np.array([np.unravel_index(n, mesh.devices.shape) for n in e]) for e in ends]
+        return tuple(
+            axis
+            for dim, axis in enumerate(mesh.axis_names)
+            if any(source[dim] != target[dim] for source, target in moved)
+        )
     group = _first_group(line)
     if group is None:
         return tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
@@ -161,8 +229,27 @@ def _axes(line: str, mesh: Mesh) -> tuple[str, ...]:
     )
 
 
+def _group_size(line: str, mesh: Mesh) -> int:
+    group = _first_group(line)
+    if group is not None:
+        return len(group)
+    axes = _axes(line, mesh)
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
 def _first_group(line: str) -> list[int] | None:
-    listed = re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", line)
+    """The devices of the first group of a collective.
+
+    Newer compilers name a mesh: `replica_groups=mesh['member'=4,'data'=2] {'data'}`.
+    """
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}", line)
+    if named:
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        over = re.findall(r"'(\w+)'", named[2])
+        devices = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        first = tuple(slice(None) if name in over else 0 for name in sizes)
+        return [int(device) for device in devices[first].ravel()]
+    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
     if listed:
         return [int(member) for member in listed[1].split(",")]
     iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)

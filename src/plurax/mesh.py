@@ -2,7 +2,8 @@
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,6 +23,16 @@ def make_mesh(plan: Plan, devices: Sequence[jax.Device] | None = None) -> Mesh:
     grid = np.asarray(devices[: plan.devices]).reshape([plan.axes[axis] for axis in MESH_AXES])
     # Auto: where a function is not manual over an axis, the partitioner decides.
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def within(mesh: Mesh, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun`, traced where `jax.shard_map` finds the axes of the mesh, should a model use it."""
+
+    def traced(*args: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return fun(*args)
+
+    return traced
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

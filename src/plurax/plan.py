@@ -107,8 +107,8 @@ data=1 means 'not used'.
 
     @property
     def divided(self) -> bool:
-        """Whether parameters or the optimizer's state are split over devices."""
-        return self.tensor > 1 or (self.zero > 0 and self.data > 1)
+        """Whether the traced step is walked: to split what it holds, or to compute it again."""
+        return self.tensor > 1 or (self.zero > 0 and self.data > 1) or self.remat != "none"
 
     @property
     def devices(self) -> int:

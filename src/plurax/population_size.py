@@ -79,7 +79,7 @@ def max_members(
     placement = Placement(batch, plan.padded_size(leading_dim(batch)), split_rows(mesh))
     for chunk in [plan.chunk] if plan.chunk else [FIRST_CHUNK, 1]:
         chosen = dataclasses.replace(plan, chunk=chunk, batch_dim=plan.batch_dim or "major")
-        population = Population(task, optimizer, _arrays(hyper), chosen, mesh)
+        population = Population(task, optimizer, _arrays(hyper), chosen, mesh, placement.like)
         unit = plan.member * chunk
 
         def peak(units: int) -> int:
@@ -112,9 +112,10 @@ def _peak(population: Population, placement: Placement, count: int) -> int:
         return jax.ShapeDtypeStruct((count, *x.shape), x.dtype, sharding=by_member)
 
     word = jax.ShapeDtypeStruct((), np.uint32)
-    one = Cohort(word, word, word, population.hyper)
-    state = jax.tree.map(many, jax.eval_shape(population.new_state, one))
-    step = jax.jit(population.step, donate_argnums=0, out_shardings=by_member)
+    cohort = jax.tree.map(many, Cohort(word, word, word, population.hyper))
+    state = population.state_like(count)
+    shardings = jax.tree.map(lambda like: like.sharding, state)
+    step = jax.jit(population.step, donate_argnums=0, out_shardings=(shardings, by_member))
     size = jax.ShapeDtypeStruct((), jnp.int32)
-    lowered = step.lower(state, jax.tree.map(many, one), placement.abstract(), size)
+    lowered = step.lower(state, cohort, placement.abstract(), size)
     return inspect.memory(lowered.compile()).peak

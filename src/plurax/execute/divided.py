@@ -11,6 +11,8 @@ What a device does, in the order in which it does it:
 Everything here runs inside `jax.shard_map`, on the shards of one device.
 """
 
+import copy
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,6 +32,7 @@ from plurax.execute.rows import Rows
 from plurax.execute.states import new_state
 from plurax.execute.step import Step, make_step, whole_update
 from plurax.execute.totals import BatchTotals, device_totals
+from plurax.mesh import within
 from plurax.plan import Plan
 from plurax.primitives import INLINED, inner_jaxprs, scan_sizes
 from plurax.sharding.axes import Axes
@@ -44,10 +47,55 @@ from plurax.sharding.rules import (
     parameter_shardings,
     zero_sharding,
 )
-from plurax.sharding.sharding import Sharding
+from plurax.sharding.sharding import AxisSizes, Sharding
 from plurax.sharding.values import Value, is_value
 from plurax.state import TrainState
 from plurax.task import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """How a parameter lies on the devices.
+
+    **Fields:** `path`; `shape` and `dtype` of the whole; `sharding`, and `shard`, the shape of what
+    one device has; `optimizer`, how what the optimizer keeps for it lies; `bytes` and
+    `optimizer_bytes` of one such tensor on one device; `note`, where it does not lie as its rule
+    says, and why.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    sharding: Sharding
+    shard: tuple[int, ...]
+    optimizer: Sharding
+    bytes: int
+    optimizer_bytes: int
+    note: str = ""
+
+    @classmethod
+    def of(
+        cls, path: str, leaf: Any, lies: Sharding, kept: Sharding, axes: AxisSizes, note: str = ""
+    ) -> "Parameter":
+        """From a leaf and its shardings."""
+        size = leaf.dtype.itemsize
+        return cls(
+            path=path,
+            shape=tuple(leaf.shape),
+            dtype=str(leaf.dtype),
+            sharding=lies,
+            shard=lies.shard_shape(leaf.shape, axes),
+            optimizer=kept,
+            bytes=lies.shard_bytes(leaf.shape, size, axes),
+            optimizer_bytes=kept.shard_bytes(leaf.shape, size, axes),
+            note=note,
+        )
+
+    @classmethod
+    def whole(cls, path: str, leaf: Any) -> "Parameter":
+        """A parameter that every device has whole."""
+        lies = Sharding.whole(len(leaf.shape))
+        return cls.of(path, leaf, lies, lies, {})
 
 
 class Divided:
@@ -70,11 +118,12 @@ class Divided:
         rows: PyTree,
     ) -> None:
         if task.coupled:
-            raise errors.plan_coupled_divided(
-                f"tensor={plan.tensor}" if plan.tensor > 1 else f"zero={plan.zero}"
-            )
+            fields = {"tensor": 1, "zero": 0, "remat": "none"}
+            used = [f for f, unused in fields.items() if getattr(plan, f) != unused]
+            raise errors.plan_coupled_divided(f"{used[0]}={getattr(plan, used[0])!r}")
         self.task, self.optimizer, self.plan = task, optimizer, plan
         sizes = {axis: mesh.shape[axis] for axis in ("data", "tensor") if mesh.shape[axis] > 1}
+        self._mesh: Mesh | None = mesh
         self._data = mesh.shape["data"]
         self._rules = Rules(plan.shardings, {a: n for a, n in sizes.items() if a == "tensor"})
         self.like: TrainState = jax.eval_shape(
@@ -111,7 +160,8 @@ class Divided:
     def _loss_jaxpr(self, rows: PyTree) -> Any:
         size = jax.tree.leaves(rows)[0].shape[0]
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), size))
-        return jax.make_jaxpr(self.task.loss)(self.like.params, rows, keys).jaxpr
+        loss = within(self._mesh, self.task.loss) if self._mesh else self.task.loss
+        return jax.make_jaxpr(loss)(self.like.params, rows, keys).jaxpr
 
     @property
     def notes(self) -> dict[str, str]:
@@ -123,6 +173,16 @@ class Divided:
                 filled[path] = f"dim {dim} is filled up from {leaf.shape[dim]} to {n}"
         return {**self._rules.notes, **filled}
 
+    def parameters(self) -> list[Parameter]:
+        """How each parameter lies."""
+        notes = self.notes
+        kept = jax.tree.leaves(self.shards, is_leaf=is_sharding)
+        pairs = zip(self._pairs(self.like.params, self.lies.params), kept, strict=True)
+        return [
+            Parameter.of(path, leaf, lies, one, self.axes.mesh, notes.get(path, ""))
+            for (path, leaf, lies), one in pairs
+        ]
+
     @staticmethod
     def _pairs(like: PyTree, lies: PyTree) -> Iterator[tuple[str, Any, Sharding]]:
         leaves = tree.named_leaves(like)
@@ -130,6 +190,14 @@ class Divided:
             leaves.items(), jax.tree.leaves(lies, is_leaf=is_sharding), strict=True
         ):
             yield path, leaf, one
+
+    def of(self, task: Task, optimizer: optax.GradientTransformation) -> "Divided":
+        """The same for another member of a population, whose values may be traced ones."""
+        other = copy.copy(self)
+        other.task, other.optimizer = task, optimizer
+        # Traced values belong to the mesh they were traced in: no other may stand around them.
+        other._mesh = None
+        return other
 
     # --- How the state lies -------------------------------------------------------------------
 
@@ -168,11 +236,25 @@ class Divided:
 
         return jax.tree.map(crop, state, self.like)
 
+    def own(self, state: TrainState) -> TrainState:
+        """This device's shards of a state that it has whole."""
+
+        def cut(array: Array, lies: Sharding) -> Array:
+            target = self.axes.expanded(lies)
+            whole = Value(array, array.shape, Sharding.whole(array.ndim))
+            return self._divider().move(whole, target).array
+
+        return jax.tree.map(cut, state, self.lies)
+
     # --- What a device does -------------------------------------------------------------------
 
     def step(self, *, freeze: bool = False) -> Step:
         """`(state, rows, count) -> (state, metrics)` on shards."""
         return make_step(self._total(), self._update, self._norm, freeze=freeze)
+
+    def collectives(self) -> list[Record]:
+        """What a step communicates, as it was planned; known once the step has been traced."""
+        return [record for part in self.records.values() for record in part]
 
     def _total(self) -> BatchTotals:
         kinds: list[Any] = []
@@ -248,7 +330,13 @@ class Divided:
         ):
             axes = self.axes.mesh_axes(lies.axes)
             sums[axes] = sums.get(axes, 0) + jnp.sum(jnp.square(jnp.abs(array)))
-        return jnp.sqrt(sum(lax.psum(s, axes) if axes else s for axes, s in sums.items()))
+        divider = self._divider()
+        for axes, part in sums.items():
+            if axes:
+                sums[axes] = lax.psum(part, axes)
+                divider.record_all_reduce(self.axes.expand_all(axes), part)
+        self.records["norm"] = divider.records
+        return jnp.sqrt(sum(sums.values()))
 
     def _update(
         self, grads: PyTree, opt_state: PyTree, params: PyTree, loss: Array
@@ -305,7 +393,7 @@ class Divided:
     # --- Values -------------------------------------------------------------------------------
 
     def _divider(self, trips: int = 1, *, strict: bool = False) -> Divider:
-        return Divider(self.axes, self._rules.find, strict=strict, trips=trips)
+        return Divider(self.axes, self._rules.find, mesh=self._mesh, strict=strict, trips=trips)
 
     def _expanded(self, lies: PyTree) -> PyTree:
         return jax.tree.map(self.axes.expanded, lies, is_leaf=is_sharding)
@@ -320,6 +408,16 @@ class Divided:
             like,
             self._expanded(lies),
         )
+
+
+def microbatch(batch: PyTree, plan: Plan) -> PyTree:
+    """The rows of a batch that one device takes at a time, as `jax.ShapeDtypeStruct`s."""
+
+    def part(leaf: Any) -> jax.ShapeDtypeStruct:
+        rows = plan.padded_size(leaf.shape[0]) // (plan.data * plan.microbatches)
+        return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
+
+    return jax.tree.map(part, batch)
 
 
 def _whole(arrays: PyTree) -> PyTree:

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, PyTree
 
 from plurax import errors
+from plurax.execute.divided import Divided, microbatch
 from plurax.execute.evaluate import device_evaluation
 from plurax.execute.gradient import Totals, evaluation, gradient
 from plurax.execute.predict import device_predict
@@ -79,19 +80,30 @@ class Population:
     """The functions of a population's program, for one plan; to be compiled by `MembersProgram`.
 
     **Arguments:** `task` and `optimizer`, or functions of a member's hyperparameters that return
-    them; `hyper`, an example of those; `plan`, its `chunk` chosen; `mesh`.
+    them; `hyper`, an example of those; `plan`, its `chunk` chosen; `mesh`; `batch`, of the largest
+    size, abstract.
     """
 
     def __init__(
-        self, task: Task | Maker, optimizer: Any, hyper: Hyper, plan: Plan, mesh: Mesh
+        self,
+        task: Task | Maker,
+        optimizer: Any,
+        hyper: Hyper,
+        plan: Plan,
+        mesh: Mesh,
+        batch: PyTree,
     ) -> None:
         self._task, self._optimizer, self.hyper = task, optimizer, hyper
         self.plan = plan
         self.mesh = mesh
         # A coupled loss is written over the whole microbatch: `data` is left to the partitioner.
-        coupled_loss = self.make(hyper).task.coupled
-        self._manual = {"member"} if coupled_loss else {"member", "data"}
+        example = self.make(hyper)
+        coupled_loss = example.task.coupled
+        self._manual = {"member"} if coupled_loss else {"member", "data", "tensor"}
         self._split = 1 if coupled_loss else mesh.shape["data"]
+        self.divided: Divided | None = None
+        if plan.divided:
+            self.divided = Divided(*example, plan, mesh, microbatch(batch, plan))
 
     # --- One member ---------------------------------------------------------------------------
 
@@ -104,7 +116,13 @@ class Population:
         one = self.make(member.hyper)
         return new_state(one.task, one.optimizer, jax.random.key(member.seeds))
 
+    def _divided(self, member: Cohort) -> Divided:
+        assert self.divided is not None
+        return self.divided.of(*self.make(member.hyper))
+
     def _step(self, member: Cohort) -> Step:
+        if self.divided is not None:
+            return self._divided(member).step(freeze=True)
         one = self.make(member.hyper)
         fun = gradient(one.task, self.plan.precision, self.plan.batch_dim, self.plan.remat)
         if one.task.coupled:
@@ -113,11 +131,31 @@ class Population:
             total = device_totals(fun, self._split, self.plan.microbatches)
         return make_step(total, whole_update(one.optimizer), freeze=True)
 
+    def state_like(self, count: int) -> TrainState:
+        """The states of so many members, as `jax.ShapeDtypeStruct`s with their shardings."""
+        if self.divided is None:
+            word = jax.ShapeDtypeStruct((), jnp.uint32)
+            one = jax.eval_shape(self.new_state, Cohort(word, word, word, self.hyper))
+            specs = jax.tree.map(lambda _: P("member"), one)
+        else:
+            one, specs = self.divided.placed_like(self.mesh), self.specs
+
+        def many(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
+            where = NamedSharding(self.mesh, spec)
+            return jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype, sharding=where)
+
+        return jax.tree.map(many, one, specs)
+
     # --- The population -----------------------------------------------------------------------
 
     def init(self, cohort: Cohort) -> TrainState:
         """Fresh states of all members."""
-        return self._spread(jax.vmap(self.new_state), "m")(cohort)
+
+        def fresh(member: Cohort) -> TrainState:
+            state = self.new_state(member)
+            return state if self.divided is None else self.divided.own(state)
+
+        return self._spread(jax.vmap(fresh), "m", "s")(cohort)
 
     def step(
         self, state: TrainState, cohort: Cohort, batch: PyTree, count: Int[Array, ""]
@@ -129,7 +167,7 @@ class Population:
         ) -> tuple[TrainState, Metrics]:
             return self._step(member)(state, batch, count)
 
-        return self._spread(self._chunked(one), "mmd.")(state, cohort, batch, count)
+        return self._spread(self._chunked(one), "smd.", "sm")(state, cohort, batch, count)
 
     def loop(
         self,
@@ -166,7 +204,7 @@ class Population:
             empty = jax.tree.map(lambda s: jnp.zeros((calls,), s.dtype), shapes)
             return jax.lax.fori_loop(first, stop, body, (state, empty))
 
-        return self._spread(self._chunked(one), "mm...")(state, cohort, data, first, stop)
+        return self._spread(self._chunked(one), "sm...", "sm")(state, cohort, data, first, stop)
 
     def _take(
         self, reading: Reading, member: Cohort, data: PyTree, t: Array
@@ -206,17 +244,23 @@ class Population:
 
         def one(state: TrainState, member: Cohort, batch: PyTree, count: Array) -> tuple[Any, Any]:
             task = self.make(member.hyper).task
-            evaluate = device_evaluation(evaluation(task, self.plan.precision), self._split)
+            if self.divided is not None:
+                evaluate = self._divided(member).evaluate()
+            else:
+                evaluate = device_evaluation(evaluation(task, self.plan.precision), self._split)
             return (), evaluate(state.params, state.model_state, batch, count)
 
         chunked = self._chunked(one, keep=False)
-        return self._spread(chunked, "mmd.")(state, cohort, batch, count)[1]
+        return self._spread(chunked, "smd.", "mm")(state, cohort, batch, count)[1]
 
     def predict(self, state: TrainState, cohort: Cohort, inputs: PyTree) -> PyTree:
         """Every member's outputs for the same inputs: leaves `(B, K, ...)`, the rows leading."""
 
         def one(state: TrainState, member: Cohort, inputs: PyTree) -> tuple[Any, PyTree]:
-            predict = device_predict(self.make(member.hyper).task, self.plan.precision)
+            if self.divided is not None:
+                predict = self._divided(member).predict()
+            else:
+                predict = device_predict(self.make(member.hyper).task, self.plan.precision)
             return (), predict(state.params, state.model_state, inputs)
 
         def rows_first(state: TrainState, cohort: Cohort, inputs: PyTree) -> PyTree:
@@ -227,7 +271,7 @@ class Population:
         return jax.shard_map(
             rows_first,
             mesh=self.mesh,
-            in_specs=(P("member"), P("member"), rows),
+            in_specs=(self.specs, P("member"), rows),
             out_specs=P(*rows, "member") if rows else P(None, "member"),
             axis_names=self._manual,
             check_vma=False,
@@ -280,17 +324,27 @@ class Population:
 
         return run
 
-    def _spread(self, fun: Callable[..., Any], kinds: str) -> Callable[..., Any]:
-        """`fun` on every device: arguments split by member (m), by row (d), or whole (.)."""
+    @property
+    def specs(self) -> Any:
+        """The `PartitionSpec`s of the members' states."""
+        if self.divided is None:
+            return P("member")
+        return jax.tree.map(
+            lambda spec: P("member", *spec), self.divided.specs, is_leaf=lambda x: isinstance(x, P)
+        )
+
+    def _spread(self, fun: Callable[..., Any], takes: str, gives: str) -> Callable[..., Any]:
+        """`fun` on every device: states (s), what is split by member (m), by row (d), or whole."""
         if self.mesh.size == 1:
             return fun
         rows = P("data") if "data" in self._manual else P()
-        specs = {"m": P("member"), "d": rows, ".": P()}
+        kinds = {"s": self.specs, "m": P("member"), "d": rows, ".": P()}
+        out = tuple(kinds[kind] for kind in gives)
         return jax.shard_map(
             fun,
             mesh=self.mesh,
-            in_specs=tuple(specs[kind] for kind in kinds),
-            out_specs=P("member"),
+            in_specs=tuple(kinds[kind] for kind in takes),
+            out_specs=out if len(out) > 1 else out[0],
             axis_names=self._manual,
             check_vma=False,
         )

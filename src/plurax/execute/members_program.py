@@ -1,6 +1,7 @@
 """A population's program: a task, an optimizer, a plan and members, compiled for one batch size."""
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from plurax import errors, inspect
+from plurax import errors, inspect, tree
 from plurax.execute.choose import Choice, Run, choose, stepping
 from plurax.execute.evaluate import evaluation_placement, weighted_means
 from plurax.execute.gradient import Totals
@@ -73,7 +74,11 @@ class MembersProgram:
         self._cohort = members.cohort(reading.count if reading else ANY_ROWS)
         self._placement = Placement(batch, plan.padded_size(self.batch_size), split_rows(mesh))
         self._evaluation = evaluation_placement(batch, plan, mesh)
-        self._population = functools.partial(Population, task, optimizer, self._hyper, mesh=mesh)
+        self._population = functools.partial(
+            Population, task, optimizer, self._hyper, mesh=mesh, batch=self._placement.like
+        )
+        if plan.divided:
+            plan = dataclasses.replace(plan, batch_dim="major")
         self.plan = plan
         self.measured: list[Choice] = []
         self._predictor = Predictor(self._compile_predict, mesh)
@@ -119,7 +124,7 @@ class MembersProgram:
 
     @functools.cached_property
     def _compiled_init(self) -> jax.stages.Compiled:
-        made = jax.jit(self._built.init, out_shardings=self._by_member)
+        made = jax.jit(self._built.init, out_shardings=self._state_shardings)
         return made.lower(self._like(self._everyone)).compile()
 
     def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
@@ -178,7 +183,7 @@ class MembersProgram:
             data,
         )
         return (
-            jax.jit(loop, donate_argnums=0, out_shardings=self._by_member)
+            jax.jit(loop, donate_argnums=0, out_shardings=self._out_shardings)
             .lower(self.state_shapes, self._like(self._everyone), data, count, count)
             .compile()
         )
@@ -187,7 +192,7 @@ class MembersProgram:
         """Put a state of `count` members from elsewhere on this program's devices."""
         filled = self._filled(state)
         copied = jax.tree.map(jnp.copy, state) if filled is state else filled
-        return jax.device_put(copied, self._by_member)
+        return jax.device_put(copied, self._state_shardings)
 
     def _filled(self, state: TrainState) -> TrainState:
         """The state with all slots filled, where it holds `count` members."""
@@ -200,11 +205,16 @@ class MembersProgram:
             fill = np.arange(self.slots) % given
             filled = jax.tree.map(lambda leaf: leaf[fill], state)
             state = jax.device_put(filled, self._by_member)
+        divided = self._example.divided
+        if divided is not None and tree.describe(state) != tree.describe(self.state_shapes):
+            state = jax.device_put(jax.vmap(divided.filled)(state), self._state_shardings)
         check_state(state, self.state_shapes)
         return state
 
     def kept(self, state: TrainState) -> TrainState:
         """The state without the members that only fill up the slots."""
+        if self._example.divided is not None:
+            state = jax.vmap(self._example.divided.cut)(state)
         if self.slots == self.count:
             return state
         return jax.tree.map(lambda leaf: leaf[: self.count], state)
@@ -263,7 +273,7 @@ class MembersProgram:
     def _compile_step(self, built: Population) -> jax.stages.Compiled:
         count = jax.ShapeDtypeStruct((), jnp.int32)
         return (
-            jax.jit(built.step, donate_argnums=0, out_shardings=self._by_member)
+            jax.jit(built.step, donate_argnums=0, out_shardings=self._out_shardings)
             .lower(self.state_shapes, self._like(self._everyone), self._placement.abstract(), count)
             .compile()
         )
@@ -288,14 +298,21 @@ class MembersProgram:
     @functools.cached_property
     def state_shapes(self) -> TrainState:
         """The state as a tree of `jax.ShapeDtypeStruct`s with their shardings."""
-        built = self._population(plan=self.plan)
-        one = jax.eval_shape(built.new_state, jax.tree.map(lambda x: x[0], self._everyone))
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                (self.slots, *x.shape), x.dtype, sharding=self._by_member
-            ),
-            one,
-        )
+        return self._example.state_like(self.slots)
+
+    @functools.cached_property
+    def _example(self) -> Population:
+        """A population under the plan, be its chunk chosen or not."""
+        return self._population(plan=self.plan)
+
+    @property
+    def _state_shardings(self) -> PyTree:
+        return jax.tree.map(lambda like: like.sharding, self.state_shapes)
+
+    @property
+    def _out_shardings(self) -> tuple[Any, Any]:
+        """Of a step or a loop: the state as it came, metrics by member."""
+        return self._state_shardings, self._by_member
 
     # --- Inside -------------------------------------------------------------------------------
 
@@ -324,7 +341,7 @@ class MembersProgram:
 
     def _choose(self, data: PyTree) -> tuple[Plan, list[Choice]]:
         """Measure the loop over the data, where they stay on the devices, else the step."""
-        init = jax.jit(self._population(plan=self.plan).init, out_shardings=self._by_member)
+        init = jax.jit(self._example.init, out_shardings=self._state_shardings)
         if data is not None:
             placed: tuple[Any, ...] = (self.place_data(data),)
         else:

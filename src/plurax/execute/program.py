@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, PyTree
 
-from plurax import errors, inspect
-from plurax.execute.divided import Divided
+from plurax import errors, inspect, tree
+from plurax.execute.divided import Divided, Parameter, microbatch
 from plurax.execute.evaluate import device_evaluation, evaluation_placement, weighted_means
 from plurax.execute.gradient import Totals, evaluation, gradient
 from plurax.execute.in_flight import InFlight
@@ -24,8 +24,9 @@ from plurax.execute.predict import Predictor, make_predict
 from plurax.execute.states import check_place, check_state, new_state
 from plurax.execute.step import Metrics, make_step, whole_update
 from plurax.execute.totals import coupled, data_parallel
-from plurax.mesh import replicated, split_rows
+from plurax.mesh import replicated, split_rows, within
 from plurax.plan import Plan
+from plurax.sharding.divide import Record
 from plurax.state import TrainState
 from plurax.task import Task
 
@@ -59,11 +60,8 @@ class Program:
         fresh = functools.partial(new_state, task, optimizer)
         whole = jax.eval_shape(fresh, jax.eval_shape(lambda: jax.random.key(0)))
         if plan.divided:
-            rows = self._placement.rows // (plan.data * plan.microbatches)
-            part = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), self._placement.like
-            )
-            self._divided = Divided(task, optimizer, plan, mesh, part)
+            rows = microbatch(self._placement.like, plan)
+            self._divided = Divided(task, optimizer, plan, mesh, rows)
             self._state_like = self._divided.placed_like(mesh)
             self._step_function = self._spread(self._divided.step(), "sd.", "s.")
         else:
@@ -72,6 +70,8 @@ class Program:
             fun = gradient(task, plan.precision, plan.batch_dim, plan.remat)
             total = spread(fun, mesh, plan.microbatches)
             self._step_function = make_step(total, whole_update(optimizer))
+        if mesh.size == 1:
+            self._step_function = within(mesh, self._step_function)
         self._kept_like = whole
         self._state_shardings = jax.tree.map(lambda like: like.sharding, self._state_like)
         self._init = jax.jit(self._fresh, out_shardings=self._state_shardings)
@@ -264,6 +264,25 @@ class Program:
     def collectives(self) -> list[inspect.Collective]:
         """The collectives of one step, read from the compiled program."""
         return inspect.collectives(self.hlo(), self.mesh)
+
+    def planned_collectives(self) -> list[Record]:
+        """The collectives of one step as the plan has them, before any compiler; () for a plan that
+        splits nothing but the batch.
+
+        What a model does by hand in a `jax.shard_map` of its own is not among them.
+        """
+        if self._divided is None:
+            return []
+        self.compiled_step  # noqa: B018  traced here
+        return self._divided.collectives()
+
+    @property
+    def shardings(self) -> list[Parameter]:
+        """How each parameter, and what the optimizer keeps for it, lies on the devices."""
+        params = tree.named_leaves(self._kept_like.params)
+        if self._divided is None:
+            return [Parameter.whole(path, leaf) for path, leaf in params.items()]
+        return self._divided.parameters()
 
     def memory(self) -> inspect.Memory:
         """Bytes on one device during a step, as the compiler reports them."""

@@ -53,6 +53,10 @@ class Axes:
             return (axis,)
         return tuple(f"{axis}:{i}" for i in range(len(self.parts[axis])))
 
+    def expand_all(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Mesh axes as the axes they are used in."""
+        return tuple(part for axis in axes for part in self.expand(axis))
+
     def expanded(self, sharding: Sharding) -> Sharding:
         """A sharding over mesh axes as one over the axes they are used in."""
         dims = (tuple(p for axis in entry for p in self.expand(axis)) for entry in sharding.dims)

@@ -22,16 +22,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import Jaxpr, Literal
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from plurax import errors
+from plurax.mesh import within
 from plurax.primitives import INLINED, open_jaxpr
 from plurax.sharding.axes import Axes
+from plurax.sharding.by_hand import evaluated
 from plurax.sharding.loop import Loop
 from plurax.sharding.marks import Named, Split, Tag
 from plurax.sharding.operators import RULES, by_default
+from plurax.sharding.ordering import after
 from plurax.sharding.reshard import Move, apply_moves, resharding, wire_bytes
 from plurax.sharding.sharding import Sharding
 from plurax.sharding.values import Cell, Late, Output, Value, is_value
@@ -62,15 +65,23 @@ class Divider:
     - `axes`: the axes over which it is divided.
     - `named`: from the name of a mark and the shape of what it stands on, how that shall lie, or
       None for as it comes.
+    - `mesh`: in which the function may use `jax.shard_map` itself.
     - `strict`: raise `PlanError` where a tensor split over `data` would have to be gathered and no
       varying value asks for it.
     - `trips`: how often the function runs, for the records.
     """
 
     def __init__(
-        self, axes: Axes, named: NameRule | None = None, *, strict: bool = False, trips: int = 1
+        self,
+        axes: Axes,
+        named: NameRule | None = None,
+        *,
+        mesh: Mesh | None = None,
+        strict: bool = False,
+        trips: int = 1,
     ) -> None:
         self.axes = axes
+        self.mesh = mesh
         self.named = named or (lambda name, shape: None)
         self.strict = strict
         self.records: list[Record] = []
@@ -171,14 +182,7 @@ class Divider:
 
         Results wanted over `data` are sums over the devices' rows.
         """
-        uses: dict[Any, int] = {}
-        for eqn in jaxpr.eqns:
-            for atom in eqn.invars:
-                if not isinstance(atom, Literal):
-                    uses[atom] = uses.get(atom, 0) + 1
-        for atom in jaxpr.outvars:
-            if not isinstance(atom, Literal):
-                uses[atom] = uses.get(atom, 0) + 1
+        eqns, uses = _live(jaxpr)
         known: dict[Any, Cell] = {}
         goal = {
             var: target
@@ -194,7 +198,7 @@ class Divider:
         for var, cell in zip(jaxpr.invars, args, strict=True):
             cell.uses += uses.get(var, 0) - 1
             known[var] = cell
-        for eqn in jaxpr.eqns:
+        for eqn in eqns:
             inputs = [read(atom) for atom in eqn.invars]
             goals = [goal.get(var) for var in eqn.outvars]
             for var, cell in zip(eqn.outvars, self._equation(eqn, inputs, goals), strict=True):
@@ -214,31 +218,32 @@ class Divider:
             return self._scan(eqn, inputs, goals)
         if name == "mark":
             return [Cell(self._mark(inputs[0], **eqn.params))]
+        if name == "sharding_constraint":
+            return [Cell(self._constrained(inputs[0], eqn.params["sharding"].spec))]
         if name == "shard_map":
-            return self._by_hand(eqn, inputs)
+            return self._by_hand(eqn, self.together(inputs))
         inputs = self.together(inputs)
         rule = RULES.get(name, by_default)
         self._now = eqn
-        with eqn.ctx.manager:
-            outputs = rule(self, eqn, inputs)
+        outputs = rule(self, eqn, inputs)
         self._now = None
         return [Cell(output) for output in outputs]
 
     def together(self, inputs: list[Cell]) -> list[Cell]:
         """What is split over `data` made whole where it meets a varying value.
 
-        The barrier ties the gather to the value it meets: it is neither done before it is needed,
-        nor joined with another.
+        The gather comes after the value it meets: it is neither done before it is needed, nor
+        joined with another.
         """
         split = [
             not cell.unmade and "data" in (*cell.value.sharding.axes, *cell.value.sharding.partial)
             for cell in inputs
         ]
-        meets = [c for c in inputs if not c.unmade and c.value.varying]
+        meets = [c.value.array for c in inputs if not c.unmade and c.value.varying]
         if not meets or not any(split):
             return inputs
         arrays = [cell.value.array for cell, yes in zip(inputs, split, strict=True) if yes]
-        tied = iter(lax.optimization_barrier((*arrays, meets[0].value.array))[:-1])
+        tied = iter(after(arrays, _telling(meets)))
 
         def whole(cell: Cell) -> Cell:
             value = dataclasses.replace(cell.value, array=next(tied))
@@ -248,10 +253,14 @@ class Divider:
 
     def _barrier(self, inputs: list[Cell]) -> list[Cell]:
         made = [cell.value for cell in inputs]
-        arrays = lax.optimization_barrier([value.array for value in made])
+        arrays = [value.array for value in made]
+        # The cotangents come last.
+        last = max(place for place, array in enumerate(arrays) if array is _telling(arrays[::-1]))
+        tied = after([*arrays[:last], *arrays[last + 1 :]], arrays[last])
+        tied.insert(last, arrays[last])
         return [
             Cell(dataclasses.replace(value, array=array))
-            for value, array in zip(made, arrays, strict=True)
+            for value, array in zip(made, tied, strict=True)
         ]
 
     def _mark(self, cell: Cell, *, tag: Tag, batch: tuple[int, ...], transposed: bool) -> Output:
@@ -273,6 +282,18 @@ class Divider:
             for entry, here in zip(came.dims, now.dims, strict=True)
         )
         return self.to(cell, Sharding(dims, now.partial & free))
+
+    def _constrained(self, cell: Cell, spec: Any) -> Value:
+        """What a model pins by `jax.lax.with_sharding_constraint`, over the axes that are known."""
+        now = cell.value.sharding
+        entries = list(now.dims)
+        for dim, entry in enumerate(spec):
+            if entry is not PartitionSpec.UNCONSTRAINED:
+                names = Sharding.of(entry).dims[0]
+                known = [axis for axis in names if axis in self.axes.mesh and axis != "data"]
+                entries[dim] = tuple(part for axis in known for part in self.axes.expand(axis))
+        target = Sharding(tuple(entries))
+        return cell.value if target.uneven(cell.shape, self.axes.sizes) else self.to(cell, target)
 
     def _target(self, cell: Cell, tag: Tag, batch: tuple[int, ...]) -> Sharding | None:
         """How a marked value shall lie, the dims that vmap added left whole; None: as it is."""
@@ -335,7 +356,7 @@ class Divider:
             target = Sharding.from_spec(spec, len(cell.shape))
             arrays.append(self.to(cell, target).array)
         body, consts = open_jaxpr(params["jaxpr"])
-        outputs = jaxpr_as_fun(ClosedJaxpr(body, consts))(*arrays)
+        outputs = evaluated(body, consts, arrays)
         varying = any(cell.value.varying for cell in inputs)
         results = []
         for var, array, spec in zip(eqn.outvars, outputs, params["out_specs"], strict=True):
@@ -369,7 +390,10 @@ def divide(
     """
     leaves, structure = jax.tree.flatten(args, is_leaf=is_value)
     like = [jax.ShapeDtypeStruct(value.shape, value.array.dtype) for value in leaves]
-    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*jax.tree.unflatten(structure, like))
+    # As outside of `shard_map`: a model may use it over these axes itself.
+    outside = within(divider.mesh, fun) if divider.mesh is not None else fun
+    traced = jax.make_jaxpr(outside, return_shape=True)
+    closed, shapes = traced(*jax.tree.unflatten(structure, like))
     goals: list[Any] = [None] * len(closed.jaxpr.outvars)
     if wanted is not None:
         goals = jax.tree.leaves(
@@ -382,6 +406,29 @@ def divide(
             cell.values.append(cell.unmade.make(goal))
         out.append(divider.finished(cell, goal) if goal is not None and tight else cell.value)
     return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+
+def _telling(arrays: Sequence[Array]) -> Array:
+    """The first of some arrays that holds floating numbers, else the first."""
+    return next((a for a in arrays if jnp.issubdtype(a.dtype, jnp.floating)), arrays[0])
+
+
+def _live(jaxpr: Jaxpr) -> tuple[list[Any], dict[Any, int]]:
+    """The equations on which the results depend, and how often each variable is read by them."""
+    uses: dict[Any, int] = {}
+
+    def read(atoms: Sequence[Any]) -> None:
+        for atom in atoms:
+            if not isinstance(atom, Literal):
+                uses[atom] = uses.get(atom, 0) + 1
+
+    read(jaxpr.outvars)
+    eqns = []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or any(var in uses for var in eqn.outvars):
+            eqns.append(eqn)
+            read(eqn.invars)
+    return eqns[::-1], uses
 
 
 def _able(cell: Cell, target: Sharding) -> list[Value]:

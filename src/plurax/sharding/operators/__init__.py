@@ -7,6 +7,7 @@ for each result. Operations without a rule take whole tensors, which is always r
 from plurax.primitives import ELEMENTWISE, REDUCTIONS
 from plurax.sharding.operators import elementwise, moving, products, tables
 from plurax.sharding.operators.common import Rule
+from plurax.sharding.operators.common import bind as bind
 from plurax.sharding.operators.common import by_default as by_default
 
 RULES: dict[str, Rule] = {

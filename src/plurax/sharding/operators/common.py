@@ -13,7 +13,9 @@ Rule = Callable[[Any, Any, list[Cell]], list[Output]]
 
 def bind(eqn: Any, arrays: Sequence[Array], **changed: Any) -> list[Array]:
     """The operation on some arrays, with some of its parameters changed."""
-    params = eqn.primitive.get_bind_params({**eqn.params, **changed})
+    # How arrays lie is the divider's to say, not that of the mesh in which they were traced.
+    lying = {name: None for name in ("sharding", "out_sharding") if name in eqn.params}
+    params = eqn.primitive.get_bind_params({**eqn.params, **lying, **changed})
     out = eqn.primitive.bind(*arrays, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 

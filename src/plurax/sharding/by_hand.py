@@ -1,0 +1,78 @@
+"""The body of a `jax.shard_map` that a model uses itself, evaluated on one device of a plan."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax import lax
+from jax.extend.core import Jaxpr, Literal
+from jaxtyping import Array
+
+from plurax.primitives import INLINED, open_jaxpr, scan_sizes
+from plurax.sharding.operators import bind
+
+
+def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Array]) -> list[Array]:
+    """The equations of the body, in the mesh in which this is called.
+
+    `shard_map` was traced with its check of what varies over the mesh, which here has been made;
+    its collectives become the ordinary ones.
+    """
+    known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    known.update(zip(jaxpr.invars, args, strict=True))
+    for eqn in jaxpr.eqns:
+        inputs = [_plain(a) if isinstance(a, Literal) else known[a] for a in eqn.invars]
+        name = eqn.primitive.name
+        if name in INLINED:
+            outputs = evaluated(*open_jaxpr(eqn.params[INLINED[name]]), inputs)
+        elif name in ("checkpoint", "remat2", "remat"):
+            outputs = evaluated(*open_jaxpr(eqn.params["jaxpr"]), inputs)
+        elif name == "scan":
+            outputs = _scan(eqn, inputs)
+        elif name in _PLAIN:
+            outputs = [_PLAIN[name](value, eqn.params) for value in inputs]
+        else:
+            outputs = bind(eqn, inputs)
+        known.update(zip(eqn.outvars, outputs, strict=True))
+    return [_plain(a) if isinstance(a, Literal) else known[a] for a in jaxpr.outvars]
+
+
+def _plain(literal: Literal) -> Any:
+    """A constant without the mesh in which it was traced."""
+    aval: Any = literal.aval
+    return np.asarray(literal.val, aval.dtype)
+
+
+def _scan(eqn: Any, inputs: list[Any]) -> list[Any]:
+    body, consts = open_jaxpr(eqn.params["jaxpr"])
+    shared, carried = scan_sizes(eqn)
+    kept = shared + carried
+
+    def turn(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
+        out = evaluated(body, consts, [*inputs[:shared], *carry, *row])
+        return out[:carried], out[carried:]
+
+    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    last, stacked = lax.scan(turn, inputs[shared:kept], inputs[kept:], **options)
+    return [*last, *stacked]
+
+
+def _psum(value: Array, params: Any) -> Array:
+    groups = params.get("axis_index_groups")
+    return lax.psum(value, params["axes"], axis_index_groups=groups)
+
+
+def _all_gather(value: Array, params: Any) -> Array:
+    options = {name: params[name] for name in ("axis_index_groups", "tiled")}
+    dim = params["all_gather_dimension"]
+    return lax.all_gather(value, params["axis_name"], axis=dim, **options)
+
+
+_PLAIN: dict[str, Callable[[Array, Any], Array]] = {
+    "psum_invariant": _psum,
+    "psum2": _psum,
+    "all_gather_invariant": _all_gather,
+    "pvary": lambda value, _: value,
+    "pcast": lambda value, _: value,
+    "pbroadcast": lambda value, _: value,
+}

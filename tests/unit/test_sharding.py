@@ -1,0 +1,494 @@
+"""Shardings, moving between them, and a function divided among devices."""
+
+import functools
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import plurax as px
+from plurax import inspect
+from plurax.sharding.axes import Axes
+from plurax.sharding.divide import Divider, divide
+from plurax.sharding.factors import factors
+from plurax.sharding.reshard import apply_moves, resharding, wire_bytes
+from plurax.sharding.rules import Rules, zero_sharding
+from plurax.sharding.sharding import Sharding
+from plurax.sharding.values import Value, is_value
+
+SIZES = {"a": 2, "b": 2, "c": 2}
+SHAPE = (8, 8, 16)
+
+
+def mesh_of(sizes):
+    count = int(np.prod(list(sizes.values())))
+    grid = np.asarray(jax.devices()[:count]).reshape(tuple(sizes.values()))
+    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+@st.composite
+def shardings(draw, axes=tuple(SIZES), rank=3, partial=False):
+    dims = [[] for _ in range(rank)]
+    terms = []
+    for axis in draw(st.permutations(axes)):
+        place = draw(st.sampled_from([None, *range(rank), *(["partial"] if partial else [])]))
+        if place == "partial":
+            terms.append(axis)
+        elif place is not None:
+            dims[place].append(axis)
+    return Sharding(tuple(map(tuple, dims)), frozenset(terms))
+
+
+# --- The value ----------------------------------------------------------------------------------
+
+
+@given(shardings())
+@settings(max_examples=50)
+def test_a_sharding_goes_to_a_spec_and_a_map_and_comes_back(sharding):
+    assert Sharding.from_spec(sharding.spec, 3) == sharding
+    assert Sharding.from_map(*sharding.to_map(SIZES), tuple(SIZES)) == sharding
+    mesh = mesh_of(SIZES)
+    by_jax = jax.NamedSharding(mesh, sharding.spec).shard_shape(SHAPE)
+    assert sharding.shard_shape(SHAPE, SIZES) == by_jax
+    assert sharding.shard_bytes(SHAPE, 4, SIZES) == np.prod(by_jax) * 4
+
+
+@pytest.mark.parametrize("count", [3, 5, 6, 7])
+def test_any_number_of_devices(count):
+    sharding, axes = Sharding.of("data", None), {"data": count}
+    assert sharding.shard_shape((10, 4), axes) == (-(-10 // count), 4)
+    if 10 % count:
+        with pytest.raises(px.PlanError, match=f"cannot be split {count} ways"):
+            sharding.check((10, 4), axes, "the weight")
+    else:
+        sharding.check((10, 4), axes)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Sharding.of("a", "a"), "An axis splits one dim"),
+        (lambda: Sharding.from_spec(P("a", "b", "c"), 2), "3 entries and the tensor has 2 dims"),
+        (lambda: Sharding.from_map((2,), (3,), ("a",)), "does not fit the device matrix"),
+        (lambda: Sharding.of("a").check((4, 4), {"a": 2}), "another number of entries"),
+        (lambda: Sharding.of("d").check((4,), {"a": 2}), "names the mesh axis 'd'; the axes are a"),
+    ],
+)
+def test_what_is_no_sharding_says_so(make, message):
+    with pytest.raises(px.PlanError, match=message):
+        make()
+
+
+# --- Moving -------------------------------------------------------------------------------------
+
+AXES = Axes(SIZES)
+
+
+def moved(source, target, moves, axes=AXES):
+    """What devices hold after the moves, and the collectives of the compiled program."""
+    mesh = mesh_of(axes.mesh)
+    whole = np.arange(np.prod(SHAPE), dtype=np.float32).reshape(SHAPE)
+
+    def local(array):
+        terms = axes.size(sorted(source.partial))
+        return apply_moves(array / terms, SHAPE, source, moves, axes)
+
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=Sharding(source.dims).spec, out_specs=target.spec,
+        check_vma=False,
+    )  # fmt: skip
+    compiled = jax.jit(run).lower(jax.ShapeDtypeStruct(SHAPE, jnp.float32)).compile()
+    found = inspect.collectives(compiled.as_text(), mesh)
+    return np.asarray(compiled(whole)), whole, found
+
+
+@given(shardings(partial=True), shardings())
+@settings(max_examples=25)
+def test_resharding_is_right_and_costs_what_it_says(source, target):
+    moves = resharding(source, target, SHAPE, 4, AXES)
+    got, whole, found = moved(source, target, moves)
+    np.testing.assert_array_equal(got, whole)
+    planned = [(m.kind, m.bytes) for m in moves if m.kind != "slice"]
+    assert sorted((c.kind, c.bytes) for c in found) == sorted(planned)
+    assert sum(c.wire for c in found) == pytest.approx(wire_bytes(moves))
+
+
+@given(shardings(partial=True), shardings())
+@settings(max_examples=200)
+def test_resharding_never_costs_more_than_gathering_all(source, target):
+    moves = resharding(source, target, SHAPE, 4, AXES)
+    whole = resharding(source, Sharding.whole(3), SHAPE, 4, AXES)
+    assert wire_bytes(moves) <= wire_bytes(whole)
+
+
+def test_a_dim_that_changes_its_axis_is_not_gathered_whole():
+    """The case in which a compiler makes the whole tensor on every device."""
+    moves = resharding(Sharding.of("a", None, None), Sharding.of(None, "b", None), SHAPE, 4, AXES)
+    gather = resharding(Sharding.of("a", None, None), Sharding.whole(3), SHAPE, 4, AXES)
+    assert wire_bytes(moves) <= wire_bytes(gather) / 2
+
+
+def test_parts_of_an_axis_move_in_groups():
+    axes = Axes({"tensor": 8}, {"tensor": (2, 4)})
+    source, target = Sharding.of("tensor:0", "tensor:1", None), Sharding.of("tensor:0", None, None)
+    moves = resharding(source, target, SHAPE, 4, axes)
+    mesh = mesh_of({"tensor": 8})
+
+    def local(array):
+        own = resharding(Sharding.whole(3), source, SHAPE, 4, axes)
+        shard = apply_moves(array, SHAPE, Sharding.whole(3), own, axes)
+        shard = apply_moves(shard, SHAPE, source, moves, axes)
+        back = resharding(target, Sharding.whole(3), SHAPE, 4, axes)
+        return apply_moves(shard, SHAPE, target, back, axes)
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    whole = np.arange(np.prod(SHAPE), dtype=np.float32).reshape(SHAPE)
+    np.testing.assert_array_equal(jax.jit(run)(whole), whole)
+    assert [m.kind for m in moves] == ["all-gather"]
+
+
+# --- Dividing -----------------------------------------------------------------------------------
+
+
+def shared(fun, args, lies=None, count=4, parts=None, named=None):
+    """The results of a divided function, made whole; its collectives; how its results lie."""
+    axes = Axes({"tensor": count}, parts)
+    records, ends = [], []
+
+    def local(*arrays):
+        divider = Divider(axes, named, mesh=mesh_of({"tensor": count}))
+        values = [
+            Value(
+                apply_moves(
+                    array, array.shape, Sharding.whole(array.ndim),
+                    resharding(Sharding.whole(array.ndim), lie, array.shape, 8, axes), axes,
+                ),
+                array.shape, lie,
+            )
+            for array, lie in zip(arrays, lies or map(Sharding.whole, map(jnp.ndim, arrays)),
+                                  strict=True)
+        ]  # fmt: skip
+        out = divide(fun, divider, tuple(values))
+        out = jax.tree.map(
+            lambda v: divider.move(v, Sharding(v.sharding.dims)), out, is_leaf=is_value
+        )
+        records[:] = list(divider.records)
+        ends[:] = [value.sharding for value in jax.tree.leaves(out, is_leaf=is_value)]
+        return jax.tree.map(
+            lambda v: divider.move(v, Sharding.whole(len(v.shape))).array, out, is_leaf=is_value
+        )
+
+    mesh = mesh_of({"tensor": count})
+    run = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    return jax.jit(run)(*args), records, ends
+
+
+def assert_same(got, expected):
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
+
+
+def matrices():
+    rng = np.random.default_rng(0)
+    return tuple(rng.normal(size=shape) for shape in ((8, 12), (12, 16), (16, 20)))
+
+
+def two_products(first, second):
+    """Z = (X W) V with a shard strategy for each product."""
+
+    def z(x, w, v):
+        return px.shard(jnp.matmul, second)(px.shard(jnp.matmul, first)(x, w), v)
+
+    return z
+
+
+PRODUCTS = {
+    # The first product split by rows, the second wants its left input whole.
+    "gather": (((4, 1), (1, 1)), ((1, 1), (1, 4)), ["all-gather"]),
+    # The first split by columns, the second by rows.
+    "exchange": (((1, 1), (1, 4)), ((4, 1), (1, 1)), ["all-to-all"]),
+    # The first's output split as the second wants it, which sums over a split dim.
+    "sum": (((1, 1), (1, 4)), ((1, 4), (4, 1)), ["all-reduce"]),
+}
+# What each communication does to a cotangent; then the gradients of weights that every device has
+# whole and sees a part of the rows of.
+TRANSPOSES = {
+    "gather": ["all-gather", "reduce-scatter", "all-reduce"],
+    "exchange": ["all-to-all", "all-to-all", "all-reduce", "all-reduce"],
+    "sum": ["all-reduce", "all-reduce"],
+}
+
+
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_two_products(x64, case):
+    first, second, kinds = PRODUCTS[case]
+    z = two_products(first, second)
+    got, records, _ = shared(z, matrices())
+    assert_same(got, z(*matrices()))
+    assert [record.kind for record in records] == kinds
+
+
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_the_gradient_of_two_products_communicates_the_transpose(x64, case):
+    z = two_products(*PRODUCTS[case][:2])
+    grad = jax.grad(lambda *args: jnp.sum(jnp.sin(z(*args))), argnums=(0, 1, 2))
+    got, records, _ = shared(grad, matrices())
+    assert_same(got, grad(*matrices()))
+    assert [record.kind for record in records] == TRANSPOSES[case]
+
+
+def test_a_strategy_in_two_dims(x64):
+    z = two_products(((2, 1), (1, 4)), ((2, 4), (4, 1)))
+    grad = jax.grad(lambda *args: jnp.sum(jnp.sin(z(*args))), argnums=(0, 1, 2))
+    got, records, ends = shared(grad, matrices(), count=8, parts={"tensor": (2, 2, 2)})
+    assert_same(got, grad(*matrices()))
+    assert {record.kind for record in records} == {"all-reduce"}
+    assert ends[0] == Sharding.of("tensor:0", None)
+
+
+def test_factors():
+    x, w = jnp.ones((4, 6)), jnp.ones((6, 8))
+    assert factors(jnp.matmul, x, w) == [[0, 1], [1, 2]]
+    assert factors(lambda a, b: jnp.tanh(a).T + b, x, jnp.ones((6, 4))) == [[0, 1], [1, 0]]
+    assert factors(lambda a: a.reshape(4, 2, 3).sum(1), x) == [[0, 1]]
+    image, kernel = jnp.ones((2, 8, 8, 3)), jnp.ones((3, 3, 3, 5))
+    convolved = functools.partial(
+        jax.lax.conv_general_dilated, window_strides=(1, 1), padding="SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )  # fmt: skip
+    (n, _, _, c), (_, _, i, o) = factors(convolved, image, kernel)
+    assert c == i
+    assert len({n, c, o}) == 3
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (((2, 1),), "speaks of 1 arguments and the operator was called with 2"),
+        (((2,), (1, 1)), "its counts must be 2, one for each dim"),
+        (((1, 2), (4, 1)), "is the same index of the operator as one that is split 2 ways"),
+        (((3, 1), (1, 1)), "which its count does not divide"),
+    ],
+)
+def test_a_strategy_that_does_not_fit_says_so(strategy, message):
+    with pytest.raises(px.PlanError, match=message):
+        px.shard(jnp.matmul, strategy)(jnp.ones((4, 6)), jnp.ones((6, 8)))
+
+
+def test_a_strategy_for_another_number_of_devices_says_so():
+    product = px.shard(jnp.matmul, ((2, 1), (1, 4)))
+    with pytest.raises(px.PlanError, match=r"splits an operator 2 × .* the plan has tensor=4"):
+        shared(product, matrices()[:2])
+
+
+# Each operation, with its operands split over `tensor`, beside the same on one device.
+RNG = np.random.default_rng(1)
+TABLE = RNG.normal(size=(8, 12))
+IMAGE = RNG.normal(size=(4, 6, 6, 8))
+INDEX = np.array([[0], [3], [7], [3], [9], [-1]], np.int32)
+S = Sharding.of
+OPERATIONS = {
+    "add": (lambda x, y: x + y, (TABLE, TABLE), (S("tensor", None), S(None, "tensor"))),
+    "spread": (lambda x: x - x.max(1, keepdims=True), (TABLE,), (S(None, "tensor"),)),
+    "where": (lambda x: jnp.where(x > 0, x, 0), (TABLE,), (S("tensor", None),)),
+    "product": (lambda x, y: x @ y.T, (TABLE, TABLE), (S(None, "tensor"), S(None, "tensor"))),
+    "conflict": (lambda x, y: x @ y.T, (TABLE, TABLE), (S("tensor", None), S("tensor", None))),
+    "mean": (lambda x: x.mean(0), (TABLE,), (S("tensor", None),)),
+    "min": (lambda x: x.min(), (TABLE,), (S(None, "tensor"),)),
+    "argmax": (lambda x: x.argmax(1), (TABLE,), (S(None, "tensor"),)),
+    "prod": (lambda x: x.prod(1), (TABLE,), (S(None, "tensor"),)),
+    "softmax": (jax.nn.softmax, (TABLE,), (S(None, "tensor"),)),
+    "sort": (lambda x: jnp.sort(x, axis=1), (TABLE,), (S(None, "tensor"),)),
+    "sort rows": (lambda x: jnp.sort(x, axis=1), (TABLE,), (S("tensor", None),)),
+    "cumsum": (lambda x: jnp.cumsum(x, axis=0), (TABLE,), (S("tensor", None),)),
+    "top_k": (lambda x: jax.lax.top_k(x, 3), (TABLE,), (S("tensor", None),)),
+    "reshape": (lambda x: x.reshape(4, 2, 12), (TABLE,), (S("tensor", None),)),
+    "reshape minor": (lambda x: x.reshape(8, 3, 4), (TABLE,), (S(None, "tensor"),)),
+    "flatten": (lambda x: x.ravel(), (TABLE,), (S("tensor", None),)),
+    "flatten minor": (lambda x: x.ravel(), (TABLE,), (S(None, "tensor"),)),
+    "transpose": (lambda x: x.T, (TABLE,), (S("tensor", None),)),
+    "reverse": (lambda x: x[::-1], (TABLE,), (S("tensor", None),)),
+    "slice": (lambda x: x[1:5, ::2], (TABLE,), (S("tensor", None),)),
+    "dynamic slice": (
+        lambda x: jax.lax.dynamic_slice(x, (2, 0), (4, 12)), (TABLE,), (S(None, "tensor"),)),
+    "dynamic update": (
+        lambda x: jax.lax.dynamic_update_slice(x, x[:2] * 2, (3, 0)), (TABLE,),
+        (S(None, "tensor"),)),
+    "pad": (lambda x: jnp.pad(x, ((1, 2), (0, 0))), (TABLE,), (S("tensor", None),)),
+    "concatenate": (
+        lambda x, y: jnp.concatenate([x, y], 1), (TABLE, TABLE),
+        (S("tensor", None), S(None, "tensor"))),
+    "split": (lambda x: jnp.split(x, 2, axis=1), (TABLE,), (S("tensor", None),)),
+    "take rows": (lambda x: x[INDEX[:4, 0]], (TABLE,), (S("tensor", None),)),
+    "take outside": (
+        lambda x: x.at[INDEX[:, 0]].get(mode="fill", wrap_negative_indices=False), (TABLE,),
+        (S("tensor", None),)),
+    "take clipped": (
+        lambda x: x.at[INDEX[:, 0]].get(mode="clip", wrap_negative_indices=False), (TABLE,),
+        (S("tensor", None),)),
+    "take columns": (lambda x: x[INDEX[:4, 0]], (TABLE,), (S(None, "tensor"),)),
+    "take along": (
+        lambda x: jnp.take_along_axis(x, jnp.arange(8)[:, None], 1), (TABLE,),
+        (S(None, "tensor"),)),
+    "add rows": (
+        lambda x: jnp.zeros((8, 12)).at[INDEX[:4, 0]].add(x[:4]), (TABLE,), (S(None, "tensor"),)),
+    "add to rows": (
+        lambda x: x.at[INDEX[:4, 0]].add(x[:4]), (TABLE,), (S("tensor", None),)),
+    "add to columns": (lambda x: x.at[:, 2].add(1.0), (TABLE,), (S("tensor", None),)),
+    "loop": (
+        lambda x: jax.lax.scan(lambda c, row: (c + row, c * row), x[0], x), (TABLE,),
+        (S(None, "tensor"),)),
+    "loop over shards": (
+        lambda x: jax.lax.scan(lambda c, row: (c + row, c * row), x[0], x), (TABLE,),
+        (S("tensor", None),)),
+    "sum in a loop": (
+        lambda x: jax.lax.scan(lambda c, row: (c + row.sum(), None), 0.0, x)[0], (TABLE,),
+        (S(None, "tensor"),)),
+    "changing carry": (
+        lambda x: jax.lax.scan(lambda c, _: (c.T @ c, None), x[:, :8], None, length=2)[0],
+        (TABLE,), (S("tensor", None),)),
+    "while": (
+        lambda x: jax.lax.while_loop(lambda c: c[1] < 3, lambda c: (c[0] * 2, c[1] + 1), (x, 0))[0],
+        (TABLE,), (S("tensor", None),)),
+    "cond": (
+        lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x), (TABLE,), (S("tensor", None),)),
+    "jit": (jax.jit(lambda x: x @ x.T), (TABLE,), (S(None, "tensor"),)),
+    "remat": (jax.checkpoint(lambda x: jnp.sin(x @ x.T)), (TABLE,), (S(None, "tensor"),)),
+    "pooling": (
+        lambda x: jax.lax.reduce_window(
+            x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"),
+        (IMAGE,), (S(None, None, None, "tensor"),)),
+    "pooling split": (
+        lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 3, 1, 1), (1, 1, 1, 1), "SAME"),
+        (IMAGE,), (S("tensor", None, None, None),)),
+    "random": (
+        lambda x: x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), (TABLE,),
+        (S("tensor", None),)),
+    "iota": (lambda x: x + jnp.arange(12.0), (TABLE,), (S(None, "tensor"),)),
+    "einsum": (
+        lambda x, y: jnp.einsum("bij,bjk->bik", x, y),
+        (IMAGE[0], IMAGE[0].swapaxes(1, 2)), (S(None, None, "tensor"), S(None, "tensor", None))),
+    "triangular": (lambda x: jnp.tril(x), (TABLE,), (S("tensor", None),)),
+    "inverse": (lambda x: jnp.linalg.inv(x[:, :8]), (TABLE,), (S("tensor", None),)),
+    "pinned": (
+        lambda x: jax.lax.with_sharding_constraint(x, P(None, "tensor")) * 2, (TABLE,),
+        (S("tensor", None),)),
+}  # fmt: skip
+
+
+def convolved(strides, groups):
+    return lambda x, k: jax.lax.conv_general_dilated(
+        x, k, strides, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=groups,
+    )  # fmt: skip
+
+
+KERNEL = RNG.normal(size=(3, 3, 8, 12))
+OPERATIONS |= {
+    f"convolution {name}": (convolved(strides, groups), (IMAGE, kernel), lies)
+    for name, strides, groups, kernel, lies in (
+        ("out", (1, 1), 1, KERNEL, (Sharding.whole(4), S(None, None, None, "tensor"))),
+        ("in", (2, 2), 1, KERNEL, (S(None, None, None, "tensor"), S(None, None, "tensor", None))),
+        ("batch", (1, 1), 1, KERNEL, (S("tensor", None, None, None), Sharding.whole(4))),
+        ("image", (1, 1), 1, KERNEL, (S(None, "tensor", None, None), Sharding.whole(4))),
+        ("grouped", (1, 1), 4, KERNEL[:, :, :2],
+         (S(None, None, None, "tensor"), S(None, None, None, "tensor"))),
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_on_shards(x64, name):
+    fun, args, lies = OPERATIONS[name]
+    count, args = 2, tuple(map(jnp.asarray, args))
+    with jax.sharding.use_abstract_mesh(mesh_of({"tensor": count}).abstract_mesh):
+        expected = jax.tree.map(np.asarray, fun(*args)) if name != "pinned" else args[0] * 2
+    got, _, _ = shared(fun, args, lies, count=count)
+    assert_same(got, expected)
+
+
+DIFFERENTIABLE = [
+    name
+    for name in OPERATIONS
+    if name not in ("sort", "argmax", "while", "take outside", "pinned", "top_k", "inverse")
+]
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_the_gradient_of_an_operation_on_shards(x64, name):
+    fun, args, lies = OPERATIONS[name]
+    places = tuple(range(len(args)))
+
+    def total(*args):
+        leaves = jax.tree.leaves(fun(*args))
+        return sum(jnp.sum(jnp.sin(leaf)) for leaf in leaves)
+
+    grad = jax.grad(total, argnums=places)
+    got, _, _ = shared(grad, args, lies, count=2)
+    assert_same(got, grad(*args))
+
+
+# --- Rules --------------------------------------------------------------------------------------
+
+
+def test_rules_find_the_first_pattern_and_note_what_does_not_divide():
+    rules = Rules(
+        px.Plan(
+            tensor=4, shardings={"*/out": (..., "tensor", None), "*": (..., "tensor")}
+        ).shardings,
+        {"tensor": 4},
+    )
+    assert rules.find("a/out", (3, 8, 5)) == Sharding.of(None, "tensor", None)
+    assert rules.find("a/in", (8, 8)) == Sharding.of(None, "tensor")
+    assert rules.find("a/odd", (8, 6)) == Sharding.whole(2)
+    assert rules.notes == {"a/odd": "dim 1 is whole: 4 shards do not divide 6"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "lies", "plan", "stacked", "expected"),
+    [
+        ((6, 8), S(None, None), px.Plan(data=4, zero=1), False, S(None, "data")),
+        ((8, 8), S(None, "tensor"), px.Plan(data=4, tensor=2, zero=3), False, S("data", "tensor")),
+        ((4, 6), S(None, None), px.Plan(data=4, zero=3), True, S(None, "data")),
+        ((4, 6), S(None, None), px.Plan(data=4, zero=3), False, S("data", None)),
+        ((16,), S("tensor"), px.Plan(data=4, tensor=2, zero=1), False, S(("tensor", "data"))),
+        ((16,), S("tensor"), px.Plan(data=4, tensor=2, zero=3), False, S("tensor")),
+        ((5, 7), S(None, None), px.Plan(data=4, zero=2), False, S(None, "data")),
+        ((), S(), px.Plan(data=4, zero=3), False, S()),
+    ],
+)
+def test_what_zero_splits(shape, lies, plan, stacked, expected):
+    assert zero_sharding(shape, lies, plan, stacked=stacked) == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: px.Plan(shardings={"w": "tensor"}), "a rule has one entry for each dim"),
+        (lambda: px.Plan(shardings={"w": ("model",)}), "'model' is not a mesh axis; the axes are"),
+        (lambda: px.Plan(zero=4), "zero must be one of 0, 1, 2, 3"),
+        (lambda: px.Plan(remat="some"), "remat must be one of 'none', 'dots'"),
+        (lambda: px.Plan(tensor=2, batch_dim="minor"), "the batch in the minor dim is for"),
+        (lambda: px.Plan(tensor=0), "tensor must be a whole number"),
+    ],
+)
+def test_a_plan_that_cannot_run_says_so(make, message):
+    with pytest.raises(px.PlanError, match=message):
+        make()
+
+
+def test_a_plan_with_rules_goes_to_toml_and_comes_back():
+    plan = px.Plan(
+        data=2,
+        tensor=2,
+        zero=1,
+        remat="dots",
+        shardings={"*/w": (..., None, "tensor"), "b": (("data", "tensor"),), "x": (None,)},
+    )
+    assert px.Plan.from_toml(plan.to_toml()) == plan
+    assert hash(plan) == hash(px.Plan.from_toml(plan.to_toml()))
