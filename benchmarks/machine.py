@@ -23,7 +23,8 @@ print(json.dumps({
 _PEERS = """
 import json
 from importlib.metadata import version
-print(json.dumps({name: version(name) for name in ("torch", "tensorflow", "keras")}))
+names = {"torch": "torch", "tensorflow": "tensorflow", "keras": "keras", "jax": "jax of the peers"}
+print(json.dumps({label: version(name) for name, label in names.items()}))
 """
 
 

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from benchmarks import sizes
+from benchmarks.divided import divided
 from benchmarks.harness import (
     Check,
     Row,
@@ -192,6 +193,7 @@ MEASUREMENTS: dict[str, Callable[[Run], Iterator[Row]]] = {
     "inference": inference,
     "max_batch_size": max_batch_size,
     "members": members,
+    "divided": divided,
 }
 
 

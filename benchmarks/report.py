@@ -32,6 +32,7 @@ TITLES = {
     "inference": "Inference",
     "max_batch_size": "The largest batch",
     "members": "Many small networks",
+    "divided": "One network, split",
 }
 COLOURS = {True: "#0072B2", False: "#D55E00", None: "#999999"}
 TARGET = "#000000"

@@ -13,6 +13,10 @@ PEERS = {
     "PyTorch": "torch_peer",
     "Keras predict": "tensorflow_peer",
     "PyTorch members": "torch_members",
+    "PyTorch FSDP2": "torch_divided",
+    "PyTorch tensor parallel": "torch_divided",
+    "PyTorch torch.compile": "torch_divided",
+    "Keras ModelParallel": "keras_divided",
 }
 
 
@@ -20,8 +24,8 @@ PEERS = {
 class Run:
     """What every measurement needs to know.
 
-    **Fields:** `peers`, the Python with PyTorch and TensorFlow, or None; `platform`, `cpu` or
-    `gpu`, the same for all sides; `cores`, of the processor.
+    **Fields:** `peers`, the Python with PyTorch, TensorFlow and Keras, or None; `platform`, `cpu`
+    or `gpu`, the same for all sides; `cores`, of the processor.
     """
 
     sizes: sizes.Sizes
@@ -36,5 +40,5 @@ class Run:
     def peer(self, name: str, settings: dict[str, Any]) -> Worker:
         """A worker with another framework. Raises `WorkerSkippedError`."""
         if self.peers is None:
-            raise WorkerSkippedError("no Python with PyTorch and TensorFlow given (--peers)")
+            raise WorkerSkippedError("no Python with PyTorch, TensorFlow and Keras given (--peers)")
         return Worker(self.peers, PEERS[name], settings)

@@ -110,6 +110,52 @@ class Limits:
     halving_repeats: int
 
 
+SPLITS: dict[str, dict[str, Any]] = {
+    "data=8": {"data": 8},
+    "data=8, zero=1": {"data": 8, "zero": 1},
+    "data=8, zero=3": {"data": 8, "zero": 3},
+    "tensor=8": {"tensor": 8},
+    "tensor=8, by token between layers": {"tensor": 8, "sequence": True},
+    "data=2, tensor=4": {"data": 2, "tensor": 4},
+}
+"""The plans of `divided`: how one network is split. `sequence` is a matter of its shardings."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytewise:
+    """The transformer of `examples/language_model.py`, and its batch."""
+
+    width: int
+    depth: int
+    heads: int
+    window: int
+    batch: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DividedCase:
+    """One network under each of `splits`, keys of `SPLITS`.
+
+    **Fields:** `repeats`, turns with JAX by hand; `peer_repeats`, with other frameworks.
+    """
+
+    name: str
+    network: Bytewise
+    repeats: int
+    peer_repeats: int
+    splits: tuple[str, ...] = tuple(SPLITS)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneGpu:
+    """A network on one GPU in bfloat16; how deep it may be, at most `deepest`, with each remat."""
+
+    network: Bytewise
+    units: int
+    repeats: int
+    deepest: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """Everything that `--quick` makes smaller."""
@@ -130,6 +176,8 @@ class Sizes:
     members: tuple[MembersCase, ...]
     limits: Limits
     """Of the first case of `members`."""
+    divided: tuple[DividedCase, ...]
+    one_gpu: OneGpu
 
 
 _MLP = Mlp((8, 1800, 1800, 1800, 16))
@@ -186,6 +234,11 @@ FULL = Sizes(
         halving_steps=20,
         halving_repeats=15,
     ),
+    divided=(
+        DividedCase("0.9M parameters", Bytewise(128, 4, 8, 128, batch=16), 21, 5),
+        DividedCase("4.9M parameters", Bytewise(256, 6, 8, 128, batch=16), 11, 3),
+    ),
+    one_gpu=OneGpu(Bytewise(1024, 12, 16, 512, batch=32), units=5, repeats=15, deepest=4096),
 )
 
 _TINY = Transformer(layers=2, width=32, heads=2, vocabulary=32, length=8)
@@ -238,4 +291,14 @@ QUICK = Sizes(
         halving_steps=5,
         halving_repeats=3,
     ),
+    divided=(
+        DividedCase(
+            "tiny",
+            Bytewise(32, 2, 8, 16, batch=8),
+            repeats=3,
+            peer_repeats=2,
+            splits=("data=8, zero=3", "tensor=8, by token between layers"),
+        ),
+    ),
+    one_gpu=OneGpu(Bytewise(64, 2, 4, 32, batch=8), units=2, repeats=3, deepest=8),
 )

@@ -125,3 +125,138 @@ def worst(a, b):
 def same_bits(a, b):
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs)
+
+
+# --- Networks to split ----------------------------------------------------------------------------
+
+WIDTH, HEADS, DEPTH, TOKENS, WORDS = 12, 6, 2, 6, 12
+
+
+def text(count, seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        "words": rng.integers(0, WORDS, (count, TOKENS)).astype(np.int32),
+        "next": rng.integers(0, WORDS, (count, TOKENS)).astype(np.int32),
+    }
+
+
+def transformer_init(key, dtype=jnp.float32):
+    keys = iter(jax.random.split(key, 7))
+
+    def normal(*shape):
+        return jax.random.normal(next(keys), shape, dtype) * 0.4
+
+    return {
+        "embedding": normal(WORDS, WIDTH),
+        "blocks": {
+            "norm": jnp.ones((DEPTH, WIDTH), dtype),
+            "qkv": normal(DEPTH, WIDTH, 3, HEADS, WIDTH // HEADS),
+            "attention_out": normal(DEPTH, HEADS, WIDTH // HEADS, WIDTH),
+            "hidden": normal(DEPTH, WIDTH, 4 * WIDTH),
+            "bias": jnp.zeros((DEPTH, 4 * WIDTH), dtype),
+            "out": normal(DEPTH, 4 * WIDTH, WIDTH),
+        },
+        "head": normal(WIDTH, WORDS),
+    }
+
+
+def transformer_logits(params, words, key=None):
+    def normalised(x, gain):
+        return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * gain
+
+    def dropped(x, key):
+        if key is None:
+            return x
+        return jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x / 0.9, 0)
+
+    def block(x, scanned):
+        layer, key = scanned
+        q, k, v = jnp.einsum("td,dchk->cthk", normalised(x, layer["norm"]), layer["qkv"])
+        scores = jnp.einsum("thk,shk->hts", q, k)
+        seen = jnp.tril(jnp.ones(scores.shape[1:], bool))
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
+        mixed = jnp.einsum("hts,shk,hkd->td", weights, v, layer["attention_out"])
+        x = px.name(x + dropped(mixed, key), "residual")
+        hidden = jax.nn.gelu(x @ layer["hidden"] + layer["bias"])
+        return px.name(x + hidden @ layer["out"], "residual"), None
+
+    x = px.name(params["embedding"][words], "residual")
+    keys = None if key is None else jax.random.split(key, DEPTH)
+    x, _ = jax.lax.scan(block, x, (params["blocks"], keys))
+    return x @ params["head"]
+
+
+def transformer_task(dtype=jnp.float32):
+    def loss(params, example, key=None):
+        logits = transformer_logits(params, example["words"], key)
+        entropy = optax.softmax_cross_entropy_with_integer_labels(logits, example["next"])
+        return entropy.mean(), {"worst": entropy.max()}
+
+    return px.Task(
+        init=lambda key: transformer_init(key, dtype),
+        loss=px.per_example(loss),
+        predict=lambda params, batch: jax.vmap(lambda w: transformer_logits(params, w))(
+            batch["words"]
+        ),
+        evaluate=lambda params, batch: jax.vmap(lambda example: loss(params, example))(batch),
+        weight=lambda batch: 1 + (batch["words"][:, 0] % 3).astype(dtype),
+    )
+
+
+def megatron(sequence=False):
+    return px.megatron(
+        column={
+            "*/qkv": (..., "tensor", None),
+            "*/hidden": (..., "tensor"),
+            "*/bias": (..., "tensor"),
+        },
+        row={"*/attention_out": (..., "tensor", None, None), "*/out": (..., "tensor", None)},
+        head=["head"],
+        sequence=["residual"] if sequence else [],
+    )
+
+
+def images(count, dtype=np.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        "x": rng.normal(size=(count, 6, 6, 3)).astype(dtype),
+        "y": rng.integers(0, CLASSES, count).astype(np.int32),
+    }
+
+
+def convolutional_task(dtype=jnp.float32, channels=12):
+    """A small residual convolutional network with dropout."""
+
+    def make(key):
+        keys = jax.random.split(key, 4)
+        normal = lambda key, *shape: jax.random.normal(key, shape, dtype) * 0.3  # noqa: E731
+        return {
+            "stem": normal(keys[0], 3, 3, 3, channels),
+            "first": normal(keys[1], 3, 3, channels, channels),
+            "second": normal(keys[2], 3, 3, channels, channels),
+            "head": normal(keys[3], channels, CLASSES),
+        }
+
+    def conv(x, kernel, stride=1):
+        return jax.lax.conv_general_dilated(
+            x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    def loss(params, batch, keys=None):
+        x = jax.nn.relu(conv(batch["x"], params["stem"]))
+        inner = jax.nn.relu(conv(x, params["first"]))
+        if keys is not None:
+            kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.9, inner.shape[1:]))(keys)
+            inner = jnp.where(kept, inner / 0.9, 0)
+        x = jax.nn.relu(x + conv(inner, params["second"]))
+        pooled = jax.lax.reduce_window(
+            x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"
+        )
+        logits = pooled.mean((1, 2)) @ params["head"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+
+    return px.Task(init=make, loss=loss, evaluate=loss)
+
+
+CHANNELS = {"first": (..., "tensor"), "second": (None, None, "tensor", None), "stem": (None,)}
+"""The two convolutions of a residual block, split as a perceptron is: outputs, then inputs."""

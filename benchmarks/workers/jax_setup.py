@@ -5,8 +5,8 @@ from typing import TypeVar
 
 import jax
 
-import plurax as px
 from benchmarks.workers.serve import Side, SkippedError
+from plurax.mesh import cpu_devices
 
 State = TypeVar("State")
 
@@ -16,7 +16,7 @@ def need_devices(count: int) -> None:
 
     Raises `SkippedError`.
     """
-    px.virtual_devices(count)
+    cpu_devices(count)
     if len(jax.devices()) < count:
         have, kind = len(jax.devices()), jax.devices()[0].device_kind
         raise SkippedError(f"needs {count} devices, and this machine has {have} ({kind})")

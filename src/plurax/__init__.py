@@ -30,6 +30,7 @@ from plurax.errors import PlanError as PlanError
 from plurax.errors import PluraxError as PluraxError
 from plurax.errors import TaskError as TaskError
 from plurax.execute.compile import compile as compile
+from plurax.execute.divided import ShardingWarning as ShardingWarning
 from plurax.execute.members import Reading as Reading
 from plurax.execute.members_program import MembersProgram as MembersProgram
 from plurax.execute.program import Program as Program
@@ -63,8 +64,8 @@ from plurax.task import Task as Task
 from plurax.task import per_example as per_example
 from plurax.train import Fit as Fit
 from plurax.train import fit as fit
-from plurax.verify import Difference as Difference
-from plurax.verify import Verification as Verification
-from plurax.verify import verify as verify
+from plurax.verification import Difference as Difference
+from plurax.verification import Verification as Verification
+from plurax.verification import verify as verify
 
 __version__ = "0.1.0"

@@ -9,7 +9,10 @@ from typing import Any
 
 from plurax import errors
 from plurax.mesh import cpu_devices, virtual_devices
-from plurax.plan import MESH_AXES
+from plurax.plan import MESH_AXES, Plan
+
+REHEARSED = 64
+"""The most virtual devices that a rehearsal takes by itself."""
 
 
 def own_arguments(function: Callable[..., Any]) -> type:
@@ -35,18 +38,19 @@ def only_own(arguments: list[str]) -> list[str]:
     return kept
 
 
-def start_devices(arguments: list[str]) -> None:
+def start_devices(arguments: list[str], *, rehearsal: bool = False) -> None:
     """Obey `--devices` before anything else uses JAX.
 
     Without it, a plan on the command line that needs no more devices than there are cores gets as
-    many CPU devices, in case there is nothing else.
+    many CPU devices, in case there is nothing else; for a `rehearsal`, in which nothing is trained
+    for its result, as many as it needs.
     """
     chosen = value(arguments, "--devices")
     cores = len(os.sched_getaffinity(0))
     if chosen is None:
         sizes = [value(arguments, f"--plan.{axis}") or "1" for axis in MESH_AXES]
         wanted = math.prod(int(size) for size in sizes if size.isdecimal())
-        if 1 < wanted <= cores:
+        if 1 < wanted <= (max(cores, REHEARSED) if rehearsal else cores):
             cpu_devices(wanted)
         return
     count = cores if chosen == "cores" else chosen
@@ -55,6 +59,14 @@ def start_devices(arguments: list[str]) -> None:
     except ValueError:
         raise errors.devices_not_understood(chosen) from None
     virtual_devices(count)
+
+
+def with_room(plan: Plan, arguments: list[str], available: int) -> Plan:
+    """The file's own `data` gives way to the axes that the command line names."""
+    named = [axis for axis in MESH_AXES if value(arguments, f"--plan.{axis}") is not None]
+    if not named or "data" in named or plan.devices <= available:
+        return plan
+    return dataclasses.replace(plan, data=max(1, available // (plan.devices // plan.data)))
 
 
 def value(arguments: list[str], name: str) -> str | None:

@@ -4,31 +4,38 @@ import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
+import jax
 import numpy as np
 import tyro
 from rich.console import Console
 
 from plurax import __version__, errors, experiment, tree
-from plurax.arguments import only_own, own_arguments, start_devices
+from plurax.arguments import only_own, own_arguments, start_devices, with_room
 from plurax.checkpoint import Checkpoints
-from plurax.data import Ragged, as_data
+from plurax.data import as_data
 from plurax.ensemble.join import AnyProgram, make_program, read_by, restore
 from plurax.execute.choose import FIRST_CHUNK
+from plurax.execute.placement import chunks, leading_dim
+from plurax.execute.program import Program
 from plurax.log import read_rows
 from plurax.members import Members
-from plurax.plan import Plan
+from plurax.options import Common, Population, Predict, Show, Train, Verify
 from plurax.report.curves import draw_curves
+from plurax.report.shards import compared_table, draw_plan, shards_table
 from plurax.report.tables import plan_report
-from plurax.resample import Everything, Resample, bootstrap, kfold
+from plurax.resample import Everything
+from plurax.task import Task
 from plurax.train import fit
+from plurax.verification import verify
 
 HELP = f"""plurax {__version__}: train neural networks in parallel on JAX
 
   plurax train FILE      train the experiment that FILE defines
   plurax predict FILE    run its trained network over inputs of any number
   plurax plan FILE       show what a plan does on a machine, before anything runs
+  plurax verify FILE     check that a plan computes what one device computes
 
 FILE is a Python file that defines experiment(), which returns plurax.Experiment(...).
 Plan, epochs, batch size, seed and more can be overridden:
@@ -38,99 +45,8 @@ Plan, epochs, batch size, seed and more can be overridden:
 plurax COMMAND FILE --help lists all options with the file's own defaults.
 """
 
-Devices = Annotated[
-    str | None,
-    tyro.conf.arg(
-        metavar="N|cores",
-        help="Use N virtual CPU devices, or one per core, whatever hardware there is.",
-    ),
-]
 
-
-@dataclasses.dataclass(frozen=True)
-class Population:
-    """Many networks in one program; the other fields of the file's members stay."""
-
-    seeds: int | None
-    """How many members, with the seeds 0, 1, 2, ...; None: as in the file."""
-    resample: Literal["file", "none", "bootstrap", "kfold"] = "file"
-    """What each member trains on: as in the file, all rows, a bootstrap sample, all but a fold."""
-    folds: int = 5
-    """Of kfold."""
-
-    def chosen(self, members: Members | None) -> Members | None:
-        """The file's members with what was said on the command line; None for one network."""
-        if self.seeds is None and self.resample == "file":
-            return members
-        members = members or Members(self.seeds)
-        resample: dict[str, Callable[[], Resample]] = {
-            "file": lambda: members.resample,
-            "none": Everything,
-            "bootstrap": bootstrap,
-            "kfold": lambda: kfold(self.folds),
-        }
-        seeds = members.seeds if self.seeds is None else self.seeds
-        return dataclasses.replace(members, seeds=seeds, resample=resample[self.resample]())
-
-
-@dataclasses.dataclass(frozen=True)
-class Common:
-    """Options of every command."""
-
-    plan: Plan
-    """How training is spread over devices."""
-    plan_file: Path | None
-    """Read the plan from this TOML file instead."""
-    devices: Devices
-    members: Population
-    """Many networks in one program."""
-    batch_size: int | None
-    """Examples of a step."""
-
-    def chosen_plan(self) -> Plan:
-        """The plan from the file, if one was named, else from the options."""
-        return Plan.load(self.plan_file) if self.plan_file else self.plan
-
-
-@dataclasses.dataclass(frozen=True)
-class Train(Common):
-    """Train the experiment, with checkpoints, metrics and curves in the output directory."""
-
-    epochs: int
-    """Passes over the data."""
-    seed: int
-    """Of initialisation, dropout and order."""
-    ragged: Ragged
-    """What to do with a smaller last batch."""
-    report_every: int
-    """Epochs between rows of history, evaluations and checkpoints."""
-    checkpoint_every: int | None
-    """Steps between checkpoints, besides those."""
-    output: Path
-    """Where checkpoints, metrics, curves and the plan go."""
-    resume: bool = False
-    """Go on from the newest checkpoint in the output directory."""
-    progress: bool = True
-    """Show progress."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Predict(Common):
-    """Run the trained network over inputs from a file, whatever their number."""
-
-    output: Path
-    """The directory a training run wrote."""
-    inputs: Path
-    """A .npy file (one array), or .npz (a dict of arrays), with the inputs in the leading dim."""
-    predictions: Path = Path("predictions.npy")
-    """Where the outputs go: .npy for one array, .npz for a dict of arrays."""
-    chunk: int | None = None
-    """Inputs at a time; default the batch size."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Show(Common):
-    """Show a plan on a machine: mesh, memory per device, communication of the compiled step."""
+TABLE_WIDTH = 100
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -140,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "train": _train,
         "predict": _predict,
         "plan": _plan,
+        "verify": _verify,
     }
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(HELP, end="")
@@ -216,18 +133,53 @@ def _predict(arguments: list[str]) -> int:
 def _plan(arguments: list[str]) -> int:
     made, options, _ = _parse(arguments, "plan", _show_options)
     program = _program(made, options)
-    params = program.state_shapes.params
-    report = plan_report(
-        options.chosen_plan(),
-        program.batch_size,
-        [str(device) for device in program.mesh.devices.flat],
-        tree.parameter_count(params),
-        tree.byte_count(params),
-        program.memory(),
-        program.collectives(),
+    params = program.kept_shapes.params
+    memory, found = program.memory(), program.collectives()
+    console = Console(highlight=False, soft_wrap=True)
+    # A table that is cut says nothing; a line that is too long still does.
+    console.width = max(console.width, TABLE_WIDTH)
+    plan = options.chosen_plan()
+    planned = program.planned_collectives() if isinstance(program, Program) else []
+    console.print(
+        plan_report(
+            plan,
+            program.batch_size,
+            [str(device) for device in program.mesh.devices.flat],
+            tree.parameter_count(params),
+            tree.byte_count(params),
+            memory,
+            compared_table(planned, found) if planned else None,
+            found,
+        )
     )
-    Console(highlight=False, soft_wrap=True).print(report)
+    if isinstance(program, Program):
+        if planned:
+            console.print("", shards_table(program.shardings))
+        if options.save is not None:
+            title = f"{Path(arguments[0]).stem}, {plan.sizes_text()}"
+            draw_plan(title, program.shardings, memory, found, options.save)
+            console.print(f"wrote {options.save}", markup=False)
     return 0
+
+
+def _verify(arguments: list[str]) -> int:
+    made, options, _ = _parse(arguments, "verify", _verify_options)
+    if options.members.chosen(made.members) is not None or not isinstance(made.task, Task):
+        raise errors.verify_one_network()
+    _, like = as_data(
+        made.data,
+        batch_size=options.batch_size,
+        seed=made.seed,
+        shuffle=made.shuffle,
+        ragged=made.ragged,
+    )
+    batch = next(chunks(made.data, leading_dim(like)))
+    result = verify(
+        made.task, made.optimizer, options.chosen_plan(), batch,
+        steps=options.steps, seed=options.seed,
+    )  # fmt: skip
+    Console(highlight=False, soft_wrap=True).print(str(result), markup=False)
+    return 0 if result.ok else 1
 
 
 # --- Options, with the experiment's own values as defaults ------------------------------------
@@ -251,6 +203,10 @@ def _predict_options(file: Path, made: experiment.Experiment) -> Predict:
 
 def _show_options(_file: Path, made: experiment.Experiment) -> Show:
     return Show(**_common(made))
+
+
+def _verify_options(_file: Path, made: experiment.Experiment) -> Verify:
+    return Verify(**_common(made))
 
 
 def _common(made: experiment.Experiment) -> dict[str, Any]:
@@ -277,7 +233,7 @@ def _parse(
     if not arguments or arguments[0].startswith("-"):
         raise errors.no_experiment_file(command, asked_help=bool({"-h", "--help"} & {*arguments}))
     file, rest = Path(arguments[0]), arguments[1:]
-    start_devices(rest)
+    start_devices(rest, rehearsal=command in ("plan", "verify"))
     function, report = experiment.load(file)
     own = own_arguments(function)
     wrapped = dataclasses.make_dataclass("Own", [("experiment", own)], frozen=True)
@@ -297,7 +253,8 @@ def _parse(
         args=rest,
         default=with_own(**values, experiment=chosen.experiment),
     )
-    return made, options, report
+    plan = with_room(options.plan, rest, len(jax.devices()))
+    return made, dataclasses.replace(options, plan=plan), report
 
 
 def _seeds(members: Members) -> int | None:

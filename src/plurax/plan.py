@@ -139,6 +139,11 @@ data=1 means 'not used'.
         )
         return f"Plan({', '.join(changed)})"
 
+    def sizes_text(self) -> str:
+        """What differs from the default, the sharding rules left out, in a few words."""
+        short = dataclasses.replace(self, shardings=())
+        return repr(short).removeprefix("Plan(").removesuffix(")") or "one device"
+
     def explain(self, batch_size: int | None = None) -> str:
         """What the plan does, in words; with `batch_size` also how many examples go where.
 
@@ -151,11 +156,12 @@ data=1 means 'not used'.
           batch of 10: 2 devices × 3 microbatches × 2 examples, 2 of 12 places filled up.
         """
         count = self.devices
-        lines = [f"{self!r}: {count} device{'s' if count > 1 else ''}"]
+        short = f"Plan({self.sizes_text()})" if self.shardings else repr(self)
+        lines = [f"{short}: {count} device{'s' if count > 1 else ''}"]
         if self.data > 1:
             lines.append(
-                f"  data={self.data}: the batch is split over {self.data} devices; "
-                "parameters are whole on each."
+                f"  data={self.data}: the batch is split over {self.data} devices"
+                + ("." if self.zero == 3 or self.tensor > 1 else "; parameters are whole on each.")
             )
         else:
             lines.append("  data=1: the whole batch goes to one device.")
@@ -168,7 +174,7 @@ data=1 means 'not used'.
         if self.tensor > 1:
             lines.append(
                 f"  tensor={self.tensor}: tensors and operators are split over {self.tensor} "
-                f"devices, by {len(self.shardings)} rules and the marks in the model."
+                f"devices,\n    by {len(self.shardings)} rules and the marks in the model."
             )
         if self.zero:
             lines.append(f"  zero={self.zero}: {_ZERO[self.zero]}")
@@ -281,8 +287,8 @@ def _rules(given: Any) -> Shardings:
             if entry is ... and place == 0:
                 continue
             for name in names:
-                if name is not None and name not in MESH_AXES:
-                    raise errors.plan_rule_unknown_axis(pattern, entries, name, MESH_AXES)
+                if name not in (None, "tensor"):
+                    raise errors.plan_rule_unknown_axis(pattern, entries, name)
         rules.append((str(pattern), entries))
     return tuple(rules)
 

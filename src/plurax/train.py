@@ -20,7 +20,6 @@ from plurax.ensemble.join import (
     AnyProgram,
     chosen_before,
     described,
-    kept,
     make_program,
     read_by,
     restore,
@@ -174,13 +173,13 @@ def fit(
                 tally = _new_tally(program)
             if checkpoints is not None and save:
                 meta = {"position": steps.position.to_json(), "tally": tally.to_json()}
-                checkpoints.save(kept(program, state), {**run, **meta, **described(program)})
+                checkpoints.save(program.kept(state), {**run, **meta, **described(program)})
             if stop.name:
                 bar.note(_stopped(stop.name, steps.step, output))
                 break
         if checkpoints:
             checkpoints.wait()
-    return Fit(kept(program, state), program, history, stop.name)
+    return Fit(program.kept(state), program, history, stop.name)
 
 
 # --- What fit keeps beside the loop -----------------------------------------------------------

@@ -267,3 +267,58 @@ def test_a_plan_on_the_command_line_gets_its_cpu_devices():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     cores = len(__import__("os").sched_getaffinity(0))
     assert int(done.stdout) == (2 if cores >= 2 else 1)
+
+
+SPLIT = """
+import jax, jax.numpy as jnp, numpy as np, optax, plurax as px
+
+
+def experiment():
+    def init(key):
+        first, second = jax.random.split(key)
+        return {"in": jax.random.normal(first, (4, 8)), "out": jax.random.normal(second, (8, 3))}
+
+    def loss(params, batch, keys):
+        return jnp.sum((jnp.tanh(batch["x"] @ params["in"]) @ params["out"]) ** 2, axis=1)
+
+    rules = px.megatron(column=["in"], row=["out"])
+    return px.Experiment(
+        task=px.Task(init=init, loss=loss), optimizer=optax.adam(1e-2), batch_size=8,
+        data={"x": np.ones((20, 4), np.float32)},
+        plan=px.Plan(data=jax.device_count(), shardings=rules),
+    )
+"""
+
+
+def test_plan_shows_shards_and_what_was_planned(workplace, capsys):
+    Path("split.py").write_text(SPLIT)
+    code, out, _ = run(
+        capsys, "plan", "split.py", "--plan.tensor", "2", "--plan.zero", "1", "--save", "plan.png"
+    )
+    assert code == 0
+    assert "Plan(data=4, tensor=2, zero=1): 8 devices" in out  # the file's data=8 gave way
+    assert "planned" in out
+    assert "compiled" in out
+    assert "in        │ 4×8   │ 1: tensor  │ 4×4" in out
+    assert Path("plan.png").stat().st_size > 10_000
+
+
+def test_verify(workplace, capsys):
+    Path("split.py").write_text(SPLIT)
+    code, out, _ = run(capsys, "verify", "split.py", "--plan.tensor", "4", "--steps", "1")
+    assert code == 0
+    assert "computes what one device computes" in out
+    wrong = SPLIT.replace(
+        'jnp.tanh(batch["x"] @ params["in"]) @ params["out"]',
+        "jax.shard_map(lambda x, a, b: jnp.tanh(x @ a) @ b, in_specs=(jax.P(), jax.P(None, "
+        '"tensor"), jax.P("tensor", None)), out_specs=jax.P(), axis_names={"tensor"}, '
+        'check_vma=False)(batch["x"], params["in"], params["out"])',
+    )
+    Path("wrong.py").write_text(wrong)
+    code, out, _ = run(capsys, "verify", "wrong.py", "--plan.tensor", "4", "--steps", "1")
+    assert code == 1
+    assert "The first tensor that differs is loss" in out
+    Path("many.py").write_text(POPULATION)
+    code, _, err = run(capsys, "verify", "many.py")
+    assert code == 2
+    assert "compares one network under a plan" in err

@@ -80,11 +80,6 @@ def chosen_before(plan: Plan, output: str | Path | None) -> Plan:
     )
 
 
-def kept(program: AnyProgram, state: TrainState) -> TrainState:
-    """The state without members that only fill up the devices."""
-    return program.kept(state) if isinstance(program, MembersProgram) else state
-
-
 def described(program: AnyProgram) -> dict[str, Any]:
     """What a checkpoint says of its members."""
     if not isinstance(program, MembersProgram):
@@ -98,7 +93,8 @@ def restore(
 ) -> tuple[TrainState, dict[str, Any]] | None:
     """The newest state, for this program; members it does not hold catch up first on `source`."""
     if not isinstance(program, MembersProgram):
-        return checkpoints.restore(program.state_shapes)
+        restored = checkpoints.restore(program.kept_shapes)
+        return None if restored is None else (program.place(restored[0]), restored[1])
     meta = checkpoints.newest_meta()
     if meta is None:
         return None
@@ -108,7 +104,7 @@ def restore(
     same = before["resample"] == now["resample"] and before["table"] == now["table"][:count]
     if not same or not count or (source is None and count < program.count):
         raise errors.members_not_grown(count, program.count)
-    whole = program.state_shapes
+    whole = program.kept_shapes
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=_first(program)),
         whole,

@@ -5,6 +5,14 @@ from collections.abc import Iterable
 from plurax.errors.kinds import BatchError, ExperimentError, PlanError
 
 
+def verify_one_network() -> ExperimentError:
+    return ExperimentError(
+        "plurax verify compares one network under a plan with the same on one device, and this "
+        "experiment has members, or a task that is a function of hyperparameters. Members are "
+        "trained as one network alone is; verify the task of one of them."
+    )
+
+
 def experiment_missing_file(path: str) -> ExperimentError:
     return ExperimentError(f"{path}: no such file; give a Python file that defines experiment().")
 

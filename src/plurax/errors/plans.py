@@ -32,12 +32,11 @@ def plan_rule_not_a_spec(pattern: str, entries: object) -> PlanError:
     )
 
 
-def plan_rule_unknown_axis(
-    pattern: str, entries: tuple[object, ...], name: object, axes: Iterable[str]
-) -> PlanError:
+def plan_rule_unknown_axis(pattern: str, entries: tuple[object, ...], name: object) -> PlanError:
     return PlanError(
-        f"Plan(shardings={{{pattern!r}: {entries!r}}}): {name!r} is not a mesh axis; the axes are "
-        f"{', '.join(axes)}, None leaves a dim whole, and ... may stand first."
+        f"Plan(shardings={{{pattern!r}: {entries!r}}}): rules split dims over 'tensor', and "
+        f"{name!r} is not that; None leaves a dim whole, and ... may stand first. Over `data` "
+        "parameters are split by zero=3."
     )
 
 

@@ -12,7 +12,8 @@ Everything here runs inside `jax.shard_map`, on the shards of one device.
 """
 
 import copy
-import dataclasses
+import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,8 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.extend.core import Literal
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from plurax import errors, tree
@@ -29,73 +29,26 @@ from plurax.execute.evaluate import device_evaluation
 from plurax.execute.gradient import Totals, evaluation, gradient
 from plurax.execute.predict import device_predict
 from plurax.execute.rows import Rows
+from plurax.execute.state_shardings import StateShardings, stacks
 from plurax.execute.states import new_state
 from plurax.execute.step import Step, make_step, whole_update
 from plurax.execute.totals import BatchTotals, device_totals
 from plurax.mesh import within
 from plurax.plan import Plan
-from plurax.primitives import INLINED, inner_jaxprs, scan_sizes
+from plurax.primitives import inner_jaxprs
 from plurax.sharding.axes import Axes
 from plurax.sharding.divide import Divider, Record, divide
 from plurax.sharding.marks import Named, Split, Tag
 from plurax.sharding.reshard import resharding
-from plurax.sharding.rules import (
-    Rules,
-    filled_shape,
-    is_sharding,
-    like_parameters,
-    parameter_shardings,
-    zero_sharding,
-)
-from plurax.sharding.sharding import AxisSizes, Sharding
+from plurax.sharding.rules import Rules, is_sharding
+from plurax.sharding.sharding import Sharding
 from plurax.sharding.values import Value, is_value
 from plurax.state import TrainState
 from plurax.task import Task
 
 
-@dataclasses.dataclass(frozen=True)
-class Parameter:
-    """How a parameter lies on the devices.
-
-    **Fields:** `path`; `shape` and `dtype` of the whole; `sharding`, and `shard`, the shape of what
-    one device has; `optimizer`, how what the optimizer keeps for it lies; `bytes` and
-    `optimizer_bytes` of one such tensor on one device; `note`, where it does not lie as its rule
-    says, and why.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    sharding: Sharding
-    shard: tuple[int, ...]
-    optimizer: Sharding
-    bytes: int
-    optimizer_bytes: int
-    note: str = ""
-
-    @classmethod
-    def of(
-        cls, path: str, leaf: Any, lies: Sharding, kept: Sharding, axes: AxisSizes, note: str = ""
-    ) -> "Parameter":
-        """From a leaf and its shardings."""
-        size = leaf.dtype.itemsize
-        return cls(
-            path=path,
-            shape=tuple(leaf.shape),
-            dtype=str(leaf.dtype),
-            sharding=lies,
-            shard=lies.shard_shape(leaf.shape, axes),
-            optimizer=kept,
-            bytes=lies.shard_bytes(leaf.shape, size, axes),
-            optimizer_bytes=kept.shard_bytes(leaf.shape, size, axes),
-            note=note,
-        )
-
-    @classmethod
-    def whole(cls, path: str, leaf: Any) -> "Parameter":
-        """A parameter that every device has whole."""
-        lies = Sharding.whole(len(leaf.shape))
-        return cls.of(path, leaf, lies, lies, {})
+class ShardingWarning(UserWarning):
+    """A tensor does not lie as its rule says, because a dim does not divide."""
 
 
 class Divided:
@@ -104,9 +57,8 @@ class Divided:
     **Arguments:** `task`, `optimizer` and `plan`; `mesh`; `rows`, the rows of one microbatch of one
     device, as `jax.ShapeDtypeStruct`s.
 
-    **Attributes:** `lies`, a `TrainState` of `Sharding`s; `like`, of `jax.ShapeDtypeStruct`s of
-    whole tensors; `notes`, what does not lie as its rule says, and why; `records`, the collectives
-    of a step by its parts, once it has been traced.
+    **Attributes:** `state`, its `StateShardings`; `axes`, over which it is divided; `records`, the
+    collectives of a step by its parts, once it has been traced.
     """
 
     def __init__(
@@ -125,71 +77,24 @@ class Divided:
         sizes = {axis: mesh.shape[axis] for axis in ("data", "tensor") if mesh.shape[axis] > 1}
         self._mesh: Mesh | None = mesh
         self._data = mesh.shape["data"]
-        self._rules = Rules(plan.shardings, {a: n for a, n in sizes.items() if a == "tensor"})
-        self.like: TrainState = jax.eval_shape(
-            lambda: new_state(task, optimizer, jax.random.key(0))
-        )
-        params = self.like.params
-        given = parameter_shardings(self._rules, params)
-        jaxpr = self._loss_jaxpr(rows)
-        stacks = jax.tree.unflatten(jax.tree.structure(params), _stacks(jaxpr, params))
-        split = given
-        if plan.zero:
-            split = jax.tree.map(
-                lambda leaf, lies, stacked: zero_sharding(leaf.shape, lies, plan, stacked=stacked),
-                params,
-                given,
-                stacks,
-            )
-        whole = jax.tree.map(lambda leaf: Sharding.whole(len(leaf.shape)), self.like)
-        self.shards = split
-        self.lies = TrainState(
-            step=whole.step,
-            params=split if plan.zero == 3 else given,
-            opt_state=like_parameters(self.like.opt_state, params, split),
-            model_state=whole.model_state,
-            key=whole.key,
-            skipped=whole.skipped,
-        )
+        rules = Rules(plan.shardings, {a: n for a, n in sizes.items() if a == "tensor"})
+        fresh = functools.partial(new_state, task, optimizer)
+        like: TrainState = jax.eval_shape(lambda: fresh(jax.random.key(0)))
+        jaxpr = self._loss_jaxpr(like.params, rows)
+        self._rules = rules
+        self.state = StateShardings(like, plan, rules, sizes, stacks(jaxpr, like.params))
         tags = set(_tags(jaxpr))
         names = sorted({tag.name for tag in tags if isinstance(tag, Named)})
-        self._rules.check_used(list(tree.named_leaves(params)), names)
+        self._rules.check_used(list(tree.named_leaves(like.params)), names)
         self.axes = Axes(sizes, _parts(tags, sizes.get("tensor", 1)))
         self.records: dict[str, list[Record]] = {}
+        self._said: set[str] = set()
 
-    def _loss_jaxpr(self, rows: PyTree) -> Any:
+    def _loss_jaxpr(self, params: PyTree, rows: PyTree) -> Any:
         size = jax.tree.leaves(rows)[0].shape[0]
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), size))
         loss = within(self._mesh, self.task.loss) if self._mesh else self.task.loss
-        return jax.make_jaxpr(loss)(self.like.params, rows, keys).jaxpr
-
-    @property
-    def notes(self) -> dict[str, str]:
-        """For each tensor that does not lie as its rule says, why and how it lies."""
-        filled = {}
-        for path, leaf, lies in self._pairs(self.like.params, self.shards):
-            for dim in lies.uneven(leaf.shape, self.axes.mesh):
-                n = filled_shape(leaf.shape, lies, self.axes.mesh)[dim]
-                filled[path] = f"dim {dim} is filled up from {leaf.shape[dim]} to {n}"
-        return {**self._rules.notes, **filled}
-
-    def parameters(self) -> list[Parameter]:
-        """How each parameter lies."""
-        notes = self.notes
-        kept = jax.tree.leaves(self.shards, is_leaf=is_sharding)
-        pairs = zip(self._pairs(self.like.params, self.lies.params), kept, strict=True)
-        return [
-            Parameter.of(path, leaf, lies, one, self.axes.mesh, notes.get(path, ""))
-            for (path, leaf, lies), one in pairs
-        ]
-
-    @staticmethod
-    def _pairs(like: PyTree, lies: PyTree) -> Iterator[tuple[str, Any, Sharding]]:
-        leaves = tree.named_leaves(like)
-        for (path, leaf), one in zip(
-            leaves.items(), jax.tree.leaves(lies, is_leaf=is_sharding), strict=True
-        ):
-            yield path, leaf, one
+        return jax.make_jaxpr(loss)(params, rows, keys).jaxpr
 
     def of(self, task: Task, optimizer: optax.GradientTransformation) -> "Divided":
         """The same for another member of a population, whose values may be traced ones."""
@@ -199,43 +104,6 @@ class Divided:
         other._mesh = None
         return other
 
-    # --- How the state lies -------------------------------------------------------------------
-
-    @property
-    def specs(self) -> TrainState:
-        """The state's `PartitionSpec`s."""
-        return jax.tree.map(lambda lies: lies.spec, self.lies, is_leaf=is_sharding)
-
-    def placed_like(self, mesh: Mesh) -> TrainState:
-        """The state as `jax.ShapeDtypeStruct`s on a mesh, filled up where shards do not divide."""
-
-        def place(leaf: Any, lies: Sharding) -> jax.ShapeDtypeStruct:
-            shape = filled_shape(leaf.shape, lies, self.axes.mesh)
-            where = NamedSharding(mesh, lies.spec)
-            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where)
-
-        return jax.tree.map(place, self.like, self.lies)
-
-    def filled(self, state: TrainState) -> TrainState:
-        """A state of whole tensors, filled up with zeros where shards do not divide."""
-
-        def fill(leaf: Array, lies: Sharding) -> Array:
-            shape = filled_shape(leaf.shape, lies, self.axes.mesh)
-            if shape == leaf.shape:
-                return leaf
-            edges = [(0, new - old, 0) for new, old in zip(shape, leaf.shape, strict=True)]
-            return lax.pad(leaf, jnp.zeros((), leaf.dtype), edges)
-
-        return jax.tree.map(fill, state, self.lies)
-
-    def cut(self, state: TrainState) -> TrainState:
-        """A state without what was filled up."""
-
-        def crop(leaf: Array, like: Any) -> Array:
-            return leaf if leaf.shape == like.shape else leaf[tuple(map(slice, like.shape))]
-
-        return jax.tree.map(crop, state, self.like)
-
     def own(self, state: TrainState) -> TrainState:
         """This device's shards of a state that it has whole."""
 
@@ -244,7 +112,7 @@ class Divided:
             whole = Value(array, array.shape, Sharding.whole(array.ndim))
             return self._divider().move(whole, target).array
 
-        return jax.tree.map(cut, state, self.lies)
+        return jax.tree.map(cut, state, self.state.lies)
 
     # --- What a device does -------------------------------------------------------------------
 
@@ -272,7 +140,7 @@ class Divided:
             def wanted(shapes: tuple[Totals, PyTree]) -> tuple[Totals, PyTree]:
                 none = jax.tree.map(lambda _: None, shapes)
                 totals: Totals = none[0]
-                goals = self.shards if self.plan.zero >= 2 else self.lies.params
+                goals = self.state.shards if self.plan.zero >= 2 else self.state.lies.params
                 return totals._replace(grads=self._expanded(goals)), none[1]
 
             args = (self._parameters(params), _whole(model_state), _varying(rows))
@@ -289,7 +157,7 @@ class Divided:
         divider = self._divider()
         (kind,) = kinds
         whole = jax.tree.map(lambda _: Sharding(()), totals._replace(grads=()))
-        targets = whole._replace(grads=self._expanded(self.shards))
+        targets = whole._replace(grads=self._expanded(self.state.shards))
         leaves, structure = jax.tree.flatten(totals)
         results: list[Any] = [None] * len(leaves)
         together: dict[tuple[str, ...], list[int]] = {}
@@ -318,14 +186,24 @@ class Divided:
             if isinstance(results[place], Value):
                 results[place] = divider.move(results[place], target).array
         self.records["reduction"] = divider.records
+        self._warn()
         return jax.tree.unflatten(structure, results)
+
+    def _warn(self) -> None:
+        """Say once what does not lie as its rule says; activations are known only now."""
+        new = {name: note for name, note in self._rules.notes.items() if name not in self._said}
+        self._said.update(new)
+        if new:
+            lines = "".join(f"\n  {name}: {note}" for name, note in new.items())
+            warnings.warn(f"some tensors are not split as the rules say:{lines}", ShardingWarning,
+                          stacklevel=2)  # fmt: skip
 
     def _norm(self, grads: PyTree) -> Array:
         """The global norm of gradients that lie in shards."""
         sums: dict[tuple[str, ...], Array] = {}
         for array, lies in zip(
             jax.tree.leaves(grads),
-            jax.tree.leaves(self._expanded(self.shards), is_leaf=is_sharding),
+            jax.tree.leaves(self._expanded(self.state.shards), is_leaf=is_sharding),
             strict=True,
         ):
             axes = self.axes.mesh_axes(lies.axes)
@@ -343,12 +221,12 @@ class Divided:
     ) -> tuple[PyTree, PyTree]:
         divider = self._divider(strict=self.plan.zero > 0)
         args = (
-            self._values(grads, self.like.params, self.shards),
-            self._values(opt_state, self.like.opt_state, self.lies.opt_state),
+            self._values(grads, self.state.like.params, self.state.shards),
+            self._values(opt_state, self.state.like.opt_state, self.state.lies.opt_state),
             self._parameters(params),
             _whole(loss),
         )
-        goals = self._expanded((self.lies.params, self.lies.opt_state))
+        goals = self._expanded((self.state.lies.params, self.state.lies.opt_state))
         values = divide(whole_update(self.optimizer), divider, args, lambda _: goals)
         self.records["update"] = divider.records
         return _arrays(values)
@@ -399,7 +277,7 @@ class Divided:
         return jax.tree.map(self.axes.expanded, lies, is_leaf=is_sharding)
 
     def _parameters(self, params: PyTree) -> PyTree:
-        return self._values(params, self.like.params, self.lies.params, fixed=True)
+        return self._values(params, self.state.like.params, self.state.lies.params, fixed=True)
 
     def _values(self, arrays: PyTree, like: PyTree, lies: PyTree, *, fixed: bool = False) -> PyTree:
         return jax.tree.map(
@@ -443,30 +321,6 @@ def _tags(jaxpr: Any) -> Iterator[Tag]:
             yield eqn.params["tag"]
         for inner in inner_jaxprs(eqn):
             yield from _tags(inner)
-
-
-def _stacks(jaxpr: Any, params: PyTree) -> list[bool]:
-    """Which parameters a loop takes row by row."""
-    stacked: set[Any] = set()
-
-    def walk(inner: Any, outer: dict[Any, Any]) -> None:
-        for eqn in inner.eqns:
-            name = eqn.primitive.name
-            same = [outer.get(a) for a in eqn.invars if not isinstance(a, Literal)]
-            if name == "scan":
-                shared, carried = scan_sizes(eqn)
-                rows = eqn.invars[shared + carried :]
-                stacked.update(outer.get(a) for a in rows if not isinstance(a, Literal))
-            elif name in INLINED or name == "checkpoint":
-                body = inner_jaxprs(eqn)[0]
-                pairs = zip(body.invars, eqn.invars, strict=True)
-                walk(body, {v: outer.get(a) for v, a in pairs if not isinstance(a, Literal)})
-            elif name in ("convert_element_type", "mark") and same:
-                outer[eqn.outvars[0]] = same[0]
-
-    count = len(jax.tree.leaves(params))
-    walk(jaxpr, {var: place for place, var in enumerate(jaxpr.invars)})
-    return [place in stacked for place in range(count)]
 
 
 def _parts(tags: set[Tag], tensor: int) -> dict[str, tuple[int, ...]]:

@@ -138,7 +138,7 @@ class Population:
             one = jax.eval_shape(self.new_state, Cohort(word, word, word, self.hyper))
             specs = jax.tree.map(lambda _: P("member"), one)
         else:
-            one, specs = self.divided.placed_like(self.mesh), self.specs
+            one, specs = self.divided.state.placed_like(self.mesh), self.specs
 
         def many(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
             where = NamedSharding(self.mesh, spec)
@@ -330,7 +330,9 @@ class Population:
         if self.divided is None:
             return P("member")
         return jax.tree.map(
-            lambda spec: P("member", *spec), self.divided.specs, is_leaf=lambda x: isinstance(x, P)
+            lambda spec: P("member", *spec),
+            self.divided.state.specs,
+            is_leaf=lambda x: isinstance(x, P),
         )
 
     def _spread(self, fun: Callable[..., Any], takes: str, gives: str) -> Callable[..., Any]:

@@ -201,20 +201,22 @@ class MembersProgram:
         given = state.step.shape[0]
         if given not in (self.count, self.slots):
             raise errors.members_in_state(given, self.count)
+        whole = state
         if given != self.slots:
             fill = np.arange(self.slots) % given
-            filled = jax.tree.map(lambda leaf: leaf[fill], state)
-            state = jax.device_put(filled, self._by_member)
+            state = jax.tree.map(lambda leaf: leaf[fill], state)
         divided = self._example.divided
         if divided is not None and tree.describe(state) != tree.describe(self.state_shapes):
-            state = jax.device_put(jax.vmap(divided.filled)(state), self._state_shardings)
+            state = jax.vmap(divided.state.filled)(state)
+        if state is not whole:
+            state = jax.device_put(state, self._state_shardings)
         check_state(state, self.state_shapes)
         return state
 
     def kept(self, state: TrainState) -> TrainState:
         """The state without the members that only fill up the slots."""
         if self._example.divided is not None:
-            state = jax.vmap(self._example.divided.cut)(state)
+            state = jax.vmap(self._example.divided.state.cut)(state)
         if self.slots == self.count:
             return state
         return jax.tree.map(lambda leaf: leaf[: self.count], state)
@@ -313,6 +315,11 @@ class MembersProgram:
     def _out_shardings(self) -> tuple[Any, Any]:
         """Of a step or a loop: the state as it came, metrics by member."""
         return self._state_shardings, self._by_member
+
+    @functools.cached_property
+    def kept_shapes(self) -> TrainState:
+        """The state as `kept` returns it, as a tree of `jax.ShapeDtypeStruct`s."""
+        return jax.eval_shape(self.kept, self.state_shapes)
 
     # --- Inside -------------------------------------------------------------------------------
 

@@ -14,13 +14,14 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, PyTree
 
 from plurax import errors, inspect, tree
-from plurax.execute.divided import Divided, Parameter, microbatch
+from plurax.execute.divided import Divided, microbatch
 from plurax.execute.evaluate import device_evaluation, evaluation_placement, weighted_means
 from plurax.execute.gradient import Totals, evaluation, gradient
 from plurax.execute.in_flight import InFlight
 from plurax.execute.loop import make_loop
 from plurax.execute.placement import Placed, Placement, leading_dim
 from plurax.execute.predict import Predictor, make_predict
+from plurax.execute.state_shardings import Parameter
 from plurax.execute.states import check_place, check_state, new_state
 from plurax.execute.step import Metrics, make_step, whole_update
 from plurax.execute.totals import coupled, data_parallel
@@ -62,7 +63,7 @@ class Program:
         if plan.divided:
             rows = microbatch(self._placement.like, plan)
             self._divided = Divided(task, optimizer, plan, mesh, rows)
-            self._state_like = self._divided.placed_like(mesh)
+            self._state_like = self._divided.state.placed_like(mesh)
             self._step_function = self._spread(self._divided.step(), "sd.", "s.")
         else:
             self._state_like = self._on_mesh(whole)
@@ -70,8 +71,7 @@ class Program:
             fun = gradient(task, plan.precision, plan.batch_dim, plan.remat)
             total = spread(fun, mesh, plan.microbatches)
             self._step_function = make_step(total, whole_update(optimizer))
-        if mesh.size == 1:
-            self._step_function = within(mesh, self._step_function)
+        self._step_function = self._alone(self._step_function)
         self._kept_like = whole
         self._state_shardings = jax.tree.map(lambda like: like.sharding, self._state_like)
         self._init = jax.jit(self._fresh, out_shardings=self._state_shardings)
@@ -170,18 +170,24 @@ class Program:
         """Put a state from elsewhere (a checkpoint, another plan) on this program's devices."""
         check_state(state, self._kept_like)
         # A copy: the first step will reuse the memory, and what was given stays the caller's.
-        state = jax.tree.map(jnp.copy, state)
-        if self._divided is not None:
-            state = jax.device_put(state, replicated(self.mesh))
-            return jax.jit(self._divided.filled, out_shardings=self._state_shardings)(state)
-        return jax.device_put(state, self._state_shardings)
+        state = jax.device_put(jax.tree.map(jnp.copy, state), self._kept_shardings)
+        if self._divided is not None and self._divided.state.fills:
+            state = jax.jit(self._divided.state.filled, out_shardings=self._state_shardings)(state)
+        return state
 
     def kept(self, state: TrainState) -> TrainState:
         """The state as any plan understands it, for `place` and checkpoints.
 
         The same arrays but where a plan had to fill up a dim that its shards do not divide.
         """
-        return state if self._divided is None else self._divided.cut(state)
+        return state if self._divided is None else self._divided.state.cut(state)
+
+    def _own(self, state: TrainState) -> TrainState:
+        """The state as this program has it, should it be as `kept` returned it."""
+        if self._divided is None or not self._divided.state.fills:
+            return state
+        same = tree.describe(state) == tree.describe(self._kept_like)
+        return self.place(state) if same else state
 
     # --- Inference ----------------------------------------------------------------------------
 
@@ -199,6 +205,7 @@ class Program:
 
         While a chunk computes, the one before is copied to the host.
         """
+        state = self._own(state)
         states = (state.params, state.model_state)
         return self._predictor(states, inputs, chunk or self.batch_size)
 
@@ -206,7 +213,7 @@ class Program:
         if self._divided is not None:
             function = self._spread(self._divided.predict(), "p.d", "d")
         else:
-            function = make_predict(self.task, self.plan.precision, self.mesh)
+            function = self._alone(make_predict(self.task, self.plan.precision, self.mesh))
         like = self._state_like
         return (
             jax.jit(function, out_shardings=split_rows(self.mesh))
@@ -220,6 +227,8 @@ class Program:
         `data` is a tree of arrays with any leading dim, or an iterable of such trees. Sums over
         chunks are in float64 on the host.
         """
+
+        state = self._own(state)
 
         def run(placed: Placed) -> Totals:
             part = self._compiled_evaluate(state.params, state.model_state, *placed)
@@ -236,7 +245,7 @@ class Program:
             function = self._spread(self._divided.evaluate(), "p.d.", ".")
         else:
             evaluate = evaluation(self.task, self.plan.precision)
-            function = device_evaluation(evaluate, size)
+            function = self._alone(device_evaluation(evaluate, size))
             if size > 1:
                 function = self._spread(function, "..d.", ".")
         like = self._state_like
@@ -282,7 +291,7 @@ class Program:
         params = tree.named_leaves(self._kept_like.params)
         if self._divided is None:
             return [Parameter.whole(path, leaf) for path, leaf in params.items()]
-        return self._divided.parameters()
+        return self._divided.state.parameters()
 
     def memory(self) -> inspect.Memory:
         """Bytes on one device during a step, as the compiler reports them."""
@@ -293,11 +302,21 @@ class Program:
         """The state as a tree of `jax.ShapeDtypeStruct`s with their shardings."""
         return self._state_like
 
+    @property
+    def kept_shapes(self) -> TrainState:
+        """The state as `kept` returns it, as a tree of `jax.ShapeDtypeStruct`s."""
+        return jax.tree.map(
+            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+            self._kept_like,
+            self._kept_shardings,
+        )
+
     # --- Inside -------------------------------------------------------------------------------
 
     def _run(self, compiled: jax.stages.Compiled, state: TrainState, *args: Any) -> Any:
         if state.step.is_deleted():
             raise errors.state_was_donated()
+        state = self._own(state)
         try:
             state, metrics = compiled(state, *args)
             self._in_flight.started(metrics["loss"])
@@ -309,16 +328,29 @@ class Program:
 
     def _fresh(self, key: Any) -> TrainState:
         state = new_state(self.task, self._optimizer, key)
-        return state if self._divided is None else self._divided.filled(state)
+        return state if self._divided is None else self._divided.state.filled(state)
+
+    @property
+    def _kept_shardings(self) -> PyTree:
+        """As the program's own, but whole where it has to be filled up."""
+        return jax.tree.map(
+            lambda kept, own: own.sharding if kept.shape == own.shape else replicated(self.mesh),
+            self._kept_like,
+            self._state_like,
+        )
 
     @property
     def _out_shardings(self) -> tuple[Any, Any]:
         """Of a step or a loop: the state as it came, metrics whole."""
         return self._state_shardings, replicated(self.mesh)
 
+    def _alone(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """On one device, `fun` in a mesh all the same: a model may use the plan's axes itself."""
+        return within(self.mesh, fun) if self.mesh.size == 1 else fun
+
     def _spread(self, fun: Callable[..., Any], takes: str, gives: str) -> Callable[..., Any]:
         """`fun` on every device: shards of state (s), parameters (p) and rows (d), else whole."""
-        specs = self._divided.specs if self._divided is not None else None
+        specs = self._divided.state.specs if self._divided is not None else None
         kinds = {"s": specs, "p": specs and specs.params, "d": P("data"), ".": P()}
         out = tuple(kinds[kind] for kind in gives)
         return jax.shard_map(
@@ -326,6 +358,8 @@ class Program:
             mesh=self.mesh,
             in_specs=tuple(kinds[kind] for kind in takes),
             out_specs=out if len(out) > 1 else out[0],
+            # A plan that splits only the batch leaves the other axes to the partitioner.
+            axis_names={"data"} if self._divided is None else set(self.mesh.axis_names),
             check_vma=False,
         )
 

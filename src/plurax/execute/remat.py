@@ -40,7 +40,7 @@ def rematerialized(fun: Callable[..., PyTree], policy: Remat) -> Callable[..., P
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(args)]
         count = len(closed.jaxpr.eqns)
-        size = max(1, math.isqrt(count)) if policy == "full" else count
+        size = max(1, math.isqrt(count))
         out = _in_pieces(closed.jaxpr, closed.consts, leaves, size, save)
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 

@@ -31,9 +31,13 @@ def plan_report(
     parameters: int,
     parameter_bytes: int,
     memory: Memory,
+    communication: RenderableType | None,
     collectives: Sequence[Collective],
 ) -> RenderableType:
-    """A plan in words, its mesh, its memory on one device and what a step communicates."""
+    """A plan in words, its mesh, its memory on one device and what a step communicates.
+
+    `communication` stands for the table of `collectives`, if it is given.
+    """
     return Group(
         plan.explain(batch_size),
         "",
@@ -43,7 +47,7 @@ def plan_report(
         "",
         memory_table(memory),
         "",
-        collectives_table(collectives, parameter_bytes),
+        communication or collectives_table(collectives, parameter_bytes),
     )
 
 

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from plurax import errors
@@ -32,14 +32,12 @@ from plurax.primitives import INLINED, open_jaxpr
 from plurax.sharding.axes import Axes
 from plurax.sharding.by_hand import evaluated
 from plurax.sharding.loop import Loop
-from plurax.sharding.marks import Named, Split, Tag
+from plurax.sharding.obeyed import NameRule, Obeyed
 from plurax.sharding.operators import RULES, by_default
 from plurax.sharding.ordering import after
 from plurax.sharding.reshard import Move, apply_moves, resharding, wire_bytes
 from plurax.sharding.sharding import Sharding
-from plurax.sharding.values import Cell, Late, Output, Value, is_value
-
-NameRule = Callable[[str, Sequence[int]], Sharding | None]
+from plurax.sharding.values import Cell, Late, Value, is_value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +80,10 @@ class Divider:
     ) -> None:
         self.axes = axes
         self.mesh = mesh
-        self.named = named or (lambda name, shape: None)
+        self._marks = Obeyed(axes, named or (lambda name, shape: None))
         self.strict = strict
         self.records: list[Record] = []
         self._trips = trips
-        self._came: dict[Tag, Sharding] = {}
         self._now: Any = None
 
     # --- Moving -------------------------------------------------------------------------------
@@ -202,7 +199,9 @@ class Divider:
             inputs = [read(atom) for atom in eqn.invars]
             goals = [goal.get(var) for var in eqn.outvars]
             for var, cell in zip(eqn.outvars, self._equation(eqn, inputs, goals), strict=True):
-                cell.uses = uses.get(var, 0)
+                # A mark may hand on the very cell.
+                before = cell.uses - 1 if cell in inputs else 0
+                cell.uses = before + uses.get(var, 0)
                 known[var] = cell
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -217,9 +216,10 @@ class Divider:
         if name == "scan":
             return self._scan(eqn, inputs, goals)
         if name == "mark":
-            return [Cell(self._mark(inputs[0], **eqn.params))]
+            return [self._placed(inputs[0], self._marks.target(inputs[0], **eqn.params))]
         if name == "sharding_constraint":
-            return [Cell(self._constrained(inputs[0], eqn.params["sharding"].spec))]
+            spec = eqn.params["sharding"].spec
+            return [self._placed(inputs[0], self._marks.pinned(inputs[0], spec))]
         if name == "shard_map":
             return self._by_hand(eqn, self.together(inputs))
         inputs = self.together(inputs)
@@ -263,74 +263,18 @@ class Divider:
             for value, array in zip(made, tied, strict=True)
         ]
 
-    def _mark(self, cell: Cell, *, tag: Tag, batch: tuple[int, ...], transposed: bool) -> Output:
-        if not transposed:
-            target = self._target(cell, tag, batch)
-            if target is None:
-                return cell.unmade or cell.value
-            self._came[tag] = cell.value.sharding
-            return self.to(cell, target)
-        came = self._came.get(tag)
-        if came is None or len(came.dims) != len(cell.shape):
-            return cell.unmade or cell.value
-        # A cotangent goes back the way its value came: split where that was; whole where that was
-        # a sum; and over the other axes as it comes.
-        now = cell.value.sharding
-        free = set(self.axes.sizes) - set(came.axes) - came.partial
-        dims = tuple(
-            (*entry, *(axis for axis in here if axis in free))
-            for entry, here in zip(came.dims, now.dims, strict=True)
-        )
-        return self.to(cell, Sharding(dims, now.partial & free))
-
-    def _constrained(self, cell: Cell, spec: Any) -> Value:
-        """What a model pins by `jax.lax.with_sharding_constraint`, over the axes that are known."""
-        now = cell.value.sharding
-        entries = list(now.dims)
-        for dim, entry in enumerate(spec):
-            if entry is not PartitionSpec.UNCONSTRAINED:
-                names = Sharding.of(entry).dims[0]
-                known = [axis for axis in names if axis in self.axes.mesh and axis != "data"]
-                entries[dim] = tuple(part for axis in known for part in self.axes.expand(axis))
-        target = Sharding(tuple(entries))
-        return cell.value if target.uneven(cell.shape, self.axes.sizes) else self.to(cell, target)
-
-    def _target(self, cell: Cell, tag: Tag, batch: tuple[int, ...]) -> Sharding | None:
-        """How a marked value shall lie, the dims that vmap added left whole; None: as it is."""
-        rank = len(cell.shape)
-        own = [dim for dim in range(rank) if dim not in batch]
-        if isinstance(tag, Named):
-            rule = self.named(tag.name, [cell.shape[dim] for dim in own])
-            if rule is None:
-                return None
-            entries = dict(zip(own, self.axes.expanded(rule).dims, strict=True))
-        else:
-            given = self._assigned(tag)
-            entries = {dim: given[factor] for dim, factor in zip(own, tag.dims, strict=True)}
-        return Sharding(tuple(entries.get(dim, ()) for dim in range(rank)))
-
-    def _assigned(self, tag: Split) -> dict[int, tuple[str, ...]]:
-        """The axes of each factor: the parts of `tensor` in order, as many as its ways take."""
-        left = list(self.axes.expand("tensor")) if "tensor" in self.axes.mesh else []
-        given: dict[int, tuple[str, ...]] = {}
-        for factor, ways in tag.ways.items():
-            taken: list[str] = []
-            while left and self.axes.size(taken) < ways:
-                taken.append(left.pop(0))
-            if self.axes.size(taken) != ways:
-                raise errors.strategy_not_of_tensor(
-                    tuple(tag.ways.values()), self.axes.mesh.get("tensor", 1)
-                )
-            given[factor] = tuple(taken)
-        return given
+    def _placed(self, cell: Cell, target: Sharding | None) -> Cell:
+        """The value where a mark wants it, or as it is."""
+        return cell if target is None else Cell(self.to(cell, target))
 
     # --- Loops, and shard_map by hand ----------------------------------------------------------
 
     def _scan(self, eqn: Any, inputs: list[Cell], goals: list[Sharding | None]) -> list[Cell]:
         loop = Loop(self, eqn, inputs, goals)
         loop.settle()
+        start = loop.start()
         self._trips *= loop.length
-        outputs = loop.run()
+        outputs = loop.run(start)
         self._trips //= loop.length
         return outputs
 
@@ -353,16 +297,22 @@ class Divider:
         params = eqn.params
         arrays = []
         for cell, spec in zip(inputs, params["in_specs"], strict=True):
-            target = Sharding.from_spec(spec, len(cell.shape))
+            target = self._known(spec, len(cell.shape))
             arrays.append(self.to(cell, target).array)
         body, consts = open_jaxpr(params["jaxpr"])
         outputs = evaluated(body, consts, arrays)
         varying = any(cell.value.varying for cell in inputs)
         results = []
         for var, array, spec in zip(eqn.outvars, outputs, params["out_specs"], strict=True):
-            lies = Sharding.from_spec(spec, len(var.aval.shape))
+            lies = self._known(spec, len(var.aval.shape))
             results.append(Cell(Value(array, var.aval.shape, lies, varying)))
         return results
+
+    def _known(self, spec: Any, rank: int) -> Sharding:
+        """A spec over the axes that have more than one device, in the parts they are used in."""
+        given = Sharding.from_spec(spec, rank)
+        dims = (tuple(a for a in entry if a in self.axes.mesh) for entry in given.dims)
+        return self.axes.expanded(Sharding(tuple(dims)))
 
 
 def divide(

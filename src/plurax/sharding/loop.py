@@ -36,15 +36,19 @@ class Loop:
         self.consts, self.carry = inputs[:shared], inputs[shared:kept]
         self.xs = [self._unstacked(cell) for cell in inputs[kept:]]
         self.goals = [*[None] * carried, *(_inner(goal) for goal in goals[carried:])]
-        for cell in (*self.consts, *self.carry):
+        for cell in self.consts:
             if cell.unmade is None:
                 cell.values.insert(0, divider.settled(cell))
-        self.kinds: list[Kind | None] = [
-            None if cell.unmade is not None and cell.unmade.zero else cell.value.kind
-            for cell in self.carry
-        ]
+        self.kinds: list[Kind | None] = [self._first_kind(cell) for cell in self.carry]
         self.forced: list[Sharding | None] = [None] * carried
         self.found: list[Kind] = []
+
+    def _first_kind(self, cell: Cell) -> Kind | None:
+        """How a carried value comes; a sum will be added up, in the shards that are wanted."""
+        if cell.unmade is not None and cell.unmade.zero:
+            return None
+        sharding, varying, fixed = cell.value.kind
+        return Sharding(sharding.dims), varying, fixed
 
     def _unstacked(self, cell: Cell) -> Value:
         """A stack whose leading dim is whole, so that a loop can take it row by row."""
@@ -57,7 +61,7 @@ class Loop:
         """Find how what is carried shall lie."""
         for turn in range(TURNS):
             kept = len(self.divider.records)
-            jax.eval_shape(self._turn, self._arrays(), [x.array[0] for x in self.xs])
+            jax.eval_shape(self._turn, self._shapes(), [x.array[0] for x in self.xs])
             del self.divider.records[kept:]
             if self.found[: self.carried] == self.kinds:
                 return
@@ -74,11 +78,11 @@ class Loop:
                     self.kinds[place] = (sharding, varying or new[1], fixed and new[2])
         raise AssertionError("no way for the loop to lie")
 
-    def run(self) -> list[Cell]:
+    def run(self, start: list[Array]) -> list[Cell]:
         """The loop itself."""
         options = {name: self.eqn.params[name] for name in ("reverse", "unroll")}
         x_arrays = [value.array for value in self.xs]
-        last, stacked = lax.scan(self._turn, self._arrays(), x_arrays, self.length, **options)
+        last, stacked = lax.scan(self._turn, start, x_arrays, self.length, **options)
         results = []
         for var, array, kind in zip(self.eqn.outvars, [*last, *stacked], self.found, strict=True):
             sharding, varying, fixed = kind
@@ -87,7 +91,21 @@ class Loop:
             results.append(Cell(Value(array, tuple(var.aval.shape), sharding, varying, fixed)))
         return results
 
-    def _arrays(self) -> list[Array]:
+    def _shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Of what the first turn finds; nothing is moved to learn them."""
+        shapes = []
+        for var, kind, cell in zip(self._inner, self.kinds, self.carry, strict=False):
+            sharding = Sharding.whole(len(cell.shape)) if kind is None else kind[0]
+            local = sharding.shard_shape(cell.shape, self.divider.axes.sizes)
+            shapes.append(jax.ShapeDtypeStruct(local, var.aval.dtype))
+        return shapes
+
+    @property
+    def _inner(self) -> list[Any]:
+        """The body's variables behind those that its turns share."""
+        return list(self.body.invars[len(self.consts) :])
+
+    def start(self) -> list[Array]:
         """What the first turn finds."""
         arrays = []
         for cell, kind in zip(self.carry, self.kinds, strict=True):
@@ -96,9 +114,8 @@ class Loop:
         return arrays
 
     def _turn(self, carry: list[Array], xs: list[Array]) -> tuple[list[Array], list[Array]]:
-        inner = self.body.invars[len(self.consts) :]
         cells = [cell.fresh() for cell in self.consts]
-        for var, kind, array in zip(inner, self.kinds, carry, strict=False):
+        for var, kind, array in zip(self._inner, self.kinds, carry, strict=False):
             shape = tuple(var.aval.shape)
             value = self.divider.zeros(shape, array.dtype) if kind is None else None
             cells.append(Cell(value or Value(array, shape, *(kind or ()))))

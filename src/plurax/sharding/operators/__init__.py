@@ -39,5 +39,6 @@ RULES: dict[str, Rule] = {
     "scatter-add": tables.scatter_add,
     "scatter_add": tables.scatter_add,
     "optimization_barrier": moving.barrier,
+    "reshard": moving.as_it_lies,
 }
 """By the names of JAX's primitives. Those without a rule go by `by_default`."""

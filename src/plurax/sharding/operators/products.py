@@ -91,7 +91,8 @@ def _matching_cost(
     ways = divider.axes.size([axis for entry in split.values() for axis in entry])
     terms = divider.axes.size([a for label, e in split.items() if label[0] == "sum" for a in e])
     size = math.prod(out.shape) * out.dtype.itemsize / (ways / terms)
-    return fixed, moved + 2 * size * (terms - 1) / terms, -ways
+    # Twice what adding up sends: until then every device has a term of the whole result.
+    return fixed, moved + 4 * size * (terms - 1) / terms, -ways
 
 
 def convolution(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:

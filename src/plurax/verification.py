@@ -72,15 +72,15 @@ class Verification:
         worst = max(self.differences, key=lambda difference: difference.error)
         if self.first is None:
             return (
-                f"{self.plan} computes what one device computes: {len(self.differences)} tensors "
-                f"after {self.steps} steps; the largest difference is that of {worst}. "
-                f"{self._allowed()}"
+                f"Plan({self.plan.sizes_text()}) computes what one device computes: "
+                f"{len(self.differences)} tensors after {self.steps} steps; "
+                f"the largest difference is that of {worst}. {self._allowed()}"
             )
         wrong = [difference for difference in self.differences if not difference.ok]
         return (
-            f"{self.plan} does NOT compute what one device computes. The first tensor that "
-            f"differs is {self.first}; {len(wrong)} of {len(self.differences)} do. "
-            f"{self._allowed()}"
+            f"Plan({self.plan.sizes_text()}) does NOT compute what one device computes. "
+            f"The first tensor that differs is {self.first}; "
+            f"{len(wrong)} of {len(self.differences)} do. {self._allowed()}"
         )
 
     def _allowed(self) -> str:

@@ -1,0 +1,95 @@
+"""Where marks in a function take the values they stand on, and the cotangents of those."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from plurax import errors
+from plurax.sharding.axes import Axes
+from plurax.sharding.marks import Named, Split, Tag
+from plurax.sharding.sharding import Sharding
+from plurax.sharding.values import Cell
+
+NameRule = Callable[[str, Sequence[int]], Sharding | None]
+
+
+class Obeyed:
+    """The marks of one function, as they are met.
+
+    **Arguments:** `axes`; `named`, from the name of a mark and the shape of what it stands on, how
+    that shall lie, or None for as it comes.
+    """
+
+    def __init__(self, axes: Axes, named: NameRule) -> None:
+        self._axes = axes
+        self._named = named
+        self._came: dict[Tag, Sharding] = {}
+
+    def target(
+        self, cell: Cell, *, tag: Tag, batch: tuple[int, ...], transposed: bool
+    ) -> Sharding | None:
+        """How a marked value, or the cotangent of one, shall lie; None for as it comes."""
+        if transposed:
+            return self._back(cell, tag)
+        target = self._forward(cell, tag, batch)
+        if target is not None:
+            self._came[tag] = cell.value.sharding
+        return target
+
+    def _back(self, cell: Cell, tag: Tag) -> Sharding | None:
+        """A cotangent goes back the way its value came.
+
+        Split where that was; whole where that was a sum; over the other axes as it comes.
+        """
+        came = self._came.get(tag)
+        if came is None or len(came.dims) != len(cell.shape):
+            return None
+        now = cell.value.sharding
+        free = set(self._axes.sizes) - set(came.axes) - came.partial
+        dims = tuple(
+            (*entry, *(axis for axis in here if axis in free))
+            for entry, here in zip(came.dims, now.dims, strict=True)
+        )
+        return Sharding(dims, now.partial & free)
+
+    def _forward(self, cell: Cell, tag: Tag, batch: tuple[int, ...]) -> Sharding | None:
+        """The dims that vmap added are left whole."""
+        rank = len(cell.shape)
+        own = [dim for dim in range(rank) if dim not in batch]
+        if isinstance(tag, Named):
+            rule = self._named(tag.name, [cell.shape[dim] for dim in own])
+            if rule is None:
+                return None
+            entries = dict(zip(own, self._axes.expanded(rule).dims, strict=True))
+        else:
+            given = self._assigned(tag)
+            entries = {dim: given[factor] for dim, factor in zip(own, tag.dims, strict=True)}
+        return Sharding(tuple(entries.get(dim, ()) for dim in range(rank)))
+
+    def _assigned(self, tag: Split) -> dict[int, tuple[str, ...]]:
+        """The axes of each factor: the parts of `tensor` in order, as many as its ways take."""
+        left = list(self._axes.expand("tensor")) if "tensor" in self._axes.mesh else []
+        given: dict[int, tuple[str, ...]] = {}
+        for factor, ways in tag.ways.items():
+            taken: list[str] = []
+            while left and self._axes.size(taken) < ways:
+                taken.append(left.pop(0))
+            # Without the axis the operator is whole, as on one device.
+            if self._axes.size(taken) != ways and "tensor" in self._axes.mesh:
+                raise errors.strategy_not_of_tensor(
+                    tuple(tag.ways.values()), self._axes.mesh["tensor"]
+                )
+            given[factor] = tuple(taken)
+        return given
+
+    def pinned(self, cell: Cell, spec: Any) -> Sharding | None:
+        """What a model pins by `jax.lax.with_sharding_constraint`, over the axes that are known."""
+        entries = list(cell.value.sharding.dims)
+        for dim, entry in enumerate(spec):
+            if entry is not PartitionSpec.UNCONSTRAINED:
+                names = Sharding.of(entry).dims[0]
+                known = [axis for axis in names if axis in self._axes.mesh and axis != "data"]
+                entries[dim] = self._axes.expand_all(known)
+        target = Sharding(tuple(entries))
+        return None if target.uneven(cell.shape, self._axes.sizes) else target

@@ -1,0 +1,241 @@
+"""What networks split over devices communicate and hold: the formulas, from compiled programs."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from tests import models
+
+import plurax as px
+from plurax import inspect, tree
+
+WIDTH, LAYERS, N = 32, 4, 8
+ROWS = 16
+
+
+def chain_task():
+    """An unrolled chain of equal square layers, all weights of one shape."""
+
+    def loss(params, batch, keys):
+        x = batch["x"]
+        for weight in params:
+            x = jnp.tanh(x @ weight)
+        return jnp.sum((x - batch["x"]) ** 2, axis=1)
+
+    def init(key):
+        return list(jax.random.normal(key, (LAYERS, WIDTH, WIDTH)) / WIDTH**0.5)
+
+    return px.Task(init=init, loss=loss)
+
+
+def compiled(plan, task=None, batch=None, optimizer=None):
+    rows = {"x": np.ones((ROWS, WIDTH), np.float32)} if batch is None else batch
+    return px.compile(task or chain_task(), optimizer or optax.adam(1e-2), plan, rows)
+
+
+def total(program, kind, *axes):
+    """Bytes of a kind of collective over some axes, loops counted by their turns."""
+    return sum(
+        c.bytes * c.trips
+        for c in program.collectives()
+        if (c.stands_for or c.kind) == kind and c.axes == axes and c.bytes > 64
+    )
+
+
+def sent(program):
+    """Bytes that each device sends for whole tensors."""
+    return sum(c.wire * c.trips for c in program.collectives() if c.bytes > 64)
+
+
+P = LAYERS * WIDTH * WIDTH * 4
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_data_parallelism_and_zero_send_their_formulas(zero, microbatches):
+    program = compiled(px.Plan(data=N, zero=zero, microbatches=microbatches))
+    if zero == 0:
+        # Loss and weight ride along.
+        assert total(program, "all-reduce", "data") == pytest.approx(P, abs=16)
+        assert sent(program) == pytest.approx(2 * (N - 1) / N * P, abs=32)
+        return
+    reductions = microbatches if zero == 2 else 1
+    assert total(program, "reduce-scatter", "data") == reductions * P / N
+    assert total(program, "all-gather", "data") == P
+    assert sent(program) == pytest.approx((1 + reductions) * (N - 1) / N * P)
+    assert not any(c.stands_for for c in program.collectives()), "real reduce-scatters"
+    in_loop = {c.kind for c in program.collectives() if c.in_loop}
+    assert in_loop == ({"reduce-scatter"} if zero == 2 and microbatches > 1 else set())
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_zero_3_sends_three_halves_of_an_all_reduce(microbatches):
+    """Gathered forward and backward, but the first layer: no gradient goes further back."""
+    program = compiled(px.Plan(data=N, zero=3, microbatches=microbatches))
+    gathers = 2 * LAYERS - 1
+    assert total(program, "all-gather", "data") == microbatches * gathers * P / LAYERS
+    assert total(program, "reduce-scatter", "data") == microbatches * P / N
+    counts = Counter(c.kind for c in program.collectives() if c.bytes > 64)
+    assert counts["all-gather"] == gathers
+
+
+def test_zero_holds_a_share_of_the_state():
+    """Adam: P + 2P/n, and 3P/n."""
+    batch = ROWS // N * WIDTH * 4
+    for zero, expected in {0: 3 * P, 1: P + 2 * P / N, 2: P + 2 * P / N, 3: 3 * P / N}.items():
+        arguments = compiled(px.Plan(data=N, zero=zero)).memory().arguments - batch
+        assert arguments == pytest.approx(expected, rel=0.02)
+
+
+def test_zero_3_never_holds_all_parameters():
+    """Of 16 layers a few are whole at a time, in an unrolled network too."""
+    global_task = chain_task()
+    deep = px.Task(
+        init=lambda key: list(jax.random.normal(key, (16, 64, 64)) / 8),
+        loss=lambda params, batch, keys: global_task.loss(params, batch, keys),
+    )
+    batch = {"x": np.ones((N, 64), np.float32)}
+    program = compiled(px.Plan(data=N, zero=3), deep, batch, optax.sgd(1e-2))
+    parameters = 16 * 64 * 64 * 4
+    assert program.memory().temporaries < 0.4 * parameters
+    whole = compiled(px.Plan(data=N), deep, batch, optax.sgd(1e-2))
+    assert whole.memory().temporaries > parameters
+
+
+def test_zero_3_gathers_a_stack_layer_by_layer():
+    program = compiled(px.Plan(data=6, zero=3), models.transformer_task(), models.text(12))
+    blocks = tree.named_leaves(program.kept_shapes.params["blocks"])
+    gathered = [c for c in program.collectives() if c.kind == "all-gather" and c.in_loop]
+    assert {c.trips for c in gathered} == {models.DEPTH}
+    stack = sum(int(np.prod(leaf.shape)) * 4 for leaf in blocks.values())
+    forward_and_backward = sum(c.bytes * c.trips for c in gathered)
+    assert stack < forward_and_backward <= 2 * stack
+    scattered = [c for c in program.collectives() if c.kind == "reduce-scatter" and c.in_loop]
+    assert sum(c.bytes * c.trips for c in scattered) == stack / 6
+
+
+# --- Tensor parallelism ---------------------------------------------------------------------------
+
+TENSOR = 6
+RESIDUAL = 4 * models.TOKENS * models.WIDTH * 4  # the residual stream of 4 examples
+
+
+def transformer(sequence=False, **axes):
+    plan = px.Plan(shardings=models.megatron(sequence), **axes)
+    size = 4 * axes.get("data", 1)
+    return compiled(plan, models.transformer_task(), models.text(size))
+
+
+def test_megatron_adds_up_twice_a_block_in_each_direction():
+    program = transformer(tensor=TENSOR)
+    found = [c for c in program.collectives() if c.bytes == RESIDUAL]
+    assert {(c.kind, c.axes) for c in found} == {("all-reduce", ("tensor",))}
+    in_loops = [c for c in found if c.in_loop]
+    assert len(in_loops) == 4  # two in the forward loop, two in the backward loop
+    assert {c.trips for c in in_loops} == {models.DEPTH}
+    assert len(found) == 5  # and the gradient that the head hands back
+
+
+def test_sequence_parallelism_sends_the_same_bytes():
+    """Forward, each all-reduce becomes a reduce-scatter and an all-gather of the same bytes.
+
+    Backward there is one gather more for each of the two layers, of what they read forward and did
+    not keep (Korthikanti et al. 2022, section 4.2.2).
+    """
+    program = transformer(sequence=True, tensor=TENSOR)
+    loops = [c for c in program.collectives() if c.in_loop and c.bytes > 64 and c.axes]
+    kinds = Counter(c.kind for c in loops)
+    assert kinds["reduce-scatter"] == 4
+    assert kinds["all-gather"] == 6
+    assert kinds["all-reduce"] == kinds["all-to-all"] == 0
+    reduce_scatters = sum(c.wire * c.trips for c in loops if c.kind == "reduce-scatter")
+    gathers = sum(c.wire * c.trips for c in loops if c.kind == "all-gather")
+    plain = transformer(tensor=TENSOR)
+    all_reduces = sum(
+        c.wire * c.trips for c in plain.collectives() if c.in_loop and c.bytes == RESIDUAL
+    )
+    assert reduce_scatters == pytest.approx(all_reduces / 2)
+    assert gathers == pytest.approx(all_reduces / 2 * 6 / 4)
+
+
+def test_two_dims_send_the_sum_of_both():
+    """Each over its own axis: activations over `tensor`, gradients over `data`."""
+    program = transformer(data=2, tensor=3)
+    gradients = sum(one.bytes for one in program.shardings)
+    assert total(program, "all-reduce", "data") == pytest.approx(gradients, abs=64)
+    on_tensor = total(program, "all-reduce", "tensor")
+    assert on_tensor >= RESIDUAL * (4 * models.DEPTH + 1)
+    assert total(program, "all-reduce", "data", "tensor") == 0
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_the_head_never_holds_the_logits(sequence):
+    """Cross entropy over shards of the vocabulary: nothing in the program has its size."""
+    words = 1536
+
+    def init(key):
+        params = models.transformer_init(key)
+        return {**params, "head": jnp.zeros((models.WIDTH, words))}
+
+    task = px.Task(init=init, loss=models.transformer_task().loss)
+    plan = px.Plan(tensor=TENSOR, shardings=models.megatron(sequence))
+    hlo = compiled(plan, task, models.text(4)).hlo()
+    assert f"4,{models.TOKENS},{words // TENSOR}]" in hlo
+    assert f"{models.TOKENS},{words}]" not in hlo
+
+
+PLANNED = {
+    "data": px.Plan(data=4, zero=1),
+    "stack": px.Plan(data=6, zero=3, microbatches=2),
+    "tensor": px.Plan(tensor=6, shardings=models.megatron()),
+    "sequence": px.Plan(data=2, tensor=3, zero=2, shardings=models.megatron(sequence=True)),
+}
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_compiled_step_communicates_what_was_planned(name):
+    program = compiled(PLANNED[name], models.transformer_task(), models.text(12))
+    planned, found = Counter(), Counter()
+    for record in program.planned_collectives():
+        planned[record.kind, record.axes] += record.bytes * record.trips
+    for one in program.collectives():
+        found[one.stands_for or one.kind, one.axes] += one.bytes * one.trips
+    # A compiler may join two gathers of one parameter that follow each other: those of the head.
+    head = models.WIDTH * models.WORDS * 4
+    gathers = ("all-gather", ("data",))
+    if found[gathers] == planned[gathers] - head:
+        found[gathers] += head
+    assert found == planned
+
+
+def test_remat_holds_less():
+    deep = px.Task(
+        init=lambda key: list(jax.random.normal(key, (16, WIDTH, WIDTH)) / 6),
+        loss=lambda params, batch, keys: chain_task().loss(params, batch, keys),
+    )
+    batch = {"x": np.ones((2048, WIDTH), np.float32)}
+    held = {
+        remat: compiled(px.Plan(remat=remat), deep, batch).memory().temporaries
+        for remat in ("none", "full")
+    }
+    assert held["full"] < 0.6 * held["none"]
+
+
+def test_a_slice_of_an_all_reduce_stands_for_a_reduce_scatter():
+    """As compilers write it that form no reduce-scatter."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+    def local(x):
+        summed = jax.lax.psum(x, "data")
+        return jax.lax.dynamic_slice_in_dim(summed, jax.lax.axis_index("data") * 4, 4)
+
+    spec = jax.P("data")
+    run = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    text = jax.jit(run).lower(jnp.ones((64, 3))).compile().as_text()
+    (found,) = inspect.collectives(text, mesh)
+    assert (found.kind, found.stands_for, found.bytes) == ("all-reduce", "reduce-scatter", 48)
+    assert found.wire == 3 * 48

@@ -1,0 +1,250 @@
+"""Networks split over devices compute what one device computes."""
+
+import dataclasses
+import functools
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import HealthCheck, given, settings
+from tests import models
+
+import plurax as px
+
+MLP = {"hidden": (None, "tensor"), "bias": ("tensor",), "out": ("tensor", None)}
+# name: the task, its data, and the rules by which it can be split.
+NETWORKS = {
+    "transformer": (
+        models.transformer_task, models.text, (models.megatron(), models.megatron(sequence=True))),
+    "perceptron": (models.mlp_task, None, (MLP,)),
+    "convolutional": (models.convolutional_task, None, (models.CHANNELS,)),
+}  # fmt: skip
+LARGEST = 13  # no multiple of anything
+
+
+def network(name, dtype):
+    make, rows, _ = NETWORKS[name]
+    task = make(dtype=dtype)
+    if rows is not None:
+        return task, rows(LARGEST)
+    rows = models.data if name == "perceptron" else models.images
+    return task, rows(LARGEST, dtype=np.dtype(dtype))
+
+
+def trained(name, plan, dtype, sizes=(LARGEST, 10, 1), members=None):
+    task, batch = network(name, dtype)
+    optimizer = optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(1e-2))
+    program = px.compile(task, optimizer, plan, batch, members=members)
+    state = program.init() if members else program.init(seed=3)
+    for size in sizes:
+        state, metrics = program.step(state, models.cut(batch, size))
+    state = program.kept(state)
+    return jax.device_get((state.params, state.opt_state, metrics, program.evaluate(state, batch)))
+
+
+@functools.cache
+def on_one_device(name, dtype):
+    return trained(name, px.Plan(), dtype)
+
+
+@st.composite
+def plans(draw, name, devices=8):
+    sizes = [(d, t) for d in range(1, 9) for t in (1, 2, 3, 4, 6, 8) if d * t <= devices]
+    data, tensor = draw(st.sampled_from(sizes))
+    return px.Plan(
+        data=data,
+        tensor=tensor,
+        zero=draw(st.integers(0, 3)),
+        microbatches=draw(st.sampled_from([1, 2, 3])),
+        remat=draw(st.sampled_from(["none", "dots", "full"])),
+        shardings=draw(st.sampled_from(NETWORKS[name][2])),
+    )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::plurax.ShardingWarning")
+@pytest.mark.parametrize("name", NETWORKS)
+@given(st.data())
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_plan_in_float64(x64, name, data):
+    plan = data.draw(plans(name))
+    got = trained(name, plan, jnp.float64)
+    # The transformer has exp, tanh and rsqrt in it; the parts of its sums cancel.
+    assert models.worst(got, on_one_device(name, jnp.float64)) < 1e-10, plan
+
+
+EXPERTS = {
+    "data": {"data": 8},
+    "zero 1": {"data": 8, "zero": 1},
+    "zero 2": {"data": 4, "zero": 2, "microbatches": 2},
+    "zero 3": {"data": 6, "zero": 3},
+    "tensor": {"tensor": 6},
+    "two dims": {"data": 2, "tensor": 3, "zero": 1},
+    "everything": {"data": 3, "tensor": 2, "zero": 3, "microbatches": 2, "remat": "full"},
+}
+
+
+@pytest.mark.filterwarnings("ignore::plurax.ShardingWarning")
+@pytest.mark.parametrize(
+    ("name", "expert"),
+    [
+        *(("transformer", expert) for expert in EXPERTS),
+        *((name, e) for name in ("perceptron", "convolutional") for e in ("tensor", "everything")),
+    ],
+)
+def test_every_parallelism_in_float32(name, expert):
+    plan = px.Plan(**EXPERTS[expert], shardings=NETWORKS[name][2][-1])
+    # Adam divides by the gradient's size: of the optimizer's state and the losses this is asked.
+    params, opt_state, metrics, means = trained(name, plan, jnp.float32)
+    expected = on_one_device(name, jnp.float32)
+    assert models.worst((opt_state, metrics, means), expected[1:]) < 1e-5
+    assert models.worst(params, expected[0]) < 1e-5
+
+
+@pytest.mark.parametrize("remat", ["dots", "full", "offload"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_remat_changes_nothing(x64, name, remat):
+    got = trained(name, px.Plan(remat=remat), jnp.float64)
+    assert models.worst(got, on_one_device(name, jnp.float64)) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        px.Plan(member=2, tensor=2, chunk=1, shardings=MLP),
+        px.Plan(member=2, data=2, zero=2, microbatches=2, chunk=2),
+        px.Plan(member=2, data=2, tensor=2, zero=3, chunk=1, shardings=MLP, remat="full"),
+        px.Plan(data=5, zero=1, chunk=3),
+    ],
+)
+def test_members_split_too(x64, plan):
+    members = px.Members(3)
+    got = trained("perceptron", plan, jnp.float64, members=members)
+    whole = px.Plan(chunk=3, batch_dim="major")
+    assert models.worst(got, trained("perceptron", whole, jnp.float64, members=members)) < 1e-10
+
+
+def test_a_dim_that_does_not_divide_is_left_whole_and_said():
+    task, batch = network("perceptron", jnp.float32)
+    rules = {**MLP, "out": (None, "tensor")}  # 3 classes
+    with pytest.warns(px.ShardingWarning, match="out: dim 1 is whole: 2 shards do not divide 3"):
+        program = px.compile(task, models.optimizer(), px.Plan(tensor=2, shardings=rules), batch)
+    notes = {one.path: one.note for one in program.shardings}
+    assert notes["out"] == "dim 1 is whole: 2 shards do not divide 3"
+
+
+def test_a_rule_that_fits_nothing_says_so():
+    task, batch = network("perceptron", jnp.float32)
+    plan = px.Plan(tensor=2, shardings={**MLP, "*/hiden": (None,)})
+    with pytest.raises(px.PlanError, match="fits no parameter and no named activation"):
+        px.compile(task, models.optimizer(), plan, batch)
+
+
+def test_coupled_tasks_are_not_divided():
+    with pytest.raises(px.PlanError, match="only a task whose examples are independent"):
+        px.compile(
+            models.contrastive_task(), models.optimizer(), px.Plan(data=2, zero=1), models.data(8)
+        )
+
+
+def test_an_optimizer_that_needs_whole_tensors_is_refused_by_name():
+    def update(grads, state, params=None):
+        return jax.tree.map(lambda g: -g @ g.T @ g if g.ndim == 2 else -g, grads), state
+
+    optimizer = optax.GradientTransformation(lambda params: (), update)
+    with pytest.raises(px.PlanError, match="uses `dot_general` on whole tensors"):
+        px.compile(models.mlp_task(), optimizer, px.Plan(data=2, zero=1), models.data(8))
+
+
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1, momentum=0.9),
+    "adam": optax.adam(1e-2),
+    "lion": optax.lion(1e-3),
+    "rmsprop": optax.rmsprop(1e-3),
+    "adagrad": optax.adagrad(1e-2),
+    "nadam": optax.nadam(1e-2),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.clip(0.05), optax.adamw(1e-2)),
+    "masked": optax.adamw(1e-2, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+    "multi": optax.multi_transform(
+        {"a": optax.adam(1e-2), "b": optax.sgd(1e-2)}, {"hidden": "a", "bias": "b", "out": "a"}
+    ),
+    "schedule": optax.adam(optax.cosine_decay_schedule(1e-2, 5)),
+    "averaged": optax.chain(optax.adam(1e-2), optax.ema(0.9)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_on_shards(x64, name):
+    """Filled-up shards included: no dim of the network divides by 7."""
+    task, batch = network("perceptron", jnp.float64)
+
+    def run(plan):
+        program = px.compile(task, OPTIMIZERS[name], plan, batch)
+        state = program.init(0)
+        for _ in range(3):
+            state, _ = program.step(state, batch)
+        state = program.kept(state)
+        return jax.device_get((state.params, state.opt_state))
+
+    assert models.worst(run(px.Plan(data=7, zero=3)), run(px.Plan())) < 1e-10
+
+
+def test_resident_data_and_checkpoints_under_another_plan(x64, tmp_path):
+    """Trained under one plan, resumed under two others: the same as on one device."""
+    task, batch = network("perceptron", jnp.float64)
+
+    def fit(plan, epochs, **how):
+        return px.fit(task, models.optimizer(), batch, plan=plan, epochs=epochs, batch_size=5,
+                      progress=False, **how)  # fmt: skip
+
+    expected = fit(px.Plan(), 3).state.params
+    fit(px.Plan(data=7, zero=3), 1, output=tmp_path)
+    fit(px.Plan(data=2, tensor=2, zero=1, shardings=MLP), 2, output=tmp_path, resume=True)
+    result = fit(px.Plan(data=3, zero=2), 3, output=tmp_path, resume=True)
+    assert models.worst(jax.device_get(result.state.params), jax.device_get(expected)) < 1e-10
+    assert result.program.predict(result.state, batch).shape == (LARGEST, models.CLASSES)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_model_that_communicates_itself(x64, data, tensor):
+    """`jax.shard_map` over an axis of the plan, inside the loss; under `Plan()` too."""
+
+    def by_hand(x, hidden, out):
+        def local(x, hidden, out):
+            return jax.lax.psum(jnp.tanh(x @ hidden) @ out, "tensor")
+
+        spec = jax.P
+        return jax.shard_map(
+            local,
+            in_specs=(spec(), spec(None, "tensor"), spec("tensor", None)),
+            out_specs=spec(),
+            axis_names={"tensor"},
+        )(x, hidden, out)
+
+    def loss(params, batch, keys):
+        return jnp.sum(by_hand(batch["x"], params["hidden"], params["out"]) ** 2, 1)
+
+    def plain(params, batch, keys):
+        return jnp.sum((jnp.tanh(batch["x"] @ params["hidden"]) @ params["out"]) ** 2, 1)
+
+    def train(loss, plan):
+        def init(key):
+            params = models.init(key, jnp.float64)
+            return {name: params[name] for name in ("hidden", "out")}
+
+        task = px.Task(init=init, loss=loss)
+        batch = models.data(8, dtype=np.float64)
+        program = px.compile(task, optax.adam(1e-2), plan, batch)
+        state = program.init(0)
+        for _ in range(2):
+            state, _ = program.step(state, batch)
+        return jax.device_get(program.kept(state).params)
+
+    rules = {"hidden": (None, "tensor"), "out": ("tensor", None)} if data == 2 else {}
+    plan = px.Plan(data=data, tensor=tensor, shardings=rules)
+    assert models.worst(train(loss, plan), train(plain, px.Plan())) < 1e-10
+    zero = dataclasses.replace(plan, zero=3)
+    assert models.worst(train(loss, zero), train(plain, px.Plan())) < 1e-10
