@@ -76,11 +76,12 @@ def test_data_memory_does_not_depend_on_the_members():
 
 
 def test_memory_of_a_chunk_does_not_grow_with_the_members():
-    """Beyond the states and metrics, which are arguments and outputs."""
-    small, large = (program(px.Plan(chunk=4), px.Members(count)).memory() for count in (16, 64))
-    state = sum(
-        np.prod(leaf.shape[1:]) * 4
-        for leaf in jax.tree.leaves(jax.eval_shape(
-            optax.adam(1e-3).init, jax.eval_shape(models.init, jax.random.key(0))))
-    )  # fmt: skip
-    assert (large.temporaries - small.temporaries) / 48 < 2 * state + 128 * 4 * 8
+    """A member more costs at most a copy of its state; a copy of its gradient would not fit in."""
+    few, many = (program(px.Plan(chunk=4), px.Members(count)) for count in (16, 64))
+    one = sum(
+        np.prod(leaf.shape[1:]) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(few.state_shapes)
+        if leaf.dtype.kind == "f"
+    )
+    growth = (many.memory().temporaries - few.memory().temporaries) / 48
+    assert growth < 1.1 * one
