@@ -5,7 +5,6 @@ import re
 
 import jax
 import numpy as np
-import optax
 import pytest
 from tests import models
 
