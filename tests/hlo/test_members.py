@@ -75,12 +75,12 @@ def test_data_memory_does_not_depend_on_the_members():
 
 
 def test_memory_of_a_chunk_does_not_grow_with_the_members():
-    """A member more costs at most a copy of its state; a copy of its gradient would not fit in."""
+    """Beyond the states and metrics, which are arguments and outputs, a member costs nothing."""
     few, many = (program(px.Plan(chunk=4), px.Members(count)) for count in (16, 64))
     one = sum(
         np.prod(leaf.shape[1:]) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(few.state_shapes)
-        if leaf.dtype.kind == "f"
+        if jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
     )
     growth = (many.memory().temporaries - few.memory().temporaries) / 48
-    assert growth < 1.1 * one
+    assert growth < 0.1 * one
