@@ -140,6 +140,8 @@ def test_every_error_message_is_pinned_by_a_test():
 
 
 def test_nothing_names_a_machine_or_a_registry():
+    # Put together here, so that this file does not name what it looks for.
+    homes = "|".join(("root", "home"))
+    named = [rf"/(?:{homes})/\w", "//" + r"[^ ]*/" + "simple", "--" + "index" + "-url"]
     for path in [*FILES, *(REPOSITORY / "examples").glob("*.py"), REPOSITORY / "constraints.txt"]:
-        text = path.read_text()
-        assert not re.search(r"https?://[^ ]*/simple|--index-url|/(root|home)/\w", text), path
+        assert not re.search("|".join(named), path.read_text()), path
