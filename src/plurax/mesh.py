@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,30 @@ def make_mesh(plan: Plan, devices: Sequence[jax.Device] | None = None) -> Mesh:
     grid = np.asarray(devices[: plan.devices]).reshape([plan.axes[axis] for axis in MESH_AXES])
     # Auto: where a function is not manual over an axis, the partitioner decides.
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def on_devices(
+    fun: Callable[..., Any],
+    mesh: Mesh,
+    axes: set[str],
+    kinds: Mapping[str, Any],
+    takes: str,
+    gives: str,
+) -> Callable[..., Any]:
+    """`fun` on every device, manual over some axes.
+
+    `kinds` has the `PartitionSpec`s of each kind of value, by a letter; `takes` and `gives` have
+    one letter for each argument and result.
+    """
+    out = tuple(kinds[kind] for kind in gives)
+    return jax.shard_map(
+        fun,
+        mesh=mesh,
+        in_specs=tuple(kinds[kind] for kind in takes),
+        out_specs=out if len(out) > 1 else out[0],
+        axis_names=axes,
+        check_vma=False,
+    )
 
 
 def within(mesh: Mesh, fun: Callable[..., Any]) -> Callable[..., Any]:

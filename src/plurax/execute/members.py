@@ -24,6 +24,7 @@ from plurax.execute.states import new_state
 from plurax.execute.step import Metrics, Step, make_step, whole_update
 from plurax.execute.totals import coupled, device_totals
 from plurax.members import Cohort, Hyper
+from plurax.mesh import on_devices
 from plurax.plan import Plan
 from plurax.resample import Everything, Resample, stream_row
 from plurax.state import TrainState
@@ -341,12 +342,4 @@ class Population:
             return fun
         rows = P("data") if "data" in self._manual else P()
         kinds = {"s": self.specs, "m": P("member"), "d": rows, ".": P()}
-        out = tuple(kinds[kind] for kind in gives)
-        return jax.shard_map(
-            fun,
-            mesh=self.mesh,
-            in_specs=tuple(kinds[kind] for kind in takes),
-            out_specs=out if len(out) > 1 else out[0],
-            axis_names=self._manual,
-            check_vma=False,
-        )
+        return on_devices(fun, self.mesh, self._manual, kinds, takes, gives)

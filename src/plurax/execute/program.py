@@ -25,7 +25,7 @@ from plurax.execute.state_shardings import Parameter
 from plurax.execute.states import check_place, check_state, new_state
 from plurax.execute.step import Metrics, make_step, whole_update
 from plurax.execute.totals import coupled, data_parallel
-from plurax.mesh import replicated, split_rows, within
+from plurax.mesh import on_devices, replicated, split_rows, within
 from plurax.plan import Plan
 from plurax.sharding.divide import Record
 from plurax.state import TrainState
@@ -352,16 +352,9 @@ class Program:
         """`fun` on every device: shards of state (s), parameters (p) and rows (d), else whole."""
         specs = self._divided.state.specs if self._divided is not None else None
         kinds = {"s": specs, "p": specs and specs.params, "d": P("data"), ".": P()}
-        out = tuple(kinds[kind] for kind in gives)
-        return jax.shard_map(
-            fun,
-            mesh=self.mesh,
-            in_specs=tuple(kinds[kind] for kind in takes),
-            out_specs=out if len(out) > 1 else out[0],
-            # A plan that splits only the batch leaves the other axes to the partitioner.
-            axis_names={"data"} if self._divided is None else set(self.mesh.axis_names),
-            check_vma=False,
-        )
+        # A plan that splits only the batch leaves the other axes to the partitioner.
+        axes = {"data"} if self._divided is None else set(self.mesh.axis_names)
+        return on_devices(fun, self.mesh, axes, kinds, takes, gives)
 
     def _on_mesh(self, like: PyTree) -> PyTree:
         whole = replicated(self.mesh)

@@ -5,7 +5,6 @@ compiled away. Where a function is divided among devices (`divide`), a mark says
 stands on shall lie from there on; the cotangent of the value goes back the way the value came.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -124,11 +123,6 @@ def shard(f: Callable[..., Any], strategy: Strategy) -> Callable[..., Any]:
         )
 
     return sharded
-
-
-def split_ways(tag: Split) -> int:
-    """Into how many shards the operator of a mark is split."""
-    return math.prod(tag.ways.values())
 
 
 def _mark(x: Array, tag: Tag) -> Array:

@@ -259,9 +259,3 @@ def _blocks(sharding: Sharding, axes: Axes) -> Callable[[dict[str, int]], tuple[
         return tuple(numbers)
 
     return block
-
-
-def full_gather_bytes(source: Sharding, shape: Sequence[int], itemsize: int, axes: Axes) -> float:
-    """Bytes each device sends where a tensor is made whole (and added up) on every device."""
-    moves = resharding(source, Sharding.whole(len(shape)), shape, itemsize, axes)
-    return wire_bytes(moves)
