@@ -5,6 +5,10 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 
+# Most of a test is compiling: the last stage, machine code, is left without its optimizations. The
+# compiled program is the same. Before JAX is imported, and inherited by processes of tests.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+
 import jax
 import pytest
 from hypothesis import settings

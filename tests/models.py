@@ -260,3 +260,136 @@ def convolutional_task(dtype=jnp.float32, channels=12):
 
 CHANNELS = {"first": (..., "tensor"), "second": (None, None, "tensor", None), "stem": (None,)}
 """The two convolutions of a residual block, split as a perceptron is: outputs, then inputs."""
+
+
+# --- Networks to cut into stages ------------------------------------------------------------------
+
+LAYERS = 11  # no multiple of 2, 3, 4 or 8
+
+
+def _dropped(x, keys):
+    if keys is None:
+        return x
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.9, x.shape[1:]))(keys)
+    return jnp.where(kept, x / 0.9, 0)
+
+
+def transformer_stack(dtype=jnp.float32, depth=LAYERS, tied=True):
+    """A stack of transformer layers; the head's table is the embedding's."""
+
+    def normal(key, *shape):
+        return jax.random.normal(key, shape, dtype) * 0.15
+
+    def layer(key):
+        keys = jax.random.split(key, 4)
+        return {
+            "qkv": normal(keys[0], WIDTH, 3, HEADS, WIDTH // HEADS),
+            "attention_out": normal(keys[1], HEADS, WIDTH // HEADS, WIDTH),
+            "hidden": normal(keys[2], WIDTH, 2 * WIDTH),
+            "bias": jnp.zeros(2 * WIDTH, dtype),
+            "out": normal(keys[3], 2 * WIDTH, WIDTH),
+        }
+
+    def block(params, x, batch, keys):
+        normed = x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+        q, k, v = jnp.einsum("btd,dchk->cbthk", normed, params["qkv"])
+        scores = jnp.einsum("bthk,bshk->bhts", q, k)
+        seen = jnp.tril(jnp.ones(scores.shape[2:], bool))
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
+        mixed = jnp.einsum("bhts,bshk,hkd->btd", weights, v, params["attention_out"])
+        x = px.name(x + _dropped(mixed, keys), "residual")
+        hidden = jax.nn.gelu(x @ params["hidden"] + params["bias"])
+        return px.name(x + hidden @ params["out"], "residual")
+
+    def head(params, x, batch, keys):
+        entropy = optax.softmax_cross_entropy_with_integer_labels(
+            logits(params, x, batch), batch["next"]
+        )
+        return entropy.mean(1), {"worst": entropy.max(1)}
+
+    def logits(params, x, batch):
+        return (x * params["gain"]) @ params["table"].T
+
+    own = {} if tied else {"table": jnp.ones((WORDS, WIDTH), dtype)}
+    return px.stack(
+        embed=(
+            lambda key: {"table": normal(key, WORDS, WIDTH)},
+            lambda params, batch, keys: px.name(params["table"][batch["words"]], "residual"),
+        ),
+        block=(layer, block),
+        head=(lambda key: {"gain": jnp.ones(WIDTH, dtype), **own}, head),
+        depth=depth,
+        predict=logits,
+        tied=["table"] if tied else [],
+        weight=lambda batch: 1 + (batch["words"][:, 0] % 3).astype(dtype),
+    )
+
+
+def perceptron_stack(dtype=jnp.float32, depth=LAYERS):
+    """A stack of small layers, without a name or a key in it."""
+
+    def normal(key, *shape):
+        return jax.random.normal(key, shape, dtype) * 0.5
+
+    def loss(params, x, batch, keys):
+        return optax.softmax_cross_entropy_with_integer_labels(x @ params, batch["y"])
+
+    return px.stack(
+        embed=(lambda key: normal(key, FEATURES, 6), lambda w, batch, keys: batch["x"] @ w),
+        block=(
+            lambda key: {"hidden": normal(key, 6, 6)},
+            lambda params, x, batch, keys: x + _dropped(jnp.tanh(x @ params["hidden"]), keys),
+        ),
+        head=(lambda key: normal(key, 6, CLASSES), loss),
+        depth=depth,
+        predict=lambda w, x, inputs: x @ w,
+    )
+
+
+def marked_task(dtype=jnp.float32):
+    """Layers of different widths with skips across stages, cut by marks."""
+    widths = (FEATURES, 16, 7, 12, 7, 16, 9, 6, CLASSES)
+
+    def init(key):
+        keys = jax.random.split(key, len(widths))
+        return {
+            "scale": jnp.ones((), dtype),
+            **{
+                f"layer{n}": {
+                    "w": jax.random.normal(keys[n], widths[n : n + 2], dtype) * 0.4,
+                    "b": jnp.zeros(widths[n + 1], dtype),
+                }
+                for n in range(len(widths) - 1)
+            },
+        }
+
+    def outputs(params, x, key=None):
+        known = {}
+        *inner, last = (params[f"layer{n}"] for n in range(len(widths) - 1))
+        for n, layer in enumerate(inner):
+            x = x @ layer["w"] + layer["b"]
+            x = jnp.tanh(x) * params["scale"]
+            if key is not None and n in (1, 4):
+                kept = jax.random.bernoulli(jax.random.fold_in(key, n), 0.9, x.shape)
+                x = jnp.where(kept, x / 0.9, 0)
+            if n in (3, 4):  # from layers of the same width, two and four before
+                x = x + known[{3: 1, 4: 0}[n]]
+            x = known[n] = px.stage_boundary(x)
+        return x @ last["w"] + last["b"]
+
+    def example(params, row, key):
+        out = outputs(params, row["x"], key)
+        entropy = optax.softmax_cross_entropy_with_integer_labels(out, row["y"])
+        return entropy, {"top": out.max()}
+
+    def evaluate(params, batch):
+        out = outputs(params, batch["x"])
+        entropy = optax.softmax_cross_entropy_with_integer_labels(out, batch["y"])
+        return entropy, {"top": out.max(-1)}
+
+    return px.Task(
+        init=init,
+        loss=px.per_example(example),
+        evaluate=evaluate,
+        predict=lambda params, inputs: outputs(params, inputs["x"]),
+    )

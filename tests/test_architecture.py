@@ -20,6 +20,7 @@ FLOORS = [
     {"members"},
     {"mesh", "inspect", "primitives"},
     {"sharding"},
+    {"pipeline"},
     {"execute"},
     {"verification"},
     {"data", "checkpoint", "batch_size", "log", "progress", "adapters"},
@@ -44,7 +45,8 @@ PUBLIC = {
     "brier", "calibration", "classify", "compile", "export_member", "fastest_batch_size", "fit",
     "fit_temperature", "grid", "join_members", "kfold", "log_uniform", "max_batch_size",
     "max_members", "megatron", "name", "nll",
-    "per_example", "regress", "shard", "subsample", "successive_halving", "sweep", "take_members",
+    "per_example", "regress", "shard", "stack", "stage_boundary", "subsample",
+    "successive_halving", "sweep", "take_members",
     "training", "uniform",
     "verify", "virtual_devices",
 }  # fmt: skip

@@ -54,6 +54,7 @@ from plurax.resample import kfold as kfold
 from plurax.resample import subsample as subsample
 from plurax.sharding.marks import name as name
 from plurax.sharding.marks import shard as shard
+from plurax.sharding.marks import stage_boundary as stage_boundary
 from plurax.sharding.rules import megatron as megatron
 from plurax.sharding.sharding import Sharding as Sharding
 from plurax.state import TrainState as TrainState
@@ -62,6 +63,7 @@ from plurax.sweeps import sweep as sweep
 from plurax.tally import NonFiniteWarning as NonFiniteWarning
 from plurax.task import Task as Task
 from plurax.task import per_example as per_example
+from plurax.task import stack as stack
 from plurax.train import Fit as Fit
 from plurax.train import fit as fit
 from plurax.verification import Difference as Difference

@@ -17,7 +17,9 @@ Shardings = tuple[tuple[str, tuple[Any, ...]], ...]
 
 Remat = Literal["none", "dots", "full", "offload"]
 
-MESH_AXES = ("member", "data", "tensor")
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
+
+MESH_AXES = ("member", "data", "pipeline", "tensor")
 """The mesh axes in their one order; a new one arrives with the code that uses it."""
 
 
@@ -64,6 +66,16 @@ data=1 means 'not used'.
     `minor`, turned so that vector units work along the batch. None: for members chosen by a short
     measurement and checked against the other, for one network `major`."""
 
+    pipeline: int = 1
+    """Over how many devices the layers are spread, as stages one after another (mesh axis
+    `pipeline`): of a task made by `plurax.stack`, or of a model with `plurax.stage_boundary`."""
+    stages: int | None = None
+    """Into how many stages the layers are cut, a multiple of `pipeline`. None: one for each device,
+    two for the schedule `interleaved`."""
+    schedule: ScheduleName | tuple[str, ...] = "1f1b"
+    """In which order the devices of a pipeline work through the microbatches: a name, or by hand
+    one line for each device, like `F0 F1 B0 B1`."""
+
     tensor: int = 1
     """Over how many devices tensors and operators are split (mesh axis `tensor`), as `shardings`
     and the marks `plurax.name` and `plurax.shard` say."""
@@ -83,10 +95,10 @@ data=1 means 'not used'.
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shardings", _rules(self.shardings))
-        for field in ("data", "microbatches", "member", "chunk", "tensor"):
-            if field == "chunk" and self.chunk is None:
-                continue
+        for field in ("data", "microbatches", "member", "chunk", "pipeline", "stages", "tensor"):
             value = getattr(self, field)
+            if field in ("chunk", "stages") and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise errors.plan_field_not_positive(field, value)
         if self.precision not in get_args(Precision):
@@ -95,6 +107,13 @@ data=1 means 'not used'.
             raise errors.plan_field_not_a_choice("zero", self.zero, (0, 1, 2, 3))
         if self.remat not in get_args(Remat):
             raise errors.plan_field_not_a_choice("remat", self.remat, get_args(Remat))
+        if isinstance(self.schedule, str):
+            if self.schedule not in get_args(ScheduleName):
+                raise errors.plan_schedule_unknown(self.schedule, get_args(ScheduleName))
+        else:
+            object.__setattr__(self, "schedule", tuple(self.schedule))
+        if self.stages is not None and self.stages % self.pipeline:
+            raise errors.plan_stages_indivisible(self.stages, self.pipeline)
         if self.batch_dim == "minor" and self.divided:
             raise errors.plan_minor_divided()
         if self.batch_dim is not None and self.batch_dim not in get_args(BatchDim):
@@ -108,7 +127,20 @@ data=1 means 'not used'.
     @property
     def divided(self) -> bool:
         """Whether the traced step is walked: to split what it holds, or to compute it again."""
-        return self.tensor > 1 or (self.zero > 0 and self.data > 1) or self.remat != "none"
+        zero = self.zero > 0 and self.data > 1
+        return self.tensor > 1 or self.pipeline > 1 or zero or self.remat != "none"
+
+    @property
+    def pipeline_pieces(self) -> int:
+        """In how many pieces a pipeline works through rows without a gradient; else one."""
+        return self.microbatches if self.pipeline > 1 else 1
+
+    @property
+    def chunks(self) -> int:
+        """How many stages each device of the pipeline has."""
+        if self.stages is not None:
+            return self.stages // self.pipeline
+        return 2 if self.schedule == "interleaved" else 1
 
     @property
     def devices(self) -> int:
@@ -161,7 +193,11 @@ data=1 means 'not used'.
         if self.data > 1:
             lines.append(
                 f"  data={self.data}: the batch is split over {self.data} devices"
-                + ("." if self.zero == 3 or self.tensor > 1 else "; parameters are whole on each.")
+                + (
+                    "."
+                    if self.zero == 3 or self.tensor * self.pipeline > 1
+                    else "; parameters are whole on each."
+                )
             )
         else:
             lines.append("  data=1: the whole batch goes to one device.")
@@ -171,15 +207,7 @@ data=1 means 'not used'.
                 f"{self.microbatches} pieces, adds up the gradients,\n"
                 "    and reduces them over devices once, at the end of the step."
             )
-        if self.tensor > 1:
-            lines.append(
-                f"  tensor={self.tensor}: tensors and operators are split over {self.tensor} "
-                f"devices,\n    by {len(self.shardings)} rules and the marks in the model."
-            )
-        if self.zero:
-            lines.append(f"  zero={self.zero}: {_ZERO[self.zero]}")
-        if self.remat != "none":
-            lines.append(f"  remat={self.remat}: {_REMAT[self.remat]}")
+        lines += self._split_lines()
         if self.member > 1:
             lines.append(
                 f"  member={self.member}: members are spread over {self.member} groups of devices "
@@ -208,6 +236,27 @@ data=1 means 'not used'.
             filled = places - batch_size
             lines.append(line + (f", {filled} of {places} places filled up." if filled else "."))
         return "\n".join(lines)
+
+    def _split_lines(self) -> list[str]:
+        """What one network is split over, in words."""
+        lines = []
+        if self.pipeline > 1:
+            named = self.schedule if isinstance(self.schedule, str) else "written by hand"
+            lines.append(
+                f"  pipeline={self.pipeline}: the layers are cut into "
+                f"{self.pipeline * self.chunks} stages on {self.pipeline} devices;\n"
+                f"    the schedule is {named}."
+            )
+        if self.tensor > 1:
+            lines.append(
+                f"  tensor={self.tensor}: tensors and operators are split over {self.tensor} "
+                f"devices,\n    by {len(self.shardings)} rules and the marks in the model."
+            )
+        if self.zero:
+            lines.append(f"  zero={self.zero}: {_ZERO[self.zero]}")
+        if self.remat != "none":
+            lines.append(f"  remat={self.remat}: {_REMAT[self.remat]}")
+        return lines
 
     def padded_size(self, batch_size: int) -> int:
         """The smallest number of rows ≥ `batch_size` that splits evenly.
@@ -293,7 +342,9 @@ def _rules(given: Any) -> Shardings:
     return tuple(rules)
 
 
-def _toml_value(value: int | str) -> str:
+def _toml_value(value: int | str | tuple[str, ...]) -> str:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(f'"{line}"' for line in value) + "]"
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 # fmt: off
 ELEMENTWISE = frozenset([
@@ -41,6 +42,12 @@ def open_jaxpr(inner: Any) -> tuple[Any, list[Any]]:
     if isinstance(inner, ClosedJaxpr):
         return inner.jaxpr, list(inner.consts)
     return inner, []
+
+
+def constant(literal: Literal) -> Any:
+    """A constant of a traced function, without the mesh in which it was traced."""
+    aval: Any = literal.aval
+    return np.asarray(literal.val, aval.dtype)
 
 
 def inner_jaxprs(equation: Any) -> list[Any]:

@@ -1,14 +1,14 @@
 """A task says what is trained, and knows no device."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Optional
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
-from plurax import errors
+from plurax import errors, tree
 
 Losses = Float[Array, "B"]
 LossOutput = Losses | tuple[Losses, dict[str, Losses]]
@@ -55,6 +55,8 @@ class Task:
     weight: Callable[[PyTree], Float[Array, "B"]] | None = None
     coupled: bool = False
     stateful: bool = False
+    stack: Optional["Stack"] = None
+    """Of a task that `plurax.stack` made, its parts; else None."""
 
     def __post_init__(self) -> None:
         if self.stateful and not self.coupled:
@@ -88,3 +90,152 @@ def per_example(
         return output
 
     return jax.vmap(one, in_axes=(None, 0, 0))
+
+
+class Layer(NamedTuple):
+    """A part of a network as a pair of pure functions.
+
+    **Fields:** `init(key) -> params`; `apply(params, ...)`, what it is given says `stack`.
+    """
+
+    init: Callable[[Key[Array, ""]], PyTree]
+    apply: Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """A network of equal layers between an embedding and a head; made by `stack`.
+
+    **Fields:** `embed`, `block`, `head`; `depth`; `tied`, names of parameters of `embed` that the
+    head is given too; `predict`.
+    """
+
+    embed: Layer
+    block: Layer
+    head: Layer
+    depth: int
+    tied: tuple[str, ...] = ()
+    predict: Callable[..., PyTree] | None = None
+
+    def init(self, key: Key[Array, ""]) -> PyTree:
+        """Parameters `embed`, `blocks` with a leading dim of layers, `head`."""
+        embed, blocks, head = jax.random.split(key, 3)
+        return {
+            "embed": self.embed.init(embed),
+            "blocks": jax.vmap(self.block.init)(jax.random.split(blocks, self.depth)),
+            "head": self.head.init(head),
+        }
+
+    def embedded(self, embed: PyTree, batch: PyTree, keys: Any) -> PyTree:
+        """What the first layer is given."""
+        return self.embed.apply(embed, batch, _folded(keys, self.depth))
+
+    def turned(self, layer: PyTree, x: PyTree, batch: PyTree, keys: Any, number: Any) -> PyTree:
+        """What layer `number` makes of what it is given; raises `TaskError` for another shape."""
+        new = self.block.apply(layer, x, batch, _folded(keys, number))
+        given, made = tree.describe(x), tree.describe(new)
+        if given != made:
+            raise errors.stack_block_changes(given, made)
+        return new
+
+    def finished(self, params: PyTree, x: PyTree, batch: PyTree, keys: Any) -> LossOutput:
+        """Losses from what the last layer made; `params` as `head_params` returns them."""
+        return self.head.apply(params, x, batch, _folded(keys, self.depth + 1))
+
+    def head_params(self, params: PyTree) -> PyTree:
+        """The head's parameters, those tied to the embedding's among them."""
+        if not self.tied:
+            return params["head"]
+        return {**params["head"], **{name: params["embed"][name] for name in self.tied}}
+
+    def layers(self, params: PyTree, batch: PyTree, keys: Any) -> PyTree:
+        """What the last layer makes, one layer after another."""
+
+        def turn(x: PyTree, numbered: tuple[PyTree, Any]) -> tuple[PyTree, None]:
+            layer, number = numbered
+            return self.turned(layer, x, batch, keys, number), None
+
+        x = self.embedded(params["embed"], batch, keys)
+        numbers = jnp.arange(self.depth, dtype=jnp.int32)
+        return jax.lax.scan(turn, x, (params["blocks"], numbers))[0]
+
+
+def stack(
+    embed: tuple[Callable[..., Any], Callable[..., Any]],
+    block: tuple[Callable[..., Any], Callable[..., Any]],
+    head: tuple[Callable[..., Any], Callable[..., Any]],
+    depth: int,
+    *,
+    predict: Callable[..., PyTree] | None = None,
+    tied: Sequence[str] = (),
+    weight: Callable[[PyTree], Float[Array, "B"]] | None = None,
+) -> Task:
+    """A task of `depth` equal layers between an embedding and a head.
+
+    It is an ordinary task, its layers scanned over, and under a plan with `pipeline` they can be
+    cut into stages. Embedding, layer and head are pairs `(init, apply)`; all work on batches:
+
+    - `embed`: `init(key) -> params`, `apply(params, batch, keys) -> x`, a floating array or tree of
+      them with leading dim `B`.
+    - `block`: `apply(params, x, batch, keys) -> x`, of the same shapes and dtypes.
+    - `head`: `apply(params, x, batch, keys) -> (B,) losses`, or with metrics as `Task.loss`.
+    - `depth`: how many layers; stages need not divide it.
+    - `predict(params, x, inputs) -> outputs`: what the head makes of `x` for inference.
+    - `tied`: names of parameters of `embed` that the head is given as well, among its own.
+    - `weight`: as in `Task`.
+
+    `keys` has a random key for each example, of each layer its own; in evaluation and prediction
+    it is None: leave dropout out.
+
+    **Returns:** a `Task` with parameters `embed`, `blocks` (with a leading dim of layers), `head`.
+
+    Raises `TaskError` where a layer does not return what it was given, in shape and dtype, or
+    `tied` names no parameter of `embed`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def linear(key): return jax.random.normal(key, (3, 3))
+    >>> task = stack(
+    ...     embed=(lambda key: {}, lambda params, batch, keys: batch["x"]),
+    ...     block=(linear, lambda w, x, batch, keys: jnp.tanh(x @ w)),
+    ...     head=(linear, lambda w, x, batch, keys: ((x @ w) ** 2).sum(1)),
+    ...     depth=4,
+    ... )
+    >>> task.init(jax.random.key(0))["blocks"].shape
+    (4, 3, 3)
+    """
+    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
+        raise errors.stack_depth(depth)
+    parts = Stack(Layer(*embed), Layer(*block), Layer(*head), depth, tuple(tied), predict)
+
+    def init(key: Key[Array, ""]) -> PyTree:
+        params = parts.init(key)
+        if tied and not (isinstance(params["embed"], dict) and isinstance(params["head"], dict)):
+            raise errors.stack_tied_needs_names(tied)
+        for name in tied:
+            if name not in params["embed"]:
+                raise errors.stack_tied_unknown(name, params["embed"])
+        return params
+
+    def loss(params: PyTree, batch: PyTree, keys: Any = None) -> LossOutput:
+        x = parts.layers(params, batch, keys)
+        return parts.finished(parts.head_params(params), x, batch, keys)
+
+    def outputs(params: PyTree, inputs: PyTree) -> PyTree:
+        assert predict is not None
+        return predict(parts.head_params(params), parts.layers(params, inputs, None), inputs)
+
+    return Task(
+        init=init,
+        loss=loss,
+        predict=None if predict is None else outputs,
+        evaluate=loss,
+        weight=weight,
+        stack=parts,
+    )
+
+
+def _folded(keys: Any, number: Any) -> Any:
+    """The keys of one layer, from those of the examples; None where there are none."""
+    if keys is None:
+        return None
+    return jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, number)

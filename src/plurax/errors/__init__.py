@@ -11,6 +11,7 @@ from plurax.errors.kinds import *  # noqa: F403
 from plurax.errors.members import *  # noqa: F403
 from plurax.errors.plans import *  # noqa: F403
 from plurax.errors.predictions import *  # noqa: F403
+from plurax.errors.schedules import *  # noqa: F403
 from plurax.errors.shardings import *  # noqa: F403
 from plurax.errors.sweeps import *  # noqa: F403
 from plurax.errors.tasks import *  # noqa: F403

@@ -7,7 +7,11 @@ from plurax.errors.kinds import PlanError
 
 
 def plan_field_not_positive(field: str, value: object) -> PlanError:
-    hint = "leave it out to have it chosen" if field == "chunk" else f"{field}=1 means 'not used'"
+    hint = (
+        "leave it out to have it chosen"
+        if field in ("chunk", "stages")
+        else f"{field}=1 means 'not used'"
+    )
     return PlanError(
         f"Plan({field}={value!r}): {field} must be a whole number of at least 1; {hint}."
     )
@@ -18,10 +22,25 @@ def plan_field_not_a_choice(field: str, value: object, choices: Iterable[object]
     return PlanError(f"Plan({field}={value!r}): {field} must be one of {names}.")
 
 
+def plan_schedule_unknown(value: str, names: Iterable[str]) -> PlanError:
+    return PlanError(
+        f"Plan(schedule={value!r}): the schedules that have a name are {', '.join(names)}. One "
+        "written by hand is a list with one line for each device: ['F0 F1 B0 B1', 'F0 B0 F1 B1']."
+    )
+
+
+def plan_stages_indivisible(stages: int, pipeline: int) -> PlanError:
+    near = max(1, round(stages / pipeline)) * pipeline
+    return PlanError(
+        f"Plan(stages={stages}, pipeline={pipeline}): each device has as many stages as every "
+        f"other; stages={near} works."
+    )
+
+
 def plan_minor_divided() -> PlanError:
     return PlanError(
-        "Plan(batch_dim='minor') with tensor > 1 or zero > 0: the batch in the minor dim is for "
-        "small networks that are not divided. Use batch_dim='major'."
+        "Plan(batch_dim='minor') with tensor > 1, pipeline > 1 or zero > 0: the batch in the minor "
+        "dim is for small networks that are not divided. Use batch_dim='major'."
     )
 
 

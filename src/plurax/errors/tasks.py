@@ -100,3 +100,28 @@ def per_example_not_scalar(shape: tuple[int, ...]) -> TaskError:
         f"per_example(f): f(params, example, key) returned shape {shape} for one example; "
         "it must return a scalar. Sum or average over the example's own dims inside f."
     )
+
+
+def stack_depth(depth: object) -> TaskError:
+    return TaskError(f"stack(depth={depth!r}): depth must be a whole number of at least 1.")
+
+
+def stack_block_changes(given: object, made: object) -> TaskError:
+    return TaskError(
+        f"a layer of plurax.stack was given\n{given}\nand returned\n{made}\nand all layers hand on "
+        "the same shapes and dtypes. What changes them belongs to `embed` or `head`."
+    )
+
+
+def stack_tied_unknown(name: str, params: Iterable[str]) -> TaskError:
+    return TaskError(
+        f"stack(tied=...) names {name!r}, and the parameters of `embed` are "
+        f"{', '.join(map(repr, params)) or 'none'}."
+    )
+
+
+def stack_tied_needs_names(tied: object) -> TaskError:
+    return TaskError(
+        f"stack(tied={tied!r}): parameters are tied by name, so the parameters of `embed` and of "
+        "`head` must be dicts; `head` may have none of its own: lambda key: {}."
+    )

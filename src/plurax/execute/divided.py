@@ -14,7 +14,7 @@ Everything here runs inside `jax.shard_map`, on the shards of one device.
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from plurax import errors, tree
 from plurax.execute.evaluate import device_evaluation
 from plurax.execute.gradient import Totals, evaluation, gradient
 from plurax.execute.predict import device_predict
+from plurax.execute.reduction import reduced
 from plurax.execute.rows import Rows
 from plurax.execute.state_shardings import StateShardings, stacks
 from plurax.execute.states import new_state
@@ -39,7 +40,6 @@ from plurax.primitives import inner_jaxprs
 from plurax.sharding.axes import Axes
 from plurax.sharding.divide import Divider, Record, divide
 from plurax.sharding.marks import Named, Split, Tag
-from plurax.sharding.reshard import resharding
 from plurax.sharding.rules import Rules, is_sharding
 from plurax.sharding.sharding import Sharding
 from plurax.sharding.values import Value, is_value
@@ -55,7 +55,8 @@ class Divided:
     """A task's functions on the shards of one device, and how the state lies.
 
     **Arguments:** `task`, `optimizer` and `plan`; `mesh`; `rows`, the rows of one microbatch of one
-    device, as `jax.ShapeDtypeStruct`s.
+    device, as `jax.ShapeDtypeStruct`s; in a pipeline, `dealt`, which deals out the layers of a
+    state to stages, and for each parameter whether it is `layered`.
 
     **Attributes:** `state`, its `StateShardings`; `axes`, over which it is divided; `records`, the
     collectives of a step by its parts, once it has been traced.
@@ -68,13 +69,16 @@ class Divided:
         plan: Plan,
         mesh: Mesh,
         rows: PyTree,
+        *,
+        dealt: Callable[[TrainState], TrainState] | None = None,
+        layered: Sequence[bool] = (),
     ) -> None:
         if task.coupled:
-            fields = {"tensor": 1, "zero": 0, "remat": "none"}
+            fields = {"pipeline": 1, "tensor": 1, "zero": 0, "remat": "none"}
             used = [f for f, unused in fields.items() if getattr(plan, f) != unused]
             raise errors.plan_coupled_divided(f"{used[0]}={getattr(plan, used[0])!r}")
         self.task, self.optimizer, self.plan = task, optimizer, plan
-        sizes = {axis: mesh.shape[axis] for axis in ("data", "tensor") if mesh.shape[axis] > 1}
+        sizes = {axis: mesh.shape[axis] for axis in _AXES if mesh.shape[axis] > 1}
         self._mesh: Mesh | None = mesh
         self._data = mesh.shape["data"]
         rules = Rules(plan.shardings, {a: n for a, n in sizes.items() if a == "tensor"})
@@ -82,11 +86,18 @@ class Divided:
         like: TrainState = jax.eval_shape(lambda: fresh(jax.random.key(0)))
         jaxpr = self._loss_jaxpr(like.params, rows)
         self._rules = rules
-        self.state = StateShardings(like, plan, rules, sizes, stacks(jaxpr, like.params))
+        stacked = stacks(jaxpr, like.params)
+        if dealt is not None:
+            like = jax.eval_shape(dealt, like)
+        self.state = StateShardings(like, plan, rules, sizes, stacked, layered)
         tags = set(_tags(jaxpr))
         names = sorted({tag.name for tag in tags if isinstance(tag, Named)})
         self._rules.check_used(list(tree.named_leaves(like.params)), names)
-        self.axes = Axes(sizes, _parts(tags, sizes.get("tensor", 1)))
+        parts = _parts(tags, sizes.get("tensor", 1))
+        self.axes = Axes(sizes, parts, permutes=plan.pipeline == 1)
+        # What a stage does with its own tensors, it does on its own devices.
+        inner = {axis: size for axis, size in sizes.items() if axis != "pipeline"}
+        self.stage_axes = Axes(inner, parts, permutes=plan.pipeline == 1)
         self.records: dict[str, list[Record]] = {}
         self._said: set[str] = set()
 
@@ -110,7 +121,7 @@ class Divided:
         def cut(array: Array, lies: Sharding) -> Array:
             target = self.axes.expanded(lies)
             whole = Value(array, array.shape, Sharding.whole(array.ndim))
-            return self._divider().move(whole, target).array
+            return self.divider().move(whole, target).array
 
         return jax.tree.map(cut, state, self.state.lies)
 
@@ -135,13 +146,13 @@ class Divided:
         fun = gradient(self.task, self.plan.precision, remat=self.plan.remat)
 
         def run(params: PyTree, model_state: PyTree, rows: Rows) -> tuple[Totals, PyTree]:
-            divider = self._divider(self.plan.microbatches)
+            divider = self.divider(self.plan.microbatches)
 
             def wanted(shapes: tuple[Totals, PyTree]) -> tuple[Totals, PyTree]:
                 none = jax.tree.map(lambda _: None, shapes)
                 totals: Totals = none[0]
                 goals = self.state.shards if self.plan.zero >= 2 else self.state.lies.params
-                return totals._replace(grads=self._expanded(goals)), none[1]
+                return totals._replace(grads=self.expanded(goals)), none[1]
 
             args = (self._parameters(params), _whole(model_state), _varying(rows))
             tight = self.plan.zero >= 2
@@ -154,42 +165,23 @@ class Divided:
 
     def _reduced(self, totals: Totals, kinds: list[Any]) -> Totals:
         """What the microbatches summed up, summed over devices, in the shards that are wanted."""
-        divider = self._divider()
+        divider = self.divider()
         (kind,) = kinds
         whole = jax.tree.map(lambda _: Sharding(()), totals._replace(grads=()))
-        targets = whole._replace(grads=self._expanded(self.state.shards))
+        targets = whole._replace(grads=self.expanded(self.state.shards))
         leaves, structure = jax.tree.flatten(totals)
-        results: list[Any] = [None] * len(leaves)
-        together: dict[tuple[str, ...], list[int]] = {}
-        for place, (array, (shape, lies, varying, _), target) in enumerate(
-            zip(
-                leaves,
-                jax.tree.leaves(kind, is_leaf=_is_kind),
-                jax.tree.leaves(targets, is_leaf=is_sharding),
-                strict=True,
-            )
+        values = []
+        for array, (shape, lies, varying, _) in zip(
+            leaves, jax.tree.leaves(kind, is_leaf=_is_kind), strict=True
         ):
             terms = lies.partial | ({"data"} if varying and self._data > 1 else set())
-            value = Value(array, shape, Sharding(lies.dims, terms))
-            moves = resharding(value.sharding, target, shape, array.dtype.itemsize, self.axes)
-            if [move.kind for move in moves] == ["all-reduce"]:
-                together.setdefault(moves[0].axes, []).append(place)
-            results[place] = value if moves else array
-        # One reduction for all that is reduced alike.
-        for axes, places in together.items():
-            names, groups = self.axes.group(axes)
-            sums = lax.psum([leaves[p] for p in places], names, axis_index_groups=groups)
-            for place, array in zip(places, sums, strict=True):
-                results[place] = array
-                divider.record_all_reduce(axes, array)
-        for place, target in enumerate(jax.tree.leaves(targets, is_leaf=is_sharding)):
-            if isinstance(results[place], Value):
-                results[place] = divider.move(results[place], target).array
+            values.append(Value(array, shape, Sharding(lies.dims, terms)))
+        sums = reduced(values, jax.tree.leaves(targets, is_leaf=is_sharding), divider)
         self.records["reduction"] = divider.records
-        self._warn()
-        return jax.tree.unflatten(structure, results)
+        self.warn()
+        return jax.tree.unflatten(structure, sums)
 
-    def _warn(self) -> None:
+    def warn(self) -> None:
         """Say once what does not lie as its rule says; activations are known only now."""
         new = {name: note for name, note in self._rules.notes.items() if name not in self._said}
         self._said.update(new)
@@ -203,12 +195,12 @@ class Divided:
         sums: dict[tuple[str, ...], Array] = {}
         for array, lies in zip(
             jax.tree.leaves(grads),
-            jax.tree.leaves(self._expanded(self.state.shards), is_leaf=is_sharding),
+            jax.tree.leaves(self.expanded(self.state.shards), is_leaf=is_sharding),
             strict=True,
         ):
             axes = self.axes.mesh_axes(lies.axes)
             sums[axes] = sums.get(axes, 0) + jnp.sum(jnp.square(jnp.abs(array)))
-        divider = self._divider()
+        divider = self.divider()
         for axes, part in sums.items():
             if axes:
                 sums[axes] = lax.psum(part, axes)
@@ -219,14 +211,14 @@ class Divided:
     def _update(
         self, grads: PyTree, opt_state: PyTree, params: PyTree, loss: Array
     ) -> tuple[PyTree, PyTree]:
-        divider = self._divider(strict=self.plan.zero > 0)
+        divider = self.divider(strict=self.plan.zero > 0)
         args = (
             self._values(grads, self.state.like.params, self.state.shards),
             self._values(opt_state, self.state.like.opt_state, self.state.lies.opt_state),
             self._parameters(params),
             _whole(loss),
         )
-        goals = self._expanded((self.state.lies.params, self.state.lies.opt_state))
+        goals = self.expanded((self.state.lies.params, self.state.lies.opt_state))
         values = divide(whole_update(self.optimizer), divider, args, lambda _: goals)
         self.records["update"] = divider.records
         return _arrays(values)
@@ -238,7 +230,7 @@ class Divided:
 
         def run(params: PyTree, model_state: PyTree, rows: Rows) -> Totals:
             args = (self._parameters(params), _whole(model_state), _varying(rows))
-            values = divide(fun, self._divider(), args)
+            values = divide(fun, self.divider(), args)
             kinds[:] = [jax.tree.map(lambda v: (v.shape, *v.kind), values, is_leaf=is_value)]
             return _arrays(values)
 
@@ -264,16 +256,19 @@ class Divided:
             def wanted(shapes: PyTree) -> PyTree:
                 return jax.tree.map(lambda leaf: Sharding.whole(len(leaf.shape)), shapes)
 
-            return _arrays(divide(fun, self._divider(), args, wanted))
+            return _arrays(divide(fun, self.divider(), args, wanted))
 
         return run
 
     # --- Values -------------------------------------------------------------------------------
 
-    def _divider(self, trips: int = 1, *, strict: bool = False) -> Divider:
-        return Divider(self.axes, self._rules.find, mesh=self._mesh, strict=strict, trips=trips)
+    def divider(self, trips: int = 1, *, strict: bool = False, stage: bool = False) -> Divider:
+        """One that walks a function over all axes of the plan, or over those of a stage."""
+        axes = self.stage_axes if stage else self.axes
+        return Divider(axes, self._rules.find, mesh=self._mesh, strict=strict, trips=trips)
 
-    def _expanded(self, lies: PyTree) -> PyTree:
+    def expanded(self, lies: PyTree) -> PyTree:
+        """Shardings over mesh axes as such over the axes they are used in."""
         return jax.tree.map(self.axes.expanded, lies, is_leaf=is_sharding)
 
     def _parameters(self, params: PyTree) -> PyTree:
@@ -284,8 +279,11 @@ class Divided:
             lambda array, leaf, one: Value(array, leaf.shape, one, fixed=fixed),
             arrays,
             like,
-            self._expanded(lies),
+            self.expanded(lies),
         )
+
+
+_AXES = ("data", "pipeline", "tensor")
 
 
 def microbatch(batch: PyTree, plan: Plan) -> PyTree:

@@ -40,7 +40,12 @@ def device_evaluation(
 
 
 def evaluation_placement(batch: PyTree, plan: Plan, mesh: Mesh) -> Placement:
-    """The rows of one call: a microbatch, so that evaluation fits where training does."""
+    """The rows of one call: a microbatch, so that evaluation fits where training does.
+
+    A pipeline works through all of a batch's microbatches in one call.
+    """
+    if plan.pipeline > 1:
+        return Placement(batch, plan.padded_size(leading_dim(batch)), split_rows(mesh))
     size = -(-leading_dim(batch) // plan.microbatches)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), batch)
     return Placement(like, Plan(data=plan.data).padded_size(size), split_rows(mesh))

@@ -65,12 +65,15 @@ class Predictor:
     """Outputs for any number of inputs, in a program compiled once for each shape of inputs.
 
     **Arguments:** `compile_(rows) -> compiled`, for abstract rows, of a function `(*states, rows)`;
-    `mesh`.
+    `mesh`; `pieces`, in how many each device works through its rows.
     """
 
-    def __init__(self, compile_: Callable[[PyTree], jax.stages.Compiled], mesh: Mesh) -> None:
+    def __init__(
+        self, compile_: Callable[[PyTree], jax.stages.Compiled], mesh: Mesh, pieces: int = 1
+    ) -> None:
         self._compile = compile_
         self._mesh = mesh
+        self._pieces = pieces
         self._known: dict[Any, tuple[Placement, jax.stages.Compiled]] = {}
 
     def __call__(
@@ -97,7 +100,8 @@ class Predictor:
         )
         key = (jax.tree.structure(like), *((x.shape, x.dtype) for x in jax.tree.leaves(like)))
         if key not in self._known:
-            rows = Plan(data=self._mesh.shape["data"]).padded_size(chunk)
+            plan = Plan(data=self._mesh.shape["data"], microbatches=self._pieces)
+            rows = plan.padded_size(chunk)
             placement = Placement(like, rows, split_rows(self._mesh))
             self._known[key] = (placement, self._compile(placement.abstract()))
         return self._known[key]

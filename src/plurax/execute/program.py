@@ -19,6 +19,7 @@ from plurax.execute.evaluate import device_evaluation, evaluation_placement, wei
 from plurax.execute.gradient import Totals, evaluation, gradient
 from plurax.execute.in_flight import InFlight
 from plurax.execute.loop import make_loop
+from plurax.execute.pipelined import Pipelined
 from plurax.execute.placement import Placed, Placement, leading_dim
 from plurax.execute.predict import Predictor, make_predict
 from plurax.execute.state_shardings import Parameter
@@ -57,12 +58,13 @@ class Program:
         self._placement = Placement(batch, plan.padded_size(self.batch_size), split_rows(mesh))
         self._evaluation = evaluation_placement(batch, plan, mesh)
         self._in_flight = InFlight(mesh)
-        self._divided: Divided | None = None
+        self._divided: Divided | Pipelined | None = None
         fresh = functools.partial(new_state, task, optimizer)
         whole = jax.eval_shape(fresh, jax.eval_shape(lambda: jax.random.key(0)))
         if plan.divided:
             rows = microbatch(self._placement.like, plan)
-            self._divided = Divided(task, optimizer, plan, mesh, rows)
+            kind = Pipelined if plan.pipeline > 1 else Divided
+            self._divided = kind(task, optimizer, plan, mesh, rows)
             self._state_like = self._divided.state.placed_like(mesh)
             self._step_function = self._spread(self._divided.step(), "sd.", "s.")
         else:
@@ -75,7 +77,7 @@ class Program:
         self._kept_like = whole
         self._state_shardings = jax.tree.map(lambda like: like.sharding, self._state_like)
         self._init = jax.jit(self._fresh, out_shardings=self._state_shardings)
-        self._predictor = Predictor(self._compile_predict, mesh)
+        self._predictor = Predictor(self._compile_predict, mesh, plan.pipeline_pieces)
         self._loops: dict[Any, jax.stages.Compiled] = {}
 
     # --- Training -----------------------------------------------------------------------------
@@ -336,7 +338,7 @@ class Program:
         return jax.tree.map(
             lambda kept, own: own.sharding if kept.shape == own.shape else replicated(self.mesh),
             self._kept_like,
-            self._state_like,
+            self._state_like if self._divided is None else self._divided.state.tree_like(self.mesh),
         )
 
     @property

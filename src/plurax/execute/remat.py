@@ -13,7 +13,9 @@ from plurax.plan import Remat
 from plurax.primitives import open_jaxpr, scan_sizes
 
 
-def rematerialized(fun: Callable[..., PyTree], policy: Remat) -> Callable[..., PyTree]:
+def rematerialized(
+    fun: Callable[..., PyTree], policy: Remat, *, whole: bool = False
+) -> Callable[..., PyTree]:
     """A function that differentiates with less memory and more work; its values are the same.
 
     - `none`: `fun`.
@@ -21,7 +23,8 @@ def rematerialized(fun: Callable[..., PyTree], policy: Remat) -> Callable[..., P
     - `offload`: as `dots`, the results waiting in the host's memory.
     - `full`: kept is what one turn of a loop hands to the next. Outside of loops the function is
       cut into about √n pieces of n operations, and kept is what they hand on
-      (Chen et al. 2016, https://arxiv.org/abs/1604.06174).
+      (Chen et al. 2016, https://arxiv.org/abs/1604.06174). With `whole` it is one piece: kept is
+      what it is given.
 
     >>> import jax.numpy as jnp
     >>> float(jax.grad(rematerialized(lambda x: jnp.sin(jnp.sin(x)), "full"))(0.0))
@@ -35,6 +38,10 @@ def rematerialized(fun: Callable[..., PyTree], policy: Remat) -> Callable[..., P
         "full": policies.nothing_saveable,
         "offload": policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
     }[policy]
+
+    if whole:
+        # Forward and backward are not in one program here: nothing could be joined.
+        return jax.checkpoint(fun, prevent_cse=False, policy=save)
 
     def again(*args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)

@@ -16,6 +16,7 @@ from plurax.plan import Plan
 from plurax.primitives import INLINED, inner_jaxprs, scan_sizes
 from plurax.sharding.rules import (
     Rules,
+    belonging,
     filled_shape,
     is_sharding,
     like_parameters,
@@ -76,18 +77,31 @@ class StateShardings:
 
     **Arguments:** `like`, the state as `jax.ShapeDtypeStruct`s of whole tensors; `plan` and its
     `rules`; `axes`, sizes of the mesh axes; `stacked`, for each parameter whether layers are
-    stacked in it.
+    stacked in it; `layered`, whether these are dealt out to the stages of a pipeline.
 
     **Attributes:** `like`; `lies`, a `TrainState` of `Sharding`s; `shards`, for each parameter how
     its gradient is added up and what the optimizer keeps for it.
     """
 
     def __init__(
-        self, like: TrainState, plan: Plan, rules: Rules, axes: AxisSizes, stacked: Sequence[bool]
+        self,
+        like: TrainState,
+        plan: Plan,
+        rules: Rules,
+        axes: AxisSizes,
+        stacked: Sequence[bool],
+        layered: Sequence[bool] = (),
     ) -> None:
         self.like = like
         self._rules, self._axes = rules, axes
         given = parameter_shardings(rules, like.params)
+        if any(layered):
+            given = jax.tree.map(
+                lambda lies, yes: lies.with_dim(0, ("pipeline",)) if yes else lies,
+                given,
+                jax.tree.unflatten(jax.tree.structure(like.params), layered),
+                is_leaf=is_sharding,
+            )
         self.shards = given
         if plan.zero:
             self.shards = jax.tree.map(
@@ -102,6 +116,17 @@ class StateShardings:
             params=self.shards if plan.zero == 3 else given,
             opt_state=like_parameters(like.opt_state, like.params, self.shards),
         )
+        if any(layered):
+            # What is kept for each layer lies where the layer is, whatever its other dims.
+            self.lies = dataclasses.replace(self.lies, opt_state=self._by_layer(layered))
+
+    def _by_layer(self, layered: Sequence[bool]) -> PyTree:
+        def lie(leaf: Any, lies: Sharding, number: int) -> Sharding:
+            yes = number >= 0 and layered[number] and not lies.dims[0]
+            return lies.with_dim(0, ("pipeline",)) if yes else lies
+
+        stacks = belonging(self.like.opt_state, self.like.params, dims=1)
+        return jax.tree.map(lie, self.like.opt_state, self.lies.opt_state, stacks)
 
     @property
     def notes(self) -> dict[str, str]:
@@ -151,6 +176,8 @@ class StateShardings:
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where)
 
         return jax.tree.map(place, self.like, self.lies)
+
+    tree_like = placed_like
 
     def filled(self, state: TrainState) -> TrainState:
         """A state of whole tensors, filled up with zeros where shards do not divide."""

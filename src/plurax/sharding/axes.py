@@ -22,14 +22,21 @@ class Axes:
     - `parts`: for a mesh axis that is used in parts, their sizes, major to minor. The parts of
       `tensor` are axes called `tensor:0`, `tensor:1`, ...; the mesh stays as it is, and a
       collective over a part runs in groups.
+    - `permutes`: whether a tensor may be moved by a permutation, in which all devices take part.
+      Not where only some devices do something at a time, as the stages of a pipeline.
 
     >>> Axes({"data": 2, "tensor": 8}, parts={"tensor": (2, 4)}).sizes
     {'data': 2, 'tensor:0': 2, 'tensor:1': 4}
     """
 
     def __init__(
-        self, sizes: Mapping[str, int], parts: Mapping[str, Sequence[int]] | None = None
+        self,
+        sizes: Mapping[str, int],
+        parts: Mapping[str, Sequence[int]] | None = None,
+        *,
+        permutes: bool = True,
     ) -> None:
+        self.permutes = permutes
         self.mesh = dict(sizes)
         self.parts = {axis: tuple(sizes_) for axis, sizes_ in (parts or {}).items()}
         self.sizes: dict[str, int] = {}
@@ -39,7 +46,7 @@ class Axes:
                 continue
             assert math.prod(self.parts[axis]) == size
             self.sizes.update({f"{axis}:{i}": n for i, n in enumerate(self.parts[axis])})
-        self._key = (tuple(self.mesh.items()), tuple(self.parts.items()))
+        self._key = (tuple(self.mesh.items()), tuple(self.parts.items()), permutes)
 
     def __hash__(self) -> int:
         return hash(self._key)

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, Literal
 from jaxtyping import Array
 
-from plurax.primitives import INLINED, open_jaxpr, scan_sizes
+from plurax.primitives import INLINED, constant, open_jaxpr, scan_sizes
 from plurax.sharding.operators import bind
 
 
@@ -21,7 +20,7 @@ def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Array]) -> lis
     known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     known.update(zip(jaxpr.invars, args, strict=True))
     for eqn in jaxpr.eqns:
-        inputs = [_plain(a) if isinstance(a, Literal) else known[a] for a in eqn.invars]
+        inputs = [constant(a) if isinstance(a, Literal) else known[a] for a in eqn.invars]
         name = eqn.primitive.name
         if name in INLINED:
             outputs = evaluated(*open_jaxpr(eqn.params[INLINED[name]]), inputs)
@@ -34,13 +33,7 @@ def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Array]) -> lis
         else:
             outputs = bind(eqn, inputs)
         known.update(zip(eqn.outvars, outputs, strict=True))
-    return [_plain(a) if isinstance(a, Literal) else known[a] for a in jaxpr.outvars]
-
-
-def _plain(literal: Literal) -> Any:
-    """A constant without the mesh in which it was traced."""
-    aval: Any = literal.aval
-    return np.asarray(literal.val, aval.dtype)
+    return [constant(a) if isinstance(a, Literal) else known[a] for a in jaxpr.outvars]
 
 
 def _scan(eqn: Any, inputs: list[Any]) -> list[Any]:

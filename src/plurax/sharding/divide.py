@@ -16,7 +16,7 @@ and never kept.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,7 +34,7 @@ from plurax.sharding.by_hand import evaluated
 from plurax.sharding.loop import Loop
 from plurax.sharding.obeyed import NameRule, Obeyed
 from plurax.sharding.operators import RULES, by_default
-from plurax.sharding.ordering import after
+from plurax.sharding.ordering import after, telling
 from plurax.sharding.reshard import Move, apply_moves, resharding, wire_bytes
 from plurax.sharding.sharding import Sharding
 from plurax.sharding.values import Cell, Late, Value, is_value
@@ -147,7 +147,8 @@ class Divider:
 
         return Late(shape, make, zero=True)
 
-    def _constant(self, value: Any) -> Cell:
+    def constant(self, value: Any) -> Cell:
+        """A constant of a traced function."""
         known = isinstance(value, np.ndarray | np.generic | int | float)
         if known and not np.shape(value) and not value and not isinstance(value, bool):
             return Cell(self.zeros((), jnp.asarray(value).dtype))
@@ -168,6 +169,14 @@ class Divider:
 
     # --- Evaluating ---------------------------------------------------------------------------
 
+    def traced(self, fun: Callable[..., Any], *args: PyTree) -> tuple[Any, PyTree]:
+        """A function as a closed jaxpr, and the shapes of its result.
+
+        As outside of `shard_map`: a model may use it over these axes itself.
+        """
+        outside = within(self.mesh, fun) if self.mesh is not None else fun
+        return jax.make_jaxpr(outside, return_shape=True)(*args)
+
     def evaluate(
         self,
         jaxpr: Jaxpr,
@@ -179,22 +188,31 @@ class Divider:
 
         Results wanted over `data` are sums over the devices' rows.
         """
-        eqns, uses = _live(jaxpr)
-        known: dict[Any, Cell] = {}
+        known = dict(zip(jaxpr.constvars, map(self.constant, consts), strict=True))
+        known.update(zip(jaxpr.invars, args, strict=True))
+        return self.evaluate_part(jaxpr.eqns, known, jaxpr.outvars, wanted)
+
+    def evaluate_part(
+        self,
+        eqns: Sequence[Any],
+        known: Mapping[Any, Cell],
+        results: Sequence[Any],
+        wanted: Sequence[Sharding | None] | None = None,
+    ) -> list[Cell]:
+        """Evaluate those of some equations on which `results` depend, from what is `known`."""
+        eqns, uses = _live(eqns, results)
+        here = dict(known)
         goal = {
             var: target
-            for var, target in zip(jaxpr.outvars, wanted or (), strict=False)
+            for var, target in zip(results, wanted or (), strict=False)
             if target is not None and not isinstance(var, Literal)
         }
 
         def read(atom: Any) -> Cell:
-            return self._constant(atom.val) if isinstance(atom, Literal) else known[atom]
+            return self.constant(atom.val) if isinstance(atom, Literal) else here[atom]
 
-        for var, const in zip(jaxpr.constvars, consts, strict=True):
-            known[var] = self._constant(const)
-        for var, cell in zip(jaxpr.invars, args, strict=True):
+        for var, cell in known.items():
             cell.uses += uses.get(var, 0) - 1
-            known[var] = cell
         for eqn in eqns:
             inputs = [read(atom) for atom in eqn.invars]
             goals = [goal.get(var) for var in eqn.outvars]
@@ -202,8 +220,8 @@ class Divider:
                 # A mark may hand on the very cell.
                 before = cell.uses - 1 if cell in inputs else 0
                 cell.uses = before + uses.get(var, 0)
-                known[var] = cell
-        return [read(atom) for atom in jaxpr.outvars]
+                here[var] = cell
+        return [read(atom) for atom in results]
 
     def _equation(self, eqn: Any, inputs: list[Cell], goals: list[Sharding | None]) -> list[Cell]:
         name = eqn.primitive.name
@@ -215,11 +233,9 @@ class Divider:
             return self.evaluate(*open_jaxpr(eqn.params["jaxpr"]), inputs, goals)
         if name == "scan":
             return self._scan(eqn, inputs, goals)
-        if name == "mark":
-            return [self._placed(inputs[0], self._marks.target(inputs[0], **eqn.params))]
-        if name == "sharding_constraint":
-            spec = eqn.params["sharding"].spec
-            return [self._placed(inputs[0], self._marks.pinned(inputs[0], spec))]
+        if name in ("mark", "sharding_constraint"):
+            target = self._marks.of(eqn, inputs[0])
+            return [inputs[0] if target is None else Cell(self.to(inputs[0], target))]
         if name == "shard_map":
             return self._by_hand(eqn, self.together(inputs))
         inputs = self.together(inputs)
@@ -243,7 +259,7 @@ class Divider:
         if not meets or not any(split):
             return inputs
         arrays = [cell.value.array for cell, yes in zip(inputs, split, strict=True) if yes]
-        tied = iter(after(arrays, _telling(meets)))
+        tied = iter(after(arrays, telling(meets)))
 
         def whole(cell: Cell) -> Cell:
             value = dataclasses.replace(cell.value, array=next(tied))
@@ -255,17 +271,13 @@ class Divider:
         made = [cell.value for cell in inputs]
         arrays = [value.array for value in made]
         # The cotangents come last.
-        last = max(place for place, array in enumerate(arrays) if array is _telling(arrays[::-1]))
+        last = max(place for place, array in enumerate(arrays) if array is telling(arrays[::-1]))
         tied = after([*arrays[:last], *arrays[last + 1 :]], arrays[last])
         tied.insert(last, arrays[last])
         return [
             Cell(dataclasses.replace(value, array=array))
             for value, array in zip(made, tied, strict=True)
         ]
-
-    def _placed(self, cell: Cell, target: Sharding | None) -> Cell:
-        """The value where a mark wants it, or as it is."""
-        return cell if target is None else Cell(self.to(cell, target))
 
     # --- Loops, and shard_map by hand ----------------------------------------------------------
 
@@ -340,10 +352,7 @@ def divide(
     """
     leaves, structure = jax.tree.flatten(args, is_leaf=is_value)
     like = [jax.ShapeDtypeStruct(value.shape, value.array.dtype) for value in leaves]
-    # As outside of `shard_map`: a model may use it over these axes itself.
-    outside = within(divider.mesh, fun) if divider.mesh is not None else fun
-    traced = jax.make_jaxpr(outside, return_shape=True)
-    closed, shapes = traced(*jax.tree.unflatten(structure, like))
+    closed, shapes = divider.traced(fun, *jax.tree.unflatten(structure, like))
     goals: list[Any] = [None] * len(closed.jaxpr.outvars)
     if wanted is not None:
         goals = jax.tree.leaves(
@@ -358,13 +367,8 @@ def divide(
     return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
 
-def _telling(arrays: Sequence[Array]) -> Array:
-    """The first of some arrays that holds floating numbers, else the first."""
-    return next((a for a in arrays if jnp.issubdtype(a.dtype, jnp.floating)), arrays[0])
-
-
-def _live(jaxpr: Jaxpr) -> tuple[list[Any], dict[Any, int]]:
-    """The equations on which the results depend, and how often each variable is read by them."""
+def _live(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], dict[Any, int]]:
+    """The equations on which results depend, and how often each variable is read by them."""
     uses: dict[Any, int] = {}
 
     def read(atoms: Sequence[Any]) -> None:
@@ -372,9 +376,9 @@ def _live(jaxpr: Jaxpr) -> tuple[list[Any], dict[Any, int]]:
             if not isinstance(atom, Literal):
                 uses[atom] = uses.get(atom, 0) + 1
 
-    read(jaxpr.outvars)
+    read(results)
     eqns = []
-    for eqn in reversed(jaxpr.eqns):
+    for eqn in reversed(equations):
         if eqn.effects or any(var in uses for var in eqn.outvars):
             eqns.append(eqn)
             read(eqn.invars)

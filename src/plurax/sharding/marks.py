@@ -38,7 +38,11 @@ class Split:
         self.ways = ways
 
 
-Tag = Named | Split
+class Boundary:
+    """The mark of `stage_boundary`; what it stands on at one place is handed to the next stage."""
+
+
+Tag = Named | Split | Boundary
 
 # The identity; `batch` are the dims that vmap added; `transposed` on cotangents.
 mark_p = Primitive("mark")
@@ -76,6 +80,24 @@ def name(x: PyTree, text: str) -> PyTree:
     (3,)
     """
     return jax.tree.map(lambda leaf: _mark(leaf, Named(text)), x)
+
+
+def stage_boundary(x: PyTree) -> PyTree:
+    """Say where a model can be cut into stages; under a plan with `pipeline` it is.
+
+    **Arguments:** `x`, an array or a tree of arrays, floating, at some place between layers.
+
+    **Returns:** `x`. What comes after it, by what depends on it, is the next stage. What else a
+    later stage needs of an earlier one is handed on with it, and what depends on parameters alone
+    or on the batch alone is computed where it is needed. It cannot stand inside a loop
+    (`jax.lax.scan`): layers that repeat are for `plurax.stack`.
+
+    >>> import jax.numpy as jnp
+    >>> stage_boundary(jnp.ones(3)).shape
+    (3,)
+    """
+    tag = Boundary()
+    return jax.tree.map(lambda leaf: _mark(leaf, tag), x)
 
 
 def shard(f: Callable[..., Any], strategy: Strategy) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec
 
 from plurax import errors
 from plurax.sharding.axes import Axes
-from plurax.sharding.marks import Named, Split, Tag
+from plurax.sharding.marks import Boundary, Named, Split, Tag
 from plurax.sharding.sharding import Sharding
 from plurax.sharding.values import Cell
 
@@ -26,10 +26,18 @@ class Obeyed:
         self._named = named
         self._came: dict[Tag, Sharding] = {}
 
-    def target(
+    def of(self, eqn: Any, cell: Cell) -> Sharding | None:
+        """How what a mark or a constraint stands on shall lie; None for as it comes."""
+        if eqn.primitive.name == "mark":
+            return self._target(cell, **eqn.params)
+        return self._pinned(cell, eqn.params["sharding"].spec)
+
+    def _target(
         self, cell: Cell, *, tag: Tag, batch: tuple[int, ...], transposed: bool
     ) -> Sharding | None:
         """How a marked value, or the cotangent of one, shall lie; None for as it comes."""
+        if isinstance(tag, Boundary):
+            return None
         if transposed:
             return self._back(cell, tag)
         target = self._forward(cell, tag, batch)
@@ -53,7 +61,7 @@ class Obeyed:
         )
         return Sharding(dims, now.partial & free)
 
-    def _forward(self, cell: Cell, tag: Tag, batch: tuple[int, ...]) -> Sharding | None:
+    def _forward(self, cell: Cell, tag: Named | Split, batch: tuple[int, ...]) -> Sharding | None:
         """The dims that vmap added are left whole."""
         rank = len(cell.shape)
         own = [dim for dim in range(rank) if dim not in batch]
@@ -83,7 +91,7 @@ class Obeyed:
             given[factor] = tuple(taken)
         return given
 
-    def pinned(self, cell: Cell, spec: Any) -> Sharding | None:
+    def _pinned(self, cell: Cell, spec: Any) -> Sharding | None:
         """What a model pins by `jax.lax.with_sharding_constraint`, over the axes that are known."""
         entries = list(cell.value.sharding.dims)
         for dim, entry in enumerate(spec):

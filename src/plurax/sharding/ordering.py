@@ -23,6 +23,11 @@ def after(arrays: Sequence[Array], by: Array) -> list[Array]:
     return [held.get(place, array) for place, array in enumerate(arrays)]
 
 
+def telling(arrays: Sequence[Array]) -> Array:
+    """The first of some arrays that holds floating numbers, else the first."""
+    return next((a for a in arrays if jnp.issubdtype(a.dtype, jnp.floating)), arrays[0])
+
+
 def _on_host(array: Array) -> bool:
     """Whether an array waits in the host's memory, where nothing is computed."""
     return "host" in str(getattr(jax.typeof(array), "memory_space", "")).lower()

@@ -154,7 +154,7 @@ def _moves(
                 wire = size(new) * (n - 1)
                 yield Move("reduce-scatter", summed, dim, None, new, size(new), wire)
     same_shards = all(here.ways(d, sizes) == target.ways(d, sizes) for d in range(len(shape)))
-    if here.dims != target.dims and same_shards and not here.uneven(shape, sizes):
+    if axes.permutes and here.dims != target.dims and same_shards and not here.uneven(shape, sizes):
         touched = tuple(a for a in sizes if a in {*here.axes, *target.axes})
         if not here.partial & set(touched):
             new = Sharding(target.dims, here.partial)

@@ -97,7 +97,7 @@ def zero_sharding(
     if plan.zero < 3:
         # A dim may be split over both: the shard over `tensor` is cut once more.
         for dim, entry in enumerate(sharding.dims):
-            if entry and shape[dim] % (n * plan.tensor) == 0:
+            if entry == ("tensor",) and shape[dim] % (n * plan.tensor) == 0:
                 return sharding.with_dim(dim, (*entry, "data"))
     if not free:
         return sharding
@@ -112,27 +112,35 @@ def filled_shape(shape: Sequence[int], sharding: Sharding, axes: AxisSizes) -> t
 
 
 def like_parameters(state: PyTree, params: PyTree, lies: PyTree) -> PyTree:
-    """For each leaf of an optimizer's state the sharding of the parameter it belongs to.
+    """For each leaf of an optimizer's state the sharding of the parameter it belongs to; others are
+    whole."""
+    shardings = jax.tree.leaves(lies, is_leaf=is_sharding)
+    return jax.tree.map(
+        lambda leaf, place: shardings[place] if place >= 0 else Sharding.whole(len(leaf.shape)),
+        state,
+        belonging(state, params),
+    )
+
+
+def belonging(state: PyTree, params: PyTree, dims: int | None = None) -> PyTree:
+    """For each leaf of an optimizer's state the number of the parameter it belongs to, or -1.
 
     A leaf belongs to a parameter where its path ends with the parameter's and it has its shape, as
-    Adam's moments do; others are whole.
+    Adam's moments do; with `dims`, where so many leading dims are the same.
     """
     known = {
-        tuple(map(str, path)): (leaf.shape, sharding)
-        for (path, leaf), sharding in zip(
-            jax.tree.leaves_with_path(params),
-            jax.tree.leaves(lies, is_leaf=is_sharding),
-            strict=True,
-        )
+        tuple(map(str, path)): (leaf.shape, place)
+        for place, (path, leaf) in enumerate(jax.tree.leaves_with_path(params))
     }
 
-    def find(path: tuple[Any, ...], leaf: Any) -> Sharding:
+    def find(path: tuple[Any, ...], leaf: Any) -> int:
         names = tuple(map(str, path))
         for start in range(len(names) + 1):
-            shape, sharding = known.get(names[start:], (None, None))
-            if sharding is not None and shape == leaf.shape:
-                return sharding
-        return Sharding.whole(len(leaf.shape))
+            shape, place = known.get(names[start:], ((), -1))
+            same = shape == leaf.shape if dims is None else shape[:dims] == leaf.shape[:dims]
+            if place >= 0 and same and leaf.ndim >= (dims or 0):
+                return place
+        return -1
 
     return jax.tree.map_with_path(find, state)
 
@@ -170,13 +178,13 @@ def megatron(
 
     >>> megatron(column=["*/in"], row=["*/out"], sequence=["residual"])
     {'*/in': (Ellipsis, None, 'tensor'), '*/out': (Ellipsis, 'tensor', None), \
-'residual': ('tensor', None)}
+'residual': (Ellipsis, 'tensor', None)}
     """
     groups = (
         (column, (..., None, "tensor")),
         (row, (..., "tensor", None)),
         (head, (..., None, "tensor")),
-        (sequence, ("tensor", None)),
+        (sequence, (..., "tensor", None)),
     )
     rules: dict[str, tuple[Any, ...]] = {}
     for given, usual in groups:

@@ -1,0 +1,38 @@
+"""Adding up over devices what each has added up on its own."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+from jaxtyping import Array
+
+from plurax.sharding.divide import Divider
+from plurax.sharding.reshard import resharding
+from plurax.sharding.sharding import Sharding
+from plurax.sharding.values import Value
+
+
+def reduced(values: Sequence[Value], targets: Sequence[Sharding], divider: Divider) -> list[Array]:
+    """Values that are terms of sums (`sharding.partial`), added up in the shards that are wanted.
+
+    One reduction for all that is reduced alike.
+    """
+    results: list[Any] = [None] * len(values)
+    together: dict[tuple[str, ...], list[int]] = {}
+    for place, (value, target) in enumerate(zip(values, targets, strict=True)):
+        moves = resharding(
+            value.sharding, target, value.shape, value.array.dtype.itemsize, divider.axes
+        )
+        if [move.kind for move in moves] == ["all-reduce"]:
+            together.setdefault(moves[0].axes, []).append(place)
+        results[place] = value if moves else value.array
+    for axes, places in together.items():
+        names, groups = divider.axes.group(axes)
+        sums = lax.psum([values[p].array for p in places], names, axis_index_groups=groups)
+        for place, array in zip(places, sums, strict=True):
+            results[place] = array
+            divider.record_all_reduce(axes, array)
+    return [
+        divider.move(result, target).array if isinstance(result, Value) else result
+        for result, target in zip(results, targets, strict=True)
+    ]

@@ -1,0 +1,73 @@
+"""What a pipeline communicates and stores, read from the compiled program."""
+
+import optax
+import pytest
+from tests import models
+
+import plurax as px
+from plurax.pipeline.schedule import SCHEDULES, make_schedule, ticks
+
+ROWS = 4
+
+
+def compiled(microbatches=8, *, data=1, tensor=1, zero=0, schedule="1f1b", **more):
+    task = models.transformer_stack(depth=8, tied=False)
+    plan = px.Plan(
+        pipeline=4 // tensor, data=data, tensor=tensor, zero=zero, microbatches=microbatches,
+        schedule=schedule, **more,
+    )  # fmt: skip
+    return px.compile(task, optax.adam(1e-3), plan, models.text(ROWS * microbatches * data))
+
+
+BOUNDARY = ROWS * models.TOKENS * models.WIDTH * 4
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_stages_exchange_only_permutes_of_boundaries(schedule):
+    """One way and the other in each tick; all else over `pipeline` are numbers."""
+    program = compiled(schedule=schedule)
+    chunks = 2 if schedule == "interleaved" else 1
+    length = len(ticks(make_schedule(schedule, 4, 8, chunks)))
+    found = program.collectives()
+    permutes = [c for c in found if c.kind == "collective-permute"]
+    assert [(c.axes, c.bytes, c.trips) for c in permutes] == [(("pipeline",), BOUNDARY, length)] * 2
+    others = [c for c in found if c.kind != "collective-permute"]
+    assert all(c.kind == "all-reduce" and c.bytes <= 100 and not c.in_loop for c in others)
+    planned = [r for r in program.planned_collectives() if r.kind == "collective-permute"]
+    assert [(r.bytes, r.trips) for r in planned] == [(BOUNDARY, length)] * 2
+
+
+def test_gradients_of_stages_reduce_once():
+    """Over `data`, behind the loop, each as many bytes as there are on the device."""
+    program = compiled(data=2)
+    reductions = [c for c in program.collectives() if c.kind == "all-reduce" and "data" in c.axes]
+    assert not any(c.in_loop for c in reductions)
+    layers = sum(one.bytes for one in program.shardings if one.path.startswith("blocks"))
+    edges = {one.path: one.bytes for one in program.shardings if not one.path.startswith("blocks")}
+    # A stage reduces its own: the program holds the embedding's and the head's reductions both.
+    total = sum(c.bytes for c in reductions)
+    numbers = 100
+    assert layers + sum(edges.values()) <= total <= layers + sum(edges.values()) + numbers
+
+
+def test_1f1b_stores_as_much_for_64_microbatches_as_for_8():
+    few, many = (compiled(m).memory().temporaries for m in (8, 64))
+    assert many == pytest.approx(few, rel=0.02)
+
+
+def test_gpipe_stores_more_with_more_microbatches():
+    few, many = (compiled(m, schedule="gpipe").memory().temporaries for m in (8, 64))
+    assert many > 4 * few
+
+
+def test_split_boundaries_are_exchanged_as_shards():
+    """By token over `tensor`: each device hands on its own part."""
+    rules = px.megatron(
+        column={"*/qkv": (..., "tensor", None), "*/hidden": (..., "tensor"),
+                "*/bias": (..., "tensor")},
+        row={"*/attention_out": (..., "tensor", None, None), "*/out": (..., "tensor", None)},
+        sequence=["residual"],
+    )  # fmt: skip
+    program = compiled(tensor=2, shardings=rules)
+    permutes = [c for c in program.collectives() if c.kind == "collective-permute"]
+    assert {c.bytes for c in permutes} == {BOUNDARY // 2}

@@ -1,0 +1,249 @@
+"""Networks cut into stages compute what one device computes, whatever the schedule."""
+
+import dataclasses
+import functools
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import HealthCheck, given, settings
+from tests import models
+
+import plurax as px
+from plurax.pipeline.schedule import SCHEDULES
+
+# name: the task, and the rules by which it can be split over `tensor` besides.
+NETWORKS = {
+    "transformer": (
+        models.transformer_stack,
+        px.megatron(
+            column={"*/qkv": (..., "tensor", None), "*/hidden": (..., "tensor"),
+                    "*/bias": (..., "tensor")},
+            row={"*/attention_out": (..., "tensor", None, None), "*/out": (..., "tensor", None)},
+            sequence=["residual"],
+        ),
+    ),
+    "perceptron": (models.perceptron_stack, {"blocks/hidden": (..., "tensor")}),
+    "marked": (models.marked_task, {"layer0/w": (None, "tensor"), "layer0/b": ("tensor",)}),
+}  # fmt: skip
+LARGEST = 13  # no multiple of anything
+
+
+def trained(name, plan, dtype, sizes=(LARGEST, 10, 1), *, everything=True):
+    task = NETWORKS[name][0](dtype=dtype)
+    text = name == "transformer"
+    batch = models.text(LARGEST) if text else models.data(LARGEST, dtype=np.dtype(dtype))
+    optimizer = optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(1e-2))
+    program = px.compile(task, optimizer, plan, batch)
+    state = program.init(seed=3)
+    for size in sizes:
+        state, metrics = program.step(state, models.cut(batch, size))
+    kept = program.kept(state)
+    found = {"params": kept.params, "opt_state": kept.opt_state, "metrics": metrics}
+    if everything:
+        found["means"] = program.evaluate(state, batch)
+        found["outputs"] = program.predict(state, batch)
+    return jax.device_get(found)
+
+
+@functools.cache
+def on_one_device(name, dtype, microbatches=1):
+    return trained(name, px.Plan(microbatches=microbatches), dtype)
+
+
+def worst(got, name, dtype, microbatches=1):
+    expected = on_one_device(name, dtype, microbatches)
+    return models.worst(got, {part: expected[part] for part in got})
+
+
+def plan_of(schedule, stages, **more):
+    """A plan with so many stages: two on a device where the schedule can."""
+    two = schedule == "interleaved" and stages % 2 == 0 and stages > 2
+    devices = stages // 2 if two else stages
+    microbatches = devices if schedule == "interleaved" else 4
+    return px.Plan(
+        pipeline=devices, stages=stages, schedule=schedule, microbatches=microbatches, **more
+    )
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_schedule(x64, name, schedule, stages):
+    """No number of stages divides the 11 layers; the last batch fills one of four microbatches."""
+    if name == "marked" and stages == 8:
+        stages = 7  # as many as its marks make
+    whole = stages == 2
+    got = trained(name, plan_of(schedule, stages), jnp.float64, everything=whole)
+    assert worst(got, name, jnp.float64) < 1e-10
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_in_float32(name, schedule):
+    plan = plan_of(schedule, 4)
+    got = trained(name, plan, jnp.float32, everything=False)
+    # Adam divides by the gradient's size, and so enlarges another order of sums: of microbatches,
+    # say, on one device too.
+    assert worst(got, name, jnp.float32, plan.microbatches) < 1e-5
+
+
+@st.composite
+def hybrids(draw, name):
+    sizes = [
+        (d, p, t)
+        for p in (2, 3, 4)
+        for d in range(1, 5)
+        for t in (1, 2, 3)
+        if d * p * t <= 8 and d * t > 1
+    ]
+    data, pipeline, tensor = draw(st.sampled_from(sizes))
+    schedule = draw(st.sampled_from(sorted(SCHEDULES)))
+    stages = pipeline * draw(st.sampled_from([1, 2])) if schedule == "interleaved" else pipeline
+    rounds = draw(st.sampled_from([1, 2]))
+    return px.Plan(
+        data=data,
+        pipeline=pipeline,
+        stages=min(stages, 6),
+        schedule=schedule,
+        tensor=tensor,
+        zero=draw(st.integers(0, 3)),
+        microbatches=pipeline * rounds if schedule == "interleaved" else rounds + 1,
+        remat=draw(st.sampled_from(["none", "dots", "full"])),
+        shardings=NETWORKS[name][1],
+    )
+
+
+@pytest.mark.filterwarnings("ignore::plurax.ShardingWarning")
+@pytest.mark.parametrize("name", NETWORKS)
+@given(st.data())
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_hybrid(x64, name, data):
+    plan = data.draw(hybrids(name))
+    got = trained(name, plan, jnp.float64, everything=False)
+    assert worst(got, name, jnp.float64) < 1e-10, plan
+
+
+def test_the_plan_of_the_guide(x64):
+    """All at once, evaluated and predicted too."""
+    plan = px.Plan(
+        data=2, pipeline=2, tensor=2, zero=1, microbatches=8, shardings=NETWORKS["transformer"][1]
+    )
+    assert worst(trained("transformer", plan, jnp.float64), "transformer", jnp.float64) < 1e-10
+
+
+def test_a_schedule_written_by_hand_runs(x64):
+    lines = ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 B0 F1 F2 B1 F3 B2 B3"]
+    plan = px.Plan(pipeline=2, microbatches=4, schedule=lines)
+    got = trained("perceptron", plan, jnp.float64, everything=False)
+    assert worst(got, "perceptron", jnp.float64) < 1e-10
+    assert px.Plan.from_toml(plan.to_toml()) == plan
+
+
+def test_without_microbatches(x64):
+    """Inter-layer parallelism, as plain as it sounds: one microbatch."""
+    got = trained("transformer", px.Plan(pipeline=3), jnp.float64, everything=False)
+    assert worst(got, "transformer", jnp.float64) < 1e-10
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embedding_and_head_live_on_their_stages(tied):
+    """On a device is what its stage needs: not embedding and head both, unless they are tied."""
+    task = models.transformer_stack(depth=4, tied=tied)
+    program = px.compile(task, optax.adam(1e-3), px.Plan(pipeline=4), models.text(8))
+    lives = {one.path: one.note for one in program.shardings}
+    assert lives["head/gain"] == "on device 3 of the pipeline"
+    assert lives["embed/table"] == ("" if tied else "on device 0 of the pipeline")
+    state = program.init(0)
+    layers, edges = 0, models.WORDS * models.WIDTH + models.WIDTH
+    for leaf in jax.tree.leaves(program.kept(state).params["blocks"]):
+        layers += leaf.size // 4
+    (device,) = {shard.device for shard in state.step.addressable_shards[:1]}
+    held = sum(
+        shard.data.size
+        for leaf in jax.tree.leaves(state.params)
+        for shard in leaf.addressable_shards
+        if shard.device == device
+    )
+    assert held == layers + edges
+
+
+OPTIMIZERS = {
+    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
+    "by block": optax.chain(optax.clip_by_block_rms(0.1), optax.lion(1e-3)),
+    "trust ratio": optax.lamb(1e-2),
+    "factored": optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "masked": optax.adamw(
+        1e-2, mask=lambda p: jax.tree.map_with_path(lambda path, x: "head" in str(path), p)
+    ),
+    "multi": optax.multi_transform(
+        {"a": optax.adam(1e-2), "b": optax.sgd(1e-2)}, {"embed": "a", "blocks": "b", "head": "a"}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_where_tensors_live(x64, name):
+    """Each optimizer works on a stage's own tensors; what it needs of all is numbers."""
+    batch = models.data(8, dtype=np.float64)
+
+    def run(plan):
+        # Filled up from 3 to 4 layers, but for those that take means: a mean counts what is filled.
+        depth = 4 if name in ("by block", "factored") else 3
+        task = models.perceptron_stack(jnp.float64, depth=depth)
+        program = px.compile(task, OPTIMIZERS[name], plan, batch)
+        state = program.init(0)
+        for _ in range(3):
+            state, metrics = program.step(state, batch)
+        kept = program.kept(state)
+        return jax.device_get((kept.params, kept.opt_state, metrics))
+
+    assert models.worst(run(px.Plan(pipeline=2)), run(px.Plan())) < 1e-10
+
+
+def test_checkpoints_under_another_plan(x64, tmp_path):
+    """Trained as stages, resumed under two other plans, one without stages."""
+    task, batch = models.perceptron_stack(jnp.float64), models.data(LARGEST, dtype=np.float64)
+
+    def fit(plan, epochs, **how):
+        return px.fit(task, models.optimizer(), batch, plan=plan, epochs=epochs, batch_size=5,
+                      progress=False, **how)  # fmt: skip
+
+    expected = fit(px.Plan(), 3).state.params
+    fit(px.Plan(pipeline=4, microbatches=2), 1, output=tmp_path)
+    fit(px.Plan(data=2, zero=3), 2, output=tmp_path, resume=True)
+    plan = px.Plan(data=2, pipeline=2, stages=4, schedule="interleaved", microbatches=2, zero=1)
+    result = fit(plan, 3, output=tmp_path, resume=True)
+    assert models.worst(jax.device_get(result.state.params), jax.device_get(expected)) < 1e-10
+    assert result.program.predict(result.state, batch).shape == (LARGEST, models.CLASSES)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_resident_epochs_in_stages(schedule):
+    """In the compiled loop over an epoch, and the same twice, bit for bit."""
+    task, batch = models.perceptron_stack(depth=4), models.data(LARGEST)
+    plan = px.Plan(pipeline=2, microbatches=2, schedule=schedule)
+
+    def run():
+        fit = px.fit(task, models.optimizer(), batch, plan=plan, epochs=2, batch_size=5,
+                     progress=False)  # fmt: skip
+        return jax.device_get(fit.state.params)
+
+    assert models.same_bits(run(), run())
+
+
+def test_bfloat16_in_stages():
+    """Cast where it is used: parameters and what the optimizer keeps stay as they are."""
+    task, batch = models.transformer_stack(depth=3), models.text(8)
+    plan = px.Plan(pipeline=3, precision="bfloat16", microbatches=2)
+
+    def run(plan):
+        program = px.compile(task, optax.sgd(0.1), plan, batch)
+        state, metrics = program.step(program.init(0), batch)
+        return jax.device_get((program.kept(state).params, metrics["loss"]))
+
+    one = dataclasses.replace(plan, pipeline=1)
+    assert models.worst(run(plan), run(one)) < 2e-2

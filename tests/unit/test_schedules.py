@@ -1,0 +1,192 @@
+"""A contract over the table of all schedules; hand-broken ones are refused with the reason."""
+
+import itertools
+
+import pytest
+
+import plurax as px
+from plurax.pipeline.network import Dealing
+from plurax.pipeline.schedule import (
+    SCHEDULES,
+    Schedule,
+    Work,
+    check,
+    make_schedule,
+    one_f_one_b,
+    stored_activations,
+    ticks,
+)
+from plurax.pipeline.simulate import simulate
+from plurax.pipeline.table import FIELDS, make_table
+
+# The idle part of all devices' time: p devices, m microbatches, v stages on each.
+BUBBLES = {
+    "gpipe": lambda p, m, v: (p - 1) / (m + p - 1),
+    "1f1b": lambda p, m, v: (p - 1) / (m + p - 1),
+    "interleaved": lambda p, m, v: (p - 1) / (v * m + p - 1),
+    "zb-h1": lambda p, m, v: (p - 1) / (3 * m + p - 1),
+}
+# The most activations that device d stores, as published.
+STORED = {
+    "gpipe": lambda p, m, v, d: m,
+    "1f1b": lambda p, m, v, d: min(p - d, m),
+    "interleaved": lambda p, m, v, d: min(2 * (p - d - 1) + (v - 1) * p + 1, m * v),
+    "zb-h1": lambda p, m, v, d: min(p, m),
+}
+CASES = [
+    (name, p, m, v)
+    for name, p, rounds in itertools.product(SCHEDULES, (2, 3, 4, 8), (1, 2, 4))
+    for m in [p * rounds]
+    for v in ((2, 3) if name == "interleaved" else (1,))
+]
+
+
+def test_the_table_of_this_test_is_whole():
+    assert set(SCHEDULES) == set(BUBBLES) == set(STORED)
+
+
+@pytest.mark.parametrize(("name", "p", "m", "v"), CASES)
+def test_every_schedule_keeps_the_contract(name, p, m, v):
+    schedule = make_schedule(name, p, m, v)
+    assert (schedule.devices, schedule.microbatches, schedule.chunks) == (p, m, v)
+    kinds = "FBW" if schedule.split else "FB"
+    everything = {Work(k, i, c) for k in kinds for i in range(m) for c in range(v)}
+    done = {}
+    for tick, column in enumerate(ticks(schedule)):
+        for device, work in enumerate(column):
+            if work is not None:
+                assert (device, work) not in done
+                assert all(done[need] < tick for need in schedule.needs(device, work))
+                done[device, work] = tick
+    assert done.keys() == {(d, w) for d in range(p) for w in everything}
+    check(schedule)
+    assert simulate(schedule).bubble == pytest.approx(BUBBLES[name](p, m, v), abs=1e-12)
+    stored = [STORED[name](p, m, v, d) for d in range(p)]
+    assert stored_activations(schedule) == stored
+    if name in ("1f1b", "zb-h1"):
+        assert max(stored) <= p
+
+
+@pytest.mark.parametrize(("name", "p", "m", "v"), CASES)
+def test_no_slot_holds_two_things(name, p, m, v):
+    """Replay the table: what is read is what was put there for it."""
+    schedule = make_schedule(name, p, m, v)
+    edges = [0, schedule.stages - 1]
+    table = make_table(schedule, edges)
+    held = {}
+    for tick, column in enumerate(ticks(schedule)):
+        row = [dict(zip(FIELDS, table.columns[tick, d], strict=True)) for d in range(p)]
+        for device, work in enumerate(column):
+            at = row[device]
+            if work is None:
+                assert at["kind"] == 0
+                continue
+            assert (at["microbatch"], at["chunk"]) == work[1:]
+            one = (device, work.microbatch, work.chunk)
+            stores = ["kept"] + ["edge"] * (schedule.stage(device, work) in edges)
+            last = schedule.stages - 1
+            if work.kind == "F":
+                if schedule.stage(device, work) > 0:
+                    assert held.pop(("x", device, at["x"])) == work
+                for store in stores:
+                    assert (store, device, at[store]) not in held
+                    held[store, device, at[store]] = one
+            if work.kind == "B" and schedule.stage(device, work) < last:
+                assert held.pop(("cotangent", device, at["cotangent"])) == work
+            if work.kind in ("B", "W"):
+                for store in stores:
+                    assert held[store, device, at[store]] == one
+                    if work.kind == "W" or not schedule.split:
+                        del held[store, device, at[store]]
+            if schedule.split and work.kind == "B":
+                held["left", device, at["left"]] = one
+            if work.kind == "W":
+                assert held.pop(("left", device, at["left"])) == one
+        for device, work in enumerate(column):
+            if work is None or work.kind == "W":
+                continue
+            step = 1 if work.kind == "F" else -1
+            stage = schedule.stage(device, work) + step
+            if 0 <= stage < schedule.stages:
+                chunk, other = divmod(stage, p)
+                store = "x" if work.kind == "F" else "cotangent"
+                slot = row[other][f"arriving_{store}"]
+                assert slot < table.slots[store]
+                assert (store, other, slot) not in held
+                held[store, other, slot] = work._replace(chunk=chunk)
+    assert held == {}
+
+
+def test_slots_do_not_grow_with_microbatches():
+    few, many = (make_table(one_f_one_b(4, m), [0, 3]).slots for m in (8, 64))
+    assert few == many
+    assert few["kept"] == 4
+
+
+def test_lockstep_costs_nothing_where_all_work_takes_as_long():
+    """F, B and W take one unit each: then to begin together is no loss."""
+    ideal, together = (simulate(make_schedule("zb-h1", 4, 8), lockstep=b) for b in (False, True))
+    assert together.bubble == pytest.approx(ideal.bubble)
+    ideal, together = (simulate(make_schedule("1f1b", 4, 8), lockstep=b) for b in (False, True))
+    assert together.bubble > ideal.bubble
+
+
+def test_what_exchanges_cost_is_in_the_timeline():
+    fast, slow = (simulate(one_f_one_b(2, 2), exchange=cost).length for cost in (0.0, 0.5))
+    assert slow == fast + 4 * 0.5 - 0.5 * 2  # there and back, before the first B and the last
+
+
+BROKEN = {
+    "F0 F1 B0 B1 | F0 B0 F1": "cannot run: device 1 never does B1",
+    "F0 F0 B0 B0 | F0 B0": "does F0 twice; every unit of work",
+    "B0 F0 | F0 B0": "does B0 before F0, on which it depends",
+    "F0 B0 F1 B1 | F1 F0 B0 B1": (
+        "devices wait for each other for ever: .*device 1 is at F1, waiting for F1 of 0"
+    ),
+    "F0 X0 | F0 B0": "'X0' in a schedule is no work",
+    "F0 B0 W0 | F0 B0": "device 1 never does W0",
+}
+
+
+@pytest.mark.parametrize("lines", BROKEN)
+def test_a_broken_schedule_is_refused_with_the_reason(lines):
+    with pytest.raises(px.PlanError, match=BROKEN[lines]):
+        check(Schedule.parse([line.strip() for line in lines.split("|")]))
+
+
+def test_a_schedule_that_stores_too_much():
+    check(one_f_one_b(4, 8), stored=4)
+    with pytest.raises(px.PlanError, match="device 0 has the activations of 8 microbatches"):
+        check(make_schedule("gpipe", 4, 8), stored=4)
+
+
+def test_schedules_for_other_sizes():
+    with pytest.raises(px.PlanError, match="microbatches=8 works, and so does schedule='1f1b'"):
+        make_schedule("interleaved", 4, 7, 2)
+    with pytest.raises(px.PlanError, match="has one stage on each device"):
+        make_schedule("gpipe", 2, 4, 2)
+    with pytest.raises(px.PlanError, match="the schedule written by hand is for 2 devices"):
+        make_schedule(["F0 B0", "F0 B0"], 2, 4)
+
+
+def test_plans_of_schedules():
+    with pytest.raises(px.PlanError, match="the schedules that have a name are gpipe, 1f1b"):
+        px.Plan(pipeline=2, schedule="1f2b")
+    with pytest.raises(px.PlanError, match="each device has as many stages as every other"):
+        px.Plan(pipeline=2, stages=3)
+    assert px.Plan(pipeline=2, schedule="interleaved").chunks == 2
+    assert "6 stages on 3 devices" in px.Plan(pipeline=3, stages=6).explain()
+
+
+@pytest.mark.parametrize("depth", [4, 5, 11, 12])
+@pytest.mark.parametrize(("devices", "chunks"), [(2, 1), (4, 1), (2, 2)])
+def test_layers_are_dealt_out_evenly(depth, devices, chunks):
+    dealing = Dealing(depth, devices, chunks)
+    assert sum(dealing.counts) == depth
+    assert max(dealing.counts) - min(dealing.counts) <= 1
+    layers = dealing.layers
+    assert sorted(n for n in layers if n >= 0) == list(range(depth))
+    for stage, (start, count) in enumerate(zip(dealing.starts, dealing.counts, strict=True)):
+        chunk, device = divmod(stage, devices)
+        place = (device * chunks + chunk) * dealing.most
+        assert layers[place : place + count] == list(range(start, start + count))

@@ -1,0 +1,118 @@
+"""What cannot be cut into stages says so, and what would work."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from tests import models
+
+import plurax as px
+
+
+def refused(task, plan, match, batch=None, optimizer=None):
+    batch = models.data(8) if batch is None else batch
+    with pytest.raises(px.PlanError, match=match):
+        px.compile(task, optimizer or optax.sgd(0.1), plan, batch)
+
+
+def marked(boundaries, wrap=lambda f: f):
+    """A task whose two layers have so many marks between them, in a wrapper."""
+
+    def loss(params, batch, keys):
+        def run(x):
+            x = jnp.tanh(x @ params["first"])
+            for _ in range(boundaries):
+                x = px.stage_boundary(x)
+            return x @ params["second"]
+
+        return jnp.sum(wrap(run)(batch["x"]) ** 2, 1)
+
+    return px.Task(init=lambda key: {"first": jnp.ones((5, 4)), "second": jnp.ones((4, 3))},
+                   loss=loss)  # fmt: skip
+
+
+def test_a_model_without_marks():
+    refused(marked(0), px.Plan(pipeline=2), "pipeline=1 works without")
+
+
+def test_too_few_marks():
+    refused(marked(1), px.Plan(pipeline=4), "1 plurax.stage_boundary marks.* pipeline=2 works")
+
+
+def looped(f):
+    return lambda x: jax.lax.scan(lambda c, _: (c, f(c)), x, None, length=1)[1][0]
+
+
+def test_a_mark_in_a_loop():
+    refused(marked(1, looped), px.Plan(pipeline=2), "stands inside 'scan'")
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: jax.jit(jax.jit(f))])
+def test_a_mark_in_a_jitted_function(wrap):
+    program = px.compile(marked(1, wrap), optax.sgd(0.1), px.Plan(pipeline=2), models.data(8))
+    assert program.shardings[0].note == "on device 0 of the pipeline"
+    assert program.shardings[1].note == "on device 1 of the pipeline"
+
+
+def test_a_boundary_that_is_not_floating():
+    def loss(params, batch, keys):
+        x = px.stage_boundary(batch["x"] @ params["w"])
+        best = jnp.argmax(x, 1)
+        x = px.stage_boundary(jnp.tanh(x))
+        return jnp.take_along_axis(x, best[:, None], 1)[:, 0]
+
+    task = px.Task(init=lambda key: {"w": jnp.ones((5, 4))}, loss=loss)
+    refused(task, px.Plan(pipeline=3), "what crosses a stage boundary must be floating point")
+
+
+def test_too_few_layers():
+    refused(models.perceptron_stack(depth=3), px.Plan(pipeline=4), "pipeline=3 works")
+    plan = px.Plan(pipeline=2, stages=4, schedule="interleaved", microbatches=2)
+    refused(models.perceptron_stack(depth=3), plan, "pipeline=1 works, stages=2")
+
+
+def test_coupled_tasks_have_no_stages():
+    refused(models.contrastive_task(), px.Plan(pipeline=2), "independent")
+
+
+def test_an_optimizer_that_needs_several_stages():
+    def update(grads, state, params=None):
+        total = grads["embed"].sum(0)[:3] + grads["head"].sum(0)
+        return jax.tree.map(lambda g: -g * total.sum(), grads), state
+
+    optimizer = optax.GradientTransformation(lambda params: (), update)
+    task = models.perceptron_stack(depth=4)
+    refused(task, px.Plan(pipeline=2), "'add' takes those of several stages", None, optimizer)
+
+
+def layer(apply):
+    return (lambda key: jnp.ones((5, 5)), apply)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"depth": 0}, "depth must be a whole number"),
+        ({"block": layer(lambda w, x, batch, keys: x[:, :2])}, "all layers hand on"),
+        ({"tied": ["table"]}, "parameters are tied by name"),
+        (
+            {"tied": ["table"], "embed": (lambda key: {"a": jnp.ones(1)}, None),
+             "head": (lambda key: {}, None)},
+            "the parameters of `embed` are 'a'",
+        ),
+    ],
+)  # fmt: skip
+def test_stacks_that_cannot_be(change, match):
+    given = {
+        "embed": layer(lambda w, batch, keys: batch["x"] @ w),
+        "block": layer(lambda w, x, batch, keys: x @ w),
+        "head": layer(lambda w, x, batch, keys: (x @ w).sum(1)),
+        "depth": 2,
+    }
+
+    def use():
+        task = px.stack(**given | change)
+        task.loss(task.init(jax.random.key(0)), models.data(4), None)
+
+    with pytest.raises(px.TaskError, match=match):
+        use()
