@@ -114,6 +114,8 @@ data=1 means 'not used'.
             object.__setattr__(self, "schedule", tuple(self.schedule))
         if self.stages is not None and self.stages % self.pipeline:
             raise errors.plan_stages_indivisible(self.stages, self.pipeline)
+        if self.remat == "offload" and self.pipeline > 1:
+            raise errors.plan_offload_in_stages(self.pipeline)
         if self.batch_dim == "minor" and self.divided:
             raise errors.plan_minor_divided()
         if self.batch_dim is not None and self.batch_dim not in get_args(BatchDim):

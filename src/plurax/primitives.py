@@ -60,6 +60,14 @@ def inner_jaxprs(equation: Any) -> list[Any]:
     return found
 
 
+def holds(jaxpr: Any, name: str) -> bool:
+    """Whether an operation stands anywhere in a function."""
+    return any(
+        eqn.primitive.name == name or any(holds(inner, name) for inner in inner_jaxprs(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
 def scan_sizes(equation: Any) -> tuple[int, int]:
     """Of a `scan`: how many values its turns share, and how many they carry.
 

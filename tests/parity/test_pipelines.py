@@ -247,3 +247,36 @@ def test_bfloat16_in_stages():
 
     one = dataclasses.replace(plan, pipeline=1)
     assert models.worst(run(plan), run(one)) < 2e-2
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        px.Plan(pipeline=2, microbatches=2, chunk=3),
+        px.Plan(member=2, data=2, pipeline=2, microbatches=2, chunk=1, zero=1, schedule="zb-h1"),
+    ],
+)
+def test_members_in_stages(x64, plan):
+    """Populations of networks that are cut into stages."""
+    batch = models.data(LARGEST, dtype=np.float64)
+
+    def run(plan):
+        task = models.perceptron_stack(jnp.float64, depth=3)
+        program = px.compile(task, models.optimizer(), plan, batch, members=px.Members(3))
+        state = program.init()
+        for size in (LARGEST, 1):
+            state, metrics = program.step(state, models.cut(batch, size))
+        kept = program.kept(state)
+        means, outputs = program.evaluate(state, batch), program.predict(state, batch)
+        return jax.device_get((kept.params, kept.opt_state, metrics, means, outputs))
+
+    assert models.worst(run(plan), run(px.Plan(chunk=3, batch_dim="major"))) < 1e-10
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_verify_in_stages(name):
+    """The check for a user's own task; float32 and dropout and all."""
+    batch = models.text(8) if name == "transformer" else models.data(8)
+    plan = px.Plan(data=2, pipeline=3, microbatches=2, schedule="zb-h1")
+    found = px.verify(NETWORKS[name][0](), optax.adam(1e-3), plan, batch)
+    assert found.ok, found

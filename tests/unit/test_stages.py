@@ -85,6 +85,28 @@ def test_an_optimizer_that_needs_several_stages():
     refused(task, px.Plan(pipeline=2), "'add' takes those of several stages", None, optimizer)
 
 
+def test_what_stages_keep_stays_on_the_device():
+    with pytest.raises(px.PlanError, match="remat='full' keeps least, and works"):
+        px.Plan(pipeline=2, remat="offload")
+
+
+def test_a_model_that_permutes_itself():
+    def by_hand(x):
+        def local(x):
+            return jax.lax.ppermute(x, "tensor", [(0, 1), (1, 0)])
+
+        return jax.shard_map(local, in_specs=jax.P(), out_specs=jax.P(), axis_names={"tensor"},
+                             check_vma=False)(x)  # fmt: skip
+
+    task = px.stack(
+        embed=layer(lambda w, batch, keys: batch["x"] @ w),
+        block=layer(lambda w, x, batch, keys: by_hand(x @ w)),
+        head=layer(lambda w, x, batch, keys: (x @ w).sum(1)),
+        depth=2,
+    )
+    refused(task, px.Plan(pipeline=2, tensor=2), "a stage does its work alone")
+
+
 def layer(apply):
     return (lambda key: jnp.ones((5, 5)), apply)
 

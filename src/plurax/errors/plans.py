@@ -37,6 +37,14 @@ def plan_stages_indivisible(stages: int, pipeline: int) -> PlanError:
     )
 
 
+def plan_offload_in_stages(pipeline: int) -> PlanError:
+    return PlanError(
+        f"Plan(remat='offload', pipeline={pipeline}): what the stages of a pipeline keep waits in "
+        "slots on the device, and not in the host's memory. remat='full' keeps least, and works; "
+        "so does remat='dots'."
+    )
+
+
 def plan_minor_divided() -> PlanError:
     return PlanError(
         "Plan(batch_dim='minor') with tensor > 1, pipeline > 1 or zero > 0: the batch in the minor "

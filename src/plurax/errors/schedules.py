@@ -112,3 +112,19 @@ def optimizer_needs_stages(operation: str) -> PlanError:
         f"{operation!r} takes those of several stages at once. Sums and norms over all parameters "
         "work; so does this optimizer with pipeline=1 and zero=1."
     )
+
+
+def compare_needs_pipeline(pipeline: int) -> PlanError:
+    what = "this is a population" if pipeline > 1 else "the plan has pipeline=1"
+    return PlanError(
+        f"--compare puts the schedules of one network's pipeline side by side, and {what}: give "
+        "--plan.pipeline 4 --plan.microbatches 8, say, for one network, or leave --compare out."
+    )
+
+
+def permute_in_stage() -> PlanError:
+    return PlanError(
+        "the model permutes tensors itself (jax.lax.ppermute in a jax.shard_map of its own), in "
+        "which all devices take part, and under pipeline > 1 a stage does its work alone. "
+        "jax.lax.all_gather, psum and all_to_all work there; so does this model with pipeline=1."
+    )

@@ -19,6 +19,7 @@ from plurax import errors
 from plurax.execute.divided import Divided, microbatch
 from plurax.execute.evaluate import device_evaluation
 from plurax.execute.gradient import Totals, evaluation, gradient
+from plurax.execute.pipelined import Pipelined
 from plurax.execute.predict import device_predict
 from plurax.execute.states import new_state
 from plurax.execute.step import Metrics, Step, make_step, whole_update
@@ -100,11 +101,12 @@ class Population:
         # A coupled loss is written over the whole microbatch: `data` is left to the partitioner.
         example = self.make(hyper)
         coupled_loss = example.task.coupled
-        self._manual = {"member"} if coupled_loss else {"member", "data", "tensor"}
+        self._manual = {"member"} if coupled_loss else set(mesh.axis_names)
         self._split = 1 if coupled_loss else mesh.shape["data"]
-        self.divided: Divided | None = None
+        self.divided: Divided | Pipelined | None = None
         if plan.divided:
-            self.divided = Divided(*example, plan, mesh, microbatch(batch, plan))
+            kind = Pipelined if plan.pipeline > 1 else Divided
+            self.divided = kind(*example, plan, mesh, microbatch(batch, plan))
 
     # --- One member ---------------------------------------------------------------------------
 
@@ -117,7 +119,7 @@ class Population:
         one = self.make(member.hyper)
         return new_state(one.task, one.optimizer, jax.random.key(member.seeds))
 
-    def _divided(self, member: Cohort) -> Divided:
+    def _divided(self, member: Cohort) -> Divided | Pipelined:
         assert self.divided is not None
         return self.divided.of(*self.make(member.hyper))
 

@@ -81,7 +81,7 @@ class MembersProgram:
             plan = dataclasses.replace(plan, batch_dim="major")
         self.plan = plan
         self.measured: list[Choice] = []
-        self._predictor = Predictor(self._compile_predict, mesh)
+        self._predictor = Predictor(self._compile_predict, mesh, plan.pipeline_pieces)
         if self._must_choose():
             self.plan, self.measured = self._choose(data)
         self._built = self._population(plan=self.plan)
@@ -207,7 +207,7 @@ class MembersProgram:
             state = jax.tree.map(lambda leaf: leaf[fill], state)
         divided = self._example.divided
         if divided is not None and tree.describe(state) != tree.describe(self.state_shapes):
-            state = jax.vmap(divided.state.filled)(state)
+            state = jax.vmap(divided.state.filled, spmd_axis_name="member")(state)
         if state is not whole:
             state = jax.device_put(state, self._state_shardings)
         check_state(state, self.state_shapes)
@@ -216,7 +216,7 @@ class MembersProgram:
     def kept(self, state: TrainState) -> TrainState:
         """The state without the members that only fill up the slots."""
         if self._example.divided is not None:
-            state = jax.vmap(self._example.divided.state.cut)(state)
+            state = jax.vmap(self._example.divided.state.cut, spmd_axis_name="member")(state)
         if self.slots == self.count:
             return state
         return jax.tree.map(lambda leaf: leaf[: self.count], state)

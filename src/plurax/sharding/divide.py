@@ -28,7 +28,7 @@ from jaxtyping import Array, PyTree
 
 from plurax import errors
 from plurax.mesh import within
-from plurax.primitives import INLINED, open_jaxpr
+from plurax.primitives import INLINED, holds, open_jaxpr
 from plurax.sharding.axes import Axes
 from plurax.sharding.by_hand import evaluated
 from plurax.sharding.loop import Loop
@@ -312,6 +312,8 @@ class Divider:
             target = self._known(spec, len(cell.shape))
             arrays.append(self.to(cell, target).array)
         body, consts = open_jaxpr(params["jaxpr"])
+        if not self.axes.permutes and holds(body, "ppermute"):
+            raise errors.permute_in_stage()
         outputs = evaluated(body, consts, arrays)
         varying = any(cell.value.varying for cell in inputs)
         results = []
