@@ -46,6 +46,11 @@ from plurax.members import grid as grid
 from plurax.members import log_uniform as log_uniform
 from plurax.members import uniform as uniform
 from plurax.mesh import virtual_devices as virtual_devices
+from plurax.pipeline.schedule import Schedule as Schedule
+from plurax.pipeline.schedule import check_schedule as check_schedule
+from plurax.pipeline.schedule import make_schedule as make_schedule
+from plurax.pipeline.simulate import Timeline as Timeline
+from plurax.pipeline.simulate import simulate as simulate
 from plurax.plan import Plan as Plan
 from plurax.population_size import MaxMembers as MaxMembers
 from plurax.population_size import max_members as max_members

@@ -10,7 +10,7 @@ from plurax.pipeline.schedule import (
     SCHEDULES,
     Schedule,
     Work,
-    check,
+    check_schedule,
     make_schedule,
     one_f_one_b,
     stored_activations,
@@ -59,7 +59,7 @@ def test_every_schedule_keeps_the_contract(name, p, m, v):
                 assert all(done[need] < tick for need in schedule.needs(device, work))
                 done[device, work] = tick
     assert done.keys() == {(d, w) for d in range(p) for w in everything}
-    check(schedule)
+    check_schedule(schedule)
     assert simulate(schedule).bubble == pytest.approx(BUBBLES[name](p, m, v), abs=1e-12)
     stored = [STORED[name](p, m, v, d) for d in range(p)]
     assert stored_activations(schedule) == stored
@@ -151,13 +151,13 @@ BROKEN = {
 @pytest.mark.parametrize("lines", BROKEN)
 def test_a_broken_schedule_is_refused_with_the_reason(lines):
     with pytest.raises(px.PlanError, match=BROKEN[lines]):
-        check(Schedule.parse([line.strip() for line in lines.split("|")]))
+        check_schedule(Schedule.parse([line.strip() for line in lines.split("|")]))
 
 
 def test_a_schedule_that_stores_too_much():
-    check(one_f_one_b(4, 8), stored=4)
+    check_schedule(one_f_one_b(4, 8), stored=4)
     with pytest.raises(px.PlanError, match="device 0 has the activations of 8 microbatches"):
-        check(make_schedule("gpipe", 4, 8), stored=4)
+        check_schedule(make_schedule("gpipe", 4, 8), stored=4)
 
 
 def test_schedules_for_other_sizes():

@@ -68,7 +68,9 @@ class Pieces:
             if edge is not None and not edge.after:
                 x, like = self._probe_edge(stage, edge, x, like, rows, divider(m))
             if self.network.layers is not None:
-                x = self._probe_layer(x, like, rows, divider(m * self.schedule.chunks))
+                # At most so many layers are on a device.
+                most = -(-self.network.layers.depth // stages) * self.schedule.chunks
+                x = self._probe_layer(x, like, rows, divider(m * most))
             if edge is not None and edge.after:
                 x, like = self._probe_edge(stage, edge, x, like, rows, divider(m))
             self.handed.append([Form.of(value) for value in x])

@@ -208,7 +208,7 @@ def make_schedule(
     if isinstance(given, str):
         return SCHEDULES[given](devices, microbatches, chunks)
     schedule = Schedule.parse(given)
-    check(schedule)
+    check_schedule(schedule)
     found = (schedule.devices, schedule.microbatches, schedule.chunks)
     if found != (devices, microbatches, chunks):
         raise errors.schedule_of_other_sizes(found, (devices, microbatches, chunks))
@@ -218,7 +218,7 @@ def make_schedule(
 # --- Whether one is legal -------------------------------------------------------------------------
 
 
-def check(schedule: Schedule, *, stored: int | None = None) -> None:
+def check_schedule(schedule: Schedule, *, stored: int | None = None) -> None:
     """Raise `PlanError` where a schedule cannot run, with the reason.
 
     Every unit of work is there once, on each device what comes first stands first, no two devices
