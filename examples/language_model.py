@@ -6,17 +6,18 @@ last window of each part is shorter; an example counts by the bytes it predicts,
 is the mean over bytes whatever the windows.
 
 The model is the usual one: learned positions, then pre-norm blocks of causal attention and a
-two-layer perceptron. The blocks are stacked, with a leading dim `depth` on each parameter, and
-scanned over, so that compiling takes as long for 40 blocks as for 4. All sizes are read from the
-parameters' shapes. At the default sizes it has 0.87 million parameters. Its output starts at zero:
-before training, every byte costs 8 bits. Ten epochs, 12 minutes of CPU time, bring it to 1.87 bits
-per byte of the held-out text.
+two-layer perceptron. `plurax.stack` puts it together: the parameters of the blocks get a leading
+dim, and the blocks are scanned over, so that compiling takes as long for 40 blocks as for 4, or cut
+into stages. All sizes are read from the parameters' shapes. At the default sizes it has 0.87
+million parameters. Its output starts at zero: before training, every byte costs 8 bits. Ten epochs,
+12 minutes of CPU time, bring it to 1.87 bits per byte of the held-out text.
 
     plurax train examples/language_model.py --experiment.epochs 20 --experiment.depth 6
+    plurax plan examples/language_model.py --plan.pipeline 4 --plan.microbatches 8
     python examples/language_model.py --prompt "The with statement"
 
 Shape suffixes: B batch, T tokens, D width, H heads, K width of a head, F width of the perceptron,
-L depth, V bytes (256). `x_TD` is an array (tokens, width).
+V bytes (256). `x_TD` is an array (tokens, width).
 """
 
 import math
@@ -55,33 +56,6 @@ def windows(text: bytes, window: int) -> dict[str, np.ndarray]:
     }
 
 
-def init(key: Key[Array, ""], width: int, depth: int, heads: int, window: int) -> Params:
-    """Parameters; those of the blocks have a leading dim `depth`."""
-    size, hidden = width // heads, 4 * width
-    keys = iter(jax.random.split(key, 6))
-
-    def normal(*shape: int, scale: float) -> Array:
-        return scale * jax.random.normal(next(keys), shape)
-
-    into = width**-0.5
-    # What is added to the residual stream starts small: 2 * depth terms sum to it.
-    back = (2 * depth) ** -0.5
-    return {
-        "embedding": normal(BYTES, width, scale=1.0),
-        "position": normal(window, width, scale=1.0),
-        "blocks": {
-            "attention_norm": jnp.ones((depth, width)),
-            "query_key_value": normal(depth, width, 3, heads, size, scale=into),
-            "attention_out": normal(depth, heads, size, width, scale=back * into),
-            "perceptron_norm": jnp.ones((depth, width)),
-            "perceptron_in": normal(depth, width, hidden, scale=into),
-            "perceptron_out": normal(depth, hidden, width, scale=back * hidden**-0.5),
-        },
-        "norm": jnp.ones(width),
-        "output": jnp.zeros((width, BYTES)),
-    }
-
-
 def normalised(x_TD: Float[Array, "T D"], gain_D: Float[Array, "D"]) -> Float[Array, "T D"]:
     """Each row scaled to a mean square of 1 (in float32), then by a learned gain."""
     x32_TD = x_TD.astype(jnp.float32)
@@ -114,57 +88,124 @@ def perceptron(x_TD: Float[Array, "T D"], block: Params) -> Float[Array, "T D"]:
     return jnp.square(jax.nn.relu(x_TD @ block["perceptron_in"])) @ block["perceptron_out"]
 
 
-def logits(
-    params: Params, text_T: UInt8[Array, "T"], key: Key[Array, ""] | None = None
-) -> Float[Array, "T V"]:
-    """For each byte, unnormalised log probabilities of the next. With a key, with dropout."""
+def text_of(batch: dict[str, Array]) -> UInt8[Array, "B T"]:
+    """The bytes that the network is given: in training the last of a window is only predicted."""
+    return batch["bytes"][:, :-1] if "count" in batch else batch["bytes"]
 
-    def residual(x_TD: Array, scanned: tuple[Params, Array | None]) -> tuple[Array, None]:
-        block, keys = scanned
-        attention_key, perceptron_key = (None, None) if keys is None else keys
-        normal_TD = normalised(x_TD, block["attention_norm"])
-        added_TD = dropped(attention(normal_TD, block), attention_key)
+
+def embed(params: Params, batch: dict[str, Array], keys: Key[Array, "B"] | None) -> Array:
+    """A vector for each byte and for its position."""
+    text_BT = text_of(batch)
+    x_BTD = params["embedding"][text_BT] + params["position"][: text_BT.shape[1]]
+    return jax.vmap(lambda x_TD: px.name(x_TD, "residual"))(x_BTD)
+
+
+def block(
+    params: Params,
+    x_BTD: Float[Array, "B T D"],
+    batch: dict[str, Array],
+    keys: Key[Array, "B"] | None,
+) -> Float[Array, "B T D"]:
+    """Attention, then the perceptron, each added to what it was given. With keys, with dropout."""
+
+    def residual(x_TD: Array, key: Array | None) -> Array:
+        attention_key, perceptron_key = (None, None) if key is None else jax.random.split(key)
+        normal_TD = normalised(x_TD, params["attention_norm"])
+        added_TD = dropped(attention(normal_TD, params), attention_key)
         x_TD = px.name(x_TD + added_TD, "residual")
-        normal_TD = normalised(x_TD, block["perceptron_norm"])
-        added_TD = dropped(perceptron(normal_TD, block), perceptron_key)
-        return px.name(x_TD + added_TD, "residual"), None
+        normal_TD = normalised(x_TD, params["perceptron_norm"])
+        added_TD = dropped(perceptron(normal_TD, params), perceptron_key)
+        return px.name(x_TD + added_TD, "residual")
 
-    depth = params["blocks"]["attention_norm"].shape[0]
-    keys_L2 = None if key is None else jax.random.split(key, (depth, 2))
-    x_TD = params["embedding"][text_T] + params["position"][: text_T.shape[0]]
-    x_TD = px.name(x_TD, "residual")
-    x_TD, _ = jax.lax.scan(residual, x_TD, (params["blocks"], keys_L2))
-    x_TD = normalised(x_TD, params["norm"])
-    return (x_TD @ params["output"]).astype(jnp.float32)
+    return jax.vmap(residual)(x_BTD, keys)
 
 
-def window_loss(
-    params: Params, example: dict[str, Array], key: Key[Array, ""] | None = None
+def unembed(params: Params, x_TD: Float[Array, "T D"]) -> Float[Array, "T V"]:
+    """For each byte of a text, unnormalised log probabilities of the next."""
+    return (normalised(x_TD, params["norm"]) @ params["output"]).astype(jnp.float32)
+
+
+def losses(
+    params: Params,
+    x_BTD: Float[Array, "B T D"],
+    batch: dict[str, Array],
+    keys: Key[Array, "B"] | None,
 ) -> tuple[Array, dict[str, Array]]:
-    """Mean cross entropy over the bytes that one window predicts, and the same in bits."""
-    text_T, next_T = example["bytes"][:-1], example["bytes"][1:].astype(jnp.int32)
-    losses_T = optax.softmax_cross_entropy_with_integer_labels(logits(params, text_T, key), next_T)
-    counted_T = jnp.arange(next_T.shape[0]) < example["count"]
-    loss = jnp.mean(losses_T, where=counted_T)
-    return loss, {"bits_per_byte": loss / math.log(2.0)}
+    """Mean cross entropy over the bytes that each window predicts, (B,), and the same in bits."""
+
+    def window_loss(x_TD: Array, bytes_T: Array, count: Array) -> Array:
+        next_T = bytes_T[1:].astype(jnp.int32)
+        losses_T = optax.softmax_cross_entropy_with_integer_labels(unembed(params, x_TD), next_T)
+        return jnp.mean(losses_T, where=jnp.arange(next_T.shape[0]) < count)
+
+    loss_B = jax.vmap(window_loss)(x_BTD, batch["bytes"], batch["count"])
+    return loss_B, {"bits_per_byte": loss_B / math.log(2.0)}
 
 
-def evaluate(params: Params, batch: dict[str, Array]) -> tuple[Array, dict[str, Array]]:
-    """The loss without dropout, (B,), and its metrics."""
-    return jax.vmap(window_loss, in_axes=(None, 0))(params, batch)
-
-
-def predict(params: Params, inputs: dict[str, Array]) -> Float[Array, "B V"]:
+def predict(
+    params: Params, x_BTD: Float[Array, "B T D"], inputs: dict[str, Array]
+) -> Float[Array, "B V"]:
     """Log probabilities of the byte that follows each of the texts `bytes` (B, T)."""
-    last_BV = jax.vmap(lambda text_T: logits(params, text_T)[-1])(inputs["bytes"])
-    return jax.nn.log_softmax(last_BV)
+    return jax.nn.log_softmax(jax.vmap(unembed, in_axes=(None, 0))(params, x_BTD[:, -1:])[:, 0])
+
+
+def make_task(width: int, depth: int, heads: int, window: int) -> px.Task:
+    """The transformer: `depth` equal blocks between an embedding and a head."""
+    size, hidden = width // heads, 4 * width
+    into = width**-0.5
+    # What is added to the residual stream starts small: 2 * depth terms sum to it.
+    back = (2 * depth) ** -0.5
+
+    def normal(key: Key[Array, ""], *shape: int, scale: float) -> Array:
+        return scale * jax.random.normal(key, shape)
+
+    def init_embed(key: Key[Array, ""]) -> Params:
+        bytes_key, position_key = jax.random.split(key)
+        return {
+            "embedding": normal(bytes_key, BYTES, width, scale=1.0),
+            "position": normal(position_key, window, width, scale=1.0),
+        }
+
+    def init_block(key: Key[Array, ""]) -> Params:
+        keys = jax.random.split(key, 4)
+        return {
+            "attention_norm": jnp.ones(width),
+            "query_key_value": normal(keys[0], width, 3, heads, size, scale=into),
+            "attention_out": normal(keys[1], heads, size, width, scale=back * into),
+            "perceptron_norm": jnp.ones(width),
+            "perceptron_in": normal(keys[2], width, hidden, scale=into),
+            "perceptron_out": normal(keys[3], hidden, width, scale=back * hidden**-0.5),
+        }
+
+    def init_head(key: Key[Array, ""]) -> Params:
+        return {"norm": jnp.ones(width), "output": jnp.zeros((width, BYTES))}
+
+    return px.stack(
+        embed=(init_embed, embed),
+        block=(init_block, block),
+        head=(init_head, losses),
+        depth=depth,
+        predict=predict,
+        weight=lambda batch: batch["count"].astype(jnp.float32),
+    )
+
+
+def logits(params: Params, text_T: UInt8[Array, "T"]) -> Float[Array, "T V"]:
+    """For each byte of one text, unnormalised log probabilities of the next."""
+    inputs = {"bytes": text_T[None]}
+    x_BTD, _ = jax.lax.scan(
+        lambda x_BTD, layer: (block(layer, x_BTD, inputs, None), None),
+        embed(params["embed"], inputs, None),
+        params["blocks"],
+    )
+    return unembed(params["head"], x_BTD[0])
 
 
 def sample(
     params: Params, prompt: str, length: int, key: Key[Array, ""], temperature: float = 0.7
 ) -> str:
     """`prompt` continued by `length` bytes, one at a time, from the latest window of text."""
-    window, start = params["position"].shape[0], len(prompt.encode())
+    window, start = params["embed"]["position"].shape[0], len(prompt.encode())
     text_N = np.zeros(max(start + length, window), np.uint8)
     text_N[:start] = np.frombuffer(prompt.encode(), np.uint8)
 
@@ -193,7 +234,7 @@ def shardings(sequence: bool) -> dict[str, tuple[Any, ...]]:
             "blocks/attention_out": (..., "tensor", None, None),
             "blocks/perceptron_out": (..., "tensor", None),
         },
-        head=["output"],
+        head=["head/output"],
         sequence=["residual"] if sequence else [],
     )
 
@@ -211,7 +252,7 @@ def experiment(
     """A byte-level transformer on the Python reference; `heads` divides `width`.
 
     How it is split over `tensor`, should a plan say so, is part of its plan; with `sequence` also
-    by token between layers.
+    by token between layers. Over `pipeline` its blocks are cut into stages.
 
     The learning rate rises, then falls to a tenth, over these `epochs` of these batches: give them
     as `--experiment.epochs`, and the schedule follows.
@@ -224,13 +265,7 @@ def experiment(
         0.0, learning_rate, max(1, steps // 20), steps, end_value=0.1 * learning_rate
     )
     return px.Experiment(
-        task=px.Task(
-            init=lambda key: init(key, width, depth, heads, window),
-            loss=px.per_example(window_loss),
-            evaluate=evaluate,
-            predict=predict,
-            weight=lambda batch: batch["count"].astype(jnp.float32),
-        ),
+        task=make_task(width, depth, heads, window),
         optimizer=optax.chain(
             optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
         ),

@@ -44,7 +44,7 @@ def test_the_language_model_writes_on():
     functions = runpy.run_path(str(EXAMPLES / "language_model.py"))
     import jax
 
-    params = functions["init"](jax.random.key(0), 32, 1, 2, 16)
+    params = functions["make_task"](width=32, depth=1, heads=2, window=16).init(jax.random.key(0))
     text = functions["sample"](params, "The for", 20, jax.random.key(1))
     assert text.startswith("The for")
 

@@ -4,7 +4,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -22,9 +22,13 @@ from plurax.execute.program import Program
 from plurax.log import read_rows
 from plurax.members import Members
 from plurax.options import Common, Population, Predict, Show, Train, Verify
+from plurax.pipeline.schedule import make_schedule
+from plurax.plan import Plan, ScheduleName
 from plurax.report.curves import draw_curves
-from plurax.report.shards import compared_table, draw_plan, shards_table
+from plurax.report.plan_picture import draw_plan
+from plurax.report.shards import compared_table, shards_table
 from plurax.report.tables import plan_report
+from plurax.report.timeline import Costs, compared_schedules_table, timeline_report
 from plurax.resample import Everything
 from plurax.task import Task
 from plurax.train import fit
@@ -46,7 +50,7 @@ plurax COMMAND FILE --help lists all options with the file's own defaults.
 """
 
 
-TABLE_WIDTH = 100
+TABLE_WIDTH, TIMELINE_WIDTH = 160, 100
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -116,7 +120,7 @@ def _train(arguments: list[str]) -> int:
 
 def _predict(arguments: list[str]) -> int:
     made, options, _ = _parse(arguments, "predict", _predict_options)
-    program = _program(made, options)
+    program = _program(made, options, options.chosen_plan())
     directory = options.output / "checkpoints"
     if not directory.is_dir():
         raise errors.checkpoint_none(str(options.output))
@@ -132,13 +136,16 @@ def _predict(arguments: list[str]) -> int:
 
 def _plan(arguments: list[str]) -> int:
     made, options, _ = _parse(arguments, "plan", _show_options)
-    program = _program(made, options)
+    plan = options.chosen_plan()
+    if options.compare and plan.pipeline == 1:
+        raise errors.compare_needs_pipeline()
+    program = _program(made, options, plan)
     params = program.kept_shapes.params
     memory, found = program.memory(), program.collectives()
     console = Console(highlight=False, soft_wrap=True)
+    columns = console.width if console.is_terminal else TIMELINE_WIDTH
     # A table that is cut says nothing; a line that is too long still does.
     console.width = max(console.width, TABLE_WIDTH)
-    plan = options.chosen_plan()
     planned = program.planned_collectives() if isinstance(program, Program) else []
     console.print(
         plan_report(
@@ -152,14 +159,50 @@ def _plan(arguments: list[str]) -> int:
             found,
         )
     )
-    if isinstance(program, Program):
-        if planned:
-            console.print("", shards_table(program.shardings))
-        if options.save is not None:
-            title = f"{Path(arguments[0]).stem}, {plan.sizes_text()}"
-            draw_plan(title, program.shardings, memory, found, options.save)
-            console.print(f"wrote {options.save}", markup=False)
+    pipeline = _costs(program, plan) if plan.pipeline > 1 else None
+    compared = None
+    if pipeline is not None:
+        console.print("", timeline_report(pipeline, columns))
+    if pipeline is not None and options.compare:
+        with console.status("compiling under the other schedules"):
+            compared = _compared(made, options, plan, pipeline)
+        console.print("", compared_schedules_table(compared, pipeline.schedule.name))
+    if not isinstance(program, Program):
+        return 0
+    if planned:
+        console.print("", shards_table(program.shardings))
+    if options.save is not None:
+        title = f"{Path(arguments[0]).stem}, {plan.sizes_text()}"
+        known = all(one.trips is not None for one in found)
+        sent = found if known or not planned else planned
+        draw_plan(title, program.shardings, memory, sent, options.save, pipeline, compared)
+        console.print(f"wrote {options.save}", markup=False)
     return 0
+
+
+def _costs(program: AnyProgram, plan: Plan) -> Costs:
+    schedule = make_schedule(plan.schedule, plan.pipeline, plan.microbatches, plan.chunks)
+    planned = program.planned_collectives() if isinstance(program, Program) else None
+    return Costs.of(schedule, planned or program.collectives(), program.memory())
+
+
+def _compared(
+    made: experiment.Experiment, options: Show, plan: Plan, own: Costs
+) -> dict[str, Costs | str]:
+    """The costs of each schedule that has a name, and of the plan's own; or why it cannot run."""
+    compared: dict[str, Costs | str] = {}
+    names: tuple[ScheduleName, ...] = get_args(ScheduleName)
+    for name in names:
+        if name == plan.schedule:
+            compared[name] = own
+            continue
+        # How many stages a device has is the schedule's own.
+        other = dataclasses.replace(plan, schedule=name, stages=None)
+        try:
+            compared[name] = _costs(_program(made, options, other), other)
+        except errors.PlanError as error:
+            compared[name] = str(error)
+    return {**compared, own.schedule.name: own}
 
 
 def _verify(arguments: list[str]) -> int:
@@ -267,9 +310,8 @@ def _of_members(members: Members) -> str:
     return ", ".join([*parts, *(f"{name} of their own" for name in members.hyper)]) or "seeds only"
 
 
-def _program(made: experiment.Experiment, options: Common) -> AnyProgram:
+def _program(made: experiment.Experiment, options: Common, plan: Plan) -> AnyProgram:
     """The program to show or to predict with: nothing is measured to choose a chunk."""
-    plan = options.chosen_plan()
     members = options.members.chosen(made.members)
     source, like = as_data(
         made.data,

@@ -104,10 +104,15 @@ class Predict(Common):
 
 @dataclasses.dataclass(frozen=True)
 class Show(Common):
-    """Show a plan on a machine: shards, memory per device, communication of the compiled step."""
+    """Show a plan on a machine: shards, memory per device, communication of the compiled step.
+
+    Of a pipeline also its timeline.
+    """
 
     save: Path | None = None
-    """Draw memory and communication in this PNG too."""
+    """Draw memory, communication and timelines in this PNG too."""
+    compare: bool = False
+    """Compile a pipeline under every schedule that has a name, and show them side by side."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -114,11 +114,10 @@ def optimizer_needs_stages(operation: str) -> PlanError:
     )
 
 
-def compare_needs_pipeline(pipeline: int) -> PlanError:
-    what = "this is a population" if pipeline > 1 else "the plan has pipeline=1"
+def compare_needs_pipeline() -> PlanError:
     return PlanError(
-        f"--compare puts the schedules of one network's pipeline side by side, and {what}: give "
-        "--plan.pipeline 4 --plan.microbatches 8, say, for one network, or leave --compare out."
+        "--compare puts the schedules of a pipeline side by side, and the plan has pipeline=1: add "
+        "--plan.pipeline 4 --plan.microbatches 8, say, or leave --compare out."
     )
 
 

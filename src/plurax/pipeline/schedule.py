@@ -13,6 +13,7 @@ the device's chunk 1.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -69,12 +70,12 @@ class Schedule:
         """Devices of the pipeline."""
         return len(self.work)
 
-    @property
+    @functools.cached_property
     def microbatches(self) -> int:
         """How many microbatches it works through."""
         return 1 + max((work.microbatch for line in self.work for work in line), default=-1)
 
-    @property
+    @functools.cached_property
     def chunks(self) -> int:
         """How many stages a device has."""
         return 1 + max((work.chunk for line in self.work for work in line), default=-1)
@@ -84,7 +85,7 @@ class Schedule:
         """How many stages the network is cut into."""
         return self.devices * self.chunks
 
-    @property
+    @functools.cached_property
     def split(self) -> bool:
         """Whether the gradient of the weights is work of its own."""
         return any(work.kind == "W" for line in self.work for work in line)

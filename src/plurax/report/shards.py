@@ -1,12 +1,11 @@
-"""How a network lies on the devices, and what a step communicates: tables and a picture."""
+"""How a network lies on the devices, and what a step communicates: tables."""
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from plurax.execute.state_shardings import Parameter
 from plurax.inspect import Collective, Memory
@@ -17,8 +16,11 @@ from plurax.sharding.sharding import Sharding
 Key = tuple[str, str]
 
 
-def shards_table(parameters: Sequence[Parameter]) -> Table:
-    """Each parameter: its sharding, the shard of one device, its bytes; and the optimizer's."""
+def shards_table(parameters: Sequence[Parameter]) -> RenderableType:
+    """Each parameter: its sharding, the shard of one device, its bytes; and the optimizer's.
+
+    Below, what is to be said of some of them.
+    """
     table = Table(title="parameters on one device", title_justify="left")
     for column, justify in (
         ("parameter", "left"),
@@ -38,14 +40,17 @@ def shards_table(parameters: Sequence[Parameter]) -> Table:
             f"{one.bytes:,}",
             f"{one.optimizer_bytes:,}",
         )
-        if one.note:
-            table.add_row("", f"[yellow]{one.note}[/yellow]")
     total = sum(one.bytes for one in parameters)
     table.add_section()
     table.add_row(
         "all", "", "", "", f"{total:,}", f"{sum(p.optimizer_bytes for p in parameters):,}"
     )
-    return table
+    notes: dict[str, list[str]] = {}
+    for one in parameters:
+        if one.note:
+            notes.setdefault(one.note, []).append(one.path)
+    said = [Text(f"{', '.join(paths)}: {note}", style="yellow") for note, paths in notes.items()]
+    return Group(table, *said)
 
 
 def _dims(shape: Sequence[int]) -> str:
@@ -58,8 +63,11 @@ def _axes(sharding: Sharding) -> str:
     return ", ".join(split) or "whole"
 
 
-def compared_table(planned: Sequence[Record], found: Sequence[Collective]) -> Table:
-    """What the plan has a step communicate, beside what the compiled step does."""
+def compared_table(planned: Sequence[Record], found: Sequence[Collective]) -> RenderableType:
+    """What the plan has a step communicate, beside what the compiled step does.
+
+    How often a loop runs whose length depends on the device, compiled text does not tell.
+    """
     table = Table(
         title="bytes of one step's communication: planned, and as compiled", title_justify="left"
     )
@@ -80,14 +88,20 @@ def compared_table(planned: Sequence[Record], found: Sequence[Collective]) -> Ta
     looped: Counter[Key] = Counter()
     sizes: Counter[Key] = Counter()
     wires: dict[Key, float] = {}
+    unknown: set[Key] = set()
     for one in found:
         key = (one.stands_for or one.kind, ", ".join(one.axes))
+        if one.trips is None:
+            unknown.add(key)
         times = one.trips or 1
         counts[key] += times
         looped[key] += times if one.in_loop else 0
         sizes[key] += times * one.bytes
         wires[key] = wires.get(key, 0.0) + times * one.wire
     for key in {**plan_bytes, **sizes}:
+        if key in unknown:
+            table.add_row(*key, "?", "?", f"{plan_bytes[key]:,}", "?", "?")
+            continue
         table.add_row(
             *key,
             str(looped[key]),
@@ -96,7 +110,9 @@ def compared_table(planned: Sequence[Record], found: Sequence[Collective]) -> Ta
             f"{sizes[key]:,}",
             human_bytes(wires.get(key, 0.0)),
         )
-    return table
+    if not unknown:
+        return table
+    return Group(table, Text("?: in a loop of which the compiled text does not tell the length."))
 
 
 def kinds_of_memory(parameters: Sequence[Parameter], memory: Memory) -> dict[str, int]:
@@ -109,44 +125,3 @@ def kinds_of_memory(parameters: Sequence[Parameter], memory: Memory) -> dict[str
         "outputs that reuse nothing": memory.outputs - memory.aliased,
         "code": memory.code,
     }
-
-
-def draw_plan(
-    title: str,
-    parameters: Sequence[Parameter],
-    memory: Memory,
-    found: Sequence[Collective],
-    path: str | Path,
-) -> None:
-    """Memory per device by kind, and bytes that a device sends by collective and axis, as PNG."""
-    figure = Figure(figsize=(9.0, 3.6), layout="constrained", dpi=120)
-    left, right = figure.subplots(1, 2)
-    sizes = kinds_of_memory(parameters, memory)
-    kinds = {kind: size for kind, size in sizes.items() if size > 1e-3 * memory.peak}
-    _bars(left, kinds, f"memory per device: {human_bytes(memory.peak)}")
-    sent: dict[str, float] = {}
-    for one in found:
-        name = f"{one.stands_for or one.kind}\nover {', '.join(one.axes)}"
-        sent[name] = sent.get(name, 0.0) + one.wire * (one.trips or 1)
-    if sent:
-        _bars(right, sent, f"sent by a device in a step: {human_bytes(sum(sent.values()))}")
-    else:
-        right.text(0.5, 0.5, "no communication", ha="center", va="center")
-        right.axis("off")
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path)
-
-
-def _bars(axis: Axes, sizes: dict[str, float] | dict[str, int], title: str) -> None:
-    names, values = list(sizes), list(sizes.values())
-    places = range(len(names))
-    axis.barh(places, values, color="#3f51b5", height=0.6)
-    axis.set_yticks(places, names, fontsize=8)
-    axis.set_ylim(max(len(names), 4) - 0.5, -0.5)
-    largest = max(values)
-    for place, value in zip(places, values, strict=True):
-        axis.text(value + 0.02 * largest, place, human_bytes(value), va="center", fontsize=8)
-    axis.set_xlim(0, 1.25 * largest)
-    axis.set_xticks([])
-    axis.set_title(title, fontsize=9.5)
-    axis.spines[["top", "right", "bottom"]].set_visible(False)

@@ -1,0 +1,234 @@
+"""A plan as a picture: its pipeline over time, memory by kind, what a device sends."""
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.patches import Patch
+
+from plurax.execute.state_shardings import Parameter
+from plurax.inspect import Collective, Memory
+from plurax.pipeline.schedule import Schedule
+from plurax.pipeline.simulate import Timeline
+from plurax.report.shards import kinds_of_memory
+from plurax.report.tables import human_bytes
+from plurax.report.timeline import (
+    COLOURS,
+    Compared,
+    Costs,
+    blocks,
+    kinds_of_work,
+    percent,
+    stages_of,
+)
+from plurax.sharding.divide import Record
+
+BARS, PAPER = "#3f51b5", "#ececec"
+WIDTH, WIDER = 9.0, 14.0
+"""Inches; the wider where schedules are compared."""
+DEVICE, AROUND, REASON, LEGEND = 0.24, 0.62, 0.7, 0.5
+"""Inches: the height of a device in a timeline, of what is around one, of a reason, of a legend."""
+MEMORY, COMPARED, BAR = 3.6, 2.2, 0.36
+"""Inches: the height of the bars of a plan, at least, of those of schedules that are compared, and
+of one bar with two lines of text."""
+DIGIT = 4.6
+"""Points that a digit of a microbatch's number takes."""
+LATER = 0.6
+"""How opaque work of a device's later stages is, against the one before."""
+
+
+def draw_plan(
+    title: str,
+    parameters: Sequence[Parameter],
+    memory: Memory,
+    sent: Sequence[Collective] | Sequence[Record],
+    path: str | Path,
+    pipeline: Costs | None = None,
+    compared: Compared | None = None,
+) -> None:
+    """Memory per device by kind, and bytes that a device sends by collective and axis, as PNG.
+
+    Above them the timelines of a `pipeline`, or of all schedules that are `compared` with it.
+    """
+    parts: list[tuple[float, Callable[[SubFigure], None]]] = []
+    if compared is not None:
+        parts.append((_height(compared), lambda part: _draw_schedules(part, compared)))
+        parts.append((COMPARED, lambda part: _draw_compared(part, compared)))
+    elif pipeline is not None:
+        height = LEGEND + len(pipeline.timelines) * (AROUND + DEVICE * pipeline.schedule.devices)
+        parts.append((height, lambda part: _draw_pipeline(part, pipeline)))
+    under = f" under {pipeline.schedule.name}" if compared is not None and pipeline else ""
+    sizes, wires = kinds_of_memory(parameters, memory), _wires(sent)
+    height = max(MEMORY, AROUND + BAR * len(wires))
+    parts.append((height, lambda part: _draw_memory(part, sizes, memory.peak, wires, under)))
+    heights = [height for height, _ in parts]
+    width = WIDTH if compared is None else WIDER
+    figure = Figure(figsize=(width, sum(heights)), layout="constrained", dpi=120)
+    figure.suptitle(title, fontsize=10)
+    figures = figure.subfigures(len(parts), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for part, (_, draw) in zip(figures, parts, strict=True):
+        draw(part)
+    figure.savefig(path)
+
+
+# --- Timelines ------------------------------------------------------------------------------------
+
+
+def _draw_pipeline(part: SubFigure, costs: Costs) -> None:
+    """The timelines of one schedule, one above the other."""
+    timelines = costs.timelines
+    axes = part.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
+    end = max(timeline.length for timeline in timelines.values())
+    for axis, (caption, timeline) in zip(axes, timelines.items(), strict=True):
+        _draw_timeline(axis, timeline, f"{costs.schedule.name}, {caption}", end, WIDTH - 1.3)
+    axes[-1].set_xlabel("time, in forwards of one microbatch through a device", fontsize=8)
+    _legend(part, [costs.schedule])
+
+
+def _draw_schedules(part: SubFigure, compared: Compared) -> None:
+    """A line for each schedule: its two timelines beside each other, or why it cannot run."""
+    heights = [_row_height(costs) for costs in compared.values()]
+    rows = part.subplots(len(compared), 2, height_ratios=heights, squeeze=False)
+    able = [costs for costs in compared.values() if isinstance(costs, Costs)]
+    end = max(max(costs.ideal.length, costs.lockstep.length) for costs in able)
+    last: Sequence[Axes] = ()
+    for (left, right), (name, costs) in zip(rows, compared.items(), strict=True):
+        if isinstance(costs, str):
+            for axis in (left, right):
+                axis.axis("off")
+            text = textwrap.fill(f"{name} cannot run: {costs}", 150)
+            left.text(0, 0.5, text, fontsize=8.5, va="center", in_layout=False,
+                      transform=left.transAxes)  # fmt: skip
+            continue
+        width = WIDER / 2 - 1.2
+        _draw_timeline(left, costs.ideal, f"{name}, as soon as each can", end, width)
+        _draw_timeline(right, costs.lockstep, f"{name}, in lockstep, as it runs here", end, width)
+        last = (left, right)
+    for axis in last:
+        axis.set_xlabel("time, in forwards of one microbatch through a device", fontsize=8)
+    _legend(part, [costs.schedule for costs in able])
+
+
+def _height(compared: Compared) -> float:
+    return LEGEND + sum(map(_row_height, compared.values()))
+
+
+def _row_height(costs: Costs | str) -> float:
+    return REASON if isinstance(costs, str) else AROUND + DEVICE * costs.schedule.devices
+
+
+def _draw_timeline(axis: Axes, timeline: Timeline, name: str, end: float, inches: float) -> None:
+    """Devices downwards, time to the right until `end`, drawn about so many `inches` wide."""
+    schedule = timeline.schedule
+    chunks = schedule.chunks
+    points = 72 * inches / end / chunks
+    axis.axvspan(0, timeline.length, color=PAPER, linewidth=0, zorder=0)
+    for device, line in enumerate(blocks(timeline)):
+        alike: dict[tuple[str, int], list[tuple[float, float]]] = {}
+        for block in line:
+            left, width = block.start / chunks, (block.end - block.start) / chunks
+            alike.setdefault((block.work.kind, block.work.chunk), []).append((left, width))
+            number = str(block.work.microbatch)
+            if DIGIT * len(number) <= points:
+                axis.text(left + width / 2, device, number, ha="center", va="center", fontsize=6)
+        for (kind, chunk), boxes in alike.items():
+            axis.broken_barh(
+                boxes, (device - 0.46, 0.92), facecolor=COLOURS[kind], alpha=LATER**chunk,
+                edgecolor="white", linewidth=min(0.5, points / 10),
+            )  # fmt: skip
+    devices = range(schedule.devices)
+    axis.set_yticks(devices, [stages_of(schedule, device) for device in devices], fontsize=7)
+    axis.set_ylim(schedule.devices - 0.5, -0.5)
+    axis.set_ylabel("stage" if chunks == 1 else "stages", fontsize=8)
+    axis.set_xlim(0, end)
+    axis.tick_params(axis="x", labelsize=7)
+    stored = axis.secondary_yaxis("right")
+    stored.set_yticks(devices, [f"{n / chunks:g}" for n in timeline.stored], fontsize=7)
+    stored.set_ylabel("stored", fontsize=8)
+    for side in (axis, stored):
+        side.tick_params(axis="y", length=0)
+        side.spines[:].set_visible(False)
+    axis.set_title(f"{name}: idle (bubble) {percent(timeline.bubble)}", fontsize=9, loc="left")
+
+
+def _legend(part: SubFigure, schedules: Sequence[Schedule]) -> None:
+    kinds: Mapping[str, str] = kinds_of_work(schedules[0])
+    if len({schedule.split for schedule in schedules}) > 1:
+        kinds = {
+            "F": "forward",
+            "B": "backward; of half the length: gradient of input",
+            "W": "gradient of weights",
+        }
+    shown = [Patch(color=COLOURS[kind], label=text) for kind, text in kinds.items()]
+    if any(schedule.chunks > 1 for schedule in schedules):
+        shown.append(Patch(color=COLOURS["F"], alpha=LATER, label="paler: a device's later stage"))
+    shown.append(Patch(color=PAPER, label="idle"))
+    part.legend(
+        handles=shown, loc="outside lower center", ncols=len(shown), frameon=False, fontsize=8,
+        title="in boxes: microbatches; right: of how many a device stores activations, at most",
+        title_fontsize=8,
+    )  # fmt: skip
+
+
+# --- Bars -----------------------------------------------------------------------------------------
+
+
+def _draw_compared(part: SubFigure, compared: Compared) -> None:
+    """What differs between schedules, each number in a panel of its own."""
+    able = {name: costs for name, costs in compared.items() if isinstance(costs, Costs)}
+    bubble, stored, exchanged, temporaries = part.subplots(1, 4)
+    _bars(bubble, {n: c.lockstep.bubble for n, c in able.items()}, "bubble, in lockstep", percent)
+    _bars(
+        stored,
+        {n: max(c.ideal.stored) / c.schedule.chunks for n, c in able.items()},
+        "stored at most, in microbatches",
+        lambda count: f"{count:g}",
+    )
+    _bars(exchanged, {n: c.exchanged for n, c in able.items()}, "exchanged by a device in a step")
+    _bars(temporaries, {n: c.memory.temporaries for n, c in able.items()}, "temporaries per device")
+
+
+def _draw_memory(
+    part: SubFigure, sizes: Mapping[str, int], peak: int, wires: Mapping[str, float], under: str
+) -> None:
+    left, right = part.subplots(1, 2)
+    kinds = {kind: size for kind, size in sizes.items() if size > 1e-3 * peak}
+    _bars(left, kinds, f"memory per device{under}: {human_bytes(peak)}")
+    if wires:
+        total = human_bytes(sum(wires.values()))
+        _bars(right, wires, f"sent by a device in a step{under}: {total}")
+    else:
+        right.text(0.5, 0.5, "no communication", ha="center", va="center")
+        right.axis("off")
+
+
+def _wires(sent: Sequence[Collective] | Sequence[Record]) -> dict[str, float]:
+    """Bytes that a device sends by collective and axis."""
+    wires: dict[str, float] = {}
+    for one in sent:
+        kind = one.stands_for or one.kind if isinstance(one, Collective) else one.kind
+        name = f"{kind}\nover {', '.join(one.axes)}"
+        wires[name] = wires.get(name, 0.0) + one.wire * (one.trips or 1)
+    return wires
+
+
+def _bars(
+    axis: Axes,
+    sizes: Mapping[str, float],
+    title: str,
+    text: Callable[[float], str] = human_bytes,
+) -> None:
+    names, values = list(sizes), list(sizes.values())
+    places = range(len(names))
+    axis.barh(places, values, color=BARS, height=0.6)
+    axis.set_yticks(places, names, fontsize=8)
+    axis.set_ylim(max(len(names), 4) - 0.5, -0.5)
+    largest = max(values) or 1.0
+    for place, value in zip(places, values, strict=True):
+        axis.text(value + 0.02 * largest, place, text(value), va="center", fontsize=8)
+    axis.set_xlim(0, 1.25 * largest)
+    axis.set_xticks([])
+    axis.set_title(title, fontsize=9.5)
+    axis.spines[["top", "right", "bottom"]].set_visible(False)

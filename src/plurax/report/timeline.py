@@ -1,0 +1,257 @@
+"""What the devices of a pipeline do and when, as text: timelines, costs, schedules side by side."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from plurax.inspect import Collective, Memory
+from plurax.pipeline.schedule import Schedule, Work
+from plurax.pipeline.simulate import Timeline, simulate
+from plurax.report.tables import human_bytes
+from plurax.sharding.divide import Record
+
+COLOURS = {"F": "#56b4e9", "B": "#e69f00", "W": "#2fb48c"}
+IDLE = "·"
+ROUNDING = 1e-9
+NARROWEST, WIDEST = 80, 120
+
+
+class Block(NamedTuple):
+    """Some work of a device in whole numbers: `start` and `end` in forwards through one stage."""
+
+    start: int
+    end: int
+    work: Work
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """A schedule and what it costs.
+
+    **Fields:** `schedule`; `exchanged`, bytes that a device hands to others in a step; `memory` of
+    a device.
+    """
+
+    schedule: Schedule
+    exchanged: int
+    memory: Memory
+
+    @classmethod
+    def of(
+        cls, schedule: Schedule, sent: Sequence[Collective] | Sequence[Record], memory: Memory
+    ) -> "Costs":
+        """From what a step communicates, planned or compiled."""
+        handed = [r for r in sent if (r.kind, r.axes) == ("collective-permute", ("pipeline",))]
+        return cls(schedule, sum(r.bytes * (r.trips or 1) for r in handed), memory)
+
+    @functools.cached_property
+    def ideal(self) -> Timeline:
+        """Each device works as soon as it has what it needs."""
+        return simulate(self.schedule)
+
+    @functools.cached_property
+    def lockstep(self) -> Timeline:
+        """As the program runs: devices exchange after each unit of work, and begin together."""
+        return simulate(self.schedule, lockstep=True)
+
+    @property
+    def timelines(self) -> dict[str, Timeline]:
+        """Those that differ, with what they are."""
+        if blocks(self.ideal) == blocks(self.lockstep):
+            return {"as soon as each can, and in lockstep, as it runs here": self.ideal}
+        return {
+            "as soon as each can": self.ideal,
+            "in lockstep, as it runs here": self.lockstep,
+        }
+
+
+Compared = Mapping[str, Costs | str]
+"""By name of the schedule its costs, or why it cannot run."""
+
+
+def blocks(timeline: Timeline) -> list[list[Block]]:
+    """For each device what it does, in order."""
+    lines: list[list[Block]] = [[] for _ in timeline.schedule.work]
+    chunks = timeline.schedule.chunks
+    for span in timeline.spans:
+        start, end = round(span.start * chunks), round(span.end * chunks)
+        lines[span.device].append(Block(start, end, span.work))
+    return lines
+
+
+def stages_of(schedule: Schedule, device: int) -> str:
+    """The stages of a device.
+
+    >>> from plurax.pipeline.schedule import make_schedule
+    >>> stages_of(make_schedule("interleaved", devices=4, microbatches=4, chunks=2), 1)
+    '1, 5'
+    """
+    return ", ".join(str(device + chunk * schedule.devices) for chunk in range(schedule.chunks))
+
+
+def percent(part: float) -> str:
+    """Of a part between 0 and 1."""
+    return f"{100 * part:.1f} %"
+
+
+# --- Timelines ------------------------------------------------------------------------------------
+
+
+def timeline_report(costs: Costs, width: int) -> RenderableType:
+    """The timelines of a schedule, to one scale, in at most `width` columns; and what it costs."""
+    schedule, timelines = costs.schedule, costs.timelines
+    stages = "stage" if schedule.chunks == 1 else "stages"
+    names = [f"{stages} {stages_of(schedule, device)} " for device in range(schedule.devices)]
+    margin = max(map(len, names))
+    room = min(max(width, NARROWEST), WIDEST) - margin
+    longest = max(map(_length, timelines.values()))
+    per = room / longest if longest > room else min(room // longest, _label_width(schedule))
+    lines = [
+        Text(
+            f"timeline of {schedule.name}: {schedule.devices} devices, "
+            f"{schedule.microbatches} microbatches",
+            style="italic",
+        )
+    ]
+    for caption, timeline in timelines.items():
+        lines.append(Text(f"{caption}: idle (bubble) {percent(timeline.bubble)}"))
+        for name, line in zip(names, blocks(timeline), strict=True):
+            draw = _scaled if per < 1 else _exact
+            drawn = draw(line, _length(timeline), per, per >= _label_width(schedule))
+            lines.append(Text(name.ljust(margin), style="dim") + drawn)
+    return Group(*lines, _legend(schedule, per), "", costs_table(costs))
+
+
+def _length(timeline: Timeline) -> int:
+    return max(block.end for line in blocks(timeline) for block in line)
+
+
+def _label_width(schedule: Schedule) -> int:
+    return max(len(str(work)) for line in schedule.work for work in line)
+
+
+def _exact(line: Sequence[Block], end: int, per: float, labelled: bool) -> Text:
+    """Each unit of work with columns of its own."""
+    text, at, each = Text(), 0, int(per)
+    for block in line:
+        text.append(IDLE * ((block.start - at) * each), style="dim")
+        label = str(block.work) if labelled else block.work.kind
+        columns = (block.end - block.start) * each
+        text.append(label.ljust(columns, "─"), style=_style(block.work.kind))
+        at = block.end
+    return text.append(IDLE * ((end - at) * each), style="dim")
+
+
+def _scaled(line: Sequence[Block], end: int, per: float, _labelled: bool) -> Text:
+    """Columns of more than one unit of work: in each place letters in proportion to their time."""
+    count = max(1, round(end * per))
+    shares = [dict.fromkeys([*COLOURS, IDLE], 0.0) for _ in range(count)]
+    for block in line:
+        start, stop = block.start * count / end, block.end * count / end
+        for column in range(int(start), min(count, int(stop) + 1)):
+            part = max(0.0, min(stop, column + 1) - max(start, column))
+            shares[column][block.work.kind] += part
+    text, owed = Text(), dict.fromkeys([*COLOURS, IDLE], 0.0)
+    for share in shares:
+        share[IDLE] = max(0.0, 1 - sum(share.values()))
+        for kind, part in share.items():
+            owed[kind] += part
+        shown = max((kind for kind in share if share[kind] > ROUNDING), key=lambda k: owed[k])
+        owed[shown] -= 1
+        text.append(shown, style=_style(shown))
+    return text
+
+
+def _style(kind: str) -> str:
+    return "dim" if kind == IDLE else f"black on {COLOURS[kind]}"
+
+
+def _legend(schedule: Schedule, per: float) -> Text:
+    text = Text()
+    for kind, name in kinds_of_work(schedule).items():
+        text.append(kind, style=_style(kind)).append(f" {name}   ")
+    text.append(IDLE, style="dim").append(" idle")
+    if per < 1:
+        forwards = 1 / per / schedule.chunks
+        text.append(
+            f"\nscaled to fit: a column is the time of {forwards:.2g} forwards, "
+            "letters stand in proportion"
+        )
+    return text
+
+
+def kinds_of_work(schedule: Schedule) -> dict[str, str]:
+    """What each letter stands for, and how long it is taken to last."""
+    if schedule.split:
+        return {
+            "F": "forward",
+            "B": "gradient of input",
+            "W": "gradient of weights, all as long",
+        }
+    return {"F": "forward", "B": "backward, as long as two forwards"}
+
+
+# --- Costs ----------------------------------------------------------------------------------------
+
+
+def costs_table(costs: Costs) -> Table:
+    """Bubble, stored activations, bytes exchanged and memory of one schedule."""
+    table = Table(title="what the pipeline costs", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    unit = "a microbatch" if costs.schedule.chunks == 1 else "a microbatch on one stage"
+    rows = {
+        "bubble, each device as soon as it can": percent(costs.ideal.bubble),
+        "bubble in lockstep, as it runs here": percent(costs.lockstep.bubble),
+        f"stored at most, in activations of {unit}": stored_text(costs.ideal.stored),
+        "exchanged by a device in a step": human_bytes(costs.exchanged),
+        "memory per device, temporaries": human_bytes(costs.memory.temporaries),
+        "memory per device, peak": human_bytes(costs.memory.peak),
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def stored_text(stored: Sequence[int], listed: int = 8) -> str:
+    """What each device stores, or from what to what where there are more than `listed`."""
+    if len(stored) <= listed:
+        return ", ".join(map(str, stored))
+    least, most = min(stored), max(stored)
+    return f"{least} to {most}" if least < most else f"{most} on each"
+
+
+def compared_schedules_table(compared: Compared, chosen: str) -> RenderableType:
+    """Schedules side by side, the `chosen` one marked; below, why others cannot run."""
+    table = Table(title="schedules of the same pipeline", title_justify="left")
+    table.add_column("schedule", no_wrap=True)
+    for column in ("bubble", "in lockstep", "stored at most", "exchanged", "temporaries", "peak"):
+        table.add_column(column, justify="right", no_wrap=True)
+    reasons = []
+    for name, costs in compared.items():
+        shown, style = (f"{name} *", "bold") if name == chosen else (name, "")
+        if isinstance(costs, str):
+            table.add_row(shown, *["—"] * 6, style=style)
+            reasons.append(Text(f"{name} cannot run: {costs}"))
+            continue
+        chunks = costs.schedule.chunks
+        table.add_row(
+            shown,
+            percent(costs.ideal.bubble),
+            percent(costs.lockstep.bubble),
+            stored_text(costs.ideal.stored, 4) + (f" of 1/{chunks}" if chunks > 1 else ""),
+            human_bytes(costs.exchanged),
+            human_bytes(costs.memory.temporaries),
+            human_bytes(costs.memory.peak),
+            style=style,
+        )
+    notes = Text(
+        "* the plan. Exchanged, temporaries, peak: of one device in a step.\n"
+        "Stored: activations of one microbatch, on each device; of 1/n: through one of n stages."
+    )
+    return Group(table, notes, *reasons)
