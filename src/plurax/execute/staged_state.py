@@ -208,16 +208,15 @@ class StagedState:
 
     def parameters(self) -> list[Parameter]:
         """How each parameter lies."""
-        return [
-            dataclasses.replace(
-                one, note="; ".join(filter(None, [self._home_text(place), one.note]))
-            )
-            for place, one in enumerate(self.inner.parameters())
-        ]
+        return [self._at_home(place, one) for place, one in enumerate(self.inner.parameters())]
 
-    def _home_text(self, place: int) -> str:
+    def _at_home(self, place: int, one: Parameter) -> Parameter:
         home = self.params.homes[place]
-        return "" if home == ON_ALL else f"on device {home} of the pipeline"
+        if home == ON_ALL:
+            return one
+        text = f"on device {home} of the pipeline"
+        note = f"{text}; {one.note}" if one.note else text
+        return dataclasses.replace(one, note=note, home=home)
 
     # --- On one device ------------------------------------------------------------------------
 

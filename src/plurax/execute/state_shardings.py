@@ -34,7 +34,7 @@ class Parameter:
     **Fields:** `path`; `shape` and `dtype` of the whole; `sharding`, and `shard`, the shape of what
     one device has; `optimizer`, how what the optimizer keeps for it lies; `bytes` and
     `optimizer_bytes` of one such tensor on one device; `note`, where it does not lie as its rule
-    says, and why.
+    says, and why; `home`, where it lives on one device of a pipeline, which.
     """
 
     path: str
@@ -46,6 +46,7 @@ class Parameter:
     bytes: int
     optimizer_bytes: int
     note: str = ""
+    home: int | None = None
 
     @classmethod
     def of(

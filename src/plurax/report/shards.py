@@ -1,7 +1,7 @@
 """How a network lies on the devices, and what a step communicates: tables."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -40,17 +40,25 @@ def shards_table(parameters: Sequence[Parameter]) -> RenderableType:
             f"{one.bytes:,}",
             f"{one.optimizer_bytes:,}",
         )
-    total = sum(one.bytes for one in parameters)
+    held = held_bytes(parameters, lambda one: one.bytes)
+    kept = held_bytes(parameters, lambda one: one.optimizer_bytes)
     table.add_section()
-    table.add_row(
-        "all", "", "", "", f"{total:,}", f"{sum(p.optimizer_bytes for p in parameters):,}"
-    )
+    table.add_row("a device has", "", "", "", f"{held:,}", f"{kept:,}")
     notes: dict[str, list[str]] = {}
     for one in parameters:
         if one.note:
             notes.setdefault(one.note, []).append(one.path)
     said = [Text(f"{', '.join(paths)}: {note}", style="yellow") for note, paths in notes.items()]
     return Group(table, *said)
+
+
+def held_bytes(parameters: Sequence[Parameter], size: Callable[[Parameter], int]) -> int:
+    """Bytes on one device; of what lives on single devices of a pipeline, as much as the fullest
+    has, since all have room for it."""
+    homes: dict[int | None, int] = {None: 0}
+    for one in parameters:
+        homes[one.home] = homes.get(one.home, 0) + size(one)
+    return homes.pop(None) + max(homes.values(), default=0)
 
 
 def _dims(shape: Sequence[int]) -> str:
@@ -117,7 +125,7 @@ def compared_table(planned: Sequence[Record], found: Sequence[Collective]) -> Re
 
 def kinds_of_memory(parameters: Sequence[Parameter], memory: Memory) -> dict[str, int]:
     """Bytes on one device by kind; arguments that are no parameters are optimizer and batch."""
-    params = sum(one.bytes for one in parameters)
+    params = held_bytes(parameters, lambda one: one.bytes)
     return {
         "parameters": params,
         "optimizer's state and batch": max(0, memory.arguments - params),
