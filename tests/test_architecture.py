@@ -42,7 +42,7 @@ PUBLIC = {
     "Regression", "Schedule", "Sharding", "ShardingWarning", "Steps",
     "StreamData", "Sweep", "Task", "TaskError", "Timeline", "TrainState", "Verification",
     "accuracy", "bootstrap", "brier", "calibration", "check_schedule", "classify", "compile",
-    "export_member", "fastest_batch_size", "fit",
+    "draw_schedules", "export_member", "fastest_batch_size", "fit",
     "fit_temperature", "grid", "join_members", "kfold", "log_uniform", "make_schedule",
     "max_batch_size",
     "max_members", "megatron", "name", "nll",

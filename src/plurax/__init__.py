@@ -54,6 +54,7 @@ from plurax.pipeline.simulate import simulate as simulate
 from plurax.plan import Plan as Plan
 from plurax.population_size import MaxMembers as MaxMembers
 from plurax.population_size import max_members as max_members
+from plurax.report.plan_picture import draw_schedules as draw_schedules
 from plurax.resample import bootstrap as bootstrap
 from plurax.resample import kfold as kfold
 from plurax.resample import subsample as subsample

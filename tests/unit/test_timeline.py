@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import plurax as px
 from plurax import cli
 from plurax.inspect import Collective, Memory
 from plurax.pipeline.schedule import SCHEDULES, make_schedule
@@ -201,3 +202,10 @@ def test_a_population_in_stages_has_a_timeline(workplace, capsys):
     code, out, _ = run(capsys, "plan", "stacked.py", "--members.seeds", "2")
     assert code == 0
     assert "stage 0 F0F1····B0──F2B1──··B2──\n" in out
+
+
+def test_schedules_are_drawn_before_anything_runs(tmp_path):
+    by_hand = px.Schedule.parse(["F0 F1 B0 B1", "F0 B0 F1 B1"])
+    path = tmp_path / "schedules.png"
+    px.draw_schedules([px.make_schedule("zb-h1", 4, 8), by_hand], path)
+    assert path.read_bytes()[:4] == b"\x89PNG"

@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 from plurax.execute.state_shardings import Parameter
 from plurax.inspect import Collective, Memory
 from plurax.pipeline.schedule import Schedule
-from plurax.pipeline.simulate import Timeline
+from plurax.pipeline.simulate import Timeline, simulate
 from plurax.report.shards import kinds_of_memory
 from plurax.report.tables import human_bytes
 from plurax.report.timeline import (
@@ -19,6 +19,7 @@ from plurax.report.timeline import (
     Compared,
     Costs,
     blocks,
+    differing,
     kinds_of_work,
     percent,
     stages_of,
@@ -58,7 +59,8 @@ def draw_plan(
         parts.append((COMPARED, lambda part: _draw_compared(part, compared)))
     elif pipeline is not None:
         height = LEGEND + len(pipeline.timelines) * (AROUND + DEVICE * pipeline.schedule.devices)
-        parts.append((height, lambda part: _draw_pipeline(part, pipeline)))
+        named = {f"{pipeline.schedule.name}, {c}": t for c, t in pipeline.timelines.items()}
+        parts.append((height, lambda part: _draw_timelines(part, named)))
     under = f" under {pipeline.schedule.name}" if compared is not None and pipeline else ""
     sizes, wires = kinds_of_memory(parameters, memory), _wires(sent)
     height = max(MEMORY, AROUND + BAR * len(wires))
@@ -73,18 +75,40 @@ def draw_plan(
     figure.savefig(path)
 
 
+def draw_schedules(schedules: Sequence[Schedule], path: str | Path) -> None:
+    """The timelines of some schedules, one above the other, as PNG, before anything runs.
+
+    **Arguments:** `schedules`, of any sizes; `path` of the picture. Each is drawn as soon as each
+    device can and, where that differs, in lockstep, as a program runs it.
+
+    Raises `PlanError` where devices wait for each other for ever.
+    """
+    shown = [
+        (f"{schedule.name}, {caption}", timeline)
+        for schedule in schedules
+        for caption, timeline in differing(
+            simulate(schedule), simulate(schedule, lockstep=True)
+        ).items()
+    ]
+    heights = [AROUND + DEVICE * timeline.schedule.devices for _, timeline in shown]
+    figure = Figure(figsize=(WIDTH, LEGEND + sum(heights)), layout="constrained", dpi=120)
+    (part,) = figure.subfigures(1, 1, squeeze=False)[:, 0]
+    _draw_timelines(part, dict(shown))
+    figure.savefig(path)
+
+
 # --- Timelines ------------------------------------------------------------------------------------
 
 
-def _draw_pipeline(part: SubFigure, costs: Costs) -> None:
-    """The timelines of one schedule, one above the other."""
-    timelines = costs.timelines
-    axes = part.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
+def _draw_timelines(part: SubFigure, timelines: Mapping[str, Timeline]) -> None:
+    """Timelines one above the other, by their captions."""
+    heights = [AROUND + DEVICE * timeline.schedule.devices for timeline in timelines.values()]
+    axes = part.subplots(len(timelines), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     end = max(timeline.length for timeline in timelines.values())
     for axis, (caption, timeline) in zip(axes, timelines.items(), strict=True):
-        _draw_timeline(axis, timeline, f"{costs.schedule.name}, {caption}", end, WIDTH - 1.3)
+        _draw_timeline(axis, timeline, caption, end, WIDTH - 1.3)
     axes[-1].set_xlabel("time, in forwards of one microbatch through a device", fontsize=8)
-    _legend(part, [costs.schedule])
+    _legend(part, [timeline.schedule for timeline in timelines.values()])
 
 
 def _draw_schedules(part: SubFigure, compared: Compared) -> None:

@@ -62,12 +62,14 @@ class Costs:
     @property
     def timelines(self) -> dict[str, Timeline]:
         """Those that differ, with what they are."""
-        if blocks(self.ideal) == blocks(self.lockstep):
-            return {"as soon as each can, and in lockstep, as it runs here": self.ideal}
-        return {
-            "as soon as each can": self.ideal,
-            "in lockstep, as it runs here": self.lockstep,
-        }
+        return differing(self.ideal, self.lockstep)
+
+
+def differing(ideal: Timeline, lockstep: Timeline) -> dict[str, Timeline]:
+    """The two timelines of a schedule with what they are, or the one where they are the same."""
+    if blocks(ideal) == blocks(lockstep):
+        return {"as soon as each can, and in lockstep, as it runs here": ideal}
+    return {"as soon as each can": ideal, "in lockstep, as it runs here": lockstep}
 
 
 Compared = Mapping[str, Costs | str]
