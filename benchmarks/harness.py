@@ -37,6 +37,9 @@ class Worker:
 
     Raises `WorkerSkippedError` where the machine cannot run it; every request raises
     `WorkerFailedError` where the process has died.
+
+    **Attributes:** `facts`; `processor_seconds`, for each side what the process and all its threads
+    used in each turn so far, per unit, processes it has started not counted.
     """
 
     def __init__(self, python: str, module: str, settings: dict[str, Any]) -> None:
@@ -55,13 +58,16 @@ class Worker:
             self.__exit__(None, None, None)
             raise WorkerSkippedError(hello["skipped"])
         self.facts: dict[str, Any] = hello["facts"]
+        self.processor_seconds: dict[str, list[float]] = {}
 
     def run(self, side: str, units: int = 1) -> float:
         """Seconds that a side takes for this many units."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"side": side, "units": units}) + "\n")
         self._process.stdin.flush()
-        return self._read()["seconds"]
+        answer = self._read()
+        self.processor_seconds.setdefault(side, []).append(answer["processor_seconds"] / units)
+        return answer["seconds"]
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None

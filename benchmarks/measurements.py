@@ -17,6 +17,7 @@ from benchmarks.harness import (
     take_turns,
 )
 from benchmarks.members import members
+from benchmarks.pipelines import pipelines
 from benchmarks.run import Run
 
 STEP_TARGET = 1 / 1.02
@@ -194,6 +195,7 @@ MEASUREMENTS: dict[str, Callable[[Run], Iterator[Row]]] = {
     "max_batch_size": max_batch_size,
     "members": members,
     "divided": divided,
+    "pipelines": pipelines,
 }
 
 

@@ -1,6 +1,7 @@
 """The networks that are measured, as plurax tasks; `by_hand.py` uses the same functions."""
 
 import itertools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from examples import domains
 from jaxtyping import Array, Float, Int, PyTree
 
 import plurax as px
+from benchmarks import values
 from benchmarks.sizes import Domains, Mlp, Network, Transformer
 
 Batch = dict[str, np.ndarray]
@@ -34,8 +36,7 @@ def make_batch(network: Network, size: int) -> Batch:
             inputs = rng.standard_normal((size, network.widths[0]), np.float32)
             return {"x": inputs, "y": rng.integers(0, network.widths[-1], size, np.int32)}
         case Transformer():
-            shape = (size, network.length + 1)
-            return {"tokens": rng.integers(0, network.vocabulary, shape, np.int32)}
+            return {"tokens": values.tokens(network, size)}
         case Domains():
             extent_cm = (100 * np.asarray(domains.EXTENT)).astype(np.int32)
             return {
@@ -89,17 +90,10 @@ def _domains(network: Domains) -> px.Task:
 
 
 def _transformer(network: Transformer) -> px.Task:
-    width, heads = network.width, network.heads
+    width = network.width
 
     def init(key: Array) -> PyTree:
-        shapes = {
-            "query": (width, width),
-            "key": (width, width),
-            "value": (width, width),
-            "out": (width, width),
-            "up": (width, 4 * width),
-            "down": (4 * width, width),
-        }
+        shapes = values.block_shapes(network)
         keys = jax.random.split(key, len(shapes) + 1)
         return {
             "embedding": 0.02 * jax.random.normal(keys[0], (network.vocabulary, width)),
@@ -109,27 +103,60 @@ def _transformer(network: Transformer) -> px.Task:
             },
         }
 
-    def split(x: Float[Array, "B S width"]) -> Float[Array, "B S heads part"]:
-        return x.reshape(*x.shape[:-1], heads, width // heads)
-
-    def block(x: Float[Array, "B S width"], w: dict[str, Array]) -> Float[Array, "B S width"]:
-        y = _normalize(x)
-        mixed = jax.nn.dot_product_attention(
-            split(y @ w["query"]), split(y @ w["key"]), split(y @ w["value"]), is_causal=True
-        )
-        x = x + mixed.reshape(x.shape) @ w["out"]
-        return x + jax.nn.gelu(_normalize(x) @ w["up"]) @ w["down"]
-
     def loss(
         params: PyTree, batch: dict[str, Int[Array, "B S"]], keys: Array | None = None
     ) -> Float[Array, "B"]:
         tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
         x = params["embedding"][tokens]
-        x, _ = jax.lax.scan(lambda x, w: (block(x, w), None), x, params["blocks"])
+        x, _ = jax.lax.scan(lambda x, w: (_block(x, w, network), None), x, params["blocks"])
         logits = _normalize(x) @ params["embedding"].T
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean(axis=-1)
 
     return px.Task(init=init, loss=loss)
+
+
+def make_stack(network: Transformer) -> px.Task:
+    """The transformer as a stack, to be cut into stages; its head is not tied to the embedding.
+
+    Where it starts is for `values.params` to say.
+    """
+
+    def embed(params: PyTree, batch: dict[str, Array], keys: Array | None) -> Array:
+        return params["embedding"][batch["tokens"][:, :-1]]
+
+    def block(w: PyTree, x: Array, batch: dict[str, Array], keys: Array | None) -> Array:
+        return _block(x, w, network)
+
+    def head(
+        params: PyTree, x: Array, batch: dict[str, Array], keys: Array | None
+    ) -> Float[Array, "B"]:
+        logits, targets = _normalize(x) @ params["output"], batch["tokens"][:, 1:]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean(axis=-1)
+
+    def zeros(shapes: dict[str, tuple[int, int]]) -> Callable[[Array], PyTree]:
+        return lambda key: {name: jnp.zeros(shape) for name, shape in shapes.items()}
+
+    vocabulary, width = network.vocabulary, network.width
+    return px.stack(
+        (zeros({"embedding": (vocabulary, width)}), embed),
+        (zeros(values.block_shapes(network)), block),
+        (zeros({"output": (width, vocabulary)}), head),
+        network.layers,
+    )
+
+
+def _block(
+    x: Float[Array, "B S width"], w: dict[str, Array], network: Transformer
+) -> Float[Array, "B S width"]:
+    def split(x: Float[Array, "B S width"]) -> Float[Array, "B S heads part"]:
+        return x.reshape(*x.shape[:-1], network.heads, network.width // network.heads)
+
+    y = _normalize(x)
+    mixed = jax.nn.dot_product_attention(
+        split(y @ w["query"]), split(y @ w["key"]), split(y @ w["value"]), is_causal=True
+    )
+    x = x + mixed.reshape(x.shape) @ w["out"]
+    return x + jax.nn.gelu(_normalize(x) @ w["up"]) @ w["down"]
 
 
 def _normalize(x: Float[Array, "... width"]) -> Float[Array, "... width"]:

@@ -33,6 +33,7 @@ TITLES = {
     "max_batch_size": "The largest batch",
     "members": "Many small networks",
     "divided": "One network, split",
+    "pipelines": "One network, in stages",
 }
 COLOURS = {True: "#0072B2", False: "#D55E00", None: "#999999"}
 TARGET = "#000000"

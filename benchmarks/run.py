@@ -17,6 +17,7 @@ PEERS = {
     "PyTorch tensor parallel": "torch_divided",
     "PyTorch torch.compile": "torch_divided",
     "Keras ModelParallel": "keras_divided",
+    "PyTorch pipelining": "torch_pipelines",
 }
 
 

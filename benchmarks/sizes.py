@@ -146,6 +146,53 @@ class DividedCase:
     splits: tuple[str, ...] = tuple(SPLITS)
 
 
+PIPELINES: dict[str, dict[str, str]] = {
+    "gpipe": {"schedule": "gpipe"},
+    "1f1b": {"schedule": "1f1b"},
+    "1f1b, remat=dots": {"schedule": "1f1b", "remat": "dots"},
+    "1f1b, remat=full": {"schedule": "1f1b", "remat": "full"},
+    "interleaved": {"schedule": "interleaved"},
+    "zb-h1": {"schedule": "zb-h1"},
+}
+"""The plans of `pipelines` that split a network into stages alone."""
+HYBRIDS: dict[str, dict[str, int]] = {
+    "data=2, pipeline=2, tensor=2, zero=1": {"data": 2, "pipeline": 2, "tensor": 2, "zero": 1},
+    "data=4, pipeline=2": {"data": 4, "pipeline": 2},
+}
+"""The plans of `pipelines` that split a network in several ways, on eight devices with 1F1B."""
+BY_HAND: dict[str, dict[str, Any]] = {"one device": {}, "data=2": {"data": 2}} | {
+    name: SPLITS[name] for name in ("data=8", "data=8, zero=1", "data=2, tensor=4")
+}
+"""Splits by hand, of which the fastest on this machine is what they are measured beside."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelinesCase:
+    """A network in stages on each of `devices`, under each of `plans`, keys of `PIPELINES`.
+
+    **Fields:** `repeats`, turns of all plans with one device; `peer_repeats`, of the plans of one
+    schedule with PyTorch; `hybrid`, a network under each of `hybrids` and `by_hand`, keys of
+    `HYBRIDS` and `BY_HAND`; `compiled`, whose layers are set to each of `depths`, each compiled
+    `compilations` times.
+    """
+
+    name: str
+    network: Transformer
+    batch: int
+    microbatches: int
+    devices: tuple[int, ...]
+    plans: tuple[str, ...]
+    repeats: int
+    peer_repeats: int
+    hybrid: Bytewise
+    hybrid_repeats: int
+    compiled: Transformer
+    depths: tuple[int, ...]
+    compilations: int
+    hybrids: tuple[str, ...] = tuple(HYBRIDS)
+    by_hand: tuple[str, ...] = tuple(BY_HAND)
+
+
 @dataclasses.dataclass(frozen=True)
 class OneGpu:
     """A network on one GPU in bfloat16; how deep it may be, at most `deepest`, with each remat."""
@@ -178,6 +225,7 @@ class Sizes:
     """Of the first case of `members`."""
     divided: tuple[DividedCase, ...]
     one_gpu: OneGpu
+    pipelines: PipelinesCase
 
 
 _MLP = Mlp((8, 1800, 1800, 1800, 16))
@@ -185,6 +233,7 @@ _SMALL_MLP = Mlp((8, 256, 256, 16))
 _SPIRALS = Mlp((2, 32, 2))
 _DIGITS = Mlp((64, 128, 10))
 _TRANSFORMER = Transformer(layers=4, width=256, heads=4, vocabulary=256, length=64)
+_DEEP_TRANSFORMER = dataclasses.replace(_TRANSFORMER, layers=16, width=128)
 
 FULL = Sizes(
     step=(
@@ -239,6 +288,21 @@ FULL = Sizes(
         DividedCase("4.9M parameters", Bytewise(256, 6, 8, 128, batch=16), 11, 3),
     ),
     one_gpu=OneGpu(Bytewise(1024, 12, 16, 512, batch=32), units=5, repeats=15, deepest=4096),
+    pipelines=PipelinesCase(
+        "transformer, 16 layers, 3.2M parameters",
+        _DEEP_TRANSFORMER,
+        batch=16,
+        microbatches=8,
+        devices=(4, 8),
+        plans=tuple(PIPELINES),
+        repeats=5,
+        peer_repeats=3,
+        hybrid=Bytewise(128, 4, 8, 64, batch=32),
+        hybrid_repeats=5,
+        compiled=Transformer(layers=4, width=64, heads=4, vocabulary=256, length=32),
+        depths=(4, 12, 24, 48),
+        compilations=3,
+    ),
 )
 
 _TINY = Transformer(layers=2, width=32, heads=2, vocabulary=32, length=8)
@@ -301,4 +365,21 @@ QUICK = Sizes(
         ),
     ),
     one_gpu=OneGpu(Bytewise(64, 2, 4, 32, batch=8), units=2, repeats=3, deepest=8),
+    pipelines=PipelinesCase(
+        "transformer, tiny",
+        dataclasses.replace(_TINY, layers=4),
+        batch=8,
+        microbatches=4,
+        devices=(4,),
+        plans=("1f1b",),
+        repeats=3,
+        peer_repeats=2,
+        hybrid=Bytewise(32, 2, 8, 16, batch=16),
+        hybrid_repeats=3,
+        compiled=_TINY,
+        depths=(4, 8),
+        compilations=1,
+        hybrids=("data=4, pipeline=2",),
+        by_hand=("data=2", "data=8"),
+    ),
 )

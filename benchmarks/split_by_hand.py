@@ -172,8 +172,9 @@ def make_loss(split: Split) -> Callable[[Params, Array, Array], Array]:
         if split.zero == 3:
             names = ("embedding", "position", "norm", "output")
             params = gathered({name: params[name] for name in names}, 0)
-        depth = blocks["attention_norm"].shape[0]
-        keys_BL2 = jax.vmap(lambda key: jax.random.split(key, (depth, 2)))(keys_B)
+        layers = jnp.arange(blocks["attention_norm"].shape[0])
+        keys_BL = jax.vmap(lambda key: jax.vmap(jax.random.fold_in, (None, 0))(key, layers))(keys_B)
+        keys_BL2 = jax.vmap(jax.vmap(jax.random.split))(keys_BL)
         x_BTD = params["embedding"][own(text_BT, 1)] + own(params["position"], 0)
         x_BTD, _ = lax.scan(layer, x_BTD, (blocks, keys_BL2.transpose(1, 2, 0)))
         x_BTD = enter(normalised(x_BTD, params["norm"]))

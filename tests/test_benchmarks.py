@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).parents[1]
 
 
@@ -50,3 +52,21 @@ def test_a_divided_network_is_measured_beside_jax_by_hand(tmp_path):
     assert all(row["facts"]["by hand"]["collective_bytes"] > 0 for row in checks)
     skipped = {row["reason"] for row in rows if row["row"] == "skipped"}
     assert "needs a GPU" in skipped
+
+
+def test_pipelines_are_measured_beside_one_device_and_jax_by_hand(tmp_path):
+    rows = quick("pipelines", tmp_path)
+    compared = {row["against"]: row for row in rows if row["row"] == "comparison"}
+    assert "one device, the same cores" in compared
+    assert any(against.startswith("the fastest by hand: JAX, data=") for against in compared)
+    assert all(
+        row["plurax"]["median"] > 0 and row["other"]["median"] > 0 for row in compared.values()
+    )
+    checks = {row["name"]: row for row in rows if row["row"] == "check"}
+    (bubble,) = [row for name, row in checks.items() if name.endswith("bubble")]
+    assert bubble["facts"]["bubble"] == pytest.approx(3 / 7)  # (p - 1) / (m + p - 1)
+    assert bubble["facts"]["processor_seconds"] > 0
+    (compiling,) = [row for name, row in checks.items() if name.startswith("time to compile")]
+    assert compiling["facts"]["ratio"] > 0
+    (skipped,) = [row for row in rows if row["row"] == "skipped"]
+    assert skipped["name"].endswith("PyTorch pipelining")

@@ -46,9 +46,9 @@ def build(settings: Settings) -> tuple[dict[str, Side], dict[str, Any]]:
         hands["by hand, gathering again"] = dataclasses.replace(split, again=True)
     sides: dict[str, Side] = {}
     losses: dict[str, list[float]] = {}
-    first = jax.device_get((state.params, jax.random.key_data(state.key)))
+    first = jax.device_get((flat(state.params), jax.random.key_data(state.key)))
     for name, hand in hands.items():
-        sides[name], losses[name], compiled = _by_hand(settings, hand, batch["bytes"], *first)
+        sides[name], losses[name], compiled = by_hand(settings, hand, batch["bytes"], *first)
         found = inspect.collectives(compiled.as_text() or "", hand.mesh)
         facts["by hand"][name] = costs(found, inspect.memory(compiled))
 
@@ -63,7 +63,7 @@ def build(settings: Settings) -> tuple[dict[str, Side], dict[str, Any]]:
     return sides, facts
 
 
-def _by_hand(
+def by_hand(
     settings: Settings, split: split_by_hand.Split, text: np.ndarray, params: Any, key: np.ndarray
 ) -> tuple[Side, list[float], jax.stages.Compiled]:
     """The same by hand, and its losses of two steps."""
@@ -94,12 +94,13 @@ def make_optimizer(settings: Settings) -> optax.GradientTransformation:
 
 def make_task(settings: Settings) -> px.Task:
     """The task of the example, at these sizes."""
-    sizes = [settings[name] for name in ("width", "depth", "heads", "window")]
-    return px.Task(
-        init=lambda key: language_model.init(key, *sizes),
-        loss=px.per_example(language_model.window_loss),
-        weight=lambda batch: batch["count"].astype(jnp.float32),
-    )
+    names = ("width", "depth", "heads", "window")
+    return language_model.make_task(**{name: settings[name] for name in names})
+
+
+def flat(params: Any) -> Any:
+    """Its parameters as the splits by hand have them."""
+    return {**params["embed"], "blocks": params["blocks"], **params["head"]}
 
 
 def make_batch(settings: Settings) -> dict[str, np.ndarray]:

@@ -43,6 +43,7 @@ def serve(build: Callable[[Settings], tuple[dict[str, Side], dict[str, Any]]]) -
     answer({"facts": facts})
     for line in sys.stdin:
         request = json.loads(line)
-        start = time.perf_counter()
+        start, used = time.perf_counter(), time.process_time()
         sides[request["side"]](request["units"])
-        answer({"seconds": time.perf_counter() - start})
+        seconds, processor = time.perf_counter() - start, time.process_time() - used
+        answer({"seconds": seconds, "processor_seconds": processor})

@@ -5,11 +5,7 @@ on shards of the vocabulary) or `compiled` (one GPU, `torch.compile`, bfloat16).
 """
 
 import contextlib
-import multiprocessing
-import tempfile
 from collections.abc import Callable
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from benchmarks.workers.serve import Settings, Side, SkippedError, serve
+from benchmarks.workers.torch_processes import Processes
 
 BYTES = 256
 DROPOUT = 0.1
@@ -130,45 +127,14 @@ def _compiled(settings: Settings) -> tuple[Side, float]:
 
 
 def _processes(settings: Settings) -> tuple[Side, float]:
-    """One process for each device; they wait for requests in their pipes, using no core."""
-    spawn = multiprocessing.get_context("spawn")
-    meeting = Path(tempfile.mkdtemp()) / "meeting"
-    pipes: list[Connection] = []
-    for rank in range(settings["devices"]):
-        here, there = spawn.Pipe()
-        arguments = (rank, settings, there, f"file://{meeting}")
-        spawn.Process(target=_process, args=arguments, daemon=True).start()
-        pipes.append(here)
-
-    def run(units: int) -> list[float]:
-        for pipe in pipes:
-            pipe.send(units)
-        answers = [pipe.recv() for pipe in pipes]
-        for answer in answers:
-            if isinstance(answer, str):
-                raise SkippedError(f"PyTorch cannot run this here: {answer}")
-        return answers
-
-    return run, float(np.mean(run(1)))
+    processes = Processes(_rank, settings)
+    return processes.ask, float(np.mean(processes.ask(1)))
 
 
-def _process(rank: int, settings: Settings, requests: Connection, meeting: str) -> None:
-    try:
-        _rank(rank, settings, requests, meeting)
-    except EOFError:  # the worker is gone
-        return
-    except Exception as error:
-        requests.send(f"{type(error).__name__}: {error}")
-        raise
-
-
-def _rank(rank: int, settings: Settings, requests: Connection, meeting: str) -> None:
+def _rank(rank: int, settings: Settings) -> Callable[[int], float]:
+    """One of them: so many steps, and the loss of the last."""
     devices, on_gpu = settings["devices"], settings["platform"] == "gpu"
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    torch.set_num_threads(max(1, settings["cores"] // devices))
-    torch.distributed.init_process_group(
-        "nccl" if on_gpu else "gloo", init_method=meeting, rank=rank, world_size=devices
-    )
     mesh = init_device_mesh(device.type, (devices,))
     torch.manual_seed(0)
     network = Transformer(settings).to(device)
@@ -198,13 +164,14 @@ def _rank(rank: int, settings: Settings, requests: Connection, meeting: str) -> 
         optimizer.step()
         return loss.detach()
 
-    while True:
-        units = requests.recv()
+    def answer(units: int) -> float:
         for _ in range(units):
             loss = step()
         if on_gpu:
             torch.cuda.synchronize(device)
-        requests.send(float(loss.full_tensor() if isinstance(loss, DTensor) else loss))
+        return float(loss.full_tensor() if isinstance(loss, DTensor) else loss)
+
+    return answer
 
 
 def _fully_shard(network: Transformer, mesh: DeviceMesh) -> None:

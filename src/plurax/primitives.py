@@ -18,6 +18,14 @@ ELEMENTWISE = frozenset([
 ])
 """One number of the result from one number of each operand."""
 
+CHEAP = frozenset([
+    "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy",
+    "copy_p", "div", "eq", "expand_dims", "ge", "gt", "integer_pow", "is_finite", "le", "lt", "max",
+    "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "reshape", "rsqrt", "select_n",
+    "sign", "sqrt", "square", "squeeze", "stop_gradient", "sub", "transpose", "xor",
+])
+"""Done again sooner than what they make is read from memory."""
+
 REDUCTIONS = frozenset([
     "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax",
     "argmin",
@@ -58,6 +66,13 @@ def inner_jaxprs(equation: Any) -> list[Any]:
             if isinstance(item, ClosedJaxpr | Jaxpr):
                 found += open_jaxpr(item)[:1]
     return found
+
+
+def cheap(equation: Any) -> bool:
+    """Whether an operation, or all of those that it calls, are cheap."""
+    if equation.primitive.name in INLINED:
+        return all(cheap(eqn) for inner in inner_jaxprs(equation)[:1] for eqn in inner.eqns)
+    return equation.primitive.name in CHEAP
 
 
 def holds(jaxpr: Any, name: str) -> bool:

@@ -146,7 +146,8 @@ class StagedState:
         like, lies = inner.like, inner.lies
         devices = sizes["pipeline"]
         given = [ON_ALL if home is None else home for home in homes]
-        owner = belonging(like.opt_state, like.params)
+        # Whatever the optimizer keeps for a parameter lives where that does, be its shape another.
+        owner = belonging(like.opt_state, like.params, dims=0)
         kept = [given[n] if n >= 0 else ON_ALL for n in jax.tree.leaves(owner)]
 
         def local(leaf: Any, one: Any) -> jax.ShapeDtypeStruct:

@@ -11,7 +11,8 @@ differentiated once, as a traced function, and its equations are dealt out:
     weight gradient   those of params, from what is kept and left
 
 Of what the backward pass needs, parameters and rows are not kept, nor what follows from parameters
-alone (a cast, a mask): they are there still, or computed again.
+alone (a cast, a mask), nor what a cheap operation makes of what is kept (a product, a comparison):
+they are there still, or computed again.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ import jax
 from jax.extend.core import Literal
 from jaxtyping import PyTree
 
-from plurax.primitives import open_jaxpr
+from plurax.primitives import cheap, open_jaxpr
 from plurax.sharding.divide import Divider
 from plurax.sharding.sharding import Sharding
 from plurax.sharding.values import Cell, Value
@@ -80,12 +81,17 @@ class Piece:
             some = any(depends.get(a, False) for a in eqn.invars if not isinstance(a, Literal))
             depends.update(dict.fromkeys(eqn.outvars, some))
         there = {*trained, *rest, *self._forward.constvars}
-        kept: dict[Any, None] = {}
-        again: dict[Any, None] = {}
-        for atom in self._needed:
-            if not isinstance(atom, Literal) and atom not in there:
-                (kept if depends.get(atom, False) else again)[atom] = None
-        return kept, list(again)
+        needed = [a for a in self._needed if not isinstance(a, Literal) and a not in there]
+        kept = {atom: None for atom in needed if depends.get(atom, False)}
+        again = [atom for atom in dict.fromkeys(needed) if atom not in kept]
+        # What one cheap operation makes of what is kept anyway is made again.
+        for eqn in reversed(self._forward.eqns):
+            if len(eqn.outvars) == 1 and eqn.outvars[0] in kept and cheap(eqn):
+                read = [a for a in eqn.invars if not isinstance(a, Literal)]
+                if all(a in kept or a in there or not depends.get(a, False) for a in read):
+                    del kept[eqn.outvars[0]]
+                    again.append(eqn.outvars[0])
+        return kept, again
 
     def _groups(self) -> tuple[list[Any], list[Any], list[Any]]:
         """The variables of params, x and rest."""

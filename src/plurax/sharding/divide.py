@@ -200,7 +200,7 @@ class Divider:
         wanted: Sequence[Sharding | None] | None = None,
     ) -> list[Cell]:
         """Evaluate those of some equations on which `results` depend, from what is `known`."""
-        eqns, uses = _live(eqns, results)
+        eqns, uses = _live(eqns, results, known)
         here = dict(known)
         goal = {
             var: target
@@ -369,7 +369,9 @@ def divide(
     return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
 
-def _live(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], dict[Any, int]]:
+def _live(
+    equations: Sequence[Any], results: Sequence[Any], known: Mapping[Any, Cell]
+) -> tuple[list[Any], dict[Any, int]]:
     """The equations on which results depend, and how often each variable is read by them."""
     uses: dict[Any, int] = {}
 
@@ -381,7 +383,7 @@ def _live(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], 
     read(results)
     eqns = []
     for eqn in reversed(equations):
-        if eqn.effects or any(var in uses for var in eqn.outvars):
+        if eqn.effects or any(var in uses and var not in known for var in eqn.outvars):
             eqns.append(eqn)
             read(eqn.invars)
     return eqns[::-1], uses
