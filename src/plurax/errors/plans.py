@@ -81,7 +81,8 @@ def plan_rule_unused(pattern: str, paths: Iterable[str], names: Iterable[str]) -
 def plan_coupled_divided(field: str) -> PlanError:
     return PlanError(
         f"Plan({field}) with a coupled task: its loss is written over the whole batch, and so far "
-        "only a task whose examples are independent is divided over `tensor` or by ZeRO. "
+        "only a task whose examples are independent is divided over `tensor`, cut into stages or "
+        "split by ZeRO. "
         "Use data and microbatches, which work for coupled tasks."
     )
 
