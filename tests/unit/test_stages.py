@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from tests import models
@@ -36,7 +37,11 @@ def test_a_model_without_marks():
 
 
 def test_too_few_marks():
-    refused(marked(1), px.Plan(pipeline=4), "1 plurax.stage_boundary marks.* pipeline=2 works")
+    refused(
+        marked(1),
+        px.Plan(pipeline=4),
+        "marks cut the model into 2, one behind the other.* pipeline=2 works",
+    )
 
 
 def looped(f):
@@ -52,6 +57,52 @@ def test_a_mark_in_a_jitted_function(wrap):
     program = px.compile(marked(1, wrap), optax.sgd(0.1), px.Plan(pipeline=2), models.data(8))
     assert program.shardings[0].note == "on device 0 of the pipeline"
     assert program.shardings[1].note == "on device 1 of the pipeline"
+
+
+def branched(params, x):
+    """Marks beside each other, on a tree at different depths, and on the rows themselves."""
+    x = px.stage_boundary(x)
+    left = px.stage_boundary(jnp.tanh(x @ params["first"]))
+    right = px.stage_boundary(jnp.tanh(x @ params["first"] + 1))
+    left = px.stage_boundary(left * 2)
+    left, right = px.stage_boundary((right, left))
+    return (left + right) @ params["second"]
+
+
+def branched_task(dtype=jnp.float32):
+    return px.Task(
+        init=lambda key: {"first": jnp.ones((5, 4), dtype), "second": jnp.ones((4, 3), dtype)},
+        loss=lambda params, batch, keys: jnp.sum(branched(params, batch["x"]) ** 2, 1),
+        evaluate=lambda params, batch: jnp.sum(branched(params, batch["x"]), 1),
+        # Without marks: the parameters are gathered for it.
+        predict=lambda params, inputs: jnp.tanh(inputs["x"] @ params["first"]) @ params["second"],
+    )
+
+
+def test_marks_in_branches_and_on_trees(x64):
+    """The longest way has three marks between parameters and loss, so there are four stages."""
+    batch = models.data(8, dtype=np.float64)
+
+    def run(plan):
+        program = px.compile(branched_task(jnp.float64), optax.adam(0.1), plan, batch)
+        state, metrics = program.step(program.init(0), batch)
+        found = (program.kept(state).params, metrics, program.evaluate(state, batch))
+        return jax.device_get((*found, program.predict(state, batch)))
+
+    for pipeline in (2, 3, 4):
+        assert models.worst(run(px.Plan(pipeline=pipeline)), run(px.Plan())) < 1e-10
+    refused(branched_task(), px.Plan(pipeline=5), "pipeline=4 works")
+
+
+def test_keeping_a_state_compiles_once(caplog):
+    task = models.perceptron_stack(depth=3)
+    program = px.compile(task, optax.sgd(0.1), px.Plan(pipeline=2), models.data(8))
+    state = program.init(0)
+    for again in (False, True):
+        caplog.clear()
+        with jax.log_compiles():
+            program.kept(state)
+        assert ("Compiling" in caplog.text) == (not again)
 
 
 def test_a_boundary_that_is_not_floating():

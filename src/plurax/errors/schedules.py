@@ -81,12 +81,12 @@ def boundary_in_loop(name: str) -> PlanError:
     )
 
 
-def too_few_boundaries(marks: int, stages: int) -> PlanError:
-    near = f"pipeline={marks + 1} works" if marks else "pipeline=1 works without"
+def too_few_boundaries(pieces: int, stages: int) -> PlanError:
+    near = f"pipeline={pieces} works" if pieces > 1 else "pipeline=1 works without"
     return PlanError(
-        f"the plan has {stages} stages, and {marks} plurax.stage_boundary marks cut the model into "
-        f"{marks + 1}: put a mark between any two layers, or make the task by plurax.stack, whose "
-        f"layers can be cut anywhere. As it is, {near}."
+        f"the plan has {stages} stages, and plurax.stage_boundary marks cut the model into "
+        f"{pieces}, one behind the other: put a mark between any two layers, or make the task by "
+        f"plurax.stack, whose layers can be cut anywhere. As it is, {near}."
     )
 
 

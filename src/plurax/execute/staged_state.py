@@ -6,6 +6,7 @@ as long on every device as the longest stage needs; what several stages use is o
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -199,7 +200,7 @@ class StagedState:
         """A state of whole tensors, in the order of the layers."""
         return self._cut(state)
 
-    @property
+    @functools.cached_property
     def _cut(self) -> Callable[[TrainState], TrainState]:
         def cut(state: TrainState) -> TrainState:
             whole = self._mapped(self.gathered, self.specs, self.inner.specs)(state)

@@ -32,7 +32,7 @@ def inlined(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], *, every: 
     for eqn in jaxpr.eqns:
         inputs = [read(atom) for atom in eqn.invars]
         name = eqn.primitive.name
-        marked = any(map(_has_mark, inner_jaxprs(eqn)))
+        marked = any(map(has_boundaries, inner_jaxprs(eqn)))
         calls = name in ("jit", "pjit", "closed_call", "core_call")
         if marked and not calls:
             raise errors.boundary_in_loop(name)
@@ -44,16 +44,11 @@ def inlined(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], *, every: 
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _has_mark(jaxpr: Any) -> bool:
-    return any(
-        isinstance(eqn.params.get("tag"), Boundary) or any(map(_has_mark, inner_jaxprs(eqn)))
-        for eqn in jaxpr.eqns
-    )
-
-
 def has_boundaries(jaxpr: Any) -> bool:
     """Whether a traced model has marks at which it can be cut."""
-    return _has_mark(jaxpr)
+    return any(
+        _is_boundary(eqn) or any(map(has_boundaries, inner_jaxprs(eqn))) for eqn in jaxpr.eqns
+    )
 
 
 class Cut:
@@ -73,11 +68,11 @@ class Cut:
         flat, _ = divider.traced(lambda *args: inlined(body, consts, args, every=False), *avals)
         self._jaxpr, self._consts = open_jaxpr(flat)
         self._count, self._outputs = count, outputs
-        marks = {id(e.params["tag"]) for e in self._jaxpr.eqns if _is_boundary(e)}
-        if len(marks) + 1 < stages:
-            raise errors.too_few_boundaries(len(marks), stages)
-        pieces = len(marks) + 1
-        self._stage = {var: depth * stages // pieces for var, depth in self._depths().items()}
+        depths = self._depths()
+        pieces = 1 + max(depths.values(), default=0)
+        if pieces < stages:
+            raise errors.too_few_boundaries(pieces, stages)
+        self._stage = {var: depth * stages // pieces for var, depth in depths.items()}
         self.stages = stages
         self._handed = self._handed_on()
 
@@ -88,56 +83,47 @@ class Cut:
 
     def _depths(self) -> dict[Any, int]:
         """For each variable that belongs to a stage, behind how many marks it is."""
-        params = set(self._jaxpr.invars[: self._count])
-        rows = set(self._jaxpr.invars[self._count :])
-        tied = {var: (var in params, var in rows) for var in self._jaxpr.invars}
+        eqns = self._jaxpr.eqns
+        trained = _dependent(eqns, self._jaxpr.invars[: self._count])
+        streamed = trained & _dependent(eqns, self._jaxpr.invars[self._count :])
+        marked: dict[int, list[Any]] = {}
+        for eqn in filter(_is_boundary, eqns):
+            marked.setdefault(id(eqn.params["tag"]), []).extend(_read(eqn))
         depth: dict[Any, int] = {}
-        seen: dict[int, int] = {}
-        for eqn in self._jaxpr.eqns:
-            read = [a for a in eqn.invars if not isinstance(a, Literal)]
-            both = [tied.get(a, (False, False)) for a in read]
-            here = (any(p for p, _ in both), any(r for _, r in both))
-            at = max((depth[a] for a in read if a in depth), default=0)
+
+        def behind(atoms: Sequence[Any]) -> int:
+            return max((depth[atom] for atom in atoms if atom in depth), default=0)
+
+        for eqn in eqns:
+            at = behind(_read(eqn))
             if _is_boundary(eqn):
-                tag = id(eqn.params["tag"])
-                at = seen.setdefault(tag, at + 1)
-            for var in eqn.outvars:
-                tied[var] = here
-                if all(here):
-                    depth[var] = at
-        # What no mark precedes is computed where it is first read.
-        first: dict[Any, int] = {}
-        ends = max(depth.values(), default=0)
-        for var in self._jaxpr.outvars:
-            if not isinstance(var, Literal):
-                first[var] = ends
+                # All that one mark stands on is handed on together.
+                at = 1 + behind(marked[id(eqn.params["tag"])])
+            depth.update({var: at for var in eqn.outvars if var in streamed})
+        self._put_off(depth)
+        return depth
+
+    def _put_off(self, depth: dict[Any, int]) -> None:
+        """What no mark precedes is computed where it is first read."""
+        first = {a: max(depth.values(), default=0) for a in _variables(self._jaxpr.outvars)}
         for eqn in reversed(self._jaxpr.eqns):
             ours = [var for var in eqn.outvars if var in depth]
-            for var in ours:
-                if depth[var] == 0:
-                    depth[var] = (
-                        min(first.get(v, 0) for v in ours if v in first)
-                        if any(v in first for v in ours)
-                        else 0
-                    )
-            if ours:
-                at = max(depth[var] for var in ours) - _is_boundary(eqn)
-                for atom in eqn.invars:
-                    if not isinstance(atom, Literal):
-                        first[atom] = min(first.get(atom, at), at)
-        return depth
+            if not ours:
+                continue
+            if depth[ours[0]] == 0:
+                at = min((first[var] for var in ours if var in first), default=0)
+                depth.update(dict.fromkeys(ours, at))
+            at = depth[ours[0]] - _is_boundary(eqn)
+            for atom in _read(eqn):
+                first[atom] = min(first.get(atom, at), at)
 
     def _handed_on(self) -> list[list[Any]]:
         """For each cut what passes it."""
-        last: dict[Any, int] = {}
+        last = dict.fromkeys(_variables(self._jaxpr.outvars), self.stages - 1)
         for eqn in self._jaxpr.eqns:
-            stages = [self._stage[v] for v in eqn.outvars if v in self._stage]
-            for atom in eqn.invars:
-                if not isinstance(atom, Literal) and atom in self._stage and stages:
-                    last[atom] = max(last.get(atom, 0), *stages)
-        for atom in self._jaxpr.outvars:
-            if not isinstance(atom, Literal) and atom in self._stage:
-                last[atom] = self.stages - 1
+            at = max((self._stage[v] for v in eqn.outvars if v in self._stage), default=0)
+            for atom in _read(eqn):
+                last[atom] = max(last.get(atom, 0), at)
         cuts = [
             [v for v, at in self._stage.items() if at <= cut < last.get(v, 0)]
             for cut in range(self.stages - 1)
@@ -152,8 +138,7 @@ class Cut:
         last = stage == self.stages - 1
         results = list(self._jaxpr.outvars) if last else self._handed[stage]
         eqns = _needed(self._jaxpr.eqns, results, set(before))
-        read = {a for eqn in eqns for a in eqn.invars if not isinstance(a, Literal)}
-        read |= {a for a in results if not isinstance(a, Literal)}
+        read = {*_variables(results), *(a for eqn in eqns for a in _read(eqn))}
         params = self._jaxpr.invars[: self._count]
         leaves = tuple(place for place, var in enumerate(params) if var in read)
         fun = self._part(stage, eqns, leaves, before, results)
@@ -187,13 +172,30 @@ class Cut:
 
 def _needed(equations: Sequence[Any], results: Sequence[Any], known: set[Any]) -> list[Any]:
     """The equations on which results depend, where some variables are known."""
-    wanted = {a for a in results if not isinstance(a, Literal)} - known
+    wanted = set(_variables(results)) - known
     eqns = []
     for eqn in reversed(equations):
         if wanted & set(eqn.outvars):
             eqns.append(eqn)
-            wanted |= {a for a in eqn.invars if not isinstance(a, Literal)} - known
+            wanted |= set(_read(eqn)) - known
     return eqns[::-1]
+
+
+def _dependent(equations: Sequence[Any], variables: Sequence[Any]) -> set[Any]:
+    """All that depends on some variables."""
+    found = set(variables)
+    for eqn in equations:
+        if found & set(_read(eqn)):
+            found.update(eqn.outvars)
+    return found
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def _read(eqn: Any) -> list[Any]:
+    return _variables(eqn.invars)
 
 
 def _is_boundary(eqn: Any) -> bool:
