@@ -4,10 +4,10 @@ VENV ?= $(if $(filter-out python3,$(PYTHON)),.venv-$(shell $(PYTHON) -c 'import 
 RUN := $(VENV)/bin
 PEERS := .venv-peers
 
-.PHONY: help setup demo test lint format bench docs constraints clean
+.PHONY: help setup demo test test-all lint format bench docs constraints clean
 
 help: ## show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 setup: $(VENV)/.installed ## create the virtual environment and install everything
 
@@ -23,8 +23,11 @@ demo: setup ## real handwritten digits on all cores, then a hundred networks at 
 	$(RUN)/plurax train examples/digits.py --devices cores --output runs/digits
 	$(RUN)/plurax train examples/spirals.py --devices cores --output runs/spirals
 
-test: setup ## run all tests
+test: setup ## run the tests
 	$(RUN)/python -m pytest -n 2 --dist loadgroup
+
+test-all: setup ## the tests, the slow ones too, with many more draws
+	PLURAX_TEST_PROFILE=all $(RUN)/python -m pytest -n 2 --dist loadgroup -m ''
 
 lint: setup ## check style and types
 	$(RUN)/ruff check .
