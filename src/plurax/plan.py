@@ -1,13 +1,16 @@
 """A plan says how training is spread over devices, and knows no model. Imports no JAX."""
 
 import dataclasses
+import json
 import math
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from plurax import errors
+from plurax.validate import whole_number
 
 Precision = Literal["float32", "bfloat16"]
 
@@ -99,27 +102,28 @@ data=1 means 'not used'.
             value = getattr(self, field)
             if field in ("chunk", "stages") and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            number = whole_number(value)
+            if number is None:
                 raise errors.plan_field_not_positive(field, value)
-        if self.precision not in get_args(Precision):
-            raise errors.plan_field_not_a_choice("precision", self.precision, get_args(Precision))
-        if isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3):
-            raise errors.plan_field_not_a_choice("zero", self.zero, (0, 1, 2, 3))
-        if self.remat not in get_args(Remat):
-            raise errors.plan_field_not_a_choice("remat", self.remat, get_args(Remat))
-        if isinstance(self.schedule, str):
-            if self.schedule not in get_args(ScheduleName):
-                raise errors.plan_schedule_unknown(self.schedule, get_args(ScheduleName))
-        else:
-            object.__setattr__(self, "schedule", tuple(self.schedule))
+            object.__setattr__(self, field, number)
+        zero = whole_number(self.zero, 0)
+        for field, given, choices in (
+            ("precision", self.precision, get_args(Precision)),
+            ("zero", zero, (0, 1, 2, 3)),
+            ("remat", self.remat, get_args(Remat)),
+            ("batch_dim", self.batch_dim, (None, *get_args(BatchDim))),
+        ):
+            if not isinstance(given, str | int | None) or given not in choices:
+                choices = tuple(choice for choice in choices if choice is not None)
+                raise errors.plan_field_not_a_choice(field, getattr(self, field), choices)
+        object.__setattr__(self, "zero", zero)
+        object.__setattr__(self, "schedule", _schedule(self.schedule))
         if self.stages is not None and self.stages % self.pipeline:
             raise errors.plan_stages_indivisible(self.stages, self.pipeline)
         if self.remat == "offload" and self.pipeline > 1:
             raise errors.plan_offload_in_stages(self.pipeline)
         if self.batch_dim == "minor" and self.divided:
             raise errors.plan_minor_divided()
-        if self.batch_dim is not None and self.batch_dim not in get_args(BatchDim):
-            raise errors.plan_field_not_a_choice("batch_dim", self.batch_dim, get_args(BatchDim))
 
     @property
     def axes(self) -> dict[str, int]:
@@ -280,7 +284,7 @@ data=1 means 'not used'.
             lines += ["", "[shardings]"]
             for pattern, entries in self.shardings:
                 values = ", ".join(_toml_entry(entry) for entry in entries)
-                lines.append(f'"{pattern}" = [{values}]')
+                lines.append(f"{_toml_text(pattern)} = [{values}]")
         return "\n".join(lines) + "\n"
 
     @classmethod
@@ -294,7 +298,10 @@ data=1 means 'not used'.
         for key in values:
             if key not in known:
                 raise errors.plan_unknown_key(key, known, source)
-        return cls(**values)
+        try:
+            return cls(**values)
+        except errors.PlanError as error:
+            raise errors.plan_in_a_file(source, error) from None
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a TOML file."""
@@ -307,6 +314,8 @@ data=1 means 'not used'.
             text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
             raise errors.plan_not_toml(str(path), error.strerror or str(error)) from None
+        except UnicodeDecodeError as error:
+            raise errors.plan_not_toml(str(path), str(error)) from None
         return cls.from_toml(text, source=str(path))
 
 
@@ -325,29 +334,72 @@ _REMAT = {
 
 
 def _rules(given: Any) -> Shardings:
-    """Rules as a tuple of pairs. Raises `PlanError`."""
+    """Rules as a tuple of pairs, of equal patterns the first, which counts. Raises `PlanError`."""
     pairs = given.items() if isinstance(given, Mapping) else given
-    rules = []
-    for pattern, entries in pairs:
+    if not isinstance(pairs, Iterable) or isinstance(pairs, str | bytes):
+        raise errors.plan_shardings_not_rules(given)
+    rules: dict[str, tuple[Any, ...]] = {}
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise errors.plan_shardings_not_rules(given)
+        pattern, entries = pair
         if isinstance(entries, str) or not isinstance(entries, Sequence):
             raise errors.plan_rule_not_a_spec(pattern, entries)
-        entries = tuple(tuple(e) if isinstance(e, list) else e for e in entries)
-        entries = tuple({"whole": None, "...": ...}.get(e, e) for e in entries)
-        for place, entry in enumerate(entries):
-            names = entry if isinstance(entry, tuple) else (entry,)
-            if entry is ... and place == 0:
-                continue
-            for name in names:
-                if name not in (None, "tensor"):
-                    raise errors.plan_rule_unknown_axis(pattern, entries, name)
-        rules.append((str(pattern), entries))
-    return tuple(rules)
+        rules.setdefault(pattern, _rule(pattern, entries))
+    return tuple(rules.items())
+
+
+def _rule(pattern: str, entries: Sequence[Any]) -> tuple[Any, ...]:
+    entries = tuple(tuple(e) if isinstance(e, list) else e for e in entries)
+    entries = tuple(_ENTRIES.get(e, e) if isinstance(e, str) else e for e in entries)
+    for place, entry in enumerate(entries):
+        names = entry if isinstance(entry, tuple) else (entry,)
+        if entry is ... and place == 0:
+            continue
+        for name in names:
+            if not (name is None or (isinstance(name, str) and name == "tensor")):
+                raise errors.plan_rule_unknown_axis(pattern, entries, name)
+    return entries
+
+
+_ENTRIES = {"whole": None, "...": ...}
+"""How TOML says what it has no word for."""
+
+
+def _schedule(given: Any) -> ScheduleName | tuple[str, ...]:
+    """The name of a schedule, or its lines. Raises `PlanError`.
+
+    Whether the lines can run is known with the microbatches; a word that is no work at all is
+    more likely a name with a letter missing, which the command line hands on as a list of one.
+    """
+    names: tuple[ScheduleName, ...] = get_args(ScheduleName)
+    lines = (given,) if isinstance(given, str) else given
+    if not isinstance(lines, Sequence) or not all(isinstance(line, str) for line in lines):
+        raise errors.plan_schedule_unknown(given, names)
+    for name in names:
+        if tuple(lines) == (name,):
+            return name
+    for line in lines:
+        if not line.split() or not all(map(_WORK.fullmatch, line.split())):
+            raise errors.plan_schedule_unknown(line, names)
+    if isinstance(given, str) or not lines:
+        raise errors.plan_schedule_unknown(given, names)
+    return tuple(lines)
+
+
+_WORK = re.compile(r"[A-Za-z]\d+(\.\d+)?")
+"""How a unit of work looks, `F0` or `B3.1`; which letters there are says the schedule."""
 
 
 def _toml_value(value: int | str | tuple[str, ...]) -> str:
     if isinstance(value, tuple):
-        return "[" + ", ".join(f'"{line}"' for line in value) + "]"
-    return f'"{value}"' if isinstance(value, str) else str(value)
+        return "[" + ", ".join(map(_toml_text, value)) + "]"
+    return _toml_text(value) if isinstance(value, str) else str(value)
+
+
+def _toml_text(text: str) -> str:
+    """A basic string of TOML: JSON's, but that it wants DEL escaped too."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")
 
 
 def _toml_entry(entry: Any) -> str:
@@ -355,4 +407,6 @@ def _toml_entry(entry: Any) -> str:
         return '"whole"'
     if entry is ...:
         return '"..."'
-    return f'"{entry}"' if isinstance(entry, str) else str(list(entry)).replace("'", '"')
+    if isinstance(entry, tuple):
+        return "[" + ", ".join(map(_toml_entry, entry)) + "]"
+    return _toml_text(entry)

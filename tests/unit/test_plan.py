@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,12 +17,32 @@ plans = st.builds(
     member=st.integers(1, 64),
     chunk=st.none() | st.integers(1, 64),
     batch_dim=st.sampled_from((None, "major", "minor")),
+    schedule=st.sampled_from(("1f1b", "gpipe", ("F0 F1 B0 B1", "F0 B0 F1 B1"))),
 )
+texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+entries = st.lists(st.sampled_from([None, "tensor", ("tensor",)]), max_size=3).map(tuple)
+shardings = st.dictionaries(texts, entries | entries.map(lambda rest: (..., *rest)), max_size=3)
 
 
 @given(plans)
 def test_toml_round_trip(plan):
     assert Plan.from_toml(plan.to_toml()) == plan
+
+
+@given(shardings)
+def test_any_pattern_is_written_so_that_it_can_be_read(shardings):
+    plan = Plan(shardings=shardings)
+    assert Plan.from_toml(plan.to_toml()) == plan
+
+
+def test_patterns_with_quotes_backslashes_and_controls():
+    rules = {'a"b': ("tensor",), "c\\d\n": (None,), "\x7f\x01 ü 😀": (..., ("tensor",))}
+    assert dict(Plan.from_toml(Plan(shardings=rules).to_toml()).shardings) == rules
+
+
+def test_of_rules_with_one_pattern_the_first_counts():
+    plan = Plan(shardings=(("a", ("tensor",)), ("a", (None,))))
+    assert plan.shardings == (("a", ("tensor",)),)
 
 
 @given(plans)
@@ -63,6 +84,36 @@ def test_it_is_frozen():
 def test_sizes_must_be_positive(field, value):
     with pytest.raises(PlanError, match=rf"Plan\({field}=.*must be a whole number of at least 1"):
         Plan(**{field: value})
+
+
+@pytest.mark.parametrize("value", [3.0, True, "3", None, 4, -1, [3], np.ones(2)])
+def test_zero_must_be_a_whole_number(value):
+    with pytest.raises(PlanError, match=r"Plan\(zero=.*: zero must be one of 0, 1, 2, 3\."):
+        Plan(zero=value)
+
+
+def test_integers_of_numpy_are_whole_numbers():
+    plan = Plan(data=np.int64(4), microbatches=np.uint8(2), zero=np.int32(1), chunk=np.int64(3))
+    assert plan == Plan(data=4, microbatches=2, zero=1, chunk=3)
+    assert all(type(size) is int for size in (plan.data, plan.microbatches, plan.zero, plan.chunk))
+    assert Plan.from_toml(plan.to_toml()) == plan
+
+
+@pytest.mark.parametrize(
+    ("schedule", "close"),
+    [("gpip", "gpipe"), (("gpip",), "gpipe"), (["1F1B"], "1f1b"), (("zb_h1",), "zb-h1"),
+     ("F0 B0", None), (("F0 B0", ""), None), ((), None), (3, None), ((1, 2), None), ({}, None)],
+)  # fmt: skip
+def test_what_is_no_schedule_is_not_taken_for_one_by_hand(schedule, close):
+    match = "the schedules that have a name are gpipe, 1f1b, interleaved, zb-h1"
+    with pytest.raises(PlanError, match=match) as raised:
+        Plan(pipeline=2, schedule=schedule)
+    assert ("Did you mean" in str(raised.value)) == (close is not None)
+    assert close is None or f"Did you mean {close!r}?" in str(raised.value)
+
+
+def test_a_list_of_one_name_is_the_name():
+    assert Plan(schedule=["zb-h1"]) == Plan(schedule="zb-h1")
 
 
 def test_precision_must_be_known():
@@ -107,6 +158,62 @@ def test_toml_that_is_none(tmp_path):
         Plan.load(path)
     with pytest.raises(PlanError, match=r"missing.toml is not a plan.*No such file"):
         Plan.load(tmp_path / "missing.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data = 4.0", "Plan(data=4.0): data must be a whole number of at least 1"),
+        ('data = "4"', "Plan(data='4'): data must be a whole number"),
+        ("data = true", "Plan(data=True): data must be a whole number"),
+        ("data = [4]", "Plan(data=[4]): data must be a whole number"),
+        ("data = 1979-05-27", "Plan(data=datetime.date(1979, 5, 27)): data must be a whole"),
+        ("[data]\nsize = 4", "Plan(data={'size': 4}): data must be a whole number"),
+        ("chunk = 0", "leave it out to have it chosen"),
+        ("stages = 2.5", "Plan(stages=2.5): stages must be a whole number"),
+        ("stages = 3\npipeline = 2", "each device has as many stages as every other"),
+        ("zero = 3.0", "Plan(zero=3.0): zero must be one of 0, 1, 2, 3."),
+        ("zero = true", "Plan(zero=True): zero must be one of 0, 1, 2, 3."),
+        ("remat = 1", "Plan(remat=1): remat must be one of 'none', 'dots', 'full', 'offload'"),
+        ('precision = ["float32"]', "precision must be one of 'float32', 'bfloat16'"),
+        ("batch_dim = 0", "Plan(batch_dim=0): batch_dim must be one of 'major', 'minor'."),
+        ("schedule = 1", "Plan(schedule=1): the schedules that have a name are"),
+        ("schedule = [1, 2]", "Plan(schedule=[1, 2]): the schedules that have a name are"),
+        ('schedule = "gpip"', "Did you mean 'gpipe'?"),
+        ("shardings = 3", "Plan(shardings=3): give a dict of rules"),
+        ('shardings = "a"', "Plan(shardings='a'): give a dict of rules"),
+        ("shardings = [1]", "Plan(shardings=[1]): give a dict of rules"),
+        ('[shardings]\na = "tensor"', "a rule has one entry for each dim in a tuple"),
+        ("[shardings]\na = 3", "a rule has one entry for each dim in a tuple"),
+        ("[shardings]\na = [3]", "rules split dims over 'tensor', and 3 is not that"),
+        ('[shardings]\na = ["data"]', "rules split dims over 'tensor', and 'data' is not that"),
+        ("[shardings]\na = [{b = 1}]", "rules split dims over 'tensor', and {'b': 1} is not"),
+        ('[shardings]\na = ["tensor", "..."]', "and Ellipsis is not that"),
+        ("data = 4\ndata = 2", "is not a plan in TOML (Cannot overwrite a value"),
+        ("data 4", "is not a plan in TOML (Expected '=' after a key"),
+        ("tensors = 4", "'tensors' is not a field of a plan. Did you mean 'tensor'?"),
+        ("quantize = 4", "'quantize' is not a field of a plan. The fields are data,"),
+    ],
+)
+def test_toml_of_every_wrong_kind(tmp_path, text, message):
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(PlanError) as raised:
+        Plan.load(path)
+    assert message in str(raised.value)
+    first = str(raised.value).split(": ")[0]
+    assert first.startswith(str(path))
+    if "Plan(" in message:
+        assert first.endswith("is not a plan that can run")
+
+
+def test_toml_that_is_no_text(tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_bytes(b"data = \xff")
+    with pytest.raises(PlanError, match=r"plan.toml is not a plan in TOML \('utf-8' codec"):
+        Plan.load(path)
+    with pytest.raises(PlanError, match=r"is not a plan in TOML \(Is a directory"):
+        Plan.load(tmp_path)
 
 
 def test_explain_counts_the_places():

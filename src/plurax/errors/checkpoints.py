@@ -41,3 +41,10 @@ def output_has_run(directory: str, step: int) -> CheckpointError:
 
 def checkpoint_not_written(directory: str, reason: str) -> CheckpointError:
     return CheckpointError(f"the checkpoint could not be written to {directory}: {reason}")
+
+
+def path_is_a_url(path: str, scheme: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: plurax writes to the file system of this machine, and {scheme}:// is another. "
+        "Mount the bucket and give the path where it is mounted, or write to a folder and copy it."
+    )

@@ -22,10 +22,14 @@ def plan_field_not_a_choice(field: str, value: object, choices: Iterable[object]
     return PlanError(f"Plan({field}={value!r}): {field} must be one of {names}.")
 
 
-def plan_schedule_unknown(value: str, names: Iterable[str]) -> PlanError:
+def plan_schedule_unknown(value: object, names: Iterable[str]) -> PlanError:
+    names = list(names)
+    close = difflib.get_close_matches(value.lower(), names, n=1) if isinstance(value, str) else []
+    hint = f" Did you mean {close[0]!r}?" if close else ""
     return PlanError(
-        f"Plan(schedule={value!r}): the schedules that have a name are {', '.join(names)}. One "
-        "written by hand is a list with one line for each device: ['F0 F1 B0 B1', 'F0 B0 F1 B1']."
+        f"Plan(schedule={value!r}): the schedules that have a name are {', '.join(names)}.{hint} "
+        "One written by hand is a list with one line for each device: "
+        "['F0 F1 B0 B1', 'F0 B0 F1 B1']."
     )
 
 
@@ -49,6 +53,13 @@ def plan_minor_divided() -> PlanError:
     return PlanError(
         "Plan(batch_dim='minor') with tensor > 1, pipeline > 1 or zero > 0: the batch in the minor "
         "dim is for small networks that are not divided. Use batch_dim='major'."
+    )
+
+
+def plan_shardings_not_rules(given: object) -> PlanError:
+    return PlanError(
+        f"Plan(shardings={given!r}): give a dict of rules, the path of a parameter -> one entry "
+        "for each dim: {'out/kernel': (None, 'tensor')}."
     )
 
 
@@ -105,6 +116,10 @@ def plan_unknown_key(key: str, known: Iterable[str], source: str) -> PlanError:
     return PlanError(
         f"{source}: {key!r} is not a field of a plan.{hint} The fields are {', '.join(known)}."
     )
+
+
+def plan_in_a_file(source: str, error: PlanError) -> PlanError:
+    return PlanError(f"{source} is not a plan that can run: {error}")
 
 
 def plan_not_toml(source: str, reason: str) -> PlanError:
