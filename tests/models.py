@@ -114,12 +114,31 @@ def cut(batch, count):
 
 
 def worst(a, b):
-    """The largest difference of two trees, relative to the largest element of each leaf."""
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return max(
-        float(np.max(np.abs(np.asarray(x) - np.asarray(y))) / max(np.max(np.abs(y)), 1e-30))
-        for x, y in pairs
+    """The largest difference of two trees, relative to the largest element of each leaf of `b`.
+
+    NaN where either has one, so that every bound fails. Raises `AssertionError`, with the leaf's
+    path, where the trees differ in structure, or two leaves in shape or dtype.
+    """
+    got, want = (jax.tree_util.tree_flatten_with_path(tree) for tree in (a, b))
+    assert got[1] == want[1], f"{got[1]} is not {want[1]}"
+    return max_or_nan(
+        [_apart(path, x, y) for (path, x), (_, y) in zip(got[0], want[0], strict=True)]
     )
+
+
+def max_or_nan(values):
+    """The largest of some numbers, 0 of none; NaN if one is NaN, as Python's `max` is not."""
+    return float(np.max(np.asarray(values, np.float64), initial=0))
+
+
+def _apart(path, x, y):
+    x, y = np.asarray(x), np.asarray(y)
+    where = jax.tree_util.keystr(path)
+    assert x.shape == y.shape, f"{where}: shape {x.shape} is not {y.shape}"
+    assert x.dtype == y.dtype, f"{where}: dtype {x.dtype} is not {y.dtype}"
+    wide = np.complex128 if np.iscomplexobj(y) else np.float64
+    x, y = x.astype(wide), y.astype(wide)
+    return max_or_nan(np.abs(x - y)) / max(max_or_nan(np.abs(y)), 1e-30)
 
 
 def same_bits(a, b):
