@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Int, PyTree
 
 from plurax import errors
+from plurax.execute.columns import as_arrays, check_kind
 from plurax.execute.placement import is_arrays, leading_dim
 from plurax.resample import Everything, Resample, epoch_rows
 
@@ -188,9 +189,11 @@ def as_data(
 ) -> tuple[Data, PyTree]:
     """What `fit` was given as data, and the shapes of a full batch. Raises `BatchError`."""
     check_ragged(ragged)
+    check_kind("data", data)
     if is_arrays(data):
         if batch_size is None:
             raise errors.data_needs_batch_size()
+        data = as_arrays(data)
         source = ArrayData(data, min(batch_size, leading_dim(data)), seed, shuffle, ragged)
         return source, source.example_batch()
     if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):

@@ -211,7 +211,7 @@ class Members:
             numbers.astype(np.uint32),
             seeds[numbers % len(seeds)].astype(np.uint32),
             np.asarray([self.resample.size(rows, int(number)) for number in numbers], np.uint32),
-            {name: _canonical(values) for name, values in self.hyper_table().items()},
+            {name: _canonical(name, values) for name, values in self.hyper_table().items()},
         )
 
     def table(self) -> list[dict[str, Any]]:
@@ -232,5 +232,12 @@ def _is_list(values: Any) -> bool:
     return isinstance(values, Sequence) or getattr(values, "ndim", 0) > 0
 
 
-def _canonical(values: np.ndarray) -> np.ndarray:
-    return values.astype(jax.dtypes.canonicalize_dtype(values.dtype))
+def _canonical(name: str, values: np.ndarray) -> np.ndarray:
+    """In the dtype of the devices, unchanged but for rounding. Raises `MembersError`."""
+    with np.errstate(over="ignore"):
+        cast = values.astype(jax.dtypes.canonicalize_dtype(values.dtype))
+    wrong = cast != values if values.dtype.kind in "iu" else np.isinf(cast) & np.isfinite(values)
+    if wrong.any():
+        value = values[int(np.argmax(wrong))]
+        raise errors.hyper_too_large(name, value, str(values.dtype), str(cast.dtype))
+    return cast

@@ -223,3 +223,147 @@ def test_wider_numpy_dtypes_are_taken_as_jax_takes_them():
     state, _ = program.step(program.init(), wide)
     other, _ = program.step(program.init(), ROWS)
     assert models.same_bits(state.params, other.params)
+
+
+SUM = px.Task(
+    init=lambda key: {"w": jnp.zeros(())},
+    loss=lambda params, batch, keys: params["w"] * 0 + batch["n"].astype(jnp.float32),
+    predict=lambda params, inputs: inputs["n"],
+)
+
+
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (np.array([1, 2**33 + 5]), "holds 8589934597 as int64, and JAX computes in int32"),
+        (np.array([-(2**31) - 1, 7]), "holds -2147483649 as int64"),
+        (np.array([1, 2**33], np.uint64), "holds 8589934592 as uint64, and JAX computes in u"),
+        (
+            np.array([1.0, np.inf, -1e300]),
+            r"holds -1e\+300 as float64, and JAX computes in float32",
+        ),
+    ],
+)
+def test_a_value_that_would_become_another_is_refused_by_name(values, message, resident):
+    with pytest.raises(px.BatchError, match=rf"batch\[n\] {message}.*jax_enable_x64"):
+        px.fit(SUM, optax.sgd(0.0), {"n": values}, batch_size=2, resident=resident, progress=False)
+    program = px.compile(SUM, optax.sgd(0.0), px.Plan(), {"n": values})
+    with pytest.raises(px.BatchError, match=message):
+        program.predict(program.init(), {"n": values})
+    with pytest.raises(px.BatchError, match=message):
+        program.evaluate(program.init(), {"n": values})
+    with pytest.raises(px.BatchError, match=message):
+        program.step(program.init(), {"n": values[-2:]})
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_members_are_given_no_wrapped_integers_either(resident):
+    plan = px.Plan(chunk=1, batch_dim="major")
+    with pytest.raises(px.BatchError, match=r"batch\[n\] holds 8589934597 as int64"):
+        px.fit(SUM, optax.sgd(0.0), {"n": np.array([1, 2**33 + 5])}, members=px.Members(2),
+               plan=plan, batch_size=2, resident=resident, progress=False)  # fmt: skip
+    with pytest.raises(px.MembersError, match="hyperparameter 'n' holds 8589934597 as int64"):
+        px.Members(1, {"n": [2**33 + 5]}).cohort(1)
+
+
+def test_values_that_fit_in_32_bits_are_exact():
+    for values in (np.array([-(2**31), 2**31 - 1]), np.array([0, 2**32 - 1], np.uint64)):
+        program = px.compile(SUM, optax.sgd(0.0), px.Plan(), {"n": values})
+        assert program.predict(program.init(), {"n": values}).tolist() == values.tolist()
+    floats = np.array([0.1, np.inf, np.nan])
+    program = px.compile(SUM, optax.sgd(0.0), px.Plan(), {"n": floats})
+    np.testing.assert_array_equal(
+        program.predict(program.init(), {"n": floats}), floats.astype(np.float32)
+    )
+
+
+def test_with_64_bits_a_large_integer_is_itself(x64):
+    values = np.array([1, 2**33 + 5])
+    program = px.compile(SUM, optax.sgd(0.0), px.Plan(), {"n": values})
+    assert program.predict(program.init(), {"n": values}).tolist() == values.tolist()
+
+
+class Column:
+    """An array of another library: a pandas column, a tensor."""
+
+    def __init__(self, values):
+        self.values = values
+        self.shape, self.dtype = values.shape, "theirs"
+
+    def __len__(self):
+        return len(self.values)
+
+    def __getitem__(self, rows):
+        return Column(self.values[rows])
+
+    def __array__(self, dtype=None, copy=None):
+        return self.values
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_arrays_of_other_libraries_are_taken(resident):
+    values = np.arange(5.0, dtype=np.float32)
+    data = {"n": Column(values)}
+    options = {"batch_size": 2, "resident": resident, "progress": False, "shuffle": False}
+    result = px.fit(SUM, optax.sgd(0.0), data, evaluation=data, **options)
+    assert result.history[0]["loss"] == result.history[0]["eval_loss"] == 2.0
+    assert result.program.predict(result.state, data).tolist() == values.tolist()
+    batches = [{"n": Column(values[:2])}, {"n": Column(values[2:4])}]
+    result = px.fit(SUM, optax.sgd(0.0), batches, progress=False)
+    assert result.history[0]["loss"] == 1.5
+
+
+class Table:
+    """As a pandas DataFrame looks from outside."""
+
+    shape, columns, iloc = (3, 2), ["x", "y"], None
+
+    def __iter__(self):
+        return iter(self.columns)
+
+
+class Dataset:
+    """As a data set of Hugging Face looks from outside."""
+
+    shape, features = (3, 2), {}
+
+    def with_format(self, kind):
+        raise NotImplementedError
+
+    def __iter__(self):
+        return iter([{"x": [1.0], "y": 2}])
+
+
+DATES = np.array(["2020-01-01", "2020-01-02"], "M8[D]")
+MISTAKEN = [
+    (Table(), "is a table (Table), which the loss would not get as one; give a dict of arrays"),
+    (Dataset(), "is a data set of single examples (Dataset); give its columns as arrays"),
+    ({"n": [1, 2, 3]}, "['n'] is a list, and a dict of data holds arrays with the examples in"),
+    ({"n": np.ones(2), "m": 3}, "['m'] is a int, and a dict of data holds arrays"),
+    ("data.csv", "='data.csv' is a name, and plurax reads no files; load it: np.load"),
+    ({"n": np.array(["a", "b"])}, "batch[n] has dtype <U1, which is no number on a device. Number"),
+    ({"n": np.array([b"a", b"b"])}, "batch[n] has dtype |S1, which is no number on a device."),
+    (
+        {"n": np.array([[1], [2, 3]], object)},
+        "dtype object, which is no number on a device. Python",
+    ),
+    ({"n": DATES}, "dtype datetime64[D], which is no number on a device. Make times numbers"),
+    ({"n": DATES - DATES[0]}, "dtype timedelta64[D], which is no number on a device. Make dur"),
+    ({"n": np.zeros(2, [("a", "f4")])}, "which is no number on a device. Give each field of a"),
+    (np.array(["a", "b"]), "the batch has dtype <U1, which is no number on a device."),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), MISTAKEN, ids=range(len(MISTAKEN)))
+def test_data_that_are_no_arrays_of_numbers_are_refused_by_name(data, message):
+    """As data, as an evaluation, as inputs: before anything is compiled or trained."""
+    good = {"n": np.ones(2, np.float32)}
+    for options in ({"data": data}, {"data": good, "evaluation": data}):
+        with pytest.raises(px.BatchError) as raised:
+            px.fit(SUM, optax.sgd(0.0), batch_size=2, progress=False, **options)
+        assert message in str(raised.value)
+    program = px.compile(SUM, optax.sgd(0.0), px.Plan(), good)
+    with pytest.raises(px.BatchError) as raised:
+        program.predict(program.init(), data)
+    assert message in str(raised.value)

@@ -14,6 +14,29 @@ def batch_leaf_without_dim(path: str) -> BatchError:
     )
 
 
+def batch_leaf_not_numbers(path: str, dtype: str, kind: str) -> BatchError:
+    ways = {
+        "M": "Make times numbers first: (t - t.min()) / np.timedelta64(1, 's').",
+        "m": "Make durations numbers first: t / np.timedelta64(1, 's').",
+        "O": "Python objects become an array of numbers with np.stack(list(x)), or with "
+        "x.astype(np.float32).",
+        "V": "Give each field of a record as an array of its own.",
+    }
+    way = ways.get(kind, "Number the classes first: np.unique(x, return_inverse=True)[1].")
+    name = f"batch[{path}]" if path else "the batch"
+    return BatchError(f"{name} has dtype {dtype}, which is no number on a device. {way}")
+
+
+def batch_value_too_large(path: str, dtype: str, value: object, into: str) -> BatchError:
+    name = f"batch[{path}]" if path else "the batch"
+    return BatchError(
+        f"{name} holds {value} as {dtype}, and JAX computes in {into}, in which that is another "
+        "number. Say jax.config.update('jax_enable_x64', True) before anything else to have 64 "
+        "bits, or make the values smaller: number them anew, subtract an offset, split them into "
+        "two columns."
+    )
+
+
 def batch_uneven_leaves(sizes: dict[str, int]) -> BatchError:
     listed = ", ".join(f"{path}: {size}" for path, size in sizes.items())
     return BatchError(f"the arrays of a batch must have the same leading dim; given {listed}.")
@@ -80,6 +103,35 @@ def data_not_understood(kind: str) -> BatchError:
     return BatchError(
         f"data of type {kind} are not understood; give arrays in a tree (a dict of arrays with the "
         "same leading dim), a Grain dataset of batches, or an iterable of batches."
+    )
+
+
+def data_is_a_name(what: str, given: object) -> BatchError:
+    return BatchError(
+        f"{what}={given!r} is a name, and plurax reads no files; load it: "
+        "np.load(...) for arrays, pandas.read_csv(...) for a table, grain for what fits no memory."
+    )
+
+
+def data_is_a_table(what: str, kind: str) -> BatchError:
+    return BatchError(
+        f"{what} is a table ({kind}), which the loss would not get as one; give a dict of arrays: "
+        "{'x': table[features].to_numpy(np.float32), 'y': table['label'].to_numpy()}."
+    )
+
+
+def data_is_a_dataset(what: str, kind: str) -> BatchError:
+    return BatchError(
+        f"{what} is a data set of single examples ({kind}); give its columns as arrays, "
+        "dataset.with_format('numpy')[:], or batches of it: "
+        "list(dataset.with_format('numpy').iter(batch_size))."
+    )
+
+
+def data_of_lists(what: str, name: object, kind: str) -> BatchError:
+    return BatchError(
+        f"{what}[{name!r}] is a {kind}, and a dict of data holds arrays with the examples in the "
+        f"leading dim; write np.asarray({what}[{name!r}])."
     )
 
 

@@ -40,6 +40,14 @@ def hyper_not_numbers(name: str, values: object) -> MembersError:
     )
 
 
+def hyper_too_large(name: str, value: object, dtype: str, into: str) -> MembersError:
+    return MembersError(
+        f"Members: the hyperparameter {name!r} holds {value} as {dtype}, and JAX computes in "
+        f"{into}, in which that is another number. Make it smaller, or say "
+        "jax.config.update('jax_enable_x64', True) before anything else."
+    )
+
+
 def distribution_bounds(low: float, high: float, *, log: bool) -> MembersError:
     name, need = ("log_uniform", "0 < low < high") if log else ("uniform", "low < high")
     return MembersError(f"plurax.{name}({low}, {high}): needs {need}.")

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.execute.columns import check_kind
 from plurax.execute.gradient import Totals
 from plurax.execute.placement import Placed, Placement, chunks, leading_dim
 from plurax.execute.rows import Rows, number_rows
@@ -59,6 +60,7 @@ def weighted_means(
     Scalars, or `(members,)` where the totals are. `run` returns without waiting; sums over its
     totals are in float64 on the host. NaN, not an exception, where no example has weight.
     """
+    check_kind("evaluation", data)
     parts = [run(placement.place(batch)) for batch in chunks(data, placement.size)]
     if not parts:
         raise errors.batch_is_empty()

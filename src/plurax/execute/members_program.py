@@ -19,7 +19,7 @@ from plurax.execute.evaluate import evaluation_placement, weighted_means
 from plurax.execute.gradient import Totals
 from plurax.execute.in_flight import InFlight
 from plurax.execute.members import Maker, Population, Reading
-from plurax.execute.placement import Placed, Placement, is_arrays, leading_dim
+from plurax.execute.placement import Placed, Placement, device_data, is_arrays, leading_dim
 from plurax.execute.predict import Predictor
 from plurax.execute.states import check_place, check_state
 from plurax.execute.step import Metrics
@@ -146,7 +146,7 @@ class MembersProgram:
 
     def place_data(self, data: PyTree) -> PyTree:
         """Put a whole data set on every device of the mesh, for `loop`."""
-        return jax.device_put(data, replicated(self.mesh))
+        return device_data(data, replicated(self.mesh))
 
     def loop(
         self, state: TrainState, data: PyTree, first: int, stop: int

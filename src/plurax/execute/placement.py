@@ -37,10 +37,12 @@ class Placement:
         self.rows = rows
         self.sharding = sharding
         self.structure: Any = jax.tree.structure(like)
-        self.like = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), _canonical(leaf)), like
-        )
-        self._leaves = jax.tree.leaves(self.like)
+        self._leaves = [
+            jax.ShapeDtypeStruct(np.shape(leaf), _canonical(path, leaf))
+            for path, leaf in tree.named_leaves(like).items()
+        ]
+        self._paths = list(tree.named_leaves(like))
+        self.like = jax.tree.unflatten(self.structure, self._leaves)
 
     def abstract(self) -> PyTree:
         """The rows as `jax.ShapeDtypeStruct`s with their sharding."""
@@ -57,10 +59,12 @@ class Placement:
         fits = structure == self.structure and all(
             np.shape(leaf)[1:] == want.shape[1:]
             and np.ndim(leaf) == len(want.shape)
-            and _canonical(leaf) == want.dtype
-            for leaf, want in zip(leaves, self._leaves, strict=True)
+            and _canonical(path, leaf) == want.dtype
+            for path, leaf, want in zip(self._paths, leaves, self._leaves, strict=True)
         )
         if not fits:
+            for path, leaf in tree.named_leaves(batch).items():
+                _canonical(path, leaf)
             raise errors.batch_mismatch(
                 tree.describe(self.like, batch_dim=True), tree.describe(batch)
             )
@@ -81,15 +85,48 @@ class Placement:
         """
         count = self.check(batch)
 
-        def filled(leaf: Any, like: jax.ShapeDtypeStruct) -> Any:
+        def filled(path: str, leaf: Any, like: jax.ShapeDtypeStruct) -> Any:
+            if isinstance(leaf, jax.Array) and count == self.rows:
+                return jax.device_put(leaf, self.sharding)
+            leaf = np.asarray(leaf)
             if count != self.rows:
-                leaf = np.asarray(leaf)
                 leaf = np.concatenate([leaf, leaf[np.arange(count, self.rows) % count]])
-            if isinstance(leaf, np.ndarray):
-                return leaf.astype(like.dtype, copy=False)
-            return jax.device_put(leaf, self.sharding)
+            return exactly(path, leaf, like.dtype)
 
-        return Placed(jax.tree.map(filled, batch, self.like), np.int32(count))
+        leaves = map(filled, self._paths, jax.tree.leaves(batch), self._leaves)
+        return Placed(jax.tree.unflatten(self.structure, leaves), np.int32(count))
+
+
+def exactly(path: str, leaf: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """An array in a dtype that JAX computes with, its values unchanged.
+
+    Integers must be the same. Floats may be rounded, as everywhere in JAX, but a finite one must
+    not become infinite. Raises `BatchError` with the leaf's path.
+    """
+    if leaf.dtype == dtype:
+        return leaf
+    try:
+        with np.errstate(over="raise"):
+            cast = leaf.astype(dtype)
+    except FloatingPointError:
+        worst = leaf.flat[int(np.argmax(np.nan_to_num(np.abs(leaf), posinf=0.0)))]
+        raise errors.batch_value_too_large(path, str(leaf.dtype), worst, str(dtype)) from None
+    if dtype.kind in "iu":
+        wrong = cast != leaf
+        if wrong.any():
+            first = leaf.flat[int(np.argmax(wrong))]
+            raise errors.batch_value_too_large(path, str(leaf.dtype), first, str(dtype))
+    return cast
+
+
+def device_data(data: PyTree, sharding: NamedSharding) -> PyTree:
+    """A whole data set on the devices, its values unchanged. Raises `BatchError`."""
+    leaves = [
+        leaf if isinstance(leaf, jax.Array) else exactly(path, np.asarray(leaf), dtype)
+        for path, leaf in tree.named_leaves(data).items()
+        for dtype in [_canonical(path, leaf)]
+    ]
+    return jax.device_put(jax.tree.unflatten(jax.tree.structure(data), leaves), sharding)
 
 
 def is_arrays(data: Any) -> bool:
@@ -134,8 +171,15 @@ def chunks(data: PyTree | Iterable[PyTree], size: int) -> Iterator[PyTree]:
             yield jax.tree.map(operator.itemgetter(cut), batch)
 
 
-def _canonical(leaf: Any) -> np.dtype:
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return dtype
+def _canonical(path: str, leaf: Any) -> np.dtype:
+    """The dtype in which JAX has a leaf. Raises `BatchError` where it has none."""
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            return leaf.dtype
+        dtype = leaf.dtype
+    else:
+        dtype = leaf.dtype if isinstance(leaf, np.ndarray) else np.asarray(leaf).dtype
+    number = jnp.issubdtype(dtype, jnp.number) and dtype.kind != "m"
+    if not (number or dtype == np.bool_):
+        raise errors.batch_leaf_not_numbers(path, str(dtype), dtype.kind)
     return jax.dtypes.canonicalize_dtype(dtype)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.execute.columns import as_arrays, check_kind
 from plurax.execute.gradient import cast_floating, with_precision
 from plurax.execute.placement import Placement, is_arrays, leading_dim
 from plurax.mesh import split_rows
@@ -80,9 +81,10 @@ class Predictor:
         self, states: tuple[PyTree, ...], inputs: PyTree | Iterable[PyTree], chunk: int
     ) -> Any:
         """NumPy arrays for a tree of arrays; an iterator of them for an iterable of such trees."""
+        check_kind("inputs", inputs)
         if not is_arrays(inputs):
             return self._stream(states, iter(inputs), chunk)
-        return next(self._stream(states, iter([inputs]), chunk))
+        return next(self._stream(states, iter([as_arrays(inputs)]), chunk))
 
     def _stream(
         self, states: tuple[PyTree, ...], batches: Iterator[PyTree], chunk: int
@@ -91,12 +93,13 @@ class Predictor:
         if first is None:
             return
         placement, compiled = self._program(first, chunk)
-        chained = itertools.chain([first], batches)
+        chained = map(as_arrays, itertools.chain([first], batches))
         yield from predict_stream(lambda rows: compiled(*states, rows), placement, chained)
 
     def _program(self, inputs: PyTree, chunk: int) -> tuple[Placement, jax.stages.Compiled]:
         like = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((chunk, *np.shape(leaf)[1:]), leaf.dtype), inputs
+            lambda leaf: jax.ShapeDtypeStruct((chunk, *np.shape(leaf)[1:]), leaf.dtype),
+            as_arrays(inputs),
         )
         key = (jax.tree.structure(like), *((x.shape, x.dtype) for x in jax.tree.leaves(like)))
         if key not in self._known:

@@ -20,7 +20,7 @@ from plurax.execute.gradient import Totals, evaluation, gradient
 from plurax.execute.in_flight import InFlight
 from plurax.execute.loop import make_loop
 from plurax.execute.pipelined import Pipelined
-from plurax.execute.placement import Placed, Placement, leading_dim
+from plurax.execute.placement import Placed, Placement, device_data, leading_dim
 from plurax.execute.predict import Predictor, make_predict
 from plurax.execute.state_shardings import Parameter
 from plurax.execute.states import check_place, check_state, new_state
@@ -166,7 +166,7 @@ class Program:
 
     def place_data(self, data: PyTree) -> PyTree:
         """Put a whole data set on every device of the mesh, for `loop`."""
-        return jax.device_put(data, replicated(self.mesh))
+        return device_data(data, replicated(self.mesh))
 
     def place(self, state: TrainState) -> TrainState:
         """Put a state from elsewhere (a checkpoint, another plan) on this program's devices."""

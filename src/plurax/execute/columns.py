@@ -1,0 +1,39 @@
+"""Data as users have them: arrays, also those of other libraries, and what is none of these."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from plurax import errors
+
+
+def as_arrays(data: PyTree) -> PyTree:
+    """A tree with the arrays of other libraries (a pandas column, a tensor of torch) as NumPy's."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf) if _foreign(leaf) else leaf, data)
+
+
+def check_kind(what: str, data: Any) -> None:
+    """Raise `BatchError` for data that hold arrays in a form that could mean several things.
+
+    A table, a data set of examples, a dict of lists, a name. `what` is the argument that has them.
+    """
+    kind = type(data).__name__
+    if isinstance(data, str | bytes | os.PathLike):
+        raise errors.data_is_a_name(what, data)
+    if hasattr(data, "columns") and hasattr(data, "iloc"):
+        raise errors.data_is_a_table(what, kind)
+    if hasattr(data, "with_format") and hasattr(data, "features"):
+        raise errors.data_is_a_dataset(what, kind)
+    if isinstance(data, Mapping):
+        for name, value in data.items():
+            if isinstance(value, list | range) or np.isscalar(value):
+                raise errors.data_of_lists(what, name, type(value).__name__)
+
+
+def _foreign(leaf: Any) -> bool:
+    known = isinstance(leaf, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct)
+    return not known and hasattr(leaf, "__array__")
