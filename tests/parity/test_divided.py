@@ -149,48 +149,6 @@ def test_coupled_tasks_are_not_divided():
         )
 
 
-def test_an_optimizer_that_needs_whole_tensors_is_refused_by_name():
-    def update(grads, state, params=None):
-        return jax.tree.map(lambda g: -g @ g.T @ g if g.ndim == 2 else -g, grads), state
-
-    optimizer = optax.GradientTransformation(lambda params: (), update)
-    with pytest.raises(px.PlanError, match="uses `dot_general` on whole tensors"):
-        px.compile(models.mlp_task(), optimizer, px.Plan(data=2, zero=1), models.data(8))
-
-
-OPTIMIZERS = {
-    "sgd": optax.sgd(0.1, momentum=0.9),
-    "adam": optax.adam(1e-2),
-    "lion": optax.lion(1e-3),
-    "rmsprop": optax.rmsprop(1e-3),
-    "adagrad": optax.adagrad(1e-2),
-    "nadam": optax.nadam(1e-2),
-    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.clip(0.05), optax.adamw(1e-2)),
-    "masked": optax.adamw(1e-2, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
-    "multi": optax.multi_transform(
-        {"a": optax.adam(1e-2), "b": optax.sgd(1e-2)}, {"hidden": "a", "bias": "b", "out": "a"}
-    ),
-    "schedule": optax.adam(optax.cosine_decay_schedule(1e-2, 5)),
-    "averaged": optax.chain(optax.adam(1e-2), optax.ema(0.9)),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_on_shards(x64, name):
-    """Filled-up shards included: no dim of the network divides by 7."""
-    task, batch = network("perceptron", jnp.float64)
-
-    def run(plan):
-        program = px.compile(task, OPTIMIZERS[name], plan, batch)
-        state = program.init(0)
-        for _ in range(3):
-            state, _ = program.step(state, batch)
-        state = program.kept(state)
-        return jax.device_get((state.params, state.opt_state))
-
-    assert models.worst(run(px.Plan(data=7, zero=3)), run(px.Plan())) < 1e-10
-
-
 def test_resident_data_and_checkpoints_under_another_plan(x64, tmp_path):
     """Trained under one plan, resumed under two others: the same as on one device."""
     task, batch = network("perceptron", jnp.float64)

@@ -85,12 +85,3 @@ def strategy_not_of_tensor(counts: tuple[int, ...], tensor: int) -> PlanError:
         f"tensor={tensor}: the counts must multiply to it or to a divisor of it, each a product of "
         "its prime factors."
     )
-
-
-def optimizer_not_elementwise(operation: str, where: str) -> PlanError:
-    inside = f" in {where}" if where else ""
-    return PlanError(
-        f"the optimizer's update{inside} uses `{operation}` on whole tensors, and with zero=1, 2 "
-        "or 3 each device has a part of them. ZeRO takes optimizers whose update is elementwise "
-        "(SGD, Adam, AdamW, Lion, ...) with norms and clipping; use one of those, or zero=0."
-    )

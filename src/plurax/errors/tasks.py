@@ -125,3 +125,12 @@ def stack_tied_needs_names(tied: object) -> TaskError:
         f"stack(tied={tied!r}): parameters are tied by name, so the parameters of `embed` and of "
         "`head` must be dicts; `head` may have none of its own: lambda key: {}."
     )
+
+
+def optimizer_wants_arguments(wanted: str) -> TaskError:
+    return TaskError(
+        f"the optimizer's update asks for more than plurax hands it ({wanted}): gradients, its "
+        "state, parameters and, as `value`, the loss of the batch. A function of the loss is not "
+        "among them, so line searches (optax.lbfgs) and Hessian estimates (optax.contrib.sophia) "
+        "do not run here; optax.contrib.sam runs with opaque_mode=False."
+    )

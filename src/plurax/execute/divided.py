@@ -211,7 +211,7 @@ class Divided:
     def _update(
         self, grads: PyTree, opt_state: PyTree, params: PyTree, loss: Array
     ) -> tuple[PyTree, PyTree]:
-        divider = self.divider(strict=self.plan.zero > 0)
+        divider = self.divider()
         args = (
             self._values(grads, self.state.like.params, self.state.shards),
             self._values(opt_state, self.state.like.opt_state, self.state.lies.opt_state),
@@ -221,7 +221,23 @@ class Divided:
         goals = self.expanded((self.state.lies.params, self.state.lies.opt_state))
         values = divide(whole_update(self.optimizer), divider, args, lambda _: goals)
         self.records["update"] = divider.records
+        self.warn_of_gathers()
         return _arrays(values)
+
+    def warn_of_gathers(self) -> None:
+        """Say once which tensors in shards the update needs whole, and their bytes."""
+        sizes: dict[str, int] = {}
+        for one in self.records["update"]:
+            if one.operation and one.kind in _GATHERS and "data" in one.axes:
+                sizes[one.operation] = sizes.get(one.operation, 0) + one.bytes * one.trips
+        if self.plan.zero and sizes and "update" not in self._said:
+            self._said.add("update")
+            lines = "".join(f"\n  {name}: {size:,} bytes" for name, size in sizes.items())
+            warnings.warn(
+                "the optimizer's update needs whole tensors that lie in shards: each device "
+                f"gathers them, for the time of the update, in every step:{lines}",
+                ShardingWarning, stacklevel=2,
+            )  # fmt: skip
 
     def evaluate(self) -> Callable[[PyTree, PyTree, PyTree, Any], Totals]:
         """`(params, model_state, rows, count) -> totals` on shards, without gradient."""
@@ -262,10 +278,10 @@ class Divided:
 
     # --- Values -------------------------------------------------------------------------------
 
-    def divider(self, trips: int = 1, *, strict: bool = False, stage: bool = False) -> Divider:
+    def divider(self, trips: int = 1, *, stage: bool = False) -> Divider:
         """One that walks a function over all axes of the plan, or over those of a stage."""
         axes = self.stage_axes if stage else self.axes
-        return Divider(axes, self._rules.find, mesh=self._mesh, strict=strict, trips=trips)
+        return Divider(axes, self._rules.find, mesh=self._mesh, trips=trips)
 
     def expanded(self, lies: PyTree) -> PyTree:
         """Shardings over mesh axes as such over the axes they are used in."""
@@ -284,6 +300,7 @@ class Divided:
 
 
 _AXES = ("data", "pipeline", "tensor")
+_GATHERS = ("all-gather", "all-to-all")
 
 
 def microbatch(batch: PyTree, plan: Plan) -> PyTree:

@@ -255,8 +255,7 @@ class Pipelined:
         self, grads: Staged, opt_state: Staged, params: Staged, loss: Array
     ) -> tuple[Staged, Staged]:
         base, state = self._base, self.state
-        strict = self.plan.zero > 0
-        divider, stage = base.divider(strict=strict), base.divider(strict=strict, stage=True)
+        divider, stage = base.divider(), base.divider(stage=True)
         like, lies = base.state.like, base.state.lies
         inputs = [
             *self._inputs(grads, state.shards, like.params, base.state.shards),
@@ -284,6 +283,7 @@ class Pipelined:
         there = AtHome(fun, inputs, homes, divider, stage, self.plan.pipeline)
         common, homed = there(goals, written)
         self.records["update"] = divider.records + stage.records
+        base.warn_of_gathers()
 
         def rest(values: Sequence[Value | None]) -> tuple[Array, ...]:
             return tuple(value.array for value in values if value is not None)

@@ -1,5 +1,7 @@
 """One training step as a pure function: totals, the guard against non-finite values, the update."""
 
+import inspect
+import re
 from collections.abc import Callable
 
 import jax
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
 
+from plurax import errors
 from plurax.execute.totals import BatchTotals
 from plurax.state import TrainState
 
@@ -18,16 +21,45 @@ Update = Callable[[PyTree, PyTree, PyTree, Array], tuple[PyTree, PyTree]]
 
 
 def whole_update(optimizer: optax.GradientTransformation) -> Update:
-    """`(grads, opt_state, params, loss) -> (params, opt_state)` of whole tensors."""
-    optimizer = optax.with_extra_args_support(optimizer)
+    """`(grads, opt_state, params, loss) -> (params, opt_state)` of whole tensors.
+
+    The loss is handed to the optimizer as `value`, where it takes it. Raises `TaskError` where it
+    wants more than that, such as a function.
+    """
+    takes_value = _takes(optimizer, "value")
 
     def update(
         grads: PyTree, opt_state: PyTree, params: PyTree, loss: Array
     ) -> tuple[PyTree, PyTree]:
-        updates, new = optimizer.update(grads, opt_state, params, value=loss)
-        return optax.apply_updates(params, updates), new
+        def call(**extra: Array) -> tuple[PyTree, PyTree]:
+            updates, new = optimizer.update(grads, opt_state, params, **extra)
+            return optax.apply_updates(params, updates), new
+
+        try:
+            return call(value=loss) if takes_value else call()
+        except (TypeError, ValueError) as error:
+            if takes_value and "unexpected keyword argument 'value'" in str(error):
+                # A chain takes every argument, and hands it to one that does not.
+                return call()
+            if wanted := _WANTED.search(str(error)):
+                raise errors.optimizer_wants_arguments(wanted[0]) from error
+            raise
 
     return update
+
+
+_WANTED = re.compile(
+    r"missing \d+ required keyword-only arguments?: .*|(grad_fn|obj_fn|value_fn) must be provided"
+)
+"""How Python says that an argument is missing, and how optax does."""
+
+
+def _takes(optimizer: optax.GradientTransformation, argument: str) -> bool:
+    """Whether an optimizer's update takes a keyword argument beside optax's own."""
+    if not isinstance(optimizer, optax.GradientTransformationExtraArgs):
+        return False
+    known = inspect.signature(optimizer.update).parameters
+    return argument in known or any(one.kind is one.VAR_KEYWORD for one in known.values())
 
 
 def make_step(

@@ -45,7 +45,8 @@ class Record:
     """A collective that a divided function contains.
 
     **Fields:** `kind`, `axes` (of the mesh), `bytes` of its result on one device, `wire` bytes that
-    a device sends, and `trips`, how often it runs.
+    a device sends, `trips`, how often it runs, and `operation`, for which an operand is moved,
+    with the function in whose code it stands; "" where it is a result that is brought somewhere.
     """
 
     kind: str
@@ -53,6 +54,7 @@ class Record:
     bytes: int
     wire: float
     trips: int
+    operation: str = ""
 
 
 class Divider:
@@ -64,8 +66,6 @@ class Divider:
     - `named`: from the name of a mark and the shape of what it stands on, how that shall lie, or
       None for as it comes.
     - `mesh`: in which the function may use `jax.shard_map` itself.
-    - `strict`: raise `PlanError` where a tensor split over `data` would have to be gathered and no
-      varying value asks for it.
     - `trips`: how often the function runs, for the records.
     """
 
@@ -75,13 +75,11 @@ class Divider:
         named: NameRule | None = None,
         *,
         mesh: Mesh | None = None,
-        strict: bool = False,
         trips: int = 1,
     ) -> None:
         self.axes = axes
         self.mesh = mesh
         self._marks = Obeyed(axes, named or (lambda name, shape: None))
-        self.strict = strict
         self.records: list[Record] = []
         self._trips = trips
         self._now: Any = None
@@ -118,16 +116,10 @@ class Divider:
             return value
         moves = self._moves(value, target)
         for move in moves:
-            if (
-                self.strict
-                and self._now is not None
-                and "data" in move.axes
-                and (move.kind in ("all-gather", "all-to-all"))
-            ):
-                raise errors.optimizer_not_elementwise(*_named(self._now))
             if move.kind != "slice":
                 axes = self.axes.mesh_axes(move.axes)
-                self.records.append(Record(move.kind, axes, move.bytes, move.wire, self._trips))
+                by = _named(self._now) if self._now is not None else ""
+                self.records.append(Record(move.kind, axes, move.bytes, move.wire, self._trips, by))
         array = apply_moves(value.array, value.shape, value.sharding, moves, self.axes)
         return dataclasses.replace(value, array=array, sharding=target)
 
@@ -394,7 +386,7 @@ def _able(cell: Cell, target: Sharding) -> list[Value]:
     return [value for value in cell.values if target.partial <= value.sharding.partial]
 
 
-def _named(eqn: Any) -> tuple[str, str]:
+def _named(eqn: Any) -> str:
     """An operation, and the function in whose code it stands."""
     frames = [frame for frame in str(eqn.source_info.name_stack).split("/") if frame]
-    return eqn.primitive.name, frames[-1] if frames else ""
+    return f"{eqn.primitive.name} in {frames[-1]}" if frames else str(eqn.primitive.name)

@@ -32,15 +32,17 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Late:
-    """A value made when it is known how it shall lie: zeros, and what is scattered onto zeros.
+    """A value made when it is known how it shall lie: zeros, what is scattered onto zeros, and
+    tensors in one dim whose shards are not runs of it.
 
     **Fields:** `shape` of the whole tensor; `make(sharding) -> Value`; `zero`, whether it is zero
-    everywhere.
+    everywhere; `flattened`, the cell of the tensor of which it is the reshape to one dim.
     """
 
     shape: tuple[int, ...]
     make: Callable[[Sharding], Value]
     zero: bool = False
+    flattened: "Cell | None" = None
 
 
 Output = Value | Late

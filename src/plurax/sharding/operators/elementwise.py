@@ -3,12 +3,13 @@
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
 from plurax.sharding.operators.common import agreed, bind, fitting, result, stays
 from plurax.sharding.sharding import Sharding
-from plurax.sharding.values import Cell, Output, Value
+from plurax.sharding.values import Cell, Output
 
 _SUMS = frozenset(["add", "sub", "add_any"])
 _LINEAR = frozenset(["neg", "convert_element_type", "copy", "copy_p", "real", "imag", "name"])
@@ -61,29 +62,67 @@ def reduction(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
     """Sums stay terms; maxima and minima are joined at once; others take the dim whole."""
     name, dims = eqn.primitive.name, tuple(eqn.params["axes"])
     cell = inputs[0]
+    if cell.unmade is not None and cell.unmade.flattened is not None and dims:
+        cell = cell.unmade.flattened
+        dims = tuple(range(len(cell.shape)))
     value = cell.value if name == "reduce_sum" and stays(cell) else divider.settled(cell)
     over = tuple(axis for dim in dims for axis in value.sharding.dims[dim])
-    joined = name in ("reduce_sum", "reduce_max", "reduce_min")
-    uneven = set(value.sharding.uneven(value.shape, divider.axes.sizes)) & set(dims)
-    if over and (not joined or (uneven and name != "reduce_sum")):
+    neutral = _neutral(name, value.array.dtype)
+    if cell is not inputs[0] and neutral is None:
+        # A place in the flat tensor, say, is not one in the tensor.
+        return reduction(divider, eqn, [Cell(divider.to(inputs[0], Sharding.whole(1)))])
+    if over and neutral is None:
         value = divider.to(cell, value.sharding.without(over))
-        over, uneven = (), set()
+        over = ()
     array = value.array
-    for dim in uneven:
-        array = _only_real(divider, value, array, dim)
-    array = bind(eqn, [array])[0]
+    for dim in set(value.sharding.uneven(value.shape, divider.axes.sizes)) & set(dims):
+        array = only_real(divider, value.sharding, value.shape, array, dim, neutral)
+    array = bind(eqn, [array], axes=dims)[0]
     partial = value.sharding.partial
     if over and name == "reduce_sum":
         partial = partial | set(over)
     elif over:
-        array = divider.all_reduced(array, over, lax.pmax if name == "reduce_max" else lax.pmin)
+        array = _joined(divider, array, over, name)
     kept = tuple(e for dim, e in enumerate(value.sharding.dims) if dim not in dims)
-    return [result(eqn, inputs, array, Sharding(kept, partial))]
+    return [result(eqn, [cell], array, Sharding(kept, partial))]
 
 
-def _only_real(divider: Any, value: Value, array: Array, dim: int) -> Array:
-    """Zero where an uneven shard is filled up."""
+def _neutral(name: str, dtype: Any) -> Any:
+    """What changes nothing in a reduction; None where shards cannot be reduced one by one."""
+    truth = jnp.issubdtype(dtype, jnp.bool_)
+    if name in ("reduce_and", "reduce_or"):
+        return (name == "reduce_and") if truth else None
+    if name == "reduce_sum":
+        return 0
+    if name not in ("reduce_max", "reduce_min"):
+        return None
+    least = name == "reduce_max"
+    if truth:
+        return not least
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return -jnp.inf if least else jnp.inf
+    limits = np.iinfo(dtype)
+    return limits.min if least else limits.max
+
+
+def _joined(divider: Any, array: Array, over: tuple[str, ...], name: str) -> Array:
+    """The maxima or minima of shards joined; true is 1."""
+    op = lax.pmax if name in ("reduce_max", "reduce_or") else lax.pmin
+    if not jnp.issubdtype(array.dtype, jnp.bool_):
+        return divider.all_reduced(array, over, op)
+    return divider.all_reduced(array.astype(jnp.int32), over, op).astype(jnp.bool_)
+
+
+def only_real(
+    divider: Any,
+    sharding: Sharding,
+    shape: tuple[int, ...],
+    array: Array,
+    dim: int,
+    neutral: Any = 0,
+) -> Array:
+    """A shard with `neutral` where its dim is filled up."""
     size = array.shape[dim]
-    first = divider.axes.index(value.sharding.dims[dim]) * size
+    first = divider.axes.index(sharding.dims[dim]) * size
     place = first + lax.broadcasted_iota(jnp.int32, array.shape, dim)
-    return jnp.where(place < value.shape[dim], array, jnp.zeros((), array.dtype))
+    return jnp.where(place < shape[dim], array, jnp.asarray(neutral, array.dtype))

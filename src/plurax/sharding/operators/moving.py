@@ -5,7 +5,7 @@ from typing import Any
 
 from plurax.sharding.operators.common import Rule, agreed, bind, movable, result, whole_over
 from plurax.sharding.sharding import Sharding
-from plurax.sharding.values import Cell, Output
+from plurax.sharding.values import Cell, Late, Output, Value
 
 
 def broadcast_in_dim(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
@@ -27,7 +27,11 @@ def broadcast_in_dim(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]
 
 
 def reshape(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
-    """A split dim stays split where it is the major one of those it is joined with or cut into."""
+    """A split dim stays split where it is the major one of those it is joined with or cut into.
+
+    Joined to one dim where that is not so, a tensor waits: a sum over it, or its inner product with
+    another, needs no more than the shards.
+    """
     cell, shape = inputs[0], tuple(eqn.outvars[0].aval.shape)
     value = movable(divider, cell)
     entries: list[tuple[str, ...]] = [()] * len(shape)
@@ -46,10 +50,23 @@ def reshape(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
             entries[to[-1]] = entry
         else:
             lost.append(dim)
+    if lost and len(shape) == 1 and not value.sharding.partial:
+        return [_flattened(divider, eqn, cell)]
     value = whole_over(divider, cell, value, lost)
     sharding = Sharding(tuple(entries), value.sharding.partial)
     local = sharding.shard_shape(shape, divider.axes.sizes)
     return [result(eqn, inputs, bind(eqn, [value.array], new_sizes=local)[0], sharding)]
+
+
+def _flattened(divider: Any, eqn: Any, cell: Cell) -> Late:
+    """A tensor in one dim, gathered if any but a sum or an inner product reads it."""
+
+    def make(sharding: Sharding) -> Value:
+        whole = divider.to(cell, Sharding.whole(len(cell.shape)))
+        array = bind(eqn, [whole.array])[0]
+        return divider.move(result(eqn, [cell], array, Sharding.whole(1)), sharding)
+
+    return Late(tuple(eqn.outvars[0].aval.shape), make, flattened=cell)
 
 
 def transpose(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:

@@ -4,13 +4,18 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from plurax.sharding.operators.common import bind, result
+import jax.numpy as jnp
+
+from plurax.sharding.operators.common import agreed, bind, result
+from plurax.sharding.operators.elementwise import only_real
 from plurax.sharding.sharding import Sharding
 from plurax.sharding.values import Cell, Output, Value
 
 
 def dot_general(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
     """Split over a free or batch dim: no bytes. Over the summed dim: terms of a sum."""
+    if not eqn.outvars[0].aval.shape and (product := inner_product(divider, eqn, inputs)):
+        return [product]
     (left_sum, right_sum), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     left_rank, right_rank = (len(cell.shape) for cell in inputs)
     labels: list[dict[int, Any]] = [{}, {}]
@@ -27,6 +32,42 @@ def dot_general(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
     dims = tuple(split.get(label, ()) for label in out_labels)
     summed = [a for label, axes in split.items() if label[0] == "sum" for a in axes]
     return [result(eqn, inputs, array, Sharding(dims, frozenset(summed)))]
+
+
+def inner_product(divider: Any, eqn: Any, inputs: list[Cell]) -> Value | None:
+    """Of two tensors in one dim, on shards that are no runs of it or are filled up; else None."""
+    if any(not cell.unmade and cell.value.varying for cell in inputs):
+        return None
+    sources = [cell.unmade.flattened if cell.unmade else None for cell in inputs]
+    shape = next((source.shape for source in sources if source), inputs[0].shape)
+    cells = [
+        source or _unflattened(cell, shape) for source, cell in zip(sources, inputs, strict=True)
+    ]
+    left, right = cells
+    if left is None or right is None or left.shape != right.shape:
+        return None
+    target = agreed(divider, [left, right])
+    uneven = target.uneven(shape, divider.axes.sizes)
+    if not uneven and not any(sources):
+        return None
+    dtype = eqn.outvars[0].aval.dtype
+    arrays = [divider.to(cell, target).array.astype(dtype) for cell in (left, right)]
+    array = arrays[0] * arrays[1]
+    for dim in uneven:
+        array = only_real(divider, target, shape, array, dim)
+    return result(eqn, [left, right], jnp.sum(array), Sharding((), frozenset(target.axes)))
+
+
+def _unflattened(cell: Cell, shape: tuple[int, ...]) -> Cell | None:
+    """A tensor of one dim as it was before it was flattened; None where that would move it."""
+    if cell.shape == shape:
+        return cell
+    for value in [] if cell.unmade else cell.values:
+        if not value.sharding.axes and not value.sharding.partial:
+            array = value.array.reshape(shape)
+            lies = Sharding.whole(len(shape))
+            return Cell(Value(array, shape, lies, value.varying, value.fixed))
+    return None
 
 
 def matched(

@@ -1,0 +1,89 @@
+"""Every optimizer of optax under every kind of plan: the same as a step written by hand."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from tests import models, optimizers
+
+import plurax as px
+
+# A few of each kind: the elementwise, those that flatten, branch on a number or take maxima, those
+# that need whole tensors, wrappers. The others in the table's test.
+FEW = [
+    ("adamw, masked decay", "zero=3"),
+    ("partition", "zero=2"),
+    ("adafactor, factored", "zero=3"),
+    ("sm3", "zero=3"),
+    ("apply_if_finite", "zero=1"),
+    ("contrib.prodigy", "zero=3"),
+    ("contrib.momo_adam", "zero=1"),
+    ("contrib.muon", "zero=1"),
+    ("contrib.sam", "data=2"),
+    ("contrib.sam", "tensor=2"),
+    ("add_noise", "zero=3"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::plurax.ShardingWarning")
+@pytest.mark.parametrize(("name", "column"), FEW)
+def test_optimizers_beside_a_step_by_hand(x64, name, column):
+    got, _ = optimizers.planned(name, optimizers.PLANS[column])
+    assert optimizers.same(got, optimizers.by_hand(name))
+
+
+def test_the_table_names_every_optimizer():
+    lines = optimizers.documented().splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:]] == [
+        name.replace("contrib.", "`contrib.` ", 1) if name.startswith("contrib.") else name
+        for name in optimizers.OPTIMIZERS
+    ]
+    assert lines[0].count("|") - 2 == len(optimizers.PLANS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", optimizers.OPTIMIZERS)
+def test_the_table_in_the_docs_is_true(x64, name):
+    """Parity with a step by hand under all plans, and what each update gathers."""
+    assert optimizers.row(name) in optimizers.documented()
+
+
+def test_what_the_update_gathers_is_said():
+    """With its operation and bytes; the state stays in shards."""
+
+    def update(grads, state, params=None):
+        return jax.tree.map(lambda g: -g @ g.T @ g if g.ndim == 2 else -g, grads), state
+
+    optimizer = optax.GradientTransformation(lambda params: (), update)
+    plan = px.Plan(data=2, zero=1)
+    with pytest.warns(px.ShardingWarning, match=r"gathers them.*\n  dot_general: [\d,]+ bytes"):
+        px.compile(models.mlp_task(), optimizer, plan, models.data(8))
+
+
+WANTING = {
+    "line search": (optax.lbfgs(), r"more than plurax hands it \(missing 2 required keyword-only "
+                    r"arguments: 'grad' and 'value_fn'"),
+    "opaque sam": (
+        optax.contrib.sam(optax.adam(1e-2), optax.sgd(0.05), opaque_mode=True, reset_state=False),
+        r"grad_fn must be provided.*opaque_mode=False",
+    ),
+    "sophia": (optax.contrib.sophia(1e-2), "obj_fn must be provided.*Hessian"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", [px.Plan(), px.Plan(data=2, zero=1)])
+@pytest.mark.parametrize("name", WANTING)
+def test_an_optimizer_that_wants_a_function_says_so(name, plan):
+    optimizer, message = WANTING[name]
+    with pytest.raises(px.TaskError, match=message):
+        px.compile(models.mlp_task(), optimizer, plan, models.data(8))
+
+
+def test_a_chain_around_one_that_takes_no_value():
+    """optax's chain takes every argument, and would hand it on."""
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(0.5), optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05))
+    )
+    program = px.compile(models.mlp_task(), optimizer, px.Plan(), models.data(8))
+    _, metrics = program.step(program.init(), models.data(8))
+    assert jnp.isfinite(metrics["loss"])
