@@ -255,7 +255,7 @@ def table():
 
 def documented():
     """The table that stands in the docs."""
-    return PAGE.read_text(encoding="utf-8").split(MARKS[0])[1].split(MARKS[1])[0]
+    return PAGE.read_text(encoding="utf-8").split(MARKS[0])[1].split(MARKS[1])[0].strip() + "\n"
 
 
 if __name__ == "__main__":
