@@ -22,6 +22,7 @@ FEW = [
     ("contrib.sam", "data=2"),
     ("contrib.sam", "tensor=2"),
     ("add_noise", "zero=3"),
+    ("zero_nans", "pipeline=2"),
 ]
 
 

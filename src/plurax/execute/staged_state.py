@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from plurax.execute.state_shardings import Parameter, StateShardings
+from plurax.pipeline.at_home import told_to_all
 from plurax.pipeline.network import Dealing
 from plurax.pipeline.packing import Packing, empty, longest
 from plurax.sharding.rules import belonging, filled_shape
@@ -105,7 +106,7 @@ class Homes:
                 for place, like in shapes.items()
             }
 
-        told = lax.psum(self.on_each(branch), "pipeline") if shapes else {}
+        told = told_to_all(self.on_each(branch)) if shapes else {}
         rest = iter(staged.rest)
         leaves = [told[p] if p in told else next(rest) for p in range(len(self.homes))]
         return jax.tree.unflatten(self.structure, leaves)

@@ -166,8 +166,7 @@ class AtHome:
                 for var in crossing
             ]
 
-        numbers = self._on_each(branch)
-        numbers = lax.psum(numbers, "pipeline")
+        numbers = told_to_all(self._on_each(branch))
         for array in numbers:
             self.divider.record_all_reduce(["pipeline"], array)
         return [Cell(Value(a, a.shape, Sharding.whole(a.ndim))) for a in numbers]
@@ -213,6 +212,13 @@ class AtHome:
         """Each device does its own."""
         at = lax.axis_index("pipeline")
         return lax.switch(at, [lambda d=d: branch(d) for d in range(self.devices)])
+
+
+def told_to_all(arrays: Any) -> Any:
+    """A tree of arrays of which one stage has each, and the others zeros; in their dtypes."""
+    sums = lax.psum(arrays, "pipeline")
+    # A sum of truths is a whole number.
+    return jax.tree.map(lambda array, like: array.astype(like.dtype), sums, arrays)
 
 
 def _like(given: Value | Homed) -> jax.ShapeDtypeStruct:
