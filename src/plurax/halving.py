@@ -21,7 +21,7 @@ from plurax.loop import training
 from plurax.members import Members
 from plurax.plan import Plan
 from plurax.state import TrainState
-from plurax.tally import MembersTally
+from plurax.tally import MembersTally, warn_frozen
 from plurax.task import Task
 
 
@@ -118,6 +118,7 @@ def successive_halving(
     candidates = list(range(members.count))
     state: TrainState | None = None
     rungs: list[Rung] = []
+    frozen: set[int] = set()
     for reached, budget in itertools.pairwise([0, *_budgets(first, epochs, reduction)]):
         # Turns of one size, so that each rung is one compilation.
         size = math.ceil(len(candidates) / math.ceil(len(candidates) / width))
@@ -135,7 +136,12 @@ def successive_halving(
             seconds += took
         state = join_members(*parts)
         rungs.append(Rung(budget, candidates, scores, seconds))
-        order = _ranked(scores, np.asarray(state.skipped), largest)
+        skipped = np.asarray(state.skipped)
+        new = sorted({candidates[i] for i in np.flatnonzero(skipped)} - frozen)
+        if new:
+            frozen |= set(new)
+            warn_frozen(members, new, f"within {budget} epochs", stacklevel=2)
+        order = _ranked(scores, skipped, largest)
         keep = order if budget == epochs else order[: math.ceil(len(order) / reduction)]
         told = f"{metric} best {scores[order[0]]:.4f}, {len(keep)} stay"
         console.print(f"{budget} epochs: {len(candidates)} members in {seconds:.2f} s, {told}")

@@ -74,7 +74,9 @@ def _line(row: Row) -> str:
         if isinstance(value, dict):
             return {name: plain(inner) for name, inner in value.items()}
         if isinstance(value, list):
-            return [None if not math.isfinite(inner) else inner for inner in value]
+            return [
+                inner if inner is not None and math.isfinite(inner) else None for inner in value
+            ]
         return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
     return json.dumps({name: plain(value) for name, value in row.items()}) + "\n"

@@ -91,6 +91,10 @@ class Tally(abc.ABC):
         return self.examples / max(self.seconds, 1e-9)
 
     @abc.abstractmethod
+    def fresh(self) -> "Tally":
+        """The tally of the next epoch: empty, but what was warned of is not forgotten."""
+
+    @abc.abstractmethod
     def _by_step(self, metric: np.ndarray) -> np.ndarray:
         """A metric of a turn with the steps as its last dim."""
 
@@ -136,6 +140,10 @@ class NetworkTally(Tally):
         super().__init__(saved)
         self._warned = self.skipped > 0
         self._last = math.nan
+
+    def fresh(self) -> "NetworkTally":
+        """An empty tally: a skipped update is told of in each epoch in which there is one."""
+        return NetworkTally()
 
     def _by_step(self, metric: np.ndarray) -> np.ndarray:
         return np.atleast_1d(metric)
@@ -188,6 +196,12 @@ class MembersTally(Tally):
         self._frozen: set[int] = set()
         self._last: np.ndarray | None = None
 
+    def fresh(self) -> "MembersTally":
+        """An empty tally: a frozen member stays so, and is told of once."""
+        tally = MembersTally(self._members)
+        tally._frozen = self._frozen
+        return tally
+
     def _by_step(self, metric: np.ndarray) -> np.ndarray:
         return metric[:, None] if metric.ndim == 1 else metric
 
@@ -213,29 +227,34 @@ class MembersTally(Tally):
         if not new:
             return
         self._frozen |= set(new)
-        table = self._members.table()
-        named = "; ".join(
-            ", ".join(f"{name} {value:.6g}" for name, value in table[index].items())
-            for index in new[:5]
-        )
-        more = f" and {len(new) - 5} more" if len(new) > 5 else ""
-        warnings.warn(
-            f"at or before step {step} the loss or its gradient was not finite in {len(new)} of "
-            f"{self._members.count} members, which are frozen as they were while the "
-            f"others go on: {named}{more}.",
-            NonFiniteWarning,
-            stacklevel=3,
-        )
+        warn_frozen(self._members, new, f"at or before step {step}", stacklevel=4)
 
     def epoch_row(self, step: int, epoch: int, evaluation: dict[str, Any] | None) -> Row:
         """The spread of every metric over the members, and all values under `members`."""
         every = self.means() | {f"eval_{k}": v for k, v in (evaluation or {}).items()}
         values: dict[str, Any] = {}
+        # Its evaluation is still finite: what a frozen member was before it went wrong.
+        well = np.broadcast_to(np.equal(self.skipped, 0), (self._members.count,))
         for name, all_ in every.items():
-            values |= _spread(name, all_, ends=name in ("loss", "eval_loss"))
+            values |= _spread(name, all_[well], ends=name in ("loss", "eval_loss"))
         frozen = int(np.count_nonzero(self.skipped))
         row = self._row(step, epoch, values, frozen)
         return {**row, "members": {name: all_.tolist() for name, all_ in every.items()}}
+
+
+def warn_frozen(members: Members, new: list[int], when: str, *, stacklevel: int) -> None:
+    """Name the members, by index, that were frozen."""
+    named = "; ".join(
+        ", ".join(f"{name} {value:.6g}" for name, value in row.items())
+        for row in members.take(new[:5]).table()
+    )
+    more = f" and {len(new) - 5} more" if len(new) > 5 else ""
+    warnings.warn(
+        f"{when} the loss or its gradient was not finite in {len(new)} of {members.count} members, "
+        f"which are frozen as they were while the others go on: {named}{more}.",
+        NonFiniteWarning,
+        stacklevel=stacklevel,
+    )
 
 
 def _spread(name: str, values: np.ndarray, *, ends: bool = True) -> dict[str, float]:

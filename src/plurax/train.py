@@ -170,7 +170,7 @@ def fit(
                 if log:
                     log.write(row)
                     log.flush()
-                tally = _new_tally(program)
+                tally = tally.fresh()
             if checkpoints is not None and save:
                 meta = {"position": steps.position.to_json(), "tally": tally.to_json()}
                 checkpoints.save(program.kept(state), {**run, **meta, **described(program)})

@@ -1,6 +1,8 @@
 """Populations as values, and fit with members: reports, frozen members, resume, growth."""
 
+import dataclasses
 import json
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -151,24 +153,83 @@ def test_report_every_spares_rows(reference):
     assert [row["examples"] for row in alone.history] == [100, 50]
 
 
+LINEAR = px.Task(
+    init=lambda key: jax.random.normal(key, (models.FEATURES,)),
+    loss=lambda params, batch, keys: (batch["x"] @ params - batch["y"]) ** 2,
+)
+DIVERGING = px.Members(3, {"rate": [0.01, 1e9, 0.01]})
+
+
+def sgd(hyper):
+    return optax.sgd(hyper["rate"])
+
+
+def fit_diverging(members=DIVERGING, **options):
+    options = {"plan": PLAN, "epochs": 4, "batch_size": 16, "progress": False, **options}
+    return px.fit(LINEAR, sgd, ROWS, members=members, **options)
+
+
 def test_a_member_that_turns_nan_is_frozen_alone_and_named():
-    task = px.Task(
-        init=lambda key: jax.random.normal(key, (models.FEATURES,)),
-        loss=lambda params, batch, keys: (batch["x"] @ params - batch["y"]) ** 2,
-    )
-    members = px.Members(3, {"rate": [0.01, 1e9, 0.01]})
-    kind = {"plan": PLAN, "epochs": 4, "batch_size": 16, "progress": False}
-    sgd = lambda hyper: optax.sgd(hyper["rate"])  # noqa: E731
     with pytest.warns(NonFiniteWarning, match=r"in 1 of 3 members, which are frozen.*member 1"):
-        result = px.fit(task, sgd, ROWS, members=members, **kind)
+        result = fit_diverging()
     assert result.state.skipped[0] == result.state.skipped[2] == 0
     assert result.state.skipped[1] > 0
     assert np.isfinite(result.state.params).all()
     assert result.history[-1]["skipped"] == 1
     assert np.isfinite(result.history[-1]["loss_worst"])
-    well = px.fit(task, sgd, ROWS, members=members.take([0, 2]), **kind)
+    well = fit_diverging(DIVERGING.take([0, 2]))
     both = px.take_members(result.state, [0, 2])
     assert models.worst(both.params, well.state.params) < 1e-6
+
+
+def test_a_frozen_member_is_told_of_once():
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        result = fit_diverging(epochs=9)
+    assert [row["skipped"] for row in result.history][-3:] == [1, 1, 1]
+    assert len([one for one in told if one.category is NonFiniteWarning]) == 1
+
+
+def test_reports_leave_frozen_members_out():
+    """The evaluation of a frozen member is finite, and may be the best or the worst of all."""
+
+    def poisoned(hyper):
+        return dataclasses.replace(
+            TASK,
+            loss=lambda *args: jax.tree.map(lambda x: x / hyper["good"], TASK.loss(*args)),
+        )
+
+    members = px.Members(4, {"rate": 0.1, "good": [1, 0, 1, 1]})
+    with pytest.warns(NonFiniteWarning, match="1 of 4 members"):
+        result = px.fit(poisoned, adam, ROWS, members=members, plan=PLAN, epochs=2, batch_size=16,
+                        evaluation=ROWS, progress=False)  # fmt: skip
+    last = result.history[-1]
+    losses = last["members"]["eval_loss"]
+    well = [losses[0], losses[2], losses[3]]
+    assert max(well) < losses[1] < np.inf
+    assert last["eval_loss"] == pytest.approx(np.median(well))
+    assert (last["eval_loss_best"], last["eval_loss_worst"]) == (min(well), max(well))
+
+
+def test_a_population_with_a_frozen_member_resumes(tmp_path):
+    with pytest.warns(NonFiniteWarning):
+        whole = fit_diverging(epochs=7, evaluation=ROWS)
+    for epochs in (2, 5, 7):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NonFiniteWarning)
+            resumed = fit_diverging(
+                epochs=epochs, evaluation=ROWS, output=tmp_path, resume=epochs > 2
+            )
+    assert models.same_bits(resumed.state.params, whole.state.params)
+    assert resumed.state.skipped.tolist() == whole.state.skipped.tolist()
+    # What is not finite is null once it was written and read.
+    one, other = (
+        json.dumps([row["members"] for row in result.history])
+        .replace("NaN", "null")
+        .replace("Infinity", "null")
+        for result in (resumed, whole)
+    )
+    assert one == other
 
 
 def test_a_frozen_member_does_not_move_again():

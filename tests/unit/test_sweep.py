@@ -1,7 +1,9 @@
 """Sweeps, successive halving, and how many members fit."""
 
 import csv
+import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -9,8 +11,8 @@ import pytest
 from tests import models
 
 import plurax as px
-from plurax.data import ArrayData
 from plurax.report.parallel import draw_parallel
+from plurax.sweeps import Sweep
 from plurax.tally import NonFiniteWarning
 
 # One worker, so that what the module trains for all its tests is trained once.
@@ -201,15 +203,76 @@ def test_halving_by_the_training_metric_and_its_errors():
         halving(metric="none")
 
 
-def test_frozen_members_are_the_first_to_go():
-    rows = {**ROWS, "x": ROWS["x"].copy()}
-    rows["x"][5] = np.nan
-    read = [ArrayData(ROWS, 16, k, resample=MANY.resample, member=k) for k in range(9)]
-    without = [k for k in range(9) if 5 not in read[k].epoch_order(0)[0]]
-    assert 0 < len(without) < 9
+def hyper_task(**metrics):
+    """Linear regression whose metrics are hyperparameters; the loss of a `bad` member is NaN."""
+
+    def values(hyper, batch):
+        return {name: jnp.full(batch["x"].shape[:1], hyper[of]) for name, of in metrics.items()}
+
+    def task(hyper):
+        def loss(params, batch, keys):
+            losses = (batch["x"] @ params - batch["y"]) ** 2
+            return jnp.where(hyper["bad"] > 0, jnp.nan, losses), values(hyper, batch)
+
+        return px.Task(
+            init=lambda key: jax.random.normal(key, (models.FEATURES,)),
+            loss=loss,
+            evaluate=lambda params, batch: (batch["x"] @ params - batch["y"], values(hyper, batch)),
+        )
+
+    return task
+
+
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("slots", [None, 4])
+def test_frozen_members_are_the_first_to_go(largest, slots):
+    """Ranked by hand: the frozen have the best score of all, and it is finite."""
+    score = [5.0, 99.0, 3.0, 8.0, 98.0, 1.0, 4.0] if largest else [5, -9, 3, 8, -8, 1, 4]
+    members = px.Members(7, {"score": score, "bad": [0, 1, 0, 0, 1, 0, 0]})
     with pytest.warns(NonFiniteWarning, match="are frozen"):
-        found = px.fit(TASK, adam, rows, members=MANY, plan=PLAN, batch_size=16, progress=False)
-    assert np.flatnonzero(found.state.skipped == 0).tolist() == without
+        found = px.successive_halving(
+            hyper_task(merit="score"), optax.sgd(1e-2), ROWS, members=members, epochs=4, first=1,
+            reduction=2, slots=slots, batch_size=16, evaluation=ROWS, metric="merit",
+            largest=largest, plan=PLAN, progress=False,
+        )  # fmt: skip
+    # Of 7 stay 4, of 4 stay 2: one in two, rounded up.
+    best, stay, left = ([3, 0, 6, 2], [3, 0], [5, 1, 4]) if largest else ([5, 2, 6, 0], [5, 2], [3])
+    assert [rung.members for rung in found.rungs] == [list(range(7)), best, stay]
+    assert found.rungs[0].scores == pytest.approx(score)
+    assert [row["member"] for row in found.members.table()] == stay
+    assert {row["member"] for row in found.table() if row["epochs"] == 1} >= {*left, 1, 4}
+
+
+def test_where_all_are_frozen_the_survivors_are_too():
+    members = px.Members(3, {"score": [1.0, 2.0, 3.0], "bad": 1})
+    with pytest.warns(NonFiniteWarning, match="3 of 3 members"):
+        found = px.successive_halving(
+            hyper_task(merit="score"), optax.sgd(1e-2), ROWS, members=members, epochs=2, first=1,
+            reduction=2, batch_size=16, plan=PLAN, progress=False,
+        )  # fmt: skip
+    assert np.isnan(found.rungs[-1].scores).all()
+    assert (np.asarray(found.state.skipped) > 0).all()
+
+
+def test_scores_are_of_the_last_epoch_of_training(straight):
+    """The mean over the rung's last epoch, as a run that halves nothing reports it."""
+    found = halving(evaluation=None)
+    for rung in found.rungs:
+        losses = straight.history[rung.epochs - 1]["members"]["loss"]
+        assert rung.scores == pytest.approx([losses[k] for k in rung.members], rel=1e-4)
+
+
+def test_best_is_never_a_frozen_member():
+    rows = [
+        {"member": 0, "loss": 0.5, "accuracy": 0.7, "frozen": False},
+        {"member": 1, "loss": 0.1, "accuracy": 0.9, "frozen": True},
+        {"member": 2, "loss": 0.4, "accuracy": 0.6, "frozen": False},
+        {"member": 3, "loss": math.nan, "accuracy": math.nan, "frozen": False},
+    ]
+    found = Sweep(rows, [])
+    assert found.best()["member"] == 2
+    assert found.best("accuracy", largest=True)["member"] == 0
+    assert found.best("loss", largest=True)["member"] == 0
 
 
 # --- How many fit -----------------------------------------------------------------------------
