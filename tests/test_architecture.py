@@ -38,7 +38,7 @@ PUBLIC = {
     "Collective", "DamagedCheckpointWarning", "Difference", "Experiment", "ExperimentError",
     "FastestBatchSize",
     "Fit", "Halving", "MaxBatchSize", "MaxMembers", "Members", "MembersError", "MembersProgram",
-    "Memory",
+    "MaskWarning", "Memory",
     "NonFiniteWarning", "Plan", "PlanError", "PluraxError", "Position", "Program", "Reading",
     "Regression", "Schedule", "Sharding", "ShardingWarning", "Steps",
     "StreamData", "Sweep", "Task", "TaskError", "Timeline", "TrainState", "Verification",

@@ -31,6 +31,7 @@ from plurax.errors import PluraxError as PluraxError
 from plurax.errors import TaskError as TaskError
 from plurax.execute.compile import compile as compile
 from plurax.execute.divided import ShardingWarning as ShardingWarning
+from plurax.execute.mask import MaskWarning as MaskWarning
 from plurax.execute.members import Reading as Reading
 from plurax.execute.members_program import MembersProgram as MembersProgram
 from plurax.execute.program import Program as Program

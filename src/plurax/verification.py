@@ -124,7 +124,9 @@ def verify(
     """
     devices = jax.devices("cpu")
     plan.check_devices(len(devices))
-    one = Plan(precision=plan.precision)
+    # Which examples a coupled loss compares is said by the microbatches: the same on one device.
+    pieces = plan.microbatches if task.coupled else 1
+    one = Plan(precision=plan.precision, microbatches=pieces)
     size = leading_dim(batch)
     pieces = next((n for n in (2, 3, 5, 7) if size >= n), 1)
     other = dataclasses.replace(one, microbatches=pieces)

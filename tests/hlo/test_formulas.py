@@ -239,3 +239,60 @@ def test_a_slice_of_an_all_reduce_stands_for_a_reduce_scatter():
     (found,) = inspect.collectives(text, mesh)
     assert (found.kind, found.stands_for, found.bytes) == ("all-reduce", "reduce-scatter", 48)
     assert found.wire == 3 * 48
+
+
+# --- Losses that couple examples ------------------------------------------------------------------
+
+COUPLED = {
+    "normed": (models.normed_task, {"data": 4, "zero": 1}),
+    "normed, in microbatches": (models.normed_task, {"data": 4, "zero": 2, "microbatches": 2}),
+    "contrastive": (models.contrastive_task, {"data": 4, "zero": 1}),
+    "contrastive, zero 3": (models.contrastive_task, {"data": 2, "zero": 3}),
+    "everything": (
+        models.normed_task,
+        {"data": 2, "tensor": 2, "zero": 1, "remat": "full",
+         "shardings": {"hidden": (None, "tensor"), "bias": ("tensor",), "out": ("tensor", None)}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_a_coupled_step_communicates_what_was_planned(name):
+    make, axes = COUPLED[name]
+    program = compiled(px.Plan(**axes), make(), models.data(16))
+    assert counted(program.collectives()) == counted(program.planned_collectives())
+
+
+def counted(collectives):
+    """Bytes by kind and axes, loops counted by their turns."""
+    found = Counter()
+    for one in collectives:
+        kind = getattr(one, "stands_for", "") or one.kind
+        found[kind, one.axes] += one.bytes * one.trips
+    return found
+
+
+def test_batch_norm_sends_its_statistics_and_nothing_by_example():
+    """Mean and variance of each unit, forward and backward; gradients once, in their shards."""
+    for rows in (16, 64):
+        program = compiled(px.Plan(data=4, zero=1), models.normed_task(), models.data(rows))
+        gradients = sum(one.optimizer_bytes for one in program.shardings)
+        parameters = sum(one.bytes for one in program.shardings)
+        found = counted(program.planned_collectives())
+        # Besides: how many examples there are, the sums of losses and metrics, the norm.
+        found["all-reduce", ("data",)] -= 5 * 4
+        assert found == {
+            ("all-reduce", ("data",)): 4 * models.HIDDEN * 4,
+            ("reduce-scatter", ("data",)): gradients,
+            ("all-gather", ("data",)): parameters,
+        }
+
+
+def test_a_contrastive_loss_moves_rows_and_no_pairs():
+    """Of `other @ other.T` one side is gathered: what is sent grows as the rows do."""
+
+    def sent(rows):
+        program = compiled(px.Plan(data=4, zero=1), models.contrastive_task(), models.data(rows))
+        return sum(counted(program.planned_collectives()).values())
+
+    assert sent(64) - sent(32) == 2 * (sent(32) - sent(16)) > 0

@@ -142,13 +142,6 @@ def test_a_rule_that_fits_nothing_says_so():
         px.compile(task, models.optimizer(), plan, batch)
 
 
-def test_coupled_tasks_are_not_divided():
-    with pytest.raises(px.PlanError, match="only a task whose examples are independent"):
-        px.compile(
-            models.contrastive_task(), models.optimizer(), px.Plan(data=2, zero=1), models.data(8)
-        )
-
-
 def test_resident_data_and_checkpoints_under_another_plan(x64, tmp_path):
     """Trained under one plan, resumed under two others: the same as on one device."""
     task, batch = network("perceptron", jnp.float64)

@@ -123,7 +123,7 @@ def test_too_few_layers():
 
 
 def test_coupled_tasks_have_no_stages():
-    refused(models.contrastive_task(), px.Plan(pipeline=2), "independent")
+    refused(models.contrastive_task(), px.Plan(pipeline=2), "is not cut into stages")
 
 
 def test_an_optimizer_that_needs_several_stages():

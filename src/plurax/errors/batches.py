@@ -165,3 +165,23 @@ def batch_size_not_positive(batch_size: object) -> BatchError:
     return BatchError(
         f"batch_size={batch_size!r}: give the number of examples of a step, a whole number ≥ 1."
     )
+
+
+def mask_not_read(size: int, unit: int) -> BatchError:
+    fits = f"{size - size % unit} or {size + -size % unit}" if size > unit else str(unit)
+    return BatchError(
+        f"batches of {size} examples under a plan that splits them {unit} ways (data × "
+        "microbatches) have to be filled up, and the coupled loss of this task does not read its "
+        "mask, so the rows that fill up would count in what it couples (in the statistics of batch "
+        f"norm, say). Take a batch size that {unit} divides ({fits}), or leave out the rows "
+        "where mask is false: flax's BatchNorm takes the mask in its call."
+    )
+
+
+def mask_not_read_by_members(size: int, largest: int) -> BatchError:
+    return BatchError(
+        f"a population was given a batch of {size} examples, which would be filled up to "
+        f"{largest}, and the coupled loss does not read its mask: the rows that fill up would "
+        "count in what it couples (in the statistics of batch norm, say). Leave out the rows where "
+        "mask is false (flax's BatchNorm takes the mask in its call), or the batch (ragged='drop')."
+    )

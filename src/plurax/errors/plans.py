@@ -89,12 +89,11 @@ def plan_rule_unused(pattern: str, paths: Iterable[str], names: Iterable[str]) -
     )
 
 
-def plan_coupled_divided(field: str) -> PlanError:
+def plan_coupled_pipeline(pipeline: int) -> PlanError:
     return PlanError(
-        f"Plan({field}) with a coupled task: its loss is written over the whole batch, and so far "
-        "only a task whose examples are independent is divided over `tensor`, cut into stages or "
-        "split by ZeRO. "
-        "Use data and microbatches, which work for coupled tasks."
+        f"Plan(pipeline={pipeline}) with a coupled task: its loss sees the examples of all devices "
+        "at once, and is not cut into stages. Use data, zero, tensor, remat and microbatches, "
+        "which work for coupled tasks."
     )
 
 

@@ -27,13 +27,14 @@ from jaxtyping import Array, PyTree
 from plurax import errors, tree
 from plurax.execute.evaluate import device_evaluation
 from plurax.execute.gradient import Totals, evaluation, gradient
+from plurax.execute.mask import loss_arguments
 from plurax.execute.predict import device_predict
 from plurax.execute.reduction import reduced
 from plurax.execute.rows import Rows
 from plurax.execute.state_shardings import StateShardings, stacks
 from plurax.execute.states import new_state
 from plurax.execute.step import Step, make_step, whole_update
-from plurax.execute.totals import BatchTotals, device_totals
+from plurax.execute.totals import BatchTotals, coupled_totals, device_totals, uneven_totals
 from plurax.mesh import within
 from plurax.plan import Plan
 from plurax.primitives import inner_jaxprs
@@ -51,11 +52,16 @@ class ShardingWarning(UserWarning):
     """A tensor does not lie as its rule says, because a dim does not divide."""
 
 
+def divides(task: Task, plan: Plan) -> bool:
+    """Whether a task is divided under a plan: where anything is split but independent rows."""
+    return plan.divided or (task.coupled and plan.data > 1)
+
+
 class Divided:
     """A task's functions on the shards of one device, and how the state lies.
 
-    **Arguments:** `task`, `optimizer` and `plan`; `mesh`; `rows`, the rows of one microbatch of one
-    device, as `jax.ShapeDtypeStruct`s; in a pipeline, `dealt`, which deals out the layers of a
+    **Arguments:** `task`, `optimizer` and `plan`; `mesh`; `rows`, what the loss is given of one
+    microbatch, as `microbatch` has it; in a pipeline, `dealt`, which deals out the layers of a
     state to stages, and for each parameter whether it is `layered`.
 
     **Attributes:** `state`, its `StateShardings`; `axes`, over which it is divided; `records`, the
@@ -73,10 +79,10 @@ class Divided:
         dealt: Callable[[TrainState], TrainState] | None = None,
         layered: Sequence[bool] = (),
     ) -> None:
-        if task.coupled:
-            fields = {"pipeline": 1, "tensor": 1, "zero": 0, "remat": "none"}
-            used = [f for f, unused in fields.items() if getattr(plan, f) != unused]
-            raise errors.plan_coupled_divided(f"{used[0]}={getattr(plan, used[0])!r}")
+        if task.coupled and plan.pipeline > 1:
+            raise errors.plan_coupled_pipeline(plan.pipeline)
+        if plan.batch_dim == "minor":
+            raise errors.plan_minor_divided()
         self.task, self.optimizer, self.plan = task, optimizer, plan
         sizes = {axis: mesh.shape[axis] for axis in _AXES if mesh.shape[axis] > 1}
         self._mesh: Mesh | None = mesh
@@ -84,7 +90,7 @@ class Divided:
         rules = Rules(plan.shardings, {a: n for a, n in sizes.items() if a == "tensor"})
         fresh = functools.partial(new_state, task, optimizer)
         like: TrainState = jax.eval_shape(lambda: fresh(jax.random.key(0)))
-        jaxpr = self._loss_jaxpr(like.params, rows)
+        jaxpr = self._loss_jaxpr(like, rows)
         self._rules = rules
         stacked = stacks(jaxpr, like.params)
         if dealt is not None:
@@ -101,11 +107,9 @@ class Divided:
         self.records: dict[str, list[Record]] = {}
         self._said: set[str] = set()
 
-    def _loss_jaxpr(self, params: PyTree, rows: PyTree) -> Any:
-        size = jax.tree.leaves(rows)[0].shape[0]
-        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), size))
+    def _loss_jaxpr(self, like: TrainState, rows: PyTree) -> Any:
         loss = within(self._mesh, self.task.loss) if self._mesh else self.task.loss
-        return jax.make_jaxpr(loss)(params, rows, keys).jaxpr
+        return jax.make_jaxpr(loss)(*loss_arguments(self.task, like, rows)).jaxpr
 
     def of(self, task: Task, optimizer: optax.GradientTransformation) -> "Divided":
         """The same for another member of a population, whose values may be traced ones."""
@@ -127,26 +131,36 @@ class Divided:
 
     # --- What a device does -------------------------------------------------------------------
 
-    def step(self, *, freeze: bool = False) -> Step:
-        """`(state, rows, count) -> (state, metrics)` on shards."""
-        return make_step(self._total(), self._update, self._norm, freeze=freeze)
+    def step(self, *, freeze: bool = False, split: bool = True) -> Step:
+        """`(state, rows, count) -> (state, metrics)` on shards.
+
+        The rows are those of this device, or with `split=False` of a coupled loss all.
+        """
+        return make_step(self._total(split), self._update, self._norm, freeze=freeze)
 
     def collectives(self) -> list[Record]:
         """What a step communicates, as it was planned; known once the step has been traced."""
         return [record for part in self.records.values() for record in part]
 
-    def _total(self) -> BatchTotals:
+    def _total(self, split: bool = True) -> BatchTotals:
         kinds: list[Any] = []
-        fun = self._gradient(kinds)
-        microbatches = self.plan.microbatches
-        return device_totals(fun, self._data, microbatches, lambda t: self._reduced(t, kinds))
+        fun = self._gradient(kinds, split)
+        if not split:
+            assert self.task.coupled
+            return uneven_totals(
+                fun, self.plan.microbatches, lambda totals: self._reduced(totals, kinds)
+            )
+        microbatches, reduce = self.plan.microbatches, lambda t: self._reduced(t, kinds)
+        if self.task.coupled:
+            return coupled_totals(fun, microbatches, reduce, self._data)
+        return device_totals(fun, self._data, microbatches, reduce)
 
-    def _gradient(self, kinds: list[Any]) -> Callable[[PyTree, PyTree, Rows], Any]:
+    def _gradient(self, kinds: list[Any], split: bool) -> Callable[[PyTree, PyTree, Rows], Any]:
         """The gradient of one microbatch; how its results lie is left in `kinds`."""
         fun = gradient(self.task, self.plan.precision, remat=self.plan.remat)
 
         def run(params: PyTree, model_state: PyTree, rows: Rows) -> tuple[Totals, PyTree]:
-            divider = self.divider(self.plan.microbatches)
+            divider = self.divider(self.plan.microbatches, joint=self.task.coupled)
 
             def wanted(shapes: tuple[Totals, PyTree]) -> tuple[Totals, PyTree]:
                 none = jax.tree.map(lambda _: None, shapes)
@@ -154,12 +168,14 @@ class Divided:
                 goals = self.state.shards if self.plan.zero >= 2 else self.state.lies.params
                 return totals._replace(grads=self.expanded(goals)), none[1]
 
-            args = (self._parameters(params), _whole(model_state), _varying(rows))
+            own = (self._split if split else _whole) if self.task.coupled else _varying
+            args = (self._parameters(params), _whole(model_state), own(rows))
             tight = self.plan.zero >= 2
-            values, _ = divide(fun, divider, args, wanted, tight=tight)
+            values, states = divide(fun, divider, args, wanted, tight=tight)
+            states = jax.tree.map(divider.whole, states, is_leaf=is_value)
             self.records["gradient"] = divider.records
             kinds[:] = [jax.tree.map(lambda v: (v.shape, *v.kind), values, is_leaf=is_value)]
-            return _arrays(values), model_state
+            return _arrays(values), _arrays(states)
 
         return run
 
@@ -278,14 +294,24 @@ class Divided:
 
     # --- Values -------------------------------------------------------------------------------
 
-    def divider(self, trips: int = 1, *, stage: bool = False) -> Divider:
+    def divider(self, trips: int = 1, *, stage: bool = False, joint: bool = False) -> Divider:
         """One that walks a function over all axes of the plan, or over those of a stage."""
         axes = self.stage_axes if stage else self.axes
-        return Divider(axes, self._rules.find, mesh=self._mesh, trips=trips)
+        return Divider(axes, self._rules.find, mesh=self._mesh, joint=joint, trips=trips)
 
     def expanded(self, lies: PyTree) -> PyTree:
         """Shardings over mesh axes as such over the axes they are used in."""
         return jax.tree.map(self.axes.expanded, lies, is_leaf=is_sharding)
+
+    def _split(self, rows: PyTree) -> PyTree:
+        """This device's rows as shards of those of all devices."""
+        axes = ("data",) if self._data > 1 else ()
+
+        def whole(array: Array) -> Value:
+            lies = Sharding.whole(array.ndim).with_dim(0, axes)
+            return Value(array, (array.shape[0] * self._data, *array.shape[1:]), lies)
+
+        return jax.tree.map(whole, rows)
 
     def _parameters(self, params: PyTree) -> PyTree:
         return self._values(params, self.state.like.params, self.state.lies.params, fixed=True)
@@ -303,11 +329,15 @@ _AXES = ("data", "pipeline", "tensor")
 _GATHERS = ("all-gather", "all-to-all")
 
 
-def microbatch(batch: PyTree, plan: Plan) -> PyTree:
-    """The rows of a batch that one device takes at a time, as `jax.ShapeDtypeStruct`s."""
+def microbatch(batch: PyTree, plan: Plan, *, coupled: bool = False) -> PyTree:
+    """The rows that a loss is given at a time, as `jax.ShapeDtypeStruct`s.
+
+    Those of one device; of all devices together where the loss couples examples.
+    """
+    devices = 1 if coupled else plan.data
 
     def part(leaf: Any) -> jax.ShapeDtypeStruct:
-        rows = plan.padded_size(leaf.shape[0]) // (plan.data * plan.microbatches)
+        rows = plan.padded_size(leaf.shape[0]) // (devices * plan.microbatches)
         return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
 
     return jax.tree.map(part, batch)

@@ -4,11 +4,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Int, PyTree
 
 from plurax.execute.step import Metrics, Step
-from plurax.mesh import split_rows
 from plurax.state import TrainState
 
 Loop = Callable[
@@ -17,7 +16,7 @@ Loop = Callable[
 ]
 
 
-def make_loop(step: Step, mesh: Mesh) -> Loop:
+def make_loop(step: Step, where: NamedSharding) -> Loop:
     """`(state, data, rows, counts, first, stop) -> (state, metrics)` over many steps.
 
     As a program:
@@ -32,7 +31,8 @@ def make_loop(step: Step, mesh: Mesh) -> Loop:
     - `counts`: `(S,)`, how many rows of each step are real.
     - `first`, `stop`: scalars; one compiled program serves every range.
 
-    Metrics have a leading dim `S`; outside `first:stop` they are zero.
+    `where` says how the rows of a step lie. Metrics have a leading dim `S`; outside `first:stop`
+    they are zero.
     """
 
     def loop(
@@ -45,7 +45,7 @@ def make_loop(step: Step, mesh: Mesh) -> Loop:
     ) -> tuple[TrainState, Metrics]:
         def take(t: Int[Array, ""]) -> PyTree:
             chosen = jax.tree.map(lambda leaf: leaf.at[rows[t]].get(mode="promise_in_bounds"), data)
-            return jax.lax.with_sharding_constraint(chosen, split_rows(mesh))
+            return jax.lax.with_sharding_constraint(chosen, where)
 
         def body(
             t: Int[Array, ""], carry: tuple[TrainState, Metrics]

@@ -16,14 +16,14 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, PyTree
 
 from plurax import errors
-from plurax.execute.divided import Divided, microbatch
+from plurax.execute.divided import Divided, divides, microbatch
 from plurax.execute.evaluate import device_evaluation
 from plurax.execute.gradient import Totals, evaluation, gradient
 from plurax.execute.pipelined import Pipelined
 from plurax.execute.predict import device_predict
 from plurax.execute.states import new_state
 from plurax.execute.step import Metrics, Step, make_step, whole_update
-from plurax.execute.totals import coupled, device_totals
+from plurax.execute.totals import coupled_totals, device_totals
 from plurax.members import Cohort, Hyper
 from plurax.mesh import on_devices
 from plurax.plan import Plan
@@ -98,15 +98,13 @@ class Population:
         self._task, self._optimizer, self.hyper = task, optimizer, hyper
         self.plan = plan
         self.mesh = mesh
-        # A coupled loss is written over the whole microbatch: `data` is left to the partitioner.
         example = self.make(hyper)
-        coupled_loss = example.task.coupled
-        self._manual = {"member"} if coupled_loss else set(mesh.axis_names)
-        self._split = 1 if coupled_loss else mesh.shape["data"]
+        self._split = mesh.shape["data"]
         self.divided: Divided | Pipelined | None = None
-        if plan.divided:
+        if divides(example.task, plan):
             kind = Pipelined if plan.pipeline > 1 else Divided
-            self.divided = kind(*example, plan, mesh, microbatch(batch, plan))
+            rows = microbatch(batch, plan, coupled=example.task.coupled)
+            self.divided = kind(*example, plan, mesh, rows)
 
     # --- One member ---------------------------------------------------------------------------
 
@@ -129,7 +127,7 @@ class Population:
         one = self.make(member.hyper)
         fun = gradient(one.task, self.plan.precision, self.plan.batch_dim, self.plan.remat)
         if one.task.coupled:
-            total = coupled(fun, self.mesh, self.plan.microbatches)
+            total = coupled_totals(fun, self.plan.microbatches)
         else:
             total = device_totals(fun, self._split, self.plan.microbatches)
         return make_step(total, whole_update(one.optimizer), freeze=True)
@@ -270,13 +268,12 @@ class Population:
             _, outputs = self._chunked(one, keep=False)(state, cohort, inputs)
             return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), outputs)
 
-        rows = P("data") if "data" in self._manual else P()
         return jax.shard_map(
             rows_first,
             mesh=self.mesh,
-            in_specs=(self.specs, P("member"), rows),
-            out_specs=P(*rows, "member") if rows else P(None, "member"),
-            axis_names=self._manual,
+            in_specs=(self.specs, P("member"), P("data")),
+            out_specs=P("data", "member"),
+            axis_names=set(self.mesh.axis_names),
             check_vma=False,
         )(state, cohort, inputs)
 
@@ -342,6 +339,5 @@ class Population:
         """`fun` on every device: states (s), what is split by member (m), by row (d), or whole."""
         if self.mesh.size == 1:
             return fun
-        rows = P("data") if "data" in self._manual else P()
-        kinds = {"s": self.specs, "m": P("member"), "d": rows, ".": P()}
-        return on_devices(fun, self.mesh, self._manual, kinds, takes, gives)
+        kinds = {"s": self.specs, "m": P("member"), "d": P("data"), ".": P()}
+        return on_devices(fun, self.mesh, set(self.mesh.axis_names), kinds, takes, gives)

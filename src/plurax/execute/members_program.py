@@ -15,16 +15,18 @@ from jaxtyping import PyTree
 
 from plurax import errors, inspect, tree
 from plurax.execute.choose import Choice, Run, choose, stepping
+from plurax.execute.divided import divides
 from plurax.execute.evaluate import evaluation_placement, weighted_means
 from plurax.execute.gradient import Totals
 from plurax.execute.in_flight import InFlight
-from plurax.execute.members import Maker, Population, Reading
+from plurax.execute.mask import reads_mask
+from plurax.execute.members import Maker, Network, Population, Reading, network
 from plurax.execute.placement import Placed, Placement, device_data, is_arrays, leading_dim
 from plurax.execute.predict import Predictor
-from plurax.execute.states import check_place, check_state
+from plurax.execute.states import check_place, check_state, new_state
 from plurax.execute.step import Metrics
 from plurax.members import Cohort, Members
-from plurax.mesh import memory_budget, replicated, split_rows
+from plurax.mesh import memory_budget, replicated, split_rows, within
 from plurax.plan import Plan
 from plurax.state import TrainState
 from plurax.task import Task
@@ -77,7 +79,13 @@ class MembersProgram:
         self._population = functools.partial(
             Population, task, optimizer, self._hyper, mesh=mesh, batch=self._placement.like
         )
-        if plan.divided:
+        one = network(task, optimizer, self._hyper)
+        self._fills = not one.task.coupled or self._reads_mask(one)
+        unit = plan.data * plan.microbatches
+        if not self._fills and self.batch_size % unit:
+            raise errors.mask_not_read(self.batch_size, unit)
+        self._check_size(reading.length % self.batch_size if reading else 0)
+        if divides(one.task, plan) and plan.batch_dim is None:
             plan = dataclasses.replace(plan, batch_dim="major")
         self.plan = plan
         self.measured: list[Choice] = []
@@ -107,6 +115,16 @@ class MembersProgram:
         chosen = f"chunk={self.plan.chunk}, batch_dim={self.plan.batch_dim}"
         return f"{chosen}: chosen by measurement of a step ({'; '.join(map(str, self.measured))})"
 
+    def _reads_mask(self, one: Network) -> bool:
+        like = jax.eval_shape(lambda: new_state(*one, jax.random.key(0)))
+        loss = within(self.mesh, one.task.loss)
+        return reads_mask(one.task, like, self._placement.like, loss)
+
+    def _check_size(self, size: int) -> None:
+        """Raise `BatchError` where a batch of a size would be filled up and cannot be."""
+        if not self._fills and size not in (0, self.batch_size):
+            raise errors.mask_not_read_by_members(size, self.batch_size)
+
     def _must_choose(self) -> bool:
         return self.plan.chunk is None or self.plan.batch_dim is None
 
@@ -133,10 +151,12 @@ class MembersProgram:
         As `Program.step`; metrics have shape `(members,)`. A member whose loss or gradient was not
         finite keeps its last state from then on (`skipped` counts the steps).
         """
+        self._check_size(leading_dim(batch))
         return self.step_placed(state, self._placement.fill(batch))
 
     def place_batch(self, batch: PyTree) -> Placed:
         """Put a batch on the devices ahead of its step; for `step_placed`."""
+        self._check_size(leading_dim(batch))
         return self._placement.place(batch)
 
     def step_placed(self, state: TrainState, placed: Placed) -> tuple[TrainState, Metrics]:

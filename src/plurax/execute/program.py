@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -14,18 +16,19 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, PyTree
 
 from plurax import errors, inspect, tree
-from plurax.execute.divided import Divided, microbatch
+from plurax.execute.divided import Divided, divides, microbatch
 from plurax.execute.evaluate import device_evaluation, evaluation_placement, weighted_means
 from plurax.execute.gradient import Totals, evaluation, gradient
 from plurax.execute.in_flight import InFlight
 from plurax.execute.loop import make_loop
+from plurax.execute.mask import MaskWarning, mask_not_read, reads_mask
 from plurax.execute.pipelined import Pipelined
 from plurax.execute.placement import Placed, Placement, device_data, leading_dim
 from plurax.execute.predict import Predictor, make_predict
 from plurax.execute.state_shardings import Parameter
 from plurax.execute.states import check_place, check_state, new_state
 from plurax.execute.step import Metrics, make_step, whole_update
-from plurax.execute.totals import coupled, data_parallel
+from plurax.execute.totals import coupled_totals, data_parallel, uneven_totals
 from plurax.mesh import on_devices, replicated, split_rows, within
 from plurax.plan import Plan
 from plurax.sharding.divide import Record
@@ -47,6 +50,8 @@ class Program:
         plan: Plan,
         batch: PyTree,
         mesh: Mesh,
+        *,
+        exact: bool = False,
     ) -> None:
         if plan.member > 1:
             raise errors.plan_has_members(plan.member)
@@ -55,23 +60,41 @@ class Program:
         self.mesh = mesh
         self.batch_size = leading_dim(batch)
         self._optimizer = optimizer
-        self._placement = Placement(batch, plan.padded_size(self.batch_size), split_rows(mesh))
+        rows = plan.padded_size(self.batch_size)
+        # Rows that cannot be split evenly lie whole on every device where none may be added.
+        self._rows_split = rows == self.batch_size or not exact
+        self._placement = (
+            Placement(batch, rows, split_rows(mesh))
+            if self._rows_split
+            else Placement(batch, self.batch_size, replicated(mesh))
+        )
+        self._of_size: dict[int, Program] = {}
         self._evaluation = evaluation_placement(batch, plan, mesh)
         self._in_flight = InFlight(mesh)
         self._divided: Divided | Pipelined | None = None
         fresh = functools.partial(new_state, task, optimizer)
         whole = jax.eval_shape(fresh, jax.eval_shape(lambda: jax.random.key(0)))
-        if plan.divided:
-            rows = microbatch(self._placement.like, plan)
+        self._fills = exact or not task.coupled or self._reads_mask(whole)
+        if not self._fills and rows != self.batch_size:
+            raise errors.mask_not_read(self.batch_size, plan.data * plan.microbatches)
+        if divides(task, plan):
+            rows = microbatch(self._placement.like, plan, coupled=task.coupled)
             kind = Pipelined if plan.pipeline > 1 else Divided
-            self._divided = kind(task, optimizer, plan, mesh, rows)
-            self._state_like = self._divided.state.placed_like(mesh)
-            self._step_function = self._spread(self._divided.step(), "sd.", "s.")
+            self._divided = made = kind(task, optimizer, plan, mesh, rows)
+            self._state_like = made.state.placed_like(mesh)
+            if self._rows_split:
+                self._step_function = self._spread(made.step(), "sd.", "s.")
+            else:
+                assert isinstance(made, Divided)
+                self._step_function = self._spread(made.step(split=False), "s..", "s.")
         else:
             self._state_like = self._on_mesh(whole)
-            spread = coupled if task.coupled else data_parallel
             fun = gradient(task, plan.precision, plan.batch_dim, plan.remat)
-            total = spread(fun, mesh, plan.microbatches)
+            if not task.coupled:
+                total = data_parallel(fun, mesh, plan.microbatches)
+            else:
+                totals = coupled_totals if self._rows_split else uneven_totals
+                total = totals(fun, plan.microbatches)
             self._step_function = make_step(total, whole_update(optimizer))
         self._step_function = self._alone(self._step_function)
         self._kept_like = whole
@@ -104,15 +127,18 @@ class Program:
 
         Raises `BatchError` for a batch or state that does not fit.
         """
-        return self._run(self.compiled_step, state, *self._placement.fill(batch))
+        program = self if self._fills else self._for_size(self._placement.check(batch))
+        return program._run(program.compiled_step, state, *program._placement.fill(batch))
 
     def place_batch(self, batch: PyTree) -> Placed:
         """Put a batch on the devices ahead of its step; for `step_placed`."""
-        return self._placement.place(batch)
+        program = self if self._fills else self._for_size(self._placement.check(batch))
+        return program._placement.place(batch)
 
     def step_placed(self, state: TrainState, placed: Placed) -> tuple[TrainState, Metrics]:
         """Like `step`, for a batch that `place_batch` has put on the devices."""
-        return self._run(self.compiled_step, state, *placed)
+        program = self if self._fills else self._for_size(leading_dim(placed.rows))
+        return program._run(program.compiled_step, state, *placed)
 
     def loop(
         self, state: TrainState, data: PyTree, epoch: Placed, first: int, stop: int
@@ -128,15 +154,47 @@ class Program:
         **Returns:** the state, and metrics with a leading dim of the epoch's steps, zero outside
         the range.
         """
+        if not self._fills and (np.asarray(epoch.size) != self.batch_size).any():
+            return self._loop_by_size(state, data, epoch, first, stop)
         compiled = self.compile_loop(data, epoch)
         return self._run(compiled, state, data, *epoch, np.int32(first), np.int32(stop))
 
+    def _loop_by_size(
+        self, state: TrainState, data: PyTree, epoch: Placed, first: int, stop: int
+    ) -> tuple[TrainState, Metrics]:
+        """`loop`, one after another for batches of equal size, each in its own program."""
+        found: dict[str, Any] = {}
+        for program, order, start, end in self._by_size(epoch):
+            begin, finish = max(first, start), min(stop, end)
+            if begin >= finish:
+                continue
+            state, metrics = program._run(
+                program.compile_loop(data, order), state, data, *order,
+                np.int32(begin - start), np.int32(finish - start),
+            )  # fmt: skip
+            for name, values in metrics.items():
+                every = found.setdefault(name, np.zeros(len(epoch.size), values.dtype))
+                every[begin:finish] = values[begin - start : finish - start]
+        return state, found
+
+    def _by_size(self, epoch: Placed) -> Iterator[tuple["Program", Placed, int, int]]:
+        """An epoch in runs of steps of equal size: the program of each, its order, its steps."""
+        sizes = np.asarray(epoch.size)
+        edges = [0, *(np.flatnonzero(np.diff(sizes)) + 1).tolist(), len(sizes)]
+        for start, end in itertools.pairwise(edges):
+            program = self._for_size(int(sizes[start]))
+            rows = np.asarray(epoch.rows)[start:end, : sizes[start]]
+            yield program, program.place_epoch(rows, sizes[start:end]), start, end
+
     def compile_loop(self, data: PyTree, epoch: Placed) -> jax.stages.Compiled:
         """The compiled loop for data and epochs of these shapes."""
+        if not self._fills and len(set(np.asarray(epoch.size).tolist())) > 1:
+            compiled = [one.compile_loop(data, order) for one, order, *_ in self._by_size(epoch)]
+            return compiled[0]
         leaves, structure = jax.tree.flatten((data, *epoch))
         key = (structure, *(leaf.shape for leaf in leaves))
         if key not in self._loops:
-            loop = make_loop(self._step_function, self.mesh)
+            loop = make_loop(self._step_function, self._placement.sharding)
             like = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
                 (data, *epoch),
@@ -158,7 +216,9 @@ class Program:
         """
         places = np.arange(self._placement.rows) % counts[:, None]
         rows = np.take_along_axis(rows, places, axis=1).astype(np.int32)
-        columns = jax.sharding.NamedSharding(self.mesh, P(None, "data"))
+        columns = jax.sharding.NamedSharding(
+            self.mesh, P(None, "data") if self._rows_split else P()
+        )
         return Placed(
             jax.device_put(rows, columns),
             jax.device_put(counts.astype(np.int32), replicated(self.mesh)),
@@ -327,6 +387,24 @@ class Program:
             check_state(state, self._state_like)
             check_place(state, self._state_like)
             raise
+
+    def _reads_mask(self, whole: TrainState) -> bool:
+        return reads_mask(self.task, whole, self._placement.like, within(self.mesh, self.task.loss))
+
+    def _for_size(self, size: int) -> "Program":
+        """This program, or where the loss does not read its mask, one for batches of a size."""
+        if size == self.batch_size:
+            return self
+        if size not in self._of_size:
+            like = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype),
+                self._placement.like,
+            )
+            one = Program(self.task, self._optimizer, self.plan, like, self.mesh, exact=True)
+            unit = self.plan.data * self.plan.microbatches
+            warnings.warn(mask_not_read(size, self.batch_size, unit), MaskWarning, stacklevel=3)
+            self._of_size[size] = one
+        return self._of_size[size]
 
     def _fresh(self, key: Any) -> TrainState:
         state = new_state(self.task, self._optimizer, key)

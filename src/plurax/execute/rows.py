@@ -35,3 +35,12 @@ def number_rows(
     numbers = first + jnp.arange(size, dtype=jnp.int32)
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers % count)
     return Rows(batch, keys, numbers < count)
+
+
+def number_device_rows(
+    batch: PyTree, key: Key[Array, ""], count: Int[Array, ""], devices: int
+) -> Rows:
+    """`number_rows` for the rows of one of so many devices, inside `shard_map` over `data`."""
+    size = jax.tree.leaves(batch)[0].shape[0]
+    first = jax.lax.axis_index("data") * size if devices > 1 else 0
+    return number_rows(batch, key, count, first)

@@ -1,22 +1,22 @@
 """The totals of a whole batch over all devices: one reduction per step.
 
-Two ways, one result. Where examples are independent, each device adds up its own rows and reduces
-once (`data_parallel`). Where the loss couples examples, the loss is written over the whole
-microbatch and the partitioner spreads it (`coupled`); it then reduces once per microbatch, because
-what couples the examples has to cross devices before the gradient is known.
+Two ways, one result. Where examples are independent, a microbatch of a device is some of its rows
+(`device_totals`). Where the loss couples examples, a microbatch is some of the rows of all devices,
+and what couples them crosses devices in `fun` (`coupled_totals`). Both add up on each device and
+reduce once.
 """
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, Key, PyTree
 
 from plurax.execute.accumulate import accumulate
 from plurax.execute.gradient import Totals
-from plurax.execute.rows import Rows, number_rows
+from plurax.execute.rows import Rows, number_device_rows, number_rows
 
 Gradient = Callable[[PyTree, PyTree, Rows], tuple[Totals, PyTree]]
 BatchTotals = Callable[
@@ -49,18 +49,82 @@ def device_totals(
         key: Key[Array, ""],
         count: Int[Array, ""],
     ) -> tuple[Totals, PyTree]:
-        size = jax.tree.leaves(batch)[0].shape[0]
-        first = jax.lax.axis_index("data") * size if axis_size > 1 else 0
-        rows = number_rows(batch, key, count, first)
-        stacked = jax.tree.map(
-            lambda leaf: leaf.reshape(microbatches, size // microbatches, *leaf.shape[1:]), rows
-        )
+        rows = number_device_rows(batch, key, count, axis_size)
+        stacked = jax.tree.map(lambda leaf: leaf.reshape(microbatches, -1, *leaf.shape[1:]), rows)
         totals, model_state = accumulate(
             lambda state, part: fun(params, state, part), microbatches
         )(model_state, stacked)
         return reduce(totals), model_state
 
     return local
+
+
+def coupled_totals(
+    fun: Gradient,
+    microbatches: int,
+    reduce: Callable[[Totals], Totals] | None = None,
+    axis_size: int = 1,
+) -> BatchTotals:
+    """Like `device_totals`, for a `fun` that communicates, so that it sees the rows of all devices.
+
+    Microbatch `m` holds the examples `m, m + microbatches, ...`, whatever the number of devices.
+    Microbatches without an example are left out.
+    """
+
+    def local(
+        params: PyTree,
+        model_state: PyTree,
+        batch: PyTree,
+        key: Key[Array, ""],
+        count: Int[Array, ""],
+    ) -> tuple[Totals, PyTree]:
+        rows = number_device_rows(batch, key, count, axis_size)
+        stacked = jax.tree.map(lambda leaf: _dealt(leaf, microbatches), rows)
+
+        def one(state: PyTree, part: tuple[Rows, Array]) -> tuple[Totals, PyTree]:
+            # The example of a number is the first of its microbatch: the same on every device.
+            return _where_any(part[1] < count, lambda s: fun(params, s, part[0]), state)
+
+        if microbatches == 1:
+            one = lambda state, part: fun(params, state, part[0])  # noqa: E731
+        numbers = jnp.arange(microbatches, dtype=jnp.int32)
+        totals, model_state = accumulate(one, microbatches)(model_state, (stacked, numbers))
+        return totals if reduce is None else reduce(totals), model_state
+
+    return local
+
+
+def uneven_totals(
+    fun: Gradient, microbatches: int, reduce: Callable[[Totals], Totals] | None = None
+) -> BatchTotals:
+    """Like `coupled_totals`, for rows that every device has whole and that are all real.
+
+    The first microbatches have one row more than the last where they do not divide the rows. Sums
+    over each of the two kinds are passed through `reduce`.
+    """
+
+    def run(
+        params: PyTree,
+        model_state: PyTree,
+        batch: PyTree,
+        key: Key[Array, ""],
+        count: Int[Array, ""],
+    ) -> tuple[Totals, PyTree]:
+        rows = number_rows(batch, key, count)
+        each, more = divmod(rows.mask.shape[0], microbatches)
+        sums = []
+        for first, stop, size in ((0, more, each + 1), (more, microbatches, each)):
+            if first == stop or not size:
+                continue
+            places = jnp.arange(first, stop)[:, None] + microbatches * jnp.arange(size)
+            stacked = jax.tree.map(lambda leaf, at=places: leaf[at], rows)
+            part, model_state = accumulate(
+                lambda state, part: fun(params, state, part), stop - first
+            )(model_state, stacked)
+            sums.append(part if reduce is None else reduce(part))
+        return jax.tree.map(lambda *parts: sum(parts), *sums), model_state
+
+    return run
 
 
 def data_parallel(fun: Gradient, mesh: Mesh, microbatches: int) -> BatchTotals:
@@ -80,42 +144,18 @@ def data_parallel(fun: Gradient, mesh: Mesh, microbatches: int) -> BatchTotals:
     )
 
 
-def coupled(fun: Gradient, mesh: Mesh, microbatches: int) -> BatchTotals:
-    """Like `data_parallel`, for a loss that sees every example of a microbatch.
+def _dealt(leaf: Array, microbatches: int) -> Array:
+    """Rows dealt out to microbatches, as `(microbatches, size, ...)`.
 
-    Microbatch `m` holds the examples `m, m + microbatches, ...`, whatever the number of devices.
-    Microbatches without an example are left out.
+    Splitting the rows as (size, microbatches) keeps each device's rows where they are.
     """
+    return jnp.moveaxis(leaf.reshape(-1, microbatches, *leaf.shape[1:]), 1, 0)
 
-    def run(
-        params: PyTree,
-        model_state: PyTree,
-        batch: PyTree,
-        key: Key[Array, ""],
-        count: Int[Array, ""],
-    ) -> tuple[Totals, PyTree]:
-        rows = number_rows(batch, key, count)
 
-        def deal(leaf: Array) -> Array:
-            # Splitting the rows as (size, microbatches) keeps each device's rows where they are.
-            dealt = leaf.reshape(-1, microbatches, *leaf.shape[1:])
-            stacked = jnp.moveaxis(dealt, 1, 0)
-            # Inside another shard_map the mesh is the one of the context.
-            context = jax.sharding.get_abstract_mesh()
-            where = NamedSharding(mesh if context.empty else context, P(None, "data"))
-            return jax.lax.with_sharding_constraint(stacked, where)
-
-        def one(state: PyTree, part: Rows) -> tuple[Totals, PyTree]:
-            if microbatches == 1:
-                return fun(params, state, part)
-            shapes, _ = jax.eval_shape(fun, params, state, part)
-            nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-            return jax.lax.cond(
-                jnp.any(part.mask),
-                lambda: fun(params, state, part),
-                lambda: (nothing, state),
-            )
-
-        return accumulate(one, microbatches)(model_state, jax.tree.map(deal, rows))
-
-    return run
+def _where_any(
+    some: Array, fun: Callable[[PyTree], tuple[Totals, PyTree]], state: PyTree
+) -> tuple[Totals, PyTree]:
+    """`fun(state)` where a microbatch has any example; else no totals and the state as it was."""
+    shapes, _ = jax.eval_shape(fun, state)
+    nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    return jax.lax.cond(some, fun, lambda state: (nothing, state), state)

@@ -66,6 +66,8 @@ class Divider:
     - `named`: from the name of a mark and the shape of what it stands on, how that shall lie, or
       None for as it comes.
     - `mesh`: in which the function may use `jax.shard_map` itself.
+    - `joint`: rows are a dim split over `data`, not each device's own: what depends on them is not
+      `varying`, and a parameter split over `data` is made whole where it meets anything else.
     - `trips`: how often the function runs, for the records.
     """
 
@@ -75,11 +77,13 @@ class Divider:
         named: NameRule | None = None,
         *,
         mesh: Mesh | None = None,
+        joint: bool = False,
         trips: int = 1,
     ) -> None:
         self.axes = axes
         self.mesh = mesh
         self._marks = Obeyed(axes, named or (lambda name, shape: None))
+        self.joint = joint
         self.records: list[Record] = []
         self._trips = trips
         self._now: Any = None
@@ -88,7 +92,7 @@ class Divider:
 
     def cost(self, cell: Cell, target: Sharding) -> float:
         """Bytes that each device sends to have a value in a sharding."""
-        if cell.unmade is not None:
+        if cell.unmade is not None or cell.made_zero:
             return 0.0
         return min(wire_bytes(self._moves(value, target)) for value in _able(cell, target))
 
@@ -101,7 +105,8 @@ class Divider:
         best = min(options, key=lambda value: wire_bytes(self._moves(value, target)))
         if best.sharding == target:
             return best
-        moved = self.move(best, target)
+        moved = self.zeros(cell.shape, best.array.dtype).make(target) if cell.made_zero else None
+        moved = moved or self.move(best, target)
         cell.values.append(moved)
         return moved
 
@@ -122,6 +127,10 @@ class Divider:
                 self.records.append(Record(move.kind, axes, move.bytes, move.wire, self._trips, by))
         array = apply_moves(value.array, value.shape, value.sharding, moves, self.axes)
         return dataclasses.replace(value, array=array, sharding=target)
+
+    def whole(self, value: Value) -> Value:
+        """A value that every device has whole."""
+        return self.move(value, Sharding.whole(len(value.shape)))
 
     def settled(self, cell: Cell) -> Value:
         """A value that is no sum still to be added up."""
@@ -243,11 +252,16 @@ class Divider:
         The gather comes after the value it meets: it is neither done before it is needed, nor
         joined with another.
         """
+        known = (cell.unmade.source if cell.unmade else cell.value for cell in inputs)
+        made = [value for value in known if value is not None]
+        meets = [v.array for v in made if v.varying or (self.joint and not v.fixed)]
         split = [
-            not cell.unmade and "data" in (*cell.value.sharding.axes, *cell.value.sharding.partial)
+            not cell.unmade
+            and "data" in (*cell.value.sharding.axes, *cell.value.sharding.partial)
+            and (cell.value.fixed or not self.joint)
+            and not cell.made_zero
             for cell in inputs
         ]
-        meets = [c.value.array for c in inputs if not c.unmade and c.value.varying]
         if not meets or not any(split):
             return inputs
         arrays = [cell.value.array for cell, yes in zip(inputs, split, strict=True) if yes]

@@ -37,7 +37,7 @@ class Loop:
         self.xs = [self._unstacked(cell) for cell in inputs[kept:]]
         self.goals = [*[None] * carried, *(_inner(goal) for goal in goals[carried:])]
         for cell in self.consts:
-            if cell.unmade is None:
+            if cell.unmade is None or cell.unmade.source is not None:
                 cell.values.insert(0, divider.settled(cell))
         self.kinds: list[Kind | None] = [self._first_kind(cell) for cell in self.carry]
         self.forced: list[Sharding | None] = [None] * carried

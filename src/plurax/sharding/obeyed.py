@@ -73,7 +73,20 @@ class Obeyed:
         else:
             given = self._assigned(tag)
             entries = {dim: given[factor] for dim, factor in zip(own, tag.dims, strict=True)}
-        return Sharding(tuple(entries.get(dim, ()) for dim in range(rank)))
+        target = Sharding(tuple(entries.get(dim, ()) for dim in range(rank)))
+        return self._with_rows(cell, target)
+
+    def _with_rows(self, cell: Cell, target: Sharding) -> Sharding:
+        """The target with rows split over `data` as they are: marks speak of the other axes."""
+        if (cell.unmade and cell.unmade.free is None) or cell.value.fixed:
+            return target
+        for dim, entry in enumerate(cell.value.sharding.dims):
+            if "data" in entry:
+                rest = [axis for axis in target.dims[dim] if axis != "data"]
+                both = target.with_dim(dim, ("data", *rest))
+                fits = not both.uneven(cell.shape, self._axes.sizes)
+                target = both if fits else target.with_dim(dim, ("data",))
+        return target
 
     def _assigned(self, tag: Split) -> dict[int, tuple[str, ...]]:
         """The axes of each factor: the parts of `tensor` in order, as many as its ways take."""
@@ -99,5 +112,5 @@ class Obeyed:
                 names = Sharding.of(entry).dims[0]
                 known = [axis for axis in names if axis in self._axes.mesh and axis != "data"]
                 entries[dim] = self._axes.expand_all(known)
-        target = Sharding(tuple(entries))
+        target = self._with_rows(cell, Sharding(tuple(entries)))
         return None if target.uneven(cell.shape, self._axes.sizes) else target

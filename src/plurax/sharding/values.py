@@ -32,17 +32,20 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Late:
-    """A value made when it is known how it shall lie: zeros, what is scattered onto zeros, and
-    tensors in one dim whose shards are not runs of it.
+    """A value made when it is known how it shall lie: zeros, what is scattered onto zeros, rows
+    repeated, and tensors in one dim whose shards are not runs of it.
 
     **Fields:** `shape` of the whole tensor; `make(sharding) -> Value`; `zero`, whether it is zero
-    everywhere; `flattened`, the cell of the tensor of which it is the reshape to one dim.
+    everywhere; `flattened`, the cell of the tensor of which it is the reshape to one dim; `source`,
+    what is repeated in it, and `free`, how it lies without moving that.
     """
 
     shape: tuple[int, ...]
     make: Callable[[Sharding], Value]
     zero: bool = False
     flattened: "Cell | None" = None
+    source: Value | None = None
+    free: Sharding | None = None
 
 
 Output = Value | Late
@@ -71,9 +74,10 @@ class Cell:
 
     @property
     def value(self) -> Value:
-        """As it lies; a late one is made whole."""
+        """As it lies; a late one is made whole, or as it lies without moving anything."""
         if self.unmade is not None:
-            self.values.append(self.unmade.make(Sharding.whole(len(self.shape))))
+            free = self.unmade.free or Sharding.whole(len(self.shape))
+            self.values.append(self.unmade.make(free))
         return self.values[0]
 
     @property

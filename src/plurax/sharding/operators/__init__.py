@@ -5,7 +5,7 @@ for each result. Operations without a rule take whole tensors, which is always r
 """
 
 from plurax.primitives import ELEMENTWISE, REDUCTIONS
-from plurax.sharding.operators import elementwise, moving, products, tables
+from plurax.sharding.operators import elementwise, moving, products, random, tables
 from plurax.sharding.operators.common import Rule
 from plurax.sharding.operators.common import bind as bind
 from plurax.sharding.operators.common import by_default as by_default
@@ -38,6 +38,9 @@ RULES: dict[str, Rule] = {
     "gather": tables.gather,
     "scatter-add": tables.scatter_add,
     "scatter_add": tables.scatter_add,
+    **dict.fromkeys(["random_fold_in", "random_clone"], elementwise.elementwise),
+    **dict.fromkeys(["random_bits", "random_split", "random_unwrap"], random.drawn),
+    "random_wrap": random.wrapped,
     "optimization_barrier": moving.barrier,
     "reshard": moving.as_it_lies,
 }

@@ -57,6 +57,9 @@ def agreed(divider: Any, cells: list[Cell], kept: frozenset[str] = frozenset()) 
     rank = max(len(cell.shape) for cell in cells)
     made = [cell for cell in cells if not cell.unmade and len(cell.shape) == rank]
     options = {Sharding(value.sharding.dims) for cell in made for value in cell.values}
+    options = options or {
+        cell.unmade.free for cell in cells if cell.unmade and cell.unmade.free is not None
+    }
     if not options:
         return Sharding.whole(rank)
     if len(options) == 1:

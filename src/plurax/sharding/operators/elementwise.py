@@ -24,7 +24,8 @@ def elementwise(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
     target = agreed(divider, inputs, kept)
     arrays = []
     for cell in inputs:
-        still = kept if not cell.unmade and cell.value.sharding.partial else frozenset()
+        # A sum that others read too is added up, whatever else goes on as terms.
+        still = kept if not cell.unmade and stays(cell) else frozenset()
         arrays.append(divider.to(cell, Sharding(fitting(cell, target).dims, still)).array)
     array = bind(eqn, arrays)[0]
     assert len(target.dims) == len(shape)

@@ -1,5 +1,6 @@
 """Operations that move numbers around: reshape, transpose, slice, concatenate, ..."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -13,7 +14,9 @@ def broadcast_in_dim(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]
     cell, shape = inputs[0], tuple(eqn.outvars[0].aval.shape)
     if cell.made_zero:
         return [divider.zeros(shape, eqn.outvars[0].aval.dtype)]
-    value = movable(divider, cell)
+    grows = math.prod(shape) > math.prod(cell.shape)
+    # Added up before it is repeated, a sum is smaller.
+    value = divider.settled(cell) if grows else movable(divider, cell)
     places = eqn.params["broadcast_dimensions"]
     widened = [d for d, place in enumerate(places) if value.shape[d] != shape[place]]
     value = whole_over(divider, cell, value, widened)
@@ -21,9 +24,22 @@ def broadcast_in_dim(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]
     for dim, place in enumerate(places):
         entries[place] = value.sharding.dims[dim]
     sharding = Sharding(tuple(entries), value.sharding.partial)
-    local = sharding.shard_shape(shape, divider.axes.sizes)
-    array = bind(eqn, [value.array], shape=local)[0]
-    return [result(eqn, inputs, array, sharding)]
+
+    def repeated(value: Value, sharding: Sharding) -> Value:
+        local = sharding.shard_shape(shape, divider.axes.sizes)
+        array = bind(eqn, [value.array], shape=local)[0]
+        return dataclasses.replace(value, array=array, shape=shape, sharding=sharding)
+
+    if not (grows and divider.joint and "data" in sharding.axes and not value.fixed):
+        return [repeated(value, sharding)]
+
+    def make(target: Sharding) -> Value:
+        # Of rows repeated in another dim, the rows are moved and not what is made of them.
+        dims = [() if d in widened else target.dims[place] for d, place in enumerate(places)]
+        there = divider.to(Cell(value), Sharding(tuple(dims)))
+        return repeated(there, Sharding(target.dims))
+
+    return [Late(shape, make, source=value, free=sharding)]
 
 
 def reshape(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:

@@ -137,14 +137,18 @@ def _matching_cost(
 
 
 def convolution(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
-    """Split over batch and channels; the places of the image stay whole."""
+    """Split over batch and channels; the places of the image stay whole, and what is grouped."""
     numbers = eqn.params["dimension_numbers"]
-    grouped = eqn.params["feature_group_count"] > 1 or eqn.params["batch_group_count"] > 1
+    by_feature = eqn.params["feature_group_count"] > 1
+    by_batch = eqn.params["batch_group_count"] > 1
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     labels: list[dict[int, Any]] = [dict.fromkeys(lhs), dict.fromkeys(rhs)]
-    if not grouped:
-        labels[0] |= {lhs[0]: ("batch", 0), lhs[1]: ("sum", 0)}
-        labels[1] |= {rhs[0]: ("right", 0), rhs[1]: ("sum", 0)}
+    if not by_batch:
+        labels[0][lhs[0]] = ("batch", 0)
+    if not by_feature:
+        labels[0][lhs[1]] = labels[1][rhs[1]] = ("sum", 0)
+    if not by_batch and not by_feature:
+        labels[1][rhs[0]] = ("right", 0)
     left, right, split = matched(divider, inputs, labels, eqn.outvars[0].aval)
     array = bind(eqn, [left.array, right.array])[0]
     dims: list[tuple[str, ...]] = [()] * len(out)

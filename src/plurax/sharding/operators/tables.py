@@ -186,11 +186,13 @@ def _added(divider: Any, eqn: Any, inputs: list[Cell], wanted: Sharding) -> Valu
         (numbers.operand_batching_dims, numbers.scatter_indices_batching_dims),
     )
     lies = _lies(divider, table, roles, wanted)
-    if divider.settled(rows).varying:
+    # Rows that are not made yet can lie as they are wanted.
+    late = rows.unmade is not None
+    if not late and divider.settled(rows).varying:
         lies = tuple(tuple(a for a in entry if a != "data") for entry in lies)
     used = {axis for entry in lies for axis in entry}
     place_of = {place: dim for dim, place in roles.rows_of.items()}
-    have = divider.settled(rows).sharding.dims
+    have = ((),) * len(rows.shape) if late else divider.settled(rows).sharding.dims
     row_entries: list[Entry] = [
         tuple(a for a in entry if a not in used) if place in place_of else ()
         for place, entry in enumerate(have)

@@ -1,0 +1,78 @@
+"""Whether a coupled loss leaves out the rows that only fill up a batch: read from its trace."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, Literal
+from jaxtyping import PyTree
+
+from plurax.primitives import INLINED, inner_jaxprs
+from plurax.state import TrainState
+from plurax.task import Task
+
+_CALLS = {*INLINED, "checkpoint", "remat", "remat2"}
+
+
+class MaskWarning(UserWarning):
+    """A batch runs in a program of its own size, because the loss does not read its mask."""
+
+
+def mask_not_read(size: int, largest: int, unit: int) -> str:
+    """What is said where a batch gets a program of its own."""
+    said = (
+        f"the coupled loss of this task does not read its mask, so a batch of {size} examples is "
+        f"not filled up to {largest}: a program was compiled for its size"
+    )
+    whole = f"{unit} (data × microbatches) does not divide it: every device takes all of its rows"
+    return f"{said}. {whole}." if size % unit else f"{said}."
+
+
+def loss_arguments(task: Task, like: TrainState, batch: PyTree) -> tuple[PyTree, ...]:
+    """What `task.loss` is called with, as `jax.ShapeDtypeStruct`s."""
+    size = jax.tree.leaves(batch)[0].shape[0]
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), size))
+    states = (like.model_state,) if task.stateful else ()
+    masks = (jax.ShapeDtypeStruct((size,), jnp.bool_),) if task.coupled else ()
+    return (like.params, *states, batch, keys, *masks)
+
+
+def reads_mask(task: Task, like: TrainState, batch: PyTree, loss: Callable[..., Any]) -> bool:
+    """Whether the losses, and all model state that is made of the batch, depend on the mask.
+
+    **Arguments:** `like`, the training state, and `batch`, as `jax.ShapeDtypeStruct`s; `loss`,
+    `task.loss` as it can be traced.
+
+    A loss that returns what does not depend on the mask has let the rows that fill up a batch into
+    its statistics, or couples nothing.
+    """
+    args = loss_arguments(task, like, batch)
+    closed, shapes = jax.make_jaxpr(loss, return_shape=True)(*args)
+    count = len(closed.jaxpr.invars)
+    rows = len(jax.tree.leaves(args[:-2])) - len(jax.tree.leaves(args[-3]))
+    by_mask = _depends(closed.jaxpr, [place == count - 1 for place in range(count)])
+    by_rows = _depends(closed.jaxpr, [place >= rows for place in range(count)])
+    results = range(len(by_mask))
+    losses = jax.tree.leaves(shapes[0] if isinstance(shapes, tuple) else shapes)
+    first = len(jax.tree.leaves(shapes[:2])) if task.stateful else len(by_mask)
+    needed = [place < len(losses) or (place >= first and by_rows[place]) for place in results]
+    return all(read or not need for read, need in zip(by_mask, needed, strict=True))
+
+
+def _depends(jaxpr: Jaxpr, given: Sequence[bool]) -> list[bool]:
+    """Which results depend on any of the given inputs."""
+    known = {var for var, yes in zip(jaxpr.invars, given, strict=True) if yes}
+
+    def among(atom: Any) -> bool:
+        return not isinstance(atom, Literal) and atom in known
+
+    for eqn in jaxpr.eqns:
+        inputs = [among(atom) for atom in eqn.invars]
+        if not any(inputs):
+            continue
+        outputs = [True] * len(eqn.outvars)
+        if eqn.primitive.name in _CALLS:
+            outputs = _depends(inner_jaxprs(eqn)[0], inputs)
+        known.update(var for var, yes in zip(eqn.outvars, outputs, strict=True) if yes)
+    return [among(atom) for atom in jaxpr.outvars]

@@ -1,0 +1,283 @@
+"""Losses that couple examples, split over devices, compute what a step by hand computes."""
+
+import dataclasses
+import functools
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import HealthCheck, given, settings
+from tests import models
+
+import plurax as px
+from plurax.execute.mask import reads_mask
+from plurax.execute.states import new_state
+
+LARGEST = 13  # no multiple of anything
+MLP = {"hidden": (None, "tensor"), "bias": ("tensor",), "out": ("tensor", None)}
+
+
+def optimizer():
+    return optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(1e-2))
+
+
+def balanced_experts(dtype=jnp.float64):
+    """A mixture of experts, its load balanced over the batch, with noise in the choice of each."""
+    experts = 4
+
+    def init(key):
+        keys = jax.random.split(key, 3)
+        return {
+            "router": jax.random.normal(keys[0], (models.FEATURES, experts), dtype),
+            "in": jax.random.normal(keys[1], (experts, models.FEATURES, 6), dtype),
+            "out": jax.random.normal(keys[2], (experts, 6, models.CLASSES), dtype),
+        }
+
+    def loss(params, batch, keys, mask):
+        noise = jax.vmap(lambda key: jax.random.normal(key, (experts,), dtype))(keys)
+        scores = jax.nn.softmax(batch["x"] @ params["router"] + 0.1 * noise)
+        chosen = jax.nn.one_hot(jnp.argmax(scores, 1), experts, dtype=dtype)
+        real = mask.astype(dtype)[:, None]
+        load = (chosen * real).sum(0) / mask.sum()
+        importance = (scores * real).sum(0) / mask.sum()
+        hidden = jnp.tanh(jnp.einsum("bf,efh->beh", batch["x"], params["in"]))
+        logits = jnp.einsum("beh,ehc,be->bc", hidden, params["out"], scores * chosen)
+        entropy = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        return entropy + 0.1 * experts * (load * importance).sum(), {"top": scores.max(1)}
+
+    return px.Task(init=init, loss=loss, coupled=True)
+
+
+# name: the task, and the rules by which it can be split.
+TASKS = {
+    "normed": (models.normed_task, MLP),
+    "contrastive": (models.contrastive_task, MLP),
+    "experts": (
+        balanced_experts,
+        {"in": ("tensor",), "out": ("tensor",), "router": (None, "tensor")},
+    ),
+}
+
+
+@functools.cache
+def example(name):
+    return TASKS[name][0](dtype=jnp.float64), models.data(LARGEST, dtype=np.float64)
+
+
+def unmasked(name, dtype=jnp.float32):
+    """The task with a loss that takes its mask and does not read it, as most code is written."""
+    task = TASKS[name][0](dtype=dtype)
+
+    def loss(*args):
+        *given, mask = args
+        return task.loss(*given, jnp.ones(mask.shape, bool))
+
+    return dataclasses.replace(task, loss=loss)
+
+
+def by_hand(task, batch, sizes, microbatches, seed=3):
+    """Steps that use nothing of plurax: the gradient of the loss over exactly the real rows."""
+    init_key, run_key = jax.random.split(jax.random.key(seed))
+    first = task.init(init_key)
+    params, model_state = first if task.stateful else (first, ())
+    rule, said = optimizer(), []
+    opt_state = rule.init(params)
+
+    def total(params, model_state, rows, keys):
+        states = (model_state,) if task.stateful else ()
+        out = task.loss(params, *states, rows, keys, jnp.ones(len(keys), bool))
+        out = out if isinstance(out, tuple) else (out, {})
+        metrics = {name: value.sum() for name, value in out[1].items()}
+        return out[0].sum(), (metrics, out[2] if task.stateful else ())
+
+    @jax.jit
+    def part(params, model_state, rows, keys):
+        return jax.value_and_grad(total, has_aux=True)(params, model_state, rows, keys)
+
+    @jax.jit
+    def update(sums, opt_state, params, size):
+        loss, metrics, grads = jax.tree.map(lambda x: x / size, sums)
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+        updates, opt_state = rule.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, (loss, metrics, norm)
+
+    for step, size in enumerate(sizes):
+        now = jax.random.fold_in(run_key, step)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(now, jnp.arange(size))
+        sums = None
+        for m in range(min(microbatches, size)):
+            rows = jax.tree.map(lambda leaf, m=m, n=size: leaf[m:n:microbatches], batch)
+            (loss, (metrics, model_state)), grads = part(
+                params, model_state, rows, keys[m::microbatches]
+            )
+            one = (loss, metrics, grads)
+            sums = one if sums is None else jax.tree.map(jnp.add, sums, one)
+        params, opt_state, now = update(sums, opt_state, params, size)
+        said.append(now)
+    return jax.device_get((params, opt_state, model_state, said))
+
+
+SIZES = (LARGEST, 10, 1)
+
+
+@functools.cache
+def expected(name, microbatches):
+    return by_hand(*example(name), SIZES, microbatches)
+
+
+def trained(task, batch, plan, sizes):
+    program = px.compile(task, optimizer(), plan, batch)
+    state, said = program.init(seed=3), []
+    for size in sizes:
+        state, metrics = program.step(state, models.cut(batch, size))
+        own = {key: metrics[key] for key in metrics if key in ("top",)}
+        said.append((metrics["loss"], own, metrics["grad_norm"]))
+    state = program.kept(state)
+    return jax.device_get((state.params, state.opt_state, state.model_state, said))
+
+
+def check(name, plan):
+    got = trained(*example(name), plan, SIZES)
+    assert models.worst(got, expected(name, plan.microbatches)) < 1e-10, plan
+
+
+@st.composite
+def plans(draw, name):
+    data, tensor = draw(st.sampled_from([(1, 2), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 2)]))
+    return px.Plan(
+        data=data,
+        tensor=tensor,
+        zero=draw(st.integers(0, 3)),
+        microbatches=draw(st.sampled_from([1, 3])),
+        remat=draw(st.sampled_from(["none", "dots", "full"])),
+        shardings=TASKS[name][1] if tensor > 1 else {},
+    )
+
+
+PLANS = {
+    "zero 1": {"data": 4, "zero": 1},
+    "zero 2": {"data": 2, "zero": 2, "microbatches": 3},
+    "zero 3": {"data": 3, "zero": 3},
+    "tensor": {"tensor": 2},
+    "remat": {"data": 2, "remat": "full"},
+    "everything": {"data": 2, "tensor": 2, "zero": 3, "microbatches": 3, "remat": "dots"},
+}
+
+
+FEW = {  # of all pairs
+    ("normed", "zero 2"), ("normed", "everything"), ("contrastive", "zero 3"),
+    ("experts", "tensor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=[] if (name, kind) in FEW else pytest.mark.slow)
+        for name in TASKS
+        for kind in PLANS
+    ],
+)
+def test_every_parallelism(x64, name, kind):
+    rules = TASKS[name][1] if "tensor" in PLANS[kind] else {}
+    check(name, px.Plan(**PLANS[kind], shardings=rules))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TASKS)
+@given(st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_plan(x64, name, data):
+    check(name, data.draw(plans(name)))
+
+
+# --- Losses that do not read their mask -----------------------------------------------------------
+
+UNMASKED = {  # batches of 12 and 7, which nothing divides
+    "one device": {},
+    "data": {"data": 2, "microbatches": 3},
+    "zero 3": {"data": 2, "microbatches": 3, "zero": 3},
+    "zero 1": {"data": 4, "zero": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("normed", "one device"),
+        ("normed", "zero 3"),
+        pytest.param("contrastive", "data", marks=pytest.mark.slow),
+        pytest.param("normed", "zero 1", marks=pytest.mark.slow),
+    ],
+)
+def test_a_mask_that_is_not_read_has_no_filled_rows(x64, name, kind):
+    plan, task, batch = px.Plan(**UNMASKED[kind]), unmasked(name, jnp.float64), example(name)[1]
+    batch, sizes = models.cut(batch, 12), (12, 7, 12, 7)
+    with pytest.warns(px.MaskWarning, match="does not read its mask, so a batch of 7") as said:
+        got = trained(task, batch, plan, sizes)
+    assert len(said) == 1
+    assert ("every device takes all of its rows" in str(said[0].message)) == (kind != "one device")
+    assert models.worst(got, by_hand(task, batch, sizes, plan.microbatches)) < 1e-10
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_fit_with_a_mask_that_is_not_read(x64, resident):
+    """Twelve, and a last batch of seven, in every epoch."""
+    task, data = unmasked("normed", jnp.float64), models.data(19, dtype=np.float64)
+    with pytest.warns(px.MaskWarning):
+        result = px.fit(
+            task, optimizer(), data, plan=px.Plan(data=2), batch_size=12, epochs=2, seed=3,
+            shuffle=False, resident=resident, progress=False,
+        )  # fmt: skip
+    full = models.cut(data, 12)
+    program = px.compile(models.normed_task(jnp.float64), optimizer(), px.Plan(), full)
+    state = program.init(3)
+    last = jax.tree.map(lambda leaf: leaf[12:], data)
+    for batch in (full, last) * 2:
+        state, _ = program.step(state, batch)
+    trained_, expected_ = ((s.params, s.model_state) for s in (result.state, state))
+    assert models.worst(trained_, expected_) < 1e-10
+
+
+def test_a_batch_size_that_would_be_filled_up_is_refused():
+    match = r"batches of 13 examples .* 4 ways .* have to be filled up.*4 divides \(12 or 16\)"
+    with pytest.raises(px.BatchError, match=match):
+        px.compile(unmasked("normed"), optimizer(), px.Plan(data=4), models.data(13))
+
+
+def test_a_population_fills_up_no_batch_for_a_mask_that_is_not_read():
+    task, members = unmasked("contrastive"), px.Members(2)
+    plan = px.Plan(chunk=2, batch_dim="major")
+    program = px.compile(task, optimizer(), plan, models.data(12), members=members)
+    with pytest.raises(px.BatchError, match="a population was given a batch of 7 examples"):
+        program.step(program.init(), models.data(7))
+    with pytest.raises(px.BatchError, match="a population was given a batch of 7 examples"):
+        px.fit(task, optimizer(), models.data(19), members=members, batch_size=12, plan=plan,
+               progress=False)  # fmt: skip
+
+
+def reads(task):
+    rows = jax.eval_shape(lambda: models.data(6))
+    like = jax.eval_shape(lambda: new_state(task, optimizer(), jax.random.key(0)))
+    return reads_mask(task, like, rows, task.loss)
+
+
+def test_whether_a_mask_is_read():
+    assert all(reads(TASKS[name][0](dtype=jnp.float32)) for name in TASKS)
+    assert not any(reads(unmasked(name)) for name in TASKS)
+
+
+def test_a_mask_that_only_the_losses_read():
+    """The statistics let the rows in all the same."""
+    task = unmasked("normed")
+
+    def loss(params, state, batch, keys, mask):
+        losses, metrics, state = task.loss(params, state, batch, keys, mask)
+        return jnp.where(mask, losses, 0), metrics, state
+
+    assert not reads(dataclasses.replace(task, loss=loss))
+    jitted = dataclasses.replace(task, loss=jax.jit(jax.checkpoint(task.loss)))
+    assert not reads(jitted)
