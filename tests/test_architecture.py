@@ -27,7 +27,7 @@ FLOORS = [
     {"data", "checkpoint", "batch_size", "log", "progress", "adapters"},
     {"population_size"},
     {"loop"},
-    {"tally", "ensemble"},
+    {"tally", "ensemble", "run_folder"},
     {"train"},
     {"sweeps", "halving"},
     {"experiment", "report", "arguments", "options"},

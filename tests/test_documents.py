@@ -30,7 +30,7 @@ def test_the_page_runs(page, tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, "PYTHONPATH": f"{REPOSITORY / 'src'}{os.pathsep}{REPOSITORY}"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
 

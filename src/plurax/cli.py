@@ -101,6 +101,7 @@ def _train(arguments: list[str]) -> int:
         ragged=options.ragged,
         output=options.output,
         resume=options.resume,
+        restart=options.restart,
         report_every=options.report_every,
         checkpoint_every=options.checkpoint_every,
         progress=options.progress,

@@ -166,7 +166,10 @@ class StreamData:
         stateful = hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
         taken = 0
         if stateful and start.iterator is not None:
-            iterator.set_state(start.iterator)
+            try:
+                iterator.set_state(start.iterator)
+            except (ValueError, TypeError, KeyError, IndexError) as error:
+                raise errors.data_state_refused(str(error)) from error
             taken = start.batch
         for batch in iterator:
             taken += 1

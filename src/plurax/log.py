@@ -2,7 +2,9 @@
 
 import json
 import math
-from collections.abc import Iterator
+import os
+import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,13 @@ Row = dict[str, Any]
 BOARD_EVERY = 10
 """Steps between those that TensorBoard is given; `metrics.jsonl` has all."""
 
+NOT_FINITE = ("nan", "inf", "-inf")
+"""How JSON lines hold what JSON numbers cannot."""
+
+
+class DamagedLogWarning(UserWarning):
+    """Lines of `metrics.jsonl` could not be read, and were left out."""
+
 
 class MetricsLog:
     """Writes rows of metrics to `metrics.jsonl` and to TensorBoard events in a directory.
@@ -20,25 +29,51 @@ class MetricsLog:
     A row has `kind` (`"step"` or `"epoch"`), `step`, `epoch` and numbers; of a population also
     `members`, a dict of lists with a number for each member. Opening a directory for
     a run that resumes at `resume_step` drops the rows after that step: they will come again.
+
+    The file is only added to. What `flush` has returned from is on disk: call it before the
+    checkpoint of the same step, so that no checkpoint is ever ahead of its log.
+
+    **Fields:** `epochs`, the rows of epochs that the log held when it was opened.
     """
 
     def __init__(self, directory: Path, *, resume_step: int | None = None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "metrics.jsonl"
-        kept = []
+        self.epochs: list[Row] = []
+        lines: Iterable[bytes] = ()
         if resume_step is not None and self.path.exists():
-            kept = [row for row in read_rows(self.path) if row["step"] <= resume_step]
-        self.rows: list[Row] = kept
-        self.path.write_text("".join(map(_line, kept)), encoding="utf-8")
-        self._file = self.path.open("a", encoding="utf-8")
+            lines = self._up_to(resume_step)
+        replace_file(self.path, b"".join(lines))
+        self._file = self.path.open("ab")
         self._board = SummaryWriter(
             str(directory / "tensorboard"),
             purge_step=None if resume_step is None else resume_step + 1,
         )
 
+    def _up_to(self, last: int) -> Iterator[bytes]:
+        """The lines of steps up to `last`, as they are; fills `epochs`."""
+        torn = []
+        after = False
+        for number, line, row in _parsed(self.path):
+            if row is None:
+                torn += [] if after else [number]
+            elif row["step"] <= last:
+                if row["kind"] == "epoch":
+                    self.epochs.append(row)
+                yield line
+            after = after or (row is not None and row["step"] > last)
+        self._warn(torn)
+
+    def _warn(self, torn: list[int]) -> None:
+        if torn:
+            warnings.warn(
+                f"{self.path}: line {', '.join(map(str, torn))} cannot be read and is left out",
+                DamagedLogWarning,
+                stacklevel=4,
+            )
+
     def write(self, row: Row) -> None:
         """Add a row."""
-        self.rows.append(row)
         self._file.write(_line(row))
         if row["kind"] == "step" and row["step"] % BOARD_EVERY:
             return
@@ -47,8 +82,9 @@ class MetricsLog:
                 self._board.add_scalar(f"{row['kind']}/{name}", value, row["step"])
 
     def flush(self) -> None:
-        """Make what was written readable by others."""
+        """Return when what was written is on disk."""
         self._file.flush()
+        os.fsync(self._file.fileno())
         self._board.flush()
 
     def close(self) -> None:
@@ -58,25 +94,60 @@ class MetricsLog:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of a `metrics.jsonl`; a last line cut short by a kill is left out."""
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                return
+    """The rows of a `metrics.jsonl`; a line that was cut short by a kill is left out."""
+    for _, _, row in _parsed(path):
+        if row is not None:
+            yield row
 
 
-def _line(row: Row) -> str:
-    """One row as JSON; a value that is not finite becomes text, inside lists null."""
+def replace_file(path: Path, content: bytes) -> None:
+    """Give a file a new content at once: whoever reads it, and a kill, finds the old or the new."""
+    temporary = path.with_name(f".{path.name}.new")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: plain(inner) for name, inner in value.items()}
-        if isinstance(value, list):
-            return [
-                inner if inner is not None and math.isfinite(inner) else None for inner in value
-            ]
-        return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
-    return json.dumps({name: plain(value) for name, value in row.items()}) + "\n"
+def _parsed(path: Path) -> Iterator[tuple[int, bytes, Row | None]]:
+    """Number, bytes and row of each line; None for a line that is not a whole row."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            yield number, line, _row(line)
+
+
+def _row(line: bytes) -> Row | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    if not line.endswith(b"\n") or not isinstance(row, dict):
+        return None
+    if not isinstance(row.get("step"), int) or row.get("kind") not in ("step", "epoch"):
+        return None
+    return {name: _numbers(value) for name, value in row.items()}
+
+
+def _numbers(value: Any) -> Any:
+    """The inverse of `_plain`."""
+    if isinstance(value, dict):
+        return {name: _numbers(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_numbers(inner) for inner in value]
+    if value is None or value in NOT_FINITE:
+        return math.nan if value is None else float(value)
+    return value
+
+
+def _line(row: Row) -> bytes:
+    """One row as a line of JSON; a value that is not finite becomes text."""
+    return (json.dumps(_plain(row)) + "\n").encode()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -159,6 +159,8 @@ def _streamed(
             held = next(batches, None)
             if held is None and begin.batch == 0:
                 raise errors.data_has_no_batches(f"epoch {epoch + 1} of the iterable is empty")
+            if held is None:  # an epoch that was over would have been left by the position
+                raise errors.data_shorter(epoch + 1, begin.batch)
             while held is not None:
                 (placed, position), held = held, next(batches, None)
                 state, metrics = program.step_placed(state, placed)

@@ -84,6 +84,8 @@ class Train(Common):
     """Where checkpoints, metrics, curves and the plan go."""
     resume: bool = False
     """Go on from the newest checkpoint in the output directory."""
+    restart: bool = False
+    """Start from scratch in an output directory that holds a run; it is kept as before.1 there."""
     progress: bool = True
     """Show progress."""
 

@@ -71,13 +71,13 @@ class Tally(abc.ABC):
         """Add metrics `(..., k)` up over the steps."""
         ok = metrics["skipped"] == 0
         weight = np.where(ok, metrics["weight"], 0.0).astype(np.float64)
-        self.weight = self.weight + weight.sum(-1)
+        self.weight = _added(self.weight, weight)
         self.examples += int(metrics["examples"].sum())
         self.skipped = self.skipped + (~ok).sum(-1)
         for name, values in metrics.items():
             if name not in COUNTS:
                 kept = np.where(ok, values, 0.0).astype(np.float64)
-                self.sums[name] = self.sums.get(name, 0.0) + (weight * kept).sum(-1)
+                self.sums[name] = _added(self.sums.get(name, 0.0), weight * kept)
 
     def means(self) -> dict[str, Any]:
         """Weighted means of the epoch so far, the loss first; NaN where nothing has weight."""
@@ -125,6 +125,15 @@ class Tally(abc.ABC):
             "seconds": self.seconds,
             "examples_per_second": self.examples_per_second,
         }
+
+
+def _added(total: Any, values: np.ndarray) -> np.ndarray:
+    """`total` (...) and `values` (..., k) added up, one step after the other.
+
+    How many steps a turn has is chosen by the clock; the bits of the sum must not depend on it.
+    """
+    before = np.broadcast_to(np.asarray(total, np.float64), values.shape[:-1])[..., None]
+    return np.cumsum(np.concatenate([before, values], -1), -1)[..., -1]
 
 
 def _step_numbers(steps: Steps, count: int) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.checkpoint import Checkpoints
-from plurax.data import ArrayData, Data, Position, Ragged, as_data
+from plurax.data import Data, Position, Ragged, as_data
 from plurax.ensemble.join import (
     AnyProgram,
     chosen_before,
@@ -31,6 +31,7 @@ from plurax.loop import training
 from plurax.members import Members
 from plurax.plan import Plan
 from plurax.progress import TrainingProgress
+from plurax.run_folder import check_same_run, epoch_length, move_run_aside, save_plan
 from plurax.state import TrainState
 from plurax.tally import MembersTally, NetworkTally, Tally
 from plurax.task import Task
@@ -71,6 +72,7 @@ def fit(
     ragged: Ragged = "pad",
     output: str | Path | None = None,
     resume: bool = False,
+    restart: bool = False,
     report_every: int = 1,
     checkpoint_every: int | None = None,
     resident: bool | None = None,
@@ -98,6 +100,8 @@ def fit(
     - `output`: a directory for `metrics.jsonl`, TensorBoard events, `plan.toml` and checkpoints.
     - `resume`: go on from the newest checkpoint in `output`, bit for bit as if never stopped. With
       more members than it holds, the new ones first catch up.
+    - `restart`: start from scratch in an `output` that holds a run; what it holds is moved to a
+      folder `before.1` (2, 3, ...) in it.
     - `report_every`: epochs between rows of history, evaluations and checkpoints.
     - `checkpoint_every`: steps between checkpoints, besides those.
     - `resident`: keep arrays on the devices and run whole epochs in one compiled loop; by default
@@ -121,12 +125,13 @@ def fit(
     if members is not None:
         source = read_by(members, source)
         plan = chosen_before(plan, output) if resume else plan
-    program = make_program(task, optimizer, plan, like, members, source, resident, devices)
-    run = {"seed": seed, "batch_size": program.batch_size, "shuffle": shuffle, "ragged": ragged,
-           "epoch_length": source.draws if isinstance(source, ArrayData) else None}  # fmt: skip
-
     with contextlib.ExitStack() as stack:
-        checkpoints = _open_checkpoints(stack, output, resume)
+        checkpoints = _open_checkpoints(stack, output, resume, restart)
+        program = make_program(task, optimizer, plan, like, members, source, resident, devices)
+        run = {"seed": seed, "batch_size": program.batch_size, "shuffle": shuffle,
+               "ragged": ragged, "epoch_length": epoch_length(source)}  # fmt: skip
+        if checkpoints and restart:
+            move_run_aside(checkpoints)
         state, position, tally = _start(program, checkpoints, source, seed, run, resume)
         first = state.steps_taken
         log = _open_log(stack, output, program.plan, first if resume else None)
@@ -137,7 +142,7 @@ def fit(
         )
         if isinstance(program, MembersProgram) and program.measured:
             bar.note(program.choice_text())
-        history = [row for row in log.rows if row["kind"] == "epoch"] if log else []
+        history = list(log.epochs) if log else []
 
         for steps in training(
             program,
@@ -169,8 +174,9 @@ def fit(
                 bar.epoch(row)
                 if log:
                     log.write(row)
-                    log.flush()
                 tally = tally.fresh()
+            if log and save:
+                log.flush()  # no checkpoint is ever ahead of its log
             if checkpoints is not None and save:
                 meta = {"position": steps.position.to_json(), "tally": tally.to_json()}
                 checkpoints.save(program.kept(state), {**run, **meta, **described(program)})
@@ -212,13 +218,20 @@ class _StopSignals:
 
 
 def _open_checkpoints(
-    stack: contextlib.ExitStack, output: str | Path | None, resume: bool
+    stack: contextlib.ExitStack, output: str | Path | None, resume: bool, restart: bool
 ) -> Checkpoints | None:
+    """The checkpoints of `output`, locked for this process. Touches nothing that it refuses."""
+    if resume and restart:
+        raise errors.resume_and_restart()
     if output is None:
         return None
     checkpoints = stack.enter_context(Checkpoints(Path(output) / "checkpoints"))
-    if checkpoints.steps() and not resume:
-        raise errors.output_has_run(str(output), checkpoints.steps()[-1])
+    if not resume and not restart:
+        if checkpoints.steps():
+            raise errors.output_has_run(str(output), checkpoints.steps()[-1])
+        if checkpoints.damaged():
+            raise errors.checkpoint_all_damaged(str(checkpoints.directory), checkpoints.damaged())
+    checkpoints.lock()
     return checkpoints
 
 
@@ -251,11 +264,7 @@ def _start(
         restored = restore(program, checkpoints, source)
         if restored is not None:
             state, meta = restored
-            for field, now in run.items():
-                if meta[field] != now:
-                    raise errors.checkpoint_other_run(
-                        str(checkpoints.directory), field, meta[field], now
-                    )
+            check_same_run(str(checkpoints.directory), meta, run)
             tally = _new_tally(program, meta["tally"])
             return state, Position.from_json(meta["position"]), tally
     state = program.init() if isinstance(program, MembersProgram) else program.init(seed)
@@ -269,7 +278,7 @@ def _open_log(
         return None
     log = MetricsLog(Path(output), resume_step=resume_step)
     stack.callback(log.close)
-    plan.save(Path(output) / "plan.toml")
+    save_plan(plan, Path(output))
     return log
 
 

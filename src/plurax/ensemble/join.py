@@ -95,29 +95,31 @@ def restore(
     if not isinstance(program, MembersProgram):
         restored = checkpoints.restore(program.kept_shapes)
         return None if restored is None else (program.place(restored[0]), restored[1])
-    meta = checkpoints.newest_meta()
-    if meta is None:
-        return None
-    now = described(program)["members"]
-    before = meta.get("members", {"table": [], "resample": ""})
-    count = len(before["table"])
-    same = before["resample"] == now["resample"] and before["table"] == now["table"][:count]
-    if not same or not count or (source is None and count < program.count):
-        raise errors.members_not_grown(count, program.count)
-    whole = program.kept_shapes
-    like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=_first(program)),
-        whole,
-    )
-    restored = checkpoints.restore(like)
+    restored = checkpoints.restore(lambda meta: _shapes_saved(program, meta, grow=bool(source)))
     if restored is None:
         return None
     state, meta = restored
+    count = len(meta["members"]["table"])
     if count < program.count and source is not None:
         late = _catch_up(program, source, range(count, program.count), state.steps_taken)
         state = join_members(state, jax.device_put(late, _first(program)))
         meta["tally"] = {}
     return program.place(state), meta
+
+
+def _shapes_saved(program: MembersProgram, meta: dict[str, Any], *, grow: bool) -> TrainState:
+    """The shapes of the members that a checkpoint holds. Raises `MembersError` for others."""
+    now = described(program)["members"]
+    before = meta.get("members", {"table": [], "resample": now["resample"]})
+    if before["resample"] != now["resample"]:
+        raise errors.members_other_resample(before["resample"], now["resample"])
+    count = len(before["table"])
+    if not count or before["table"] != now["table"][:count] or (not grow and count < program.count):
+        raise errors.members_not_grown(count, program.count)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=_first(program)),
+        program.kept_shapes,
+    )
 
 
 def _first(program: MembersProgram) -> Any:

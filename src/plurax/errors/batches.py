@@ -99,6 +99,21 @@ def data_has_no_batches(why: str) -> BatchError:
     return BatchError(f"the data give no batch: {why}.")
 
 
+def data_shorter(epoch: int, taken: int) -> BatchError:
+    return BatchError(
+        f"the run had taken {taken} batches of epoch {epoch} and was not at its end, and the data "
+        "now give no more than that: the rest of the epoch would be left out. Give the data that "
+        "the run was trained on, or train anew in another directory."
+    )
+
+
+def data_state_refused(reason: str) -> BatchError:
+    return BatchError(
+        f"the data do not take their saved position back: {reason}\nGive the data that the run was "
+        "trained on, or train anew in another directory."
+    )
+
+
 def data_not_understood(kind: str) -> BatchError:
     return BatchError(
         f"data of type {kind} are not understood; give arrays in a tree (a dict of arrays with the "

@@ -1,6 +1,7 @@
 """Checkpoints that cannot be written or read."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from plurax.errors.kinds import CheckpointError
 
@@ -13,7 +14,8 @@ def checkpoint_all_damaged(directory: str, reasons: Iterable[str]) -> Checkpoint
     listed = "\n".join(f"  - {reason}" for reason in reasons)
     return CheckpointError(
         f"no checkpoint in {directory} can be restored, and training does not silently start "
-        f"from scratch:\n{listed}\nMove the directory away to start anew."
+        f"from scratch:\n{listed}\nTo start anew, say restart=True (--restart on the command "
+        "line): what is there is kept beside it."
     )
 
 
@@ -32,6 +34,51 @@ def checkpoint_other_run(directory: str, field: str, saved: object, now: object)
     )
 
 
+def checkpoint_other_data(directory: str, saved: int, now: int) -> CheckpointError:
+    return CheckpointError(
+        f"an epoch of the run saved in {directory} has {saved} examples (of an iterable: batches) "
+        f"and the data now have {now}; continuing would leave out or repeat some. Use the same "
+        "data, or another directory."
+    )
+
+
+def checkpoint_by_hand(directory: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint in {directory} was not written by plurax.fit: nothing says where it "
+        "stands in its data. Restore it with plurax.Checkpoints, or use another directory."
+    )
+
+
+def checkpoint_newer(checkpoint: str, number: object, known: int) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint} was written by a newer version of plurax: its format is {number}, and this "
+        f"version reads format {known}. Install a newer plurax to go on from it."
+    )
+
+
+def checkpoint_older(checkpoint: str, number: int, known: int) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint} was written by an older version of plurax: its format is {number}, and this "
+        f"version reads format {known}. Use the plurax it was written with, or train anew in "
+        "another directory."
+    )
+
+
+def checkpoint_not_newer(directory: str, step: int, newest: int) -> CheckpointError:
+    return CheckpointError(
+        f"step {step} cannot be saved to {directory}: another state is saved there, the newest of "
+        f"step {newest}, and checkpoints follow the order of steps. Go on from the state that "
+        "Checkpoints.restore gives, or use another directory."
+    )
+
+
+def checkpoint_meta_not_json(reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"what is to be saved beside the state is not JSON: {reason}. Give numbers, texts, lists "
+        "and dicts of Python's own; of a NumPy scalar its .item()."
+    )
+
+
 def output_has_run(directory: str, step: int) -> CheckpointError:
     return CheckpointError(
         f"{directory} already holds a run, saved at step {step}. To continue it, say resume=True "
@@ -39,8 +86,22 @@ def output_has_run(directory: str, step: int) -> CheckpointError:
     )
 
 
-def checkpoint_not_written(directory: str, reason: str) -> CheckpointError:
-    return CheckpointError(f"the checkpoint could not be written to {directory}: {reason}")
+def resume_and_restart() -> CheckpointError:
+    return CheckpointError(
+        "resume goes on from the newest checkpoint and restart starts from scratch: say one of "
+        "them."
+    )
+
+
+def folder_in_use(directory: str, owner: Mapping[str, Any] | None, lock: str) -> CheckpointError:
+    who = "another process"
+    if owner is not None and owner["host"] is not None:
+        who = f"process {owner['pid']} on {owner['host']}"
+    return CheckpointError(
+        f"{directory} is written by {who}, and two writers would destroy each other's checkpoints. "
+        f"Wait for it, or choose another output directory. If it is surely dead (this is not seen "
+        f"from another host), delete {lock}."
+    )
 
 
 def path_is_a_url(path: str, scheme: str) -> CheckpointError:
@@ -48,3 +109,22 @@ def path_is_a_url(path: str, scheme: str) -> CheckpointError:
         f"{path}: plurax writes to the file system of this machine, and {scheme}:// is another. "
         "Mount the bucket and give the path where it is mounted, or write to a folder and copy it."
     )
+
+
+def folder_with_backslash(directory: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoints cannot be kept in {directory}: the library that writes them takes a "
+        "backslash for a slash, and would write elsewhere. Choose a directory without one in its "
+        "path."
+    )
+
+
+def folder_not_text(directory: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoints cannot be kept in {directory}: the path is not UTF-8 text. Choose another "
+        "directory."
+    )
+
+
+def checkpoint_not_written(directory: str, reason: str) -> CheckpointError:
+    return CheckpointError(f"the checkpoint could not be written to {directory}: {reason}")

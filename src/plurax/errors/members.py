@@ -131,6 +131,13 @@ def members_not_grown(before: int, now: int) -> CheckpointError:
     )
 
 
+def members_other_resample(before: str, now: str) -> CheckpointError:
+    return CheckpointError(
+        f"the members of the checkpoint read their data by {before} and these by {now}; continuing "
+        "would not be the same training. Use the same resampling, or another output directory."
+    )
+
+
 def members_in_state(given: int, wanted: int) -> MembersError:
     return MembersError(
         f"the state holds {given} members and this program is compiled for {wanted}; take those "

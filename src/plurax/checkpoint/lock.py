@@ -1,0 +1,142 @@
+"""One writer per folder: a file that names it, and the kernel's lock on that file.
+
+The kernel's lock (`flock`) ends with its process, however that ends, and is taken in one step; so
+of two processes that find a dead owner only one takes over. Where the folder is shared between
+hosts, the kernel's lock may not reach the others; so the owner's host, process and start are
+written into the file, and an owner on another host is believed until the file says otherwise:
+
+    lock free, file empty           nobody writes                      take it
+    lock free, owner of this host   it is dead, or its file system     take it, if no process with
+                                    knows no locks                     its number and start lives
+    lock free, owner elsewhere      cannot be known from here          refuse
+    lock held                       somebody writes                    refuse
+
+The file stays; a writer that closes empties it. So no name is ever created twice, or removed under
+somebody who has just opened it.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import weakref
+from pathlib import Path
+from typing import Any
+
+from plurax import errors
+
+Owner = dict[str, Any]
+"""`host`, `boot`, `pid` and `started` (ticks since the boot), the latter None where unknown."""
+
+
+class FolderLock:
+    """The right to write to a folder, from `acquire` to `release` or the end of the process.
+
+    Raises `CheckpointError` from `acquire` where another process, or another object of this one,
+    has it; `OSError` where the file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor: int | None = None
+
+    def acquire(self) -> None:
+        """Take the lock, or raise `CheckpointError` naming its owner."""
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            free = _try_lock(descriptor)
+            owner = _read_owner(descriptor)
+            if not free or (owner is not None and not _is_gone(owner)):
+                raise errors.folder_in_use(str(self.path.parent), owner, str(self.path))
+            _write(descriptor, json.dumps(_self()))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+        # A child that a process forks would hold the kernel's lock on after its parent's end.
+        mine = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _forget(mine()))
+
+    def release(self) -> None:
+        """Let go; without the lock, nothing happens."""
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):  # a folder that is gone needs no lock
+                _write(self._descriptor, "")
+            self._close()
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _forget(lock: FolderLock | None) -> None:
+    if lock is not None:
+        lock._close()
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # this file system knows no locks; what the file says has to do
+        pass
+    return True
+
+
+def _read_owner(descriptor: int) -> Owner | None:
+    """Who is written in the file, None where it is empty; what cannot be read is nobody known."""
+    content = os.pread(descriptor, 4096, 0).strip(b"\0 \n")
+    if not content:
+        return None
+    try:
+        owner = json.loads(content)
+        return {name: owner[name] for name in ("host", "boot", "pid", "started")}
+    except (ValueError, TypeError, KeyError):
+        return {"host": None, "boot": None, "pid": None, "started": None}
+
+
+def _write(descriptor: int, text: str) -> None:
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, text.encode(), 0)
+    os.fsync(descriptor)
+
+
+def _is_gone(owner: Owner) -> bool:
+    """Whether the owner, who does not hold the kernel's lock, is known to be dead."""
+    if owner["host"] != socket.gethostname():
+        return False
+    if owner["boot"] != _boot():
+        return True
+    try:
+        os.kill(owner["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass  # it lives, and is somebody else's
+    return _started(owner["pid"]) != owner["started"]
+
+
+def _self() -> Owner:
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "boot": _boot(), "pid": pid, "started": _started(pid)}
+
+
+def _boot() -> str | None:
+    """Which start of the machine this is; None where the system does not tell."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
+def _started(pid: int) -> int | None:
+    """When a process started, in ticks since the boot; None where it is dead or nobody tells."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()  # its name, in brackets, may hold anything
+    return None if fields[0] in "ZX" else int(fields[19])
