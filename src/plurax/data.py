@@ -192,6 +192,9 @@ def as_data(
 ) -> tuple[Data, PyTree]:
     """What `fit` was given as data, and the shapes of a full batch. Raises `BatchError`."""
     check_ragged(ragged)
+    if not isinstance(shuffle, bool | np.bool_):
+        raise errors.shuffle_not_a_bool(shuffle)
+    shuffle = bool(shuffle)
     check_kind("data", data)
     if is_arrays(data):
         if batch_size is None:

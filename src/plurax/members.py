@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 
 from plurax import errors
 from plurax.resample import Everything, Resample
+from plurax.validate import whole_number
 
 Hyper = dict[str, Any]
 """The hyperparameters of one member by name; scalars."""
@@ -125,7 +126,8 @@ class Members:
         if not seeds or self.numbers == ():
             raise errors.members_none()
         for seed in seeds:
-            if not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
+            number = whole_number(seed, 0)
+            if number is None or number >= 2**32:
                 raise errors.member_seed_out_of_range(seed)
         for name, values in {} if isinstance(self.hyper, Grid) else self.hyper.items():
             if _is_list(values) and len(values) != self._all:
@@ -142,8 +144,13 @@ class Members:
             if not lengths:
                 raise errors.members_not_counted()
             return list(range(lengths[0]))
-        if isinstance(self.seeds, int | np.integer):
-            return list(range(int(self.seeds)))
+        if not isinstance(self.seeds, Iterable):
+            count = whole_number(self.seeds, 0)
+            if count is None:
+                raise errors.members_seeds_not_understood(self.seeds)
+            return list(range(count))
+        if isinstance(self.seeds, str | bytes):
+            raise errors.members_seeds_not_understood(self.seeds)
         return list(self.seeds)
 
     @property

@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Array, Int, UInt32
 
 from plurax import errors
+from plurax.validate import whole_number
 
 ROUNDS = 10
 """Enough that orders of a handful of rows come out evenly."""
@@ -152,8 +153,10 @@ class KFold:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.folds < 2:
+        folds = whole_number(self.folds, 2)
+        if folds is None:
             raise errors.folds_too_few(self.folds)
+        object.__setattr__(self, "folds", folds)
 
     def size(self, count: int, member: int) -> int:
         """The rows of the other folds."""

@@ -1,6 +1,7 @@
 """A task says what is trained, and knows no device."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
 from plurax import errors, tree
+from plurax.validate import check_takes
 
 Losses = Float[Array, "B"]
 LossOutput = Losses | tuple[Losses, dict[str, Losses]]
@@ -61,6 +63,17 @@ class Task:
     def __post_init__(self) -> None:
         if self.stateful and not self.coupled:
             raise errors.stateful_needs_coupled()
+        params = "params, model_state" if self.stateful else "params"
+        mask = ", mask" if self.coupled else ""
+        check_takes("Task.init", self.init, "key")
+        check_takes("Task.loss", self.loss, f"{params}, batch, keys{mask}")
+        for name, function, arguments in (
+            ("Task.predict", self.predict, f"{params}, inputs"),
+            ("Task.evaluate", self.evaluate, f"{params}, batch"),
+            ("Task.weight", self.weight, "batch"),
+        ):
+            if function is not None:
+                check_takes(name, function, arguments)
 
 
 def per_example(
@@ -82,6 +95,9 @@ def per_example(
     Array([8., 8., 8.], dtype=float32)
     """
 
+    check_takes("per_example(f)", f, "params, example, key")
+
+    @functools.wraps(f)
     def one(params: PyTree, example: PyTree, key: Key[Array, ""]) -> Any:
         output = f(params, example, key)
         for leaf in jax.tree.leaves(output):

@@ -5,15 +5,16 @@ import dataclasses
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
-from plurax import errors
+from plurax import errors, tree
 from plurax.checkpoint import Checkpoints
 from plurax.data import Data, Position, Ragged, as_data
 from plurax.ensemble.join import (
@@ -24,6 +25,7 @@ from plurax.ensemble.join import (
     read_by,
     restore,
 )
+from plurax.execute.check import check_kinds
 from plurax.execute.members import Maker
 from plurax.execute.members_program import MembersProgram
 from plurax.log import MetricsLog, Row
@@ -35,6 +37,7 @@ from plurax.run_folder import check_same_run, epoch_length, move_run_aside, save
 from plurax.state import TrainState
 from plurax.tally import MembersTally, NetworkTally, Tally
 from plurax.task import Task
+from plurax.validate import check_seed, local_path, whole_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +123,11 @@ def fit(
 
     Raises `PlanError`, `TaskError`, `BatchError`, `MembersError`, `CheckpointError`.
     """
-    _check_numbers(epochs, batch_size, report_every, evaluation)
+    epochs, batch_size, seed, report_every, checkpoint_every = _whole_numbers(
+        epochs, batch_size, seed, report_every, checkpoint_every
+    )
+    check_kinds(task, optimizer, plan, members)
+    output = None if output is None else _output(output)
     source, like = as_data(data, batch_size=batch_size, seed=seed, shuffle=shuffle, ragged=ragged)
     if members is not None:
         source = read_by(members, source)
@@ -128,7 +135,11 @@ def fit(
     with contextlib.ExitStack() as stack:
         checkpoints = _open_checkpoints(stack, output, resume, restart)
         program = make_program(task, optimizer, plan, like, members, source, resident, devices)
-        run = {"seed": seed, "batch_size": program.batch_size, "shuffle": shuffle,
+        if evaluation is not None:
+            program.check_evaluation(evaluation)
+        if output is not None:
+            _check_saveable(program.kept_shapes)
+        run = {"seed": seed, "batch_size": program.batch_size, "shuffle": bool(shuffle),
                "ragged": ragged, "epoch_length": epoch_length(source)}  # fmt: skip
         if checkpoints and restart:
             move_run_aside(checkpoints)
@@ -235,15 +246,51 @@ def _open_checkpoints(
     return checkpoints
 
 
-def _check_numbers(epochs: int, batch_size: int | None, report_every: int, evaluation: Any) -> None:
-    if not isinstance(epochs, int) or epochs < 1:
-        raise errors.epochs_not_positive(epochs)
-    if not isinstance(report_every, int) or report_every < 1:
-        raise errors.report_every_not_positive(report_every)
-    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
-        raise errors.batch_size_not_positive(batch_size)
-    if isinstance(evaluation, Iterator):
-        raise errors.data_one_shot()
+def _whole_numbers(
+    epochs: int,
+    batch_size: int | None,
+    seed: int,
+    report_every: int,
+    checkpoint_every: int | None,
+) -> tuple[int, int | None, int, int, int | None]:
+    """The numbers given to `fit` as Python's, which JSON can hold. Raises."""
+
+    def positive(given: Any, refused: Callable[[Any], Exception]) -> int:
+        number = whole_number(given)
+        if number is None:
+            raise refused(given)
+        return number
+
+    every = checkpoint_every
+    if every is not None:
+        every = positive(every, errors.checkpoint_every_not_positive)
+    size = None if batch_size is None else positive(batch_size, errors.batch_size_not_positive)
+    return (
+        positive(epochs, errors.epochs_not_positive),
+        size,
+        check_seed(seed),
+        positive(report_every, errors.report_every_not_positive),
+        every,
+    )
+
+
+def _output(given: str | Path) -> Path:
+    """The output directory, if it can be one. Raises `CheckpointError`."""
+    directory = local_path(given)
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise errors.output_is_a_file(str(directory), str(there))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise errors.checkpoint_not_written(str(directory), f"no permission to write in {there}")
+    return directory
+
+
+def _check_saveable(state: TrainState) -> None:
+    """Raise `CheckpointError` for a leaf that no checkpoint could hold, before the first step."""
+    parts = {"params": state.params, "opt_state": state.opt_state, "model": state.model_state}
+    for path, leaf in tree.named_leaves(parts).items():
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or 0 in leaf.shape:
+            raise errors.leaf_not_saveable(path, f"{leaf.dtype}{list(leaf.shape)}")
 
 
 def _new_tally(program: AnyProgram, saved: dict[str, Any] | None = None) -> Tally:

@@ -1,9 +1,12 @@
 """Numbers and paths as users give them, before anything is done with them. Imports no JAX."""
 
+import inspect
 import operator
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from plurax import errors
 
@@ -26,6 +29,14 @@ def whole_number(value: object, least: int = 1) -> int | None:
     return number if number >= least else None
 
 
+def check_seed(seed: object) -> int:
+    """A seed as an int. Raises `TaskError`: JAX would take another one modulo 2**32, silently."""
+    number = whole_number(seed, 0)
+    if number is None or number >= 2**32:
+        raise errors.seed_not_a_number(seed)
+    return number
+
+
 def local_path(given: str | os.PathLike[str]) -> Path:
     """A path of this machine's file system. Raises `CheckpointError` for a URL like `gs://...`.
 
@@ -34,3 +45,28 @@ def local_path(given: str | os.PathLike[str]) -> Path:
     if match := re.match(r"([a-z][a-z0-9+.-]+):/", os.fspath(given)):
         raise errors.path_is_a_url(os.fspath(given), match.group(1))
     return Path(given)
+
+
+def check_takes(what: str, function: Any, arguments: str) -> None:
+    """Raise `TaskError` unless a function can be called with these arguments, `"params, inputs"`.
+
+    Where Python does not know what it takes, it is left to the call.
+    """
+    if not callable(function):
+        raise errors.function_is_none(what, type(function).__name__, arguments)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*arguments.split(", "))
+    except TypeError:
+        raise errors.function_takes_others(
+            what, arguments, str(signature), place_of(function)
+        ) from None
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """The file and line where a function is written, ` (model.py:12)`; empty where unknown."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""

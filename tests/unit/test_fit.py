@@ -379,7 +379,7 @@ def test_an_empty_directory_of_that_name_is_no_checkpoint(tmp_path, reference):
 
 def test_a_file_in_the_way_is_named(tmp_path):
     (tmp_path / "run").write_text("not a directory")
-    with pytest.raises(px.CheckpointError, match=r"could not be written to .*run"):
+    with pytest.raises(px.CheckpointError, match=r"run could not be written to: .*run is a file"):
         fit(output=tmp_path / "run")
 
 

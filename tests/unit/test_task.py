@@ -74,7 +74,9 @@ def test_stateful_needs_coupled():
 
 def test_stateful_init_returns_a_pair():
     with pytest.raises(px.TaskError, match=r"init\(key\) must return a pair"):
-        compile_with(stateful=True, coupled=True)
+        compile_with(
+            stateful=True, coupled=True, loss=lambda p, s, b, k, m: (good_loss(p, b, k), {}, s)
+        )
 
 
 def test_stateful_loss_returns_three():

@@ -6,6 +6,7 @@ from typing import Any
 from jaxtyping import PyTree
 
 from plurax.errors import TaskError
+from plurax.validate import check_takes
 
 
 def taking_params(
@@ -23,6 +24,23 @@ def taking_params(
         return function(bind(params, *state), inputs)
 
     return run
+
+
+def check_model_functions(
+    library: str,
+    model: str,
+    loss: Any,
+    predict: Any,
+    evaluate: Any,
+    *,
+    coupled: bool,
+) -> None:
+    """Raise `TaskError` where a function of a model takes other arguments than it will be given."""
+    mask = ", mask" if coupled else ""
+    check_takes(f"{library}.task(loss=...)", loss, f"{model}, batch, keys{mask}")
+    for name, function, rest in (("predict", predict, "inputs"), ("evaluate", evaluate, "batch")):
+        if function is not None:
+            check_takes(f"{library}.task({name}=...)", function, f"{model}, {rest}")
 
 
 def state_needs_coupled(names: Iterable[str]) -> TaskError:

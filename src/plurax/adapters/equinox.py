@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
 from plurax import errors
-from plurax.adapters import taking_params
+from plurax.adapters import check_model_functions, taking_params
 from plurax.state import TrainState
 from plurax.task import Task
+from plurax.validate import check_takes
 
 try:
     import equinox as eqx
@@ -64,6 +65,11 @@ def task(
     >>> bool(metrics["loss"] < 1e-3)
     True
     """
+    if isinstance(build, eqx.Module):
+        raise errors.build_is_a_module("equinox", type(build).__name__, "key")
+    check_takes("equinox.task(build=...)", build, "key")
+    check_model_functions("equinox", "model", loss, predict, evaluate, coupled=coupled)
+
     skeleton = _Skeleton(build)
     return Task(
         init=lambda key: skeleton.params_of(build(key)),

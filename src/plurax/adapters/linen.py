@@ -7,10 +7,11 @@ import jax
 from jaxtyping import Array, Float, Key, PyTree
 
 from plurax import errors
-from plurax.adapters import state_needs_coupled, taking_params
+from plurax.adapters import check_model_functions, state_needs_coupled, taking_params
 from plurax.state import TrainState
 from plurax.task import Task
 from plurax.tree import named_leaves
+from plurax.validate import check_takes
 
 try:
     from flax import linen as nn
@@ -73,6 +74,11 @@ def task(
     >>> bool(metrics["loss"] < 1e-3)
     True
     """
+    if not isinstance(module, nn.Module):
+        kind = module.__name__ if isinstance(module, type) else type(module).__name__
+        raise errors.module_is_none(kind)
+    check_takes("linen.task(init=...)", init, "key")
+    check_model_functions("linen", "apply", loss, predict, evaluate, coupled=coupled)
     _, kept = _cut(jax.eval_shape(lambda: init(jax.random.key(0))))
     stateful = bool(kept)
     if stateful and not coupled:

@@ -24,10 +24,11 @@ import jax
 from jaxtyping import Array, Float, Key, PyTree
 
 from plurax import errors
-from plurax.adapters import state_needs_coupled, taking_params
+from plurax.adapters import check_model_functions, state_needs_coupled, taking_params
 from plurax.state import TrainState
 from plurax.task import Task
 from plurax.tree import named_leaves
+from plurax.validate import check_takes
 
 try:
     from flax import nnx
@@ -83,6 +84,11 @@ def task(
     >>> bool(metrics["loss"] < 1e-3)
     True
     """
+
+    if isinstance(build, nnx.Module):
+        raise errors.build_is_a_module("nnx", type(build).__name__, "rngs")
+    check_takes("nnx.task(build=...)", build, "rngs")
+    check_model_functions("nnx", "model", loss, predict, evaluate, coupled=coupled)
 
     def init(key: Key[Array, ""]) -> PyTree:
         params, state = map(nnx.to_pure_dict, _split(_built(build, key)))

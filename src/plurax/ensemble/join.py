@@ -13,6 +13,7 @@ from plurax import errors
 from plurax.checkpoint import Checkpoints
 from plurax.data import ArrayData, Data, StreamData
 from plurax.ensemble.keep import join_members
+from plurax.execute.check import check_kinds
 from plurax.execute.members import Reading
 from plurax.execute.members_program import MembersProgram
 from plurax.execute.placement import leading_dim
@@ -48,6 +49,7 @@ def make_program(
     devices: Sequence[jax.Device] | None,
 ) -> AnyProgram:
     """The program of one network, or of a population that reads `source`."""
+    check_kinds(task, optimizer, plan, members)
     mesh = make_mesh(plan, devices)
     if members is None:
         return Program(task, optimizer, plan, like, mesh)

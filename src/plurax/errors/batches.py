@@ -200,3 +200,21 @@ def mask_not_read_by_members(size: int, largest: int) -> BatchError:
         "count in what it couples (in the statistics of batch norm, say). Leave out the rows where "
         "mask is false (flax's BatchNorm takes the mask in its call), or the batch (ragged='drop')."
     )
+
+
+def checkpoint_every_not_positive(given: object) -> BatchError:
+    return BatchError(
+        f"checkpoint_every={given!r}: give the number of steps between checkpoints, a whole number "
+        "≥ 1, or leave it out to save with each report only."
+    )
+
+
+def chunk_not_positive(given: object) -> BatchError:
+    return BatchError(
+        f"chunk={given!r}: give the number of inputs at a time, a whole number ≥ 1, or leave it "
+        "out for the batch size."
+    )
+
+
+def shuffle_not_a_bool(given: object) -> BatchError:
+    return BatchError(f"shuffle={given!r}: give True for a new order each epoch, or False.")

@@ -128,3 +128,17 @@ def folder_not_text(directory: str) -> CheckpointError:
 
 def checkpoint_not_written(directory: str, reason: str) -> CheckpointError:
     return CheckpointError(f"the checkpoint could not be written to {directory}: {reason}")
+
+
+def output_is_a_file(directory: str, file: str) -> CheckpointError:
+    return CheckpointError(
+        f"{directory} could not be written to: {file} is a file, and output is a directory. "
+        "Give another name, or move the file away."
+    )
+
+
+def leaf_not_saveable(path: str, kind: str) -> CheckpointError:
+    return CheckpointError(
+        f"the state holds {path}: {kind}, which no checkpoint can hold. Keep a random key as "
+        "jax.random.key_data(key), leave out arrays without elements, or train without output."
+    )

@@ -9,6 +9,20 @@ def members_none() -> MembersError:
     return MembersError("Members(seeds=...): a population needs at least one member.")
 
 
+def members_are_none(given: object) -> MembersError:
+    number = given if isinstance(given, int) else 10
+    return MembersError(
+        f"the members are a {type(given).__name__}; write members=plurax.Members({number})."
+    )
+
+
+def members_seeds_not_understood(seeds: object) -> MembersError:
+    return MembersError(
+        f"Members(seeds={seeds!r}): give a number of members, a whole number ≥ 1, or a list of "
+        "their seeds."
+    )
+
+
 def members_not_counted() -> MembersError:
     return MembersError(
         "Members(...) does not say how many members there are; give seeds=100, or a list of "
@@ -57,8 +71,8 @@ def grid_not_a_list(name: str, values: object) -> MembersError:
     return MembersError(f"plurax.grid({name}={values!r}): give a list of at least one value.")
 
 
-def folds_too_few(folds: int) -> MembersError:
-    return MembersError(f"plurax.kfold({folds}): at least 2 folds are needed to leave one out.")
+def folds_too_few(folds: object) -> MembersError:
+    return MembersError(f"plurax.kfold({folds!r}): at least 2 folds are needed to leave one out.")
 
 
 def folds_too_many(folds: int, rows: int) -> BatchError:

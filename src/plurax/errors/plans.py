@@ -121,6 +121,14 @@ def plan_in_a_file(source: str, error: PlanError) -> PlanError:
     return PlanError(f"{source} is not a plan that can run: {error}")
 
 
+def plan_is_none(given: object) -> PlanError:
+    if isinstance(given, str):
+        way = f"plurax.Plan.load({given!r}) reads one from a file."
+    else:
+        way = "Write plan=plurax.Plan(data=4); plurax.Plan(**settings) takes a dict."
+    return PlanError(f"the plan is a {type(given).__name__}, and must be a plurax.Plan. {way}")
+
+
 def plan_not_toml(source: str, reason: str) -> PlanError:
     return PlanError(
         f"{source} is not a plan in TOML ({reason}). A plan looks like:\n\n"

@@ -1,5 +1,6 @@
 """Tasks whose functions do not keep their contract."""
 
+import re
 from collections.abc import Iterable
 
 from plurax.errors.kinds import TaskError
@@ -134,3 +135,58 @@ def optimizer_wants_arguments(wanted: str) -> TaskError:
         "among them, so line searches (optax.lbfgs) and Hessian estimates (optax.contrib.sophia) "
         "do not run here; optax.contrib.sam runs with opaque_mode=False."
     )
+
+
+def task_is_none(kind: str, library: str | None) -> TaskError:
+    ways = {
+        "linen": "plurax.adapters.linen.task(module, init=..., loss=...) makes a task of it.",
+        "nnx": "plurax.adapters.nnx.task(build=lambda rngs: ..., loss=...) makes a task of one.",
+        "equinox": "plurax.adapters.equinox.task(build=lambda key: ..., loss=...) makes a task of "
+        "one.",
+        "function": "A function of hyperparameters, hyper -> Task, needs "
+        "members=plurax.Members(...).",
+    }
+    way = ways.get(library or "", "A Task has at least init(key) and loss(params, batch, keys).")
+    return TaskError(f"the task is a {kind}, and what is trained is a plurax.Task. {way}")
+
+
+def optimizer_is_none(given: object, *, members: bool) -> TaskError:
+    if isinstance(given, str):
+        way = f"write optimizer=optax.{given}(learning_rate)."
+    elif isinstance(given, type) or str(getattr(given, "__module__", "")).startswith("optax"):
+        way = f"call it: optax.{getattr(given, '__name__', 'adam')}(learning_rate)."
+    elif callable(given) and not members:
+        way = "a function of hyperparameters needs members=plurax.Members(...)."
+    else:
+        way = "write optimizer=optax.adam(learning_rate)."
+    shown = repr(given) if isinstance(given, str | int | float) else f"a {type(given).__name__}"
+    return TaskError(f"the optimizer is {shown}, and must be a transformation of optax; {way}")
+
+
+def function_takes_others(what: str, wanted: str, signature: str, place: str) -> TaskError:
+    name = re.split(r"[.(]", what.removesuffix("=...)").removesuffix(")"))[-1]
+    return TaskError(
+        f"{what}{place} takes {signature}, and is called with ({wanted}): write "
+        f"def {name}({wanted}), and leave unused what you do not need."
+    )
+
+
+def function_is_none(what: str, kind: str, arguments: str) -> TaskError:
+    return TaskError(f"{what} is a {kind}, and must be a function of ({arguments}).")
+
+
+def build_is_a_module(library: str, kind: str, argument: str) -> TaskError:
+    return TaskError(
+        f"{library}.task(build=...) got a {kind} that is made already; a task makes its own, with "
+        f"every seed: build=lambda {argument}: {kind}(..., {argument}={argument})."
+    )
+
+
+def module_is_none(kind: str) -> TaskError:
+    return TaskError(
+        f"linen.task(module=...) got a {kind}; give the module itself, made: MyModule(...)."
+    )
+
+
+def seed_not_a_number(seed: object) -> TaskError:
+    return TaskError(f"seed={seed!r}: give a whole number from 0 to 2**32 - 1.")

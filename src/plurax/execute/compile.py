@@ -7,6 +7,7 @@ import jax
 import optax
 from jaxtyping import PyTree
 
+from plurax.execute.check import check_kinds
 from plurax.execute.members import Maker
 from plurax.execute.members_program import MembersProgram
 from plurax.execute.program import Program
@@ -78,6 +79,7 @@ def compile(
     >>> float(metrics["loss"])
     1.0
     """
+    check_kinds(task, optimizer, plan, members)
     mesh = make_mesh(plan, devices)
     program: Program | MembersProgram
     if members is None:

@@ -1,22 +1,25 @@
 """Weighted means of loss and metrics over any number of examples, each counted once."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.execute.columns import check_kind
-from plurax.execute.gradient import Totals
+from plurax.execute.gradient import Totals, evaluation
 from plurax.execute.placement import Placed, Placement, chunks, leading_dim
 from plurax.execute.rows import Rows, number_rows
 from plurax.execute.totals import over_data
 from plurax.mesh import split_rows
-from plurax.plan import Plan
+from plurax.plan import Plan, Precision
+from plurax.state import TrainState
+from plurax.task import Task
 
 Evaluation = Callable[[PyTree, PyTree, Rows], Totals]
 
@@ -75,3 +78,28 @@ def weighted_means(
     for name in host[0].metrics:
         sums[name] = total([part.metrics[name] for part in host])
     return {name: value / weight for name, value in sums.items()}
+
+
+def check_evaluation(
+    task: Task,
+    precision: Precision,
+    placement: Placement,
+    state: TrainState,
+    data: PyTree | Iterable[PyTree],
+) -> None:
+    """Raise what evaluating `data` would, from the shapes of its first rows alone.
+
+    `state`, of one network, is abstract too.
+    """
+    check_kind("evaluation", data)
+    if isinstance(data, Iterator):
+        raise errors.data_one_shot()
+    first = next(chunks(data, placement.size), None)
+    if first is None:
+        raise errors.batch_is_empty()
+    placement.check(first)
+    rows = jax.eval_shape(
+        lambda batch: number_rows(batch, jax.random.key(0), jnp.int32(placement.size)),
+        placement.abstract(),
+    )
+    jax.eval_shape(evaluation(task, precision), state.params, state.model_state, rows)

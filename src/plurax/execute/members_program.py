@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 from plurax import errors, inspect, tree
 from plurax.execute.choose import Choice, Run, choose, stepping
 from plurax.execute.divided import divides
-from plurax.execute.evaluate import evaluation_placement, weighted_means
+from plurax.execute.evaluate import check_evaluation, evaluation_placement, weighted_means
 from plurax.execute.gradient import Totals
 from plurax.execute.in_flight import InFlight
 from plurax.execute.mask import reads_mask
@@ -251,7 +251,7 @@ class MembersProgram:
         As `Program.predict`, an iterable of inputs giving an iterator of outputs.
         """
         states = (self._filled(state), self._everyone)
-        outputs = self._predictor(states, inputs, chunk or self.batch_size)
+        outputs = self._predictor(states, inputs, self.batch_size if chunk is None else chunk)
         return (
             self._members_first(outputs) if is_arrays(inputs) else map(self._members_first, outputs)
         )
@@ -274,6 +274,14 @@ class MembersProgram:
 
         means = weighted_means(run, self._evaluation, data)
         return {name: mean[: self.count] for name, mean in means.items()}
+
+    def check_evaluation(self, data: PyTree | Iterable[PyTree]) -> None:
+        """Raise what `evaluate` of these data would raise; nothing is compiled or computed."""
+        one = self._example.make(self._hyper)
+        fresh = functools.partial(new_state, one.task, one.optimizer)
+        state = jax.eval_shape(lambda: fresh(jax.random.key(0)))
+        check = within(self.mesh, check_evaluation)
+        check(one.task, self.plan.precision, self._evaluation, state, data)
 
     @functools.cached_property
     def _compiled_evaluate(self) -> jax.stages.Compiled:

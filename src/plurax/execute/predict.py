@@ -19,6 +19,7 @@ from plurax.execute.placement import Placement, is_arrays, leading_dim
 from plurax.mesh import split_rows
 from plurax.plan import Plan, Precision
 from plurax.task import Task
+from plurax.validate import whole_number
 
 IN_FLIGHT = 2
 """Chunks computing or waiting while an earlier one is copied to the host."""
@@ -82,9 +83,12 @@ class Predictor:
     ) -> Any:
         """NumPy arrays for a tree of arrays; an iterator of them for an iterable of such trees."""
         check_kind("inputs", inputs)
+        rows = whole_number(chunk)
+        if rows is None:
+            raise errors.chunk_not_positive(chunk)
         if not is_arrays(inputs):
-            return self._stream(states, iter(inputs), chunk)
-        return next(self._stream(states, iter([as_arrays(inputs)]), chunk))
+            return self._stream(states, iter(inputs), rows)
+        return next(self._stream(states, iter([as_arrays(inputs)]), rows))
 
     def _stream(
         self, states: tuple[PyTree, ...], batches: Iterator[PyTree], chunk: int

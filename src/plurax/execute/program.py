@@ -17,7 +17,12 @@ from jaxtyping import Int, PyTree
 
 from plurax import errors, inspect, tree
 from plurax.execute.divided import Divided, divides, microbatch
-from plurax.execute.evaluate import device_evaluation, evaluation_placement, weighted_means
+from plurax.execute.evaluate import (
+    check_evaluation,
+    device_evaluation,
+    evaluation_placement,
+    weighted_means,
+)
 from plurax.execute.gradient import Totals, evaluation, gradient
 from plurax.execute.in_flight import InFlight
 from plurax.execute.loop import make_loop
@@ -34,6 +39,7 @@ from plurax.plan import Plan
 from plurax.sharding.divide import Record
 from plurax.state import TrainState
 from plurax.task import Task
+from plurax.validate import check_seed
 
 
 class Program:
@@ -111,7 +117,7 @@ class Program:
         The same seed gives the same state under every plan. With `params` (a tree like the task's
         own) training starts from them.
         """
-        state = self._init(jax.random.key(seed))
+        state = self._init(jax.random.key(check_seed(seed)))
         if params is None:
             return state
         opt_state = jax.jit(self._optimizer.init)(params)
@@ -269,7 +275,7 @@ class Program:
         """
         state = self._own(state)
         states = (state.params, state.model_state)
-        return self._predictor(states, inputs, chunk or self.batch_size)
+        return self._predictor(states, inputs, self.batch_size if chunk is None else chunk)
 
     def _compile_predict(self, rows: PyTree) -> jax.stages.Compiled:
         if self._divided is not None:
@@ -299,6 +305,11 @@ class Program:
 
         means = weighted_means(run, self._evaluation, data)
         return {name: float(mean) for name, mean in means.items()}
+
+    def check_evaluation(self, data: PyTree | Iterable[PyTree]) -> None:
+        """Raise what `evaluate` of these data would raise; nothing is compiled or computed."""
+        check = within(self.mesh, check_evaluation)
+        check(self.task, self.plan.precision, self._evaluation, self._kept_like, data)
 
     @functools.cached_property
     def _compiled_evaluate(self) -> jax.stages.Compiled:

@@ -1,0 +1,36 @@
+"""Whether what is to be trained is what it should be, before anything is traced."""
+
+from typing import Any
+
+from plurax import errors
+from plurax.members import Members
+from plurax.plan import Plan
+from plurax.task import Task
+
+LIBRARIES = (("flax.linen", "linen"), ("flax.nnx", "nnx"), ("equinox", "equinox"))
+
+
+def check_kinds(task: Any, optimizer: Any, plan: Any, members: Any) -> None:
+    """Raise `TaskError`, `PlanError` or `MembersError` where one of these is something else."""
+    if not isinstance(plan, Plan):
+        raise errors.plan_is_none(plan)
+    if members is not None and not isinstance(members, Members):
+        raise errors.members_are_none(members)
+    many = members is not None
+    library = _library(task)
+    if not isinstance(task, Task) and (library or not (many and callable(task))):
+        kind = task.__name__ if isinstance(task, type) else type(task).__name__
+        raise errors.task_is_none(kind, library or ("function" if callable(task) else None))
+    transforms = hasattr(optimizer, "init") and hasattr(optimizer, "update")
+    if not transforms and not (many and callable(optimizer)):
+        raise errors.optimizer_is_none(optimizer, members=many)
+
+
+def _library(task: Any) -> str | None:
+    """Which library's model it is: an instance, or its class."""
+    kinds = task.__mro__ if isinstance(task, type) else type(task).__mro__
+    modules = [kind.__module__ for kind in kinds]
+    for prefix, name in LIBRARIES:
+        if any(module.startswith(prefix) for module in modules):
+            return name
+    return None

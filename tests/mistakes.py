@@ -1,0 +1,119 @@
+"""The table of mistakes: what a user writes, and what plurax says. Tested, and shown in the docs.
+
+`python -m tests.mistakes` prints the page `docs/mistakes.md`.
+"""
+
+# What is written in Python, the kind of error, and words of its message. `task`, `optimizer`,
+# `data` (32 rows `x` and `y`), `module`s of three libraries and `loss` are in test_mistakes.py.
+PYTHON = {
+    "What is trained": [
+        ("px.fit(linen_module, optimizer, data, batch_size=8)", "TaskError",
+         "the task is a Dense, and what is trained is a plurax.Task. plurax.adapters.linen.task("),
+        ("px.fit(nnx_module, optimizer, data, batch_size=8)", "TaskError",
+         "the task is a Linear, and what is trained is a plurax.Task. plurax.adapters.nnx.task("),
+        ("px.fit(equinox_module, optimizer, data, batch_size=8)", "TaskError",
+         "the task is a Linear, and what is trained is a plurax.Task. plurax.adapters.equinox."),
+        ("px.fit(loss, optimizer, data, batch_size=8)", "TaskError",
+         "the task is a function, and what is trained is a plurax.Task. A function of "
+         "hyperparameters, hyper -> Task, needs members="),
+        ("px.compile(linen_module, optimizer, px.Plan(), data)", "TaskError",
+         "plurax.adapters.linen.task(module, init=..., loss=...) makes a task of it."),
+        ("px.Task(init=init, loss=lambda params, batch: batch['y'])", "TaskError",
+         "takes (params, batch), and is called with (params, batch, keys): write "
+         "def loss(params, batch, keys)"),
+        ("px.Task(init=init, loss=loss, predict=lambda x: x)", "TaskError",
+         "takes (x), and is called with (params, inputs)"),
+        ("px.Task(init=init(key), loss=loss)", "TaskError",
+         "Task.init is a dict, and must be a function of (key)."),
+        ("px.per_example(lambda params, example: 0.0)", "TaskError",
+         "takes (params, example), and is called with (params, example, key)"),
+        ("px.adapters.linen.task(linen_module, lambda key: {}, lambda apply, batch: 0)",
+         "TaskError", "is called with (apply, batch, keys): write def loss(apply, batch, keys)"),
+        ("px.adapters.linen.task(nn.Dense, lambda key: {}, flax_loss)", "TaskError",
+         "linen.task(module=...) got a Dense; give the module itself, made: MyModule(...)."),
+        ("px.adapters.nnx.task(build=nnx_module, loss=flax_loss)", "TaskError",
+         "nnx.task(build=...) got a Linear that is made already; a task makes its own, with every "
+         "seed: build=lambda rngs: Linear(..., rngs=rngs)."),
+        ("px.adapters.nnx.task(build=lambda rngs: nnx_module, loss=lambda model, batch: 0)",
+         "TaskError", "takes (model, batch), and is called with (model, batch, keys)"),
+        ("px.adapters.equinox.task(build=equinox_module, loss=flax_loss)", "TaskError",
+         "equinox.task(build=...) got a Linear that is made already"),
+    ],
+    "The optimizer": [
+        ("px.fit(task, 'adam', data, batch_size=8)", "TaskError",
+         "the optimizer is 'adam', and must be a transformation of optax; write "
+         "optimizer=optax.adam(learning_rate)."),
+        ("px.fit(task, optax.adam, data, batch_size=8)", "TaskError",
+         "and must be a transformation of optax; call it: optax.adam(learning_rate)."),
+        ("px.fit(task, 1e-3, data, batch_size=8)", "TaskError",
+         "the optimizer is 0.001, and must be a transformation of optax; write optimizer="),
+        ("px.fit(task, lambda hyper: optimizer, data, batch_size=8)", "TaskError",
+         "a function of hyperparameters needs members=plurax.Members(...)."),
+        ("px.compile(task, None, px.Plan(), data)", "TaskError",
+         "the optimizer is a NoneType, and must be a transformation of optax"),
+    ],
+    "The plan and the members": [
+        ("px.fit(task, optimizer, data, batch_size=8, plan={'data': 2})", "PlanError",
+         "the plan is a dict, and must be a plurax.Plan. Write plan=plurax.Plan(data=4)"),
+        ("px.fit(task, optimizer, data, batch_size=8, plan='plan.toml')", "PlanError",
+         "must be a plurax.Plan. plurax.Plan.load('plan.toml') reads one from a file."),
+        ("px.fit(task, optimizer, data, batch_size=8, members=5)", "MembersError",
+         "the members are a int; write members=plurax.Members(5)."),
+        ("px.Plan(data=0)", "PlanError", "data must be a whole number of at least 1"),
+        ("px.Plan(zero=3.0)", "PlanError", "zero must be one of 0, 1, 2, 3."),
+        ("px.Plan(schedule='gpip')", "PlanError", "Did you mean 'gpipe'?"),
+        ("px.Members(0)", "MembersError", "a population needs at least one member"),
+        ("px.Members(-3)", "MembersError", "Members(seeds=-3): give a number of members"),
+        ("px.Members(2.5)", "MembersError", "Members(seeds=2.5): give a number of members"),
+        ("px.Members('abc')", "MembersError", "Members(seeds='abc'): give a number of members"),
+        ("px.kfold(0)", "MembersError", "at least 2 folds are needed to leave one out."),
+        ("px.kfold(2.5)", "MembersError", "at least 2 folds are needed to leave one out."),
+    ],
+    "Numbers": [
+        *(
+            (f"px.fit(task, optimizer, data, batch_size=8, {name}={value})", kind, message)
+            for name, kind, message in (
+                ("epochs", "BatchError", "give the number of passes over the data"),
+                ("report_every", "BatchError", "give a whole number of epochs, at least 1."),
+                ("checkpoint_every", "BatchError", "give the number of steps between checkpoints"),
+            )
+            for value in (0, -1, 2.0, True, "'2'")
+        ),
+        ("px.fit(task, optimizer, data, batch_size=8.0)", "BatchError",
+         "batch_size=8.0: give the number of examples of a step"),
+        ("px.fit(task, optimizer, data, batch_size=True)", "BatchError",
+         "batch_size=True: give the number of examples of a step"),
+        *(
+            (f"px.fit(task, optimizer, data, batch_size=8, seed={value})", "TaskError",
+             "give a whole number from 0 to 2**32 - 1.")
+            for value in ("-1", "2**33 + 5", "0.5", "True", "'a'", "None")
+        ),
+        ("px.fit(task, optimizer, data, batch_size=8, shuffle='no')", "BatchError",
+         "shuffle='no': give True for a new order each epoch, or False."),
+        ("program.predict(program.init(), data, chunk=-1)", "BatchError",
+         "chunk=-1: give the number of inputs at a time"),
+        ("program.predict(program.init(), data, chunk=0)", "BatchError",
+         "chunk=0: give the number of inputs at a time"),
+        ("program.init(seed=2**33 + 5)", "TaskError", "give a whole number from 0 to 2**32 - 1."),
+    ],
+    "Before the first step": [
+        ("px.fit(other(evaluate=lambda params, batch: batch['y'].mean()), optimizer, data, "
+         "batch_size=8, evaluation=data)", "TaskError", "Task.evaluate"),
+        ("px.fit(task, optimizer, data, batch_size=8, evaluation={'x': data['x']})", "BatchError",
+         "the batch does not fit the program"),
+        ("px.fit(task, optimizer, data, batch_size=8, evaluation=iter([data]))", "BatchError",
+         "which can be read only once"),
+        ("px.fit(task, optimizer, data, batch_size=8, evaluation=[])", "BatchError",
+         "the batch has no arrays, or no examples"),
+        ("px.fit(keyed, optimizer, data, batch_size=8, output='run')", "CheckpointError",
+         "the state holds model/key: key<fry>[], which no checkpoint can hold."),
+        ("px.fit(task, optimizer, data, batch_size=8, output='file.txt')", "CheckpointError",
+         "file.txt could not be written to: file.txt is a file, and output is a directory."),
+        ("px.fit(task, optimizer, data, batch_size=8, output='file.txt/run')", "CheckpointError",
+         "file.txt/run could not be written to: "),
+        ("px.fit(task, optimizer, data, batch_size=8, output='gs://bucket/run')",
+         "CheckpointError", "plurax writes to the file system of this machine, and gs:// is"),
+        ("px.fit(task, optimizer, data, batch_size=8, output='/proc/run')", "CheckpointError",
+         "could not be written to /proc/run"),
+    ],
+}  # fmt: skip
