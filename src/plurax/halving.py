@@ -137,18 +137,21 @@ def successive_halving(
         state = join_members(*parts)
         rungs.append(Rung(budget, candidates, scores, seconds))
         skipped = np.asarray(state.skipped)
-        new = sorted({candidates[i] for i in np.flatnonzero(skipped)} - frozen)
-        if new:
-            frozen |= set(new)
-            warn_frozen(members, new, f"within {budget} epochs", stacklevel=2)
+        frozen = _told_of({candidates[i] for i in np.flatnonzero(skipped)}, frozen, members, budget)
         order = _ranked(scores, skipped, largest)
         keep = order if budget == epochs else order[: math.ceil(len(order) / reduction)]
         told = f"{metric} best {scores[order[0]]:.4f}, {len(keep)} stay"
         console.print(f"{budget} epochs: {len(candidates)} members in {seconds:.2f} s, {told}")
         candidates, state = [candidates[i] for i in keep], take_members(state, keep)
     assert state is not None
-    survivors = members.take(candidates)
-    return Halving(survivors, state, made.of(survivors), rungs)
+    return Halving(stay := members.take(candidates), state, made.of(stay), rungs)
+
+
+def _told_of(now: set[int], before: set[int], members: Members, budget: int) -> set[int]:
+    """All members that are frozen, the new ones warned of."""
+    if new := sorted(now - before):
+        warn_frozen(members, new, f"within {budget} epochs", stacklevel=3)
+    return now | before
 
 
 def _budgets(first: int, epochs: int, reduction: int) -> list[int]:
