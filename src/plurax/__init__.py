@@ -28,9 +28,9 @@ from plurax.errors import ExperimentError as ExperimentError
 from plurax.errors import MembersError as MembersError
 from plurax.errors import PlanError as PlanError
 from plurax.errors import PluraxError as PluraxError
+from plurax.errors import ShardingWarning as ShardingWarning
 from plurax.errors import TaskError as TaskError
 from plurax.execute.compile import compile as compile
-from plurax.execute.divided import ShardingWarning as ShardingWarning
 from plurax.execute.mask import MaskWarning as MaskWarning
 from plurax.execute.members import Reading as Reading
 from plurax.execute.members_program import MembersProgram as MembersProgram

@@ -1,20 +1,26 @@
 """Groups of JAX's primitives, for transformations that walk a traced function."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
+from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 # fmt: off
 ELEMENTWISE = frozenset([
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
-    "cbrt", "ceil", "clamp", "conj", "convert_element_type", "copy", "copy_p", "cos", "cosh",
-    "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt",
-    "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max",
-    "min", "mul", "name", "ne", "neg", "nextafter", "not", "one_minus_square", "or",
-    "population_count", "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n",
-    "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt",
-    "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+    "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "complex", "conj",
+    "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "eq_to", "erf",
+    "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a",
+    "igammac", "imag", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "log2",
+    "logistic", "lt", "lt_to", "max", "min", "mul", "mulhi", "name", "ne", "neg", "nextafter",
+    "not", "one_minus_square", "or", "polygamma", "population_count", "pow",
+    "random_gamma_grad", "real", "reduce_precision", "regularized_incomplete_beta", "rem", "round",
+    "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign",
+    "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor", "zeta",
 ])
 """One number of the result from one number of each operand."""
 
@@ -56,6 +62,27 @@ def constant(literal: Literal) -> Any:
     """A constant of a traced function, without the mesh in which it was traced."""
     aval: Any = literal.aval
     return np.asarray(literal.val, aval.dtype)
+
+
+@contextlib.contextmanager
+def written(equation: Any) -> Iterator[None]:
+    """Where an operation of a traced function is evaluated as it was written.
+
+    Under the names in which it stood (`jax.named_scope`, `jit`), with its line in the source, and
+    in its context (`compute_on`, metadata for XLA), but in the mesh that is here.
+    """
+    info = equation.source_info
+    names = source_info_util.current_name_stack() + info.name_stack
+    called = equation.params.get("name") if equation.primitive.name in INLINED else None
+    if isinstance(called, str):
+        names = names.extend(f"jit({called})")
+    mesh = jax.sharding.get_abstract_mesh()
+    with (
+        source_info_util.user_context(info.traceback, name_stack=names),
+        equation.ctx.manager,
+        jax.sharding.use_abstract_mesh(mesh),
+    ):
+        yield
 
 
 def inner_jaxprs(equation: Any) -> list[Any]:

@@ -126,6 +126,66 @@ def test_members_split_too(x64, plan):
     assert models.worst(got, trained("perceptron", whole, jnp.float64, members=members)) < 1e-10
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        px.Plan(data=2, zero=3, microbatches=2),
+        px.Plan(data=2, tensor=2, zero=1, shardings={"out": ("tensor",)}, remat="dots"),
+    ],
+)
+def test_parameters_that_are_not_there(x64, plan):
+    """`None` in place of a bias, as Equinox has it, and in what the task carries on."""
+    plain = models.mlp_task(dtype=jnp.float64)
+
+    def without(params):
+        return {**params, "bias": jnp.zeros(models.HIDDEN)}
+
+    task = px.Task(
+        init=lambda key: {**plain.init(key), "bias": None},
+        loss=lambda params, *args: plain.loss(without(params), *args),
+        predict=lambda params, *args: plain.predict(without(params), *args),
+    )
+    batch = models.data(LARGEST, dtype=np.float64)
+
+    def train(plan):
+        program = px.compile(task, models.optimizer(), plan, batch)
+        state, _ = program.step(program.init(0), batch)
+        outputs = program.predict(state, batch)
+        return jax.device_get((program.kept(state).params, outputs))
+
+    assert models.worst(train(plan), train(px.Plan())) < 1e-10
+
+
+def test_what_is_gathered_for_want_of_a_rule_is_said_once():
+    def loss(params, batch, keys):
+        return ((batch["x"] @ jnp.linalg.inv(params["w"])) ** 2).sum(1)
+
+    task = px.Task(init=lambda key: {"w": jnp.eye(4)}, loss=loss)
+    plan = px.Plan(tensor=2, shardings={"w": (None, "tensor")})
+    batch = {"x": np.ones((4, 4), np.float32)}
+    with pytest.warns(px.ShardingWarning, match="has no rule for tensors that are split") as said:
+        records = px.compile(task, optax.sgd(0.1), plan, batch).planned_collectives()
+    texts = [str(one.message) for one in said]
+    assert len(texts) == len(set(texts))
+    assert all("test_divided.py" in text and "bytes of its operands" in text for text in texts)
+    assert any(one.without_rule for one in records)
+
+
+def test_a_model_that_splits_rows_itself_is_refused():
+    def loss(params, batch, keys):
+        rows = jax.P("data")
+        local = jax.shard_map(
+            lambda x, w: (x @ w).sum(1), in_specs=(rows, jax.P()), out_specs=rows,
+            axis_names={"data"},
+        )  # fmt: skip
+        return local(batch["x"], params["w"])
+
+    task = px.Task(init=lambda key: {"w": jnp.eye(4)}, loss=loss)
+    plan, batch = px.Plan(data=2, zero=3), {"x": np.ones((8, 4), np.float32)}
+    with pytest.raises(px.PlanError, match="already the rows of one device"):
+        px.compile(task, optax.sgd(0.1), plan, batch).planned_collectives()
+
+
 def test_a_dim_that_does_not_divide_is_left_whole_and_said():
     task, batch = network("perceptron", jnp.float32)
     rules = {**MLP, "out": (None, "tensor")}  # 3 classes

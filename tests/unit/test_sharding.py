@@ -8,11 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from jax.experimental.compute_on import compute_on
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import plurax as px
 from plurax import inspect
+from plurax.execute.batch_minor import batch_minor
+from plurax.execute.remat import rematerialized
+from plurax.primitives import inner_jaxprs
 from plurax.sharding.axes import Axes
 from plurax.sharding.divide import Divider, divide
 from plurax.sharding.factors import factors
@@ -116,6 +120,17 @@ def test_resharding_is_right_and_costs_what_it_says(source, target):
     planned = [(m.kind, m.bytes) for m in moves if m.kind != "slice"]
     assert sorted((c.kind, c.bytes) for c in found) == sorted(planned)
     assert sum(c.wire for c in found) == pytest.approx(wire_bytes(moves))
+
+
+PARTS = Axes({"a": 2, "b": 4}, {"b": (2, 2)})
+
+
+@given(shardings(tuple(PARTS.sizes), partial=True), shardings(tuple(PARTS.sizes)))
+@settings(max_examples=200)
+def test_each_move_is_one_collective_where_axes_are_used_in_parts(source, target):
+    for move in resharding(source, target, SHAPE, 4, PARTS):
+        if move.kind not in ("slice", "collective-permute"):
+            PARTS.group(move.axes)
 
 
 @given(shardings(partial=True), shardings())
@@ -256,6 +271,8 @@ def test_factors():
     assert factors(jnp.matmul, x, w) == [[0, 1], [1, 2]]
     assert factors(lambda a, b: jnp.tanh(a).T + b, x, jnp.ones((6, 4))) == [[0, 1], [1, 0]]
     assert factors(lambda a: a.reshape(4, 2, 3).sum(1), x) == [[0, 1]]
+    # A dim of size 1 that is spread is no index of the other operand.
+    assert factors(lambda a, b: a * b, jnp.ones((4, 1)), x) == [[0, 1], [0, 2]]
     image, kernel = jnp.ones((2, 8, 8, 3)), jnp.ones((3, 3, 3, 5))
     convolved = functools.partial(
         jax.lax.conv_general_dilated, window_strides=(1, 1), padding="SAME",
@@ -373,6 +390,46 @@ OPERATIONS = {
     "einsum": (
         lambda x, y: jnp.einsum("bij,bjk->bik", x, y),
         (IMAGE[0], IMAGE[0].swapaxes(1, 2)), (S(None, None, "tensor"), S(None, "tensor", None))),
+    "product of two sums": (
+        lambda x, y: (x @ y.T) * (y @ x.T), (TABLE, TABLE),
+        (S(None, "tensor"), S(None, "tensor"))),
+    "square of a sum": (lambda x: (x @ x.T) ** 2, (TABLE,), (S(None, "tensor"),)),
+    "uneven sum": (lambda x: jnp.exp(x[:7]).sum(0), (TABLE,), (S("tensor", None),)),
+    "uneven mean": (lambda x: jnp.cos(x).mean(1), (TABLE[:, :7],), (S(None, "tensor"),)),
+    "uneven max": (lambda x: (-jnp.exp(x)).max(0), (TABLE[:7],), (S("tensor", None),)),
+    "uneven product": (lambda x: jnp.cos(x).T @ x, (TABLE[:7],), (S("tensor", None),)),
+    "uneven rows added": (
+        lambda x: x.at[INDEX[:4, 0] * 0].add(jnp.cos(x[:4])), (TABLE[:7],), (S("tensor", None),)),
+    "stack": (
+        lambda x, y: jnp.stack([x, y, x], 1), (TABLE, TABLE),
+        (S("tensor", None), S(None, "tensor"))),
+    "unstack": (
+        lambda x: tuple(jnp.unstack(x.reshape(8, 3, 4), axis=1)), (TABLE,), (S("tensor", None),)),
+    "tile": (lambda x: jnp.tile(x, (2, 1)), (TABLE,), (S(None, "tensor"),)),
+    "transform": (lambda x: jnp.fft.rfft(x, axis=1).real, (TABLE,), (S("tensor", None),)),
+    "transform split": (lambda x: jnp.abs(jnp.fft.fft(x, axis=1)), (TABLE,), (S(None, "tensor"),)),
+    "complex": (
+        lambda x, y: jnp.abs((x + 1j * y) @ (y - 2j * x).T), (TABLE, TABLE),
+        (S(None, "tensor"), S(None, "tensor"))),
+    "set rows": (lambda x: x.at[INDEX[:2, 0]].set(x[:2] * 2), (TABLE,), (S(None, "tensor"),)),
+    "largest rows": (lambda x: x.at[INDEX[:2, 0]].max(x[:2]), (TABLE,), (S("tensor", None),)),
+    "decomposition": (
+        lambda x: jnp.linalg.cholesky(jnp.einsum("bij,bik->bjk", x, x) + jnp.eye(6)),
+        (IMAGE[..., 0],), (S("tensor", None, None),)),
+    "branches": (
+        lambda x, y: jax.lax.switch(1 + (x[0, 0] > 9), [lambda x, y: (x, y), lambda x, y: (y, x),
+                                                        lambda x, y: (x * 2, 0 * y)], x, y),
+        (TABLE, TABLE), (S("tensor", None), S(None, "tensor"))),
+    "branch of a sum": (
+        lambda x: jax.lax.cond(x[0, 0] < 9, lambda x: x @ x.T, lambda x: jnp.zeros((8, 8)), x),
+        (TABLE,), (S(None, "tensor"),)),
+    "while of a sum": (
+        lambda x: jax.lax.while_loop(lambda c: (c**2).sum() < 1e3, lambda c: c @ x[:, :8].T / 2 + c,
+                                     x[:, :8]),
+        (TABLE,), (S(None, "tensor"),)),
+    "loop without turns": (
+        lambda x: jax.lax.scan(lambda c, row: (c * row, row), x, x[:0, :1])[0], (TABLE,),
+        (S("tensor", None),)),
     "triangular": (lambda x: jnp.tril(x), (TABLE,), (S("tensor", None),)),
     "inverse": (lambda x: jnp.linalg.inv(x[:, :8]), (TABLE,), (S("tensor", None),)),
     "pinned": (
@@ -415,7 +472,17 @@ def test_an_operation_on_shards(x64, name):
 DIFFERENTIABLE = [
     name
     for name in OPERATIONS
-    if name not in ("sort", "argmax", "while", "take outside", "pinned", "top_k", "inverse")
+    if name
+    not in (
+        "sort",
+        "argmax",
+        "while",
+        "take outside",
+        "pinned",
+        "top_k",
+        "inverse",
+        "while of a sum",
+    )
 ]
 
 
@@ -431,6 +498,90 @@ def test_the_gradient_of_an_operation_on_shards(x64, name):
     grad = jax.grad(total, argnums=places)
     got, _, _ = shared(grad, args, lies, count=2)
     assert_same(got, grad(*args))
+
+
+STAYING = {
+    # A branch that is zero, and one that is a sum: added up once, where it is used.
+    "branch": (
+        lambda x: jax.lax.cond(
+            x.sum() < 99, lambda x: x @ x.T, lambda x: jnp.zeros((8, 8)), x), ["all-reduce"]),
+    "condition": (lambda x: jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x), ["all-reduce"]),
+    # The condition is added up in each turn; the carried value never moves.
+    "while": (
+        lambda x: jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: c + 1, x), ["all-reduce"]),
+    "unstack": (lambda x: jnp.unstack(x), []),
+    "stack": (lambda x: jnp.stack([x, x]), []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STAYING)
+def test_what_is_split_stays_so(x64, name):
+    fun, kinds = STAYING[name]
+    _, records, _ = shared(fun, (jnp.asarray(TABLE),), (S(None, "tensor"),), count=2)
+    # What is left a sum is added up at the end, by the test.
+    assert [one.kind for one in records if one.bytes <= 8] == kinds
+    assert all(one.kind == "all-reduce" for one in records)
+
+
+def test_what_is_gathered_for_want_of_a_rule_is_known_by_its_line():
+    def inverted(x):
+        return jnp.linalg.inv(x)
+
+    _, records, _ = shared(inverted, (jnp.eye(8),), (S("tensor", None),), count=2)
+    found = {one.without_rule for one in records} - {None}
+    assert found
+    assert all("test_sharding.py" in where and "inverted)" in where for _, where in found), found
+    # Whole already: nothing is gathered, so nothing is said.
+    _, records, _ = shared(inverted, (jnp.eye(8),), count=2)
+    assert not records
+
+
+def every_equation(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from every_equation(inner)
+
+
+def test_where_an_operation_computes_is_kept(x64):
+    """`compute_on` is in an equation's context, and not in its name."""
+
+    def fun(x):
+        with compute_on("device_host"):
+            return jnp.sin(x) * 2
+
+    for walked in (lambda x: shared(fun, (x,), count=2)[0], rematerialized(fun, "full")):
+        closed = jax.make_jaxpr(walked)(jnp.ones(4))
+        where = {eqn.primitive.name: eqn.ctx.compute_type for eqn in every_equation(closed.jaxpr)}
+        assert where["sin"] == where["mul"] == "device_host"
+
+
+def test_names_of_a_function_that_is_walked():
+    def model(x, w):
+        with jax.named_scope("attention"):
+            y = jnp.tanh(x @ w)
+        with jax.named_scope("readout"):
+            return jax.lax.scan(named_step, y, None, length=2)[0]
+
+    def named_step(c, _):
+        with jax.named_scope("inside"):
+            return jnp.sin(c), None
+
+    walked = {
+        "as it is": lambda x, w: shared(model, (x, w), count=2)[0],
+        "gradient": lambda x, w: shared(
+            jax.grad(lambda x, w: model(x, w).sum(), argnums=1), (x, w), count=2)[0],
+        "again": rematerialized(model, "dots"),
+        "batch last": batch_minor(model, 0),
+        "in a call": lambda x, w: shared(jax.jit(model), (x, w), count=2)[0],
+    }  # fmt: skip
+    x, w = jnp.ones((4, 6)), jnp.ones((6, 6))
+    for name, fun in walked.items():
+        text = jax.jit(fun).lower(x, w).as_text(debug_info=True)
+        for scope in ("attention", "readout", "inside"):
+            assert scope in text, (name, scope)
+        # It says where in the model an operation stands.
+        assert "test_sharding.py" in text
 
 
 # --- Rules --------------------------------------------------------------------------------------

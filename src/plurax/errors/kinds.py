@@ -9,6 +9,10 @@ class PlanError(PluraxError):
     """A plan that cannot run."""
 
 
+class ShardingWarning(UserWarning):
+    """A tensor does not lie as a rule says, or is gathered whole for an operation."""
+
+
 class TaskError(PluraxError):
     """A task whose functions do not keep their contract."""
 

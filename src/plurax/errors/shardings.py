@@ -13,6 +13,15 @@ def axis_used_twice(sharding: str, axis: str) -> PlanError:
     )
 
 
+def gathered_whole(operation: str, size: int, where: str) -> str:
+    return (
+        f"`{operation}` at {where} has no rule for tensors that are split: {size:,} bytes of its "
+        "operands are gathered on every device each time, and all of them compute the same. The "
+        "result is right. To split it, put it into a `jax.shard_map`, or let its operands lie "
+        "whole by a rule in Plan(shardings=...)."
+    )
+
+
 def spec_too_long(spec: tuple[Any, ...], rank: int, name: str = "the tensor") -> PlanError:
     return PlanError(
         f"the sharding {spec} has {len(spec)} entries and {name} has {rank} "
@@ -46,6 +55,14 @@ def sharding_indivisible(what: str, shape: tuple[int, ...], dim: int, ways: int)
     return PlanError(
         f"dim {dim} of {what} with shape {shape} has size {shape[dim]} and cannot be split "
         f"{ways} ways; {fits} would fit."
+    )
+
+
+def by_hand_over_data(spec: Any) -> PlanError:
+    return PlanError(
+        f"jax.shard_map in the model splits over 'data' by {spec}: what the loss is given are "
+        "already the rows of one device, and a device adds up its own. Leave 'data' out of "
+        "in_specs and out_specs."
     )
 
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, Literal
 from jaxtyping import Array, PyTree
 
-from plurax.primitives import ELEMENTWISE, INLINED, REDUCTIONS, open_jaxpr
+from plurax.primitives import ELEMENTWISE, INLINED, REDUCTIONS, open_jaxpr, written
 
 FEW = 4
 """Up to so many terms or rows, a matrix product is written out (measured: docs/performance.md)."""
@@ -78,13 +78,14 @@ def _evaluate(
     for equation in jaxpr.eqns:
         inputs = [read(atom) for atom in equation.invars]
         name = equation.primitive.name
-        if name in INLINED:
-            outputs = _evaluate(*open_jaxpr(equation.params[INLINED[name]]), inputs, size)
-        elif name == "mark":
-            outputs = inputs
-        else:
-            result = _by_rule(equation, inputs, size)
-            outputs = _as_written(equation, inputs) if result is None else [result]
+        with written(equation):
+            if name in INLINED:
+                outputs = _evaluate(*open_jaxpr(equation.params[INLINED[name]]), inputs, size)
+            elif name == "mark":
+                outputs = inputs
+            else:
+                result = _by_rule(equation, inputs, size)
+                outputs = _as_written(equation, inputs) if result is None else [result]
         known.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 

@@ -48,10 +48,6 @@ from plurax.state import TrainState
 from plurax.task import Task
 
 
-class ShardingWarning(UserWarning):
-    """A tensor does not lie as its rule says, because a dim does not divide."""
-
-
 def divides(task: Task, plan: Plan) -> bool:
     """Whether a task is divided under a plan: where anything is split but independent rows."""
     return plan.divided or (task.coupled and plan.data > 1)
@@ -203,8 +199,21 @@ class Divided:
         self._said.update(new)
         if new:
             lines = "".join(f"\n  {name}: {note}" for name, note in new.items())
-            warnings.warn(f"some tensors are not split as the rules say:{lines}", ShardingWarning,
-                          stacklevel=2)  # fmt: skip
+            warnings.warn(f"some tensors are not split as the rules say:{lines}",
+                          errors.ShardingWarning, stacklevel=2)  # fmt: skip
+        self.warn_of(self.collectives())
+
+    def warn_of(self, records: Sequence[Record]) -> None:
+        """Say of each place once where tensors are gathered for an operation without a rule."""
+        sizes: dict[tuple[str, str], int] = {}
+        for one in records:
+            if one.without_rule is not None:
+                sizes[one.without_rule] = sizes.get(one.without_rule, 0) + one.bytes
+        for (operation, where), size in sizes.items():
+            if f"{operation} at {where}" not in self._said:
+                self._said.add(f"{operation} at {where}")
+                text = errors.gathered_whole(operation, size, where)
+                warnings.warn(text, errors.ShardingWarning, stacklevel=2)
 
     def _norm(self, grads: PyTree) -> Array:
         """The global norm of gradients that lie in shards."""
@@ -238,6 +247,8 @@ class Divided:
         values = divide(whole_update(self.optimizer), divider, args, lambda _: goals)
         self.records["update"] = divider.records
         self.warn_of_gathers()
+        # Over `data`, all that is gathered has been said, without a rule or not.
+        self.warn_of([one for one in divider.records if "data" not in one.axes])
         return _arrays(values)
 
     def warn_of_gathers(self) -> None:
@@ -252,7 +263,7 @@ class Divided:
             warnings.warn(
                 "the optimizer's update needs whole tensors that lie in shards: each device "
                 f"gathers them, for the time of the update, in every step:{lines}",
-                ShardingWarning, stacklevel=2,
+                errors.ShardingWarning, stacklevel=2,
             )  # fmt: skip
 
     def evaluate(self) -> Callable[[PyTree, PyTree, PyTree, Any], Totals]:
@@ -262,7 +273,9 @@ class Divided:
 
         def run(params: PyTree, model_state: PyTree, rows: Rows) -> Totals:
             args = (self._parameters(params), _whole(model_state), _varying(rows))
-            values = divide(fun, self.divider(), args)
+            divider = self.divider()
+            values = divide(fun, divider, args)
+            self.warn_of(divider.records)
             kinds[:] = [jax.tree.map(lambda v: (v.shape, *v.kind), values, is_leaf=is_value)]
             return _arrays(values)
 
@@ -288,7 +301,10 @@ class Divided:
             def wanted(shapes: PyTree) -> PyTree:
                 return jax.tree.map(lambda leaf: Sharding.whole(len(leaf.shape)), shapes)
 
-            return _arrays(divide(fun, self.divider(), args, wanted))
+            divider = self.divider()
+            values = divide(fun, divider, args, wanted)
+            self.warn_of(divider.records)
+            return _arrays(values)
 
         return run
 

@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jaxtyping import Array, PyTree
 
 from plurax.plan import Remat
-from plurax.primitives import open_jaxpr, scan_sizes
+from plurax.primitives import open_jaxpr, scan_sizes, written
 
 
 def rematerialized(
@@ -33,11 +33,11 @@ def rematerialized(
     if policy == "none":
         return fun
     policies = jax.checkpoint_policies
-    save = {
+    save = _real({
         "dots": policies.dots_saveable,
         "full": policies.nothing_saveable,
         "offload": policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
-    }[policy]
+    }[policy])  # fmt: skip
 
     if whole:
         # Forward and backward are not in one program here: nothing could be joined.
@@ -52,6 +52,17 @@ def rematerialized(
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     return again
+
+
+def _real(save: Callable[..., Any]) -> Callable[..., Any]:
+    """Complex results are computed again: JAX rounds what it keeps, and can round only reals."""
+
+    def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
+        if any(jnp.issubdtype(aval.dtype, jnp.complexfloating) for aval in avals):
+            return False
+        return save(primitive, *avals, **params)
+
+    return policy
 
 
 def _in_pieces(
@@ -73,9 +84,9 @@ def _in_pieces(
             _again(piece, known, save)
             piece = []
         if loop:
-            known.update(
-                zip(eqn.outvars, _loop(eqn, [read(a) for a in eqn.invars], save), strict=True)
-            )
+            with written(eqn):
+                results = _loop(eqn, [read(a) for a in eqn.invars], save)
+            known.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
@@ -90,7 +101,8 @@ def _again(piece: list[Any], known: dict[Any, Any], save: Any) -> None:
         for eqn in piece:
             inputs = [a.val if isinstance(a, Literal) else inside[a] for a in eqn.invars]
             params = eqn.primitive.get_bind_params(eqn.params)
-            out = eqn.primitive.bind(*inputs, **params)
+            with written(eqn):
+                out = eqn.primitive.bind(*inputs, **params)
             results = out if eqn.primitive.multiple_results else [out]
             inside.update(zip(eqn.outvars, results, strict=True))
         return [inside[var] for eqn in piece for var in eqn.outvars]

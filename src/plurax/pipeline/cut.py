@@ -14,7 +14,7 @@ from jaxtyping import Array, PyTree
 
 from plurax import errors
 from plurax.pipeline.network import Edge, Network
-from plurax.primitives import INLINED, constant, inner_jaxprs, open_jaxpr
+from plurax.primitives import INLINED, constant, inner_jaxprs, open_jaxpr, written
 from plurax.sharding.divide import Divider
 from plurax.sharding.marks import Boundary
 from plurax.sharding.operators.common import bind
@@ -36,10 +36,11 @@ def inlined(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], *, every: 
         calls = name in ("jit", "pjit", "closed_call", "core_call")
         if marked and not calls:
             raise errors.boundary_in_loop(name)
-        if calls and (marked or every):
-            outputs = inlined(*open_jaxpr(eqn.params[INLINED[name]]), inputs, every=every)
-        else:
-            outputs = bind(eqn, inputs)
+        with written(eqn):
+            if calls and (marked or every):
+                outputs = inlined(*open_jaxpr(eqn.params[INLINED[name]]), inputs, every=every)
+            else:
+                outputs = bind(eqn, inputs)
         known.update(zip(eqn.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
@@ -159,7 +160,8 @@ class Cut:
                 return constant(atom) if isinstance(atom, Literal) else known[atom]
 
             for eqn in eqns:
-                outputs = bind(eqn, [read(atom) for atom in eqn.invars])
+                with written(eqn):
+                    outputs = bind(eqn, [read(atom) for atom in eqn.invars])
                 known.update(zip(eqn.outvars, outputs, strict=True))
             found = [read(atom) for atom in results]
             if last:

@@ -107,6 +107,13 @@ class Axes:
             groups.setdefault(key, []).append((tuple(place[a] for a in axes), number))
         return owners[0], [[number for _, number in sorted(group)] for group in groups.values()]
 
+    def together(self, axes: Sequence[str]) -> bool:
+        """Whether one collective can run over some axes: over parts of one mesh axis, or over whole
+        ones."""
+        owners = self.mesh_axes(axes)
+        whole = [part for owner in owners for part in self.expand(owner)]
+        return len(owners) <= 1 or list(axes) == whole or all(axis in self.mesh for axis in axes)
+
     def exchange(
         self, have: Block, want: Block, axes: Sequence[str]
     ) -> tuple[str | tuple[str, ...], list[tuple[int, int]]]:

@@ -7,7 +7,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, Literal
 from jaxtyping import Array
 
-from plurax.primitives import INLINED, constant, open_jaxpr, scan_sizes
+from plurax.primitives import INLINED, constant, open_jaxpr, scan_sizes, written
 from plurax.sharding.operators import bind
 
 
@@ -22,16 +22,17 @@ def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Array]) -> lis
     for eqn in jaxpr.eqns:
         inputs = [constant(a) if isinstance(a, Literal) else known[a] for a in eqn.invars]
         name = eqn.primitive.name
-        if name in INLINED:
-            outputs = evaluated(*open_jaxpr(eqn.params[INLINED[name]]), inputs)
-        elif name in ("checkpoint", "remat2", "remat"):
-            outputs = evaluated(*open_jaxpr(eqn.params["jaxpr"]), inputs)
-        elif name == "scan":
-            outputs = _scan(eqn, inputs)
-        elif name in _PLAIN:
-            outputs = [_PLAIN[name](value, eqn.params) for value in inputs]
-        else:
-            outputs = bind(eqn, inputs)
+        with written(eqn):
+            if name in INLINED:
+                outputs = evaluated(*open_jaxpr(eqn.params[INLINED[name]]), inputs)
+            elif name in ("checkpoint", "remat2", "remat"):
+                outputs = evaluated(*open_jaxpr(eqn.params["jaxpr"]), inputs)
+            elif name == "scan":
+                outputs = _scan(eqn, inputs)
+            elif name in _PLAIN:
+                outputs = [_PLAIN[name](value, eqn.params) for value in inputs]
+            else:
+                outputs = bind(eqn, inputs)
         known.update(zip(eqn.outvars, outputs, strict=True))
     return [constant(a) if isinstance(a, Literal) else known[a] for a in jaxpr.outvars]
 

@@ -15,29 +15,32 @@ they are made whole where they meet a varying value, each time they do, after wh
 and never kept.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, Literal
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from plurax import errors
 from plurax.mesh import within
-from plurax.primitives import INLINED, holds, open_jaxpr
+from plurax.primitives import INLINED, holds, open_jaxpr, written
 from plurax.sharding.axes import Axes
+from plurax.sharding.branches import Branches
 from plurax.sharding.by_hand import evaluated
-from plurax.sharding.loop import Loop
+from plurax.sharding.loop import Loop, While
 from plurax.sharding.obeyed import NameRule, Obeyed
 from plurax.sharding.operators import RULES, by_default
 from plurax.sharding.ordering import after, telling
 from plurax.sharding.reshard import Move, apply_moves, resharding, wire_bytes
 from plurax.sharding.sharding import Sharding
-from plurax.sharding.values import Cell, Late, Value, is_value
+from plurax.sharding.values import Cell, Late, Value, is_value, over_data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +50,8 @@ class Record:
     **Fields:** `kind`, `axes` (of the mesh), `bytes` of its result on one device, `wire` bytes that
     a device sends, `trips`, how often it runs, and `operation`, for which an operand is moved,
     with the function in whose code it stands; "" where it is a result that is brought somewhere.
+    `without_rule`, where it gathers for an operation that has no rule, the operation and the place
+    in the model's code.
     """
 
     kind: str
@@ -55,6 +60,11 @@ class Record:
     wire: float
     trips: int
     operation: str = ""
+    without_rule: tuple[str, str] | None = None
+
+
+FRAMES = 200
+"""So many lines of the calls that led to an operation are looked at."""
 
 
 class Divider:
@@ -87,6 +97,26 @@ class Divider:
         self.records: list[Record] = []
         self._trips = trips
         self._now: Any = None
+        self._calls: list[Any] = []
+
+    def gathered_for(self, eqn: Any, first: int) -> None:
+        """Note that the collectives from the `first` on gather for an operation without a rule."""
+        for place, record in enumerate(self.records[first:], first):
+            if record.kind in ("all-gather", "all-to-all"):
+                because = (eqn.primitive.name, self._line(eqn))
+                self.records[place] = dataclasses.replace(record, without_rule=because)
+
+    def _line(self, eqn: Any) -> str:
+        """The line of the model in which an operation, or the function that calls it, stands.
+
+        JAX keeps what it has traced: a called function may name the lines of another caller.
+        """
+        line = ""
+        for one in (*self._calls, eqn):
+            lines = source_info_util.summarize(one.source_info, FRAMES).splitlines()
+            if not line or line in lines:
+                line = lines[-1]
+        return line
 
     # --- Moving -------------------------------------------------------------------------------
 
@@ -158,9 +188,12 @@ class Divider:
 
     def all_reduced(self, array: Array, axes: Sequence[str], op: Callable[..., Array]) -> Array:
         """The maximum or minimum over some axes."""
-        names, groups = self.axes.group(axes)
-        self.record_all_reduce(axes, array)
-        return op(array, names, axis_index_groups=groups)
+        owners = [[a] for a in axes] if not self.axes.together(axes) else [list(axes)]
+        for one in owners:
+            names, groups = self.axes.group(one)
+            self.record_all_reduce(one, array)
+            array = op(array, names, axis_index_groups=groups)
+        return array
 
     def record_all_reduce(self, axes: Sequence[str], array: Array) -> None:
         """Note an all-reduce that is made elsewhere."""
@@ -217,7 +250,9 @@ class Divider:
         for eqn in eqns:
             inputs = [read(atom) for atom in eqn.invars]
             goals = [goal.get(var) for var in eqn.outvars]
-            for var, cell in zip(eqn.outvars, self._equation(eqn, inputs, goals), strict=True):
+            with written(eqn):
+                outputs = self._equation(eqn, inputs, goals)
+            for var, cell in zip(eqn.outvars, outputs, strict=True):
                 # A mark may hand on the very cell.
                 before = cell.uses - 1 if cell in inputs else 0
                 cell.uses = before + uses.get(var, 0)
@@ -227,13 +262,22 @@ class Divider:
     def _equation(self, eqn: Any, inputs: list[Cell], goals: list[Sharding | None]) -> list[Cell]:
         name = eqn.primitive.name
         if name in INLINED:
-            return self.evaluate(*open_jaxpr(eqn.params[INLINED[name]]), inputs, goals)
+            self._calls.append(eqn)
+            results = self.evaluate(*open_jaxpr(eqn.params[INLINED[name]]), inputs, goals)
+            self._calls.pop()
+            return results
         if name in ("checkpoint", "remat2", "remat"):
             if eqn.params["prevent_cse"] and eqn.params["differentiated"]:
                 inputs = self._barrier(inputs)
             return self.evaluate(*open_jaxpr(eqn.params["jaxpr"]), inputs, goals)
         if name == "scan":
             return self._scan(eqn, inputs, goals)
+        if name == "while":
+            loop = While(self, eqn, inputs)
+            loop.settle()
+            return loop.run()
+        if name == "cond":
+            return Branches(self, eqn, inputs).run()
         if name in ("mark", "sharding_constraint"):
             target = self._marks.of(eqn, inputs[0])
             return [inputs[0] if target is None else Cell(self.to(inputs[0], target))]
@@ -250,28 +294,44 @@ class Divider:
         """What is split over `data` made whole where it meets a varying value.
 
         The gather comes after the value it meets: it is neither done before it is needed, nor
-        joined with another.
+        joined with another. Of a value that is also there whole, that one is taken.
         """
         known = (cell.unmade.source if cell.unmade else cell.value for cell in inputs)
         made = [value for value in known if value is not None]
         meets = [v.array for v in made if v.varying or (self.joint and not v.fixed)]
-        split = [
-            not cell.unmade
-            and "data" in (*cell.value.sharding.axes, *cell.value.sharding.partial)
-            and (cell.value.fixed or not self.joint)
-            and not cell.made_zero
-            for cell in inputs
-        ]
-        if not meets or not any(split):
+        if not meets and not any(cell.varying for cell in inputs):
             return inputs
-        arrays = [cell.value.array for cell, yes in zip(inputs, split, strict=True) if yes]
-        tied = iter(after(arrays, telling(meets)))
+        cells = [cell if self.joint and _rows(cell) else self._without_data(cell) for cell in inputs]
+        split = [
+            cell
+            for cell in cells
+            if cell.unmade is None
+            and over_data(cell.value.sharding)
+            and not (self.joint and _rows(cell))
+        ]
+        arrays = [cell.value.array for cell in split]
+        if split and meets:
+            arrays = after(arrays, telling(meets))
+        tied = iter(arrays)
 
         def whole(cell: Cell) -> Cell:
             value = dataclasses.replace(cell.value, array=next(tied))
             return Cell(self.move(value, value.sharding.without(["data"])))
 
-        return [whole(cell) if yes else cell for cell, yes in zip(inputs, split, strict=True)]
+        return [whole(cell) if cell in split else cell for cell in cells]
+
+    def _without_data(self, cell: Cell) -> Cell:
+        """A value in those of its shardings that are whole over `data`, if there are any."""
+        kept = [value for value in cell.values if not over_data(value.sharding)]
+        if len(kept) == len(cell.values):
+            return cell
+        if cell.made_zero:
+            return Cell(self.zeros(cell.shape, cell.value.array.dtype))
+        if not kept:
+            return cell
+        other = Cell(kept[0], cell.uses)
+        other.values = kept
+        return other
 
     def _barrier(self, inputs: list[Cell]) -> list[Cell]:
         made = [cell.value for cell in inputs]
@@ -285,15 +345,26 @@ class Divider:
             for value, array in zip(made, tied, strict=True)
         ]
 
+    @contextlib.contextmanager
+    def apart(self, varying: bool) -> Iterator[None]:
+        """Where devices along `data` go different ways: no permutation, in which all take part."""
+        axes = self.axes
+        if varying:
+            self.axes = Axes(axes.mesh, axes.parts, permutes=False)
+        try:
+            yield
+        finally:
+            self.axes = axes
+
     # --- Loops, and shard_map by hand ----------------------------------------------------------
 
     def _scan(self, eqn: Any, inputs: list[Cell], goals: list[Sharding | None]) -> list[Cell]:
         loop = Loop(self, eqn, inputs, goals)
         loop.settle()
         start = loop.start()
-        self._trips *= loop.length
+        trips, self._trips = self._trips, self._trips * loop.length
         outputs = loop.run(start)
-        self._trips //= loop.length
+        self._trips = trips
         return outputs
 
     def finished(self, cell: Cell, target: Sharding) -> Value:
@@ -313,18 +384,22 @@ class Divider:
     def _by_hand(self, eqn: Any, inputs: list[Cell]) -> list[Cell]:
         """A `jax.shard_map` of the user's: its body is already what one device does."""
         params = eqn.params
+        varying = any(cell.varying for cell in inputs)
         arrays = []
         for cell, spec in zip(inputs, params["in_specs"], strict=True):
             target = self._known(spec, len(cell.shape))
+            if varying and "data" in target.axes:
+                raise errors.by_hand_over_data(spec)
             arrays.append(self.to(cell, target).array)
         body, consts = open_jaxpr(params["jaxpr"])
         if not self.axes.permutes and holds(body, "ppermute"):
             raise errors.permute_in_stage()
         outputs = evaluated(body, consts, arrays)
-        varying = any(cell.value.varying for cell in inputs)
         results = []
         for var, array, spec in zip(eqn.outvars, outputs, params["out_specs"], strict=True):
             lies = self._known(spec, len(var.aval.shape))
+            if varying and "data" in lies.axes:
+                raise errors.by_hand_over_data(spec)
             results.append(Cell(Value(array, var.aval.shape, lies, varying)))
         return results
 
@@ -361,11 +436,10 @@ def divide(
     leaves, structure = jax.tree.flatten(args, is_leaf=is_value)
     like = [jax.ShapeDtypeStruct(value.shape, value.array.dtype) for value in leaves]
     closed, shapes = divider.traced(fun, *jax.tree.unflatten(structure, like))
-    goals: list[Any] = [None] * len(closed.jaxpr.outvars)
-    if wanted is not None:
-        goals = jax.tree.leaves(
-            wanted(shapes), is_leaf=lambda x: x is None or isinstance(x, Sharding)
-        )
+    goals: list[Any] = []
+    # A None may also be a part of the tree itself: a parameter that is not there.
+    given = wanted(shapes) if wanted is not None else jax.tree.map(lambda _: None, shapes)
+    jax.tree.map(lambda _, goal: goals.append(goal), shapes, given)
     cells = divider.evaluate(closed.jaxpr, closed.consts, [Cell(v) for v in leaves], goals)
     out = []
     for cell, goal in zip(cells, goals, strict=True):
@@ -398,6 +472,11 @@ def _live(
 def _able(cell: Cell, target: Sharding) -> list[Value]:
     """The values that can be brought to a sharding: a sum cannot be taken apart again."""
     return [value for value in cell.values if target.partial <= value.sharding.partial]
+
+
+def _rows(cell: Cell) -> bool:
+    """Whether a value is no parameter: where rows are a dim, it may stay split over `data`."""
+    return cell.unmade is None and (cell.made_zero or not cell.value.fixed)
 
 
 def _named(eqn: Any) -> str:

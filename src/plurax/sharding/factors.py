@@ -96,8 +96,10 @@ def _same(pairs: Any) -> Iterator[tuple[tuple[Any, int], tuple[Any, int]]]:
     for a, b in pairs:
         if isinstance(a, Literal) or isinstance(b, Literal):
             continue
-        if _shape(a) == _shape(b):
-            yield from (((a, d), (b, d)) for d in range(len(_shape(a))))
+        # A dim of size 1 is spread: it is no index of the other.
+        if len(_shape(a)) == len(_shape(b)):
+            sizes = zip(_shape(a), _shape(b), strict=True)
+            yield from (((a, d), (b, d)) for d, (one, other) in enumerate(sizes) if one == other)
 
 
 def _others(var: Any, dims: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""The share of a loop: how what it carries lies, so that each turn finds it as it was left."""
+"""The share of a `scan` and of a `while_loop`."""
 
 import dataclasses
 from typing import Any
@@ -8,21 +8,15 @@ from jax import lax
 from jaxtyping import Array
 
 from plurax.primitives import open_jaxpr, scan_sizes
+from plurax.sharding.carry import Carry
 from plurax.sharding.sharding import Sharding
 from plurax.sharding.values import Cell, Value
-
-Kind = tuple[Sharding, bool, bool]
-
-TURNS = 8
-"""After so many tries at most, what is carried lies as it does at the start of a turn."""
 
 
 class Loop:
     """One `scan` of a divided function.
 
-    What is carried starts as it comes. If a turn leaves it otherwise, that is tried as the start;
-    if a turn then leaves it otherwise again, it is moved at the end of each turn. Zeros may start
-    as anything, the terms of a sum too: a gradient added up over a loop crosses devices once.
+    What it carries is for `Carry` to say; what it takes row by row has its leading dim whole.
     """
 
     def __init__(
@@ -32,23 +26,13 @@ class Loop:
         self.body, self.body_consts = open_jaxpr(eqn.params["jaxpr"])
         self.length: int = eqn.params["length"]
         shared, self.carried = scan_sizes(eqn)
-        carried, kept = self.carried, shared + self.carried
-        self.consts, self.carry = inputs[:shared], inputs[shared:kept]
+        kept = shared + self.carried
+        self.consts = inputs[:shared]
+        self.carry = Carry(divider, self.body.invars[shared:kept], inputs[shared:kept])
         self.xs = [self._unstacked(cell) for cell in inputs[kept:]]
-        self.goals = [*[None] * carried, *(_inner(goal) for goal in goals[carried:])]
-        for cell in self.consts:
-            if cell.unmade is None or cell.unmade.source is not None:
-                cell.values.insert(0, divider.settled(cell))
-        self.kinds: list[Kind | None] = [self._first_kind(cell) for cell in self.carry]
-        self.forced: list[Sharding | None] = [None] * carried
-        self.found: list[Kind] = []
-
-    def _first_kind(self, cell: Cell) -> Kind | None:
-        """How a carried value comes; a sum will be added up, in the shards that are wanted."""
-        if cell.unmade is not None and cell.unmade.zero:
-            return None
-        sharding, varying, fixed = cell.value.kind
-        return Sharding(sharding.dims), varying, fixed
+        self.goals = [*[None] * self.carried, *(_inner(goal) for goal in goals[self.carried :])]
+        settle_shared(divider, self.consts)
+        self.found: list[Value] = []
 
     def _unstacked(self, cell: Cell) -> Value:
         """A stack whose leading dim is whole, so that a loop can take it row by row."""
@@ -59,24 +43,18 @@ class Loop:
 
     def settle(self) -> None:
         """Find how what is carried shall lie."""
-        for turn in range(TURNS):
+        rows = [jax.ShapeDtypeStruct(x.array.shape[1:], x.array.dtype) for x in self.xs]
+        for _ in range(self.carry.most):
             kept = len(self.divider.records)
-            jax.eval_shape(self._turn, self._shapes(), [x.array[0] for x in self.xs])
+            jax.eval_shape(self._turn, self.carry.shapes(), rows)
             del self.divider.records[kept:]
-            if self.found[: self.carried] == self.kinds:
+            if self.carry.learn(self.found[: self.carried]):
                 return
-            for place, (kind, new) in enumerate(zip(self.kinds, self.found, strict=False)):
-                if kind is None:
-                    self.kinds[place] = new
-                elif kind != new:
-                    sharding, varying, fixed = kind
-                    if turn == 0 and not new[0].partial:
-                        sharding = new[0]
-                    elif sharding != new[0]:
-                        sharding = Sharding(sharding.dims)
-                        self.forced[place] = sharding
-                    self.kinds[place] = (sharding, varying or new[1], fixed and new[2])
         raise AssertionError("no way for the loop to lie")
+
+    def start(self) -> list[Array]:
+        """What the first turn finds."""
+        return self.carry.start()
 
     def run(self, start: list[Array]) -> list[Cell]:
         """The loop itself."""
@@ -84,52 +62,101 @@ class Loop:
         x_arrays = [value.array for value in self.xs]
         last, stacked = lax.scan(self._turn, start, x_arrays, self.length, **options)
         results = []
-        for var, array, kind in zip(self.eqn.outvars, [*last, *stacked], self.found, strict=True):
-            sharding, varying, fixed = kind
+        for var, array, value in zip(self.eqn.outvars, [*last, *stacked], self.found, strict=True):
+            sharding, varying, fixed = value.kind
             if len(sharding.dims) < len(var.aval.shape):
                 sharding = Sharding(((), *sharding.dims), sharding.partial)
             results.append(Cell(Value(array, tuple(var.aval.shape), sharding, varying, fixed)))
         return results
 
-    def _shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Of what the first turn finds; nothing is moved to learn them."""
-        shapes = []
-        for var, kind, cell in zip(self._inner, self.kinds, self.carry, strict=False):
-            sharding = Sharding.whole(len(cell.shape)) if kind is None else kind[0]
-            local = sharding.shard_shape(cell.shape, self.divider.axes.sizes)
-            shapes.append(jax.ShapeDtypeStruct(local, var.aval.dtype))
-        return shapes
-
-    @property
-    def _inner(self) -> list[Any]:
-        """The body's variables behind those that its turns share."""
-        return list(self.body.invars[len(self.consts) :])
-
-    def start(self) -> list[Array]:
-        """What the first turn finds."""
-        arrays = []
-        for cell, kind in zip(self.carry, self.kinds, strict=True):
-            sharding = Sharding.whole(len(cell.shape)) if kind is None else Sharding(kind[0].dims)
-            arrays.append(self.divider.to(cell, sharding).array)
-        return arrays
-
     def _turn(self, carry: list[Array], xs: list[Array]) -> tuple[list[Array], list[Array]]:
         cells = [cell.fresh() for cell in self.consts]
-        for var, kind, array in zip(self._inner, self.kinds, carry, strict=False):
-            shape = tuple(var.aval.shape)
-            value = self.divider.zeros(shape, array.dtype) if kind is None else None
-            cells.append(Cell(value or Value(array, shape, *(kind or ()))))
+        cells += self.carry.found(carry)
         for stack, array in zip(self.xs, xs, strict=True):
             cells.append(Cell(_row(stack, array)))
         out = self.divider.evaluate(self.body, self.body_consts, cells, self.goals)
-        values = []
-        for cell, target in zip(out[: self.carried], self.forced, strict=True):
-            values.append(cell.value if target is None else self.divider.to(cell, target))
+        values = self.carry.left(out[: self.carried])
         for cell, goal in zip(out[self.carried :], self.goals[self.carried :], strict=True):
             values.append(cell.value if goal is None else self.divider.finished(cell, goal))
-        self.found = [value.kind for value in values]
+        self.found = values
         arrays = [value.array for value in values]
         return arrays[: self.carried], arrays[self.carried :]
+
+
+class While:
+    """One `while_loop` of a divided function.
+
+    Devices that communicate in it must take equally many turns. Where the condition depends on a
+    device's own rows, they take what they need: what the loop reads is made whole over `data`
+    before it, so that nothing in it communicates over `data`.
+    """
+
+    def __init__(self, divider: Any, eqn: Any, inputs: list[Cell]) -> None:
+        self.divider, self.eqn = divider, eqn
+        self.condition, self.condition_consts = open_jaxpr(eqn.params["cond_jaxpr"])
+        self.body, self.body_consts = open_jaxpr(eqn.params["body_jaxpr"])
+        tested, shared = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        self.tested, self.shared = inputs[:tested], inputs[tested : tested + shared]
+        settle_shared(divider, inputs[: tested + shared])
+        self.carry = Carry(divider, self.body.invars[shared:], inputs[tested + shared :])
+        self.found: list[Value] = []
+        self.varying = False
+
+    def settle(self) -> None:
+        """Find how what is carried shall lie, and whether devices take different turns."""
+        for _ in range(1 + self.carry.most):
+            kept = len(self.divider.records)
+            jax.eval_shape(lambda *carry: (self._goes_on(carry), self._turn(carry)),
+                           *self.carry.shapes())  # fmt: skip
+            del self.divider.records[kept:]
+            if self._uneven and not self.varying:
+                self.varying = True
+                self.carry.vary()
+                self.tested, self.shared = (
+                    [Cell(whole_over_data(self.divider, cell)) for cell in cells]
+                    for cells in (self.tested, self.shared)
+                )
+            elif self.carry.learn(self.found):
+                return
+        raise AssertionError("no way for the loop to lie")
+
+    def run(self) -> list[Cell]:
+        """The loop itself."""
+        start = tuple(self.carry.start())
+        with self.divider.apart(self.varying):
+            last = lax.while_loop(self._goes_on, self._turn, start)
+        return [
+            Cell(dataclasses.replace(value, array=array))
+            for value, array in zip(self.found, last, strict=True)
+        ]
+
+    def _goes_on(self, carry: Any) -> Array:
+        cells = [cell.fresh() for cell in self.tested] + self.carry.found(carry)
+        (cell,) = self.divider.evaluate(self.condition, self.condition_consts, cells)
+        value: Value = self.divider.to(cell, Sharding(()))
+        self._uneven = value.varying
+        return value.array
+
+    def _turn(self, carry: Any) -> tuple[Array, ...]:
+        cells = [cell.fresh() for cell in self.shared] + self.carry.found(carry)
+        out = self.divider.evaluate(self.body, self.body_consts, cells)
+        self.found = self.carry.left(out)
+        return tuple(value.array for value in self.found)
+
+
+def settle_shared(divider: Any, cells: list[Cell]) -> None:
+    """What all turns share is added up before the loop, should it be a sum."""
+    for cell in cells:
+        if cell.unmade is None or cell.unmade.source is not None:
+            cell.values.insert(0, divider.settled(cell))
+
+
+def whole_over_data(divider: Any, cell: Cell) -> Any:
+    """A value, or one still to be made, of which nothing is split over `data`."""
+    if cell.unmade is not None:
+        return cell.unmade
+    value: Value = divider.settled(cell)
+    return divider.to(cell, value.sharding.without(["data"]))
 
 
 def _row(stack: Value, array: Array) -> Value:

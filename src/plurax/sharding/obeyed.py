@@ -29,8 +29,11 @@ class Obeyed:
     def of(self, eqn: Any, cell: Cell) -> Sharding | None:
         """How what a mark or a constraint stands on shall lie; None for as it comes."""
         if eqn.primitive.name == "mark":
-            return self._target(cell, **eqn.params)
-        return self._pinned(cell, eqn.params["sharding"].spec)
+            target = self._target(cell, **eqn.params)
+        else:
+            target = self._pinned(cell, eqn.params["sharding"].spec)
+        # A cotangent depends on the rows even where its value, a parameter, was split over `data`.
+        return target.without(["data"]) if target is not None and cell.varying else target
 
     def _target(
         self, cell: Cell, *, tag: Tag, batch: tuple[int, ...], transposed: bool

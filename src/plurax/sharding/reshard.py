@@ -133,6 +133,8 @@ def _moves(
                 yield Move("slice", (axis,), dim, None, new, size(new), 0.0)
         for cut in range(len(entry)):
             moved = entry[cut:]
+            if not axes.together(moved):
+                continue
             n = axes.size(moved)
             new = here.with_dim(dim, entry[:cut])
             yield Move("all-gather", moved, dim, None, new, size(new), size(new) * (n - 1) / n)
@@ -145,6 +147,8 @@ def _moves(
                         wire = size(there) * (n - 1) / n
                         yield Move("all-to-all", moved, dim, other, there, size(there), wire)
     for summed in _subsets(sorted(here.partial - target.partial)):
+        if not axes.together(summed):
+            continue
         n = axes.size(summed)
         rest = Sharding(here.dims, here.partial - set(summed))
         yield Move("all-reduce", summed, None, None, rest, size(rest), 2 * size(rest) * (n - 1) / n)

@@ -24,6 +24,10 @@ class Value:
     varying: bool = False
     fixed: bool = False
 
+    def __post_init__(self) -> None:
+        # Each device has rows of its own: no dim of what comes from them is split over `data`.
+        assert not (self.varying and over_data(self.sharding)), self.sharding
+
     @property
     def kind(self) -> tuple[Sharding, bool, bool]:
         """All but the array and its shape."""
@@ -37,7 +41,8 @@ class Late:
 
     **Fields:** `shape` of the whole tensor; `make(sharding) -> Value`; `zero`, whether it is zero
     everywhere; `flattened`, the cell of the tensor of which it is the reshape to one dim; `source`,
-    what is repeated in it, and `free`, how it lies without moving that.
+    what is repeated in it, and `free`, how it lies without moving that; `varying`, whether it will
+    depend on the device's own rows.
     """
 
     shape: tuple[int, ...]
@@ -46,9 +51,15 @@ class Late:
     flattened: "Cell | None" = None
     source: Value | None = None
     free: Sharding | None = None
+    varying: bool = False
 
 
 Output = Value | Late
+
+
+def over_data(sharding: Sharding) -> bool:
+    """Whether a dim is split over `data`, or terms of a sum lie on the devices along it."""
+    return "data" in sharding.axes or "data" in sharding.partial
 
 
 def is_value(node: Any) -> bool:
@@ -89,6 +100,11 @@ class Cell:
     def unmade(self) -> Late | None:
         """The late value, if it has not been made yet."""
         return None if self.values else self._late
+
+    @property
+    def varying(self) -> bool:
+        """Whether it depends on the device's own rows."""
+        return (self.unmade or self.values[0]).varying
 
     def fresh(self) -> "Cell":
         """The same value in a cell of its own, for the body of a loop."""

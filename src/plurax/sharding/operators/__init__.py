@@ -17,8 +17,30 @@ RULES: dict[str, Rule] = {
         ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"], moving.along("axis")
     ),
     **dict.fromkeys(
-        ["reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add"],
+        [
+            "reduce_window_sum",
+            "reduce_window_max",
+            "reduce_window_min",
+            "select_and_gather_add",
+            "select_and_scatter_add",
+        ],
         moving.windows,
+    ),
+    **dict.fromkeys(
+        ["cholesky", "triangular_solve", "eigh", "eig", "svd", "lu", "geqrf", "schur"],
+        moving.matrices,
+    ),
+    **dict.fromkeys(
+        [
+            "scatter",
+            "scatter-mul",
+            "scatter_mul",
+            "scatter-min",
+            "scatter_min",
+            "scatter-max",
+            "scatter_max",
+        ],
+        tables.scatter,
     ),
     "sort": moving.along("dimension"),
     "split": moving.along("axis"),
@@ -35,6 +57,10 @@ RULES: dict[str, Rule] = {
     "dynamic_update_slice": moving.dynamic_update_slice,
     "pad": moving.pad,
     "concatenate": moving.concatenate,
+    "stack": moving.stack,
+    "unstack": moving.unstack,
+    "tile": moving.tile,
+    "fft": moving.fft,
     "gather": tables.gather,
     "scatter-add": tables.scatter_add,
     "scatter_add": tables.scatter_add,

@@ -33,8 +33,10 @@ def result(eqn: Any, inputs: list[Cell], array: Array, sharding: Sharding, place
 
 
 def by_default(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
-    """Whole tensors in, whole tensors out."""
+    """Whole tensors in, whole tensors out. What is gathered for that is said."""
+    before = len(divider.records)
     arrays = [divider.to(cell, Sharding.whole(len(cell.shape))).array for cell in inputs]
+    divider.gathered_for(eqn, before)
     return [
         result(eqn, inputs, array, Sharding.whole(array.ndim), place)
         for place, array in enumerate(bind(eqn, arrays))

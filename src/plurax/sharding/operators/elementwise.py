@@ -11,8 +11,10 @@ from plurax.sharding.operators.common import agreed, bind, fitting, result, stay
 from plurax.sharding.sharding import Sharding
 from plurax.sharding.values import Cell, Output
 
-_SUMS = frozenset(["add", "sub", "add_any"])
-_LINEAR = frozenset(["neg", "convert_element_type", "copy", "copy_p", "real", "imag", "name"])
+_SUMS = frozenset(["add", "sub", "add_any", "complex"])
+_LINEAR = frozenset(
+    ["neg", "convert_element_type", "copy", "copy_p", "real", "imag", "conj", "name"]
+)
 
 
 def elementwise(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:

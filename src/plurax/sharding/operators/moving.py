@@ -82,7 +82,8 @@ def _flattened(divider: Any, eqn: Any, cell: Cell) -> Late:
         array = bind(eqn, [whole.array])[0]
         return divider.move(result(eqn, [cell], array, Sharding.whole(1)), sharding)
 
-    return Late(tuple(eqn.outvars[0].aval.shape), make, flattened=cell)
+    shape = tuple(eqn.outvars[0].aval.shape)
+    return Late(shape, make, flattened=cell, varying=cell.varying)
 
 
 def transpose(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
@@ -158,6 +159,54 @@ def concatenate(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
     target = target.with_dim(dim, ())
     arrays = [divider.to(cell, target).array for cell in inputs]
     return [result(eqn, inputs, bind(eqn, arrays)[0], target)]
+
+
+def stack(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
+    """All lie alike; the new dim is whole."""
+    target = agreed(divider, [cell for cell in inputs if not cell.unmade] or inputs)
+    arrays = [divider.to(cell, target).array for cell in inputs]
+    axis = eqn.params["axis"]
+    dims = (*target.dims[:axis], (), *target.dims[axis:])
+    return [result(eqn, inputs, bind(eqn, arrays)[0], Sharding(dims))]
+
+
+def unstack(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
+    """The dim that is taken apart is whole."""
+    axis = eqn.params["axis"]
+    value = whole_over(divider, inputs[0], movable(divider, inputs[0]), [axis])
+    dims = (*value.sharding.dims[:axis], *value.sharding.dims[axis + 1 :])
+    sharding = Sharding(dims, value.sharding.partial)
+    return [
+        result(eqn, inputs, array, sharding, place)
+        for place, array in enumerate(bind(eqn, [value.array]))
+    ]
+
+
+def tile(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
+    """What is repeated is whole."""
+    repeated = [dim for dim, count in enumerate(eqn.params["reps"]) if count > 1]
+    value = whole_over(divider, inputs[0], movable(divider, inputs[0]), repeated)
+    return [result(eqn, inputs, bind(eqn, [value.array])[0], value.sharding)]
+
+
+def fft(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
+    """The dims that are transformed are whole; the transform of a sum is that of its terms."""
+    rank = len(inputs[0].shape)
+    dims = list(range(rank - len(eqn.params["fft_lengths"]), rank))
+    value = whole_over(divider, inputs[0], movable(divider, inputs[0]), dims)
+    return [result(eqn, inputs, bind(eqn, [value.array])[0], value.sharding)]
+
+
+def matrices(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
+    """Decompositions and solutions: the two minor dims are whole, those before may be split."""
+    before = len(inputs[0].shape) - 2
+    dims = agreed(divider, inputs).dims[:before]
+    target = Sharding((*dims, (), ()))
+    arrays = [divider.to(cell, target).array for cell in inputs]
+    return [
+        result(eqn, inputs, array, Sharding((*dims, *[()] * (array.ndim - before))), place)
+        for place, array in enumerate(bind(eqn, arrays))
+    ]
 
 
 def along(parameter: str, *, last: bool = False) -> Rule:

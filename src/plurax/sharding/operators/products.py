@@ -36,7 +36,7 @@ def dot_general(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
 
 def inner_product(divider: Any, eqn: Any, inputs: list[Cell]) -> Value | None:
     """Of two tensors in one dim, on shards that are no runs of it or are filled up; else None."""
-    if any(not cell.unmade and cell.value.varying for cell in inputs):
+    if any(cell.varying for cell in inputs):
         return None
     sources = [cell.unmade.flattened if cell.unmade else None for cell in inputs]
     shape = next((source.shape for source in sources if source), inputs[0].shape)

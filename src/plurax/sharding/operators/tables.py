@@ -6,6 +6,7 @@ So an embedding, or the logit of the right class, never needs the whole table.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from plurax.sharding.operators.common import bind, result
 from plurax.sharding.sharding import Sharding
 from plurax.sharding.values import Cell, Late, Output, Value
 
@@ -170,14 +172,36 @@ def scatter_add(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
     table = inputs[0]
     late = table.unmade
     if late is not None and late.zero:
-        return [Late(table.shape, lambda sharding: _added(divider, eqn, inputs, sharding))]
+        varying = any(cell.varying for cell in inputs)
+        make = functools.partial(_added, divider, eqn, inputs)
+        return [Late(table.shape, make, varying=varying)]
     return [_added(divider, eqn, inputs, divider.settled(table).sharding)]
 
 
-def _added(divider: Any, eqn: Any, inputs: list[Cell], wanted: Sharding) -> Value:
+def scatter(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
+    """`table.at[indices].set(rows)` and the like: the indexed dims are whole."""
     table, indices, rows = inputs
     numbers = eqn.params["dimension_numbers"]
-    roles = _roles(
+    roles = _scattered(table, rows, numbers)
+    have = divider.settled(table).sharding
+    uneven = have.uneven(table.shape, divider.axes.sizes)
+    lies = tuple(
+        entry if (dim in roles.window or dim in roles.batch) and dim not in uneven else ()
+        for dim, entry in enumerate(have.dims)
+    )
+    row_entries: list[Entry] = [()] * len(rows.shape)
+    index_entries: list[Entry] = [()] * len(indices.shape)
+    for dim, place in roles.window.items():
+        row_entries[place] = lies[dim]
+    for dim, place in roles.batch.items():
+        row_entries[roles.rows_of[place]] = index_entries[place] = lies[dim]
+    targets = [Sharding(lies), Sharding(tuple(index_entries)), Sharding(tuple(row_entries))]
+    arrays = [divider.to(cell, lie).array for cell, lie in zip(inputs, targets, strict=True)]
+    return [result(eqn, inputs, bind(eqn, arrays)[0], targets[0])]
+
+
+def _scattered(table: Cell, rows: Cell, numbers: Any) -> Roles:
+    return _roles(
         table.shape,
         rows.shape,
         numbers.update_window_dims,
@@ -185,17 +209,24 @@ def _added(divider: Any, eqn: Any, inputs: list[Cell], wanted: Sharding) -> Valu
         numbers.scatter_dims_to_operand_dims,
         (numbers.operand_batching_dims, numbers.scatter_indices_batching_dims),
     )
+
+
+def _added(divider: Any, eqn: Any, inputs: list[Cell], wanted: Sharding) -> Value:
+    table, indices, rows = inputs
+    roles = _scattered(table, rows, eqn.params["dimension_numbers"])
     lies = _lies(divider, table, roles, wanted)
-    # Rows that are not made yet can lie as they are wanted.
-    late = rows.unmade is not None
-    if not late and divider.settled(rows).varying:
+    if any(cell.varying for cell in inputs):
         lies = tuple(tuple(a for a in entry if a != "data") for entry in lies)
     used = {axis for entry in lies for axis in entry}
     place_of = {place: dim for dim, place in roles.rows_of.items()}
-    have = ((),) * len(rows.shape) if late else divider.settled(rows).sharding.dims
+    # Rows that are not made yet can lie as they are wanted.
+    late = rows.unmade is not None
+    have = Sharding.whole(len(rows.shape)) if late else divider.settled(rows).sharding
+    # Where shards of rows are filled up, what fills them must not be added.
+    uneven = have.uneven(rows.shape, divider.axes.sizes)
     row_entries: list[Entry] = [
-        tuple(a for a in entry if a not in used) if place in place_of else ()
-        for place, entry in enumerate(have)
+        tuple(a for a in entry if a not in used and place in place_of and place not in uneven)
+        for place, entry in enumerate(have.dims)
     ]
     for dim, place in roles.window.items():
         row_entries[place] = lies[dim]

@@ -1,0 +1,116 @@
+"""The share of a `cond` or `switch`: all branches leave their results alike."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jaxtyping import Array
+
+from plurax.primitives import open_jaxpr
+from plurax.sharding.loop import settle_shared, whole_over_data
+from plurax.sharding.sharding import Sharding
+from plurax.sharding.values import Cell, Output, Value
+
+
+class Branches:
+    """One `cond` of a divided function.
+
+    Devices that communicate in a branch must all take it. Where the choice depends on a device's
+    own rows, what the branches read is made whole over `data` before it, so that nothing in them
+    communicates over `data`.
+    """
+
+    def __init__(self, divider: Any, eqn: Any, inputs: list[Cell]) -> None:
+        self.divider, self.eqn = divider, eqn
+        self.branches = [open_jaxpr(branch) for branch in eqn.params["branches"]]
+        self.index: Value = divider.to(inputs[0], Sharding(()))
+        self.varying = self.index.varying
+        self.operands = inputs[1:]
+        settle_shared(divider, self.operands)
+        if self.varying:
+            self.operands = [Cell(whole_over_data(divider, cell)) for cell in self.operands]
+
+    def run(self) -> list[Cell]:
+        """The results of the branch that is taken."""
+        with self.divider.apart(self.varying):
+            left = [self._tried(branch) for branch in range(len(self.branches))]
+            together = [self._joined(outputs) for outputs in zip(*left, strict=True)]
+            arrays = iter(self._chosen(together))
+        results: list[Output] = []
+        for var, like in zip(self.eqn.outvars, together, strict=True):
+            shape = tuple(var.aval.shape)
+            if like is None:
+                results.append(self.divider.zeros(shape, var.aval.dtype))
+            else:
+                results.append(Value(next(arrays), shape, *like))
+        return [Cell(result) for result in results]
+
+    def _tried(self, branch: int) -> list[Output]:
+        """How the results of a branch lie; nothing is computed to learn it."""
+        left: list[Output] = []
+
+        def run() -> list[Array]:
+            cells = self._evaluated(branch)
+            late = (c.unmade is not None and c.unmade.free is None for c in cells)
+            left[:] = [c.unmade or c.value if yes else c.value for c, yes in zip(cells, late)]
+            return [output.array for output in left if isinstance(output, Value)]
+
+        kept = len(self.divider.records)
+        jax.eval_shape(run)
+        del self.divider.records[kept:]
+        return left
+
+    def _evaluated(self, branch: int) -> list[Cell]:
+        body, consts = self.branches[branch]
+        operands = [cell.fresh() for cell in self.operands]
+        cells: list[Cell] = self.divider.evaluate(body, consts, operands)
+        return cells
+
+    def _joined(self, outputs: Sequence[Output]) -> tuple[Sharding, bool, bool] | None:
+        """How all branches shall leave a result: as one does; None where all leave zeros."""
+        if all(not isinstance(output, Value) and output.zero for output in outputs):
+            return None
+        varying = self.varying or any(output.varying for output in outputs)
+        made = [output for output in outputs if isinstance(output, Value)]
+        fixed = self.index.fixed and len(made) == len(outputs) and all(v.fixed for v in made)
+        options = {value.sharding for value in made}
+        zeros = all(isinstance(output, Value) or output.zero for output in outputs)
+        if len(options) == 1 and zeros:
+            sharding = next(iter(options))
+        else:
+            # To cut costs nothing, so the one in the most shards.
+            whole = Sharding.whole(len(outputs[0].shape))
+            shards = [Sharding(option.dims) for option in options] or [whole]
+            size = self.divider.axes.size
+            sharding = max(sorted(shards, key=repr), key=lambda option: size(option.axes))
+        return (sharding.without(["data"]) if varying else sharding), varying, fixed
+
+    def _chosen(self, together: Sequence[Any]) -> list[Array]:
+        def taking(branch: int) -> Any:
+            def run() -> list[Array]:
+                cells = self._evaluated(branch)
+                return [
+                    self._left(cell, like[0]).array
+                    for cell, like in zip(cells, together, strict=True)
+                    if like is not None
+                ]
+
+            return run
+
+        taken = [taking(branch) for branch in range(len(self.branches))]
+        platforms = self.eqn.params.get("branches_platforms")
+        if platforms is None:
+            return list(lax.switch(self.index.array, taken))
+        named = {
+            name: branch
+            for names, branch in zip(platforms, taken, strict=True)
+            for name in names or ("default",)
+        }
+        return list(lax.platform_dependent(**named))
+
+    def _left(self, cell: Cell, sharding: Sharding) -> Value:
+        if cell.unmade is not None:
+            # Zeros on every device are terms of a sum that is zero.
+            return self.divider.to(cell, Sharding(sharding.dims))
+        return self.divider.to(cell, sharding)
