@@ -225,7 +225,8 @@ def test_a_model_that_communicates_itself(x64, data, tensor):
 
     def by_hand(x, hidden, out):
         def local(x, hidden, out):
-            return jax.lax.psum(jnp.tanh(x @ hidden) @ out, "tensor")
+            y = jax.lax.cond(x[0, 0] == x[0, 0], jnp.tanh, jnp.sin, x @ hidden)
+            return jax.lax.psum(y @ out, "tensor")
 
         spec = jax.P
         return jax.shard_map(

@@ -28,7 +28,9 @@ SIZES = {"data": 2, "tensor": 2}
 SHAPES = {"a": (4, 6), "b": (6, 4), "c": (6,)}
 RNG = np.random.default_rng(3)
 MASK = RNG.normal(size=SHAPES["a"])
-ROWS = {"x": RNG.normal(size=(6, 4)), "t": RNG.normal(size=(6, 3, 4))}
+ROWS = {
+    "x": RNG.normal(size=(6, 4)), "t": RNG.normal(size=(6, 3, 4)), "weight": RNG.uniform(size=6)
+}  # fmt: skip
 
 
 # --- What programs are made of ------------------------------------------------------------------
@@ -87,6 +89,7 @@ ON_PARAMETERS = {
     "reshaped": lambda w, p: (w.reshape(2, 2, 6) * 2).reshape(4, 6),
     "complex": lambda w, p: jnp.abs(jnp.exp(1j * w) @ (1j * p["b"]) @ (w + 0j)),
     "transform": lambda w, p: jnp.fft.irfft(jnp.fft.rfft(w, axis=1) * (1 + 2j), 6, axis=1),
+    "largest so far": lambda w, p: lax.cummax(w, axis=0),
     "sorted": lambda w, p: jnp.sort(w, axis=1),
     "stopped": lambda w, p: w * lax.stop_gradient(jnp.tanh(w)),
     "rounded": lambda w, p: scaled(w, (MASK > 0).astype(np.int32)),
@@ -160,7 +163,7 @@ def program(on_parameters, on_rows, remat, beside=False):
         return jnp.sum((jnp.tanh(hidden + p["c"]) @ p["b"]) ** 2, 1)
 
     losses = rematerialized(losses, remat)
-    return jax.grad(lambda p, rows: jnp.sum(losses(p, rows)))
+    return jax.grad(lambda p, rows: jnp.sum(rows["weight"] * losses(p, rows)))
 
 
 # --- Evaluated whole, and on shards --------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Shardings, moving between them, and a function divided among devices."""
 
 import functools
+from inspect import signature
 
 import hypothesis.strategies as st
 import jax
@@ -16,6 +17,7 @@ import plurax as px
 from plurax import inspect
 from plurax.execute.batch_minor import batch_minor
 from plurax.execute.remat import rematerialized
+from plurax.pipeline.cut import inlined
 from plurax.primitives import inner_jaxprs
 from plurax.sharding.axes import Axes
 from plurax.sharding.divide import Divider, divide
@@ -546,9 +548,16 @@ def every_equation(jaxpr):
 def test_where_an_operation_computes_is_kept(x64):
     """`compute_on` is in an equation's context, and not in its name."""
 
+    def doubled(x):
+        return jnp.sin(x) * 2
+
     def fun(x):
+        if "out_memory_spaces" in signature(compute_on).parameters:  # JAX 0.12 takes a function
+            return compute_on(
+                doubled, compute_type="device_host", out_memory_spaces=jax.memory.Space.Device
+            )(x)
         with compute_on("device_host"):
-            return jnp.sin(x) * 2
+            return doubled(x)
 
     for walked in (lambda x: shared(fun, (x,), count=2)[0], rematerialized(fun, "full")):
         closed = jax.make_jaxpr(walked)(jnp.ones(4))
@@ -573,6 +582,12 @@ def test_names_of_a_function_that_is_walked():
             jax.grad(lambda x, w: model(x, w).sum(), argnums=1), (x, w), count=2)[0],
         "again": rematerialized(model, "dots"),
         "batch last": batch_minor(model, 0),
+        "by hand": lambda x, w: shared(
+            lambda x, w: jax.shard_map(
+                model, in_specs=(P(), P()), out_specs=P(), axis_names={"tensor"})(x, w),
+            (x, w), count=2)[0],
+        "stages": lambda x, w: inlined(
+            jax.make_jaxpr(model)(x, w).jaxpr, (), (x, w), every=True),
         "in a call": lambda x, w: shared(jax.jit(model), (x, w), count=2)[0],
     }  # fmt: skip
     x, w = jnp.ones((4, 6)), jnp.ones((6, 6))

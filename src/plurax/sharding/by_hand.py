@@ -27,8 +27,8 @@ def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Array]) -> lis
                 outputs = evaluated(*open_jaxpr(eqn.params[INLINED[name]]), inputs)
             elif name in ("checkpoint", "remat2", "remat"):
                 outputs = evaluated(*open_jaxpr(eqn.params["jaxpr"]), inputs)
-            elif name == "scan":
-                outputs = _scan(eqn, inputs)
+            elif name in _LOOPS:
+                outputs = _LOOPS[name](eqn, inputs)
             elif name in _PLAIN:
                 outputs = [_PLAIN[name](value, eqn.params) for value in inputs]
             else:
@@ -49,6 +49,37 @@ def _scan(eqn: Any, inputs: list[Any]) -> list[Any]:
     options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     last, stacked = lax.scan(turn, inputs[shared:kept], inputs[kept:], **options)
     return [*last, *stacked]
+
+
+def _while(eqn: Any, inputs: list[Any]) -> list[Any]:
+    params = eqn.params
+    condition, body = open_jaxpr(params["cond_jaxpr"]), open_jaxpr(params["body_jaxpr"])
+    tested, shared = params["cond_nconsts"], params["body_nconsts"]
+    consts = inputs[:tested], inputs[tested : tested + shared]
+    return lax.while_loop(
+        lambda carry: evaluated(*condition, [*consts[0], *carry])[0],
+        lambda carry: evaluated(*body, [*consts[1], *carry]),
+        inputs[tested + shared :],
+    )
+
+
+def _cond(eqn: Any, inputs: list[Any]) -> list[Any]:
+    if eqn.params.get("branches_platforms") is not None:
+        return bind(eqn, inputs)
+    index, *operands = inputs
+
+    def taking(branch: Any) -> Callable[..., list[Array]]:
+        body, consts = open_jaxpr(branch)
+        return lambda *args: evaluated(body, consts, args)
+
+    return list(lax.switch(index, list(map(taking, eqn.params["branches"])), *operands))
+
+
+_LOOPS: dict[str, Callable[[Any, list[Any]], list[Any]]] = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+}
 
 
 def _psum(value: Array, params: Any) -> Array:

@@ -25,7 +25,8 @@ def after(arrays: Sequence[Array], by: Array) -> list[Array]:
 
 def telling(arrays: Sequence[Array]) -> Array:
     """The first of some arrays that holds floating numbers, else the first."""
-    return next((a for a in arrays if jnp.issubdtype(a.dtype, jnp.floating)), arrays[0])
+    floating = (a for a in arrays if a.size and jnp.issubdtype(a.dtype, jnp.floating))
+    return next(floating, arrays[0])
 
 
 def _on_host(array: Array) -> bool:
@@ -39,6 +40,8 @@ def _barred(*arrays: Array) -> tuple[Array, ...]:
 
 def _selected(*arrays: Array) -> tuple[Array, ...]:
     *values, by = arrays
+    if not by.size:
+        return _barred(*arrays)
     one = lax.slice(by, (0,) * by.ndim, (1,) * by.ndim).reshape(())
     if not jnp.issubdtype(one.dtype, jnp.floating):
         return _barred(*arrays)
