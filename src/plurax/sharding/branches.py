@@ -51,9 +51,7 @@ class Branches:
         left: list[Output] = []
 
         def run() -> list[Array]:
-            cells = self._evaluated(branch)
-            late = (c.unmade is not None and c.unmade.free is None for c in cells)
-            left[:] = [c.unmade or c.value if yes else c.value for c, yes in zip(cells, late)]
+            left[:] = map(_output, self._evaluated(branch))
             return [output.array for output in left if isinstance(output, Value)]
 
         kept = len(self.divider.records)
@@ -114,3 +112,9 @@ class Branches:
             # Zeros on every device are terms of a sum that is zero.
             return self.divider.to(cell, Sharding(sharding.dims))
         return self.divider.to(cell, sharding)
+
+
+def _output(cell: Cell) -> Output:
+    """What a branch leaves; what can wait to be told how to lie waits."""
+    late = cell.unmade
+    return late if late is not None and late.free is None else cell.value

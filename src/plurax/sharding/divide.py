@@ -301,7 +301,9 @@ class Divider:
         meets = [v.array for v in made if v.varying or (self.joint and not v.fixed)]
         if not meets and not any(cell.varying for cell in inputs):
             return inputs
-        cells = [cell if self.joint and _rows(cell) else self._without_data(cell) for cell in inputs]
+        cells = [
+            cell if self.joint and _rows(cell) else self._without_data(cell) for cell in inputs
+        ]
         split = [
             cell
             for cell in cells
