@@ -1,0 +1,127 @@
+"""One step, anchored by numbers worked out by hand: the mean, its gradient, what is left out."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tests import models
+from tests.zoo.by_hand import scale_by_loss
+
+import plurax as px
+from plurax.execute.accumulate import accumulate
+
+X, Y = np.array([1.0, 2, 3, 4, 5, 6], np.float32), np.array([1.0, 0, 2, 1, 3, 2], np.float32)
+WEIGHTS = np.array([1.0, 2, 1, 4, 1, 3], np.float32)
+ROWS = {"x": X, "y": Y, "w": WEIGHTS}
+PLANS = [
+    px.Plan(),
+    px.Plan(data=3, microbatches=2),
+    px.Plan(data=2, zero=1),
+    px.Plan(data=2, zero=2, microbatches=2),
+    px.Plan(data=2, zero=3),
+    px.Plan(remat="full"),
+]
+EACH = pytest.mark.parametrize("plan", PLANS, ids=str)
+
+
+def line(**fields):
+    """`y = a x` with two parameters; `b` meets `x` under a square root."""
+    return px.Task(
+        init=lambda key: {"a": jnp.full(2, 0.25), "b": jnp.ones(2)},
+        loss=lambda params, batch, keys: (
+            (params["a"].sum() * batch["x"] - batch["y"]) ** 2
+            + jnp.sqrt((params["b"].sum() * batch["x"]) ** 2)
+        ),
+        **fields,
+    )
+
+
+@EACH
+@pytest.mark.parametrize("weighted", [False, True])
+def test_norm_and_value_are_those_of_the_mean(plan, weighted):
+    task = line(weight=(lambda batch: batch["w"]) if weighted else None)
+    rule = optax.chain(scale_by_loss(), optax.sgd(0.1))
+    program = px.compile(task, rule, plan, ROWS)
+    state, metrics = program.step(program.init(), ROWS)
+    weights = WEIGHTS if weighted else np.ones(6)
+    loss = np.average((0.5 * X - Y) ** 2 + 2 * X, weights=weights)
+    slope = np.average(2 * (0.5 * X - Y) * X, weights=weights), np.average(X, weights=weights)
+    norm = np.sqrt(2 * slope[0] ** 2 + 2 * slope[1] ** 2)
+    got = [metrics[name] for name in ("loss", "grad_norm", "weight", "examples", "skipped")]
+    np.testing.assert_allclose(got, [loss, norm, weights.sum(), 6, 0], rtol=1e-5)
+    params = jax.device_get(program.kept(state).params)
+    np.testing.assert_allclose(params["a"], 0.25 - 0.1 * slope[0] / (1 + loss) + np.zeros(2), 1e-5)
+    np.testing.assert_allclose(params["b"], 1 - 0.1 * slope[1] / (1 + loss) + np.zeros(2), 1e-5)
+
+
+@EACH
+def test_a_gradient_that_is_not_finite_under_a_loss_that_is(plan):
+    """The square root of nothing has no derivative; its value is nothing."""
+    program = px.compile(line(), optax.adam(0.1), plan, ROWS)
+    before = program.init()
+    kept = jax.device_get(program.kept(before))
+    state, metrics = program.step(before, {**ROWS, "x": np.where(X == 5, 0, X).astype(np.float32)})
+    assert np.isfinite(metrics["loss"])
+    assert not np.isfinite(metrics["grad_norm"])
+    assert int(metrics["skipped"]) == int(state.skipped) == int(state.step) == 1
+    after = jax.device_get(program.kept(state))
+    assert models.same_bits((after.params, after.opt_state), (kept.params, kept.opt_state))
+
+
+def test_a_member_whose_gradient_is_not_finite_under_a_loss_that_is():
+    plan = px.Plan(chunk=2, batch_dim="major")
+    program = px.compile(line(), optax.adam(0.1), plan, ROWS, members=px.Members(2))
+    state, metrics = program.step(program.init(), {**ROWS, "x": np.zeros_like(X)})
+    assert np.isfinite(metrics["loss"]).all()
+    assert state.skipped.tolist() == metrics["skipped"].tolist() == [1, 1]
+    assert np.isfinite(state.params["b"]).all()
+
+
+@EACH
+def test_steps_and_evaluations_without_weight(plan):
+    """Neither has a mean: the step is left out, and the evaluation is not zero but nothing."""
+    task = line(weight=lambda batch: batch["w"])
+    program = px.compile(task, optax.adam(0.1), plan, ROWS)
+    none = {**ROWS, "w": np.zeros_like(X)}
+    assert np.isnan(program.evaluate(program.init(), none)["loss"])
+    state, metrics = program.step(program.init(), none)
+    assert int(metrics["skipped"]) == 1
+    assert np.isfinite(program.kept(state).params["a"]).all()
+    assert np.isfinite(program.evaluate(state, [none, ROWS])["loss"])
+
+
+@pytest.mark.parametrize("members", [None, px.Members(2)])
+def test_skipped_steps_are_no_part_of_an_epochs_means(tmp_path, members):
+    """The epoch's row is the mean over the steps that were taken, by their weights."""
+    weight = lambda batch: batch["w"]  # noqa: E731
+    bad = {**ROWS, "y": np.where(X == 4, np.nan, Y).astype(np.float32)}
+    plan = px.Plan(chunk=2, batch_dim="major") if members else px.Plan()
+    with pytest.warns(px.NonFiniteWarning):
+        result = px.fit(
+            line(weight=weight), optax.sgd(0.0), bad, batch_size=2, epochs=1, shuffle=False,
+            plan=plan, members=members, output=tmp_path / "run", progress=False,
+        )  # fmt: skip
+    # Rate nothing: the parameters stay, and the loss of every example is known. A member is frozen
+    # from the second step on; one network leaves out that step alone.
+    losses, taken = (0.5 * X - Y) ** 2 + 2 * X, np.array([1, 1, 0, 0, 1, 1])
+    if members:
+        taken = np.array([1, 1, 0, 0, 0, 0])
+    expected = np.average(losses, weights=WEIGHTS * taken)
+    np.testing.assert_allclose(result.history[-1]["loss"], expected, rtol=1e-5)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    (row,) = [row for row in map(json.loads, lines) if row["kind"] == "epoch"]
+    np.testing.assert_allclose(row["loss"], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+    ("given", "summed"), [("bfloat16", "float32"), ("float16", "float32"), ("float64", "float64")]
+)
+def test_sums_over_microbatches_are_wide_for_one_of_them_too(x64, microbatches, given, summed):
+    rows = jnp.ones((microbatches, 3), given)
+    total, turns = accumulate(lambda turns, row: (row.sum(), turns + 1), microbatches)(0, rows)
+    assert (total.dtype, int(turns)) == (summed, microbatches)
+    assert float(total) == 3 * microbatches

@@ -1,0 +1,106 @@
+"""The plans every network of the zoo is trained under, and which of them a default run takes."""
+
+PLANS = {
+    "data": {"data": 3, "microbatches": 2},
+    "zero 1": {"data": 4, "zero": 1},
+    "zero 2": {"data": 2, "zero": 2, "microbatches": 2},
+    "zero 3": {"data": 4, "zero": 3},
+    "tensor": {"tensor": 2},
+    "dots": {"remat": "dots"},
+    "full": {"data": 2, "remat": "full"},
+    "pipeline": {"pipeline": 2, "microbatches": 2},
+    "pipeline and zero": {"data": 2, "pipeline": 2, "microbatches": 2, "zero": 1},
+    "pipeline and tensor": {"pipeline": 2, "tensor": 2, "microbatches": 2, "schedule": "zb-h1"},
+    "tensor and zero": {"data": 2, "tensor": 2, "zero": 3},
+    "everything": {"data": 2, "tensor": 2, "zero": 2, "microbatches": 2, "remat": "full"},
+    "members": {"member": 2, "chunk": 1, "batch_dim": "major"},
+    "members minor": {"chunk": 2, "batch_dim": "minor"},
+    "members and zero": {"member": 2, "data": 2, "zero": 1, "chunk": 1},
+}
+"""Name: the fields of the plan; rules are the model's."""
+
+WAITING = {
+    "None in the parameters": {
+        "vision transformer": [
+            "zero 1",
+            "zero 2",
+            "zero 3",
+            "tensor",
+            "dots",
+            "full",
+            "tensor and zero",
+            "everything",
+            "members and zero",
+        ],
+    },
+    "a coupled task is not divided": {
+        "batch norm": [
+            "zero 1",
+            "zero 2",
+            "zero 3",
+            "tensor",
+            "dots",
+            "full",
+            "pipeline",
+            "pipeline and zero",
+            "pipeline and tensor",
+            "tensor and zero",
+            "everything",
+            "members and zero",
+        ],
+        "experts": [
+            "zero 1",
+            "zero 2",
+            "zero 3",
+            "tensor",
+            "dots",
+            "full",
+            "pipeline",
+            "pipeline and zero",
+            "pipeline and tensor",
+            "tensor and zero",
+            "everything",
+            "members and zero",
+        ],
+        "contrastive": [
+            "zero 1",
+            "zero 2",
+            "zero 3",
+            "tensor",
+            "dots",
+            "full",
+            "pipeline",
+            "pipeline and zero",
+            "pipeline and tensor",
+            "tensor and zero",
+            "everything",
+            "members and zero",
+        ],
+    },
+    "complex numbers under remat": {
+        "state space": ["dots"],
+    },
+    "no way from one sharding to another": {
+        "pinn": ["tensor and zero"],
+    },
+    "a loop inside a loop is ordered under another mesh": {
+        "neural ode": ["everything"],
+    },
+}
+"""Why a pair does not hold yet: model: plans."""
+
+NOT_YET = {
+    (model, plan): why
+    for why, waiting in WAITING.items()
+    for model, names in waiting.items()
+    for plan in names
+}
+
+
+def chosen(models):
+    """The pairs of a default run: two plans for each model, all plans with several models."""
+    names = list(PLANS)
+    half = len(names) // 2
+    return {
+        (model, names[(n + k) % len(names)]) for n, model in enumerate(models) for k in (0, half)
+    }

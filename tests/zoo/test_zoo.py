@@ -1,0 +1,114 @@
+"""Networks of many kinds under every plan, against a training step written by hand.
+
+A new model is one line of `MODELS`, a new plan one of `plans.PLANS`. A default run takes two plans
+of each model, `make test-all` all.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import plurax as px
+from tests import models
+from tests.zoo import by_hand, physics, plans, sequences, sets, vision
+
+MODELS = {
+    "vision transformer": vision.VIT,
+    "batch norm": vision.RESNET,
+    "unet": vision.UNET,
+    "gru": sequences.GRU,
+    "bilstm": sequences.BILSTM,
+    "state space": sequences.SSM,
+    "experts": sequences.MOE,
+    "autoregressive": sequences.MADE,
+    "spiking": sequences.SPIKING,
+    "fourier": physics.FNO,
+    "pinn": physics.PINN,
+    "neural ode": physics.ODE,
+    "equilibrium": physics.DEQ,
+    "branch": physics.CLIPPED,
+    "graph": sets.GRAPH,
+    "contrastive": sets.CONTRASTIVE,
+    "recommender": sets.RECOMMENDER,
+    "diffusion": sets.DIFFUSION,
+}
+SIZES = (7, 4)
+"""Of the batches, the first of which the program is compiled for."""
+
+
+def task(model):
+    loss = functools.partial(model.loss, px.stage_boundary)
+    return px.Task(
+        init=model.init,
+        loss=loss,
+        weight=model.weight,
+        coupled=model.coupled,
+        stateful=model.stateful,
+    )
+
+
+@functools.cache
+def wanted(name, seed, microbatches):
+    with jax.enable_x64(True):
+        return by_hand.train(MODELS[name], SIZES, seed, microbatches)
+
+
+def trained(model, plan, members):
+    batches = model.batches(SIZES)
+    program = px.compile(task(model), by_hand.optimizer(), plan, batches[0], members=members)
+    state = program.init() if members else program.init(seed=0)
+    rows = []
+    for batch in batches:
+        state, metrics = program.step(state, batch)
+        rows.append(jax.device_get(metrics))
+    state = jax.device_get(program.kept(state))
+    return (state.params, state.opt_state, state.model_state), rows
+
+
+def pairs():
+    default = plans.chosen(MODELS)
+    for model in MODELS:
+        for plan in plans.PLANS:
+            marks = [pytest.mark.xdist_group(f"zoo {model}")]
+            if (model, plan) not in default:
+                marks.append(pytest.mark.slow)
+            if (model, plan) in plans.NOT_YET:
+                marks.append(pytest.mark.skip(plans.NOT_YET[model, plan]))
+            yield pytest.param(model, plan, marks=marks, id=f"{model}-{plan}")
+
+
+@pytest.mark.filterwarnings("ignore::plurax.ShardingWarning")
+@pytest.mark.parametrize(("name", "planned"), pairs())
+def test_as_by_hand(x64, name, planned):
+    model, fields = MODELS[name], plans.PLANS[planned]
+    plan = px.Plan(**fields, shardings=model.rules if fields.get("tensor", 1) > 1 else ())
+    members = px.Members(2) if planned.startswith("members") else None
+    got, rows = trained(model, plan, members)
+    microbatches = plan.microbatches if model.coupled else 1
+    alone = [wanted(name, seed, microbatches) for seed in range(2 if members else 1)]
+    pick = (
+        (lambda tree, k: jax.tree.map(lambda leaf: leaf[k], tree))
+        if members
+        else lambda tree, k: tree
+    )
+    for k, (state, expected) in enumerate(alone):
+        assert models.worst(pick(got, k), state) < 1e-10
+        for row, want in zip(pick(rows, k), expected, strict=True):
+            assert row.keys() == want.keys()
+            np.testing.assert_allclose(
+                [row[name] for name in want],
+                list(want.values()),
+                rtol=1e-10,
+                err_msg=str(list(want)),
+            )
+
+
+def test_a_default_run_takes_every_plan_with_several_models():
+    default = plans.chosen(MODELS)
+    assert len(default) == 2 * len(MODELS)
+    for plan in plans.PLANS:
+        assert sum(pair[1] == plan for pair in default) >= 2, plan
+    known = {(model, plan) for model in MODELS for plan in plans.PLANS}
+    assert plans.NOT_YET.keys() <= known
