@@ -4,6 +4,8 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 # Most of a test is compiling: the last stage, machine code, is left without its optimizations. The
 # compiled program is the same. Before JAX is imported, and inherited by processes of tests.
@@ -21,6 +23,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 import jax
 import pytest
 from hypothesis import settings
+from matplotlib.figure import Figure
 
 import plurax as px
 
@@ -53,3 +56,17 @@ def x64() -> Iterator[None]:
     jax.config.update("jax_enable_x64", True)
     yield
     jax.config.update("jax_enable_x64", False)
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
+    """Every figure that was saved, by the name of its file; `tests.pictures` reads them."""
+    figures: dict[str, Figure] = {}
+    save = Figure.savefig
+
+    def saved(figure: Figure, path: str | Path, **options: Any) -> None:
+        figures[Path(path).name] = figure
+        save(figure, path, **options)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    return figures

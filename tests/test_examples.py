@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import plurax as px
+from tests.pictures import panels
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -89,7 +90,7 @@ def test_the_geology_has_all_its_domains_and_holds_out_whole_holes(ground):
     assert len(made.data["hole"]) > 5 * len(made.evaluation["hole"])
 
 
-def test_the_spirals_are_learnt_and_drawn(tmp_path):
+def test_the_spirals_are_learnt_and_drawn(tmp_path, drawn):
     functions = runpy.run_path(str(EXAMPLES / "spirals.py"))
     made = functions["experiment"](steps=300)
     plan = px.Plan(member=2, chunk=4, batch_dim="minor")
@@ -97,7 +98,13 @@ def test_the_spirals_are_learnt_and_drawn(tmp_path):
     assert result.history[-1]["accuracy"] > 0.95
     pictures = list(functions["report"](made, result, tmp_path))
     assert [path.name for path in pictures] == ["members.png", "confidence.png"]
-    assert all(path.stat().st_size > 20_000 for path in pictures)
+    shown = {name: [panel.title for panel in panels(drawn[name])] for name in drawn}
+    assert shown == {
+        "members.png": ["one network, seed 0", "one network, seed 1", ""],  # the last, a scale
+        "confidence.png": ["one network", "8 bootstrapped networks", ""],
+    }
+    for name in drawn:  # probabilities, the line between them, and a cloud for each class
+        assert [panel.areas for panel in panels(drawn[name])[:2]] == [4, 4]
 
 
 def test_the_digits_ensemble_reports_and_sweeps(tmp_path, capsys):

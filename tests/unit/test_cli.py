@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests import models
+from tests.pictures import panels
 
 import plurax as px
 from plurax import cli
@@ -61,7 +62,7 @@ def test_help_of_a_file_shows_its_defaults(workplace, capsys):
     assert "(default: 0.01)" in out
 
 
-def test_train_writes_what_it_says(workplace, capsys):
+def test_train_writes_what_it_says(workplace, capsys, drawn):
     code, out, _ = run(
         capsys, "train", "small.py", "--plan.data", "4", "--epochs", "3", "--experiment.rate", "0.1"
     )
@@ -71,7 +72,10 @@ def test_train_writes_what_it_says(workplace, capsys):
     assert "eval accuracy" in out
     directory = workplace / "runs" / "small"
     assert px.Plan.load(directory / "plan.toml") == px.Plan(data=4)
-    assert (directory / "curves.png").stat().st_size > 10_000
+    loss, accuracy = panels(drawn["curves.png"])
+    assert (loss.x, loss.y, accuracy.x, accuracy.y) == ("step", "loss", "step", "accuracy")
+    ends = [("training, mean of the epoch", 3), ("evaluation", 3)]
+    assert loss.lines == accuracy.lines == [("", 12), *ends]
     code, _, err = run(capsys, "train", "small.py")
     assert code == 2
     assert "already holds a run, saved at step 12" in err
@@ -215,7 +219,7 @@ def population(workplace):
     return workplace
 
 
-def test_train_members(population, capsys):
+def test_train_members(population, capsys, drawn):
     code, out, _ = run(
         capsys, "train", "many.py", "--members.seeds", "5", "--plan.member", "2",
         "--members.resample", "bootstrap", "--report-every", "2",
@@ -230,7 +234,14 @@ def test_train_members(population, capsys):
     assert "report.txt" in out
     directory = population / "runs" / "many"
     assert (directory / "report.txt").read_text() == "5"
-    assert (directory / "curves.png").stat().st_size > 10_000
+    curves, accuracy = panels(drawn["curves.png"])
+    assert (curves.y, accuracy.y) == ("loss", "accuracy")
+    lines = [
+        f"{name}: median, 50 %, 90 %" for name in ("training, mean of the epoch", "evaluation")
+    ]
+    best = ("best member", 1)
+    assert curves.lines == accuracy.lines == [(lines[0], 1), best, (lines[1], 1), best]
+    assert curves.areas == accuracy.areas == 4  # for each the bands of half and of nine tenths
     np.savez("inputs.npz", x=models.data(7)["x"])
     code, out, _ = run(capsys, "predict", "many.py", "--members.seeds", "5", "--inputs",
                        "inputs.npz", "--members.resample", "bootstrap")  # fmt: skip
@@ -290,7 +301,7 @@ def experiment():
 """
 
 
-def test_plan_shows_shards_and_what_was_planned(workplace, capsys):
+def test_plan_shows_shards_and_what_was_planned(workplace, capsys, drawn):
     Path("split.py").write_text(SPLIT)
     code, out, _ = run(
         capsys, "plan", "split.py", "--plan.tensor", "2", "--plan.zero", "1", "--save", "plan.png"
@@ -300,7 +311,8 @@ def test_plan_shows_shards_and_what_was_planned(workplace, capsys):
     assert "planned" in out
     assert "compiled" in out
     assert "in │ 4×8 │ 1: tensor │ 4×4" in " ".join(out.split())
-    assert Path("plan.png").stat().st_size > 10_000
+    memory, sent = panels(drawn["plan.png"])
+    print(memory, sent)
 
 
 def test_verify(workplace, capsys):

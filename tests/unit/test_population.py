@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from tests import models
+from tests.pictures import panels
 
 import plurax as px
 from plurax.data import ArrayData
@@ -442,16 +443,21 @@ def epoch(step, losses):
 
 
 @pytest.mark.parametrize(
-    "rows",
+    ("rows", "points"),
     [
-        [epoch(1, [3.0, 2.0]), epoch(2, [1.0, 0.5])],
-        [epoch(1, [3.0]), epoch(2, [1.0, 0.5, 2.0])],
-        [epoch(1, [3.0, 2.0]), epoch(2, [np.nan, 0.5])],
-        [epoch(1, [3.0, 2.0]), epoch(2, [np.nan, np.nan])],
-        [epoch(1, [np.nan, np.nan])],
+        ([epoch(1, [3.0, 2.0]), epoch(2, [1.0, 0.5])], 2),
+        ([epoch(1, [3.0]), epoch(2, [1.0, 0.5, 2.0])], 2),
+        ([epoch(1, [3.0, 2.0]), epoch(2, [np.nan, 0.5])], 2),
+        ([epoch(1, [3.0, 2.0]), epoch(2, [np.nan, np.nan])], 1),
+        ([epoch(1, [np.nan, np.nan])], 0),
     ],
     ids=["two epochs", "grown", "one frozen", "all frozen", "never finite"],
 )
-def test_curves_of_a_population(tmp_path, rows):
+def test_curves_of_a_population(tmp_path, drawn, rows, points):
     draw_curves(rows, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").stat().st_size > 4_000
+    (panel,) = panels(drawn["curves.png"])
+    assert (panel.x, panel.y) == ("step", "loss")
+    assert panel.title == ("" if points else "no finite value")
+    assert panel.areas == (2 if points else 0)
+    median = "training, mean of the epoch: median, 50 %, 90 %"
+    assert panel.lines == ([(median, points), ("best member", points)] if points else [])

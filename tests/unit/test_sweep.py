@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from tests import models
+from tests.pictures import panels
 
 import plurax as px
 from plurax.report.parallel import draw_parallel
@@ -91,7 +92,7 @@ def test_best(table):
         found.state({"width": 5, "batch_size": 16, "member": 0})
 
 
-def test_tables_leave_the_library(table, tmp_path, monkeypatch):
+def test_tables_leave_the_library(table, tmp_path, monkeypatch, drawn):
     found, output = table
     with (output / "table.csv").open() as file:
         read = list(csv.DictReader(file))
@@ -103,7 +104,10 @@ def test_tables_leave_the_library(table, tmp_path, monkeypatch):
     assert len(history) == 32
     assert {"width", "rate", "epoch", "eval_loss"} < set(history.columns)
     draw_parallel(found.rows, ["width", "batch_size", "rate"], "eval_loss", tmp_path / "p.png")
-    assert (tmp_path / "p.png").stat().st_size > 10_000
+    (panel,) = panels(drawn["p.png"])
+    across, upright = (sum(n == size for _, n in panel.lines) for size in (4, 2))
+    assert (across, upright) == (len(found.rows), 4)  # a line for each row, an axis for each name
+    assert {"width", "batch size", "rate (log)", "eval loss"} < set(panel.texts)
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
     with pytest.raises(px.MembersError, match=r"to_pandas needs pandas: pip install pandas"):
         found.to_pandas()

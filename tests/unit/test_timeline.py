@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.pictures import legend, panels
 
 import plurax as px
 from plurax import cli
@@ -114,7 +115,7 @@ def test_schedules_side_by_side():
 
 
 @pytest.mark.parametrize("compare", [False, True])
-def test_a_pipeline_is_drawn(tmp_path, compare):
+def test_a_pipeline_is_drawn(tmp_path, compare, drawn):
     own = costs("1f1b", 2, 4)
     compared = {
         "gpipe": costs("gpipe", 2, 4),
@@ -125,7 +126,28 @@ def test_a_pipeline_is_drawn(tmp_path, compare):
     found = [Collective("collective-permute", ("pipeline",), 100, True, 10, 2)]
     path = tmp_path / "plan.png"
     draw_plan("a plan", [], MEMORY, found, path, own, compared if compare else None)
-    assert path.stat().st_size > 20_000
+    *above, memory, sent = panels(drawn["plan.png"])
+    numbers = sorted(2 * [0, 1, 2, 3] * 2)  # a box for each pass of each microbatch on each device
+    timelines = [panel for panel in above if panel.y.startswith("stage")]
+    assert all(sorted(map(int, panel.texts)) == numbers for panel in timelines[:4])
+    assert memory.texts == ["2.9 KiB", "8.0 KiB"]
+    assert sent.texts == ["1000 B"]
+    if not compare:
+        assert [panel.title for panel in above] == [
+            "1f1b, as soon as each can: idle (bubble) 20.0 %",
+            "1f1b, in lockstep, as it runs here: idle (bubble) 33.3 %",
+        ]
+        assert legend(drawn["plan.png"]) == ["forward", "backward, as long as two forwards", "idle"]
+        return
+    assert legend(drawn["plan.png"])[2:] == ["paler: a device's later stage", "idle"]
+    assert [panel.title.split(",")[0] for panel in timelines] == [
+        "gpipe", "gpipe", "1f1b", "1f1b", "interleaved", "interleaved"
+    ]  # fmt: skip
+    assert any("zb-h1 cannot run: too few layers" in panel.texts for panel in above)
+    bars = {panel.title: panel.texts for panel in above[-4:]}
+    assert bars["bubble, in lockstep"] == ["20.0 %", "33.3 %", "25.0 %"]
+    assert bars["stored at most, in microbatches"] == ["4", "2", "2.5"]
+    assert bars["temporaries per device"] == ["8.0 KiB"] * 3
 
 
 # --- On the command line --------------------------------------------------------------------------
@@ -160,7 +182,7 @@ def workplace(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_plan_draws_the_timeline(workplace, capsys):
+def test_plan_draws_the_timeline(workplace, capsys, drawn):
     code, out, _ = run(
         capsys, "plan", "stacked.py", "--plan.pipeline", "2", "--plan.schedule", "zb-h1",
         "--plan.microbatches", "2", "--save", "plan.png",
@@ -169,16 +191,24 @@ def test_plan_draws_the_timeline(workplace, capsys):
     assert "stage 0 F0F1··B0W0B1W1\n" in out
     assert "exchanged by a device in a step" in out
     assert "embed: on device 0 of the pipeline" in out
-    assert Path("plan.png").stat().st_size > 20_000
+    timeline, memory, sent = panels(drawn["plan.png"])
+    title = "zb-h1, as soon as each can, and in lockstep, as it runs here: idle (bubble) 14.3 %"
+    assert timeline.title == title
+    assert sorted(timeline.texts) == sorted("01" * 6)  # F, B, W of two microbatches on two devices
+    assert (memory.shapes, sent.shapes) == (4, 2)
+    assert sent.title == "sent by a device in a step: 2.0 KiB"
 
 
-def test_compare_has_every_schedule_or_why_it_cannot_run(workplace, capsys):
+def test_compare_has_every_schedule_or_why_it_cannot_run(workplace, capsys, drawn):
     code, out, _ = run(capsys, "plan", "stacked.py", "--compare", "--save", "plan.png")
     assert code == 0
     for name in ("gpipe", "1f1b *", "interleaved", "zb-h1"):
         assert f"│ {name} " in out
     assert "interleaved cannot run: the schedule 'interleaved' takes microbatches in rounds" in out
-    assert Path("plan.png").stat().st_size > 20_000
+    *timelines, _, _, _, _, memory, sent = panels(drawn["plan.png"])
+    assert [len(panel.texts) for panel in timelines] == [12, 12, 12, 12, 1, 0, 18, 18]
+    assert timelines[4].texts[0].startswith("interleaved cannot run: the schedule 'interleaved'")
+    assert (memory.shapes, sent.shapes) == (4, 2)
 
 
 def test_too_few_layers_for_a_schedule_and_one_by_hand(workplace, capsys):
