@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV ?= $(if $(filter-out python3,$(PYTHON)),.venv-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'),.venv)
 RUN := $(VENV)/bin
 PEERS := .venv-peers
+MUTANTS := .venv-mutants
 
-.PHONY: help setup demo test test-all lint format bench docs constraints clean
+.PHONY: help setup demo test test-all test-mutants lint format bench docs constraints clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -28,6 +29,14 @@ test: setup ## run the tests
 
 test-all: setup ## the tests, the slow ones too, with many more draws
 	PLURAX_TEST_PROFILE=all $(RUN)/python -m pytest -n 2 --dist loadgroup -m ''
+
+$(MUTANTS)/.installed:
+	$(PYTHON) -m venv $(MUTANTS)
+	$(MUTANTS)/bin/python -m pip install --quiet --disable-pip-version-check cosmic-ray==8.7.0
+	@touch $@
+
+test-mutants: setup $(MUTANTS)/.installed ## do the tests notice changes? MODULE=resample (tests/mutants)
+	$(MUTANTS)/bin/python tests/mutants/run.py $(MODULE) --python $(abspath $(RUN)/python)
 
 lint: setup ## check style and types
 	$(RUN)/ruff check .

@@ -46,7 +46,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 # The default draws the same few cases every time; `make test-all` draws many new ones.
 settings.register_profile("default", deadline=None, derandomize=True, database=None)
-settings.register_profile("all", deadline=None, print_blob=True, max_examples=300)
+settings.register_profile("all", deadline=None, print_blob=True, max_examples=500)
 settings.load_profile(os.environ.get("PLURAX_TEST_PROFILE", "default"))
 
 

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from tests import models
+from tests.draws import draws
 
 import plurax as px
 from plurax.execute.mask import reads_mask
@@ -189,7 +190,7 @@ def test_every_parallelism(x64, name, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 @given(st.data())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@draws(8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_plan(x64, name, data):
     check(name, data.draw(plans(name)))
 

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests import models
+from tests.draws import draws
 
 import plurax as px
 
@@ -55,13 +56,13 @@ def check(plan, reference, kind, dtype, counts):
 
 @pytest.mark.usefixtures("x64")
 @given(plan=plans, counts=sizes, weighted=st.booleans())
-@settings(max_examples=30)
+@draws(30)
 def test_float64(plan, counts, weighted):
     check(plan, px.Plan(), "weighted" if weighted else "plain", "float64", counts)
 
 
 @given(plan=plans, counts=sizes, weighted=st.booleans())
-@settings(max_examples=15)
+@draws(15)
 def test_float32(plan, counts, weighted):
     check(plan, px.Plan(), "weighted" if weighted else "plain", "float32", counts)
 
@@ -78,7 +79,7 @@ def test_every_device_count_with_one_example(data):
     counts=sizes,
     kind=st.sampled_from(("normed", "contrastive")),
 )
-@settings(max_examples=10)
+@draws(10)
 def test_coupled_losses_see_the_whole_microbatch(plan, counts, kind):
     check(plan, px.Plan(microbatches=plan.microbatches), kind, "float64", counts)
 

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from tests import models
+from tests.draws import draws
 
 import plurax as px
 
@@ -67,7 +68,7 @@ def plans(draw, name, devices=8):
 @pytest.mark.filterwarnings("ignore::plurax.ShardingWarning")
 @pytest.mark.parametrize("name", NETWORKS)
 @given(st.data())
-@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@draws(4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_plan_in_float64(x64, name, data):
     plan = data.draw(plans(name))
     got = trained(name, plan, jnp.float64)

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from jax.experimental.compute_on import compute_on
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+from tests.draws import draws
 
 import plurax as px
 from plurax import inspect
@@ -54,7 +55,7 @@ def shardings(draw, axes=tuple(SIZES), rank=3, partial=False):
 
 
 @given(shardings())
-@settings(max_examples=50)
+@draws(50)
 def test_a_sharding_goes_to_a_spec_and_a_map_and_comes_back(sharding):
     assert Sharding.from_spec(sharding.spec, 3) == sharding
     assert Sharding.from_map(*sharding.to_map(SIZES), tuple(SIZES)) == sharding
@@ -114,7 +115,7 @@ def moved(source, target, moves, axes=AXES):
 
 
 @given(shardings(partial=True), shardings())
-@settings(max_examples=25)
+@draws(25)
 def test_resharding_is_right_and_costs_what_it_says(source, target):
     moves = resharding(source, target, SHAPE, 4, AXES)
     got, whole, found = moved(source, target, moves)
@@ -128,7 +129,7 @@ PARTS = Axes({"a": 2, "b": 4}, {"b": (2, 2)})
 
 
 @given(shardings(tuple(PARTS.sizes), partial=True), shardings(tuple(PARTS.sizes)))
-@settings(max_examples=200)
+@draws(200)
 def test_each_move_is_one_collective_where_axes_are_used_in_parts(source, target):
     for move in resharding(source, target, SHAPE, 4, PARTS):
         if move.kind not in ("slice", "collective-permute"):
@@ -136,7 +137,7 @@ def test_each_move_is_one_collective_where_axes_are_used_in_parts(source, target
 
 
 @given(shardings(partial=True), shardings())
-@settings(max_examples=200)
+@draws(200)
 def test_resharding_never_costs_more_than_gathering_all(source, target):
     moves = resharding(source, target, SHAPE, 4, AXES)
     whole = resharding(source, Sharding.whole(3), SHAPE, 4, AXES)

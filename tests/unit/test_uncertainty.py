@@ -4,11 +4,12 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import brier_score_loss, log_loss
+from tests.draws import draws
 
 from plurax.ensemble.uncertainty import (
     accuracy,
@@ -62,7 +63,7 @@ def test_classification_against_the_formulas():
     assert {field.dtype for field in vars(said).values()} == {np.dtype(np.float64)}
 
 
-@settings(max_examples=60)
+@draws(60)
 @given(LOGITS)
 def test_classification_has_its_properties(logits):
     said = classify(logits)
@@ -195,7 +196,7 @@ def test_regression_is_the_mixture_of_the_members():
     np.testing.assert_array_equal(alone.variance, alone.epistemic)
 
 
-@settings(max_examples=40)
+@draws(40)
 @given(
     arrays(np.float32, st.tuples(st.integers(1, 4), st.integers(1, 4)), elements=VALUES),
     st.floats(0.01, 0.99),
