@@ -80,11 +80,17 @@ WAITING = {
     "complex numbers under remat": {
         "state space": ["dots"],
     },
+    "TypeError in plurax/sharding/ordering.py": {
+        "state space": ["full", "everything"],
+    },
     "no way from one sharding to another": {
+        "autoregressive": ["zero 3", "tensor and zero"],
         "pinn": ["tensor and zero"],
+        "graph": ["zero 3", "tensor and zero"],
     },
     "a loop inside a loop is ordered under another mesh": {
-        "neural ode": ["everything"],
+        "neural ode": ["dots", "full", "everything"],
+        "equilibrium": ["dots", "full", "everything"],
     },
 }
 """Why a pair does not hold yet: model: plans."""
