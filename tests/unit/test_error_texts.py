@@ -99,7 +99,7 @@ def called(name, builder):
             for number, (key, parameter) in enumerate(parameters.items(), 2)
         }
         error = builder(**given)
-        assert isinstance(error, PluraxError | ImportError), f"{name} made a {type(error)}"
+        assert isinstance(error, PluraxError | ImportError | str), f"{name} made a {type(error)}"
         said = ", ".join(f"{key}={value!r}" for key, value in given.items())
         texts[f"{name}({said})"] = f"{type(error).__name__}: {error}".rstrip()
     return texts
