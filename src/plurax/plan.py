@@ -86,6 +86,10 @@ data=1 means 'not used'.
     """What is split over `data` beside the batch (ZeRO): 1 the optimizer's state; 2 gradients too,
     reduced to their shards in every microbatch; 3 parameters too, made whole where they are
     used."""
+    bucket_bytes: int = 25_000_000
+    """With `zero`, how many bytes of whole tensors are gathered over `data`, or added up to their
+    shards, in one collective. With `zero=3` a device holds two such buckets of parameters: the one
+    it computes with, and the next. 1: each tensor on its own."""
     remat: Remat = "none"
     """What the backward pass computes again instead of keeping it: nothing; all but matrix products
     (`dots`); all but what layers hand to each other (`full`); or the matrix products are kept in
@@ -98,7 +102,10 @@ data=1 means 'not used'.
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shardings", _rules(self.shardings))
-        for field in ("data", "microbatches", "member", "chunk", "pipeline", "stages", "tensor"):
+        for field in (
+            "data", "microbatches", "member", "chunk", "pipeline", "stages", "tensor",
+            "bucket_bytes",
+        ):  # fmt: skip
             value = getattr(self, field)
             if field in ("chunk", "stages") and value is None:
                 continue

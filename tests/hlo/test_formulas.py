@@ -73,14 +73,84 @@ def test_data_parallelism_and_zero_send_their_formulas(zero, microbatches):
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_zero_3_sends_three_halves_of_an_all_reduce(microbatches):
-    """Gathered forward and backward, but the first layer: no gradient goes further back."""
-    program = compiled(px.Plan(data=N, zero=3, microbatches=microbatches))
+@pytest.mark.parametrize("layers", [1, 2, 100])
+def test_zero_3_sends_three_halves_of_an_all_reduce(microbatches, layers):
+    """Gathered forward and backward, but the first layer: no gradient goes further back.
+
+    In buckets of some layers, which change how many collectives there are, and not what they send.
+    """
+    bucket = layers * P // LAYERS
+    program = compiled(px.Plan(data=N, zero=3, microbatches=microbatches, bucket_bytes=bucket))
     gathers = 2 * LAYERS - 1
     assert total(program, "all-gather", "data") == microbatches * gathers * P / LAYERS
     assert total(program, "reduce-scatter", "data") == microbatches * P / N
     counts = Counter(c.kind for c in program.collectives() if c.bytes > 64)
-    assert counts["all-gather"] == gathers
+    assert counts["all-gather"] == -(-LAYERS // layers) + -(-(LAYERS - 1) // layers)
+    assert counts["reduce-scatter"] == -(-LAYERS // layers)
+
+
+DEEP = 12
+
+
+def deep_task():
+    """Many parameters of two shapes, each layer in a call of its own."""
+
+    @jax.jit
+    def layer(x, params):
+        return jnp.tanh(x @ params["w"] + params["b"])
+
+    def loss(params, batch, keys):
+        x = batch["x"]
+        for one in params:
+            x = layer(x, one)
+        return jnp.sum((x - batch["x"]) ** 2, axis=1)
+
+    def init(key):
+        weights = jax.random.normal(key, (DEEP, WIDTH, WIDTH)) / WIDTH**0.5
+        return [{"w": w, "b": jnp.full(WIDTH, 0.1)} for w in weights]
+
+    return px.Task(init=init, loss=loss)
+
+
+def kinds(program):
+    """How many collectives of each kind, and their bytes; and the same as planned."""
+    found = [(c.kind, c.bytes) for c in program.collectives() if c.axes == ("data",)]
+    planned = [(r.kind, r.bytes) for r in program.planned_collectives() if r.axes == ("data",)]
+    pairs = []
+    for some in (found, planned):
+        some = [(kind, size) for kind, size in some if kind != "all-reduce"]
+        sizes = Counter()
+        for kind, size in some:
+            sizes[kind] += size
+        pairs.append((Counter(kind for kind, _ in some), sizes))
+    return pairs
+
+
+def test_buckets_send_what_single_tensors_do():
+    """Of 24 parameters, in two to eight collectives instead of 35 and 24; as it was planned."""
+    layer = 4 * WIDTH * (WIDTH + 1)
+    sizes = {}
+    for layers in (0, 3, 100):
+        plan = px.Plan(data=N, zero=3, bucket_bytes=layers * layer or 1)
+        found, planned = kinds(compiled(plan, deep_task()))
+        assert found == planned
+        counts, sizes[layers] = found
+        if layers:
+            backward = -(-(DEEP - 1) // layers)  # matrices alone, and not the first
+            gathers = -(-DEEP // layers) + backward
+            assert counts == {"all-gather": gathers, "reduce-scatter": -(-DEEP // layers)}
+        else:
+            assert counts == {"all-gather": 3 * DEEP - 1, "reduce-scatter": 2 * DEEP}
+    assert sizes[3] == sizes[100] == sizes[0]
+
+
+def test_zero_1_reduces_and_gathers_in_buckets():
+    found, planned = kinds(compiled(px.Plan(data=N, zero=1), deep_task()))
+    assert found == planned
+    assert found[0] == {"all-gather": 1, "reduce-scatter": 1}
+    assert (
+        found[1]["all-gather"] == N * found[1]["reduce-scatter"] == 4 * DEEP * WIDTH * (WIDTH + 1)
+    )
 
 
 def test_zero_holds_a_share_of_the_state():
@@ -99,9 +169,11 @@ def test_zero_3_never_holds_all_parameters():
         loss=lambda params, batch, keys: global_task.loss(params, batch, keys),
     )
     batch = {"x": np.ones((N, 64), np.float32)}
-    program = compiled(px.Plan(data=N, zero=3), deep, batch, optax.sgd(1e-2))
     parameters = 16 * 64 * 64 * 4
-    assert program.memory().temporaries < 0.4 * parameters
+    for layers, share in ((1, 0.4), (2, 0.6)):
+        plan = px.Plan(data=N, zero=3, bucket_bytes=layers * parameters // 16)
+        program = compiled(plan, deep, batch, optax.sgd(1e-2))
+        assert program.memory().temporaries < share * parameters
     whole = compiled(px.Plan(data=N), deep, batch, optax.sgd(1e-2))
     assert whole.memory().temporaries > parameters
 

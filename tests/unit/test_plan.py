@@ -70,7 +70,8 @@ def test_save_and_load(tmp_path):
     assert Plan.load(tmp_path / "plan.toml") == plan
     assert (tmp_path / "plan.toml").read_text() == (
         'data = 4\nmicrobatches = 8\nprecision = "bfloat16"\nmember = 1\n'
-        'pipeline = 1\nschedule = "1f1b"\ntensor = 1\nzero = 0\nremat = "none"\n'
+        'pipeline = 1\nschedule = "1f1b"\ntensor = 1\nzero = 0\n'
+        'bucket_bytes = 25000000\nremat = "none"\n'
     )
 
 

@@ -313,7 +313,10 @@ class Divided:
     def divider(self, trips: int = 1, *, stage: bool = False, joint: bool = False) -> Divider:
         """One that walks a function over all axes of the plan, or over those of a stage."""
         axes = self.stage_axes if stage else self.axes
-        return Divider(axes, self._rules.find, mesh=self._mesh, joint=joint, trips=trips)
+        return Divider(
+            axes, self._rules.find, mesh=self._mesh, joint=joint,
+            bucket_bytes=self.plan.bucket_bytes, trips=trips,
+        )  # fmt: skip
 
     def expanded(self, lies: PyTree) -> PyTree:
         """Shardings over mesh axes as such over the axes they are used in."""

@@ -6,6 +6,7 @@ from typing import Any
 from jax import lax
 from jaxtyping import Array
 
+from plurax.sharding.buckets import together as bucketed
 from plurax.sharding.divide import Divider
 from plurax.sharding.reshard import resharding
 from plurax.sharding.sharding import Sharding
@@ -32,7 +33,8 @@ def reduced(values: Sequence[Value], targets: Sequence[Sharding], divider: Divid
         for place, array in zip(places, sums, strict=True):
             results[place] = array
             divider.record_all_reduce(axes, array)
-    return [
-        divider.move(result, target).array if isinstance(result, Value) else result
-        for result, target in zip(results, targets, strict=True)
-    ]
+    rest = [place for place, result in enumerate(results) if isinstance(result, Value)]
+    moved = bucketed(divider, [values[p] for p in rest], [targets[p] for p in rest])
+    for place, value in zip(rest, moved, strict=True):
+        results[place] = value.array
+    return results

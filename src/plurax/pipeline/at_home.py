@@ -183,21 +183,18 @@ class AtHome:
             assert written is not None
             own = [place for place, home in enumerate(self._homes) if home == device]
             cells = self._there(device, known, [atoms[place] for place in own])
-            values = [
-                self.stage.finished(cell, goals[place])
-                for cell, place in zip(cells, own, strict=True)
-            ]
+            values = self.stage.finish(cells, [goals[place] for place in own])
             return written(device, [value.array for value in values])
 
         homed = None if written is None else self._on_each(branch)
-        common: list[Value | None] = []
-        for atom, home, goal in zip(atoms, self._homes, goals, strict=True):
-            if home is not None:
-                common.append(None)
-                continue
-            cell = self.divider.constant(atom.val) if isinstance(atom, Literal) else known[atom]
-            common.append(self.divider.finished(cell, goal))
-        return common, homed
+        shared = [place for place, home in enumerate(self._homes) if home is None]
+        cells = [
+            self.divider.constant(atom.val) if isinstance(atom, Literal) else known[atom]
+            for atom in (atoms[place] for place in shared)
+        ]
+        values = self.divider.finish(cells, [goals[place] for place in shared])
+        found = dict(zip(shared, values, strict=True))
+        return [found.get(place) for place in range(len(atoms))], homed
 
     def _there(self, device: int, known: dict[Any, Cell], results: Sequence[Any]) -> list[Cell]:
         """Results computed on one device, from what is known on all and what lives there."""

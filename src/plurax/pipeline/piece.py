@@ -155,7 +155,7 @@ class Piece:
         wanted = [*goals, *[None] * len(self._inputs)]
         cells = self.divider.evaluate_part(self._backward.eqns, known, results, wanted)
         count = len(self._weights)
-        return self._finished(cells[:count], goals), self._handed(cells[count:], lies)
+        return self.divider.finish(cells[:count], goals), self._handed(cells[count:], lies)
 
     def input_gradient(
         self, inputs: Inputs, kept: Values, cotangent: Values, lies: Sequence[Sharding]
@@ -174,7 +174,7 @@ class Piece:
         known = self._back_known(inputs, kept, [])
         known.update(zip(self._left, map(Cell, left), strict=True))
         cells = self.divider.evaluate_part(self._second, known, list(self._weights), goals)
-        return self._finished(cells, goals)
+        return self.divider.finish(cells, goals)
 
     def _known(self, inputs: Inputs) -> dict[Any, Cell]:
         known = dict(
@@ -207,9 +207,3 @@ class Piece:
 
     def _handed(self, cells: Sequence[Cell], lies: Sequence[Sharding]) -> Values:
         return [self.divider.to(cell, one) for cell, one in zip(cells, lies, strict=True)]
-
-    def _finished(self, cells: Sequence[Cell], goals: Sequence[Sharding | None]) -> Values:
-        return [
-            cell.value if goal is None else self.divider.finished(cell, goal)
-            for cell, goal in zip(cells, goals, strict=True)
-        ]

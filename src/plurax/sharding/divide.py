@@ -33,6 +33,7 @@ from plurax.mesh import within
 from plurax.primitives import INLINED, holds, open_jaxpr, written
 from plurax.sharding.axes import Axes
 from plurax.sharding.branches import Branches
+from plurax.sharding.buckets import Gathers, computed_at, inlined, together
 from plurax.sharding.by_hand import evaluated
 from plurax.sharding.loop import Loop, While
 from plurax.sharding.obeyed import NameRule, Obeyed
@@ -78,6 +79,7 @@ class Divider:
     - `mesh`: in which the function may use `jax.shard_map` itself.
     - `joint`: rows are a dim split over `data`, not each device's own: what depends on them is not
       `varying`, and a parameter split over `data` is made whole where it meets anything else.
+    - `bucket_bytes`: of tensors that are gathered, or added up to shards, over `data` together.
     - `trips`: how often the function runs, for the records.
     """
 
@@ -88,9 +90,11 @@ class Divider:
         *,
         mesh: Mesh | None = None,
         joint: bool = False,
+        bucket_bytes: int = 1,
         trips: int = 1,
     ) -> None:
         self.axes = axes
+        self.bucket_bytes = bucket_bytes
         self.mesh = mesh
         self._marks = Obeyed(axes, named or (lambda name, shape: None))
         self.joint = joint
@@ -98,6 +102,7 @@ class Divider:
         self._trips = trips
         self._now: Any = None
         self._calls: list[Any] = []
+        self._ready: dict[int, Value] = {}
 
     def gathered_for(self, eqn: Any, first: int) -> None:
         """Note that the collectives from the `first` on gather for an operation without a rule."""
@@ -124,7 +129,7 @@ class Divider:
         """Bytes that each device sends to have a value in a sharding."""
         if cell.unmade is not None or cell.made_zero:
             return 0.0
-        return min(wire_bytes(self._moves(value, target)) for value in _able(cell, target))
+        return min(wire_bytes(self.moves(value, target)) for value in _able(cell, target))
 
     def to(self, cell: Cell, target: Sharding) -> Value:
         """A value brought to a sharding, by the cheapest way from where it lies."""
@@ -132,7 +137,7 @@ class Divider:
             made = cell.unmade.make(target)
             cell.values.append(made)
         options = _able(cell, target)
-        best = min(options, key=lambda value: wire_bytes(self._moves(value, target)))
+        best = min(options, key=lambda value: wire_bytes(self.moves(value, target)))
         if best.sharding == target:
             return best
         moved = self.zeros(cell.shape, best.array.dtype).make(target) if cell.made_zero else None
@@ -140,7 +145,8 @@ class Divider:
         cell.values.append(moved)
         return moved
 
-    def _moves(self, value: Value, target: Sharding) -> list[Move]:
+    def moves(self, value: Value, target: Sharding) -> list[Move]:
+        """How a value is brought to a sharding."""
         size: int = value.array.dtype.itemsize
         avoid = frozenset({"data"}) if value.varying else frozenset()
         return resharding(value.sharding, target, value.shape, size, self.axes, avoid)
@@ -149,7 +155,7 @@ class Divider:
         """A value moved; the collectives are recorded."""
         if value.sharding == target:
             return value
-        moves = self._moves(value, target)
+        moves = self.moves(value, target)
         for move in moves:
             if move.kind != "slice":
                 axes = self.axes.mesh_axes(move.axes)
@@ -201,6 +207,12 @@ class Divider:
         wire, at = 2 * size * (n - 1) / n, self.axes.mesh_axes(axes)
         self.records.append(Record("all-reduce", at, size, wire, self._trips))
 
+    def record_together(self, moves: Sequence[Move]) -> None:
+        """Note one collective that makes several moves."""
+        first, axes = moves[0], self.axes.mesh_axes(moves[0].axes)
+        size, wire = sum(move.bytes for move in moves), sum(move.wire for move in moves)
+        self.records.append(Record(first.kind, axes, size, wire, self._trips))
+
     # --- Evaluating ---------------------------------------------------------------------------
 
     def traced(self, fun: Callable[..., Any], *args: PyTree) -> tuple[Any, PyTree]:
@@ -234,7 +246,14 @@ class Divider:
         wanted: Sequence[Sharding | None] | None = None,
     ) -> list[Cell]:
         """Evaluate those of some equations on which `results` depend, from what is `known`."""
+        bucketed = self._gathers_parameters(known)
+        inside = len(self._calls)
+        calls: dict[int, tuple[Any, ...]] = {}
+        if bucketed:
+            eqns, results, constants, calls = inlined(eqns, results, self.constant)
+            known = {**known, **constants}
         eqns, uses = _live(eqns, results, known)
+        gathers = Gathers(self, eqns, known) if bucketed else None
         here = dict(known)
         goal = {
             var: target
@@ -247,9 +266,13 @@ class Divider:
 
         for var, cell in known.items():
             cell.uses += uses.get(var, 0) - 1
-        for eqn in eqns:
+        for place, eqn in enumerate(gathers.eqns if gathers else eqns):
             inputs = [read(atom) for atom in eqn.invars]
             goals = [goal.get(var) for var in eqn.outvars]
+            self._calls[inside:] = calls.get(id(eqn), ())
+            if gathers is not None:
+                meets = self._meets(inputs)
+                self._ready = gathers.before(place, here, telling(meets) if meets else None)
             with written(eqn):
                 outputs = self._equation(eqn, inputs, goals)
             for var, cell in zip(eqn.outvars, outputs, strict=True):
@@ -257,6 +280,7 @@ class Divider:
                 before = cell.uses - 1 if cell in inputs else 0
                 cell.uses = before + uses.get(var, 0)
                 here[var] = cell
+        del self._calls[inside:]
         return [read(atom) for atom in results]
 
     def _equation(self, eqn: Any, inputs: list[Cell], goals: list[Sharding | None]) -> list[Cell]:
@@ -296,11 +320,11 @@ class Divider:
         The gather comes after the value it meets: it is neither done before it is needed, nor
         joined with another. Of a value that is also there whole, that one is taken.
         """
-        known = (cell.unmade.source if cell.unmade else cell.value for cell in inputs)
-        made = [value for value in known if value is not None]
-        meets = [v.array for v in made if v.varying or (self.joint and not v.fixed)]
+        meets = self._meets(inputs)
         if not meets and not any(cell.varying for cell in inputs):
             return inputs
+        ready = self._ready
+        inputs = [Cell(ready[id(cell)]) if id(cell) in ready else cell for cell in inputs]
         cells = [
             cell if self.joint and _rows(cell) else self._without_data(cell) for cell in inputs
         ]
@@ -334,6 +358,25 @@ class Divider:
         other = Cell(kept[0], cell.uses)
         other.values = kept
         return other
+
+    def of_rows(self, value: Value) -> bool:
+        """Whether a value depends on the batch, and parameters have to be whole where they meet."""
+        return value.varying or (self.joint and not value.fixed)
+
+    def of_parameters(self, value: Value) -> bool:
+        """Whether a value is split over `data`, and to be made whole where it meets the batch."""
+        return "data" in value.sharding.axes and (value.fixed or not self.joint)
+
+    def _meets(self, inputs: list[Cell]) -> list[Array]:
+        """Those of some values at which parameters have to be whole."""
+        known = (cell.unmade.source if cell.unmade else cell.value for cell in inputs)
+        return [value.array for value in known if value is not None and self.of_rows(value)]
+
+    def _gathers_parameters(self, known: Mapping[Any, Cell]) -> bool:
+        """Whether several parameters may have to be made whole over `data`."""
+        values = [cell.value for cell in known.values() if cell.unmade is None]
+        split = [v for v in values if self.of_parameters(v) and not v.varying]
+        return len(split) > 1 and any(map(self.of_rows, values))
 
     def _barrier(self, inputs: list[Cell]) -> list[Cell]:
         made = [cell.value for cell in inputs]
@@ -369,19 +412,35 @@ class Divider:
         self._trips = trips
         return outputs
 
-    def finished(self, cell: Cell, target: Sharding) -> Value:
-        """A result as it is wanted; over `data`, varying values are terms of a sum."""
+    def finish(
+        self,
+        cells: Sequence[Cell],
+        goals: Sequence[Sharding | None],
+        order: Sequence[int] | None = None,
+    ) -> list[Value]:
+        """Results as they are wanted, in buckets, and the others as they lie.
+
+        Over `data`, varying values are terms of a sum. `order`: numbers by which results are known
+        one after another.
+        """
+        values, targets = [], []
+        for cell, goal in zip(cells, goals, strict=True):
+            values.append(cell.value if goal is None else self._term(cell, goal))
+            targets.append(values[-1].sharding if goal is None else goal)
+        return together(self, values, targets, order=order)
+
+    def _term(self, cell: Cell, target: Sharding) -> Value:
         late = cell.unmade
         if late is not None:
             cell.values.append(late.make(target.without(["data"])))
         value = cell.value
         if value.varying and "data" in target.axes:
             partial = value.sharding.partial | {"data"}
-            value = dataclasses.replace(
+            return dataclasses.replace(
                 value, sharding=Sharding(value.sharding.dims, partial), varying=False
             )
-            return self.move(value, target)
-        return self.to(cell, target)
+        options = _able(cell, target)
+        return min(options, key=lambda value: wire_bytes(self.moves(value, target)))
 
     def _by_hand(self, eqn: Any, inputs: list[Cell]) -> list[Cell]:
         """A `jax.shard_map` of the user's: its body is already what one device does."""
@@ -443,11 +502,12 @@ def divide(
     given = wanted(shapes) if wanted is not None else jax.tree.map(lambda _: None, shapes)
     jax.tree.map(lambda _, goal: goals.append(goal), shapes, given)
     cells = divider.evaluate(closed.jaxpr, closed.consts, [Cell(v) for v in leaves], goals)
-    out = []
     for cell, goal in zip(cells, goals, strict=True):
         if goal is not None and cell.unmade and not tight:
             cell.values.append(cell.unmade.make(goal))
-        out.append(divider.finished(cell, goal) if goal is not None and tight else cell.value)
+    if not tight:
+        goals = [None] * len(goals)
+    out = divider.finish(cells, goals, computed_at(closed.jaxpr))
     return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
 

@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array
 
 from plurax.primitives import open_jaxpr, scan_sizes
+from plurax.sharding.buckets import computed_at
 from plurax.sharding.carry import Carry
 from plurax.sharding.sharding import Sharding
 from plurax.sharding.values import Cell, Value
@@ -76,8 +77,8 @@ class Loop:
             cells.append(Cell(_row(stack, array)))
         out = self.divider.evaluate(self.body, self.body_consts, cells, self.goals)
         values = self.carry.left(out[: self.carried])
-        for cell, goal in zip(out[self.carried :], self.goals[self.carried :], strict=True):
-            values.append(cell.value if goal is None else self.divider.finished(cell, goal))
+        order = computed_at(self.body)[self.carried :]
+        values += self.divider.finish(out[self.carried :], self.goals[self.carried :], order)
         self.found = values
         arrays = [value.array for value in values]
         return arrays[: self.carried], arrays[self.carried :]

@@ -190,9 +190,9 @@ def apply_moves(
 def _slice(shard: Array, shape: Any, here: Sharding, move: Move, axes: Axes) -> Array:
     assert move.dim is not None
     n = axes.size(move.axes)
-    filled = _filled(shard, move.dim, n)
-    size = filled.shape[move.dim] // n
-    return lax.dynamic_slice_in_dim(filled, axes.index(move.axes) * size, size, move.dim)
+    padded = filled(shard, move.dim, n)
+    size = padded.shape[move.dim] // n
+    return lax.dynamic_slice_in_dim(padded, axes.index(move.axes) * size, size, move.dim)
 
 
 def _all_gather(shard: Array, shape: Any, here: Sharding, move: Move, axes: Axes) -> Array:
@@ -215,9 +215,9 @@ def _all_to_all(shard: Array, shape: Any, here: Sharding, move: Move, axes: Axes
 def _reduce_scatter(shard: Array, shape: Any, here: Sharding, move: Move, axes: Axes) -> Array:
     assert move.dim is not None
     names, groups = axes.group(move.axes)
-    filled = _filled(shard, move.dim, axes.size(move.axes))
+    padded = filled(shard, move.dim, axes.size(move.axes))
     return lax.psum_scatter(
-        filled, names, scatter_dimension=move.dim, tiled=True, axis_index_groups=groups
+        padded, names, scatter_dimension=move.dim, tiled=True, axis_index_groups=groups
     )
 
 
@@ -241,7 +241,7 @@ _DO: dict[str, Callable[..., Array]] = {
 }
 
 
-def _filled(shard: Array, dim: int, n: int) -> Array:
+def filled(shard: Array, dim: int, n: int) -> Array:
     """With zeros at the end of a dim, so that it divides by `n`."""
     missing = -shard.shape[dim] % n
     if not missing:
