@@ -331,6 +331,8 @@ OPERATIONS = {
     "reshape minor": (lambda x: x.reshape(8, 3, 4), (TABLE,), (S(None, "tensor"),)),
     "flatten": (lambda x: x.ravel(), (TABLE,), (S("tensor", None),)),
     "flatten minor": (lambda x: x.ravel(), (TABLE,), (S(None, "tensor"),)),
+    "flat argmax": (lambda x: x.ravel().argmax(), (TABLE,), (S(None, "tensor"),)),
+    "flat times": (lambda x: x.ravel() * jnp.arange(96.0), (TABLE,), (S(None, "tensor"),)),
     "transpose": (lambda x: x.T, (TABLE,), (S("tensor", None),)),
     "reverse": (lambda x: x[::-1], (TABLE,), (S("tensor", None),)),
     "slice": (lambda x: x[1:5, ::2], (TABLE,), (S("tensor", None),)),
@@ -472,6 +474,36 @@ def test_an_operation_on_shards(x64, name):
     assert_same(got, expected)
 
 
+# In filled-up places each of these has what would change the result.
+FILLED = {
+    "sum": lambda x, y: (x + 1).sum(),
+    "mean of rows": lambda x, y: (x + 1).mean(0),
+    "max": lambda x, y: (-(x**2) - 1).max(),
+    "max of columns": lambda x, y: (-(x**2) - 1).max(1),
+    "min": lambda x, y: (x**2 + 1).min(),
+    "integers": lambda x, y: (-jnp.ceil(x**2).astype(int)).max(),
+    "all": lambda x, y: (x != 0).all(),
+    "any": lambda x, y: (x == 0).any(),
+    "norm": lambda x, y: jnp.linalg.norm(jnp.cos(x)),
+    "flat sum": lambda x, y: (x + 1).ravel().sum(),
+    "flat max": lambda x, y: (-(x**2) - 1).ravel().max(),
+    "inner product": lambda x, y: jnp.vdot(1 / x, y),
+    "inner product of rows": lambda x, y: jnp.vdot(1 / x[:, 0], y[:, 0]),
+    "of whole and shards": lambda x, y: jnp.vdot(TABLE, 1 / y),
+}
+
+
+@pytest.mark.parametrize("lie", [S("tensor", None), S(None, "tensor")], ids=["rows", "columns"])
+@pytest.mark.parametrize("name", FILLED)
+def test_filled_up_shards_count_for_nothing(x64, name, lie):
+    """Of 8 rows or 12 columns on 5 devices; only numbers cross them."""
+    args = (jnp.asarray(TABLE), jnp.asarray(TABLE[::-1]))
+    got, records, _ = shared(FILLED[name], args, (lie, lie), count=5)
+    assert_same(got, FILLED[name](*args))
+    sliced = name == "inner product of rows" and lie == S(None, "tensor")
+    assert sliced or {record.kind for record in records} <= {"all-reduce"}
+
+
 DIFFERENTIABLE = [
     name
     for name in OPERATIONS
@@ -485,6 +517,7 @@ DIFFERENTIABLE = [
         "top_k",
         "inverse",
         "while of a sum",
+        "flat argmax",
     )
 ]
 
