@@ -1,12 +1,18 @@
 """kill -9 in the middle of training; the run that resumes ends bit-equal to one never stopped."""
 
+import functools
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from tests import models
+from tests.resume import runs
+from tests.resume.test_resume import log_of
 
 import plurax as px
 from plurax.checkpoint import Checkpoints
@@ -85,3 +91,75 @@ def test_killed_and_resumed(tmp_path, how):
     assert jax.random.key_data(resumed.state.key).tolist() == (
         jax.random.key_data(whole.state.key).tolist()
     )
+
+
+# --- Rounds: killed at random moments, again and again, and resumed to the end ------------------
+
+KILLS = 4
+
+
+@functools.cache
+def undisturbed(kind):
+    """The state and the log of a run that nothing stopped; its rows but for the clock's."""
+    with tempfile.TemporaryDirectory() as directory:
+        result = runs.fit(kind, directory)
+        return jax.device_get(_plain(result.state)), log_of(Path(directory))
+
+
+def _plain(state):
+    return {"params": state.params, "opt_state": state.opt_state, "step": state.step,
+            "key": jax.random.key_data(state.key)}  # fmt: skip
+
+
+def killed(kind, output, moment):
+    """A process that resumes the run, until a moment; whether it was killed before its end."""
+    cache = os.environ["PLURAX_TEST_CACHE"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.resume.runs", kind, str(output), moment],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_COMPILATION_CACHE_DIR": cache,
+             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"},
+    )  # fmt: skip
+    assert done.returncode in (0, -9), (moment, done.stderr)
+    return done.returncode == -9
+
+
+def moments(seed):
+    """Some inside a save, some anywhere."""
+    rng = np.random.default_rng(seed)
+    for _ in range(KILLS):
+        inside = rng.random() < 0.7
+        yield f"event:{rng.integers(1, 120)}" if inside else f"time:{rng.uniform(0, 4):.3f}"
+
+
+def chain(kind, output, when):
+    """Kill the run at each moment, finish it here, and compare it with one never stopped."""
+    for moment in when:
+        if not killed(kind, output, moment):
+            break
+        # Whoever looks at it in between finds a whole checkpoint, or none, and no damage.
+        assert not Checkpoints(output / "checkpoints").damaged()
+    result = runs.fit(kind, output, resume=True)
+    state, log = undisturbed(kind)
+    assert models.same_bits(_plain(result.state), state)
+    assert int(np.max(result.state.step)) == runs.STEPS
+    assert log_of(output) == log
+    assert [row["step"] for row in log if row["kind"] == "step"] == list(range(1, runs.STEPS + 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "when"),
+    [("data", ["event:1", "event:61"]), ("members", ["event:47"]), ("zero", ["event:83"])],
+)
+def test_killed_in_a_save(tmp_path, kind, when):
+    chain(kind, tmp_path / "run", when)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("kind", runs.KINDS)
+def test_two_hundred_kills(tmp_path, kind, seed):
+    chain(kind, tmp_path / "run", moments([seed, *kind.encode()]))

@@ -16,7 +16,6 @@ import plurax as px
 from plurax.cli import main
 from plurax.data import Position, StreamData
 from plurax.log import read_rows
-from plurax.tally import NonFiniteWarning
 
 ROWS = models.data(50)
 TASK = models.mlp_task()
@@ -192,21 +191,6 @@ POPULATION = {
     "plan": px.Plan(chunk=2, batch_dim="major"),
     "optimizer": lambda hyper: optax.sgd(hyper["rate"]),
 }
-
-
-def test_a_population_with_a_frozen_member_is_resumed(tmp_path):
-    members = px.Members(3, {"rate": [0.1, 1e38, 0.2]})
-    with pytest.warns(NonFiniteWarning):
-        straight = fit(members=members, output=tmp_path / "whole", **POPULATION)
-    with pytest.warns(NonFiniteWarning):
-        fit(members=members, output=tmp_path / "cut", epochs=2, **POPULATION)
-    with pytest.warns(NonFiniteWarning):
-        resumed = fit(members=members, output=tmp_path / "cut", resume=True, **POPULATION)
-    assert models.same_bits(resumed.state.params, straight.state.params)
-    assert np.isnan(straight.history[-1]["members"]["loss"][1])
-    np.testing.assert_equal(log_of(tmp_path / "cut"), log_of(tmp_path / "whole"))
-    for one, other in zip(resumed.history, straight.history, strict=True):
-        np.testing.assert_equal(one["members"], other["members"])
 
 
 def test_resuming_under_another_resampling_is_refused(tmp_path):

@@ -1,0 +1,101 @@
+"""Small runs to be killed: `python -m tests.resume.runs KIND OUTPUT MOMENT` resumes one.
+
+`MOMENT` is `event:N`, before the Nth time a file or folder below OUTPUT is opened, made, renamed or
+removed by Python, which strikes inside a save; or `time:S`, some seconds after the first of them.
+"""
+
+import os
+import signal
+import sys
+import threading
+import warnings
+
+import optax
+from tests import models
+
+import plurax as px
+from plurax.checkpoint import DamagedCheckpointWarning
+from plurax.data import ArrayData, Position
+from plurax.log import DamagedLogWarning
+
+ROWS = models.data(50)
+EPOCHS, STEPS = 4, 16
+
+
+class Batches:
+    """The batches of an epoch, as an iterable that tells nothing."""
+
+    def __init__(self):
+        self.epoch = -1
+
+    def __iter__(self):
+        self.epoch += 1
+        yield from (batch for batch, _ in ArrayData(ROWS, 16).batches(Position(0)))
+
+
+KINDS = {
+    "data": lambda: {"plan": px.Plan(data=2, microbatches=2), "evaluation": ROWS},
+    "streamed": lambda: {"data": Batches(), "plan": px.Plan(data=2)},
+    "zero": lambda: {"plan": px.Plan(data=2, zero=3)},
+    "pipeline": lambda: {
+        "task": models.perceptron_stack(depth=2),
+        "plan": px.Plan(pipeline=2, microbatches=2),
+    },
+    "members": lambda: {
+        "optimizer": lambda hyper: optax.adamw(hyper["rate"]),
+        "plan": px.Plan(chunk=2, batch_dim="major"),
+        "members": px.Members(3, {"rate": px.log_uniform(1e-3, 1e-1)}, px.bootstrap()),
+    },
+}
+
+
+def fit(kind, output, **options):
+    """One of the runs: four epochs of four steps, eight checkpoints."""
+    of_kind = {"task": models.mlp_task(), "optimizer": models.optimizer(), "data": ROWS}
+    of_kind |= KINDS[kind]()
+    return px.fit(
+        *(of_kind.pop(name) for name in ("task", "optimizer", "data")),
+        **{"batch_size": 16, "epochs": EPOCHS, "checkpoint_every": 3, "progress": False},
+        **of_kind,
+        **options,
+        output=output,
+    )
+
+
+EVENTS = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.truncate", "shutil.rmtree")
+
+
+def die_at(moment, output):
+    """Kill this process at a moment."""
+    how, _, number = moment.partition(":")
+    seen = 0
+
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def hook(event, arguments):
+        nonlocal seen
+        if event not in EVENTS or not str(arguments[0]).startswith(output):
+            return
+        seen += 1
+        if how == "event" and seen == int(number):
+            die()
+        if how == "time" and seen == 1:
+            threading.Timer(float(number), die).start()
+
+    sys.addaudithook(hook)
+    return lambda: seen
+
+
+def main(kind, output, moment):
+    px.virtual_devices(8)
+    for category in (DamagedCheckpointWarning, DamagedLogWarning):
+        warnings.simplefilter("error", category)
+    seen = die_at(moment, output)
+    fit(kind, output, resume=True)
+    print(f"{seen()} events", flush=True)
+    os._exit(0)  # before a timer strikes
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
