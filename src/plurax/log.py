@@ -1,5 +1,6 @@
 """Metrics on disk: JSON lines, which plurax reads back, and TensorBoard events for its viewer."""
 
+import contextlib
 import json
 import math
 import os
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tensorboardX import SummaryWriter
+
+from plurax import errors
 
 Row = dict[str, Any]
 
@@ -33,22 +36,25 @@ class MetricsLog:
     The file is only added to. What `flush` has returned from is on disk: call it before the
     checkpoint of the same step, so that no checkpoint is ever ahead of its log.
 
+    Raises `CheckpointError` where the directory cannot be written.
+
     **Fields:** `epochs`, the rows of epochs that the log held when it was opened.
     """
 
     def __init__(self, directory: Path, *, resume_step: int | None = None) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "metrics.jsonl"
         self.epochs: list[Row] = []
         lines: Iterable[bytes] = ()
-        if resume_step is not None and self.path.exists():
-            lines = self._up_to(resume_step)
-        replace_file(self.path, b"".join(lines))
-        self._file = self.path.open("ab")
-        self._board = SummaryWriter(
-            str(directory / "tensorboard"),
-            purge_step=None if resume_step is None else resume_step + 1,
-        )
+        with _said(self.path):
+            directory.mkdir(parents=True, exist_ok=True)
+            if resume_step is not None and self.path.exists():
+                lines = self._up_to(resume_step)
+            replace_file(self.path, b"".join(lines))
+            self._file = self.path.open("ab")
+            self._board = SummaryWriter(
+                str(directory / "tensorboard"),
+                purge_step=None if resume_step is None else resume_step + 1,
+            )
 
     def _up_to(self, last: int) -> Iterator[bytes]:
         """The lines of steps up to `last`, as they are; fills `epochs`."""
@@ -73,8 +79,9 @@ class MetricsLog:
             )
 
     def write(self, row: Row) -> None:
-        """Add a row."""
-        self._file.write(_line(row))
+        """Add a row. Raises `CheckpointError` where the disk does not take it."""
+        with _said(self.path):
+            self._file.write(_line(row))
         if row["kind"] == "step" and row["step"] % BOARD_EVERY:
             return
         for name, value in row.items():
@@ -82,15 +89,26 @@ class MetricsLog:
                 self._board.add_scalar(f"{row['kind']}/{name}", value, row["step"])
 
     def flush(self) -> None:
-        """Return when what was written is on disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._board.flush()
+        """Return when what was written is on disk. Raises `CheckpointError` where that fails."""
+        with _said(self.path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._board.flush()
 
     def close(self) -> None:
         """Flush and close."""
-        self._file.close()
-        self._board.close()
+        with _said(self.path):
+            self._file.close()
+            self._board.close()
+
+
+@contextlib.contextmanager
+def _said(path: Path) -> Iterator[None]:
+    """What the disk does not take, in words."""
+    try:
+        yield
+    except OSError as error:
+        raise errors.log_not_written(str(path), error.strerror or str(error)) from error
 
 
 def read_rows(path: Path) -> Iterator[Row]:

@@ -55,10 +55,13 @@ def fit(kind, output, **options):
     of_kind |= KINDS[kind]()
     return px.fit(
         *(of_kind.pop(name) for name in ("task", "optimizer", "data")),
-        **{"batch_size": 16, "epochs": EPOCHS, "checkpoint_every": 3, "progress": False},
+        batch_size=16,
+        epochs=EPOCHS,
+        checkpoint_every=3,
+        progress=False,
+        output=output,
         **of_kind,
         **options,
-        output=output,
     )
 
 

@@ -230,6 +230,18 @@ def test_any_file_that_is_changed_or_missing_is_noticed_or_not_needed(tmp_path):
             assert (path.name, "flip") in noticed, path
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b'{"item_handlers": 3}', b"[]", b"\xff", None])
+def test_notes_of_orbax_are_not_needed_to_go_on(tmp_path, content):
+    for path in saved(tmp_path, 1).rglob("_CHECKPOINT_METADATA"):
+        path.unlink() if content is None else path.write_bytes(content)
+    with Checkpoints(tmp_path) as writer:
+        writer.lock()
+        assert writer.restore(LIKE)[1] == {"note": 1}
+        writer.save(make_state(2), {"note": 2})
+        writer.wait()
+        assert writer.restore(LIKE)[1] == {"note": 2}
+
+
 def test_values_that_were_wrong_when_they_were_written_are_noticed(tmp_path):
     """The files are as they were saved; the fingerprint was taken before."""
     saved(tmp_path, 1)

@@ -1,5 +1,6 @@
 """The log on disk: whole after any kill, and never held in memory."""
 
+import errno
 import math
 import tracemalloc
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from plurax import log
 from plurax.data import Position
+from plurax.errors import CheckpointError
 from plurax.log import DamagedLogWarning, MetricsLog, read_rows
 from plurax.loop import Steps
 from plurax.members import Members
@@ -81,6 +83,26 @@ def test_a_kill_while_resuming_leaves_the_log_as_it_was(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(lines)
     assert resumed(tmp_path, 6).path.read_bytes() == b"".join(lines)
+
+
+def test_a_full_disk_is_said_and_the_log_goes_on_when_there_is_room(tmp_path, monkeypatch):
+    metrics = MetricsLog(tmp_path)
+    metrics.write(step_row(1))
+    metrics.flush()
+
+    def full(_file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    metrics.write(step_row(2))
+    with monkeypatch.context() as patched:
+        patched.setattr(log.os, "fsync", full)
+        with pytest.raises(CheckpointError, match=r"metrics.jsonl could not be written: No space"):
+            metrics.flush()
+    metrics.close()
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"could not be written: Not a directory"):
+        MetricsLog(tmp_path / "file" / "run")
+    assert [row["step"] for row in read_rows(resumed(tmp_path, 1).path)] == [1]
 
 
 def test_what_was_flushed_is_there_for_others(tmp_path):

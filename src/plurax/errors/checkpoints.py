@@ -49,6 +49,13 @@ def checkpoint_by_hand(directory: str) -> CheckpointError:
     )
 
 
+def log_not_written(path: str, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"the log {path} could not be written: {reason}. Make room or give another directory; what "
+        "is saved stays, and resume goes on from it."
+    )
+
+
 def checkpoint_newer(checkpoint: str, number: object, known: int) -> CheckpointError:
     return CheckpointError(
         f"{checkpoint} was written by a newer version of plurax: its format is {number}, and this "
