@@ -54,7 +54,6 @@ def fit(kind, output, **options):
     of_kind = {"task": models.mlp_task(), "optimizer": models.optimizer(), "data": ROWS}
     of_kind |= KINDS[kind]()
     return px.fit(
-        *(of_kind.pop(name) for name in ("task", "optimizer", "data")),
         batch_size=16,
         epochs=EPOCHS,
         checkpoint_every=3,

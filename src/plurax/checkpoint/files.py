@@ -49,9 +49,13 @@ def open_manager(directory: Path, keep: int) -> ocp.CheckpointManager:
     # Orbax finds the parts of its database by a glob of the whole path, where these would be
     # patterns. Without the database each array is a file of its own: slower, but right.
     plain = not set("*?[") & set(str(directory))
+    # Of the checkpoints that are there it needs the steps alone; its notes on them may be damaged.
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep, create=True, lightweight_initialize=True
+    )
     return ocp.CheckpointManager(
         directory,
-        options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True),
+        options=options,
         item_handlers={
             "state": StateHandler(use_ocdbt=plain),
             "meta": ocp.JsonCheckpointHandler(),
