@@ -15,7 +15,7 @@ FEW = [
     ("partition", "zero=2"),
     ("adafactor, factored", "zero=3"),
     ("sm3", "zero=3"),
-    ("apply_if_finite", "zero=1"),
+    ("contrib.mechanize", "zero=1"),
     ("contrib.prodigy", "zero=3"),
     ("contrib.momo_adam", "zero=1"),
     ("contrib.muon", "zero=1"),
@@ -23,6 +23,8 @@ FEW = [
     ("contrib.sam", "tensor=2"),
     ("add_noise", "zero=3"),
     ("zero_nans", "pipeline=2"),
+    ("apply_if_finite", "pipeline=2"),
+    ("sm3", "pipeline=2"),
 ]
 
 

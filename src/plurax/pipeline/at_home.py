@@ -4,9 +4,13 @@ The function is traced for whole tensors, and its equations are dealt out. What 
 tensors of one device is computed there, and what depends on those of several, or of none, on all.
 There the tensors themselves do not go: only numbers do, the terms of a global norm say, in one
 reduction for all that are needed at a time.
+
+A branch (`lax.cond`) on the tensors of several devices, such as an optimizer that leaves a step
+out, becomes a selection between the results of its cases, each computed where it lives.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,8 +22,9 @@ from jaxtyping import Array
 
 from plurax import errors
 from plurax.pipeline.cut import inlined
-from plurax.primitives import open_jaxpr
+from plurax.primitives import constant, open_jaxpr
 from plurax.sharding.divide import Divider
+from plurax.sharding.operators.common import bind
 from plurax.sharding.sharding import Sharding
 from plurax.sharding.values import Cell, Value
 
@@ -66,7 +71,26 @@ class AtHome:
         avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body.invars]
         flat, _ = divider.traced(lambda *args: inlined(body, consts, args, every=True), *avals)
         self._jaxpr, self._consts = open_jaxpr(flat)
+        while several := self._branches_of_several():
+            selecting = functools.partial(_selecting, self._jaxpr, self._consts, several)
+            flat, _ = divider.traced(selecting, *avals)
+            self._jaxpr, self._consts = open_jaxpr(flat)
         self._label()
+
+    def _branches_of_several(self) -> set[int]:
+        """The places of branches on tensors of several devices."""
+        homes: dict[Any, frozenset[int]] = {}
+        for var, given in zip(self._jaxpr.invars, self._inputs, strict=True):
+            if isinstance(given, Homed):
+                homes[var] = frozenset([given.device])
+        several = set()
+        for place, eqn in enumerate(self._jaxpr.eqns):
+            read = [a for a in eqn.invars if not isinstance(a, Literal) and a.aval.size > NUMBERS]
+            at = frozenset[int]().union(*(homes.get(atom, ()) for atom in read))
+            homes.update(dict.fromkeys(eqn.outvars, at))
+            if eqn.primitive.name == "cond" and len(at) > 1:
+                several.add(place)
+        return several
 
     def _label(self) -> None:
         """Where each variable is computed, in which round, and which go to all devices."""
@@ -209,6 +233,26 @@ class AtHome:
         """Each device does its own."""
         at = lax.axis_index("pipeline")
         return lax.switch(at, [lambda d=d: branch(d) for d in range(self.devices)])
+
+
+def _selecting(jaxpr: Any, consts: Sequence[Any], several: set[int], *args: Any) -> list[Any]:
+    """A traced function in which the branches at some places are selections."""
+    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+    def read(atom: Any) -> Any:
+        return constant(atom) if isinstance(atom, Literal) else known[atom]
+
+    for place, eqn in enumerate(jaxpr.eqns):
+        inputs = [read(atom) for atom in eqn.invars]
+        if place in several:
+            which, *operands = inputs
+            bodies = map(open_jaxpr, eqn.params["branches"])
+            cases = [inlined(*body, operands, every=True) for body in bodies]
+            outputs = [lax.select_n(which, *values) for values in zip(*cases, strict=True)]
+        else:
+            outputs = bind(eqn, inputs)
+        known.update(zip(eqn.outvars, outputs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
 
 
 def told_to_all(arrays: Any) -> Any:

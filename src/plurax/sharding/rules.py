@@ -125,8 +125,8 @@ def like_parameters(state: PyTree, params: PyTree, lies: PyTree) -> PyTree:
 def belonging(state: PyTree, params: PyTree, dims: int | None = None) -> PyTree:
     """For each leaf of an optimizer's state the number of the parameter it belongs to, or -1.
 
-    A leaf belongs to a parameter where its path ends with the parameter's and it has its shape, as
-    Adam's moments do; with `dims`, where so many leading dims are the same.
+    A leaf belongs to a parameter where the parameter's path ends its own, or stands last in it, and
+    it has its shape, as Adam's moments do; with `dims`, where so many leading dims are the same.
     """
     known = {
         tuple(map(str, path)): (leaf.shape, place)
@@ -135,8 +135,9 @@ def belonging(state: PyTree, params: PyTree, dims: int | None = None) -> PyTree:
 
     def find(path: tuple[Any, ...], leaf: Any) -> int:
         names = tuple(map(str, path))
-        for start in range(len(names) + 1):
-            shape, place = known.get(names[start:], ((), -1))
+        parts = [(a, b) for b in range(len(names), -1, -1) for a in range(b + 1)]
+        for start, stop in parts:
+            shape, place = known.get(names[start:stop], ((), -1))
             same = shape == leaf.shape if dims is None else shape[:dims] == leaf.shape[:dims]
             if place >= 0 and same and leaf.ndim >= (dims or 0):
                 return place
