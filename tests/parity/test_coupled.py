@@ -52,6 +52,30 @@ def balanced_experts(dtype=jnp.float64):
     return px.Task(init=init, loss=loss, coupled=True)
 
 
+def staged(dtype=jnp.float64):
+    """Batch statistics in each of three stages, then each example against all others."""
+
+    def init(key):
+        keys = jax.random.split(key, 3)
+        shapes = ((models.FEATURES, 8), (8, 6), (6, 4))
+        return [jax.random.normal(k, shape, dtype) for k, shape in zip(keys, shapes, strict=True)]
+
+    def loss(params, batch, keys, mask):
+        x, real = batch["x"], mask[:, None]
+        for number, weight in enumerate(params):
+            x = x @ weight
+            mean = jnp.where(real, x, 0).sum(0) / mask.sum()
+            x = jnp.tanh(x - mean)
+            if number < 2:
+                x = px.stage_boundary(x)
+        kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, (4,)))(keys)
+        x = jnp.where(kept, x, 0)
+        near = jnp.where(mask[None, :], x @ x.T, -jnp.inf)
+        return jax.nn.logsumexp(near, axis=1) - 0.5 * (x * x).sum(1), {"size": (x * x).sum(1)}
+
+    return px.Task(init=init, loss=loss, coupled=True)
+
+
 # name: the task, and the rules by which it can be split.
 TASKS = {
     "normed": (models.normed_task, MLP),
@@ -60,6 +84,7 @@ TASKS = {
         balanced_experts,
         {"in": ("tensor",), "out": ("tensor",), "router": (None, "tensor")},
     ),
+    "staged": (staged, {"0": (None, "tensor"), "1": ("tensor",)}),
 }
 
 
@@ -134,7 +159,7 @@ def trained(task, batch, plan, sizes):
     state, said = program.init(seed=3), []
     for size in sizes:
         state, metrics = program.step(state, models.cut(batch, size))
-        own = {key: metrics[key] for key in metrics if key in ("top",)}
+        own = {key: metrics[key] for key in metrics if key in ("top", "size")}
         said.append((metrics["loss"], own, metrics["grad_norm"]))
     state = program.kept(state)
     return jax.device_get((state.params, state.opt_state, state.model_state, said))
@@ -185,6 +210,27 @@ FEW = {  # of all pairs
 def test_every_parallelism(x64, name, kind):
     rules = TASKS[name][1] if "tensor" in PLANS[kind] else {}
     check(name, px.Plan(**PLANS[kind], shardings=rules))
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"data": 2, "zero": 3, "schedule": "zb-h1"},
+        pytest.param({"tensor": 2, "remat": "full"}, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "zero": 2, "schedule": "gpipe"}, marks=pytest.mark.slow),
+        pytest.param({"data": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_stages(x64, axes):
+    """The last batch is a lone example: the microbatches without one are left out."""
+    rules = TASKS["staged"][1] if "tensor" in axes else {}
+    check("staged", px.Plan(pipeline=3, microbatches=3, shardings=rules, **axes))
+
+
+def test_model_state_has_no_stages():
+    match = "is not cut into stages. Use data, zero, tensor, remat and microbatches"
+    with pytest.raises(px.PlanError, match=match):
+        px.compile(models.normed_task(), optimizer(), px.Plan(pipeline=2), models.data(8))
 
 
 @pytest.mark.slow

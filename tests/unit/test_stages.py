@@ -122,10 +122,6 @@ def test_too_few_layers():
     refused(models.perceptron_stack(depth=3), plan, "pipeline=1 works, stages=2")
 
 
-def test_coupled_tasks_have_no_stages():
-    refused(models.contrastive_task(), px.Plan(pipeline=2), "is not cut into stages")
-
-
 def test_an_optimizer_that_needs_several_stages():
     def update(grads, state, params=None):
         total = grads["embed"].sum(0)[:3] + grads["head"].sum(0)

@@ -43,7 +43,7 @@ from plurax.sharding.divide import Divider, Record, divide
 from plurax.sharding.marks import Named, Split, Tag
 from plurax.sharding.rules import Rules, is_sharding
 from plurax.sharding.sharding import Sharding
-from plurax.sharding.values import Value, is_value
+from plurax.sharding.values import Value, is_value, shard_of_rows
 from plurax.state import TrainState
 from plurax.task import Task
 
@@ -75,8 +75,8 @@ class Divided:
         dealt: Callable[[TrainState], TrainState] | None = None,
         layered: Sequence[bool] = (),
     ) -> None:
-        if task.coupled and plan.pipeline > 1:
-            raise errors.plan_coupled_pipeline(plan.pipeline)
+        if task.stateful and plan.pipeline > 1:
+            raise errors.plan_stateful_pipeline(plan.pipeline)
         if plan.batch_dim == "minor":
             raise errors.plan_minor_divided()
         self.task, self.optimizer, self.plan = task, optimizer, plan
@@ -324,13 +324,7 @@ class Divided:
 
     def _split(self, rows: PyTree) -> PyTree:
         """This device's rows as shards of those of all devices."""
-        axes = ("data",) if self._data > 1 else ()
-
-        def whole(array: Array) -> Value:
-            lies = Sharding.whole(array.ndim).with_dim(0, axes)
-            return Value(array, (array.shape[0] * self._data, *array.shape[1:]), lies)
-
-        return jax.tree.map(whole, rows)
+        return jax.tree.map(lambda array: shard_of_rows(array, self._data), rows)
 
     def _parameters(self, params: PyTree) -> PyTree:
         return self._values(params, self.state.like.params, self.state.lies.params, fixed=True)

@@ -10,6 +10,7 @@ Everything here runs inside `jax.shard_map`, on the shards of one device.
 """
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,11 +24,11 @@ from jaxtyping import Array, Int, Key, PyTree
 from plurax.execute.divided import Divided
 from plurax.execute.gradient import Totals
 from plurax.execute.reduction import reduced
-from plurax.execute.rows import Rows, number_rows
+from plurax.execute.rows import Rows, number_device_rows
 from plurax.execute.staged_state import ON_ALL, Homes, Staged, StagedState, deal
 from plurax.execute.stages import evaluating_network, predicting_network, training_network
 from plurax.execute.step import Step, make_step, whole_update
-from plurax.execute.totals import BatchTotals
+from plurax.execute.totals import BatchTotals, dealt
 from plurax.pipeline.at_home import AtHome, Homed
 from plurax.pipeline.forms import Form, Trained
 from plurax.pipeline.network import Dealing, Network
@@ -122,13 +123,15 @@ class Pipelined:
             key: Key[Array, ""],
             count: Int[Array, ""],
         ) -> tuple[Totals, PyTree]:
-            rows = self._microbatches(self._numbered(batch, key, count))
-            network = training_network(
-                self.task, self.plan, self._like, _first(rows), self._stage()
-            )
+            coupled = self.task.coupled
+            rows = self._microbatches(self._numbered(batch, key, count), coupled=coupled)
+            like = _first(rows, self.plan.data if coupled else 1)
+            network = training_network(self.task, self.plan, self._like, like, self._stage())
             run = Run(
-                network, self.schedule, self._trained(params), rows, self._stage, self._goals()
-            )
+                network, self.schedule, self._trained(params), rows,
+                functools.partial(self._stage, joint=coupled), self._goals(),
+                joint=self.plan.data if coupled else None, live=count if coupled else None,
+            )  # fmt: skip
             sums = run()
             self.records["gradient"] = run.records
             return self._reduced(run, sums), model_state
@@ -136,16 +139,16 @@ class Pipelined:
         return local
 
     def _numbered(self, batch: PyTree, key: Any, count: Any) -> Rows:
-        size = jax.tree.leaves(batch)[0].shape[0]
-        first = lax.axis_index("data") * size if self.plan.data > 1 else 0
-        return number_rows(batch, key, count, first)
+        return number_device_rows(batch, key, count, self.plan.data)
 
-    def _microbatches(self, rows: PyTree) -> PyTree:
+    def _microbatches(self, rows: PyTree, *, coupled: bool = False) -> PyTree:
         m = self.plan.microbatches
+        if coupled:
+            return jax.tree.map(lambda leaf: dealt(leaf, m), rows)
         return jax.tree.map(lambda leaf: leaf.reshape(m, -1, *leaf.shape[1:]), rows)
 
-    def _stage(self, trips: int = 1) -> Divider:
-        return self._base.divider(trips, stage=True)
+    def _stage(self, trips: int = 1, *, joint: bool = False) -> Divider:
+        return self._base.divider(trips, stage=True, joint=joint)
 
     def _goals(self) -> list[Sharding | None]:
         """How gradients are added up in each microbatch: with ZeRO-2 and 3 to their shards."""
@@ -366,9 +369,12 @@ class Pipelined:
         return Run(network, schedule, trained, rows, self._stage, stacked=stacked)
 
 
-def _first(rows: PyTree) -> PyTree:
-    """The shapes of one microbatch."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), rows)
+def _first(rows: PyTree, devices: int = 1) -> PyTree:
+    """The shapes of one microbatch, of so many devices together."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((devices * leaf.shape[1], *leaf.shape[2:]), leaf.dtype),
+        rows,
+    )
 
 
 def _struct(array: Any) -> jax.ShapeDtypeStruct:

@@ -81,7 +81,9 @@ class Program:
         fresh = functools.partial(new_state, task, optimizer)
         whole = jax.eval_shape(fresh, jax.eval_shape(lambda: jax.random.key(0)))
         self._fills = exact or not task.coupled or self._reads_mask(whole)
-        if not self._fills and rows != self.batch_size:
+        # Stages have microbatches of one size.
+        odd = plan.pipeline > 1 and not self._rows_split
+        if odd or (not self._fills and rows != self.batch_size):
             raise errors.mask_not_read(self.batch_size, plan.data * plan.microbatches)
         if divides(task, plan):
             rows = microbatch(self._placement.like, plan, coupled=task.coupled)

@@ -55,7 +55,8 @@ def training_network(task: Task, plan: Plan, like: PyTree, rows: Rows, divider: 
 
     def total(params: PyTree, rows: Rows) -> tuple[Any, Totals]:
         loss = with_precision(task.loss, plan.precision, stateful=False)
-        output = loss(params, rows.batch, rows.keys)
+        masks = (rows.mask,) if task.coupled else ()
+        output = loss(params, rows.batch, rows.keys, *masks)
         return totals_of(task, output, rows, "Task.loss")
 
     return marked_network(total, plan, like, rows, divider, remat=True)

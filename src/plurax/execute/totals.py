@@ -79,7 +79,7 @@ def coupled_totals(
         count: Int[Array, ""],
     ) -> tuple[Totals, PyTree]:
         rows = number_device_rows(batch, key, count, axis_size)
-        stacked = jax.tree.map(lambda leaf: _dealt(leaf, microbatches), rows)
+        stacked = jax.tree.map(lambda leaf: dealt(leaf, microbatches), rows)
 
         def one(state: PyTree, part: tuple[Rows, Array]) -> tuple[Totals, PyTree]:
             # The example of a number is the first of its microbatch: the same on every device.
@@ -144,7 +144,7 @@ def data_parallel(fun: Gradient, mesh: Mesh, microbatches: int) -> BatchTotals:
     )
 
 
-def _dealt(leaf: Array, microbatches: int) -> Array:
+def dealt(leaf: Array, microbatches: int) -> Array:
     """Rows dealt out to microbatches, as `(microbatches, size, ...)`.
 
     Splitting the rows as (size, microbatches) keeps each device's rows where they are.

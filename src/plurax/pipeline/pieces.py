@@ -15,7 +15,7 @@ from plurax.pipeline.piece import Inputs, Piece, Values
 from plurax.pipeline.schedule import Schedule
 from plurax.sharding.divide import Divider
 from plurax.sharding.sharding import Sharding
-from plurax.sharding.values import Value
+from plurax.sharding.values import Value, shard_of_rows
 
 
 class Pieces:
@@ -37,9 +37,10 @@ class Pieces:
         rows: PyTree,
         divider: Callable[[int], Divider],
         goals: Sequence[Sharding | None] | None,
+        joint: int | None = None,
     ) -> None:
         self.network, self.schedule, self.trained = network, schedule, trained
-        self._all_rows = rows
+        self._all_rows, self._joint = rows, joint
         self.backward = goals is not None
         self._goals = goals or [None] * len(trained.homes)
         self.edges: dict[int, Piece] = {}
@@ -166,15 +167,20 @@ class Pieces:
         return [whole_value(jnp.ones(leaf.shape, leaf.dtype)) for leaf in jax.tree.leaves(piece.y)]
 
     def _rows_like(self) -> PyTree:
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), self._all_rows)
+        n = self._joint or 1
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct((n * a.shape[1], *a.shape[2:]), a.dtype), self._all_rows
+        )
 
     def rows(self, microbatch: Any) -> Values:
         """The rows of a microbatch."""
-        return [
-            Value(row, row.shape, Sharding.whole(row.ndim), varying=True)
+        rows = [
+            lax.dynamic_index_in_dim(leaf, microbatch, keepdims=False)
             for leaf in jax.tree.leaves(self._all_rows)
-            for row in [lax.dynamic_index_in_dim(leaf, microbatch, keepdims=False)]
         ]
+        if self._joint is None:
+            return [Value(row, row.shape, Sharding.whole(row.ndim), varying=True) for row in rows]
+        return [shard_of_rows(row, self._joint) for row in rows]
 
     def layer_values(self, row: Any) -> Values:
         """The parameters of the layer in some place of this device."""

@@ -46,6 +46,9 @@ class Run:
     - `divider`: makes a `Divider` for a piece that runs so many times.
     - `goals`: for each parameter how its gradient shall be added up in each microbatch, of layers
       that of one; None for as it comes. Without, there are only forwards.
+    - `joint`: over how many devices of `data` rows are split as one dim, where the loss couples
+      examples; None where each device has its own.
+    - `live`: how many microbatches have any example; the others are left out. None for all.
     - `stacked`: `aux` is not added up but stacked, a row for each microbatch, of whole tensors.
 
     **Attributes:** `records`, the collectives, once it has run.
@@ -61,7 +64,10 @@ class Run:
         goals: Sequence[Sharding | None] | None = None,
         *,
         stacked: bool = False,
+        joint: int | None = None,
+        live: Any = None,
     ) -> None:
+        self._live = live
         self.network, self.schedule, self.trained = network, schedule, trained
         self._stacked = stacked
         self.table = make_table(schedule, sorted(network.edges))
@@ -69,7 +75,7 @@ class Run:
         self.sends = Divider(divider(1).axes, trips=len(self.table.columns))
         layers = network.layers
         self.dealing = Dealing(layers.depth if layers else 0, schedule.devices, schedule.chunks)
-        self.pieces = Pieces(network, schedule, trained, rows, divider, goals)
+        self.pieces = Pieces(network, schedule, trained, rows, divider, goals, joint)
 
     @property
     def records(self) -> list[Record]:
@@ -147,6 +153,8 @@ class Run:
     ) -> Carry:
         """One kind of work of this device: the pieces of its stage, in their order or back."""
         mine = at["kind"] == kind
+        if self._live is not None:
+            mine &= at["microbatch"] < self._live
 
         def edges(carry: Carry, after: bool) -> Carry:
             for stage, one in self.network.edges.items():

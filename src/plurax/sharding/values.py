@@ -34,6 +34,13 @@ class Value:
         return self.sharding, self.varying, self.fixed
 
 
+def shard_of_rows(array: Array, devices: int) -> Value:
+    """Rows of one of so many devices, as a shard of those of all."""
+    axes = ("data",) if devices > 1 else ()
+    lies = Sharding.whole(array.ndim).with_dim(0, axes)
+    return Value(array, (array.shape[0] * devices, *array.shape[1:]), lies)
+
+
 @dataclasses.dataclass(frozen=True)
 class Late:
     """A value made when it is known how it shall lie: zeros, what is scattered onto zeros, rows

@@ -96,3 +96,16 @@ def whole_over(divider: Any, cell: Cell, value: Value, dims: Sequence[int]) -> V
     entries = tuple(() if d in dims else e for d, e in enumerate(value.sharding.dims))
     moved: Value = divider.to(cell, Sharding(entries, value.sharding.partial))
     return moved
+
+
+def rows_again(divider: Any, value: Value, came: Sharding) -> Value:
+    """Rows that had to be whole for an operation, split over `data` again, so that what follows is
+    divided; `came`, how they were split before it."""
+    taken = {*value.sharding.axes, *value.sharding.partial}
+    if not divider.joint or "data" in taken:
+        return value
+    for dim, entry in enumerate(came.dims):
+        if "data" in entry and value.shape[dim] % divider.axes.size(["data"]) == 0:
+            again: Value = divider.move(value, value.sharding.with_dim(dim, ("data",)))
+            return again
+    return value

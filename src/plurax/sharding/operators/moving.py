@@ -4,7 +4,15 @@ import dataclasses
 import math
 from typing import Any
 
-from plurax.sharding.operators.common import Rule, agreed, bind, movable, result, whole_over
+from plurax.sharding.operators.common import (
+    Rule,
+    agreed,
+    bind,
+    movable,
+    result,
+    rows_again,
+    whole_over,
+)
 from plurax.sharding.sharding import Sharding
 from plurax.sharding.values import Cell, Late, Output, Value
 
@@ -106,8 +114,10 @@ def squeeze(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
 def rev(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
     """What is turned around is whole."""
     dims = list(eqn.params["dimensions"])
-    value = whole_over(divider, inputs[0], movable(divider, inputs[0]), dims)
-    return [result(eqn, inputs, bind(eqn, [value.array])[0], value.sharding)]
+    came = movable(divider, inputs[0])
+    value = whole_over(divider, inputs[0], came, dims)
+    turned = result(eqn, inputs, bind(eqn, [value.array])[0], value.sharding)
+    return [rows_again(divider, turned, came.sharding)]
 
 
 def slice_(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
@@ -116,10 +126,11 @@ def slice_(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
     strides = params["strides"] or (1,) * len(shape)
     bounds = list(zip(params["start_indices"], params["limit_indices"], strides, strict=True))
     cut = [d for d, bound in enumerate(bounds) if bound != (0, shape[d], 1)]
-    value = whole_over(divider, inputs[0], movable(divider, inputs[0]), cut)
+    came = movable(divider, inputs[0])
+    value = whole_over(divider, inputs[0], came, cut)
     limits = tuple(bound[1] if d in cut else value.array.shape[d] for d, bound in enumerate(bounds))
     array = bind(eqn, [value.array], limit_indices=limits)[0]
-    return [result(eqn, inputs, array, value.sharding)]
+    return [rows_again(divider, result(eqn, inputs, array, value.sharding), came.sharding)]
 
 
 def dynamic_slice(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
@@ -147,18 +158,20 @@ def dynamic_update_slice(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Out
 def pad(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
     """What is filled up is whole."""
     filled = [d for d, edge in enumerate(eqn.params["padding_config"]) if edge != (0, 0, 0)]
-    value = whole_over(divider, inputs[0], divider.settled(inputs[0]), filled)
+    came = divider.settled(inputs[0])
+    value = whole_over(divider, inputs[0], came, filled)
     edge = divider.to(inputs[1], Sharding.whole(0)).array
-    return [result(eqn, inputs, bind(eqn, [value.array, edge])[0], value.sharding)]
+    made = result(eqn, inputs, bind(eqn, [value.array, edge])[0], value.sharding)
+    return [rows_again(divider, made, came.sharding)]
 
 
 def concatenate(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
     """What is joined is whole; the other dims of all lie alike."""
     dim = eqn.params["dimension"]
-    target = agreed(divider, [cell for cell in inputs if not cell.unmade] or inputs)
-    target = target.with_dim(dim, ())
+    came = agreed(divider, [cell for cell in inputs if not cell.unmade] or inputs)
+    target = came.with_dim(dim, ())
     arrays = [divider.to(cell, target).array for cell in inputs]
-    return [result(eqn, inputs, bind(eqn, arrays)[0], target)]
+    return [rows_again(divider, result(eqn, inputs, bind(eqn, arrays)[0], target), came)]
 
 
 def stack(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
@@ -215,10 +228,11 @@ def along(parameter: str, *, last: bool = False) -> Rule:
     def rule(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
         rank = len(inputs[0].shape)
         dim = rank - 1 if last else eqn.params[parameter] % rank
-        target = agreed(divider, inputs).with_dim(dim, ())
+        came = agreed(divider, inputs)
+        target = came.with_dim(dim, ())
         arrays = [divider.to(cell, target).array for cell in inputs]
         return [
-            result(eqn, inputs, array, target, place)
+            rows_again(divider, result(eqn, inputs, array, target, place), came)
             for place, array in enumerate(bind(eqn, arrays))
         ]
 
@@ -227,10 +241,11 @@ def along(parameter: str, *, last: bool = False) -> Rule:
 
 def windows(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
     """Pooling: dims without a window may be split."""
-    sizes = eqn.params["window_dimensions"]
-    target = agreed(divider, inputs)
+    sizes, out = eqn.params["window_dimensions"], eqn.outvars[0].aval.shape
+    # Of a maximum's cotangent and its operand, that of the operand.
+    target = agreed(divider, [cell for cell in inputs if cell.shape == inputs[-1].shape])
     for dim, size in enumerate(sizes):
-        if size > 1 or inputs[0].shape[dim] != eqn.outvars[0].aval.shape[dim]:
+        if size > 1 or any(cell.shape[dim] != out[dim] for cell in inputs):
             target = target.with_dim(dim, ())
     arrays = [divider.to(cell, target).array for cell in inputs]
     return [result(eqn, inputs, bind(eqn, arrays)[0], target)]

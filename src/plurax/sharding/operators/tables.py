@@ -220,7 +220,7 @@ def _added(divider: Any, eqn: Any, inputs: list[Cell], wanted: Sharding) -> Valu
     used = {axis for entry in lies for axis in entry}
     place_of = {place: dim for dim, place in roles.rows_of.items()}
     # Rows that are not made yet can lie as they are wanted.
-    late = rows.unmade is not None
+    late = rows.unmade is not None and rows.unmade.free is None
     have = Sharding.whole(len(rows.shape)) if late else divider.settled(rows).sharding
     # Where shards of rows are filled up, what fills them must not be added.
     uneven = have.uneven(rows.shape, divider.axes.sizes)
