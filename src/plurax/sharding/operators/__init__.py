@@ -65,8 +65,10 @@ RULES: dict[str, Rule] = {
     "scatter-add": tables.scatter_add,
     "scatter_add": tables.scatter_add,
     **dict.fromkeys(["random_fold_in", "random_clone"], elementwise.elementwise),
-    **dict.fromkeys(["random_bits", "random_split", "random_unwrap"], random.drawn),
-    "random_wrap": random.wrapped,
+    **dict.fromkeys(
+        ["random_bits", "random_split", "random_unwrap", "random_wrap", "bitcast_convert_type"],
+        random.drawn,
+    ),
     "optimization_barrier": moving.barrier,
     "reshard": moving.as_it_lies,
 }
