@@ -58,15 +58,18 @@ def staged(dtype=jnp.float64):
     def init(key):
         keys = jax.random.split(key, 3)
         shapes = ((models.FEATURES, 8), (8, 6), (6, 4))
-        return [jax.random.normal(k, shape, dtype) for k, shape in zip(keys, shapes, strict=True)]
+        return {
+            name: jax.random.normal(key, shape, dtype)
+            for name, key, shape in zip("abc", keys, shapes, strict=True)
+        }
 
     def loss(params, batch, keys, mask):
         x, real = batch["x"], mask[:, None]
-        for number, weight in enumerate(params):
-            x = x @ weight
+        for name in "abc":
+            x = x @ params[name]
             mean = jnp.where(real, x, 0).sum(0) / mask.sum()
             x = jnp.tanh(x - mean)
-            if number < 2:
+            if name != "c":
                 x = px.stage_boundary(x)
         kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, (4,)))(keys)
         x = jnp.where(kept, x, 0)
@@ -84,7 +87,7 @@ TASKS = {
         balanced_experts,
         {"in": ("tensor",), "out": ("tensor",), "router": (None, "tensor")},
     ),
-    "staged": (staged, {"0": (None, "tensor"), "1": ("tensor",)}),
+    "staged": (staged, {"a": (None, "tensor"), "b": ("tensor",)}),
 }
 
 
@@ -239,6 +242,45 @@ def test_model_state_has_no_stages():
 @draws(8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_plan(x64, name, data):
     check(name, data.draw(plans(name)))
+
+
+def test_operations_along_the_rows(x64):
+    """Two views joined, turned, sorted and summed along the rows, pooled, and a grouped kernel."""
+
+    def init(key):
+        kernel = jax.random.normal(key, (3, 3, 1, 6))
+        return {"kernel": kernel, "out": jnp.eye(6, 4), "temperature": jnp.ones(())}
+
+    def view(key, image):
+        turn, noise = jax.random.split(key)
+        image = jnp.where(jax.random.bernoulli(turn), image[:, ::-1], image)
+        return image + 0.1 * jax.random.normal(noise, image.shape)
+
+    def loss(params, batch, keys, mask):
+        n = len(mask)
+        first, second = jax.vmap(jax.random.split, out_axes=1)(keys)
+        views = [jax.vmap(view)(keys, batch["x"]) for keys in (first, second)]
+        x = jax.lax.conv_general_dilated(
+            jnp.concatenate(views), params["kernel"], (1, 1), "SAME", feature_group_count=3,
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )  # fmt: skip
+        x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        z = x.mean((1, 2)) @ params["out"]
+        real = jnp.concatenate([mask, mask])
+        near = jnp.where(real[None] & ~jnp.eye(2 * n, dtype=bool), z @ z.T, -1e9)
+        pair = jnp.concatenate([jnp.arange(n, 2 * n), jnp.arange(n)])
+        entropy = optax.softmax_cross_entropy_with_integer_labels(
+            near * params["temperature"], pair
+        )
+        ranks = jnp.sort(jnp.where(mask, z[:n, 0], 1e9))[::-1]
+        summed = jnp.cumsum(jnp.where(mask, z[:n, 1], 0))
+        far = jnp.where(ranks < 1e8, jnp.tanh(ranks), 0).sum()
+        return entropy[:n] + entropy[n:] + 0.1 * far + 0.1 * jnp.tanh(summed)
+
+    task = px.Task(init=init, loss=loss, coupled=True)
+    batch, sizes = models.images(8, dtype=np.float64), (5,)
+    got = trained(task, batch, px.Plan(data=2, zero=1), sizes)
+    assert models.worst(got, by_hand(task, batch, sizes, 1)) < 1e-10
 
 
 # --- Losses that do not read their mask -----------------------------------------------------------

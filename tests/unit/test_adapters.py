@@ -299,8 +299,9 @@ def test_batch_norm_is_exact_on_any_number_of_devices(library):
     task, by_hand, get_model = NORMED[library]()
     sizes = (13, 9, 13)  # 13 rows are filled up to 14, 16 and 18
     expected = train_by_hand(task, by_hand, sizes, microbatches=2)
-    for data in (1, 2, 3):
-        program, state = train(task, px.Plan(data=data, microbatches=2), sizes)
+    for axes in ({}, {"data": 2, "zero": 3}, {"data": 3, "zero": 1, "remat": "full"}):
+        program, state = train(task, px.Plan(microbatches=2, **axes), sizes)
+        state = program.kept(state)
         assert worst((state.params, state.model_state), expected) < 1e-5
     outputs = program.predict(state, ROWS)
     again = get_model(state)(ROWS["x"])

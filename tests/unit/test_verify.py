@@ -101,3 +101,9 @@ def test_a_wrong_rule_by_hand_is_found():
     assert (result.first.where, result.first.path) == ("loss", "of the first step")
     wrong = {d.path for d in result.differences if d.where == "gradient" and not d.ok}
     assert wrong == {"hidden", "bias", "out"}
+
+
+@pytest.mark.slow
+def test_a_coupled_task_is_compared_with_the_same_microbatches():
+    plan = px.Plan(data=2, microbatches=2, zero=1)
+    assert px.verify(models.normed_task(), models.optimizer(), plan, models.data(8), steps=1).ok
