@@ -421,6 +421,8 @@ OPERATIONS = {
     "decomposition": (
         lambda x: jnp.linalg.cholesky(jnp.einsum("bij,bik->bjk", x, x) + jnp.eye(6)),
         (IMAGE[..., 0],), (S("tensor", None, None),)),
+    "orthogonal": (
+        lambda x: jnp.linalg.qr(x)[0], (IMAGE[..., :6],), (S("tensor", None, None, None),)),
     "branches": (
         lambda x, y: jax.lax.switch(1 + (x[0, 0] > 9), [lambda x, y: (x, y), lambda x, y: (y, x),
                                                         lambda x, y: (x * 2, 0 * y)], x, y),

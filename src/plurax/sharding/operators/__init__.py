@@ -27,7 +27,17 @@ RULES: dict[str, Rule] = {
         moving.windows,
     ),
     **dict.fromkeys(
-        ["cholesky", "triangular_solve", "eigh", "eig", "svd", "lu", "geqrf", "schur"],
+        [
+            "cholesky",
+            "triangular_solve",
+            "eigh",
+            "eig",
+            "svd",
+            "lu",
+            "qr",
+            "geqrf",
+            "householder_product",
+        ],
         moving.matrices,
     ),
     **dict.fromkeys(
@@ -45,6 +55,7 @@ RULES: dict[str, Rule] = {
     "sort": moving.along("dimension"),
     "split": moving.along("axis"),
     "top_k": moving.along("", last=True),
+    "lu_pivots_to_permutation": moving.along("", last=True),
     "dot_general": products.dot_general,
     "conv_general_dilated": products.convolution,
     "broadcast_in_dim": moving.broadcast_in_dim,

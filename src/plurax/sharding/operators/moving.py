@@ -214,10 +214,13 @@ def matrices(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:
     """Decompositions and solutions: the two minor dims are whole, those before may be split."""
     before = len(inputs[0].shape) - 2
     dims = agreed(divider, inputs).dims[:before]
-    target = Sharding((*dims, (), ()))
-    arrays = [divider.to(cell, target).array for cell in inputs]
+
+    def behind(rank: int) -> Sharding:
+        return Sharding((*dims, *((),) * (rank - before)))
+
+    arrays = [divider.to(cell, behind(len(cell.shape))).array for cell in inputs]
     return [
-        result(eqn, inputs, array, Sharding((*dims, *[()] * (array.ndim - before))), place)
+        result(eqn, inputs, array, behind(array.ndim), place)
         for place, array in enumerate(bind(eqn, arrays))
     ]
 
