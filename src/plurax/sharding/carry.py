@@ -51,6 +51,25 @@ class Carry:
             sharding = Sharding.whole(len(cell.shape)) if kind is None else kind[0]
             self.kinds[place] = (sharding.without(["data"]), True, False)
 
+    def cheaper_whole(self, sent: float) -> bool:
+        """Whether to gather all of it over `data` sends less than the turns do; never of rows."""
+        kinds = [kind for kind in self.kinds if kind is not None]
+        if any(varying for _, varying, _ in kinds) or self._divider.joint:
+            return False
+        once = sum(
+            self._divider.cost(cell, kind[0].without(["data"]))
+            for cell, kind in zip(self._cells, self.kinds, strict=True)
+            if kind is not None
+        )
+        return 0 < once < sent
+
+    def make_whole(self) -> None:
+        """All of it whole over `data`, at the start of each turn."""
+        for place, kind in enumerate(self.kinds):
+            if kind is not None:
+                sharding = self._forced[place] = Sharding(kind[0].dims).without(["data"])
+                self.kinds[place] = (sharding, *kind[1:])
+
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Of what a turn finds; nothing is moved to learn them."""
         shapes = []

@@ -406,7 +406,9 @@ class Divider:
     def _scan(self, eqn: Any, inputs: list[Cell], goals: list[Sharding | None]) -> list[Cell]:
         loop = Loop(self, eqn, inputs, goals)
         loop.settle()
+        self._now = eqn
         start = loop.start()
+        self._now = None
         trips, self._trips = self._trips, self._trips * loop.length
         outputs = loop.run(start)
         self._trips = trips

@@ -17,7 +17,9 @@ from plurax.sharding.values import Cell, Value
 class Loop:
     """One `scan` of a divided function.
 
-    What it carries is for `Carry` to say; what it takes row by row has its leading dim whole.
+    What it carries is for `Carry` to say; what it takes row by row has its leading dim whole. Where
+    the turns of an optimizer's loop would gather over `data` again and again, such as those that
+    make a matrix orthogonal, what is carried is made whole before the first.
     """
 
     def __init__(
@@ -45,12 +47,17 @@ class Loop:
     def settle(self) -> None:
         """Find how what is carried shall lie."""
         rows = [jax.ShapeDtypeStruct(x.array.shape[1:], x.array.dtype) for x in self.xs]
-        for _ in range(self.carry.most):
+        whole = False
+        for _ in range(2 * self.carry.most):
             kept = len(self.divider.records)
             jax.eval_shape(self._turn, self.carry.shapes(), rows)
+            sent = sum(r.wire for r in self.divider.records[kept:] if "data" in r.axes)
             del self.divider.records[kept:]
             if self.carry.learn(self.found[: self.carried]):
-                return
+                if whole or not self.carry.cheaper_whole(sent * self.length):
+                    return
+                self.carry.make_whole()
+                whole = True
         raise AssertionError("no way for the loop to lie")
 
     def start(self) -> list[Array]:
