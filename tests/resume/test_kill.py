@@ -153,7 +153,7 @@ def chain(kind, output, when, *, certain=False):
 
 @pytest.mark.parametrize(
     ("kind", "when"),
-    [("data", ["event:1", "event:31"]), ("members", ["event:23"]), ("zero", ["event:40"])],
+    [("data", ["event:1", "event:31"]), ("members", ["event:23"])],
 )
 def test_killed_in_a_save(tmp_path, kind, when):
     chain(kind, tmp_path / "run", when, certain=True)
