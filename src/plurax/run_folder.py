@@ -34,8 +34,11 @@ def check_same_run(directory: str, meta: dict[str, Any], run: dict[str, Any]) ->
 
 
 def save_plan(plan: Plan, output: Path) -> None:
-    """Write `plan.toml`, at once."""
-    replace_file(output / "plan.toml", plan.to_toml().encode())
+    """Write `plan.toml`, at once. Raises `CheckpointError` where the disk does not take it."""
+    try:
+        replace_file(output / "plan.toml", plan.to_toml().encode())
+    except OSError as error:
+        raise errors.checkpoint_not_written(str(output), str(error)) from None
 
 
 def move_run_aside(checkpoints: Checkpoints) -> None:
