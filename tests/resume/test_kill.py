@@ -132,7 +132,7 @@ def moments(seed):
     rng = np.random.default_rng(seed)
     for _ in range(KILLS):
         inside = rng.random() < 0.7
-        yield f"event:{rng.integers(1, 50)}" if inside else f"time:{rng.uniform(0, 4):.3f}"
+        yield f"event:{rng.integers(1, 250)}" if inside else f"time:{rng.uniform(0, 4):.3f}"
 
 
 def chain(kind, output, when, *, certain=False):
@@ -153,7 +153,7 @@ def chain(kind, output, when, *, certain=False):
 
 @pytest.mark.parametrize(
     ("kind", "when"),
-    [("data", ["event:1", "event:31"]), ("members", ["event:23"])],
+    [("data", ["event:1", "event:101"]), ("members", ["event:131"])],
 )
 def test_killed_in_a_save(tmp_path, kind, when):
     chain(kind, tmp_path / "run", when, certain=True)
