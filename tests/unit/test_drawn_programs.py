@@ -123,6 +123,7 @@ ON_ROWS = {
         r["x"],
     ),
     "turns of its own": lambda w, p, r: lax.map(lambda x: integrated(x, w), r["x"]),
+    "turns of each": lambda w, p, r: jax.vmap(lambda x: integrated(x, w))(r["x"]),
     "read": lambda w, p, r: p["b"].T[jnp.clip((r["x"][:, 0] * 2).astype(int), 0, 3)] + r["x"] @ w,
     "registers": lambda w, p, r: jax.vmap(lambda t: registers(t, w))(r["t"]),
     "regular": lambda w, p, r: r["x"] @ w + sum(jnp.sum(v**2) for v in p.values()),
@@ -275,7 +276,7 @@ def test_each_operation_on_parameters_meets_rows(x64):
 
 
 @pytest.mark.parametrize(
-    "on_rows", ["turns of its own", *(pytest.param(n, marks=pytest.mark.slow) for n in ON_ROWS)]
+    "on_rows", ["turns of each", *(pytest.param(n, marks=pytest.mark.slow) for n in ON_ROWS)]
 )
 def test_each_way_to_read_rows(x64, on_rows):
     assert_same(([], on_rows, "none"), ZERO3)

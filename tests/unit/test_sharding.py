@@ -434,6 +434,14 @@ OPERATIONS = {
         lambda x: jax.lax.while_loop(lambda c: (c**2).sum() < 1e3, lambda c: c @ x[:, :8].T / 2 + c,
                                      x[:, :8]),
         (TABLE,), (S(None, "tensor"),)),
+    "while for each row": (
+        lambda x: jax.vmap(lambda row: jax.lax.while_loop(
+            lambda c: c[0].sum() > c[1], lambda c: (c[0] / 2, c[1] + 0.1), (row**2, 0.0)))(x),
+        (TABLE,), (S("tensor", None),)),
+    "while for each column": (
+        lambda x: jax.vmap(lambda row: jax.lax.while_loop(
+            lambda c: c.sum() > 1, lambda c: c / 2, row**2))(x),
+        (TABLE,), (S(None, "tensor"),)),
     "loop without turns": (
         lambda x: jax.lax.scan(lambda c, row: (c * row, row), x, x[:0, :1])[0], (TABLE,),
         (S("tensor", None),)),
@@ -519,6 +527,8 @@ DIFFERENTIABLE = [
         "top_k",
         "inverse",
         "while of a sum",
+        "while for each row",
+        "while for each column",
         "flat argmax",
     )
 ]

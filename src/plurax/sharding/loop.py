@@ -4,7 +4,9 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array
 
 from plurax.primitives import open_jaxpr, scan_sizes
@@ -101,12 +103,16 @@ class While:
 
     def __init__(self, divider: Any, eqn: Any, inputs: list[Cell]) -> None:
         self.divider, self.eqn = divider, eqn
-        self.condition, self.condition_consts = open_jaxpr(eqn.params["cond_jaxpr"])
-        self.body, self.body_consts = open_jaxpr(eqn.params["body_jaxpr"])
+        condition, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
         tested, shared = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         self.tested, self.shared = inputs[:tested], inputs[tested : tested + shared]
+        if condition.out_avals[0].shape:
+            condition, body = _each_its_turns(divider, condition, body, tested, shared)
+            self.shared = inputs[: tested + shared]
+        self.condition, self.condition_consts = open_jaxpr(condition)
+        self.body, self.body_consts = open_jaxpr(body)
         settle_shared(divider, inputs[: tested + shared])
-        self.carry = Carry(divider, self.body.invars[shared:], inputs[tested + shared :])
+        self.carry = Carry(divider, self.body.invars[len(self.shared) :], inputs[tested + shared :])
         self.found: list[Value] = []
         self.varying = False
 
@@ -150,6 +156,38 @@ class While:
         out = self.divider.evaluate(self.body, self.body_consts, cells)
         self.found = self.carry.left(out)
         return tuple(value.array for value in self.found)
+
+
+def _each_its_turns(
+    divider: Any, condition: Any, body: Any, tested: int, shared: int
+) -> tuple[Any, Any]:
+    """Condition and body of a loop that `vmap` gave one condition for each example.
+
+    It turns while any of them holds, and a turn changes those for which it does. The body takes
+    what the condition reads before what it reads itself.
+    """
+    holds, turned = jaxpr_as_fun(condition), jaxpr_as_fun(body)
+
+    def any_holds(*args: Any) -> Any:
+        return jnp.any(holds(*args)[0])
+
+    def turn(*args: Any) -> list[Any]:
+        carry = args[tested + shared :]
+        yes = holds(*args[:tested], *carry)[0]
+        new = turned(*args[tested : tested + shared], *carry)
+        return [
+            jnp.where(yes.reshape(yes.shape + (1,) * (one.ndim - yes.ndim)), one, old)
+            for one, old in zip(new, carry, strict=True)
+        ]
+
+    def like(avals: Any) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+
+    all_avals = [*condition.in_avals[:tested], *body.in_avals]
+    return (
+        divider.traced(any_holds, *like(condition.in_avals))[0],
+        divider.traced(turn, *like(all_avals))[0],
+    )
 
 
 def settle_shared(divider: Any, cells: list[Cell]) -> None:
