@@ -58,18 +58,15 @@ def staged(dtype=jnp.float64):
     def init(key):
         keys = jax.random.split(key, 3)
         shapes = ((models.FEATURES, 8), (8, 6), (6, 4))
-        return {
-            name: jax.random.normal(key, shape, dtype)
-            for name, key, shape in zip("abc", keys, shapes, strict=True)
-        }
+        return [jax.random.normal(k, shape, dtype) for k, shape in zip(keys, shapes, strict=True)]
 
     def loss(params, batch, keys, mask):
         x, real = batch["x"], mask[:, None]
-        for name in "abc":
-            x = x @ params[name]
+        for number, weight in enumerate(params):
+            x = x @ weight
             mean = jnp.where(real, x, 0).sum(0) / mask.sum()
             x = jnp.tanh(x - mean)
-            if name != "c":
+            if number < 2:
                 x = px.stage_boundary(x)
         kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, (4,)))(keys)
         x = jnp.where(kept, x, 0)
@@ -87,7 +84,7 @@ TASKS = {
         balanced_experts,
         {"in": ("tensor",), "out": ("tensor",), "router": (None, "tensor")},
     ),
-    "staged": (staged, {"a": (None, "tensor"), "b": ("tensor",)}),
+    "staged": (staged, {"0": (None, "tensor"), "1": ("tensor",)}),
 }
 
 

@@ -138,6 +138,9 @@ def belonging(state: PyTree, params: PyTree, dims: int | None = None) -> PyTree:
         parts = [(a, b) for b in range(len(names), -1, -1) for a in range(b + 1)]
         for start, stop in parts:
             shape, place = known.get(names[start:stop], ((), -1))
+            # A list of parameters has paths that stand in those of an optimizer's chain too.
+            if stop < len(names) and not leaf.ndim:
+                continue
             same = shape == leaf.shape if dims is None else shape[:dims] == leaf.shape[:dims]
             if place >= 0 and same and leaf.ndim >= (dims or 0):
                 return place
