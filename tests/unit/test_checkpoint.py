@@ -542,14 +542,17 @@ def test_a_child_that_was_forked_does_not_hold_it(tmp_path):
         warnings.simplefilter("ignore")  # that JAX has threads
         child = os.fork()
     if not child:
-        mine.release()  # whatever it does at its end
         hold.recv()
+        mine.release()  # it is not the child's
         os._exit(0)
+    again = FolderLock(path)
     try:
         with pytest.raises(px.CheckpointError):
             taken(path)
         mine.release()
-        assert taken(path)
+        again.acquire()  # the child lives, and holds nothing
     finally:
         go.send(None)
         os.waitpid(child, 0)
+    assert json.loads(path.read_bytes())["pid"] == os.getpid()
+    again.release()
