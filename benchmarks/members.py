@@ -135,7 +135,7 @@ def _plans(case: sizes.MembersCase, mine: Worker) -> Check:
     chosen = {count: mine.facts[str(count)] for count in case.repeats}
     return Check(
         group="members",
-        name=f"{case.name}, what plurax chose by measurement",
+        name=f"{case.name}, what plurax chose",
         found="; ".join(
             f"{_networks(count)}: chunk {facts['chunk']}, batch dim {facts['batch_dim']}, "
             f"ready in {facts['plurax_compile_seconds']:.1f} s"

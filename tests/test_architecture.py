@@ -41,7 +41,7 @@ PUBLIC = {
     "MaskWarning", "Memory",
     "NonFiniteWarning", "Plan", "PlanError", "PluraxError", "Position", "Program", "Reading",
     "Regression", "Schedule", "Sharding", "ShardingWarning", "Steps",
-    "StreamData", "Sweep", "Task", "TaskError", "Timeline", "TrainState", "Verification",
+    "StreamData", "Sweep", "Task", "TaskError", "Timeline", "TrainState", "Tuning", "Verification",
     "accuracy", "bootstrap", "brier", "calibration", "check_schedule", "classify", "compile",
     "draw_schedules", "export_member", "fastest_batch_size", "fit",
     "fit_temperature", "grid", "join_members", "kfold", "log_uniform", "make_schedule",
@@ -49,7 +49,7 @@ PUBLIC = {
     "max_members", "megatron", "name", "nll",
     "per_example", "regress", "shard", "simulate", "stack", "stage_boundary", "subsample",
     "successive_halving", "sweep", "take_members",
-    "training", "uniform",
+    "training", "tune", "uniform",
     "verify", "virtual_devices",
 }  # fmt: skip
 

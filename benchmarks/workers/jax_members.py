@@ -37,13 +37,12 @@ def build(settings: Settings) -> tuple[Sides, Facts]:
     for count in settings["counts"]:
         begun = time.perf_counter()
         program = _program(settings, task, optimizer, data, count)
+        program.init()  # compiles the loop too
         seconds = time.perf_counter() - begun
         sides[f"plurax, {count}"] = _training(program, data, settings["steps"])
-        chosen = [(c.chunk, c.batch_dim, c.seconds, c.left_out) for c in program.measured]
         facts[str(count)] = {
             "chunk": program.plan.chunk,
             "batch_dim": program.plan.batch_dim,
-            "candidates": [[*c[:2], None if c[3] else c[2], c[3]] for c in chosen],
             "plurax_compile_seconds": seconds,
         }
         mine = None if rows is None else rows[:count]

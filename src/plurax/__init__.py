@@ -12,6 +12,8 @@ from plurax.data import StreamData as StreamData
 from plurax.ensemble.keep import export_member as export_member
 from plurax.ensemble.keep import join_members as join_members
 from plurax.ensemble.keep import take_members as take_members
+from plurax.ensemble.tune import Tuning as Tuning
+from plurax.ensemble.tune import tune as tune
 from plurax.ensemble.uncertainty import Calibration as Calibration
 from plurax.ensemble.uncertainty import Classification as Classification
 from plurax.ensemble.uncertainty import Regression as Regression
@@ -32,9 +34,9 @@ from plurax.errors import ShardingWarning as ShardingWarning
 from plurax.errors import TaskError as TaskError
 from plurax.execute.compile import compile as compile
 from plurax.execute.mask import MaskWarning as MaskWarning
-from plurax.execute.members import Reading as Reading
 from plurax.execute.members_program import MembersProgram as MembersProgram
 from plurax.execute.program import Program as Program
+from plurax.execute.reads import Reading as Reading
 from plurax.experiment import Experiment as Experiment
 from plurax.halving import Halving as Halving
 from plurax.halving import successive_halving as successive_halving

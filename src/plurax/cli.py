@@ -16,7 +16,7 @@ from plurax.arguments import only_own, own_arguments, start_devices, with_room
 from plurax.checkpoint import Checkpoints
 from plurax.data import as_data
 from plurax.ensemble.join import AnyProgram, make_program, read_by, restore
-from plurax.execute.choose import FIRST_CHUNK
+from plurax.ensemble.tune import tune
 from plurax.execute.placement import chunks, leading_dim
 from plurax.execute.program import Program
 from plurax.log import read_rows
@@ -140,6 +140,8 @@ def _plan(arguments: list[str]) -> int:
     plan = options.chosen_plan()
     if options.compare and plan.pipeline == 1:
         raise errors.compare_needs_pipeline()
+    if options.tune is not None:
+        plan = _tuned(made, options, plan, options.tune)
     program = _program(made, options, plan)
     params = program.kept_shapes.params
     memory, found = program.memory(), program.collectives()
@@ -150,7 +152,7 @@ def _plan(arguments: list[str]) -> int:
     planned = program.planned_collectives() if isinstance(program, Program) else []
     console.print(
         plan_report(
-            plan,
+            program.plan,
             program.batch_size,
             [str(device) for device in program.mesh.devices.flat],
             tree.parameter_count(params),
@@ -179,6 +181,25 @@ def _plan(arguments: list[str]) -> int:
         draw_plan(title, program.shardings, memory, sent, options.save, pipeline, compared)
         console.print(f"wrote {options.save}", markup=False)
     return 0
+
+
+def _tuned(made: experiment.Experiment, options: Show, plan: Plan, path: Path) -> Plan:
+    """The plan with what it left open measured, written to a file."""
+    members = options.members.chosen(made.members)
+    if members is None:
+        raise errors.tune_needs_members()
+    tuning = tune(
+        made.task,
+        made.optimizer,
+        made.data,
+        members=members,
+        plan=plan,
+        batch_size=options.batch_size,
+        shuffle=made.shuffle,
+    )
+    tuning.plan.save(path)
+    print(f"{tuning}\nwrote {path}")
+    return tuning.plan
 
 
 def _costs(program: AnyProgram, plan: Plan) -> Costs:
@@ -312,7 +333,7 @@ def _of_members(members: Members) -> str:
 
 
 def _program(made: experiment.Experiment, options: Common, plan: Plan) -> AnyProgram:
-    """The program to show or to predict with: nothing is measured to choose a chunk."""
+    """The program to show or to predict with."""
     members = options.members.chosen(made.members)
     source, like = as_data(
         made.data,
@@ -322,9 +343,6 @@ def _program(made: experiment.Experiment, options: Common, plan: Plan) -> AnyPro
         ragged=made.ragged,
     )
     if members is not None:
-        plan = dataclasses.replace(
-            plan, chunk=plan.chunk or FIRST_CHUNK, batch_dim=plan.batch_dim or "major"
-        )
         source = read_by(members, source)
     return make_program(made.task, made.optimizer, plan, like, members, source, None, None)
 

@@ -122,6 +122,7 @@ class ArrayData:
             epoch,
             length=self.draws,
             shuffle=self.shuffle,
+            one_batch=self.draws <= self.batch_size,
         )
         steps = self.batches_per_epoch
         rows = np.zeros(steps * self.batch_size, np.int64)

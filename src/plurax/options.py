@@ -113,6 +113,9 @@ class Show(Common):
 
     save: Path | None = None
     """Draw memory, communication and timelines in this PNG too."""
+    tune: Path | None = None
+    """Measure members' chunk and batch_dim by short runs, and write the plan to this TOML file, for
+    --plan-file."""
     compare: bool = False
     """Compile a pipeline under every schedule that has a name, and show them side by side."""
 

@@ -13,13 +13,15 @@ from jaxtyping import PyTree
 
 from plurax import errors, inspect
 from plurax.batch_size import largest_below
-from plurax.execute.choose import FIRST_CHUNK
 from plurax.execute.members import Maker, Population
 from plurax.execute.placement import Placement, leading_dim
 from plurax.members import Cohort, Hyper, Members
 from plurax.mesh import make_mesh, memory_budget, split_rows
 from plurax.plan import Plan
 from plurax.task import Task
+
+FIRST_CHUNK = 16
+"""Members at a time, where the plan does not say."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 A member reads a stream of rows. What stands at a position of an epoch is a function of
 `(seed, member, epoch, position)` and the number of rows alone: not of the batch size, the plan or
-the mesh, and nothing is stored. Data therefore lie on a device once, however many members read
+the mesh, and nothing is stored. (Where one batch is a whole pass, its order is no matter, and stays
+as it is.) Data therefore lie on a device once, however many members read
 them, and a run resumes at any step.
 
     row(seed, member, epoch, position) = choose(j),  j = shuffle(pass)[position mod size]
@@ -247,16 +248,19 @@ def stream_row(
     position: Word,
     *,
     shuffle: bool = True,
+    whole: int | None = None,
 ) -> Int[Array, "..."]:
     """The row at some positions of a member's epoch; elementwise over `position`, int32.
 
     **Arguments:** `count`, rows of the data; `size`, `resample.size(count, member)`; the others
-    as above. Without `shuffle` draws come in their own order in every pass.
+    as above. Without `shuffle` draws come in their own order in every pass; `whole`, draws of an
+    epoch where all of it is one batch: a member whose pass is as long has no order to change.
     """
     draw = position % size
     if shuffle:
         key = mix(seed, epoch, position // size, 0x0EDE)
-        draw = permute(draw, size, key)
+        shuffled = permute(draw, size, key)
+        draw = shuffled if whole is None else jnp.where(size == whole, draw, shuffled)
     return resample.choose(draw, count, seed, member).astype(jnp.int32)
 
 
@@ -274,9 +278,14 @@ def epoch_rows(
     *,
     length: int | None = None,
     shuffle: bool = True,
+    one_batch: bool = False,
 ) -> Int[np.ndarray, "D"]:
-    """The first `length` rows (default: a pass) of a member's epoch, on the host."""
+    """The first `length` rows (default: a pass) of a member's epoch, on the host.
+
+    Of an epoch that is `one_batch` and one pass the order does not change.
+    """
     size = resample.size(count, member)
+    shuffle = shuffle and not (one_batch and (length or size) == size)
     words = np.asarray([size, seed & 0xFFFFFFFF, member, epoch], np.uint32)
     rows = _epoch_rows(resample, count, length or size, shuffle, words)
     return np.asarray(rows, np.int64)

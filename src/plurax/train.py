@@ -151,7 +151,7 @@ def fit(
         bar = stack.enter_context(
             TrainingProgress(epochs, per_epoch and per_epoch * epochs, first, show=progress)
         )
-        if isinstance(program, MembersProgram) and program.measured:
+        if isinstance(program, MembersProgram) and program.chose:
             bar.note(program.choice_text())
         history = list(log.epochs) if log else []
 

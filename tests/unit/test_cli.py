@@ -269,6 +269,22 @@ def test_members_of_one_network_and_its_mistakes(population, capsys):
     assert "--plan.chunk" in out
 
 
+def test_tune_writes_a_plan(population, capsys):
+    Path("seven.toml").write_text(px.Plan(chunk=7).to_toml())
+    code, out, _ = run(capsys, "plan", "many.py", "--plan-file", "seven.toml", "--tune", "t.toml")
+    assert code == 0
+    tuned = px.Plan.load("t.toml")
+    assert tuned.chunk == 7
+    assert f"fastest: chunk=7, batch_dim={tuned.batch_dim}" in out
+    assert "wrote t.toml" in out
+
+
+def test_tune_of_one_network(workplace, capsys):
+    code, _, err = run(capsys, "plan", "small.py", "--tune", "tuned.toml")
+    assert code == 2
+    assert "--tune measures the chunk and the batch_dim of a population" in err
+
+
 def test_a_plan_on_the_command_line_gets_its_cpu_devices():
     """In a process of its own: devices are counted before JAX starts."""
     code = (

@@ -1,20 +1,27 @@
 """Populations as values, and fit with members: reports, frozen members, resume, growth."""
 
+import copy
 import dataclasses
+import gc
 import json
 import warnings
+import weakref
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from benchmarks import choosing
 from tests import models
 from tests.pictures import panels
 
 import plurax as px
 from plurax.data import ArrayData
-from plurax.execute.choose import choose
+from plurax.execute.choose import FEWEST, Work, choose, even_chunk
+from plurax.execute.measure import fastest_plan
+from plurax.execute.members import Population
 from plurax.execute.program import Program
 from plurax.mesh import make_mesh
 from plurax.report.curves import draw_curves
@@ -291,16 +298,100 @@ def test_a_population_can_grow(tmp_path):
         fit(MEMBERS.take([0, 1]), output=tmp_path, resume=True)
 
 
-def test_the_choice_of_a_run_is_kept_when_it_resumes(tmp_path):
+def test_the_choice_of_a_run_is_written_down_and_kept_when_it_resumes(tmp_path):
     plan = px.Plan(member=2)
     first = fit(plan=plan, epochs=1, output=tmp_path)
     chosen = first.program.plan
-    assert chosen.chunk is not None
-    assert chosen.batch_dim is not None
-    assert first.program.measured
+    assert chosen.chunk == 3
+    assert chosen.batch_dim == "minor"
+    assert px.Plan.load(tmp_path / "plan.toml") == chosen
+    assert "chunk=3, batch_dim=minor: chosen from the shapes" in first.program.choice_text()
+    other = dataclasses.replace(chosen, chunk=1, batch_dim="major")
+    other.save(tmp_path / "plan.toml")
     resumed = fit(plan=plan, epochs=2, output=tmp_path, resume=True)
-    assert resumed.program.plan == chosen
-    assert not resumed.program.measured
+    assert resumed.program.plan == other
+
+
+def test_populations_repeat_bit_for_bit_with_everything_left_to_be_chosen():
+    runs = [fit(plan=px.Plan(), optimizer=lambda h: optax.adam(h["rate"])) for _ in range(2)]
+    assert runs[0].program.plan == runs[1].program.plan
+    assert models.same_bits(runs[0].state.params, runs[1].state.params)
+    assert runs[0].history[-1]["members"] == runs[1].history[-1]["members"]
+
+
+def compilations(run):
+    """How many programs XLA was asked for while `run` ran."""
+    seen = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **_: (
+            seen.append(event) if event == "/jax/core/compile/backend_compile_duration" else None
+        )
+    )
+    try:
+        run()
+    finally:
+        jax.monitoring.clear_event_listeners()
+    return len(seen)
+
+
+def test_what_is_compiled_is_used_again():
+    """The same task, optimizer, plan and shapes: other seeds and rates in the same programs."""
+    task = dataclasses.replace(TASK)  # not compiled yet
+    first = px.fit(task, adam, ROWS, members=MEMBERS, plan=PLAN, batch_size=16, progress=False)
+    other = px.Members([9, 8, 7, 6, 5], {"rate": px.uniform(0.01, 0.02)}, px.bootstrap())
+    kind = {"plan": PLAN, "batch_size": 16, "progress": False}
+    assert compilations(lambda: px.fit(task, adam, ROWS, members=other, **kind)) == 0
+    again = px.fit(task, adam, ROWS, members=MEMBERS, **kind)
+    assert models.same_bits(again.state.params, first.state.params)
+    fresh = px.fit(dataclasses.replace(TASK), adam, ROWS, members=MEMBERS, **kind)
+    assert models.same_bits(fresh.state.params, first.state.params)
+
+
+def test_what_was_compiled_for_something_else_is_not_used():
+    task = dataclasses.replace(TASK)
+    kind = {"plan": PLAN, "batch_size": 16, "progress": False}
+    first = px.fit(task, adam, ROWS, members=MEMBERS, **kind)
+    for change in (
+        {"members": MEMBERS.take([0, 1])},
+        {"members": dataclasses.replace(MEMBERS, resample=px.kfold(3))},
+        {"batch_size": 8},
+        {"plan": dataclasses.replace(PLAN, batch_dim="minor")},
+        {"shuffle": False},
+    ):
+        result = px.fit(task, adam, ROWS, **{"members": MEMBERS, **kind, **change})
+        alone = px.fit(
+            dataclasses.replace(TASK), adam, ROWS, **{"members": MEMBERS, **kind, **change}
+        )
+        assert models.same_bits(result.state.params, alone.state.params), change
+        assert not models.same_bits(result.state.params, first.state.params) or "plan" in change
+    rule = lambda hyper: optax.sgd(hyper["rate"])  # noqa: E731
+    result = px.fit(task, rule, ROWS, members=MEMBERS, **kind)
+    assert not models.same_bits(result.state.params, first.state.params)
+
+
+def test_compiled_programs_go_with_their_task():
+    task = dataclasses.replace(TASK)
+    program = px.fit(task, adam, ROWS, members=MEMBERS, plan=PLAN, batch_size=16,
+                     progress=False).program  # fmt: skip
+    assert copy.deepcopy(task) == task
+    kept = weakref.ref(program)
+    del task, program
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_program_of_one_network_is_used_again():
+    task = dataclasses.replace(TASK)
+    kind = {"batch_size": 16, "progress": False, "evaluation": ROWS}
+    rule = models.optimizer()
+    first = px.fit(task, rule, ROWS, **kind)
+    assert px.fit(task, rule, ROWS, **kind).program is first.program
+    assert px.fit(task, rule, ROWS, **{**kind, "batch_size": 8}).program is not first.program
+
+
+def test_a_program_is_not_for_members_that_read_otherwise(reference):
+    with pytest.raises(px.MembersError, match=r"compiled for members that read their data by"):
+        reference.program.of(dataclasses.replace(MEMBERS, resample=px.kfold(2)))
 
 
 # --- Keeping members --------------------------------------------------------------------------
@@ -369,8 +460,66 @@ def test_a_hyperparameter_that_decides_what_code_runs():
 # --- Choosing ---------------------------------------------------------------------------------
 
 
+def measured_chunk(case, chunk):
+    return min({one["chunk"] for one in case["milliseconds"]}, key=lambda c: abs(np.log(c / chunk)))
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_the_rule_is_near_the_fastest_that_was_measured(index):
+    """Processor time of a step, in the measurements that are kept beside the benchmark."""
+    found = json.loads((Path(choosing.__file__).with_suffix(".json")).read_text())["cases"][index]
+    case = choosing.CASES[index]
+    assert found["case"]["name"] == case.name
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), choosing.batch(case))
+    plan = px.Plan()
+    rule = optax.adam(1e-2)
+    population = Population(choosing.task(case), rule, {}, plan, make_mesh(plan), like)
+    plan = choose(plan, case.members, population.work(), "cpu")
+    chunk = measured_chunk(found, plan.chunk)
+    cpu = {(one["chunk"], one["batch_dim"]): one["cpu"] for one in found["milliseconds"]}
+    assert cpu[chunk, plan.batch_dim] <= 1.05 * min(cpu.values())
+
+
+def test_the_rule():
+    small = Work(bytes=1000, columns=8.0, plain=True)
+    large = Work(bytes=10**9, columns=4096.0, plain=True)
+    looped = Work(bytes=1000, columns=8.0, plain=False)
+    rule = lambda *args: (lambda p: (p.chunk, p.batch_dim))(choose(*args))  # noqa: E731
+    assert rule(px.Plan(), 100, small, "cpu") == (100, "minor")
+    assert rule(px.Plan(), 10_000, small, "cpu") == (625, "minor")
+    assert rule(px.Plan(), 100, large, "cpu") == (20, "major")
+    assert rule(px.Plan(), 100, looped, "cpu")[1] == "major"
+    assert rule(px.Plan(), 10_000, small, "gpu") == (10_000, "major")
+    assert rule(px.Plan(chunk=7), 100, small, "cpu") == (7, "minor")
+    assert rule(px.Plan(batch_dim="major"), 100, small, "cpu") == (100, "major")
+    assert even_chunk(FEWEST - 1, FEWEST) == FEWEST - 1
+    for members in range(1, 60):
+        for target in (1, 5, 16, 100):
+            chunk = even_chunk(members, target)
+            assert 1 <= chunk <= min(members, 2 * target)
+
+
+def test_less_memory_makes_smaller_chunks(monkeypatch):
+    batch, members = models.cut(ROWS, 16), px.Members(64)
+    kind = (TASK, models.optimizer(), px.Plan(batch_dim="major"), batch)
+    whole = px.compile(*kind, members=members)
+    assert whole.plan.chunk == 64
+    monkeypatch.setattr(
+        "plurax.execute.members_program.memory_budget", lambda mesh: whole.memory().peak - 1
+    )
+    assert px.compile(*kind, members=members).plan.chunk == 16
+
+
+def test_tune_measures_what_is_left_open():
+    tuning = px.tune(TASK, adam, ROWS, members=MEMBERS, batch_size=16, plan=px.Plan(chunk=5))
+    assert tuning.plan.chunk == 5
+    assert {(one.chunk, one.batch_dim) for one in tuning.measured} == {(5, "major"), (5, "minor")}
+    assert f"fastest: chunk=5, batch_dim={tuning.plan.batch_dim}" in str(tuning)
+    assert px.tune(TASK, adam, ROWS, members=MEMBERS, batch_size=16, plan=PLAN).plan == PLAN
+
+
 def chosen(seconds, differs=False, budget=10**9, plan=px.Plan(), members=100):  # noqa: B008
-    """`choose` on made-up programs: `seconds(chunk, batch_dim)` is the time of a step."""
+    """`fastest_plan` on made-up programs: `seconds(chunk, batch_dim)` is the time of a step."""
     now = [0.0]
 
     def build(candidate):
@@ -385,8 +534,8 @@ def chosen(seconds, differs=False, budget=10**9, plan=px.Plan(), members=100):  
         return candidate.chunk * 1000, make
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("plurax.execute.choose.time.perf_counter", lambda: now[0])
-        return choose(plan, members, build, budget, 1e-4)
+        patch.setattr("plurax.execute.measure.time.perf_counter", lambda: now[0])
+        return fastest_plan(plan, members, build, budget, 1e-4)
 
 
 def test_the_fastest_is_chosen():

@@ -1,5 +1,8 @@
 """Resampling as index functions: frequencies, folds, and independence of everything else."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 
 import plurax as px
 from plurax.data import ArrayData
+from plurax.execute.reads import Reads
 from plurax.resample import Everything, draws, epoch_rows, mix, permute, scaled, stream_row
 
 KINDS = {
@@ -97,8 +101,9 @@ def test_every_epoch_is_a_new_order_of_the_same_draws(kind, member):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("batch_size", [1, 4, 7, 22])
+@pytest.mark.parametrize("batch_size", [1, 4, 5])
 def test_the_batch_size_changes_no_row(kind, batch_size):
+    """But where one batch is a whole pass, below."""
     resample = KINDS[kind]
     data = ArrayData({"x": np.arange(ROWS)}, batch_size, seed=3, resample=resample, member=1)
     rows, counts = data.epoch_order(2)
@@ -144,3 +149,55 @@ def test_resampling_that_does_not_fit_the_data():
         px.kfold(3).size(2, 0)
     with pytest.raises(px.BatchError, match=r"size of 30 is not between 1 and the 22 rows"):
         px.subsample(30).size(ROWS, 0)
+
+
+# --- What members read on the devices ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("ordered", [1, 20, 10_000], ids=["a step", "some steps", "an epoch"])
+@pytest.mark.parametrize(
+    ("resample", "batch", "shuffle"),
+    [
+        (Everything(), 8, True),
+        (Everything(), 8, False),
+        (px.bootstrap(), 7, True),
+        (px.kfold(4), 8, True),
+        (px.subsample([12, 0.5, 30]), 8, True),
+        (Everything(), 30, True),
+        (px.bootstrap(), 30, True),
+        (px.kfold(4), 30, True),
+        (px.subsample([12, 0.5, 30]), 30, True),
+    ],
+)
+def test_members_on_a_device_read_what_one_network_reads(
+    monkeypatch, resample, batch, shuffle, ordered
+):
+    """Block after block, from any step on, the last smaller batch included."""
+    monkeypatch.setattr("plurax.execute.reads.ORDERED", ordered)
+    members, data = px.Members([3, 8, 5, 9], resample=resample), {"x": np.arange(30)}
+    length = members.epoch_length(30)
+    steps = -(-length // batch)
+    reads = Reads(px.Reading(resample, 30, length, batch, steps, shuffle), batch, 1)
+    cohort = members.cohort(30)
+    at = jax.jit(lambda member, t: reads.block_rows(member, t)[t % steps % reads.block])
+    for k in range(4):
+        source = ArrayData(data, batch, members.seed_of(k), shuffle, resample=resample, member=k,
+                           length=length)  # fmt: skip
+        for t in range(2 * steps):
+            rows, counts = source.epoch_order(t // steps)
+            real = counts[t % steps]
+            assert int(reads.count(jnp.int32(t % steps))) == real
+            read = at(cohort.take(k), jnp.int32(t))
+            assert read[:real].tolist() == rows[t % steps][:real].tolist()
+
+
+def test_a_batch_that_is_the_whole_data_set_is_not_reordered():
+    whole = ArrayData({"x": np.arange(30)}, 30, seed=4)
+    assert whole.epoch_order(3)[0][0].tolist() == list(range(30))
+    sample = dataclasses.replace(whole, resample=px.bootstrap())
+    assert sample.epoch_order(3)[0].tolist() == sample.epoch_order(8)[0].tolist()
+    some = ArrayData({"x": np.arange(30)}, 29, seed=4, ragged="drop")
+    assert some.epoch_order(3)[0].tolist() != some.epoch_order(8)[0].tolist()
+    reading = px.Reading(Everything(), 30, 30, 30, 1, shuffle=True)
+    assert Reads(reading, 30, 1).fixed
+    assert not Reads(dataclasses.replace(reading, batch_size=15, steps=2), 15, 1).fixed

@@ -14,10 +14,11 @@ from plurax.checkpoint import Checkpoints
 from plurax.data import ArrayData, Data, StreamData
 from plurax.ensemble.keep import join_members
 from plurax.execute.check import check_kinds
-from plurax.execute.members import Reading
-from plurax.execute.members_program import MembersProgram
+from plurax.execute.members_program import ANY_ROWS, MembersProgram
 from plurax.execute.placement import leading_dim
 from plurax.execute.program import Program
+from plurax.execute.program_cache import cached_program, shapes_key
+from plurax.execute.reads import Reading
 from plurax.loop import training
 from plurax.members import Members
 from plurax.mesh import make_mesh
@@ -51,24 +52,34 @@ def make_program(
     """The program of one network, or of a population that reads `source`."""
     check_kinds(task, optimizer, plan, members)
     mesh = make_mesh(plan, devices)
+    key = (optimizer, plan, shapes_key(like), tuple(mesh.devices.flat))
     if members is None:
-        return Program(task, optimizer, plan, like, mesh)
-    if not isinstance(source, ArrayData):
-        return MembersProgram(task, optimizer, plan, like, mesh, members)
-    if resident is False:  # never by itself: what members read may not depend on a budget
-        if not isinstance(members.resample, Everything):
-            raise errors.resample_needs_arrays(type(members.resample).__name__.lower())
-        return MembersProgram(task, optimizer, plan, like, mesh, members)
-    reading = Reading(
-        members.resample,
-        leading_dim(source.arrays),
-        source.draws,
-        source.batch_size,
-        source.batches_per_epoch,
-        source.shuffle,
+        return cached_program(
+            task, ("network", *key), lambda: Program(task, optimizer, plan, like, mesh)
+        )
+    reading, data = None, None
+    if isinstance(source, ArrayData) and resident is not False:
+        data = source.arrays
+        reading = Reading(
+            members.resample,
+            leading_dim(data),
+            source.draws,
+            source.batch_size,
+            source.batches_per_epoch,
+            source.shuffle,
+        )
+    elif not isinstance(members.resample, Everything):
+        # Never by itself: what members read may not depend on a budget.
+        raise errors.resample_needs_arrays(type(members.resample).__name__.lower())
+    hyper = {name: str(values.dtype) for name, values in members.cohort(ANY_ROWS).hyper.items()}
+    program = cached_program(
+        task,
+        ("members", *key, members.count, tuple(hyper.items()), reading),
+        lambda: MembersProgram(
+            task, optimizer, plan, like, mesh, members, reading=reading, data=data
+        ),
     )
-    data = source.arrays
-    return MembersProgram(task, optimizer, plan, like, mesh, members, reading=reading, data=data)
+    return program.of(members)
 
 
 def chosen_before(plan: Plan, output: str | Path | None) -> Plan:

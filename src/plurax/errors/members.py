@@ -1,6 +1,7 @@
 """Populations that cannot be made, or do not fit where they are used; resampling."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from plurax.errors.kinds import BatchError, CheckpointError, MembersError, PlanError, TaskError
 
@@ -149,6 +150,20 @@ def members_other_resample(before: str, now: str) -> CheckpointError:
     return CheckpointError(
         f"the members of the checkpoint read their data by {before} and these by {now}; continuing "
         "would not be the same training. Use the same resampling, or another output directory."
+    )
+
+
+def tune_needs_members() -> MembersError:
+    return MembersError(
+        "--tune measures the chunk and the batch_dim of a population, and this is one network, "
+        "which has neither. Say how many members there are: --members.seeds 100."
+    )
+
+
+def members_read_otherwise(before: Any, now: Any) -> MembersError:
+    return MembersError(
+        f"this program is compiled for members that read their data by {before!r}, and these read "
+        f"by {now!r}; compile one for them (plurax.fit, plurax.MembersProgram)."
     )
 
 

@@ -1,143 +1,116 @@
-"""Choose a population's chunk and the place of its batch dim, by compiled memory and short runs."""
+"""Choose a population's chunk and the place of its batch dim, from shapes and the device alone.
+
+No clock: the same task, plan and device give the same choice, at once, so that a run repeats bit
+for bit. The rule was learnt from measurements (`benchmarks/choosing.py`, decision 0020):
+
+    on a GPU or TPU: all members at a time, the batch where the task has it
+    on a CPU:        as many members as keep what a step touches within `CACHE` bytes, but at least
+                     `FEWEST`; the batch in the minor dim where the work is in matrix products of
+                     fewer than `NARROW` columns
+
+`plurax.tune` measures instead.
+"""
 
 import dataclasses
 import math
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
-import jax
-import numpy as np
+from jax.extend.core import Jaxpr
 
-from plurax.execute.step import Metrics
+from plurax import tree
 from plurax.plan import BatchDim, Plan
-from plurax.state import TrainState
+from plurax.primitives import INLINED, open_jaxpr
 
-FIRST_CHUNK = 16
-SECONDS = 0.02
-"""How long one timed run takes at least, if `MOST_STEPS` are not shorter; three are made."""
-MOST_STEPS = 64
-
-Run = Callable[[int], Metrics]
-"""Runs some steps and returns the metrics of the first, leaves `(K,)`."""
+CACHE = 3 * 2**18
+"""Bytes that one core has close by, roughly: a chunk's working set stays below."""
+FEWEST = 16
+"""Members at a time, however large: fewer leave the cores idle between operations."""
+NARROW = 256
+"""Columns of a matrix product from which the batch stays where it is."""
+NOT_PLAIN = frozenset(["scan", "while", "cond", "conv_general_dilated"])
+"""Operations that hold the arithmetic of a step and have no rule with the batch last."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """One candidate: `seconds` per step of the whole population, or why it was left out."""
+class Work:
+    """What one step of one member is, read from its traced gradient.
 
-    chunk: int
-    batch_dim: BatchDim
-    seconds: float
-    left_out: str = ""
-
-    def __str__(self) -> str:
-        result = self.left_out or f"{1e3 * self.seconds:.3g} ms"
-        return f"chunk={self.chunk} {self.batch_dim} {result}"
-
-
-def choose(
-    plan: Plan,
-    members: int,
-    build: Callable[[Plan], tuple[int, Callable[[], Run]]],
-    budget: int,
-    tolerance: float,
-) -> tuple[Plan, list[Choice]]:
-    """The plan with its open choices made, and what was measured.
-
-    First the batch dim, at a middling chunk: `minor` counts only if its losses and gradient norms
-    agree with `major`. Then chunks four times larger, or smaller, as long as that is faster.
-
-    **Arguments:** `members`, on one device; `build(plan)`, compiles and returns the bytes needed
-    and a function that makes a fresh `Run`; `budget`, bytes per device; `tolerance`, relative.
+    **Fields:** `bytes`, of its state, its gradient and the results of its products; `columns`, the
+    mean number of columns of its matrix products, weighted by their arithmetic (infinite where
+    there are none); `plain`, whether all of them are products of two matrices, in no loop, and
+    there is no convolution.
     """
-    measured: list[Choice] = []
-    first = plan.chunk or min(FIRST_CHUNK, members)
-    seen: dict[BatchDim, Metrics] = {}
 
-    def measure(chunk: int, batch_dim: BatchDim) -> float:
-        bytes_needed, make = build(dataclasses.replace(plan, chunk=chunk, batch_dim=batch_dim))
-        left_out, seconds = "", math.inf
-        if bytes_needed > budget and chunk > 1:
-            left_out = f"needs {bytes_needed:,} bytes of {budget:,}"
+    bytes: int
+    columns: float
+    plain: bool
+
+
+def work_of(jaxpr: Jaxpr, state: Any, params: Any) -> Work:
+    """The `Work` of a traced gradient.
+
+    **Arguments:** `state` and `params`, trees of `jax.ShapeDtypeStruct`s of one member.
+    """
+    columns, arithmetic, products, plain = 0.0, 0, 0, True
+    for equation in _equations(jaxpr):
+        out = equation.outvars[0].aval
+        if equation.primitive.name == "dot_general":
+            (summed, _), batched = equation.params["dimension_numbers"]
+            plain &= not any(batched)
+            terms = math.prod(equation.invars[0].aval.shape[dim] for dim in summed)
+            products += tree.byte_count(out)
+            arithmetic += math.prod(out.shape) * terms
+            columns += math.prod(out.shape) * terms * (out.shape[-1] if out.ndim else 1)
+        plain &= equation.primitive.name not in NOT_PLAIN
+    touched = tree.byte_count(state) + tree.byte_count(params) + products
+    return Work(touched, columns / arithmetic if arithmetic else math.inf, plain)
+
+
+def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
+    """All equations, those of functions called in place included."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in INLINED:
+            inner, _ = open_jaxpr(equation.params[INLINED[equation.primitive.name]])
+            yield from _equations(inner)
         else:
-            seen[batch_dim], seconds = _time(make())
-            if batch_dim == "minor" and "major" in seen:
-                worst = _worst(seen["minor"], seen["major"])
-                if not worst <= tolerance:
-                    left_out, seconds = f"differs by {worst:.1e} from major", math.inf
-        measured.append(Choice(chunk, batch_dim, seconds, left_out))
-        return seconds
-
-    batch_dim = plan.batch_dim or "major"
-    if plan.batch_dim is None:
-        as_written = measure(first, "major")
-        batch_dim = "minor" if measure(first, "minor") < as_written else "major"
-    elif plan.chunk is None:
-        measure(first, batch_dim)
-    chunk = plan.chunk or _climb(first, members, lambda c: measure(c, batch_dim), measured)
-    return dataclasses.replace(plan, chunk=chunk, batch_dim=batch_dim), measured
+            yield equation
 
 
-def _climb(
-    first: int, members: int, measure: Callable[[int], float], measured: list[Choice]
-) -> int:
-    best, fastest = first, min(choice.seconds for choice in measured)
-    for factor in (4.0, 0.25):
-        chunk = first
-        while True:
-            wanted = max(1, min(members, round(chunk * factor)))
-            if wanted == chunk:
-                break
-            chunk = wanted
-            seconds = measure(chunk)
-            if seconds >= fastest:
-                break
-            best, fastest = chunk, seconds
-        if best != first:
-            break  # larger was faster; smaller need not be tried
-    return best
+def choose(plan: Plan, members: int, work: Work, platform: str) -> Plan:
+    """The plan with its open choices made: a pure function.
+
+    **Arguments:** `members`, on one device; `platform`, of the device: `"cpu"`, `"gpu"`, `"tpu"`.
+
+    >>> from plurax.plan import Plan
+    >>> spirals = Work(bytes=30_000, columns=20.0, plain=True)
+    >>> plan = choose(Plan(), 100, spirals, "cpu")
+    >>> plan.chunk, plan.batch_dim
+    (25, 'minor')
+    """
+    batch_dim: BatchDim = "major"
+    if platform == "cpu" and work.plain and work.columns < NARROW:
+        batch_dim = "minor"
+    target = max(FEWEST, CACHE // max(work.bytes, 1)) if platform == "cpu" else members
+    return dataclasses.replace(
+        plan,
+        chunk=plan.chunk or even_chunk(members, target),
+        batch_dim=plan.batch_dim or batch_dim,
+    )
 
 
-def _time(run: Run) -> tuple[Metrics, float]:
-    def timed(steps: int) -> float:
-        began = time.perf_counter()
-        jax.block_until_ready(run(steps))
-        return (time.perf_counter() - began) / steps
+def even_chunk(members: int, target: int) -> int:
+    """A chunk near `target`; one that divides the members where one is near.
 
-    metrics = jax.device_get(run(1))
-    # So many steps that what a call costs once does not matter.
-    steps = 1
-    while (seconds := timed(steps)) * steps < SECONDS and steps < MOST_STEPS:
-        steps *= 4
-    return metrics, min(seconds, timed(steps), timed(steps))
+    What is left over is a second program inside the first, and costs as much to compile.
 
-
-def _worst(a: Metrics, b: Metrics) -> float:
-    """The largest relative difference of losses and gradient norms; a NaN must be one in both."""
-    worst = 0.0
-    for name in ("loss", "grad_norm"):
-        x, y = np.asarray(a[name], np.float64), np.asarray(b[name], np.float64)
-        both = np.isfinite(x) & np.isfinite(y)
-        if not (np.isfinite(x) == np.isfinite(y)).all():
-            return math.inf
-        scale = np.maximum(np.abs(y[both]), 1e-6)
-        worst = max(worst, float(np.max(np.abs(x[both] - y[both]) / scale, initial=0.0)))
-    return worst
-
-
-def stepping(
-    compiled: jax.stages.Compiled, state: TrainState, arguments: tuple[Any, ...], looped: bool
-) -> Run:
-    """A `Run` of a compiled loop `(state, *arguments, first, stop)`, or step `(state, ...)`."""
-
-    def run(steps: int) -> Metrics:
-        nonlocal state
-        if looped:
-            state, metrics = compiled(state, *arguments, np.int32(0), np.int32(steps))
-            return {name: value[:, 0] for name, value in metrics.items()}
-        for _ in range(steps):
-            state, metrics = compiled(state, *arguments)
-        return metrics
-
-    return run
+    >>> even_chunk(100, 12), even_chunk(97, 12), even_chunk(5, 12)
+    (10, 11, 5)
+    """
+    if target >= members:
+        return members
+    near = [size for size in range(1, members + 1)
+            if members % size == 0 and target <= 2 * size and size <= 2 * target]  # fmt: skip
+    if near:
+        return min(near, key=lambda size: abs(math.log(size / target)))
+    return -(-members // -(-members // target))

@@ -4,7 +4,6 @@ Each member is the one-network step of `step.py`. `vmap` runs a chunk of them, a
 after chunk, and `shard_map` spreads them over the mesh axis `member`; nothing crosses that axis.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,38 +15,25 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, PyTree
 
 from plurax import errors
+from plurax.execute.choose import Work, work_of
 from plurax.execute.divided import Divided, divides, microbatch
 from plurax.execute.evaluate import device_evaluation
 from plurax.execute.gradient import Totals, evaluation, gradient
 from plurax.execute.pipelined import Pipelined
+from plurax.execute.placement import leading_dim
 from plurax.execute.predict import device_predict
+from plurax.execute.reads import Reading, Reads
+from plurax.execute.rows import Rows
 from plurax.execute.states import new_state
 from plurax.execute.step import Metrics, Step, make_step, whole_update
 from plurax.execute.totals import coupled_totals, device_totals
 from plurax.members import Cohort, Hyper
-from plurax.mesh import on_devices
+from plurax.mesh import on_devices, within
 from plurax.plan import Plan
-from plurax.resample import Everything, Resample, stream_row
 from plurax.state import TrainState
 from plurax.task import Task
 
 Maker = Callable[[Hyper], Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """How members read data that stay on the devices.
-
-    **Fields:** `resample`; `count`, rows of the data; `length`, draws in an epoch, the same for all
-    members; `batch_size`; `steps` of an epoch; `shuffle`.
-    """
-
-    resample: Resample
-    count: int
-    length: int
-    batch_size: int
-    steps: int
-    shuffle: bool
 
 
 class Network(NamedTuple):
@@ -100,11 +86,11 @@ class Population:
         self.mesh = mesh
         example = self.make(hyper)
         self._split = mesh.shape["data"]
+        self._microbatch = microbatch(batch, plan, coupled=example.task.coupled)
         self.divided: Divided | Pipelined | None = None
         if divides(example.task, plan):
             kind = Pipelined if plan.pipeline > 1 else Divided
-            rows = microbatch(batch, plan, coupled=example.task.coupled)
-            self.divided = kind(*example, plan, mesh, rows)
+            self.divided = kind(*example, plan, mesh, self._microbatch)
 
     # --- One member ---------------------------------------------------------------------------
 
@@ -132,6 +118,21 @@ class Population:
             total = device_totals(fun, self._split, self.plan.microbatches)
         return make_step(total, whole_update(one.optimizer), freeze=True)
 
+    def work(self) -> Work:
+        """What a step of one member is: for `choose`."""
+        one = self.make(self.hyper)
+        state = jax.eval_shape(lambda: new_state(one.task, one.optimizer, jax.random.key(0)))
+        size = leading_dim(self._microbatch)
+        rows = Rows(
+            self._microbatch,
+            jax.eval_shape(lambda: jax.random.split(jax.random.key(0), size)),
+            jax.eval_shape(lambda: jnp.zeros(size, bool)),
+        )
+        fun = within(self.mesh, gradient(one.task, self.plan.precision))
+        traced = jax.make_jaxpr(fun)(state.params, state.model_state, rows)
+        kept = (state.params, state.opt_state, state.model_state)
+        return work_of(traced.jaxpr, kept, state.params)
+
     def state_like(self, count: int) -> TrainState:
         """The states of so many members, as `jax.ShapeDtypeStruct`s with their shardings."""
         if self.divided is None:
@@ -156,7 +157,9 @@ class Population:
             state = self.new_state(member)
             return state if self.divided is None else self.divided.own(state)
 
-        return self._spread(jax.vmap(fresh), "m", "s")(cohort)
+        # One after another: beside its state a member needs room only while it is made, and what is
+        # written for one compiles in half the time of what is written for many.
+        return self._spread(lambda cohort: jax.lax.map(fresh, cohort), "m", "s")(cohort)
 
     def step(
         self, state: TrainState, cohort: Cohort, batch: PyTree, count: Int[Array, ""]
@@ -189,54 +192,39 @@ class Population:
             state: TrainState, member: Cohort, data: PyTree, first: Array, stop: Array
         ) -> tuple[TrainState, Metrics]:
             step = self._step(member)
+            reads = self._reads(reading)
+
+            def rows_at(t: Array) -> Array:
+                return reads.block_rows(member, t)
+
+            def take(rows: Array, t: Array) -> tuple[PyTree, Array]:
+                return reads.take(data, rows, t), reads.count(t % reading.steps)
+
             # Where every step reads the same rows, they are read once.
-            fixed = reading.steps == 1 and not reading.shuffle
-            once = self._take(reading, member, data, jnp.int32(0)) if fixed else None
+            once = take(rows_at(jnp.int32(0)), jnp.int32(0)) if reads.fixed else None
 
-            def body(t: Array, carry: tuple[TrainState, Metrics]) -> tuple[TrainState, Metrics]:
-                state, metrics = carry
-                state, now = step(state, *(once or self._take(reading, member, data, t)))
+            def body(t: Array, carry: tuple[TrainState, Metrics, Array]) -> Any:
+                state, metrics, rows = carry
+                if once is None:
+                    # The order of many steps at once: of one alone it is mostly overhead. The
+                    # condition is the same for all members, and stays one under `vmap`.
+                    begins = (t == first) | (t % reading.steps % reads.block == 0)
+                    rows = jax.lax.cond(begins, lambda: rows_at(t), lambda: rows)
+                state, now = step(state, *(once or take(rows, t)))
                 set_ = jax.tree.map(lambda all_, new: all_.at[t - first].set(new), metrics, now)
-                return state, set_
+                return state, set_, rows
 
-            shapes = jax.eval_shape(
-                lambda: step(state, *self._take(reading, member, data, first))[1]
-            )
+            like = jax.eval_shape(lambda: rows_at(first))
+            rows = jnp.zeros((0,) if once else like.shape, jnp.int32)
+            shapes = jax.eval_shape(lambda: step(state, *(once or take(rows, first)))[1])
             empty = jax.tree.map(lambda s: jnp.zeros((calls,), s.dtype), shapes)
-            return jax.lax.fori_loop(first, stop, body, (state, empty))
+            state, metrics, _ = jax.lax.fori_loop(first, stop, body, (state, empty, rows))
+            return state, metrics
 
         return self._spread(self._chunked(one), "sm...", "sm")(state, cohort, data, first, stop)
 
-    def _take(
-        self, reading: Reading, member: Cohort, data: PyTree, t: Array
-    ) -> tuple[PyTree, Array]:
-        """This device's rows of a member's step `t`, and how many of all rows are real."""
-        rows = self.plan.padded_size(reading.batch_size)
-        index = t % reading.steps
-        # Whole epochs have equal steps but the last; `count` is a constant where it can be.
-        ragged = reading.length % reading.batch_size != 0
-        left = reading.length - index * reading.batch_size
-        count = jnp.int32(reading.batch_size)
-        if ragged:
-            count = jnp.minimum(left, reading.batch_size).astype(jnp.int32)
-        size = rows // self._split
-        first = jax.lax.axis_index("data") * size if self._split > 1 else 0
-        unsampled = isinstance(reading.resample, Everything)
-        if unsampled and not reading.shuffle and size == reading.count == rows == reading.length:
-            return data, count
-        place = (first + jnp.arange(size, dtype=jnp.int32)) % count
-        position = (index * reading.batch_size + place).astype(jnp.uint32)
-        row = stream_row(
-            reading.resample,
-            reading.count,
-            jnp.uint32(reading.count) if unsampled else member.sizes,
-            member.seeds,
-            member.numbers,
-            (t // reading.steps).astype(jnp.uint32),
-            position,
-            shuffle=reading.shuffle,
-        )
-        return jax.tree.map(lambda leaf: leaf.at[row].get(mode="promise_in_bounds"), data), count
+    def _reads(self, reading: Reading) -> Reads:
+        return Reads(reading, self.plan.padded_size(reading.batch_size), self._split)
 
     def evaluate(
         self, state: TrainState, cohort: Cohort, batch: PyTree, count: Int[Array, ""]

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -14,15 +15,17 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from plurax import errors, inspect, tree
-from plurax.execute.choose import Choice, Run, choose, stepping
+from plurax.execute.choose import choose, even_chunk
 from plurax.execute.divided import divides
 from plurax.execute.evaluate import check_evaluation, evaluation_placement, weighted_means
 from plurax.execute.gradient import Totals
 from plurax.execute.in_flight import InFlight
 from plurax.execute.mask import reads_mask
-from plurax.execute.members import Maker, Network, Population, Reading, network
+from plurax.execute.measure import Choice, Run, fastest_plan, stepping
+from plurax.execute.members import Maker, Network, Population, network
 from plurax.execute.placement import Placed, Placement, device_data, is_arrays, leading_dim
 from plurax.execute.predict import Predictor
+from plurax.execute.reads import Reading
 from plurax.execute.states import check_place, check_state, new_state
 from plurax.execute.step import Metrics
 from plurax.members import Cohort, Members
@@ -35,6 +38,9 @@ CALLS = 128
 """The most steps of one call of the compiled loop: it returns the metrics of each."""
 
 
+ROOM = 16
+"""So many times what a member's step touches, a chunk's temporaries surely fit in."""
+
 ANY_ROWS = 2**31 - 1
 """For resampling, where no data are resident and none is drawn."""
 
@@ -46,7 +52,7 @@ class MembersProgram:
     dim of members.
 
     **Attributes:** `members`, `mesh` and `batch_size`; `count`, how many members; `plan`, with its
-    `chunk` and `batch_dim` chosen, and `measured`, the `Choice`s among which.
+    `chunk` and `batch_dim` chosen; `chose`, whether any of them was left to be chosen.
     """
 
     def __init__(
@@ -88,32 +94,52 @@ class MembersProgram:
         if divides(one.task, plan) and plan.batch_dim is None:
             plan = dataclasses.replace(plan, batch_dim="major")
         self.plan = plan
-        self.measured: list[Choice] = []
         self._predictor = Predictor(self._compile_predict, mesh, plan.pipeline_pieces)
-        if self._must_choose():
-            self.plan, self.measured = self._choose(data)
+        self._compiled: dict[str, jax.stages.Compiled] = {}
+        self._data_like = None if data is None else self._whole(data)
+        self.chose = plan.chunk is None or plan.batch_dim is None
+        if self.chose:
+            self.plan = self._choose()
         self._built = self._population(plan=self.plan)
 
     def of(self, members: Members) -> "MembersProgram":
         """A program like this one, its plan included, for other members.
 
-        For as many members as this one has it is the same compiled program.
+        For as many members as this one has it is the same compiled program. Raises `MembersError`
+        for members of another resampling, where data are resident.
         """
-        if members.count == self.count:
+        if self.reading and members.resample != self.reading.resample:
+            raise errors.members_read_otherwise(self.reading.resample, members.resample)
+        if members.count == self.count and self._same_hyper(members):
             other = copy.copy(self)
             other.members = members
             other._cohort = members.cohort(self.reading.count if self.reading else ANY_ROWS)
             other.__dict__.pop("_everyone", None)
             return other
-        like, reading = self._placement.like, self.reading
-        return MembersProgram(
-            self._task, self._optimizer, self.plan, like, self.mesh, members, reading=reading
+        other = MembersProgram(
+            self._task,
+            self._optimizer,
+            self.plan,
+            self._placement.like,
+            self.mesh,
+            members,
+            reading=self.reading,
         )
+        other._data_like, other.chose = self._data_like, self.chose
+        return other
+
+    def _same_hyper(self, members: Members) -> bool:
+        """Whether hyperparameters have the names and dtypes for which this program is compiled."""
+        mine, theirs = (
+            {name: jnp.asarray(value).dtype for name, value in hyper.items()}
+            for hyper in (self._hyper, members.hyper_of(0))
+        )
+        return mine == theirs
 
     def choice_text(self) -> str:
-        """What was chosen by measurement, and what the alternatives cost, in words."""
+        """What was chosen, and how, in words."""
         chosen = f"chunk={self.plan.chunk}, batch_dim={self.plan.batch_dim}"
-        return f"{chosen}: chosen by measurement of a step ({'; '.join(map(str, self.measured))})"
+        return f"{chosen}: chosen from the shapes and the device (plurax.tune measures instead)"
 
     def _reads_mask(self, one: Network) -> bool:
         like = jax.eval_shape(lambda: new_state(*one, jax.random.key(0)))
@@ -125,9 +151,6 @@ class MembersProgram:
         if not self._fills and size not in (0, self.batch_size):
             raise errors.mask_not_read_by_members(size, self.batch_size)
 
-    def _must_choose(self) -> bool:
-        return self.plan.chunk is None or self.plan.batch_dim is None
-
     # --- Training -----------------------------------------------------------------------------
 
     @functools.cached_property
@@ -138,12 +161,19 @@ class MembersProgram:
 
     def init(self) -> TrainState:
         """Fresh states; a member's is the same as alone with its seed."""
-        return self._compiled_init(self._everyone)
+        if "init" not in self._compiled:
+            made = jax.jit(self._built.init, out_shardings=self._state_shardings)
+            lowered = {"init": made.lower(self._like(self._everyone))}
+            if self._data_like is not None and "loop" not in self._compiled:
+                # It comes next, and compiling takes one core each.
+                lowered["loop"] = self._lower_loop(self._built, self._data_like)
+            self._compile_together(lowered)
+        return self._compiled["init"](self._everyone)
 
-    @functools.cached_property
-    def _compiled_init(self) -> jax.stages.Compiled:
-        made = jax.jit(self._built.init, out_shardings=self._state_shardings)
-        return made.lower(self._like(self._everyone)).compile()
+    def _compile_together(self, lowered: dict[str, jax.stages.Lowered]) -> None:
+        with ThreadPoolExecutor(len(lowered)) as pool:
+            started = {name: pool.submit(one.compile) for name, one in lowered.items()}
+            self._compiled |= {name: future.result() for name, future in started.items()}
 
     def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """One update of every member from the same batch of at most `batch_size` examples.
@@ -185,27 +215,25 @@ class MembersProgram:
 
     def compile_loop(self, data: PyTree) -> jax.stages.Compiled:
         """The compiled loop, for data of the shapes of `reading`."""
-        if self._loop is None:
-            self._loop = self._compile_loop(self._built, data)
-        return self._loop
+        if "loop" not in self._compiled:
+            self._compiled["loop"] = self._lower_loop(self._built, self._whole(data)).compile()
+        return self._compiled["loop"]
 
-    _loop: jax.stages.Compiled | None = None
-
-    def _compile_loop(self, built: Population, data: PyTree) -> jax.stages.Compiled:
+    def _lower_loop(self, built: Population, data: PyTree) -> jax.stages.Lowered:
         assert self.reading is not None, "loop needs a reading"
         loop = functools.partial(built.loop, self.reading, CALLS)
         count = jax.ShapeDtypeStruct((), jnp.int32)
+        jitted = jax.jit(loop, donate_argnums=0, out_shardings=self._out_shardings)
+        return jitted.lower(self.state_shapes, self._like(self._everyone), data, count, count)
+
+    def _whole(self, data: PyTree) -> PyTree:
+        """The shapes of data, whole on every device."""
         whole = replicated(self.mesh)
-        data = jax.tree.map(
+        return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(
                 np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype), sharding=whole
             ),
             data,
-        )
-        return (
-            jax.jit(loop, donate_argnums=0, out_shardings=self._out_shardings)
-            .lower(self.state_shapes, self._like(self._everyone), data, count, count)
-            .compile()
         )
 
     def place(self, state: TrainState) -> TrainState:
@@ -283,35 +311,37 @@ class MembersProgram:
         check = within(self.mesh, check_evaluation)
         check(one.task, self.plan.precision, self._evaluation, state, data)
 
-    @functools.cached_property
+    @property
     def _compiled_evaluate(self) -> jax.stages.Compiled:
-        count = jax.ShapeDtypeStruct((), jnp.int32)
-        cohort = self._like(self._everyone)
-        return (
-            jax.jit(self._built.evaluate)
-            .lower(self.state_shapes, cohort, self._evaluation.abstract(), count)
-            .compile()
-        )
+        if "evaluate" not in self._compiled:
+            count = jax.ShapeDtypeStruct((), jnp.int32)
+            cohort = self._like(self._everyone)
+            self._compiled["evaluate"] = (
+                jax.jit(self._built.evaluate)
+                .lower(self.state_shapes, cohort, self._evaluation.abstract(), count)
+                .compile()
+            )
+        return self._compiled["evaluate"]
 
     # --- Reading the compiled program ---------------------------------------------------------
 
-    @functools.cached_property
+    @property
     def compiled_step(self) -> jax.stages.Compiled:
         """The compiled step, `(state, cohort, rows, count) -> (state, metrics)`."""
-        return self._compile_step(self._built)
+        if "step" not in self._compiled:
+            self._compiled["step"] = self._lower_step(self._built).compile()
+        return self._compiled["step"]
 
-    def _compile_step(self, built: Population) -> jax.stages.Compiled:
+    def _lower_step(self, built: Population) -> jax.stages.Lowered:
         count = jax.ShapeDtypeStruct((), jnp.int32)
-        return (
-            jax.jit(built.step, donate_argnums=0, out_shardings=self._out_shardings)
-            .lower(self.state_shapes, self._like(self._everyone), self._placement.abstract(), count)
-            .compile()
-        )
+        cohort = self._like(self._everyone)
+        jitted = jax.jit(built.step, donate_argnums=0, out_shardings=self._out_shardings)
+        return jitted.lower(self.state_shapes, cohort, self._placement.abstract(), count)
 
     @property
     def compiled(self) -> jax.stages.Compiled:
         """The loop, where there is one, else the step."""
-        return self._loop or self.compiled_step
+        return self._compiled.get("loop") or self.compiled_step
 
     def hlo(self) -> str:
         """The text of the compiled program: the loop's, if it has run, else the step's."""
@@ -374,22 +404,38 @@ class MembersProgram:
         self._in_flight.started(metrics["loss"])
         return state, metrics
 
-    def _choose(self, data: PyTree) -> tuple[Plan, list[Choice]]:
-        """Measure the loop over the data, where they stay on the devices, else the step."""
-        init = jax.jit(self._example.init, out_shardings=self._state_shardings)
-        if data is not None:
-            placed: tuple[Any, ...] = (self.place_data(data),)
-        else:
-            zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._placement.like)
-            placed = self._placement.place(zeros)
+    def _choose(self) -> Plan:
+        """The plan with its open choices made; smaller chunks where memory does not suffice."""
+        members = self.slots // self.plan.member
+        work = self._example.work()
+        plan = choose(self.plan, members, work, self.mesh.devices.flat[0].platform)
+        budget = memory_budget(self.mesh)
+        # What does not come near the budget by reckoning needs no compiler to say so.
+        while (
+            self.plan.chunk is None
+            and (chunk := plan.chunk or 1) > 1
+            and (members + ROOM * chunk) * work.bytes > budget
+            and inspect.memory(self._lower_under(plan).compile()).peak > budget
+        ):
+            plan = dataclasses.replace(plan, chunk=even_chunk(members, max(1, chunk // 4)))
+        return plan
 
-        compiled_for: dict[Plan, jax.stages.Compiled] = {}
+    def _lower_under(self, plan: Plan) -> jax.stages.Lowered:
+        """The loop over resident data, or else the step, under another plan."""
+        built = self._population(plan=plan)
+        if self._data_like is None:
+            return self._lower_step(built)
+        return self._lower_loop(built, self._data_like)
+
+    def measure(self, plan: Plan, data: PyTree) -> tuple[Plan, list[Choice]]:
+        """Measure the open choices of a plan: the loop over the data, without data the step."""
+        init = jax.jit(self._example.init, out_shardings=self._state_shardings)
+        looped = self._data_like is not None
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._placement.like)
+        placed = (self.place_data(data),) if looped else self._placement.place(zeros)
 
         def build(plan: Plan) -> tuple[int, Callable[[], Run]]:
-            built = self._population(plan=plan)
-            looped = data is not None
-            compiled = self._compile_loop(built, data) if looped else self._compile_step(built)
-            compiled_for[plan] = compiled
+            compiled = self._lower_under(plan).compile()
             arguments = (self._everyone, *placed)
             needed = inspect.memory(compiled).peak
             return needed, lambda: stepping(compiled, init(self._everyone), arguments, looped)
@@ -397,10 +443,7 @@ class MembersProgram:
         dtype = jnp.result_type(*jax.tree.leaves(self.state_shapes.params))
         tolerance = 2e-2 if self.plan.precision == "bfloat16" else 1e-4
         tolerance = 1e-9 if dtype == jnp.float64 else tolerance
+        if self.plan.batch_dim == "major" and self._example.divided is not None:
+            plan = dataclasses.replace(plan, batch_dim="major")
         members = self.slots // self.plan.member
-        plan, measured = choose(self.plan, members, build, memory_budget(self.mesh), tolerance)
-        if data is not None:
-            self._loop = compiled_for[plan]
-        else:
-            self.__dict__["compiled_step"] = compiled_for[plan]
-        return plan, measured
+        return fastest_plan(plan, members, build, memory_budget(self.mesh), tolerance)
