@@ -42,13 +42,16 @@ def accumulate(
             part, state = fun(state, jax.tree.map(lambda leaf: leaf[0], rows))
             return jax.tree.map(_widen, part), state
 
+        # Traced once, for its shapes and for the loop.
+        traced = jax.jit(fun)
+
         def body(carry: tuple[Total, PyTree], row: PyTree) -> tuple[tuple[Total, PyTree], None]:
             total, state = carry
-            part, state = fun(state, row)
+            part, state = traced(state, row)
             return (jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, part), state), None
 
         first = jax.tree.map(lambda leaf: jax.eval_shape(lambda x: x[0], leaf), rows)
-        shapes, _ = jax.eval_shape(fun, state, first)
+        shapes, _ = jax.eval_shape(traced, state, first)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, _wide(s.dtype)), shapes)
         (total, state), _ = jax.lax.scan(body, (zeros, state), rows)
         return total, state

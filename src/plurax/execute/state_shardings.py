@@ -1,6 +1,7 @@
 """How the training state lies where parameters or the optimizer's state are split."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -162,7 +163,7 @@ class StateShardings:
         """The state's `PartitionSpec`s."""
         return jax.tree.map(lambda lies: lies.spec, self.lies, is_leaf=is_sharding)
 
-    @property
+    @functools.cached_property
     def fills(self) -> bool:
         """Whether any tensor is filled up, so that shards divide it."""
         leaves = self._pairs(self.like, self.lies)

@@ -383,7 +383,10 @@ class Divider:
         arrays = [value.array for value in made]
         # The cotangents come last.
         last = max(place for place, array in enumerate(arrays) if array is telling(arrays[::-1]))
-        tied = after([*arrays[:last], *arrays[last + 1 :]], arrays[last])
+        free = [value.fixed for value in made]
+        tied = after(
+            [*arrays[:last], *arrays[last + 1 :]], arrays[last], [*free[:last], *free[last + 1 :]]
+        )
         tied.insert(last, arrays[last])
         return [
             Cell(dataclasses.replace(value, array=array))
