@@ -139,9 +139,9 @@ data=1 means 'not used'.
 
     @property
     def divided(self) -> bool:
-        """Whether the traced step is walked: to split what it holds, or to compute it again."""
+        """Whether the traced step is walked, to split what it holds."""
         zero = self.zero > 0 and self.data > 1
-        return self.tensor > 1 or self.pipeline > 1 or zero or self.remat != "none"
+        return self.tensor > 1 or self.pipeline > 1 or zero
 
     @property
     def pipeline_pieces(self) -> int:

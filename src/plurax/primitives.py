@@ -95,6 +95,13 @@ def inner_jaxprs(equation: Any) -> list[Any]:
     return found
 
 
+def is_recomputed(equation: Any) -> bool:
+    """Whether it is what `jax.checkpoint` leaves of a function for the backward pass."""
+    params = equation.params
+    named = equation.primitive.name in ("checkpoint", "remat2", "remat")
+    return named and params["prevent_cse"] and params["differentiated"]
+
+
 def cheap(equation: Any) -> bool:
     """Whether an operation, or all of those that it calls, are cheap."""
     if equation.primitive.name in INLINED:

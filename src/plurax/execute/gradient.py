@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, PyTree
 
 from plurax import errors, tree
 from plurax.execute.batch_minor import batch_minor
-from plurax.execute.remat import rematerialized
+from plurax.execute.remat import order_recomputation, rematerialized
 from plurax.execute.rows import Rows
 from plurax.plan import BatchDim, Precision, Remat
 from plurax.task import Task
@@ -119,11 +119,14 @@ def gradient(
     precision: Precision,
     batch_dim: BatchDim | None = None,
     remat: Remat = "none",
+    *,
+    ordered: bool = False,
 ) -> Callable[[PyTree, PyTree, Rows], tuple[Totals, PyTree]]:
     """`(params, model_state, rows) -> (totals, model_state)`, the gradient included.
 
     Computed with the batch where the task has it, or in the minor dim (`batch_dim="minor"`); what
-    the backward pass computes again says `remat`.
+    the backward pass computes again says `remat`; `ordered`, that it waits for its cotangents here,
+    and not where the function is walked.
     """
     loss = rematerialized(with_precision(task.loss, precision, task.stateful), remat)
 
@@ -152,7 +155,8 @@ def gradient(
         grads, (totals, model_state) = jax.grad(total_loss, has_aux=True)(params, model_state, rows)
         return totals._replace(grads=grads), model_state
 
-    return batch_minor(run, batch_argument=2) if batch_dim == "minor" else run
+    run_ = batch_minor(run, batch_argument=2) if batch_dim == "minor" else run
+    return order_recomputation(run_) if ordered and remat != "none" else run_
 
 
 def _next_state(new: PyTree, old: PyTree) -> PyTree:

@@ -97,7 +97,7 @@ class Program:
                 self._step_function = self._spread(made.step(split=False), "s..", "s.")
         else:
             self._state_like = self._on_mesh(whole)
-            fun = gradient(task, plan.precision, plan.batch_dim, plan.remat)
+            fun = gradient(task, plan.precision, plan.batch_dim, plan.remat, ordered=True)
             if not task.coupled:
                 total = data_parallel(fun, mesh, plan.microbatches)
             else:

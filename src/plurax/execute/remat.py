@@ -1,7 +1,8 @@
 """What the backward pass computes again instead of keeping it: a transformation of a function."""
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +11,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jaxtyping import Array, PyTree
 
 from plurax.plan import Remat
-from plurax.primitives import open_jaxpr, scan_sizes, written
+from plurax.primitives import is_recomputed, open_jaxpr, scan_sizes, written
+from plurax.sharding.ordering import after_cotangent
 
 
 def rematerialized(
@@ -75,19 +77,98 @@ def _in_pieces(
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else known[atom]
 
-    piece: list[Any] = []
-    for place, eqn in enumerate(jaxpr.eqns):
-        if eqn.primitive.name != "scan":
-            piece.append(eqn)
-        loop = eqn.primitive.name == "scan"
-        if piece and (loop or len(piece) >= size or place == len(jaxpr.eqns) - 1):
-            _again(piece, known, save)
-            piece = []
-        if loop:
+    for piece in _pieces(jaxpr, size):
+        if piece[0].primitive.name == "scan":
+            (eqn,) = piece
             with written(eqn):
-                results = _loop(eqn, [read(a) for a in eqn.invars], save)
-            known.update(zip(eqn.outvars, results, strict=True))
+                out = _loop(eqn, [read(a) for a in eqn.invars], save)
+            known.update(zip(eqn.outvars, out, strict=True))
+        else:
+            _again(piece, known, save)
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _pieces(jaxpr: Jaxpr, size: int) -> Iterator[list[Any]]:
+    """Cut equations into loops, one each, and pieces of about `size` in between.
+
+    A cut within a layer keeps several of its activations where one between layers keeps one. So a
+    piece ends, half to twice `size` equations after it began, where the fewest bytes are alive:
+
+        x -> norm -> q, k, v -> scores -> softmax -> out -> x + out -> norm -> ...
+                     3 arrays    1 large                 ^ 1 array: here
+    """
+    eqns, live = jaxpr.eqns, _live_bytes(jaxpr)
+    loops = [place for place, eqn in enumerate(eqns) if eqn.primitive.name == "scan"]
+    start = 0
+    while start < len(eqns):
+        stop = next((place for place in loops if place >= start), len(eqns))
+        end = stop
+        if start in loops:
+            end = start + 1
+        elif stop - start > size:
+            ends = range(start + max(1, size // 2), min(start + 2 * size, stop) + 1)
+            end = min(ends, key=lambda end: (live[end - 1], abs(end - start - size)))
+        yield eqns[start:end]
+        start = end
+
+
+def _live_bytes(jaxpr: Jaxpr) -> list[int]:
+    """After each equation, the bytes of what equations have computed and later ones read."""
+    last = {
+        var: place
+        for place, eqn in enumerate(jaxpr.eqns)
+        for var in eqn.invars
+        if not isinstance(var, Literal)
+    }
+    last |= dict.fromkeys((v for v in jaxpr.outvars if not isinstance(v, Literal)), len(jaxpr.eqns))
+    change = [0] * (len(jaxpr.eqns) + 1)
+    for place, eqn in enumerate(jaxpr.eqns):
+        for var in eqn.outvars:
+            size = math.prod(var.aval.shape) * var.aval.dtype.itemsize
+            change[place] += size
+            change[max(last.get(var, place), place)] -= size
+    return list(itertools.accumulate(change))[:-1]
+
+
+def order_recomputation(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Return a function in which what the backward pass computes again waits for its cotangent.
+
+    `jax.checkpoint` asks for that by an optimization barrier, which XLA's CPU compiler drops: there
+    the backward pass would read what the forward pass computed, and keep it (see
+    `plurax.sharding.ordering`). `fun` is a gradient; its first argument are the parameters.
+    """
+
+    def run(params: PyTree, *args: PyTree) -> PyTree:
+        closed, shapes = jax.make_jaxpr(fun, return_shape=True)(params, *args)
+        count = len(jax.tree.leaves(params))
+        out = _ordered(closed.jaxpr, closed.consts, jax.tree.leaves((params, *args)), count)
+        return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+    return run
+
+
+def _ordered(
+    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Array], parameters: int
+) -> list[Array]:
+    """Evaluate equations; those of a recomputed piece after the last of its inputs."""
+    known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    known.update(zip(jaxpr.invars, args, strict=True))
+    fixed = {*jaxpr.constvars, *jaxpr.invars[:parameters]}
+    for eqn in jaxpr.eqns:
+        inputs = [a.val if isinstance(a, Literal) else known[a] for a in eqn.invars]
+        free = [isinstance(atom, Literal) or atom in fixed for atom in eqn.invars]
+        if all(free):
+            fixed.update(eqn.outvars)
+        if is_recomputed(eqn):
+            body, body_consts = open_jaxpr(eqn.params["jaxpr"])
+            inputs = after_cotangent([jnp.asarray(x) for x in inputs], free)
+            results = jaxpr_as_fun(ClosedJaxpr(body, body_consts))(*inputs)
+        else:
+            with written(eqn):
+                out = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+            results = out if eqn.primitive.multiple_results else [out]
+        known.update(zip(eqn.outvars, results, strict=True))
+    return [atom.val if isinstance(atom, Literal) else known[atom] for atom in jaxpr.outvars]
 
 
 def _again(piece: list[Any], known: dict[Any, Any], save: Any) -> None:

@@ -30,7 +30,7 @@ from jaxtyping import Array, PyTree
 
 from plurax import errors
 from plurax.mesh import within
-from plurax.primitives import INLINED, holds, open_jaxpr, written
+from plurax.primitives import INLINED, holds, is_recomputed, open_jaxpr, written
 from plurax.sharding.axes import Axes
 from plurax.sharding.branches import Branches
 from plurax.sharding.buckets import Gathers, computed_at, inlined, together
@@ -38,7 +38,7 @@ from plurax.sharding.by_hand import evaluated
 from plurax.sharding.loop import Loop, While
 from plurax.sharding.obeyed import NameRule, Obeyed
 from plurax.sharding.operators import RULES, by_default
-from plurax.sharding.ordering import after, telling
+from plurax.sharding.ordering import after, after_cotangent, telling
 from plurax.sharding.reshard import Move, apply_moves, resharding, wire_bytes
 from plurax.sharding.sharding import Sharding
 from plurax.sharding.values import Cell, Late, Value, is_value, over_data
@@ -291,7 +291,7 @@ class Divider:
             self._calls.pop()
             return results
         if name in ("checkpoint", "remat2", "remat"):
-            if eqn.params["prevent_cse"] and eqn.params["differentiated"]:
+            if is_recomputed(eqn):
                 inputs = self._barrier(inputs)
             return self.evaluate(*open_jaxpr(eqn.params["jaxpr"]), inputs, goals)
         if name == "scan":
@@ -380,14 +380,7 @@ class Divider:
 
     def _barrier(self, inputs: list[Cell]) -> list[Cell]:
         made = [cell.value for cell in inputs]
-        arrays = [value.array for value in made]
-        # The cotangents come last.
-        last = max(place for place, array in enumerate(arrays) if array is telling(arrays[::-1]))
-        free = [value.fixed for value in made]
-        tied = after(
-            [*arrays[:last], *arrays[last + 1 :]], arrays[last], [*free[:last], *free[last + 1 :]]
-        )
-        tied.insert(last, arrays[last])
+        tied = after_cotangent([v.array for v in made], [v.fixed for v in made])
         return [
             Cell(dataclasses.replace(value, array=array))
             for value, array in zip(made, tied, strict=True)

@@ -50,6 +50,16 @@ def telling(arrays: Sequence[Array]) -> Array:
     return next(floating, arrays[0])
 
 
+def after_cotangent(arrays: Sequence[Array], free_on_cpu: Sequence[bool]) -> list[Array]:
+    """The inputs of a recomputed function, ordered after the last: cotangents come last."""
+    by = telling(arrays[::-1])
+    last = max(place for place, array in enumerate(arrays) if array is by)
+    others = [place for place in range(len(arrays)) if place != last]
+    tied = after([arrays[p] for p in others], by, [free_on_cpu[p] for p in others])
+    tied.insert(last, by)
+    return tied
+
+
 def _on_host(array: Array) -> bool:
     """Whether an array waits in the host's memory, where nothing is computed."""
     return "host" in str(getattr(jax.typeof(array), "memory_space", "")).lower()
