@@ -10,10 +10,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-_ITEM_BYTES = {
-    "pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "s32": 4, "u32": 4, "s64": 8, "u64": 8,
-    "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16, "f8e4m3fn": 1, "f8e5m2": 1,
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,9 +113,7 @@ def _walk(
         match = re.search(r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|"
                           r"collective-permute)(-start)?\(", line)  # fmt: skip
         if match:
-            size = _result_bytes(match[1])
-            if match[3] and match[2] != "all-reduce":
-                size //= 2  # a start's result holds its operand too
+            size = _result_bytes(_result_of_start(match[1], match[2]) if match[3] else match[1])
             axes, devices = _axes(line, mesh), _group_size(line, mesh)
             kept = _kept_slice(line, lines, bodies) if match[2] == "all-reduce" else None
             if devices > 1:
@@ -141,7 +135,7 @@ def _walk(
             assert body is not None
             inner = None if times is None or trips is None else trips * times
             _walk(body[1], bodies, mesh, True, inner, found)
-        else:
+        elif not re.search(r" async-(update|done)\(", line):  # they name what their start calls
             for called in _called(line):
                 _walk(called, bodies, mesh, in_loop, trips, found)
 
@@ -149,6 +143,9 @@ def _walk(
 def _kept_slice(line: str, lines: list[str], bodies: dict[str, list[str]]) -> int | None:
     """Bytes of the slice that is all that is used of a result; None where more of it is."""
     result = re.match(r"\s*(?:ROOT )?(%[\w.\-]+) =", line)
+    if result is not None and " all-reduce-start(" in line:
+        done = next((user for user in lines if f" all-reduce-done({result[1]})" in user), None)
+        return None if done is None else _kept_slice(done, lines, bodies)
     if result is None or line.lstrip().startswith("ROOT"):
         return None
     users = [user for user in lines if user is not line and _reads(user, result[1])]
@@ -199,14 +196,37 @@ def _computations(hlo: str) -> Iterator[tuple[str, list[str]]]:
             lines.append(line)
 
 
+def _result_of_start(text: str, kind: str) -> str:
+    """Of the type of an asynchronous start, the part that its done returns.
+
+    That of an all-reduce is the result alone; others are tuples, the operands first:
+    `(f32[16], f32[64]) all-gather-start`, `((f32[8]), f32[2], u32[]) reduce-scatter-start`.
+    """
+    if kind == "all-reduce":
+        return text
+    plain, depth, parts = re.sub(r"\{[^{}]*\}", "", text), 0, [""]
+    for letter in plain.strip()[1:-1]:
+        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(letter, 0)
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts[1]
+
+
 def _result_bytes(text: str) -> int:
-    total = 0
+    bits = 0
     for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", text):
-        size = _ITEM_BYTES.get(dtype, 0)
-        for dim in filter(None, dims.split(",")):
-            size *= int(dim)
-        total += size
-    return total
+        bits += _item_bits(dtype) * math.prod(int(dim) for dim in dims.split(",") if dim)
+    return -(-bits // 8)
+
+
+def _item_bits(dtype: str) -> int:
+    """The first number in a dtype's name: `bf16`, `f8e4m3fn`, `s4`; a truth takes a byte."""
+    if dtype == "pred":
+        return 8
+    width = re.match(r"[a-z]+(\d+)", dtype)
+    return int(width[1]) if width else 0
 
 
 def _axes(line: str, mesh: Mesh) -> tuple[str, ...]:

@@ -111,7 +111,9 @@ class Population:
         if self.divided is not None:
             return self._divided(member).step(freeze=True)
         one = self.make(member.hyper)
-        fun = gradient(one.task, self.plan.precision, self.plan.batch_dim, self.plan.remat, ordered=True)
+        fun = gradient(
+            one.task, self.plan.precision, self.plan.batch_dim, self.plan.remat, ordered=True
+        )
         if one.task.coupled:
             total = coupled_totals(fun, self.plan.microbatches)
         else:

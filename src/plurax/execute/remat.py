@@ -124,7 +124,8 @@ def _live_bytes(jaxpr: Jaxpr) -> list[int]:
     change = [0] * (len(jaxpr.eqns) + 1)
     for place, eqn in enumerate(jaxpr.eqns):
         for var in eqn.outvars:
-            size = math.prod(var.aval.shape) * var.aval.dtype.itemsize
+            aval: Any = var.aval
+            size = math.prod(aval.shape) * aval.dtype.itemsize
             change[place] += size
             change[max(last.get(var, place), place)] -= size
     return list(itertools.accumulate(change))[:-1]

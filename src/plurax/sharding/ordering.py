@@ -1,7 +1,7 @@
 """Keeping a compiler from doing something earlier than it is written, or only once for two.
 
-ZeRO-3 gathers a parameter twice and rematerialization computes values twice, so that neither is kept
-in between. To a compiler both are equal operations on equal operands, which it joins into one:
+ZeRO-3 gathers a parameter twice and rematerialization computes values twice, so that neither is
+kept in between. To a compiler both are equal operations on equal operands, which it joins into one:
 
     w = all_gather(shard)        # forward
     ...
