@@ -18,15 +18,23 @@ from plurax.task import Task
 
 FACTOR = 16.0
 """How many times the difference that another order of sums makes is still the same."""
+PRECISION_FACTOR = 4.0
+"""How many times the difference that computing in a lower precision makes is still the same."""
+ROUNDINGS = 64
+"""How many roundings are still the same, of a dtype of at least 32 bits."""
+FEW_ROUNDINGS = 4
+"""The same of a shorter dtype, where 64 would hide a sum that is missing."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
     """How far a tensor under the plan is from the same on one device.
 
-    **Fields:** `where`: what was compared, `loss`, `gradient`, `parameters` or `optimizer`; `path`
-    of the tensor; `error`, the largest difference relative to the tensor's largest number;
-    `tolerance`.
+    **Fields:** `where`: what was compared, `loss`, `gradient`, `parameters`, `optimizer`, of a
+    stateful task `model state`, or `updates left out`; `path`
+    of the tensor; `error`, the largest difference relative to the tensor's largest number, infinite
+    where there is none: integers and truths that are not equal, another shape or dtype, NaN on
+    either side (which equals nothing, NaN neither); `tolerance`.
     """
 
     where: str
@@ -41,6 +49,8 @@ class Difference:
 
     def __str__(self) -> str:
         name = f"{self.where} {self.path}".strip()
+        if math.isinf(self.error):
+            return f"{name}: is not the same (NaN, or another integer, shape or dtype)"
         return f"{name}: differs by {self.error:.1e}, allowed {self.tolerance:.1e}"
 
 
@@ -50,7 +60,8 @@ class Verification:
 
     **Fields:** `plan`; `steps`; `differences`, one for each tensor, in the order in which a fault
     would spread: loss and gradient of the first step, then parameters and optimizer's state after
-    the last; `noise`, the difference that another order of sums makes on one device.
+    the last; `noise`, the difference that another order of sums makes on one device, or under
+    `precision="bfloat16"` that between the two precisions.
     """
 
     plan: Plan
@@ -84,9 +95,14 @@ class Verification:
         )
 
     def _allowed(self) -> str:
+        if self.plan.precision == "float32":
+            return (
+                f"(Allowed is {FACTOR:.0f} times what another order of sums changes on one device, "
+                f"{self.noise:.1e}, and some roundings.)"
+            )
         return (
-            f"(Allowed is {FACTOR:.0f} times what another order of sums changes on one device, "
-            f"{self.noise:.1e}, and some roundings.)"
+            f"(Allowed is {PRECISION_FACTOR:.0f} times what {self.plan.precision} itself changes "
+            f"on one device, {self.noise:.1e}, and some roundings.)"
         )
 
 
@@ -109,8 +125,10 @@ def verify(
 
     **Returns:** a `Verification`; `first` names the first tensor that differs. What is allowed is
     measured: the batch is also worked through in another order of sums on one device, and `FACTOR`
-    times the difference that this makes, with 64 roundings of the tensor's dtype, is still the
-    same. A wrong reduction or sharding is larger by orders of magnitude.
+    times the difference that this makes, with 64 roundings of the tensor's dtype (4 of one of 16
+    bits), is still the same. Under `precision="bfloat16"` it is also worked through in float32, and
+    4 times the difference of the two is still the same. A wrong reduction or sharding is larger by
+    orders of magnitude.
 
     Raises `PlanError` where there are too few CPU devices.
 
@@ -139,7 +157,13 @@ def verify(
             losses.append(np.asarray(metrics["loss"]))
         kept = program.kept(state)
         return jax.device_get(
-            {"loss": losses, "parameters": kept.params, "optimizer": kept.opt_state}
+            {
+                "loss": losses,
+                "parameters": kept.params,
+                "optimizer": kept.opt_state,
+                "model state": kept.model_state,
+                "updates left out": kept.skipped,
+            }
         )
 
     def everything(used: Plan) -> dict[str, dict[str, Any]]:
@@ -148,28 +172,37 @@ def verify(
         return {
             "loss": tree.named_leaves({"of the first step": recorded["loss"][0]}),
             "gradient": tree.named_leaves(recorded["optimizer"]),
-            "parameters": tree.named_leaves(trained["parameters"]),
-            "optimizer": tree.named_leaves(trained["optimizer"]),
+            **{name: tree.named_leaves(part) for name, part in trained.items() if name != "loss"},
         }
 
     expected = everything(one)
     again = everything(other) if pieces > 1 and not task.coupled else expected
-    noise = {
-        where: max((_error(again[where][p], leaf) for p, leaf in leaves.items()), default=0.0)
-        for where, leaves in expected.items()
-    }
+    noise = {where: FACTOR * far for where, far in _farthest(again, expected).items()}
+    measured = max(noise.values()) / FACTOR
+    if plan.precision != "float32":
+        lower = _farthest(everything(Plan()), expected)
+        measured = max(lower.values())
+        # A loss is one number, which may be right by chance: what its gradient allows is allowed.
+        lower["loss"] = max(lower["loss"], lower["gradient"])
+        noise = {where: max(noise[where], PRECISION_FACTOR * far) for where, far in lower.items()}
     found = everything(plan)
     differences = [
-        Difference(
-            where,
-            path,
-            _error(found[where][path], leaf),
-            FACTOR * noise[where] + 64 * _rounding(leaf, plan),
-        )
+        Difference(where, path, _error(found[where][path], leaf), noise[where] + _rounding(leaf))
         for where, leaves in expected.items()
         for path, leaf in leaves.items()
     ]
-    return Verification(plan, steps, tuple(differences), max(noise.values()))
+    return Verification(plan, steps, tuple(differences), measured)
+
+
+def _farthest(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """For each kind of tensor the largest difference that is one of numbers."""
+    return {
+        where: max(
+            (e for p, leaf in leaves.items() if math.isfinite(e := _error(found[where][p], leaf))),
+            default=0.0,
+        )
+        for where, leaves in expected.items()
+    }
 
 
 def recorder() -> optax.GradientTransformation:
@@ -182,18 +215,41 @@ def recorder() -> optax.GradientTransformation:
 
 
 def _error(found: Any, expected: Any) -> float:
-    if not np.issubdtype(np.asarray(expected).dtype, np.inexact):
+    """The largest difference relative to the largest number expected; infinite where NaN is."""
+    found, expected = _numbers(found), _numbers(expected)
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return math.inf
+    if not jnp.issubdtype(expected.dtype, jnp.inexact):
         return 0.0 if np.array_equal(found, expected) else math.inf
-    scale = float(np.max(np.abs(expected), initial=0.0))
-    worst = float(np.max(np.abs(np.asarray(found) - expected), initial=0.0))
-    if math.isnan(worst):
-        return 0.0 if np.array_equal(found, expected, equal_nan=True) else math.inf
+    # Differences of 16 bits would be rounded themselves.
+    wide = np.promote_types(expected.dtype, np.float64) if _known(expected) else np.float64
+    found, expected = found.astype(wide), expected.astype(wide)
+    with np.errstate(invalid="ignore"):
+        # Equal infinities differ by nothing; their difference would be NaN.
+        apart = np.where(found == expected, 0.0, np.abs(found - expected))
+    worst = float(np.max(apart, initial=0.0))
+    scale = float(np.max(np.abs(expected[np.isfinite(expected)]), initial=0.0))
+    if not math.isfinite(worst):
+        return math.inf
     return worst / scale if scale else worst
 
 
-def _rounding(leaf: Any, plan: Plan) -> float:
-    """The relative distance of neighbouring numbers in which a tensor is computed."""
-    dtype = np.asarray(leaf).dtype
-    if not np.issubdtype(dtype, np.inexact):
+def _numbers(leaf: Any) -> np.ndarray:
+    """As NumPy has it; of a random key its words."""
+    keys = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if keys else leaf)
+
+
+def _known(array: np.ndarray) -> bool:
+    """Whether NumPy itself knows a dtype; bfloat16 it does not."""
+    return bool(np.issubdtype(array.dtype, np.inexact))
+
+
+def _rounding(leaf: Any) -> float:
+    """What roundings of a tensor's own dtype are still the same, relative to its largest number."""
+    dtype = _numbers(leaf).dtype
+    if not jnp.issubdtype(dtype, jnp.inexact):
         return 0.0
-    return 2.0**-7 if plan.precision == "bfloat16" else float(np.finfo(dtype).eps)
+    info: Any = jnp.finfo(dtype)  # type: ignore[no-untyped-call]
+    eps = float(info.eps)
+    return (ROUNDINGS if eps < 1e-6 else FEW_ROUNDINGS) * eps

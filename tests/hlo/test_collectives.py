@@ -75,6 +75,71 @@ def test_the_reader_names_kinds_and_axes():
     ]
 
 
+ASYNCHRONOUS = {
+    "all-gather": (
+        "(f32[32]{0:T(256)}, f32[128]{0:T(256)}) all-gather-start(%p), "
+        "replica_groups=[2,4]<=[8], dimensions={0}", ("tensor",), 512, 4,
+    ),
+    "all-gather of two": (
+        "((f32[32], bf16[8]), (f32[128], bf16[32])) all-gather-start(%p, %q), "
+        "replica_groups=[2,4]<=[8]", ("tensor",), 576, 4,
+    ),
+    "all-gather, transposed groups": (
+        "(f32[32], f32[64]) all-gather-start(%p), replica_groups=[4,2]<=[2,4]T(1,0)",
+        ("data",), 256, 2,
+    ),
+    "all-reduce": (
+        "f32[128]{0} all-reduce-start(%p), replica_groups={{0,4},{1,5},{2,6},{3,7}}",
+        ("data",), 512, 2,
+    ),
+    "collective-permute": (
+        "(f32[128], f32[128], u32[], u32[]) collective-permute-start(%p), "
+        "source_target_pairs={{0,1},{1,0}}", ("tensor",), 512, 4,
+    ),
+    "reduce-scatter": (
+        "((f32[128]), f32[32], u32[]) reduce-scatter-start(%p), replica_groups=[2,4]<=[8]",
+        ("tensor",), 128, 4,
+    ),
+    "all-to-all": (
+        "((s4[128]), s4[128], u32[]) all-to-all-start(%p), replica_groups=[4,2]<=[2,4]T(1,0)",
+        ("data",), 64, 2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
+def test_the_reader_counts_what_an_asynchronous_start_returns(name):
+    """As compilers for accelerators write it; its done is not counted again."""
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    start, axes, size, devices = ASYNCHRONOUS[name]
+    kind = name.partition(" ")[0].rstrip(",")
+    text = (
+        "ENTRY %main (p: f32[32]) -> f32[128] {\n"
+        f"  %s = {start}\n"
+        f"  ROOT %d = f32[128]{{0}} {kind}-done(%s)\n"
+        "}\n"
+    )
+    (found,) = inspect.collectives(text, mesh)
+    assert (found.kind, found.axes, found.bytes, found.devices) == (kind, axes, size, devices)
+
+
+def test_the_reader_follows_a_wrapped_collective_once():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    text = """
+%wrapped (p: f32[128]) -> f32[16] {
+  ROOT %r = f32[16]{0} reduce-scatter(%p), replica_groups=[1,8]<=[8], dimensions={0}
+}
+
+ENTRY %main (p: f32[128]) -> f32[16] {
+  %s = ((f32[128]), f32[16], u32[]) async-start(%p), calls=%wrapped
+  %u = ((f32[128]), f32[16], u32[]) async-update(%s), calls=%wrapped
+  ROOT %d = f32[16] async-done(%u), calls=%wrapped
+}
+"""
+    found = [(c.kind, c.bytes) for c in inspect.collectives(text, mesh)]
+    assert found == [("reduce-scatter", 64)]
+
+
 def test_coupled_losses_reduce_gradients_once_a_step():
     """What couples the examples crosses devices in each microbatch; gradients behind the loop."""
     program = compiled(px.Plan(data=8, microbatches=4), models.normed_task())
@@ -177,3 +242,62 @@ def test_a_loop_gathers_rows_without_communication():
     assert {c.kind for c in found} == {"all-reduce"}
     gradient = tree.byte_count(program.state_shapes.params)
     assert sum(c.bytes for c in found) <= gradient + SCALARS
+
+
+def test_a_step_writes_out_no_paths(monkeypatch):
+    """Paths of leaves are for errors; in a step they cost more than the step."""
+    task = px.Task(
+        init=lambda key: {"w": jnp.ones((5, 3))},
+        loss=lambda params, batch, keys: jnp.sum(batch["x"] @ params["w"], axis=1) ** 2,
+    )
+    batch = {"x": np.ones((4, 5), np.float32)}
+    program = px.compile(task, models.optimizer(), px.Plan(data=2, zero=1), batch)
+    state = program.init()
+    filled = [leaf.shape for leaf in jax.tree.leaves(program.state_shapes)]
+    assert filled != [leaf.shape for leaf in jax.tree.leaves(program.kept_shapes)]
+
+    def never(path):
+        raise AssertionError(path)
+
+    monkeypatch.setattr(tree, "path_name", never)
+    state, _ = program.step(state, batch)
+    program.step_placed(state, program.place_batch(batch))
+
+
+@pytest.mark.parametrize("fields", [{"zero": 1}, {"zero": 3, "remat": "full"}, {}])
+def test_microbatches_trace_the_loss_no_more_often(fields):
+    def traced(microbatches):
+        count = []
+
+        def loss(params, batch, keys):
+            count.append(1)
+            return models.mlp_task().loss(params, batch, keys)
+
+        task = px.Task(init=models.init, loss=loss)
+        compiled(px.Plan(data=2, microbatches=microbatches, **fields), task, 8)
+        return len(count)
+
+    assert traced(2) == traced(1)
+
+
+def test_remat_alone_walks_nothing():
+    """It is JAX's own: nothing is split, and so nothing planned."""
+    plan = px.Plan(data=2, remat="dots")
+    assert not plan.divided
+    assert compiled(plan).planned_collectives() == []
+
+
+def test_predict_is_compiled_for_each_dtype():
+    task = px.Task(
+        init=lambda key: {"w": jnp.float32(2)},
+        loss=lambda params, batch, keys: params["w"] * batch["x"],
+        predict=lambda params, inputs: (
+            inputs["x"] // 2 if inputs["x"].dtype == jnp.int32 else inputs["x"] / params["w"]
+        ),
+    )
+    rows = {"x": np.ones(4, np.float32)}
+    program = px.compile(task, models.optimizer(), px.Plan(), rows)
+    state = program.init()
+    for dtype, half in ((np.float32, 1.5), (np.int32, 1)):
+        given = {"x": np.full(4, 3, dtype)}
+        np.testing.assert_array_equal(program.predict(state, given), np.full(4, half))

@@ -1,11 +1,16 @@
 """A check of a user's own task: it passes, and a fault is found and named."""
 
+import math
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from tests import models
 
 import plurax as px
+from plurax import verification
 
 MLP = {"hidden": (None, "tensor"), "bias": ("tensor",), "out": ("tensor", None)}
 
@@ -15,9 +20,9 @@ def test_a_right_plan_passes():
     result = px.verify(models.mlp_task(), models.optimizer(), plan, models.data(12))
     assert result.ok
     assert result.first is None
-    assert "computes what one device computes: 14 tensors after 3 steps" in str(result)
+    assert "computes what one device computes: 15 tensors after 3 steps" in str(result)
     assert {d.where for d in result.differences} == {
-        "loss", "gradient", "parameters", "optimizer"
+        "loss", "gradient", "parameters", "optimizer", "updates left out"
     }  # fmt: skip
 
 
@@ -107,3 +112,63 @@ def test_a_wrong_rule_by_hand_is_found():
 def test_a_coupled_task_is_compared_with_the_same_microbatches():
     plan = px.Plan(data=2, microbatches=2, zero=1)
     assert px.verify(models.normed_task(), models.optimizer(), plan, models.data(8), steps=1).ok
+
+
+def test_a_missing_reduction_is_found_in_bfloat16():
+    """And a right one passes, its tolerance being far from what is missing."""
+    plan = px.Plan(tensor=2, data=2, precision="bfloat16")
+    wrong = by_hand(lambda x, w: x @ w, SPLIT)
+    assert not px.verify(wrong, models.optimizer(), plan, models.data(8), steps=1).ok
+    right = by_hand(lambda x, w: jax.lax.psum(x @ w, "tensor"), SPLIT)
+    result = px.verify(right, models.optimizer(), plan, models.data(8), steps=1)
+    assert result.ok, result
+    assert max(d.tolerance for d in result.differences) < 0.1
+    assert "times what bfloat16 itself changes on one device" in str(result)
+
+
+def test_parameters_of_sixteen_bits():
+    def of(task):
+        init = lambda key: jax.tree.map(lambda x: x.astype(jnp.bfloat16), task.init(key))  # noqa: E731
+        loss = lambda *args: task.loss(*args).astype(jnp.float32)  # noqa: E731
+        return px.Task(init=init, loss=loss)
+
+    rows = jax.tree.map(lambda x: np.asarray(x, jnp.bfloat16), models.data(8))
+    wrong = of(by_hand(lambda x, w: x @ w, SPLIT))
+    assert not px.verify(wrong, optax.sgd(0.1), px.Plan(tensor=2), rows, steps=1).ok
+    right = of(by_hand(lambda x, w: jax.lax.psum(x @ w, "tensor"), SPLIT))
+    assert px.verify(right, optax.sgd(0.1), px.Plan(tensor=2), rows, steps=1).ok
+
+
+def test_what_is_not_a_number_is_equal_to_nothing():
+    task = px.Task(
+        init=lambda key: {"w": jnp.full(3, -1.0)},
+        loss=lambda params, batch, keys: jnp.sqrt(jnp.sum(params["w"])) + batch["x"][:, 0],
+    )
+    result = px.verify(task, optax.sgd(0.1), px.Plan(data=2), {"x": np.ones((4, 2), "f4")}, steps=1)
+    assert not result.ok
+    assert "loss of the first step: is not the same (NaN, or another integer" in str(result)
+
+
+ERRORS = {
+    "equal": ([1.0, 2.0], [1.0, 2.0], 0.0),
+    "relative to the largest": ([1.0, 4.0], [2.0, 4.0], 0.25),
+    "NaN on both sides": ([np.nan], [np.nan], math.inf),
+    "NaN on one": ([np.nan], [1.0], math.inf),
+    "NaN expected": ([1.0], [np.nan], math.inf),
+    "equal infinities": ([np.inf, 1.0], [np.inf, 2.0], 0.5),
+    "infinity": ([np.inf], [1.0], math.inf),
+    "equal integers": (np.int32([7]), np.int32([7]), 0.0),
+    "another integer": (np.int32([7]), np.int32([8]), math.inf),
+    "another truth": (np.array([True]), np.array([False]), math.inf),
+    "another dtype": (np.float32([1]), np.float64([1]), math.inf),
+    "another shape": (np.ones((1, 2)), np.ones((2,)), math.inf),
+    "bfloat16": (np.asarray([1.5], jnp.bfloat16), np.asarray([1.0], jnp.bfloat16), 0.5),
+    "float16 beyond its range": (np.float16([65000]), np.float16([-65000]), 2.0),
+    "complex": (np.complex64([1j]), np.complex64([1]), math.sqrt(2)),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_how_far_two_tensors_are_apart(name):
+    found, expected, error = ERRORS[name]
+    assert verification._error(found, expected) == pytest.approx(error)

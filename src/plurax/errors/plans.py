@@ -98,6 +98,20 @@ def plan_stateful_pipeline(pipeline: int) -> PlanError:
     )
 
 
+def plan_tensor_unused(tensor: int, paths: Iterable[str], names: Iterable[str]) -> PlanError:
+    paths, names = list(paths), list(names)
+    example = paths[0] if paths else "*"
+    return PlanError(
+        f"Plan(tensor={tensor}): no rule and no mark splits anything over `tensor`, so {tensor} "
+        f"devices would each do the same work. Say what is split: Plan(tensor={tensor}, "
+        f"shardings={{{example!r}: (..., 'tensor')}}) for parameters and activations named by "
+        "plurax.name, plurax.megatron for the rules of a transformer, plurax.shard in the model "
+        f"for an operator. Or use data={tensor}, which splits the batch and needs no rules. "
+        f"Parameters: {', '.join(paths) or 'none'}. "
+        f"Named activations: {', '.join(names) or 'none'}."
+    )
+
+
 def plan_needs_devices(axes: dict[str, int], needed: int, available: int, fits: str) -> PlanError:
     sizes = " × ".join(f"{axis}={size}" for axis, size in axes.items() if size > 1)
     have = "1 is available" if available == 1 else f"{available} are available"

@@ -37,7 +37,7 @@ from plurax.execute.step import Step, make_step, whole_update
 from plurax.execute.totals import BatchTotals, coupled_totals, device_totals, uneven_totals
 from plurax.mesh import within
 from plurax.plan import Plan
-from plurax.primitives import inner_jaxprs
+from plurax.primitives import holds, inner_jaxprs
 from plurax.sharding.axes import Axes
 from plurax.sharding.divide import Divider, Record, divide
 from plurax.sharding.marks import Named, Split, Tag
@@ -95,6 +95,10 @@ class Divided:
         tags = set(_tags(jaxpr))
         names = sorted({tag.name for tag in tags if isinstance(tag, Named)})
         self._rules.check_used(list(tree.named_leaves(like.params)), names)
+        if sizes.get("tensor", 1) > 1 and not _uses_tensor(plan, tags, jaxpr):
+            raise errors.plan_tensor_unused(
+                plan.tensor, list(tree.named_leaves(like.params)), names
+            )
         parts = _parts(tags, sizes.get("tensor", 1))
         self.axes = Axes(sizes, parts, permutes=plan.pipeline == 1)
         # What a stage does with its own tensors, it does on its own devices.
@@ -379,6 +383,17 @@ def _tags(jaxpr: Any) -> Iterator[Tag]:
             yield eqn.params["tag"]
         for inner in inner_jaxprs(eqn):
             yield from _tags(inner)
+
+
+def _uses_tensor(plan: Plan, tags: set[Tag], jaxpr: Any) -> bool:
+    """Whether anything splits work over `tensor`: a rule, a mark, or the model by itself."""
+    by_rule = any("tensor" in _names(entries) for _, entries in plan.shardings)
+    by_mark = any(isinstance(tag, Split) for tag in tags)
+    return by_rule or by_mark or holds(jaxpr, "shard_map") or holds(jaxpr, "sharding_constraint")
+
+
+def _names(entries: Sequence[Any]) -> list[Any]:
+    return [name for e in entries for name in (e if isinstance(e, tuple) else (e,))]
 
 
 def _parts(tags: set[Tag], tensor: int) -> dict[str, tuple[int, ...]]:

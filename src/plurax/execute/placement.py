@@ -59,7 +59,7 @@ class Placement:
         fits = structure == self.structure and all(
             np.shape(leaf)[1:] == want.shape[1:]
             and np.ndim(leaf) == len(want.shape)
-            and _canonical(path, leaf) == want.dtype
+            and (getattr(leaf, "dtype", None) == want.dtype or _canonical(path, leaf) == want.dtype)
             for path, leaf, want in zip(self._paths, leaves, self._leaves, strict=True)
         )
         if not fits:
@@ -68,7 +68,9 @@ class Placement:
             raise errors.batch_mismatch(
                 tree.describe(self.like, batch_dim=True), tree.describe(batch)
             )
-        count = leading_dim(batch)
+        sizes = {np.shape(leaf)[0] for leaf in leaves}
+        # The paths of leaves are for an error: in every step the sizes alone are compared.
+        count = leading_dim(batch) if len(sizes) != 1 or 0 in sizes else sizes.pop()
         if count > self.size:
             raise errors.batch_too_large(count, self.size)
         return count

@@ -31,7 +31,7 @@ from plurax.execute.pipelined import Pipelined
 from plurax.execute.placement import Placed, Placement, device_data, leading_dim
 from plurax.execute.predict import Predictor, make_predict
 from plurax.execute.state_shardings import Parameter
-from plurax.execute.states import check_place, check_state, new_state
+from plurax.execute.states import check_place, check_state, new_state, same_shapes
 from plurax.execute.step import Metrics, make_step, whole_update
 from plurax.execute.totals import coupled_totals, data_parallel, uneven_totals
 from plurax.mesh import on_devices, replicated, split_rows, within
@@ -256,8 +256,8 @@ class Program:
         """The state as this program has it, should it be as `kept` returned it."""
         if self._divided is None or not self._divided.state.fills:
             return state
-        same = tree.describe(state) == tree.describe(self._kept_like)
-        return self.place(state) if same else state
+        # In every step: shapes are compared here, and paths written out only for an error.
+        return self.place(state) if same_shapes(state, self._kept_like) else state
 
     # --- Inference ----------------------------------------------------------------------------
 

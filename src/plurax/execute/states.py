@@ -29,6 +29,17 @@ def new_state(task: Task, optimizer: optax.GradientTransformation, key: Any) -> 
     return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, leaf.dtype), state)
 
 
+def same_shapes(state: TrainState, like: TrainState) -> bool:
+    """Whether structure, shapes and dtypes are the same; cheap enough for every step."""
+    leaves, structure = jax.tree.flatten(state)
+    wanted, expected = jax.tree.flatten(like)
+    same: Any = structure
+    return bool(same == expected) and all(
+        leaf.shape == want.shape and leaf.dtype == want.dtype
+        for leaf, want in zip(leaves, wanted, strict=True)
+    )
+
+
 def check_state(state: TrainState, like: TrainState) -> None:
     """Raise `BatchError` where structure, shapes or dtypes differ."""
     expected, given = tree.describe(like), tree.describe(state)
