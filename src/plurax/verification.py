@@ -184,7 +184,11 @@ def verify(
         measured = max(lower.values())
         # A loss is one number, which may be right by chance: what its gradient allows is allowed.
         lower["loss"] = max(lower["loss"], lower["gradient"])
-        noise = {where: max(noise[where], PRECISION_FACTOR * far) for where, far in lower.items()}
+        # Another order of sums is rounded in the lower precision too: the smaller factor for both.
+        noise = {
+            where: PRECISION_FACTOR * max(noise[where] / FACTOR, far)
+            for where, far in lower.items()
+        }
     found = everything(plan)
     differences = [
         Difference(where, path, _error(found[where][path], leaf), noise[where] + _rounding(leaf))

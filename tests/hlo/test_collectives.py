@@ -259,6 +259,7 @@ def test_a_step_writes_out_no_paths(monkeypatch):
     def never(path):
         raise AssertionError(path)
 
+    state, _ = program.step(state, batch)
     monkeypatch.setattr(tree, "path_name", never)
     state, _ = program.step(state, batch)
     program.step_placed(state, program.place_batch(batch))

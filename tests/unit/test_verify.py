@@ -122,7 +122,7 @@ def test_a_missing_reduction_is_found_in_bfloat16():
     right = by_hand(lambda x, w: jax.lax.psum(x @ w, "tensor"), SPLIT)
     result = px.verify(right, models.optimizer(), plan, models.data(8), steps=1)
     assert result.ok, result
-    assert max(d.tolerance for d in result.differences) < 0.1
+    assert max(d.tolerance for d in result.differences) < 0.25, result.differences
     assert "times what bfloat16 itself changes on one device" in str(result)
 
 

@@ -50,8 +50,7 @@ def accumulate(
             part, state = traced(state, row)
             return (jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, part), state), None
 
-        first = jax.tree.map(lambda leaf: jax.eval_shape(lambda x: x[0], leaf), rows)
-        shapes, _ = jax.eval_shape(traced, state, first)
+        shapes, _ = jax.eval_shape(lambda: traced(state, jax.tree.map(lambda x: x[0], rows)))
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, _wide(s.dtype)), shapes)
         (total, state), _ = jax.lax.scan(body, (zeros, state), rows)
         return total, state

@@ -389,7 +389,9 @@ def _uses_tensor(plan: Plan, tags: set[Tag], jaxpr: Any) -> bool:
     """Whether anything splits work over `tensor`: a rule, a mark, or the model by itself."""
     by_rule = any("tensor" in _names(entries) for _, entries in plan.shardings)
     by_mark = any(isinstance(tag, Split) for tag in tags)
-    return by_rule or by_mark or holds(jaxpr, "shard_map") or holds(jaxpr, "sharding_constraint")
+    # The backward pass of a custom_vjp cannot be seen here; it may use the axis itself.
+    by_hand = ("shard_map", "sharding_constraint", "custom_vjp_call", "custom_vjp_call_jaxpr")
+    return by_rule or by_mark or any(holds(jaxpr, name) for name in by_hand)
 
 
 def _names(entries: Sequence[Any]) -> list[Any]:
