@@ -180,7 +180,7 @@ def verify(
     noise = {where: FACTOR * far for where, far in _farthest(again, expected).items()}
     measured = max(noise.values()) / FACTOR
     if plan.precision != "float32":
-        lower = _farthest(everything(Plan()), expected)
+        lower = _farthest(everything(dataclasses.replace(one, precision="float32")), expected)
         measured = max(lower.values())
         # A loss is one number, which may be right by chance: what its gradient allows is allowed.
         lower["loss"] = max(lower["loss"], lower["gradient"])
