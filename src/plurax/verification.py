@@ -177,25 +177,36 @@ def verify(
 
     expected = everything(one)
     again = everything(other) if pieces > 1 and not task.coupled else expected
-    noise = {where: FACTOR * far for where, far in _farthest(again, expected).items()}
-    measured = max(noise.values()) / FACTOR
+    full = None
     if plan.precision != "float32":
-        lower = _farthest(everything(dataclasses.replace(one, precision="float32")), expected)
-        measured = max(lower.values())
-        # A loss is one number, which may be right by chance: what its gradient allows is allowed.
-        lower["loss"] = max(lower["loss"], lower["gradient"])
-        # Another order of sums is rounded in the lower precision too: the smaller factor for both.
-        noise = {
-            where: PRECISION_FACTOR * max(noise[where] / FACTOR, far)
-            for where, far in lower.items()
-        }
+        full = everything(dataclasses.replace(one, precision="float32"))
+    allowed, noise = _allowed(expected, again, full)
     found = everything(plan)
     differences = [
-        Difference(where, path, _error(found[where][path], leaf), noise[where] + _rounding(leaf))
+        Difference(where, path, _error(found[where][path], leaf), allowed[where] + _rounding(leaf))
         for where, leaves in expected.items()
         for path, leaf in leaves.items()
     ]
-    return Verification(plan, steps, tuple(differences), measured)
+    return Verification(plan, steps, tuple(differences), noise)
+
+
+def _allowed(
+    expected: dict[str, Any], again: dict[str, Any], full: dict[str, Any] | None
+) -> tuple[dict[str, float], float]:
+    """For each kind of tensor what difference is allowed, roundings aside, and what was measured.
+
+    **Arguments:** results of one device; the same in another order of sums; where the plan computes
+    in a lower precision, in full precision.
+    """
+    noise = _farthest(again, expected)
+    if full is None:
+        return {where: FACTOR * far for where, far in noise.items()}, max(noise.values())
+    lower = _farthest(full, expected)
+    measured = max(lower.values())
+    # A loss is one number, which may be right by chance: what its gradient allows is allowed.
+    lower["loss"] = max(lower["loss"], lower["gradient"])
+    # Another order of sums is rounded in the lower precision too: the smaller factor for both.
+    return {w: PRECISION_FACTOR * max(noise[w], far) for w, far in lower.items()}, measured
 
 
 def _farthest(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
