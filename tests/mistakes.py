@@ -117,3 +117,106 @@ PYTHON = {
          "could not be written to /proc/run"),
     ],
 }  # fmt: skip
+
+# What is given to `plurax`, the exit status, and words of the message. The files are those of
+# test_mistakes.py: `small.py` is a good experiment, `trained` the output of its run.
+COMMANDS = {
+    "The command and the file": [
+        ("tran small.py", 2, "'tran' is not a command; the commands are train, predict, plan"),
+        ("train", 2, "name the experiment file: plurax train FILE"),
+        ("train missing.py", 2, "missing.py: no such file"),
+        ("train empty.py", 2, "empty.py does not define experiment()"),
+        ("train wrong.py", 2, "experiment() returned int; it must return plurax.Experiment"),
+        ("train broken.py", 2, "broken.py could not be loaded: File"),
+        ("train syntax.py", 2, "syntax.py could not be loaded: File"),
+        ("train imports.py", 2, "No module named 'not_installed'"),
+        ("train leaves.py", 2, "leaves.py ends the process before anything is trained"),
+        ("train raises.py", 2, "your code raised an exception: File"),
+        ("train small.py --epoch 3", 2, "--epochs INT"),
+        ("train small.py --epochs many", 2, "many"),
+    ],
+    "Numbers": [
+        ("train small.py --epochs 0", 2, "epochs=0: give the number of passes"),
+        ("train small.py --batch-size -4", 2, "batch_size=-4: give the number of examples"),
+        ("train small.py --report-every 0", 2, "report_every=0: give a whole number of epochs"),
+        ("train small.py --checkpoint-every 0", 2, "checkpoint_every=0: give the number of steps"),
+        ("train small.py --seed -1", 2, "seed=-1: give a whole number from 0"),
+        ("train small.py --members.seeds 0", 2, "a population needs at least one member"),
+        ("train small.py --members.seeds -1", 2, "Members(seeds=-1): give a number of members"),
+        ("train small.py --members.folds 0", 2, "plurax.kfold(0): at least 2 folds"),
+        ("predict small.py --inputs good.npz --output trained --chunk -1", 2,
+         "chunk=-1: give the number of inputs at a time"),
+        ("verify small.py --steps 0", 2, "steps=0: give a whole number of steps, at least 1."),
+    ],
+    "The plan": [
+        ("train small.py --plan.data 9", 2, "needs 9 devices (data=9) and 8 are available"),
+        ("train small.py --plan.data 0", 2, "Plan(data=0): data must be a whole number"),
+        ("train small.py --plan.schedule gpip", 2, "Did you mean 'gpipe'?"),
+        ("plan small.py --plan-file none.toml", 2, "none.toml is not a plan in TOML"),
+        ("plan small.py --plan-file float.toml", 2, "Plan(zero=3.0): zero must be one of"),
+        ("train small.py --devices many", 2, "--devices many: give a number"),
+        ("train small.py --plan.member 2", 2, "spreads the members of a population"),
+    ],
+    "The user's functions": [
+        ("train loss_raises.py", 2, "return jnp.dot(batch['x'], params['w'])"),
+        ("train init_raises.py", 2, "KeyError: 'width'"),
+        ("train loss_scalar.py", 2, "returned a value of shape (); it must return one loss per"),
+    ],
+    "Inputs and output": [
+        ("predict small.py --inputs none.npz --output trained", 2,
+         "none.npz: no such file; --inputs wants a .npy or .npz file."),
+        ("predict small.py --inputs hello.npy --output trained", 2,
+         "hello.npy is not a .npy or .npz file of plain arrays"),
+        ("predict small.py --inputs empty.npz --output trained", 2,
+         "empty.npz is not a .npy or .npz file of plain arrays"),
+        ("predict small.py --inputs keys.npz --output trained", 2,
+         "KeyError: 'x' keys.npz holds: z: float32[2,3] the data of the experiment hold: x: "),
+        ("predict small.py --inputs width.npz --output trained", 2,
+         "the task's predict cannot take what width.npz holds"),
+        ("predict small.py --inputs good.npz --output none", 2, "none holds no checkpoint"),
+        ("predict small.py --inputs good.npz --output trained --predictions /proc/no/p.npy", 2,
+         "/proc/no/p.npy could not be written"),
+        ("train small.py --output file.txt", 2, "file.txt is a file, and output is a directory"),
+        ("train small.py --output gs://bucket/run", 2, "gs:// is another"),
+        ("train small.py --output /proc/run", 2, "could not be written"),
+        ("train small.py --output trained", 2, "already holds a run"),
+    ],
+}  # fmt: skip
+
+
+def page() -> str:
+    """The page of the documentation."""
+    lines = [
+        "# Common mistakes",
+        "",
+        "What plurax says to what is often written, before a step is taken.",
+        "Every row is run by the tests (`tests/unit/test_mistakes.py`); this page is printed by "
+        "`python -m tests.mistakes`.",
+        "",
+        "A mistake in your own functions or file is shown with your own lines, and no others.",
+        "Where plurax shows a whole traceback, the mistake is ours: please report it.",
+        "",
+        "## In Python",
+    ]
+    for title, rows in PYTHON.items():
+        lines += ["", f"### {title}", "", "| written | error | its message says |", "|---|---|---|"]
+        lines += [f"| `{_cell(a)}` | `{b}` | {_cell(c)} |" for a, b, c in rows]
+    lines += ["", "## On the command line", "", "Each of these ends with status 2."]
+    for title, commands in COMMANDS.items():
+        lines += [
+            "",
+            f"### {title}, as options",
+            "",
+            "| `plurax` | its message says |",
+            "|---|---|",
+        ]
+        lines += [f"| `{_cell(a)}` | {_cell(c)} |" for a, _, c in commands]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;") if "`" not in text else text
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,10 +1,12 @@
 """The command line: parse, call, print."""
 
 import dataclasses
+import os
 import sys
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import jax
 import numpy as np
@@ -32,7 +34,11 @@ from plurax.report.timeline import Costs, compared_schedules_table, timeline_rep
 from plurax.resample import Everything
 from plurax.task import Task
 from plurax.train import fit
+from plurax.user_frames import is_users, told
+from plurax.validate import local_path
 from plurax.verification import verify
+
+T = TypeVar("T")
 
 HELP = f"""plurax {__version__}: train neural networks in parallel on JAX
 
@@ -74,8 +80,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(2)
     try:
         raise SystemExit(command(arguments[1:]))
+    except BrokenPipeError:  # nobody reads what is printed, as with `| head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
+    except KeyboardInterrupt:
+        print("\nSIGINT: stopped before the first step; nothing was trained.", file=sys.stderr)
+        raise SystemExit(130) from None
     except errors.PluraxError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {told(error)}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except Exception as error:
+        if not is_users(error):
+            raise
+        print(f"error: {errors.user_code_failed(told(error))}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
@@ -116,21 +133,29 @@ def _train(arguments: list[str]) -> int:
     if report is not None and result.interrupted is None:
         for path in report(made, result, options.output):
             console.print(f"wrote {path}", markup=False)
-    return {None: 0, "SIGINT": 130, "SIGTERM": 143}[result.interrupted]
+    return {None: 0, "SIGINT": 130, "SIGTERM": 143, "SIGPIPE": 141}[result.interrupted]
 
 
 def _predict(arguments: list[str]) -> int:
     made, options, _ = _parse(arguments, "predict", _predict_options)
-    program = _program(made, options, options.chosen_plan())
-    directory = options.output / "checkpoints"
+    directory = local_path(options.output) / "checkpoints"
     if not directory.is_dir():
         raise errors.checkpoint_none(str(options.output))
+    inputs = _read_arrays(options.inputs)
+    program = _program(made, options, options.chosen_plan())
     with Checkpoints(directory) as checkpoints:
         restored = restore(program, checkpoints)
     if restored is None:
         raise errors.checkpoint_none(str(options.output))
-    outputs = program.predict(restored[0], _read_arrays(options.inputs), chunk=options.chunk)
-    path = _write_arrays(options.predictions, outputs)
+    try:
+        outputs = program.predict(restored[0], inputs, chunk=options.chunk)
+    except Exception as error:
+        if not is_users(error) or isinstance(error, errors.PluraxError):
+            raise
+        data = tree.describe(next(chunks(made.data, 1)), batch_dim=True)
+        given = tree.describe(inputs)
+        raise errors.predict_failed(told(error), str(options.inputs), given, data) from None
+    path = _written(options.predictions, lambda path: _write_arrays(path, outputs))
     print(f"wrote {path}:\n{tree.describe(outputs)}")
     return 0
 
@@ -178,7 +203,12 @@ def _plan(arguments: list[str]) -> int:
         title = f"{Path(arguments[0]).stem}, {plan.sizes_text()}"
         known = all(one.trips is not None for one in found)
         sent = found if known or not planned else planned
-        draw_plan(title, program.shardings, memory, sent, options.save, pipeline, compared)
+        _written(
+            options.save,
+            lambda path: draw_plan(
+                title, program.shardings, memory, sent, path, pipeline, compared
+            ),
+        )
         console.print(f"wrote {options.save}", markup=False)
     return 0
 
@@ -352,9 +382,17 @@ def _read_arrays(path: Path) -> Any:
         raise errors.inputs_not_found(str(path))
     try:
         loaded = np.load(path, allow_pickle=False)
-        return loaded if path.suffix == ".npy" else dict(loaded)
-    except (OSError, ValueError) as error:
+        return loaded if isinstance(loaded, np.ndarray) else dict(loaded)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise errors.inputs_not_arrays(str(path), str(error)) from None
+
+
+def _written(path: Path, write: Callable[[Path], T]) -> T:
+    """What `write(path)` returns. Raises `ExperimentError` where it cannot be written."""
+    try:
+        return write(path)
+    except (OSError, ValueError) as error:
+        raise errors.not_written(str(path), str(error)) from None
 
 
 def _write_arrays(path: Path, outputs: Any) -> Path:

@@ -1,9 +1,10 @@
 """Where batches come from: arrays, Grain datasets, iterables; and where a run stands in them."""
 
+import contextlib
 import dataclasses
-from collections import deque
+import queue
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sized
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, TypeVar, get_args
 
 import jax
@@ -223,18 +224,39 @@ def prefetch(items: Iterator[T], load: Callable[[T], T], ahead: int = 2) -> Gene
 
     Errors of `items` and `load` are raised where the item is asked for.
     """
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="plurax-prefetch") as pool:
-        end = object()
+    end = object()
+    # One place fewer than `ahead`: an item that waits to be put is ahead too.
+    ready: queue.Queue[Any] = queue.Queue(max(1, ahead - 1))
+    stopped = threading.Event()
 
-        def fetch() -> Any:
-            item = next(items, end)
-            return item if item is end else load(item)  # type: ignore[arg-type]
+    def put(item: Any) -> bool:
+        while not stopped.is_set():
+            with contextlib.suppress(queue.Full):
+                ready.put(item, timeout=0.1)
+                return True
+        return False
 
-        waiting: deque[Future[Any]] = deque(pool.submit(fetch) for _ in range(ahead))
+    def run() -> None:
         try:
-            while (item := waiting.popleft().result()) is not end:
-                waiting.append(pool.submit(fetch))
-                yield item
-        finally:
-            for future in waiting:
-                future.cancel()
+            for item in items:
+                if stopped.is_set() or not put((load(item), None)):
+                    return
+        except BaseException as error:
+            put((end, error))
+        else:
+            put((end, None))
+
+    # A daemon: a source that blocks must not keep a process that is done from ending.
+    thread = threading.Thread(target=run, name="plurax-prefetch", daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = ready.get()
+            if error is not None:
+                raise error
+            if item is end:
+                return
+            yield item
+    finally:
+        stopped.set()
+        thread.join(timeout=1.0)  # so that a source that does not block is not read any more

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import runpy
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from plurax.execute.members import Maker
 from plurax.members import Members
 from plurax.plan import Plan
 from plurax.task import Task
+from plurax.user_frames import told
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,18 +68,27 @@ def load(path: str | Path) -> tuple[Callable[..., Experiment], Report | None]:
     path = Path(path)
     if not path.is_file():
         raise errors.experiment_missing_file(str(path))
+    # As `python FILE` has it, so that a module beside FILE can be imported, now and later.
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
         names = runpy.run_path(str(path), run_name=path.stem)
     except errors.PluraxError:
         raise
+    except SystemExit as error:
+        raise errors.experiment_exits(str(path), told(error)) from None
     except Exception as error:
-        raise errors.experiment_failed(str(path), f"{type(error).__name__}: {error}") from error
+        raise errors.experiment_failed(str(path), told(error)) from None
     function = names.get("experiment")
     if not callable(function):
         raise errors.experiment_missing_function(str(path))
 
     def checked(**arguments: Any) -> Experiment:
-        made = function(**arguments)
+        try:
+            made = function(**arguments)
+        except SystemExit as error:
+            raise errors.experiment_exits(str(path), told(error)) from None
         if not isinstance(made, Experiment):
             raise errors.experiment_wrong_type(str(path), type(made).__name__)
         return made

@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
@@ -16,11 +18,15 @@ from plurax.execute.members_program import CALLS as MOST_STEPS
 from plurax.execute.members_program import MembersProgram
 from plurax.execute.placement import Placed
 from plurax.execute.program import Program
+from plurax.execute.step import Metrics
 from plurax.mesh import memory_budget
 from plurax.state import TrainState
 
 SECONDS_PER_CALL = 0.25
 """How long one call of a compiled loop aims to take: short enough for a live bar and Ctrl-C."""
+
+WINDOW = 4096
+"""The most steps of one call, and so the most metrics that one call copies to the host."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +38,8 @@ class Steps:
     - `state`: after them; it is used up by the next turn. `step`: its number.
     - `metrics`: arrays `(k,)`, one value per step, or scalars for one step; perhaps still being
       computed. Of a population `(members, k)` or `(members,)`.
-    - `seconds`: since the turn before, compilation left out.
+    - `seconds`: that the turn took, compilation left out; of a streamed batch only until its step
+      was started.
     - `position`: in the data, after them. `epoch_done`: whether they end an epoch.
     """
 
@@ -96,17 +103,36 @@ def _resident(
             if checkpoint_every:
                 last = min(last, first + checkpoint_every - step % checkpoint_every)
             state, metrics = program.loop(state, placed, order, first, last)
-            host = {name: np.asarray(value)[first:last] for name, value in metrics.items()}
+            host = _rows_to_host(metrics, first, last)
             seconds = time.monotonic() - began
             # How many steps a call makes changes nothing but how often we look.
             fitting = round(SECONDS_PER_CALL * (last - first) / max(seconds, 1e-9))
-            per_call = max(1, min(2 * per_call, fitting))
+            per_call = max(1, min(2 * per_call, fitting, WINDOW))
             step += last - first
             first = last
             done = first == per_epoch
             position = Position(epoch + 1) if done else Position(epoch, first)
             yield Steps(state, step, host, seconds, position, done)
             began = time.monotonic()
+
+
+def _rows_to_host(metrics: Metrics, first: int, stop: int) -> dict[str, np.ndarray]:
+    """The metrics of some steps of an epoch; of a long one only a window around them is copied."""
+    steps = metrics["loss"].shape[0]
+    begin = 0
+    if steps > WINDOW:
+        begin = min(first, steps - WINDOW)
+        metrics = _window(metrics, begin, WINDOW)
+    return {
+        name: np.asarray(value)[first - begin : stop - begin] for name, value in metrics.items()
+    }
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _window(metrics: Metrics, begin: int, size: int) -> Metrics:
+    return {
+        name: jax.lax.dynamic_slice_in_dim(value, begin, size) for name, value in metrics.items()
+    }
 
 
 def _members(

@@ -32,6 +32,9 @@ class Population:
     folds: int = 5
     """Of kfold."""
 
+    def __post_init__(self) -> None:
+        kfold(self.folds)  # raises for what can be no number of folds, used or not
+
     def chosen(self, members: Members | None) -> Members | None:
         """The file's members with what was said on the command line; None for one network."""
         if self.seeds is None and self.resample == "file":

@@ -1,11 +1,14 @@
 """How training shows itself: a live bar on a terminal, plain lines elsewhere."""
 
+import contextlib
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+T = TypeVar("T")
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -27,9 +30,10 @@ class TrainingProgress:
         self._epochs = epochs
         self._steps = steps
         self._show = show
-        self._started = time.monotonic()
+        self._started: float | None = None
         self._first = done
-        self._last_line = self._started
+        self._last_line = time.monotonic()
+        self.closed = False
         self._bar: Progress | None = None
         if show and self._console.is_terminal:
             self._bar = Progress(
@@ -37,7 +41,7 @@ class TrainingProgress:
                 BarColumn(),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[text]}"),
-                TimeRemainingColumn(),
+                TimeElapsedColumn(),
                 console=self._console,
             )
             self._task = self._bar.add_task("training", total=steps, completed=done, text="")
@@ -53,8 +57,12 @@ class TrainingProgress:
 
     def advance(self, step: int, epoch: int, summary: str, examples_per_second: float) -> None:
         """Training has reached `step`; `summary` is empty while no metrics have arrived."""
+        if self._started is None:
+            # After the first call: what compiling took says nothing of the steps to come.
+            self._started, self._first = time.monotonic(), step
         text = f"{summary}  {examples_per_second:,.0f} examples/s" if summary else ""
         if self._bar:
+            text += self._remaining(step)
             self._bar.update(
                 self._task,
                 completed=step,
@@ -87,18 +95,50 @@ class TrainingProgress:
         if row.get("skipped"):
             what = "members frozen" if "members" in row else "updates skipped"
             parts.append(f"{row['skipped']} {what} (not finite)")
-        self._print("  ".join(parts) + self._remaining(row["step"]))
+        # On a terminal the bar below says how much is left.
+        self._print("  ".join(parts) + ("" if self._bar else self._remaining(row["step"])))
+
+    @contextlib.contextmanager
+    def compiling(self, what: str) -> Iterator[None]:
+        """Say that something is compiled, and how long it takes: on a terminal a clock runs."""
+        began = time.monotonic()
+        if not self._bar:
+            self._print(f"compiling {what}")
+            yield
+            self._print(f"compiled in {time.monotonic() - began:.1f} s")
+            return
+        task = self._bar.add_task(f"compiling {what}", total=None, text="")
+        self._bar.update(self._task, visible=False)
+        try:
+            yield
+        finally:
+            self._bar.remove_task(task)
+            self._bar.update(self._task, visible=True)
+
+    def compiled(self, turns: Iterator[T], what: str) -> Iterator[T]:
+        """The turns of a loop, the first of which compiles."""
+        end = object()
+        with self.compiling(what):
+            first = next(turns, end)
+        if first is not end:
+            yield first  # type: ignore[misc]
+        yield from turns
 
     def note(self, text: str) -> None:
         """Something the user should know."""
         self._print(text)
 
     def _print(self, text: str) -> None:
-        if self._show:
+        if not self._show:
+            return
+        try:
             (self._bar.console if self._bar else self._console).print(text, markup=False)
+        except (BrokenPipeError, SystemExit):  # Rich makes the one of the other
+            # Nobody reads any more (`| head -1`). What is trained is saved before that ends it.
+            self.closed, self._show = True, False
 
     def _remaining(self, step: int) -> str:
-        if not self._steps or step <= self._first or step >= self._steps:
+        if not self._steps or self._started is None or not self._first < step < self._steps:
             return ""
         per_step = (time.monotonic() - self._started) / (step - self._first)
         seconds = round(per_step * (self._steps - step))

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import math
+import time
 import warnings
 from collections import deque
 from typing import Any
@@ -39,6 +40,9 @@ class Tally(abc.ABC):
         self.examples: int = saved.get("examples", 0)
         self.skipped: Any = saved.get("skipped", 0)
         self.seconds: float = saved.get("seconds", 0.0)
+        self.untimed: int = saved.get("untimed", 0)
+        self._since: float | None = None
+        self.untimed_seconds: float = saved.get("untimed_seconds", 0.0)
         self._waiting: deque[Steps] = deque()
 
     def to_json(self) -> dict[str, Any]:
@@ -46,14 +50,34 @@ class Tally(abc.ABC):
 
         A snapshot: the checkpoint is written in the background, while the tally goes on.
         """
-        names = ("weight", "examples", "skipped", "seconds")
+        names = ("weight", "examples", "skipped", "seconds", "untimed", "untimed_seconds")
         values = {"sums": dict(self.sums), **{name: getattr(self, name) for name in names}}
         return jax.tree.map(lambda v: v.tolist() if hasattr(v, "tolist") else v, values)
 
     def add(self, steps: Steps, *, settle_all: bool) -> list[Steps]:
         """Take a turn; return those whose metrics have arrived, metrics on the host."""
         self._waiting.append(steps)
-        return self.settle(0 if settle_all else SETTLE_AFTER)
+        if self._since is None:
+            # The first call of a run: waited for, and left out of the throughput.
+            asked, before = time.monotonic(), self.examples
+            settled = self.settle()
+            self.untimed_seconds += steps.seconds + time.monotonic() - asked
+            self.untimed += self.examples - before
+            self.start()
+            return settled
+        settled = self.settle(0 if settle_all else SETTLE_AFTER)
+        self._take_time()
+        return settled
+
+    def start(self) -> None:
+        """Start the clock: of an epoch after its run's first, once the one before is reported."""
+        self._since = time.monotonic()
+
+    def _take_time(self) -> None:
+        assert self._since is not None
+        now = time.monotonic()
+        self.seconds += now - self._since
+        self._since = now
 
     def settle(self, waiting: int = 0) -> list[Steps]:
         """Count the turns up to the last `waiting` ones, and return them."""
@@ -63,7 +87,6 @@ class Tally(abc.ABC):
             host = jax.tree.map(self._by_step, jax.device_get(steps.metrics))
             steps = dataclasses.replace(steps, metrics=host)
             self._count(host)
-            self.seconds += steps.seconds
             settled.append(steps)
         return settled
 
@@ -87,8 +110,14 @@ class Tally(abc.ABC):
 
     @property
     def examples_per_second(self) -> float:
-        """Throughput of the epoch so far, waiting for data included, compilation left out."""
-        return self.examples / max(self.seconds, 1e-9)
+        """Throughput of the epoch so far by the clock on the wall, the run's first call left out.
+
+        What has not arrived from the device is not counted. Where there was nothing but the first
+        call, it is that call's.
+        """
+        if self.examples == self.untimed:
+            return self.examples / max(self.untimed_seconds, 1e-9)
+        return (self.examples - self.untimed) / max(self.seconds, 1e-9)
 
     @abc.abstractmethod
     def fresh(self) -> "Tally":
@@ -122,7 +151,7 @@ class Tally(abc.ABC):
             **values,
             "examples": self.examples,
             "skipped": skipped,
-            "seconds": self.seconds,
+            "seconds": self.seconds + self.untimed_seconds,
             "examples_per_second": self.examples_per_second,
         }
 

@@ -28,6 +28,7 @@ from plurax.ensemble.join import (
 from plurax.execute.check import check_kinds
 from plurax.execute.members import Maker
 from plurax.execute.members_program import MembersProgram
+from plurax.execute.memory_error import out_of_memory_said
 from plurax.log import MetricsLog, Row
 from plurax.loop import training
 from plurax.members import Members
@@ -154,8 +155,9 @@ def fit(
         if isinstance(program, MembersProgram) and program.chose:
             bar.note(program.choice_text())
         history = list(log.epochs) if log else []
+        stack.enter_context(out_of_memory_said(program, lambda: _saved(checkpoints)))
 
-        for steps in training(
+        turns = training(
             program,
             state,
             source,
@@ -164,14 +166,17 @@ def fit(
             report_every=report_every,
             checkpoint_every=checkpoint_every,
             resident=resident,
-        ):
+        )
+        what = f"{program.plan.sizes_text()}, batches of {program.batch_size}"
+        for steps in bar.compiled(turns, what):
             # The order matters: count, evaluate, log, save, and only then stop. A stop therefore
             # always leaves a checkpoint of exactly what was logged.
             state = steps.state
+            stopping = stop.name  # once: what comes later is for the next turn, and is saved there
             at_epoch = steps.position.epoch
             report = steps.epoch_done and (at_epoch % report_every == 0 or at_epoch == epochs)
             due = checkpoint_every is not None and steps.step % checkpoint_every == 0
-            save = checkpoints is not None and (report or due or stop.name is not None)
+            save = checkpoints is not None and (report or due or stopping is not None)
             for settled in tally.add(steps, settle_all=report or save):
                 for row in tally.step_rows(settled):
                     if log:
@@ -191,9 +196,13 @@ def fit(
             if checkpoints is not None and save:
                 meta = {"position": steps.position.to_json(), "tally": tally.to_json()}
                 checkpoints.save(program.kept(state), {**run, **meta, **described(program)})
-            if stop.name:
-                bar.note(_stopped(stop.name, steps.step, output))
+            if stopping:
+                bar.note(_stopped(stopping, steps.step, output))
                 break
+            if bar.closed:
+                stop.name = stop.name or "SIGPIPE"
+            if report:
+                tally.start()
         if checkpoints:
             checkpoints.wait()
     return Fit(program.kept(state), program, history, stop.name)
@@ -203,29 +212,53 @@ def fit(
 
 
 class _StopSignals:
-    """Ctrl-C and SIGTERM set `name`; a second one has its usual effect."""
+    """Ctrl-C and SIGTERM set `name`; a second one ends the process at once, wherever it is.
+
+    Python's own handlers run between two lines of Python: not while XLA compiles. A thread that
+    is told of every signal by the C handler ends the process then. What was ignored when the
+    process began (a job in the background) stays so.
+    """
 
     def __init__(self) -> None:
         self.name: str | None = None
         self._before: dict[signal.Signals, Any] = {}
+        self._pipe: tuple[int, int] | None = None
+        self._woken = -1
 
     def __enter__(self) -> "_StopSignals":
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        self._woken = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        self._pipe = (read, write)
+        threading.Thread(target=self._watch, args=(read,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._pipe is not None:
+            signal.set_wakeup_fd(self._woken)
+            os.close(self._pipe[1])
 
     def _note(self, number: int, _frame: object) -> None:
         self.name = signal.Signals(number).name
-        self._restore()
+        os.write(2, f"\n{self.name}: stopping after this step; once more ends at once\n".encode())
+        for other in self._before:
+            signal.signal(other, signal.SIG_DFL)
 
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
+    def _watch(self, read: int) -> None:
+        """Runs on a thread of its own, until the other end of the pipe is closed."""
+        seen = 0
+        while got := os.read(read, 1):
+            seen += got[0] in (signal.SIGINT, signal.SIGTERM)
+            if seen > 1:
+                os._exit(128 + got[0])
+        os.close(read)
 
 
 def _open_checkpoints(
@@ -327,6 +360,18 @@ def _open_log(
     stack.callback(log.close)
     save_plan(plan, Path(output))
     return log
+
+
+def _saved(checkpoints: Checkpoints | None) -> str:
+    """What is not lost when training cannot go on."""
+    if checkpoints is None:
+        return "Nothing was saved (no output directory)."
+    with contextlib.suppress(errors.CheckpointError):
+        checkpoints.wait()
+    steps = checkpoints.steps()
+    if not steps:
+        return "No checkpoint was saved yet."
+    return f"The checkpoint of step {steps[-1]} is saved; resume under another plan goes on there."
 
 
 def _stopped(name: str, step: int, output: str | Path | None) -> str:

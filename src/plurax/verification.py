@@ -10,11 +10,12 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from plurax import tree
+from plurax import errors, tree
 from plurax.execute.compile import compile as compile_
 from plurax.execute.placement import leading_dim
 from plurax.plan import Plan
 from plurax.task import Task
+from plurax.validate import whole_number
 
 FACTOR = 16.0
 """How many times the difference that another order of sums makes is still the same."""
@@ -140,6 +141,10 @@ def verify(
     >>> verify(task, optax.adam(0.1), Plan(data=1, microbatches=2), {"x": jnp.ones((4, 3))}).ok
     True
     """
+    count = whole_number(steps)
+    if count is None:
+        raise errors.steps_not_positive(steps)
+    steps = count
     devices = jax.devices("cpu")
     plan.check_devices(len(devices))
     # Which examples a coupled loss compares is said by the microbatches: the same on one device.

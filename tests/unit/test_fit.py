@@ -3,7 +3,10 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import grain
 import jax
@@ -16,6 +19,7 @@ from plurax.checkpoint import Checkpoints, DamagedCheckpointWarning
 from plurax.data import ArrayData, Position, StreamData, prefetch
 from plurax.log import read_rows
 from plurax.loop import Steps, training
+from plurax.progress import TrainingProgress
 from plurax.tally import NetworkTally, NonFiniteWarning
 
 ROWS = models.data(50)
@@ -263,12 +267,13 @@ def test_a_signal_saves_and_resume_is_bit_equal(tmp_path, number):
         if (epoch, batch) == (2, 2):
             os.kill(os.getpid(), number)
 
+    # Inherited as ignored, as by a job in the background, it would stay so.
+    before = signal.signal(number, signal.default_int_handler)
     stopped = fit(Batches(at=strike), output=tmp_path, evaluation=ROWS)
     assert stopped.interrupted == signal.Signals(number).name
     taken = int(stopped.state.step)
     assert 4 <= taken < 12
-    handler = signal.getsignal(number)
-    assert handler in (signal.default_int_handler, signal.SIG_DFL)
+    assert signal.signal(number, before) is signal.default_int_handler
     resumed = fit(Batches(), output=tmp_path, resume=True, evaluation=ROWS)
     whole = fit(Batches(), evaluation=ROWS)
     assert models.same_bits(resumed.state.params, whole.state.params)
@@ -394,3 +399,154 @@ def test_no_warning_where_all_is_well():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fit(epochs=1)
+
+
+# --- Time, signals, memory ------------------------------------------------------------------------
+
+
+def test_throughput_is_by_the_wall_clock_without_the_first_call(monkeypatch):
+    """What a streamed step takes is seen when its metrics arrive, not when it was started."""
+    now = [0.0]
+    monkeypatch.setattr("plurax.tally.time.monotonic", lambda: now[0])
+
+    class Late:
+        """Metrics that take ten seconds to arrive."""
+
+        def __array__(self, dtype=None, copy=None):
+            now[0] += 10.0
+            return np.array(16.0, np.float32)
+
+    metrics = {name: np.float32(1.0) for name in ("loss", "weight")} | {"skipped": np.int32(0)}
+    monkeypatch.setattr("jax.device_get", lambda tree: {k: np.asarray(v) for k, v in tree.items()})
+
+    def turn(step, done=False):
+        return Steps(None, step, {**metrics, "examples": Late()}, 0.001, Position(0, step), done)
+
+    tally = NetworkTally()
+    tally.add(turn(1), settle_all=False)
+    assert tally.examples_per_second == pytest.approx(16 / 10.001)
+    now[0] += 5.0  # the log, the user's own loop
+    for step in (2, 3, 4):
+        tally.add(turn(step), settle_all=step == 4)
+    assert tally.examples_per_second == pytest.approx(3 * 16 / 35.0)
+    row = tally.epoch_row(4, 1, None)
+    assert row["seconds"] == pytest.approx(45.001)
+    resumed = NetworkTally(json.loads(json.dumps(tally.to_json())))
+    resumed.add(turn(5), settle_all=True)
+    assert resumed.examples_per_second == pytest.approx(3 * 16 / 35.0)
+
+
+def test_of_a_long_epoch_only_a_window_of_metrics_is_copied(monkeypatch):
+    data = {name: value[:40] for name, value in ROWS.items()}
+    whole = fit(data, batch_size=1, epochs=2, plan=px.Plan())
+    monkeypatch.setattr("plurax.loop.WINDOW", 8)
+    seen = []
+    real = np.asarray
+    monkeypatch.setattr(
+        "plurax.loop.np.asarray",
+        lambda value, *a, **kw: (
+            (isinstance(value, jax.Array) and seen.append(value.shape)) or real(value, *a, **kw)
+        ),
+    )
+    cut = fit(data, batch_size=1, epochs=2, plan=px.Plan())
+    assert models.same_bits(cut.state.params, whole.state.params)
+    assert [row["loss"] for row in cut.history] == [row["loss"] for row in whole.history]
+    assert (8,) in seen
+    assert (40,) not in seen
+
+
+BLOCKED = """
+import os, signal, sys, threading, time
+import numpy as np, optax
+import plurax as px
+from tests import models
+
+class Source:
+    passes = 0
+    def __iter__(self):
+        Source.passes += 1
+        yield models.data(8)
+        if Source.passes > 1:
+            threading.Thread(target=strike).start()
+            threading.Event().wait()
+
+def strike():
+    os.kill(os.getpid(), signal.SIGINT)
+    while signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+px.fit(models.mlp_task(), models.optimizer(), Source(), progress=False)
+"""
+
+
+def test_a_second_signal_ends_a_run_whose_data_block():
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED], cwd=Path(__file__).parents[2], capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGINT, done.stderr
+    assert "SIGINT: stopping after this step; once more ends at once" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_when_nobody_reads_what_is_printed_the_epoch_is_saved(tmp_path, monkeypatch):
+    class Closed(TrainingProgress):
+        def epoch(self, row):
+            super().epoch(row)
+            self.closed = True
+
+    monkeypatch.setattr("plurax.train.TrainingProgress", Closed)
+    stopped = fit(output=tmp_path)
+    assert stopped.interrupted == "SIGPIPE"
+    monkeypatch.undo()
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        assert checkpoints.steps()[-1] == int(stopped.state.step) >= 4
+
+
+def test_out_of_memory_says_which_plans_need_less(tmp_path, monkeypatch):
+    fit(output=tmp_path, epochs=1)
+    message = "RESOURCE_EXHAUSTED: Out of memory allocating 8589934592 bytes."
+
+    def exhausted(*_, **__):
+        raise jax.errors.JaxRuntimeError(message)
+        yield
+
+    monkeypatch.setattr("plurax.train.training", exhausted)
+    with pytest.raises(px.PlanError) as raised:
+        fit(output=tmp_path, resume=True)
+    said = str(raised.value)
+    assert "out of memory under Plan(data=2, microbatches=2), whose step needs " in said
+    for way in ("microbatches=4: half", "remat='full'", "zero=1: splits", "on more devices"):
+        assert way in said
+    assert "The checkpoint of step 4 is saved; resume under another plan goes on there." in said
+    assert message in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resident", [True, False])
+def test_memory_stays_flat_over_many_steps(resident):
+    """200,000 steps; what is kept of each would show."""
+    taken, bytes_used = 0, []
+
+    class Rows:
+        def __iter__(self):
+            for _ in range(2000):
+                yield models.cut(ROWS, 2)
+
+    data, size = (models.data(2000), 2) if resident else (Rows(), None)
+    program = px.compile(TASK, models.optimizer(), px.Plan(), models.cut(ROWS, 2))
+    source = ArrayData(data, size) if resident else StreamData(data, 2)
+    tally = NetworkTally()
+    epochs = 200 if resident else 100
+    for steps in training(program, program.init(), source, epochs=epochs):
+        tally.step_rows(tally.add(steps, settle_all=True)[-1])
+        taken = steps.step
+        if steps.epoch_done:
+            tally = tally.fresh()
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            bytes_used.append(pages * os.sysconf("SC_PAGE_SIZE"))
+    assert taken == 200_000
+    early, late = bytes_used[len(bytes_used) // 4], bytes_used[-1]
+    assert late - early < 16 * 2**20

@@ -10,13 +10,13 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from tests.mistakes import PYTHON
+from tests.mistakes import COMMANDS, PYTHON, page
 
 import plurax as px
 import plurax.adapters.equinox
 import plurax.adapters.linen
 import plurax.adapters.nnx
-from plurax import errors
+from plurax import cli, errors
 
 
 def init(key):
@@ -82,3 +82,112 @@ def test_integers_of_other_libraries_are_whole_numbers(tmp_path, names, kind):
         plan=px.Plan(data=2), output=tmp_path, resume=True, progress=False,
     )  # fmt: skip
     assert int(result.state.step) == int(again.state.step) == 8
+
+
+# --- On the command line --------------------------------------------------------------------------
+
+SMALL = """
+import jax, jax.numpy as jnp, numpy as np, optax, plurax as px
+
+def init(key):
+    return {"w": jax.random.normal(key, (3,))}
+
+def loss(params, batch, keys):
+    return (jnp.dot(batch["x"], params["w"]) - batch["y"]) ** 2
+
+def predict(params, inputs):
+    return jnp.dot(inputs["x"], params["w"])
+
+def experiment():
+    x = np.ones((8, 3), np.float32)
+    return px.Experiment(
+        task=px.Task(init=init, loss=loss, predict=predict), optimizer=optax.sgd(0.1),
+        data={"x": x, "y": x[:, 0]}, batch_size=4,
+    )
+"""
+FILES = {
+    "small.py": SMALL,
+    "empty.py": "",
+    "wrong.py": "def experiment(): return 3",
+    "broken.py": "width = 0\nrate = 1 / width  # here\n",
+    "syntax.py": "width = (3\n",
+    "imports.py": "import not_installed\n",
+    "leaves.py": "import sys\nsys.exit(0)  # here\n",
+    "raises.py": "def experiment():\n    return open('no/such/file')  # here\n",
+    "loss_raises.py": SMALL.replace(
+        'return (jnp.dot(batch["x"], params["w"]) - batch["y"]) ** 2',
+        "return jnp.dot(batch['x'], params['w'])  # here",
+    ).replace("(3,)", "(4,)"),
+    "init_raises.py": SMALL.replace("(key, (3,))}", "(key, ({}['width'],))}  # here"),
+    "loss_scalar.py": SMALL.replace("** 2\n", "** 2 + (0 * batch['y']).sum(), {}\n").replace(
+        "return (jnp", "return jnp.mean(jnp"
+    ).replace("+ (0 * batch['y']).sum(), {}", ""),
+    "float.toml": "zero = 3.0",
+    "file.txt": "not a directory",
+    "hello.npy": "hello",
+    "empty.npz": "",
+}  # fmt: skip
+LINES = {"broken.py": 2, "leaves.py": 2, "raises.py": 2, "imports.py": 1, "loss_raises.py": 8,
+         "init_raises.py": 5}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """The files, and the output of a run."""
+    place = tmp_path_factory.mktemp("mistakes")
+    for name, text in FILES.items():
+        (place / name).write_text(text)
+    np.savez(place / "good.npz", x=np.ones((2, 3), np.float32))
+    np.savez(place / "keys.npz", z=np.ones((2, 3), np.float32))
+    np.savez(place / "width.npz", x=np.ones((2, 7), np.float32))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.syspath_prepend(place)
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["train", "small.py", "--output", "trained", "--no-progress"])
+        assert stopped.value.code == 0
+    return place
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "message"), [row for rows in COMMANDS.values() for row in rows]
+)
+def test_on_the_command_line(workplace, monkeypatch, capsys, command, code, message):
+    monkeypatch.chdir(workplace)
+    monkeypatch.syspath_prepend(workplace)
+    arguments = command.split()
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    said = capsys.readouterr()
+    assert stopped.value.code == code
+    assert message in " ".join(said.err.split())
+    assert "site-packages" not in said.err
+    assert "src/plurax" not in said.err
+    assert "Traceback" not in said.err
+    file = arguments[1] if len(arguments) > 1 else ""
+    if file in LINES:
+        assert f'{file}", line {LINES[file]}' in said.err
+        assert FILES[file].splitlines()[LINES[file] - 1].strip() in said.err
+
+
+def test_a_module_beside_the_file_is_found(tmp_path, monkeypatch, capsys):
+    (tmp_path / "beside_front.py").write_text("RATE = 0.5\n")
+    source = SMALL.replace("import jax,", "import beside_front\nimport jax,", 1)
+    (tmp_path / "uses.py").write_text(source.replace("sgd(0.1)", "sgd(beside_front.RATE)"))
+    monkeypatch.chdir(tmp_path.parent)
+    monkeypatch.setattr("sys.path", list(__import__("sys").path))
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["train", f"{tmp_path.name}/uses.py", "--output", str(tmp_path / "run")])
+    assert stopped.value.code == 0, capsys.readouterr().err
+
+
+def test_a_mistake_of_our_own_shows_all_of_it(workplace, monkeypatch):
+    monkeypatch.chdir(workplace)
+    monkeypatch.syspath_prepend(workplace)
+    monkeypatch.setattr("plurax.cli.read_rows", int)
+    with pytest.raises(TypeError, match="int"):
+        cli.main(["train", "small.py", "--output", "ours", "--no-progress"])
+
+
+def test_the_page_is_the_table():
+    assert (Path(__file__).parents[2] / "docs" / "mistakes.md").read_text() == page()

@@ -63,9 +63,61 @@ def test_skipped_updates_are_said():
 
 
 def test_a_run_in_between_epochs_says_where_it_is(monkeypatch: pytest.MonkeyPatch):
-    clock = iter(range(0, 1000, 11))
-    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    """The time left is counted from the first call on: what came before compiled."""
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     text = io.StringIO()
     with TrainingProgress(1, 100, 0, True, Console(file=text, width=200)) as bar:
+        now[0] = 2000.0
+        bar.advance(1, 0, "loss 0.5", 100.0)
+        now[0] = 2018.0
         bar.advance(10, 0, "loss 0.5", 100.0)
-    assert text.getvalue().startswith("  step 10/100  loss 0.5  100 examples/s  3:18 left")
+    assert text.getvalue().splitlines()[-1] == "  step 10/100  loss 0.5  100 examples/s  3:00 left"
+
+
+def test_there_is_one_time_left():
+    """On a terminal it stands in the bar, and not in the lines above it too."""
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=200, highlight=False)
+    with TrainingProgress(10, 100, 0, True, console) as bar:
+        bar.advance(10, 1, "loss 0.5", 12345.0)
+        bar.advance(20, 1, "loss 0.5", 12345.0)
+        text.truncate(0)
+        bar.epoch(ROW)
+        epoch = next(line for line in text.getvalue().splitlines() if "eval loss" in line)
+        assert "left" not in epoch
+        assert "left" in text.getvalue()
+
+
+def test_compiling_is_said_with_its_time():
+    text = io.StringIO()
+    with TrainingProgress(1, 10, 0, True, Console(file=text, width=200, highlight=False)) as bar:
+        assert list(bar.compiled(iter([1, 2, 3]), "data=4, batches of 8")) == [1, 2, 3]
+    said = text.getvalue().splitlines()
+    assert said[0] == "compiling data=4, batches of 8"
+    assert said[1].startswith("compiled in ")
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=200, highlight=False)
+    with TrainingProgress(1, 10, 0, True, console) as bar, bar.compiling("data=4"):
+        bar._bar.refresh()
+        assert "compiling data=4" in text.getvalue()
+        assert "0:00:00" in text.getvalue()
+
+
+class Unread(io.StringIO):
+    """What `| head -1` leaves behind."""
+
+    def write(self, text):
+        raise BrokenPipeError
+
+    def fileno(self):
+        raise io.UnsupportedOperation
+
+
+def test_a_pipe_that_nobody_reads_is_noticed_and_nothing_raised(monkeypatch):
+    console = Console(file=Unread(), width=200)
+    monkeypatch.setattr(console, "on_broken_pipe", lambda: (_ for _ in ()).throw(SystemExit(1)))
+    with TrainingProgress(1, 10, 0, True, console) as bar:
+        bar.epoch({**ROW, "epoch": 1})
+        assert bar.closed
+        bar.note("once more")

@@ -26,7 +26,8 @@ def good_loss(params, batch, keys):
     [
         (
             lambda p, b, k: good_loss(p, b, k).mean(),
-            r"(?s)Task.loss returned a value of shape \(\); it must return one loss per example.*"
+            r"(?s)Task.loss \(.*test_task.py:\d+\) returned a value of shape \(\); it must return "
+            r"one loss per example.*"
             r"1\. remove the mean.*2\. write the loss for one example.*per_example",
         ),
         (
@@ -136,7 +137,9 @@ def test_a_coupled_task_evaluates_by_its_own_function():
 
 def test_evaluate_keeps_the_contract_too():
     program = compile_with(evaluate=lambda params, batch: jnp.zeros(()))
-    with pytest.raises(px.TaskError, match=r"Task.evaluate returned a value of shape \(\)"):
+    with pytest.raises(
+        px.TaskError, match=r"Task.evaluate \(.*test_task.py:\d+\) returned a value"
+    ):
         program.evaluate(program.init(), ROWS)
 
 

@@ -218,3 +218,7 @@ def chunk_not_positive(given: object) -> BatchError:
 
 def shuffle_not_a_bool(given: object) -> BatchError:
     return BatchError(f"shuffle={given!r}: give True for a new order each epoch, or False.")
+
+
+def steps_not_positive(given: object) -> BatchError:
+    return BatchError(f"steps={given!r}: give a whole number of steps, at least 1.")

@@ -33,7 +33,29 @@ def experiment_wrong_type(path: str, kind: str) -> ExperimentError:
 
 
 def experiment_failed(path: str, reason: str) -> ExperimentError:
-    return ExperimentError(f"{path} could not be loaded: {reason}")
+    return ExperimentError(f"{path} could not be loaded:\n{reason}")
+
+
+def experiment_exits(path: str, reason: str) -> ExperimentError:
+    return ExperimentError(
+        f"{path} ends the process before anything is trained:\n{reason}\n"
+        "Put what only `python FILE` should do under if __name__ == '__main__'."
+    )
+
+
+def user_code_failed(reason: str) -> ExperimentError:
+    return ExperimentError(f"your code raised an exception:\n{reason}")
+
+
+def predict_failed(reason: str, path: str, given: str, data: str) -> BatchError:
+    return BatchError(
+        f"the task's predict cannot take what {path} holds:\n{reason}\n"
+        f"  {path} holds:\n{given}\n  the data of the experiment hold:\n{data}"
+    )
+
+
+def not_written(path: str, reason: str) -> ExperimentError:
+    return ExperimentError(f"{path} could not be written: {reason}")
 
 
 def unknown_command(given: str, known: Iterable[str]) -> ExperimentError:

@@ -151,6 +151,14 @@ def plan_not_toml(source: str, reason: str) -> PlanError:
     )
 
 
+def out_of_memory(plan: str, needs: str, ways: Iterable[str], saved: str, reason: str) -> PlanError:
+    listed = "".join(f"\n  - {way}" for way in ways)
+    return PlanError(
+        f"out of memory under Plan({plan}){needs}. What needs less:{listed}\n"
+        f"plurax plan FILE shows the memory of a plan before it runs. {saved}\n  ({reason})"
+    )
+
+
 def devices_already_started(wanted: int, have: int) -> PlanError:
     return PlanError(
         f"virtual_devices({wanted}) came too late: JAX already runs with {have} device(s) and "

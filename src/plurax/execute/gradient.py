@@ -13,6 +13,7 @@ from plurax.execute.remat import order_recomputation, rematerialized
 from plurax.execute.rows import Rows
 from plurax.plan import BatchDim, Precision, Remat
 from plurax.task import Task
+from plurax.validate import place_of
 
 RESERVED = frozenset({"loss", "weight", "grad_norm", "examples", "skipped"})
 
@@ -147,7 +148,7 @@ def gradient(
             output = output[:2]
         else:
             output = loss(params, rows.batch, rows.keys, *extra)
-        losses, metrics = check_losses(output, size, "Task.loss")
+        losses, metrics = check_losses(output, size, f"Task.loss{place_of(task.loss)}")
         totals = weighted_sums(losses, metrics, check_weight(task, rows.batch, size), rows)
         return totals.loss, (totals, model_state)
 
@@ -183,7 +184,8 @@ def evaluation(task: Task, precision: Precision) -> Callable[[PyTree, PyTree, Ro
         states = (model_state,) if task.stateful else ()
         keys = () if task.evaluate is not None else (rows.keys,)
         output = fun(params, *states, rows.batch, *keys)
-        losses, metrics = check_losses(output, size, where)
+        place = place_of(task.evaluate or task.loss)
+        losses, metrics = check_losses(output, size, where + place)
         return weighted_sums(losses, metrics, check_weight(task, rows.batch, size), rows)
 
     return run

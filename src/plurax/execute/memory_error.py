@@ -1,0 +1,53 @@
+"""Out of memory: from XLA's words to what the user can change in the plan."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from plurax import errors
+from plurax.plan import Plan
+
+
+@contextlib.contextmanager
+def out_of_memory_said(program: Any, saved: Callable[[], str]) -> Iterator[None]:
+    """Raise `PlanError` for XLA's RESOURCE_EXHAUSTED, with the plans that need less.
+
+    `saved()` says what is not lost.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error)
+        if "RESOURCE_EXHAUSTED" not in reason:
+            raise
+        ways = _ways(program.plan, program.batch_size)
+        short = program.plan.sizes_text()
+        line = reason.splitlines()[0][:200]
+        raise errors.out_of_memory(short, _needs(program), ways, saved(), line) from None
+
+
+def _needs(program: Any) -> str:
+    """What the compiler says the step needs, if it got so far."""
+    with contextlib.suppress(Exception):
+        memory = program.memory()
+        return f", whose step needs {memory.peak:,} bytes on each device"
+    return ""
+
+
+def _ways(plan: Plan, batch_size: int) -> Iterator[str]:
+    """Fields of the plan that lower the peak, the cheapest first."""
+    rows = -(-batch_size // (plan.data * plan.microbatches))
+    if plan.chunk is not None and plan.chunk > 1:
+        yield f"chunk={max(1, plan.chunk // 2)}: fewer members at a time"
+    if rows > 1:
+        yield (
+            f"microbatches={2 * plan.microbatches}: half of the {rows} examples at a time that a "
+            "device works on now"
+        )
+    if plan.remat == "none":
+        yield "remat='full': computes activations again instead of keeping them"
+    if plan.data > 1 and plan.zero < 3:
+        yield f"zero={plan.zero + 1}: splits more of parameters and optimizer over data"
+    yield "a larger data, tensor or pipeline, on more devices"

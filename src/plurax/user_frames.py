@@ -1,0 +1,54 @@
+"""Whose mistake an exception is, and where in the user's own files it was made.
+
+A traceback through plurax has dozens of frames of plurax, JAX and Python between the few that the
+user wrote. Shown are these; and where the innermost frame of user and plurax is one of plurax, the
+mistake is ours, and nothing is left out.
+"""
+
+import sysconfig
+import traceback
+from pathlib import Path
+
+from plurax import errors
+
+OWN = str(Path(__file__).parent)
+
+
+def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of an exception that lie in the user's files, outermost first."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if _is_users(frame.filename)]
+
+
+def is_users(error: BaseException) -> bool:
+    """Whether the user's code raised it, itself or through a library it called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    known = [f for f in frames if _is_users(f.filename) or f.filename.startswith(OWN)]
+    if isinstance(error, SyntaxError) and _is_users(error.filename or ""):
+        return True
+    return bool(known) and _is_users(known[-1].filename)
+
+
+def told(error: BaseException) -> str:
+    """An error as a user should see it: the message, and the lines of their files that led there.
+
+    Of an error of plurax the innermost line is enough, for the message says the rest.
+    """
+    frames = user_frames(error)
+    if isinstance(error, errors.PluraxError):
+        where = [f"\n  at {f.filename}:{f.lineno}: {f.line}" for f in frames[-1:]]
+        return str(error).rstrip("\n") + "".join(where)
+    notes = getattr(error, "__notes__", [])
+    if notes:  # what JAX says of frames it left out, where more were left out
+        error.__notes__ = [note for note in notes if "JAX has removed" not in note]
+    lines = traceback.StackSummary.from_list(frames).format()
+    lines += traceback.format_exception_only(error)
+    return "".join(lines).rstrip("\n")
+
+
+def _is_users(file: str) -> bool:
+    if file.startswith(("<", OWN)):
+        return False
+    paths = sysconfig.get_paths()
+    libraries = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return not any(file.startswith(library + "/") for library in libraries)
