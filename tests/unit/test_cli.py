@@ -350,3 +350,27 @@ def test_verify(workplace, capsys):
     code, _, err = run(capsys, "verify", "many.py")
     assert code == 2
     assert "compares one network under a plan" in err
+
+
+def test_every_option_of_train_reaches_fit(workplace, capsys, monkeypatch):
+    seen = {}
+
+    def caught(*_, **options):
+        seen.update(options)
+        raise px.PlanError("caught")
+
+    monkeypatch.setattr(cli, "fit", caught)
+    _, _, err = run(
+        capsys, "train", "small.py", "--seed", "7", "--checkpoint-every", "5", "--epochs", "3",
+        "--batch-size", "8", "--report-every", "2", "--ragged", "drop", "--output", "there",
+        "--resume", "--no-progress", "--plan.data", "2", "--members.seeds", "4",
+    )  # fmt: skip
+    assert "caught" in err
+    expected = {
+        "seed": 7, "checkpoint_every": 5, "epochs": 3, "batch_size": 8, "report_every": 2,
+        "ragged": "drop", "output": Path("there"), "resume": True, "progress": False,
+        "plan": px.Plan(data=2), "shuffle": True,
+    }  # fmt: skip
+    assert {name: seen[name] for name in expected} == expected
+    assert seen["members"].count == 4
+    assert set(seen["evaluation"]) == {"x", "y"}
