@@ -141,10 +141,8 @@ def verify(
     >>> verify(task, optax.adam(0.1), Plan(data=1, microbatches=2), {"x": jnp.ones((4, 3))}).ok
     True
     """
-    count = whole_number(steps)
-    if count is None:
+    if whole_number(steps) is None:
         raise errors.steps_not_positive(steps)
-    steps = count
     devices = jax.devices("cpu")
     plan.check_devices(len(devices))
     # Which examples a coupled loss compares is said by the microbatches: the same on one device.
