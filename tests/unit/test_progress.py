@@ -18,6 +18,7 @@ def shown(row=ROW, *, show=True, terminal=False, steps=100):
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=200, highlight=False)
     with TrainingProgress(10, steps, 0, show, console) as bar:
+        bar.advance(10, 1, "loss 0.5", 12345.0)  # the first call, which is left out
         bar.advance(20, 1, "loss 0.5", 12345.0)
         bar.epoch(row)
         bar.note("stopped [here]")
