@@ -83,10 +83,10 @@ def test_there_is_one_time_left():
     with TrainingProgress(10, 100, 0, True, console) as bar:
         bar.advance(10, 1, "loss 0.5", 12345.0)
         bar.advance(20, 1, "loss 0.5", 12345.0)
-        text.truncate(0)
         bar.epoch(ROW)
         epoch = next(line for line in text.getvalue().splitlines() if "eval loss" in line)
         assert "left" not in epoch
+        bar._bar.refresh()
         assert "left" in text.getvalue()
 
 
