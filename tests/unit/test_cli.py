@@ -130,7 +130,7 @@ def test_a_plan_file(workplace, capsys):
         (["train", "--help"], "name the experiment file: plurax train FILE --help"),
         (["train", "missing.py"], "missing.py: no such file"),
         (["train", "empty.py"], "empty.py does not define experiment()"),
-        (["train", "broken.py"], "broken.py could not be loaded: ZeroDivisionError"),
+        (["train", "broken.py"], "broken.py could not be loaded: File"),
         (["train", "wrong.py"], "experiment() returned int; it must return plurax.Experiment"),
         (["train", "small.py", "--plan.data", "9"], "needs 9 devices (data=9) and 8 are available"),
         (["train", "small.py", "--epochs", "0"], "epochs=0: give the number of passes"),
