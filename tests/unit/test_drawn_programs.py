@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from tests import models
 
 from plurax.execute.remat import rematerialized
+from plurax.primitives import inner_jaxprs
 from plurax.sharding.axes import Axes
 from plurax.sharding.divide import Divider, divide
 from plurax.sharding.reshard import apply_moves, resharding
@@ -98,15 +99,20 @@ ON_PARAMETERS = {
 }
 
 
-def integrated(x, w):
+def integrated(x, w, p):
     """As many turns as the row needs; what every device does is its own."""
     start = x @ w
 
     def goes_on(s):
         return jnp.sum(jnp.abs(s[0])) > 2
 
-    # Not differentiable: the factor by which it shrank is.
-    count = lax.while_loop(goes_on, lambda s: (s[0] / 2, s[1] + 1), (lax.stop_gradient(start), 0))
+    # Not differentiable: what is divided by the number of turns is.
+    still, back, matrix = lax.stop_gradient((start, p["b"], w))
+
+    def turn(s):
+        return s[0] / 2 + jnp.tanh(s[0] @ back @ matrix) / 100, s[1] + 1
+
+    count = lax.while_loop(goes_on, turn, (still, 0))
     return start / (1.0 + count[1])
 
 
@@ -122,8 +128,8 @@ ON_ROWS = {
         lambda x: lax.cond(x[0] > 0, lambda x: jnp.sin(x @ w), lambda x: (x @ w) * p["c"], x),
         r["x"],
     ),
-    "turns of its own": lambda w, p, r: lax.map(lambda x: integrated(x, w), r["x"]),
-    "turns of each": lambda w, p, r: jax.vmap(lambda x: integrated(x, w))(r["x"]),
+    "turns of its own": lambda w, p, r: lax.map(lambda x: integrated(x, w, p), r["x"]),
+    "turns of each": lambda w, p, r: jax.vmap(lambda x: integrated(x, w, p))(r["x"]),
     "read": lambda w, p, r: p["b"].T[jnp.clip((r["x"][:, 0] * 2).astype(int), 0, 3)] + r["x"] @ w,
     "registers": lambda w, p, r: jax.vmap(lambda t: registers(t, w))(r["t"]),
     "regular": lambda w, p, r: r["x"] @ w + sum(jnp.sum(v**2) for v in p.values()),
@@ -273,6 +279,21 @@ ZERO3 = {
 def test_each_operation_on_parameters_meets_rows(x64):
     """All of them beside each other, in one compiled program."""
     assert_same((sorted(ON_PARAMETERS), "product", "none", True), ZERO3)
+
+
+def test_nothing_communicates_over_data_where_devices_turn_differently(x64):
+    """One of them would wait for ever."""
+    run, _ = on_shards(program([], "turns of its own", "none"), ZERO3)
+
+    def inside(jaxpr, loop):
+        for eqn in jaxpr.eqns:
+            yield from [eqn.primitive.name] if loop else []
+            for inner in inner_jaxprs(eqn):
+                yield from inside(inner, loop or eqn.primitive.name == "while")
+
+    found = set(inside(jax.make_jaxpr(run)(parameters(), ROWS).jaxpr, loop=False))
+    assert "dot_general" in found
+    assert "all_gather" not in found
 
 
 @pytest.mark.parametrize(
