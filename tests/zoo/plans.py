@@ -20,77 +20,8 @@ PLANS = {
 """Name: the fields of the plan; rules are the model's."""
 
 WAITING = {
-    "None in the parameters": {
-        "vision transformer": [
-            "zero 1",
-            "zero 2",
-            "zero 3",
-            "tensor",
-            "dots",
-            "full",
-            "tensor and zero",
-            "everything",
-            "members and zero",
-        ],
-    },
-    "a coupled task is not divided": {
-        "batch norm": [
-            "zero 1",
-            "zero 2",
-            "zero 3",
-            "tensor",
-            "dots",
-            "full",
-            "pipeline",
-            "pipeline and zero",
-            "pipeline and tensor",
-            "tensor and zero",
-            "everything",
-            "members and zero",
-        ],
-        "experts": [
-            "zero 1",
-            "zero 2",
-            "zero 3",
-            "tensor",
-            "dots",
-            "full",
-            "pipeline",
-            "pipeline and zero",
-            "pipeline and tensor",
-            "tensor and zero",
-            "everything",
-            "members and zero",
-        ],
-        "contrastive": [
-            "zero 1",
-            "zero 2",
-            "zero 3",
-            "tensor",
-            "dots",
-            "full",
-            "pipeline",
-            "pipeline and zero",
-            "pipeline and tensor",
-            "tensor and zero",
-            "everything",
-            "members and zero",
-        ],
-    },
-    "complex numbers under remat": {
-        "state space": ["dots"],
-    },
-    "TypeError in plurax/sharding/ordering.py": {
-        "state space": ["full", "everything"],
-    },
-    "no way from one sharding to another": {
-        "autoregressive": ["zero 3", "tensor and zero"],
-        "pinn": ["tensor and zero"],
-        "graph": ["zero 3", "tensor and zero"],
-    },
-    "a loop inside a loop is ordered under another mesh": {
-        "neural ode": ["dots", "full", "everything"],
-        "equilibrium": ["dots", "full", "everything"],
+    "model state is not cut into stages: refused by name": {
+        "batch norm": ["pipeline", "pipeline and zero", "pipeline and tensor"],
     },
 }
 """Why a pair does not hold yet: model: plans."""
