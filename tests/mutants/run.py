@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from pathlib import Path
 
@@ -87,15 +88,16 @@ def main() -> None:
         os.environ.setdefault("PLURAX_TEST_CACHE", str(Path(folder, "cache")))
         os.chdir(folder)
         config, session = Path("cosmic-ray.toml"), Path("session.sqlite")
-        tests = json.dumps(command(given.python, module["tests"]))
+        judged = command(given.python, module["tests"])
+        start = time.monotonic()
+        subprocess.run(judged.split(), check=True)  # unchanged, all pass
+        # A mutant may turn for ever: several times as long as it takes unchanged is killed.
+        limit = 20 + 4 * (time.monotonic() - start)
         config.write_text(
-            f'[cosmic-ray]\nmodule-path = "src/plurax/{module["path"]}"\ntimeout = 600.0\n'
-            f"excluded-modules = []\ntest-command = {tests}\n"
+            f'[cosmic-ray]\nmodule-path = "src/plurax/{module["path"]}"\ntimeout = {limit:.0f}.0\n'
+            f"excluded-modules = []\ntest-command = {json.dumps(judged)}\n"
             '[cosmic-ray.distributor]\nname = "local"\n'
         )
-        subprocess.run(
-            command(given.python, module["tests"]).split(), check=True
-        )  # all pass as it is
         tool = str(Path(sys.executable).with_name("cosmic-ray"))
         subprocess.run([tool, "init", str(config), str(session)], check=True)
         draw = module["draw"] if given.draw is None else given.draw
