@@ -35,7 +35,7 @@ from plurax.sharding.reshard import Move, filled
 from plurax.sharding.sharding import Sharding
 from plurax.sharding.values import Cell, Value, over_data
 
-_LOCAL = ELEMENTWISE | {"broadcast_in_dim", "mark", "reshape", "squeeze", "transpose"}
+_LOCAL = ELEMENTWISE | {"broadcast_in_dim", "mark", "reshape", "rev", "squeeze", "transpose"}
 """What leaves a split parameter split."""
 _OF_THEIR_OWN = frozenset(
     ["scan", "while", "cond", "checkpoint", "remat2", "remat", "mark", "sharding_constraint"]
