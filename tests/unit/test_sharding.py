@@ -12,6 +12,7 @@ from hypothesis import given
 from jax.experimental.compute_on import compute_on
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+from tests import models
 from tests.draws import draws
 
 import plurax as px
@@ -708,3 +709,17 @@ def test_a_plan_with_rules_goes_to_toml_and_comes_back():
     )
     assert px.Plan.from_toml(plan.to_toml()) == plan
     assert hash(plan) == hash(px.Plan.from_toml(plan.to_toml()))
+
+
+def test_a_tensor_axis_that_splits_nothing_is_refused():
+    """Each device would do the same work, and nobody would be told."""
+    with pytest.raises(px.PlanError) as error:
+        px.compile(models.mlp_task(), models.optimizer(), px.Plan(tensor=4), models.data(8))
+    assert str(error.value) == (
+        "Plan(tensor=4): no rule and no mark splits anything over `tensor`, so 4 devices would "
+        "each do the same work. Say what is split: Plan(tensor=4, shardings={'bias': (..., "
+        "'tensor')}) for parameters and activations named by plurax.name, plurax.megatron for the "
+        "rules of a transformer, plurax.shard in the model for an operator. Or use data=4, which "
+        "splits the batch and needs no rules. Parameters: bias, hidden, out. Named activations: "
+        "none."
+    )
