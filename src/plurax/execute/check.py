@@ -17,6 +17,8 @@ def check_kinds(task: Any, optimizer: Any, plan: Any, members: Any) -> None:
     if members is not None and not isinstance(members, Members):
         raise errors.members_are_none(members)
     many = members is not None
+    if plan.member > 1 and not many:
+        raise errors.plan_has_members(plan.member)
     library = _library(task)
     if not isinstance(task, Task) and (library or not (many and callable(task))):
         kind = task.__name__ if isinstance(task, type) else type(task).__name__
