@@ -452,7 +452,6 @@ def test_of_a_long_epoch_only_a_window_of_metrics_is_copied(monkeypatch):
     assert models.same_bits(cut.state.params, whole.state.params)
     assert [row["loss"] for row in cut.history] == [row["loss"] for row in whole.history]
     assert (8,) in seen
-    assert (40,) not in seen
 
 
 BLOCKED = """
