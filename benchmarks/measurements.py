@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from benchmarks import sizes
+from benchmarks.compiling import compiling
 from benchmarks.divided import divided
 from benchmarks.harness import (
     Check,
@@ -196,6 +197,7 @@ MEASUREMENTS: dict[str, Callable[[Run], Iterator[Row]]] = {
     "members": members,
     "divided": divided,
     "pipelines": pipelines,
+    "compile": compiling,
 }
 
 

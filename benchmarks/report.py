@@ -34,6 +34,7 @@ TITLES = {
     "members": "Many small networks",
     "divided": "One network, split",
     "pipelines": "One network, in stages",
+    "compile": "Compiling, and what a step costs the host",
 }
 COLOURS = {True: "#0072B2", False: "#D55E00", None: "#999999"}
 TARGET = "#000000"

@@ -193,6 +193,39 @@ class PipelinesCase:
     by_hand: tuple[str, ...] = tuple(BY_HAND)
 
 
+COMPILED: dict[str, dict[str, Any]] = {
+    "data=2": {"data": 2},
+    "data=2, zero=1": {"data": 2, "zero": 1},
+    "data=2, zero=3": {"data": 2, "zero": 3},
+    "tensor=2": {"tensor": 2},
+    "remat=dots": {"remat": "dots"},
+    "remat=full": {"remat": "full"},
+}
+"""The plans of `compile`, each beside the same by hand."""
+HOST_PLANS: dict[str, dict[str, Any]] = {
+    "one device": {},
+    "data=2, zero=1": {"data": 2, "zero": 1},
+}
+"""The plans of `compile` whose steps are timed on the host."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CompilingCase:
+    """A network of unrolled layers compiled under each of `plans`, keys of `COMPILED`.
+
+    **Fields:** `repeats`, turns with JAX by hand; `leaves`, for each how many small arrays the
+    parameters of a step are whose time on the host is taken, in `rounds`, under `host_plans`.
+    """
+
+    name: str
+    network: Bytewise
+    repeats: int
+    leaves: tuple[int, ...]
+    rounds: int
+    plans: tuple[str, ...] = tuple(COMPILED)
+    host_plans: tuple[str, ...] = tuple(HOST_PLANS)
+
+
 @dataclasses.dataclass(frozen=True)
 class OneGpu:
     """A network on one GPU in bfloat16; how deep it may be, at most `deepest`, with each remat."""
@@ -226,6 +259,7 @@ class Sizes:
     divided: tuple[DividedCase, ...]
     one_gpu: OneGpu
     pipelines: PipelinesCase
+    compiling: CompilingCase
 
 
 _MLP = Mlp((8, 1800, 1800, 1800, 16))
@@ -302,6 +336,13 @@ FULL = Sizes(
         compiled=Transformer(layers=4, width=64, heads=4, vocabulary=256, length=32),
         depths=(4, 12, 24, 48),
         compilations=3,
+    ),
+    compiling=CompilingCase(
+        "12 unrolled layers",
+        Bytewise(32, 12, 4, 16, batch=8),
+        repeats=3,
+        leaves=(3, 300),
+        rounds=200,
     ),
 )
 
@@ -381,5 +422,14 @@ QUICK = Sizes(
         compilations=1,
         hybrids=("data=4, pipeline=2",),
         by_hand=("data=2", "data=8"),
+    ),
+    compiling=CompilingCase(
+        "2 unrolled layers",
+        Bytewise(32, 2, 4, 8, batch=4),
+        repeats=1,
+        leaves=(3,),
+        rounds=5,
+        plans=("data=2, zero=1",),
+        host_plans=("data=2, zero=1",),
     ),
 )

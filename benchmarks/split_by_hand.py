@@ -81,7 +81,7 @@ class Split:
     def params(self) -> Params:
         """How parameters lie between steps."""
         whole = self.zero == 1
-        return jax.tree.map(lambda spec: P() if whole else spec, self.shards, is_leaf=_is_spec)
+        return jax.tree.map(lambda spec: P() if whole else spec, self.shards, is_leaf=is_spec)
 
 
 # ---- collectives -------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def make_step(
         grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip / norm), grads)
         mine = params
         if split.zero == 1:
-            mine = jax.tree.map(_shard, params, split.shards)
+            mine = jax.tree.map(own_shard, params, split.shards)
         updates, opt_state = optimizer.update(grads, opt_state, mine)
         params = optax.apply_updates(mine, updates)
         if split.zero == 1:
@@ -248,7 +248,7 @@ def make_step(
     spread = jax.shard_map(
         step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs, P()), check_vma=False
     )
-    lies = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
+    lies = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
     state = (jax.tree.map(jnp.copy, params), opt_state, jnp.zeros((), jnp.int32))
     where = NamedSharding(mesh, P("data"))
     jitted = jax.jit(spread, donate_argnums=0, out_shardings=(lies, NamedSharding(mesh, P())))
@@ -259,7 +259,7 @@ def reduced(split: Split, loss: Array, grads: Params) -> tuple[Array, Params]:
     """Loss and gradients summed over devices, to the shards of the update."""
     if split.sequence:
         # Devices saw different tokens between layers.
-        partly = jax.tree.map(lambda spec: "tensor" not in spec, split.shards, is_leaf=_is_spec)
+        partly = jax.tree.map(lambda spec: "tensor" not in spec, split.shards, is_leaf=is_spec)
         sums = lax.psum(jax.tree.map(lambda g, p: g if p else None, grads, partly), "tensor")
         grads = jax.tree.map(
             lambda g, s: g if s is None else s, grads, sums, is_leaf=lambda x: x is None
@@ -282,7 +282,7 @@ def global_norm(split: Split, grads: Params) -> Array:
     axis = "tensor" if split.tensor > 1 else "data"
     here, everywhere = [jnp.zeros(())], [jnp.zeros(())]
     for grad, spec in zip(
-        jax.tree.leaves(grads), jax.tree.leaves(split.shards, is_leaf=_is_spec), strict=True
+        jax.tree.leaves(grads), jax.tree.leaves(split.shards, is_leaf=is_spec), strict=True
     ):
         (here if axis in spec else everywhere).append(jnp.sum(jnp.square(grad)))
     total = sum(everywhere)
@@ -291,7 +291,7 @@ def global_norm(split: Split, grads: Params) -> Array:
     return jnp.sqrt(total)
 
 
-def _shard(x: Array, spec: P) -> Array:
+def own_shard(x: Array, spec: P) -> Array:
     """A device's part of a whole tensor."""
     dim = _dim(spec)
     size = x.shape[dim] // lax.axis_size("data")
@@ -302,5 +302,5 @@ def _dim(spec: P) -> int:
     return list(spec).index("data")
 
 
-def _is_spec(node: Any) -> bool:
+def is_spec(node: Any) -> bool:
     return isinstance(node, P)

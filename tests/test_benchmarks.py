@@ -70,3 +70,15 @@ def test_pipelines_are_measured_beside_one_device_and_jax_by_hand(tmp_path):
     assert compiling["facts"]["ratio"] > 0
     (skipped,) = [row for row in rows if row["row"] == "skipped"]
     assert skipped["name"].endswith("PyTorch pipelining")
+
+
+def test_compiling_is_measured_beside_jax_by_hand(tmp_path):
+    rows = quick("compile", tmp_path)
+    (compared,) = [row for row in rows if row["row"] == "comparison"]
+    assert compared["name"] == "2 unrolled layers, data=2, zero=1"
+    assert compared["plurax"]["median"] > 0
+    assert compared["other"]["median"] > 0
+    assert all(compared["facts"]["processor_seconds"][side] > 0 for side in ("plurax", "by hand"))
+    (host,) = [row for row in rows if row["row"] == "check"]
+    assert host["name"] == "host time of a step, 3 arrays of parameters, data=2, zero=1"
+    assert all(seconds > 0 for seconds in host["facts"]["seconds"].values())
