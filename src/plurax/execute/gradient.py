@@ -136,19 +136,9 @@ def gradient(
     ) -> tuple[Array, tuple[Totals, PyTree]]:
         size = rows.mask.shape[0]
         extra = (rows.mask,) if task.coupled else ()
-        if task.stateful:
-            output = loss(params, model_state, rows.batch, rows.keys, *extra)
-            if not (isinstance(output, tuple) and len(output) == 3):
-                raise errors.loss_wrong_structure(
-                    "Task.loss of a stateful task",
-                    f"a {type(output).__name__}",
-                    "(losses, metrics, model_state)",
-                )
-            model_state = _next_state(output[2], model_state)
-            output = output[:2]
-        else:
-            output = loss(params, rows.batch, rows.keys, *extra)
-        losses, metrics = check_losses(output, size, f"Task.loss{place_of(task.loss)}")
+        states = (model_state,) if task.stateful else ()
+        output = loss(params, *states, rows.batch, rows.keys, *extra)
+        losses, metrics, model_state = split_output(task, output, model_state, size)
         totals = weighted_sums(losses, metrics, check_weight(task, rows.batch, size), rows)
         return totals.loss, (totals, model_state)
 
@@ -158,6 +148,26 @@ def gradient(
 
     run_ = batch_minor(run, batch_argument=2) if batch_dim == "minor" else run
     return order_recomputation(run_) if ordered and remat != "none" else run_
+
+
+def split_output(
+    task: Task, output: Any, model_state: PyTree, size: int
+) -> tuple[Array, dict[str, Array], PyTree]:
+    """What a loss returned as losses `(size,)`, metrics and the next model state.
+
+    Raises `TaskError` where it is not what a loss returns.
+    """
+    where = place_of(task.loss)
+    if task.stateful:
+        if not (isinstance(output, tuple) and len(output) == 3):
+            raise errors.loss_wrong_structure(
+                f"Task.loss{where} of a stateful task",
+                f"a {type(output).__name__}",
+                "(losses, metrics, model_state)",
+            )
+        model_state = _next_state(output[2], model_state)
+        output = output[:2]
+    return (*check_losses(output, size, f"Task.loss{where}"), model_state)
 
 
 def _next_state(new: PyTree, old: PyTree) -> PyTree:

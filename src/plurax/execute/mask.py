@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
 from jaxtyping import PyTree
 
+from plurax.execute.gradient import split_output
 from plurax.primitives import INLINED, inner_jaxprs
 from plurax.state import TrainState
 from plurax.task import Task
@@ -42,20 +43,26 @@ def reads_mask(task: Task, like: TrainState, batch: PyTree, loss: Callable[..., 
     """Whether the losses, and all model state that is made of the batch, depend on the mask.
 
     **Arguments:** `like`, the training state, and `batch`, as `jax.ShapeDtypeStruct`s; `loss`,
-    `task.loss` as it can be traced.
+    `task.loss` as it can be traced. Raises `TaskError` where it returns what no loss returns.
 
     A loss that returns what does not depend on the mask has let the rows that fill up a batch into
     its statistics, or couples nothing.
     """
     args = loss_arguments(task, like, batch)
-    closed, shapes = jax.make_jaxpr(loss, return_shape=True)(*args)
+    size = args[-1].shape[0]
+
+    def checked(*args: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        # A loss that is none is told so, and not that it does not read its mask.
+        return split_output(task, loss(*args), args[1] if task.stateful else (), size)
+
+    closed, shapes = jax.make_jaxpr(checked, return_shape=True)(*args)
     count = len(closed.jaxpr.invars)
     rows = len(jax.tree.leaves(args[:-2])) - len(jax.tree.leaves(args[-3]))
     by_mask = _depends(closed.jaxpr, [place == count - 1 for place in range(count)])
     by_rows = _depends(closed.jaxpr, [place >= rows for place in range(count)])
     results = range(len(by_mask))
-    losses = jax.tree.leaves(shapes[0] if isinstance(shapes, tuple) else shapes)
-    first = len(jax.tree.leaves(shapes[:2])) if task.stateful else len(by_mask)
+    losses = jax.tree.leaves(shapes[0])
+    first = len(jax.tree.leaves(shapes[:2]))
     needed = [place < len(losses) or (place >= first and by_rows[place]) for place in results]
     return all(read or not need for read, need in zip(by_mask, needed, strict=True))
 
