@@ -542,6 +542,7 @@ def test_a_child_that_was_forked_does_not_hold_it(tmp_path):
         warnings.simplefilter("ignore")  # that JAX has threads
         child = os.fork()
     if not child:
+        hold.send(None)
         hold.recv()
         mine.release()  # it is not the child's
         os._exit(0)
@@ -549,6 +550,7 @@ def test_a_child_that_was_forked_does_not_hold_it(tmp_path):
     try:
         with pytest.raises(px.CheckpointError):
             taken(path)
+        go.recv()
         mine.release()
         again.acquire()  # the child lives, and holds nothing
     finally:
