@@ -33,7 +33,8 @@ def line(**fields):
         init=lambda key: {"a": jnp.full(2, 0.25), "b": jnp.ones(2)},
         loss=lambda params, batch, keys: (
             (params["a"].sum() * batch["x"] - batch["y"]) ** 2
-            + jnp.sqrt((params["b"].sum() * batch["x"]) ** 2)
+            + jnp.sqrt((params["b"].sum() * batch["x"]) ** 2),
+            {"height": batch["y"]},
         ),
         **fields,
     )
@@ -50,8 +51,10 @@ def test_norm_and_value_are_those_of_the_mean(plan, weighted):
     loss = np.average((0.5 * X - Y) ** 2 + 2 * X, weights=weights)
     slope = np.average(2 * (0.5 * X - Y) * X, weights=weights), np.average(X, weights=weights)
     norm = np.sqrt(2 * slope[0] ** 2 + 2 * slope[1] ** 2)
-    got = [metrics[name] for name in ("loss", "grad_norm", "weight", "examples", "skipped")]
-    np.testing.assert_allclose(got, [loss, norm, weights.sum(), 6, 0], rtol=1e-5)
+    height = np.average(Y, weights=weights)
+    names = ("loss", "height", "grad_norm", "weight", "examples", "skipped")
+    got = [metrics[name] for name in names]
+    np.testing.assert_allclose(got, [loss, height, norm, weights.sum(), 6, 0], rtol=1e-5)
     params = jax.device_get(program.kept(state).params)
     np.testing.assert_allclose(params["a"], 0.25 - 0.1 * slope[0] / (1 + loss) + np.zeros(2), 1e-5)
     np.testing.assert_allclose(params["b"], 1 - 0.1 * slope[1] / (1 + loss) + np.zeros(2), 1e-5)

@@ -141,7 +141,7 @@ def one_f_one_b(devices: int, microbatches: int, chunks: int = 1) -> Schedule:
     return Schedule("1f1b", tuple(lines))
 
 
-def interleaved(devices: int, microbatches: int, chunks: int = 2) -> Schedule:
+def interleaved(devices: int, microbatches: int, chunks: int) -> Schedule:
     """1F1B with several stages on a device (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473).
 
     Bubble `(p - 1) / (v m + p - 1)` with `v` chunks: a `v`-th of the time idle, for `v` times the
