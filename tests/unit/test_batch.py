@@ -329,7 +329,7 @@ class Dataset:
     shape, features = (3, 2), {}
 
     def with_format(self, kind):
-        raise NotImplementedError
+        return self
 
     def __iter__(self):
         return iter([{"x": [1.0], "y": 2}])

@@ -510,20 +510,20 @@ def test_who_may_take_a_lock(tmp_path, content, free):
 
 
 HOLDS = """
-import sys, time
+import sys
 from pathlib import Path
 from plurax.checkpoint.lock import FolderLock
 mine = FolderLock(Path(sys.argv[1]))
 mine.acquire()
 print("held", flush=True)
-time.sleep(600)
+sys.stdin.read()  # until it is killed, or the test is gone
 """
 
 
 def test_a_live_process_keeps_it_and_a_killed_one_does_not(tmp_path):
     path = tmp_path / "writer.lock"
     with subprocess.Popen(
-        [sys.executable, "-c", HOLDS, str(path)], stdout=subprocess.PIPE
+        [sys.executable, "-c", HOLDS, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdout.readline() == b"held\n"
         with pytest.raises(px.CheckpointError, match=rf"is written by process {process.pid} on "):

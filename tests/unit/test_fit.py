@@ -451,8 +451,7 @@ def test_of_a_long_epoch_only_a_window_of_metrics_is_copied(monkeypatch):
 
 
 BLOCKED = """
-import os, signal, sys, threading, time
-import numpy as np, optax
+import os, signal, threading
 import plurax as px
 from tests import models
 
@@ -465,13 +464,21 @@ class Source:
             threading.Thread(target=strike).start()
             threading.Event().wait()
 
+usual, noted = signal.signal, threading.Event()
+
+def watched(number, handler):
+    before = usual(number, handler)
+    if handler is signal.SIG_DFL:
+        noted.set()
+    return before
+
 def strike():
     os.kill(os.getpid(), signal.SIGINT)
-    while signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
-        time.sleep(0.01)
+    noted.wait()
     os.kill(os.getpid(), signal.SIGINT)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal = watched
 px.fit(models.mlp_task(), models.optimizer(), Source(), progress=False)
 """
 

@@ -19,19 +19,11 @@ PLANS = {
 }
 """Name: the fields of the plan; rules are the model's."""
 
-WAITING = {
-    "model state is not cut into stages: refused by name": {
-        "batch norm": ["pipeline", "pipeline and zero", "pipeline and tensor"],
-    },
+REFUSED = {
+    ("batch norm", plan): "with a stateful task: its model state"
+    for plan in ("pipeline", "pipeline and zero", "pipeline and tensor")
 }
-"""Why a pair does not hold yet: model: plans."""
-
-NOT_YET = {
-    (model, plan): why
-    for why, waiting in WAITING.items()
-    for model, names in waiting.items()
-    for plan in names
-}
+"""Pairs that cannot be, and how the refusal reads."""
 
 
 def chosen(models):
