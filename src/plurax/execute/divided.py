@@ -145,15 +145,16 @@ class Divided:
     def _total(self, split: bool = True) -> BatchTotals:
         kinds: list[Any] = []
         fun = self._gradient(kinds, split)
-        if not split:
-            assert self.task.coupled
-            return uneven_totals(
-                fun, self.plan.microbatches, lambda totals: self._reduced(totals, kinds)
-            )
-        microbatches, reduce = self.plan.microbatches, lambda t: self._reduced(t, kinds)
-        if self.task.coupled:
+        microbatches = self.plan.microbatches
+
+        def reduce(totals: Totals) -> Totals:
+            return self._reduced(totals, kinds)
+
+        if not self.task.coupled:
+            return device_totals(fun, self._data, microbatches, reduce)
+        if split:
             return coupled_totals(fun, microbatches, reduce, self._data)
-        return device_totals(fun, self._data, microbatches, reduce)
+        return uneven_totals(fun, microbatches, reduce)
 
     def _gradient(self, kinds: list[Any], split: bool) -> Callable[[PyTree, PyTree, Rows], Any]:
         """The gradient of one microbatch; how its results lie is left in `kinds`."""
