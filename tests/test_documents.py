@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-PAGES = [
-    page
-    for page in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
-    if "```python" in page.read_text(encoding="utf-8")
-]
+WRITTEN = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+PAGES = [page for page in WRITTEN if "```python" in page.read_text(encoding="utf-8")]
 START = "import plurax as px\npx.virtual_devices(8)\n"
 
 
@@ -33,6 +30,14 @@ def test_the_page_runs(page, tmp_path):
         env={**os.environ, "PYTHONPATH": f"{REPOSITORY / 'src'}{os.pathsep}{REPOSITORY}"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_pages_have_each_heading_once():
+    """A page that was pasted into itself has all of them twice."""
+    for page in WRITTEN:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        headings = re.findall(r"^#+ .*", text, flags=re.MULTILINE)
+        assert sorted(headings) == sorted(set(headings)), page
 
 
 def test_the_doctests_run():
