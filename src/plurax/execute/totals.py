@@ -7,6 +7,7 @@ reduce once.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,23 +41,14 @@ def device_totals(
     To be called inside `shard_map`, with the device's own rows. It runs them in `microbatches`
     pieces, adds up locally, and then over devices by `reduce` (default `over_data`).
     """
-    reduce = reduce or over_data(axis_size)
 
-    def local(
-        params: PyTree,
-        model_state: PyTree,
-        batch: PyTree,
-        key: Key[Array, ""],
-        count: Int[Array, ""],
-    ) -> tuple[Totals, PyTree]:
-        rows = number_device_rows(batch, key, count, axis_size)
-        stacked = jax.tree.map(lambda leaf: leaf.reshape(microbatches, -1, *leaf.shape[1:]), rows)
-        totals, model_state = accumulate(
-            lambda state, part: fun(params, state, part), microbatches
-        )(model_state, stacked)
-        return reduce(totals), model_state
+    def one(params: PyTree, state: PyTree, part: Rows, _: Array, __: Array) -> Any:
+        return fun(params, state, part)
 
-    return local
+    def split(leaf: Array) -> Array:
+        return leaf.reshape(microbatches, -1, *leaf.shape[1:])
+
+    return _in_microbatches(one, split, axis_size, microbatches, reduce or over_data(axis_size))
 
 
 def coupled_totals(
@@ -71,6 +63,30 @@ def coupled_totals(
     Microbatches without an example are left out.
     """
 
+    def one(params: PyTree, state: PyTree, part: Rows, number: Array, count: Array) -> Any:
+        if microbatches == 1:
+            return fun(params, state, part)
+        # The example of a number is the first of its microbatch: the same on every device.
+        return _where_any(number < count, lambda s: fun(params, s, part), state)
+
+    def split(leaf: Array) -> Array:
+        return dealt(leaf, microbatches)
+
+    return _in_microbatches(one, split, axis_size, microbatches, reduce or (lambda totals: totals))
+
+
+def _in_microbatches(
+    fun: Callable[[PyTree, PyTree, Rows, Array, Array], tuple[Totals, PyTree]],
+    split: Callable[[Array], Array],
+    axis_size: int,
+    microbatches: int,
+    reduce: Callable[[Totals], Totals],
+) -> BatchTotals:
+    """The sum of `fun(params, model_state, rows, microbatch, count)` over microbatches.
+
+    `split` turns a device's rows `(N, ...)` into `(microbatches, N / microbatches, ...)`.
+    """
+
     def local(
         params: PyTree,
         model_state: PyTree,
@@ -78,18 +94,11 @@ def coupled_totals(
         key: Key[Array, ""],
         count: Int[Array, ""],
     ) -> tuple[Totals, PyTree]:
-        rows = number_device_rows(batch, key, count, axis_size)
-        stacked = jax.tree.map(lambda leaf: dealt(leaf, microbatches), rows)
-
-        def one(state: PyTree, part: tuple[Rows, Array]) -> tuple[Totals, PyTree]:
-            # The example of a number is the first of its microbatch: the same on every device.
-            return _where_any(part[1] < count, lambda s: fun(params, s, part[0]), state)
-
-        if microbatches == 1:
-            one = lambda state, part: fun(params, state, part[0])  # noqa: E731
-        numbers = jnp.arange(microbatches, dtype=jnp.int32)
-        totals, model_state = accumulate(one, microbatches)(model_state, (stacked, numbers))
-        return totals if reduce is None else reduce(totals), model_state
+        rows = jax.tree.map(split, number_device_rows(batch, key, count, axis_size))
+        totals, model_state = accumulate(
+            lambda state, part: fun(params, state, part[0], part[1], count), microbatches
+        )(model_state, (rows, jnp.arange(microbatches, dtype=jnp.int32)))
+        return reduce(totals), model_state
 
     return local
 
