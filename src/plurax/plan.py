@@ -88,8 +88,8 @@ data=1 means 'not used'.
     used."""
     bucket_bytes: int = 25_000_000
     """With `zero`, how many bytes of whole tensors are gathered over `data`, or added up to their
-    shards, in one collective. With `zero=3` a device holds two such buckets of parameters: the one
-    it computes with, and the next. 1: each tensor on its own."""
+    shards, in one collective, and at most 8 tensors. With `zero=3` a device holds two such buckets
+    of parameters: the one it computes with, and the next. 1: each tensor on its own."""
     remat: Remat = "none"
     """What the backward pass computes again instead of keeping it: nothing; all but matrix products
     (`dots`); all but what layers hand to each other (`full`); or the matrix products are kept in

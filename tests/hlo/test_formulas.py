@@ -12,6 +12,7 @@ from tests import models
 
 import plurax as px
 from plurax import inspect, tree
+from plurax.sharding.buckets import MOST, packed
 
 WIDTH, LAYERS, N = 32, 4, 8
 ROWS = 16
@@ -127,7 +128,7 @@ def kinds(program):
 
 
 def test_buckets_send_what_single_tensors_do():
-    """Of 24 parameters, in two to eight collectives instead of 35 and 24; as it was planned."""
+    """Of 24 parameters, in three to eight collectives instead of 35 and 24; as it was planned."""
     layer = 4 * WIDTH * (WIDTH + 1)
     sizes = {}
     for layers in (0, 3, 100):
@@ -136,18 +137,39 @@ def test_buckets_send_what_single_tensors_do():
         assert found == planned
         counts, sizes[layers] = found
         if layers:
-            backward = -(-(DEEP - 1) // layers)  # matrices alone, and not the first
-            gathers = -(-DEEP // layers) + backward
-            assert counts == {"all-gather": gathers, "reduce-scatter": -(-DEEP // layers)}
+            forward = -(-2 * DEEP // min(2 * layers, MOST))
+            backward = -(-(DEEP - 1) // min(layers, MOST))  # matrices alone, and not the first
+            assert counts == {"all-gather": forward + backward, "reduce-scatter": forward}
         else:
             assert counts == {"all-gather": 3 * DEEP - 1, "reduce-scatter": 2 * DEEP}
     assert sizes[3] == sizes[100] == sizes[0]
 
 
+@pytest.mark.parametrize(
+    ("likes", "limit", "names", "sizes"),
+    [
+        ("abcdefghijk", 99, None, [8, 3]),  # at most eight tensors
+        ("abcabcabcabc", 99, None, [6, 6]),  # a whole number of repetitions
+        ("xabcabcabcab", 99, None, [8, 4]),  # nothing begins with x again
+        ("abababab", 3, None, [2, 2, 2, 2]),  # three fit, two repeat
+        ("abcd", 2, None, [2, 2]),
+        ("abcd", 0, None, [1, 1, 1, 1]),  # larger than a bucket: alone
+        ("aaaa", 99, "wxyx", [3, 1]),  # a parameter comes again
+        ("ababbb", 4, "wxyzyw", [4, 2]),  # where it is full as well
+        ("", 99, None, []),
+    ],
+)
+def test_buckets_end_with_a_repetition(likes, limit, names, sizes):
+    found = packed(likes, [1] * len(likes), limit, names)
+    assert [len(bucket) for bucket in found] == sizes
+    assert [place for bucket in found for place in bucket] == list(range(len(likes)))
+
+
 def test_zero_1_reduces_and_gathers_in_buckets():
     found, planned = kinds(compiled(px.Plan(data=N, zero=1), deep_task()))
     assert found == planned
-    assert found[0] == {"all-gather": 1, "reduce-scatter": 1}
+    buckets = -(-2 * DEEP // MOST)
+    assert found[0] == {"all-gather": buckets, "reduce-scatter": buckets}
     assert (
         found[1]["all-gather"] == N * found[1]["reduce-scatter"] == 4 * DEEP * WIDTH * (WIDTH + 1)
     )

@@ -21,7 +21,7 @@ Zhao et al. 2023, "PyTorch FSDP", section 3.3 (https://arxiv.org/abs/2304.11277)
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -41,6 +41,9 @@ _OF_THEIR_OWN = frozenset(
     ["scan", "while", "cond", "checkpoint", "remat2", "remat", "mark", "sharding_constraint"]
 )
 """Equations that are walked, or take what they are given."""
+MOST = 8
+"""Tensors in a bucket. A compiler makes a loop of its own for each place in a buffer; buffers that
+are alike share theirs, so a network of many layers has few loops to compile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,14 +156,60 @@ def _uses(
 
 def _packed(uses: Sequence[Use], limit: int) -> list[list[Use]]:
     """Uses that follow each other in one bucket, none of a parameter twice."""
-    buckets: list[list[Use]] = []
-    for use in uses:
-        last = buckets[-1] if buckets else []
-        full = sum(one.size for one in last) + use.size > limit
-        if not last or full or any(one.root is use.root for one in last):
-            buckets.append([])
-        buckets[-1].append(use)
-    return buckets
+    likes = [(use.var.aval.shape, use.var.aval.dtype) for use in uses]
+    parameters = [use.root for use in uses]
+    found = packed(likes, [use.size for use in uses], limit, parameters)
+    return [[uses[place] for place in places] for places in found]
+
+
+def packed(
+    likes: Sequence[Hashable],
+    sizes: Sequence[int],
+    limit: int,
+    names: Sequence[Hashable] | None = None,
+) -> list[range]:
+    """Tensors one after another in buckets.
+
+    A bucket ends before it has more than `limit` bytes or `MOST` tensors, and before a name that it
+    has. Where the tensors repeat, as a network's layers do, it ends with a repetition, so that the
+    next bucket is like this one.
+
+    **Arguments:** for each tensor what it is `likes`, such as its shape, its bytes in `sizes`, and
+    `names`, default all different.
+
+    ```python
+    >>> from plurax.sharding.buckets import packed
+    >>> packed(["w", "b"] * 5, [3, 1] * 5, limit=11)
+    [range(0, 4), range(4, 8), range(8, 10)]
+
+    ```
+    """
+    found, first = [], 0
+    while first < len(likes):
+        last, size, again = first + 1, sizes[first], False
+        while last < len(likes):
+            again = names is not None and names[last] in names[first:last]
+            if again or last == first + MOST or size + sizes[last] > limit:
+                break
+            size += sizes[last]
+            last += 1
+        if not again:  # which is the turn from the forward to the backward pass
+            last = _repetition(likes, first, last)
+        found.append(range(first, last))
+        first = last
+    return found
+
+
+def _repetition(likes: Sequence[Hashable], first: int, last: int) -> int:
+    """The latest place up to `last` from which all stands again that stands from `first` to it.
+
+    Or as much of it as there is; `last` where there is no such place.
+    """
+    for place in range(last, first, -1):
+        again = likes[place : 2 * place - first]
+        if list(again) == list(likes[first : first + len(again)]):
+            return place
+    return last
 
 
 # --- Moving several tensors at a time -------------------------------------------------------------
@@ -180,18 +229,19 @@ def together(
     `by`, a value after which they are moved.
     """
     results: list[Any] = [None] * len(values)
-    groups: dict[Any, list[list[int]]] = {}
+    groups: dict[Any, list[int]] = {}
+    likes: dict[int, Hashable] = {}
     for place in sorted(range(len(values)), key=lambda p: order[p] if order else p):
         moves = divider.moves(values[place], goals[place])
         if len(moves) != 1 or moves[0].kind not in _FLAT or tuple(moves[0].axes) != ("data",):
             results[place] = divider.move(_tied(values[place], by), goals[place])
             continue
-        packs = groups.setdefault((moves[0].kind, values[place].array.dtype), [[]])
-        if sum(_size(values[p]) for p in (*packs[-1], place)) > divider.bucket_bytes:
-            packs.append([])
-        packs[-1].append(place)
-    for (kind, _), packs in groups.items():
-        for pack in filter(None, packs):
+        groups.setdefault((moves[0].kind, values[place].array.dtype), []).append(place)
+        likes[place] = values[place].array.shape, moves[0].dim
+    for (kind, _), places in groups.items():
+        sizes = [_size(values[place]) for place in places]
+        for bucket in packed([likes[p] for p in places], sizes, divider.bucket_bytes):
+            pack = [places[number] for number in bucket]
             some = [values[place] for place in pack]
             moved = _packed_move(divider, some, [goals[place] for place in pack], kind, by)
             for place, value in zip(pack, moved, strict=True):
