@@ -151,7 +151,7 @@ class KFold:
     """
 
     folds: int
-    seed: int = 0
+    seed: int
 
     def __post_init__(self) -> None:
         folds = whole_number(self.folds, 2)

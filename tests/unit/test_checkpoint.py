@@ -86,6 +86,39 @@ def test_wide_dtypes_too():
         assert fingerprints([values]) != fingerprints([values.at[3].add(step)])
 
 
+def by_hand(words):
+    """Both sums in whole numbers of Python, as the module's text has them."""
+
+    def mix(word):
+        word = (word ^ word >> 16) * 0x85EBCA6B % 2**32
+        word = (word ^ word >> 13) * 0xC2B2AE35 % 2**32
+        return word ^ word >> 16
+
+    first = sum(mix(word ^ mix(i)) for i, word in enumerate(words))
+    second = sum(
+        mix((word ^ mix(2**32 - 1 - i)) * 0x9E3779B1 % 2**32) for i, word in enumerate(words)
+    )
+    return f"{first % 2**32:08x}{second % 2**32:08x}"
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (np.float32([[0, 1, 2], [3, 4, 5]]), np.arange(6, dtype="f4").view("u4")),
+        (np.asarray([1.5, -2], jnp.bfloat16), [0x3FC0, 0xC000]),
+        (np.array([True, False]), [1, 0]),
+        (np.int32(-1), [2**32 - 1]),
+        (np.zeros((0, 3), "f4"), []),
+        (np.complex64([1 + 2j, 3 + 4j]), np.float32([1, 3, 2, 4]).view("u4")),
+        (np.asarray([3, -4], jnp.int4), np.float32([3, -4]).view("u4")),
+    ],
+    ids=lambda value: str(getattr(value, "dtype", "")),
+)
+def test_fingerprints_are_those_of_every_release(array, words):
+    """Or a checkpoint that is whole would be called damaged."""
+    assert fingerprints([jnp.asarray(array)])["0"] == by_hand([int(word) for word in words])
+
+
 WORDS = np.random.default_rng(0).integers(0, 2**32, 64, dtype=np.uint32)
 BITS = st.sets(st.tuples(st.integers(0, 63), st.integers(0, 31)), min_size=1, max_size=2)
 

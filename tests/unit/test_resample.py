@@ -22,12 +22,58 @@ KINDS = {
     "subsample": px.subsample([5, 0.5, 11]),
 }
 ROWS = 22
+permuted = jax.jit(permute)
+
+
+def test_words_are_those_of_murmur3():
+    """By hand: `(s ^ w) * 0xcc9e2d51` and the finalizer of 32 bits, from 0x9e3779b9."""
+    words = {(): 0x9E3779B9, (0,): 0xCAEFD312, (1, 2, 3): 0x2CE29376, (7, 12): 0xA66482F7}
+    assert {given: int(mix(*given)) for given in words} == words
+
+
+def test_the_order_of_a_key_never_changes():
+    """A run that is resumed under another release reads on where it stopped."""
+    places = permute(np.arange(11, dtype=np.uint32), 11, jnp.uint32(5))
+    assert places.tolist() == [5, 8, 1, 10, 4, 3, 0, 7, 6, 9, 2]
+    far = permute(np.asarray([0, 1, 2**31 - 1], np.uint32), jnp.uint32(2**31), jnp.uint32(5))
+    assert far.tolist() == [1458475543, 842722719, 280057892]
+
+
+@pytest.mark.parametrize(
+    ("resample", "drawn", "order"),
+    [
+        (Everything(), [*range(11)], [4, 9, 7, 5, 10, 3, 2, 8, 0, 6, 1]),
+        (px.bootstrap(), [9, 7, 8, 5, 4, 1, 8, 1, 8, 2, 9], [4, 2, 1, 1, 9, 5, 8, 8, 9, 8, 7]),
+        (px.kfold(3, seed=2), [3, 5, 8, 7, 2, 1, 10], [10, 5, 7, 8, 3, 2, 1]),
+        (px.subsample([5, 7]), [3, 7, 4, 6, 10, 5, 1], [1, 7, 6, 4, 3, 10, 5]),
+    ],
+)
+def test_the_rows_of_a_member_never_change(resample, drawn, order):
+    """As above."""
+    assert draws(resample, 11, 3, 1).tolist() == drawn
+    assert epoch_rows(resample, 11, 3, 1, 2).tolist() == order
+
+
+@pytest.mark.parametrize(
+    ("make", "other"),
+    [
+        (Everything, px.bootstrap()),
+        (px.bootstrap, Everything()),
+        (lambda: px.kfold(3), px.kfold(3, seed=1)),
+        (lambda: px.subsample([5, 7]), px.subsample([5, 8])),
+    ],
+)
+def test_resampling_is_compared_by_its_values(make, other):
+    """What a checkpoint was trained with is compared with what `fit` is given."""
+    assert make() == make()
+    assert hash(make()) == hash(make())
+    assert make() != other
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**32 - 1))
 def test_permute_is_a_permutation(size, key):
     index = jnp.arange(3000, dtype=jnp.uint32)
-    places = np.asarray(permute(jnp.minimum(index, size - 1), size, jnp.uint32(key)))[:size]
+    places = permuted(jnp.minimum(index, size - 1), jnp.uint32(size), jnp.uint32(key))[:size]
     assert np.array_equal(np.sort(places), np.arange(size))
 
 
@@ -149,6 +195,8 @@ def test_resampling_that_does_not_fit_the_data():
         px.kfold(3).size(2, 0)
     with pytest.raises(px.BatchError, match=r"size of 30 is not between 1 and the 22 rows"):
         px.subsample(30).size(ROWS, 0)
+    with pytest.raises(px.BatchError, match=r"size of 0.01 is not between 1 and the 22 rows"):
+        px.subsample(0.01).size(ROWS, 0)
 
 
 # --- What members read on the devices ---------------------------------------------------------

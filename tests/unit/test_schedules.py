@@ -19,6 +19,7 @@ from plurax.pipeline.schedule import (
 from plurax.pipeline.simulate import simulate
 from plurax.pipeline.table import FIELDS, make_table
 
+KINDS = {"F": 1, "B": 2, "W": 3}
 # The idle part of all devices' time: p devices, m microbatches, v stages on each.
 BUBBLES = {
     "gpipe": lambda p, m, v: (p - 1) / (m + p - 1),
@@ -69,11 +70,19 @@ def test_every_schedule_keeps_the_contract(name, p, m, v):
 
 @pytest.mark.parametrize(("name", "p", "m", "v"), CASES)
 def test_no_slot_holds_two_things(name, p, m, v):
-    """Replay the table: what is read is what was put there for it."""
+    """Replay the table: what is read is what was put there for it, and no slot is one too many."""
     schedule = make_schedule(name, p, m, v)
     edges = [0, schedule.stages - 1]
     table = make_table(schedule, edges)
-    held = {}
+    held, most = {}, dict.fromkeys(table.slots, 0)
+
+    def put(store, device, slot, what):
+        assert 0 <= slot < table.slots[store]
+        assert (store, device, slot) not in held
+        held[store, device, slot] = what
+        most[store] = max(most[store], sum(key[:2] == (store, device) for key in held))
+
+    assert len(table.columns) == len(ticks(schedule))
     for tick, column in enumerate(ticks(schedule)):
         row = [dict(zip(FIELDS, table.columns[tick, d], strict=True)) for d in range(p)]
         for device, work in enumerate(column):
@@ -81,16 +90,17 @@ def test_no_slot_holds_two_things(name, p, m, v):
             if work is None:
                 assert at["kind"] == 0
                 continue
-            assert (at["microbatch"], at["chunk"]) == work[1:]
+            assert (at["kind"], at["microbatch"], at["chunk"]) == (KINDS[work.kind], *work[1:])
             one = (device, work.microbatch, work.chunk)
-            stores = ["kept"] + ["edge"] * (schedule.stage(device, work) in edges)
+            is_edge = schedule.stage(device, work) in edges
+            stores = ["kept"] + ["edge"] * is_edge
+            lefts = ["left"] + ["edge_left"] * is_edge
             last = schedule.stages - 1
             if work.kind == "F":
                 if schedule.stage(device, work) > 0:
                     assert held.pop(("x", device, at["x"])) == work
                 for store in stores:
-                    assert (store, device, at[store]) not in held
-                    held[store, device, at[store]] = one
+                    put(store, device, at[store], one)
             if work.kind == "B" and schedule.stage(device, work) < last:
                 assert held.pop(("cotangent", device, at["cotangent"])) == work
             if work.kind in ("B", "W"):
@@ -98,10 +108,11 @@ def test_no_slot_holds_two_things(name, p, m, v):
                     assert held[store, device, at[store]] == one
                     if work.kind == "W" or not schedule.split:
                         del held[store, device, at[store]]
-            if schedule.split and work.kind == "B":
-                held["left", device, at["left"]] = one
-            if work.kind == "W":
-                assert held.pop(("left", device, at["left"])) == one
+            for store in lefts:
+                if schedule.split and work.kind == "B":
+                    put(store, device, at[store], one)
+                if work.kind == "W":
+                    assert held.pop((store, device, at[store])) == one
         for device, work in enumerate(column):
             if work is None or work.kind == "W":
                 continue
@@ -110,11 +121,25 @@ def test_no_slot_holds_two_things(name, p, m, v):
             if 0 <= stage < schedule.stages:
                 chunk, other = divmod(stage, p)
                 store = "x" if work.kind == "F" else "cotangent"
-                slot = row[other][f"arriving_{store}"]
-                assert slot < table.slots[store]
-                assert (store, other, slot) not in held
-                held[store, other, slot] = work._replace(chunk=chunk)
-    assert held == {}
+                put(store, other, row[other][f"arriving_{store}"], work._replace(chunk=chunk))
+    assert (held, most) == ({}, table.slots)
+
+
+def test_the_table_of_two_devices():
+    """By hand, one microbatch: F on both, then B on both; where nothing arrives, the last slot."""
+    table = make_table(one_f_one_b(2, 1), [0])
+    none = {"kind": 0, "arriving_x": 1, "arriving_cotangent": 1}
+    expected = [
+        [{"kind": 1, "arriving_x": 1, "arriving_cotangent": 1}, {**none, "arriving_x": 0}],
+        [none, {**none, "kind": 1}],
+        [{**none, "arriving_cotangent": 0}, {**none, "kind": 2}],
+        [{**none, "kind": 2}, none],
+    ]
+    rows = [
+        [dict.fromkeys(FIELDS, 0) | fields for fields in tick] for tick in expected
+    ]  # fmt: skip
+    assert table.columns.tolist() == [[[*one.values()] for one in tick] for tick in rows]
+    assert table.slots == {"kept": 1, "left": 0, "edge": 1, "edge_left": 0, "x": 1, "cotangent": 1}
 
 
 def test_slots_do_not_grow_with_microbatches():

@@ -1,5 +1,6 @@
 """A check of a user's own task: it passes, and a fault is found and named."""
 
+import dataclasses
 import math
 
 import jax
@@ -147,6 +148,78 @@ def test_what_is_not_a_number_is_equal_to_nothing():
     result = px.verify(task, optax.sgd(0.1), px.Plan(data=2), {"x": np.ones((4, 2), "f4")}, steps=1)
     assert not result.ok
     assert "loss of the first step: is not the same (NaN, or another integer" in str(result)
+
+
+def test_one_example_has_one_order_of_sums():
+    task = models.mlp_task()
+    result = px.verify(task, optax.sgd(0.1), px.Plan(data=2), models.data(1), steps=1)
+    assert result.ok
+    assert result.noise == 0
+
+
+def test_what_is_allowed():
+    """By hand: 16 times another order of sums; of a lower precision 4 times the larger of both."""
+    far = lambda a, b: {"w": np.float32([4, 4 + a]), "b": np.float32([1 + b])}  # noqa: E731
+    expected = {"loss": {"": np.float32(2)}, "gradient": far(0, 0), "optimizer": {"n": np.int32(3)}}
+    again = {
+        "loss": {"": np.float32(2)},
+        "gradient": far(0.5, 0.25),
+        "optimizer": {"n": np.int32(4)},
+    }
+    assert verification._allowed(expected, again, None) == (
+        {"loss": 0.0, "gradient": 16 * 0.25, "optimizer": 0.0}, 0.25
+    )  # fmt: skip
+    full = {**expected, "gradient": far(2, 0)}
+    assert verification._allowed(expected, again, full) == (
+        {"loss": 4 * 0.5, "gradient": 4 * 0.5, "optimizer": 0.0}, 0.5
+    )  # fmt: skip
+    again["gradient"] = far(4, 0)
+    assert verification._allowed(expected, again, full) == (
+        {"loss": 4 * 0.5, "gradient": 4 * 1.0, "optimizer": 0.0}, 0.5
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dtype", "roundings"),
+    [
+        ("float32", 64 * 2**-23),
+        ("float64", 64 * 2**-52),
+        ("complex64", 64 * 2**-23),
+        ("bfloat16", 4 * 2**-7),
+        ("float16", 4 * 2**-10),
+        ("int32", 0),
+        ("bool", 0),
+    ],
+)
+def test_how_many_roundings_are_the_same(dtype, roundings):
+    assert verification._rounding(np.zeros(3, jnp.dtype(dtype))) == roundings
+
+
+def test_a_verification_in_words():
+    right = verification.Difference("loss", "of the first step", 1e-7, 1e-6)
+    wrong = verification.Difference("gradient", "w", 0.5, 1e-3)
+    none = verification.Difference("updates left out", "", math.inf, 0.0)
+    found = verification.Verification(px.Plan(data=2), 3, (right, wrong, none), 2e-8)
+    assert (right.ok, wrong.ok, none.ok, found.ok) == (True, False, False, False)
+    assert verification.Difference("loss", "", 1e-6, 1e-6).ok
+    allowed = "another order of sums changes on one device, 2.0e-08, and some roundings.)"
+    assert str(found) == (
+        "Plan(data=2) does NOT compute what one device computes. The first tensor that differs is "
+        "gradient w: differs by 5.0e-01, allowed 1.0e-03; 2 of 3 do. (Allowed is 16 times what "
+        + allowed
+    )
+    assert (
+        str(none) == "updates left out: is not the same (NaN, or another integer, shape or dtype)"
+    )
+    plan = px.Plan(data=2, precision="bfloat16")
+    found = verification.Verification(plan, 3, (right, dataclasses.replace(right, error=1e-8)), 0.5)
+    assert (found.ok, found.first) == (True, None)
+    assert str(found) == (
+        "Plan(data=2, precision='bfloat16') computes what one device computes: 2 tensors after "
+        "3 steps; the largest difference is that of loss of the first step: differs by 1.0e-07, "
+        "allowed 1.0e-06. (Allowed is 4 times what bfloat16 itself changes on one device, 5.0e-01, "
+        "and some roundings.)"
+    )
 
 
 ERRORS = {
