@@ -110,6 +110,14 @@ def test_there_is_no_module_level_state():
                 assert all(name.isupper() or name.startswith("_") for name in names), path
 
 
+def test_values_are_frozen():
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            marks = getattr(node, "decorator_list", [])
+            made = [mark for mark in map(ast.unparse, marks) if "dataclasses" in mark]
+            assert all("frozen=True" in mark for mark in made), f"{path}: {node.name}"
+
+
 def test_the_public_names():
     public = {name for name in vars(px) if not name.startswith("_")}
     modules = {path.stem for path in SOURCE.glob("*.py")} | {

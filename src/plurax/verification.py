@@ -12,7 +12,6 @@ from jaxtyping import PyTree
 
 from plurax import errors, tree
 from plurax.execute.compile import compile as compile_
-from plurax.execute.placement import leading_dim
 from plurax.plan import Plan
 from plurax.task import Task
 from plurax.validate import whole_number
@@ -147,9 +146,7 @@ def verify(
     plan.check_devices(len(devices))
     # Which examples a coupled loss compares is said by the microbatches: the same on one device.
     one = Plan(precision=plan.precision, microbatches=plan.microbatches if task.coupled else 1)
-    # Of one example there is one order of sums, and of a coupled loss the one that is meant.
     other = dataclasses.replace(one, microbatches=2)
-    reorders = leading_dim(batch) > 1 and not task.coupled
 
     def run(used: Plan, by: optax.GradientTransformation, count: int) -> dict[str, PyTree]:
         program = compile_(task, by, used, batch, devices=devices)
@@ -178,7 +175,7 @@ def verify(
         }
 
     expected = everything(one)
-    again = everything(other) if reorders else expected
+    again = expected if task.coupled else everything(other)
     full = None
     if plan.precision != "float32":
         full = everything(dataclasses.replace(one, precision="float32"))

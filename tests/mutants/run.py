@@ -21,13 +21,15 @@ from typing import Any
 from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
 
+# The rules of the house are quickly asked, and hold for all.
+ALWAYS = "tests/test_architecture.py::test_values_are_frozen"
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
 def command(python: str, tests: list[str]) -> str:
     """What judges a mutant: the first test that fails ends it."""
-    return f"{python} -m pytest -x -q -p no:xdist -p no:randomly {' '.join(tests)}"
+    return f"{python} -m pytest -x -q -p no:xdist -p no:randomly {' '.join([ALWAYS, *tests])}"
 
 
 def sample(session: Path, draw: int, skip: list[str]) -> None:

@@ -67,7 +67,15 @@ def test_what_the_update_gathers_is_said():
         px.compile(models.mlp_task(), optimizer, plan, models.data(8))
 
 
+def curved(grads, state, params=None, *, curvature):
+    return jax.tree.map(jnp.multiply, grads, curvature), state
+
+
+CURVED = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), curved)
 WANTING = {
+    "another argument": (CURVED, r"missing 1 required keyword-only argument: 'curvature'"),
+    "another argument, in a chain": (
+        optax.chain(optax.clip(1.0), CURVED), r"missing 1 required keyword-only argument: 'curv"),
     "line search": (optax.lbfgs(), r"more than plurax hands it \(missing 2 required keyword-only "
                     r"arguments: 'grad' and 'value_fn'"),
     "opaque sam": (

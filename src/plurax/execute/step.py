@@ -1,6 +1,5 @@
 """One training step as a pure function: totals, the guard against non-finite values, the update."""
 
-import inspect
 import re
 from collections.abc import Callable
 
@@ -26,7 +25,7 @@ def whole_update(optimizer: optax.GradientTransformation) -> Update:
     The loss is handed to the optimizer as `value`, where it takes it. Raises `TaskError` where it
     wants more than that, such as a function.
     """
-    takes_value = _takes(optimizer, "value")
+    takes_more = isinstance(optimizer, optax.GradientTransformationExtraArgs)
 
     def update(
         grads: PyTree, opt_state: PyTree, params: PyTree, loss: Array
@@ -35,12 +34,18 @@ def whole_update(optimizer: optax.GradientTransformation) -> Update:
             updates, new = optimizer.update(grads, opt_state, params, **extra)
             return optax.apply_updates(params, updates), new
 
-        try:
-            return call(value=loss) if takes_value else call()
-        except (TypeError, ValueError) as error:
-            if takes_value and "unexpected keyword argument 'value'" in str(error):
+        def with_value() -> tuple[PyTree, PyTree]:
+            try:
+                return call(value=loss)
+            except TypeError as error:
                 # A chain takes every argument, and hands it to one that does not.
-                return call()
+                if "unexpected keyword argument 'value'" in str(error):
+                    return call()
+                raise
+
+        try:
+            return with_value() if takes_more else call()
+        except (TypeError, ValueError) as error:
             if wanted := _WANTED.search(str(error)):
                 raise errors.optimizer_wants_arguments(wanted[0]) from error
             raise
@@ -52,14 +57,6 @@ _WANTED = re.compile(
     r"missing \d+ required keyword-only arguments?: .*|(grad_fn|obj_fn|value_fn) must be provided"
 )
 """How Python says that an argument is missing, and how optax does."""
-
-
-def _takes(optimizer: optax.GradientTransformation, argument: str) -> bool:
-    """Whether an optimizer's update takes a keyword argument beside optax's own."""
-    if not isinstance(optimizer, optax.GradientTransformationExtraArgs):
-        return False
-    known = inspect.signature(optimizer.update).parameters
-    return argument in known or any(one.kind is one.VAR_KEYWORD for one in known.values())
 
 
 def make_step(
