@@ -3,6 +3,8 @@
 import ast
 import itertools
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,7 +40,7 @@ PUBLIC = {
     "Collective", "DamagedCheckpointWarning", "Difference", "Experiment", "ExperimentError",
     "FastestBatchSize",
     "Fit", "Halving", "MaxBatchSize", "MaxMembers", "Members", "MembersError", "MembersProgram",
-    "MaskWarning", "Memory",
+    "MaskWarning", "Memory", "MissingPackageError",
     "NonFiniteWarning", "Plan", "PlanError", "PluraxError", "Position", "Program", "Reading",
     "Regression", "Schedule", "Sharding", "ShardingWarning", "Steps",
     "StreamData", "Sweep", "Task", "TaskError", "Timeline", "TrainState", "Tuning", "Verification",
@@ -100,6 +102,14 @@ def test_files_and_functions_stay_small(path):
             size = node.end_lineno - node.lineno - (documented or "").count("\n")
             # fit is the training loop: read top to bottom, it may be longer.
             assert size <= (110 if node.name == "fit" else 60), f"{node.name} has {size} lines"
+
+
+def test_import_loads_nothing_slow():
+    """What only some features need is imported where it is used."""
+    slow = {"matplotlib", "orbax", "scipy", "tensorboardX", "tyro"}
+    code = f"import sys, plurax; print(*sorted({slow} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
 
 
 def test_there_is_no_module_level_state():

@@ -28,6 +28,7 @@ from plurax.errors import BatchError as BatchError
 from plurax.errors import CheckpointError as CheckpointError
 from plurax.errors import ExperimentError as ExperimentError
 from plurax.errors import MembersError as MembersError
+from plurax.errors import MissingPackageError as MissingPackageError
 from plurax.errors import PlanError as PlanError
 from plurax.errors import PluraxError as PluraxError
 from plurax.errors import ShardingWarning as ShardingWarning

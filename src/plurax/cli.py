@@ -27,6 +27,7 @@ from plurax.options import Common, Population, Predict, Show, Train, Verify
 from plurax.pipeline.schedule import make_schedule
 from plurax.plan import Plan, ScheduleName
 from plurax.report.curves import draw_curves
+from plurax.report.picture import check_matplotlib
 from plurax.report.plan_picture import draw_plan
 from plurax.report.shards import compared_table, shards_table
 from plurax.report.tables import plan_report
@@ -123,13 +124,15 @@ def _train(arguments: list[str]) -> int:
         checkpoint_every=options.checkpoint_every,
         progress=options.progress,
     )
+    written = ["metrics.jsonl", "tensorboard/", "checkpoints/", "plan.toml"]
     rows = list(read_rows(options.output / "metrics.jsonl"))
     if any(row["kind"] == "epoch" for row in rows):
-        draw_curves(rows, options.output / "curves.png", title=Path(arguments[0]).stem)
-    console.print(
-        f"wrote {options.output}: curves.png, metrics.jsonl, tensorboard/, checkpoints/, plan.toml",
-        markup=False,
-    )
+        try:
+            draw_curves(rows, options.output / "curves.png", title=Path(arguments[0]).stem)
+            written = ["curves.png", *written]
+        except errors.MissingPackageError as missing:
+            console.print(f"no curves.png: {missing}", markup=False)
+    console.print(f"wrote {options.output}: {', '.join(written)}", markup=False)
     if report is not None and result.interrupted is None:
         for path in report(made, result, options.output):
             console.print(f"wrote {path}", markup=False)
@@ -163,6 +166,8 @@ def _predict(arguments: list[str]) -> int:
 def _plan(arguments: list[str]) -> int:
     made, options, _ = _parse(arguments, "plan", _show_options)
     plan = options.chosen_plan()
+    if options.save is not None:
+        check_matplotlib()
     if options.compare and plan.pipeline == 1:
         raise errors.compare_needs_pipeline()
     if options.tune is not None:

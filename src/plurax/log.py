@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tensorboardX import SummaryWriter
-
 from plurax import errors
 
 Row = dict[str, Any]
@@ -51,6 +49,8 @@ class MetricsLog:
                 lines = self._up_to(resume_step)
             replace_file(self.path, b"".join(lines))
             self._file = self.path.open("ab")
+            from tensorboardX import SummaryWriter  # slow to import
+
             self._board = SummaryWriter(
                 str(directory / "tensorboard"),
                 purge_step=None if resume_step is None else resume_step + 1,

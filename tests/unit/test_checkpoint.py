@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec as P
 from tests import models
 
 import plurax as px
-from plurax.checkpoint import Checkpoints, DamagedCheckpointWarning, checkpoints, lock
+from plurax.checkpoint import Checkpoints, DamagedCheckpointWarning, arrays, checkpoints, lock
+from plurax.checkpoint.arrays import StateHandler
 from plurax.checkpoint.damage import Damage
 from plurax.checkpoint.description import FORMAT, read_description, sealed
-from plurax.checkpoint.files import StateHandler
 from plurax.checkpoint.fingerprint import fingerprint, fingerprints
 from plurax.checkpoint.lock import FolderLock
 from plurax.state import TrainState
@@ -308,7 +308,7 @@ def test_what_is_not_damage_is_passed_on_and_condemns_nothing(tmp_path, monkeypa
     def fails(*_args):
         raise error
 
-    monkeypatch.setattr(checkpoints, "read_state", fails)
+    monkeypatch.setattr(arrays, "read_state", fails)
     with Checkpoints(tmp_path) as writer:
         writer.lock()
         with pytest.raises(type(error)):
@@ -480,7 +480,7 @@ def test_only_the_writer_removes_what_was_left_unfinished(tmp_path):
 
 def test_a_checkpoint_that_its_writer_removes_meanwhile_is_no_damage(tmp_path, monkeypatch):
     saved(tmp_path, 1, 2)
-    real = checkpoints.read_state
+    real = arrays.read_state
 
     def slow(step, like):
         if step.name == "2":
@@ -488,7 +488,7 @@ def test_a_checkpoint_that_its_writer_removes_meanwhile_is_no_damage(tmp_path, m
             saved(tmp_path, 3)
         return real(step, like)
 
-    monkeypatch.setattr(checkpoints, "read_state", slow)
+    monkeypatch.setattr(arrays, "read_state", slow)
     assert Checkpoints(tmp_path).restore(LIKE)[1] == {"note": 3}
 
 

@@ -85,6 +85,19 @@ def test_train_writes_what_it_says(workplace, capsys, drawn):
     assert "epoch 3/4" not in out
 
 
+def test_without_matplotlib(workplace, capsys, monkeypatch):
+    """Training goes on and says what is missing; a picture that is asked for is refused at once."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    missing = "Drawing needs matplotlib, which is not installed. Install it with `pip install"
+    code, out, _ = run(capsys, "train", "small.py", "--epochs", "1")
+    assert code == 0
+    assert f"no curves.png: {missing} 'plurax[pictures]'`." in out
+    assert "wrote runs/small: metrics.jsonl, tensorboard/, checkpoints/, plan.toml" in out
+    code, _, err = run(capsys, "plan", "small.py", "--save", "plan.png")
+    assert code == 2
+    assert err.startswith(f"error: {missing}")
+
+
 def test_predict_reads_and_writes_arrays(workplace, capsys):
     run(capsys, "train", "small.py", "--epochs", "1")
     inputs = models.data(33)["x"]

@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
 from plurax import errors, tree
 from plurax.checkpoint.damage import Damage, DamagedCheckpointWarning
 from plurax.checkpoint.description import read_description, sealed
-from plurax.checkpoint.files import StateSave, open_manager, read_state, usable_folder
+from plurax.checkpoint.files import usable_folder
 from plurax.checkpoint.fingerprint import fingerprints
 from plurax.checkpoint.lock import FolderLock
 from plurax.state import TrainState
@@ -49,7 +48,7 @@ class Checkpoints:
         self.directory = usable_folder(directory)
         self._keep = keep
         self._lock = FolderLock(self.directory / LOCK)
-        self._manager: ocp.CheckpointManager | None = None
+        self._manager: Any = None
         self._damaged: set[int] = set()  # found while only reading
 
     def __enter__(self) -> "Checkpoints":
@@ -90,6 +89,8 @@ class Checkpoints:
                 shutil.rmtree(unfinished, ignore_errors=True)
             for step in filter(self._is_there, self._damaged):
                 self._set_aside(step)
+            from plurax.checkpoint.arrays import open_manager
+
             self._manager = open_manager(self.directory, self._keep)
         except OSError as error:
             raise errors.checkpoint_not_written(str(self.directory), str(error)) from None
@@ -119,12 +120,10 @@ class Checkpoints:
             "key_impls": _key_impls(state),
             "fingerprints": prints,
         }
-        items = {
-            "state": StateSave(plain),
-            "meta": ocp.args.JsonSave(sealed({"run": meta, **described})),
-        }
+        from plurax.checkpoint.arrays import write_state
+
         try:
-            saved = self._manager.save(step, args=ocp.args.Composite(**items))
+            saved = write_state(self._manager, step, plain, sealed({"run": meta, **described}))
         except Exception as error:
             raise self._not_written(error) from error
         assert saved, "Orbax leaves out only steps that are not newer"
@@ -219,6 +218,8 @@ class Checkpoints:
         shapes = tree.describe(plain_like) + keys
         if shapes != described["shapes"]:
             raise errors.checkpoint_mismatch(str(self.directory), shapes, described["shapes"])
+        from plurax.checkpoint.arrays import read_state
+
         plain = read_state(directory, plain_like)
         found, saved = fingerprints(plain), described["fingerprints"]
         changed = [path for path, value in found.items() if value != saved.get(path)]

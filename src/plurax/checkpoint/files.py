@@ -1,4 +1,4 @@
-"""The files of a saved state: written and read by Orbax, with a SHA-256 of each beside them.
+"""A SHA-256 of each file of a saved state, beside them.
 
 Orbax reads a truncated file with some error, and a changed byte often with none. With the digests,
 damage is known before Orbax looks at a file; whatever it raises after that is not damage.
@@ -10,10 +10,6 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
-
-import orbax.checkpoint as ocp
-from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.checkpoint.damage import Damage
@@ -22,52 +18,12 @@ from plurax.validate import local_path
 DIGESTS = "sha256.json"
 
 
-class StateHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
-    """Orbax's handler of arrays; before a checkpoint is committed, the digests are added."""
-
-    def finalize(self, directory: Any) -> None:
-        """Called by Orbax in the background, when all files are written."""
-        super().finalize(directory)
-        with (Path(directory) / DIGESTS).open("x", encoding="utf-8") as file:
-            json.dump(_digests(Path(directory)), file)
-            file.flush()
-            os.fsync(file.fileno())
-
-
-@ocp.args.register_with_handler(StateHandler, for_save=True)
-class StateSave(ocp.args.StandardSave):  # type: ignore[misc]
-    """What to save."""
-
-
-@ocp.args.register_with_handler(StateHandler, for_restore=True)
-class StateRestore(ocp.args.StandardRestore):  # type: ignore[misc]
-    """What to restore: shapes, dtypes and shardings."""
-
-
-def open_manager(directory: Path, keep: int) -> ocp.CheckpointManager:
-    """Orbax's manager of a folder, to write."""
-    # Orbax finds the parts of its database by a glob of the whole path, where these would be
-    # patterns. Without the database each array is a file of its own: slower, but right.
-    plain = not set("*?[") & set(str(directory))
-    # Of the checkpoints that are there it needs the steps alone; its notes on them may be damaged.
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=keep, create=True, lightweight_initialize=True
-    )
-    return ocp.CheckpointManager(
-        directory,
-        options=options,
-        item_handlers={
-            "state": StateHandler(use_ocdbt=plain),
-            "meta": ocp.JsonCheckpointHandler(),
-        },
-    )
-
-
-def read_state(step: Path, like: PyTree) -> PyTree:
-    """The state of a checkpoint, as `like` says. Raises `Damage`, and whatever Orbax raises."""
-    verify_files(step / "state")
-    with ocp.Checkpointer(StateHandler()) as checkpointer:
-        return checkpointer.restore(step / "state", args=StateRestore(like))
+def write_digests(directory: Path) -> None:
+    """Add the digests to a folder in which all files are written."""
+    with (directory / DIGESTS).open("x", encoding="utf-8") as file:
+        json.dump(_digests(directory), file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def verify_files(directory: Path) -> None:

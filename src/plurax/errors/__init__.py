@@ -1,4 +1,4 @@
-"""What goes wrong for a user: six kinds of error, one builder per message.
+"""What goes wrong for a user: seven kinds of error, one builder per message.
 
 Every message says what is wrong, where, why, and what to write instead. The tests pin
 their text. `assert` is for mistakes of our own.

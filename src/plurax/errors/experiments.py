@@ -2,7 +2,14 @@
 
 from collections.abc import Iterable
 
-from plurax.errors.kinds import BatchError, ExperimentError, PlanError
+from plurax.errors.kinds import BatchError, ExperimentError, MissingPackageError, PlanError
+
+
+def package_missing(what: str, package: str, extra: str) -> MissingPackageError:
+    return MissingPackageError(
+        f"{what} needs {package}, which is not installed. Install it with "
+        f"`pip install 'plurax[{extra}]'`."
+    )
 
 
 def verify_one_network() -> ExperimentError:

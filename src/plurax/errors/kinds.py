@@ -31,3 +31,7 @@ class CheckpointError(PluraxError):
 
 class ExperimentError(PluraxError):
     """A file given to the command line that does not define a usable experiment."""
+
+
+class MissingPackageError(PluraxError, ImportError):
+    """A package that only some features need, and that is not installed."""

@@ -3,14 +3,17 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float, Int
-from matplotlib.figure import Figure
 
 from plurax import errors
 from plurax.ensemble.uncertainty import Calibration
+from plurax.report.picture import new_figure, saved
+
+if TYPE_CHECKING:
+    import matplotlib.figure
 
 LINES = (("#3b6fb6", "o"), ("#c4572b", "s"), ("#4a8f5c", "D"), ("#8659a8", "^"), ("#9a7b1c", "v"),
          ("#555555", "P"))  # fmt: skip
@@ -19,7 +22,9 @@ CLASSES = (("#a9cdf2", "o"), ("#ffb8a0", "^"))
 COLUMNS = 4
 
 
-def draw_reliability(calibrations: Mapping[str, Calibration], path: str | Path) -> None:
+def draw_reliability(
+    calibrations: Mapping[str, Calibration], path: str | Path | None = None
+) -> "matplotlib.figure.Figure":
     """How often predictions of some confidence are right, above; how many there are, below.
 
     A line under the diagonal is too sure of itself, one above it not sure enough (C. Guo et al.,
@@ -30,7 +35,7 @@ def draw_reliability(calibrations: Mapping[str, Calibration], path: str | Path) 
     """
     if not calibrations:
         raise errors.picture_of_nothing("draw_reliability", "plurax.calibration(...)")
-    figure = Figure(figsize=(5.2, 6.0 + 0.2 * len(calibrations)), layout="constrained", dpi=120)
+    figure = new_figure(5.2, 6.0 + 0.2 * len(calibrations))
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     above.plot([0, 1], [0, 1], color="#888888", linestyle="--", linewidth=1)
     above.text(0.02, 0.97, "not sure enough", color="#777777", va="top")
@@ -49,7 +54,7 @@ def draw_reliability(calibrations: Mapping[str, Calibration], path: str | Path) 
     for axis in (above, below):
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    return saved(figure, path)
 
 
 def draw_confidence(
@@ -57,8 +62,8 @@ def draw_confidence(
     extent: tuple[float, float, float, float],
     points: Float[np.ndarray, "N 2"],
     labels: Int[np.ndarray, "N"],
-    path: str | Path,
-) -> None:
+    path: str | Path | None = None,
+) -> "matplotlib.figure.Figure":
     """The probability of class 1 over a plane, panels side by side on one scale, with the data.
 
     The black line is where both classes are equally likely; white is unsure.
@@ -84,7 +89,7 @@ def draw_confidence(
     rows = math.ceil(len(panels) / columns)
     shape = (extent[3] - extent[2]) / (extent[1] - extent[0])
     size = (3.0 * columns + 0.9, (3.0 * shape + 0.4) * rows + 0.2)
-    figure = Figure(figsize=size, layout="compressed", dpi=120)
+    figure = new_figure(*size, layout="compressed")
     axes = figure.subplots(rows, columns, sharey=True, squeeze=False)
     for number, (name, values) in enumerate(panels.items()):
         axis = axes.flat[number]
@@ -96,7 +101,7 @@ def draw_confidence(
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     figure.colorbar(mesh, ax=axes, label="probability of class 1", ticks=[0, 0.25, 0.5, 0.75, 1])
-    figure.savefig(path, bbox_inches="tight")
+    return saved(figure, path, bbox_inches="tight")
 
 
 def _draw_panel(

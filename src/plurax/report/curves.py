@@ -2,17 +2,23 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.figure import Figure
+
+from plurax.report.picture import new_figure, saved
+
+if TYPE_CHECKING:
+    import matplotlib.figure
 
 TRAIN, EVALUATION = "#3b6fb6", "#c4572b"
 SKIP = {"kind", "step", "epoch", "seconds", "examples_per_second", "weight", "examples",
         "skipped", "grad_norm"}  # fmt: skip
 
 
-def draw_curves(rows: Sequence[dict[str, Any]], path: str | Path, title: str = "") -> None:
+def draw_curves(
+    rows: Sequence[dict[str, Any]], path: str | Path | None = None, title: str = ""
+) -> "matplotlib.figure.Figure":
     """One panel per metric: every step, the mean of each epoch, and the evaluation.
 
     Of a population the median member, in bands that hold half and nine tenths of the members, and
@@ -32,7 +38,7 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: str | Path, title: str = "
         and isinstance(value, float)
     ]
     names = names or ["loss"]  # nothing was finite: an empty panel says so
-    figure = Figure(figsize=(5.2 * max(1, len(names)), 3.8), layout="constrained", dpi=120)
+    figure = new_figure(5.2 * max(1, len(names)), 3.8)
     axes = np.atleast_1d(figure.subplots(1, max(1, len(names))))
     for axis, name in zip(axes, names, strict=True):
         points = [(row["step"], row[name]) for row in steps if isinstance(row.get(name), float)]
@@ -60,7 +66,7 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: str | Path, title: str = "
         figure.legend(*shown, loc="outside lower center", ncols=len(shown[0]), frameon=False)
     if title:
         figure.suptitle(title)
-    figure.savefig(path)
+    return saved(figure, path)
 
 
 def _line(axis: Any, epochs: list[dict[str, Any]], name: str, color: str, marker: str,

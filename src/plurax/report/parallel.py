@@ -2,23 +2,25 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
-from matplotlib.figure import Figure
+
+from plurax.report.picture import new_figure, saved
+
+if TYPE_CHECKING:
+    import matplotlib.figure
 
 
 def draw_parallel(
     rows: Sequence[Mapping[str, Any]],
     names: Sequence[str],
     metric: str,
-    path: str | Path,
+    path: str | Path | None = None,
     *,
     largest: bool = False,
-) -> None:
+) -> "matplotlib.figure.Figure":
     """One line for each row, across one axis for each name, coloured by the metric; the best thick.
 
     **Arguments:** `rows`, as `Sweep.rows`; `names`, of the numbers to show, the metric left out; an
@@ -33,7 +35,10 @@ def draw_parallel(
     )
     score = values_RA[:, -1]
     finite = np.isfinite(score)
-    figure = Figure(figsize=(max(5.0, 2.1 * len(names)), 4.2), layout="constrained", dpi=120)
+    figure = new_figure(max(5.0, 2.1 * len(names)), 4.2)
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
     axis = figure.subplots()
     place = places_RA[:, -1] if not largest else 1 - places_RA[:, -1]
     colors = ScalarMappable(Normalize(0, 1.1), cmap="viridis")
@@ -56,7 +61,7 @@ def draw_parallel(
         axis.text(x, 1.06, name.replace("_", " ") + kind, ha="center", fontsize=9.5)
     axis.set(xlim=(-0.35, len(names) - 0.5), ylim=(-0.04, 1.12))
     axis.axis("off")
-    figure.savefig(path)
+    return saved(figure, path)
 
 
 def _logarithmic(column: Float[np.ndarray, "R"]) -> bool:

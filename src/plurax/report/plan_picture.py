@@ -3,15 +3,13 @@
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure, SubFigure
-from matplotlib.patches import Patch
+from typing import TYPE_CHECKING
 
 from plurax.execute.state_shardings import Parameter
 from plurax.inspect import Collective, Memory
 from plurax.pipeline.schedule import Schedule
 from plurax.pipeline.simulate import Timeline, simulate
+from plurax.report.picture import new_figure, saved
 from plurax.report.shards import kinds_of_memory
 from plurax.report.tables import human_bytes
 from plurax.report.timeline import (
@@ -25,6 +23,11 @@ from plurax.report.timeline import (
     stages_of,
 )
 from plurax.sharding.divide import Record
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+    from matplotlib.axes import Axes
+    from matplotlib.figure import SubFigure
 
 BARS, PAPER = "#3f51b5", "#ececec"
 WIDTH, WIDER = 9.0, 14.0
@@ -45,10 +48,10 @@ def draw_plan(
     parameters: Sequence[Parameter],
     memory: Memory,
     sent: Sequence[Collective] | Sequence[Record],
-    path: str | Path,
+    path: str | Path | None = None,
     pipeline: Costs | None = None,
     compared: Compared | None = None,
-) -> None:
+) -> "matplotlib.figure.Figure":
     """Memory per device by kind, and bytes that a device sends by collective and axis, as PNG.
 
     Above them the timelines of a `pipeline`, or of all schedules that are `compared` with it.
@@ -67,15 +70,17 @@ def draw_plan(
     parts.append((height, lambda part: _draw_memory(part, sizes, memory.peak, wires, under)))
     heights = [height for height, _ in parts]
     width = WIDTH if compared is None else WIDER
-    figure = Figure(figsize=(width, sum(heights)), layout="constrained", dpi=120)
+    figure = new_figure(width, sum(heights))
     figure.suptitle(title, fontsize=10)
     figures = figure.subfigures(len(parts), 1, height_ratios=heights, squeeze=False)[:, 0]
     for part, (_, draw) in zip(figures, parts, strict=True):
         draw(part)
-    figure.savefig(path)
+    return saved(figure, path)
 
 
-def draw_schedules(schedules: Sequence[Schedule], path: str | Path) -> None:
+def draw_schedules(
+    schedules: Sequence[Schedule], path: str | Path | None = None
+) -> "matplotlib.figure.Figure":
     """The timelines of some schedules, one above the other, as PNG, before anything runs.
 
     **Arguments:** `schedules`, of any sizes; `path` of the picture. Each is drawn as soon as each
@@ -91,16 +96,16 @@ def draw_schedules(schedules: Sequence[Schedule], path: str | Path) -> None:
         ).items()
     ]
     heights = [AROUND + DEVICE * timeline.schedule.devices for _, timeline in shown]
-    figure = Figure(figsize=(WIDTH, LEGEND + sum(heights)), layout="constrained", dpi=120)
+    figure = new_figure(WIDTH, LEGEND + sum(heights))
     (part,) = figure.subfigures(1, 1, squeeze=False)[:, 0]
     _draw_timelines(part, dict(shown))
-    figure.savefig(path)
+    return saved(figure, path)
 
 
 # --- Timelines ------------------------------------------------------------------------------------
 
 
-def _draw_timelines(part: SubFigure, timelines: Mapping[str, Timeline]) -> None:
+def _draw_timelines(part: "SubFigure", timelines: Mapping[str, Timeline]) -> None:
     """Timelines one above the other, by their captions."""
     heights = [AROUND + DEVICE * timeline.schedule.devices for timeline in timelines.values()]
     axes = part.subplots(len(timelines), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -111,7 +116,7 @@ def _draw_timelines(part: SubFigure, timelines: Mapping[str, Timeline]) -> None:
     _legend(part, [timeline.schedule for timeline in timelines.values()])
 
 
-def _draw_schedules(part: SubFigure, compared: Compared) -> None:
+def _draw_schedules(part: "SubFigure", compared: Compared) -> None:
     """A line for each schedule: its two timelines beside each other, or why it cannot run."""
     heights = [_row_height(costs) for costs in compared.values()]
     rows = part.subplots(len(compared), 2, height_ratios=heights, squeeze=False)
@@ -143,7 +148,7 @@ def _row_height(costs: Costs | str) -> float:
     return REASON if isinstance(costs, str) else AROUND + DEVICE * costs.schedule.devices
 
 
-def _draw_timeline(axis: Axes, timeline: Timeline, name: str, end: float, inches: float) -> None:
+def _draw_timeline(axis: "Axes", timeline: Timeline, name: str, end: float, inches: float) -> None:
     """Devices downwards, time to the right until `end`, drawn about so many `inches` wide."""
     schedule = timeline.schedule
     chunks = schedule.chunks
@@ -177,7 +182,7 @@ def _draw_timeline(axis: Axes, timeline: Timeline, name: str, end: float, inches
     axis.set_title(f"{name}: idle (bubble) {percent(timeline.bubble)}", fontsize=9, loc="left")
 
 
-def _legend(part: SubFigure, schedules: Sequence[Schedule]) -> None:
+def _legend(part: "SubFigure", schedules: Sequence[Schedule]) -> None:
     kinds: Mapping[str, str] = kinds_of_work(schedules[0])
     if len({schedule.split for schedule in schedules}) > 1:
         kinds = {
@@ -185,6 +190,8 @@ def _legend(part: SubFigure, schedules: Sequence[Schedule]) -> None:
             "B": "backward; of half the length: gradient of input",
             "W": "gradient of weights",
         }
+    from matplotlib.patches import Patch
+
     shown = [Patch(color=COLOURS[kind], label=text) for kind, text in kinds.items()]
     if any(schedule.chunks > 1 for schedule in schedules):
         shown.append(Patch(color=COLOURS["F"], alpha=LATER, label="paler: a device's later stage"))
@@ -199,7 +206,7 @@ def _legend(part: SubFigure, schedules: Sequence[Schedule]) -> None:
 # --- Bars -----------------------------------------------------------------------------------------
 
 
-def _draw_compared(part: SubFigure, compared: Compared) -> None:
+def _draw_compared(part: "SubFigure", compared: Compared) -> None:
     """What differs between schedules, each number in a panel of its own."""
     able = {name: costs for name, costs in compared.items() if isinstance(costs, Costs)}
     bubble, stored, exchanged, temporaries = part.subplots(1, 4)
@@ -215,7 +222,7 @@ def _draw_compared(part: SubFigure, compared: Compared) -> None:
 
 
 def _draw_memory(
-    part: SubFigure, sizes: Mapping[str, int], peak: int, wires: Mapping[str, float], under: str
+    part: "SubFigure", sizes: Mapping[str, int], peak: int, wires: Mapping[str, float], under: str
 ) -> None:
     left, right = part.subplots(1, 2)
     kinds = {kind: size for kind, size in sizes.items() if size > 1e-3 * peak}
@@ -239,7 +246,7 @@ def _wires(sent: Sequence[Collective] | Sequence[Record]) -> dict[str, float]:
 
 
 def _bars(
-    axis: Axes,
+    axis: "Axes",
     sizes: Mapping[str, float],
     title: str,
     text: Callable[[float], str] = human_bytes,

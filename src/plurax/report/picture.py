@@ -1,0 +1,39 @@
+"""Figures of Matplotlib, which is an extra and is loaded when the first figure is made."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from plurax import errors
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+
+
+def check_matplotlib() -> None:
+    """Raise `MissingPackageError` where Matplotlib is not installed, before work is done for it."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise errors.package_missing("Drawing", "matplotlib", "pictures") from None
+
+
+def new_figure(
+    width: float, height: float, layout: Literal["constrained", "compressed"] = "constrained"
+) -> "matplotlib.figure.Figure":
+    """Return an empty figure of a size in inches.
+
+    Raises `MissingPackageError` where Matplotlib is not installed.
+    """
+    check_matplotlib()
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout=layout, dpi=120)
+
+
+def saved(
+    figure: "matplotlib.figure.Figure", path: str | Path | None, **options: Any
+) -> "matplotlib.figure.Figure":
+    """Return the figure, after saving it where a path is given; its ending says the format."""
+    if path is not None:
+        figure.savefig(path, **options)
+    return figure
