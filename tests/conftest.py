@@ -1,8 +1,6 @@
 """Every test sees eight virtual CPU devices; warnings are errors (pyproject.toml)."""
 
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,16 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
+# Most of the rest is compiling, too: what was compiled once is kept between runs, outside the
+# checkout, and found by every process of a test through JAX's own variables.
+os.environ.setdefault(
+    "PLURAX_TEST_CACHE",
+    str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "plurax-tests")),
+)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["PLURAX_TEST_CACHE"]
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
 import jax
 import pytest
 from hypothesis import settings
@@ -29,19 +37,21 @@ import plurax as px
 
 px.virtual_devices(8)
 
-# Many tests compile the same program: one cache for all workers of a session. The first process
-# creates it, and the others inherit its name. A folder named from outside is kept between sessions.
-KEPT = "PLURAX_TEST_CACHE" in os.environ
-os.environ.setdefault("PLURAX_TEST_CACHE", tempfile.mkdtemp(prefix="plurax-tests-"))
-jax.config.update("jax_compilation_cache_dir", os.environ["PLURAX_TEST_CACHE"])
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+CACHE = Path(os.environ["PLURAX_TEST_CACHE"])
+MOST_BYTES = 2_000_000_000
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """The process that created the cache removes it."""
-    if not KEPT and not hasattr(config, "workerinput"):
-        shutil.rmtree(os.environ["PLURAX_TEST_CACHE"], ignore_errors=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """The oldest programs make room; by the first process, before there are others."""
+    if hasattr(session.config, "workerinput"):
+        return
+    entries = [(path.stat(), path) for path in CACHE.glob("*") if path.is_file()]
+    held = sum(stat.st_size for stat, _ in entries)
+    for stat, path in sorted(entries, key=lambda entry: entry[0].st_mtime):
+        if held <= MOST_BYTES:
+            break
+        path.unlink(missing_ok=True)
+        held -= stat.st_size
 
 
 # The default draws the same few cases every time; `make test-all` draws many new ones.

@@ -31,6 +31,7 @@ def test_a_quick_measurement_writes_both_sides(tmp_path):
         assert row["against"] == "optax.MultiSteps"
 
 
+@pytest.mark.slow
 def test_members_are_measured_beside_jax_by_hand(tmp_path):
     rows = quick("members", tmp_path)
     compared = [row for row in rows if "plurax" in row and "other" in row]
@@ -39,6 +40,7 @@ def test_members_are_measured_beside_jax_by_hand(tmp_path):
     assert sum(row["row"] == "check" for row in rows) >= 2  # what was chosen, and the roofline
 
 
+@pytest.mark.slow
 def test_a_divided_network_is_measured_beside_jax_by_hand(tmp_path):
     rows = quick("divided", tmp_path)
     compared = [row for row in rows if row["row"] == "comparison"]
@@ -54,6 +56,7 @@ def test_a_divided_network_is_measured_beside_jax_by_hand(tmp_path):
     assert "needs a GPU" in skipped
 
 
+@pytest.mark.slow
 def test_pipelines_are_measured_beside_one_device_and_jax_by_hand(tmp_path):
     rows = quick("pipelines", tmp_path)
     compared = {row["against"]: row for row in rows if row["row"] == "comparison"}
@@ -72,6 +75,7 @@ def test_pipelines_are_measured_beside_one_device_and_jax_by_hand(tmp_path):
     assert skipped["name"].endswith("PyTorch pipelining")
 
 
+@pytest.mark.slow
 def test_compiling_is_measured_beside_jax_by_hand(tmp_path):
     rows = quick("compile", tmp_path)
     (compared,) = [row for row in rows if row["row"] == "comparison"]

@@ -1,35 +1,102 @@
-"""Every Python block of the README and the docs runs as written."""
+"""Every Python block of the README and the docs runs as written, and prints what the page says."""
 
+import contextlib
+import io
 import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
+import jax
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 WRITTEN = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 PAGES = [page for page in WRITTEN if "```python" in page.read_text(encoding="utf-8")]
-START = "import plurax as px\npx.virtual_devices(8)\n"
+BLOCKS = re.compile(
+    r"^(?P<indent> *)```python\n(?P<code>.*?)^ *```\n(\s*^ *```text\n(?P<text>.*?)^ *```)?",
+    re.DOTALL | re.MULTILINE,
+)
+NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?![\d])")
+TIME = re.compile(r"\s*(µs|ms|s|seconds|examples/s)\b")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_the_page_runs(page, tmp_path):
+def test_the_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     text = page.read_text(encoding="utf-8")
-    blocks = re.findall(r"^( *)```python\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
-    code = "\n".join(
-        "\n".join(line.removeprefix(indent) for line in block.splitlines())
-        for indent, block in blocks
+    names = {"__name__": "__main__"}
+    for block in BLOCKS.finditer(text):
+        line = text.count("\n", 0, block.start()) + 1
+        code = "\n" * line + _undented(block["code"], block["indent"])
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+            warnings.simplefilter("default")
+            warnings.filterwarnings("error", category=DeprecationWarning, module="__main__")
+            exec(compile(code, str(page), "exec"), names)
+        if block["text"] is not None:
+            said = _undented(block["text"], block["indent"])
+            differ = different(said, printed.getvalue())
+            assert not differ, f"{page.name}:{line} prints something else:\n{differ}"
+    jax.clear_caches()
+
+
+def _undented(block, indent):
+    return "\n".join(line.removeprefix(indent) for line in block.splitlines())
+
+
+def different(said, printed):
+    """The lines in which a page and what was printed differ; empty where they do not.
+
+    Words and whole numbers must be the same, `...` stands for anything, times are not compared, and
+    other numbers may differ by a hundredth, or by one in their last digit: other processors add up
+    in another order.
+    """
+    a = [line.rstrip() for line in said.splitlines() if line.strip()]
+    b = [line.rstrip() for line in printed.splitlines() if line.strip()]
+    if len(a) != len(b) and "..." not in a:
+        return f"{len(a)} lines, and {len(b)} were printed:\n{printed}"
+    if "..." in a:  # lines left out
+        first = a.index("...")
+        b = b[:first] + b[len(b) - (len(a) - first - 1) :]
+        a = a[:first] + a[first + 1 :]
+    return "\n".join(
+        f"- {one}\n+ {other}" for one, other in zip(a, b, strict=True) if not _alike(one, other)
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", START + code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": f"{REPOSITORY / 'src'}{os.pathsep}{REPOSITORY}"},
+
+
+def _alike(said, printed):
+    pattern = ".*?".join(_pattern(part) for part in said.split("..."))
+    found = re.fullmatch(pattern, printed)
+    if found is None:
+        return False
+    return all(
+        _close(number[0], other) or TIME.match(said, number.end())
+        for number, other in zip(NUMBER.finditer(said), found.groups(), strict=True)
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def _pattern(text):
+    """The words of a text, runs of blanks as one, and a group for each number."""
+    parts, last = [], 0
+    for number in NUMBER.finditer(text):
+        parts += [_words(text[last : number.start()]), r"([-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?)"]
+        last = number.end()
+    return "".join([*parts, _words(text[last:])])
+
+
+def _words(text):
+    return r"\s+".join(re.escape(word) for word in re.split(r"\s+", text))
+
+
+def _close(said, printed):
+    a, b = float(said.replace(",", "")), float(printed.replace(",", ""))
+    decimals = len(said.partition("e")[0].partition(".")[2])
+    if "." not in said and "e" not in said:
+        return a == b  # counts are exact
+    return abs(a - b) <= max(0.01 * abs(a), 1.01 * 10.0**-decimals)
 
 
 def test_pages_have_each_heading_once():
@@ -46,5 +113,6 @@ def test_the_doctests_run():
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src")},
     )
     assert done.returncode == 0, done.stdout[-3000:]

@@ -21,12 +21,14 @@ def train(made, **changes):
     return px.fit(**options)
 
 
+@pytest.mark.slow
 def test_digits_reach_97_percent():
     """What `make demo` promises."""
     result = train(experiment("digits.py"))
     assert result.history[-1]["eval_accuracy"] >= 0.97
 
 
+@pytest.mark.slow
 def test_the_residual_net_learns_digits():
     made = experiment("digits.py", model="conv", epochs=2)
     result = train(made, plan=px.Plan(data=2, microbatches=2))

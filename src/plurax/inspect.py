@@ -33,8 +33,8 @@ class Collective:
     bytes: int
     in_loop: bool
     trips: int | None
-    devices: int = 1
-    stands_for: str | None = None
+    devices: int = dataclasses.field(default=1, repr=False)
+    stands_for: str | None = dataclasses.field(default=None, repr=False)
 
     @property
     def wire(self) -> float:

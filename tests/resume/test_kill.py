@@ -68,6 +68,12 @@ def fit(data, output, **options):
     )  # fmt: skip
 
 
+def deadly():
+    """The environment of a process that dies: it may leave half a compiled program behind."""
+    cache = Path(os.environ["PLURAX_TEST_CACHE"], "killed")
+    return {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache)}
+
+
 @pytest.mark.parametrize("how", ["in a step", "in an evaluation"])
 def test_killed_and_resumed(tmp_path, how):
     done = subprocess.run(
@@ -75,6 +81,7 @@ def test_killed_and_resumed(tmp_path, how):
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
+        env=deadly(),
     )
     assert done.returncode == -9, done.stderr
     data = {"in a step": Batches, "in an evaluation": lambda: ROWS}[how]
@@ -113,16 +120,13 @@ def _plain(state):
 
 def killed(kind, output, moment):
     """A process that resumes the run, until a moment; whether it was killed before its end."""
-    cache = os.environ["PLURAX_TEST_CACHE"]
     done = subprocess.run(
         [sys.executable, "-m", "tests.resume.runs", kind, str(output), moment],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        env={**os.environ, "JAX_COMPILATION_CACHE_DIR": cache,
-             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"},
-    )  # fmt: skip
+        env=deadly(),
+    )
     assert done.returncode in (0, -9), (moment, done.stderr)
     return done.returncode == -9
 
