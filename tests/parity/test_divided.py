@@ -136,14 +136,14 @@ def test_members_split_too(x64, plan):
     ],
 )
 def test_parameters_that_are_not_there(x64, plan):
-    """`None` in place of a bias, as Equinox has it, and in what the task carries on."""
+    """`None` in place of a bias, as Equinox has it, no numbers, and no tensors at all."""
     plain = models.mlp_task(dtype=jnp.float64)
 
     def without(params):
         return {**params, "bias": jnp.zeros(models.HIDDEN)}
 
     task = px.Task(
-        init=lambda key: {**plain.init(key), "bias": None},
+        init=lambda key: {**plain.init(key), "bias": None, "no": jnp.zeros((0, 8)), "none": {}},
         loss=lambda params, *args: plain.loss(without(params), *args),
         predict=lambda params, *args: plain.predict(without(params), *args),
     )

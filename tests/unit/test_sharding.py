@@ -328,6 +328,14 @@ OPERATIONS = {
     "sort rows": (lambda x: jnp.sort(x, axis=1), (TABLE,), (S("tensor", None),)),
     "cumsum": (lambda x: jnp.cumsum(x, axis=0), (TABLE,), (S("tensor", None),)),
     "top_k": (lambda x: jax.lax.top_k(x, 3), (TABLE,), (S("tensor", None),)),
+    "top_k of columns": (
+        lambda x: jax.lax.top_k(x, 3, axis=0), (TABLE,), (S("tensor", None),)),
+    "half a count": (
+        lambda x: jax.lax.div(jnp.sum(x > 0, axis=1, dtype=jnp.int32), jnp.int32(2)), (TABLE,),
+        (S(None, "tensor"),)),
+    "a count below zero": (
+        lambda x: jax.lax.neg(jnp.sum(x > 0, axis=1, dtype=jnp.uint32)).astype(float), (TABLE,),
+        (S(None, "tensor"),)),
     "reshape": (lambda x: x.reshape(4, 2, 12), (TABLE,), (S("tensor", None),)),
     "reshape minor": (lambda x: x.reshape(8, 3, 4), (TABLE,), (S(None, "tensor"),)),
     "flatten": (lambda x: x.ravel(), (TABLE,), (S("tensor", None),)),
@@ -353,6 +361,9 @@ OPERATIONS = {
         (S("tensor", None),)),
     "take clipped": (
         lambda x: x.at[INDEX[:, 0]].get(mode="clip", wrap_negative_indices=False), (TABLE,),
+        (S("tensor", None),)),
+    "take by bytes": (
+        lambda x: jnp.take(x, jnp.arange(0, 128, 9, jnp.int8), axis=0), (np.tile(TABLE, (32, 1)),),
         (S("tensor", None),)),
     "take columns": (lambda x: x[INDEX[:4, 0]], (TABLE,), (S(None, "tensor"),)),
     "take along": (
@@ -527,6 +538,9 @@ DIFFERENTIABLE = [
         "take outside",
         "pinned",
         "top_k",
+        "top_k of columns",
+        "half a count",
+        "a count below zero",
         "inverse",
         "while of a sum",
         "while for each row",
@@ -674,6 +688,7 @@ def test_rules_find_the_first_pattern_and_note_what_does_not_divide():
         ((16,), S("tensor"), px.Plan(data=4, tensor=2, zero=3), False, S("tensor")),
         ((5, 7), S(None, None), px.Plan(data=4, zero=2), False, S(None, "data")),
         ((), S(), px.Plan(data=4, zero=3), False, S()),
+        ((0, 8), S(None, None), px.Plan(data=4, zero=1), False, S(None, None)),
     ],
 )
 def test_what_zero_splits(shape, lies, plan, stacked, expected):

@@ -81,10 +81,11 @@ def zero_sharding(
     """A parameter's sharding with one more dim, or part of one, split over `data`.
 
     The largest dim that divides; where none does, the one that needs the least filling up. Scalars
-    stay whole. Where layers are `stacked` along the leading dim, that stays whole.
+    and what holds no numbers stay whole. Where layers are `stacked` along the leading dim, that
+    stays whole.
     """
     n = plan.data
-    if n == 1:
+    if n == 1 or 0 in shape:
         return sharding
     free = [
         dim

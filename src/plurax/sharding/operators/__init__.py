@@ -54,7 +54,7 @@ RULES: dict[str, Rule] = {
     ),
     "sort": moving.along("dimension"),
     "split": moving.along("axis"),
-    "top_k": moving.along("", last=True),
+    "top_k": moving.along("axis"),
     "lu_pivots_to_permutation": moving.along("", last=True),
     "dot_general": products.dot_general,
     "conv_general_dilated": products.convolution,

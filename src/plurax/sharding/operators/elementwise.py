@@ -49,16 +49,22 @@ def _kept_partial(eqn: Any, inputs: list[Cell]) -> frozenset[str]:
     if name in _SUMS:
         real = [s for s, c in zip(sums, inputs, strict=True) if not (c.unmade and c.unmade.zero)]
         common = real[0] if real and all(s == real[0] for s in real) else frozenset()
-    elif name in _LINEAR or (name == "div" and not sums[1]):
+    elif name in _LINEAR or (name == "div" and not sums[1] and _rounds_only(eqn)):
         common = sums[0]
     elif name == "mul" and bool(sums[0]) != bool(sums[1]):
         common = sums[0] | sums[1]
     else:
         return frozenset()
-    if name == "convert_element_type" and not jnp.issubdtype(eqn.params["new_dtype"], jnp.inexact):
+    if name == "convert_element_type" and not _rounds_only(eqn):
         return frozenset()
     others = [axis for cell in every if not cell.unmade for axis in cell.value.sharding.axes]
     return frozenset() if common & set(others) else common
+
+
+def _rounds_only(eqn: Any) -> bool:
+    """Whether an operation is linear up to rounding: integers are cut off, or go around."""
+    dtypes = [var.aval.dtype for var in (*eqn.invars, *eqn.outvars)]
+    return all(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
 
 
 def reduction(divider: Any, eqn: Any, inputs: list[Cell]) -> list[Output]:

@@ -104,6 +104,9 @@ def _own_index(
 
 
 def _clipped(indices: Array, roles: Roles, shape: Sequence[int], mode: Any) -> Array:
+    """Indices in the table where the mode says so; wide enough to be counted from any shard."""
+    if indices.dtype.itemsize < 4:
+        indices = indices.astype(jnp.int32)
     if mode != lax.GatherScatterMode.CLIP:
         return indices
     for dim, place in roles.indexed.items():
