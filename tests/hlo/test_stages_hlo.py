@@ -1,5 +1,6 @@
 """What a pipeline communicates and stores, read from the compiled program."""
 
+import jax.numpy as jnp
 import optax
 import pytest
 from tests import models
@@ -48,6 +49,35 @@ def test_gradients_of_stages_reduce_once():
     total = sum(c.bytes for c in reductions)
     numbers = 100
     assert layers + sum(edges.values()) <= total <= layers + sum(edges.values()) + numbers
+
+
+def test_model_state_is_told_to_all_once_a_step():
+    """Behind the loop over ticks, each leaf by the device of the stage that wrote it."""
+    width = 64
+
+    def loss(params, state, batch, keys, mask):
+        x, means = batch["x"], []
+        for weight in params:
+            x = jnp.tanh(px.stage_boundary(x @ weight))
+            means.append(jnp.where(mask[:, None], x, 0).sum(0) / mask.sum())
+        state = {"means": [old + new for old, new in zip(state["means"], means, strict=True)],
+                 "table": state["table"]}  # fmt: skip
+        return (x * state["table"]).sum(1), {}, state
+
+    def init(key):
+        weights = [jnp.ones((models.FEATURES, width)), jnp.ones((width, width))]
+        return weights, {"means": [jnp.zeros(width)] * 2, "table": jnp.ones(width)}
+
+    task = px.Task(init=init, loss=loss, coupled=True, stateful=True)
+    plan = px.Plan(data=2, pipeline=2, microbatches=2)
+    program = px.compile(task, optax.adam(1e-3), plan, models.data(8))
+    planned = [r.bytes for r in program.planned_collectives() if r.axes == ("pipeline",)]
+    assert planned.count(4 * width) == 2
+    found = [c for c in program.collectives() if c.axes == ("pipeline",) and c.bytes > 64]
+    told = [c for c in found if c.kind == "all-reduce"]
+    # Numbers may ride along.
+    assert 0 <= sum(c.bytes for c in told) - 2 * 4 * width <= 100
+    assert not any(c.in_loop for c in told)
 
 
 def test_1f1b_stores_as_much_for_64_microbatches_as_for_8():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import hypothesis.strategies as st
 import jax
@@ -76,6 +77,65 @@ def staged(dtype=jnp.float64):
     return px.Task(init=init, loss=loss, coupled=True)
 
 
+def running(dtype=jnp.float64):
+    """Running statistics in each of four stages, which the next microbatch's values depend on."""
+    widths = (models.FEATURES, 8, 6, 8, 4)
+
+    def init(key):
+        keys = jax.random.split(key, 4)
+        params = [
+            0.6 * jax.random.normal(k, shape, dtype)
+            for k, shape in zip(keys, itertools.pairwise(widths), strict=True)
+        ]
+        norms = [{"mean": jnp.zeros(n, dtype), "var": jnp.ones(n, dtype)} for n in widths[1:]]
+        # Of no parameter; of nothing; the same for ever, in all stages.
+        state = {"norms": norms, "input": jnp.zeros(widths[0], dtype),
+                 "seen": jnp.zeros((), jnp.int32), "scale": jnp.full((), 1.1, dtype)}  # fmt: skip
+        return params, state
+
+    def layers(params, state, x, mask):
+        new = []
+        for number, (weight, old) in enumerate(zip(params, state["norms"], strict=True)):
+            x = x @ weight
+            real, count = mask[:, None], mask.sum()
+            mean = jnp.where(real, x, 0).sum(0) / count
+            var = jnp.where(real, (x - mean) ** 2, 0).sum(0) / count
+            new.append({"mean": 0.9 * old["mean"] + 0.1 * mean,
+                        "var": 0.8 * old["var"] + 0.2 * var})  # fmt: skip
+            # The backward pass needs what the forward pass read, and not what it wrote. A lone
+            # example has a gradient.
+            x = jnp.tanh((x - 0.8 * mean - 0.1 * old["mean"]) * jax.lax.rsqrt(old["var"] + 1e-3))
+            x = state["scale"] * x
+            if number < 3:
+                x = px.stage_boundary(x)
+        return x, new
+
+    def loss(params, state, batch, keys, mask):
+        count = mask.sum()
+        first = jnp.where(mask[:, None], batch["x"], 0).sum(0) / count
+        x, norms = layers(params, state, batch["x"] - state["input"], mask)
+        seen = state["seen"] + count.astype(jnp.int32)
+        first = 0.9 * state["input"] + 0.1 * first
+        new = {"norms": norms, "input": first, "seen": seen, "scale": state["scale"]}
+        entropy = optax.softmax_cross_entropy_with_integer_labels(x, batch["y"])
+        return entropy, {"top": x.max(-1)}, new
+
+    def predict(params, state, inputs):
+        x = inputs["x"] - state["input"]
+        for number, (weight, old) in enumerate(zip(params, state["norms"], strict=True)):
+            x = jnp.tanh((x @ weight - old["mean"]) * jax.lax.rsqrt(old["var"] + 1e-3))
+            x = px.stage_boundary(x) if number < 3 else x
+        return state["scale"] * x
+
+    def score(params, state, batch):
+        x = predict(params, state, batch)
+        return optax.softmax_cross_entropy_with_integer_labels(x, batch["y"])
+
+    return px.Task(
+        init=init, loss=loss, predict=predict, evaluate=score, coupled=True, stateful=True
+    )
+
+
 # name: the task, and the rules by which it can be split.
 TASKS = {
     "normed": (models.normed_task, MLP),
@@ -85,6 +145,7 @@ TASKS = {
         {"in": ("tensor",), "out": ("tensor",), "router": (None, "tensor")},
     ),
     "staged": (staged, {"0": (None, "tensor"), "1": ("tensor",)}),
+    "running": (running, {"0": (None, "tensor"), "1": ("tensor",)}),
 }
 
 
@@ -212,25 +273,138 @@ def test_every_parallelism(x64, name, kind):
     check(name, px.Plan(**PLANS[kind], shardings=rules))
 
 
+STAGES = {
+    "all at once": {"pipeline": 3, "data": 2, "zero": 3, "schedule": "zb-h1"},
+    "tensor": {"pipeline": 3, "tensor": 2, "remat": "full"},
+    "zero 2": {"pipeline": 3, "data": 2, "zero": 2, "schedule": "gpipe"},
+    "data": {"pipeline": 3, "data": 2},
+    "remat": {"pipeline": 2, "data": 2, "zero": 1, "remat": "full"},
+    "dots": {"pipeline": 2, "zero": 1, "remat": "dots"},
+    "by hand": {"pipeline": 2, "schedule": ["F0 F1 F2 B0 B1 B2", "F0 F1 B1 F2 B2 B0"]},
+}
+
+
 @pytest.mark.parametrize(
-    "axes",
+    ("name", "kind"),
     [
-        {"data": 2, "zero": 3, "schedule": "zb-h1"},
-        pytest.param({"tensor": 2, "remat": "full"}, marks=pytest.mark.slow),
-        pytest.param({"data": 2, "zero": 2, "schedule": "gpipe"}, marks=pytest.mark.slow),
-        pytest.param({"data": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            name, kind,
+            marks=[] if (name, kind) in {("staged", "all at once"), ("running", "remat")}
+            else pytest.mark.slow,
+        )
+        for name in ("staged", "running")
+        for kind in STAGES
+    ],
+)  # fmt: skip
+def test_stages(x64, name, kind):
+    """The last batch is a lone example: the microbatches without one are left out."""
+    axes = STAGES[kind]
+    rules = TASKS[name][1] if "tensor" in axes else {}
+    check(name, px.Plan(microbatches=3, shardings=rules, **axes))
+
+
+@pytest.mark.slow
+def test_model_state_of_several_stages_on_a_device(x64):
+    """Each of them works on another microbatch."""
+    task, batch = example("running")
+    plan = px.Plan(pipeline=2, stages=4, schedule="interleaved", microbatches=4)
+    expected = by_hand(task, batch, SIZES, 4)
+    assert models.worst(trained(task, batch, plan, SIZES), expected) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [
+        (px.Plan(pipeline=2, microbatches=2), px.Plan(data=2, zero=1, microbatches=2)),
+        pytest.param(
+            (
+                px.Plan(data=2, zero=3, microbatches=2),
+                px.Plan(pipeline=2, stages=4, schedule="interleaved", microbatches=2),
+            ),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_stages(x64, axes):
-    """The last batch is a lone example: the microbatches without one are left out."""
-    rules = TASKS["staged"][1] if "tensor" in axes else {}
-    check("staged", px.Plan(pipeline=3, microbatches=3, shardings=rules, **axes))
+def test_model_state_under_another_plan(x64, tmp_path, plans):
+    """Trained under one, resumed under the other; then evaluated and predicted."""
+    task, batch = example("running")
+    batch = models.cut(batch, 8)
+
+    def fit(plan, epochs, **how):
+        return px.fit(task, optimizer(), batch, plan=plan, epochs=epochs, batch_size=5,
+                      progress=False, **how)  # fmt: skip
+
+    def found(result):
+        program, state = result.program, result.state
+        outputs = program.evaluate(state, batch), program.predict(state, {"x": batch["x"]})
+        return jax.device_get((state.params, state.model_state, *outputs))
+
+    expected = found(fit(px.Plan(microbatches=2), 2))
+    first = found(fit(plans[0], 1, output=tmp_path))
+    assert models.worst(found(fit(plans[1], 2, output=tmp_path, resume=True)), expected) < 1e-10
+    assert models.worst(first, found(fit(px.Plan(microbatches=2), 1))) < 1e-10
 
 
-def test_model_state_has_no_stages():
-    match = "is not cut into stages. Use data, zero, tensor, remat and microbatches"
+@pytest.mark.slow
+def test_members_with_model_state_in_stages(x64):
+    task, batch = example("running")
+
+    def run(plan):
+        program = px.compile(task, optimizer(), plan, batch, members=px.Members(3))
+        state = program.init()
+        for size in SIZES:
+            state, _ = program.step(state, models.cut(batch, size))
+        kept = program.kept(state)
+        return jax.device_get((kept.params, kept.model_state, program.evaluate(state, batch)))
+
+    alone = run(px.Plan(chunk=3, batch_dim="major", microbatches=3))
+    for plan in (
+        px.Plan(pipeline=2, microbatches=3, chunk=3),
+        px.Plan(member=2, data=2, pipeline=2, microbatches=3, chunk=1, zero=1),
+    ):
+        assert models.worst(run(plan), alone) < 1e-10
+
+
+def counting(read):
+    """Two stages and a counter, of which `read(state, x, number)` makes something in each."""
+
+    def loss(params, state, batch, keys, mask):
+        x = batch["x"]
+        for number, weight in enumerate(params):
+            x = read(state, jnp.tanh(x @ weight), number)
+            if number == 0:
+                x = px.stage_boundary(x)
+        state = {"seen": state["seen"] + mask.sum(), "mean": state["mean"] + x.mean() * mask[0]}
+        return x.sum(1) * mask, {}, state
+
+    def init(key):
+        return [jnp.ones((models.FEATURES, 4)), jnp.ones((4, 3))], {
+            "seen": jnp.zeros(()), "mean": jnp.zeros(()),
+        }  # fmt: skip
+
+    return px.Task(init=init, loss=loss, coupled=True, stateful=True)
+
+
+@pytest.mark.parametrize(
+    ("read", "match"),
+    [
+        (lambda state, x, number: x / state["seen"],
+         "state 'seen' is written by stage 0 and read by stages 0 and 1. Stages work on several"),
+        (lambda state, x, number: x + (state["mean"] if number == 0 else 0),
+         "state 'mean' is written by stage 1 and read by stages 0 and 1. Stages work on several"),
+    ],
+)  # fmt: skip
+def test_model_state_of_several_stages(read, match):
     with pytest.raises(px.PlanError, match=match):
-        px.compile(models.normed_task(), optimizer(), px.Plan(pipeline=2), models.data(8))
+        px.compile(counting(read), optimizer(), px.Plan(pipeline=2), models.data(8))
+
+
+def test_model_state_needs_forwards_in_order():
+    lines = ["F0 F2 F1 B0 B1 B2", "F0 F2 F1 B0 B1 B2"]
+    plan = px.Plan(pipeline=2, microbatches=3, schedule=lines)
+    task = counting(lambda state, x, number: x)
+    with pytest.raises(px.PlanError, match="device 0 the schedule has F2 before F1, and model"):
+        px.compile(task, optimizer(), plan, models.data(9))
 
 
 @pytest.mark.slow

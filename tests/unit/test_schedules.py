@@ -10,6 +10,7 @@ from plurax.pipeline.schedule import (
     SCHEDULES,
     Schedule,
     Work,
+    check_forwards_in_order,
     check_schedule,
     make_schedule,
     one_f_one_b,
@@ -61,6 +62,7 @@ def test_every_schedule_keeps_the_contract(name, p, m, v):
                 done[device, work] = tick
     assert done.keys() == {(d, w) for d in range(p) for w in everything}
     check_schedule(schedule)
+    check_forwards_in_order(schedule)
     assert simulate(schedule).bubble == pytest.approx(BUBBLES[name](p, m, v), abs=1e-12)
     stored = [STORED[name](p, m, v, d) for d in range(p)]
     assert stored_activations(schedule) == stored

@@ -94,6 +94,34 @@ def test_marks_in_branches_and_on_trees(x64):
     refused(branched_task(), px.Plan(pipeline=5), "pipeline=4 works")
 
 
+def test_marks_elsewhere_in_what_is_evaluated_and_predicted(x64):
+    """Their stages would want parameters of others: these are gathered, as without marks."""
+    batch = models.data(8, dtype=np.float64)
+
+    def layers(params, x, marks):
+        for weight, mark in zip(params, marks, strict=True):
+            x = jnp.tanh(x @ weight)
+            x = px.stage_boundary(x) if mark else x
+        return x
+
+    def init(key):
+        return list(jax.random.normal(key, (4, models.FEATURES, models.FEATURES)))
+
+    task = px.Task(
+        init=init,
+        loss=lambda params, batch, keys: layers(params, batch["x"], (1, 0, 0, 0)).sum(1),
+        evaluate=lambda params, batch: layers(params, batch["x"], (0, 0, 1, 0)).sum(1),
+        predict=lambda params, inputs: layers(params, inputs["x"], (1, 1, 1, 1)),
+    )
+
+    def run(plan):
+        program = px.compile(task, optax.sgd(0.1), plan, batch)
+        state = program.init(0)
+        return program.evaluate(state, batch), program.predict(state, batch)
+
+    assert models.worst(run(px.Plan(pipeline=2)), run(px.Plan())) < 1e-10
+
+
 def test_keeping_a_state_compiles_once(caplog):
     task = models.perceptron_stack(depth=3)
     program = px.compile(task, optax.sgd(0.1), px.Plan(pipeline=2), models.data(8))

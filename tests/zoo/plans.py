@@ -19,12 +19,6 @@ PLANS = {
 }
 """Name: the fields of the plan; rules are the model's."""
 
-REFUSED = {
-    ("batch norm", plan): "with a stateful task: its model state"
-    for plan in ("pipeline", "pipeline and zero", "pipeline and tensor")
-}
-"""Pairs that cannot be, and how the refusal reads."""
-
 
 def chosen(models):
     """The pairs of a default run: two plans for each model, all plans with several models."""

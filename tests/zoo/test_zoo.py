@@ -76,8 +76,6 @@ def pairs():
             marks = [pytest.mark.xdist_group(f"zoo {model}")]
             if (model, plan) not in default:
                 marks.append(pytest.mark.slow)
-            if (model, plan) in plans.REFUSED:
-                continue
             yield pytest.param(model, plan, marks=marks, id=f"{model}-{plan}")
 
 
@@ -119,13 +117,3 @@ def test_a_default_run_takes_every_plan_with_several_models():
     assert len(default) == 2 * len(MODELS)
     for plan in plans.PLANS:
         assert sum(pair[1] == plan for pair in default) >= 2, plan
-    known = {(model, plan) for model in MODELS for plan in plans.PLANS}
-    assert plans.REFUSED.keys() <= known
-
-
-@pytest.mark.parametrize(("name", "planned"), plans.REFUSED)
-def test_what_cannot_be_is_refused_by_name(x64, name, planned):
-    model, fields = MODELS[name], plans.PLANS[planned]
-    plan = px.Plan(**fields, shardings=model.rules if fields.get("tensor", 1) > 1 else ())
-    with pytest.raises(px.PlanError, match=plans.REFUSED[name, planned]):
-        px.compile(task(model), by_hand.optimizer(), plan, model.batches(SIZES)[0])

@@ -89,15 +89,6 @@ def plan_rule_unused(pattern: str, paths: Iterable[str], names: Iterable[str]) -
     )
 
 
-def plan_stateful_pipeline(pipeline: int) -> PlanError:
-    return PlanError(
-        f"Plan(pipeline={pipeline}) with a stateful task: its model state (the running statistics "
-        "of batch norm, say) is read and written by the loss as a whole, and is not cut into "
-        "stages. Use data, zero, tensor, remat and microbatches, which work for stateful tasks; "
-        "coupled tasks without model state have stages too."
-    )
-
-
 def plan_tensor_unused(tensor: int, paths: Iterable[str], names: Iterable[str]) -> PlanError:
     paths, names = list(paths), list(names)
     example = paths[0] if paths else "*"

@@ -51,6 +51,14 @@ def schedule_out_of_order(device: int, work: str, need: str) -> PlanError:
     )
 
 
+def schedule_forwards_out_of_order(device: int, work: str, before: str) -> PlanError:
+    return PlanError(
+        f"on device {device} the schedule has {before} before {work}, and model state passes from "
+        "each microbatch to the next: write the forwards of a stage in the order of their "
+        "microbatches, as all schedules do that have a name."
+    )
+
+
 def schedule_incomplete(device: int, work: str) -> PlanError:
     return PlanError(
         f"the schedule cannot run: device {device} never does {work}; every device does F and B of "
@@ -94,6 +102,16 @@ def boundary_not_floating(dtype: str, shape: Sequence[int]) -> PlanError:
     return PlanError(
         f"what crosses a stage boundary must be floating point, and a value of dtype {dtype}, "
         f"shape {tuple(shape)}, does: compute it where it is used, or cast it."
+    )
+
+
+def state_of_several_stages(name: str, writer: int, readers: Sequence[int]) -> PlanError:
+    return PlanError(
+        f"the model state {name!r} is written by stage {writer} and read by "
+        f"stage{'s' if len(readers) > 1 else ''} {' and '.join(map(str, readers))}. Stages work on "
+        "several microbatches at a time, so each has model state of its own: keep one such leaf "
+        "for each stage that reads it, move the plurax.stage_boundary so that one stage does both, "
+        "or use pipeline=1."
     )
 
 

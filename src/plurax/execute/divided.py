@@ -75,8 +75,6 @@ class Divided:
         dealt: Callable[[TrainState], TrainState] | None = None,
         layered: Sequence[bool] = (),
     ) -> None:
-        if task.stateful and plan.pipeline > 1:
-            raise errors.plan_stateful_pipeline(plan.pipeline)
         if plan.batch_dim == "minor":
             raise errors.plan_minor_divided()
         self.task, self.optimizer, self.plan = task, optimizer, plan

@@ -12,7 +12,7 @@ Everything here runs inside `jax.shard_map`, on the shards of one device.
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +27,15 @@ from plurax.execute.reduction import reduced
 from plurax.execute.rows import Rows, number_device_rows
 from plurax.execute.staged_state import ON_ALL, Homes, Staged, StagedState, deal
 from plurax.execute.stages import evaluating_network, predicting_network, training_network
+from plurax.execute.states import initial
 from plurax.execute.step import Step, make_step, whole_update
 from plurax.execute.totals import BatchTotals, dealt
-from plurax.pipeline.at_home import AtHome, Homed
+from plurax.pipeline.at_home import AtHome, Homed, told_to_all
 from plurax.pipeline.forms import Form, Trained
 from plurax.pipeline.network import Dealing, Network
+from plurax.pipeline.packing import Packing, empty
 from plurax.pipeline.run import Run
-from plurax.pipeline.schedule import Schedule, make_schedule
+from plurax.pipeline.schedule import Schedule, check_forwards_in_order, make_schedule
 from plurax.plan import Plan
 from plurax.sharding.divide import Divider, Record
 from plurax.sharding.rules import is_sharding
@@ -73,8 +75,10 @@ class Pipelined:
         size = jax.tree.leaves(rows)[0].shape[0]
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), size))
         mask: Any = jax.ShapeDtypeStruct((size,), jnp.bool_)
-        self._like = jax.eval_shape(task.init, jax.random.key(0))
+        self._like = jax.eval_shape(functools.partial(initial, task), jax.random.key(0))
         network = training_network(task, plan, self._like, Rows(rows, keys, mask), self._stage())
+        if any(edge.writes for edge in network.edges.values()):
+            check_forwards_in_order(self.schedule)
         homes = network.homes(count, plan.pipeline)
         uses = [[leaf in edge.leaves for edge in network.edges.values()] for leaf in range(count)]
         self._many = [sum(used) > 1 for used in uses]
@@ -85,7 +89,7 @@ class Pipelined:
     @staticmethod
     def _layered(task: Task) -> list[bool]:
         """For each parameter whether layers are stacked in it."""
-        params = jax.eval_shape(task.init, jax.random.key(0))
+        params, _ = jax.eval_shape(functools.partial(initial, task), jax.random.key(0))
         if task.stack is None:
             return [False] * len(jax.tree.leaves(params))
         marked = {
@@ -131,12 +135,29 @@ class Pipelined:
                 network, self.schedule, self._trained(params), rows,
                 functools.partial(self._stage, joint=coupled), self._goals(),
                 joint=self.plan.data if coupled else None, live=count if coupled else None,
+                states=jax.tree.leaves(model_state),
             )  # fmt: skip
             sums = run()
             self.records["gradient"] = run.records
-            return self._reduced(run, sums), model_state
+            return self._reduced(run, sums), self._told(network, sums["states"], model_state)
 
         return local
+
+    def _told(self, network: Network, states: list[Array], like: PyTree) -> PyTree:
+        """Model state, of which each leaf was written on the device of its stage, told to all."""
+        divider, here = self._base.divider(), lax.axis_index("pipeline")
+        for stage, edge in network.edges.items():
+            # In a buffer of each dtype: a random key is no number that can be added up.
+            packing = Packing([states[leaf] for leaf in edge.writes])
+            own = packing.write(empty(packing.lengths), [states[leaf] for leaf in edge.writes])
+            mine = here == stage % self.plan.pipeline
+            told = told_to_all({n: jnp.where(mine, a, jnp.zeros_like(a)) for n, a in own.items()})
+            for array in told.values():
+                divider.record_all_reduce(["pipeline"], array)
+            for leaf, array in zip(edge.writes, packing.read(told), strict=True):
+                states[leaf] = array
+        self.records["model state"] = divider.records
+        return jax.tree.unflatten(jax.tree.structure(like), states)
 
     def _numbered(self, batch: PyTree, key: Any, count: Any) -> Rows:
         return number_device_rows(batch, key, count, self.plan.data)
@@ -323,10 +344,10 @@ class Pipelined:
             network = evaluating_network(
                 self.task, self.plan, self._like, _first(rows), self._stage()
             )
-            if network is None:
+            if not self._in_stages(network):
                 whole = self.state.params.gathered(params)
                 return self._base.evaluate()(whole, model_state, batch, count)
-            run = self._forward(network, params, rows)
+            run = self._forward(network, params, rows, model_state)
             values = [
                 self._terms(array, form, {"pipeline"})
                 for array, form in zip(run()["aux"], run.pieces.aux, strict=True)
@@ -346,10 +367,10 @@ class Pipelined:
             network = predicting_network(
                 self.task, self.plan, self._like, _first(rows), self._stage()
             )
-            if network is None:
+            if not self._in_stages(network):
                 whole = self.state.params.gathered(params)
                 return self._base.predict()(whole, model_state, inputs)
-            run = self._forward(network, params, rows, stacked=True)
+            run = self._forward(network, params, rows, model_state, stacked=True)
             outputs = lax.psum(run()["aux"], "pipeline")
             return jax.tree.unflatten(
                 run.pieces.aux_structure, [a.reshape(-1, *a.shape[2:]) for a in outputs]
@@ -357,8 +378,22 @@ class Pipelined:
 
         return local
 
+    def _in_stages(self, network: Network | None) -> TypeGuard[Network]:
+        """Whether a task's own `evaluate` or `predict` runs in the stages that the loss has.
+
+        Cut elsewhere, it would want parameters that live on other devices.
+        """
+        homes = [None if home == ON_ALL else home for home in self.state.params.homes]
+        return network is not None and network.uses_at(homes, self.plan.pipeline)
+
     def _forward(
-        self, network: Network, params: Staged, rows: PyTree, *, stacked: bool = False
+        self,
+        network: Network,
+        params: Staged,
+        rows: PyTree,
+        model_state: PyTree,
+        *,
+        stacked: bool = False,
     ) -> Run:
         """The forwards of the schedule alone."""
         work = tuple(
@@ -366,7 +401,8 @@ class Pipelined:
         )
         schedule = Schedule("forward", work)
         trained = self._trained(params)
-        return Run(network, schedule, trained, rows, self._stage, stacked=stacked)
+        states = jax.tree.leaves(model_state)
+        return Run(network, schedule, trained, rows, self._stage, stacked=stacked, states=states)
 
 
 def _first(rows: PyTree, devices: int = 1) -> PyTree:

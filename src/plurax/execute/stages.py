@@ -1,18 +1,20 @@
 """A task as a network of stages: for training, for evaluation and for prediction."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jaxtyping import PyTree
 
-from plurax import errors
+from plurax import errors, tree
 from plurax.execute.gradient import (
     Totals,
     cast_floating,
     check_losses,
     check_weight,
     evaluation,
+    split_output,
     weighted_sums,
     with_precision,
 )
@@ -39,8 +41,8 @@ def totals_of(task: Task, output: Any, rows: Rows, where: str) -> tuple[Any, Tot
 def training_network(task: Task, plan: Plan, like: PyTree, rows: Rows, divider: Divider) -> Network:
     """The network whose last stage ends in the totals of a microbatch.
 
-    **Arguments:** `like`, parameters, and `rows`, of one microbatch, as `jax.ShapeDtypeStruct`s;
-    `divider`, in whose mesh it is traced.
+    **Arguments:** `like`, a pair of parameters and model state, and `rows`, of one microbatch, as
+    `jax.ShapeDtypeStruct`s; `divider`, in whose mesh it is traced.
 
     Raises `PlanError` where the model cannot be cut into so many stages.
     """
@@ -53,11 +55,13 @@ def training_network(task: Task, plan: Plan, like: PyTree, rows: Rows, divider: 
 
         return stack_network(task.stack, plan, like, end, remat=True)
 
-    def total(params: PyTree, rows: Rows) -> tuple[Any, Totals]:
-        loss = with_precision(task.loss, plan.precision, stateful=False)
+    def total(params: PyTree, model_state: PyTree, rows: Rows) -> tuple[Any, Totals, PyTree]:
+        loss = with_precision(task.loss, plan.precision, task.stateful)
+        states = (model_state,) if task.stateful else ()
         masks = (rows.mask,) if task.coupled else ()
-        output = loss(params, rows.batch, rows.keys, *masks)
-        return totals_of(task, output, rows, "Task.loss")
+        output = loss(params, *states, rows.batch, rows.keys, *masks)
+        losses, metrics, new = split_output(task, output, model_state, rows.mask.shape[0])
+        return *totals_of(task, (losses, metrics), rows, "Task.loss"), new
 
     return marked_network(total, plan, like, rows, divider, remat=True)
 
@@ -77,9 +81,9 @@ def evaluating_network(
         return stack_network(task.stack, plan, like, end, keyless=True)
     evaluate = evaluation(task, plan.precision)
 
-    def total(params: PyTree, rows: Rows) -> tuple[Any, Totals]:
-        totals = evaluate(params, (), rows)
-        return totals.loss, totals
+    def total(params: PyTree, model_state: PyTree, rows: Rows) -> tuple[Any, Totals, tuple[()]]:
+        totals = evaluate(params, model_state, rows)
+        return totals.loss, totals, ()
 
     return _if_marked(total, plan, like, rows, divider)
 
@@ -107,8 +111,8 @@ def predicting_network(
 
         return stack_network(stack, plan, like, end, keyless=True)
 
-    def outputs(params: PyTree, inputs: PyTree) -> tuple[Any, PyTree]:
-        return (), predict(params, (), inputs)
+    def outputs(params: PyTree, model_state: PyTree, inputs: PyTree) -> tuple[Any, ...]:
+        return (), predict(params, model_state, inputs), ()
 
     return _if_marked(outputs, plan, like, inputs, divider)
 
@@ -129,7 +133,8 @@ def stack_network(
     stages = plan.pipeline * plan.chunks
     if stack.depth < stages:
         raise errors.too_few_layers(stack.depth, plan.pipeline, stages)
-    numbers = jax.tree.unflatten(jax.tree.structure(like), range(len(jax.tree.leaves(like))))
+    params = like[0]
+    numbers = jax.tree.unflatten(jax.tree.structure(params), range(len(jax.tree.leaves(params))))
     cast = _caster(plan.precision)
 
     def batch_of(rest: Any) -> PyTree:
@@ -166,7 +171,7 @@ def stack_network(
 
 
 def marked_network(
-    total: Callable[[PyTree, Any], tuple[Any, Any]],
+    total: Callable[[PyTree, PyTree, Any], tuple[Any, ...]],
     plan: Plan,
     like: PyTree,
     rows: Any,
@@ -174,32 +179,33 @@ def marked_network(
     *,
     remat: bool = False,
 ) -> Network:
-    """A function `(params, rows) -> (y, aux)` cut at its marks."""
-    closed, shapes = divider.traced(total, like, rows)
+    """A function `(params, model_state, rows) -> (y, aux, model_state)` cut at its marks."""
+    closed, shapes = divider.traced(total, *like, rows)
     return _cut(closed, shapes, plan, like, divider, remat=remat)
 
 
 def _if_marked(
-    total: Callable[[PyTree, Any], tuple[Any, Any]],
+    total: Callable[[PyTree, PyTree, Any], tuple[Any, ...]],
     plan: Plan,
     like: PyTree,
     rows: Any,
     divider: Divider,
 ) -> Network | None:
-    closed, shapes = divider.traced(total, like, rows)
+    closed, shapes = divider.traced(total, *like, rows)
     return _cut(closed, shapes, plan, like, divider) if has_boundaries(closed.jaxpr) else None
 
 
 def _cut(
     closed: Any, shapes: Any, plan: Plan, like: PyTree, divider: Divider, *, remat: bool = False
 ) -> Network:
-    count = len(jax.tree.leaves(like))
-    stages = plan.pipeline * plan.chunks
-    network = Cut(closed, count, jax.tree.structure(shapes), stages, divider).network()
+    params, model_state = like
+    count, states = len(jax.tree.leaves(params)), list(tree.named_leaves(model_state))
+    stages, outputs = plan.pipeline * plan.chunks, jax.tree.structure(shapes[:2])
+    network = Cut(closed, count, states, outputs, stages, divider).network()
     if not remat or plan.remat == "none":
         return network
     edges = {
-        stage: Edge(rematerialized(edge.fun, plan.remat), edge.leaves)
+        stage: dataclasses.replace(edge, fun=rematerialized(edge.fun, plan.remat))
         for stage, edge in network.edges.items()
     }
     return Network(edges, None, stages)

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import PyTree
 
 from plurax import errors, tree
 from plurax.execute.gradient import check_parameters
@@ -15,18 +16,22 @@ from plurax.task import Task
 def new_state(task: Task, optimizer: optax.GradientTransformation, key: Any) -> TrainState:
     """The state at step 0; `key` is that of the seed. Raises `TaskError`."""
     init_key, run_key = jax.random.split(key)
-    made = task.init(init_key)
-    if task.stateful:
-        if not (isinstance(made, tuple) and len(made) == 2):
-            raise errors.init_needs_model_state()
-        params, model_state = made
-    else:
-        params, model_state = made, ()
+    params, model_state = initial(task, init_key)
     check_parameters(params)
     zero = jnp.zeros((), jnp.int32)
     state = TrainState(zero, params, optimizer.init(params), model_state, run_key, zero)
     # One dtype for good: a weakly typed leaf would change type in the first step.
     return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, leaf.dtype), state)
+
+
+def initial(task: Task, key: Any) -> tuple[PyTree, PyTree]:
+    """Parameters and model state, `()` where there is none. Raises `TaskError`."""
+    made = task.init(key)
+    if not task.stateful:
+        return made, ()
+    if not (isinstance(made, tuple) and len(made) == 2):
+        raise errors.init_needs_model_state()
+    return made
 
 
 def same_shapes(state: TrainState, like: TrainState) -> bool:

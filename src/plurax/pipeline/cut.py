@@ -3,9 +3,13 @@
 An equation that depends on parameters and on rows belongs to a stage: that of what it reads, one
 further behind each mark. What depends on only one of both is computed wherever it is read. From
 stage to stage is handed what an earlier one computes and a later one reads.
+
+A leaf of model state is read and written by one stage, so that it passes from microbatch to
+microbatch in that stage's own time. What only model state depends on is computed as early as it can
+be; what never changes any stage reads.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +17,7 @@ from jax.extend.core import Jaxpr, Literal
 from jaxtyping import Array, PyTree
 
 from plurax import errors
-from plurax.pipeline.network import Edge, Network
+from plurax.pipeline.network import Edge, Network, Part
 from plurax.primitives import INLINED, constant, inner_jaxprs, open_jaxpr, written
 from plurax.sharding.divide import Divider
 from plurax.sharding.marks import Boundary
@@ -53,22 +57,38 @@ def has_boundaries(jaxpr: Any) -> bool:
 
 
 class Cut:
-    """A traced function `(params, rows) -> (y, aux)` cut into stages.
+    """A traced function `(params, model_state, rows) -> (y, aux, model_state)` cut into stages.
 
-    **Arguments:** `closed` jaxpr with `count` parameters first; `outputs`, the structure of
-    `(y, aux)`; `stages`; `divider`, in whose mesh it was traced.
+    The model state of its result is that of the next microbatch, or `()` where it only reads it.
 
-    Raises `PlanError` where there are too few marks, or one stands in a loop.
+    **Arguments:** `closed` jaxpr with `count` parameters first; `states`, the names of the leaves
+    of model state; `outputs`, the structure of `(y, aux)`; `stages`; `divider`, in whose mesh it
+    was traced.
+
+    Raises `PlanError` where there are too few marks, one stands in a loop, or a leaf of model state
+    belongs to several stages.
     """
 
     def __init__(
-        self, closed: Any, count: int, outputs: Any, stages: int, divider: Divider
+        self,
+        closed: Any,
+        count: int,
+        states: Sequence[str],
+        outputs: Any,
+        stages: int,
+        divider: Divider,
     ) -> None:
         body, consts = open_jaxpr(closed)
         avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body.invars]
         flat, _ = divider.traced(lambda *args: inlined(body, consts, args, every=False), *avals)
         self._jaxpr, self._consts = open_jaxpr(flat)
         self._count, self._outputs = count, outputs
+        first = count + len(states)
+        self._states, self._rows = self._jaxpr.invars[count:first], self._jaxpr.invars[first:]
+        self._results = list(self._jaxpr.outvars[: outputs.num_leaves])
+        new = self._jaxpr.outvars[outputs.num_leaves :]
+        old = self._states[: len(new)]
+        self._new = {n: a for n, a in enumerate(new) if a is not old[n]}
         depths = self._depths()
         pieces = 1 + max(depths.values(), default=0)
         if pieces < stages:
@@ -76,6 +96,8 @@ class Cut:
         self._stage = {var: depth * stages // pieces for var, depth in depths.items()}
         self.stages = stages
         self._handed = self._handed_on()
+        self._writer = self._writers()
+        self._check_states(states)
 
     def network(self) -> Network:
         """The network, a stage being one `Edge`."""
@@ -86,7 +108,7 @@ class Cut:
         """For each variable that belongs to a stage, behind how many marks it is."""
         eqns = self._jaxpr.eqns
         trained = _dependent(eqns, self._jaxpr.invars[: self._count])
-        streamed = trained & _dependent(eqns, self._jaxpr.invars[self._count :])
+        streamed = trained & _dependent(eqns, self._rows)
         marked: dict[int, list[Any]] = {}
         for eqn in filter(_is_boundary, eqns):
             marked.setdefault(id(eqn.params["tag"]), []).extend(_read(eqn))
@@ -95,19 +117,26 @@ class Cut:
         def behind(atoms: Sequence[Any]) -> int:
             return max((depth[atom] for atom in atoms if atom in depth), default=0)
 
-        for eqn in eqns:
-            at = behind(_read(eqn))
-            if _is_boundary(eqn):
-                # All that one mark stands on is handed on together.
-                at = 1 + behind(marked[id(eqn.params["tag"])])
-            depth.update({var: at for var in eqn.outvars if var in streamed})
-        self._put_off(depth)
+        def deepen(eqns: Sequence[Any]) -> None:
+            for eqn in eqns:
+                at = behind(_read(eqn))
+                if _is_boundary(eqn):
+                    # All that one mark stands on is handed on together.
+                    at = 1 + behind(marked[id(eqn.params["tag"])])
+                depth.update({var: at for var in eqn.outvars if var in streamed})
+
+        deepen(eqns)
+        needed = _needed(eqns, self._results, set())
+        self._put_off(depth, needed)
+        among = set(map(id, needed))
+        # What no result depends on but model state follows what it reads.
+        deepen([eqn for eqn in eqns if id(eqn) not in among])
         return depth
 
-    def _put_off(self, depth: dict[Any, int]) -> None:
+    def _put_off(self, depth: dict[Any, int], needed: Sequence[Any]) -> None:
         """What no mark precedes is computed where it is first read."""
-        first = {a: max(depth.values(), default=0) for a in _variables(self._jaxpr.outvars)}
-        for eqn in reversed(self._jaxpr.eqns):
+        first = {a: max(depth.values(), default=0) for a in _variables(self._results)}
+        for eqn in reversed(needed):
             ours = [var for var in eqn.outvars if var in depth]
             if not ours:
                 continue
@@ -120,7 +149,7 @@ class Cut:
 
     def _handed_on(self) -> list[list[Any]]:
         """For each cut what passes it."""
-        last = dict.fromkeys(_variables(self._jaxpr.outvars), self.stages - 1)
+        last = dict.fromkeys(_variables(self._results), self.stages - 1)
         for eqn in self._jaxpr.eqns:
             at = max((self._stage[v] for v in eqn.outvars if v in self._stage), default=0)
             for atom in _read(eqn):
@@ -134,27 +163,61 @@ class Cut:
                 raise errors.boundary_not_floating(str(var.aval.dtype), var.aval.shape)
         return cuts
 
+    def _writers(self) -> dict[int, int]:
+        """For each leaf of model state that changes, the stage that computes it.
+
+        What depends on no stage is computed in that which reads it.
+        """
+        writer = {n: self._stage[a] for n, a in self._new.items() if _in(a, self._stage)}
+        while left := [n for n in self._new if n not in writer]:
+            read = [self._work(stage, writer)[2] for stage in range(self.stages)]
+            found = {
+                n: next((at for at, there in enumerate(read) if self._states[n] in there), None)
+                for n in left
+            }
+            known = {n: at for n, at in found.items() if at is not None}
+            writer |= known or dict.fromkeys(left, 0)
+        return writer
+
+    def _check_states(self, names: Sequence[str]) -> None:
+        read = [self._work(stage, self._writer)[2] for stage in range(self.stages)]
+        for leaf, writer in self._writer.items():
+            readers = {at for at, there in enumerate(read) if self._states[leaf] in there}
+            if readers - {writer}:
+                raise errors.state_of_several_stages(names[leaf], writer, sorted(readers))
+
+    def _work(self, stage: int, writer: Mapping[int, int]) -> tuple[list[Any], list[Any], set[Any]]:
+        """The results of a stage, the equations for them, and what these read."""
+        before = set(self._handed[stage - 1]) if stage > 0 else set()
+        results = list(self._results if stage == self.stages - 1 else self._handed[stage])
+        results += [self._new[leaf] for leaf, at in sorted(writer.items()) if at == stage]
+        eqns = _needed(self._jaxpr.eqns, results, before)
+        return results, eqns, {*_variables(results), *(a for eqn in eqns for a in _read(eqn))}
+
     def _edge(self, stage: int) -> Edge:
-        before = self._handed[stage - 1] if stage > 0 else []
-        last = stage == self.stages - 1
-        results = list(self._jaxpr.outvars) if last else self._handed[stage]
-        eqns = _needed(self._jaxpr.eqns, results, set(before))
-        read = {*_variables(results), *(a for eqn in eqns for a in _read(eqn))}
+        results, eqns, read = self._work(stage, self._writer)
         params = self._jaxpr.invars[: self._count]
         leaves = tuple(place for place, var in enumerate(params) if var in read)
-        fun = self._part(stage, eqns, leaves, before, results)
-        return Edge(fun, leaves)
+        reads = tuple(place for place, var in enumerate(self._states) if var in read)
+        writes = tuple(leaf for leaf, at in sorted(self._writer.items()) if at == stage)
+        inputs = [
+            *(params[leaf] for leaf in leaves),
+            *(self._handed[stage - 1] if stage > 0 else []),
+            *self._rows,
+            *(self._states[leaf] for leaf in reads),
+        ]
+        fun = self._part(stage, eqns, inputs, results, len(writes))
+        return Edge(fun, leaves, reads=reads, writes=writes)
 
     def _part(
-        self, stage: int, eqns: list[Any], leaves: tuple[int, ...], before: list[Any], results: Any
-    ) -> Callable[[Sequence[Array], Any, PyTree], tuple[Any, Any]]:
+        self, stage: int, eqns: list[Any], inputs: list[Any], results: list[Any], states: int
+    ) -> Part:
         jaxpr, last = self._jaxpr, stage == self.stages - 1
+        count = len(results) - states
 
         def part(params: Sequence[Array], x: Any, rest: PyTree) -> tuple[Any, Any]:
             known: dict[Any, Any] = dict(zip(jaxpr.constvars, self._consts, strict=True))
-            known.update(zip((jaxpr.invars[leaf] for leaf in leaves), params, strict=True))
-            known.update(zip(jaxpr.invars[self._count :], jax.tree.leaves(rest), strict=True))
-            known.update(zip(before, x, strict=True))
+            known.update(zip(inputs, [*params, *x, *jax.tree.leaves(rest)], strict=True))
 
             def read(atom: Any) -> Any:
                 return constant(atom) if isinstance(atom, Literal) else known[atom]
@@ -163,11 +226,9 @@ class Cut:
                 with written(eqn):
                     outputs = bind(eqn, [read(atom) for atom in eqn.invars])
                 known.update(zip(eqn.outvars, outputs, strict=True))
-            found = [read(atom) for atom in results]
-            if last:
-                y, aux = jax.tree.unflatten(self._outputs, found)
-                return y, aux
-            return found, ()
+            found = [read(atom) for atom in results[:count]]
+            y, aux = jax.tree.unflatten(self._outputs, found) if last else (found, ())
+            return y, (aux, [read(atom) for atom in results[count:]]) if states else aux
 
         return part
 
@@ -190,6 +251,10 @@ def _dependent(equations: Sequence[Any], variables: Sequence[Any]) -> set[Any]:
         if found & set(_read(eqn)):
             found.update(eqn.outvars)
     return found
+
+
+def _in(atom: Any, variables: Mapping[Any, Any]) -> bool:
+    return not isinstance(atom, Literal) and atom in variables
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:

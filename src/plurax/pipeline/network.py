@@ -13,12 +13,16 @@ class Edge:
     """What a stage has besides layers: an embedding, a head, a stage of a marked model.
 
     **Fields:** `fun`, a `Part`; `leaves`, the numbers of the parameters it uses, in their order;
-    `after`, whether it comes after the stage's layers.
+    `after`, whether it comes after the stage's layers; `reads` and `writes`, the numbers of the
+    leaves of model state that it reads and writes. Where there are any, `rest` is a pair of the
+    rows and what it reads, and `aux` a pair of what it is without and what it writes.
     """
 
     fun: Part
     leaves: tuple[int, ...]
     after: bool = False
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +63,14 @@ class Network:
             None if leaf in layered or len(at) > 1 else min(at, default=0)
             for leaf, at in enumerate(used)
         ]
+
+    def uses_at(self, homes: Sequence[int | None], devices: int) -> bool:
+        """Whether each stage uses parameters that are on its own device alone, or on all."""
+        return all(
+            homes[leaf] in (None, stage % devices)
+            for stage, edge in self.edges.items()
+            for leaf in edge.leaves
+        )
 
 
 @dataclasses.dataclass(frozen=True)

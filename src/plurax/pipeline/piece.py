@@ -42,15 +42,25 @@ class Piece:
     """One part of a network, on the shards of one device.
 
     **Arguments:** `fun(params, x, rest) -> (y, aux)`; its arguments as trees of
-    `jax.ShapeDtypeStruct`s of whole tensors; `divider`, which walks it. `y` must be floating.
+    `jax.ShapeDtypeStruct`s of whole tensors; `divider`, which walks it. `y` must be floating. The
+    last `reads` leaves of `rest` and the last `writes` of `aux` are model state: by the time of the
+    backward pass it has changed, so that what is needed of it is kept.
 
     **Attributes:** `y` and `aux`, trees of `jax.ShapeDtypeStruct`s.
     """
 
     def __init__(
-        self, fun: Callable[..., Any], params: PyTree, x: PyTree, rest: PyTree, divider: Divider
+        self,
+        fun: Callable[..., Any],
+        params: PyTree,
+        x: PyTree,
+        rest: PyTree,
+        divider: Divider,
+        *,
+        reads: int = 0,
+        writes: int = 0,
     ) -> None:
-        self.divider = divider
+        self.divider, self._reads, self._writes = divider, reads, writes
         self.sizes = tuple(len(jax.tree.leaves(part)) for part in (params, x, rest))
         structure: Any = None
 
@@ -80,7 +90,7 @@ class Piece:
         for eqn in self._forward.eqns:
             some = any(depends.get(a, False) for a in eqn.invars if not isinstance(a, Literal))
             depends.update(dict.fromkeys(eqn.outvars, some))
-        there = {*trained, *rest, *self._forward.constvars}
+        there = {*trained, *rest[: len(rest) - self._reads], *self._forward.constvars}
         needed = [a for a in self._needed if not isinstance(a, Literal) and a not in there]
         kept = {atom: None for atom in needed if depends.get(atom, False)}
         again = [atom for atom in dict.fromkeys(needed) if atom not in kept]
@@ -127,14 +137,18 @@ class Piece:
     ) -> tuple[Values, Values, Values]:
         """`y`, `aux` and what is kept.
 
-        `y` lies as `wanted`, or, where that is empty, as it comes; None leaves it out.
+        `y` lies as `wanted`, or, where that is empty, as it comes; None leaves it out. Model state
+        is whole.
         """
         size = len(jax.tree.leaves(self.y))
         handed = [] if wanted is None else self._forward.outvars[:size]
         aux = self._forward.outvars[size : self._count]
         results = [*handed, *aux, *(self._kept if keep else ())]
         cells = self.divider.evaluate_part(self._forward.eqns, self._known(inputs), results)
-        front, rest = cells[: len(handed)], [cell.value for cell in cells[len(handed) :]]
+        front, behind = cells[: len(handed)], cells[len(handed) :]
+        rest = [cell.value for cell in behind]
+        for place in range(len(aux) - self._writes, len(aux)):
+            rest[place] = self.divider.to(behind[place], Sharding.whole(len(behind[place].shape)))
         if wanted:
             made = [self.divider.to(cell, one) for cell, one in zip(front, wanted, strict=True)]
         else:
@@ -181,7 +195,7 @@ class Piece:
             zip(self._forward.constvars, map(self.divider.constant, self._constants), strict=True)
         )
         for variables, values in zip(self._groups(), inputs, strict=True):
-            # Of a backward pass x is not given: what is needed of it was kept.
+            # Of a backward pass neither x nor model state are given: what it needs was kept.
             known.update(zip(variables, map(Cell, values), strict=False))
         return known
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from plurax.pipeline.forms import Form, Trained, made, shapes, whole_value
 from plurax.pipeline.network import Edge, Network
@@ -21,7 +21,7 @@ from plurax.sharding.values import Value, shard_of_rows
 class Pieces:
     """The pieces of a network on the shards of one device; made where it is traced.
 
-    **Arguments:** as `Run`, `goals` for each parameter.
+    **Arguments:** as `Run`, `goals` for each parameter; `states`, the leaves of model state.
 
     **Attributes:** `edges` by stage and `layer`, the pieces; of each stage's what is `handed` on
     and `kept` and `left`, as `Form`s, and `between`, `kept_packings`, `left_packings`, where that
@@ -38,10 +38,12 @@ class Pieces:
         divider: Callable[[int], Divider],
         goals: Sequence[Sharding | None] | None,
         joint: int | None = None,
+        states: Sequence[Array] = (),
     ) -> None:
         self.network, self.schedule, self.trained = network, schedule, trained
         self._all_rows, self._joint = rows, joint
         self.backward = goals is not None
+        self.states = states
         self._goals = goals or [None] * len(trained.homes)
         self.edges: dict[int, Piece] = {}
         self.layer: Piece | None = None
@@ -85,16 +87,22 @@ class Pieces:
         self, stage: int, edge: Edge, x: Values, like: Any, rows: Values, divider: Divider
     ) -> tuple[Values, Any]:
         params = self.trained.used(edge)
-        piece = Piece(edge.fun, shapes(params), like, self._rows_like(), divider)
+        states = [whole_value(self.states[leaf]) for leaf in edge.reads]
+        rest = (self._rows_like(), shapes(states)) if states else self._rows_like()
+        piece = Piece(
+            edge.fun, shapes(params), like, rest, divider,
+            reads=len(edge.reads), writes=len(edge.writes),
+        )  # fmt: skip
         self.dividers.append(divider)
         self.edges[stage] = piece
         last = stage == self.network.stages - 1
         wanted = None if last else ()
-        y, aux, kept = piece.forward(Inputs(params, x, rows), wanted, keep=self.backward)
+        inputs = Inputs(params, x, [*rows, *states])
+        y, aux, kept = piece.forward(inputs, wanted, keep=self.backward)
         self.kept[stage] = [Form.of(value) for value in kept]
         if last:
-            self.aux = [Form.of(value) for value in aux]
-            self.aux_structure = jax.tree.structure(piece.aux)
+            self.aux = [Form.of(value) for value in aux[: len(aux) - len(edge.writes)]]
+            self.aux_structure = jax.tree.structure(piece.aux[0] if edge.writes else piece.aux)
         return y, piece.y
 
     def _probe_layer(self, x: Values, like: Any, rows: Values, divider: Divider) -> Values:

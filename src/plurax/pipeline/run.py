@@ -49,6 +49,8 @@ class Run:
     - `joint`: over how many devices of `data` rows are split as one dim, where the loss couples
       examples; None where each device has its own.
     - `live`: how many microbatches have any example; the others are left out. None for all.
+    - `states`: the leaves of model state. A stage's forwards read and write its own, in the order
+      of their microbatches.
     - `stacked`: `aux` is not added up but stacked, a row for each microbatch, of whole tensors.
 
     **Attributes:** `records`, the collectives, once it has run.
@@ -66,6 +68,7 @@ class Run:
         stacked: bool = False,
         joint: int | None = None,
         live: Any = None,
+        states: Sequence[Array] = (),
     ) -> None:
         self._live = live
         self.network, self.schedule, self.trained = network, schedule, trained
@@ -75,7 +78,7 @@ class Run:
         self.sends = Divider(divider(1).axes, trips=len(self.table.columns))
         layers = network.layers
         self.dealing = Dealing(layers.depth if layers else 0, schedule.devices, schedule.chunks)
-        self.pieces = Pieces(network, schedule, trained, rows, divider, goals, joint)
+        self.pieces = Pieces(network, schedule, trained, rows, divider, goals, joint, states)
 
     @property
     def records(self) -> list[Record]:
@@ -86,7 +89,8 @@ class Run:
     # --- Running ------------------------------------------------------------------------------
 
     def __call__(self) -> Carry:
-        """All ticks; what was added up: `aux`, `layers`, `shared` and `homed` gradients."""
+        """All ticks; what was added up: `aux`, `layers`, `shared` and `homed` gradients; and
+        `states`, in which each device has written those of its own stages."""
         columns = jnp.asarray(self.table.columns)
         end, _ = lax.scan(lambda c, row: (self._tick(c, row), None), self._start(), columns)
         return end
@@ -99,6 +103,7 @@ class Run:
             "aux": [self._empty_aux(form) for form in self.pieces.aux],
             "x": empty(between),
             "arrived_x": empty(between, slots["x"] + 1),
+            "states": list(self.pieces.states),
         }
         if not self.pieces.backward:
             return carry
@@ -211,12 +216,17 @@ class Run:
 
     def _edge_forward(self, carry: Carry, at: Carry, stage: int) -> Carry:
         piece, inputs = self.pieces.edges[stage], self._edge_inputs(carry, at, stage)
-        last = stage == self.network.stages - 1
+        edge, last = self.network.edges[stage], stage == self.network.stages - 1
+        states = [whole_value(carry["states"][leaf]) for leaf in edge.reads]
+        inputs = inputs._replace(rest=[*inputs.rest, *states])
         wanted = None if last else [form.sharding for form in self.pieces.handed[stage]]
         y, aux, kept = piece.forward(inputs, wanted, keep=self.pieces.backward)
-        carry = dict(carry)
+        carry = {**carry, "states": list(carry["states"])}
+        count = len(aux) - len(edge.writes)
+        for leaf, value in zip(edge.writes, aux[count:], strict=True):
+            carry["states"][leaf] = value.array
         if last:
-            carry["aux"] = self._with_aux(carry["aux"], aux, at)
+            carry["aux"] = self._with_aux(carry["aux"], aux[:count], at)
         else:
             carry["x"] = self.pieces.between[stage].write(carry["x"], arrays_of(y))
         if self.pieces.backward:

@@ -249,6 +249,22 @@ def check_schedule(schedule: Schedule, *, stored: int | None = None) -> None:
                 raise errors.schedule_stores_too_much(device, most, stored)
 
 
+def check_forwards_in_order(schedule: Schedule) -> None:
+    """Raise `PlanError` where the forwards of a stage are not in the order of their microbatches.
+
+    Model state passes from one to the next.
+    """
+    for device, line in enumerate(schedule.work):
+        last: dict[int, Work] = {}
+        for work in line:
+            if work.kind != "F":
+                continue
+            before = last.get(work.chunk)
+            if before is not None and before.microbatch > work.microbatch:
+                raise errors.schedule_forwards_out_of_order(device, str(work), str(before))
+            last[work.chunk] = work
+
+
 def ticks(schedule: Schedule) -> list[tuple[Work | None, ...]]:
     """For each tick what each device does, or None: as soon as it can, one unit at a time.
 
