@@ -56,13 +56,13 @@ def check(plan, reference, kind, dtype, counts):
 
 @pytest.mark.usefixtures("x64")
 @given(plan=plans, counts=sizes, weighted=st.booleans())
-@draws(30)
+@draws(16)
 def test_float64(plan, counts, weighted):
     check(plan, px.Plan(), "weighted" if weighted else "plain", "float64", counts)
 
 
 @given(plan=plans, counts=sizes, weighted=st.booleans())
-@draws(15)
+@draws(8)
 def test_float32(plan, counts, weighted):
     check(plan, px.Plan(), "weighted" if weighted else "plain", "float32", counts)
 

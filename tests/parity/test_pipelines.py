@@ -70,9 +70,19 @@ def plan_of(schedule, stages, **more):
     )
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4, 8])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", NETWORKS)
+def cases(*others):
+    """Each schedule with each of `others`, the networks in turns; the rest under `make test-all`.
+
+    Every two of schedule, network and number of stages meet in a run by default.
+    """
+    for i, schedule in enumerate(SCHEDULES):
+        for j, other in enumerate(others):
+            for k, name in enumerate(NETWORKS):
+                marks = [] if k == (i + j) % len(NETWORKS) else pytest.mark.slow
+                yield pytest.param(name, schedule, other, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "schedule", "stages"), list(cases(2, 3, 4, 8)))
 def test_every_schedule(x64, name, schedule, stages):
     """No number of stages divides the 11 layers; the last batch fills one of four microbatches."""
     whole = stages == 2
@@ -80,10 +90,9 @@ def test_every_schedule(x64, name, schedule, stages):
     assert worst(got, name, jnp.float64) < 1e-10
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_in_float32(name, schedule):
-    plan = plan_of(schedule, 4)
+@pytest.mark.parametrize(("name", "schedule", "stages"), list(cases(4)))
+def test_every_schedule_in_float32(name, schedule, stages):
+    plan = plan_of(schedule, stages)
     got = trained(name, plan, jnp.float32, everything=False)
     # Adam divides by the gradient's size, and so enlarges another order of sums: of microbatches,
     # say, on one device too.
@@ -272,7 +281,10 @@ def test_members_in_stages(x64, plan):
     assert models.worst(run(plan), run(px.Plan(chunk=3, batch_dim="major"))) < 1e-10
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name",
+    ["perceptron", *(pytest.param(n, marks=pytest.mark.slow) for n in ("transformer", "marked"))],
+)
 def test_verify_in_stages(name):
     """The check for a user's own task; float32 and dropout and all."""
     batch = models.text(8) if name == "transformer" else models.data(8)
