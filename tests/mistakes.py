@@ -68,6 +68,50 @@ PYTHON = {
         ("px.Members('abc')", "MembersError", "Members(seeds='abc'): give a number of members"),
         ("px.kfold(0)", "MembersError", "at least 2 folds are needed to leave one out."),
         ("px.kfold(2.5)", "MembersError", "at least 2 folds are needed to leave one out."),
+        ("px.kfold(3, seed='a')", "TaskError", "seed='a': give a whole number from 0"),
+        *(
+            (f"px.subsample({sizes})", "MembersError",
+             "give sizes above 0: whole numbers of rows, or fractions below 1.")
+            for sizes in ("'0.5'", "1.0", "[10, 2.5]", "float('nan')", "None")
+        ),
+        ("px.Members(3, hyper=[0.1, 0.2, 0.3])", "MembersError",
+         "give hyperparameters by name, {'learning_rate': [0.1, 0.2, 0.3]}"),
+        ("px.Members(3, {'rate': '0.1'}).hyper_table()", "MembersError",
+         "the hyperparameter 'rate' is '0.1'; inside one program it must be a number"),
+        ("px.uniform('0', '1')", "MembersError",
+         "plurax.uniform('0', '1'): needs finite numbers, low < high."),
+        ("px.log_uniform(1, float('inf'))", "MembersError", "needs finite numbers, 0 < low"),
+        ("px.Members(3).take([0.5])", "MembersError", "there is no member 0.5"),
+        ("px.tune(task, optimizer, data, members=None, batch_size=8)", "MembersError",
+         "the members are a NoneType; write members=plurax.Members(10)."),
+        ("px.tune(task, 'adam', data, members=px.Members(2), batch_size=8)", "TaskError",
+         "write optimizer=optax.adam(learning_rate)."),
+        ("px.verify(task, optimizer, {'data': 2}, data)", "PlanError",
+         "the plan is a dict, and must be a plurax.Plan."),
+        ("px.verify(loss, optimizer, px.Plan(data=2), data)", "TaskError",
+         "the task is a function, and what is trained is a plurax.Task."),
+        ("px.virtual_devices(0)", "PlanError", "0 virtual devices: give a whole number"),
+        ("px.Plan(bucket_bytes=25e6)", "PlanError", "bucket_bytes must be a whole number of at"),
+    ],
+    "Sweeps and halving": [
+        ("px.successive_halving(task, optimizer, data, members=3, batch_size=8, epochs=9)",
+         "MembersError", "the members are a int; write members=plurax.Members(3)."),
+        ("px.successive_halving(task, optimizer, data, members=px.Members(3), batch_size=8, "
+         "epochs='9')", "MembersError", "epochs='9', reduction=3): needs 1 <= first <= epochs"),
+        ("px.successive_halving(task, optimizer, data, members=px.Members(3), batch_size=8, "
+         "epochs=9, slots=0)", "MembersError", "slots=0): give how many members train at a time"),
+        ("px.successive_halving(task, optimizer, data, members=px.Members(3), batch_size=8, "
+         "epochs=9, evaluation={'x': data['x']})", "BatchError", "does not fit the program"),
+        ("px.successive_halving(task, optimizer, data, members=px.Members(3), batch_size=8.0, "
+         "epochs=9)", "BatchError", "batch_size=8.0: give the number of examples of a step"),
+        *(
+            (f"px.sweep(make_task, optimizer, data, members=px.Members(2), batch_size=8, "
+             f"shapes={shapes})", "MembersError", "a list of at least one dict of settings")
+            for shapes in ("{'width': [1, 2]}", "[]", "[1, 2]")
+        ),
+        ("px.sweep(task, optimizer, data, members=px.Members(2), batch_size=8, "
+         "shapes=px.grid(width=[1, 2]))", "MembersError",
+         "Give a function that makes it: def task(width): return plurax.Task(...)."),
     ],
     "Numbers": [
         *(
@@ -146,6 +190,8 @@ COMMANDS = {
         ("train small.py --members.folds 0", 2, "plurax.kfold(0): at least 2 folds"),
         ("predict small.py --inputs good.npz --output trained --chunk -1", 2,
          "chunk=-1: give the number of inputs at a time"),
+        ("plan small.py --batch-size -4", 2, "batch_size=-4: give the number of examples"),
+        ("verify small.py --batch-size 0", 2, "batch_size=0: give the number of examples"),
         ("verify small.py --steps 0", 2, "steps=0: give a whole number of steps, at least 1."),
     ],
     "The plan": [
@@ -155,6 +201,9 @@ COMMANDS = {
         ("plan small.py --plan-file none.toml", 2, "none.toml is not a plan in TOML"),
         ("plan small.py --plan-file float.toml", 2, "Plan(zero=3.0): zero must be one of"),
         ("train small.py --devices many", 2, "--devices many: give a number"),
+        ("plan small.py --devices 0", 2, "0 virtual devices: give a whole number of at least 1"),
+        ("plan small.py --members.seeds 2 --plan.chunk 1 --plan.batch-dim major "
+         "--tune /proc/no.toml", 2, "/proc/no.toml could not be written"),
         ("train small.py --plan.member 2", 2, "spreads the members of a population"),
     ],
     "The user's functions": [

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tyro
 from rich.console import Console
@@ -158,6 +159,7 @@ def _predict(arguments: list[str]) -> int:
         data = tree.describe(next(chunks(made.data, 1)), batch_dim=True)
         given = tree.describe(inputs)
         raise errors.predict_failed(told(error), str(options.inputs), given, data) from None
+    outputs = jax.tree.map(_of_numpy, outputs)
     path = _written(options.predictions, lambda path: _write_arrays(path, outputs))
     print(f"wrote {path}:\n{tree.describe(outputs)}")
     return 0
@@ -232,8 +234,9 @@ def _tuned(made: experiment.Experiment, options: Show, plan: Plan, path: Path) -
         batch_size=options.batch_size,
         shuffle=made.shuffle,
     )
-    tuning.plan.save(path)
-    print(f"{tuning}\nwrote {path}")
+    print(tuning)  # before it is written: it may have taken minutes
+    _written(path, tuning.plan.save)
+    print(f"wrote {path}")
     return tuning.plan
 
 
@@ -401,13 +404,25 @@ def _written(path: Path, write: Callable[[Path], T]) -> T:
 
 
 def _write_arrays(path: Path, outputs: Any) -> Path:
-    if isinstance(outputs, np.ndarray):
-        path = path.with_suffix(".npy")
+    one = isinstance(outputs, np.ndarray)
+    stem = path.stem if path.suffix in (".npy", ".npz") else path.name
+    path = path.with_name(stem + (".npy" if one else ".npz"))
+    if one:
         np.save(path, outputs, allow_pickle=False)
-    else:
-        path = path.with_suffix(".npz")
-        np.savez(path, **tree.named_leaves(outputs))
+        return path
+    # As `np.savez` does, which takes no array of the name `file`.
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, leaf in tree.named_leaves(outputs).items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, leaf, allow_pickle=False)
     return path
+
+
+def _of_numpy(array: np.ndarray) -> np.ndarray:
+    """An array in a dtype that NumPy reads back: bfloat16 and its like in float32."""
+    if array.dtype.kind != "V":
+        return array
+    return array.astype(np.float32 if jnp.issubdtype(array.dtype, jnp.inexact) else np.int32)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from plurax import errors
 from plurax.execute.columns import as_arrays, check_kind
 from plurax.execute.placement import is_arrays, leading_dim
 from plurax.resample import Everything, Resample, epoch_rows
+from plurax.validate import whole_number
 
 Ragged = Literal["pad", "drop", "error"]
 T = TypeVar("T")
@@ -197,6 +198,11 @@ def as_data(
     if not isinstance(shuffle, bool | np.bool_):
         raise errors.shuffle_not_a_bool(shuffle)
     shuffle = bool(shuffle)
+    if batch_size is not None:
+        size = whole_number(batch_size)
+        if size is None:
+            raise errors.batch_size_not_positive(batch_size)
+        batch_size = size
     check_kind("data", data)
     if is_arrays(data):
         if batch_size is None:

@@ -15,6 +15,7 @@ from plurax import errors
 from plurax.data import ArrayData, Position, as_data
 from plurax.ensemble.join import make_program, read_by
 from plurax.ensemble.keep import join_members, take_members
+from plurax.execute.check import check_population
 from plurax.execute.members import Maker
 from plurax.execute.members_program import MembersProgram
 from plurax.loop import training
@@ -23,6 +24,7 @@ from plurax.plan import Plan
 from plurax.state import TrainState
 from plurax.tally import MembersTally, warn_frozen
 from plurax.task import Task
+from plurax.validate import whole_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,16 +106,22 @@ def successive_halving(
 
     Raises what `fit` raises.
     """
-    if not 1 <= first <= epochs or reduction < 2:
+    check_population(task, optimizer, plan, members)
+    numbers = whole_number(first), whole_number(epochs), whole_number(reduction, 2)
+    if None in numbers or first > epochs:
         raise errors.halving_wrong_budget(first, epochs, reduction)
+    if slots is not None and whole_number(slots) is None:
+        raise errors.halving_wrong_slots(slots)
     source, like = as_data(data, batch_size=batch_size, seed=0, shuffle=shuffle, ragged="pad")
     read = read_by(members, source)
     if not isinstance(read, ArrayData):
         raise errors.halving_needs_arrays()
-    width = min(slots or members.count, members.count)
+    width = min(members.count if slots is None else slots, members.count)
     few = members.take(range(width))
     made = make_program(task, optimizer, plan, like, few, read, True, devices)
     assert isinstance(made, MembersProgram)
+    if evaluation is not None:
+        made.check_evaluation(evaluation)
     console = Console(soft_wrap=True, highlight=False, quiet=not progress)
     candidates = list(range(members.count))
     state: TrainState | None = None

@@ -12,7 +12,7 @@ import numpy as np
 
 from plurax import errors
 from plurax.resample import Everything, Resample
-from plurax.validate import whole_number
+from plurax.validate import check_seed, whole_number
 
 Hyper = dict[str, Any]
 """The hyperparameters of one member by name; scalars."""
@@ -27,7 +27,11 @@ class Distribution:
     log: bool = False
 
     def __post_init__(self) -> None:
-        if not self.low < self.high or (self.log and self.low <= 0):
+        try:
+            finite = math.isfinite(self.low) and math.isfinite(self.high)
+        except TypeError:
+            finite = False
+        if not finite or not self.low < self.high or (self.log and self.low <= 0):
             raise errors.distribution_bounds(self.low, self.high, log=self.log)
 
     def at(self, u: Any) -> Any:
@@ -122,6 +126,10 @@ class Members:
     numbers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "seeds", _kept_seeds(self.seeds))
+        object.__setattr__(self, "draw_seed", check_seed(self.draw_seed))
+        if not isinstance(self.hyper, Mapping):
+            raise errors.hyper_not_named(self.hyper)
         seeds = self._seeds()
         if not seeds or self.numbers == ():
             raise errors.members_none()
@@ -144,14 +152,7 @@ class Members:
             if not lengths:
                 raise errors.members_not_counted()
             return list(range(lengths[0]))
-        if not isinstance(self.seeds, Iterable):
-            count = whole_number(self.seeds, 0)
-            if count is None:
-                raise errors.members_seeds_not_understood(self.seeds)
-            return list(range(count))
-        if isinstance(self.seeds, str | bytes):
-            raise errors.members_seeds_not_understood(self.seeds)
-        return list(self.seeds)
+        return list(range(self.seeds) if isinstance(self.seeds, int) else self.seeds)
 
     @property
     def _all(self) -> int:
@@ -174,7 +175,8 @@ class Members:
         """
         numbers = self._numbers()
         for index in indices:
-            if not 0 <= index < len(numbers):
+            number = whole_number(index, 0)
+            if number is None or number >= len(numbers):
                 raise errors.member_not_there(index, len(numbers))
         return dataclasses.replace(self, numbers=tuple(int(numbers[i]) for i in indices))
 
@@ -235,8 +237,20 @@ class Members:
         ]
 
 
+def _kept_seeds(given: Any) -> int | Sequence[int] | None:
+    """A number of members, or their seeds: as a tuple where they could be read only once."""
+    count = whole_number(given, 0)
+    if given is None or count is not None:
+        return count
+    listed = isinstance(given, Iterable) and getattr(given, "ndim", 1) > 0
+    if not listed or isinstance(given, str | bytes):
+        raise errors.members_seeds_not_understood(given)
+    return given if isinstance(given, Sequence) else tuple(given)
+
+
 def _is_list(values: Any) -> bool:
-    return isinstance(values, Sequence) or getattr(values, "ndim", 0) > 0
+    listed = isinstance(values, Sequence) and not isinstance(values, str | bytes)
+    return listed or getattr(values, "ndim", 0) > 0
 
 
 def _canonical(name: str, values: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from plurax import errors
 from plurax.plan import MESH_AXES, Plan
+from plurax.validate import whole_number
 
 
 def make_mesh(plan: Plan, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -74,8 +75,10 @@ def virtual_devices(count: int) -> None:
 
     Must come before the first use of JAX. Raises `PlanError` where it comes too late.
     """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise errors.plan_field_not_positive("devices", count)
+    number = whole_number(count)
+    if number is None:
+        raise errors.devices_not_positive(count)
+    count = number
     try:
         jax.config.update("jax_num_cpu_devices", count)
         jax.config.update("jax_platforms", "cpu")

@@ -318,7 +318,8 @@ data=1 means 'not used'.
     def load(cls, path: str | Path) -> "Plan":
         """Read a plan from a TOML file. Raises `PlanError` where it is not one."""
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            # Some editors begin a file with a mark of its encoding, which is no TOML.
+            text = Path(path).read_text(encoding="utf-8-sig")
         except OSError as error:
             raise errors.plan_not_toml(str(path), error.strerror or str(error)) from None
         except UnicodeDecodeError as error:

@@ -15,7 +15,7 @@ is. A member with fewer draws than the longest goes around again within the epoc
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Array, Int, UInt32
 
 from plurax import errors
-from plurax.validate import whole_number
+from plurax.validate import check_seed, whole_number
 
 ROUNDS = 10
 """Enough that orders of a handful of rows come out evenly."""
@@ -158,6 +158,7 @@ class KFold:
         if folds is None:
             raise errors.folds_too_few(self.folds)
         object.__setattr__(self, "folds", folds)
+        object.__setattr__(self, "seed", check_seed(self.seed))
 
     def size(self, count: int, member: int) -> int:
         """The rows of the other folds."""
@@ -190,6 +191,12 @@ class Subsample:
 
     sizes: tuple[float, ...]
 
+    def __post_init__(self) -> None:
+        sizes = tuple(map(_size, self.sizes))
+        if not sizes or None in sizes:
+            raise errors.subsample_no_size(self.sizes)
+        object.__setattr__(self, "sizes", sizes)
+
     def size(self, count: int, member: int) -> int:
         """The member's size in rows. Raises `BatchError` where the data have fewer."""
         wanted = self.sizes[member % len(self.sizes)]
@@ -205,6 +212,18 @@ class Subsample:
     def held_out(self, count: int, seed: int, member: int) -> Int[np.ndarray, "R"]:
         """The rows not drawn."""
         return np.setdiff1d(np.arange(count), draws(self, count, seed, member))
+
+
+def _size(given: Any) -> float | None:
+    """A whole number of rows, or a fraction; None for what is neither, such as 1.0 and 2.5."""
+    rows = whole_number(given)
+    if rows is not None or isinstance(given, str | bytes | bool):
+        return rows
+    try:
+        share = float(given)
+    except (TypeError, ValueError):
+        return None
+    return share if 0 < share < 1 else None
 
 
 def bootstrap() -> Bootstrap:
@@ -232,10 +251,8 @@ def subsample(sizes: float | Sequence[float]) -> Subsample:
     >>> subsample([0.1, 50]).size(100, member=0), subsample([0.1, 50]).size(100, member=1)
     (10, 50)
     """
-    chosen = (sizes,) if isinstance(sizes, int | float) else tuple(sizes)
-    if not chosen or min(chosen) <= 0:
-        raise errors.subsample_no_size(chosen)
-    return Subsample(chosen)
+    many: Any = sizes if np.ndim(sizes) else (sizes,)
+    return Subsample(tuple(many))
 
 
 def stream_row(

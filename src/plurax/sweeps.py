@@ -4,7 +4,7 @@ import csv
 import dataclasses
 import math
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ class Sweep:
         """The row with the smallest (or largest) metric among members that are not frozen.
 
         The default metric is `eval_loss`, or `loss` where nothing was evaluated. Raises
-        `MembersError` for a metric there is none of.
+        `MembersError` for a metric there is none of, and where nothing was trained.
         """
         metric = self.metric(metric)
         rows = [row for row in self.rows if not row["frozen"] and np.isfinite(row[metric])]
@@ -55,6 +55,8 @@ class Sweep:
 
     def metric(self, name: str | None = None) -> str:
         """The metric of that name, or the default one. Raises `MembersError`."""
+        if not self.rows:
+            raise errors.sweep_without_rows()
         if name is None:
             return "eval_loss" if "eval_loss" in self.rows[0] else "loss"
         if name not in self.rows[0]:
@@ -94,7 +96,7 @@ class Sweep:
             import pandas
         except ImportError:
             raise errors.needs_pandas() from None
-        if not history:
+        if not history or not self.rows:
             return pandas.DataFrame(self.rows)
         names = [name for name in self.rows[0] if name not in self.history(self.rows[0])[0]]
         return pandas.DataFrame(
@@ -106,7 +108,9 @@ class Sweep:
         )
 
     def save_csv(self, path: str | Path) -> None:
-        """The table as comma-separated values."""
+        """The table as comma-separated values. Raises `MembersError` where it is empty."""
+        if not self.rows:
+            raise errors.sweep_without_rows()
         with Path(path).open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(self.rows[0]))
             writer.writeheader()
@@ -143,7 +147,11 @@ def sweep(
 
     Raises what `fit` raises, and `PlanError` where `side_by_side` plans do not fit the devices.
     """
-    buckets = shapes.settings() if isinstance(shapes, Grid) else [dict(one) for one in shapes]
+    buckets = _buckets(shapes)
+    names = list(dict.fromkeys(name for shape in buckets for name in shape))
+    settings = [name for name in names if name != "batch_size"]
+    if settings and isinstance(task, Task):
+        raise errors.sweep_task_not_a_function(settings)
     available = list(jax.devices() if devices is None else devices)
     Plan(member=plan.devices * side_by_side).check_devices(len(available))
     groups: queue.SimpleQueue[list[jax.Device]] = queue.SimpleQueue()
@@ -175,11 +183,20 @@ def sweep(
 
     results = _run_all(run, buckets, side_by_side)
     fits = [pair for pair in zip(buckets, results, strict=False) if pair[1].history]
-    names = list(dict.fromkeys(name for shape in buckets for name in shape))
     table = Sweep([row for i, pair in enumerate(fits) for row in _rows(i, names, *pair)], fits)
-    if output is not None:
+    if output is not None and table.rows:
         table.save_csv(Path(output) / "table.csv")
     return table
+
+
+def _buckets(shapes: Any) -> list[Hyper]:
+    """The settings of each bucket. Raises `MembersError`."""
+    if isinstance(shapes, Grid):
+        return shapes.settings()
+    listed = isinstance(shapes, Sequence) and all(isinstance(one, Mapping) for one in shapes)
+    if not listed or not shapes:
+        raise errors.sweep_shapes_not_settings(shapes)
+    return [dict(one) for one in shapes]
 
 
 def _run_all(run: Callable[[Hyper], Fit], buckets: list[Hyper], side_by_side: int) -> list[Fit]:

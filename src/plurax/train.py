@@ -124,8 +124,8 @@ def fit(
 
     Raises `PlanError`, `TaskError`, `BatchError`, `MembersError`, `CheckpointError`.
     """
-    epochs, batch_size, seed, report_every, checkpoint_every = _whole_numbers(
-        epochs, batch_size, seed, report_every, checkpoint_every
+    epochs, seed, report_every, checkpoint_every = _whole_numbers(
+        epochs, seed, report_every, checkpoint_every
     )
     check_kinds(task, optimizer, plan, members)
     output = None if output is None else _output(output)
@@ -280,12 +280,8 @@ def _open_checkpoints(
 
 
 def _whole_numbers(
-    epochs: int,
-    batch_size: int | None,
-    seed: int,
-    report_every: int,
-    checkpoint_every: int | None,
-) -> tuple[int, int | None, int, int, int | None]:
+    epochs: int, seed: int, report_every: int, checkpoint_every: int | None
+) -> tuple[int, int, int, int | None]:
     """The numbers given to `fit` as Python's, which JSON can hold. Raises."""
 
     def positive(given: Any, refused: Callable[[Any], Exception]) -> int:
@@ -297,10 +293,8 @@ def _whole_numbers(
     every = checkpoint_every
     if every is not None:
         every = positive(every, errors.checkpoint_every_not_positive)
-    size = None if batch_size is None else positive(batch_size, errors.batch_size_not_positive)
     return (
         positive(epochs, errors.epochs_not_positive),
-        size,
         check_seed(seed),
         positive(report_every, errors.report_every_not_positive),
         every,

@@ -5,13 +5,17 @@ user wrote. Shown are these; and where the innermost frame of user and plurax is
 mistake is ours, and nothing is left out.
 """
 
+import os
 import sysconfig
 import traceback
 from pathlib import Path
 
 from plurax import errors
 
-OWN = str(Path(__file__).parent)
+INSTALLED = frozenset(["site-packages", "dist-packages"])
+"""Folders of libraries: there are more of them than Python's own, such as a user's."""
+
+OWN = str(Path(__file__).parent) + os.sep
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
@@ -47,7 +51,7 @@ def told(error: BaseException) -> str:
 
 
 def _is_users(file: str) -> bool:
-    if file.startswith(("<", OWN)):
+    if file.startswith(("<", OWN)) or INSTALLED & {*Path(file).parts}:
         return False
     paths = sysconfig.get_paths()
     libraries = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}

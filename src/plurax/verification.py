@@ -11,6 +11,7 @@ import optax
 from jaxtyping import PyTree
 
 from plurax import errors, tree
+from plurax.execute.check import check_kinds
 from plurax.execute.compile import compile as compile_
 from plurax.plan import Plan
 from plurax.task import Task
@@ -142,6 +143,7 @@ def verify(
     """
     if whole_number(steps) is None:
         raise errors.steps_not_positive(steps)
+    check_kinds(task, optimizer, plan, None)
     devices = jax.devices("cpu")
     plan.check_devices(len(devices))
     # Which examples a coupled loss compares is said by the microbatches: the same on one device.

@@ -116,6 +116,23 @@ def test_predict_reads_and_writes_arrays(workplace, capsys):
     np.testing.assert_allclose(outputs, models.logits(state.params, inputs), atol=1e-5)
 
 
+def test_predictions_of_any_name_and_dtype(workplace, capsys):
+    """A tree that has a `file`, bfloat16, which NumPy does not read back, and a name with a dot."""
+    made = "dataclasses.replace(models.mlp_task(weights=weights), predict=lambda params, inputs: "
+    made += "{'file': models.logits(params, inputs['x']).astype('bfloat16')})"
+    text = EXPERIMENT.replace("models.mlp_task(weights=weights)", made)
+    Path("tree.py").write_text(f"import dataclasses\n{text}")
+    run(capsys, "train", "tree.py", "--epochs", "1")
+    np.savez("few.npz", x=models.data(3)["x"])
+    code, out, err = run(
+        capsys, "predict", "tree.py", "--inputs", "few.npz", "--predictions", "v1.2"
+    )
+    assert code == 0, err
+    assert "wrote v1.2.npz:" in out
+    (file,) = np.load("v1.2.npz").values()
+    assert (file.shape, file.dtype) == ((3, 3), np.float32)
+
+
 def test_plan_shows_mesh_memory_and_communication(workplace, capsys):
     code, out, _ = run(capsys, "plan", "small.py", "--plan.data", "8", "--plan.microbatches", "2")
     assert code == 0

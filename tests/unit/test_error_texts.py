@@ -21,7 +21,11 @@ TEXTS = Path(__file__).with_name("error_texts.txt")
 # What a builder is given where its annotations do not say enough, or its text has several forms.
 GIVEN: dict[str, list[dict[str, object]]] = {
     "folder_in_use": [{"owner": None}, {"owner": {"host": "node7", "pid": 4711}}],
-    "plan_field_not_positive": [{"field": "data", "value": 0}, {"field": "chunk", "value": -1}],
+    "plan_field_not_positive": [
+        {"field": "data", "value": 0},
+        {"field": "chunk", "value": -1},
+        {"field": "bucket_bytes", "value": 25e6},
+    ],
     "plan_needs_devices": [
         {"axes": {"data": 4, "tensor": 2}, "needed": 8, "available": 6, "fits": "data=3"},
         {"axes": {"data": 4, "tensor": 1}, "needed": 4, "available": 1, "fits": "data=1"},

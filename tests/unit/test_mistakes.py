@@ -17,6 +17,7 @@ import plurax.adapters.equinox
 import plurax.adapters.linen
 import plurax.adapters.nnx
 from plurax import cli, errors
+from plurax.user_frames import user_frames
 
 
 def init(key):
@@ -43,7 +44,7 @@ def names():
     return {
         "px": px, "np": np, "optax": optax, "nn": nn, "jax": jax,
         "init": init, "loss": loss, "key": jax.random.key(0), "data": data, "task": task,
-        "optimizer": optax.sgd(0.1),
+        "optimizer": optax.sgd(0.1), "make_task": lambda width: task,
         "other": lambda **fields: px.Task(init=init, loss=loss, **fields),
         "keyed": px.Task(
             init=lambda key: (init(key), {"key": key}), loss=keyed_loss, coupled=True,
@@ -187,6 +188,22 @@ def test_a_mistake_of_our_own_shows_all_of_it(workplace, monkeypatch):
     monkeypatch.setattr("plurax.cli.read_rows", int)
     with pytest.raises(TypeError, match="int"):
         cli.main(["train", "small.py", "--output", "ours", "--no-progress"])
+
+
+@pytest.mark.parametrize(
+    ("file", "users"),
+    [
+        ("/home/me/model.py", True),
+        (str(Path(px.__file__).parent / "train.py"), False),
+        (f"{Path(px.__file__).parent}_models/model.py", True),
+        ("/home/me/.local/lib/python3.11/site-packages/optax/model.py", False),
+        ("<string>", False),
+    ],
+)
+def test_whose_file_it_is(file, users):
+    with pytest.raises(ZeroDivisionError) as raised:
+        exec(compile("1 / 0", file, "exec"))
+    assert (file in [frame.filename for frame in user_frames(raised.value)]) == users
 
 
 def test_the_page_is_the_table():

@@ -98,14 +98,42 @@ def test_a_member_stays_what_it_is_when_taken():
         ),
         (lambda: px.Members(2, {"r": ["a", "b"]}).hyper_table(), r"must be a number for each"),
         (lambda: px.grid(r=0.1), r"plurax.grid\(r=0.1\): give a list"),
-        (lambda: px.uniform(2, 1), r"plurax.uniform\(2, 1\): needs low < high"),
-        (lambda: px.log_uniform(0, 1), r"needs 0 < low < high"),
+        (lambda: px.uniform(2, 1), r"plurax.uniform\(2, 1\): needs finite numbers, low < high"),
+        (lambda: px.log_uniform(0, 1), r"needs finite numbers, 0 < low < high"),
         (lambda: px.Members(3).take([3]), r"there is no member 3: the members are 0 to 2"),
     ],
 )
 def test_populations_that_cannot_be(make, message):
     with pytest.raises(px.MembersError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("seeds", "expected"),
+    [
+        (lambda: (seed for seed in (7, 8)), (7, 8)),
+        (lambda: map(int, "78"), (7, 8)),
+        (lambda: np.array([7, 8]), (7, 8)),
+        (lambda: np.array(2), 2),
+        (lambda: jnp.array(2), 2),
+    ],
+    ids=["generator", "map", "array", "number of NumPy", "number of JAX"],
+)
+def test_seeds_are_read_once(seeds, expected):
+    members = px.Members(seeds())
+    assert members == px.Members(expected)
+    assert members.table() == px.Members(expected).table()
+
+
+def test_a_plan_that_leaves_nothing_open_is_tuned_as_it_is(monkeypatch):
+    """No program is built for it."""
+    monkeypatch.setattr("plurax.ensemble.tune.make_program", None)
+    data = models.data(8)
+    tuned = px.tune(
+        models.mlp_task(), models.optimizer(), data, members=px.Members(2), batch_size=4,
+        plan=px.Plan(chunk=1, batch_dim="major"),
+    )  # fmt: skip
+    assert (tuned.plan, tuned.measured) == (px.Plan(chunk=1, batch_dim="major"), [])
 
 
 # --- fit --------------------------------------------------------------------------------------

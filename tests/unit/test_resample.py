@@ -181,8 +181,8 @@ def test_out_of_bag_rows_are_those_not_drawn():
     ("make", "message"),
     [
         (lambda: px.kfold(1), r"at least 2 folds are needed"),
-        (lambda: px.subsample([]), r"give sizes above 0: rows, or fractions"),
-        (lambda: px.subsample([3, 0]), r"give sizes above 0: rows, or fractions"),
+        (lambda: px.subsample([]), r"give sizes above 0: whole numbers of rows, or"),
+        (lambda: px.subsample([3, 0]), r"give sizes above 0: whole numbers of rows, or"),
     ],
 )
 def test_resampling_that_cannot_be(make, message):

@@ -266,6 +266,12 @@ def test_scores_are_of_the_last_epoch_of_training(straight):
         assert rung.scores == pytest.approx([losses[k] for k in rung.members], rel=1e-4)
 
 
+@pytest.mark.parametrize("use", [Sweep.best, lambda found: found.save_csv("table.csv")])
+def test_a_sweep_that_was_stopped_at_once_has_no_rows(use):
+    with pytest.raises(px.MembersError, match=r"the table of this sweep is empty: it was stopped"):
+        use(Sweep([], []))
+
+
 def test_best_is_never_a_frozen_member():
     rows = [
         {"member": 0, "loss": 0.5, "accuracy": 0.7, "frozen": False},

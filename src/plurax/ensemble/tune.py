@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 
 from plurax.data import ArrayData, as_data
 from plurax.ensemble.join import make_program, read_by
+from plurax.execute.check import check_population
 from plurax.execute.measure import Choice
 from plurax.execute.members import Maker
 from plurax.execute.members_program import MembersProgram
@@ -54,11 +55,12 @@ def tune(
 
     Raises what `fit` raises before its first step.
     """
+    check_population(task, optimizer, plan, members)
+    if plan.chunk is not None and plan.batch_dim is not None:
+        return Tuning(plan, [])
     source, like = as_data(data, batch_size=batch_size, seed=0, shuffle=shuffle, ragged="pad")
     read = read_by(members, source)
     program = make_program(task, optimizer, plan, like, members, read, None, devices)
     assert isinstance(program, MembersProgram)
     arrays = read.arrays if isinstance(read, ArrayData) else None
-    if plan.chunk is not None and plan.batch_dim is not None:
-        return Tuning(plan, [])
     return Tuning(*program.measure(plan, arrays))

@@ -39,6 +39,13 @@ def member_seed_out_of_range(seed: object) -> MembersError:
     return MembersError(f"Members: the seed {seed!r} is not a whole number from 0 to 2**32 - 1.")
 
 
+def hyper_not_named(given: object) -> MembersError:
+    return MembersError(
+        f"Members(hyper={given!r}): give hyperparameters by name, "
+        "{'learning_rate': [0.1, 0.2, 0.3]}, or plurax.grid(learning_rate=[...])."
+    )
+
+
 def hyper_wrong_length(name: str, given: int, members: int) -> MembersError:
     return MembersError(
         f"Members: the hyperparameter {name!r} has {given} values for {members} members; a list "
@@ -65,7 +72,7 @@ def hyper_too_large(name: str, value: object, dtype: str, into: str) -> MembersE
 
 def distribution_bounds(low: float, high: float, *, log: bool) -> MembersError:
     name, need = ("log_uniform", "0 < low < high") if log else ("uniform", "low < high")
-    return MembersError(f"plurax.{name}({low}, {high}): needs {need}.")
+    return MembersError(f"plurax.{name}({low!r}, {high!r}): needs finite numbers, {need}.")
 
 
 def grid_not_a_list(name: str, values: object) -> MembersError:
@@ -82,7 +89,8 @@ def folds_too_many(folds: int, rows: int) -> BatchError:
 
 def subsample_no_size(sizes: object) -> MembersError:
     return MembersError(
-        f"plurax.subsample({sizes!r}): give sizes above 0: rows, or fractions below 1."
+        f"plurax.subsample({sizes!r}): give sizes above 0: whole numbers of rows, or fractions "
+        "below 1."
     )
 
 

@@ -7,11 +7,11 @@ from plurax.errors.kinds import PlanError
 
 
 def plan_field_not_positive(field: str, value: object) -> PlanError:
-    hint = (
-        "leave it out to have it chosen"
-        if field in ("chunk", "stages")
-        else f"{field}=1 means 'not used'"
-    )
+    hints = {
+        **dict.fromkeys(["chunk", "stages"], "leave it out to have it chosen"),
+        "bucket_bytes": "bucket_bytes=1 sends each tensor on its own",
+    }
+    hint = hints.get(field, f"{field}=1 means 'not used'")
     return PlanError(
         f"Plan({field}={value!r}): {field} must be a whole number of at least 1; {hint}."
     )
@@ -147,6 +147,13 @@ def out_of_memory(plan: str, needs: str, ways: Iterable[str], saved: str, reason
     return PlanError(
         f"out of memory under Plan({plan}){needs}. What needs less:{listed}\n"
         f"plurax plan FILE shows the memory of a plan before it runs. {saved}\n  ({reason})"
+    )
+
+
+def devices_not_positive(count: object) -> PlanError:
+    return PlanError(
+        f"{count!r} virtual devices: give a whole number of at least 1, as in "
+        "plurax.virtual_devices(8), or --devices 8 on the command line."
     )
 
 

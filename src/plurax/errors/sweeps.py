@@ -13,6 +13,13 @@ def no_member_fits(budget: int, members: int, needed: int) -> MembersError:
     )
 
 
+def sweep_without_rows() -> MembersError:
+    return MembersError(
+        "the table of this sweep is empty: it was stopped before the first report of its first "
+        "bucket. Train on with resume=True."
+    )
+
+
 def sweep_no_metric(name: str, known: Iterable[str]) -> MembersError:
     return MembersError(f"there is no metric {name!r}; there are {', '.join(known)}.")
 
@@ -35,10 +42,32 @@ def needs_pandas() -> MembersError:
     )
 
 
-def halving_wrong_budget(first: int, epochs: int, reduction: int) -> MembersError:
+def halving_wrong_budget(first: object, epochs: object, reduction: object) -> MembersError:
     return MembersError(
-        f"successive_halving(first={first}, epochs={epochs}, reduction={reduction}): needs "
-        "1 <= first <= epochs and a reduction of at least 2."
+        f"successive_halving(first={first!r}, epochs={epochs!r}, reduction={reduction!r}): needs "
+        "1 <= first <= epochs and a reduction of at least 2, whole numbers."
+    )
+
+
+def halving_wrong_slots(slots: object) -> MembersError:
+    return MembersError(
+        f"successive_halving(slots={slots!r}): give how many members train at a time, a whole "
+        "number of at least 1; leave it out to train all at once."
+    )
+
+
+def sweep_shapes_not_settings(shapes: object) -> MembersError:
+    return MembersError(
+        f"sweep(shapes={shapes!r}): give plurax.grid(width=[32, 64]), or a list of at least one "
+        "dict of settings, [{'width': 32}, {'width': 64}]."
+    )
+
+
+def sweep_task_not_a_function(names: Iterable[str]) -> MembersError:
+    listed = ", ".join(names)
+    return MembersError(
+        f"the shapes of the sweep set {listed}, and the task is a Task, made already. Give a "
+        f"function that makes it: def task({listed}): return plurax.Task(...)."
     )
 
 

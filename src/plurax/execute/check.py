@@ -28,6 +28,13 @@ def check_kinds(task: Any, optimizer: Any, plan: Any, members: Any) -> None:
         raise errors.optimizer_is_none(optimizer, members=many)
 
 
+def check_population(task: Any, optimizer: Any, plan: Any, members: Any) -> None:
+    """The same where there must be members."""
+    if members is None:
+        raise errors.members_are_none(members)
+    check_kinds(task, optimizer, plan, members)
+
+
 def _library(task: Any) -> str | None:
     """Which library's model it is: an instance, or its class."""
     kinds = task.__mro__ if isinstance(task, type) else type(task).__mro__
