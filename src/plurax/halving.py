@@ -107,16 +107,11 @@ def successive_halving(
     Raises what `fit` raises.
     """
     check_population(task, optimizer, plan, members)
-    numbers = whole_number(first), whole_number(epochs), whole_number(reduction, 2)
-    if None in numbers or first > epochs:
-        raise errors.halving_wrong_budget(first, epochs, reduction)
-    if slots is not None and whole_number(slots) is None:
-        raise errors.halving_wrong_slots(slots)
+    width = _width(members, first, epochs, reduction, slots)
     source, like = as_data(data, batch_size=batch_size, seed=0, shuffle=shuffle, ragged="pad")
     read = read_by(members, source)
     if not isinstance(read, ArrayData):
         raise errors.halving_needs_arrays()
-    width = min(members.count if slots is None else slots, members.count)
     few = members.take(range(width))
     made = make_program(task, optimizer, plan, like, few, read, True, devices)
     assert isinstance(made, MembersProgram)
@@ -153,6 +148,17 @@ def successive_halving(
         candidates, state = [candidates[i] for i in keep], take_members(state, keep)
     assert state is not None
     return Halving(stay := members.take(candidates), state, made.of(stay), rungs)
+
+
+def _width(members: Members, first: Any, epochs: Any, reduction: Any, slots: Any) -> int:
+    """How many members train at a time. Raises `MembersError` for numbers that cannot be."""
+    numbers = whole_number(first), whole_number(epochs), whole_number(reduction, 2)
+    if None in numbers or first > epochs:
+        raise errors.halving_wrong_budget(first, epochs, reduction)
+    width = members.count if slots is None else whole_number(slots)
+    if width is None:
+        raise errors.halving_wrong_slots(slots)
+    return min(width, members.count)
 
 
 def _told_of(now: set[int], before: set[int], members: Members, budget: int) -> set[int]:
