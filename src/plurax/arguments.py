@@ -16,9 +16,11 @@ REHEARSED = 64
 
 
 def own_arguments(function: Callable[..., Any]) -> type:
-    """A dataclass of the parameters of a file's `experiment(...)`."""
+    """A dataclass of those parameters of a file's `experiment(...)` that have a name."""
     fields = []
-    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
         kind = str if parameter.annotation is parameter.empty else parameter.annotation
         default = () if parameter.default is parameter.empty else (parameter.default,)
         fields.append((name, kind, *default))

@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from jaxtyping import PyTree
 from rich.console import Console
 
 from plurax import __version__, errors, experiment, tree
 from plurax.arguments import only_own, own_arguments, start_devices, with_room
 from plurax.checkpoint import Checkpoints
-from plurax.data import as_data
+from plurax.data import Data, as_data
 from plurax.ensemble.join import AnyProgram, make_program, read_by, restore
 from plurax.ensemble.tune import tune
 from plurax.execute.placement import chunks, leading_dim
@@ -107,16 +108,10 @@ def _train(arguments: list[str]) -> int:
         console.print(f"{members.count} members: {_of_members(members)}", markup=False)
     console.print(plan.explain(options.batch_size), markup=False)
     result = fit(
-        made.task,
-        made.optimizer,
-        made.data,
-        plan=plan,
-        members=members,
+        **_trained(made, options, plan, members),
         epochs=options.epochs,
-        batch_size=options.batch_size,
         seed=options.seed,
         evaluation=made.evaluation,
-        shuffle=made.shuffle,
         ragged=options.ragged,
         output=options.output,
         resume=options.resume,
@@ -135,7 +130,7 @@ def _train(arguments: list[str]) -> int:
             console.print(f"no curves.png: {missing}", markup=False)
     console.print(f"wrote {options.output}: {', '.join(written)}", markup=False)
     if report is not None and result.interrupted is None:
-        for path in report(made, result, options.output):
+        for path in report(made, result, options.output) or ():
             console.print(f"wrote {path}", markup=False)
     return {None: 0, "SIGINT": 130, "SIGTERM": 143, "SIGPIPE": 141}[result.interrupted]
 
@@ -210,13 +205,16 @@ def _plan(arguments: list[str]) -> int:
         title = f"{Path(arguments[0]).stem}, {plan.sizes_text()}"
         known = all(one.trips is not None for one in found)
         sent = found if known or not planned else planned
+        path = options.save
+        if not path.suffix:  # as it will be drawn
+            path = path.with_name(f"{path.name}.png")
         _written(
-            options.save,
+            path,
             lambda path: draw_plan(
                 title, program.shardings, memory, sent, path, pipeline, compared
             ),
         )
-        console.print(f"wrote {options.save}", markup=False)
+        console.print(f"wrote {path}", markup=False)
     return 0
 
 
@@ -225,15 +223,7 @@ def _tuned(made: experiment.Experiment, options: Show, plan: Plan, path: Path) -
     members = options.members.chosen(made.members)
     if members is None:
         raise errors.tune_needs_members()
-    tuning = tune(
-        made.task,
-        made.optimizer,
-        made.data,
-        members=members,
-        plan=plan,
-        batch_size=options.batch_size,
-        shuffle=made.shuffle,
-    )
+    tuning = tune(**_trained(made, options, plan, members))
     print(tuning)  # before it is written: it may have taken minutes
     _written(path, tuning.plan.save)
     print(f"wrote {path}")
@@ -269,13 +259,7 @@ def _verify(arguments: list[str]) -> int:
     made, options, _ = _parse(arguments, "verify", _verify_options)
     if options.members.chosen(made.members) is not None or not isinstance(made.task, Task):
         raise errors.verify_one_network()
-    _, like = as_data(
-        made.data,
-        batch_size=options.batch_size,
-        seed=made.seed,
-        shuffle=made.shuffle,
-        ragged=made.ragged,
-    )
+    _, like = _source(made, options)
     batch = next(chunks(made.data, leading_dim(like)))
     result = verify(
         made.task, made.optimizer, options.chosen_plan(), batch,
@@ -370,16 +354,36 @@ def _of_members(members: Members) -> str:
     return ", ".join([*parts, *(f"{name} of their own" for name in members.hyper)]) or "seeds only"
 
 
-def _program(made: experiment.Experiment, options: Common, plan: Plan) -> AnyProgram:
-    """The program to show or to predict with."""
-    members = options.members.chosen(made.members)
-    source, like = as_data(
+def _trained(
+    made: experiment.Experiment, options: Common, plan: Plan, members: Members | None
+) -> dict[str, Any]:
+    """What is trained, on what and how, for `fit` and `tune`."""
+    return {
+        "task": made.task,
+        "optimizer": made.optimizer,
+        "data": made.data,
+        "plan": plan,
+        "members": members,
+        "batch_size": options.batch_size,
+        "shuffle": made.shuffle,
+    }
+
+
+def _source(made: experiment.Experiment, options: Common) -> tuple[Data, PyTree]:
+    """The data, and the shapes of a full batch."""
+    return as_data(
         made.data,
         batch_size=options.batch_size,
         seed=made.seed,
         shuffle=made.shuffle,
         ragged=made.ragged,
     )
+
+
+def _program(made: experiment.Experiment, options: Common, plan: Plan) -> AnyProgram:
+    """The program to show or to predict with."""
+    members = options.members.chosen(made.members)
+    source, like = _source(made, options)
     if members is not None:
         source = read_by(members, source)
     return make_program(made.task, made.optimizer, plan, like, members, source, None, None)

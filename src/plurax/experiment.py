@@ -91,9 +91,19 @@ def load(path: str | Path) -> tuple[Callable[..., Experiment], Report | None]:
             raise errors.experiment_exits(str(path), told(error)) from None
         if not isinstance(made, Experiment):
             raise errors.experiment_wrong_type(str(path), type(made).__name__)
+        # The options of the command line are made of these two.
+        if not isinstance(made.plan, Plan):
+            raise errors.plan_is_none(made.plan)
+        if not isinstance(made.members, Members | None):
+            raise errors.members_are_none(made.members)
         return made
 
-    checked.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    try:
+        # Annotations may be strings, which mean something in the file alone.
+        signature = inspect.signature(function, eval_str=True)
+    except Exception as error:
+        raise errors.experiment_failed(str(path), told(error)) from None
+    checked.__signature__ = signature  # type: ignore[attr-defined]
     checked.__doc__ = function.__doc__
     report = names.get("report")
     return checked, report if callable(report) else None

@@ -107,12 +107,11 @@ def successive_halving(
     Raises what `fit` raises.
     """
     check_population(task, optimizer, plan, members)
-    width = _width(members, first, epochs, reduction, slots)
+    few = members.take(range(_width(members, first, epochs, reduction, slots)))
     source, like = as_data(data, batch_size=batch_size, seed=0, shuffle=shuffle, ragged="pad")
     read = read_by(members, source)
     if not isinstance(read, ArrayData):
         raise errors.halving_needs_arrays()
-    few = members.take(range(width))
     made = make_program(task, optimizer, plan, like, few, read, True, devices)
     assert isinstance(made, MembersProgram)
     if evaluation is not None:
@@ -124,7 +123,7 @@ def successive_halving(
     frozen: set[int] = set()
     for reached, budget in itertools.pairwise([0, *_budgets(first, epochs, reduction)]):
         # Turns of one size, so that each rung is one compilation.
-        size = math.ceil(len(candidates) / math.ceil(len(candidates) / width))
+        size = math.ceil(len(candidates) / math.ceil(len(candidates) / few.count))
         made = made.of(members.take(candidates[:size]))
         made.compile_loop(read.arrays)
         parts, scores, seconds = [], [], 0.0

@@ -21,6 +21,7 @@ TEXTS = Path(__file__).with_name("error_texts.txt")
 # What a builder is given where its annotations do not say enough, or its text has several forms.
 GIVEN: dict[str, list[dict[str, object]]] = {
     "folder_in_use": [{"owner": None}, {"owner": {"host": "node7", "pid": 4711}}],
+    "members_not_grown": [{"before": 2, "now": 3}, {"before": 0, "now": 3}],
     "plan_field_not_positive": [
         {"field": "data", "value": 0},
         {"field": "chunk", "value": -1},

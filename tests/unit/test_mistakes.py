@@ -110,6 +110,9 @@ FILES = {
     "small.py": SMALL,
     "empty.py": "",
     "wrong.py": "def experiment(): return 3",
+    "members_of_five.py": SMALL.replace("batch_size=4", "batch_size=4, members=5"),
+    "plan_of_dict.py": SMALL.replace("batch_size=4", "batch_size=4, plan={'data': 2}"),
+    "annotated.py": SMALL.replace("experiment()", "experiment(width: 'Width' = 3)"),
     "broken.py": "width = 0\nrate = 1 / width  # here\n",
     "syntax.py": "width = (3\n",
     "imports.py": "import not_installed\n",
@@ -139,6 +142,7 @@ def workplace(tmp_path_factory):
     for name, text in FILES.items():
         (place / name).write_text(text)
     np.savez(place / "good.npz", x=np.ones((2, 3), np.float32))
+    np.savez(place / "nothing.npz")
     np.savez(place / "keys.npz", z=np.ones((2, 3), np.float32))
     np.savez(place / "width.npz", x=np.ones((2, 7), np.float32))
     with pytest.MonkeyPatch.context() as patch:
@@ -179,6 +183,20 @@ def test_a_module_beside_the_file_is_found(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.path", list(__import__("sys").path))
     with pytest.raises(SystemExit) as stopped:
         cli.main(["train", f"{tmp_path.name}/uses.py", "--output", str(tmp_path / "run")])
+    assert stopped.value.code == 0, capsys.readouterr().err
+
+
+def test_arguments_and_reports_of_every_kind(tmp_path, monkeypatch, capsys):
+    """Annotations that are strings, arguments without names, a report that returns nothing."""
+    source = SMALL.replace("experiment()", "experiment(size: Size = 'small', *rest, **options)")
+    report = "def report(made, result, directory):\n    pass\n"
+    kinds = f"from typing import Literal\nSize = Literal['small']\n\n{report}\n"
+    source = source.replace("def init", f"{kinds}def init", 1)
+    (tmp_path / "kinds.py").write_text(f"from __future__ import annotations\n{source}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["train", "kinds.py", "--experiment.size", "small", "--no-progress"])
     assert stopped.value.code == 0, capsys.readouterr().err
 
 

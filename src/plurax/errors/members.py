@@ -147,6 +147,11 @@ def state_of_one_network() -> MembersError:
 
 
 def members_not_grown(before: int, now: int) -> CheckpointError:
+    if not before:
+        return CheckpointError(
+            f"the checkpoint holds one network, and a population of {now} is asked for. Leave the "
+            "members out, or train the population in another output directory."
+        )
     return CheckpointError(
         f"the checkpoint holds {before} members and {now} are asked for, and they are not the same "
         "ones and more: seeds, hyperparameters and resampling of the first must stay as they were. "

@@ -29,6 +29,8 @@ def check_kind(what: str, data: Any) -> None:
     if hasattr(data, "with_format") and hasattr(data, "features"):
         raise errors.data_is_a_dataset(what, kind)
     if isinstance(data, Mapping):
+        if not jax.tree.leaves(data):
+            raise errors.batch_is_empty()
         for name, value in data.items():
             if isinstance(value, list | range) or np.isscalar(value):
                 raise errors.data_of_lists(what, name, type(value).__name__)
