@@ -185,7 +185,8 @@ class KFold:
 class Subsample:
     """Member `m` trains on `sizes[m mod len(sizes)]` rows drawn without replacement.
 
-    For learning curves over data sizes. Sizes are whole numbers of rows, or fractions below 1.
+    For learning curves over data sizes. Sizes are whole numbers of rows, or fractions below 1:
+    `1.0` and `2.5` are neither.
     A member's larger samples hold its smaller ones.
     """
 
