@@ -197,7 +197,7 @@ def test_virtual_devices_too_late():
     with pytest.raises(px.PlanError, match=r"virtual_devices\(5\) came too late.*8 device"):
         px.virtual_devices(5)
     px.virtual_devices(8)  # what is there already is fine
-    with pytest.raises(px.PlanError, match=r"devices must be a whole number"):
+    with pytest.raises(px.PlanError, match=r"0 virtual devices: give a whole number"):
         px.virtual_devices(0)
 
 
