@@ -12,6 +12,7 @@ from tests import models
 from tests.pictures import panels
 
 import plurax as px
+from plurax import halving as halving_
 from plurax.report.parallel import draw_parallel
 from plurax.sweeps import Sweep
 from plurax.tally import NonFiniteWarning
@@ -71,6 +72,37 @@ def test_every_setting_has_a_row(table):
     assert {"member", "seed", "loss", "eval_loss", "frozen", "seconds"} < set(found.rows[0])
 
 
+def test_a_row_is_the_end_of_its_members_history(table):
+    found, _ = table
+    for bucket, (shape, result) in enumerate(found.fits):
+        rows = [row for row in found.rows if row["bucket"] == bucket]
+        seconds = sum(one["seconds"] for one in result.history) / 4
+        assert rows == [
+            {
+                "bucket": bucket,
+                "width": shape["width"],
+                "batch_size": shape["batch_size"],
+                **one,
+                **{
+                    name: values[member]
+                    for name, values in result.history[-1]["members"].items()
+                },
+                "frozen": False,
+                "seconds": pytest.approx(seconds),
+            }
+            for member, one in enumerate(MEMBERS.table())
+        ]  # fmt: skip
+        for row in rows:
+            assert found.history(row) == [
+                {
+                    "epoch": one["epoch"],
+                    "step": one["step"],
+                    **{name: values[row["member"]] for name, values in one["members"].items()},
+                }
+                for one in result.history
+            ]
+
+
 def test_a_bucket_is_the_population_trained_alone(table):
     found, _ = table
     row = next(r for r in found.rows if (r["width"], r["batch_size"], r["member"]) == (8, 24, 2))
@@ -121,6 +153,9 @@ def test_buckets_side_by_side_give_the_same(table):
     )  # fmt: skip
     for a, b in zip(beside.rows, found.rows, strict=True):
         assert a["eval_loss"] == pytest.approx(b["eval_loss"], rel=1e-4)
+    devices = [result.state.step.sharding.device_set for _, result in beside.fits]
+    pairs = [set(jax.devices()[start : start + 2]) for start in range(0, 8, 2)]
+    assert all(one in pairs for one in devices), devices
     with pytest.raises(px.PlanError, match=r"needs 16 devices"):
         px.sweep(TASK, adam, ROWS, members=MEMBERS, plan=px.Plan(member=4), side_by_side=4,
                  batch_size=16)  # fmt: skip
@@ -136,6 +171,22 @@ def test_a_sweep_that_is_all_frozen():
 
 
 # --- Successive halving -----------------------------------------------------------------------
+
+
+def test_the_order_of_scores():
+    """The best first; then what is not finite and who is frozen, as they come."""
+    scores, skipped = [2.0, 1.0, math.nan, 0.5, 1.0, math.inf, 9.0], np.array([0, 0, 0, 1, 0, 0, 2])
+    assert halving_._ranked(scores, skipped, largest=False) == [1, 4, 0, 2, 3, 5, 6]
+    assert halving_._ranked(scores, skipped, largest=True) == [0, 1, 4, 2, 3, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("given", "budgets"),
+    [((1, 20, 3), [1, 3, 9, 20]), ((2, 8, 2), [2, 4, 8]), ((2, 7, 2), [2, 4, 7]), ((5, 5, 2), [5])],
+)
+def test_budgets_grow_by_the_reduction(given, budgets):
+    assert halving_._budgets(*given) == budgets
+
 
 MANY = px.Members(9, {"rate": px.log_uniform(1e-4, 1e-1)}, px.bootstrap())
 
@@ -322,11 +373,26 @@ def test_halving_needs_arrays():
         px.successive_halving(TASK, adam, [ROWS], members=MEMBERS, batch_size=16, epochs=3)
 
 
-def test_shapes_of_different_names(tmp_path):
+def test_shapes_of_different_names(tmp_path, capsys):
     """A shape whose settings are a part of another's is a bucket of its own."""
     shapes = [{"width": 4}, {"width": 4, "batch_size": 16}]
     found = px.sweep(make_task, adam, ROWS, members=MEMBERS.take([1, 2]), shapes=shapes, plan=PLAN,
-                     batch_size=24, output=tmp_path, progress=False)  # fmt: skip
+                     batch_size=24, output=tmp_path)  # fmt: skip
+    assert capsys.readouterr().out.splitlines() == [
+        f"{name}: 2 members, loss {last['loss']:.4f} ({last['loss_best']:.4f} to "
+        f"{last['loss_worst']:.4f}), {last['seconds']:.1f} s"
+        for name, last in zip(
+            ("width=4", "width=4,batch_size=16"),
+            (result.history[0] for _, result in found.fits),
+            strict=True,
+        )
+    ]
+    assert [(row["bucket"], row["member"]) for row in found.rows] == [
+        (0, 1),
+        (0, 2),
+        (1, 1),
+        (1, 2),
+    ]
     assert [row["batch_size"] for row in found.rows] == [None, None, 16, 16]
     for row in found.rows:
         assert found.history(row)[-1]["loss"] == row["loss"]
