@@ -198,7 +198,8 @@ def test_another_version_is_not_damage(tmp_path, monkeypatch):
         writer.lock()
         with pytest.raises(px.CheckpointError, match=r"written by a newer version of plurax"):
             writer.restore(LIKE)
-        described(tmp_path / "1", {"fingerprints": {}, "shapes": "", "key_impl": "rbg"})
+        first = {"fingerprints": {}, "shapes": "", "key_impl": "rbg", "run": {}}
+        described(tmp_path / "1", first)
         with pytest.raises(px.CheckpointError, match=r"written by an older version of plurax"):
             writer.restore(LIKE)
         assert writer.steps() == [1]
@@ -490,6 +491,26 @@ def test_a_checkpoint_that_its_writer_removes_meanwhile_is_no_damage(tmp_path, m
 
     monkeypatch.setattr(arrays, "read_state", slow)
     assert Checkpoints(tmp_path).restore(LIKE)[1] == {"note": 3}
+
+
+@pytest.mark.parametrize("meanwhile", ["set aside", "followed by another"])
+def test_a_damaged_checkpoint_that_its_writer_knows_of_is_no_news(tmp_path, monkeypatch, meanwhile):
+    """It is gone, or a newer one is there: either is enough to look again, without a warning."""
+    saved(tmp_path, 1, 2)
+    real = checkpoints.read_state
+
+    def slow(step, like):
+        if step.name == "2" and meanwhile == "set aside":
+            step.rename(tmp_path / "2.damaged")
+            raise FileNotFoundError(step)
+        if step.name == "2":
+            saved(tmp_path, 3)
+            raise Damage("torn")
+        return real(step, like)
+
+    monkeypatch.setattr(checkpoints, "read_state", slow)
+    found = 1 if meanwhile == "set aside" else 3
+    assert Checkpoints(tmp_path).restore(LIKE)[1] == {"note": found}
 
 
 # --- The lock ---------------------------------------------------------------------------------
