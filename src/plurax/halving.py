@@ -126,7 +126,7 @@ def successive_halving(
         size = math.ceil(len(candidates) / math.ceil(len(candidates) / few.count))
         made = made.of(members.take(candidates[:size]))
         made.compile_loop(read.arrays)
-        parts, scores, seconds = [], [], 0.0
+        parts, scores, seconds = [], [], []
         for begin in range(0, len(candidates), size):
             now = range(begin, min(begin + size, len(candidates)))
             filled = [now[i % len(now)] for i in range(size)]
@@ -135,15 +135,15 @@ def successive_halving(
             trained, score, took = _train(program, start, read, reached, budget, evaluation, metric)
             parts.append(take_members(trained, range(len(now))))
             scores += score[: len(now)]
-            seconds += took
+            seconds.append(took)
         state = join_members(*parts)
-        rungs.append(Rung(budget, candidates, scores, seconds))
+        rungs.append(Rung(budget, candidates, scores, sum(seconds)))
         skipped = np.asarray(state.skipped)
         frozen = _told_of({candidates[i] for i in np.flatnonzero(skipped)}, frozen, members, budget)
         order = _ranked(scores, skipped, largest)
         keep = order if budget == epochs else order[: math.ceil(len(order) / reduction)]
         told = f"{metric} best {scores[order[0]]:.4f}, {len(keep)} stay"
-        console.print(f"{budget} epochs: {len(candidates)} members in {seconds:.2f} s, {told}")
+        console.print(f"{budget} epochs: {len(candidates)} members in {sum(seconds):.2f} s, {told}")
         candidates, state = [candidates[i] for i in keep], take_members(state, keep)
     assert state is not None
     return Halving(stay := members.take(candidates), state, made.of(stay), rungs)
@@ -163,7 +163,7 @@ def _width(members: Members, first: Any, epochs: Any, reduction: Any, slots: Any
 def _told_of(now: set[int], before: set[int], members: Members, budget: int) -> set[int]:
     """All members that are frozen, the new ones warned of."""
     if new := sorted(now - before):
-        warn_frozen(members, new, f"within {budget} epochs", stacklevel=3)
+        warn_frozen(members, new, f"within {budget} epochs", stacklevel=4)
     return now | before
 
 
@@ -189,18 +189,18 @@ def _train(
     metric: str,
 ) -> tuple[TrainState, list[float], float]:
     """Train from one number of epochs to another; the state, scores and seconds."""
-    state, seconds = program.place(state), 0.0
+    state, seconds = program.place(state), []
     tally = MembersTally(program.members)
     for turn in training(program, state, source, start=Position(reached), epochs=budget):
         state = turn.state
         tally.add(turn, settle_all=True)
-        seconds += turn.seconds
+        seconds.append(turn.seconds)
         if turn.epoch_done and turn.position.epoch < budget:
             tally = MembersTally(program.members)
     means = tally.means() if evaluation is None else program.evaluate(state, evaluation)
     if metric not in means:
         raise errors.sweep_no_metric(metric, means)
-    return program.kept(state), np.asarray(means[metric]).tolist(), seconds
+    return program.kept(state), np.asarray(means[metric]).tolist(), sum(seconds)
 
 
 def _ranked(scores: list[float], skipped: np.ndarray, largest: bool) -> list[int]:

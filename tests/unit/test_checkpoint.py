@@ -1,6 +1,7 @@
 """Checkpoints: damage is proven, never guessed; one writer per folder; readers write nothing."""
 
 import errno
+import fcntl
 import json
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -375,21 +377,41 @@ def lock_name():
     return checkpoints.LOCK
 
 
-def test_a_full_disk_is_said_and_the_next_save_works(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "part",
+    [(ocp.CheckpointManager, "save"), (StateHandler, "finalize")],
+    ids=["at once", "in the background"],
+)
+def test_a_full_disk_is_said_and_the_next_save_works(tmp_path, monkeypatch, part):
     with Checkpoints(saved(tmp_path, 1)) as writer:
 
-        def full(self, directory):
+        def full(self, *_args, **_options):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        with monkeypatch.context() as patched:
-            patched.setattr(StateHandler, "finalize", full)
+        def save():
             writer.save(make_state(2), {})
+            writer.wait()
+
+        with monkeypatch.context() as patched:
+            patched.setattr(*part, full)
             with pytest.raises(px.CheckpointError, match=r"could not be written.*No space left"):
-                writer.wait()
+                save()
         assert writer.steps() == [1]
         writer.save(make_state(2), {})
         writer.wait()
         assert writer.steps() == [1, 2]
+
+
+def test_all_checkpoints_are_moved_damaged_ones_too(tmp_path):
+    (saved(tmp_path / "run", 1, 2) / "1").rename(tmp_path / "run" / "1.damaged")
+    with Checkpoints(tmp_path / "run") as writer:
+        writer.move_all(tmp_path / "before")
+        assert (writer.steps(), writer.damaged(), writer.restore(LIKE)) == ([], [], None)
+        writer.save(make_state(1), {"note": "anew"})
+    before = Checkpoints(tmp_path / "before")
+    assert (before.steps(), before.damaged()) == ([2], ["1.damaged"])
+    assert before.restore(LIKE)[1] == {"note": 2}
+    assert Checkpoints(tmp_path / "run").restore(LIKE)[1] == {"note": "anew"}
 
 
 # --- Folders ----------------------------------------------------------------------------------
@@ -561,6 +583,16 @@ def test_who_may_take_a_lock(tmp_path, content, free):
         with pytest.raises(px.CheckpointError, match=r"two writers would destroy each other's"):
             taken(path)
         assert path.read_bytes() == before
+
+
+def test_the_kernels_lock_is_enough(tmp_path):
+    """Its owner has not written who it is yet."""
+    path = tmp_path / "writer.lock"
+    with path.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(px.CheckpointError, match=r"two writers would destroy each other's"):
+            taken(path)
+    assert taken(path)
 
 
 HOLDS = """
