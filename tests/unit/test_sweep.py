@@ -2,6 +2,8 @@
 
 import csv
 import math
+import os
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ from tests.pictures import panels
 import plurax as px
 from plurax import halving as halving_
 from plurax.report.parallel import draw_parallel
-from plurax.sweeps import Sweep
+from plurax.sweeps import Sweep, _value
 from plurax.tally import NonFiniteWarning
 
 # One worker, so that what the module trains for all its tests is trained once.
@@ -75,6 +77,7 @@ def test_every_setting_has_a_row(table):
 def test_a_row_is_the_end_of_its_members_history(table):
     found, _ = table
     for bucket, (shape, result) in enumerate(found.fits):
+        assert result.state.step.devices() == {jax.devices()[0]}  # of one plan after another
         rows = [row for row in found.rows if row["bucket"] == bucket]
         seconds = sum(one["seconds"] for one in result.history) / 4
         assert rows == [
@@ -192,7 +195,7 @@ MANY = px.Members(9, {"rate": px.log_uniform(1e-4, 1e-1)}, px.bootstrap())
 
 
 def halving(**options):
-    options = {"epochs": 9, "first": 1, "reduction": 3, "plan": PLAN, "batch_size": 16,
+    options = {"epochs": 9, "plan": PLAN, "batch_size": 16,
                "evaluation": ROWS, "progress": False, **options}  # fmt: skip
     return px.successive_halving(TASK, adam, ROWS, members=MANY, **options)
 
@@ -378,26 +381,57 @@ def test_halving_needs_arrays():
 
 def test_shapes_of_different_names(tmp_path, capsys):
     """A shape whose settings are a part of another's is a bucket of its own."""
-    shapes = [{"width": 4}, {"width": 4, "batch_size": 16}]
-    found = px.sweep(make_task, adam, ROWS, members=MEMBERS.take([1, 2]), shapes=shapes, plan=PLAN,
-                     batch_size=24, output=tmp_path)  # fmt: skip
-    assert capsys.readouterr().out.splitlines() == [
-        f"{name}: 2 members, loss {last['loss']:.4f} ({last['loss_best']:.4f} to "
-        f"{last['loss_worst']:.4f}), {last['seconds']:.1f} s"
-        for name, last in zip(
-            ("width=4", "width=4,batch_size=16"),
-            (result.history[0] for _, result in found.fits),
-            strict=True,
+    note = "[red]" + 50 * "wide"
+    shapes = [{"width": 4}, {"width": 4, "batch_size": 16, "note": note}]
+    found = px.sweep(
+        lambda width, note="": make_task(width), adam, ROWS, members=MEMBERS.take([1, 2]),
+        shapes=shapes, plan=PLAN, batch_size=24, epochs=2, output=tmp_path,
+    )  # fmt: skip
+    lines = capsys.readouterr().out.splitlines()
+    names = ("width=4", f"width=4,batch_size=16,note={note}")
+    for line, name, (_, result) in zip(lines, names, found.fits, strict=True):
+        last, seconds = result.history[-1], sum(one["seconds"] for one in result.history)
+        assert line == (
+            f"{name}: 2 members, loss {last['loss']:.4f} ({last['loss_best']:.4f} to "
+            f"{last['loss_worst']:.4f}), {seconds:.1f} s"
         )
-    ]
-    assert [(row["bucket"], row["member"]) for row in found.rows] == [
-        (0, 1),
-        (0, 2),
-        (1, 1),
-        (1, 2),
-    ]
-    assert [row["batch_size"] for row in found.rows] == [None, None, 16, 16]
+    places = [(row["bucket"], row["member"], row["batch_size"], row["note"]) for row in found.rows]
+    assert places == [(0, 1, None, None), (0, 2, None, None), (1, 1, 16, note), (1, 2, 16, note)]
     for row in found.rows:
         assert found.history(row)[-1]["loss"] == row["loss"]
     assert found.rows[0]["loss"] != found.rows[2]["loss"]
     assert len((tmp_path / "table.csv").read_text().splitlines()) == 5
+
+
+def test_values_that_are_not_there_are_not_a_number():
+    """A member that was added later, or had no finite value."""
+    values = [_value([0.5, None], index) for index in (0, 1, 2, 5)]
+    assert values == pytest.approx([0.5, math.nan, math.nan, math.nan], nan_ok=True)
+
+
+def test_a_signal_ends_a_sweep_with_what_is_done():
+    """The first shape stops in its second epoch, and the second shape is not begun."""
+    made = []
+
+    class Batches:
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1  # the first only looks at one batch
+            for start in (0, 16, 32):
+                if (self.passes, start) == (3, 16):
+                    os.kill(os.getpid(), signal.SIGINT)
+                yield {name: rows[start : start + 16] for name, rows in ROWS.items()}
+
+    def task(width):
+        made.append(width)
+        return make_task(width)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    found = px.sweep(task, adam, Batches(), members=MEMBERS, shapes=px.grid(width=[4, 8]),
+                     plan=PLAN, epochs=3, progress=False)  # fmt: skip
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+    assert made == [4]
+    ((shape, result),) = found.fits
+    assert (shape, result.interrupted) == ({"width": 4}, "SIGINT")
+    assert [row["width"] for row in found.rows] == [4] * 4
