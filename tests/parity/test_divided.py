@@ -173,12 +173,14 @@ def test_what_is_gathered_for_want_of_a_rule_is_said_once():
     assert any(one.without_rule for one in records)
 
 
-def test_a_model_that_splits_rows_itself_is_refused():
+@pytest.mark.parametrize("taken", ["data", None])
+def test_a_model_that_splits_rows_itself_is_refused(taken):
+    """What it takes, or only what it returns."""
+
     def loss(params, batch, keys):
-        rows = jax.P("data")
         local = jax.shard_map(
-            lambda x, w: (x @ w).sum(1), in_specs=(rows, jax.P()), out_specs=rows,
-            axis_names={"data"},
+            lambda x, w: (x[:2] @ w).sum(1), in_specs=(jax.P(taken), jax.P()),
+            out_specs=jax.P("data"), axis_names={"data"},
         )  # fmt: skip
         return local(batch["x"], params["w"])
 

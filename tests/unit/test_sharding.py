@@ -587,6 +587,14 @@ def test_what_is_split_stays_so(x64, name):
     assert all(one.kind == "all-reduce" for one in records)
 
 
+def test_a_maximum_over_devices_is_recorded(x64):
+    """Eight bytes, round a ring of four and back: each device sends six quarters of them."""
+    _, records, _ = shared(lambda x: x.min(), (TABLE,), (S(None, "tensor"),))
+    assert [(r.kind, r.axes, r.bytes, r.wire, r.trips) for r in records] == [
+        ("all-reduce", ("tensor",), 8, 12.0, 1)
+    ]
+
+
 def test_what_is_gathered_for_want_of_a_rule_is_known_by_its_line():
     def inverted(x):
         return jnp.linalg.inv(x)
