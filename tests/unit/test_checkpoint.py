@@ -519,7 +519,7 @@ def test_a_checkpoint_that_its_writer_removes_meanwhile_is_no_damage(tmp_path, m
 def test_a_damaged_checkpoint_that_its_writer_knows_of_is_no_news(tmp_path, monkeypatch, meanwhile):
     """It is gone, or a newer one is there: either is enough to look again, without a warning."""
     saved(tmp_path, 1, 2)
-    real = checkpoints.read_state
+    real = arrays.read_state
 
     def slow(step, like):
         if step.name == "2" and meanwhile == "set aside":
@@ -530,7 +530,7 @@ def test_a_damaged_checkpoint_that_its_writer_knows_of_is_no_news(tmp_path, monk
             raise Damage("torn")
         return real(step, like)
 
-    monkeypatch.setattr(checkpoints, "read_state", slow)
+    monkeypatch.setattr(arrays, "read_state", slow)
     found = 1 if meanwhile == "set aside" else 3
     assert Checkpoints(tmp_path).restore(LIKE)[1] == {"note": found}
 
