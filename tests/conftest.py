@@ -12,6 +12,8 @@ os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         "--xla_backend_optimization_level=0",
+        # Several devices' programs come from the cache right only like this (plurax.mesh).
+        "--xla_cpu_enable_concurrency_optimized_scheduler=false",
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=600",
         "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
         "--xla_cpu_collective_timeout_seconds=1200",

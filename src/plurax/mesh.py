@@ -13,17 +13,47 @@ from plurax import errors
 from plurax.plan import MESH_AXES, Plan
 from plurax.validate import whole_number
 
+ONE_AT_A_TIME = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+"""A flag of XLA under which a program on CPU runs one operation after another."""
+
 
 def make_mesh(plan: Plan, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The plan's mesh over the first devices it needs (default: of `jax.devices()`).
 
-    Raises `PlanError` where there are too few.
+    Raises `PlanError` where there are too few, and where programs for them may not be kept in JAX's
+    compilation cache (see `_check_cache`).
     """
     devices = jax.devices() if devices is None else list(devices)
     plan.check_devices(len(devices))
+    if plan.devices > 1 and devices[0].platform == "cpu":
+        _check_cache()
     grid = np.asarray(devices[: plan.devices]).reshape([plan.axes[axis] for axis in MESH_AXES])
     # Auto: where a function is not manual over an axis, the partitioner decides.
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _check_cache() -> None:
+    """Raise `PlanError` where a program for several CPU devices could be loaded from a cache.
+
+    XLA's CPU client gives all collectives of a program that it loads from JAX's compilation cache
+    one number. Those under way at the same time take each other's data: the program returns wrong
+    numbers, or ends the process (seen with JAX 0.10 and 0.12). One after another they are right.
+    """
+    if _is_cached() and ONE_AT_A_TIME not in os.environ.get("XLA_FLAGS", ""):
+        directory = jax.config.values["jax_compilation_cache_dir"]
+        raise errors.cache_mixes_collectives(directory, ONE_AT_A_TIME)
+
+
+def _is_cached() -> bool:
+    config = jax.config.values
+    return bool(config["jax_compilation_cache_dir"] and config["jax_enable_compilation_cache"])
+
+
+def _one_at_a_time() -> None:
+    """Before the first use of JAX: the flag, where a cache is on."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _is_cached() and ONE_AT_A_TIME not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {ONE_AT_A_TIME}".strip()
 
 
 def on_devices(
@@ -82,6 +112,7 @@ def virtual_devices(count: int) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", count)
         jax.config.update("jax_platforms", "cpu")
+        _one_at_a_time()
     except RuntimeError:
         if len(jax.devices()) != count:
             raise errors.devices_already_started(count, len(jax.devices())) from None
@@ -91,6 +122,7 @@ def cpu_devices(count: int) -> None:
     """Let the CPU count as `count` devices, should it be what JAX runs on. Before its first use."""
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", count)
+        _one_at_a_time()
 
 
 def memory_budget(mesh: Mesh) -> int:

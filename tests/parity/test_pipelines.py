@@ -135,6 +135,17 @@ def test_any_hybrid(x64, name, data):
     assert worst(got, name, jnp.float64) < 1e-10, plan
 
 
+def test_a_program_from_the_compilation_cache(x64):
+    """Compiled once, and then loaded: XLA's CPU client has to keep its collectives apart."""
+    rules = NETWORKS["transformer"][1]
+    plan = px.Plan(data=2, pipeline=3, microbatches=2, schedule="zb-h1", zero=2, remat="full",
+                   shardings=rules)  # fmt: skip
+    assert jax.config.values["jax_compilation_cache_dir"]
+    for _ in range(2):
+        got = trained("transformer", plan, jnp.float64, everything=False)
+        assert worst(got, "transformer", jnp.float64) < 1e-10
+
+
 def test_the_plan_of_the_guide(x64):
     """All at once, evaluated and predicted too."""
     plan = px.Plan(

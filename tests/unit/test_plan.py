@@ -1,12 +1,17 @@
 """Plans are values: they print, compare, hash, load and save, and refuse what cannot run."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests import models
 
+import plurax as px
 from plurax import Plan, PlanError
 
 plans = st.builds(
@@ -230,3 +235,28 @@ def test_explain_counts_the_places():
     text = Plan(data=4, microbatches=8).explain(batch_size=100)
     assert "4 devices × 8 microbatches × 4 examples, 28 of 128 places filled up." in text
     assert "bfloat16" in Plan(precision="bfloat16").explain()
+
+
+def test_a_cache_that_mixes_collectives_is_refused(monkeypatch):
+    """XLA's CPU client loads programs of several devices wrong, but for one flag."""
+    found = px.compile(models.mlp_task(), models.optimizer(), px.Plan(data=2), models.data(8))
+    assert found.mesh.size == 2
+    monkeypatch.setenv("XLA_FLAGS", "")
+    with pytest.raises(px.PlanError, match=r"its collectives take each other's data\. Call plurax"):
+        px.compile(models.mlp_task(), models.optimizer(), px.Plan(data=2), models.data(8))
+    px.compile(models.mlp_task(), models.optimizer(), px.Plan(), models.data(8))
+
+
+def test_virtual_devices_make_a_cache_safe(tmp_path):
+    """The flag is set before JAX starts, and what is loaded computes the same."""
+    code = """
+import os, plurax as px
+px.virtual_devices(2)
+from plurax.mesh import ONE_AT_A_TIME, make_mesh
+cached = bool(os.environ["JAX_COMPILATION_CACHE_DIR"])
+assert (ONE_AT_A_TIME in os.environ["XLA_FLAGS"]) == cached
+make_mesh(px.Plan(data=2))
+"""
+    for cache in ("", str(tmp_path)):
+        env = {**os.environ, "XLA_FLAGS": "", "JAX_COMPILATION_CACHE_DIR": cache}
+        subprocess.run([sys.executable, "-c", code], env=env, check=True)

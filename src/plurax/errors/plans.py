@@ -114,6 +114,17 @@ def plan_needs_devices(axes: dict[str, int], needed: int, available: int, fits: 
     )
 
 
+def cache_mixes_collectives(directory: str, flag: str) -> PlanError:
+    return PlanError(
+        f"JAX's compilation cache is on ({directory}), and a program for several CPU devices that "
+        "XLA loads from it computes wrong numbers: its collectives take each other's data. Call "
+        "plurax.virtual_devices(...) before any other use of JAX, which sets what is needed; or "
+        f"start with XLA_FLAGS={flag}; or turn the cache off with "
+        'jax.config.update("jax_enable_compilation_cache", False). Other devices than CPU are not '
+        "concerned."
+    )
+
+
 def plan_unknown_key(key: str, known: Iterable[str], source: str) -> PlanError:
     known = list(known)
     close = difflib.get_close_matches(key, known, n=1)
