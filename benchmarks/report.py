@@ -54,7 +54,7 @@ def main() -> None:
     draw(results, options.chart)
     fill(options.page, "\n\n".join(table(result) for result in results))
     if options.page == PAGE:
-        fill(README, "\n\n".join(summary(result) for result in results))
+        fill(README, headlines(results))
 
 
 def fill(page: Path, tables: str) -> None:
@@ -64,27 +64,45 @@ def fill(page: Path, tables: str) -> None:
     page.write_text(f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}", encoding="utf-8")
 
 
-def summary(result: dict[str, Any]) -> str:
-    """One machine's results in short: the range of speeds against each peer."""
+HEADLINES = (
+    ("a training step, batch on the devices", "step", "batch on the devices", "JAX by hand"),
+    (
+        "gradient accumulation, 16 microbatches",
+        "accumulation",
+        "16 microbatches",
+        "optax.MultiSteps",
+    ),
+    (
+        "100 and 1,000 small networks (PyTorch's 1,000: scaled from 20)",
+        "members",
+        "spirals, 1",
+        "PyTorch, one network after another",
+    ),
+    ("one network in shards (ZeRO)", "divided", "", "PyTorch FSDP2"),
+)
+"""The rows of the README: what it says, group, a part of the rows' names, against what."""
+
+
+def headlines(results: list[dict[str, Any]]) -> str:
+    """A few rows of all machines: the range of speeds beside one peer each."""
     lines = [
-        f"{machine.label(result['machine'])}, {result['date']}; how many times as fast as the "
-        "other, on the same work:",
-        "",
-        "| | against | speed | target |",
-        "|---|---|---:|---:|",
+        "| on the same work | times as fast as | | machine |",
+        "|---|---|---:|---|",
     ]
-    groups: dict[tuple[str, str, float | None], list[dict[str, Any]]] = {}
-    for row in result["rows"]:
-        if row["row"] == "comparison":
-            title = ", ".join([TITLES[row["group"]].lower(), *_case(row)])
-            groups.setdefault((title, row["against"], row["target"]), []).append(row)
-    for (title, against, target), rows in groups.items():
-        speeds = [row["speed"] for row in rows]
-        low, high = _speed(min(speeds)), _speed(max(speeds))
-        span = f"{low} ×" if low == high else f"{low} to {high} ×"
-        counts = [_members(row) for row in rows if _case(row)]
-        title += f", {' and '.join(counts)} of them" if counts else ""
-        lines.append(f"| {title} | {against} | {span} | {_target(target)} |")
+    for text, group, part, against in HEADLINES:
+        for result in results:
+            speeds = [
+                row["speed"] for row in result["rows"]
+                if row["row"] == "comparison" and row["group"] == group
+                and part in row["name"] and row["against"] == against
+                and row["facts"].get("members", 100) >= 100
+            ]  # fmt: skip
+            if speeds:
+                low, high = _speed(min(speeds)), _speed(max(speeds))
+                span = f"{low} ×" if low == high else f"{low} to {high} ×"
+                lines.append(
+                    f"| {text} | {against} | {span} | {machine.label(result['machine'])} |"
+                )
     return "\n".join(lines)
 
 
@@ -111,17 +129,6 @@ def _over(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
     here = {"date": old["date"], "versions": old["versions"]}
     earlier = {row["group"]: old["earlier"].get(row["group"], here) for row in kept}
     return {**new, "rows": kept + new["rows"], "earlier": earlier}
-
-
-def _case(row: dict[str, Any]) -> list[str]:
-    """Which of several cases of its group a row belongs to."""
-    return [row["facts"]["case"]] if "case" in row["facts"] else []
-
-
-def _members(row: dict[str, Any]) -> str:
-    facts = row["facts"]
-    scaled = f" (scaled from {facts['measured']:,})" if "measured" in facts else ""
-    return f"{facts['members']:,}{scaled}"
 
 
 def _speed(speed: float) -> str:

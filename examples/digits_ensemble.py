@@ -126,7 +126,7 @@ def report(made: px.Experiment, result: px.Fit, directory: Path) -> Iterator[Pat
     table = Table("held-out digits", "accuracy", "log loss", "Brier score", "calibration error")
     calibrations = {}
     for name, values in logits.items():
-        probabilities = px.classify(values).probabilities
+        probabilities = px.combine_classification(values).probabilities
         calibrations[name] = px.calibration(probabilities, labels, bins=10)
         table.add_row(
             name,

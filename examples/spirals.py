@@ -103,7 +103,7 @@ def report(made: px.Experiment, result: px.Fit, directory: Path) -> Iterator[Pat
     points, labels = made.data["x"], made.data["y"]
 
     def confidence(logits: Float[np.ndarray, "K N 2"]) -> Float[np.ndarray, "G G"]:
-        return px.classify(logits).probabilities[:, 1].reshape(GRID, GRID)
+        return px.combine_classification(logits).probabilities[:, 1].reshape(GRID, GRID)
 
     alone = same.program.predict(same.state, plane)
     together = program.predict(result.state, plane)

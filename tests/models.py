@@ -113,7 +113,7 @@ def cut(batch, count):
     return jax.tree.map(lambda leaf: leaf[:count], batch)
 
 
-def worst(a, b):
+def max_rel_error(a, b):
     """The largest difference of two trees, relative to the largest element of each leaf of `b`.
 
     NaN where either has one, so that every bound fails. Raises `AssertionError`, with the leaf's

@@ -44,7 +44,9 @@ def last(*transforms):
 
 Make = Callable[[], optax.GradientTransformation]
 ALIASES: dict[str, Make] = {
-    name: functools.partial(getattr(optax, name), RATE)
+    name: functools.partial(
+        getattr(optax, name), RATE, **({"key": 0} if name == "noisy_sgd" else {})
+    )
     for name in (
         "adabelief", "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamaxw", "adamw",
         "adan", "amsgrad", "fromage", "lamb", "lars", "lion", "nadam", "nadamw", "noisy_sgd",
@@ -184,7 +186,7 @@ def planned(name, plan):
     state = program.init(params=jax.tree.map(jnp.asarray, start()))
     for _ in range(STEPS):
         state, _ = program.step(state, rows())
-    state = program.kept(state)
+    state = program.to_canonical(state)
     return _plain((state.params, state.opt_state)), program
 
 

@@ -20,7 +20,7 @@ from benchmarks import split_by_hand
 from benchmarks.networks import count_parameters
 from benchmarks.workers.jax_setup import carry, need_devices
 from benchmarks.workers.serve import Settings, Side, serve
-from plurax import inspect
+from plurax import hlo
 
 CLIP = 1.0
 AGREE = 1e-4
@@ -49,8 +49,8 @@ def build(settings: Settings) -> tuple[dict[str, Side], dict[str, Any]]:
     first = jax.device_get((flat(state.params), jax.random.key_data(state.key)))
     for name, hand in hands.items():
         sides[name], losses[name], compiled = by_hand(settings, hand, batch["bytes"], *first)
-        found = inspect.collectives(compiled.as_text() or "", hand.mesh)
-        facts["by hand"][name] = costs(found, inspect.memory(compiled))
+        found = hlo.collectives(compiled.as_text() or "", hand.mesh)
+        facts["by hand"][name] = costs(found, hlo.memory(compiled))
 
     mine = []
     for _ in range(2):
@@ -113,7 +113,7 @@ def make_batch(settings: Settings) -> dict[str, np.ndarray]:
     }
 
 
-def costs(collectives: list[inspect.Collective], memory: inspect.Memory) -> dict[str, Any]:
+def costs(collectives: list[hlo.Collective], memory: hlo.Memory) -> dict[str, Any]:
     """Bytes of one step on one device: of the results of collectives by kind, and of memory."""
     kinds: dict[str, int] = {}
     for found in collectives:

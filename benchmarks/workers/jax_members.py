@@ -71,7 +71,7 @@ def _program(
     members = members or px.Members(count)
     plan = px.Plan(member=settings["devices"], **settings["plan"])
     rows = len(data["x"])
-    reading = px.Reading(
+    reading = px.EpochSpec(
         members.resample,
         rows,
         members.epoch_length(rows),

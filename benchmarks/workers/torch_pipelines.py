@@ -74,7 +74,7 @@ def _rank(rank: int, settings: Settings) -> Callable[[tuple[str, Any]], Any]:
     assert isinstance(network, sizes.Transformer)
     params = values.params(network)
     torch.set_num_threads(1)
-    make = functools.partial(Trained, rank, settings, network, params)
+    make = functools.partial(StageParams, rank, settings, network, params)
     trained = make()
     losses = trained.steps(2)
 
@@ -99,7 +99,7 @@ def _rank(rank: int, settings: Settings) -> Callable[[tuple[str, Any]], Any]:
     return answer
 
 
-class Trained:
+class StageParams:
     """The stages of one process, their optimizer and schedule."""
 
     def __init__(

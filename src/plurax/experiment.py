@@ -12,11 +12,11 @@ import optax
 from jaxtyping import PyTree
 
 from plurax import errors
-from plurax.data import Ragged
-from plurax.execute.members import Maker
+from plurax.execute.population import HyperFn
 from plurax.members import Members
 from plurax.plan import Plan
 from plurax.task import Task
+from plurax.train.data import Ragged
 from plurax.user_frames import told
 
 
@@ -27,9 +27,9 @@ class Experiment:
     The fields are the arguments of `plurax.fit`; the command line overrides those it names.
     """
 
-    task: Task | Maker
+    task: Task | HyperFn
     """What is trained; with members perhaps a function of a member's hyperparameters."""
-    optimizer: optax.GradientTransformation | Maker
+    optimizer: optax.GradientTransformation | HyperFn
     """By which rule; with members perhaps a function of a member's hyperparameters."""
     data: PyTree | Iterable[PyTree]
     """Arrays in a tree, a Grain dataset of batches, or an iterable of batches."""

@@ -73,7 +73,7 @@ def grid(**choices: Sequence[Any]) -> Grid:
     return Grid({name: tuple(values) for name, values in choices.items()})
 
 
-class Cohort(NamedTuple):
+class MemberArrays(NamedTuple):
     """Some members as arrays `(K,)`, NumPy's or on devices, given to a compiled program: a pytree.
 
     **Fields:** `numbers`, which member of the population; `seeds`; `sizes`, draws in a pass of its
@@ -85,7 +85,7 @@ class Cohort(NamedTuple):
     sizes: Any
     hyper: dict[str, Any]
 
-    def take(self, indices: Any) -> "Cohort":
+    def take(self, indices: Any) -> "MemberArrays":
         """Those at some indices."""
         return jax.tree.map(lambda leaf: leaf[indices], self)
 
@@ -213,10 +213,10 @@ class Members:
         """Draws in an epoch over data of `rows` rows: the longest pass of a member."""
         return max(self.resample.size(rows, int(number)) for number in self._numbers())
 
-    def cohort(self, rows: int) -> Cohort:
+    def cohort(self, rows: int) -> MemberArrays:
         """All members as arrays, for data of `rows` rows. Raises `BatchError`."""
         numbers, seeds = self._numbers(), np.asarray(self._seeds())
-        return Cohort(
+        return MemberArrays(
             numbers.astype(np.uint32),
             seeds[numbers % len(seeds)].astype(np.uint32),
             np.asarray([self.resample.size(rows, int(number)) for number in numbers], np.uint32),

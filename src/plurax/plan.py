@@ -129,7 +129,7 @@ data=1 means 'not used'.
             raise errors.plan_stages_indivisible(self.stages, self.pipeline)
         if self.remat == "offload" and self.pipeline > 1:
             raise errors.plan_offload_in_stages(self.pipeline)
-        if self.batch_dim == "minor" and self.divided:
+        if self.batch_dim == "minor" and self.partitioned:
             raise errors.plan_minor_divided()
 
     @property
@@ -138,7 +138,7 @@ data=1 means 'not used'.
         return {axis: getattr(self, axis) for axis in MESH_AXES}
 
     @property
-    def divided(self) -> bool:
+    def partitioned(self) -> bool:
         """Whether the traced step is walked, to split what it holds."""
         zero = self.zero > 0 and self.data > 1
         return self.tensor > 1 or self.pipeline > 1 or zero

@@ -47,7 +47,7 @@ class Resample(Protocol):
         ...
 
 
-def mix(*words: Word | int) -> Word:
+def hash_u32(*words: Word | int) -> Word:
     """Hash words to one of 32 bits: Murmur3's body and finalizer (A. Appleby, public domain)."""
     state = jnp.uint32(0x9E3779B9)
     for word in words:
@@ -58,7 +58,7 @@ def mix(*words: Word | int) -> Word:
     return state
 
 
-def permute(index: Word, size: Word | int, key: Word) -> Word:
+def permuted_index(index: Word, size: Word | int, key: Word) -> Word:
     """The place of `index` in a pseudo-random permutation of `range(size)`; elementwise.
 
     A Feistel network over Z_a × Z_b with a·b just above `size`, walked until it falls inside
@@ -72,7 +72,7 @@ def permute(index: Word, size: Word | int, key: Word) -> Word:
     size = jnp.asarray(size).astype(jnp.uint32)
     a = jnp.maximum(jnp.ceil(jnp.sqrt(size.astype(jnp.float32))).astype(jnp.uint32), 1)
     b = (size + a - 1) // a
-    keys = [mix(key, turn) for turn in range(ROUNDS)]
+    keys = [hash_u32(key, turn) for turn in range(ROUNDS)]
 
     def shift(value: Word, other: Word, turn: int, modulus: Word) -> Word:
         word = (other ^ keys[turn]) * jnp.uint32(0x85EBCA6B)
@@ -95,7 +95,7 @@ def permute(index: Word, size: Word | int, key: Word) -> Word:
     return jax.lax.while_loop(lambda v: jnp.any(v >= size), again, walk(index))
 
 
-def scaled(word: Word, size: Word | int) -> Word:
+def bounded(word: Word, size: Word | int) -> Word:
     """A hash word as a number below `size`, by the high half of their product."""
     size = jnp.asarray(size).astype(jnp.uint32)
     low = (word & 0xFFFF) * (size & 0xFFFF)
@@ -135,7 +135,7 @@ class Bootstrap:
 
     def choose(self, draw: Word, count: int, seed: Word, member: Word) -> Word:
         """A row drawn for this draw of this member."""
-        return scaled(mix(seed, member, draw, 0xB007), count)
+        return bounded(hash_u32(seed, member, draw, 0xB007), count)
 
     def held_out(self, count: int, seed: int, member: int) -> Int[np.ndarray, "R"]:
         """The rows no draw took ("out of bag"), about 37 %."""
@@ -174,7 +174,7 @@ class KFold:
         fold = member % self.folds
         first, stop = bounds[fold], bounds[fold + 1]
         place = jnp.where(draw < first, draw, draw + (stop - first))
-        return permute(place, count, mix(self.seed, 0xF01D))
+        return permuted_index(place, count, hash_u32(self.seed, 0xF01D))
 
     def held_out(self, count: int, seed: int, member: int) -> Int[np.ndarray, "R"]:
         """The rows of the member's own fold."""
@@ -208,7 +208,7 @@ class Subsample:
 
     def choose(self, draw: Word, count: int, seed: Word, member: Word) -> Word:
         """The row at this place of the member's own order of all rows."""
-        return permute(draw, count, mix(seed, member, 0x5AB5))
+        return permuted_index(draw, count, hash_u32(seed, member, 0x5AB5))
 
     def held_out(self, count: int, seed: int, member: int) -> Int[np.ndarray, "R"]:
         """The rows not drawn."""
@@ -276,8 +276,8 @@ def stream_row(
     """
     draw = position % size
     if shuffle:
-        key = mix(seed, epoch, position // size, 0x0EDE)
-        shuffled = permute(draw, size, key)
+        key = hash_u32(seed, epoch, position // size, 0x0EDE)
+        shuffled = permuted_index(draw, size, key)
         draw = shuffled if whole is None else jnp.where(size == whole, draw, shuffled)
     return resample.choose(draw, count, seed, member).astype(jnp.int32)
 

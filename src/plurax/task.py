@@ -142,11 +142,13 @@ class Stack:
             "head": self.head.init(head),
         }
 
-    def embedded(self, embed: PyTree, batch: PyTree, keys: Any) -> PyTree:
+    def apply_embed(self, embed: PyTree, batch: PyTree, keys: Any) -> PyTree:
         """What the first layer is given."""
         return self.embed.apply(embed, batch, _folded(keys, self.depth))
 
-    def turned(self, layer: PyTree, x: PyTree, batch: PyTree, keys: Any, number: Any) -> PyTree:
+    def apply_block(
+        self, layer: PyTree, x: PyTree, batch: PyTree, keys: Any, number: Any
+    ) -> PyTree:
         """What layer `number` makes of what it is given; raises `TaskError` for another shape."""
         new = self.block.apply(layer, x, batch, _folded(keys, number))
         given, made = tree.describe(x), tree.describe(new)
@@ -154,7 +156,7 @@ class Stack:
             raise errors.stack_block_changes(given, made)
         return new
 
-    def finished(self, params: PyTree, x: PyTree, batch: PyTree, keys: Any) -> LossOutput:
+    def apply_head(self, params: PyTree, x: PyTree, batch: PyTree, keys: Any) -> LossOutput:
         """Losses from what the last layer made; `params` as `head_params` returns them."""
         return self.head.apply(params, x, batch, _folded(keys, self.depth + 1))
 
@@ -169,9 +171,9 @@ class Stack:
 
         def turn(x: PyTree, numbered: tuple[PyTree, Any]) -> tuple[PyTree, None]:
             layer, number = numbered
-            return self.turned(layer, x, batch, keys, number), None
+            return self.apply_block(layer, x, batch, keys, number), None
 
-        x = self.embedded(params["embed"], batch, keys)
+        x = self.apply_embed(params["embed"], batch, keys)
         numbers = jnp.arange(self.depth, dtype=jnp.int32)
         return jax.lax.scan(turn, x, (params["blocks"], numbers))[0]
 
@@ -234,7 +236,7 @@ def stack(
 
     def loss(params: PyTree, batch: PyTree, keys: Any = None) -> LossOutput:
         x = parts.layers(params, batch, keys)
-        return parts.finished(parts.head_params(params), x, batch, keys)
+        return parts.apply_head(parts.head_params(params), x, batch, keys)
 
     def outputs(params: PyTree, inputs: PyTree) -> PyTree:
         assert predict is not None

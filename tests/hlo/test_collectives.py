@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from tests import models
 
 import plurax as px
-from plurax import inspect, tree
+from plurax import hlo, tree
 
 SCALARS = 64  # bytes: loss, weight and metrics ride along
 
@@ -46,7 +46,7 @@ def test_the_reader_sees_a_reduction_inside_a_loop():
 
     w = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=NamedSharding(mesh, P()))
     x = jax.ShapeDtypeStruct((5, 16, 4), jnp.float32, sharding=NamedSharding(mesh, P(None, "data")))
-    found = inspect.collectives(jax.jit(step).lower(w, x).compile().as_text(), mesh)
+    found = hlo.collectives(jax.jit(step).lower(w, x).compile().as_text(), mesh)
     assert [(c.kind, c.in_loop, c.trips, c.bytes) for c in found] == [("all-reduce", True, 5, 64)]
 
 
@@ -65,7 +65,7 @@ def test_the_reader_names_kinds_and_axes():
         )
     )
     text = f.lower(jnp.ones((8, 6), jnp.float32)).compile().as_text()
-    found = [(c.kind, c.axes, c.bytes) for c in inspect.collectives(text, mesh)]
+    found = [(c.kind, c.axes, c.bytes) for c in hlo.collectives(text, mesh)]
     whole = 8 * 3 * 4
     assert found == [
         ("reduce-scatter", ("tensor",), whole // 4),
@@ -119,7 +119,7 @@ def test_the_reader_counts_what_an_asynchronous_start_returns(name):
         f"  ROOT %d = f32[128]{{0}} {kind}-done(%s)\n"
         "}\n"
     )
-    (found,) = inspect.collectives(text, mesh)
+    (found,) = hlo.collectives(text, mesh)
     assert (found.kind, found.axes, found.bytes, found.devices) == (kind, axes, size, devices)
 
 
@@ -136,7 +136,7 @@ ENTRY %main (p: f32[128]) -> f32[16] {
   ROOT %d = f32[16] async-done(%u), calls=%wrapped
 }
 """
-    found = [(c.kind, c.bytes) for c in inspect.collectives(text, mesh)]
+    found = [(c.kind, c.bytes) for c in hlo.collectives(text, mesh)]
     assert found == [("reduce-scatter", 64)]
 
 
@@ -238,7 +238,7 @@ def test_a_loop_gathers_rows_without_communication():
     placed = program.place_data(models.data(100))
     epoch = program.place_epoch(np.arange(96).reshape(3, 32), np.full(3, 32))
     text = program.compile_loop(placed, epoch).as_text()
-    found = inspect.collectives(text, program.mesh)
+    found = hlo.collectives(text, program.mesh)
     assert {c.kind for c in found} == {"all-reduce"}
     gradient = tree.byte_count(program.state_shapes.params)
     assert sum(c.bytes for c in found) <= gradient + SCALARS
@@ -254,7 +254,7 @@ def test_a_step_writes_out_no_paths(monkeypatch):
     program = px.compile(task, models.optimizer(), px.Plan(data=2, zero=1), batch)
     state = program.init()
     filled = [leaf.shape for leaf in jax.tree.leaves(program.state_shapes)]
-    assert filled != [leaf.shape for leaf in jax.tree.leaves(program.kept_shapes)]
+    assert filled != [leaf.shape for leaf in jax.tree.leaves(program.canonical_shapes)]
 
     def never(path):
         raise AssertionError(path)
@@ -284,7 +284,7 @@ def test_microbatches_trace_the_loss_no_more_often(fields):
 def test_remat_alone_walks_nothing():
     """It is JAX's own: nothing is split, and so nothing planned."""
     plan = px.Plan(data=2, remat="dots")
-    assert not plan.divided
+    assert not plan.partitioned
     assert compiled(plan).planned_collectives() == []
 
 

@@ -11,8 +11,8 @@ from jax.sharding import AxisType
 from tests import models
 
 import plurax as px
-from plurax import inspect, tree
-from plurax.sharding.buckets import MOST, packed
+from plurax import hlo, tree
+from plurax.partition.buckets import MOST, packed
 
 WIDTH, LAYERS, N = 32, 4, 8
 ROWS = 16
@@ -43,13 +43,13 @@ def total(program, kind, *axes):
     return sum(
         c.bytes * c.trips
         for c in program.collectives()
-        if (c.stands_for or c.kind) == kind and c.axes == axes and c.bytes > 64
+        if (c.equivalent_kind or c.kind) == kind and c.axes == axes and c.bytes > 64
     )
 
 
 def sent(program):
     """Bytes that each device sends for whole tensors."""
-    return sum(c.wire * c.trips for c in program.collectives() if c.bytes > 64)
+    return sum(c.bytes_sent * c.trips for c in program.collectives() if c.bytes > 64)
 
 
 P = LAYERS * WIDTH * WIDTH * 4
@@ -68,7 +68,7 @@ def test_data_parallelism_and_zero_send_their_formulas(zero, microbatches):
     assert total(program, "reduce-scatter", "data") == reductions * P / N
     assert total(program, "all-gather", "data") == P
     assert sent(program) == pytest.approx((1 + reductions) * (N - 1) / N * P)
-    assert not any(c.stands_for for c in program.collectives()), "real reduce-scatters"
+    assert not any(c.equivalent_kind for c in program.collectives()), "real reduce-scatters"
     in_loop = {c.kind for c in program.collectives() if c.in_loop}
     assert in_loop == ({"reduce-scatter"} if zero == 2 and microbatches > 1 else set())
 
@@ -202,7 +202,7 @@ def test_zero_3_never_holds_all_parameters():
 
 def test_zero_3_gathers_a_stack_layer_by_layer():
     program = compiled(px.Plan(data=6, zero=3), models.transformer_task(), models.text(12))
-    blocks = tree.named_leaves(program.kept_shapes.params["blocks"])
+    blocks = tree.named_leaves(program.canonical_shapes.params["blocks"])
     gathered = [c for c in program.collectives() if c.kind == "all-gather" and c.in_loop]
     assert {c.trips for c in gathered} == {models.DEPTH}
     stack = sum(int(np.prod(leaf.shape)) * 4 for leaf in blocks.values())
@@ -246,11 +246,11 @@ def test_sequence_parallelism_sends_the_same_bytes():
     assert kinds["reduce-scatter"] == 4
     assert kinds["all-gather"] == 6
     assert kinds["all-reduce"] == kinds["all-to-all"] == 0
-    reduce_scatters = sum(c.wire * c.trips for c in loops if c.kind == "reduce-scatter")
-    gathers = sum(c.wire * c.trips for c in loops if c.kind == "all-gather")
+    reduce_scatters = sum(c.bytes_sent * c.trips for c in loops if c.kind == "reduce-scatter")
+    gathers = sum(c.bytes_sent * c.trips for c in loops if c.kind == "all-gather")
     plain = transformer(tensor=TENSOR)
     all_reduces = sum(
-        c.wire * c.trips for c in plain.collectives() if c.in_loop and c.bytes == RESIDUAL
+        c.bytes_sent * c.trips for c in plain.collectives() if c.in_loop and c.bytes == RESIDUAL
     )
     assert reduce_scatters == pytest.approx(all_reduces / 2)
     assert gathers == pytest.approx(all_reduces / 2 * 6 / 4)
@@ -297,7 +297,7 @@ def test_a_compiled_step_communicates_what_was_planned(name):
     for record in program.planned_collectives():
         planned[record.kind, record.axes] += record.bytes * record.trips
     for one in program.collectives():
-        found[one.stands_for or one.kind, one.axes] += one.bytes * one.trips
+        found[one.equivalent_kind or one.kind, one.axes] += one.bytes * one.trips
     # A compiler may join two gathers of one parameter that follow each other: those of the head.
     head = models.WIDTH * models.WORDS * 4
     gathers = ("all-gather", ("data",))
@@ -330,9 +330,9 @@ def test_a_slice_of_an_all_reduce_stands_for_a_reduce_scatter():
     spec = jax.P("data")
     run = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     text = jax.jit(run).lower(jnp.ones((64, 3))).compile().as_text()
-    (found,) = inspect.collectives(text, mesh)
-    assert (found.kind, found.stands_for, found.bytes) == ("all-reduce", "reduce-scatter", 48)
-    assert found.wire == 3 * 48
+    (found,) = hlo.collectives(text, mesh)
+    assert (found.kind, found.equivalent_kind, found.bytes) == ("all-reduce", "reduce-scatter", 48)
+    assert found.bytes_sent == 3 * 48
 
 
 # --- Losses that couple examples ------------------------------------------------------------------
@@ -361,7 +361,7 @@ def counted(collectives):
     """Bytes by kind and axes, loops counted by their turns."""
     found = Counter()
     for one in collectives:
-        kind = getattr(one, "stands_for", "") or one.kind
+        kind = getattr(one, "equivalent_kind", "") or one.kind
         found[kind, one.axes] += one.bytes * one.trips
     return found
 

@@ -18,7 +18,7 @@ MANY = models.data(8000)  # more than stand in one block of steps
 
 def program(plan, members, rows=ROWS, batch=16):
     count = len(rows["y"])
-    reading = px.Reading(members.resample, count, count, batch, -(-count // batch), True)
+    reading = px.EpochSpec(members.resample, count, count, batch, -(-count // batch), True)
     plan = px.Plan(**{**vars(plan), "chunk": plan.chunk or 2, "batch_dim": "major"})
     made = px.MembersProgram(models.mlp_task(), models.optimizer(), plan, models.cut(rows, batch),
                              make_mesh(plan), members, reading=reading)  # fmt: skip

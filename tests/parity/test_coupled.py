@@ -15,8 +15,8 @@ from tests import models
 from tests.draws import draws
 
 import plurax as px
+from plurax.execute.initial_state import new_state
 from plurax.execute.mask import reads_mask
-from plurax.execute.states import new_state
 
 LARGEST = 13  # no multiple of anything
 MLP = {"hidden": (None, "tensor"), "bias": ("tensor",), "out": ("tensor", None)}
@@ -222,13 +222,13 @@ def trained(task, batch, plan, sizes):
         state, metrics = program.step(state, models.cut(batch, size))
         own = {key: metrics[key] for key in metrics if key in ("top", "size")}
         said.append((metrics["loss"], own, metrics["grad_norm"]))
-    state = program.kept(state)
+    state = program.to_canonical(state)
     return jax.device_get((state.params, state.opt_state, state.model_state, said))
 
 
 def check(name, plan):
     got = trained(*example(name), plan, SIZES)
-    assert models.worst(got, expected(name, plan.microbatches)) < 1e-10, plan
+    assert models.max_rel_error(got, expected(name, plan.microbatches)) < 1e-10, plan
 
 
 @st.composite
@@ -309,7 +309,7 @@ def test_model_state_of_several_stages_on_a_device(x64):
     task, batch = example("running")
     plan = px.Plan(pipeline=2, stages=4, schedule="interleaved", microbatches=4)
     expected = by_hand(task, batch, SIZES, 4)
-    assert models.worst(trained(task, batch, plan, SIZES), expected) < 1e-10
+    assert models.max_rel_error(trained(task, batch, plan, SIZES), expected) < 1e-10
 
 
 @pytest.mark.parametrize(
@@ -341,8 +341,11 @@ def test_model_state_under_another_plan(x64, tmp_path, plans):
 
     expected = found(fit(px.Plan(microbatches=2), 2))
     first = found(fit(plans[0], 1, output=tmp_path))
-    assert models.worst(found(fit(plans[1], 2, output=tmp_path, resume=True)), expected) < 1e-10
-    assert models.worst(first, found(fit(px.Plan(microbatches=2), 1))) < 1e-10
+    assert (
+        models.max_rel_error(found(fit(plans[1], 2, output=tmp_path, resume=True)), expected)
+        < 1e-10
+    )
+    assert models.max_rel_error(first, found(fit(px.Plan(microbatches=2), 1))) < 1e-10
 
 
 @pytest.mark.slow
@@ -354,7 +357,7 @@ def test_members_with_model_state_in_stages(x64):
         state = program.init()
         for size in SIZES:
             state, _ = program.step(state, models.cut(batch, size))
-        kept = program.kept(state)
+        kept = program.to_canonical(state)
         return jax.device_get((kept.params, kept.model_state, program.evaluate(state, batch)))
 
     alone = run(px.Plan(chunk=3, batch_dim="major", microbatches=3))
@@ -362,7 +365,7 @@ def test_members_with_model_state_in_stages(x64):
         px.Plan(pipeline=2, microbatches=3, chunk=3),
         px.Plan(member=2, data=2, pipeline=2, microbatches=3, chunk=1, zero=1),
     ):
-        assert models.worst(run(plan), alone) < 1e-10
+        assert models.max_rel_error(run(plan), alone) < 1e-10
 
 
 def counting(read):
@@ -451,7 +454,7 @@ def test_operations_along_the_rows(x64):
     task = px.Task(init=init, loss=loss, coupled=True)
     batch, sizes = models.images(8, dtype=np.float64), (5,)
     got = trained(task, batch, px.Plan(data=2, zero=1), sizes)
-    assert models.worst(got, by_hand(task, batch, sizes, 1)) < 1e-10
+    assert models.max_rel_error(got, by_hand(task, batch, sizes, 1)) < 1e-10
 
 
 # --- Losses that do not read their mask -----------------------------------------------------------
@@ -480,7 +483,7 @@ def test_a_mask_that_is_not_read_has_no_filled_rows(x64, name, kind):
         got = trained(task, batch, plan, sizes)
     assert len(said) == 1
     assert ("every device takes all of its rows" in str(said[0].message)) == (kind != "one device")
-    assert models.worst(got, by_hand(task, batch, sizes, plan.microbatches)) < 1e-10
+    assert models.max_rel_error(got, by_hand(task, batch, sizes, plan.microbatches)) < 1e-10
 
 
 @pytest.mark.parametrize("resident", [True, False])
@@ -499,7 +502,7 @@ def test_fit_with_a_mask_that_is_not_read(x64, resident):
     for batch in (full, last) * 2:
         state, _ = program.step(state, batch)
     trained_, expected_ = ((s.params, s.model_state) for s in (result.state, state))
-    assert models.worst(trained_, expected_) < 1e-10
+    assert models.max_rel_error(trained_, expected_) < 1e-10
 
 
 def test_a_batch_size_that_would_be_filled_up_is_refused():

@@ -49,8 +49,8 @@ def three_steps(plan, kind, dtype, counts):
 def check(plan, reference, kind, dtype, counts):
     got, metrics = three_steps(plan, kind, dtype, counts)
     want, expected = three_steps(reference, kind, dtype, counts)
-    assert models.worst(got, want) <= TOLERANCE[dtype]
-    assert models.worst(metrics, expected) <= TOLERANCE[dtype]
+    assert models.max_rel_error(got, want) <= TOLERANCE[dtype]
+    assert models.max_rel_error(metrics, expected) <= TOLERANCE[dtype]
     assert [m["examples"] for m in metrics] == counts
 
 
@@ -155,7 +155,7 @@ def test_a_loop_over_resident_data_equals_single_steps(plan):
             other, jax.tree.map(lambda leaf, take=row[:count]: leaf[take], rows)
         )
         np.testing.assert_allclose(loss, single["loss"], rtol=1e-10)
-    assert models.worst(state.params, other.params) <= 1e-10
+    assert models.max_rel_error(state.params, other.params) <= 1e-10
 
 
 def test_params_given_to_init_are_trained_from():

@@ -42,7 +42,7 @@ def trained(name, plan, dtype, sizes=(LARGEST, 10, 1), *, everything=True):
     state = program.init(seed=3)
     for size in sizes:
         state, metrics = program.step(state, models.cut(batch, size))
-    kept = program.kept(state)
+    kept = program.to_canonical(state)
     found = {"params": kept.params, "opt_state": kept.opt_state, "metrics": metrics}
     if everything:
         found["means"] = program.evaluate(state, batch)
@@ -55,9 +55,9 @@ def on_one_device(name, dtype, microbatches=1):
     return trained(name, px.Plan(microbatches=microbatches), dtype)
 
 
-def worst(got, name, dtype, microbatches=1):
+def max_rel_error(got, name, dtype, microbatches=1):
     expected = on_one_device(name, dtype, microbatches)
-    return models.worst(got, {part: expected[part] for part in got})
+    return models.max_rel_error(got, {part: expected[part] for part in got})
 
 
 def plan_of(schedule, stages, **more):
@@ -87,7 +87,7 @@ def test_every_schedule(x64, name, schedule, stages):
     """No number of stages divides the 11 layers; the last batch fills one of four microbatches."""
     whole = stages == 2
     got = trained(name, plan_of(schedule, stages), jnp.float64, everything=whole)
-    assert worst(got, name, jnp.float64) < 1e-10
+    assert max_rel_error(got, name, jnp.float64) < 1e-10
 
 
 @pytest.mark.parametrize(("name", "schedule", "stages"), list(cases(4)))
@@ -96,7 +96,7 @@ def test_every_schedule_in_float32(name, schedule, stages):
     got = trained(name, plan, jnp.float32, everything=False)
     # Adam divides by the gradient's size, and so enlarges another order of sums: of microbatches,
     # say, on one device too.
-    assert worst(got, name, jnp.float32, plan.microbatches) < 1e-5
+    assert max_rel_error(got, name, jnp.float32, plan.microbatches) < 1e-5
 
 
 @st.composite
@@ -132,7 +132,7 @@ def hybrids(draw, name):
 def test_any_hybrid(x64, name, data):
     plan = data.draw(hybrids(name))
     got = trained(name, plan, jnp.float64, everything=False)
-    assert worst(got, name, jnp.float64) < 1e-10, plan
+    assert max_rel_error(got, name, jnp.float64) < 1e-10, plan
 
 
 def test_a_program_from_the_compilation_cache(x64):
@@ -143,7 +143,7 @@ def test_a_program_from_the_compilation_cache(x64):
     assert jax.config.values["jax_compilation_cache_dir"]
     for _ in range(2):
         got = trained("transformer", plan, jnp.float64, everything=False)
-        assert worst(got, "transformer", jnp.float64) < 1e-10
+        assert max_rel_error(got, "transformer", jnp.float64) < 1e-10
 
 
 def test_the_plan_of_the_guide(x64):
@@ -151,21 +151,23 @@ def test_the_plan_of_the_guide(x64):
     plan = px.Plan(
         data=2, pipeline=2, tensor=2, zero=1, microbatches=8, shardings=NETWORKS["transformer"][1]
     )
-    assert worst(trained("transformer", plan, jnp.float64), "transformer", jnp.float64) < 1e-10
+    assert (
+        max_rel_error(trained("transformer", plan, jnp.float64), "transformer", jnp.float64) < 1e-10
+    )
 
 
 def test_a_schedule_written_by_hand_runs(x64):
     lines = ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 B0 F1 F2 B1 F3 B2 B3"]
     plan = px.Plan(pipeline=2, microbatches=4, schedule=lines)
     got = trained("perceptron", plan, jnp.float64, everything=False)
-    assert worst(got, "perceptron", jnp.float64) < 1e-10
+    assert max_rel_error(got, "perceptron", jnp.float64) < 1e-10
     assert px.Plan.from_toml(plan.to_toml()) == plan
 
 
 def test_without_microbatches(x64):
     """Inter-layer parallelism, as plain as it sounds: one microbatch."""
     got = trained("transformer", px.Plan(pipeline=3), jnp.float64, everything=False)
-    assert worst(got, "transformer", jnp.float64) < 1e-10
+    assert max_rel_error(got, "transformer", jnp.float64) < 1e-10
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -178,7 +180,7 @@ def test_embedding_and_head_live_on_their_stages(tied):
     assert lives["embed/table"] == ("" if tied else "on device 0 of the pipeline")
     state = program.init(0)
     layers, edges = 0, models.WORDS * models.WIDTH + models.WIDTH
-    for leaf in jax.tree.leaves(program.kept(state).params["blocks"]):
+    for leaf in jax.tree.leaves(program.to_canonical(state).params["blocks"]):
         layers += leaf.size // 4
     (device,) = {shard.device for shard in state.step.addressable_shards[:1]}
     held = sum(
@@ -217,10 +219,10 @@ def test_optimizers_where_tensors_live(x64, name):
         state = program.init(0)
         for _ in range(3):
             state, metrics = program.step(state, batch)
-        kept = program.kept(state)
+        kept = program.to_canonical(state)
         return jax.device_get((kept.params, kept.opt_state, metrics))
 
-    assert models.worst(run(px.Plan(pipeline=2)), run(px.Plan())) < 1e-10
+    assert models.max_rel_error(run(px.Plan(pipeline=2)), run(px.Plan())) < 1e-10
 
 
 def test_checkpoints_under_another_plan(x64, tmp_path):
@@ -236,7 +238,9 @@ def test_checkpoints_under_another_plan(x64, tmp_path):
     fit(px.Plan(data=2, zero=3), 2, output=tmp_path, resume=True)
     plan = px.Plan(data=2, pipeline=2, stages=4, schedule="interleaved", microbatches=2, zero=1)
     result = fit(plan, 3, output=tmp_path, resume=True)
-    assert models.worst(jax.device_get(result.state.params), jax.device_get(expected)) < 1e-10
+    assert (
+        models.max_rel_error(jax.device_get(result.state.params), jax.device_get(expected)) < 1e-10
+    )
     assert result.program.predict(result.state, batch).shape == (LARGEST, models.CLASSES)
 
 
@@ -262,10 +266,10 @@ def test_bfloat16_in_stages():
     def run(plan):
         program = px.compile(task, optax.sgd(0.1), plan, batch)
         state, metrics = program.step(program.init(0), batch)
-        return jax.device_get((program.kept(state).params, metrics["loss"]))
+        return jax.device_get((program.to_canonical(state).params, metrics["loss"]))
 
     one = dataclasses.replace(plan, pipeline=1)
-    assert models.worst(run(plan), run(one)) < 2e-2
+    assert models.max_rel_error(run(plan), run(one)) < 2e-2
 
 
 @pytest.mark.parametrize(
@@ -285,11 +289,11 @@ def test_members_in_stages(x64, plan):
         state = program.init()
         for size in (LARGEST, 1):
             state, metrics = program.step(state, models.cut(batch, size))
-        kept = program.kept(state)
+        kept = program.to_canonical(state)
         means, outputs = program.evaluate(state, batch), program.predict(state, batch)
         return jax.device_get((kept.params, kept.opt_state, metrics, means, outputs))
 
-    assert models.worst(run(plan), run(px.Plan(chunk=3, batch_dim="major"))) < 1e-10
+    assert models.max_rel_error(run(plan), run(px.Plan(chunk=3, batch_dim="major"))) < 1e-10
 
 
 @pytest.mark.parametrize(

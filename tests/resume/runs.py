@@ -14,9 +14,9 @@ import optax
 from tests import models
 
 import plurax as px
-from plurax.checkpoint import DamagedCheckpointWarning
-from plurax.data import ArrayData, Position
-from plurax.log import DamagedLogWarning
+from plurax.train.checkpoint import DamagedCheckpointWarning
+from plurax.train.data import ArrayData, Position
+from plurax.train.log import DamagedLogWarning
 
 ROWS = models.data(50)
 EPOCHS, STEPS = 4, 16

@@ -14,8 +14,8 @@ from tests.unit.test_checkpoint import listing
 
 import plurax as px
 from plurax.cli import main
-from plurax.data import Position, StreamData
-from plurax.log import read_rows
+from plurax.train.data import Position, StreamData
+from plurax.train.log import read_rows
 
 ROWS = models.data(50)
 TASK = models.mlp_task()

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from plurax.execute.batch_minor import batch_minor
+from plurax.jaxpr.batch_minor import batch_minor
 
 B, F, G = 6, 5, 3
 X = np.random.default_rng(0).normal(size=(B, F)).astype(np.float32)
@@ -73,8 +73,8 @@ def test_values_and_gradients_are_the_same(name):
 def test_under_vmap_over_members():
     weights = np.stack([W, 2 * W, -W])
     gradient = jax.grad(lambda w, x: FUNCTIONS["cross entropy"](w, x).sum())
-    turned = jax.vmap(batch_minor(gradient, 1), (0, None))(weights, X)
-    close(turned, jax.vmap(gradient, (0, None))(weights, X))
+    batch_last = jax.vmap(batch_minor(gradient, 1), (0, None))(weights, X)
+    close(batch_last, jax.vmap(gradient, (0, None))(weights, X))
 
 
 def test_images():

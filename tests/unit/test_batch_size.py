@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests import models
 
 import plurax as px
-from plurax.batch_size import MAX_COMPILATIONS, Throughput, _flat, largest_below, resized
+from plurax.analysis.batch_size import MAX_COMPILATIONS, Throughput, _flat, largest_below, resized
 
 ROWS = models.data(4)
 

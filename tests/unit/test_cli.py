@@ -10,7 +10,7 @@ from tests import models
 from tests.pictures import panels
 
 import plurax as px
-from plurax import cli
+from plurax.cli import commands as cli
 
 EXPERIMENT = """
 import optax, plurax as px
@@ -106,7 +106,7 @@ def test_predict_reads_and_writes_arrays(workplace, capsys):
     assert code == 0
     assert "float32[33,3]" in out
     outputs = np.load("predictions.npy")
-    from plurax.checkpoint import Checkpoints
+    from plurax.train.checkpoint import Checkpoints
 
     program = px.compile(
         models.mlp_task(), __import__("optax").adamw(1e-2), px.Plan(), models.data(16)
@@ -318,7 +318,7 @@ def test_tune_of_one_network(workplace, capsys):
 def test_a_plan_on_the_command_line_gets_its_cpu_devices():
     """In a process of its own: devices are counted before JAX starts."""
     code = (
-        "import jax, os; from plurax.arguments import start_devices;"
+        "import jax, os; from plurax.cli.arguments import start_devices;"
         "start_devices(['--plan.member', '2']); print(len(jax.devices()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

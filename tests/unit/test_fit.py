@@ -16,12 +16,12 @@ import pytest
 from tests import models
 
 import plurax as px
-from plurax.checkpoint import Checkpoints, DamagedCheckpointWarning
-from plurax.data import ArrayData, Position, StreamData, prefetch
-from plurax.log import read_rows
-from plurax.loop import Steps, training
-from plurax.progress import TrainingProgress
-from plurax.tally import NetworkTally, NonFiniteWarning
+from plurax.train.checkpoint import Checkpoints, DamagedCheckpointWarning
+from plurax.train.data import ArrayData, Position, StreamData, prefetch
+from plurax.train.epoch_metrics import NetworkMetrics, NonFiniteWarning
+from plurax.train.log import read_rows
+from plurax.train.progress import TrainingProgress
+from plurax.train.train_iter import StepOutput, train_iter
 
 ROWS = models.data(50)
 TASK = models.mlp_task()
@@ -75,14 +75,14 @@ def test_two_runs_are_bit_equal(reference):
 
 def test_streamed_equals_resident(reference):
     streamed = fit(resident=False)
-    assert models.worst(streamed.state.params, reference.state.params) < 1e-5
+    assert models.max_rel_error(streamed.state.params, reference.state.params) < 1e-5
     for a, b in zip(streamed.history, reference.history, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("plan", [px.Plan(), px.Plan(data=3), px.Plan(data=8, microbatches=3)])
 def test_every_plan_trains_alike(reference, plan):
-    assert models.worst(fit(plan=plan).state.params, reference.state.params) < 1e-4
+    assert models.max_rel_error(fit(plan=plan).state.params, reference.state.params) < 1e-4
 
 
 def test_epoch_means_are_weighted_by_example():
@@ -112,13 +112,13 @@ def optax_zero():
 def test_what_a_checkpoint_keeps_of_an_epoch_is_a_snapshot():
     """It is written in the background while the tally goes on."""
     metrics = {name: np.ones(2) for name in ("loss", "weight", "examples")}
-    steps = Steps(None, 2, metrics | {"skipped": np.zeros(2)}, 0.1, Position(0, 2), False)
-    tally = NetworkTally()
+    steps = StepOutput(None, 2, metrics | {"skipped": np.zeros(2)}, 0.1, Position(0, 2), False)
+    tally = NetworkMetrics()
     tally.add(steps, settle_all=True)
     saved = tally.to_json()
     before = json.dumps(saved)
     tally.add(steps, settle_all=True)
-    NetworkTally(saved).add(steps, settle_all=True)
+    NetworkMetrics(saved).add(steps, settle_all=True)
     assert json.dumps(saved) == before
 
 
@@ -300,7 +300,7 @@ def test_resuming_another_training_is_refused(tmp_path, field, value):
 def test_resuming_under_another_plan_goes_on(tmp_path, reference):
     fit(output=tmp_path, epochs=1)
     result = fit(output=tmp_path, resume=True, plan=px.Plan(data=3))
-    assert models.worst(result.state.params, reference.state.params) < 1e-4
+    assert models.max_rel_error(result.state.params, reference.state.params) < 1e-4
 
 
 def test_resuming_another_optimizer_is_refused(tmp_path):
@@ -329,7 +329,7 @@ def test_resume_at_every_step_of_a_grain_dataset(tmp_path):
     program = px.compile(TASK, models.optimizer(), PLAN, like)
     whole = []
     with Checkpoints(tmp_path, keep=20) as checkpoints:
-        for steps in training(program, program.init(), source, epochs=2):
+        for steps in train_iter(program, program.init(), source, epochs=2):
             checkpoints.save(steps.state, {"position": steps.position.to_json()})
             whole.append(jax.device_get(steps.state.params))
         checkpoints.wait()
@@ -341,7 +341,7 @@ def test_resume_at_every_step_of_a_grain_dataset(tmp_path):
         assert int(state.step) == step
         tail = [
             jax.device_get(steps.state.params)
-            for steps in training(program, state, source, start=start, epochs=2)
+            for steps in train_iter(program, state, source, start=start, epochs=2)
         ]
         assert models.same_bits(tail, whole[step:])
         (tmp_path / str(step)).rename(tmp_path / f"taken-{step}")
@@ -408,7 +408,7 @@ def test_no_warning_where_all_is_well():
 def test_throughput_is_by_the_wall_clock_without_the_first_call(monkeypatch):
     """What a streamed step takes is seen when its metrics arrive, not when it was started."""
     now = [0.0]
-    monkeypatch.setattr("plurax.tally.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("plurax.train.epoch_metrics.time.monotonic", lambda: now[0])
 
     class Late:
         """Metrics that take ten seconds to arrive."""
@@ -421,9 +421,11 @@ def test_throughput_is_by_the_wall_clock_without_the_first_call(monkeypatch):
     monkeypatch.setattr("jax.device_get", lambda tree: {k: np.asarray(v) for k, v in tree.items()})
 
     def turn(step, done=False):
-        return Steps(None, step, {**metrics, "examples": Late()}, 0.001, Position(0, step), done)
+        return StepOutput(
+            None, step, {**metrics, "examples": Late()}, 0.001, Position(0, step), done
+        )
 
-    tally = NetworkTally()
+    tally = NetworkMetrics()
     tally.add(turn(1), settle_all=False)
     assert tally.examples_per_second == pytest.approx(16 / 10.001)
     now[0] += 5.0  # the log, the user's own loop
@@ -432,7 +434,7 @@ def test_throughput_is_by_the_wall_clock_without_the_first_call(monkeypatch):
     assert tally.examples_per_second == pytest.approx(3 * 16 / 35.0)
     row = tally.epoch_row(4, 1, None)
     assert row["seconds"] == pytest.approx(45.001)
-    resumed = NetworkTally(json.loads(json.dumps(tally.to_json())))
+    resumed = NetworkMetrics(json.loads(json.dumps(tally.to_json())))
     resumed.add(turn(5), settle_all=True)
     assert resumed.examples_per_second == pytest.approx(3 * 16 / 35.0)
 
@@ -440,10 +442,10 @@ def test_throughput_is_by_the_wall_clock_without_the_first_call(monkeypatch):
 def test_of_a_long_epoch_only_a_window_of_metrics_is_copied(monkeypatch):
     data = {name: value[:40] for name, value in ROWS.items()}
     whole = fit(data, batch_size=1, epochs=2, plan=px.Plan())
-    monkeypatch.setattr("plurax.loop.WINDOW", 8)
+    monkeypatch.setattr("plurax.train.train_iter.WINDOW", 8)
     copied = []
     numpy = types.SimpleNamespace(asarray=lambda x: copied.append(x.shape) or np.asarray(x))
-    monkeypatch.setattr("plurax.loop.np", numpy)
+    monkeypatch.setattr("plurax.train.train_iter.np", numpy)
     cut = fit(data, batch_size=1, epochs=2, plan=px.Plan())
     assert models.same_bits(cut.state.params, whole.state.params)
     assert [row["loss"] for row in cut.history] == [row["loss"] for row in whole.history]
@@ -499,7 +501,7 @@ def test_when_nobody_reads_what_is_printed_the_epoch_is_saved(tmp_path, monkeypa
             super().epoch(row)
             self.closed = True
 
-    monkeypatch.setattr("plurax.train.TrainingProgress", Closed)
+    monkeypatch.setattr("plurax.train.fit.TrainingProgress", Closed)
     stopped = fit(output=tmp_path)
     assert stopped.interrupted == "SIGPIPE"
     monkeypatch.undo()
@@ -515,7 +517,7 @@ def test_out_of_memory_says_which_plans_need_less(tmp_path, monkeypatch):
         raise jax.errors.JaxRuntimeError(message)
         yield
 
-    monkeypatch.setattr("plurax.train.training", exhausted)
+    monkeypatch.setattr("plurax.train.fit.train_iter", exhausted)
     with pytest.raises(px.PlanError) as raised:
         fit(output=tmp_path, resume=True)
     said = str(raised.value)
@@ -540,9 +542,9 @@ def test_memory_stays_flat_over_many_steps(resident):
     data, size = (models.data(2000), 2) if resident else (Rows(), None)
     program = px.compile(TASK, models.optimizer(), px.Plan(), models.cut(ROWS, 2))
     source = ArrayData(data, size) if resident else StreamData(data, 2)
-    tally = NetworkTally()
+    tally = NetworkMetrics()
     epochs = 200 if resident else 100
-    for steps in training(program, program.init(), source, epochs=epochs):
+    for steps in train_iter(program, program.init(), source, epochs=epochs):
         tally.step_rows(tally.add(steps, settle_all=True)[-1])
         taken = steps.step
         if steps.epoch_done:

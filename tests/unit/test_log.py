@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plurax import log
-from plurax.data import Position
 from plurax.errors import CheckpointError
-from plurax.log import DamagedLogWarning, MetricsLog, read_rows
-from plurax.loop import Steps
 from plurax.members import Members
-from plurax.tally import MembersTally, NetworkTally
+from plurax.train import log
+from plurax.train.data import Position
+from plurax.train.epoch_metrics import MembersMetrics, NetworkMetrics
+from plurax.train.log import DamagedLogWarning, MetricsLog, read_rows
+from plurax.train.train_iter import StepOutput
 
 
 def step_row(step, **values):
@@ -156,13 +156,13 @@ def test_means_of_an_epoch_do_not_depend_on_how_its_steps_are_grouped(sizes):
             turn = {name: select(value)[..., start : start + size]
                     for name, value in metrics.items()}  # fmt: skip
             start += size
-            tally.add(Steps(None, start, turn, 0.1, Position(), False), settle_all=True)
+            tally.add(StepOutput(None, start, turn, 0.1, Position(), False), settle_all=True)
         return tally.means()["loss"]
 
     def one(value):
         return value if value.ndim == 1 else value[0]
 
-    for make, select in ((NetworkTally, one), (lambda: MembersTally(Members(3)), lambda v: v)):
+    for make, select in ((NetworkMetrics, one), (lambda: MembersMetrics(Members(3)), lambda v: v)):
         assert np.array_equal(
             means(make, select, sizes), means(make, select, [count]), equal_nan=True
         )

@@ -16,7 +16,8 @@ import plurax as px
 import plurax.adapters.equinox
 import plurax.adapters.linen
 import plurax.adapters.nnx
-from plurax import cli, errors
+from plurax import errors
+from plurax.cli import commands as cli
 from plurax.user_frames import user_frames
 
 
@@ -63,7 +64,9 @@ def names():
 def test_in_python(tmp_path, monkeypatch, names, code, kind, message):
     monkeypatch.chdir(tmp_path)
     Path("file.txt").write_text("not a directory")
-    monkeypatch.setattr("plurax.train.training", lambda *_, **__: (_ for _ in ()).throw(TakenError))
+    monkeypatch.setattr(
+        "plurax.train.fit.train_iter", lambda *_, **__: (_ for _ in ()).throw(TakenError)
+    )
     with pytest.raises(errors.PluraxError) as raised:
         eval(code, dict(names))
     assert type(raised.value).__name__ == kind
@@ -203,7 +206,7 @@ def test_arguments_and_reports_of_every_kind(tmp_path, monkeypatch, capsys):
 def test_a_mistake_of_our_own_shows_all_of_it(workplace, monkeypatch):
     monkeypatch.chdir(workplace)
     monkeypatch.syspath_prepend(workplace)
-    monkeypatch.setattr("plurax.cli.read_rows", int)
+    monkeypatch.setattr("plurax.cli.commands.read_rows", int)
     with pytest.raises(TypeError, match="int"):
         cli.main(["train", "small.py", "--output", "ours", "--no-progress"])
 

@@ -18,14 +18,14 @@ from tests import models
 from tests.pictures import panels
 
 import plurax as px
-from plurax.data import ArrayData
-from plurax.execute.choose import FEWEST, Work, choose, even_chunk
-from plurax.execute.measure import fastest_plan
-from plurax.execute.members import Population
+from plurax.execute.autotune import autotune
+from plurax.execute.chunk_rule import FEWEST, MemberWork, choose_chunk, even_chunk
+from plurax.execute.population import Population
 from plurax.execute.program import Program
 from plurax.mesh import make_mesh
 from plurax.report.curves import draw_curves
-from plurax.tally import NonFiniteWarning
+from plurax.train.data import ArrayData
+from plurax.train.epoch_metrics import NonFiniteWarning
 
 pytestmark = pytest.mark.xdist_group("population")  # what is trained for all is trained once
 
@@ -127,7 +127,7 @@ def test_seeds_are_read_once(seeds, expected):
 
 def test_a_plan_that_leaves_nothing_open_is_tuned_as_it_is(monkeypatch):
     """No program is built for it."""
-    monkeypatch.setattr("plurax.ensemble.tune.make_program", None)
+    monkeypatch.setattr("plurax.train.tune.make_program", None)
     data = models.data(8)
     tuned = px.tune(
         models.mlp_task(), models.optimizer(), data, members=px.Members(2), batch_size=4,
@@ -169,7 +169,10 @@ def test_batches_from_an_iterable_are_seen_by_every_member(reference):
     result = fit(members, batches, epochs=2, batch_size=None)
     for k in range(2):
         alone = px.fit(TASK, adam(members.hyper_of(k)), batches, epochs=2, seed=k, progress=False)
-        assert models.worst(px.export_member(result.state, k).params, alone.state.params) < 1e-5
+        assert (
+            models.max_rel_error(px.export_member(result.state, k).params, alone.state.params)
+            < 1e-5
+        )
     with pytest.raises(px.MembersError, match=r"draws rows by number, and these data do not stay"):
         fit(MEMBERS, batches, batch_size=None)
 
@@ -215,7 +218,7 @@ def test_a_member_that_turns_nan_is_frozen_alone_and_named():
     assert np.isfinite(result.history[-1]["loss_worst"])
     well = fit_diverging(DIVERGING.take([0, 2]))
     both = px.take_members(result.state, [0, 2])
-    assert models.worst(both.params, well.state.params) < 1e-6
+    assert models.max_rel_error(both.params, well.state.params) < 1e-6
 
 
 def test_a_frozen_member_is_told_of_once():
@@ -298,18 +301,20 @@ def test_resume_at_every_step(tmp_path, reference, stop):
     source = ArrayData(ROWS, 16, resample=MEMBERS.resample, length=50)
     program = reference.program
     state = program.init()
-    for turn in px.training(program, state, source, epochs=3, checkpoint_every=stop):
+    for turn in px.train_iter(program, state, source, epochs=3, checkpoint_every=stop):
         state, position = turn.state, turn.position
         if turn.step == stop:
             break
     with px.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(program.kept(state), {})
+        checkpoints.save(program.to_canonical(state), {})
         checkpoints.wait()
-        restored, _ = checkpoints.restore(jax.eval_shape(program.kept, program.state_shapes))
+        restored, _ = checkpoints.restore(
+            jax.eval_shape(program.to_canonical, program.state_shapes)
+        )
     state = program.place(restored)
-    for turn in px.training(program, state, source, start=position, epochs=3):  # noqa: B007
+    for turn in px.train_iter(program, state, source, start=position, epochs=3):  # noqa: B007
         pass
-    assert models.same_bits(program.kept(turn.state).params, reference.state.params)
+    assert models.same_bits(program.to_canonical(turn.state).params, reference.state.params)
 
 
 def test_a_population_can_grow(tmp_path):
@@ -318,7 +323,7 @@ def test_a_population_can_grow(tmp_path):
     grown = fit(more, epochs=3, output=tmp_path, resume=True)
     whole = fit(more, epochs=3)
     assert grown.state.params["bias"].shape[0] == 7
-    assert models.worst(grown.state.params, whole.state.params) < 1e-5
+    assert models.max_rel_error(grown.state.params, whole.state.params) < 1e-5
     other = px.Members(7, {"rate": 0.1}, MEMBERS.resample)
     with pytest.raises(px.CheckpointError, match=r"they are not the same ones and more"):
         fit(other, output=tmp_path, resume=True)
@@ -436,10 +441,10 @@ def test_a_member_goes_on_alone(reference):
     )
     source = ArrayData(ROWS, 16, MEMBERS.seed_of(3), resample=MEMBERS.resample, member=3)
     start = px.Position(3)
-    for turn in px.training(alone, alone.place(state), source, start=start, epochs=5):  # noqa: B007
+    for turn in px.train_iter(alone, alone.place(state), source, start=start, epochs=5):  # noqa: B007
         pass
     longer = fit(MEMBERS.take([3]), epochs=5, plan=px.Plan(chunk=1, batch_dim="major"))
-    assert models.worst(turn.state.params, px.export_member(longer.state, 0).params) < 1e-5
+    assert models.max_rel_error(turn.state.params, px.export_member(longer.state, 0).params) < 1e-5
 
 
 def test_take_and_join(reference):
@@ -502,17 +507,17 @@ def test_the_rule_is_near_the_fastest_that_was_measured(index):
     plan = px.Plan()
     rule = optax.adam(1e-2)
     population = Population(choosing.task(case), rule, {}, plan, make_mesh(plan), like)
-    plan = choose(plan, case.members, population.work(), "cpu")
+    plan = choose_chunk(plan, case.members, population.work(), "cpu")
     chunk = measured_chunk(found, plan.chunk)
     cpu = {(one["chunk"], one["batch_dim"]): one["cpu"] for one in found["milliseconds"]}
     assert cpu[chunk, plan.batch_dim] <= 1.05 * min(cpu.values())
 
 
 def test_the_rule():
-    small = Work(bytes=1000, columns=8.0, plain=True)
-    large = Work(bytes=10**9, columns=4096.0, plain=True)
-    looped = Work(bytes=1000, columns=8.0, plain=False)
-    rule = lambda *args: (lambda p: (p.chunk, p.batch_dim))(choose(*args))  # noqa: E731
+    small = MemberWork(bytes=1000, columns=8.0, plain=True)
+    large = MemberWork(bytes=10**9, columns=4096.0, plain=True)
+    looped = MemberWork(bytes=1000, columns=8.0, plain=False)
+    rule = lambda *args: (lambda p: (p.chunk, p.batch_dim))(choose_chunk(*args))  # noqa: E731
     assert rule(px.Plan(), 100, small, "cpu") == (100, "minor")
     assert rule(px.Plan(), 10_000, small, "cpu") == (625, "minor")
     assert rule(px.Plan(), 100, large, "cpu") == (20, "major")
@@ -562,8 +567,8 @@ def chosen(seconds, differs=False, budget=10**9, plan=px.Plan(), members=100):  
         return candidate.chunk * 1000, make
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("plurax.execute.measure.time.perf_counter", lambda: now[0])
-        return fastest_plan(plan, members, build, budget, 1e-4)
+        patch.setattr("plurax.execute.autotune.time.perf_counter", lambda: now[0])
+        return autotune(plan, members, build, budget, 1e-4)
 
 
 def test_the_fastest_is_chosen():

@@ -11,9 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import plurax as px
-from plurax.data import ArrayData
 from plurax.execute.reads import Reads
-from plurax.resample import Everything, draws, epoch_rows, mix, permute, scaled, stream_row
+from plurax.resample import (
+    Everything,
+    bounded,
+    draws,
+    epoch_rows,
+    hash_u32,
+    permuted_index,
+    stream_row,
+)
+from plurax.train.data import ArrayData
 
 KINDS = {
     "everything": Everything(),
@@ -22,20 +30,20 @@ KINDS = {
     "subsample": px.subsample([5, 0.5, 11]),
 }
 ROWS = 22
-permuted = jax.jit(permute)
+permuted = jax.jit(permuted_index)
 
 
 def test_words_are_those_of_murmur3():
     """By hand: `(s ^ w) * 0xcc9e2d51` and the finalizer of 32 bits, from 0x9e3779b9."""
     words = {(): 0x9E3779B9, (0,): 0xCAEFD312, (1, 2, 3): 0x2CE29376, (7, 12): 0xA66482F7}
-    assert {given: int(mix(*given)) for given in words} == words
+    assert {given: int(hash_u32(*given)) for given in words} == words
 
 
 def test_the_order_of_a_key_never_changes():
     """A run that is resumed under another release reads on where it stopped."""
-    places = permute(np.arange(11, dtype=np.uint32), 11, jnp.uint32(5))
+    places = permuted_index(np.arange(11, dtype=np.uint32), 11, jnp.uint32(5))
     assert places.tolist() == [5, 8, 1, 10, 4, 3, 0, 7, 6, 9, 2]
-    far = permute(np.asarray([0, 1, 2**31 - 1], np.uint32), jnp.uint32(2**31), jnp.uint32(5))
+    far = permuted_index(np.asarray([0, 1, 2**31 - 1], np.uint32), jnp.uint32(2**31), jnp.uint32(5))
     assert far.tolist() == [1458475543, 842722719, 280057892]
 
 
@@ -79,7 +87,7 @@ def test_permute_is_a_permutation(size, key):
 
 def test_every_order_of_four_comes_up_about_as_often():
     keys = np.arange(24_000, dtype=np.uint32)
-    places = np.asarray(permute(np.arange(4, dtype=np.uint32)[:, None], 4, mix(keys)))
+    places = np.asarray(permuted_index(np.arange(4, dtype=np.uint32)[:, None], 4, hash_u32(keys)))
     orders, counts = np.unique(places, axis=1, return_counts=True)
     assert orders.shape == (4, 24)
     assert counts.min() > 800
@@ -88,14 +96,14 @@ def test_every_order_of_four_comes_up_about_as_often():
 
 def test_places_are_spread_evenly():
     keys = np.arange(20_000, dtype=np.uint32)
-    places = np.asarray(permute(np.arange(10, dtype=np.uint32)[:, None], 10, mix(keys)))
+    places = np.asarray(permuted_index(np.arange(10, dtype=np.uint32)[:, None], 10, hash_u32(keys)))
     counts = np.stack([np.bincount(row, minlength=10) for row in places])
     assert scipy.stats.chisquare(counts.ravel(), ddof=18).pvalue > 1e-3
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 2**31))
 def test_scaled_is_the_high_half_of_the_product(word, size):
-    assert int(scaled(jnp.uint32(word), jnp.uint32(size))) == word * size >> 32
+    assert int(bounded(jnp.uint32(word), jnp.uint32(size))) == word * size >> 32
 
 
 def test_bootstrap_frequencies_follow_the_binomial_law():
@@ -225,7 +233,7 @@ def test_members_on_a_device_read_what_one_network_reads(
     members, data = px.Members([3, 8, 5, 9], resample=resample), {"x": np.arange(30)}
     length = members.epoch_length(30)
     steps = -(-length // batch)
-    reads = Reads(px.Reading(resample, 30, length, batch, steps, shuffle), batch, 1)
+    reads = Reads(px.EpochSpec(resample, 30, length, batch, steps, shuffle), batch, 1)
     cohort = members.cohort(30)
     at = jax.jit(lambda member, t: reads.block_rows(member, t)[t % steps % reads.block])
     for k in range(4):
@@ -246,6 +254,6 @@ def test_a_batch_that_is_the_whole_data_set_is_not_reordered():
     assert sample.epoch_order(3)[0].tolist() == sample.epoch_order(8)[0].tolist()
     some = ArrayData({"x": np.arange(30)}, 29, seed=4, ragged="drop")
     assert some.epoch_order(3)[0].tolist() != some.epoch_order(8)[0].tolist()
-    reading = px.Reading(Everything(), 30, 30, 30, 1, shuffle=True)
+    reading = px.EpochSpec(Everything(), 30, 30, 30, 1, shuffle=True)
     assert Reads(reading, 30, 1).fixed
     assert not Reads(dataclasses.replace(reading, batch_size=15, steps=2), 15, 1).fixed

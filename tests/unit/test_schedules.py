@@ -5,20 +5,20 @@ import itertools
 import pytest
 
 import plurax as px
-from plurax.pipeline.network import Dealing
 from plurax.pipeline.schedule import (
     SCHEDULES,
+    Action,
     Schedule,
-    Work,
     check_forwards_in_order,
     check_schedule,
+    live_activations,
     make_schedule,
     one_f_one_b,
-    stored_activations,
     ticks,
 )
 from plurax.pipeline.simulate import simulate
-from plurax.pipeline.table import FIELDS, make_table
+from plurax.pipeline.slots import FIELDS, make_slot_table
+from plurax.pipeline.stages import LayerAssignment
 
 KINDS = {"F": 1, "B": 2, "W": 3}
 # The idle part of all devices' time: p devices, m microbatches, v stages on each.
@@ -52,20 +52,20 @@ def test_every_schedule_keeps_the_contract(name, p, m, v):
     schedule = make_schedule(name, p, m, v)
     assert (schedule.devices, schedule.microbatches, schedule.chunks) == (p, m, v)
     kinds = "FBW" if schedule.split else "FB"
-    everything = {Work(k, i, c) for k in kinds for i in range(m) for c in range(v)}
+    everything = {Action(k, i, c) for k in kinds for i in range(m) for c in range(v)}
     done = {}
     for tick, column in enumerate(ticks(schedule)):
         for device, work in enumerate(column):
             if work is not None:
                 assert (device, work) not in done
-                assert all(done[need] < tick for need in schedule.needs(device, work))
+                assert all(done[need] < tick for need in schedule.dependencies(device, work))
                 done[device, work] = tick
     assert done.keys() == {(d, w) for d in range(p) for w in everything}
     check_schedule(schedule)
     check_forwards_in_order(schedule)
     assert simulate(schedule).bubble == pytest.approx(BUBBLES[name](p, m, v), abs=1e-12)
     stored = [STORED[name](p, m, v, d) for d in range(p)]
-    assert stored_activations(schedule) == stored
+    assert live_activations(schedule) == stored
     if name in ("1f1b", "zb-h1"):
         assert max(stored) <= p
 
@@ -75,7 +75,7 @@ def test_no_slot_holds_two_things(name, p, m, v):
     """Replay the table: what is read is what was put there for it, and no slot is one too many."""
     schedule = make_schedule(name, p, m, v)
     edges = [0, schedule.stages - 1]
-    table = make_table(schedule, edges)
+    table = make_slot_table(schedule, edges)
     held, most = {}, dict.fromkeys(table.slots, 0)
 
     def put(store, device, slot, what):
@@ -129,7 +129,7 @@ def test_no_slot_holds_two_things(name, p, m, v):
 
 def test_the_table_of_two_devices():
     """By hand, one microbatch: F on both, then B on both; where nothing arrives, the last slot."""
-    table = make_table(one_f_one_b(2, 1), [0])
+    table = make_slot_table(one_f_one_b(2, 1), [0])
     none = {"kind": 0, "arriving_x": 1, "arriving_cotangent": 1}
     expected = [
         [{"kind": 1, "arriving_x": 1, "arriving_cotangent": 1}, {**none, "arriving_x": 0}],
@@ -145,7 +145,7 @@ def test_the_table_of_two_devices():
 
 
 def test_slots_do_not_grow_with_microbatches():
-    few, many = (make_table(one_f_one_b(4, m), [0, 3]).slots for m in (8, 64))
+    few, many = (make_slot_table(one_f_one_b(4, m), [0, 3]).slots for m in (8, 64))
     assert few == many
     assert few["kept"] == 4
 
@@ -208,7 +208,7 @@ def test_plans_of_schedules():
 @pytest.mark.parametrize("depth", [4, 5, 11, 12])
 @pytest.mark.parametrize(("devices", "chunks"), [(2, 1), (4, 1), (2, 2)])
 def test_layers_are_dealt_out_evenly(depth, devices, chunks):
-    dealing = Dealing(depth, devices, chunks)
+    dealing = LayerAssignment(depth, devices, chunks)
     assert sum(dealing.counts) == depth
     assert max(dealing.counts) - min(dealing.counts) <= 1
     layers = dealing.layers

@@ -16,18 +16,18 @@ from tests import models
 from tests.draws import draws
 
 import plurax as px
-from plurax import inspect
-from plurax.execute.batch_minor import batch_minor
-from plurax.execute.remat import rematerialized
+from plurax import hlo as inspect
+from plurax.jaxpr.batch_minor import batch_minor
+from plurax.jaxpr.primitives import inner_jaxprs
+from plurax.jaxpr.remat import rematerialized
+from plurax.partition.partitioner import Partitioner, partition
+from plurax.partition.values import ShardedValue, is_sharded_value
 from plurax.pipeline.cut import inlined
-from plurax.primitives import inner_jaxprs
 from plurax.sharding.axes import Axes
-from plurax.sharding.divide import Divider, divide
 from plurax.sharding.factors import factors
-from plurax.sharding.reshard import apply_moves, resharding, wire_bytes
+from plurax.sharding.reshard import apply_moves, plan_reshard, wire_bytes
 from plurax.sharding.rules import Rules, zero_sharding
-from plurax.sharding.sharding import Sharding
-from plurax.sharding.values import Value, is_value
+from plurax.sharding.spec import TensorSharding
 
 SIZES = {"a": 2, "b": 2, "c": 2}
 SHAPE = (8, 8, 16)
@@ -49,7 +49,7 @@ def shardings(draw, axes=tuple(SIZES), rank=3, partial=False):
             terms.append(axis)
         elif place is not None:
             dims[place].append(axis)
-    return Sharding(tuple(map(tuple, dims)), frozenset(terms))
+    return TensorSharding(tuple(map(tuple, dims)), frozenset(terms))
 
 
 # --- The value ----------------------------------------------------------------------------------
@@ -58,8 +58,8 @@ def shardings(draw, axes=tuple(SIZES), rank=3, partial=False):
 @given(shardings())
 @draws(50)
 def test_a_sharding_goes_to_a_spec_and_a_map_and_comes_back(sharding):
-    assert Sharding.from_spec(sharding.spec, 3) == sharding
-    assert Sharding.from_map(*sharding.to_map(SIZES), tuple(SIZES)) == sharding
+    assert TensorSharding.from_spec(sharding.spec, 3) == sharding
+    assert TensorSharding.from_map(*sharding.to_map(SIZES), tuple(SIZES)) == sharding
     mesh = mesh_of(SIZES)
     by_jax = jax.NamedSharding(mesh, sharding.spec).shard_shape(SHAPE)
     assert sharding.shard_shape(SHAPE, SIZES) == by_jax
@@ -68,7 +68,7 @@ def test_a_sharding_goes_to_a_spec_and_a_map_and_comes_back(sharding):
 
 @pytest.mark.parametrize("count", [3, 5, 6, 7])
 def test_any_number_of_devices(count):
-    sharding, axes = Sharding.of("data", None), {"data": count}
+    sharding, axes = TensorSharding.of("data", None), {"data": count}
     assert sharding.shard_shape((10, 4), axes) == (-(-10 // count), 4)
     if 10 % count:
         with pytest.raises(px.PlanError, match=f"cannot be split {count} ways"):
@@ -80,11 +80,17 @@ def test_any_number_of_devices(count):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Sharding.of("a", "a"), "An axis splits one dim"),
-        (lambda: Sharding.from_spec(P("a", "b", "c"), 2), "3 entries and the tensor has 2 dims"),
-        (lambda: Sharding.from_map((2,), (3,), ("a",)), "does not fit the device matrix"),
-        (lambda: Sharding.of("a").check((4, 4), {"a": 2}), "another number of entries"),
-        (lambda: Sharding.of("d").check((4,), {"a": 2}), "names the mesh axis 'd'; the axes are a"),
+        (lambda: TensorSharding.of("a", "a"), "An axis splits one dim"),
+        (
+            lambda: TensorSharding.from_spec(P("a", "b", "c"), 2),
+            "3 entries and the tensor has 2 dims",
+        ),
+        (lambda: TensorSharding.from_map((2,), (3,), ("a",)), "does not fit the device matrix"),
+        (lambda: TensorSharding.of("a").check((4, 4), {"a": 2}), "another number of entries"),
+        (
+            lambda: TensorSharding.of("d").check((4,), {"a": 2}),
+            "names the mesh axis 'd'; the axes are a",
+        ),
     ],
 )
 def test_what_is_no_sharding_says_so(make, message):
@@ -107,7 +113,7 @@ def moved(source, target, moves, axes=AXES):
         return apply_moves(array / terms, SHAPE, source, moves, axes)
 
     run = jax.shard_map(
-        local, mesh=mesh, in_specs=Sharding(source.dims).spec, out_specs=target.spec,
+        local, mesh=mesh, in_specs=TensorSharding(source.dims).spec, out_specs=target.spec,
         check_vma=False,
     )  # fmt: skip
     compiled = jax.jit(run).lower(jax.ShapeDtypeStruct(SHAPE, jnp.float32)).compile()
@@ -118,12 +124,12 @@ def moved(source, target, moves, axes=AXES):
 @given(shardings(partial=True), shardings())
 @draws(25)
 def test_resharding_is_right_and_costs_what_it_says(source, target):
-    moves = resharding(source, target, SHAPE, 4, AXES)
+    moves = plan_reshard(source, target, SHAPE, 4, AXES)
     got, whole, found = moved(source, target, moves)
     np.testing.assert_array_equal(got, whole)
     planned = [(m.kind, m.bytes) for m in moves if m.kind != "slice"]
     assert sorted((c.kind, c.bytes) for c in found) == sorted(planned)
-    assert sum(c.wire for c in found) == pytest.approx(wire_bytes(moves))
+    assert sum(c.bytes_sent for c in found) == pytest.approx(wire_bytes(moves))
 
 
 PARTS = Axes({"a": 2, "b": 4}, {"b": (2, 2)})
@@ -132,7 +138,7 @@ PARTS = Axes({"a": 2, "b": 4}, {"b": (2, 2)})
 @given(shardings(tuple(PARTS.sizes), partial=True), shardings(tuple(PARTS.sizes)))
 @draws(200)
 def test_each_move_is_one_collective_where_axes_are_used_in_parts(source, target):
-    for move in resharding(source, target, SHAPE, 4, PARTS):
+    for move in plan_reshard(source, target, SHAPE, 4, PARTS):
         if move.kind not in ("slice", "collective-permute"):
             PARTS.group(move.axes)
 
@@ -140,29 +146,36 @@ def test_each_move_is_one_collective_where_axes_are_used_in_parts(source, target
 @given(shardings(partial=True), shardings())
 @draws(200)
 def test_resharding_never_costs_more_than_gathering_all(source, target):
-    moves = resharding(source, target, SHAPE, 4, AXES)
-    whole = resharding(source, Sharding.whole(3), SHAPE, 4, AXES)
+    moves = plan_reshard(source, target, SHAPE, 4, AXES)
+    whole = plan_reshard(source, TensorSharding.whole(3), SHAPE, 4, AXES)
     assert wire_bytes(moves) <= wire_bytes(whole)
 
 
 def test_a_dim_that_changes_its_axis_is_not_gathered_whole():
     """The case in which a compiler makes the whole tensor on every device."""
-    moves = resharding(Sharding.of("a", None, None), Sharding.of(None, "b", None), SHAPE, 4, AXES)
-    gather = resharding(Sharding.of("a", None, None), Sharding.whole(3), SHAPE, 4, AXES)
+    moves = plan_reshard(
+        TensorSharding.of("a", None, None), TensorSharding.of(None, "b", None), SHAPE, 4, AXES
+    )
+    gather = plan_reshard(
+        TensorSharding.of("a", None, None), TensorSharding.whole(3), SHAPE, 4, AXES
+    )
     assert wire_bytes(moves) <= wire_bytes(gather) / 2
 
 
 def test_parts_of_an_axis_move_in_groups():
     axes = Axes({"tensor": 8}, {"tensor": (2, 4)})
-    source, target = Sharding.of("tensor:0", "tensor:1", None), Sharding.of("tensor:0", None, None)
-    moves = resharding(source, target, SHAPE, 4, axes)
+    source, target = (
+        TensorSharding.of("tensor:0", "tensor:1", None),
+        TensorSharding.of("tensor:0", None, None),
+    )
+    moves = plan_reshard(source, target, SHAPE, 4, axes)
     mesh = mesh_of({"tensor": 8})
 
     def local(array):
-        own = resharding(Sharding.whole(3), source, SHAPE, 4, axes)
-        shard = apply_moves(array, SHAPE, Sharding.whole(3), own, axes)
+        own = plan_reshard(TensorSharding.whole(3), source, SHAPE, 4, axes)
+        shard = apply_moves(array, SHAPE, TensorSharding.whole(3), own, axes)
         shard = apply_moves(shard, SHAPE, source, moves, axes)
-        back = resharding(target, Sharding.whole(3), SHAPE, 4, axes)
+        back = plan_reshard(target, TensorSharding.whole(3), SHAPE, 4, axes)
         return apply_moves(shard, SHAPE, target, back, axes)
 
     run = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
@@ -180,26 +193,30 @@ def shared(fun, args, lies=None, count=4, parts=None, named=None):
     records, ends = [], []
 
     def local(*arrays):
-        divider = Divider(axes, named, mesh=mesh_of({"tensor": count}))
+        divider = Partitioner(axes, named, mesh=mesh_of({"tensor": count}))
         values = [
-            Value(
+            ShardedValue(
                 apply_moves(
-                    array, array.shape, Sharding.whole(array.ndim),
-                    resharding(Sharding.whole(array.ndim), lie, array.shape, 8, axes), axes,
+                    array, array.shape, TensorSharding.whole(array.ndim),
+                    plan_reshard(TensorSharding.whole(array.ndim), lie, array.shape, 8, axes), axes,
                 ),
                 array.shape, lie,
             )
-            for array, lie in zip(arrays, lies or map(Sharding.whole, map(jnp.ndim, arrays)),
+            for array, lie in zip(arrays, lies or map(TensorSharding.whole, map(jnp.ndim, arrays)),
                                   strict=True)
         ]  # fmt: skip
-        out = divide(fun, divider, tuple(values))
+        out = partition(fun, divider, tuple(values))
         out = jax.tree.map(
-            lambda v: divider.move(v, Sharding(v.sharding.dims)), out, is_leaf=is_value
+            lambda v: divider.move(v, TensorSharding(v.sharding.dims)),
+            out,
+            is_leaf=is_sharded_value,
         )
         records[:] = list(divider.records)
-        ends[:] = [value.sharding for value in jax.tree.leaves(out, is_leaf=is_value)]
+        ends[:] = [value.sharding for value in jax.tree.leaves(out, is_leaf=is_sharded_value)]
         return jax.tree.map(
-            lambda v: divider.move(v, Sharding.whole(len(v.shape))).array, out, is_leaf=is_value
+            lambda v: divider.move(v, TensorSharding.whole(len(v.shape))).array,
+            out,
+            is_leaf=is_sharded_value,
         )
 
     mesh = mesh_of({"tensor": count})
@@ -267,7 +284,7 @@ def test_a_strategy_in_two_dims(x64):
     got, records, ends = shared(grad, matrices(), count=8, parts={"tensor": (2, 2, 2)})
     assert_same(got, grad(*matrices()))
     assert {record.kind for record in records} == {"all-reduce"}
-    assert ends[0] == Sharding.of("tensor:0", None)
+    assert ends[0] == TensorSharding.of("tensor:0", None)
 
 
 def test_factors():
@@ -312,7 +329,7 @@ RNG = np.random.default_rng(1)
 TABLE = RNG.normal(size=(8, 12))
 IMAGE = RNG.normal(size=(4, 6, 6, 8))
 INDEX = np.array([[0], [3], [7], [3], [9], [-1]], np.int32)
-S = Sharding.of
+S = TensorSharding.of
 OPERATIONS = {
     "add": (lambda x, y: x + y, (TABLE, TABLE), (S("tensor", None), S(None, "tensor"))),
     "spread": (lambda x: x - x.max(1, keepdims=True), (TABLE,), (S(None, "tensor"),)),
@@ -477,10 +494,10 @@ KERNEL = RNG.normal(size=(3, 3, 8, 12))
 OPERATIONS |= {
     f"convolution {name}": (convolved(strides, groups), (IMAGE, kernel), lies)
     for name, strides, groups, kernel, lies in (
-        ("out", (1, 1), 1, KERNEL, (Sharding.whole(4), S(None, None, None, "tensor"))),
+        ("out", (1, 1), 1, KERNEL, (TensorSharding.whole(4), S(None, None, None, "tensor"))),
         ("in", (2, 2), 1, KERNEL, (S(None, None, None, "tensor"), S(None, None, "tensor", None))),
-        ("batch", (1, 1), 1, KERNEL, (S("tensor", None, None, None), Sharding.whole(4))),
-        ("image", (1, 1), 1, KERNEL, (S(None, "tensor", None, None), Sharding.whole(4))),
+        ("batch", (1, 1), 1, KERNEL, (S("tensor", None, None, None), TensorSharding.whole(4))),
+        ("image", (1, 1), 1, KERNEL, (S(None, "tensor", None, None), TensorSharding.whole(4))),
         ("grouped", (1, 1), 4, KERNEL[:, :, :2],
          (S(None, None, None, "tensor"), S(None, None, None, "tensor"))),
     )
@@ -590,7 +607,7 @@ def test_what_is_split_stays_so(x64, name):
 def test_a_maximum_over_devices_is_recorded(x64):
     """Eight bytes, round a ring of four and back: each device sends six quarters of them."""
     _, records, _ = shared(lambda x: x.min(), (TABLE,), (S(None, "tensor"),))
-    assert [(r.kind, r.axes, r.bytes, r.wire, r.trips) for r in records] == [
+    assert [(r.kind, r.axes, r.bytes, r.bytes_sent, r.trips) for r in records] == [
         ("all-reduce", ("tensor",), 8, 12.0, 1)
     ]
 
@@ -679,9 +696,9 @@ def test_rules_find_the_first_pattern_and_note_what_does_not_divide():
         ).shardings,
         {"tensor": 4},
     )
-    assert rules.find("a/out", (3, 8, 5)) == Sharding.of(None, "tensor", None)
-    assert rules.find("a/in", (8, 8)) == Sharding.of(None, "tensor")
-    assert rules.find("a/odd", (8, 6)) == Sharding.whole(2)
+    assert rules.find("a/out", (3, 8, 5)) == TensorSharding.of(None, "tensor", None)
+    assert rules.find("a/in", (8, 8)) == TensorSharding.of(None, "tensor")
+    assert rules.find("a/odd", (8, 6)) == TensorSharding.whole(2)
     assert rules.notes == {"a/odd": "dim 1 is whole: 4 shards do not divide 6"}
 
 

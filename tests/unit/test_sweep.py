@@ -16,8 +16,8 @@ from tests.pictures import panels
 import plurax as px
 from plurax import halving as halving_
 from plurax.report.parallel import draw_parallel
-from plurax.sweeps import Sweep, _value
-from plurax.tally import NonFiniteWarning
+from plurax.sweeps.sweep import Sweep, _value
+from plurax.train.epoch_metrics import NonFiniteWarning
 
 # One worker, so that what the module trains for all its tests is trained once.
 pytestmark = pytest.mark.xdist_group("sweep")
@@ -112,7 +112,7 @@ def test_a_bucket_is_the_population_trained_alone(table):
     alone = px.fit(
         make_task(8), optax.adam(1e-2), ROWS, batch_size=24, epochs=2, seed=2, progress=False
     )
-    assert models.worst(found.state(row).params, alone.state.params) < 1e-5
+    assert models.max_rel_error(found.state(row).params, alone.state.params) < 1e-5
     assert [one["epoch"] for one in found.history(row)] == [1, 2]
     assert found.history(row)[-1]["eval_loss"] == row["eval_loss"]
 
@@ -152,7 +152,7 @@ def test_buckets_side_by_side_give_the_same(table):
     found, _ = table
     beside = px.sweep(
         make_task, adam, ROWS, members=MEMBERS, shapes=SHAPES, epochs=2, evaluation=ROWS,
-        plan=px.Plan(member=2, chunk=4, batch_dim="major"), side_by_side=4, progress=False,
+        plan=px.Plan(member=2, chunk=4, batch_dim="major"), num_parallel=4, progress=False,
     )  # fmt: skip
     for a, b in zip(beside.rows, found.rows, strict=True):
         assert a["eval_loss"] == pytest.approx(b["eval_loss"], rel=1e-4)
@@ -160,7 +160,7 @@ def test_buckets_side_by_side_give_the_same(table):
     pairs = [set(jax.devices()[start : start + 2]) for start in range(0, 8, 2)]
     assert all(one in pairs for one in devices), devices
     with pytest.raises(px.PlanError, match=r"needs 16 devices"):
-        px.sweep(TASK, adam, ROWS, members=MEMBERS, plan=px.Plan(member=4), side_by_side=4,
+        px.sweep(TASK, adam, ROWS, members=MEMBERS, plan=px.Plan(member=4), num_parallel=4,
                  batch_size=16)  # fmt: skip
 
 
@@ -227,7 +227,7 @@ def test_survivors_are_the_best_by_the_metric(halved, straight):
 def test_survivors_trained_as_if_nothing_had_been_halved(halved, straight):
     number = halved.members.table()[0]["member"]
     whole = px.export_member(straight.state, number)
-    assert models.worst(px.export_member(halved.state, 0).params, whole.params) < 1e-5
+    assert models.max_rel_error(px.export_member(halved.state, 0).params, whole.params) < 1e-5
     means = halved.program.evaluate(halved.state, ROWS)
     assert means["loss"][0] == pytest.approx(halved.rungs[-1].scores[0], rel=1e-5)
 
@@ -241,7 +241,7 @@ def test_the_work_shrinks(halved):
 def test_fewer_slots_choose_the_same(halved, slots):
     turns = halving(slots=slots)
     assert [rung.members for rung in turns.rungs] == [rung.members for rung in halved.rungs]
-    assert models.worst(turns.state.params, halved.state.params) < 1e-5
+    assert models.max_rel_error(turns.state.params, halved.state.params) < 1e-5
 
 
 def test_the_table_has_every_candidate(halved):

@@ -7,12 +7,12 @@ from rich.console import Console
 from tests.pictures import legend, panels
 
 import plurax as px
-from plurax import cli
-from plurax.inspect import Collective, Memory
+from plurax.cli import commands as cli
+from plurax.hlo import Collective, Memory
+from plurax.partition.partitioner import Record
 from plurax.pipeline.schedule import SCHEDULES, make_schedule
 from plurax.report.plan_picture import draw_plan
 from plurax.report.timeline import Costs, compared_schedules_table, timeline_report
-from plurax.sharding.divide import Record
 
 MEMORY = Memory(arguments=3000, outputs=2000, aliased=2000, temporaries=8192, code=0)
 

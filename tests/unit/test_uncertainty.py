@@ -15,10 +15,10 @@ from plurax.ensemble.uncertainty import (
     accuracy,
     brier,
     calibration,
-    classify,
+    combine_classification,
+    combine_regression,
     fit_temperature,
     nll,
-    regress,
 )
 from plurax.errors import BatchError
 from plurax.report.calibration import draw_confidence, draw_reliability
@@ -47,7 +47,7 @@ def made(members=4, examples=200, classes=3, seed=0, scale=1.0):
 
 def test_classification_against_the_formulas():
     logits, _ = made()
-    said = classify(logits.astype(np.float32))
+    said = combine_classification(logits.astype(np.float32))
     p = softmax(logits.astype(np.float32).astype(np.float64))
     mean = p.mean(axis=0)
     np.testing.assert_allclose(said.probabilities, mean, rtol=1e-12)
@@ -66,7 +66,7 @@ def test_classification_against_the_formulas():
 @draws(60)
 @given(LOGITS)
 def test_classification_has_its_properties(logits):
-    said = classify(logits)
+    said = combine_classification(logits)
     classes = logits.shape[-1]
     np.testing.assert_allclose(said.probabilities.sum(axis=-1), 1)
     np.testing.assert_allclose(said.votes.sum(axis=-1), 1)
@@ -77,20 +77,20 @@ def test_classification_has_its_properties(logits):
     assert said.variance.min() >= 0
     assert said.variance.max() <= 0.25 + 1e-12
 
-    other = classify(logits[::-1])
+    other = combine_classification(logits[::-1])
     for name, values in vars(said).items():
         np.testing.assert_allclose(getattr(other, name), values, atol=1e-12, err_msg=name)
-    again = classify(softmax(logits.astype(np.float64)), from_logits=False)
+    again = combine_classification(softmax(logits.astype(np.float64)), from_logits=False)
     for name in ("probabilities", "variance", "entropy", "aleatoric", "epistemic"):
         np.testing.assert_allclose(getattr(again, name), getattr(said, name), atol=1e-12)
-    alike = classify(np.stack([logits[0]] * 3))
+    alike = combine_classification(np.stack([logits[0]] * 3))
     np.testing.assert_allclose(alike.epistemic, 0, atol=1e-12)
     np.testing.assert_allclose(alike.variance, 0, atol=1e-24)
 
 
 def test_one_network_is_an_ensemble_of_one():
     logits, _ = made(members=1)
-    one, ensemble = classify(logits[0]), classify(logits)
+    one, ensemble = combine_classification(logits[0]), combine_classification(logits)
     for name, values in vars(ensemble).items():
         np.testing.assert_array_equal(getattr(one, name), values)
     assert one.epistemic.max() == one.variance.max() == 0
@@ -101,9 +101,9 @@ def test_probabilities_in_low_precision_are_taken():
 
     logits, labels = made()
     low = np.asarray(jnp.asarray(softmax(logits), jnp.bfloat16).astype(jnp.float32))
-    said = classify(low, from_logits=False)
+    said = combine_classification(low, from_logits=False)
     assert nll(said.probabilities, labels) == pytest.approx(
-        nll(classify(logits).probabilities, labels), rel=0.01
+        nll(combine_classification(logits).probabilities, labels), rel=0.01
     )
 
 
@@ -112,7 +112,7 @@ def test_probabilities_in_low_precision_are_taken():
 
 def test_scores_agree_with_scikit_learn():
     logits, labels = made(examples=300)
-    p = classify(logits).probabilities
+    p = combine_classification(logits).probabilities
     assert nll(p, labels) == pytest.approx(log_loss(labels, p), rel=1e-9)
     wanted = brier_score_loss(labels, p, labels=range(3), scale_by_half=False)
     assert brier(p, labels) == pytest.approx(wanted, rel=1e-9)
@@ -124,7 +124,7 @@ def test_scores_agree_with_scikit_learn():
 
 def test_calibration_agrees_with_scikit_learn():
     logits, labels = made(examples=500)
-    p = classify(logits).probabilities
+    p = combine_classification(logits).probabilities
     said = calibration(p, labels, bins=10)
     right = p.argmax(axis=-1) == labels
     share, confidence = calibration_curve(right, p.max(axis=-1), n_bins=10)
@@ -161,9 +161,12 @@ def test_the_temperature_recovers_a_scale(members, scale):
     found = fit_temperature(scale * logits, labels)
     assert found == pytest.approx(scale * before, rel=1e-4)
     # no other temperature is better, to the outside the mean of the softened members
-    best = nll(classify(scale * logits / found).probabilities, labels)
+    best = nll(combine_classification(scale * logits / found).probabilities, labels)
     for factor in (0.2, 0.98, 1.02, 5):
-        assert nll(classify(scale * logits / (factor * found)).probabilities, labels) > best
+        assert (
+            nll(combine_classification(scale * logits / (factor * found)).probabilities, labels)
+            > best
+        )
 
 
 def test_the_temperature_of_the_truth_is_one():
@@ -183,7 +186,7 @@ def test_the_temperature_of_labels_that_are_all_right_stays_in_range():
 def test_regression_is_the_mixture_of_the_members():
     rng = np.random.default_rng(0)
     means, variances = rng.normal(size=(3, 5, 2)), rng.uniform(0.1, 1, size=(3, 5, 2))
-    said = regress(means, variances)
+    said = combine_regression(means, variances)
     second = (variances + means**2).mean(axis=0)  # E[y²]
     np.testing.assert_allclose(said.mean, means.sum(axis=0) / 3)
     np.testing.assert_allclose(said.variance, second - said.mean**2)
@@ -191,7 +194,7 @@ def test_regression_is_the_mixture_of_the_members():
     np.testing.assert_allclose(said.aleatoric, variances.sum(axis=0) / 3)
     draws = means[:, None] + np.sqrt(variances)[:, None] * rng.normal(size=(3, 20_000, 5, 2))
     np.testing.assert_allclose(said.variance, draws.var(axis=(0, 1)), rtol=0.1)
-    alone = regress(means)
+    alone = combine_regression(means)
     np.testing.assert_array_equal(alone.aleatoric, 0)
     np.testing.assert_array_equal(alone.variance, alone.epistemic)
 
@@ -202,7 +205,7 @@ def test_regression_is_the_mixture_of_the_members():
     st.floats(0.01, 0.99),
 )
 def test_intervals_hold_the_mean_and_grow_with_the_level(means, level):
-    said = regress(means)
+    said = combine_regression(means)
     low, high = said.interval(level)
     wide_low, wide_high = said.interval((1 + level) / 2)
     assert (wide_low <= low).all()
@@ -212,12 +215,12 @@ def test_intervals_hold_the_mean_and_grow_with_the_level(means, level):
     assert (means.min(axis=0) <= low).all()
     assert (low <= high).all()
     assert (high <= means.max(axis=0)).all()
-    np.testing.assert_allclose(regress(means[::-1]).variance, said.variance, atol=1e-9)
+    np.testing.assert_allclose(combine_regression(means[::-1]).variance, said.variance, atol=1e-9)
 
 
 def test_a_gaussian_is_covered_as_often_as_said():
     rng = np.random.default_rng(0)
-    said = regress(np.zeros((2, 20_000)), np.full((2, 20_000), 4.0))
+    said = combine_regression(np.zeros((2, 20_000)), np.full((2, 20_000), 4.0))
     targets = 2 * rng.normal(size=20_000)
     for level in (0.5, 0.9, 0.99):
         assert said.coverage(targets, level) == pytest.approx(level, abs=0.01)
@@ -227,7 +230,7 @@ def test_a_gaussian_is_covered_as_often_as_said():
 
 
 def test_quantiles_are_those_of_the_members():
-    low, high = regress(np.arange(101.0)[:, None]).quantile_interval(0.9)
+    low, high = combine_regression(np.arange(101.0)[:, None]).quantile_interval(0.9)
     assert (low, high) == (pytest.approx(5), pytest.approx(95))
 
 
@@ -236,20 +239,25 @@ def test_quantiles_are_those_of_the_members():
 P, L = np.array([[0.5, 0.5], [0.2, 0.8]]), np.array([0, 1])
 BAD = np.zeros((4, 2, 3))
 BAD[[1, 3], 1, 2] = np.nan
-SAID = regress(np.zeros((2, 3)))
+SAID = combine_regression(np.zeros((2, 3)))
 
 
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda: classify(np.zeros(3)), r"the logits have the shape \(3,\); wanted are \(members,"),
-        (lambda: classify(np.zeros((2, 3, 1))), r"single logit z are np.stack\(\[0 \* z, z\]"),
-        (lambda: classify(np.zeros((2, 0, 3))), r"none of them 0 and at least 2 classes"),
-        (lambda: classify(P[0], from_logits=False), r"the probabilities have the shape \(2,\)"),
-        (lambda: classify(BAD), r"the logits hold NaN or infinite values, the first at "
+        (lambda: combine_classification(np.zeros(3)),
+         r"the logits have the shape \(3,\); wanted are \(members,"),
+        (lambda: combine_classification(np.zeros((2, 3, 1))),
+         r"single logit z are np.stack\(\[0 \* z, z\]"),
+        (lambda: combine_classification(np.zeros((2, 0, 3))),
+         r"none of them 0 and at least 2 classes"),
+        (lambda: combine_classification(P[0], from_logits=False),
+         r"the probabilities have the shape \(2,\)"),
+        (lambda: combine_classification(BAD),
+         r"the logits hold NaN or infinite values, the first at "
          r"\[1, 1, 2\]. They come from member\(s\) 1, 3; leave these out."),
-        (lambda: classify(BAD[1]), r"first at \[1, 2\]\.$"),
-        (lambda: classify(np.stack([P, P + 1]), from_logits=False),
+        (lambda: combine_classification(BAD[1]), r"first at \[1, 2\]\.$"),
+        (lambda: combine_classification(np.stack([P, P + 1]), from_logits=False),
          r"member 1, example 0: the probabilities sum to 3 and the lowest is 1.5; they must be"),
         (lambda: nll(np.array([[1.5, -0.5], [0.5, 0.5]]), L), r"^example 0: .* lowest is -0.5"),
         (lambda: nll(P[None], L), r"have the shape \(1, 2, 2\); wanted are \(examples, classes\), "
@@ -267,11 +275,14 @@ SAID = regress(np.zeros((2, 3)))
         (lambda: SAID.coverage(np.zeros((3, 1))), r"the targets have the shape \(3, 1\) and the "
          r"predictions \(3,\); give one target for each"),
         (lambda: SAID.coverage(np.full(3, np.nan)), r"the targets hold NaN"),
-        (lambda: regress(np.zeros(3)), r"the means have the shape \(3,\); .* give means\[None\]"),
-        (lambda: regress(BAD), r"the means hold NaN or infinite values"),
-        (lambda: regress(np.zeros((2, 3)), np.zeros(3)), r"the variances have the shape \(3,\) and "
+        (lambda: combine_regression(np.zeros(3)),
+         r"the means have the shape \(3,\); .* give means\[None\]"),
+        (lambda: combine_regression(BAD), r"the means hold NaN or infinite values"),
+        (lambda: combine_regression(np.zeros((2, 3)), np.zeros(3)),
+         r"the variances have the shape \(3,\) and "
          r"the means \(2, 3\); give a variance for each mean"),
-        (lambda: regress(np.zeros((1, 2)), np.array([[1.0, -2.0]])), r"variances must be at least "
+        (lambda: combine_regression(np.zeros((1, 2)), np.array([[1.0, -2.0]])),
+         r"variances must be at least "
          r"0; the lowest is -2, the first below 0 stands at \[0, 1\]"),
         (lambda: draw_reliability({}, "a.png"), r"draw_reliability got nothing to draw; give at"),
         (lambda: draw_confidence({}, (0, 1, 0, 1), P, L, "a.png"), r"draw_confidence got nothing"),
@@ -292,7 +303,7 @@ def test_what_does_not_fit_is_told(call, match):
 def test_a_reliability_diagram_is_written(tmp_path):
     logits, labels = made()
     said = {
-        f"{scale} times": calibration(classify(scale * logits).probabilities, labels)
+        f"{scale} times": calibration(combine_classification(scale * logits).probabilities, labels)
         for scale in range(1, 9)
     }
     draw_reliability(said, tmp_path / "all.png")

@@ -11,7 +11,7 @@ import pytest
 from tests import models
 
 import plurax as px
-from plurax import verification
+from plurax.analysis import verify as verification
 
 MLP = {"hidden": (None, "tensor"), "bias": ("tensor",), "out": ("tensor", None)}
 

@@ -52,7 +52,9 @@ class Classification:
         return self.probabilities.argmax(axis=-1)
 
 
-def classify(outputs: Float[np.ndarray, "*K N C"], *, from_logits: bool = True) -> Classification:
+def combine_classification(
+    outputs: Float[np.ndarray, "*K N C"], *, from_logits: bool = True
+) -> Classification:
     """Put the members' classifications together.
 
     **Arguments:**
@@ -67,7 +69,8 @@ def classify(outputs: Float[np.ndarray, "*K N C"], *, from_logits: bool = True) 
 
     >>> import numpy as np
     >>> unsure, torn = [[0.5, 0.5], [0.5, 0.5]], [[1.0, 0.0], [0.0, 1.0]]
-    >>> said = classify(np.stack([unsure, torn], axis=1), from_logits=False)  # (members, 2, 2)
+    >>> probabilities = np.stack([unsure, torn], axis=1)  # (members, 2, 2)
+    >>> said = combine_classification(probabilities, from_logits=False)
     >>> said.entropy.round(3), said.aleatoric.round(3), said.epistemic.round(3)
     (array([0.693, 0.693]), array([0.693, 0.   ]), array([0.   , 0.693]))
     """
@@ -116,7 +119,7 @@ def nll(probabilities: Float[np.ndarray, "N C"], labels: Int[np.ndarray, "N"]) -
 
     **Arguments:**
 
-    - `probabilities`: `(N, C)`, of an ensemble `classify(logits).probabilities`.
+    - `probabilities`: `(N, C)`, of an ensemble `combine_classification(logits).probabilities`.
     - `labels`: class numbers, `(N,)`, whole numbers from 0 to C - 1.
 
     Raises `BatchError` where they do not fit together or do not sum to one.
@@ -203,14 +206,15 @@ def fit_temperature(logits: Float[np.ndarray, "*K N C"], labels: Int[np.ndarray,
 
     C. Guo et al., ICML 2017, for one network; in an ensemble every member's logits are divided by
     the same temperature before the probabilities are averaged. Above 1 the logits were too sure.
-    Fit it on examples that were not trained on, then use `classify(other_logits / T)`.
+    Fit it on examples that were not trained on, then use
+    `combine_classification(other_logits / T)`.
 
     **Arguments:** `logits`, `(K, N, C)` or, of one network, `(N, C)`; `labels` as for `nll`.
 
     **Returns:** a value from 1/128 to 128; near the lower end where every example is right, since
     the loss then falls for ever.
 
-    Raises `BatchError` as `classify` and `nll` do.
+    Raises `BatchError` as `combine_classification` and `nll` do.
 
     >>> import numpy as np
     >>> logits = np.tile([[np.log(4.0), 0.0]], (3, 1))  # says 4 to 1 and is right 2 to 1
@@ -291,7 +295,7 @@ class Regression:
         return float(((low <= targets) & (targets <= high)).mean())
 
 
-def regress(
+def combine_regression(
     means: Float[np.ndarray, "K N ..."], variances: Float[np.ndarray, "K N ..."] | None = None
 ) -> Regression:
     """Put the members' regressions together: mean and variance of their equal mixture.
@@ -304,7 +308,7 @@ def regress(
     Raises `BatchError` for other shapes, negative variances, and values that are not finite.
 
     >>> import numpy as np
-    >>> said = regress(np.array([[1.0], [3.0]]), np.array([[0.5], [1.5]]))
+    >>> said = combine_regression(np.array([[1.0], [3.0]]), np.array([[0.5], [1.5]]))
     >>> said.mean, said.aleatoric, said.epistemic, said.variance
     (array([2.]), array([1.]), array([1.]), array([2.]))
     """

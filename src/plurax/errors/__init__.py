@@ -4,14 +4,14 @@ Every message says what is wrong, where, why, and what to write instead. The tes
 their text. `assert` is for mistakes of our own.
 """
 
-from plurax.errors.batches import *  # noqa: F403
-from plurax.errors.checkpoints import *  # noqa: F403
-from plurax.errors.experiments import *  # noqa: F403
+from plurax.errors.batch_errors import *  # noqa: F403
+from plurax.errors.checkpoint_errors import *  # noqa: F403
+from plurax.errors.experiment_errors import *  # noqa: F403
 from plurax.errors.kinds import *  # noqa: F403
-from plurax.errors.members import *  # noqa: F403
-from plurax.errors.plans import *  # noqa: F403
-from plurax.errors.predictions import *  # noqa: F403
-from plurax.errors.schedules import *  # noqa: F403
-from plurax.errors.shardings import *  # noqa: F403
-from plurax.errors.sweeps import *  # noqa: F403
-from plurax.errors.tasks import *  # noqa: F403
+from plurax.errors.member_errors import *  # noqa: F403
+from plurax.errors.plan_errors import *  # noqa: F403
+from plurax.errors.prediction_errors import *  # noqa: F403
+from plurax.errors.schedule_errors import *  # noqa: F403
+from plurax.errors.sharding_errors import *  # noqa: F403
+from plurax.errors.sweep_errors import *  # noqa: F403
+from plurax.errors.task_errors import *  # noqa: F403

@@ -8,8 +8,8 @@ import optax
 from jaxtyping import PyTree
 
 from plurax.execute.check import check_kinds
-from plurax.execute.members import Maker
 from plurax.execute.members_program import MembersProgram
+from plurax.execute.population import HyperFn
 from plurax.execute.program import Program
 from plurax.members import Members
 from plurax.mesh import make_mesh
@@ -31,8 +31,8 @@ def compile(
 
 @overload
 def compile(
-    task: Task | Maker,
-    optimizer: optax.GradientTransformation | Maker,
+    task: Task | HyperFn,
+    optimizer: optax.GradientTransformation | HyperFn,
     plan: Plan,
     batch: PyTree,
     *,

@@ -14,7 +14,7 @@ from plurax import errors
 from plurax.execute.columns import check_kind
 from plurax.execute.gradient import Totals, evaluation
 from plurax.execute.placement import Placed, Placement, chunks, leading_dim
-from plurax.execute.rows import Rows, number_rows
+from plurax.execute.rows import Rows, index_rows
 from plurax.execute.totals import over_data
 from plurax.mesh import split_rows
 from plurax.plan import Plan, Precision
@@ -37,7 +37,7 @@ def device_evaluation(
     def local(params: PyTree, model_state: PyTree, batch: PyTree, count: Any) -> Totals:
         size = jax.tree.leaves(batch)[0].shape[0]
         first = jax.lax.axis_index("data") * size if axis_size > 1 else 0
-        rows = number_rows(batch, jax.random.key(0), count, first)
+        rows = index_rows(batch, jax.random.key(0), count, first)
         return reduce(evaluate(params, model_state, rows))
 
     return local
@@ -99,7 +99,7 @@ def check_evaluation(
         raise errors.batch_is_empty()
     placement.check(first)
     rows = jax.eval_shape(
-        lambda batch: number_rows(batch, jax.random.key(0), jnp.int32(placement.size)),
+        lambda batch: index_rows(batch, jax.random.key(0), jnp.int32(placement.size)),
         placement.abstract(),
     )
     jax.eval_shape(evaluation(task, precision), state.params, state.model_state, rows)

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from plurax import errors, tree
-from plurax.execute.batch_minor import batch_minor
-from plurax.execute.remat import order_recomputation, rematerialized
 from plurax.execute.rows import Rows
+from plurax.jaxpr.batch_minor import batch_minor
+from plurax.jaxpr.remat import order_recomputation, rematerialized
 from plurax.plan import BatchDim, Precision, Remat
 from plurax.task import Task
 from plurax.validate import place_of

@@ -9,7 +9,7 @@ from jax.extend.core import Jaxpr, Literal
 from jaxtyping import PyTree
 
 from plurax.execute.gradient import split_output
-from plurax.primitives import INLINED, inner_jaxprs
+from plurax.jaxpr.primitives import INLINED, inner_jaxprs
 from plurax.state import TrainState
 from plurax.task import Task
 

@@ -14,21 +14,22 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from plurax import errors, inspect, tree
-from plurax.execute.choose import choose, even_chunk
-from plurax.execute.divided import divides
+from plurax import errors, tree
+from plurax import hlo as compiled_hlo
+from plurax.execute.autotune import Candidate, Run, autotune, timed_runner
+from plurax.execute.backends.sharded import needs_partitioner
+from plurax.execute.chunk_rule import choose_chunk, even_chunk
+from plurax.execute.dispatch_limiter import DispatchLimiter
 from plurax.execute.evaluate import check_evaluation, evaluation_placement, weighted_means
 from plurax.execute.gradient import Totals
-from plurax.execute.in_flight import InFlight
+from plurax.execute.initial_state import check_place, check_state, new_state
 from plurax.execute.mask import reads_mask
-from plurax.execute.measure import Choice, Run, fastest_plan, stepping
-from plurax.execute.members import Maker, Network, Population, network
 from plurax.execute.placement import Placed, Placement, device_data, is_arrays, leading_dim
+from plurax.execute.population import HyperFn, Population, TaskAndOptimizer, network
 from plurax.execute.predict import Predictor
-from plurax.execute.reads import Reading
-from plurax.execute.states import check_place, check_state, new_state
+from plurax.execute.reads import EpochSpec
 from plurax.execute.step import Metrics
-from plurax.members import Cohort, Members
+from plurax.members import MemberArrays, Members
 from plurax.mesh import memory_budget, replicated, split_rows, within
 from plurax.plan import Plan
 from plurax.state import TrainState
@@ -57,14 +58,14 @@ class MembersProgram:
 
     def __init__(
         self,
-        task: Task | Maker,
+        task: Task | HyperFn,
         optimizer: Any,
         plan: Plan,
         batch: PyTree,
         mesh: Mesh,
         members: Members,
         *,
-        reading: Reading | None = None,
+        reading: EpochSpec | None = None,
         data: PyTree = None,
     ) -> None:
         if members.hyper and isinstance(task, Task) and hasattr(optimizer, "update"):
@@ -77,7 +78,7 @@ class MembersProgram:
         self.reading = reading
         self.slots = -(-self.count // plan.member) * plan.member
         """Members on the devices: `count`, filled up to a multiple of the mesh axis."""
-        self._in_flight = InFlight(mesh)
+        self._in_flight = DispatchLimiter(mesh)
         self._hyper = {name: jnp.asarray(value) for name, value in members.hyper_of(0).items()}
         self._cohort = members.cohort(reading.count if reading else ANY_ROWS)
         self._placement = Placement(batch, plan.padded_size(self.batch_size), split_rows(mesh))
@@ -91,7 +92,7 @@ class MembersProgram:
         if not self._fills and self.batch_size % unit:
             raise errors.mask_not_read(self.batch_size, unit)
         self._check_size(reading.length % self.batch_size if reading else 0)
-        if divides(one.task, plan) and plan.batch_dim is None:
+        if needs_partitioner(one.task, plan) and plan.batch_dim is None:
             plan = dataclasses.replace(plan, batch_dim="major")
         self.plan = plan
         self._predictor = Predictor(self._compile_predict, mesh, plan.pipeline_pieces)
@@ -141,7 +142,7 @@ class MembersProgram:
         chosen = f"chunk={self.plan.chunk}, batch_dim={self.plan.batch_dim}"
         return f"{chosen}: chosen from the shapes and the device (plurax.tune measures instead)"
 
-    def _reads_mask(self, one: Network) -> bool:
+    def _reads_mask(self, one: TaskAndOptimizer) -> bool:
         like = jax.eval_shape(lambda: new_state(*one, jax.random.key(0)))
         loss = within(self.mesh, one.task.loss)
         return reads_mask(one.task, like, self._placement.like, loss)
@@ -154,7 +155,7 @@ class MembersProgram:
     # --- Training -----------------------------------------------------------------------------
 
     @functools.cached_property
-    def _everyone(self) -> Cohort:
+    def _everyone(self) -> MemberArrays:
         """All members as arrays on the devices, filled up to the slots."""
         filled = np.arange(self.slots) % self.count
         return jax.device_put(self._cohort.take(filled), self._by_member)
@@ -253,18 +254,18 @@ class MembersProgram:
         if given != self.slots:
             fill = np.arange(self.slots) % given
             state = jax.tree.map(lambda leaf: leaf[fill], state)
-        divided = self._example.divided
+        divided = self._example.partitioned
         if divided is not None and tree.describe(state) != tree.describe(self.state_shapes):
-            state = jax.vmap(divided.state.filled, spmd_axis_name="member")(state)
+            state = jax.vmap(divided.state.pad, spmd_axis_name="member")(state)
         if state is not whole:
             state = jax.device_put(state, self._state_shardings)
         check_state(state, self.state_shapes)
         return state
 
-    def kept(self, state: TrainState) -> TrainState:
+    def to_canonical(self, state: TrainState) -> TrainState:
         """The state without the members that only fill up the slots."""
-        if self._example.divided is not None:
-            state = jax.vmap(self._example.divided.state.cut, spmd_axis_name="member")(state)
+        if self._example.partitioned is not None:
+            state = jax.vmap(self._example.partitioned.state.unpad, spmd_axis_name="member")(state)
         if self.slots == self.count:
             return state
         return jax.tree.map(lambda leaf: leaf[: self.count], state)
@@ -347,13 +348,13 @@ class MembersProgram:
         """The text of the compiled program: the loop's, if it has run, else the step's."""
         return self.compiled.as_text() or ""
 
-    def collectives(self) -> list[inspect.Collective]:
+    def collectives(self) -> list[compiled_hlo.Collective]:
         """The collectives of the compiled program; none is over the mesh axis `member`."""
-        return inspect.collectives(self.hlo(), self.mesh)
+        return compiled_hlo.collectives(self.hlo(), self.mesh)
 
-    def memory(self) -> inspect.Memory:
+    def memory(self) -> compiled_hlo.Memory:
         """Bytes on one device, as the compiler reports them."""
-        return inspect.memory(self.compiled)
+        return compiled_hlo.memory(self.compiled)
 
     @functools.cached_property
     def state_shapes(self) -> TrainState:
@@ -375,9 +376,9 @@ class MembersProgram:
         return self._state_shardings, self._by_member
 
     @functools.cached_property
-    def kept_shapes(self) -> TrainState:
+    def canonical_shapes(self) -> TrainState:
         """The state as `kept` returns it, as a tree of `jax.ShapeDtypeStruct`s."""
-        return jax.eval_shape(self.kept, self.state_shapes)
+        return jax.eval_shape(self.to_canonical, self.state_shapes)
 
     # --- Inside -------------------------------------------------------------------------------
 
@@ -408,14 +409,14 @@ class MembersProgram:
         """The plan with its open choices made; smaller chunks where memory does not suffice."""
         members = self.slots // self.plan.member
         work = self._example.work()
-        plan = choose(self.plan, members, work, self.mesh.devices.flat[0].platform)
+        plan = choose_chunk(self.plan, members, work, self.mesh.devices.flat[0].platform)
         budget = memory_budget(self.mesh)
         # What does not come near the budget by reckoning needs no compiler to say so.
         while (
             self.plan.chunk is None
             and (chunk := plan.chunk or 1) > 1
             and (members + ROOM * chunk) * work.bytes > budget
-            and inspect.memory(self._lower_under(plan).compile()).peak > budget
+            and compiled_hlo.memory(self._lower_under(plan).compile()).peak > budget
         ):
             plan = dataclasses.replace(plan, chunk=even_chunk(members, max(1, chunk // 4)))
         return plan
@@ -427,7 +428,7 @@ class MembersProgram:
             return self._lower_step(built)
         return self._lower_loop(built, self._data_like)
 
-    def measure(self, plan: Plan, data: PyTree) -> tuple[Plan, list[Choice]]:
+    def measure(self, plan: Plan, data: PyTree) -> tuple[Plan, list[Candidate]]:
         """Measure the open choices of a plan: the loop over the data, without data the step."""
         init = jax.jit(self._example.init, out_shardings=self._state_shardings)
         looped = self._data_like is not None
@@ -437,13 +438,13 @@ class MembersProgram:
         def build(plan: Plan) -> tuple[int, Callable[[], Run]]:
             compiled = self._lower_under(plan).compile()
             arguments = (self._everyone, *placed)
-            needed = inspect.memory(compiled).peak
-            return needed, lambda: stepping(compiled, init(self._everyone), arguments, looped)
+            needed = compiled_hlo.memory(compiled).peak
+            return needed, lambda: timed_runner(compiled, init(self._everyone), arguments, looped)
 
         dtype = jnp.result_type(*jax.tree.leaves(self.state_shapes.params))
         tolerance = 2e-2 if self.plan.precision == "bfloat16" else 1e-4
         tolerance = 1e-9 if dtype == jnp.float64 else tolerance
-        if self.plan.batch_dim == "major" and self._example.divided is not None:
+        if self.plan.batch_dim == "major" and self._example.partitioned is not None:
             plan = dataclasses.replace(plan, batch_dim="major")
         members = self.slots // self.plan.member
-        return fastest_plan(plan, members, build, memory_budget(self.mesh), tolerance)
+        return autotune(plan, members, build, memory_budget(self.mesh), tolerance)

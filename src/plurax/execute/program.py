@@ -15,8 +15,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, PyTree
 
-from plurax import errors, inspect, tree
-from plurax.execute.divided import Divided, divides, microbatch
+from plurax import errors, tree
+from plurax import hlo as compiled_hlo
+from plurax.execute.backends.pipelined import PipelinedBackend
+from plurax.execute.backends.sharded import ShardedBackend, microbatch, needs_partitioner
+from plurax.execute.dispatch_limiter import DispatchLimiter
+from plurax.execute.epoch_loop import make_loop
 from plurax.execute.evaluate import (
     check_evaluation,
     device_evaluation,
@@ -24,19 +28,16 @@ from plurax.execute.evaluate import (
     weighted_means,
 )
 from plurax.execute.gradient import Totals, evaluation, gradient
-from plurax.execute.in_flight import InFlight
-from plurax.execute.loop import make_loop
+from plurax.execute.initial_state import check_place, check_state, new_state, same_shapes
+from plurax.execute.layouts.state_shardings import ParameterInfo
 from plurax.execute.mask import MaskWarning, mask_not_read, reads_mask
-from plurax.execute.pipelined import Pipelined
 from plurax.execute.placement import Placed, Placement, device_data, leading_dim
 from plurax.execute.predict import Predictor, make_predict
-from plurax.execute.state_shardings import Parameter
-from plurax.execute.states import check_place, check_state, new_state, same_shapes
 from plurax.execute.step import Metrics, make_step, whole_update
 from plurax.execute.totals import coupled_totals, data_parallel, uneven_totals
 from plurax.mesh import on_devices, replicated, split_rows, within
+from plurax.partition.partitioner import Record
 from plurax.plan import Plan
-from plurax.sharding.divide import Record
 from plurax.state import TrainState
 from plurax.task import Task
 from plurax.validate import check_seed
@@ -76,8 +77,8 @@ class Program:
         )
         self._of_size: dict[int, Program] = {}
         self._evaluation = evaluation_placement(batch, plan, mesh)
-        self._in_flight = InFlight(mesh)
-        self._divided: Divided | Pipelined | None = None
+        self._in_flight = DispatchLimiter(mesh)
+        self._sharded: ShardedBackend | PipelinedBackend | None = None
         fresh = functools.partial(new_state, task, optimizer)
         whole = jax.eval_shape(fresh, jax.eval_shape(lambda: jax.random.key(0)))
         self._fills = exact or not task.coupled or self._reads_mask(whole)
@@ -85,15 +86,15 @@ class Program:
         odd = plan.pipeline > 1 and not self._rows_split
         if odd or (not self._fills and rows != self.batch_size):
             raise errors.mask_not_read(self.batch_size, plan.data * plan.microbatches)
-        if divides(task, plan):
+        if needs_partitioner(task, plan):
             rows = microbatch(self._placement.like, plan, coupled=task.coupled)
-            kind = Pipelined if plan.pipeline > 1 else Divided
-            self._divided = made = kind(task, optimizer, plan, mesh, rows)
-            self._state_like = made.state.placed_like(mesh)
+            kind = PipelinedBackend if plan.pipeline > 1 else ShardedBackend
+            self._sharded = made = kind(task, optimizer, plan, mesh, rows)
+            self._state_like = made.state.abstract_state(mesh)
             if self._rows_split:
                 self._step_function = self._spread(made.step(), "sd.", "s.")
             else:
-                assert isinstance(made, Divided)
+                assert isinstance(made, ShardedBackend)
                 self._step_function = self._spread(made.step(split=False), "s..", "s.")
         else:
             self._state_like = self._on_mesh(whole)
@@ -123,7 +124,7 @@ class Program:
         if params is None:
             return state
         opt_state = jax.jit(self._optimizer.init)(params)
-        fresh = dataclasses.replace(self.kept(state), params=params, opt_state=opt_state)
+        fresh = dataclasses.replace(self.to_canonical(state), params=params, opt_state=opt_state)
         return self.place(fresh)
 
     def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
@@ -241,20 +242,20 @@ class Program:
         check_state(state, self._kept_like)
         # A copy: the first step will reuse the memory, and what was given stays the caller's.
         state = jax.device_put(jax.tree.map(jnp.copy, state), self._kept_shardings)
-        if self._divided is not None and self._divided.state.fills:
-            state = jax.jit(self._divided.state.filled, out_shardings=self._state_shardings)(state)
+        if self._sharded is not None and self._sharded.state.is_padded:
+            state = jax.jit(self._sharded.state.pad, out_shardings=self._state_shardings)(state)
         return state
 
-    def kept(self, state: TrainState) -> TrainState:
+    def to_canonical(self, state: TrainState) -> TrainState:
         """The state as any plan understands it, for `place` and checkpoints.
 
         The same arrays but where a plan had to fill up a dim that its shards do not divide.
         """
-        return state if self._divided is None else self._divided.state.cut(state)
+        return state if self._sharded is None else self._sharded.state.unpad(state)
 
-    def _own(self, state: TrainState) -> TrainState:
+    def from_canonical(self, state: TrainState) -> TrainState:
         """The state as this program has it, should it be as `kept` returned it."""
-        if self._divided is None or not self._divided.state.fills:
+        if self._sharded is None or not self._sharded.state.is_padded:
             return state
         # In every step: shapes are compared here, and paths written out only for an error.
         return self.place(state) if same_shapes(state, self._kept_like) else state
@@ -275,13 +276,13 @@ class Program:
 
         While a chunk computes, the one before is copied to the host.
         """
-        state = self._own(state)
+        state = self.from_canonical(state)
         states = (state.params, state.model_state)
         return self._predictor(states, inputs, self.batch_size if chunk is None else chunk)
 
     def _compile_predict(self, rows: PyTree) -> jax.stages.Compiled:
-        if self._divided is not None:
-            function = self._spread(self._divided.predict(), "p.d", "d")
+        if self._sharded is not None:
+            function = self._spread(self._sharded.predict(), "p.d", "d")
         else:
             function = self._alone(make_predict(self.task, self.plan.precision, self.mesh))
         like = self._state_like
@@ -298,7 +299,7 @@ class Program:
         chunks are in float64 on the host.
         """
 
-        state = self._own(state)
+        state = self.from_canonical(state)
 
         def run(placed: Placed) -> Totals:
             part = self._compiled_evaluate(state.params, state.model_state, *placed)
@@ -316,8 +317,8 @@ class Program:
     @functools.cached_property
     def _compiled_evaluate(self) -> jax.stages.Compiled:
         size = self.mesh.shape["data"]
-        if self._divided is not None:
-            function = self._spread(self._divided.evaluate(), "p.d.", ".")
+        if self._sharded is not None:
+            function = self._spread(self._sharded.evaluate(), "p.d.", ".")
         else:
             evaluate = evaluation(self.task, self.plan.precision)
             function = self._alone(device_evaluation(evaluate, size))
@@ -345,9 +346,9 @@ class Program:
         """The text of the compiled step."""
         return self.compiled_step.as_text() or ""
 
-    def collectives(self) -> list[inspect.Collective]:
+    def collectives(self) -> list[compiled_hlo.Collective]:
         """The collectives of one step, read from the compiled program."""
-        return inspect.collectives(self.hlo(), self.mesh)
+        return compiled_hlo.collectives(self.hlo(), self.mesh)
 
     def planned_collectives(self) -> list[Record]:
         """The collectives of one step as the plan has them, before any compiler; () for a plan that
@@ -355,22 +356,22 @@ class Program:
 
         What a model does by hand in a `jax.shard_map` of its own is not among them.
         """
-        if self._divided is None:
+        if self._sharded is None:
             return []
         self.compiled_step  # noqa: B018  traced here
-        return self._divided.collectives()
+        return self._sharded.collectives()
 
     @property
-    def shardings(self) -> list[Parameter]:
+    def shardings(self) -> list[ParameterInfo]:
         """How each parameter, and what the optimizer keeps for it, lies on the devices."""
         params = tree.named_leaves(self._kept_like.params)
-        if self._divided is None:
-            return [Parameter.whole(path, leaf) for path, leaf in params.items()]
-        return self._divided.state.parameters()
+        if self._sharded is None:
+            return [ParameterInfo.whole(path, leaf) for path, leaf in params.items()]
+        return self._sharded.state.parameters()
 
-    def memory(self) -> inspect.Memory:
+    def memory(self) -> compiled_hlo.Memory:
         """Bytes on one device during a step, as the compiler reports them."""
-        return inspect.memory(self.compiled_step)
+        return compiled_hlo.memory(self.compiled_step)
 
     @property
     def state_shapes(self) -> TrainState:
@@ -378,7 +379,7 @@ class Program:
         return self._state_like
 
     @property
-    def kept_shapes(self) -> TrainState:
+    def canonical_shapes(self) -> TrainState:
         """The state as `kept` returns it, as a tree of `jax.ShapeDtypeStruct`s."""
         return jax.tree.map(
             lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
@@ -391,7 +392,7 @@ class Program:
     def _run(self, compiled: jax.stages.Compiled, state: TrainState, *args: Any) -> Any:
         if state.step.is_deleted():
             raise errors.state_was_donated()
-        state = self._own(state)
+        state = self.from_canonical(state)
         try:
             state, metrics = compiled(state, *args)
             self._in_flight.started(metrics["loss"])
@@ -421,7 +422,7 @@ class Program:
 
     def _fresh(self, key: Any) -> TrainState:
         state = new_state(self.task, self._optimizer, key)
-        return state if self._divided is None else self._divided.state.filled(state)
+        return state if self._sharded is None else self._sharded.state.pad(state)
 
     @property
     def _kept_shardings(self) -> PyTree:
@@ -429,7 +430,7 @@ class Program:
         return jax.tree.map(
             lambda kept, own: own.sharding if kept.shape == own.shape else replicated(self.mesh),
             self._kept_like,
-            self._state_like if self._divided is None else self._divided.state.tree_like(self.mesh),
+            self._state_like if self._sharded is None else self._sharded.state.tree_like(self.mesh),
         )
 
     @property
@@ -443,10 +444,10 @@ class Program:
 
     def _spread(self, fun: Callable[..., Any], takes: str, gives: str) -> Callable[..., Any]:
         """`fun` on every device: shards of state (s), parameters (p) and rows (d), else whole."""
-        specs = self._divided.state.specs if self._divided is not None else None
+        specs = self._sharded.state.specs if self._sharded is not None else None
         kinds = {"s": specs, "p": specs and specs.params, "d": P("data"), ".": P()}
         # A plan that splits only the batch leaves the other axes to the partitioner.
-        axes = {"data"} if self._divided is None else set(self.mesh.axis_names)
+        axes = {"data"} if self._sharded is None else set(self.mesh.axis_names)
         return on_devices(fun, self.mesh, axes, kinds, takes, gives)
 
     def _on_mesh(self, like: PyTree) -> PyTree:

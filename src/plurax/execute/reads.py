@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
-from plurax.members import Cohort
+from plurax.members import MemberArrays
 from plurax.resample import Bootstrap, Everything, Resample, stream_row
 
 ORDERED = 4096
@@ -21,7 +21,7 @@ ORDERED = 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
+class EpochSpec:
     """How members read data that stay on the devices.
 
     **Fields:** `resample`; `count`, rows of the data; `length`, draws in an epoch, the same for all
@@ -47,12 +47,12 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True)
 class Reads:
-    """A `Reading` on one device of `split`: which rows, of each step the device's own part.
+    """A `EpochSpec` on one device of `split`: which rows, of each step the device's own part.
 
     **Fields:** `rows`, of a step on all devices, filled up.
     """
 
-    reading: Reading
+    reading: EpochSpec
     rows: int
     split: int
 
@@ -86,7 +86,7 @@ class Reads:
         left = reading.length - index * reading.batch_size
         return jnp.clip(left, 1, reading.batch_size).astype(jnp.int32)
 
-    def block_rows(self, member: Cohort, t: Array) -> Int[Array, "S B"]:
+    def block_rows(self, member: MemberArrays, t: Array) -> Int[Array, "S B"]:
         """The rows of a member's steps, of the whole block in which step `t` is."""
         reading = self.reading
         index = t % reading.steps

@@ -6,14 +6,16 @@ from typing import Any
 from jax import lax
 from jaxtyping import Array
 
-from plurax.sharding.buckets import together as bucketed
-from plurax.sharding.divide import Divider
-from plurax.sharding.reshard import resharding
-from plurax.sharding.sharding import Sharding
-from plurax.sharding.values import Value
+from plurax.partition.buckets import together as bucketed
+from plurax.partition.partitioner import Partitioner
+from plurax.partition.values import ShardedValue
+from plurax.sharding.reshard import plan_reshard
+from plurax.sharding.spec import TensorSharding
 
 
-def reduced(values: Sequence[Value], targets: Sequence[Sharding], divider: Divider) -> list[Array]:
+def reduced(
+    values: Sequence[ShardedValue], targets: Sequence[TensorSharding], divider: Partitioner
+) -> list[Array]:
     """Values that are terms of sums (`sharding.partial`), added up in the shards that are wanted.
 
     One reduction for all that is reduced alike.
@@ -21,7 +23,7 @@ def reduced(values: Sequence[Value], targets: Sequence[Sharding], divider: Divid
     results: list[Any] = [None] * len(values)
     together: dict[tuple[str, ...], list[int]] = {}
     for place, (value, target) in enumerate(zip(values, targets, strict=True)):
-        moves = resharding(
+        moves = plan_reshard(
             value.sharding, target, value.shape, value.array.dtype.itemsize, divider.axes
         )
         if [move.kind for move in moves] == ["all-reduce"]:
@@ -33,7 +35,7 @@ def reduced(values: Sequence[Value], targets: Sequence[Sharding], divider: Divid
         for place, array in zip(places, sums, strict=True):
             results[place] = array
             divider.record_all_reduce(axes, array)
-    rest = [place for place, result in enumerate(results) if isinstance(result, Value)]
+    rest = [place for place, result in enumerate(results) if isinstance(result, ShardedValue)]
     moved = bucketed(divider, [values[p] for p in rest], [targets[p] for p in rest])
     for place, value in zip(rest, moved, strict=True):
         results[place] = value.array

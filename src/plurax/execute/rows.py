@@ -24,7 +24,7 @@ class Rows(NamedTuple):
     mask: Bool[Array, "N"]
 
 
-def number_rows(
+def index_rows(
     batch: PyTree, key: Key[Array, ""], count: Int[Array, ""], first: Int[Array, ""] | int = 0
 ) -> Rows:
     """Give each row its key and mask; `first` is the number of the first row in the whole batch.
@@ -37,10 +37,10 @@ def number_rows(
     return Rows(batch, keys, numbers < count)
 
 
-def number_device_rows(
+def index_device_rows(
     batch: PyTree, key: Key[Array, ""], count: Int[Array, ""], devices: int
 ) -> Rows:
     """`number_rows` for the rows of one of so many devices, inside `shard_map` over `data`."""
     size = jax.tree.leaves(batch)[0].shape[0]
     first = jax.lax.axis_index("data") * size if devices > 1 else 0
-    return number_rows(batch, key, count, first)
+    return index_rows(batch, key, count, first)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Int, Key, PyTree
 
 from plurax.execute.accumulate import accumulate
 from plurax.execute.gradient import Totals
-from plurax.execute.rows import Rows, number_device_rows, number_rows
+from plurax.execute.rows import Rows, index_device_rows, index_rows
 
 Gradient = Callable[[PyTree, PyTree, Rows], tuple[Totals, PyTree]]
 BatchTotals = Callable[
@@ -94,7 +94,7 @@ def _in_microbatches(
         key: Key[Array, ""],
         count: Int[Array, ""],
     ) -> tuple[Totals, PyTree]:
-        rows = jax.tree.map(split, number_device_rows(batch, key, count, axis_size))
+        rows = jax.tree.map(split, index_device_rows(batch, key, count, axis_size))
         totals, model_state = accumulate(
             lambda state, part: fun(params, state, part[0], part[1], count), microbatches
         )(model_state, (rows, jnp.arange(microbatches, dtype=jnp.int32)))
@@ -119,7 +119,7 @@ def uneven_totals(
         key: Key[Array, ""],
         count: Int[Array, ""],
     ) -> tuple[Totals, PyTree]:
-        rows = number_rows(batch, key, count)
+        rows = index_rows(batch, key, count)
         each, more = divmod(rows.mask.shape[0], microbatches)
         sums = []
         for first, stop, size in ((0, more, each + 1), (more, microbatches, each)):

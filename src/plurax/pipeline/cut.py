@@ -17,11 +17,11 @@ from jax.extend.core import Jaxpr, Literal
 from jaxtyping import Array, PyTree
 
 from plurax import errors
-from plurax.pipeline.network import Edge, Network, Part
-from plurax.primitives import INLINED, constant, inner_jaxprs, open_jaxpr, written
-from plurax.sharding.divide import Divider
-from plurax.sharding.marks import Boundary
-from plurax.sharding.operators.common import bind
+from plurax.jaxpr.primitives import INLINED, constant, inner_jaxprs, open_jaxpr, written
+from plurax.partition.operators.common import bind
+from plurax.partition.partitioner import Partitioner
+from plurax.pipeline.stages import Part, StagedNetwork, StageFn
+from plurax.sharding.annotations import Boundary
 
 
 def inlined(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], *, every: bool) -> list[Any]:
@@ -76,7 +76,7 @@ class Cut:
         states: Sequence[str],
         outputs: Any,
         stages: int,
-        divider: Divider,
+        divider: Partitioner,
     ) -> None:
         body, consts = open_jaxpr(closed)
         avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body.invars]
@@ -99,10 +99,10 @@ class Cut:
         self._writer = self._writers()
         self._check_states(states)
 
-    def network(self) -> Network:
-        """The network, a stage being one `Edge`."""
+    def network(self) -> StagedNetwork:
+        """The network, a stage being one `StageFn`."""
         edges = {stage: self._edge(stage) for stage in range(self.stages)}
-        return Network(edges, None, self.stages)
+        return StagedNetwork(edges, None, self.stages)
 
     def _depths(self) -> dict[Any, int]:
         """For each variable that belongs to a stage, behind how many marks it is."""
@@ -194,7 +194,7 @@ class Cut:
         eqns = _needed(self._jaxpr.eqns, results, before)
         return results, eqns, {*_variables(results), *(a for eqn in eqns for a in _read(eqn))}
 
-    def _edge(self, stage: int) -> Edge:
+    def _edge(self, stage: int) -> StageFn:
         results, eqns, read = self._work(stage, self._writer)
         params = self._jaxpr.invars[: self._count]
         leaves = tuple(place for place, var in enumerate(params) if var in read)
@@ -207,7 +207,7 @@ class Cut:
             *(self._states[leaf] for leaf in reads),
         ]
         fun = self._part(stage, eqns, inputs, results, len(writes))
-        return Edge(fun, leaves, reads=reads, writes=writes)
+        return StageFn(fun, leaves, reads=reads, writes=writes)
 
     def _part(
         self, stage: int, eqns: list[Any], inputs: list[Any], results: list[Any], states: int

@@ -23,7 +23,7 @@ from plurax import errors
 KINDS = ("F", "B", "W")
 
 
-class Work(NamedTuple):
+class Action(NamedTuple):
     """One unit of work: its `kind` (`F`, `B` or `W`), `microbatch`, and `chunk` of the device.
 
     >>> str(Work("B", 2, 1)), Work.parse("F3")
@@ -38,7 +38,7 @@ class Work(NamedTuple):
         return f"{self.kind}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
 
     @classmethod
-    def parse(cls, text: str) -> "Work":
+    def parse(cls, text: str) -> "Action":
         """From what `str` makes of it. Raises `PlanError`."""
         found = re.fullmatch(r"([FBW])(\d+)(?:\.(\d+))?", text)
         if found is None:
@@ -50,7 +50,7 @@ class Work(NamedTuple):
 class Schedule:
     """What each device of a pipeline does, in order.
 
-    **Fields:** `name`; `work`, for each device its list of `Work`.
+    **Fields:** `name`; `work`, for each device its list of `Action`s.
 
     >>> print(one_f_one_b(devices=2, microbatches=3))
     F0 F1 B0 F2 B1 B2
@@ -58,12 +58,12 @@ class Schedule:
     """
 
     name: str
-    work: tuple[tuple[Work, ...], ...]
+    work: tuple[tuple[Action, ...], ...]
 
     @classmethod
     def parse(cls, lines: Sequence[str], name: str = "by hand") -> "Schedule":
         """From one line of text for each device. Raises `PlanError`."""
-        return cls(name, tuple(tuple(map(Work.parse, line.split())) for line in lines))
+        return cls(name, tuple(tuple(map(Action.parse, line.split())) for line in lines))
 
     @property
     def devices(self) -> int:
@@ -90,11 +90,11 @@ class Schedule:
         """Whether the gradient of the weights is work of its own."""
         return any(work.kind == "W" for line in self.work for work in line)
 
-    def stage(self, device: int, work: Work) -> int:
+    def stage(self, device: int, work: Action) -> int:
         """The stage on which a device does some work."""
         return work.chunk * self.devices + device
 
-    def needs(self, device: int, work: Work) -> Iterator[tuple[int, Work]]:
+    def dependencies(self, device: int, work: Action) -> Iterator[tuple[int, Action]]:
         """What has to be done before some work, as pairs of device and work."""
         stage = self.stage(device, work)
         if work.kind == "F" and stage > 0:
@@ -106,9 +106,9 @@ class Schedule:
         if work.kind == "W":
             yield device, work._replace(kind="B")
 
-    def _at(self, stage: int, kind: str, microbatch: int) -> tuple[int, Work]:
+    def _at(self, stage: int, kind: str, microbatch: int) -> tuple[int, Action]:
         chunk, device = divmod(stage, self.devices)
-        return device, Work(kind, microbatch, chunk)
+        return device, Action(kind, microbatch, chunk)
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, line)) for line in self.work)
@@ -123,8 +123,8 @@ def gpipe(devices: int, microbatches: int, chunks: int = 1) -> Schedule:
     Bubble `(p - 1) / (m + p - 1)`; every device stores the activations of all microbatches.
     """
     _one_chunk("gpipe", chunks)
-    forward = tuple(Work("F", m) for m in range(microbatches))
-    backward = tuple(Work("B", m) for m in range(microbatches))
+    forward = tuple(Action("F", m) for m in range(microbatches))
+    backward = tuple(Action("B", m) for m in range(microbatches))
     return Schedule("gpipe", (forward + backward,) * devices)
 
 
@@ -151,11 +151,11 @@ def interleaved(devices: int, microbatches: int, chunks: int) -> Schedule:
         raise errors.schedule_indivisible("interleaved", devices, microbatches)
     total = microbatches * chunks
 
-    def work(kind: str, number: int) -> Work:
+    def work(kind: str, number: int) -> Action:
         round_, place = divmod(number, devices * chunks)
         chunk, inside = divmod(place, devices)
         last = chunks - 1 - chunk if kind == "B" else chunk
-        return Work(kind, round_ * devices + inside, last)
+        return Action(kind, round_ * devices + inside, last)
 
     forward = tuple(work("F", number) for number in range(total))
     backward = tuple(work("B", number) for number in range(total))
@@ -178,14 +178,14 @@ def zb_h1(devices: int, microbatches: int, chunks: int = 1) -> Schedule:
     for device in range(devices):
         warm = min(microbatches, devices - device - 1)
         turns = _in_turns(_numbered("F", microbatches), _numbered("B", microbatches), warm)
-        line: list[Work] = []
+        line: list[Action] = []
         done = 0
         for work in turns:
             line.append(work)
             if work.kind == "B" and work.microbatch >= device:
-                line.append(Work("W", done))
+                line.append(Action("W", done))
                 done += 1
-        line += [Work("W", m) for m in range(done, microbatches)]
+        line += [Action("W", m) for m in range(done, microbatches)]
         lines.append(tuple(line))
     return Schedule("zb-h1", tuple(lines))
 
@@ -228,11 +228,11 @@ def check_schedule(schedule: Schedule, *, stored: int | None = None) -> None:
     """
     kinds = KINDS if schedule.split else KINDS[:2]
     for device, line in enumerate(schedule.work):
-        seen: set[Work] = set()
+        seen: set[Action] = set()
         for work in line:
             if work in seen:
                 raise errors.schedule_twice(device, str(work))
-            own = [need for at, need in schedule.needs(device, work) if at == device]
+            own = [need for at, need in schedule.dependencies(device, work) if at == device]
             for need in own:
                 if need not in seen and need in line:
                     raise errors.schedule_out_of_order(device, str(work), str(need))
@@ -240,11 +240,11 @@ def check_schedule(schedule: Schedule, *, stored: int | None = None) -> None:
         for chunk in range(schedule.chunks):
             for microbatch in range(schedule.microbatches):
                 for kind in kinds:
-                    if (missing := Work(kind, microbatch, chunk)) not in seen:
+                    if (missing := Action(kind, microbatch, chunk)) not in seen:
                         raise errors.schedule_incomplete(device, str(missing))
     ticks(schedule)
     if stored is not None:
-        for device, most in enumerate(stored_activations(schedule)):
+        for device, most in enumerate(live_activations(schedule)):
             if most > stored:
                 raise errors.schedule_stores_too_much(device, most, stored)
 
@@ -255,7 +255,7 @@ def check_forwards_in_order(schedule: Schedule) -> None:
     Model state passes from one to the next.
     """
     for device, line in enumerate(schedule.work):
-        last: dict[int, Work] = {}
+        last: dict[int, Action] = {}
         for work in line:
             if work.kind != "F":
                 continue
@@ -265,20 +265,20 @@ def check_forwards_in_order(schedule: Schedule) -> None:
             last[work.chunk] = work
 
 
-def ticks(schedule: Schedule) -> list[tuple[Work | None, ...]]:
+def ticks(schedule: Schedule) -> list[tuple[Action | None, ...]]:
     """For each tick what each device does, or None: as soon as it can, one unit at a time.
 
     What one device hands to another it has in the next tick. Raises `PlanError` where devices wait
     for each other for ever.
     """
     at = [0] * schedule.devices
-    done: set[tuple[int, Work]] = set()
-    columns: list[tuple[Work | None, ...]] = []
+    done: set[tuple[int, Action]] = set()
+    columns: list[tuple[Action | None, ...]] = []
     while any(place < len(line) for place, line in zip(at, schedule.work, strict=True)):
-        column: list[Work | None] = []
+        column: list[Action | None] = []
         for device, line in enumerate(schedule.work):
             work = line[at[device]] if at[device] < len(line) else None
-            ready = work is not None and all(n in done for n in schedule.needs(device, work))
+            ready = work is not None and all(n in done for n in schedule.dependencies(device, work))
             column.append(work if ready else None)
         if not any(column):
             raise errors.schedule_deadlock(_waiting(schedule, at, done))
@@ -290,7 +290,7 @@ def ticks(schedule: Schedule) -> list[tuple[Work | None, ...]]:
     return columns
 
 
-def stored_activations(schedule: Schedule) -> list[int]:
+def live_activations(schedule: Schedule) -> list[int]:
     """For each device the most activations it stores: of one microbatch and one chunk each.
 
     Stored from F on until B is done, or W where that is work of its own. It follows from the order
@@ -308,23 +308,25 @@ def stored_activations(schedule: Schedule) -> list[int]:
     return most
 
 
-def _waiting(schedule: Schedule, at: list[int], done: set[tuple[int, Work]]) -> list[str]:
+def _waiting(schedule: Schedule, at: list[int], done: set[tuple[int, Action]]) -> list[str]:
     """Who waits for what, in words."""
     lines = []
     for device, line in enumerate(schedule.work):
         if at[device] < len(line):
             work = line[at[device]]
-            for other, need in schedule.needs(device, work):
+            for other, need in schedule.dependencies(device, work):
                 if (other, need) not in done:
                     lines.append(f"device {device} is at {work}, waiting for {need} of {other}")
     return lines
 
 
-def _numbered(kind: str, count: int) -> tuple[Work, ...]:
-    return tuple(Work(kind, m) for m in range(count))
+def _numbered(kind: str, count: int) -> tuple[Action, ...]:
+    return tuple(Action(kind, m) for m in range(count))
 
 
-def _in_turns(forward: tuple[Work, ...], backward: tuple[Work, ...], warm: int) -> tuple[Work, ...]:
+def _in_turns(
+    forward: tuple[Action, ...], backward: tuple[Action, ...], warm: int
+) -> tuple[Action, ...]:
     """`warm` forwards, then forward and backward in turns, then the backwards that are left."""
     line = list(forward[:warm])
     for number, work in enumerate(forward[warm:]):

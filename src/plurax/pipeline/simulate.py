@@ -3,14 +3,14 @@
 import dataclasses
 from typing import NamedTuple
 
-from plurax.pipeline.schedule import Schedule, Work, stored_activations, ticks
+from plurax.pipeline.schedule import Action, Schedule, live_activations, ticks
 
 
 class Span(NamedTuple):
     """Some work of a device, from `start` to `end`."""
 
     device: int
-    work: Work
+    work: Action
     start: float
     end: float
 
@@ -68,7 +68,7 @@ def simulate(
     whole = {"F": forward, "B": backward if schedule.split else backward + weight, "W": weight}
     takes = {kind: duration / schedule.chunks for kind, duration in whole.items()}
     free = [0.0] * schedule.devices
-    ended: dict[tuple[int, Work], float] = {}
+    ended: dict[tuple[int, Action], float] = {}
     spans = []
     for column in ticks(schedule):
         begin = max(free) if lockstep else 0.0
@@ -77,9 +77,9 @@ def simulate(
                 continue
             arrived = [
                 ended[other, need] + (exchange if other != device else 0.0)
-                for other, need in schedule.needs(device, work)
+                for other, need in schedule.dependencies(device, work)
             ]
             start = max([free[device], begin, *arrived])
             free[device] = ended[device, work] = start + takes[work.kind]
             spans.append(Span(device, work, start, free[device]))
-    return Timeline(schedule, tuple(spans), tuple(stored_activations(schedule)))
+    return Timeline(schedule, tuple(spans), tuple(live_activations(schedule)))

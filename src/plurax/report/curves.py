@@ -24,8 +24,8 @@ def draw_curves(
     Of a population the median member, in bands that hold half and nine tenths of the members, and
     the best of them by the last loss.
 
-    **Arguments:** `rows`, as `plurax.log.read_rows` gives them; `path`, of the picture (its ending
-    says the format).
+    **Arguments:** `rows`, as `plurax.train.log.read_rows` gives them; `path`, of the picture (its
+    ending says the format).
     """
     steps = [row for row in rows if row["kind"] == "step"]
     epochs = [row for row in rows if row["kind"] == "epoch"]

@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plurax.execute.state_shardings import Parameter
-from plurax.inspect import Collective, Memory
+from plurax.execute.layouts.state_shardings import ParameterInfo
+from plurax.hlo import Collective, Memory
+from plurax.partition.partitioner import Record
 from plurax.pipeline.schedule import Schedule
 from plurax.pipeline.simulate import Timeline, simulate
 from plurax.report.picture import new_figure, saved
@@ -22,7 +23,6 @@ from plurax.report.timeline import (
     percent,
     stages_of,
 )
-from plurax.sharding.divide import Record
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -45,7 +45,7 @@ LATER = 0.6
 
 def draw_plan(
     title: str,
-    parameters: Sequence[Parameter],
+    parameters: Sequence[ParameterInfo],
     memory: Memory,
     sent: Sequence[Collective] | Sequence[Record],
     path: str | Path | None = None,
@@ -239,9 +239,9 @@ def _wires(sent: Sequence[Collective] | Sequence[Record]) -> dict[str, float]:
     """Bytes that a device sends by collective and axis."""
     wires: dict[str, float] = {}
     for one in sent:
-        kind = one.stands_for or one.kind if isinstance(one, Collective) else one.kind
+        kind = one.equivalent_kind or one.kind if isinstance(one, Collective) else one.kind
         name = f"{kind}\nover {', '.join(one.axes)}"
-        wires[name] = wires.get(name, 0.0) + one.wire * (one.trips or 1)
+        wires[name] = wires.get(name, 0.0) + one.bytes_sent * (one.trips or 1)
     return wires
 
 

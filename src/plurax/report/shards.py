@@ -7,16 +7,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from plurax.execute.state_shardings import Parameter
-from plurax.inspect import Collective, Memory
+from plurax.execute.layouts.state_shardings import ParameterInfo
+from plurax.hlo import Collective, Memory
+from plurax.partition.partitioner import Record
 from plurax.report.tables import human_bytes
-from plurax.sharding.divide import Record
-from plurax.sharding.sharding import Sharding
+from plurax.sharding.spec import TensorSharding
 
 Key = tuple[str, str]
 
 
-def shards_table(parameters: Sequence[Parameter]) -> RenderableType:
+def shards_table(parameters: Sequence[ParameterInfo]) -> RenderableType:
     """Each parameter: its sharding, the shard of one device, its bytes; and the optimizer's.
 
     Below, what is to be said of some of them.
@@ -52,7 +52,7 @@ def shards_table(parameters: Sequence[Parameter]) -> RenderableType:
     return Group(table, *said)
 
 
-def held_bytes(parameters: Sequence[Parameter], size: Callable[[Parameter], int]) -> int:
+def held_bytes(parameters: Sequence[ParameterInfo], size: Callable[[ParameterInfo], int]) -> int:
     """Bytes on one device; of what lives on single devices of a pipeline, as much as the fullest
     has, since all have room for it."""
     homes: dict[int | None, int] = {None: 0}
@@ -65,7 +65,7 @@ def _dims(shape: Sequence[int]) -> str:
     return "×".join(map(str, shape)) or "scalar"
 
 
-def _axes(sharding: Sharding) -> str:
+def _axes(sharding: TensorSharding) -> str:
     """Which dims are split over which axes."""
     split = [f"{d}: {' '.join(axes)}" for d, axes in enumerate(sharding.dims) if axes]
     return ", ".join(split) or "whole"
@@ -98,14 +98,14 @@ def compared_table(planned: Sequence[Record], found: Sequence[Collective]) -> Re
     wires: dict[Key, float] = {}
     unknown: set[Key] = set()
     for one in found:
-        key = (one.stands_for or one.kind, ", ".join(one.axes))
+        key = (one.equivalent_kind or one.kind, ", ".join(one.axes))
         if one.trips is None:
             unknown.add(key)
         times = one.trips or 1
         counts[key] += times
         looped[key] += times if one.in_loop else 0
         sizes[key] += times * one.bytes
-        wires[key] = wires.get(key, 0.0) + times * one.wire
+        wires[key] = wires.get(key, 0.0) + times * one.bytes_sent
     for key in {**plan_bytes, **sizes}:
         if key in unknown:
             table.add_row(*key, "?", "?", f"{plan_bytes[key]:,}", "?", "?")
@@ -123,7 +123,7 @@ def compared_table(planned: Sequence[Record], found: Sequence[Collective]) -> Re
     return Group(table, Text("?: in a loop of which the compiled text does not tell the length."))
 
 
-def kinds_of_memory(parameters: Sequence[Parameter], memory: Memory) -> dict[str, int]:
+def kinds_of_memory(parameters: Sequence[ParameterInfo], memory: Memory) -> dict[str, int]:
     """Bytes on one device by kind; arguments that are no parameters are optimizer and batch."""
     params = held_bytes(parameters, lambda one: one.bytes)
     return {

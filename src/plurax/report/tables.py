@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from plurax.inspect import Collective, Memory
+from plurax.hlo import Collective, Memory
 from plurax.plan import Plan
 
 

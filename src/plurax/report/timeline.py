@@ -9,11 +9,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from plurax.inspect import Collective, Memory
-from plurax.pipeline.schedule import Schedule, Work
+from plurax.hlo import Collective, Memory
+from plurax.partition.partitioner import Record
+from plurax.pipeline.schedule import Action, Schedule
 from plurax.pipeline.simulate import Timeline, simulate
 from plurax.report.tables import human_bytes
-from plurax.sharding.divide import Record
 
 COLOURS = {"F": "#56b4e9", "B": "#e69f00", "W": "#2fb48c"}
 IDLE = "·"
@@ -26,7 +26,7 @@ class Block(NamedTuple):
 
     start: int
     end: int
-    work: Work
+    work: Action
 
 
 @dataclasses.dataclass(frozen=True)

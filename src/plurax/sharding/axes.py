@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from plurax.sharding.sharding import Sharding
+from plurax.sharding.spec import TensorSharding
 
 Block = Callable[[dict[str, int]], tuple[int, ...]]
 
@@ -64,10 +64,10 @@ class Axes:
         """Mesh axes as the axes they are used in."""
         return tuple(part for axis in axes for part in self.expand(axis))
 
-    def expanded(self, sharding: Sharding) -> Sharding:
+    def expanded(self, sharding: TensorSharding) -> TensorSharding:
         """A sharding over mesh axes as one over the axes they are used in."""
         dims = (tuple(p for axis in entry for p in self.expand(axis)) for entry in sharding.dims)
-        return Sharding(tuple(dims), sharding.partial)
+        return TensorSharding(tuple(dims), sharding.partial)
 
     def size(self, axes: Sequence[str]) -> int:
         """Number of devices along some axes."""
@@ -114,7 +114,7 @@ class Axes:
         whole = [part for owner in owners for part in self.expand(owner)]
         return len(owners) <= 1 or list(axes) == whole or all(axis in self.mesh for axis in axes)
 
-    def exchange(
+    def permute_pairs(
         self, have: Block, want: Block, axes: Sequence[str]
     ) -> tuple[str | tuple[str, ...], list[tuple[int, int]]]:
         """Mesh axes and `(source, target)` pairs after which each device has the block it wants."""

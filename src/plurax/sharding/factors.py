@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, Literal
 
-from plurax.primitives import ELEMENTWISE, INLINED, REDUCTIONS, open_jaxpr
+from plurax.jaxpr.primitives import ELEMENTWISE, INLINED, REDUCTIONS, open_jaxpr
 
 
 def factors(f: Callable[..., Any], *args: Any) -> list[list[int]]:
@@ -56,7 +56,7 @@ def _equal_dims(jaxpr: Jaxpr) -> Iterator[tuple[tuple[Any, int], tuple[Any, int]
             yield from _same(zip(eqn.invars, body.invars, strict=True))
             yield from _equal_dims(body)
             yield from _same(zip(eqn.outvars, body.outvars, strict=True))
-        elif name in ELEMENTWISE or name == "mark":
+        elif name in ELEMENTWISE or name == "annotate":
             yield from _same((var, out) for var in inputs)
         elif name == "dot_general":
             (left_sum, right_sum), (left_batch, right_batch) = params["dimension_numbers"]

@@ -21,11 +21,11 @@ from jax import lax
 from jaxtyping import Array
 
 from plurax.sharding.axes import Axes
-from plurax.sharding.sharding import Sharding
+from plurax.sharding.spec import AxisSizes, TensorSharding
 
 
 @dataclasses.dataclass(frozen=True)
-class Move:
+class ReshardStep:
     """One step from a sharding to the next.
 
     **Fields:**
@@ -45,19 +45,19 @@ class Move:
     axes: tuple[str, ...]
     dim: int | None
     to_dim: int | None
-    result: Sharding
+    result: TensorSharding
     bytes: int
-    wire: float
+    bytes_sent: float
 
 
-def resharding(
-    source: Sharding,
-    target: Sharding,
+def plan_reshard(
+    source: TensorSharding,
+    target: TensorSharding,
     shape: Sequence[int],
     itemsize: int,
     axes: Axes,
     avoid: frozenset[str] = frozenset(),
-) -> list[Move]:
+) -> list[ReshardStep]:
     """The cheapest sequence of moves from one sharding of a tensor to another.
 
     **Arguments:** `shape` and `itemsize` of the whole tensor; the mesh's `axes`, and which of them
@@ -75,27 +75,27 @@ def resharding(
     return list(_path(source, target, tuple(shape), itemsize, axes, avoid))
 
 
-def wire_bytes(moves: Sequence[Move]) -> float:
+def wire_bytes(moves: Sequence[ReshardStep]) -> float:
     """Bytes that each device sends."""
-    return sum(move.wire for move in moves)
+    return sum(move.bytes_sent for move in moves)
 
 
 @functools.lru_cache(maxsize=65536)
 def _path(
-    source: Sharding,
-    target: Sharding,
+    source: TensorSharding,
+    target: TensorSharding,
     shape: tuple[int, ...],
     itemsize: int,
     axes: Axes,
     avoid: frozenset[str],
-) -> tuple[Move, ...]:
+) -> tuple[ReshardStep, ...]:
     if not target.partial <= source.partial:
         raise AssertionError(f"{target} from {source}: a sum cannot be taken apart")
     order = itertools.count()
-    queue: list[tuple[float, int, int, Sharding, tuple[Move, ...]]] = [
+    queue: list[tuple[float, int, int, TensorSharding, tuple[ReshardStep, ...]]] = [
         (0.0, 0, next(order), source, ())
     ]
-    done: set[Sharding] = set()
+    done: set[TensorSharding] = set()
     while queue:
         cost, steps, _, here, moves = heapq.heappop(queue)
         if here == target:
@@ -105,64 +105,97 @@ def _path(
         done.add(here)
         for move in _moves(here, target, shape, itemsize, axes):
             if move.result not in done and not avoid & set(move.axes):
-                entry = (cost + move.wire, steps + 1, next(order), move.result, (*moves, move))
+                entry = (
+                    cost + move.bytes_sent,
+                    steps + 1,
+                    next(order),
+                    move.result,
+                    (*moves, move),
+                )
                 heapq.heappush(queue, entry)
     raise AssertionError(f"no way from {source} to {target} of {shape}")
 
 
 def _moves(
-    here: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int, axes: Axes
-) -> Iterator[Move]:
+    here: TensorSharding, target: TensorSharding, shape: tuple[int, ...], itemsize: int, axes: Axes
+) -> Iterator[ReshardStep]:
     sizes = axes.sizes
 
-    def size(sharding: Sharding) -> int:
+    def size(sharding: TensorSharding) -> int:
         return sharding.shard_bytes(shape, itemsize, sizes)
-
-    def fits(sharding: Sharding, dim: int) -> bool:
-        # A dim of uneven shards is filled up, which only a single axis over the whole dim does.
-        entry = sharding.dims[dim]
-        return shape[dim] % sharding.ways(dim, sizes) == 0 or (
-            len(entry) == 1 and sharding.dims == target.dims
-        )
 
     free = [a for a in sizes if a not in here.axes and a not in here.partial]
     for dim, entry in enumerate(here.dims):
         for axis in free:
             new = here.with_dim(dim, (*entry, axis))
-            if fits(new, dim):
-                yield Move("slice", (axis,), dim, None, new, size(new), 0.0)
+            if _fits(new, target, shape, dim, sizes):
+                yield ReshardStep("slice", (axis,), dim, None, new, size(new), 0.0)
         for cut in range(len(entry)):
             moved = entry[cut:]
             if not axes.together(moved):
                 continue
             n = axes.size(moved)
             new = here.with_dim(dim, entry[:cut])
-            yield Move("all-gather", moved, dim, None, new, size(new), size(new) * (n - 1) / n)
-            if shape[dim] % here.ways(dim, sizes):
+            yield ReshardStep(
+                "all-gather", moved, dim, None, new, size(new), size(new) * (n - 1) / n
+            )
+            if shape[dim] % here.num_shards(dim, sizes):
                 continue
             for other in range(len(shape)):
                 if other != dim:
                     there = new.with_dim(other, (*new.dims[other], *moved))
-                    if shape[other] % there.ways(other, sizes) == 0:
-                        wire = size(there) * (n - 1) / n
-                        yield Move("all-to-all", moved, dim, other, there, size(there), wire)
+                    if shape[other] % there.num_shards(other, sizes) == 0:
+                        bytes_sent = size(there) * (n - 1) / n
+                        yield ReshardStep(
+                            "all-to-all", moved, dim, other, there, size(there), bytes_sent
+                        )
+    yield from _sums(here, target, shape, itemsize, axes)
+    same_shards = all(
+        here.num_shards(d, sizes) == target.num_shards(d, sizes) for d in range(len(shape))
+    )
+    if (
+        axes.permutes
+        and here.dims != target.dims
+        and same_shards
+        and not here.indivisible_dims(shape, sizes)
+    ):
+        touched = tuple(a for a in sizes if a in {*here.axes, *target.axes})
+        if not here.partial & set(touched):
+            new = TensorSharding(target.dims, here.partial)
+            yield ReshardStep(
+                "collective-permute", touched, None, None, new, size(new), float(size(new))
+            )
+
+
+def _sums(
+    here: TensorSharding, target: TensorSharding, shape: tuple[int, ...], itemsize: int, axes: Axes
+) -> Iterator[ReshardStep]:
+    """The steps that add up partial sums: whole on every device, or to shards of a dim."""
+    sizes = axes.sizes
     for summed in _subsets(sorted(here.partial - target.partial)):
         if not axes.together(summed):
             continue
         n = axes.size(summed)
-        rest = Sharding(here.dims, here.partial - set(summed))
-        yield Move("all-reduce", summed, None, None, rest, size(rest), 2 * size(rest) * (n - 1) / n)
+        rest = TensorSharding(here.dims, here.partial - set(summed))
+        whole = rest.shard_bytes(shape, itemsize, sizes)
+        yield ReshardStep("all-reduce", summed, None, None, rest, whole, 2 * whole * (n - 1) / n)
         for dim in range(len(shape)):
             new = rest.with_dim(dim, (*rest.dims[dim], *summed))
-            if fits(new, dim):
-                wire = size(new) * (n - 1)
-                yield Move("reduce-scatter", summed, dim, None, new, size(new), wire)
-    same_shards = all(here.ways(d, sizes) == target.ways(d, sizes) for d in range(len(shape)))
-    if axes.permutes and here.dims != target.dims and same_shards and not here.uneven(shape, sizes):
-        touched = tuple(a for a in sizes if a in {*here.axes, *target.axes})
-        if not here.partial & set(touched):
-            new = Sharding(target.dims, here.partial)
-            yield Move("collective-permute", touched, None, None, new, size(new), float(size(new)))
+            if _fits(new, target, shape, dim, sizes):
+                shard = new.shard_bytes(shape, itemsize, sizes)
+                bytes_sent = shard * (n - 1)
+                yield ReshardStep("reduce-scatter", summed, dim, None, new, shard, bytes_sent)
+
+
+def _fits(
+    sharding: TensorSharding, target: TensorSharding, shape: tuple[int, ...], dim: int,
+    sizes: AxisSizes,
+) -> bool:  # fmt: skip
+    """Whether a dim divides. One that does not is padded, by a single axis over the whole dim."""
+    entry = sharding.dims[dim]
+    return shape[dim] % sharding.num_shards(dim, sizes) == 0 or (
+        len(entry) == 1 and sharding.dims == target.dims
+    )
 
 
 def _subsets(axes: list[str]) -> Iterator[tuple[str, ...]]:
@@ -174,7 +207,11 @@ def _subsets(axes: list[str]) -> Iterator[tuple[str, ...]]:
 
 
 def apply_moves(
-    shard: Array, shape: Sequence[int], source: Sharding, moves: Sequence[Move], axes: Axes
+    shard: Array,
+    shape: Sequence[int],
+    source: TensorSharding,
+    moves: Sequence[ReshardStep],
+    axes: Axes,
 ) -> Array:
     """Take a shard along a path; to be called inside `shard_map` over the mesh axes it names.
 
@@ -187,7 +224,7 @@ def apply_moves(
     return shard
 
 
-def _slice(shard: Array, shape: Any, here: Sharding, move: Move, axes: Axes) -> Array:
+def _slice(shard: Array, shape: Any, here: TensorSharding, move: ReshardStep, axes: Axes) -> Array:
     assert move.dim is not None
     n = axes.size(move.axes)
     padded = filled(shard, move.dim, n)
@@ -195,7 +232,9 @@ def _slice(shard: Array, shape: Any, here: Sharding, move: Move, axes: Axes) -> 
     return lax.dynamic_slice_in_dim(padded, axes.index(move.axes) * size, size, move.dim)
 
 
-def _all_gather(shard: Array, shape: Any, here: Sharding, move: Move, axes: Axes) -> Array:
+def _all_gather(
+    shard: Array, shape: Any, here: TensorSharding, move: ReshardStep, axes: Axes
+) -> Array:
     assert move.dim is not None
     names, groups = axes.group(move.axes)
     whole = lax.all_gather(shard, names, axis=move.dim, tiled=True, axis_index_groups=groups)
@@ -205,14 +244,18 @@ def _all_gather(shard: Array, shape: Any, here: Sharding, move: Move, axes: Axes
     )
 
 
-def _all_to_all(shard: Array, shape: Any, here: Sharding, move: Move, axes: Axes) -> Array:
+def _all_to_all(
+    shard: Array, shape: Any, here: TensorSharding, move: ReshardStep, axes: Axes
+) -> Array:
     assert move.dim is not None
     assert move.to_dim is not None
     names, groups = axes.group(move.axes)
     return lax.all_to_all(shard, names, move.to_dim, move.dim, tiled=True, axis_index_groups=groups)
 
 
-def _reduce_scatter(shard: Array, shape: Any, here: Sharding, move: Move, axes: Axes) -> Array:
+def _reduce_scatter(
+    shard: Array, shape: Any, here: TensorSharding, move: ReshardStep, axes: Axes
+) -> Array:
     assert move.dim is not None
     names, groups = axes.group(move.axes)
     padded = filled(shard, move.dim, axes.size(move.axes))
@@ -221,13 +264,17 @@ def _reduce_scatter(shard: Array, shape: Any, here: Sharding, move: Move, axes: 
     )
 
 
-def _all_reduce(shard: Array, shape: Any, here: Sharding, move: Move, axes: Axes) -> Array:
+def _all_reduce(
+    shard: Array, shape: Any, here: TensorSharding, move: ReshardStep, axes: Axes
+) -> Array:
     names, groups = axes.group(move.axes)
     return lax.psum(shard, names, axis_index_groups=groups)
 
 
-def _permute(shard: Array, shape: Any, here: Sharding, move: Move, axes: Axes) -> Array:
-    names, pairs = axes.exchange(_blocks(here, axes), _blocks(move.result, axes), move.axes)
+def _permute(
+    shard: Array, shape: Any, here: TensorSharding, move: ReshardStep, axes: Axes
+) -> Array:
+    names, pairs = axes.permute_pairs(_blocks(here, axes), _blocks(move.result, axes), move.axes)
     return lax.ppermute(shard, names, pairs)
 
 
@@ -250,7 +297,7 @@ def filled(shard: Array, dim: int, n: int) -> Array:
     return lax.pad(shard, jnp.zeros((), shard.dtype), edges)
 
 
-def _blocks(sharding: Sharding, axes: Axes) -> Callable[[dict[str, int]], tuple[int, ...]]:
+def _blocks(sharding: TensorSharding, axes: Axes) -> Callable[[dict[str, int]], tuple[int, ...]]:
     """Which block of the tensor the device at some place of the mesh holds."""
 
     def block(place: dict[str, int]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 from plurax import errors, tree
 from plurax.plan import Plan
-from plurax.sharding.sharding import AxisSizes, Sharding
+from plurax.sharding.spec import AxisSizes, TensorSharding
 
 
 class Rules:
@@ -27,7 +27,7 @@ class Rules:
         self.axes = axes
         self.notes: dict[str, str] = {}
 
-    def find(self, name: str, shape: Sequence[int]) -> Sharding | None:
+    def find(self, name: str, shape: Sequence[int]) -> TensorSharding | None:
         """The sharding of the first rule whose pattern fits; None where none does.
 
         A dim that its shards would not divide is left whole, and noted.
@@ -37,12 +37,12 @@ class Rules:
                 return self._checked(name, shape, _aligned(entries, len(shape), name))
         return None
 
-    def _checked(self, name: str, shape: Sequence[int], entries: Sequence[Any]) -> Sharding:
-        full = Sharding.of(*entries)
+    def _checked(self, name: str, shape: Sequence[int], entries: Sequence[Any]) -> TensorSharding:
+        full = TensorSharding.of(*entries)
         kept = tuple(tuple(a for a in entry if self.axes.get(a, 1) > 1) for entry in full.dims)
-        sharding = Sharding(kept)
-        for dim in sharding.uneven(shape, self.axes):
-            ways = sharding.ways(dim, self.axes)
+        sharding = TensorSharding(kept)
+        for dim in sharding.indivisible_dims(shape, self.axes):
+            ways = sharding.num_shards(dim, self.axes)
             self.notes[name] = f"dim {dim} is whole: {ways} shards do not divide {shape[dim]}"
             sharding = sharding.with_dim(dim, ())
         return sharding
@@ -69,15 +69,15 @@ def parameter_shardings(rules: Rules, params: PyTree) -> PyTree:
     """How each parameter lies by the rules; whole where there is none."""
     return jax.tree.map_with_path(
         lambda path, leaf: (
-            rules.find(tree.path_name(path), leaf.shape) or Sharding.whole(len(leaf.shape))
+            rules.find(tree.path_name(path), leaf.shape) or TensorSharding.whole(len(leaf.shape))
         ),
         params,
     )
 
 
 def zero_sharding(
-    shape: Sequence[int], sharding: Sharding, plan: Plan, *, stacked: bool = False
-) -> Sharding:
+    shape: Sequence[int], sharding: TensorSharding, plan: Plan, *, stacked: bool = False
+) -> TensorSharding:
     """A parameter's sharding with one more dim, or part of one, split over `data`.
 
     The largest dim that divides; where none does, the one that needs the least filling up. Scalars
@@ -106,24 +106,28 @@ def zero_sharding(
     return sharding.with_dim(min(free, key=lambda dim: filled[dim]), ("data",))
 
 
-def filled_shape(shape: Sequence[int], sharding: Sharding, axes: AxisSizes) -> tuple[int, ...]:
+def filled_shape(
+    shape: Sequence[int], sharding: TensorSharding, axes: AxisSizes
+) -> tuple[int, ...]:
     """The shape of a tensor filled up so that its shards divide it."""
     shard = sharding.shard_shape(shape, axes)
-    return tuple(size * sharding.ways(dim, axes) for dim, size in enumerate(shard))
+    return tuple(size * sharding.num_shards(dim, axes) for dim, size in enumerate(shard))
 
 
-def like_parameters(state: PyTree, params: PyTree, lies: PyTree) -> PyTree:
+def opt_state_shardings(state: PyTree, params: PyTree, lies: PyTree) -> PyTree:
     """For each leaf of an optimizer's state the sharding of the parameter it belongs to; others are
     whole."""
     shardings = jax.tree.leaves(lies, is_leaf=is_sharding)
     return jax.tree.map(
-        lambda leaf, place: shardings[place] if place >= 0 else Sharding.whole(len(leaf.shape)),
+        lambda leaf, place: (
+            shardings[place] if place >= 0 else TensorSharding.whole(len(leaf.shape))
+        ),
         state,
-        belonging(state, params),
+        match_opt_state_to_params(state, params),
     )
 
 
-def belonging(state: PyTree, params: PyTree, dims: int | None = None) -> PyTree:
+def match_opt_state_to_params(state: PyTree, params: PyTree, dims: int | None = None) -> PyTree:
     """For each leaf of an optimizer's state the number of the parameter it belongs to, or -1.
 
     A leaf belongs to a parameter where the parameter's path ends its own, or stands last in it, and
@@ -151,8 +155,8 @@ def belonging(state: PyTree, params: PyTree, dims: int | None = None) -> PyTree:
 
 
 def is_sharding(node: Any) -> bool:
-    """Whether a node of a tree is a `Sharding`."""
-    return isinstance(node, Sharding)
+    """Whether a node of a tree is a `TensorSharding`."""
+    return isinstance(node, TensorSharding)
 
 
 def megatron(

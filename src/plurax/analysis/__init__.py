@@ -1,0 +1,1 @@
+"""Memory, batch sizes, tuning and verification of programs."""

@@ -1,0 +1,123 @@
+"""How many members fit in memory, from compiled programs, without running one."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
+
+from plurax import errors, hlo
+from plurax.analysis.batch_size import largest_below
+from plurax.execute.placement import Placement, leading_dim
+from plurax.execute.population import HyperFn, Population
+from plurax.members import Hyper, MemberArrays, Members
+from plurax.mesh import make_mesh, memory_budget, split_rows
+from plurax.plan import Plan
+from plurax.task import Task
+
+FIRST_CHUNK = 16
+"""Members at a time, where the plan does not say."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MaxMembers:
+    """The largest population that fits a budget. `int()` of it is its number of members.
+
+    **Fields:**
+
+    - `count`: members; a multiple of the plan's `member * chunk`.
+    - `bytes`: the compiled step's peak on one device with so many.
+    - `next_count`, `next_bytes`: the next larger population, and its peak, which exceeds the
+      budget. `next_bytes` is None if the search ended before it was known.
+    - `budget`: bytes per device.
+    - `compilations`: how many programs were compiled to find it.
+    """
+
+    count: int
+    bytes: int
+    next_count: int
+    next_bytes: int | None
+    budget: int
+    compilations: int
+
+    def __int__(self) -> int:
+        return self.count
+
+    def __index__(self) -> int:
+        return self.count
+
+
+def max_members(
+    task: Task | HyperFn,
+    optimizer: Any,
+    plan: Plan,
+    batch: PyTree,
+    *,
+    members: Members | None = None,
+    memory: int | None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> MaxMembers:
+    """How many members fit in memory, without running a step: at most 10 compilations.
+
+    **Arguments:**
+
+    - `task`, `optimizer`, `plan`, `batch`: as for `compile`. Without a `chunk` in the plan members
+      are reckoned in chunks of 16, or one by one where that does not fit.
+    - `members`: for the names of their hyperparameters, if they have any.
+    - `memory`: bytes per device. Default: what the device reports as its limit; where it reports
+      none (CPU), half of the machine's memory divided by the plan's devices. Data that stay on the
+      devices need room beside it: `memory=budget - bytes_of_data`.
+
+    Raises `MembersError` where not even the smallest population fits.
+    """
+    mesh = make_mesh(plan, devices)
+    budget = memory_budget(mesh) if memory is None else memory
+    hyper = (members or Members(1)).hyper_of(0)
+    placement = Placement(batch, plan.padded_size(leading_dim(batch)), split_rows(mesh))
+    for chunk in [plan.chunk] if plan.chunk else [FIRST_CHUNK, 1]:
+        chosen = dataclasses.replace(plan, chunk=chunk, batch_dim=plan.batch_dim or "major")
+        population = Population(task, optimizer, _arrays(hyper), chosen, mesh, placement.like)
+        unit = plan.member * chunk
+
+        def peak(units: int) -> int:
+            return _peak(population, placement, units * unit)  # noqa: B023
+
+        fits, fits_bytes, over, over_bytes, compilations = largest_below(peak, budget)
+        if fits:
+            break
+    else:
+        raise errors.no_member_fits(budget, unit, fits_bytes)
+    return MaxMembers(
+        count=fits * unit,
+        bytes=fits_bytes,
+        next_count=(fits + 1) * unit,
+        next_bytes=over_bytes if over == fits + 1 else None,
+        budget=budget,
+        compilations=compilations,
+    )
+
+
+def _arrays(hyper: Hyper) -> Hyper:
+    return {name: jnp.asarray(value) for name, value in hyper.items()}
+
+
+def _peak(population: Population, placement: Placement, count: int) -> int:
+    """Bytes on one device of the compiled step of so many members; no array is made."""
+    by_member = NamedSharding(population.mesh, P("member"))
+
+    def many(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((count, *x.shape), x.dtype, sharding=by_member)
+
+    word = jax.ShapeDtypeStruct((), np.uint32)
+    cohort = jax.tree.map(many, MemberArrays(word, word, word, population.hyper))
+    state = population.state_like(count)
+    shardings = jax.tree.map(lambda like: like.sharding, state)
+    step = jax.jit(population.step, donate_argnums=0, out_shardings=(shardings, by_member))
+    size = jax.ShapeDtypeStruct((), jnp.int32)
+    lowered = step.lower(state, cohort, placement.abstract(), size)
+    return hlo.memory(lowered.compile()).peak

@@ -1,0 +1,271 @@
+"""Does a plan compute what one device computes? A check for a user's own task."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import PyTree
+
+from plurax import errors, tree
+from plurax.execute.check import check_kinds
+from plurax.execute.compile import compile as compile_
+from plurax.plan import Plan
+from plurax.task import Task
+from plurax.validate import whole_number
+
+FACTOR = 16.0
+"""How many times the difference that another order of sums makes is still the same."""
+PRECISION_FACTOR = 4.0
+"""How many times the difference that computing in a lower precision makes is still the same."""
+ROUNDINGS = 64
+"""How many roundings are still the same, of a dtype of at least 32 bits."""
+FEW_ROUNDINGS = 4
+"""The same of a shorter dtype, where 64 would hide a sum that is missing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How far a tensor under the plan is from the same on one device.
+
+    **Fields:** `where`: what was compared, `loss`, `gradient`, `parameters`, `optimizer`, of a
+    stateful task `model state`, or `updates left out`; `path`
+    of the tensor; `error`, the largest difference relative to the tensor's largest number, infinite
+    where there is none: integers and truths that are not equal, another shape or dtype, NaN on
+    either side (which equals nothing, NaN neither); `tolerance`.
+    """
+
+    where: str
+    path: str
+    error: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the difference is one of rounding."""
+        return self.error <= self.tolerance
+
+    def __str__(self) -> str:
+        name = f"{self.where} {self.path}".strip()
+        if math.isinf(self.error):
+            return f"{name}: is not the same (NaN, or another integer, shape or dtype)"
+        return f"{name}: differs by {self.error:.1e}, allowed {self.tolerance:.1e}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """What `verify` found.
+
+    **Fields:** `plan`; `steps`; `differences`, one for each tensor, in the order in which a fault
+    would spread: loss and gradient of the first step, then parameters and optimizer's state after
+    the last; `noise`, the difference that another order of sums makes on one device, or under
+    `precision="bfloat16"` that between the two precisions.
+    """
+
+    plan: Plan
+    steps: int
+    differences: tuple[Difference, ...]
+    noise: float
+
+    @property
+    def first(self) -> Difference | None:
+        """The first tensor that differs."""
+        return next((difference for difference in self.differences if not difference.ok), None)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the plan computes what one device computes."""
+        return self.first is None
+
+    def __str__(self) -> str:
+        worst = max(self.differences, key=lambda difference: difference.error)
+        if self.first is None:
+            return (
+                f"Plan({self.plan.sizes_text()}) computes what one device computes: "
+                f"{len(self.differences)} tensors after {self.steps} steps; "
+                f"the largest difference is that of {worst}. {self._allowed()}"
+            )
+        wrong = [difference for difference in self.differences if not difference.ok]
+        return (
+            f"Plan({self.plan.sizes_text()}) does NOT compute what one device computes. "
+            f"The first tensor that differs is {self.first}; "
+            f"{len(wrong)} of {len(self.differences)} do. {self._allowed()}"
+        )
+
+    def _allowed(self) -> str:
+        if self.plan.precision == "float32":
+            return (
+                f"(Allowed is {FACTOR:.0f} times what another order of sums changes on one device, "
+                f"{self.noise:.1e}, and some roundings.)"
+            )
+        return (
+            f"(Allowed is {PRECISION_FACTOR:.0f} times what {self.plan.precision} itself changes "
+            f"on one device, {self.noise:.1e}, and some roundings.)"
+        )
+
+
+def verify(
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    plan: Plan,
+    batch: PyTree,
+    *,
+    steps: int = 3,
+    seed: int = 0,
+) -> Verification:
+    """Train some steps under a plan and on one device, and compare every tensor.
+
+    Runs on CPU devices, virtual ones where there are too few cores, so that a plan for any machine
+    can be checked on this one; call `plurax.virtual_devices` first.
+
+    **Arguments:** `task`, `optimizer`, `plan` and `batch` as for `compile`, the batch being real
+    data; `steps` to take with it; `seed` of initialisation and dropout.
+
+    **Returns:** a `Verification`; `first` names the first tensor that differs. What is allowed is
+    measured: the batch is also worked through in another order of sums on one device, and `FACTOR`
+    times the difference that this makes, with 64 roundings of the tensor's dtype (4 of one of 16
+    bits), is still the same. Under `precision="bfloat16"` it is also worked through in float32, and
+    4 times the difference of the two is still the same. A wrong reduction or sharding is larger by
+    orders of magnitude.
+
+    Raises `PlanError` where there are too few CPU devices.
+
+    >>> import jax.numpy as jnp, optax, plurax as px
+    >>> task = px.Task(
+    ...     init=lambda key: {"w": jnp.ones(3)},
+    ...     loss=lambda params, batch, keys: (batch["x"] @ params["w"]) ** 2,
+    ... )
+    >>> verify(task, optax.adam(0.1), Plan(data=1, microbatches=2), {"x": jnp.ones((4, 3))}).ok
+    True
+    """
+    if whole_number(steps) is None:
+        raise errors.steps_not_positive(steps)
+    check_kinds(task, optimizer, plan, None)
+    devices = jax.devices("cpu")
+    plan.check_devices(len(devices))
+    # Which examples a coupled loss compares is said by the microbatches: the same on one device.
+    one = Plan(precision=plan.precision, microbatches=plan.microbatches if task.coupled else 1)
+    other = dataclasses.replace(one, microbatches=2)
+
+    def run(used: Plan, by: optax.GradientTransformation, count: int) -> dict[str, PyTree]:
+        program = compile_(task, by, used, batch, devices=devices)
+        state, losses = program.init(seed), []
+        for _ in range(count):
+            state, metrics = program.step(state, batch)
+            losses.append(np.asarray(metrics["loss"]))
+        kept = program.to_canonical(state)
+        return jax.device_get(
+            {
+                "loss": losses,
+                "parameters": kept.params,
+                "optimizer": kept.opt_state,
+                "model state": kept.model_state,
+                "updates left out": kept.skipped,
+            }
+        )
+
+    def everything(used: Plan) -> dict[str, dict[str, Any]]:
+        recorded = run(used, recorder(), 1)
+        trained = run(used, optimizer, steps)
+        return {
+            "loss": tree.named_leaves({"of the first step": recorded["loss"][0]}),
+            "gradient": tree.named_leaves(recorded["optimizer"]),
+            **{name: tree.named_leaves(part) for name, part in trained.items() if name != "loss"},
+        }
+
+    expected = everything(one)
+    again = expected if task.coupled else everything(other)
+    full = None
+    if plan.precision != "float32":
+        full = everything(dataclasses.replace(one, precision="float32"))
+    allowed, noise = _allowed(expected, again, full)
+    found = everything(plan)
+    differences = [
+        Difference(where, path, _error(found[where][path], leaf), allowed[where] + _rounding(leaf))
+        for where, leaves in expected.items()
+        for path, leaf in leaves.items()
+    ]
+    return Verification(plan, steps, tuple(differences), noise)
+
+
+def _allowed(
+    expected: dict[str, Any], again: dict[str, Any], full: dict[str, Any] | None
+) -> tuple[dict[str, float], float]:
+    """For each kind of tensor what difference is allowed, roundings aside, and what was measured.
+
+    **Arguments:** results of one device; the same in another order of sums; where the plan computes
+    in a lower precision, in full precision.
+    """
+    noise = _farthest(again, expected)
+    if full is None:
+        return {where: FACTOR * far for where, far in noise.items()}, max(noise.values())
+    lower = _farthest(full, expected)
+    measured = max(lower.values())
+    # A loss is one number, which may be right by chance: what its gradient allows is allowed.
+    lower["loss"] = max(lower["loss"], lower["gradient"])
+    # Another order of sums is rounded in the lower precision too: the smaller factor for both.
+    return {w: PRECISION_FACTOR * max(noise[w], far) for w, far in lower.items()}, measured
+
+
+def _farthest(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """For each kind of tensor the largest difference that is one of numbers."""
+    return {
+        where: max(
+            (e for p, leaf in leaves.items() if math.isfinite(e := _error(found[where][p], leaf))),
+            default=0.0,
+        )
+        for where, leaves in expected.items()
+    }
+
+
+def recorder() -> optax.GradientTransformation:
+    """An optimizer that changes nothing and keeps the gradient as its state."""
+
+    def update(grads: PyTree, _state: PyTree, _params: PyTree = None) -> tuple[PyTree, PyTree]:
+        return jax.tree.map(jnp.zeros_like, grads), grads
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+
+
+def _error(found: Any, expected: Any) -> float:
+    """The largest difference relative to the largest number expected; infinite where NaN is."""
+    found, expected = _numbers(found), _numbers(expected)
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return math.inf
+    if not jnp.issubdtype(expected.dtype, jnp.inexact):
+        return 0.0 if np.array_equal(found, expected) else math.inf
+    # Differences of 16 bits would be rounded themselves.
+    wide = np.promote_types(expected.dtype, np.float64) if _known(expected) else np.float64
+    found, expected = found.astype(wide), expected.astype(wide)
+    with np.errstate(invalid="ignore"):
+        # Equal infinities differ by nothing; their difference would be NaN.
+        apart = np.where(found == expected, 0.0, np.abs(found - expected))
+    worst = float(np.max(apart, initial=0.0))
+    scale = float(np.max(np.abs(expected[np.isfinite(expected)]), initial=0.0))
+    if not math.isfinite(worst):
+        return math.inf
+    return worst / scale if scale else worst
+
+
+def _numbers(leaf: Any) -> np.ndarray:
+    """As NumPy has it; of a random key its words."""
+    keys = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if keys else leaf)
+
+
+def _known(array: np.ndarray) -> bool:
+    """Whether NumPy itself knows a dtype; bfloat16 it does not."""
+    return bool(np.issubdtype(array.dtype, np.inexact))
+
+
+def _rounding(leaf: Any) -> float:
+    """What roundings of a tensor's own dtype are still the same, relative to its largest number."""
+    dtype = _numbers(leaf).dtype
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return 0.0
+    info: Any = jnp.finfo(dtype)  # type: ignore[no-untyped-call]
+    eps = float(info.eps)
+    return (ROUNDINGS if eps < 1e-6 else FEW_ROUNDINGS) * eps

@@ -1,0 +1,3 @@
+"""The command line."""
+
+from plurax.cli.commands import main as main

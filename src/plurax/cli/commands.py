@@ -1,0 +1,438 @@
+"""The command line: parse, call, print."""
+
+import dataclasses
+import os
+import sys
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from jaxtyping import PyTree
+from rich.console import Console
+
+from plurax import __version__, errors, experiment, tree
+from plurax.analysis.verify import verify
+from plurax.cli.arguments import (
+    experiment_args,
+    experiment_dataclass,
+    shrink_data_axis,
+    start_devices,
+)
+from plurax.cli.options import Common, Population, Predict, Show, Train, Verify
+from plurax.execute.placement import chunks, leading_dim
+from plurax.execute.program import Program
+from plurax.members import Members
+from plurax.pipeline.schedule import make_schedule
+from plurax.plan import Plan, ScheduleName
+from plurax.report.curves import draw_curves
+from plurax.report.picture import check_matplotlib
+from plurax.report.plan_picture import draw_plan
+from plurax.report.shards import compared_table, shards_table
+from plurax.report.tables import plan_report
+from plurax.report.timeline import Costs, compared_schedules_table, timeline_report
+from plurax.resample import Everything
+from plurax.task import Task
+from plurax.train.checkpoint import Checkpoints
+from plurax.train.data import Data, as_data
+from plurax.train.fit import fit
+from plurax.train.log import read_rows
+from plurax.train.restore import AnyProgram, make_program, restore, with_resampling
+from plurax.train.tune import tune
+from plurax.user_frames import is_users, told
+from plurax.validate import local_path
+
+T = TypeVar("T")
+
+HELP = f"""plurax {__version__}: train neural networks in parallel on JAX
+
+  plurax train FILE      train the experiment that FILE defines
+  plurax predict FILE    run its trained network over inputs of any number
+  plurax plan FILE       show what a plan does on a machine, before anything runs
+  plurax verify FILE     check that a plan computes what one device computes
+
+FILE is a Python file that defines experiment(), which returns plurax.Experiment(...).
+Plan, epochs, batch size, seed and more can be overridden:
+
+  plurax train examples/digits.py --epochs 3 --plan.data 4 --devices 4
+
+plurax COMMAND FILE --help lists all options with the file's own defaults.
+"""
+
+
+TABLE_WIDTH, TIMELINE_WIDTH = 160, 100
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the command `plurax`. Exits with 2 after a user's error."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "train": _train,
+        "predict": _predict,
+        "plan": _plan,
+        "verify": _verify,
+    }
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        raise SystemExit(0)
+    if arguments[0] == "--version":
+        print(f"plurax {__version__}")
+        raise SystemExit(0)
+    command = commands.get(arguments[0])
+    if command is None:
+        print(f"error: {errors.unknown_command(arguments[0], commands)}", file=sys.stderr)
+        raise SystemExit(2)
+    try:
+        raise SystemExit(command(arguments[1:]))
+    except BrokenPipeError:  # nobody reads what is printed, as with `| head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
+    except KeyboardInterrupt:
+        print("\nSIGINT: stopped before the first step; nothing was trained.", file=sys.stderr)
+        raise SystemExit(130) from None
+    except errors.PluraxError as error:
+        print(f"error: {told(error)}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except Exception as error:
+        if not is_users(error):
+            raise
+        print(f"error: {errors.user_code_failed(told(error))}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _train(arguments: list[str]) -> int:
+    made, options, report = _parse(arguments, "train", _train_options)
+    console = Console(highlight=False, soft_wrap=True)
+    plan = options.chosen_plan()
+    members = options.members.chosen(made.members)
+    if members is not None:
+        console.print(f"{members.count} members: {_of_members(members)}", markup=False)
+    console.print(plan.explain(options.batch_size), markup=False)
+    result = fit(
+        **_trained(made, options, plan, members),
+        epochs=options.epochs,
+        seed=options.seed,
+        evaluation=made.evaluation,
+        ragged=options.ragged,
+        output=options.output,
+        resume=options.resume,
+        restart=options.restart,
+        report_every=options.report_every,
+        checkpoint_every=options.checkpoint_every,
+        progress=options.progress,
+    )
+    written = ["metrics.jsonl", "tensorboard/", "checkpoints/", "plan.toml"]
+    rows = list(read_rows(options.output / "metrics.jsonl"))
+    if any(row["kind"] == "epoch" for row in rows):
+        try:
+            draw_curves(rows, options.output / "curves.png", title=Path(arguments[0]).stem)
+            written = ["curves.png", *written]
+        except errors.MissingPackageError as missing:
+            console.print(f"no curves.png: {missing}", markup=False)
+    console.print(f"wrote {options.output}: {', '.join(written)}", markup=False)
+    if report is not None and result.interrupted is None:
+        for path in report(made, result, options.output) or ():
+            console.print(f"wrote {path}", markup=False)
+    return {None: 0, "SIGINT": 130, "SIGTERM": 143, "SIGPIPE": 141}[result.interrupted]
+
+
+def _predict(arguments: list[str]) -> int:
+    made, options, _ = _parse(arguments, "predict", _predict_options)
+    directory = local_path(options.output) / "checkpoints"
+    if not directory.is_dir():
+        raise errors.checkpoint_none(str(options.output))
+    inputs = _read_arrays(options.inputs)
+    program = _program(made, options, options.chosen_plan())
+    with Checkpoints(directory) as checkpoints:
+        restored = restore(program, checkpoints)
+    if restored is None:
+        raise errors.checkpoint_none(str(options.output))
+    try:
+        outputs = program.predict(restored[0], inputs, chunk=options.chunk)
+    except Exception as error:
+        if not is_users(error) or isinstance(error, errors.PluraxError):
+            raise
+        data = tree.describe(next(chunks(made.data, 1)), batch_dim=True)
+        given = tree.describe(inputs)
+        raise errors.predict_failed(told(error), str(options.inputs), given, data) from None
+    outputs = jax.tree.map(_of_numpy, outputs)
+    path = _written(options.predictions, lambda path: _write_arrays(path, outputs))
+    print(f"wrote {path}:\n{tree.describe(outputs)}")
+    return 0
+
+
+def _plan(arguments: list[str]) -> int:
+    made, options, _ = _parse(arguments, "plan", _show_options)
+    plan = options.chosen_plan()
+    if options.save is not None:
+        check_matplotlib()
+    if options.compare and plan.pipeline == 1:
+        raise errors.compare_needs_pipeline()
+    if options.tune is not None:
+        plan = _tuned(made, options, plan, options.tune)
+    program = _program(made, options, plan)
+    params = program.canonical_shapes.params
+    memory, found = program.memory(), program.collectives()
+    console = Console(highlight=False, soft_wrap=True)
+    columns = console.width if console.is_terminal else TIMELINE_WIDTH
+    # A table that is cut says nothing; a line that is too long still does.
+    console.width = max(console.width, TABLE_WIDTH)
+    planned = program.planned_collectives() if isinstance(program, Program) else []
+    console.print(
+        plan_report(
+            program.plan,
+            program.batch_size,
+            [str(device) for device in program.mesh.devices.flat],
+            tree.parameter_count(params),
+            tree.byte_count(params),
+            memory,
+            compared_table(planned, found) if planned else None,
+            found,
+        )
+    )
+    pipeline = _costs(program, plan) if plan.pipeline > 1 else None
+    compared = None
+    if pipeline is not None:
+        console.print("", timeline_report(pipeline, columns))
+    if pipeline is not None and options.compare:
+        with console.status("compiling under the other schedules"):
+            compared = _compared(made, options, plan, pipeline)
+        console.print("", compared_schedules_table(compared, pipeline.schedule.name))
+    if not isinstance(program, Program):
+        return 0
+    if planned:
+        console.print("", shards_table(program.shardings))
+    if options.save is not None:
+        title = f"{Path(arguments[0]).stem}, {plan.sizes_text()}"
+        known = all(one.trips is not None for one in found)
+        sent = found if known or not planned else planned
+        path = options.save
+        if not path.suffix:  # as it will be drawn
+            path = path.with_name(f"{path.name}.png")
+        _written(
+            path,
+            lambda path: draw_plan(
+                title, program.shardings, memory, sent, path, pipeline, compared
+            ),
+        )
+        console.print(f"wrote {path}", markup=False)
+    return 0
+
+
+def _tuned(made: experiment.Experiment, options: Show, plan: Plan, path: Path) -> Plan:
+    """The plan with what it left open measured, written to a file."""
+    members = options.members.chosen(made.members)
+    if members is None:
+        raise errors.tune_needs_members()
+    tuning = tune(**_trained(made, options, plan, members))
+    print(tuning)  # before it is written: it may have taken minutes
+    _written(path, tuning.plan.save)
+    print(f"wrote {path}")
+    return tuning.plan
+
+
+def _costs(program: AnyProgram, plan: Plan) -> Costs:
+    schedule = make_schedule(plan.schedule, plan.pipeline, plan.microbatches, plan.chunks)
+    planned = program.planned_collectives() if isinstance(program, Program) else None
+    return Costs.of(schedule, planned or program.collectives(), program.memory())
+
+
+def _compared(
+    made: experiment.Experiment, options: Show, plan: Plan, own: Costs
+) -> dict[str, Costs | str]:
+    """The costs of each schedule that has a name, and of the plan's own; or why it cannot run."""
+    compared: dict[str, Costs | str] = {}
+    names: tuple[ScheduleName, ...] = get_args(ScheduleName)
+    for name in names:
+        if name == plan.schedule:
+            compared[name] = own
+            continue
+        # How many stages a device has is the schedule's own.
+        other = dataclasses.replace(plan, schedule=name, stages=None)
+        try:
+            compared[name] = _costs(_program(made, options, other), other)
+        except errors.PlanError as error:
+            compared[name] = str(error)
+    return {**compared, own.schedule.name: own}
+
+
+def _verify(arguments: list[str]) -> int:
+    made, options, _ = _parse(arguments, "verify", _verify_options)
+    if options.members.chosen(made.members) is not None or not isinstance(made.task, Task):
+        raise errors.verify_one_network()
+    _, like = _source(made, options)
+    batch = next(chunks(made.data, leading_dim(like)))
+    result = verify(
+        made.task, made.optimizer, options.chosen_plan(), batch,
+        steps=options.steps, seed=options.seed,
+    )  # fmt: skip
+    Console(highlight=False, soft_wrap=True).print(str(result), markup=False)
+    return 0 if result.ok else 1
+
+
+# --- Options, with the experiment's own values as defaults ------------------------------------
+
+
+def _train_options(file: Path, made: experiment.Experiment) -> Train:
+    return Train(
+        **_common(made),
+        epochs=made.epochs,
+        seed=made.seed,
+        ragged=made.ragged,
+        report_every=made.report_every,
+        checkpoint_every=made.checkpoint_every,
+        output=Path("runs") / file.stem,
+    )
+
+
+def _predict_options(file: Path, made: experiment.Experiment) -> Predict:
+    return Predict(**_common(made), output=Path("runs") / file.stem, inputs=tyro.MISSING)
+
+
+def _show_options(_file: Path, made: experiment.Experiment) -> Show:
+    return Show(**_common(made))
+
+
+def _verify_options(_file: Path, made: experiment.Experiment) -> Verify:
+    return Verify(**_common(made))
+
+
+def _common(made: experiment.Experiment) -> dict[str, Any]:
+    return {
+        "plan": made.plan,
+        "plan_file": None,
+        "devices": None,
+        "members": Population(None if made.members is None else _seeds(made.members)),
+        "batch_size": made.batch_size,
+    }
+
+
+def _parse(
+    arguments: list[str],
+    command: str,
+    defaults: Callable[[Path, experiment.Experiment], Any],
+) -> tuple[experiment.Experiment, Any, experiment.Report | None]:
+    """The experiment of the file, the options with its values as defaults, and its report.
+
+    Devices come first, because importing the file may start JAX; then the arguments of the file's
+    own `experiment(...)`, given as `--experiment.NAME`; then everything, with `--help`.
+    """
+    program = f"plurax {command} FILE"
+    if not arguments or arguments[0].startswith("-"):
+        raise errors.no_experiment_file(command, asked_help=bool({"-h", "--help"} & {*arguments}))
+    file, rest = Path(arguments[0]), arguments[1:]
+    start_devices(rest, rehearsal=command in ("plan", "verify"))
+    function, report = experiment.load(file)
+    own = experiment_dataclass(function)
+    wrapped = dataclasses.make_dataclass("Own", [("experiment", own)], frozen=True)
+    chosen: Any = tyro.cli(wrapped, prog=program, args=experiment_args(rest))
+    made = function(**dataclasses.asdict(chosen.experiment))
+    default = defaults(file, made)
+    # One level of options, so that --plan.data stays short.
+    kind = type(default)
+    with_own = dataclasses.make_dataclass(
+        kind.__name__, [("experiment", own)], bases=(kind,), frozen=True, kw_only=True
+    )
+    values = {field.name: getattr(default, field.name) for field in dataclasses.fields(kind)}
+    options = tyro.cli(
+        with_own,
+        prog=program,
+        description=kind.__doc__,
+        args=rest,
+        default=with_own(**values, experiment=chosen.experiment),
+    )
+    plan = shrink_data_axis(options.plan, rest, len(jax.devices()))
+    return made, dataclasses.replace(options, plan=plan), report
+
+
+def _seeds(members: Members) -> int | None:
+    return members.seeds if isinstance(members.seeds, int) else None
+
+
+def _of_members(members: Members) -> str:
+    """What a population is, in a few words."""
+    parts = [type(members.resample).__name__.lower()] if members.resample != Everything() else []
+    return ", ".join([*parts, *(f"{name} of their own" for name in members.hyper)]) or "seeds only"
+
+
+def _trained(
+    made: experiment.Experiment, options: Common, plan: Plan, members: Members | None
+) -> dict[str, Any]:
+    """What is trained, on what and how, for `fit` and `tune`."""
+    return {
+        "task": made.task,
+        "optimizer": made.optimizer,
+        "data": made.data,
+        "plan": plan,
+        "members": members,
+        "batch_size": options.batch_size,
+        "shuffle": made.shuffle,
+    }
+
+
+def _source(made: experiment.Experiment, options: Common) -> tuple[Data, PyTree]:
+    """The data, and the shapes of a full batch."""
+    return as_data(
+        made.data,
+        batch_size=options.batch_size,
+        seed=made.seed,
+        shuffle=made.shuffle,
+        ragged=made.ragged,
+    )
+
+
+def _program(made: experiment.Experiment, options: Common, plan: Plan) -> AnyProgram:
+    """The program to show or to predict with."""
+    members = options.members.chosen(made.members)
+    source, like = _source(made, options)
+    if members is not None:
+        source = with_resampling(members, source)
+    return make_program(made.task, made.optimizer, plan, like, members, source, None, None)
+
+
+def _read_arrays(path: Path) -> Any:
+    if not path.is_file():
+        raise errors.inputs_not_found(str(path))
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        return loaded if isinstance(loaded, np.ndarray) else dict(loaded)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise errors.inputs_not_arrays(str(path), str(error)) from None
+
+
+def _written(path: Path, write: Callable[[Path], T]) -> T:
+    """What `write(path)` returns. Raises `ExperimentError` where it cannot be written."""
+    try:
+        return write(path)
+    except (OSError, ValueError) as error:
+        raise errors.not_written(str(path), str(error)) from None
+
+
+def _write_arrays(path: Path, outputs: Any) -> Path:
+    one = isinstance(outputs, np.ndarray)
+    stem = path.stem if path.suffix in (".npy", ".npz") else path.name
+    path = path.with_name(stem + (".npy" if one else ".npz"))
+    if one:
+        np.save(path, outputs, allow_pickle=False)
+        return path
+    # As `np.savez` does, which takes no array of the name `file`.
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, leaf in tree.named_leaves(outputs).items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, leaf, allow_pickle=False)
+    return path
+
+
+def _of_numpy(array: np.ndarray) -> np.ndarray:
+    """An array in a dtype that NumPy reads back: bfloat16 and its like in float32."""
+    if array.dtype.kind != "V":
+        return array
+    return array.astype(np.float32 if jnp.issubdtype(array.dtype, jnp.inexact) else np.int32)
+
+
+if __name__ == "__main__":
+    main()

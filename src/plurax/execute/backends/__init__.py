@@ -1,0 +1,1 @@
+"""How a step runs: sharded, or in the stages of a pipeline."""

@@ -1,0 +1,433 @@
+"""A step in which the layers of a network are spread over devices, as stages one after another.
+
+What a device does, in the order in which it does it:
+
+    for each tick of the schedule: its unit of work, exchange      (`pipeline.run`)
+    the gradients of its stages added up over `data`, each once    (`reduced`)
+    the update of what it has                                      (`pipeline.at_home`)
+
+Everything here runs inside `jax.shard_map`, on the shards of one device.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh
+from jaxtyping import Array, Int, Key, PyTree
+
+from plurax.execute.backends.sharded import ShardedBackend
+from plurax.execute.gradient import Totals
+from plurax.execute.initial_state import initial
+from plurax.execute.layouts.staged_state import (
+    ON_ALL,
+    Staged,
+    StagedState,
+    StagePlacement,
+    assign_layers,
+)
+from plurax.execute.reduction import reduced
+from plurax.execute.rows import Rows, index_device_rows
+from plurax.execute.stage_networks import evaluating_network, predicting_network, training_network
+from plurax.execute.step import Step, make_step, whole_update
+from plurax.execute.totals import BatchTotals, dealt
+from plurax.partition.partitioner import Partitioner, Record
+from plurax.partition.values import ShardedValue
+from plurax.pipeline.executor import ScheduleExecutor
+from plurax.pipeline.packing import Packing, empty
+from plurax.pipeline.schedule import Schedule, check_forwards_in_order, make_schedule
+from plurax.pipeline.stage_update import StageTensor, StageUpdate, broadcast_from_stage
+from plurax.pipeline.stages import LayerAssignment, StagedNetwork
+from plurax.pipeline.value_spec import StageParams, ValueSpec
+from plurax.plan import Plan
+from plurax.sharding.rules import is_sharding
+from plurax.sharding.spec import TensorSharding
+from plurax.state import TrainState
+from plurax.task import Task
+
+
+class PipelinedBackend:
+    """A task's functions on the stages of one device, and how the state lies.
+
+    **Arguments:** as `ShardedBackend`.
+
+    **Attributes:** `schedule`; `state`, its `StagedState`; `records`, the collectives of a step by
+    its parts, once it has been traced.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        optimizer: optax.GradientTransformation,
+        plan: Plan,
+        mesh: Mesh,
+        rows: PyTree,
+    ) -> None:
+        self.task, self.optimizer, self.plan, self._mesh = task, optimizer, plan, mesh
+        self.schedule = make_schedule(plan.schedule, plan.pipeline, plan.microbatches, plan.chunks)
+        depth = task.stack.depth if task.stack is not None else 0
+        dealing = LayerAssignment(depth, plan.pipeline, plan.chunks)
+        layered = self._layered(task)
+        self._base = ShardedBackend(
+            task, optimizer, plan, mesh, rows,
+            dealt=lambda state: assign_layers(state, layered, dealing), layered=layered,
+        )  # fmt: skip
+        count = len(layered)
+        size = jax.tree.leaves(rows)[0].shape[0]
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), size))
+        mask: Any = jax.ShapeDtypeStruct((size,), jnp.bool_)
+        self._like = jax.eval_shape(functools.partial(initial, task), jax.random.key(0))
+        network = training_network(task, plan, self._like, Rows(rows, keys, mask), self._stage())
+        if any(edge.writes for edge in network.edges.values()):
+            check_forwards_in_order(self.schedule)
+        homes = network.homes(count, plan.pipeline)
+        uses = [[leaf in edge.leaves for edge in network.edges.values()] for leaf in range(count)]
+        self._many = [sum(used) > 1 for used in uses]
+        self.state = StagedState(self._base.state, homes, dealing, layered, mesh)
+        self._layers = layered
+        self.records = self._base.records
+
+    @staticmethod
+    def _layered(task: Task) -> list[bool]:
+        """For each parameter whether layers are stacked in it."""
+        params, _ = jax.eval_shape(functools.partial(initial, task), jax.random.key(0))
+        if task.stack is None:
+            return [False] * len(jax.tree.leaves(params))
+        marked = {
+            name: jax.tree.map(lambda _, yes=name == "blocks": yes, part)
+            for name, part in params.items()
+        }
+        return jax.tree.leaves(marked)
+
+    def of(self, task: Task, optimizer: optax.GradientTransformation) -> "PipelinedBackend":
+        """The same for another member of a population, whose values may be traced ones."""
+        other = copy.copy(self)
+        other.task, other.optimizer = task, optimizer
+        other._base = self._base.of(task, optimizer)
+        return other
+
+    def own(self, state: TrainState) -> TrainState:
+        """This device's share of a state that it has whole."""
+        return self.state.staged(self._base.own(self.state.dealt(state)))
+
+    # --- What a device does -------------------------------------------------------------------
+
+    def step(self, *, freeze: bool = False) -> Step:
+        """`(state, rows, count) -> (state, metrics)` on one device."""
+        return make_step(self._total(), self._update, self._norm, freeze=freeze)
+
+    def collectives(self) -> list[Record]:
+        """What a step communicates, as it was planned; known once the step has been traced."""
+        return self._base.collectives()
+
+    def _total(self) -> BatchTotals:
+        def local(
+            params: PyTree,
+            model_state: PyTree,
+            batch: PyTree,
+            key: Key[Array, ""],
+            count: Int[Array, ""],
+        ) -> tuple[Totals, PyTree]:
+            coupled = self.task.coupled
+            rows = self._microbatches(self._numbered(batch, key, count), coupled=coupled)
+            like = _first(rows, self.plan.data if coupled else 1)
+            network = training_network(self.task, self.plan, self._like, like, self._stage())
+            run = ScheduleExecutor(
+                network, self.schedule, self._trained(params), rows,
+                functools.partial(self._stage, joint=coupled), self._goals(),
+                joint=self.plan.data if coupled else None, live=count if coupled else None,
+                states=jax.tree.leaves(model_state),
+            )  # fmt: skip
+            sums = run()
+            self.records["gradient"] = run.records
+            return self._reduced(run, sums), self._told(network, sums["states"], model_state)
+
+        return local
+
+    def _told(self, network: StagedNetwork, states: list[Array], like: PyTree) -> PyTree:
+        """Model state, of which each leaf was written on the device of its stage, told to all."""
+        divider, here = self._base.divider(), lax.axis_index("pipeline")
+        for stage, edge in network.edges.items():
+            # In a buffer of each dtype: a random key is no number that can be added up.
+            packing = Packing([states[leaf] for leaf in edge.writes])
+            own = packing.write(empty(packing.lengths), [states[leaf] for leaf in edge.writes])
+            mine = here == stage % self.plan.pipeline
+            told = broadcast_from_stage(
+                {n: jnp.where(mine, a, jnp.zeros_like(a)) for n, a in own.items()}
+            )
+            for array in told.values():
+                divider.record_all_reduce(["pipeline"], array)
+            for leaf, array in zip(edge.writes, packing.read(told), strict=True):
+                states[leaf] = array
+        self.records["model state"] = divider.records
+        return jax.tree.unflatten(jax.tree.structure(like), states)
+
+    def _numbered(self, batch: PyTree, key: Any, count: Any) -> Rows:
+        return index_device_rows(batch, key, count, self.plan.data)
+
+    def _microbatches(self, rows: PyTree, *, coupled: bool = False) -> PyTree:
+        m = self.plan.microbatches
+        if coupled:
+            return jax.tree.map(lambda leaf: dealt(leaf, m), rows)
+        return jax.tree.map(lambda leaf: leaf.reshape(m, -1, *leaf.shape[1:]), rows)
+
+    def _stage(self, trips: int = 1, *, joint: bool = False) -> Partitioner:
+        return self._base.divider(trips, stage=True, joint=joint)
+
+    def _goals(self) -> list[TensorSharding | None]:
+        """How gradients are added up in each microbatch: with ZeRO-2 and 3 to their shards."""
+        base, zero = self._base, self.plan.zero
+        tree = base.state.shards if zero >= 2 else base.state.lies.params
+        goals: list[TensorSharding | None] = []
+        for lies, layer, many in zip(
+            jax.tree.leaves(tree, is_leaf=is_sharding), self._layers, self._many, strict=True
+        ):
+            one = base.stage_axes.expanded(TensorSharding(lies.dims[1:]) if layer else lies)
+            # What several stages use is added up alike in all.
+            goals.append(one if zero >= 2 or many else None)
+        return goals
+
+    def _trained(self, params: Staged) -> StageParams:
+        base, homes = self._base, self.state.params
+        lies = jax.tree.leaves(base.expanded(base.state.lies.params), is_leaf=is_sharding)
+        values: list[ShardedValue | None] = []
+        forms = []
+        for place, (array, leaf, one) in enumerate(
+            zip(homes.values(params), jax.tree.leaves(base.state.like.params), lies, strict=True)
+        ):
+            home, at = homes.place(place)
+            local = homes.packings[home].leaves[at] if home != ON_ALL else _struct(array)
+            forms.append(ValueSpec(local, leaf.shape, one, False, True))
+            values.append(None if array is None else forms[-1].value(array))
+        given = [None if home == ON_ALL else home for home in homes.homes]
+        return StageParams(values, given, homes.packings, forms, params.homed)
+
+    # --- Adding up ----------------------------------------------------------------------------
+
+    def _reduced(self, run: ScheduleExecutor, sums: dict[str, Any]) -> Totals:
+        """What the ticks added up, over `data`, and what several stages share over `pipeline`."""
+        base, homes = self._base, self.state.shards
+        divider = base.divider()
+        targets = jax.tree.leaves(base.expanded(base.state.shards), is_leaf=is_sharding)
+        values, goals = [], []
+        for array, form in zip(sums["aux"], run.pieces.aux, strict=True):
+            values.append(self._terms(array, form, {"pipeline"}))
+            goals.append(TensorSharding.whole(array.ndim))
+        on_all = [place for place, home in enumerate(homes.homes) if home == ON_ALL]
+        for place in on_all:
+            if self._layers[place]:
+                array, form = sums["layers"][place], run.pieces.grads[place]
+                whole = (self.state.dealing.devices * array.shape[0], *form.shape)
+                one = TensorSharding((("pipeline",), *form.sharding.dims), form.sharding.partial)
+                stacked = ValueSpec(form.local, whole, one, form.data_varying, form.is_param)
+                values.append(self._terms(array, stacked, set()))
+            else:
+                values.append(
+                    self._terms(sums["shared"][place], run.pieces.grads[place], {"pipeline"})
+                )
+            goals.append(targets[place])
+        found = reduced(values, goals, divider)
+        totals: Totals = jax.tree.unflatten(run.pieces.aux_structure, found[: len(run.pieces.aux)])
+        stage = self._stage()
+        homed = self._homed_reduced(run, sums["homed"], targets, stage)
+        self.records["reduction"] = divider.records + stage.records
+        base.warn()
+        return totals._replace(grads=Staged(tuple(found[len(run.pieces.aux) :]), homed))
+
+    def _homed_reduced(
+        self,
+        run: ScheduleExecutor,
+        sums: Any,
+        targets: Sequence[TensorSharding],
+        divider: Partitioner,
+    ) -> dict[str, Array]:
+        """The same for what lives on one device of the pipeline, there."""
+        homes = self.state.shards
+        packings = run.pieces.grad_packings
+
+        def branch(device: int) -> dict[str, Array]:
+            own = homes.own(device)
+            arrays = packings[device].read(sums)
+            values = [
+                self._terms(array, run.pieces.grads[place], set())
+                for array, place in zip(arrays, own, strict=True)
+            ]
+            found = reduced(values, [targets[place] for place in own], divider)
+            return homes.written(device, found, wide=True)
+
+        return homes.on_each(branch) if homes.lengths else {}
+
+    def _terms(self, array: Array, form: ValueSpec, more: set[str]) -> ShardedValue:
+        """What each device added up, as terms of a sum over devices."""
+        terms = form.sharding.partial | more
+        terms |= {"data"} if form.data_varying and self.plan.data > 1 else set()
+        return ShardedValue(array, form.shape, TensorSharding(form.sharding.dims, frozenset(terms)))
+
+    # --- The update ---------------------------------------------------------------------------
+
+    def _norm(self, grads: Staged) -> Array:
+        """The global norm of gradients, each where it lives."""
+
+        def norm(*leaves: Array) -> list[Array]:
+            return [jnp.sqrt(sum(jnp.sum(jnp.square(jnp.abs(leaf))) for leaf in leaves))]
+
+        divider = self._base.divider()
+        inputs = self._inputs(
+            grads, self.state.shards, self._base.state.like.params, self._base.state.shards
+        )
+        stage = self._stage()
+        there = StageUpdate(norm, inputs, [None], divider, stage, self.plan.pipeline)
+        (found,), _ = there([TensorSharding(())], None)
+        self.records["norm"] = divider.records + stage.records
+        assert found is not None
+        return found.array
+
+    def _update(
+        self, grads: Staged, opt_state: Staged, params: Staged, loss: Array
+    ) -> tuple[Staged, Staged]:
+        base, state = self._base, self.state
+        divider, stage = base.divider(), base.divider(stage=True)
+        like, lies = base.state.like, base.state.lies
+        inputs = [
+            *self._inputs(grads, state.shards, like.params, base.state.shards),
+            *self._inputs(opt_state, state.opt_state, like.opt_state, lies.opt_state),
+            *self._inputs(params, state.params, like.params, lies.params),
+            ShardedValue(loss, (), TensorSharding(())),
+        ]
+        whole = whole_update(self.optimizer)
+        structure = jax.tree.structure((like.params, like.opt_state, like.params, loss))
+
+        def fun(*leaves: Array) -> list[Any]:
+            return jax.tree.leaves(whole(*jax.tree.unflatten(structure, leaves)))
+
+        homes = [None if h == ON_ALL else h for h in (*state.params.homes, *state.opt_state.homes)]
+        goals = jax.tree.leaves(base.expanded((lies.params, lies.opt_state)), is_leaf=is_sharding)
+        count = len(state.params.homes)
+
+        def written(device: int, arrays: list[Array]) -> tuple[Any, Any]:
+            cut = len(state.params.own(device))
+            return (
+                state.params.written(device, arrays[:cut]),
+                state.opt_state.written(device, arrays[cut:]),
+            )
+
+        there = StageUpdate(fun, inputs, homes, divider, stage, self.plan.pipeline)
+        common, homed = there(goals, written)
+        self.records["update"] = divider.records + stage.records
+        base.warn_of_gathers()
+
+        def rest(values: Sequence[ShardedValue | None]) -> tuple[Array, ...]:
+            return tuple(value.array for value in values if value is not None)
+
+        return Staged(rest(common[:count]), homed[0]), Staged(rest(common[count:]), homed[1])
+
+    def _inputs(
+        self, staged: Staged, homes: StagePlacement, like: PyTree, lies: PyTree
+    ) -> list[ShardedValue | StageTensor]:
+        inputs: list[ShardedValue | StageTensor] = []
+        shardings = jax.tree.leaves(self._base.expanded(lies), is_leaf=is_sharding)
+        for place, (array, leaf, one) in enumerate(
+            zip(homes.values(staged), jax.tree.leaves(like), shardings, strict=True)
+        ):
+            if array is not None:
+                inputs.append(ShardedValue(array, leaf.shape, one))
+                continue
+            home, at = homes.place(place)
+
+            def read(
+                home: int = home, at: int = at, leaf: Any = leaf, one: Any = one
+            ) -> ShardedValue:
+                (there,) = homes.packings[home].read(staged.homed, [at])
+                return ShardedValue(there, leaf.shape, one)
+
+            inputs.append(StageTensor(home, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), read))
+        return inputs
+
+    # --- Evaluating and predicting ------------------------------------------------------------
+
+    def evaluate(self) -> Callable[[PyTree, PyTree, PyTree, Any], Totals]:
+        """`(params, model_state, rows, count) -> totals` on one device, without gradient."""
+
+        def local(params: Staged, model_state: PyTree, batch: PyTree, count: Any) -> Totals:
+            rows = self._microbatches(self._numbered(batch, jax.random.key(0), count))
+            network = evaluating_network(
+                self.task, self.plan, self._like, _first(rows), self._stage()
+            )
+            if not self._in_stages(network):
+                whole = self.state.params.gathered(params)
+                return self._base.evaluate()(whole, model_state, batch, count)
+            run = self._forward(network, params, rows, model_state)
+            values = [
+                self._terms(array, form, {"pipeline"})
+                for array, form in zip(run()["aux"], run.pieces.aux, strict=True)
+            ]
+            goals = [TensorSharding.whole(value.array.ndim) for value in values]
+            found = reduced(values, goals, self._base.divider())
+            totals: Totals = jax.tree.unflatten(run.pieces.aux_structure, found)
+            return totals
+
+        return local
+
+    def predict(self) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
+        """`(params, model_state, inputs) -> outputs` on one device, with its own rows."""
+
+        def local(params: Staged, model_state: PyTree, inputs: PyTree) -> PyTree:
+            rows = self._microbatches(inputs)
+            network = predicting_network(
+                self.task, self.plan, self._like, _first(rows), self._stage()
+            )
+            if not self._in_stages(network):
+                whole = self.state.params.gathered(params)
+                return self._base.predict()(whole, model_state, inputs)
+            run = self._forward(network, params, rows, model_state, stacked=True)
+            outputs = lax.psum(run()["aux"], "pipeline")
+            return jax.tree.unflatten(
+                run.pieces.aux_structure, [a.reshape(-1, *a.shape[2:]) for a in outputs]
+            )
+
+        return local
+
+    def _in_stages(self, network: StagedNetwork | None) -> TypeGuard[StagedNetwork]:
+        """Whether a task's own `evaluate` or `predict` runs in the stages that the loss has.
+
+        Cut elsewhere, it would want parameters that live on other devices.
+        """
+        homes = [None if home == ON_ALL else home for home in self.state.params.homes]
+        return network is not None and network.uses_at(homes, self.plan.pipeline)
+
+    def _forward(
+        self,
+        network: StagedNetwork,
+        params: Staged,
+        rows: PyTree,
+        model_state: PyTree,
+        *,
+        stacked: bool = False,
+    ) -> ScheduleExecutor:
+        """The forwards of the schedule alone."""
+        work = tuple(
+            tuple(work for work in line if work.kind == "F") for line in self.schedule.work
+        )
+        schedule = Schedule("forward", work)
+        trained = self._trained(params)
+        states = jax.tree.leaves(model_state)
+        return ScheduleExecutor(
+            network, schedule, trained, rows, self._stage, stacked=stacked, states=states
+        )
+
+
+def _first(rows: PyTree, devices: int = 1) -> PyTree:
+    """The shapes of one microbatch, of so many devices together."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((devices * leaf.shape[1], *leaf.shape[2:]), leaf.dtype),
+        rows,
+    )
+
+
+def _struct(array: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)

@@ -1,0 +1,219 @@
+"""A task as a network of stages: for training, for evaluation and for prediction."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from plurax import errors, tree
+from plurax.execute.gradient import (
+    Totals,
+    cast_floating,
+    check_losses,
+    check_weight,
+    evaluation,
+    split_output,
+    weighted_sums,
+    with_precision,
+)
+from plurax.execute.predict import device_predict
+from plurax.execute.rows import Rows
+from plurax.jaxpr.remat import rematerialized
+from plurax.partition.partitioner import Partitioner
+from plurax.pipeline.cut import Cut, has_boundaries
+from plurax.pipeline.stages import Layers, StagedNetwork, StageFn
+from plurax.plan import Plan, Precision
+from plurax.task import Stack, Task
+
+Traced = Callable[..., tuple[Any, PyTree]]
+
+
+def totals_of(task: Task, output: Any, rows: Rows, where: str) -> tuple[Any, Totals]:
+    """What a stage that ends in a loss returns: the sum to differentiate, and all sums."""
+    size = rows.mask.shape[0]
+    losses, metrics = check_losses(output, size, where)
+    totals = weighted_sums(losses, metrics, check_weight(task, rows.batch, size), rows)
+    return totals.loss, totals
+
+
+def training_network(
+    task: Task, plan: Plan, like: PyTree, rows: Rows, divider: Partitioner
+) -> StagedNetwork:
+    """The network whose last stage ends in the totals of a microbatch.
+
+    **Arguments:** `like`, a pair of parameters and model state, and `rows`, of one microbatch, as
+    `jax.ShapeDtypeStruct`s; `divider`, in whose mesh it is traced.
+
+    Raises `PlanError` where the model cannot be cut into so many stages.
+    """
+    if task.stack is not None:
+
+        def end(params: PyTree, x: PyTree, rows: Rows, batch: PyTree) -> tuple[Any, Totals]:
+            assert task.stack is not None
+            output = task.stack.apply_head(params, x, batch, rows.keys)
+            return totals_of(task, output, rows, "head.apply of plurax.stack")
+
+        return stack_network(task.stack, plan, like, end, remat=True)
+
+    def total(params: PyTree, model_state: PyTree, rows: Rows) -> tuple[Any, Totals, PyTree]:
+        loss = with_precision(task.loss, plan.precision, task.stateful)
+        states = (model_state,) if task.stateful else ()
+        masks = (rows.mask,) if task.coupled else ()
+        output = loss(params, *states, rows.batch, rows.keys, *masks)
+        losses, metrics, new = split_output(task, output, model_state, rows.mask.shape[0])
+        return *totals_of(task, (losses, metrics), rows, "Task.loss"), new
+
+    return marked_network(total, plan, like, rows, divider, remat=True)
+
+
+def evaluating_network(
+    task: Task, plan: Plan, like: PyTree, rows: Rows, divider: Partitioner
+) -> StagedNetwork | None:
+    """The network whose last stage ends in the totals of evaluation; None where what the task
+    evaluates has no stages."""
+    if task.stack is not None:
+
+        def end(params: PyTree, x: PyTree, rows: Rows, batch: PyTree) -> tuple[Any, Totals]:
+            assert task.stack is not None
+            output = task.stack.apply_head(params, x, batch, None)
+            return totals_of(task, output, rows, "head.apply of plurax.stack")
+
+        return stack_network(task.stack, plan, like, end, keyless=True)
+    evaluate = evaluation(task, plan.precision)
+
+    def total(params: PyTree, model_state: PyTree, rows: Rows) -> tuple[Any, Totals, tuple[()]]:
+        totals = evaluate(params, model_state, rows)
+        return totals.loss, totals, ()
+
+    return _if_marked(total, plan, like, rows, divider)
+
+
+def predicting_network(
+    task: Task, plan: Plan, like: PyTree, inputs: PyTree, divider: Partitioner
+) -> StagedNetwork | None:
+    """The network whose last stage ends in outputs; None where what the task predicts by has no
+    stages."""
+    predict = device_predict(task, plan.precision)
+    if task.stack is not None:
+        stack = task.stack
+        assert stack.predict is not None
+
+        def end(params: PyTree, x: PyTree, rows: PyTree, batch: PyTree) -> tuple[Any, PyTree]:
+            assert stack.predict is not None
+            outputs = stack.predict(params, x, batch)
+            size = jax.tree.leaves(rows)[0].shape[0]
+            for leaf in jax.tree.leaves(outputs):
+                if leaf.shape[:1] != (size,):
+                    raise errors.predict_wrong_shape(leaf.shape, size)
+            if plan.precision != "float32":
+                outputs = cast_floating(outputs, jax.numpy.dtype("float32"))
+            return (), outputs
+
+        return stack_network(stack, plan, like, end, keyless=True)
+
+    def outputs(params: PyTree, model_state: PyTree, inputs: PyTree) -> tuple[Any, ...]:
+        return (), predict(params, model_state, inputs), ()
+
+    return _if_marked(outputs, plan, like, inputs, divider)
+
+
+def stack_network(
+    stack: Stack,
+    plan: Plan,
+    like: PyTree,
+    end: Callable[[PyTree, PyTree, Any, PyTree], tuple[Any, PyTree]],
+    *,
+    keyless: bool = False,
+    remat: bool = False,
+) -> StagedNetwork:
+    """A stack as a network: the embedding on the first stage, `end` on the last.
+
+    `end(params of the head, x, rows, batch)`; `rows` are `Rows`, or without keys inputs alone.
+    """
+    stages = plan.pipeline * plan.chunks
+    if stack.depth < stages:
+        raise errors.too_few_layers(stack.depth, plan.pipeline, stages)
+    params = like[0]
+    numbers = jax.tree.unflatten(jax.tree.structure(params), range(len(jax.tree.leaves(params))))
+    cast = _caster(plan.precision)
+
+    def batch_of(rest: Any) -> PyTree:
+        return cast(rest.batch if isinstance(rest, Rows) else rest)
+
+    def keys_of(rest: Any) -> Any:
+        return None if keyless else rest.keys
+
+    def embed(params: PyTree, x: Any, rest: Any) -> tuple[Any, Any]:
+        return stack.apply_embed(cast(params), batch_of(rest), keys_of(rest)), ()
+
+    def layer(params: PyTree, x: PyTree, rest: Any) -> tuple[Any, Any]:
+        rows, number = rest
+        return stack.apply_block(cast(params), x, batch_of(rows), keys_of(rows), number), ()
+
+    def head(params: PyTree, x: PyTree, rest: Any) -> tuple[Any, Any]:
+        return end(cast(params), x, rest, batch_of(rest))
+
+    def part(fun: Callable[..., Any], tree: PyTree) -> tuple[Callable[..., Any], tuple[int, ...]]:
+        leaves, structure = jax.tree.flatten(tree)
+        policy = plan.remat if remat else "none"
+
+        def run(params: Sequence[Any], x: Any, rest: Any) -> tuple[Any, Any]:
+            return fun(jax.tree.unflatten(structure, params), x, rest)
+
+        return rematerialized(run, policy, whole=True), tuple(leaves)
+
+    return StagedNetwork(
+        {0: StageFn(*part(embed, numbers["embed"])),
+         stages - 1: StageFn(*part(head, stack.head_params(numbers)), after=True)},
+        Layers(*part(layer, numbers["blocks"]), depth=stack.depth),
+        stages,
+    )  # fmt: skip
+
+
+def marked_network(
+    total: Callable[[PyTree, PyTree, Any], tuple[Any, ...]],
+    plan: Plan,
+    like: PyTree,
+    rows: Any,
+    divider: Partitioner,
+    *,
+    remat: bool = False,
+) -> StagedNetwork:
+    """A function `(params, model_state, rows) -> (y, aux, model_state)` cut at its marks."""
+    closed, shapes = divider.traced(total, *like, rows)
+    return _cut(closed, shapes, plan, like, divider, remat=remat)
+
+
+def _if_marked(
+    total: Callable[[PyTree, PyTree, Any], tuple[Any, ...]],
+    plan: Plan,
+    like: PyTree,
+    rows: Any,
+    divider: Partitioner,
+) -> StagedNetwork | None:
+    closed, shapes = divider.traced(total, *like, rows)
+    return _cut(closed, shapes, plan, like, divider) if has_boundaries(closed.jaxpr) else None
+
+
+def _cut(
+    closed: Any, shapes: Any, plan: Plan, like: PyTree, divider: Partitioner, *, remat: bool = False
+) -> StagedNetwork:
+    params, model_state = like
+    count, states = len(jax.tree.leaves(params)), list(tree.named_leaves(model_state))
+    stages, outputs = plan.pipeline * plan.chunks, jax.tree.structure(shapes[:2])
+    network = Cut(closed, count, states, outputs, stages, divider).network()
+    if not remat or plan.remat == "none":
+        return network
+    edges = {
+        stage: dataclasses.replace(edge, fun=rematerialized(edge.fun, plan.remat))
+        for stage, edge in network.edges.items()
+    }
+    return StagedNetwork(edges, None, stages)
+
+
+def _caster(precision: Precision) -> Callable[[PyTree], PyTree]:
+    if precision == "float32":
+        return lambda values: values
+    return lambda values: cast_floating(values, jax.numpy.dtype(precision))

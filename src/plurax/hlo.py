@@ -1,0 +1,282 @@
+"""What a compiled program does: its collectives and where they are, and its memory."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a compiled program.
+
+    **Fields:**
+
+    - `kind`: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `collective-permute`.
+    - `axes`: the mesh axes it runs over.
+    - `bytes`: of its result on one device, each time it runs.
+    - `in_loop`: whether it stands in the body of a loop.
+    - `trips`: how often it runs in one call; None where the loop's length is not known before.
+    - `devices`: how many devices take part in one of its groups.
+    - `equivalent_kind`: `reduce-scatter` where it is an all-reduce of which each device keeps a
+      slice, as compilers write it that form none; else None. `bytes` are then those of the slice.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    in_loop: bool
+    trips: int | None
+    devices: int = dataclasses.field(default=1, repr=False)
+    equivalent_kind: str | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def bytes_sent(self) -> float:
+        """Bytes that each device sends each time, by the usual ring."""
+        n = self.devices
+        kind = self.equivalent_kind or self.kind
+        shares = {
+            "all-reduce": 2 * (n - 1) / n,
+            "all-gather": (n - 1) / n,
+            "reduce-scatter": float(n - 1),
+            "all-to-all": (n - 1) / n,
+            "collective-permute": 1.0,
+        }
+        return self.bytes * shares[kind]
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device, as the compiler reports them.
+
+    **Fields:** `arguments` (state and batch), `outputs`, `aliased` (outputs that reuse an
+    argument's memory), `temporaries`, `code`; `peak` is arguments + outputs - aliased +
+    temporaries + code, the most the program holds at once.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    code: int
+
+    @property
+    def peak(self) -> int:
+        """The most the program holds at once on one device."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
+
+
+def memory(compiled: jax.stages.Compiled) -> Memory:
+    """The memory of a compiled program, bytes on one device."""
+    stats = compiled.memory_analysis()
+    assert stats is not None, "this backend reports no memory"
+    return Memory(
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+        code=stats.generated_code_size_in_bytes,
+    )
+
+
+def collectives(hlo: str, mesh: Mesh) -> list[Collective]:
+    """The collectives in the text of a compiled program, in the order in which they stand.
+
+    A collective that XLA splits in two (`all-reduce-start`, `all-reduce-done`) counts once; one
+    over single devices is none. Loop bodies are followed through calls, conditionals and nested
+    loops.
+    """
+    bodies = dict(_computations(hlo))
+    entry = re.search(r"^ENTRY %?([\w.\-]+)", hlo, re.MULTILINE)
+    assert entry is not None, "compiled text without an entry computation"
+    found: list[Collective] = []
+    _walk(entry[1], bodies, mesh, False, 1, found)
+    return found
+
+
+def _walk(
+    name: str,
+    bodies: dict[str, list[str]],
+    mesh: Mesh,
+    in_loop: bool,
+    trips: int | None,
+    found: list[Collective],
+) -> None:
+    lines = bodies.get(name, [])
+    for line in lines:
+        match = re.search(r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|"
+                          r"collective-permute)(-start)?\(", line)  # fmt: skip
+        if match:
+            size = _result_bytes(_result_of_start(match[1], match[2]) if match[3] else match[1])
+            axes, devices = _axes(line, mesh), _group_size(line, mesh)
+            kept = _kept_slice(line, lines, bodies) if match[2] == "all-reduce" else None
+            if devices > 1:
+                found.append(
+                    Collective(
+                        match[2],
+                        axes,
+                        kept or size,
+                        in_loop,
+                        trips,
+                        devices,
+                        "reduce-scatter" if kept else None,
+                    )
+                )
+        if re.search(r"\bwhile\(", line):
+            body = re.search(r"body=%?([\w.\-]+)", line)
+            known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+            times = int(known[1]) if known else None
+            assert body is not None
+            inner = None if times is None or trips is None else trips * times
+            _walk(body[1], bodies, mesh, True, inner, found)
+        elif not re.search(r" async-(update|done)\(", line):  # they name what their start calls
+            for called in _called(line):
+                _walk(called, bodies, mesh, in_loop, trips, found)
+
+
+def _kept_slice(line: str, lines: list[str], bodies: dict[str, list[str]]) -> int | None:
+    """Bytes of the slice that is all that is used of a result; None where more of it is."""
+    result = re.match(r"\s*(?:ROOT )?(%[\w.\-]+) =", line)
+    if result is not None and " all-reduce-start(" in line:
+        done = next((user for user in lines if f" all-reduce-done({result[1]})" in user), None)
+        return None if done is None else _kept_slice(done, lines, bodies)
+    if result is None or line.lstrip().startswith("ROOT"):
+        return None
+    users = [user for user in lines if user is not line and _reads(user, result[1])]
+    sizes = []
+    for user in users:
+        called = re.search(r" fusion\(([^)]*)\).*calls=(%?[\w.\-]+)", user)
+        if called:
+            place = [part.split()[-1] for part in called[1].split(",")].index(result[1])
+            inside = bodies.get(called[2].lstrip("%"), [])
+            parameter = next(
+                (re.match(r"\s*(%[\w.\-]+) =", text) for text in inside
+                 if f"parameter({place})" in text), None
+            )  # fmt: skip
+            inner = [text for text in inside if parameter and _reads(text, parameter[1])]
+        else:
+            inner = [user]
+        for text in inner:
+            cut = re.search(r"= (.*?) dynamic-slice\(", text)
+            if cut is None:
+                return None
+            sizes.append(_result_bytes(cut[1]))
+    return sum(sizes) or None
+
+
+def _reads(line: str, name: str) -> bool:
+    return re.search(re.escape(name) + r"[,)\s]", line.partition(" = ")[2]) is not None
+
+
+def _called(line: str) -> Iterator[str]:
+    for match in re.finditer(r"(?:calls|to_apply|\w+_computation)=%?([\w.\-]+)", line):
+        yield match[1]
+    branches = re.search(r"(?:branch_computations|calls)=\{([^}]*)\}", line)
+    if branches:
+        yield from re.findall(r"%?([\w.\-]+)", branches[1])
+
+
+def _computations(hlo: str) -> Iterator[tuple[str, list[str]]]:
+    name: str | None = None
+    lines: list[str] = []
+    for line in hlo.splitlines():
+        header = re.match(r"^(?:ENTRY )?%?([\w.\-]+) .*\{\s*$", line)
+        if header and not line.startswith(" "):
+            name, lines = header[1], []
+        elif line.startswith("}") and name is not None:
+            yield name, lines
+            name = None
+        elif name is not None:
+            lines.append(line)
+
+
+def _result_of_start(text: str, kind: str) -> str:
+    """Of the type of an asynchronous start, the part that its done returns.
+
+    That of an all-reduce is the result alone; others are tuples, the operands first:
+    `(f32[16], f32[64]) all-gather-start`, `((f32[8]), f32[2], u32[]) reduce-scatter-start`.
+    """
+    if kind == "all-reduce":
+        return text
+    plain, depth, parts = re.sub(r"\{[^{}]*\}", "", text), 0, [""]
+    for letter in plain.strip()[1:-1]:
+        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(letter, 0)
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts[1]
+
+
+def _result_bytes(text: str) -> int:
+    bits = 0
+    for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", text):
+        bits += _item_bits(dtype) * math.prod(int(dim) for dim in dims.split(",") if dim)
+    return -(-bits // 8)
+
+
+def _item_bits(dtype: str) -> int:
+    """The first number in a dtype's name: `bf16`, `f8e4m3fn`, `s4`; a truth takes a byte."""
+    if dtype == "pred":
+        return 8
+    width = re.match(r"[a-z]+(\d+)", dtype)
+    return int(width[1]) if width else 0
+
+
+def _axes(line: str, mesh: Mesh) -> tuple[str, ...]:
+    """The mesh axes along which the devices of a group differ."""
+    pairs = re.search(r"source_target_pairs=\{(\{.*?\})\}", line)
+    if pairs:
+        ends = [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{([\d,]+)\}", pairs[1])]
+        moved = [np.array([np.unravel_index(n, mesh.devices.shape) for n in e]) for e in ends]
+        return tuple(
+            axis
+            for dim, axis in enumerate(mesh.axis_names)
+            if any(source[dim] != target[dim] for source, target in moved)
+        )
+    group = _first_group(line)
+    if group is None:
+        return tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
+    places = np.array([np.unravel_index(member, mesh.devices.shape) for member in group])
+    return tuple(
+        axis for dim, axis in enumerate(mesh.axis_names) if len(set(places[:, dim].tolist())) > 1
+    )
+
+
+def _group_size(line: str, mesh: Mesh) -> int:
+    group = _first_group(line)
+    if group is not None:
+        return len(group)
+    axes = _axes(line, mesh)
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _first_group(line: str) -> list[int] | None:
+    """The devices of the first group of a collective.
+
+    Newer compilers name a mesh: `replica_groups=mesh['member'=4,'data'=2] {'data'}`.
+    """
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}", line)
+    if named:
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        over = re.findall(r"'(\w+)'", named[2])
+        devices = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        first = tuple(slice(None) if name in over else 0 for name in sizes)
+        return [int(device) for device in devices[first].ravel()]
+    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
+    if listed:
+        return [int(member) for member in listed[1].split(",")]
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+    if iota:
+        shape, dims = ([int(n) for n in part.split(",")] for part in (iota[1], iota[2]))
+        members = np.arange(np.prod(dims)).reshape(dims)
+        if iota[3]:
+            members = members.transpose([int(n) for n in iota[3].split(",")])
+        return [int(member) for member in members.reshape(shape)[0]]
+    return None

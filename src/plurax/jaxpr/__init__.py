@@ -1,0 +1,1 @@
+"""All that knows JAX's equations: primitives, remat, barriers, batch-minor."""

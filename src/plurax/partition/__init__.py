@@ -1,0 +1,1 @@
+"""A function of whole tensors becomes its share on one device."""

@@ -1,0 +1,225 @@
+"""The share of a `scan` and of a `while_loop`."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+from jaxtyping import Array
+
+from plurax.jaxpr.primitives import open_jaxpr, scan_sizes
+from plurax.partition.buckets import computed_at
+from plurax.partition.carry import Carry
+from plurax.partition.values import ShardedValue, ValueVersions
+from plurax.sharding.spec import TensorSharding
+
+
+class Loop:
+    """One `scan` of a divided function.
+
+    What it carries is for `Carry` to say; what it takes row by row has its leading dim whole. Where
+    the turns of an optimizer's loop would gather over `data` again and again, such as those that
+    make a matrix orthogonal, what is carried is made whole before the first.
+    """
+
+    def __init__(
+        self,
+        divider: Any,
+        eqn: Any,
+        inputs: list[ValueVersions],
+        goals: list[TensorSharding | None],
+    ) -> None:
+        self.divider, self.eqn = divider, eqn
+        self.body, self.body_consts = open_jaxpr(eqn.params["jaxpr"])
+        self.length: int = eqn.params["length"]
+        shared, self.carried = scan_sizes(eqn)
+        kept = shared + self.carried
+        self.consts = inputs[:shared]
+        self.carry = Carry(divider, self.body.invars[shared:kept], inputs[shared:kept])
+        self.xs = [self._unstacked(cell) for cell in inputs[kept:]]
+        self.goals = [*[None] * self.carried, *(_inner(goal) for goal in goals[self.carried :])]
+        settle_shared(divider, self.consts)
+        self.found: list[ShardedValue] = []
+
+    def _unstacked(self, cell: ValueVersions) -> ShardedValue:
+        """A stack whose leading dim is whole, so that a loop can take it row by row."""
+        value: ShardedValue = self.divider.reduced(cell)
+        if value.sharding.dims[0]:
+            value = self.divider.reshard(cell, value.sharding.with_dim(0, ()))
+        return value
+
+    def settle(self) -> None:
+        """Find how what is carried shall lie."""
+        rows = [jax.ShapeDtypeStruct(x.array.shape[1:], x.array.dtype) for x in self.xs]
+        whole = False
+        for _ in range(2 * self.carry.most):
+            kept = len(self.divider.records)
+            jax.eval_shape(self._turn, self.carry.shapes(), rows)
+            sent = sum(r.bytes_sent for r in self.divider.records[kept:] if "data" in r.axes)
+            del self.divider.records[kept:]
+            if self.carry.learn(self.found[: self.carried]):
+                if whole or not self.carry.cheaper_whole(sent * self.length):
+                    return
+                self.carry.make_whole()
+                whole = True
+        raise AssertionError("no way for the loop to lie")
+
+    def start(self) -> list[Array]:
+        """What the first turn finds."""
+        return self.carry.start()
+
+    def run(self, start: list[Array]) -> list[ValueVersions]:
+        """The loop itself."""
+        options = {name: self.eqn.params[name] for name in ("reverse", "unroll")}
+        x_arrays = [value.array for value in self.xs]
+        last, stacked = lax.scan(self._turn, start, x_arrays, self.length, **options)
+        results = []
+        for var, array, value in zip(self.eqn.outvars, [*last, *stacked], self.found, strict=True):
+            sharding, data_varying, is_param = value.kind
+            if len(sharding.dims) < len(var.aval.shape):
+                sharding = TensorSharding(((), *sharding.dims), sharding.partial)
+            results.append(
+                ValueVersions(
+                    ShardedValue(array, tuple(var.aval.shape), sharding, data_varying, is_param)
+                )
+            )
+        return results
+
+    def _turn(self, carry: list[Array], xs: list[Array]) -> tuple[list[Array], list[Array]]:
+        cells = [cell.fresh() for cell in self.consts]
+        cells += self.carry.found(carry)
+        for stack, array in zip(self.xs, xs, strict=True):
+            cells.append(ValueVersions(_row(stack, array)))
+        out = self.divider.evaluate(self.body, self.body_consts, cells, self.goals)
+        values = self.carry.left(out[: self.carried])
+        order = computed_at(self.body)[self.carried :]
+        values += self.divider.finish(out[self.carried :], self.goals[self.carried :], order)
+        self.found = values
+        arrays = [value.array for value in values]
+        return arrays[: self.carried], arrays[self.carried :]
+
+
+class While:
+    """One `while_loop` of a divided function.
+
+    Devices that communicate in it must take equally many turns. Where the condition depends on a
+    device's own rows, they take what they need: what the loop reads is made whole over `data`
+    before it, so that nothing in it communicates over `data`.
+    """
+
+    def __init__(self, divider: Any, eqn: Any, inputs: list[ValueVersions]) -> None:
+        self.divider, self.eqn = divider, eqn
+        condition, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+        tested, shared = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        self.tested, self.shared = inputs[:tested], inputs[tested : tested + shared]
+        if condition.out_avals[0].shape:
+            condition, body = _each_its_turns(divider, condition, body, tested, shared)
+            self.shared = inputs[: tested + shared]
+        self.condition, self.condition_consts = open_jaxpr(condition)
+        self.body, self.body_consts = open_jaxpr(body)
+        settle_shared(divider, inputs[: tested + shared])
+        self.carry = Carry(divider, self.body.invars[len(self.shared) :], inputs[tested + shared :])
+        self.found: list[ShardedValue] = []
+        self.data_varying = False
+
+    def settle(self) -> None:
+        """Find how what is carried shall lie, and whether devices take different turns."""
+        for _ in range(1 + self.carry.most):
+            kept = len(self.divider.records)
+            jax.eval_shape(lambda *carry: (self._goes_on(carry), self._turn(carry)),
+                           *self.carry.shapes())  # fmt: skip
+            del self.divider.records[kept:]
+            if self._uneven and not self.data_varying:
+                self.data_varying = True
+                self.carry.vary()
+                self.tested, self.shared = (
+                    [ValueVersions(whole_over_data(self.divider, cell)) for cell in cells]
+                    for cells in (self.tested, self.shared)
+                )
+            elif self.carry.learn(self.found):
+                return
+        raise AssertionError("no way for the loop to lie")
+
+    def run(self) -> list[ValueVersions]:
+        """The loop itself."""
+        start = tuple(self.carry.start())
+        with self.divider.apart(self.data_varying):
+            last = lax.while_loop(self._goes_on, self._turn, start)
+        return [
+            ValueVersions(dataclasses.replace(value, array=array))
+            for value, array in zip(self.found, last, strict=True)
+        ]
+
+    def _goes_on(self, carry: Any) -> Array:
+        cells = [cell.fresh() for cell in self.tested] + self.carry.found(carry)
+        (cell,) = self.divider.evaluate(self.condition, self.condition_consts, cells)
+        value: ShardedValue = self.divider.reshard(cell, TensorSharding(()))
+        self._uneven = value.data_varying
+        return value.array
+
+    def _turn(self, carry: Any) -> tuple[Array, ...]:
+        cells = [cell.fresh() for cell in self.shared] + self.carry.found(carry)
+        out = self.divider.evaluate(self.body, self.body_consts, cells)
+        self.found = self.carry.left(out)
+        return tuple(value.array for value in self.found)
+
+
+def _each_its_turns(
+    divider: Any, condition: Any, body: Any, tested: int, shared: int
+) -> tuple[Any, Any]:
+    """Condition and body of a loop that `vmap` gave one condition for each example.
+
+    It turns while any of them holds, and a turn changes those for which it does. The body takes
+    what the condition reads before what it reads itself.
+    """
+    holds, turned = jaxpr_as_fun(condition), jaxpr_as_fun(body)
+
+    def any_holds(*args: Any) -> Any:
+        return jnp.any(holds(*args)[0])
+
+    def turn(*args: Any) -> list[Any]:
+        carry = args[tested + shared :]
+        yes = holds(*args[:tested], *carry)[0]
+        new = turned(*args[tested : tested + shared], *carry)
+        return [
+            jnp.where(yes.reshape(yes.shape + (1,) * (one.ndim - yes.ndim)), one, old)
+            for one, old in zip(new, carry, strict=True)
+        ]
+
+    def like(avals: Any) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+
+    all_avals = [*condition.in_avals[:tested], *body.in_avals]
+    return (
+        divider.traced(any_holds, *like(condition.in_avals))[0],
+        divider.traced(turn, *like(all_avals))[0],
+    )
+
+
+def settle_shared(divider: Any, cells: list[ValueVersions]) -> None:
+    """What all turns share is added up before the loop, should it be a sum."""
+    for cell in cells:
+        if cell.deferred is None or cell.deferred.source is not None:
+            cell.values.insert(0, divider.reduced(cell))
+
+
+def whole_over_data(divider: Any, cell: ValueVersions) -> Any:
+    """A value, or one still to be made, of which nothing is split over `data`."""
+    if cell.deferred is not None:
+        return cell.deferred
+    value: ShardedValue = divider.reduced(cell)
+    return divider.reshard(cell, value.sharding.without(["data"]))
+
+
+def _row(stack: ShardedValue, array: Array) -> ShardedValue:
+    sharding = TensorSharding(stack.sharding.dims[1:], stack.sharding.partial)
+    return dataclasses.replace(stack, array=array, shape=stack.shape[1:], sharding=sharding)
+
+
+def _inner(goal: TensorSharding | None) -> TensorSharding | None:
+    """How the rows of a stack shall lie, where each can be added up over `data` on its own."""
+    if goal is None or goal.dims[0] or "data" not in goal.axes:
+        return None
+    return TensorSharding(goal.dims[1:])

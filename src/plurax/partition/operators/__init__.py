@@ -1,0 +1,87 @@
+"""For each operation: which shardings it needs, what a device computes, how the result is sharded.
+
+A rule takes the partitioner, an equation and the versions of its inputs, and returns a
+`ShardedValue` (or a `DeferredValue`) for each result. Operations without a rule take whole tensors,
+which is always right.
+"""
+
+from plurax.jaxpr.primitives import ELEMENTWISE, REDUCTIONS
+from plurax.partition.operators import elementwise, gather_scatter, products, random, shape_ops
+from plurax.partition.operators.common import Rule
+from plurax.partition.operators.common import bind as bind
+from plurax.partition.operators.common import by_default as by_default
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(ELEMENTWISE | {"device_put"}, elementwise.elementwise),
+    **dict.fromkeys(REDUCTIONS, elementwise.reduction),
+    **dict.fromkeys(
+        ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"], shape_ops.single_dim_rule("axis")
+    ),
+    **dict.fromkeys(
+        [
+            "reduce_window_sum",
+            "reduce_window_max",
+            "reduce_window_min",
+            "select_and_gather_add",
+            "select_and_scatter_add",
+        ],
+        shape_ops.reduce_window,
+    ),
+    **dict.fromkeys(
+        [
+            "cholesky",
+            "triangular_solve",
+            "eigh",
+            "eig",
+            "svd",
+            "lu",
+            "qr",
+            "geqrf",
+            "householder_product",
+        ],
+        shape_ops.matrices,
+    ),
+    **dict.fromkeys(
+        [
+            "scatter",
+            "scatter-mul",
+            "scatter_mul",
+            "scatter-min",
+            "scatter_min",
+            "scatter-max",
+            "scatter_max",
+        ],
+        gather_scatter.scatter,
+    ),
+    "sort": shape_ops.single_dim_rule("dimension"),
+    "split": shape_ops.single_dim_rule("axis"),
+    "top_k": shape_ops.single_dim_rule("axis"),
+    "lu_pivots_to_permutation": shape_ops.single_dim_rule("", last=True),
+    "dot_general": products.dot_general,
+    "conv_general_dilated": products.convolution,
+    "broadcast_in_dim": shape_ops.broadcast_in_dim,
+    "reshape": shape_ops.reshape,
+    "transpose": shape_ops.transpose,
+    "squeeze": shape_ops.squeeze,
+    "rev": shape_ops.rev,
+    "slice": shape_ops.slice_,
+    "dynamic_slice": shape_ops.dynamic_slice,
+    "dynamic_update_slice": shape_ops.dynamic_update_slice,
+    "pad": shape_ops.pad,
+    "concatenate": shape_ops.concatenate,
+    "stack": shape_ops.stack,
+    "unstack": shape_ops.unstack,
+    "tile": shape_ops.tile,
+    "fft": shape_ops.fft,
+    "gather": gather_scatter.gather,
+    "scatter-add": gather_scatter.scatter_add,
+    "scatter_add": gather_scatter.scatter_add,
+    **dict.fromkeys(["random_fold_in", "random_clone"], elementwise.elementwise),
+    **dict.fromkeys(
+        ["random_bits", "random_split", "random_unwrap", "random_wrap", "bitcast_convert_type"],
+        random.drawn,
+    ),
+    "optimization_barrier": shape_ops.barrier,
+    "reshard": shape_ops.as_it_lies,
+}
+"""By the names of JAX's primitives. Those without a rule go by `by_default`."""

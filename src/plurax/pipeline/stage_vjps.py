@@ -1,0 +1,238 @@
+"""The pieces of a network, differentiated, and how what they hand on and keep lies."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, PyTree
+
+from plurax.partition.partitioner import Partitioner
+from plurax.partition.values import ShardedValue, shard_of_rows
+from plurax.pipeline.packing import Packing
+from plurax.pipeline.schedule import Schedule
+from plurax.pipeline.stage_vjp import Inputs, StageVjp, Values
+from plurax.pipeline.stages import StagedNetwork, StageFn
+from plurax.pipeline.value_spec import StageParams, ValueSpec, made, shapes, whole_value
+from plurax.sharding.spec import TensorSharding
+
+
+class StageVjps:
+    """The pieces of a network on the shards of one device; made where it is traced.
+
+    **Arguments:** as `Run`, `goals` for each parameter; `states`, the leaves of model state.
+
+    **Attributes:** `edges` by stage and `layer`, the pieces; of each stage's what is `handed` on
+    and `kept` and `left`, as `ValueSpec`s, and `between`, `kept_packings`, `left_packings`, where
+    that lies in buffers; the same of one layer; `grads`, the form of each parameter's gradient;
+    `aux` of the last stage, and its structure; `dividers`, which record the collectives.
+    """
+
+    def __init__(
+        self,
+        network: StagedNetwork,
+        schedule: Schedule,
+        trained: StageParams,
+        rows: PyTree,
+        divider: Callable[[int], Partitioner],
+        goals: Sequence[TensorSharding | None] | None,
+        joint: int | None = None,
+        states: Sequence[Array] = (),
+    ) -> None:
+        self.network, self.schedule, self.trained = network, schedule, trained
+        self._all_rows, self._joint = rows, joint
+        self.backward = goals is not None
+        self.states = states
+        self._goals = goals or [None] * len(trained.homes)
+        self.edges: dict[int, StageVjp] = {}
+        self.layer: StageVjp | None = None
+        self.dividers: list[Partitioner] = []
+        jax.eval_shape(lambda: self._probe(divider))
+        for one in self.dividers:
+            # Nothing ran so far.
+            one.records.clear()
+        self._pack()
+
+    def _probe(self, divider: Callable[[int], Partitioner]) -> None:
+        """Differentiate the pieces, and find how what they hand on and keep lies."""
+        m, stages = self.schedule.microbatches, self.network.stages
+        rows = self.rows(jnp.zeros((), jnp.int32))
+        self.handed: list[list[ValueSpec]] = []
+        self.kept: dict[int, list[ValueSpec]] = {}
+        self.left: dict[int, list[ValueSpec]] = {}
+        self.layer_kept: list[ValueSpec] = []
+        self.layer_left: list[ValueSpec] = []
+        self.grads: dict[int, ValueSpec] = {}
+        x: Values = []
+        like: Any = ()
+        for stage in range(stages):
+            edge = self.network.edges.get(stage)
+            if edge is not None and not edge.after:
+                x, like = self._probe_edge(stage, edge, x, like, rows, divider(m))
+            if self.network.layers is not None:
+                # At most so many layers are on a device.
+                most = -(-self.network.layers.depth // stages) * self.schedule.chunks
+                x = self._probe_layer(x, like, rows, divider(m * most))
+            if edge is not None and edge.after:
+                x, like = self._probe_edge(stage, edge, x, like, rows, divider(m))
+            self.handed.append([ValueSpec.of(value) for value in x])
+        if self.network.layers is not None:
+            # Where layers want it otherwise than the embedding leaves it, it is moved there.
+            self.handed = [self.handed[0]] * stages
+        if self.backward:
+            self._probe_back(rows)
+
+    def _probe_edge(
+        self, stage: int, edge: StageFn, x: Values, like: Any, rows: Values, divider: Partitioner
+    ) -> tuple[Values, Any]:
+        params = self.trained.used(edge)
+        states = [whole_value(self.states[leaf]) for leaf in edge.reads]
+        rest = (self._rows_like(), shapes(states)) if states else self._rows_like()
+        piece = StageVjp(
+            edge.fun, shapes(params), like, rest, divider,
+            reads=len(edge.reads), writes=len(edge.writes),
+        )  # fmt: skip
+        self.dividers.append(divider)
+        self.edges[stage] = piece
+        last = stage == self.network.stages - 1
+        wanted = None if last else ()
+        inputs = Inputs(params, x, [*rows, *states])
+        y, aux, kept = piece.forward(inputs, wanted, keep=self.backward)
+        self.kept[stage] = [ValueSpec.of(value) for value in kept]
+        if last:
+            self.aux = [ValueSpec.of(value) for value in aux[: len(aux) - len(edge.writes)]]
+            self.aux_structure = jax.tree.structure(piece.aux[0] if edge.writes else piece.aux)
+        return y, piece.y
+
+    def _probe_layer(self, x: Values, like: Any, rows: Values, divider: Partitioner) -> Values:
+        if self.layer is not None:
+            return x
+        layers = self.network.layers
+        assert layers is not None
+        params, number = self.layer_values(jnp.zeros((), jnp.int32)), whole_value(jnp.int32(0))
+        rest = (self._rows_like(), jax.ShapeDtypeStruct((), jnp.int32))
+        self.layer = piece = StageVjp(layers.fun, shapes(params), like, rest, divider)
+        self.dividers.append(divider)
+        inputs = Inputs(params, x, [*rows, number])
+        y, _, _ = piece.forward(inputs, (), keep=False)
+        lies = [value.sharding for value in y]
+        x = [piece.divider.move(a, lie) for a, lie in zip(x, lies, strict=True)]
+        y, _, kept = piece.forward(inputs._replace(x=x), lies, keep=self.backward)
+        self.layer_kept = [ValueSpec.of(value) for value in kept]
+        return y
+
+    def _probe_back(self, rows: Values) -> None:
+        """The same for the backward passes, now that it is known how cotangents arrive."""
+
+        def back(
+            piece: StageVjp, inputs: Inputs, kept: list[ValueSpec], cotangent: Values,
+            lies: list[TensorSharding], goals: Sequence[TensorSharding | None],
+            leaves: Sequence[int],
+        ) -> list[ValueSpec]:  # fmt: skip
+            there = made(kept)
+            left: Values = []
+            if self.schedule.split:
+                _, left = piece.input_gradient(inputs, there, cotangent, lies)
+                grads = piece.weight_gradient(inputs, there, left, goals)
+            else:
+                grads, _ = piece.backward(inputs, there, cotangent, lies, goals)
+            self.grads.update(zip(leaves, map(ValueSpec.of, grads), strict=True))
+            return [ValueSpec.of(value) for value in left]
+
+        for stage, edge in self.network.edges.items():
+            last = stage == self.network.stages - 1
+            piece, inputs = self.edges[stage], Inputs(self.trained.used(edge), [], rows)
+            cotangent = self.loss_cotangent(piece) if last else made(self.handed[stage])
+            goals = self.edge_goals(stage)
+            self.left[stage] = back(
+                piece, inputs, self.kept[stage], cotangent, self.edge_lies(stage), goals,
+                edge.leaves,
+            )  # fmt: skip
+        layers = self.network.layers
+        if layers is not None and self.layer is not None:
+            number = whole_value(jnp.int32(0))
+            inputs = Inputs(self.layer_values(jnp.int32(0)), [], [*rows, number])
+            lies = [form.sharding for form in self.handed[0]]
+            goals = self.layer_goals
+            self.layer_left = back(
+                self.layer, inputs, self.layer_kept, made(self.handed[0]), lies, goals,
+                layers.leaves,
+            )  # fmt: skip
+
+    def _pack(self) -> None:
+        """Where what is handed on and kept lies in buffers."""
+
+        def packing(forms: list[ValueSpec]) -> Packing:
+            return Packing([form.local for form in forms])
+
+        self.between = [packing(forms) for forms in self.handed[:-1]]
+        self.kept_packings = {stage: packing(forms) for stage, forms in self.kept.items()}
+        self.left_packings = {stage: packing(forms) for stage, forms in self.left.items()}
+        self.layer_packings = packing(self.layer_kept), packing(self.layer_left)
+
+    def loss_cotangent(self, piece: StageVjp) -> Values:
+        """That of the loss, with which the backward pass begins."""
+        return [whole_value(jnp.ones(leaf.shape, leaf.dtype)) for leaf in jax.tree.leaves(piece.y)]
+
+    def _rows_like(self) -> PyTree:
+        n = self._joint or 1
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct((n * a.shape[1], *a.shape[2:]), a.dtype), self._all_rows
+        )
+
+    def rows(self, microbatch: Any) -> Values:
+        """The rows of a microbatch."""
+        rows = [
+            lax.dynamic_index_in_dim(leaf, microbatch, keepdims=False)
+            for leaf in jax.tree.leaves(self._all_rows)
+        ]
+        if self._joint is None:
+            return [
+                ShardedValue(row, row.shape, TensorSharding.whole(row.ndim), data_varying=True)
+                for row in rows
+            ]
+        return [shard_of_rows(row, self._joint) for row in rows]
+
+    def layer_values(self, row: Any) -> Values:
+        """The parameters of the layer in some place of this device."""
+        layers = self.network.layers
+        assert layers is not None
+        values = []
+        for leaf in layers.leaves:
+            stacked = self.trained.values[leaf]
+            assert stacked is not None
+            array = lax.dynamic_index_in_dim(stacked.array, row, keepdims=False)
+            lies = TensorSharding(stacked.sharding.dims[1:])
+            values.append(ShardedValue(array, stacked.shape[1:], lies, is_param=True))
+        return values
+
+    @property
+    def grad_packings(self) -> list[Packing]:
+        """Where the gradients of the parameters that live on each device lie."""
+        return [
+            Packing(
+                [
+                    jax.ShapeDtypeStruct(
+                        self.grads[leaf].local.shape, self.trained.forms[leaf].local.dtype
+                    )
+                    for leaf, home in enumerate(self.trained.homes)
+                    if home == device
+                ]
+            )
+            for device in range(self.schedule.devices)
+        ]
+
+    def edge_lies(self, stage: int) -> list[TensorSharding]:
+        """How the gradient of what a stage was handed goes back."""
+        return [form.sharding for form in self.handed[stage - 1]] if stage > 0 else []
+
+    def edge_goals(self, stage: int) -> list[TensorSharding | None]:
+        """How the gradients of a stage's piece are wanted."""
+        return [self._goals[leaf] for leaf in self.network.edges[stage].leaves]
+
+    @property
+    def layer_goals(self) -> list[TensorSharding | None]:
+        """How the gradients of a layer are wanted."""
+        layers = self.network.layers
+        return [self._goals[leaf] for leaf in layers.leaves] if layers else []

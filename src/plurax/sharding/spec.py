@@ -1,0 +1,164 @@
+"""How a tensor lies on a mesh: for each dim, the mesh axes over which it is split."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from plurax import errors
+
+AxisSizes = Mapping[str, int]
+Dims = tuple[tuple[str, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class TensorSharding:
+    """How a tensor of any rank lies on a mesh.
+
+    **Fields:**
+
+    - `dims`: for each dim of the tensor the mesh axes it is split over, major to minor; `()` where
+      it is whole. Each axis splits at most one dim; over the axes that split none, the tensor is
+      repeated.
+    - `partial`: mesh axes over which the devices hold terms of a sum, not yet added up.
+
+    >>> sharding = Sharding.of(None, "tensor")
+    >>> sharding
+    Sharding(None, 'tensor')
+    >>> sharding.shard_shape((6, 8), {"data": 2, "tensor": 4})
+    (6, 2)
+    >>> Sharding.from_map((2, 4), (-1, 0), ("data", "tensor"))
+    Sharding(None, 'tensor')
+    """
+
+    dims: Dims
+    partial: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        used = [axis for dim in self.dims for axis in dim]
+        used += sorted(self.partial)
+        for axis in used:
+            if used.count(axis) > 1:
+                raise errors.axis_used_twice(repr(self), axis)
+
+    @classmethod
+    def of(cls, *entries: Any, partial: Sequence[str] = ()) -> "TensorSharding":
+        """From one entry for each dim: None, the name of a mesh axis, or several names."""
+        return cls(tuple(map(_names, entries)), frozenset(partial))
+
+    @classmethod
+    def whole(cls, rank: int) -> "TensorSharding":
+        """The whole tensor on every device."""
+        return cls(((),) * rank)
+
+    @classmethod
+    def from_spec(cls, spec: PartitionSpec | Sequence[Any], rank: int) -> "TensorSharding":
+        """From a `PartitionSpec` (or a tuple like one); dims that it leaves out are whole."""
+        if len(spec) > rank:
+            raise errors.spec_too_long(tuple(spec), rank)
+        return cls.of(*spec, *(None,) * (rank - len(spec)))
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """As a `PartitionSpec`, trailing whole dims left out. A sum not yet added up has none."""
+        assert not self.partial, "a PartitionSpec knows no partial sums"
+        entries = [None if not dim else dim[0] if len(dim) == 1 else dim for dim in self.dims]
+        while entries and entries[-1] is None:
+            entries.pop()
+        return PartitionSpec(*entries)
+
+    @classmethod
+    def from_map(
+        cls, device_matrix: Sequence[int], tensor_map: Sequence[Any], axes: Sequence[str]
+    ) -> "TensorSharding":
+        """From a device matrix and a tensor map.
+
+        **Arguments:**
+
+        - `device_matrix`: sizes of the mesh axes, in mesh order.
+        - `tensor_map`: for each dim the place in the device matrix, counted from its end, that
+          splits it; -1 where it is whole; several in a tuple.
+        - `axes`: names of the mesh axes, in mesh order.
+
+        Raises `PlanError` where a place is outside the device matrix.
+        """
+        entries = []
+        for places in tensor_map:
+            several = places if isinstance(places, tuple) else (places,)
+            for place in several:
+                if not -1 <= place < len(device_matrix):
+                    raise errors.tensor_map_outside(tuple(tensor_map), tuple(device_matrix))
+            entries.append(tuple(axes[len(axes) - 1 - p] for p in several if p != -1))
+        return cls(tuple(entries))
+
+    def to_map(self, axes: AxisSizes) -> tuple[tuple[int, ...], tuple[int | tuple[int, ...], ...]]:
+        """The device matrix and the tensor map; see `from_map`.
+
+        >>> Sharding.of("data", ("tensor",)).to_map({"data": 2, "tensor": 4})
+        ((2, 4), (1, 0))
+        """
+        names = list(axes)
+        places = [
+            tuple(len(names) - 1 - names.index(axis) for axis in dim) or (-1,) for dim in self.dims
+        ]
+        return tuple(axes.values()), tuple(p[0] if len(p) == 1 else p for p in places)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that split a dim, dim by dim."""
+        return tuple(axis for dim in self.dims for axis in dim)
+
+    def num_shards(self, dim: int, axes: AxisSizes) -> int:
+        """In how many shards a dim is split."""
+        return math.prod(axes[axis] for axis in self.dims[dim])
+
+    def shard_shape(self, shape: Sequence[int], axes: AxisSizes) -> tuple[int, ...]:
+        """The shape of one shard; a dim that does not divide is filled up."""
+        assert len(shape) == len(self.dims), (shape, self)
+        return tuple(-(-size // self.num_shards(dim, axes)) for dim, size in enumerate(shape))
+
+    def shard_bytes(self, shape: Sequence[int], itemsize: int, axes: AxisSizes) -> int:
+        """Bytes of one shard."""
+        return math.prod(self.shard_shape(shape, axes)) * itemsize
+
+    def indivisible_dims(self, shape: Sequence[int], axes: AxisSizes) -> list[int]:
+        """The dims whose size their shards do not divide.
+
+        >>> [Sharding.of("data").uneven((12,), {"data": n}) for n in (3, 5, 6, 7)]
+        [[], [0], [], [0]]
+        """
+        return [dim for dim, size in enumerate(shape) if size % self.num_shards(dim, axes)]
+
+    def check(self, shape: Sequence[int], axes: AxisSizes, what: str = "the tensor") -> None:
+        """Raise `PlanError` where this cannot be the sharding of a tensor of this shape."""
+        if len(self.dims) != len(shape):
+            raise errors.sharding_wrong_rank(what, tuple(shape), repr(self))
+        for axis in (*self.axes, *sorted(self.partial)):
+            if axis not in axes:
+                raise errors.sharding_unknown_axis(what, axis, tuple(axes))
+        for dim in self.indivisible_dims(shape, axes):
+            raise errors.sharding_indivisible(what, tuple(shape), dim, self.num_shards(dim, axes))
+
+    def with_dim(self, dim: int, entry: tuple[str, ...]) -> "TensorSharding":
+        """The same with other axes on one dim."""
+        return dataclasses.replace(self, dims=(*self.dims[:dim], entry, *self.dims[dim + 1 :]))
+
+    def without(self, axes: Sequence[str]) -> "TensorSharding":
+        """The same, whole over some axes and added up over them."""
+        kept = tuple(tuple(axis for axis in dim if axis not in axes) for dim in self.dims)
+        return TensorSharding(kept, self.partial - set(axes))
+
+    def __repr__(self) -> str:
+        entries = [None if not dim else dim[0] if len(dim) == 1 else dim for dim in self.dims]
+        parts = [repr(entry) for entry in entries]
+        if self.partial:
+            parts.append(f"partial={tuple(sorted(self.partial))}")
+        return f"Sharding({', '.join(parts)})"
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)

@@ -1,0 +1,1 @@
+"""Many populations: sweeps over shapes, and successive halving."""

@@ -1,0 +1,210 @@
+"""Successive halving: train many candidates a little, and the best of them on."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+from rich.console import Console
+
+from plurax import errors
+from plurax.ensemble.select import join_members, take_members
+from plurax.execute.check import check_population
+from plurax.execute.members_program import MembersProgram
+from plurax.execute.population import HyperFn
+from plurax.members import Members
+from plurax.plan import Plan
+from plurax.state import TrainState
+from plurax.task import Task
+from plurax.train.data import ArrayData, Position, as_data
+from plurax.train.epoch_metrics import MembersMetrics, warn_frozen
+from plurax.train.restore import make_program, with_resampling
+from plurax.train.train_iter import train_iter
+from plurax.validate import whole_number
+
+
+@dataclasses.dataclass(frozen=True)
+class Rung:
+    """One stage: `members`, their numbers, trained to `epochs`; `scores`, one for each of them;
+    `seconds`, of training, compilation left out."""
+
+    epochs: int
+    members: list[int]
+    scores: list[float]
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Halving:
+    """What `successive_halving` returns.
+
+    **Fields:** `members`, the survivors, best first; `state`, theirs, in that order; `program`, to
+    predict and evaluate them with; `rungs`.
+    """
+
+    members: Members
+    state: TrainState
+    program: MembersProgram
+    rungs: list[Rung]
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row for each candidate: number, seed, hyperparameters, epochs trained, last score."""
+        last: dict[int, tuple[int, float]] = {}
+        for rung in self.rungs:
+            for number, score in zip(rung.members, rung.scores, strict=True):
+                last[number] = (rung.epochs, score)
+        everyone = dataclasses.replace(self.members, numbers=tuple(sorted(last)))
+        return [
+            {**row, "epochs": last[row["member"]][0], "score": last[row["member"]][1]}
+            for row in everyone.table()
+        ]
+
+
+def successive_halving(
+    task: Task | HyperFn,
+    optimizer: Any,
+    data: PyTree,
+    *,
+    members: Members,
+    batch_size: int,
+    epochs: int,
+    first: int = 1,
+    reduction: int = 3,
+    slots: int | None = None,
+    evaluation: PyTree = None,
+    metric: str = "loss",
+    largest: bool = False,
+    plan: Plan = Plan(),  # noqa: B008  frozen
+    shuffle: bool = True,
+    progress: bool = True,
+    devices: Sequence[jax.Device] | None = None,
+) -> Halving:
+    """Train all candidates for a few epochs, the best third of them three times as long, and so on.
+
+    After K. Jamieson and A. Talwalkar, "Non-stochastic best arm identification and hyperparameter
+    optimization", AISTATS 2016:
+
+        for budget in first, first * reduction, ..., epochs:
+            train the candidates up to the budget
+            candidates = the best of them, one in `reduction`
+
+    Survivors go on from where they stood, moved together into a smaller program, so that the work
+    shrinks with them. Where there are more candidates than `slots`, they train in turns: slots
+    whose members have reached the budget are refilled from the candidates that remain.
+
+    **Arguments:** as for `fit`, and
+
+    - `epochs`: of those who stay to the end; `first`: before the first halving.
+    - `reduction`: one in so many goes on.
+    - `slots`: members trained at a time; default all.
+    - `metric`: of the evaluation, or without one of the last epoch of training: the members are
+      ranked by it, `largest` first or smallest. Frozen members come last.
+
+    Raises what `fit` raises.
+    """
+    check_population(task, optimizer, plan, members)
+    few = members.take(range(_width(members, first, epochs, reduction, slots)))
+    source, like = as_data(data, batch_size=batch_size, seed=0, shuffle=shuffle, ragged="pad")
+    read = with_resampling(members, source)
+    if not isinstance(read, ArrayData):
+        raise errors.halving_needs_arrays()
+    made = make_program(task, optimizer, plan, like, few, read, True, devices)
+    assert isinstance(made, MembersProgram)
+    if evaluation is not None:
+        made.check_evaluation(evaluation)
+    console = Console(soft_wrap=True, highlight=False, quiet=not progress)
+    candidates = list(range(members.count))
+    state: TrainState | None = None
+    rungs: list[Rung] = []
+    frozen: set[int] = set()
+    for reached, budget in itertools.pairwise([0, *_budgets(first, epochs, reduction)]):
+        # Turns of one size, so that each rung is one compilation.
+        size = math.ceil(len(candidates) / math.ceil(len(candidates) / few.count))
+        made = made.of(members.take(candidates[:size]))
+        made.compile_loop(read.arrays)
+        parts, scores, seconds = [], [], []
+        for begin in range(0, len(candidates), size):
+            now = range(begin, min(begin + size, len(candidates)))
+            filled = [now[i % len(now)] for i in range(size)]
+            program = made.of(members.take([candidates[i] for i in filled]))
+            start = program.init() if state is None else take_members(state, filled)
+            trained, score, took = _train(program, start, read, reached, budget, evaluation, metric)
+            parts.append(take_members(trained, range(len(now))))
+            scores += score[: len(now)]
+            seconds.append(took)
+        state = join_members(*parts)
+        rungs.append(Rung(budget, candidates, scores, sum(seconds)))
+        skipped = np.asarray(state.skipped)
+        frozen = _told_of({candidates[i] for i in np.flatnonzero(skipped)}, frozen, members, budget)
+        order = _ranked(scores, skipped, largest)
+        keep = order if budget == epochs else order[: math.ceil(len(order) / reduction)]
+        told = f"{metric} best {scores[order[0]]:.4f}, {len(keep)} stay"
+        console.print(f"{budget} epochs: {len(candidates)} members in {sum(seconds):.2f} s, {told}")
+        candidates, state = [candidates[i] for i in keep], take_members(state, keep)
+    assert state is not None
+    return Halving(stay := members.take(candidates), state, made.of(stay), rungs)
+
+
+def _width(members: Members, first: Any, epochs: Any, reduction: Any, slots: Any) -> int:
+    """How many members train at a time. Raises `MembersError` for numbers that cannot be."""
+    numbers = whole_number(first), whole_number(epochs), whole_number(reduction, 2)
+    if None in numbers or first > epochs:
+        raise errors.halving_wrong_budget(first, epochs, reduction)
+    width = members.count if slots is None else whole_number(slots)
+    if width is None:
+        raise errors.halving_wrong_slots(slots)
+    return min(width, members.count)
+
+
+def _told_of(now: set[int], before: set[int], members: Members, budget: int) -> set[int]:
+    """All members that are frozen, the new ones warned of."""
+    if new := sorted(now - before):
+        warn_frozen(members, new, f"within {budget} epochs", stacklevel=4)
+    return now | before
+
+
+def _budgets(first: int, epochs: int, reduction: int) -> list[int]:
+    """First, first * reduction, ..., and at last epochs.
+
+    >>> _budgets(1, 20, 3)
+    [1, 3, 9, 20]
+    """
+    budgets = [first]
+    while budgets[-1] < epochs:
+        budgets.append(min(budgets[-1] * reduction, epochs))
+    return budgets
+
+
+def _train(
+    program: MembersProgram,
+    state: TrainState,
+    source: ArrayData,
+    reached: int,
+    budget: int,
+    evaluation: PyTree,
+    metric: str,
+) -> tuple[TrainState, list[float], float]:
+    """Train from one number of epochs to another; the state, scores and seconds."""
+    state, seconds = program.place(state), []
+    tally = MembersMetrics(program.members)
+    for turn in train_iter(program, state, source, start=Position(reached), epochs=budget):
+        state = turn.state
+        tally.add(turn, settle_all=True)
+        seconds.append(turn.seconds)
+        if turn.epoch_done and turn.position.epoch < budget:
+            tally = MembersMetrics(program.members)
+    means = tally.means() if evaluation is None else program.evaluate(state, evaluation)
+    if metric not in means:
+        raise errors.sweep_no_metric(metric, means)
+    return program.to_canonical(state), np.asarray(means[metric]).tolist(), sum(seconds)
+
+
+def _ranked(scores: list[float], skipped: np.ndarray, largest: bool) -> list[int]:
+    """Indices from the best to the worst; frozen members and NaN last."""
+    values = np.asarray(scores) * (-1 if largest else 1)
+    values = np.where((skipped > 0) | ~np.isfinite(values), np.inf, values)
+    return [int(index) for index in np.argsort(values, kind="stable")]

@@ -1,0 +1,254 @@
+"""Sweeps: settings that are numbers run as one population, those that change shapes in buckets."""
+
+import csv
+import dataclasses
+import math
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+from rich.console import Console
+
+from plurax import errors
+from plurax.ensemble.select import export_member
+from plurax.execute.population import HyperFn
+from plurax.members import Grid, Hyper, Members
+from plurax.plan import Plan
+from plurax.state import TrainState
+from plurax.task import Task
+from plurax.train.fit import Fit, fit
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """What `sweep` returns: one table over all members of all buckets.
+
+    **Fields:**
+
+    - `rows`: one for each member: `bucket`, its shape settings, `member`, `seed`,
+      hyperparameters, the last value of every metric (`loss`, `eval_loss`, ...), `frozen`, and
+      `seconds`, what its bucket took divided by its members.
+    - `fits`: for each bucket its shape settings and what `fit` returned.
+    """
+
+    rows: list[Row]
+    fits: list[tuple[Hyper, Fit]]
+
+    def best(self, metric: str | None = None, *, largest: bool = False) -> Row:
+        """The row with the smallest (or largest) metric among members that are not frozen.
+
+        The default metric is `eval_loss`, or `loss` where nothing was evaluated. Raises
+        `MembersError` for a metric there is none of, and where nothing was trained.
+        """
+        metric = self.metric(metric)
+        rows = [row for row in self.rows if not row["frozen"] and np.isfinite(row[metric])]
+        if not rows:
+            raise errors.sweep_all_frozen(len(self.rows))
+        return (max if largest else min)(rows, key=lambda row: row[metric])
+
+    def metric(self, name: str | None = None) -> str:
+        """The metric of that name, or the default one. Raises `MembersError`."""
+        if not self.rows:
+            raise errors.sweep_without_rows()
+        if name is None:
+            return "eval_loss" if "eval_loss" in self.rows[0] else "loss"
+        if name not in self.rows[0]:
+            raise errors.sweep_no_metric(name, self.rows[0])
+        return name
+
+    def state(self, row: Row) -> TrainState:
+        """The state of a row's member, as one network's."""
+        result, index = self._at(row)
+        return export_member(result.state, index)
+
+    def history(self, row: Row) -> list[Row]:
+        """Epoch by epoch, every metric of a row's member."""
+        result, index = self._at(row)
+        return [
+            {
+                "epoch": one["epoch"],
+                "step": one["step"],
+                **{name: _value(values, index) for name, values in one["members"].items()},
+            }
+            for one in result.history
+        ]
+
+    def _at(self, row: Row) -> tuple[Fit, int]:
+        if row not in self.rows:
+            raise errors.sweep_no_row(row)
+        result = self.fits[row["bucket"]][1]
+        numbers = [one["member"] for one in result.program.members.table()]
+        return result, numbers.index(row["member"])
+
+    def to_pandas(self, *, history: bool = False) -> Any:
+        """The table as a `pandas.DataFrame`; with `history` one row per member and epoch.
+
+        Raises `MembersError` without pandas.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise errors.needs_pandas() from None
+        if not history or not self.rows:
+            return pandas.DataFrame(self.rows)
+        names = [name for name in self.rows[0] if name not in self.history(self.rows[0])[0]]
+        return pandas.DataFrame(
+            [
+                {**{n: row[n] for n in names}, **one}
+                for row in self.rows
+                for one in self.history(row)
+            ]
+        )
+
+    def save_csv(self, path: str | Path) -> None:
+        """The table as comma-separated values. Raises `MembersError` where it is empty."""
+        if not self.rows:
+            raise errors.sweep_without_rows()
+        with Path(path).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(self.rows[0]))
+            writer.writeheader()
+            writer.writerows(self.rows)
+
+
+def sweep(
+    task: Task | HyperFn | Callable[..., Task | HyperFn],
+    optimizer: Any,
+    data: PyTree,
+    *,
+    members: Members,
+    shapes: Grid | Sequence[Hyper] = ({},),
+    plan: Plan = Plan(),  # noqa: B008  frozen
+    batch_size: int | None = None,
+    num_parallel: int = 1,
+    output: str | Path | None = None,
+    progress: bool = True,
+    devices: Sequence[jax.Device] | None = None,
+    **options: Any,
+) -> Sweep:
+    """Train every setting of a sweep: one compiled program for each shape.
+
+    **Arguments:**
+
+    - `task`: with shapes, a function `task(width=..., ...)` of a shape's settings that returns a
+      `Task`, or a function of hyperparameters that returns one; else as for `fit`.
+    - `optimizer`, `data`, `members`, `plan`: as for `fit`. Every bucket has the same members.
+    - `shapes`: settings that change shapes or code: a `grid`, or a list of dicts. `batch_size`
+      among them goes to `fit`, the others to `task`.
+    - `num_parallel`: how many buckets at once, each on devices of its own; the plan is that of one.
+    - `output`: a directory with one of `fit` for each bucket, and `table.csv`.
+    - `options`: of `fit`: `epochs`, `evaluation`, `resume`, ...
+
+    Raises what `fit` raises, and `PlanError` where `num_parallel` plans do not fit the devices.
+    """
+    buckets = _buckets(shapes)
+    names = list(dict.fromkeys(name for shape in buckets for name in shape))
+    settings = [name for name in names if name != "batch_size"]
+    if settings and isinstance(task, Task):
+        raise errors.sweep_task_not_a_function(settings)
+    available = list(jax.devices() if devices is None else devices)
+    Plan(member=plan.devices * num_parallel).check_devices(len(available))
+    groups: queue.SimpleQueue[list[jax.Device]] = queue.SimpleQueue()
+    for index in range(num_parallel):
+        groups.put(available[index * plan.devices : (index + 1) * plan.devices])
+    console = Console(soft_wrap=True, highlight=False, quiet=not progress)
+
+    def run(shape: Hyper) -> Fit:
+        group = groups.get()
+        settings = {name: value for name, value in shape.items() if name != "batch_size"}
+        maker: Any = task
+        try:
+            result = fit(
+                maker(**settings) if settings else task,
+                optimizer,
+                data,
+                members=members,
+                plan=plan,
+                batch_size=shape.get("batch_size", batch_size),
+                output=None if output is None else Path(output) / _name(shape),
+                progress=False,
+                devices=group,
+                **options,
+            )
+        finally:
+            groups.put(group)
+        console.print(_line(shape, result), markup=False)
+        return result
+
+    results = _run_all(run, buckets, num_parallel)
+    fits = [pair for pair in zip(buckets, results, strict=False) if pair[1].history]
+    table = Sweep([row for i, pair in enumerate(fits) for row in _rows(i, names, *pair)], fits)
+    if output is not None and table.rows:
+        table.save_csv(Path(output) / "table.csv")
+    return table
+
+
+def _buckets(shapes: Any) -> list[Hyper]:
+    """The settings of each bucket. Raises `MembersError`."""
+    if isinstance(shapes, Grid):
+        return shapes.settings()
+    listed = isinstance(shapes, Sequence) and all(isinstance(one, Mapping) for one in shapes)
+    if not listed or not shapes:
+        raise errors.sweep_shapes_not_settings(shapes)
+    return [dict(one) for one in shapes]
+
+
+def _run_all(run: Callable[[Hyper], Fit], buckets: list[Hyper], num_parallel: int) -> list[Fit]:
+    if num_parallel > 1:
+        with ThreadPoolExecutor(num_parallel) as pool:
+            return list(pool.map(run, buckets))
+    # On this thread, where fit hears Ctrl-C: what is done by then is the table.
+    results: list[Fit] = []
+    for shape in buckets:
+        results.append(run(shape))
+        if results[-1].interrupted:
+            break
+    return results
+
+
+def _line(shape: Hyper, result: Fit) -> str:
+    """What is shown of a bucket when it is done."""
+    if not result.history:
+        return f"{_name(shape)}: stopped before its first report"
+    last = result.history[-1]
+    return (
+        f"{_name(shape)}: {result.program.count} members, loss {last['loss']:.4f} "
+        f"({last['loss_best']:.4f} to {last['loss_worst']:.4f}), {_seconds(result):.1f} s"
+    )
+
+
+def _name(shape: Hyper) -> str:
+    return ",".join(f"{name}={value}" for name, value in shape.items()) or "members"
+
+
+def _seconds(result: Fit) -> float:
+    return float(sum(row["seconds"] for row in result.history))
+
+
+def _value(values: list[Any], index: int) -> float:
+    """NaN where a member was not there yet, or had no finite value."""
+    value = values[index] if index < len(values) else None
+    return math.nan if value is None else float(value)
+
+
+def _rows(bucket: int, names: list[str], shape: Hyper, result: Fit) -> list[Row]:
+    last = result.history[-1]["members"]
+    table = result.program.members.table()
+    skipped = np.asarray(result.state.skipped)
+    return [
+        {
+            "bucket": bucket,
+            **{name: shape.get(name) for name in names},
+            **one,
+            **{name: _value(values, index) for name, values in last.items()},
+            "frozen": bool(skipped[index]),
+            "seconds": _seconds(result) / len(table),
+        }
+        for index, one in enumerate(table)
+    ]

@@ -1,0 +1,1 @@
+"""The training loop, its data, log, progress and checkpoints."""

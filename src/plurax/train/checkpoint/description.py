@@ -1,0 +1,61 @@
+"""The description of a checkpoint: JSON with a format version and a checksum of its own.
+
+    {"format": 2, "sha256": "<of format and values>", "values": {...}}
+
+This envelope is the same in every later format, so that any version of plurax can tell a newer
+checkpoint from a damaged one.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from plurax import errors
+from plurax.train.checkpoint.damage import Damage
+
+FORMAT = 2
+"""1 had no checksum."""
+
+FIRST_FORMAT = {"fingerprints", "shapes", "key_impl"}
+"""What every description of format 1 holds."""
+
+
+def sealed(values: dict[str, Any]) -> dict[str, Any]:
+    """The description to write. Raises `CheckpointError` for values that JSON does not know."""
+    try:
+        values = json.loads(json.dumps(values))  # keys are text from here on
+    except (TypeError, ValueError) as error:
+        raise errors.checkpoint_meta_not_json(str(error)) from None
+    return {"format": FORMAT, "sha256": _digest(FORMAT, values), "values": values}
+
+
+def read_description(step: Path) -> dict[str, Any]:
+    """The values of a checkpoint's description.
+
+    Raises `Damage`; `CheckpointError` where another version of plurax wrote it.
+    """
+    try:
+        content = (step / "meta" / "metadata").read_bytes()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise Damage("its description is missing") from None
+    try:
+        envelope = json.loads(content)
+    except ValueError:
+        raise Damage("its description is no longer JSON") from None
+    if not isinstance(envelope, dict):
+        raise Damage("its description is not as it was saved")
+    if envelope.keys() >= FIRST_FORMAT and "sha256" not in envelope:
+        raise errors.checkpoint_older(str(step), 1, FORMAT)
+    number, values = envelope.get("format"), envelope.get("values")
+    if envelope.get("sha256") != _digest(number, values):
+        raise Damage("its description is not as it was saved")
+    if number != FORMAT:
+        raise errors.checkpoint_newer(str(step), number, FORMAT)
+    assert isinstance(values, dict)
+    return values
+
+
+def _digest(number: Any, values: Any) -> str:
+    text = json.dumps([number, values], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,72 @@
+"""A SHA-256 of each file of a saved state, beside them.
+
+Orbax reads a truncated file with some error, and a changed byte often with none. With the digests,
+damage is known before Orbax looks at a file; whatever it raises after that is not damage.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+
+from plurax import errors
+from plurax.train.checkpoint.damage import Damage
+from plurax.validate import local_path
+
+DIGESTS = "sha256.json"
+
+
+def write_digests(directory: Path) -> None:
+    """Add the digests to a folder in which all files are written."""
+    with (directory / DIGESTS).open("x", encoding="utf-8") as file:
+        json.dump(_digests(directory), file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def verify_files(directory: Path) -> None:
+    """Raise `Damage` unless every file is there as it was saved."""
+    try:
+        saved = json.loads((directory / DIGESTS).read_bytes())
+        found = _digests(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        raise Damage(f"{directory.name}/{DIGESTS} is missing") from None
+    except ValueError:
+        raise Damage(f"{directory.name}/{DIGESTS} is no longer JSON") from None
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        raise Damage(f"{error.filename or directory} cannot be read: {error.strerror}") from None
+    if not isinstance(saved, dict) or not saved:
+        raise Damage(f"{directory.name}/{DIGESTS} is not as it was saved")
+    for name, digest in saved.items():
+        if name not in found:
+            raise Damage(f"{directory.name}/{name} is missing")
+        if found[name] != digest:
+            raise Damage(f"the bytes of {directory.name}/{name} are not those that were saved")
+
+
+def _digests(directory: Path) -> dict[str, str]:
+    found = {}
+    for path in sorted(directory.rglob("*")):
+        if path.is_file() and path.name != DIGESTS:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            found[path.relative_to(directory).as_posix()] = digest
+    return found
+
+
+def usable_folder(directory: str | Path) -> Path:
+    """The absolute path of a folder for checkpoints.
+
+    Raises `CheckpointError` for a URL, and for a path that the file library under Orbax takes for
+    another: it reads a backslash as a slash, and knows only UTF-8.
+    """
+    path = local_path(directory).absolute()
+    if "\\" in str(path):
+        raise errors.folder_with_backslash(str(path))
+    if re.search(r"[\ud800-\udfff\0]", str(path)):
+        raise errors.folder_not_text(repr(str(path)))
+    return path

@@ -1,0 +1,305 @@
+"""Save, verify and restore training state, with Orbax.
+
+A checkpoint is a folder named by its step:
+
+    8/meta/metadata       the description: where the run stands, shapes, fingerprints; a checksum
+    8/state/              the arrays, by Orbax
+    8/state/sha256.json   a digest of each of those files
+
+Orbax does not notice a flipped byte. Digests tell damaged files before Orbax reads them; the
+fingerprints, computed on the devices before saving and after restoring, tell the rest.
+"""
+
+import itertools
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from plurax import errors, tree
+from plurax.state import TrainState
+from plurax.train.checkpoint.damage import Damage, DamagedCheckpointWarning
+from plurax.train.checkpoint.description import read_description, sealed
+from plurax.train.checkpoint.files import usable_folder
+from plurax.train.checkpoint.fingerprint import fingerprints
+from plurax.train.checkpoint.lock import FolderLock
+
+Meta = dict[str, Any]
+
+LOCK = "writer.lock"
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one directory; the newest `keep` are kept.
+
+    Opening, listing and restoring write nothing, so a run can be looked at while it trains. The
+    first `save`, or `lock`, makes this object the directory's only writer until `close`; where
+    another process writes, that raises `CheckpointError` naming it. Saving goes on in the
+    background while training continues; `close` waits for it. Use as a context manager.
+
+    Raises `CheckpointError` for a directory whose name cannot be used.
+    """
+
+    def __init__(self, directory: str | Path, *, keep: int = 3) -> None:
+        self.directory = usable_folder(directory)
+        self._keep = keep
+        self._lock = FolderLock(self.directory / LOCK)
+        self._manager: Any = None
+        self._damaged: set[int] = set()  # found while only reading
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint on disk, oldest first."""
+        return sorted(int(name) for name in self._names() if _is_step(name))
+
+    def damaged(self) -> list[str]:
+        """The names of the checkpoints that were set aside."""
+        return [name for name in self._names() if _is_step(name.partition(".damaged")[0])
+                and ".damaged" in name]  # fmt: skip
+
+    def _names(self) -> list[str]:
+        try:
+            return sorted(path.name for path in self.directory.iterdir() if path.is_dir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    # --- Writing ------------------------------------------------------------------------------
+
+    def lock(self) -> None:
+        """Become the directory's only writer, and remove saves that a dead one left unfinished.
+
+        From here on `restore` renames damaged checkpoints. Raises `CheckpointError` where another
+        process writes, or the directory cannot be written.
+        """
+        if self._manager is not None:
+            return
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+            for unfinished in self.directory.glob("*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(unfinished, ignore_errors=True)
+            for step in filter(self._is_there, self._damaged):
+                self._set_aside(step)
+            from plurax.train.checkpoint.arrays import open_manager
+
+            self._manager = open_manager(self.directory, self._keep)
+        except OSError as error:
+            raise errors.checkpoint_not_written(str(self.directory), str(error)) from None
+        finally:
+            if self._manager is None:
+                self._lock.release()
+
+    def save(self, state: TrainState, meta: Meta) -> None:
+        """Save a state and its JSON description; returns before the bytes are on disk.
+
+        A state that is there already is not written again. Raises `CheckpointError` if this or the
+        save before it failed, or if the state is older than the newest saved, or another of the
+        same step.
+        """
+        self.lock()
+        self.wait()
+        assert self._manager is not None
+        plain, keys = _plain(state)
+        prints = fingerprints(plain)
+        step, newest = state.steps_taken, max(self.steps(), default=-1)
+        if step <= newest:
+            if self._fingerprints_of(step) != prints:
+                raise errors.checkpoint_not_newer(str(self.directory), step, newest)
+            return
+        described = {
+            "shapes": tree.describe(plain) + keys,
+            "key_impls": _key_impls(state),
+            "fingerprints": prints,
+        }
+        from plurax.train.checkpoint.arrays import write_state
+
+        try:
+            saved = write_state(self._manager, step, plain, sealed({"run": meta, **described}))
+        except Exception as error:
+            raise self._not_written(error) from error
+        assert saved, "Orbax leaves out only steps that are not newer"
+
+    def _fingerprints_of(self, step: int) -> dict[str, str] | None:
+        try:
+            return read_description(self.directory / str(step))["fingerprints"]
+        except Damage:
+            return None
+
+    def move_all(self, target: Path) -> None:
+        """Move all checkpoints, damaged ones too, to a new directory. Raises `OSError`."""
+        self.lock()
+        self.wait()
+        assert self._manager is not None
+        target.mkdir()
+        for name in [*self.damaged(), *map(str, self.steps())]:
+            (self.directory / name).rename(target / name)
+        self._manager.reload()
+
+    def wait(self) -> None:
+        """Wait until what was saved is on disk. Raises `CheckpointError` if it failed."""
+        if self._manager is None:
+            return
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise self._not_written(error) from error
+
+    def _not_written(self, error: Exception) -> errors.CheckpointError:
+        assert self._manager is not None
+        self._manager.reload()  # Orbax takes a failed save for one that is there
+        return errors.checkpoint_not_written(str(self.directory), str(error))
+
+    def close(self) -> None:
+        """Wait, and let go of the directory."""
+        try:
+            self.wait()
+        finally:
+            if self._manager is not None:
+                self._manager.close()
+                self._manager = None
+            self._lock.release()
+
+    # --- Reading ------------------------------------------------------------------------------
+
+    def restore(
+        self, like: TrainState | Callable[[Meta], TrainState]
+    ) -> tuple[TrainState, Meta] | None:
+        """The newest state that is whole, and its JSON; None if there is none.
+
+        **Arguments:**
+
+        - `like`: `Program.state_shapes`: shapes, dtypes and where each leaf shall lie. The plan
+          that saved the state does not matter. Or a function that makes them of the JSON.
+
+        Damaged checkpoints are passed over with a `DamagedCheckpointWarning`, and renamed
+        `<step>.damaged` by the writer (see `lock`). Raises `CheckpointError` where only damaged
+        ones are left, now or from before, and where the state is of another task, optimizer or
+        version of plurax. Any other error, such as memory that does not suffice, is passed on.
+        """
+        self.wait()
+        reasons: list[str] = []
+        steps = self.steps()
+        newest = max(steps, default=-1)
+        while steps:
+            step = steps.pop()
+            try:
+                return self._restore(step, like)
+            except Exception as error:
+                # A writer may have removed it while it was read here, and has then saved others.
+                now = self.steps()
+                if step not in now or now[-1] > newest:
+                    steps, newest, reasons = now, max(now, default=-1), []
+                elif isinstance(error, Damage):
+                    reasons.append(self._report(step, str(error)))
+                else:
+                    raise
+        reasons += [f"{name}: set aside before" for name in self.damaged() if not reasons]
+        if reasons:
+            raise errors.checkpoint_all_damaged(str(self.directory), reasons)
+        return None
+
+    def _restore(
+        self, step: int, like: TrainState | Callable[[Meta], TrainState]
+    ) -> tuple[TrainState, Meta]:
+        directory = self.directory / str(step)
+        described = read_description(directory)
+        if callable(like):
+            like = like(described["run"])
+        plain_like, keys = _plain(like)
+        shapes = tree.describe(plain_like) + keys
+        if shapes != described["shapes"]:
+            raise errors.checkpoint_mismatch(str(self.directory), shapes, described["shapes"])
+        from plurax.train.checkpoint.arrays import read_state
+
+        plain = read_state(directory, plain_like)
+        found, saved = fingerprints(plain), described["fingerprints"]
+        changed = [path for path, value in found.items() if value != saved.get(path)]
+        if changed:
+            raise Damage(f"the bytes of {', '.join(changed)} are not those that were saved")
+        return _keyed(plain, described["key_impls"]), described["run"]
+
+    def _is_there(self, step: int) -> bool:
+        return (self.directory / str(step)).is_dir()
+
+    def _report(self, step: int, damage: str) -> str:
+        """Set aside what is damaged, or remember it; warn; the reason in words."""
+        reason = f"step {step}: {damage}"
+        if self._manager is None:
+            self._damaged.add(step)
+            what = "passed over; training with resume sets it aside"
+        else:
+            what = f"set aside as {self._set_aside(step)}"
+            self._manager.reload()
+        warnings.warn(f"the checkpoint of {reason}; {what}", DamagedCheckpointWarning, stacklevel=3)
+        return reason
+
+    def _set_aside(self, step: int) -> str:
+        for number in itertools.count(1):
+            target = self.directory / f"{step}.damaged{'' if number == 1 else f'.{number}'}"
+            if not target.exists():
+                break
+        (self.directory / str(step)).rename(target)
+        return target.name
+
+
+def _is_step(name: str) -> bool:
+    return name.isascii() and name.isdigit() and str(int(name)) == name
+
+
+# --- The state as ordinary arrays -------------------------------------------------------------
+
+
+def _plain(state: TrainState) -> tuple[dict[str, PyTree], str]:
+    """The state as a dict of ordinary arrays, random keys as their data; which were keys, in words.
+
+    `state` may be of `jax.ShapeDtypeStruct`s.
+    """
+
+    def plain(leaf: Any) -> Any:
+        if not _is_key(leaf):
+            return leaf
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.random.key_data(leaf)
+        data = jax.eval_shape(jax.random.key_data, leaf)
+        sharding = leaf.sharding or state.step.sharding
+        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
+
+    keys = [f"\n    {path} is a {leaf.dtype}" for path, leaf in _keys(state).items()]
+    return jax.tree.map(plain, _parts(state)), "".join(keys)
+
+
+def _keyed(plain: dict[str, PyTree], impls: dict[str, str]) -> TrainState:
+    """The inverse of `_plain`."""
+
+    def keyed(path: Any, leaf: Any) -> Any:
+        impl = impls.get(tree.path_name(path))
+        return leaf if impl is None else jax.random.wrap_key_data(leaf, impl=impl)
+
+    return TrainState(**jax.tree.map_with_path(keyed, plain))
+
+
+def _key_impls(state: TrainState) -> dict[str, str]:
+    return {path: str(jax.random.key_impl(leaf)) for path, leaf in _keys(state).items()}
+
+
+def _keys(state: TrainState) -> dict[str, Any]:
+    named = tree.named_leaves(_parts(state))
+    return {path: leaf for path, leaf in named.items() if _is_key(leaf)}
+
+
+def _parts(state: TrainState) -> dict[str, PyTree]:
+    names = ("step", "params", "opt_state", "model_state", "key", "skipped")
+    return {name: getattr(state, name) for name in names}
+
+
+def _is_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)

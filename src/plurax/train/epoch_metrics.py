@@ -1,0 +1,305 @@
+"""What an epoch adds up to, from the metrics of its steps; of one network or of a population."""
+
+import abc
+import dataclasses
+import math
+import time
+import warnings
+from collections import deque
+from typing import Any
+
+import jax
+import numpy as np
+
+from plurax.members import Members
+from plurax.train.log import Row
+from plurax.train.train_iter import StepOutput
+
+COUNTS = ("weight", "examples", "skipped")
+
+
+class NonFiniteWarning(UserWarning):
+    """A loss or gradient was not finite; the update was left out."""
+
+
+FETCH_AFTER = 2
+"""Turns whose metrics may still be computing while the next is started."""
+
+
+class EpochMetrics(abc.ABC):
+    """Sums over an epoch's steps; a skipped step counts only as skipped.
+
+    Metrics are fetched from the device some turns late, so that the host never waits for the step
+    it has just started.
+    """
+
+    def __init__(self, saved: dict[str, Any] | None = None) -> None:
+        saved = saved or {}
+        self.sums: dict[str, Any] = dict(saved.get("sums", {}))
+        self.weight: Any = saved.get("weight", 0.0)
+        self.examples: int = saved.get("examples", 0)
+        self.skipped: Any = saved.get("skipped", 0)
+        self.seconds: float = saved.get("seconds", 0.0)
+        self.untimed: int = saved.get("untimed", 0)
+        self._since: float | None = None
+        self.untimed_seconds: float = saved.get("untimed_seconds", 0.0)
+        self._waiting: deque[StepOutput] = deque()
+
+    def to_json(self) -> dict[str, Any]:
+        """What a checkpoint keeps, so that a resumed epoch is reported whole.
+
+        A snapshot: the checkpoint is written in the background, while the tally goes on.
+        """
+        names = ("weight", "examples", "skipped", "seconds", "untimed", "untimed_seconds")
+        values = {"sums": dict(self.sums), **{name: getattr(self, name) for name in names}}
+        return jax.tree.map(lambda v: v.tolist() if hasattr(v, "tolist") else v, values)
+
+    def add(self, steps: StepOutput, *, settle_all: bool) -> list[StepOutput]:
+        """Take a turn; return those whose metrics have arrived, metrics on the host."""
+        self._waiting.append(steps)
+        if self._since is None:
+            # The first call of a run: waited for, and left out of the throughput.
+            asked, before = time.monotonic(), self.examples
+            settled = self.fetch()
+            self.untimed_seconds += steps.seconds + time.monotonic() - asked
+            self.untimed += self.examples - before
+            self.start()
+            return settled
+        settled = self.fetch(0 if settle_all else FETCH_AFTER)
+        self._take_time()
+        return settled
+
+    def start(self) -> None:
+        """Start the clock: of an epoch after its run's first, once the one before is reported."""
+        self._since = time.monotonic()
+
+    def _take_time(self) -> None:
+        assert self._since is not None
+        now = time.monotonic()
+        self.seconds += now - self._since
+        self._since = now
+
+    def fetch(self, waiting: int = 0) -> list[StepOutput]:
+        """Count the turns up to the last `waiting` ones, and return them."""
+        settled = []
+        while len(self._waiting) > waiting:
+            steps = self._waiting.popleft()
+            host = jax.tree.map(self._by_step, jax.device_get(steps.metrics))
+            steps = dataclasses.replace(steps, metrics=host)
+            self._count(host)
+            settled.append(steps)
+        return settled
+
+    def _count(self, metrics: dict[str, np.ndarray]) -> None:
+        """Add metrics `(..., k)` up over the steps."""
+        ok = metrics["skipped"] == 0
+        weight = np.where(ok, metrics["weight"], 0.0).astype(np.float64)
+        self.weight = _added(self.weight, weight)
+        self.examples += int(metrics["examples"].sum())
+        self.skipped = self.skipped + (~ok).sum(-1)
+        for name, values in metrics.items():
+            if name not in COUNTS:
+                kept = np.where(ok, values, 0.0).astype(np.float64)
+                self.sums[name] = _added(self.sums.get(name, 0.0), weight * kept)
+
+    def means(self) -> dict[str, Any]:
+        """Weighted means of the epoch so far, the loss first; NaN where nothing has weight."""
+        names = ["loss", *sorted(set(self.sums) - {"loss"})]
+        weight = np.where(np.equal(self.weight, 0), math.nan, self.weight)
+        return {name: np.asarray(self.sums.get(name, math.nan)) / weight for name in names}
+
+    @property
+    def examples_per_second(self) -> float:
+        """Throughput of the epoch so far by the clock on the wall, the run's first call left out.
+
+        What has not arrived from the device is not counted. Where there was nothing but the first
+        call, it is that call's.
+        """
+        if self.examples == self.untimed:
+            return self.examples / max(self.untimed_seconds, 1e-9)
+        return (self.examples - self.untimed) / max(self.seconds, 1e-9)
+
+    @abc.abstractmethod
+    def fresh(self) -> "EpochMetrics":
+        """The tally of the next epoch: empty, but what was warned of is not forgotten."""
+
+    @abc.abstractmethod
+    def _by_step(self, metric: np.ndarray) -> np.ndarray:
+        """A metric of a turn with the steps as its last dim."""
+
+    @abc.abstractmethod
+    def step_rows(self, steps: StepOutput) -> list[Row]:
+        """What is logged of each step of a settled turn."""
+
+    @abc.abstractmethod
+    def summary(self) -> str:
+        """How the last step went, in a few words; empty while no metrics have arrived."""
+
+    @abc.abstractmethod
+    def warn_not_finite(self, step: int) -> None:
+        """Say so at the first skipped update of an epoch; the epoch's row has the count."""
+
+    @abc.abstractmethod
+    def epoch_row(self, step: int, epoch: int, evaluation: dict[str, Any] | None) -> Row:
+        """What is reported of a whole epoch; `evaluation` as `Program.evaluate` returns it."""
+
+    def _row(self, step: int, epoch: int, values: dict[str, Any], skipped: int) -> Row:
+        return {
+            "kind": "epoch",
+            "epoch": epoch,
+            "step": step,
+            **values,
+            "examples": self.examples,
+            "skipped": skipped,
+            "seconds": self.seconds + self.untimed_seconds,
+            "examples_per_second": self.examples_per_second,
+        }
+
+
+def _added(total: Any, values: np.ndarray) -> np.ndarray:
+    """`total` (...) and `values` (..., k) added up, one step after the other.
+
+    How many steps a turn has is chosen by the clock; the bits of the sum must not depend on it.
+    """
+    before = np.broadcast_to(np.asarray(total, np.float64), values.shape[:-1])[..., None]
+    return np.cumsum(np.concatenate([before, values], -1), -1)[..., -1]
+
+
+def _step_numbers(steps: StepOutput, count: int) -> list[dict[str, Any]]:
+    epoch = steps.position.epoch + (0 if steps.epoch_done else 1)
+    first = steps.step - count + 1
+    return [{"kind": "step", "step": first + i, "epoch": epoch} for i in range(count)]
+
+
+class NetworkMetrics(EpochMetrics):
+    """The tally of one network."""
+
+    def __init__(self, saved: dict[str, Any] | None = None) -> None:
+        super().__init__(saved)
+        self._warned = self.skipped > 0
+        self._last = math.nan
+
+    def fresh(self) -> "NetworkMetrics":
+        """An empty tally: a skipped update is told of in each epoch in which there is one."""
+        return NetworkMetrics()
+
+    def _by_step(self, metric: np.ndarray) -> np.ndarray:
+        return np.atleast_1d(metric)
+
+    def step_rows(self, steps: StepOutput) -> list[Row]:
+        """Every metric."""
+        self._last = float(steps.metrics["loss"][-1])
+        numbers = _step_numbers(steps, len(steps.metrics["loss"]))
+        values = {name: value.tolist() for name, value in steps.metrics.items()}
+        return [
+            {**row, **{name: value[index] for name, value in values.items()}}
+            for index, row in enumerate(numbers)
+        ]
+
+    def summary(self) -> str:
+        """The last loss."""
+        return "" if math.isnan(self._last) and not self.skipped else f"loss {self._last:.4g}"
+
+    def warn_not_finite(self, step: int) -> None:
+        """Say so at the first skipped update of an epoch; the epoch's row has the count."""
+        if self.skipped and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"at or before step {step} the loss or its gradient was not finite: the update was "
+                "left out on all devices and the parameters are unchanged. A smaller learning "
+                "rate or optax.clip_by_global_norm may help; a NaN in the data will come again.",
+                NonFiniteWarning,
+                stacklevel=3,
+            )
+
+    def epoch_row(self, step: int, epoch: int, evaluation: dict[str, Any] | None) -> Row:
+        """Weighted means of the training metrics, and those of the evaluation as `eval_...`."""
+        values = {name: float(mean) for name, mean in self.means().items()}
+        values |= {f"eval_{name}": mean for name, mean in (evaluation or {}).items()}
+        return self._row(step, epoch, values, int(self.skipped))
+
+
+class MembersMetrics(EpochMetrics):
+    """The tally of a population: sums `(members,)`.
+
+    Rows hold the median over members of every metric, `loss_best` and `loss_worst`, and under
+    `members` all values. Frozen members are left out of the medians.
+    """
+
+    def __init__(self, members: Members, saved: dict[str, Any] | None = None) -> None:
+        super().__init__(saved)
+        self._members = members
+        self.sums = {name: np.asarray(values) for name, values in self.sums.items()}
+        self.weight, self.skipped = np.asarray(self.weight), np.asarray(self.skipped)
+        self._frozen: set[int] = set()
+        self._last: np.ndarray | None = None
+
+    def fresh(self) -> "MembersMetrics":
+        """An empty tally: a frozen member stays so, and is told of once."""
+        tally = MembersMetrics(self._members)
+        tally._frozen = self._frozen
+        return tally
+
+    def _by_step(self, metric: np.ndarray) -> np.ndarray:
+        return metric[:, None] if metric.ndim == 1 else metric
+
+    def step_rows(self, steps: StepOutput) -> list[Row]:
+        """The median, best and worst loss."""
+        loss = steps.metrics["loss"].astype(np.float64)
+        loss = np.where(steps.metrics["skipped"] == 0, loss, math.nan)
+        self._last = loss[:, -1]
+        numbers = _step_numbers(steps, loss.shape[1])
+        return [{**row, **_spread("loss", now)} for row, now in zip(numbers, loss.T, strict=True)]
+
+    def summary(self) -> str:
+        """Best, median and worst loss of the last step."""
+        if self._last is None:
+            return ""
+        spread = _spread("loss", self._last)
+        best, median, worst = (spread[n] for n in ("loss_best", "loss", "loss_worst"))
+        return f"loss best {best:.4g} median {median:.4g} worst {worst:.4g}"
+
+    def warn_not_finite(self, step: int) -> None:
+        """Name the members that were frozen since the last time."""
+        new = sorted(set(np.flatnonzero(self.skipped).tolist()) - self._frozen)
+        if not new:
+            return
+        self._frozen |= set(new)
+        warn_frozen(self._members, new, f"at or before step {step}", stacklevel=4)
+
+    def epoch_row(self, step: int, epoch: int, evaluation: dict[str, Any] | None) -> Row:
+        """The spread of every metric over the members, and all values under `members`."""
+        every = self.means() | {f"eval_{k}": v for k, v in (evaluation or {}).items()}
+        values: dict[str, Any] = {}
+        # Its evaluation is still finite: what a frozen member was before it went wrong.
+        well = np.broadcast_to(np.equal(self.skipped, 0), (self._members.count,))
+        for name, all_ in every.items():
+            values |= _spread(name, all_[well], ends=name in ("loss", "eval_loss"))
+        frozen = int(np.count_nonzero(self.skipped))
+        row = self._row(step, epoch, values, frozen)
+        return {**row, "members": {name: all_.tolist() for name, all_ in every.items()}}
+
+
+def warn_frozen(members: Members, new: list[int], when: str, *, stacklevel: int) -> None:
+    """Name the members, by index, that were frozen."""
+    named = "; ".join(
+        ", ".join(f"{name} {value:.6g}" for name, value in row.items())
+        for row in members.take(new[:5]).table()
+    )
+    more = f" and {len(new) - 5} more" if len(new) > 5 else ""
+    warnings.warn(
+        f"{when} the loss or its gradient was not finite in {len(new)} of {members.count} members, "
+        f"which are frozen as they were while the others go on: {named}{more}.",
+        NonFiniteWarning,
+        stacklevel=stacklevel,
+    )
+
+
+def _spread(name: str, values: np.ndarray, *, ends: bool = True) -> dict[str, float]:
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        finite = np.asarray([math.nan])
+    spread = {name: float(np.median(finite))}
+    if ends:
+        spread |= {f"{name}_best": float(finite.min()), f"{name}_worst": float(finite.max())}
+    return spread

@@ -1,0 +1,376 @@
+"""`fit`: trains, logs, evaluates, saves, and stops cleanly."""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import PyTree
+
+from plurax import errors, tree
+from plurax.execute.check import check_kinds
+from plurax.execute.members_program import MembersProgram
+from plurax.execute.memory_error import out_of_memory_said
+from plurax.execute.population import HyperFn
+from plurax.members import Members
+from plurax.plan import Plan
+from plurax.state import TrainState
+from plurax.task import Task
+from plurax.train.checkpoint import Checkpoints
+from plurax.train.data import Data, Position, Ragged, as_data
+from plurax.train.epoch_metrics import EpochMetrics, MembersMetrics, NetworkMetrics
+from plurax.train.log import MetricsLog, Row
+from plurax.train.progress import TrainingProgress
+from plurax.train.restore import (
+    AnyProgram,
+    make_program,
+    members_meta,
+    restore,
+    saved_tuning,
+    with_resampling,
+)
+from plurax.train.run_folder import check_same_run, epoch_length, move_run_aside, save_plan
+from plurax.train.train_iter import train_iter
+from plurax.validate import check_seed, local_path, whole_number
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """What `fit` returns.
+
+    **Fields:**
+
+    - `state`: the trained state; of a population every leaf has a leading dim of members.
+    - `program`: to predict and evaluate with.
+    - `history`: one row per epoch: weighted means of the training metrics, those of the evaluation
+      under `eval_...`, `seconds`, `examples_per_second`, `skipped`. Of a population the medians
+      over members, `loss_best` and `loss_worst`, and all values in lists under `members`.
+    - `interrupted`: the signal that ended training early (`"SIGINT"`, `"SIGTERM"`), or None.
+    """
+
+    state: TrainState
+    program: Any
+    history: list[Row]
+    interrupted: str | None = None
+
+
+def fit(
+    task: Task | HyperFn,
+    optimizer: optax.GradientTransformation | HyperFn,
+    data: PyTree | Iterable[PyTree],
+    *,
+    plan: Plan = Plan(),  # noqa: B008  frozen
+    members: Members | None = None,
+    epochs: int = 1,
+    batch_size: int | None = None,
+    seed: int = 0,
+    evaluation: PyTree | Iterable[PyTree] | None = None,
+    shuffle: bool = True,
+    ragged: Ragged = "pad",
+    output: str | Path | None = None,
+    resume: bool = False,
+    restart: bool = False,
+    report_every: int = 1,
+    checkpoint_every: int | None = None,
+    resident: bool | None = None,
+    progress: bool = True,
+    devices: Sequence[jax.Device] | None = None,
+) -> Fit:
+    """Train a task on data.
+
+    **Arguments:**
+
+    - `task`, `optimizer`, `plan`: what is trained, by which rule, spread how. With members, task
+      and optimizer may be functions of a member's hyperparameters: `hyper -> Task`, `hyper -> optax
+      transformation`.
+    - `members`: a population to train instead of one network.
+    - `data`: arrays in a tree (a dict of arrays with the same leading dim), shuffled anew every
+      epoch; or a Grain dataset of batches, or any iterable of batches that can be read again.
+    - `epochs`: passes over the data.
+    - `batch_size`: examples of a step; needed for arrays, else taken from the first batch.
+    - `seed`: of initialisation, dropout and order; with it training repeats bit for bit. Members
+      have seeds of their own instead.
+    - `evaluation`: data to evaluate on after each epoch, over all examples exactly.
+    - `shuffle`: whether arrays are taken in a new order each epoch.
+    - `ragged`: a smaller last batch is `"pad"`: trained exactly as it is; `"drop"`: left out;
+      `"error"`: refused.
+    - `output`: a directory for `metrics.jsonl`, TensorBoard events, `plan.toml` and checkpoints.
+    - `resume`: go on from the newest checkpoint in `output`, bit for bit as if never stopped. With
+      more members than it holds, the new ones first catch up.
+    - `restart`: start from scratch in an `output` that holds a run; what it holds is moved to a
+      folder `before.1` (2, 3, ...) in it.
+    - `report_every`: epochs between rows of history, evaluations and checkpoints.
+    - `checkpoint_every`: steps between checkpoints, besides those.
+    - `resident`: keep arrays on the devices and run whole epochs in one compiled loop; by default
+      where they take at most a quarter of the memory budget; with members always. Members whose
+      data are not resident all see the same batches, in the order of `seed`.
+    - `progress`: show a bar, or lines where the output is not a terminal.
+    - `devices`: which devices, default all that JAX sees.
+
+    Ctrl-C and SIGTERM end training after the current call (a step, or about a quarter of a second
+    of steps over resident data), save, and return with `interrupted`
+    set; a second signal ends the process at once. A step whose loss or gradient is not finite
+    leaves the state unchanged, is counted in `state.skipped` and reported; a member to which that
+    happens is frozen.
+
+    **Returns:** a `Fit`.
+
+    Raises `PlanError`, `TaskError`, `BatchError`, `MembersError`, `CheckpointError`.
+    """
+    epochs, seed, report_every, checkpoint_every = _whole_numbers(
+        epochs, seed, report_every, checkpoint_every
+    )
+    check_kinds(task, optimizer, plan, members)
+    output = None if output is None else _output(output)
+    source, like = as_data(data, batch_size=batch_size, seed=seed, shuffle=shuffle, ragged=ragged)
+    if members is not None:
+        source = with_resampling(members, source)
+        plan = saved_tuning(plan, output) if resume else plan
+    with contextlib.ExitStack() as stack:
+        checkpoints = _open_checkpoints(stack, output, resume, restart)
+        program = make_program(task, optimizer, plan, like, members, source, resident, devices)
+        if evaluation is not None:
+            program.check_evaluation(evaluation)
+        if output is not None:
+            _check_saveable(program.canonical_shapes)
+        run = {"seed": seed, "batch_size": program.batch_size, "shuffle": bool(shuffle),
+               "ragged": ragged, "epoch_length": epoch_length(source)}  # fmt: skip
+        if checkpoints and restart:
+            move_run_aside(checkpoints)
+        state, position, tally = _start(program, checkpoints, source, seed, run, resume)
+        first = state.steps_taken
+        log = _open_log(stack, output, program.plan, first if resume else None)
+        stop = stack.enter_context(_StopSignals())
+        per_epoch = source.batches_per_epoch
+        bar = stack.enter_context(
+            TrainingProgress(epochs, per_epoch and per_epoch * epochs, first, show=progress)
+        )
+        if isinstance(program, MembersProgram) and program.chose:
+            bar.note(program.choice_text())
+        history = list(log.epochs) if log else []
+        stack.enter_context(out_of_memory_said(program, lambda: _saved(checkpoints)))
+
+        turns = train_iter(
+            program,
+            state,
+            source,
+            start=position,
+            epochs=epochs,
+            report_every=report_every,
+            checkpoint_every=checkpoint_every,
+            resident=resident,
+        )
+        what = f"{program.plan.sizes_text()}, batches of {program.batch_size}"
+        for steps in bar.compiled(turns, what):
+            # The order matters: count, evaluate, log, save, and only then stop. A stop therefore
+            # always leaves a checkpoint of exactly what was logged.
+            state = steps.state
+            stopping = stop.name  # once: what comes later is for the next turn, and is saved there
+            at_epoch = steps.position.epoch
+            report = steps.epoch_done and (at_epoch % report_every == 0 or at_epoch == epochs)
+            due = checkpoint_every is not None and steps.step % checkpoint_every == 0
+            save = checkpoints is not None and (report or due or stopping is not None)
+            for settled in tally.add(steps, settle_all=report or save):
+                for row in tally.step_rows(settled):
+                    if log:
+                        log.write(row)
+            bar.advance(steps.step, at_epoch, tally.summary(), tally.examples_per_second)
+            tally.warn_not_finite(steps.step)
+            if report:
+                means = None if evaluation is None else program.evaluate(state, evaluation)
+                row = tally.epoch_row(steps.step, at_epoch, means)
+                history.append(row)
+                bar.epoch(row)
+                if log:
+                    log.write(row)
+                tally = tally.fresh()
+            if log and save:
+                log.flush()  # no checkpoint is ever ahead of its log
+            if checkpoints is not None and save:
+                meta = {"position": steps.position.to_json(), "tally": tally.to_json()}
+                checkpoints.save(
+                    program.to_canonical(state), {**run, **meta, **members_meta(program)}
+                )
+            if stopping:
+                bar.note(_stopped(stopping, steps.step, output))
+                break
+            if bar.closed:
+                stop.name = stop.name or "SIGPIPE"
+            if report:
+                tally.start()
+        if checkpoints:
+            checkpoints.wait()
+    return Fit(program.to_canonical(state), program, history, stop.name)
+
+
+# --- What fit keeps beside the loop -----------------------------------------------------------
+
+
+class _StopSignals:
+    """Ctrl-C and SIGTERM set `name`; a second one ends the process at once, wherever it is.
+
+    Python's own handlers run between two lines of Python: not while XLA compiles. A thread that
+    is told of every signal by the C handler ends the process then. What was ignored when the
+    process began (a job in the background) stays so.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self._before: dict[signal.Signals, Any] = {}
+        self._pipe: tuple[int, int] | None = None
+        self._woken = -1
+
+    def __enter__(self) -> "_StopSignals":
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        self._woken = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        self._pipe = (read, write)
+        threading.Thread(target=self._watch, args=(read,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._pipe is not None:
+            signal.set_wakeup_fd(self._woken)
+            os.close(self._pipe[1])
+
+    def _note(self, number: int, _frame: object) -> None:
+        self.name = signal.Signals(number).name
+        os.write(2, f"\n{self.name}: stopping after this step; once more ends at once\n".encode())
+        for other in self._before:
+            signal.signal(other, signal.SIG_DFL)
+
+    def _watch(self, read: int) -> None:
+        """Runs on a thread of its own, until the other end of the pipe is closed."""
+        seen = 0
+        while got := os.read(read, 1):
+            seen += got[0] in (signal.SIGINT, signal.SIGTERM)
+            if seen > 1:
+                os._exit(128 + got[0])
+        os.close(read)
+
+
+def _open_checkpoints(
+    stack: contextlib.ExitStack, output: str | Path | None, resume: bool, restart: bool
+) -> Checkpoints | None:
+    """The checkpoints of `output`, locked for this process. Touches nothing that it refuses."""
+    if resume and restart:
+        raise errors.resume_and_restart()
+    if output is None:
+        return None
+    checkpoints = stack.enter_context(Checkpoints(Path(output) / "checkpoints"))
+    if not resume and not restart:
+        if checkpoints.steps():
+            raise errors.output_has_run(str(output), checkpoints.steps()[-1])
+        if checkpoints.damaged():
+            raise errors.checkpoint_all_damaged(str(checkpoints.directory), checkpoints.damaged())
+    checkpoints.lock()
+    return checkpoints
+
+
+def _whole_numbers(
+    epochs: int, seed: int, report_every: int, checkpoint_every: int | None
+) -> tuple[int, int, int, int | None]:
+    """The numbers given to `fit` as Python's, which JSON can hold. Raises."""
+
+    def positive(given: Any, refused: Callable[[Any], Exception]) -> int:
+        number = whole_number(given)
+        if number is None:
+            raise refused(given)
+        return number
+
+    every = checkpoint_every
+    if every is not None:
+        every = positive(every, errors.checkpoint_every_not_positive)
+    return (
+        positive(epochs, errors.epochs_not_positive),
+        check_seed(seed),
+        positive(report_every, errors.report_every_not_positive),
+        every,
+    )
+
+
+def _output(given: str | Path) -> Path:
+    """The output directory, if it can be one. Raises `CheckpointError`."""
+    directory = local_path(given)
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise errors.output_is_a_file(str(directory), str(there))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise errors.checkpoint_not_written(str(directory), f"no permission to write in {there}")
+    return directory
+
+
+def _check_saveable(state: TrainState) -> None:
+    """Raise `CheckpointError` for a leaf that no checkpoint could hold, before the first step."""
+    parts = {"params": state.params, "opt_state": state.opt_state, "model": state.model_state}
+    for path, leaf in tree.named_leaves(parts).items():
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or 0 in leaf.shape:
+            raise errors.leaf_not_saveable(path, f"{leaf.dtype}{list(leaf.shape)}")
+
+
+def _new_tally(program: AnyProgram, saved: dict[str, Any] | None = None) -> EpochMetrics:
+    if isinstance(program, MembersProgram):
+        return MembersMetrics(program.members, saved)
+    return NetworkMetrics(saved)
+
+
+def _start(
+    program: AnyProgram,
+    checkpoints: Checkpoints | None,
+    source: Data,
+    seed: int,
+    run: dict[str, Any],
+    resume: bool,
+) -> tuple[TrainState, Position, EpochMetrics]:
+    if checkpoints and resume:
+        restored = restore(program, checkpoints, source)
+        if restored is not None:
+            state, meta = restored
+            check_same_run(str(checkpoints.directory), meta, run)
+            tally = _new_tally(program, meta["tally"])
+            return state, Position.from_json(meta["position"]), tally
+    state = program.init() if isinstance(program, MembersProgram) else program.init(seed)
+    return state, Position(), _new_tally(program)
+
+
+def _open_log(
+    stack: contextlib.ExitStack, output: str | Path | None, plan: Plan, resume_step: int | None
+) -> MetricsLog | None:
+    if output is None:
+        return None
+    log = MetricsLog(Path(output), resume_step=resume_step)
+    stack.callback(log.close)
+    save_plan(plan, Path(output))
+    return log
+
+
+def _saved(checkpoints: Checkpoints | None) -> str:
+    """What is not lost when training cannot go on."""
+    if checkpoints is None:
+        return "Nothing was saved (no output directory)."
+    with contextlib.suppress(errors.CheckpointError):
+        checkpoints.wait()
+    steps = checkpoints.steps()
+    if not steps:
+        return "No checkpoint was saved yet."
+    return f"The checkpoint of step {steps[-1]} is saved; resume under another plan goes on there."
+
+
+def _stopped(name: str, step: int, output: str | Path | None) -> str:
+    if output is None:
+        return f"{name}: stopped after step {step}; nothing was saved (no output directory)."
+    return f"{name}: stopped after step {step} and saved in {os.fspath(output)}; resume continues."

@@ -1,0 +1,63 @@
+"""The folder of a run: what is compared when it is resumed, and how it is started anew."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+from plurax import errors
+from plurax.plan import Plan
+from plurax.train.checkpoint import Checkpoints
+from plurax.train.data import ArrayData, Data
+from plurax.train.log import replace_file
+
+FILES = ("metrics.jsonl", "tensorboard", "plan.toml")
+"""What a run writes beside its checkpoints."""
+
+
+def epoch_length(source: Data) -> int | None:
+    """Examples of an epoch of arrays; batches of one of an iterable, None where it has no len."""
+    return source.draws if isinstance(source, ArrayData) else source.batches_per_epoch
+
+
+def check_same_run(directory: str, meta: dict[str, Any], run: dict[str, Any]) -> None:
+    """Raise `CheckpointError` unless a run with these settings may go on from a checkpoint."""
+    if not meta.keys() >= {*run, "position", "tally"}:
+        raise errors.checkpoint_by_hand(directory)
+    for field, now in run.items():
+        before = meta[field]
+        if before == now:
+            continue
+        if field != "epoch_length":
+            raise errors.checkpoint_other_run(directory, field, before, now)
+        if before is not None and now is not None:
+            raise errors.checkpoint_other_data(directory, before, now)
+
+
+def save_plan(plan: Plan, output: Path) -> None:
+    """Write `plan.toml`, at once. Raises `CheckpointError` where the disk does not take it."""
+    try:
+        replace_file(output / "plan.toml", plan.to_toml().encode())
+    except OSError as error:
+        raise errors.checkpoint_not_written(str(output), str(error)) from None
+
+
+def move_run_aside(checkpoints: Checkpoints) -> None:
+    """Move what a run wrote, its checkpoints too, to `before.1` (2, 3, ...) in its folder.
+
+    Checkpoints go last: after a kill in between, the run is still one that is not overwritten.
+    """
+    output = checkpoints.directory.parent
+    try:
+        there = [output / name for name in FILES if (output / name).exists()]
+        if not there and not checkpoints.steps() and not checkpoints.damaged():
+            return
+        for number in itertools.count(1):
+            target = output / f"before.{number}"
+            if not target.exists():
+                break
+        target.mkdir()
+        for path in there:
+            path.rename(target / path.name)
+        checkpoints.move_all(target / "checkpoints")
+    except OSError as error:
+        raise errors.checkpoint_not_written(str(output), str(error)) from None

@@ -1,0 +1,204 @@
+"""The training loop: a generator of turns, each one call into a compiled program."""
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from plurax import errors, tree
+from plurax.execute.members_program import CALLS as MOST_STEPS
+from plurax.execute.members_program import MembersProgram
+from plurax.execute.placement import Placed
+from plurax.execute.program import Program
+from plurax.execute.step import Metrics
+from plurax.mesh import memory_budget
+from plurax.state import TrainState
+from plurax.train.data import ArrayData, Data, Position, prefetch
+
+SECONDS_PER_CALL = 0.25
+"""How long one call of a compiled loop aims to take: short enough for a live bar and Ctrl-C."""
+
+WINDOW = 4096
+"""The most steps of one call, and so the most metrics that one call copies to the host."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOutput:
+    """What one turn of the training loop did: one or more steps.
+
+    **Fields:**
+
+    - `state`: after them; it is used up by the next turn. `step`: its number.
+    - `metrics`: arrays `(k,)`, one value per step, or scalars for one step; perhaps still being
+      computed. Of a population `(members, k)` or `(members,)`.
+    - `seconds`: that the turn took, compilation left out; of a streamed batch only until its step
+      was started.
+    - `position`: in the data, after them. `epoch_done`: whether they end an epoch.
+    """
+
+    state: TrainState
+    step: int
+    metrics: dict[str, Any]
+    seconds: float
+    position: Position
+    epoch_done: bool
+
+
+def train_iter(
+    program: Program | MembersProgram,
+    state: TrainState,
+    data: Data,
+    *,
+    start: Position = Position(),  # noqa: B008  frozen
+    epochs: int = 1,
+    report_every: int = 1,
+    checkpoint_every: int | None = None,
+    resident: bool | None = None,
+) -> Iterator[StepOutput]:
+    """Train, yielding after every call into the compiled program. The loop under `fit`.
+
+    **Arguments:** as for `fit`; `start` is where in the data to begin. A turn never runs past the
+    end of an epoch (of members: an epoch to report) or a multiple of `checkpoint_every`.
+    """
+    if isinstance(program, MembersProgram) and program.reading is not None:
+        assert isinstance(data, ArrayData)
+        ends = {"epochs": epochs, "report_every": report_every, "every": checkpoint_every}
+        yield from _members(program, state, data, start, **ends)  # type: ignore[arg-type]
+    elif (
+        isinstance(program, Program)
+        and isinstance(data, ArrayData)
+        and _stays_resident(program.mesh, data, resident)
+    ):
+        yield from _resident(program, state, data, start, epochs, checkpoint_every)
+    else:
+        yield from _streamed(program, state, data, start, epochs)
+
+
+def _resident(
+    program: Program,
+    state: TrainState,
+    data: ArrayData,
+    start: Position,
+    epochs: int,
+    checkpoint_every: int | None,
+) -> Iterator[StepOutput]:
+    placed = program.place_data(data.arrays)
+    per_epoch = data.batches_per_epoch
+    per_call = 1
+    step = int(state.step)
+    for epoch in range(start.epoch, epochs):
+        order = program.place_epoch(*data.epoch_order(epoch))
+        program.compile_loop(placed, order)
+        first = start.batch if epoch == start.epoch else 0
+        began = time.monotonic()
+        while first < per_epoch:
+            last = min(first + per_call, per_epoch)
+            if checkpoint_every:
+                last = min(last, first + checkpoint_every - step % checkpoint_every)
+            state, metrics = program.loop(state, placed, order, first, last)
+            host = _rows_to_host(metrics, first, last)
+            seconds = time.monotonic() - began
+            # How many steps a call makes changes nothing but how often we look.
+            fitting = round(SECONDS_PER_CALL * (last - first) / max(seconds, 1e-9))
+            per_call = max(1, min(2 * per_call, fitting, WINDOW))
+            step += last - first
+            first = last
+            done = first == per_epoch
+            position = Position(epoch + 1) if done else Position(epoch, first)
+            yield StepOutput(state, step, host, seconds, position, done)
+            began = time.monotonic()
+
+
+def _rows_to_host(metrics: Metrics, first: int, stop: int) -> dict[str, np.ndarray]:
+    """The metrics of some steps of an epoch; of a long one only a window around them is copied."""
+    steps = metrics["loss"].shape[0]
+    begin = 0
+    if steps > WINDOW:
+        begin = min(first, steps - WINDOW)
+        metrics = _window(metrics, begin, WINDOW)
+    return {
+        name: np.asarray(value)[first - begin : stop - begin] for name, value in metrics.items()
+    }
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _window(metrics: Metrics, begin: int, size: int) -> Metrics:
+    return {
+        name: jax.lax.dynamic_slice_in_dim(value, begin, size) for name, value in metrics.items()
+    }
+
+
+def _members(
+    program: MembersProgram,
+    state: TrainState,
+    data: ArrayData,
+    start: Position,
+    epochs: int,
+    report_every: int,
+    every: int | None,
+) -> Iterator[StepOutput]:
+    """Turns over resident data: steps are counted through, so a turn may span epochs."""
+    placed = program.place_data(data.arrays)
+    per_epoch = data.batches_per_epoch
+    program.compile_loop(placed)
+    per_call = 1
+    step = start.epoch * per_epoch + start.batch
+    began = time.monotonic()
+    while step < epochs * per_epoch:
+        report = report_every * per_epoch
+        stop = min(step + per_call, (step // report + 1) * report, epochs * per_epoch)
+        if every:
+            stop = min(stop, (step // every + 1) * every)
+        state, metrics = program.loop(state, placed, step, stop)
+        took = stop - step
+        host = {k: np.asarray(v)[: program.count, :took] for k, v in metrics.items()}
+        seconds = time.monotonic() - began
+        fitting = round(SECONDS_PER_CALL * took / max(seconds, 1e-9))
+        per_call = max(1, min(2 * per_call, fitting, MOST_STEPS))
+        step = stop
+        position = Position(*divmod(step, per_epoch))
+        yield StepOutput(state, step, host, seconds, position, position.batch == 0)
+        began = time.monotonic()
+
+
+def _streamed(
+    program: Program | MembersProgram, state: TrainState, data: Data, start: Position, epochs: int
+) -> Iterator[StepOutput]:
+    def load(item: tuple[PyTree, Position]) -> tuple[Placed, Position]:
+        batch, position = item
+        return program.place_batch(batch), position
+
+    step = state.steps_taken
+    program.compiled_step  # noqa: B018  compiled before the clock starts
+    for epoch in range(start.epoch, epochs):
+        begin = start if epoch == start.epoch else Position(epoch)
+        began = time.monotonic()
+        # One batch is held back, to know which is the epoch's last.
+        with contextlib.closing(prefetch(data.batches(begin), load)) as batches:
+            held = next(batches, None)
+            if held is None and begin.batch == 0:
+                raise errors.data_has_no_batches(f"epoch {epoch + 1} of the iterable is empty")
+            if held is None:  # an epoch that was over would have been left by the position
+                raise errors.data_shorter(epoch + 1, begin.batch)
+            while held is not None:
+                (placed, position), held = held, next(batches, None)
+                state, metrics = program.step_placed(state, placed)
+                step += 1
+                done = held is None
+                after = Position(epoch + 1) if done else position
+                yield StepOutput(state, step, metrics, time.monotonic() - began, after, done)
+                began = time.monotonic()
+
+
+def _stays_resident(mesh: Mesh, data: ArrayData, wanted: bool | None) -> bool:
+    """Whether arrays stay on the devices: as wanted, or where they take a quarter of the budget."""
+    if wanted is not None:
+        return wanted
+    return tree.byte_count(data.arrays) <= memory_budget(mesh) // 4

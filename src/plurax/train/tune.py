@@ -1,0 +1,66 @@
+"""`tune`: measure what a population's plan leaves open, by short runs."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from plurax.execute.autotune import Candidate
+from plurax.execute.check import check_population
+from plurax.execute.members_program import MembersProgram
+from plurax.execute.population import HyperFn
+from plurax.members import Members
+from plurax.plan import Plan
+from plurax.task import Task
+from plurax.train.data import ArrayData, as_data
+from plurax.train.restore import make_program, with_resampling
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """What `tune` returns.
+
+    **Fields:** `plan`, with `chunk` and `batch_dim` filled in; `measured`, the candidates, in the
+    order they were tried.
+    """
+
+    plan: Plan
+    measured: list[Candidate]
+
+    def __str__(self) -> str:
+        chosen = f"chunk={self.plan.chunk}, batch_dim={self.plan.batch_dim}"
+        return "\n".join([f"fastest: {chosen}", *(f"  {one} a step" for one in self.measured)])
+
+
+def tune(
+    task: Task | HyperFn,
+    optimizer: Any,
+    data: PyTree | Iterable[PyTree],
+    *,
+    members: Members,
+    plan: Plan = Plan(),  # noqa: B008  frozen
+    batch_size: int | None = None,
+    shuffle: bool = True,
+    devices: Sequence[jax.Device] | None = None,
+) -> Tuning:
+    """Measure which chunk and batch dim are fastest for a population, on this machine.
+
+    `fit` and `compile` choose both from the shapes and the device, at once and always alike. This
+    compiles and times a handful of candidates instead, which takes seconds to minutes. Give its
+    plan to `fit`: a run repeats bit for bit under the same plan, and clocks do not repeat.
+
+    **Arguments:** as for `fit`. What the plan sets already is not measured.
+
+    Raises what `fit` raises before its first step.
+    """
+    check_population(task, optimizer, plan, members)
+    if plan.chunk is not None and plan.batch_dim is not None:
+        return Tuning(plan, [])
+    source, like = as_data(data, batch_size=batch_size, seed=0, shuffle=shuffle, ragged="pad")
+    read = with_resampling(members, source)
+    program = make_program(task, optimizer, plan, like, members, read, None, devices)
+    assert isinstance(program, MembersProgram)
+    arrays = read.arrays if isinstance(read, ArrayData) else None
+    return Tuning(*program.measure(plan, arrays))
