@@ -30,7 +30,7 @@ CHEAP = frozenset([
     "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "reshape", "rsqrt", "select_n",
     "sign", "sqrt", "square", "squeeze", "stop_gradient", "sub", "transpose", "xor",
 ])
-"""Done again sooner than what they make is read from memory."""
+"""Cheaper to recompute than to load."""
 
 REDUCTIONS = frozenset([
     "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax",
