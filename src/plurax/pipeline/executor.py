@@ -1,8 +1,8 @@
 """Run a pipeline schedule on each device, inside `jax.shard_map`.
 
-All devices run one SPMD program, yet in each tick every device does another action of the schedule
-(`pipeline/schedule.py`), on another microbatch and another stage. The actions, and the buffer slots
-they read and write, are therefore data: an int32 table `(ticks, devices, fields)`
+All devices run one SPMD program, yet in each tick each device runs a different action of the
+schedule (`pipeline/schedule.py`), on a different microbatch and stage. The actions, and the buffer
+slots that they read and write, are therefore data: an int32 table `(ticks, devices, fields)`
 (`pipeline/slots.py`). One `lax.scan` over the ticks reads this device's row and runs:
 
     for each tick:
@@ -71,7 +71,7 @@ class ScheduleExecutor:
       stacked parameters: the sharding of one layer), or None for the sharding in which the VJP
       returns it. `goals=None` runs forwards only.
     - `joint`: where the loss couples examples, the number of `data` devices over which the rows
-      are one sharded dim; otherwise None, and each device has rows of its own.
+      are one sharded dim; otherwise None, and each device computes on its rows alone.
     - `live`: number of microbatches that contain an example; the executor skips the others. None
       means all.
     - `states`: the leaves of the model state. A stage's forwards read and write the leaves of that
@@ -162,6 +162,8 @@ class ScheduleExecutor:
             "edge_left": empty(
                 longest(list(self.pieces.left_packings.values())), slots["edge_left"]
             ),
+            # Gradients: one sum per layer of this device, one per parameter of all devices, and
+            # flat buffers for parameters of this device only: their shapes differ by device.
             "layers": {leaf: _zeros(self.pieces.grads[leaf].local, rows) for leaf in layers},
             "shared": {leaf: _zeros(self.pieces.grads[leaf].local) for leaf in shared},
             "homed": empty(longest(self.pieces.grad_packings), wide=True),
@@ -272,6 +274,7 @@ class ScheduleExecutor:
         # changed it, and the residuals contain what B needs of it.
         states = [whole_value(carry["states"][leaf]) for leaf in edge.reads]
         inputs = inputs._replace(rest=[*inputs.rest, *states])
+        # The last stage's `y` is the loss; no stage receives it.
         wanted = None if last else [form.sharding for form in self.pieces.handed[stage]]
         y, aux, kept = piece.forward(inputs, wanted, keep=self.pieces.backward)
         carry = {**carry, "states": list(carry["states"])}

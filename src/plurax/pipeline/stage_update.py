@@ -96,7 +96,7 @@ class StageUpdate:
         # A call (`jit`) around the update of all parameters would be one equation on all devices.
         flat, _ = divider.traced(lambda *args: inlined(body, consts, args, every=True), *avals)
         self._jaxpr, self._consts = open_jaxpr(flat)
-        # A case may contain a `cond` of its own, which appears once the outer one is replaced.
+        # A case may contain another `cond`, which appears once the outer one is replaced.
         while several := self._branches_of_several():
             selecting = functools.partial(_selecting, self._jaxpr, self._consts, several)
             flat, _ = divider.traced(selecting, *avals)
@@ -192,6 +192,8 @@ class StageUpdate:
             if isinstance(given, ShardedValue):
                 known[var] = ValueVersions(given)
         self._settle(known, [var for var in self._jaxpr.invars if var in known])
+        # All devices run the rounds together. Equations of single devices are evaluated where they
+        # are needed: for the scalars that cross after a round, and for the results at the end.
         last = max([*self._rounds.values(), *(n + 1 for n in self._crossing.values())], default=0)
         for number in range(last + 1):
             eqns = [
@@ -250,6 +252,7 @@ class StageUpdate:
         goals: Sequence[TensorSharding],
         written: Callable[[int, list[Array]], Any] | None,
     ) -> tuple[list[ShardedValue | None], Any]:
+        """Evaluate the results of each device in its branch, and reshard those of all devices."""
         atoms = self._jaxpr.outvars
 
         def branch(device: int) -> Any:

@@ -117,7 +117,7 @@ class StageVjps:
     def _probe_edge(
         self, stage: int, edge: StageFn, x: Values, like: Any, rows: Values, divider: Partitioner
     ) -> tuple[Values, Any]:
-        """Differentiate a `StageFn`; return its output and the output's shapes, whole."""
+        """Differentiate a `StageFn`; return its output and the shapes of the whole tensors."""
         params = self.trained.used(edge)
         states = [whole_value(self.states[leaf]) for leaf in edge.reads]
         rest = (self._rows_like(), shapes(states)) if states else self._rows_like()

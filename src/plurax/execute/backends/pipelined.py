@@ -97,6 +97,7 @@ class PipelinedBackend:
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), size))
         mask: Any = jax.ShapeDtypeStruct((size,), jnp.bool_)
         self._like = jax.eval_shape(functools.partial(initial, task), jax.random.key(0))
+        # Cut the loss once now: which stages use a parameter decides on which device it is stored.
         network = training_network(task, plan, self._like, Rows(rows, keys, mask), self._stage())
         if any(edge.writes for edge in network.edges.values()):
             check_forwards_in_order(self.schedule)
@@ -231,6 +232,7 @@ class PipelinedBackend:
             zip(homes.values(params), jax.tree.leaves(base.state.like.params), lies, strict=True)
         ):
             home, at = homes.place(place)
+            # Every device traces all stages, so it needs the shapes of all parameters.
             local = homes.packings[home].leaves[at] if home != ON_ALL else _struct(array)
             forms.append(ValueSpec(local, leaf.shape, one, False, True))
             values.append(None if array is None else forms[-1].value(array))

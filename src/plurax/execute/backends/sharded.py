@@ -219,6 +219,7 @@ class ShardedBackend:
         for array, (shape, lies, data_varying, _) in zip(
             leaves, jax.tree.leaves(kind, is_leaf=_is_kind), strict=True
         ):
+            # Every device has summed other rows: what depends on them is a partial sum over `data`.
             terms = lies.partial | ({"data"} if data_varying and self._data > 1 else set())
             values.append(ShardedValue(array, shape, TensorSharding(lies.dims, terms)))
         sums = reduced(values, jax.tree.leaves(targets, is_leaf=is_sharding), divider)
@@ -259,6 +260,7 @@ class ShardedBackend:
             jax.tree.leaves(self.expanded(self.state.shards), is_leaf=is_sharding),
             strict=True,
         ):
+            # Squares of shards split over the same axes are added up before they are communicated.
             axes = self.axes.mesh_axes(lies.axes)
             sums[axes] = sums.get(axes, 0) + jnp.sum(jnp.square(jnp.abs(array)))
         divider = self.divider()
@@ -393,7 +395,7 @@ def microbatch(batch: PyTree, plan: Plan, *, coupled: bool = False) -> PyTree:
     """Return the rows of one microbatch as `jax.ShapeDtypeStruct`s.
 
     The rows are those of one device, or with `coupled` (a loss that couples examples) those of all
-    devices together. `batch` has the whole batch as leading dim, here padded as by the plan.
+    devices together. `batch` is the whole batch; its size is padded as the plan pads it.
     """
     devices = 1 if coupled else plan.data
 

@@ -123,6 +123,7 @@ class StagePlacement:
                 for place, like in shapes.items()
             }
 
+        # Every device passes its leaves and zeros for the others'; the sum over `pipeline` has all.
         told = broadcast_from_stage(self.on_each(branch)) if shapes else {}
         rest = iter(staged.rest)
         leaves = [told[p] if p in told else next(rest) for p in range(len(self.homes))]
@@ -295,11 +296,13 @@ def assign_layers(
     if dealing.depth == 0 or dealing.even:
         return state
     places = np.asarray(dealing.layers)
+    # The row of each layer: rows sorted by their layer, padding last and cut off.
     order = np.argsort(np.where(places < 0, len(places), places), kind="stable")[: dealing.depth]
 
     def move(leaf: Any) -> Any:
         if back:
             return leaf[order]
+        # Padding is zeros, not a copy of a layer, so that norms over all rows count no layer twice.
         there = (places >= 0).reshape(-1, *[1] * (leaf.ndim - 1))
         return jnp.where(there, leaf[np.maximum(places, 0)], jnp.zeros((), leaf.dtype))
 

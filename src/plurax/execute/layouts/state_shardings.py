@@ -213,6 +213,7 @@ class StateShardings:
 
         return jax.tree.map(place, self.like, self.lies)
 
+    # `StagedState` packs leaves into buffers and so distinguishes the two.
     tree_like = abstract_state
 
     def pad(self, state: TrainState) -> TrainState:
