@@ -1,4 +1,17 @@
-"""A task as a network of stages: for training, for evaluation and for prediction."""
+"""Build a `StagedNetwork` from a task: for training, for evaluation and for prediction.
+
+A task comes in one of two forms. A `plurax.stack` has an embedding, equal layers and a head: its
+layers are assigned to stages, the embedding is a `StageFn` of the first stage and the head one of
+the last. Any other task is traced and cut at its `plurax.stage_boundary` annotations (`Cut`), one
+`StageFn` per stage. What the last stage returns depends on the use:
+
+    network       y, differentiated           aux, returned
+    training      the weighted loss sum       `Totals`: sums of losses, weights and metrics
+    evaluating    the same, not used          `Totals`
+    predicting    ()                          the outputs, `(rows, ...)`
+
+Remat applies to training alone.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -31,7 +44,11 @@ Traced = Callable[..., tuple[Any, PyTree]]
 
 
 def totals_of(task: Task, output: Any, rows: Rows, where: str) -> tuple[Any, Totals]:
-    """What a stage that ends in a loss returns: the sum to differentiate, and all sums."""
+    """Return the loss sum to differentiate, and all sums, from a loss's output.
+
+    `where` names the function in errors. Raises `TaskError` if losses, metrics or weights do not
+    have one value per row.
+    """
     size = rows.mask.shape[0]
     losses, metrics = check_losses(output, size, where)
     totals = weighted_sums(losses, metrics, check_weight(task, rows.batch, size), rows)
@@ -41,12 +58,16 @@ def totals_of(task: Task, output: Any, rows: Rows, where: str) -> tuple[Any, Tot
 def training_network(
     task: Task, plan: Plan, like: PyTree, rows: Rows, divider: Partitioner
 ) -> StagedNetwork:
-    """The network whose last stage ends in the totals of a microbatch.
+    """Return the network whose last stage computes a microbatch's loss sum and totals.
 
-    **Arguments:** `like`, a pair of parameters and model state, and `rows`, of one microbatch, as
-    `jax.ShapeDtypeStruct`s; `divider`, in whose mesh it is traced.
+    **Arguments:**
 
-    Raises `PlanError` where the model cannot be cut into so many stages.
+    - `task`, `plan`.
+    - `like`: the pair `(params, model_state)` as `jax.ShapeDtypeStruct`s of whole tensors.
+    - `rows`: one microbatch's rows as `jax.ShapeDtypeStruct`s.
+    - `divider`: a `Partitioner` with the mesh in which the task is traced.
+
+    Raises `PlanError` if the model cannot be cut into as many stages as the plan has.
     """
     if task.stack is not None:
 
@@ -71,8 +92,10 @@ def training_network(
 def evaluating_network(
     task: Task, plan: Plan, like: PyTree, rows: Rows, divider: Partitioner
 ) -> StagedNetwork | None:
-    """The network whose last stage ends in the totals of evaluation; None where what the task
-    evaluates has no stages."""
+    """Return the network whose last stage computes the totals of evaluation.
+
+    Returns None if the task's evaluation has no stage boundaries. Arguments as `training_network`.
+    """
     if task.stack is not None:
 
         def end(params: PyTree, x: PyTree, rows: Rows, batch: PyTree) -> tuple[Any, Totals]:
@@ -93,8 +116,11 @@ def evaluating_network(
 def predicting_network(
     task: Task, plan: Plan, like: PyTree, inputs: PyTree, divider: Partitioner
 ) -> StagedNetwork | None:
-    """The network whose last stage ends in outputs; None where what the task predicts by has no
-    stages."""
+    """Return the network whose last stage computes the outputs of prediction.
+
+    Returns None if the task's prediction has no stage boundaries. Arguments as `training_network`,
+    with `inputs` for rows.
+    """
     predict = device_predict(task, plan.precision)
     if task.stack is not None:
         stack = task.stack
@@ -128,9 +154,17 @@ def stack_network(
     keyless: bool = False,
     remat: bool = False,
 ) -> StagedNetwork:
-    """A stack as a network: the embedding on the first stage, `end` on the last.
+    """Return a stack as a network: the embedding on the first stage, `end` on the last.
 
-    `end(params of the head, x, rows, batch)`; `rows` are `Rows`, or without keys inputs alone.
+    **Arguments:**
+
+    - `stack`, `plan`; `like`, the pair `(params, model_state)`.
+    - `end`: `end(head's params, x, rows, batch) -> (y, aux)`, with params and batch in the plan's
+      precision; `rows` are `Rows`, or for prediction the inputs alone.
+    - `keyless`: pass None for the random keys.
+    - `remat`: rematerialize each part by the plan's policy.
+
+    Raises `PlanError` if there are fewer layers than stages.
     """
     stages = plan.pipeline * plan.chunks
     if stack.depth < stages:
@@ -181,7 +215,10 @@ def marked_network(
     *,
     remat: bool = False,
 ) -> StagedNetwork:
-    """A function `(params, model_state, rows) -> (y, aux, model_state)` cut at its marks."""
+    """Trace a function `(params, model_state, rows) -> (y, aux, model_state)` and cut it.
+
+    Raises `PlanError` as `Cut` does.
+    """
     closed, shapes = divider.traced(total, *like, rows)
     return _cut(closed, shapes, plan, like, divider, remat=remat)
 
@@ -193,6 +230,7 @@ def _if_marked(
     rows: Any,
     divider: Partitioner,
 ) -> StagedNetwork | None:
+    """Trace and cut a function, or return None if it has no stage boundaries."""
     closed, shapes = divider.traced(total, *like, rows)
     return _cut(closed, shapes, plan, like, divider) if has_boundaries(closed.jaxpr) else None
 

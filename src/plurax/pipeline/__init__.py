@@ -1,1 +1,1 @@
-"""Pipeline schedules as plain data, and running them: what a device does, and when."""
+"""Pipeline schedules as plain data, and the programs that run them on a mesh."""

@@ -1,12 +1,28 @@
-"""Cutting a traced model into stages at the marks of `plurax.stage_boundary`.
+"""Cut a traced model into stages at its `plurax.stage_boundary` annotations.
 
-An equation that depends on parameters and on rows belongs to a stage: that of what it reads, one
-further behind each mark. What depends on only one of both is computed wherever it is read. From
-stage to stage is handed what an earlier one computes and a later one reads.
+A user annotates the tensors at which a model may be cut; a pipeline needs one function per stage.
+`Cut` assigns each equation that depends on both parameters and rows to a stage, by the number of
+boundaries on the way to it. Equations that depend only on parameters, or only on rows, are
+duplicated into each stage that reads them, so they never cross between devices.
 
-A leaf of model state is read and written by one stage, so that it passes from microbatch to
-microbatch in that stage's own time. What only model state depends on is computed as early as it can
-be; what never changes any stage reads.
+Example, with two stages and microbatches of 4 rows:
+
+    def loss(params, batch, keys):
+        x = jnp.tanh(batch["x"] @ params["a"])      # stage 0    f32[4, 16]
+        x = px.stage_boundary(x)                    # x crosses from stage 0 to stage 1
+        scale = jnp.exp(params["s"])                # parameters only: in each stage that reads it
+        logits = scale * (x @ params["b"])          # stage 1    f32[4, 10]
+        return cross_entropy(logits, batch["y"])    # stage 1; rows are on every device
+
+    stage 0: leaves (a,),     x = [],              y = [f32[4, 16]]
+    stage 1: leaves (b, s),   x = [f32[4, 16]],    y, aux = the loss's results
+
+A variable that stage 0 computes and stage 2 reads crosses both cuts, through stage 1. With more
+boundaries than cuts, neighbouring parts are merged: 4 parts on 2 stages become 2 and 2.
+
+Model state: one stage reads and writes each leaf that changes, so the leaf's updates follow that
+stage's microbatches. Equations that only the new model state depends on are in the stage of what
+they read, the earliest possible one. A leaf that never changes may be read by any stage.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +41,11 @@ from plurax.sharding.annotations import Boundary
 
 
 def inlined(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], *, every: bool) -> list[Any]:
-    """The results of a traced function, its calls evaluated in place: every one, or those with
-    marks."""
+    """Evaluate a jaxpr with its calls (`jit`, `closed_call`) inlined; return its results.
+
+    Inlines every call, or with `every=False` only those that contain stage boundaries. Raises
+    `PlanError` where a boundary is inside another primitive, such as a `scan` or a `cond`.
+    """
     known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     known.update(zip(jaxpr.invars, args, strict=True))
 
@@ -50,7 +69,7 @@ def inlined(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], *, every: 
 
 
 def has_boundaries(jaxpr: Any) -> bool:
-    """Whether a traced model has marks at which it can be cut."""
+    """Return whether a jaxpr, or one inside it, contains a stage boundary."""
     return any(
         _is_boundary(eqn) or any(map(has_boundaries, inner_jaxprs(eqn))) for eqn in jaxpr.eqns
     )
@@ -59,14 +78,20 @@ def has_boundaries(jaxpr: Any) -> bool:
 class Cut:
     """A traced function `(params, model_state, rows) -> (y, aux, model_state)` cut into stages.
 
-    The model state of its result is that of the next microbatch, or `()` where it only reads it.
+    The model state in the result is that of the next microbatch, or `()` if the function only reads
+    model state.
 
-    **Arguments:** `closed` jaxpr with `count` parameters first; `states`, the names of the leaves
-    of model state; `outputs`, the structure of `(y, aux)`; `stages`; `divider`, in whose mesh it
-    was traced.
+    **Arguments:**
 
-    Raises `PlanError` where there are too few marks, one stands in a loop, or a leaf of model state
-    belongs to several stages.
+    - `closed`: the function's closed jaxpr.
+    - `count`: the number of leaves of `params`, its first inputs.
+    - `states`: the names of the leaves of `model_state`, its next inputs.
+    - `outputs`: the tree structure of `(y, aux)`.
+    - `stages`: the number of stages.
+    - `divider`: a `Partitioner` with the mesh in which the function was traced.
+
+    Raises `PlanError` where there are too few boundaries, a boundary is in a loop or a branch, a
+    tensor that crosses is not floating, or several stages use a leaf of model state that changes.
     """
 
     def __init__(
@@ -88,6 +113,7 @@ class Cut:
         self._results = list(self._jaxpr.outvars[: outputs.num_leaves])
         new = self._jaxpr.outvars[outputs.num_leaves :]
         old = self._states[: len(new)]
+        # A leaf that the function returns as it came is not written.
         self._new = {n: a for n, a in enumerate(new) if a is not old[n]}
         depths = self._depths()
         pieces = 1 + max(depths.values(), default=0)
@@ -100,12 +126,15 @@ class Cut:
         self._check_states(states)
 
     def network(self) -> StagedNetwork:
-        """The network, a stage being one `StageFn`."""
+        """Return the network: one `StageFn` per stage, no layers."""
         edges = {stage: self._edge(stage) for stage in range(self.stages)}
         return StagedNetwork(edges, None, self.stages)
 
     def _depths(self) -> dict[Any, int]:
-        """For each variable that belongs to a stage, behind how many marks it is."""
+        """Return the number of boundaries before each variable that belongs to a stage.
+
+        Those are the variables that depend on a parameter and on a row; others have no entry.
+        """
         eqns = self._jaxpr.eqns
         trained = _dependent(eqns, self._jaxpr.invars[: self._count])
         streamed = trained & _dependent(eqns, self._rows)
@@ -121,7 +150,8 @@ class Cut:
             for eqn in eqns:
                 at = behind(_read(eqn))
                 if _is_boundary(eqn):
-                    # All that one mark stands on is handed on together.
+                    # One `stage_boundary` call on a tree gives one equation per leaf, with one tag:
+                    # the leaves cross together, behind the deepest of them.
                     at = 1 + behind(marked[id(eqn.params["tag"])])
                 depth.update({var: at for var in eqn.outvars if var in streamed})
 
@@ -129,12 +159,17 @@ class Cut:
         needed = _needed(eqns, self._results, set())
         self._put_off(depth, needed)
         among = set(map(id, needed))
-        # What no result depends on but model state follows what it reads.
+        # Equations for the new model state alone were not in `needed`; they may read variables that
+        # `_put_off` has moved.
         deepen([eqn for eqn in eqns if id(eqn) not in among])
         return depth
 
     def _put_off(self, depth: dict[Any, int], needed: Sequence[Any]) -> None:
-        """What no mark precedes is computed where it is first read."""
+        """Move variables before the first boundary to the stage that first reads them.
+
+        The second input of a decoder, say, depends on an embedding and on rows and is behind no
+        boundary: computed at depth 0 it would cross every cut up to its reader.
+        """
         first = {a: max(depth.values(), default=0) for a in _variables(self._results)}
         for eqn in reversed(needed):
             ours = [var for var in eqn.outvars if var in depth]
@@ -143,12 +178,16 @@ class Cut:
             if depth[ours[0]] == 0:
                 at = min((first[var] for var in ours if var in first), default=0)
                 depth.update(dict.fromkeys(ours, at))
+            # A boundary's operand is computed on the sending side.
             at = depth[ours[0]] - _is_boundary(eqn)
             for atom in _read(eqn):
                 first[atom] = min(first.get(atom, at), at)
 
     def _handed_on(self) -> list[list[Any]]:
-        """For each cut what passes it."""
+        """Return for each cut the variables that cross it: computed before, read behind.
+
+        Raises `PlanError` where one is not floating: it would have no cotangent to send back.
+        """
         last = dict.fromkeys(_variables(self._results), self.stages - 1)
         for eqn in self._jaxpr.eqns:
             at = max((self._stage[v] for v in eqn.outvars if v in self._stage), default=0)
@@ -164,11 +203,13 @@ class Cut:
         return cuts
 
     def _writers(self) -> dict[int, int]:
-        """For each leaf of model state that changes, the stage that computes it.
+        """Return for each leaf of model state that changes the stage that writes it.
 
-        What depends on no stage is computed in that which reads it.
+        A new value that belongs to no stage (a step counter's) is computed in the stage that reads
+        the old one, and in stage 0 if none does.
         """
         writer = {n: self._stage[a] for n, a in self._new.items() if _in(a, self._stage)}
+        # To compute a leaf in a stage may make that stage read others: repeat until all are found.
         while left := [n for n in self._new if n not in writer]:
             read = [self._work(stage, writer)[2] for stage in range(self.stages)]
             found = {
@@ -180,6 +221,7 @@ class Cut:
         return writer
 
     def _check_states(self, names: Sequence[str]) -> None:
+        """Raise `PlanError` where another stage than its writer reads a leaf that changes."""
         read = [self._work(stage, self._writer)[2] for stage in range(self.stages)]
         for leaf, writer in self._writer.items():
             readers = {at for at, there in enumerate(read) if self._states[leaf] in there}
@@ -187,7 +229,7 @@ class Cut:
                 raise errors.state_of_several_stages(names[leaf], writer, sorted(readers))
 
     def _work(self, stage: int, writer: Mapping[int, int]) -> tuple[list[Any], list[Any], set[Any]]:
-        """The results of a stage, the equations for them, and what these read."""
+        """Return a stage's results, the equations that compute them, and all variables read."""
         before = set(self._handed[stage - 1]) if stage > 0 else set()
         results = list(self._results if stage == self.stages - 1 else self._handed[stage])
         results += [self._new[leaf] for leaf, at in sorted(writer.items()) if at == stage]
@@ -234,7 +276,7 @@ class Cut:
 
 
 def _needed(equations: Sequence[Any], results: Sequence[Any], known: set[Any]) -> list[Any]:
-    """The equations on which results depend, where some variables are known."""
+    """Return the equations on which `results` depend, given the variables `known`."""
     wanted = set(_variables(results)) - known
     eqns = []
     for eqn in reversed(equations):
@@ -245,7 +287,7 @@ def _needed(equations: Sequence[Any], results: Sequence[Any], known: set[Any]) -
 
 
 def _dependent(equations: Sequence[Any], variables: Sequence[Any]) -> set[Any]:
-    """All that depends on some variables."""
+    """Return all variables that depend on any of `variables`, and these."""
     found = set(variables)
     for eqn in equations:
         if found & set(_read(eqn)):

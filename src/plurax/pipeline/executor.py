@@ -1,16 +1,35 @@
-"""Running a schedule on the devices of a pipeline, inside `jax.shard_map`.
+"""Run a pipeline schedule on each device, inside `jax.shard_map`.
 
-As a program, on each device:
+All devices run one SPMD program, yet in each tick each device runs a different action of the
+schedule (`pipeline/schedule.py`), on a different microbatch and stage. The actions, and the buffer
+slots that they read and write, are therefore data: an int32 table `(ticks, devices, fields)`
+(`pipeline/slots.py`). One `lax.scan` over the ticks reads this device's row and runs:
 
     for each tick:
-        F: x = what arrived; through the stage's pieces, keeping what the backward pass needs
-        B: the cotangent that arrived; back through them, gradients added up
-        W: gradients of the weights from what B left, added up
-        hand x on to the next device and the cotangent to the one before
+        F: read x from its slot; apply the stage; store the residuals in their slot
+        B: read the cotangent from its slot; apply the stage's VJP; add the gradients to the sums
+        W: (split backward only) read the weight residuals; add the weights' gradients to the sums
+        ppermute x to the next device and the cotangent to the previous one
 
-Each device does its own work of the tick: a piece stands in a loop that runs once or not at all.
-(A branch would copy whatever it does not change.) Loops over ticks and layers keep the program as
-small for many microbatches and layers as for few.
+Example: the 1F1B schedule with 2 devices and 3 microbatches takes 8 ticks:
+
+    tick       0   1   2   3   4   5   6   7
+    device 0   F0  F1  -   B0  F2  B1  -   B2
+    device 1   -   F0  B0  F1  B1  F2  B2  -
+
+With two float32 layers per device and a boundary activation of shape `(4, 16)`, a device carries:
+
+    x, cotangent               {"float32": (64,)}     what it sends at the end of the tick
+    arrived_x, ..._cotangent   {"float32": (2, 64)}   1 slot, and a last row that is never read
+    kept                       {"float32": (4, r)}    2 slots * 2 layers; r numbers per residual row
+    layers                     {leaf: (2, *shape)}    gradient sums, one row for each layer
+
+Each action runs in a `fori_loop` with a trip count of 0 or 1. A `lax.cond` would copy every buffer
+that it does not change; XLA updates the carry of a loop in place. The loops over ticks and layers
+keep the program's size independent of the number of microbatches and layers.
+
+Sources: 1F1B (PipeDream, Narayanan et al. 2019, https://arxiv.org/abs/1806.03377); the split of
+B and W (Qi et al. 2023, https://arxiv.org/abs/2401.10241).
 """
 
 import functools
@@ -36,24 +55,30 @@ Carry = dict[str, Any]
 
 
 class ScheduleExecutor:
-    """A network under a schedule, on the shards of one device; made where it is traced.
+    """Run a network under a schedule, on the shards of one device.
+
+    Construct it while tracing the body of a `jax.shard_map` over all mesh axes.
 
     **Arguments:**
 
-    - `network`, `schedule`.
-    - `trained`: the parameters.
-    - `rows`: tree of arrays `(microbatches, rows, ...)` of this device.
-    - `divider`: makes a `Partitioner` for a piece that runs so many times.
-    - `goals`: for each parameter how its gradient shall be added up in each microbatch, of layers
-      that of one; None for as it comes. Without, there are only forwards.
-    - `joint`: over how many devices of `data` rows are split as one dim, where the loss couples
-      examples; None where each device has its own.
-    - `live`: how many microbatches have any example; the others are left out. None for all.
-    - `states`: the leaves of model state. A stage's forwards read and write its own, in the order
-      of their microbatches.
-    - `stacked`: `aux` is not added up but stacked, a row for each microbatch, of whole tensors.
+    - `network`: the `StagedNetwork`.
+    - `schedule`: the `Schedule`; it has as many stages as the network.
+    - `trained`: this device's parameters.
+    - `rows`: tree of this device's arrays `(microbatches, rows, ...)`.
+    - `divider`: `divider(trips)` returns a `Partitioner` for a `StageVjp` that runs `trips` times
+      per step.
+    - `goals`: for each parameter the sharding in which each microbatch's gradient is summed (for
+      stacked parameters: the sharding of one layer), or None for the sharding in which the VJP
+      returns it. `goals=None` runs forwards only.
+    - `joint`: where the loss couples examples, the number of `data` devices over which the rows
+      are one sharded dim; otherwise None, and each device computes on its rows alone.
+    - `live`: number of microbatches that contain an example; the executor skips the others. None
+      means all.
+    - `states`: the leaves of the model state. A stage's forwards read and write the leaves of that
+      stage, in the order of the microbatches.
+    - `stacked`: stack `aux` as `(microbatches, ...)` of replicated tensors instead of summing it.
 
-    **Attributes:** `records`, the collectives, once it has run.
+    **Attributes:** `records`, the collectives of a step; complete once the executor has run.
     """
 
     def __init__(
@@ -84,15 +109,26 @@ class ScheduleExecutor:
 
     @property
     def records(self) -> list[Record]:
-        """The collectives of all pieces and exchanges."""
+        """Return the collectives of all stage functions and of the sends between devices."""
         walked = [*self.pieces.dividers, self.sends]
         return [record for divider in walked for record in divider.records]
 
     # --- Running ------------------------------------------------------------------------------
 
     def __call__(self) -> Carry:
-        """All ticks; what was added up: `aux`, `layers`, `shared` and `homed` gradients; and
-        `states`, in which each device has written those of its own stages."""
+        """Run all ticks and return the last carry.
+
+        Of its entries a caller reads:
+
+        - `aux`: the sums (or stacks) of the last stage's `aux`; zeros on the other devices.
+        - `states`: the leaves of the model state; each device has new values only in the leaves
+          that its stages write.
+        - `layers`: gradient sums of stacked parameters, `{leaf: (layers per device, ...)}`.
+        - `shared`: gradient sums of parameters that are on all devices, `{leaf: ...}`.
+        - `homed`: flat buffers with the gradient sums of parameters that only this device has.
+
+        Gradient sums are float32 or wider; the three gradient entries exist only with `goals`.
+        """
         columns = jnp.asarray(self.table.columns)
         end, _ = lax.scan(lambda c, row: (self._tick(c, row), None), self._start(), columns)
         return end
@@ -104,6 +140,7 @@ class ScheduleExecutor:
         carry: Carry = {
             "aux": [self._empty_aux(form) for form in self.pieces.aux],
             "x": empty(between),
+            # One row more than slots: a device to which nothing is sent writes there.
             "arrived_x": empty(between, slots["x"] + 1),
             "states": list(self.pieces.states),
         }
@@ -125,6 +162,8 @@ class ScheduleExecutor:
             "edge_left": empty(
                 longest(list(self.pieces.left_packings.values())), slots["edge_left"]
             ),
+            # Gradients: one sum per layer of this device, one per parameter of all devices, and
+            # flat buffers for parameters of this device only: their shapes differ by device.
             "layers": {leaf: _zeros(self.pieces.grads[leaf].local, rows) for leaf in layers},
             "shared": {leaf: _zeros(self.pieces.grads[leaf].local) for leaf in shared},
             "homed": empty(longest(self.pieces.grad_packings), wide=True),
@@ -134,6 +173,8 @@ class ScheduleExecutor:
         row = lax.dynamic_index_in_dim(columns, self.device, keepdims=False)
         at = dict(zip(FIELDS, row, strict=True))
         at["stage"] = at["chunk"] * self.schedule.devices + self.device
+        # Each action reads and overwrites `x` or `cotangent` in place, so the tick starts by
+        # loading its slot. On an idle tick this loads any slot, and nobody reads the result.
         carry = {**carry, "x": _row(carry["arrived_x"], at["x"])}
         carry = self._along(carry, at, KIND["F"], self._edge_forward, self._layer_forward)
         if self.pieces.backward:
@@ -158,7 +199,11 @@ class ScheduleExecutor:
         *,
         reverse: bool = False,
     ) -> Carry:
-        """One kind of work of this device: the pieces of its stage, in their order or back."""
+        """Run this tick's action on the parts of its stage if the action is of this `kind`.
+
+        The parts are, in order: a `StageFn` before the layers (an embedding), the layers, and a
+        `StageFn` after them (a head). `reverse` runs them in reverse order, for B.
+        """
         mine = at["kind"] == kind
         if self._live is not None:
             mine &= at["microbatch"] < self._live
@@ -177,14 +222,20 @@ class ScheduleExecutor:
             def turn(carry: Carry, i: Array) -> Carry:
                 return layer(carry, at, count - 1 - i if reverse else i)
 
+            # Stages may differ by one layer, so the trip count is data as well.
             carry = _times(jnp.where(mine, count, 0), turn, carry)
         return edges(carry, after=not reverse)
 
     def _exchanged(self, carry: Carry, at: Carry) -> Carry:
-        """What was made handed on; what arrives put where it waits for its tick."""
+        """Send `x` and the cotangent to the neighbours; store what arrives in its slot.
+
+        The table was computed ahead, so the receiver knows the slot without a message: the field
+        `arriving_x` of this tick, from which a later tick's field `x` reads.
+        """
         devices, chunks = self.schedule.devices, self.schedule.chunks
         on = [(d, d + 1) for d in range(devices - 1)]
         if chunks > 1:
+            # The last device's chunk c feeds the first device's chunk c + 1.
             on.append((devices - 1, 0))
         ways = {"x": on, "cotangent": [(b, a) for a, b in on]}
         carry = dict(carry)
@@ -204,10 +255,10 @@ class ScheduleExecutor:
             carry[f"arrived_{name}"] = arrived
         return carry
 
-    # --- One piece ----------------------------------------------------------------------------
+    # --- One stage function -------------------------------------------------------------------
 
     def _x(self, carry: Carry, stage: int, name: str = "x") -> Values:
-        """What a stage was handed, from the buffers of `x` or `cotangent`."""
+        """Unpack the tensors at the boundary behind `stage` from the buffers `x` or `cotangent`."""
         arrays = self.pieces.between[stage].read(carry[name])
         return [form.value(a) for form, a in zip(self.pieces.handed[stage], arrays, strict=True)]
 
@@ -219,8 +270,11 @@ class ScheduleExecutor:
     def _edge_forward(self, carry: Carry, at: Carry, stage: int) -> Carry:
         piece, inputs = self.pieces.edges[stage], self._edge_inputs(carry, at, stage)
         edge, last = self.network.edges[stage], stage == self.network.stages - 1
+        # Only forwards read model state from the carry: by the time of B, later microbatches have
+        # changed it, and the residuals contain what B needs of it.
         states = [whole_value(carry["states"][leaf]) for leaf in edge.reads]
         inputs = inputs._replace(rest=[*inputs.rest, *states])
+        # The last stage's `y` is the loss; no stage receives it.
         wanted = None if last else [form.sharding for form in self.pieces.handed[stage]]
         y, aux, kept = piece.forward(inputs, wanted, keep=self.pieces.backward)
         carry = {**carry, "states": list(carry["states"])}
@@ -237,6 +291,7 @@ class ScheduleExecutor:
         return carry
 
     def _empty_aux(self, form: ValueSpec) -> Array:
+        """Return the zeros in which `aux` is summed, or stacked by microbatch."""
         if self._stacked:
             return jnp.zeros((self.schedule.microbatches, *form.shape), form.local.dtype)
         return _zeros(form.local)
@@ -261,6 +316,7 @@ class ScheduleExecutor:
         return self._x(carry, stage, "cotangent")
 
     def _edge_back(self, carry: Carry, at: Carry, stage: int) -> Carry:
+        """Run B where the schedule has no W: the gradients of parameters and input together."""
         inputs = self._edge_inputs(carry, at, stage)
         grads, dx = self.pieces.edges[stage].backward(
             inputs,
@@ -272,6 +328,7 @@ class ScheduleExecutor:
         return self._handed_back(self._edge_added(carry, stage, grads), stage, dx)
 
     def _edge_input(self, carry: Carry, at: Carry, stage: int) -> Carry:
+        """Run B of a split backward: the input's gradient; store the weight residuals."""
         inputs = self._edge_inputs(carry, at, stage)
         dx, left = self.pieces.edges[stage].input_gradient(
             inputs,
@@ -285,6 +342,7 @@ class ScheduleExecutor:
         return self._handed_back(carry, stage, dx)
 
     def _edge_weight(self, carry: Carry, at: Carry, stage: int) -> Carry:
+        """Run W: the parameters' gradients, from the residuals and the weight residuals."""
         arrays = self.pieces.left_packings[stage].read_row(carry["edge_left"], at["edge_left"])
         left = [form.value(a) for form, a in zip(self.pieces.left[stage], arrays, strict=True)]
         grads = self.pieces.edges[stage].weight_gradient(
@@ -296,12 +354,14 @@ class ScheduleExecutor:
         return self._edge_added(carry, stage, grads)
 
     def _handed_back(self, carry: Carry, stage: int, dx: Values) -> Carry:
+        """Write the gradient of a stage's input to the buffer that is sent at the tick's end."""
         if stage == 0:
             return carry
         new = self.pieces.between[stage - 1].write(carry["cotangent"], arrays_of(dx))
         return {**carry, "cotangent": new}
 
     def _edge_added(self, carry: Carry, stage: int, grads: Values) -> Carry:
+        """Add a microbatch's gradients of a stage function's parameters to the sums."""
         shared, homed = dict(carry["shared"]), carry["homed"]
         packing = self.pieces.grad_packings[stage % self.schedule.devices]
         for leaf, grad in zip(self.network.edges[stage].leaves, grads, strict=True):
@@ -319,6 +379,7 @@ class ScheduleExecutor:
         return Inputs(self.pieces.layer_values(self._layer_row(at, k)), x, rest)
 
     def _layer_row(self, at: Carry, k: Array) -> Array:
+        """Return the row of the stage's `k`-th layer in this device's stacked parameters."""
         return at["chunk"] * self.dealing.most + k
 
     def _layer_forward(self, carry: Carry, at: Carry, k: Array) -> Carry:
@@ -382,6 +443,7 @@ class ScheduleExecutor:
         return self._layer_added(carry, at, k, grads)
 
     def _layer_added(self, carry: Carry, at: Carry, k: Array, grads: Values) -> Carry:
+        """Add a microbatch's gradients of one layer to that layer's row of the sums."""
         assert self.network.layers is not None
         sums, row = dict(carry["layers"]), self._layer_row(at, k)
         for leaf, grad in zip(self.network.layers.leaves, grads, strict=True):
@@ -398,7 +460,7 @@ def _of_stage(
 
 
 def _times(count: Array, body: Callable[[Carry, Array], Carry], carry: Carry) -> Carry:
-    """`body(carry, i)` for `i` up to a count, which may be zero and differ between devices."""
+    """Apply `body(carry, i)` for `i < count`; `count` may be 0 and may differ between devices."""
     count = jnp.asarray(count, jnp.int32)
     result: Carry = lax.fori_loop(jnp.int32(0), count, lambda i, c: body(c, i), carry)
     return result
@@ -409,6 +471,6 @@ def _row(buffers: Buffers, row: Any) -> Buffers:
 
 
 def _zeros(local: jax.ShapeDtypeStruct, rows: int | None = None) -> Array:
-    """Zeros in which numbers of some dtype are added up, in float32 or wider."""
+    """Return zeros to sum arrays of shape `local` in, or `rows` of them; float32 or wider."""
     dtype = jnp.promote_types(local.dtype, jnp.float32)
     return jnp.zeros(local.shape if rows is None else (rows, *local.shape), dtype)

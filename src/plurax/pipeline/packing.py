@@ -1,7 +1,18 @@
-"""Tensors of many shapes in one flat buffer of each dtype.
+"""Pack tensors of many shapes into one flat buffer for each dtype.
 
-Every device of a mesh has arrays of the same shapes, and the stages of a network do not. So what
-belongs to one stage lies, on its device, in a buffer as long as the longest stage needs.
+Inside `shard_map` every device has arrays of the same shapes, but the stages of a network have
+tensors of different shapes: an embedding's table on one device, a head's kernel on another. So each
+device packs the tensors of its stages into flat buffers, as long on all devices as the longest
+stage needs, and each stage reads its tensors at its own offsets.
+
+Example: device 0 has `f32[100, 8]` and `i32[4]`, device 1 has `f32[8, 10]` and `f32[10]`:
+
+    Packing of device 0    lengths {"float32": 800, "int32": 4}
+    Packing of device 1    lengths {"float32": 90}
+    buffers on both        float32 (800,), int32 (4,)      `longest`, `empty`
+    device 1               float32[0:80] -> (8, 10), float32[80:90] -> (10,), the rest unused
+
+Buffers of shape `(rows, length)` store one such packing per row: the slots of residuals.
 """
 
 import math
@@ -18,11 +29,12 @@ Lengths = dict[str, int]
 
 
 class Packing:
-    """Where each of some tensors lies in the flat buffers of its dtype.
+    """The offsets of some tensors in flat buffers, one buffer for each dtype.
 
-    **Arguments:** `leaves`, arrays or `jax.ShapeDtypeStruct`s of what one device has.
+    **Arguments:** `leaves`, arrays or `jax.ShapeDtypeStruct`s of one device's tensors.
 
-    **Attributes:** `leaves`, as `jax.ShapeDtypeStruct`s; `lengths` of the buffers by dtype.
+    **Attributes:** `leaves`, as `jax.ShapeDtypeStruct`s; `lengths`, the number of elements of each
+    buffer by the dtype's name.
 
     >>> packing = Packing([jnp.ones((2, 3)), jnp.ones(4), jnp.ones(2, jnp.int32)])
     >>> packing.lengths
@@ -34,7 +46,7 @@ class Packing:
         self.lengths: Lengths = {}
         self._at: list[tuple[str, int, tuple[int, ...]]] = []
         for leaf in self.leaves:
-            # A random key is stored as its numbers.
+            # A random key is stored as its uint32 data.
             data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
             name = str(data.dtype)
             offset = self.lengths.get(name, 0)
@@ -44,12 +56,15 @@ class Packing:
     def read(
         self, buffers: Mapping[str, Array], places: Sequence[int] | None = None
     ) -> list[Array]:
-        """The tensors in buffers of at least these lengths, or those in some places."""
+        """Return the tensors in buffers of at least these lengths, or only those of `places`.
+
+        The tensors have the dtype of the buffer, which is wider where it contains gradient sums.
+        """
         found = []
         for place in range(len(self.leaves)) if places is None else places:
             leaf, (name, offset, shape) = self.leaves[place], self._at[place]
             flat = lax.slice(buffers[name], (offset,), (offset + math.prod(shape),))
-            # Of another dtype where it is a sum of them.
+            # Not cast to the leaf's dtype: a buffer of gradient sums is float32 for bfloat16 too.
             array = flat.reshape(shape)
             if _is_key(leaf):
                 array = jax.random.wrap_key_data(array, impl=_impl(leaf))
@@ -57,7 +72,7 @@ class Packing:
         return found
 
     def write(self, buffers: Buffers, arrays: Sequence[Array]) -> Buffers:
-        """The buffers with tensors in their places."""
+        """Return the buffers with all tensors written at their offsets, cast to their dtypes."""
         buffers = dict(buffers)
         for array, (name, offset, _) in zip(arrays, self._at, strict=True):
             flat = _data(array).ravel().astype(buffers[name].dtype)
@@ -65,7 +80,7 @@ class Packing:
         return buffers
 
     def write_row(self, buffers: Buffers, row: Any, arrays: Sequence[Array]) -> Buffers:
-        """The same in one row of buffers `(rows, length)`."""
+        """Return buffers `(rows, length)` with all tensors written in row `row`."""
         buffers = dict(buffers)
         for array, (name, offset, _) in zip(arrays, self._at, strict=True):
             flat = _data(array).reshape(1, -1)
@@ -73,7 +88,7 @@ class Packing:
         return buffers
 
     def read_row(self, buffers: Mapping[str, Array], row: Any) -> list[Array]:
-        """The tensors in one row of buffers `(rows, length)`."""
+        """Return the tensors in row `row` of buffers `(rows, length)`."""
         found = []
         for leaf, (name, offset, shape) in zip(self.leaves, self._at, strict=True):
             size = (1, math.prod(shape))
@@ -84,7 +99,10 @@ class Packing:
         return found
 
     def add(self, buffers: Buffers, arrays: Sequence[Array], places: Sequence[int]) -> Buffers:
-        """The buffers with tensors added in some places."""
+        """Return the buffers with `arrays` added to the tensors of `places`, in the buffers' dtype.
+
+        A place is a tensor's index in `leaves`.
+        """
         buffers = dict(buffers)
         for array, place in zip(arrays, places, strict=True):
             name, offset, shape = self._at[place]
@@ -96,7 +114,7 @@ class Packing:
 
 
 def longest(packings: Iterable[Packing]) -> Lengths:
-    """The lengths of buffers in which any of some packings fits."""
+    """Return by dtype the length of buffers in which each of the packings fits."""
     lengths: Lengths = {}
     for packing in packings:
         for name, length in packing.lengths.items():
@@ -105,7 +123,7 @@ def longest(packings: Iterable[Packing]) -> Lengths:
 
 
 def empty(lengths: Lengths, rows: int | None = None, *, wide: bool = False) -> Buffers:
-    """Buffers of zeros, `(length,)` or `(rows, length)`; for sums in float32 or wider."""
+    """Return buffers of zeros, `(length,)` or `(rows, length)`; with `wide` float32 or wider."""
     shape = () if rows is None else (rows,)
     return {
         name: jnp.zeros((*shape, length), jnp.promote_types(name, "float32") if wide else name)
@@ -122,7 +140,7 @@ def _data(array: Array) -> Array:
 
 
 def _impl(leaf: Any) -> Any:
-    """By which algorithm the random numbers of a key's dtype are made."""
+    """Return the random number generator of a key's dtype, as `jax.random.key_impl` does."""
     found: list[Any] = []
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf)
     return found[0]

@@ -1,15 +1,23 @@
-"""Pipeline schedules as plain data: what each device does, in order. Imports no JAX.
+"""Pipeline schedules as plain data: the ordered actions of each device. Imports no JAX.
 
-A network is cut into *stages*, one after another. Stage `s` is on device `s mod devices`, so that a
-device with several stages (*chunks*) has chunk `c` as stage `c * devices + device`. A schedule is,
-for each device, an ordered list of work; when it is done follows from what it depends on.
+A network is cut into consecutive *stages*. Stage `s` is on device `s mod devices`; a device with
+several stages (*chunks*) has stage `c * devices + device` as its chunk `c`. A schedule is an
+ordered list of actions for each device. It contains no times: each action runs as soon as the
+actions that it depends on are done.
 
-    F  forward of a microbatch through a stage: after that of the stage before
-    B  backward: after F on the same stage and B of the stage behind
-    W  gradient of the weights, where B computes that of the input alone: after B
+    F  forward of a microbatch through a stage; depends on F of the previous stage
+    B  backward; depends on F of the same stage and B of the next stage
+    W  gradient of the weights, if B computes the input's gradient only; depends on B
 
-Written down, `F3` is the forward of microbatch 3, and `B2.1` the backward of microbatch 2 through
-the device's chunk 1.
+`F3` is the forward of microbatch 3, and `B2.1` the backward of microbatch 2 through the device's
+chunk 1. Example: 1F1B with 2 devices and 3 microbatches, and the ticks that follow from it:
+
+    device 0    F0 F1 B0 F2 B1 B2            tick       0   1   2   3   4   5   6   7
+    device 1    F0 B0 F1 B1 F2 B2            device 0   F0  F1  -   B0  F2  B1  -   B2
+                                             device 1   -   F0  B0  F1  B1  F2  B2  -
+
+A *bubble* is the time in which devices are idle, as a part of all devices' time. The sources of the
+named schedules are in their docstrings.
 """
 
 import dataclasses
@@ -24,7 +32,7 @@ KINDS = ("F", "B", "W")
 
 
 class Action(NamedTuple):
-    """One unit of work: its `kind` (`F`, `B` or `W`), `microbatch`, and `chunk` of the device.
+    """One action of a device: `kind` (`F`, `B` or `W`), `microbatch`, and `chunk` of the device.
 
     >>> str(Work("B", 2, 1)), Work.parse("F3")
     ('B2.1', Work(kind='F', microbatch=3, chunk=0))
@@ -39,7 +47,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """From what `str` makes of it. Raises `PlanError`."""
+        """Parse the text that `str` returns. Raises `PlanError` if it is not of that form."""
         found = re.fullmatch(r"([FBW])(\d+)(?:\.(\d+))?", text)
         if found is None:
             raise errors.schedule_not_work(text)
@@ -48,9 +56,9 @@ class Action(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """What each device of a pipeline does, in order.
+    """The actions of each device of a pipeline, in order.
 
-    **Fields:** `name`; `work`, for each device its list of `Action`s.
+    **Fields:** `name`; `work`, for each device its `Action`s.
 
     >>> print(one_f_one_b(devices=2, microbatches=3))
     F0 F1 B0 F2 B1 B2
@@ -62,40 +70,40 @@ class Schedule:
 
     @classmethod
     def parse(cls, lines: Sequence[str], name: str = "by hand") -> "Schedule":
-        """From one line of text for each device. Raises `PlanError`."""
+        """Parse one line of text per device, actions apart by spaces. Raises `PlanError`."""
         return cls(name, tuple(tuple(map(Action.parse, line.split())) for line in lines))
 
     @property
     def devices(self) -> int:
-        """Devices of the pipeline."""
+        """Number of devices of the pipeline."""
         return len(self.work)
 
     @functools.cached_property
     def microbatches(self) -> int:
-        """How many microbatches it works through."""
+        """Number of microbatches."""
         return 1 + max((work.microbatch for line in self.work for work in line), default=-1)
 
     @functools.cached_property
     def chunks(self) -> int:
-        """How many stages a device has."""
+        """Number of stages per device."""
         return 1 + max((work.chunk for line in self.work for work in line), default=-1)
 
     @property
     def stages(self) -> int:
-        """How many stages the network is cut into."""
+        """Number of stages of the network."""
         return self.devices * self.chunks
 
     @functools.cached_property
     def split(self) -> bool:
-        """Whether the gradient of the weights is work of its own."""
+        """Whether the backward pass is split into B (of the input) and W (of the weights)."""
         return any(work.kind == "W" for line in self.work for work in line)
 
     def stage(self, device: int, work: Action) -> int:
-        """The stage on which a device does some work."""
+        """Return the stage of an action on a device."""
         return work.chunk * self.devices + device
 
     def dependencies(self, device: int, work: Action) -> Iterator[tuple[int, Action]]:
-        """What has to be done before some work, as pairs of device and work."""
+        """Yield the actions that must be done before an action, as pairs `(device, action)`."""
         stage = self.stage(device, work)
         if work.kind == "F" and stage > 0:
             yield self._at(stage - 1, "F", work.microbatch)
@@ -118,7 +126,8 @@ class Schedule:
 
 
 def gpipe(devices: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """All forwards, then all backwards (Huang et al. 2019, https://arxiv.org/abs/1811.06965).
+    """Return GPipe: all forwards, then all backwards (Huang et al. 2019,
+    https://arxiv.org/abs/1811.06965).
 
     Bubble `(p - 1) / (m + p - 1)`; every device stores the activations of all microbatches.
     """
@@ -129,29 +138,34 @@ def gpipe(devices: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 
 def one_f_one_b(devices: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """One forward, one backward in turns (Narayanan et al. 2019, https://arxiv.org/abs/1806.03377).
+    """Return 1F1B: forwards and backwards alternate (Narayanan et al. 2019,
+    https://arxiv.org/abs/1806.03377).
 
     Bubble as GPipe's; device `d` of `p` stores the activations of at most `p - d` microbatches.
     """
     _one_chunk("1f1b", chunks)
     lines = []
     for device in range(devices):
+        # Until the first cotangent is back from the devices behind, only forwards are possible.
         warm = min(microbatches, devices - device - 1)
         lines.append(_in_turns(_numbered("F", microbatches), _numbered("B", microbatches), warm))
     return Schedule("1f1b", tuple(lines))
 
 
 def interleaved(devices: int, microbatches: int, chunks: int) -> Schedule:
-    """1F1B with several stages on a device (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473).
+    """Return interleaved 1F1B, with several stages per device (Narayanan et al. 2021,
+    https://arxiv.org/abs/2104.04473).
 
-    Bubble `(p - 1) / (v m + p - 1)` with `v` chunks: a `v`-th of the time idle, for `v` times the
-    exchanges. Raises `PlanError` where `devices` does not divide `microbatches`.
+    Bubble `(p - 1) / (v m + p - 1)` with `v` chunks: a `v`-th of the idle time, for `v` times the
+    sends. Raises `PlanError` where `devices` does not divide `microbatches`.
     """
     if microbatches % devices:
         raise errors.schedule_indivisible("interleaved", devices, microbatches)
     total = microbatches * chunks
 
     def work(kind: str, number: int) -> Action:
+        # A device runs `devices` microbatches through one chunk, then the same ones through the
+        # next: the last device's output of a chunk is then back at device 0 when it needs it.
         round_, place = divmod(number, devices * chunks)
         chunk, inside = divmod(place, devices)
         last = chunks - 1 - chunk if kind == "B" else chunk
@@ -167,11 +181,11 @@ def interleaved(devices: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def zb_h1(devices: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Weight gradients fill the bubble, in 1F1B's memory (Qi et al. 2023,
+    """Return ZB-H1: weight gradients fill the bubble, within 1F1B's memory (Qi et al. 2023,
     https://arxiv.org/abs/2401.10241).
 
-    1F1B with the backward pass in two. Device `d` puts the gradient of its weights off by `d`
-    microbatches. Bubble `(p - 1) / (3 m + p - 1)`, a third of 1F1B's.
+    1F1B with a split backward pass; device `d` delays W by `d` microbatches. Bubble
+    `(p - 1) / (3 m + p - 1)`, about a third of 1F1B's, if F, B and W take equally long.
     """
     _one_chunk("zb-h1", chunks)
     lines = []
@@ -182,6 +196,8 @@ def zb_h1(devices: int, microbatches: int, chunks: int = 1) -> Schedule:
         done = 0
         for work in turns:
             line.append(work)
+            # Later devices receive cotangents sooner, so they have B's to do first; their W's wait
+            # for the end, where the device would otherwise be idle.
             if work.kind == "B" and work.microbatch >= device:
                 line.append(Action("W", done))
                 done += 1
@@ -196,15 +212,16 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "interleaved": interleaved,
     "zb-h1": zb_h1,
 }
-"""By name: `(devices, microbatches, chunks) -> Schedule`."""
+"""The named schedules, functions `(devices, microbatches, chunks) -> Schedule`."""
 
 
 def make_schedule(
     given: str | Sequence[str], devices: int, microbatches: int, chunks: int = 1
 ) -> Schedule:
-    """The schedule of a name, or one written by hand, checked.
+    """Return a named schedule, or parse and check one given as a line of text per device.
 
-    Raises `PlanError` where it is not legal, or not for these devices, microbatches and chunks.
+    Raises `PlanError` if the given schedule is not legal, or has other numbers of devices,
+    microbatches or chunks.
     """
     if isinstance(given, str):
         return SCHEDULES[given](devices, microbatches, chunks)
@@ -216,15 +233,15 @@ def make_schedule(
     return schedule
 
 
-# --- Whether one is legal -------------------------------------------------------------------------
+# --- Checks ---------------------------------------------------------------------------------------
 
 
 def check_schedule(schedule: Schedule, *, stored: int | None = None) -> None:
-    """Raise `PlanError` where a schedule cannot run, with the reason.
+    """Raise `PlanError` if a schedule cannot run, with the reason.
 
-    Every unit of work is there once, on each device what comes first stands first, no two devices
-    wait for each other, and, with `stored`, no device stores the activations of more than so many
-    microbatches and chunks at a time.
+    Checks that each action is there exactly once, that each device's actions are in an order that
+    their dependencies allow, and that devices do not wait for each other for ever. With `stored`,
+    also that no device stores more than `stored` activations at a time (see `live_activations`).
     """
     kinds = KINDS if schedule.split else KINDS[:2]
     for device, line in enumerate(schedule.work):
@@ -250,9 +267,10 @@ def check_schedule(schedule: Schedule, *, stored: int | None = None) -> None:
 
 
 def check_forwards_in_order(schedule: Schedule) -> None:
-    """Raise `PlanError` where the forwards of a stage are not in the order of their microbatches.
+    """Raise `PlanError` if the forwards of a stage are not in the order of their microbatches.
 
-    Model state passes from one to the next.
+    Required by stateful models, where a microbatch's forward reads the model state that the
+    previous microbatch's forward wrote.
     """
     for device, line in enumerate(schedule.work):
         last: dict[int, Action] = {}
@@ -266,10 +284,11 @@ def check_forwards_in_order(schedule: Schedule) -> None:
 
 
 def ticks(schedule: Schedule) -> list[tuple[Action | None, ...]]:
-    """For each tick what each device does, or None: as soon as it can, one unit at a time.
+    """Return for each tick the action of each device, or None where it is idle.
 
-    What one device hands to another it has in the next tick. Raises `PlanError` where devices wait
-    for each other for ever.
+    Each action runs in the first tick in which it can: after the device's previous action, and
+    after the ticks of all actions that it depends on (a send takes until the next tick). Raises
+    `PlanError` where devices wait for each other for ever.
     """
     at = [0] * schedule.devices
     done: set[tuple[int, Action]] = set()
@@ -282,6 +301,7 @@ def ticks(schedule: Schedule) -> list[tuple[Action | None, ...]]:
             column.append(work if ready else None)
         if not any(column):
             raise errors.schedule_deadlock(_waiting(schedule, at, done))
+        # Only now: an action must not depend on another of the same tick.
         for device, work in enumerate(column):
             if work is not None:
                 done.add((device, work))
@@ -291,10 +311,11 @@ def ticks(schedule: Schedule) -> list[tuple[Action | None, ...]]:
 
 
 def live_activations(schedule: Schedule) -> list[int]:
-    """For each device the most activations it stores: of one microbatch and one chunk each.
+    """Return for each device the maximal number of activations that it stores at a time.
 
-    Stored from F on until B is done, or W where that is work of its own. It follows from the order
-    alone, whatever the work takes.
+    An activation is that of one microbatch through one chunk, stored from its F until its B is
+    done, or its W if the schedule has one. The number depends only on the order of the actions, not
+    on how long they take.
     """
     last = "W" if schedule.split else "B"
     most = []
@@ -309,7 +330,7 @@ def live_activations(schedule: Schedule) -> list[int]:
 
 
 def _waiting(schedule: Schedule, at: list[int], done: set[tuple[int, Action]]) -> list[str]:
-    """Who waits for what, in words."""
+    """Return a line for each device that waits, with the action it waits for."""
     lines = []
     for device, line in enumerate(schedule.work):
         if at[device] < len(line):
@@ -327,7 +348,7 @@ def _numbered(kind: str, count: int) -> tuple[Action, ...]:
 def _in_turns(
     forward: tuple[Action, ...], backward: tuple[Action, ...], warm: int
 ) -> tuple[Action, ...]:
-    """`warm` forwards, then forward and backward in turns, then the backwards that are left."""
+    """Return `warm` forwards, then forwards and backwards alternating, then the other backwards."""
     line = list(forward[:warm])
     for number, work in enumerate(forward[warm:]):
         line += [work, backward[number]]

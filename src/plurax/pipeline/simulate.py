@@ -1,4 +1,4 @@
-"""What a schedule costs before it runs: its timeline, the time it is idle, what it stores."""
+"""Simulate a schedule: its timeline, its bubble and the activations that it stores."""
 
 import dataclasses
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from plurax.pipeline.schedule import Action, Schedule, live_activations, ticks
 
 
 class Span(NamedTuple):
-    """Some work of a device, from `start` to `end`."""
+    """An action of a device, from `start` to `end`."""
 
     device: int
     work: Action
@@ -17,10 +17,11 @@ class Span(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """When each device does what.
+    """The times of all actions of a schedule.
 
-    **Fields:** `schedule`; `spans`, all work with its times, in the units of the durations given;
-    `stored`, for each device the most activations it stores, in microbatches times chunks.
+    **Fields:** `schedule`; `spans`, all actions with their times, in the unit of the durations that
+    `simulate` was given; `stored`, for each device the maximal number of activations that it
+    stores at a time (see `live_activations`).
     """
 
     schedule: Schedule
@@ -29,12 +30,12 @@ class Timeline:
 
     @property
     def length(self) -> float:
-        """From the first work to the end of the last."""
+        """Time until the last action ends."""
         return max(span.end for span in self.spans)
 
     @property
     def bubble(self) -> float:
-        """The part of all devices' time in which they are idle, 0 to 1."""
+        """Idle time as a part of all devices' time, 0 to 1."""
         busy = sum(span.end - span.start for span in self.spans)
         return 1 - busy / (self.length * self.schedule.devices)
 
@@ -48,16 +49,16 @@ def simulate(
     exchange: float = 0.0,
     lockstep: bool = False,
 ) -> Timeline:
-    """The timeline of a schedule in which all stages take as long.
+    """Return the timeline of a schedule whose stages all take equally long.
 
     **Arguments:**
 
-    - `forward`, `backward` (gradient of the input), `weight` (gradient of the weights): how long
-      each takes for one microbatch through all of a device's chunks. Where the schedule does not
-      split the backward pass, `B` takes both.
-    - `exchange`: from the end of work on one device until another has what it made.
-    - `lockstep`: all devices begin each unit of work together, as a program does that exchanges
-      after each.
+    - `forward`, `backward` (gradient of the input), `weight` (gradient of the weights): duration of
+      one microbatch through all of a device's chunks, in any unit. If the schedule does not split
+      the backward pass, `B` takes `backward + weight`.
+    - `exchange`: time from the end of an action until another device has its result.
+    - `lockstep`: all devices start each tick's actions together, like a program that exchanges
+      after each tick.
 
     Raises `PlanError` where devices wait for each other for ever.
 

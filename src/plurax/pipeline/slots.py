@@ -1,7 +1,29 @@
-"""A schedule as numbers: for each tick and device what it does, and where what it needs lies.
+"""Allocate buffer slots for a schedule, and write the schedule as a table of integers.
 
-Everything a device stores has a slot, given out like registers: free again when what was in it has
-been used. Hence the memory of 1F1B does not depend on the number of microbatches.
+Between its ticks a device stores residuals (from F until B or W), weight residuals (from B until W)
+and boundary activations and cotangents that have arrived but are not yet used. All of it must go
+into buffers of fixed shape, because the ticks are one `lax.scan`. The schedule is known ahead, so
+each stored value gets a slot of such a buffer as a register allocator would give it: a slot is free
+again once its value has been used for the last time. The memory of 1F1B is then independent of the
+number of microbatches.
+
+Example: device 0 of 2 under 1F1B with 3 microbatches. Its residuals, in the store `kept`:
+
+    tick            0    1    2    3    4    5    6    7
+    action          F0   F1   -    B0   F2   B1   -    B2
+    microbatch 0    [ slot 0  ------- ]                        ticks 0 to 3
+    microbatch 1         [ slot 1  ------------- ]             ticks 1 to 5
+    microbatch 2                        [ slot 0  ------ ]     ticks 4 to 7: slot 0 is free again
+
+    columns[:, 0, FIELDS.index("kept")] = [0, 1, 0, 0, 0, 1, 0, 0]     on idle ticks, any slot
+    slots["kept"] = 2
+
+With 4 devices, `slots["kept"]` is 4 under 1F1B for 8 and for 64 microbatches, and 8 and 64 under
+GPipe.
+
+Source: linear scan register allocation (Poletto & Sarkar 1999,
+https://doi.org/10.1145/330249.330250); for intervals known ahead, without spilling, it uses the
+fewest slots possible.
 """
 
 import dataclasses
@@ -12,16 +34,16 @@ import numpy as np
 from plurax.pipeline.schedule import Action, Schedule, ticks
 
 FIELDS = (
-    "kind",  # 0 nothing, 1 F, 2 B, 3 W
+    "kind",  # 0 idle, 1 F, 2 B, 3 W
     "microbatch",
     "chunk",
-    "kept",  # slot of what the backward pass needs
-    "left",  # slot of what the gradient of the weights needs besides
-    "edge",  # slot of what an embedding, head or marked stage keeps
-    "edge_left",
-    "x",  # slot in which what it works on has arrived
-    "cotangent",
-    "arriving_x",  # slot for what arrives at the end of the tick; the last is for nothing
+    "kept",  # slot of the residuals of a stage's layers
+    "left",  # slot of the weight residuals of a stage's layers
+    "edge",  # slot of the residuals of a `StageFn`: embedding, head, marked stage
+    "edge_left",  # slot of the weight residuals of a `StageFn`
+    "x",  # slot of the boundary activation that F reads
+    "cotangent",  # slot of the cotangent that B reads
+    "arriving_x",  # slot for what arrives at the end of the tick; `slots["x"]` if nothing does
     "arriving_cotangent",
 )
 KIND = {"F": 1, "B": 2, "W": 3}
@@ -31,10 +53,11 @@ Interval = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True)
 class SlotTable:
-    """A schedule as numbers.
+    """A schedule as integers.
 
-    **Fields:** `columns`, int32 `(ticks, devices, fields)`, a field's place being that in `FIELDS`;
-    `slots`, how many each store has (`kept`, `left`, `edge`, `edge_left`, `x`, `cotangent`).
+    **Fields:** `columns`, int32 `(ticks, devices, fields)`, with the fields in the order of
+    `FIELDS`; `slots`, the number of slots of each store (`kept`, `left`, `edge`, `edge_left`, `x`,
+    `cotangent`), the same on all devices.
     """
 
     columns: np.ndarray
@@ -42,7 +65,11 @@ class SlotTable:
 
 
 def make_slot_table(schedule: Schedule, edges: Sequence[int]) -> SlotTable:
-    """The table of a schedule; `edges` are the stages that have a piece besides layers."""
+    """Return the table of a schedule.
+
+    `edges` are the stages that have a `StageFn`, whose residuals are stored apart from the layers'.
+    Raises `PlanError` where devices of the schedule wait for each other for ever.
+    """
     at = {
         (device, work): tick
         for tick, column in enumerate(ticks(schedule))
@@ -50,6 +77,7 @@ def make_slot_table(schedule: Schedule, edges: Sequence[int]) -> SlotTable:
         if work is not None
     }
     length = 1 + max(at.values())
+    # While filling in, 0 is "no slot" and slot n is n + 1.
     columns = np.zeros((length, schedule.devices, len(FIELDS)), np.int32)
     slots: dict[str, int] = {}
     for store, (starts, uses) in _stores(schedule, at, edges).items():
@@ -57,15 +85,19 @@ def make_slot_table(schedule: Schedule, edges: Sequence[int]) -> SlotTable:
         for device in range(schedule.devices):
             intervals = {key: span for (where, key), span in starts.items() if where == device}
             given, count = _slots(intervals)
+            # The program is one for all devices, and so are the shapes of its buffers.
             slots[store] = max(slots[store], count)
             for key, slot in given.items():
                 for tick, field in uses[device, key]:
                     columns[tick, device, FIELDS.index(field)] = slot + 1
+    # A device to which nothing is sent still receives zeros from `ppermute`: it writes them to one
+    # more row, behind the slots.
     for store, field in (("x", "arriving_x"), ("cotangent", "arriving_cotangent")):
         place = FIELDS.index(field)
         arriving = columns[:, :, place]
         columns[:, :, place] = np.where(arriving == 0, slots[store] + 1, arriving)
-    # So far slot 0 was none; from now on slots count from 0, and what has none reads any.
+    # Count slots from 0 again. "No slot" becomes slot 0: an action that has none does not use what
+    # is read there.
     for field in FIELDS[3:]:
         place = FIELDS.index(field)
         columns[:, :, place] = np.maximum(columns[:, :, place] - 1, 0)
@@ -81,9 +113,12 @@ Store = tuple[dict[Key, Interval], dict[Key, list[tuple[int, str]]]]
 def _stores(
     schedule: Schedule, at: dict[tuple[int, Action], int], edges: Sequence[int]
 ) -> dict[str, Store]:
-    """For each store, from when to when something is in it, and the ticks and fields that say so.
+    """Return each store's values: when each is stored, and which table entries name its slot.
 
-    What arrives at the end of tick `t` is there from `t + 0.5` on.
+    A value's key is its device and the action that creates or receives it. Its interval is
+    `(first tick, last tick)`, both inclusive; what arrives at the end of tick `t` starts at
+    `t + 0.5`, so that it may take the slot of what tick `t` reads. Its table entries are pairs of
+    tick and field.
     """
     stores: dict[str, Store] = {
         name: ({}, {}) for name in ("kept", "left", "edge", "edge_left", "x", "cotangent")
@@ -97,6 +132,7 @@ def _stores(
     for (device, work), tick in at.items():
         key = (device, work)
         if work.kind == "F":
+            # B and W both read the residuals of F. A schedule of forwards alone has neither.
             done = [at.get((device, work._replace(kind=kind))) for kind in ("B", last)]
             used = [tick, *(t for t in done if t is not None)]
             put("kept", key, (tick, max(used)), [(t, "kept") for t in used])
@@ -108,6 +144,7 @@ def _stores(
             if schedule.stage(device, work) in edges:
                 put("edge_left", key, (tick, end), [(t, "edge_left") for t in (tick, end)])
         for other, need in schedule.dependencies(device, work):
+            # F depends on the previous stage's F, and B on the next stage's B: these are sends.
             if need.kind == work.kind:
                 name = "x" if work.kind == "F" else "cotangent"
                 sent = at[other, need]
@@ -116,7 +153,11 @@ def _stores(
 
 
 def _slots(intervals: dict[Action, Interval]) -> tuple[dict[Action, int], int]:
-    """A slot for each interval, no two at a time in one; and how many there are."""
+    """Assign each interval a slot such that intervals of one slot do not overlap.
+
+    Returns the slots by key and their number. Takes the intervals by their start, and for each the
+    first slot that is free.
+    """
     busy: list[float] = []
     given = {}
     for key, (start, end) in sorted(intervals.items(), key=lambda item: item[1]):

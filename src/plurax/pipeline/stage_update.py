@@ -1,12 +1,29 @@
-"""A function of tensors that live on different devices of a pipeline: the optimizer's update.
+"""Evaluate a function of tensors that are on different devices of a pipeline: the update.
 
-The function is traced for whole tensors, and its equations are dealt out. What depends on the
-tensors of one device is computed there, and what depends on those of several, or of none, on all.
-There the tensors themselves do not go: only numbers do, the terms of a global norm say, in one
-reduction for all that are needed at a time.
+An optimizer's update is one function of all parameters, gradients and optimizer state, but on a
+pipeline a stage's tensors exist only on that stage's device. `StageUpdate` traces the function for
+whole tensors and assigns each equation to a device. An equation that reads tensors of one stage is
+computed on that stage's device; the others are computed on all devices. Only scalars cross stages,
+such as partial squared norms.
 
-A branch (`lax.cond`) on the tensors of several devices, such as an optimizer that leaves a step
-out, becomes a selection between the results of its cases, each computed where it lives.
+Example: `optax.clip_by_global_norm(1.0)` with `w0: f32[8, 4]` on device 0 and `w1: f32[4, 2]` on
+device 1:
+
+    round 0   device 0        a = sum(g0 ** 2)                    f32[]
+              device 1        b = sum(g1 ** 2)                    f32[]
+              all devices     a, b = psum((a, b), "pipeline")     8 bytes; a device that does not
+                                                                  have a scalar adds a zero
+    round 1   all devices     scale = 1 / max(sqrt(a + b), 1)     f32[]
+              device 0        w0 - rate * scale * g0              f32[8, 4]
+              device 1        w1 - rate * scale * g1              f32[4, 2]
+
+A variable's *round* is the number of such reductions that precede it. All scalars that cross in
+one round cross in one reduction, so the number of reductions is the depth of the dependency chain,
+not the number of scalars.
+
+A `lax.cond` whose cases read tensors of several devices (an optimizer that skips a step, say)
+would be one equation on several devices. It becomes all its cases in sequence and one `select_n`
+per result, so that each equation of the cases gets a device by itself.
 """
 
 import dataclasses
@@ -29,15 +46,16 @@ from plurax.pipeline.cut import inlined
 from plurax.sharding.spec import TensorSharding
 
 NUMBERS = 1
-"""The most elements of what goes from one device to all."""
+"""Maximal number of elements of a tensor that crosses from one device to all."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StageTensor:
-    """A tensor that lives on one device of the pipeline.
+    """A tensor that is on one device of the pipeline only.
 
-    **Fields:** `device`; `like`, the whole tensor as a `jax.ShapeDtypeStruct`; `read()`, its
-    `ShardedValue` there.
+    **Fields:** `device`, its index on the axis `pipeline`; `like`, the whole tensor as a
+    `jax.ShapeDtypeStruct`; `read()`, which returns its `ShardedValue` and is called in that
+    device's branch only.
     """
 
     device: int
@@ -46,13 +64,19 @@ class StageTensor:
 
 
 class StageUpdate:
-    """A traced function whose equations are dealt out to the devices of a pipeline.
+    """A traced function whose equations are assigned to the devices of a pipeline.
 
-    **Arguments:** `fun(*leaves) -> leaves`; `inputs`, a `ShardedValue` or a `StageTensor` for
-    each; `homes`, the device on which each result is wanted, None for all; `divider` over all axes;
-    `stage`, one over those of a stage alone; `devices`.
+    **Arguments:**
 
-    Raises `PlanError` where tensors of several devices meet.
+    - `fun`: `fun(*leaves) -> leaves`, of whole tensors.
+    - `inputs`: for each leaf a `ShardedValue` (on all devices) or a `StageTensor` (on one).
+    - `homes`: for each result the device that needs it, None for all devices.
+    - `divider`: a `Partitioner` over all mesh axes, for equations that all devices compute.
+    - `stage`: a `Partitioner` without the axis `pipeline`, for equations that one device computes.
+    - `devices`: the size of the axis `pipeline`.
+
+    Raises `PlanError` where an equation reads tensors (of more than one element) of several
+    devices, or where another device than the tensor's needs a result.
     """
 
     def __init__(
@@ -69,8 +93,10 @@ class StageUpdate:
         closed, _ = divider.traced(lambda *leaves: list(fun(*leaves)), *map(_like, inputs))
         body, consts = open_jaxpr(closed)
         avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body.invars]
+        # A call (`jit`) around the update of all parameters would be one equation on all devices.
         flat, _ = divider.traced(lambda *args: inlined(body, consts, args, every=True), *avals)
         self._jaxpr, self._consts = open_jaxpr(flat)
+        # A case may contain another `cond`, which appears once the outer one is replaced.
         while several := self._branches_of_several():
             selecting = functools.partial(_selecting, self._jaxpr, self._consts, several)
             flat, _ = divider.traced(selecting, *avals)
@@ -78,7 +104,7 @@ class StageUpdate:
         self._label()
 
     def _branches_of_several(self) -> set[int]:
-        """The places of branches on tensors of several devices."""
+        """Return the indices of the `cond` equations that read tensors of several devices."""
         homes: dict[Any, frozenset[int]] = {}
         for var, given in zip(self._jaxpr.invars, self._inputs, strict=True):
             if isinstance(given, StageTensor):
@@ -93,7 +119,12 @@ class StageUpdate:
         return several
 
     def _label(self) -> None:
-        """Where each variable is computed, in which round, and which go to all devices."""
+        """Assign each variable a device (or all) and a round, and find the scalars that cross.
+
+        `_home` has the device of each variable that one device computes; `_crossing` maps each
+        scalar that crosses to the round in which it is computed; `_readers` maps each variable
+        that is on all devices and that a single device reads to the reading operation's name.
+        """
         home: dict[Any, int] = {}
         rounds: dict[Any, int] = {}
         for var, given in zip(self._jaxpr.invars, self._inputs, strict=True):
@@ -112,7 +143,9 @@ class StageUpdate:
             at = max((rounds.get(a, 0) for a in read), default=0)
             small = all(a.aval.size <= NUMBERS for a in read if a in home)
             mixed = any(a not in home for a in read)
-            # Numbers of one device that meet what is on all are told to all.
+            # An equation on scalars of one device and on a value of all devices (`norm + eps`)
+            # is computed on all devices: its result is then at hand for every later reader, and
+            # the scalars cross now or never. A tensor of one device keeps the equation there.
             if len(places) > 1 or (places and small and mixed):
                 for atom in read:
                     if atom in home:
@@ -140,8 +173,18 @@ class StageUpdate:
         goals: Sequence[TensorSharding],
         written: Callable[[int, list[Array]], Any] | None,
     ) -> tuple[list[ShardedValue | None], Any]:
-        """The results as their `goals`; those of one device as what `written(device, arrays)` makes
-        of them there, None standing for each in the list."""
+        """Evaluate the function on this device's shards.
+
+        **Arguments:** `goals`, a sharding for each result; `written(device, arrays)`, which packs
+        the results of a device in that device's branch (buffers of one shape on all devices), or
+        None where all results are on all devices.
+
+        **Returns:** a list with the `ShardedValue` of each result that is on all devices and None
+        for each other; and what `written` returned for this device, or None.
+
+        Raises `PlanError` where one device needs a tensor that is sharded over `pipeline` or still
+        a partial sum.
+        """
         known = dict(
             zip(self._jaxpr.constvars, map(self.divider.constant, self._consts), strict=True)
         )
@@ -149,6 +192,8 @@ class StageUpdate:
             if isinstance(given, ShardedValue):
                 known[var] = ValueVersions(given)
         self._settle(known, [var for var in self._jaxpr.invars if var in known])
+        # All devices run the rounds together. Equations of single devices are evaluated where they
+        # are needed: for the scalars that cross after a round, and for the results at the end.
         last = max([*self._rounds.values(), *(n + 1 for n in self._crossing.values())], default=0)
         for number in range(last + 1):
             eqns = [
@@ -166,7 +211,11 @@ class StageUpdate:
         return self._results(known, goals, written)
 
     def _settle(self, known: dict[Any, ValueVersions], results: list[Any]) -> None:
-        """What single devices will read made whole now, while all take part in it."""
+        """Replicate what a single device reads later, while all devices take part.
+
+        Equations of a single device run inside a branch of `lax.switch`, where a collective over
+        `pipeline` would deadlock, so such a value must be complete before.
+        """
         for var in results:
             reader = self._readers.get(var)
             if reader is None or known[var].deferred:
@@ -178,7 +227,7 @@ class StageUpdate:
                 raise errors.optimizer_needs_stages(reader)
 
     def _told(self, crossing: list[Any], known: dict[Any, ValueVersions]) -> list[ValueVersions]:
-        """Numbers of one device each, told to all."""
+        """Broadcast scalars, each computed on one device, to all devices in one reduction."""
 
         def branch(device: int) -> list[Array]:
             own = [var for var in crossing if self._home[var] == device]
@@ -203,6 +252,7 @@ class StageUpdate:
         goals: Sequence[TensorSharding],
         written: Callable[[int, list[Array]], Any] | None,
     ) -> tuple[list[ShardedValue | None], Any]:
+        """Evaluate the results of each device in its branch, and reshard those of all devices."""
         atoms = self._jaxpr.outvars
 
         def branch(device: int) -> Any:
@@ -225,7 +275,11 @@ class StageUpdate:
     def _there(
         self, device: int, known: dict[Any, ValueVersions], results: Sequence[Any]
     ) -> list[ValueVersions]:
-        """Results computed on one device, from what is known on all and what lives there."""
+        """Compute results on one device, from the values of all devices and that device's tensors.
+
+        To be called in that device's branch.
+        """
+        # The branch reshards its own copies: an array traced in one branch must not escape from it.
         here = {var: cell.fresh() for var, cell in known.items()}
         for var, given in zip(self._jaxpr.invars, self._inputs, strict=True):
             if isinstance(given, StageTensor) and given.device == device:
@@ -234,13 +288,16 @@ class StageUpdate:
         return self.stage.evaluate_part(eqns, here, results)
 
     def _on_each(self, branch: Callable[[int], Any]) -> Any:
-        """Each device does its own."""
+        """Run `branch(d)` on device `d` of the pipeline; the branches return the same shapes."""
         at = lax.axis_index("pipeline")
         return lax.switch(at, [lambda d=d: branch(d) for d in range(self.devices)])
 
 
 def _selecting(jaxpr: Any, consts: Sequence[Any], several: set[int], *args: Any) -> list[Any]:
-    """A traced function in which the branches at some places are selections."""
+    """Evaluate a jaxpr, with the `cond` equations at the indices `several` as selections.
+
+    All cases are evaluated; they are pure, so an unused one costs time only.
+    """
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
     def read(atom: Any) -> Any:
@@ -260,9 +317,12 @@ def _selecting(jaxpr: Any, consts: Sequence[Any], several: set[int], *args: Any)
 
 
 def broadcast_from_stage(arrays: Any) -> Any:
-    """A tree of arrays of which one stage has each, and the others zeros; in their dtypes."""
+    """Broadcast a tree of arrays, each nonzero on one stage only, to all stages.
+
+    Sums over `pipeline`; the stages that do not have an array pass zeros. Shapes and dtypes stay.
+    """
     sums = lax.psum(arrays, "pipeline")
-    # A sum of truths is a whole number.
+    # `psum` of booleans returns integers.
     return jax.tree.map(lambda array, like: array.astype(like.dtype), sums, arrays)
 
 

@@ -1,18 +1,32 @@
-"""A part of a network between two cuts: its forward pass, and its backward pass in one part or two.
+"""The VJP of one stage as separate programs: forward, and backward whole or split in two.
 
-The part is a function `(params, x, rest) -> (y, aux)`: `x` is what the part before handed on, `y`
-what it hands on itself, `rest` what is not trained (rows, keys, the number of a layer). It is
-differentiated once, as a traced function, and its equations are dealt out:
+A pipeline runs a stage's forward and backward in different ticks, so the residuals between them
+have to be stored explicitly; and schedules such as ZB-H1 run the input's gradient first and the
+weights' gradient later. `jax.vjp` gives one function for both. `StageVjp` therefore traces the VJP
+once and partitions its equations:
 
-    forward           y, aux, and what the backward pass needs of it: what is *kept*
-    backward          gradients of params and x, from what is kept and the cotangent of y
-    or, in two:
-    input gradient    that of x, and what the rest needs of it: what is *left*
-    weight gradient   those of params, from what is kept and left
+    forward          (params, x, rest)          -> y, aux, residuals
+    backward         (residuals, cotangent)     -> gradients of params and of x
+    or, split:
+    input gradient   (residuals, cotangent)     -> gradient of x, weight residuals
+    weight gradient  (residuals, weight res.)   -> gradients of params
 
-Of what the backward pass needs, parameters and rows are not kept, nor what follows from parameters
-alone (a cast, a mask), nor what a cheap operation makes of what is kept (a product, a comparison):
-they are there still, or computed again.
+`x` is the boundary activation that the stage receives, `y` the one it sends; `rest` is not
+differentiated (rows, keys, a layer's number).
+
+Example: `h = x @ w.astype(f32); y = h * tanh(h)` with `x: f32[4, 8]`, `w: bf16[8, 16]`. JAX traces
+
+    forward   v = convert w;  h = dot x v;  t = tanh h;  u = sub 1 t;  y = mul h t
+    backward  needs (x, v, t, u, h);  dh = f(dy, t, u, h);  dw = dot dh x;  dx = dot dh v
+
+    residuals         x: f32[4, 8];  t, h: f32[4, 16]
+    recomputed        v: f32[8, 16], because it depends on parameters only
+                      u: f32[4, 16], because it is one cheap operation on a residual
+    weight residuals  dh: f32[4, 16], computed for dx and read for dw as well
+
+Parameters and rows are never residuals: the device still has them when the backward pass runs.
+
+Sources: the split of the backward pass is Qi et al. 2023, https://arxiv.org/abs/2401.10241.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +45,7 @@ Values = list[ShardedValue]
 
 
 class Inputs(NamedTuple):
-    """The inputs of a piece, flat: `params`, `x` and `rest`, lists of `ShardedValue`s."""
+    """The inputs of a `StageVjp`, flat: `params`, `x` and `rest`, lists of `ShardedValue`s."""
 
     params: Values
     x: Values
@@ -39,14 +53,18 @@ class Inputs(NamedTuple):
 
 
 class StageVjp:
-    """One part of a network, on the shards of one device.
+    """The forward and backward of one stage function, on the shards of one device.
 
-    **Arguments:** `fun(params, x, rest) -> (y, aux)`; its arguments as trees of
-    `jax.ShapeDtypeStruct`s of whole tensors; `divider`, which walks it. `y` must be floating. The
-    last `reads` leaves of `rest` and the last `writes` of `aux` are model state: by the time of the
-    backward pass it has changed, so that what is needed of it is kept.
+    **Arguments:**
 
-    **Attributes:** `y` and `aux`, trees of `jax.ShapeDtypeStruct`s.
+    - `fun`: `fun(params, x, rest) -> (y, aux)`, of whole tensors; `y` must be floating.
+    - `params`, `x`, `rest`: its arguments as trees of `jax.ShapeDtypeStruct`s of whole tensors.
+    - `divider`: the `Partitioner` that evaluates its equations on this device's shards.
+    - `reads`, `writes`: the last `reads` leaves of `rest` and the last `writes` leaves of `aux` are
+      model state. By the time of the backward pass the state has changed, so the residuals include
+      what the backward pass needs of it.
+
+    **Attributes:** `y` and `aux`, trees of `jax.ShapeDtypeStruct`s of whole tensors.
     """
 
     def __init__(
@@ -84,7 +102,10 @@ class StageVjp:
         self._cut()
 
     def _sorted(self) -> tuple[dict[Any, None], list[Any]]:
-        """Of what the backward pass needs: what is kept, and what is computed again."""
+        """Split what the backward pass needs into residuals and variables to recompute.
+
+        Returns the residuals as the keys of a dict (it keeps their order), and the others.
+        """
         trained, handed, rest = self._groups()
         depends: dict[Any, bool] = dict.fromkeys(handed + rest, True)
         for eqn in self._forward.eqns:
@@ -94,7 +115,9 @@ class StageVjp:
         needed = [a for a in self._needed if not isinstance(a, Literal) and a not in there]
         kept = {atom: None for atom in needed if depends.get(atom, False)}
         again = [atom for atom in dict.fromkeys(needed) if atom not in kept]
-        # What one cheap operation makes of what is kept anyway is made again.
+        # Recompute the result of a cheap operation whose operands are residuals or at hand: that
+        # costs less than to store and load it. Backwards, so that an operand is still a residual
+        # when its reader is looked at.
         for eqn in reversed(self._forward.eqns):
             if len(eqn.outvars) == 1 and eqn.outvars[0] in kept and cheap(eqn):
                 read = [a for a in eqn.invars if not isinstance(a, Literal)]
@@ -104,13 +127,17 @@ class StageVjp:
         return kept, again
 
     def _groups(self) -> tuple[list[Any], list[Any], list[Any]]:
-        """The variables of params, x and rest."""
+        """Return the forward jaxpr's variables of params, x and rest."""
         first, second, _ = self.sizes
         inputs = list(self._forward.invars)
         return inputs[:first], inputs[first : first + second], inputs[first + second :]
 
     def _cut(self) -> None:
-        """Which equations of the backward pass belong to the input's gradient."""
+        """Split the backward equations: those that the input's gradient needs, and the others.
+
+        Sets `_first` and `_second`, and `_left`, the weight residuals: the variables that the
+        second part reads and the first part (or the cotangent) provides.
+        """
         params = self.sizes[0]
         outputs = self._backward.outvars
         self._weights, self._inputs = outputs[:params], outputs[params:]
@@ -135,10 +162,11 @@ class StageVjp:
     def forward(
         self, inputs: Inputs, wanted: Sequence[TensorSharding] | None = (), *, keep: bool = True
     ) -> tuple[Values, Values, Values]:
-        """`y`, `aux` and what is kept.
+        """Evaluate the forward pass; return `y`, `aux` and the residuals.
 
-        `y` lies as `wanted`, or, where that is empty, as it comes; None leaves it out. Model state
-        is whole.
+        `wanted` are the shardings of `y`: empty for those in which it is computed (partial sums
+        reduced), None to leave `y` out. Without `keep` there are no residuals. The model state in
+        `aux` is replicated.
         """
         size = len(jax.tree.leaves(self.y))
         handed = [] if wanted is None else self._forward.outvars[:size]
@@ -167,7 +195,11 @@ class StageVjp:
         lies: Sequence[TensorSharding],
         goals: Sequence[TensorSharding | None],
     ) -> tuple[Values, Values]:
-        """Gradients of params and x: x's as it `lies`, params' as their `goals` or as they come."""
+        """Evaluate the whole backward pass; return the gradients of params and of x.
+
+        `lies` are the shardings of the gradients of x; `goals` those of the params, None for the
+        sharding in which a gradient is computed, possibly a partial sum. `inputs.x` is not read.
+        """
         known = self._back_known(inputs, kept, cotangent)
         results = [*self._weights, *self._inputs]
         wanted = [*goals, *[None] * len(self._inputs)]
@@ -178,7 +210,7 @@ class StageVjp:
     def input_gradient(
         self, inputs: Inputs, kept: Values, cotangent: Values, lies: Sequence[TensorSharding]
     ) -> tuple[Values, Values]:
-        """The gradient of x, and what is left for that of params."""
+        """Evaluate B of a split backward; return the gradients of x and the weight residuals."""
         known = self._back_known(inputs, kept, cotangent)
         results = [*self._inputs, *self._left]
         cells = self.divider.evaluate_part(self._first, known, results)
@@ -188,24 +220,33 @@ class StageVjp:
     def weight_gradient(
         self, inputs: Inputs, kept: Values, left: Values, goals: Sequence[TensorSharding | None]
     ) -> Values:
-        """The gradients of params, as their `goals` or as they come."""
+        """Evaluate W of a split backward; return the gradients of params, sharded as `goals`.
+
+        A goal None keeps the sharding in which the gradient is computed. `left` are the weight
+        residuals that `input_gradient` returned.
+        """
         known = self._back_known(inputs, kept, [])
         known.update(zip(self._left, map(ValueVersions, left), strict=True))
         cells = self.divider.evaluate_part(self._second, known, list(self._weights), goals)
         return self.divider.finish(cells, goals)
 
     def _known(self, inputs: Inputs) -> dict[Any, ValueVersions]:
+        """Return the values of the forward jaxpr's constants and inputs."""
         known = dict(
             zip(self._forward.constvars, map(self.divider.constant, self._constants), strict=True)
         )
         for variables, values in zip(self._groups(), inputs, strict=True):
-            # Of a backward pass neither x nor model state are given: what it needs was kept.
+            # Not strict: a backward pass gets neither x nor model state, only residuals of them.
             known.update(zip(variables, map(ValueVersions, values), strict=False))
         return known
 
     def _back_known(
         self, inputs: Inputs, kept: Values, cotangent: Values
     ) -> dict[Any, ValueVersions]:
+        """Return the values of the backward jaxpr's inputs; recompute those that are no residuals.
+
+        The cotangent may be empty: W gets weight residuals instead.
+        """
         there = self._known(inputs._replace(x=[]))
         there.update(zip(self._kept, map(ValueVersions, kept), strict=True))
         if self._again:
@@ -228,4 +269,5 @@ class StageVjp:
         return known
 
     def _handed(self, cells: Sequence[ValueVersions], lies: Sequence[TensorSharding]) -> Values:
+        """Reshard the gradients of x to the shardings in which they are sent back."""
         return [self.divider.reshard(cell, one) for cell, one in zip(cells, lies, strict=True)]

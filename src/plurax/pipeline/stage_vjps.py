@@ -1,4 +1,24 @@
-"""The pieces of a network, differentiated, and how what they hand on and keep lies."""
+"""The VJPs of all stages of a network, and the shapes of every buffer that the executor carries.
+
+The executor's scan needs carry buffers of fixed shapes before its first tick, yet the shapes and
+shardings of boundary activations and residuals are known only once the partitioner has evaluated
+each stage. So `StageVjps` evaluates every stage once under `jax.eval_shape`, first forwards from
+stage to stage, then backwards, and records a `ValueSpec` of each result. No operation of this probe
+reaches the program.
+
+Example: an embedding on stage 0, four equal layers, a head on stage 1; two devices, microbatches of
+4 rows, width 16, 10 classes, everything float32:
+
+    handed            stage 0: [f32[4, 16]]       the boundary activation, one spec per tensor
+    kept              {0: [...], 1: [...]}        residuals of the embedding and of the head
+    layer_kept        [f32[4, 16], f32[4, 64]]    residuals of one layer; all layers have the same
+    left, layer_left  the same for W              only where the schedule splits the backward pass
+    grads             {leaf: f32[16, 64], ...}    one microbatch's gradient of each parameter
+    between           [Packing]                   handed, flat: {"float32": 64}
+    kept_packings     {0: Packing, 1: Packing}    kept, flat; buffers as long as the longer of both
+
+All layers share one `StageVjp`: the executor runs it in a loop over the stage's layers.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,14 +39,24 @@ from plurax.sharding.spec import TensorSharding
 
 
 class StageVjps:
-    """The pieces of a network on the shards of one device; made where it is traced.
+    """The differentiated stages of a network, on the shards of one device.
 
-    **Arguments:** as `Run`, `goals` for each parameter; `states`, the leaves of model state.
+    Construct it while tracing the body of a `jax.shard_map` over all mesh axes.
 
-    **Attributes:** `edges` by stage and `layer`, the pieces; of each stage's what is `handed` on
-    and `kept` and `left`, as `ValueSpec`s, and `between`, `kept_packings`, `left_packings`, where
-    that lies in buffers; the same of one layer; `grads`, the form of each parameter's gradient;
-    `aux` of the last stage, and its structure; `dividers`, which record the collectives.
+    **Arguments:** as `ScheduleExecutor`'s; `goals=None` builds forwards only.
+
+    **Attributes:**
+
+    - `edges`: for each stage with a `StageFn`, its `StageVjp`; `layer`: the `StageVjp` of a layer.
+    - `handed`: for each stage the `ValueSpec`s of the tensors it passes to the next one.
+    - `kept`, `layer_kept`: `ValueSpec`s of the residuals of each `StageFn` and of one layer.
+    - `left`, `layer_left`: `ValueSpec`s of the weight residuals, which B stores for W.
+    - `between`, `kept_packings`, `left_packings`, `layer_packings`: the `Packing`s of the above;
+      `layer_packings` is a pair, of residuals and weight residuals.
+    - `grads`: for each parameter the `ValueSpec` of one microbatch's gradient.
+    - `aux`, `aux_structure`: `ValueSpec`s and tree structure of the last stage's `aux`.
+    - `dividers`: the partitioners, which record the collectives.
+    - `backward`: whether there are backward passes.
     """
 
     def __init__(
@@ -50,12 +80,12 @@ class StageVjps:
         self.dividers: list[Partitioner] = []
         jax.eval_shape(lambda: self._probe(divider))
         for one in self.dividers:
-            # Nothing ran so far.
+            # The probe's collectives are not part of the program.
             one.records.clear()
         self._pack()
 
     def _probe(self, divider: Callable[[int], Partitioner]) -> None:
-        """Differentiate the pieces, and find how what they hand on and keep lies."""
+        """Differentiate the stages, and record the specs of boundaries and residuals."""
         m, stages = self.schedule.microbatches, self.network.stages
         rows = self.rows(jnp.zeros((), jnp.int32))
         self.handed: list[list[ValueSpec]] = []
@@ -71,14 +101,15 @@ class StageVjps:
             if edge is not None and not edge.after:
                 x, like = self._probe_edge(stage, edge, x, like, rows, divider(m))
             if self.network.layers is not None:
-                # At most so many layers are on a device.
+                # The most layers on a device: each runs once per microbatch.
                 most = -(-self.network.layers.depth // stages) * self.schedule.chunks
                 x = self._probe_layer(x, like, rows, divider(m * most))
             if edge is not None and edge.after:
                 x, like = self._probe_edge(stage, edge, x, like, rows, divider(m))
             self.handed.append([ValueSpec.of(value) for value in x])
         if self.network.layers is not None:
-            # Where layers want it otherwise than the embedding leaves it, it is moved there.
+            # Every boundary has the sharding that a layer returns. If the embedding returns
+            # another, its forward reshards the result.
             self.handed = [self.handed[0]] * stages
         if self.backward:
             self._probe_back(rows)
@@ -86,6 +117,7 @@ class StageVjps:
     def _probe_edge(
         self, stage: int, edge: StageFn, x: Values, like: Any, rows: Values, divider: Partitioner
     ) -> tuple[Values, Any]:
+        """Differentiate a `StageFn`; return its output and the shapes of the whole tensors."""
         params = self.trained.used(edge)
         states = [whole_value(self.states[leaf]) for leaf in edge.reads]
         rest = (self._rows_like(), shapes(states)) if states else self._rows_like()
@@ -106,6 +138,7 @@ class StageVjps:
         return y, piece.y
 
     def _probe_layer(self, x: Values, like: Any, rows: Values, divider: Partitioner) -> Values:
+        """Differentiate a layer, at the first stage that has one; return its output."""
         if self.layer is not None:
             return x
         layers = self.network.layers
@@ -115,6 +148,8 @@ class StageVjps:
         self.layer = piece = StageVjp(layers.fun, shapes(params), like, rest, divider)
         self.dividers.append(divider)
         inputs = Inputs(params, x, [*rows, number])
+        # A layer's output is the next layer's input, so both need one sharding: take that of the
+        # output, and find the residuals for an input in that sharding.
         y, _, _ = piece.forward(inputs, (), keep=False)
         lies = [value.sharding for value in y]
         x = [piece.divider.move(a, lie) for a, lie in zip(x, lies, strict=True)]
@@ -123,7 +158,10 @@ class StageVjps:
         return y
 
     def _probe_back(self, rows: Values) -> None:
-        """The same for the backward passes, now that it is known how cotangents arrive."""
+        """Record the specs of the gradients and of the weight residuals.
+
+        Runs after all forwards: a cotangent arrives in the sharding of the boundary activation.
+        """
 
         def back(
             piece: StageVjp, inputs: Inputs, kept: list[ValueSpec], cotangent: Values,
@@ -161,7 +199,7 @@ class StageVjps:
             )  # fmt: skip
 
     def _pack(self) -> None:
-        """Where what is handed on and kept lies in buffers."""
+        """Lay boundary activations and residuals out in flat buffers."""
 
         def packing(forms: list[ValueSpec]) -> Packing:
             return Packing([form.local for form in forms])
@@ -172,17 +210,18 @@ class StageVjps:
         self.layer_packings = packing(self.layer_kept), packing(self.layer_left)
 
     def loss_cotangent(self, piece: StageVjp) -> Values:
-        """That of the loss, with which the backward pass begins."""
+        """Return the cotangent of the loss, ones, with which the backward pass begins."""
         return [whole_value(jnp.ones(leaf.shape, leaf.dtype)) for leaf in jax.tree.leaves(piece.y)]
 
     def _rows_like(self) -> PyTree:
+        """Return the shapes of a microbatch's rows, with `joint` those of all devices together."""
         n = self._joint or 1
         return jax.tree.map(
             lambda a: jax.ShapeDtypeStruct((n * a.shape[1], *a.shape[2:]), a.dtype), self._all_rows
         )
 
     def rows(self, microbatch: Any) -> Values:
-        """The rows of a microbatch."""
+        """Return this device's rows of a microbatch; with `joint`, as shards of all devices'."""
         rows = [
             lax.dynamic_index_in_dim(leaf, microbatch, keepdims=False)
             for leaf in jax.tree.leaves(self._all_rows)
@@ -195,7 +234,7 @@ class StageVjps:
         return [shard_of_rows(row, self._joint) for row in rows]
 
     def layer_values(self, row: Any) -> Values:
-        """The parameters of the layer in some place of this device."""
+        """Return the parameters of a layer: row `row` of this device's stacked parameters."""
         layers = self.network.layers
         assert layers is not None
         values = []
@@ -209,7 +248,10 @@ class StageVjps:
 
     @property
     def grad_packings(self) -> list[Packing]:
-        """Where the gradients of the parameters that live on each device lie."""
+        """Return for each device the `Packing` of the gradients of the parameters only it has.
+
+        Shapes are those of `grads`, dtypes those of the parameters.
+        """
         return [
             Packing(
                 [
@@ -224,15 +266,15 @@ class StageVjps:
         ]
 
     def edge_lies(self, stage: int) -> list[TensorSharding]:
-        """How the gradient of what a stage was handed goes back."""
+        """Return the shardings in which a stage sends back the gradients of its input."""
         return [form.sharding for form in self.handed[stage - 1]] if stage > 0 else []
 
     def edge_goals(self, stage: int) -> list[TensorSharding | None]:
-        """How the gradients of a stage's piece are wanted."""
+        """Return the goal shardings of the gradients of a `StageFn`'s parameters."""
         return [self._goals[leaf] for leaf in self.network.edges[stage].leaves]
 
     @property
     def layer_goals(self) -> list[TensorSharding | None]:
-        """How the gradients of a layer are wanted."""
+        """Return the goal shardings of the gradients of one layer's parameters."""
         layers = self.network.layers
         return [self._goals[leaf] for leaf in layers.leaves] if layers else []

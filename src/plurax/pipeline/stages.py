@@ -1,21 +1,43 @@
-"""A network as stages: which pieces each has, and which parameters they use."""
+"""A network cut into stages: the functions of each stage and the parameters they use.
+
+A stage has layers of a stack, a `StageFn` (an embedding, a head, a stage of an annotated model), or
+both. Parameters are numbered as the leaves of the parameter tree. Stage `s` is on device
+`s % devices`.
+
+Example: a stack of 5 layers on 2 devices with 2 chunks each, so 4 stages:
+
+    stage 0 (device 0)    embed, layers 0 1          stage 1 (device 1)    layer 2
+    stage 2 (device 0)    layer 3                    stage 3 (device 1)    layer 4, head
+
+    stacked kernels    f32[5, 16, 16] -> f32[8, 16, 16], split over `pipeline`: 4 rows per device
+    device 0           layers 0 1 | 3 -         two rows per chunk; "-" is a row of zeros
+    device 1           layers 2 - | 4 -
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Part = Callable[[Sequence[Any], Any, Any], tuple[Any, Any]]
-"""`(leaves of params, x, rest) -> (y, aux)`."""
+"""A stage function `(leaves of params, x, rest) -> (y, aux)`.
+
+`x` and `y` are the boundary activations that it receives and sends, trees of arrays `(rows, ...)`;
+`rest` is not differentiated; `aux` is not sent.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class StageFn:
-    """What a stage has besides layers: an embedding, a head, a stage of a marked model.
+    """The function of a stage besides its layers: embedding, head, or annotated stage.
 
-    **Fields:** `fun`, a `Part`; `leaves`, the numbers of the parameters it uses, in their order;
-    `after`, whether it comes after the stage's layers; `reads` and `writes`, the numbers of the
-    leaves of model state that it reads and writes. Where there are any, `rest` is a pair of the
-    rows and what it reads, and `aux` a pair of what it is without and what it writes.
+    **Fields:**
+
+    - `fun`: a `Part`.
+    - `leaves`: indices of the parameters that it uses, in the order in which it takes them.
+    - `after`: whether it runs after the stage's layers instead of before.
+    - `reads`, `writes`: indices of the leaves of model state that it reads and writes. If it reads
+      any, `rest` is the pair `(rows, states read)`; if it writes any, `aux` is the pair
+      `(aux, states written)`.
     """
 
     fun: Part
@@ -27,10 +49,10 @@ class StageFn:
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """The layers of a stack.
+    """The layers of a stack: one function, with parameters stacked along their leading dim.
 
-    **Fields:** `fun`, a `Part` for one layer, whose `rest` is a pair of the rows and the layer's
-    number; `leaves`, the numbers of the parameters that are stacked; `depth`.
+    **Fields:** `fun`, a `Part` for one layer, with `rest` the pair `(rows, index of the layer)`;
+    `leaves`, indices of the stacked parameters; `depth`, the number of layers.
     """
 
     fun: Part
@@ -42,7 +64,8 @@ class Layers:
 class StagedNetwork:
     """A network cut into stages.
 
-    **Fields:** `edges` by stage; `layers`, where it is a stack; `stages`, how many.
+    **Fields:** `edges`, the `StageFn` of each stage that has one; `layers`, those of a stack, or
+    None; `stages`, their number.
     """
 
     edges: Mapping[int, StageFn]
@@ -50,9 +73,10 @@ class StagedNetwork:
     stages: int
 
     def homes(self, count: int, devices: int) -> list[int | None]:
-        """For each of `count` parameters the device it lives on: None where several use it.
+        """Return for each of `count` parameters the one device that uses it, or None.
 
-        Stacked ones live on all devices, a part on each, and count as None.
+        None means that several devices have it, or that it is stacked and split over all. A
+        parameter that no stage uses is on device 0.
         """
         used: list[set[int]] = [set() for _ in range(count)]
         for stage, edge in self.edges.items():
@@ -65,7 +89,7 @@ class StagedNetwork:
         ]
 
     def uses_at(self, homes: Sequence[int | None], devices: int) -> bool:
-        """Whether each stage uses parameters that are on its own device alone, or on all."""
+        """Return whether each stage finds its parameters on its device, under these `homes`."""
         return all(
             homes[leaf] in (None, stage % devices)
             for stage, edge in self.edges.items()
@@ -75,10 +99,9 @@ class StagedNetwork:
 
 @dataclasses.dataclass(frozen=True)
 class LayerAssignment:
-    """How layers are dealt out to stages, as evenly as it goes, earlier stages having more.
+    """The assignment of layers to stages: in order, as even as possible, earlier stages first.
 
-    Every device has `rows` places for layers, `most` for each of its stages, and what is not needed
-    is filled up.
+    Every device has `most` rows for each of its `chunks` stages; rows without a layer are padding.
 
     >>> Dealing(depth=5, devices=2, chunks=2).layers
     [0, 1, 3, -1, 2, -1, 4, -1]
@@ -90,29 +113,29 @@ class LayerAssignment:
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return self.devices * self.chunks
 
     @property
     def most(self) -> int:
-        """The most layers of a stage."""
+        """The largest number of layers of a stage."""
         return -(-self.depth // self.stages)
 
     @property
     def counts(self) -> list[int]:
-        """Layers of each stage."""
+        """Number of layers of each stage."""
         least, more = divmod(self.depth, self.stages)
         return [least + (stage < more) for stage in range(self.stages)]
 
     @property
     def starts(self) -> list[int]:
-        """The first layer of each stage."""
+        """Index of the first layer of each stage."""
         counts = self.counts
         return [sum(counts[:stage]) for stage in range(self.stages)]
 
     @property
     def layers(self) -> list[int]:
-        """For each place, device by device, the layer in it; -1 for none."""
+        """The layer in each row, device by device; -1 for padding."""
         places = []
         for device in range(self.devices):
             for chunk in range(self.chunks):
@@ -123,5 +146,5 @@ class LayerAssignment:
 
     @property
     def even(self) -> bool:
-        """Whether layers lie in their own order, none filled up."""
+        """Whether the rows are the layers in order, without padding."""
         return self.layers == list(range(self.depth))

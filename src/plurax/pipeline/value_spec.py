@@ -1,4 +1,8 @@
-"""Values of a pipeline without their arrays, and the parameters of a device."""
+"""Shapes and shardings of values without their arrays, and the parameters that a device has.
+
+A `ValueSpec` is to a `ShardedValue` what `jax.ShapeDtypeStruct` is to an array. The executor stores
+only flat arrays between ticks, and rebuilds `ShardedValue`s from them by their specs.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,7 +21,12 @@ from plurax.sharding.spec import TensorSharding
 
 @dataclasses.dataclass(frozen=True)
 class ValueSpec:
-    """A `ShardedValue` without its array: `local`, the shape of a device's shard; its sharding."""
+    """A `ShardedValue` without its array.
+
+    **Fields:** `local`, shape and dtype of one device's shard; `shape`, of the whole tensor;
+    `sharding`; `data_varying`, whether it depends on the device's own rows; `is_param`, whether it
+    depends on parameters and constants alone.
+    """
 
     local: jax.ShapeDtypeStruct
     shape: tuple[int, ...]
@@ -27,22 +36,31 @@ class ValueSpec:
 
     @classmethod
     def of(cls, value: ShardedValue) -> "ValueSpec":
-        """The form of a value."""
+        """Return the spec of a value."""
         local = jax.ShapeDtypeStruct(value.array.shape, value.array.dtype)
         return cls(local, value.shape, value.sharding, value.data_varying, value.is_param)
 
     def value(self, array: Array) -> ShardedValue:
-        """A value of this form."""
+        """Return a value of this spec; `array` has the shape `local.shape`."""
         return ShardedValue(array, self.shape, self.sharding, self.data_varying, self.is_param)
 
 
 @dataclasses.dataclass(frozen=True)
 class StageParams:
-    """Parameters on one device, by number.
+    """The parameters that one device of a pipeline has.
 
-    **Fields:** `values`, for each parameter its `ShardedValue`, of layers those stacked on this
-    device; None where it lives on one device of the pipeline. `homes`, on which device each lives,
-    None where on all. `packings`, for each device where its own lie in the buffers `homed`.
+    A parameter that several stages use is on all devices; the layers of stacked parameters are
+    split over them; a parameter of a single stage is on that stage's device only, packed in flat
+    buffers. Parameters are numbered as the leaves of the parameter tree.
+
+    **Fields:**
+
+    - `values`: for each parameter its `ShardedValue` (stacked ones: `(layers per device, ...)`);
+      None where it is on one device only.
+    - `homes`: for each parameter the one device that has it; None where all do.
+    - `packings`: for each device the `Packing` of the parameters that only it has.
+    - `forms`: for each parameter its `ValueSpec`.
+    - `homed`: this device's flat buffers, laid out by its packing.
     """
 
     values: Sequence[ShardedValue | None]
@@ -52,17 +70,19 @@ class StageParams:
     homed: Buffers
 
     def place(self, leaf: int) -> int:
-        """The place of a parameter in the packing of its home."""
+        """Return the index of a parameter in the packing of its device."""
         home = self.homes[leaf]
         return sum(1 for other in self.homes[:leaf] if other == home)
 
     def used(self, edge: StageFn) -> Values:
-        """The parameters of an edge, where it lives."""
+        """Return the parameters of a `StageFn`; valid on its device only."""
         values = []
         for leaf in edge.leaves:
             value, home = self.values[leaf], self.homes[leaf]
             if value is None:
                 assert home is not None
+                # Every device traces this read, at the offset that `home` uses: elsewhere it
+                # returns meaningless numbers, and the stage runs zero times.
                 (array,) = self.packings[home].read(self.homed, [self.place(leaf)])
                 value = self.forms[leaf].value(array)
             values.append(value)
@@ -70,23 +90,23 @@ class StageParams:
 
 
 def shapes(values: Values) -> list[jax.ShapeDtypeStruct]:
-    """The shapes of whole tensors."""
+    """Return the shapes and dtypes of the whole tensors."""
     return [jax.ShapeDtypeStruct(value.shape, value.array.dtype) for value in values]
 
 
 def made(forms: Sequence[ValueSpec]) -> Values:
-    """Values of some forms, of which only the form is looked at."""
+    """Return values of some specs, all zero, to trace functions with."""
     packing = Packing([form.local for form in forms])
     arrays = packing.read(empty(packing.lengths))
     return [form.value(array) for form, array in zip(forms, arrays, strict=True)]
 
 
 def whole_value(array: Any) -> ShardedValue:
-    """A value that every device has whole."""
+    """Return an array as a replicated value."""
     array = jnp.asarray(array)
     return ShardedValue(array, array.shape, TensorSharding.whole(array.ndim))
 
 
 def arrays_of(values: Values) -> list[Array]:
-    """The arrays of some values."""
+    """Return this device's shards of some values."""
     return [value.array for value in values]

@@ -1,1 +1,1 @@
-"""How a step runs: sharded, or in the stages of a pipeline."""
+"""The backends of a training step: sharded, or pipelined over stages."""

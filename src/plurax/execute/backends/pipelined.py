@@ -1,12 +1,24 @@
-"""A step in which the layers of a network are spread over devices, as stages one after another.
+"""A training step whose network is cut into stages on the devices of a pipeline.
 
-What a device does, in the order in which it does it:
+`ScheduleExecutor` runs forwards and backwards tick by tick, `StageUpdate` the optimizer. This
+backend connects them to a task: it builds the staged network, gives the executor each device's
+parameters and rows, reduces the gradient sums, and updates every parameter on the device that has
+it. Over `data` and `tensor` it uses a `ShardedBackend`. One device runs, inside `jax.shard_map`:
 
-    for each tick of the schedule: its unit of work, exchange      (`pipeline.run`)
-    the gradients of its stages added up over `data`, each once    (`reduced`)
-    the update of what it has                                      (`pipeline.at_home`)
+    for each tick of the schedule: one action, send and receive    `ScheduleExecutor`
+    reduce each gradient sum once over `data`                      `reduced`
+    update this device's parameters                                `StageUpdate`
 
-Everything here runs inside `jax.shard_map`, on the shards of one device.
+Example: `Plan(data=2, pipeline=2, microbatches=4)`, an embedding `f32[100, 16]` that the head
+shares, 6 layers with kernels stacked as `f32[6, 16, 16]`, and the head's bias `f32[100]`:
+
+    parameter    on device                  gradient sum of a device          reduced over
+    embedding    all (two stages use it)    "shared", f32[100, 16]            data, pipeline
+    kernels      3 layers on each           "layers", f32[3, 16, 16]          data
+    bias         1 only                     "homed", f32[100] on both         data
+
+Device 0 carries a buffer of the bias's length too, because an SPMD program has one shape for all;
+only device 1 reads it. Microbatches do not add reductions: each gradient is reduced once per step.
 """
 
 import copy
@@ -52,12 +64,15 @@ from plurax.task import Task
 
 
 class PipelinedBackend:
-    """A task's functions on the stages of one device, and how the state lies.
+    """A task's functions on the stages of one device, and the placement of the state.
 
-    **Arguments:** as `ShardedBackend`.
+    **Arguments:** `task`, `optimizer`, `plan`, `mesh` and `rows`, as `ShardedBackend`'s.
 
-    **Attributes:** `schedule`; `state`, its `StagedState`; `records`, the collectives of a step by
-    its parts, once it has been traced.
+    **Attributes:** `schedule`; `state`, the `StagedState`; `records`, the collectives of a step by
+    its parts, complete once the step has been traced.
+
+    Raises `PlanError` if the network cannot be cut into as many stages or the schedule is not
+    legal, and if a stateful model's schedule runs forwards out of order.
     """
 
     def __init__(
@@ -82,6 +97,7 @@ class PipelinedBackend:
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), size))
         mask: Any = jax.ShapeDtypeStruct((size,), jnp.bool_)
         self._like = jax.eval_shape(functools.partial(initial, task), jax.random.key(0))
+        # Cut the loss once now: which stages use a parameter decides on which device it is stored.
         network = training_network(task, plan, self._like, Rows(rows, keys, mask), self._stage())
         if any(edge.writes for edge in network.edges.values()):
             check_forwards_in_order(self.schedule)
@@ -94,7 +110,7 @@ class PipelinedBackend:
 
     @staticmethod
     def _layered(task: Task) -> list[bool]:
-        """For each parameter whether layers are stacked in it."""
+        """Return for each parameter whether layers are stacked in it."""
         params, _ = jax.eval_shape(functools.partial(initial, task), jax.random.key(0))
         if task.stack is None:
             return [False] * len(jax.tree.leaves(params))
@@ -105,27 +121,32 @@ class PipelinedBackend:
         return jax.tree.leaves(marked)
 
     def of(self, task: Task, optimizer: optax.GradientTransformation) -> "PipelinedBackend":
-        """The same for another member of a population, whose values may be traced ones."""
+        """Return a copy for another member of a population.
+
+        Its task and optimizer may contain traced values, such as a learning rate.
+        """
         other = copy.copy(self)
         other.task, other.optimizer = task, optimizer
         other._base = self._base.of(task, optimizer)
         return other
 
     def own(self, state: TrainState) -> TrainState:
-        """This device's share of a state that it has whole."""
+        """Return this device's part of a replicated state."""
         return self.state.staged(self._base.own(self.state.dealt(state)))
 
     # --- What a device does -------------------------------------------------------------------
 
     def step(self, *, freeze: bool = False) -> Step:
-        """`(state, rows, count) -> (state, metrics)` on one device."""
+        """Return `(state, rows, count) -> (state, metrics)` on one device."""
         return make_step(self._total(), self._update, self._norm, freeze=freeze)
 
     def collectives(self) -> list[Record]:
-        """What a step communicates, as it was planned; known once the step has been traced."""
+        """Return the collectives of a step; empty until the step has been traced."""
         return self._base.collectives()
 
     def _total(self) -> BatchTotals:
+        """Return the function of a whole batch's totals and gradients, reduced."""
+
         def local(
             params: PyTree,
             model_state: PyTree,
@@ -150,10 +171,10 @@ class PipelinedBackend:
         return local
 
     def _told(self, network: StagedNetwork, states: list[Array], like: PyTree) -> PyTree:
-        """Model state, of which each leaf was written on the device of its stage, told to all."""
+        """Broadcast each leaf of the model state from the device of its stage to all stages."""
         divider, here = self._base.divider(), lax.axis_index("pipeline")
         for stage, edge in network.edges.items():
-            # In a buffer of each dtype: a random key is no number that can be added up.
+            # A broadcast is a sum with zeros, and random keys cannot be added: pack them as uint32.
             packing = Packing([states[leaf] for leaf in edge.writes])
             own = packing.write(empty(packing.lengths), [states[leaf] for leaf in edge.writes])
             mine = here == stage % self.plan.pipeline
@@ -168,9 +189,14 @@ class PipelinedBackend:
         return jax.tree.unflatten(jax.tree.structure(like), states)
 
     def _numbered(self, batch: PyTree, key: Any, count: Any) -> Rows:
+        """Return this device's rows with a random key and a mask for each."""
         return index_device_rows(batch, key, count, self.plan.data)
 
     def _microbatches(self, rows: PyTree, *, coupled: bool = False) -> PyTree:
+        """Reshape rows `(size, ...)` to `(microbatches, size / microbatches, ...)`.
+
+        For a coupled loss every device has its part of the same examples of each microbatch.
+        """
         m = self.plan.microbatches
         if coupled:
             return jax.tree.map(lambda leaf: dealt(leaf, m), rows)
@@ -180,7 +206,11 @@ class PipelinedBackend:
         return self._base.divider(trips, stage=True, joint=joint)
 
     def _goals(self) -> list[TensorSharding | None]:
-        """How gradients are added up in each microbatch: with ZeRO-2 and 3 to their shards."""
+        """Return the sharding in which each parameter's gradient is summed over microbatches.
+
+        With ZeRO-2 and 3 that is the shard over `data`. Otherwise None, which keeps the sharding in
+        which a microbatch's gradient is computed.
+        """
         base, zero = self._base, self.plan.zero
         tree = base.state.shards if zero >= 2 else base.state.lies.params
         goals: list[TensorSharding | None] = []
@@ -188,11 +218,12 @@ class PipelinedBackend:
             jax.tree.leaves(tree, is_leaf=is_sharding), self._layers, self._many, strict=True
         ):
             one = base.stage_axes.expanded(TensorSharding(lies.dims[1:]) if layer else lies)
-            # What several stages use is added up alike in all.
+            # Stages that share a parameter add to one sum, so they need one sharding.
             goals.append(one if zero >= 2 or many else None)
         return goals
 
     def _trained(self, params: Staged) -> StageParams:
+        """Return this device's parameters for the executor."""
         base, homes = self._base, self.state.params
         lies = jax.tree.leaves(base.expanded(base.state.lies.params), is_leaf=is_sharding)
         values: list[ShardedValue | None] = []
@@ -201,16 +232,20 @@ class PipelinedBackend:
             zip(homes.values(params), jax.tree.leaves(base.state.like.params), lies, strict=True)
         ):
             home, at = homes.place(place)
+            # Every device traces all stages, so it needs the shapes of all parameters.
             local = homes.packings[home].leaves[at] if home != ON_ALL else _struct(array)
             forms.append(ValueSpec(local, leaf.shape, one, False, True))
             values.append(None if array is None else forms[-1].value(array))
         given = [None if home == ON_ALL else home for home in homes.homes]
         return StageParams(values, given, homes.packings, forms, params.homed)
 
-    # --- Adding up ----------------------------------------------------------------------------
+    # --- Reduction ----------------------------------------------------------------------------
 
     def _reduced(self, run: ScheduleExecutor, sums: dict[str, Any]) -> Totals:
-        """What the ticks added up, over `data`, and what several stages share over `pipeline`."""
+        """Reduce the executor's sums over `data`, those of shared parameters over `pipeline` too.
+
+        Returns totals whose `grads` are `Staged`: each gradient in its shard, on its device.
+        """
         base, homes = self._base, self.state.shards
         divider = base.divider()
         targets = jax.tree.leaves(base.expanded(base.state.shards), is_leaf=is_sharding)
@@ -221,6 +256,8 @@ class PipelinedBackend:
         on_all = [place for place, home in enumerate(homes.homes) if home == ON_ALL]
         for place in on_all:
             if self._layers[place]:
+                # The spec is that of one layer; the sums have a leading dim over all layers, split
+                # over `pipeline`.
                 array, form = sums["layers"][place], run.pieces.grads[place]
                 whole = (self.state.dealing.devices * array.shape[0], *form.shape)
                 one = TensorSharding((("pipeline",), *form.sharding.dims), form.sharding.partial)
@@ -246,7 +283,10 @@ class PipelinedBackend:
         targets: Sequence[TensorSharding],
         divider: Partitioner,
     ) -> dict[str, Array]:
-        """The same for what lives on one device of the pipeline, there."""
+        """Reduce over `data` the gradient sums of parameters that one stage's device has.
+
+        Runs in that device's branch; returns the buffers that device has.
+        """
         homes = self.state.shards
         packings = run.pieces.grad_packings
 
@@ -263,7 +303,7 @@ class PipelinedBackend:
         return homes.on_each(branch) if homes.lengths else {}
 
     def _terms(self, array: Array, form: ValueSpec, more: set[str]) -> ShardedValue:
-        """What each device added up, as terms of a sum over devices."""
+        """Return a device's sum as a partial sum over `data`, if it has varied rows, and `more`."""
         terms = form.sharding.partial | more
         terms |= {"data"} if form.data_varying and self.plan.data > 1 else set()
         return ShardedValue(array, form.shape, TensorSharding(form.sharding.dims, frozenset(terms)))
@@ -271,7 +311,7 @@ class PipelinedBackend:
     # --- The update ---------------------------------------------------------------------------
 
     def _norm(self, grads: Staged) -> Array:
-        """The global norm of gradients, each where it lives."""
+        """Return the global norm of the gradients; only partial squared norms cross stages."""
 
         def norm(*leaves: Array) -> list[Array]:
             return [jnp.sqrt(sum(jnp.sum(jnp.square(jnp.abs(leaf))) for leaf in leaves))]
@@ -290,6 +330,7 @@ class PipelinedBackend:
     def _update(
         self, grads: Staged, opt_state: Staged, params: Staged, loss: Array
     ) -> tuple[Staged, Staged]:
+        """Run the optimizer's update, each parameter on the device that has it."""
         base, state = self._base, self.state
         divider, stage = base.divider(), base.divider(stage=True)
         like, lies = base.state.like, base.state.lies
@@ -329,6 +370,7 @@ class PipelinedBackend:
     def _inputs(
         self, staged: Staged, homes: StagePlacement, like: PyTree, lies: PyTree
     ) -> list[ShardedValue | StageTensor]:
+        """Return the leaves of a staged tree as inputs of a `StageUpdate`."""
         inputs: list[ShardedValue | StageTensor] = []
         shardings = jax.tree.leaves(self._base.expanded(lies), is_leaf=is_sharding)
         for place, (array, leaf, one) in enumerate(
@@ -351,7 +393,11 @@ class PipelinedBackend:
     # --- Evaluating and predicting ------------------------------------------------------------
 
     def evaluate(self) -> Callable[[PyTree, PyTree, PyTree, Any], Totals]:
-        """`(params, model_state, rows, count) -> totals` on one device, without gradient."""
+        """Return `(params, model_state, rows, count) -> totals` on one device, without gradient.
+
+        If the task's evaluation has other stages than its loss, every device gathers all parameters
+        and evaluates the whole network.
+        """
 
         def local(params: Staged, model_state: PyTree, batch: PyTree, count: Any) -> Totals:
             rows = self._microbatches(self._numbered(batch, jax.random.key(0), count))
@@ -374,7 +420,11 @@ class PipelinedBackend:
         return local
 
     def predict(self) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
-        """`(params, model_state, inputs) -> outputs` on one device, with its own rows."""
+        """Return `(params, model_state, inputs) -> outputs` on one device, for its rows.
+
+        If the task's prediction has other stages than its loss, every device gathers all parameters
+        and predicts with the whole network.
+        """
 
         def local(params: Staged, model_state: PyTree, inputs: PyTree) -> PyTree:
             rows = self._microbatches(inputs)
@@ -385,6 +435,7 @@ class PipelinedBackend:
                 whole = self.state.params.gathered(params)
                 return self._base.predict()(whole, model_state, inputs)
             run = self._forward(network, params, rows, model_state, stacked=True)
+            # Only the last stage has outputs; the other devices have zeros.
             outputs = lax.psum(run()["aux"], "pipeline")
             return jax.tree.unflatten(
                 run.pieces.aux_structure, [a.reshape(-1, *a.shape[2:]) for a in outputs]
@@ -393,9 +444,9 @@ class PipelinedBackend:
         return local
 
     def _in_stages(self, network: StagedNetwork | None) -> TypeGuard[StagedNetwork]:
-        """Whether a task's own `evaluate` or `predict` runs in the stages that the loss has.
+        """Return whether `evaluate` or `predict` finds each stage's parameters on its device.
 
-        Cut elsewhere, it would want parameters that live on other devices.
+        It may be cut at other places than the loss, by which the parameters were placed.
         """
         homes = [None if home == ON_ALL else home for home in self.state.params.homes]
         return network is not None and network.uses_at(homes, self.plan.pipeline)
@@ -409,7 +460,7 @@ class PipelinedBackend:
         *,
         stacked: bool = False,
     ) -> ScheduleExecutor:
-        """The forwards of the schedule alone."""
+        """Return an executor of the schedule's forwards alone."""
         work = tuple(
             tuple(work for work in line if work.kind == "F") for line in self.schedule.work
         )
@@ -422,7 +473,7 @@ class PipelinedBackend:
 
 
 def _first(rows: PyTree, devices: int = 1) -> PyTree:
-    """The shapes of one microbatch, of so many devices together."""
+    """Return the shapes of one microbatch's rows, of `devices` devices together."""
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((devices * leaf.shape[1], *leaf.shape[2:]), leaf.dtype),
         rows,

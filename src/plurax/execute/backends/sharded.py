@@ -1,14 +1,26 @@
-"""A step in which parameters, operators or the optimizer's state are split over devices.
+"""A training step with parameters, operators or optimizer state sharded over devices.
 
-What a device does, in the order in which it does it:
+A task's loss and an optimizer's update are written for whole tensors. This backend partitions both
+(`plurax.partition`) into the program of one device, which runs inside `jax.shard_map` on that
+device's shards, with explicit collectives. One device runs, in this order:
 
-    for each microbatch: its share of loss and gradient        (`divide` over `tensor`)
-        zero=2, 3: the gradient reduced to its shard
-    zero=0, 1: the gradients added up over `data`; zero=1: to their shards
-    the update, on the shards that the device has              (`divide` over `data` and `tensor`)
-        zero=1, 2: the new parameters gathered
+    for each microbatch: loss and gradient on its rows         partitioned over `tensor`
+        zero=2, 3: reduce-scatter the gradient to its shard
+    zero=0: all-reduce the gradient sums over `data`; zero=1: reduce-scatter them
+    the update, on this device's shards                        partitioned over `data`, `tensor`
+        zero=1, 2: all-gather the new parameters
 
-Everything here runs inside `jax.shard_map`, on the shards of one device.
+Example: `Plan(data=4, tensor=2, zero=2)` with a kernel `f32[512, 2048]` under a rule that splits
+its dim 1 over `tensor`. Each device has:
+
+    parameter           (None, tensor)    f32[512, 1024]
+    gradient sum        (data, tensor)    f32[128, 1024]    also with zero=1, once reduced
+    Adam's mu and nu    (data, tensor)    f32[128, 1024]    each
+    new parameter       f32[128, 1024], all-gathered over `data` to f32[512, 1024]
+
+With zero=3 the parameter itself is `f32[128, 1024]`, gathered for each use.
+
+Source: ZeRO (Rajbhandari et al. 2019, https://arxiv.org/abs/1910.02054).
 """
 
 import copy
@@ -49,19 +61,26 @@ from plurax.task import Task
 
 
 def needs_partitioner(task: Task, plan: Plan) -> bool:
-    """Whether a task is divided under a plan: where anything is split but independent rows."""
+    """Return whether a plan needs the partitioner: if it splits anything but independent rows."""
     return plan.partitioned or (task.coupled and plan.data > 1)
 
 
 class ShardedBackend:
-    """A task's functions on the shards of one device, and how the state lies.
+    """A task's functions on the shards of one device, and the shardings of the state.
 
-    **Arguments:** `task`, `optimizer` and `plan`; `mesh`; `rows`, what the loss is given of one
-    microbatch, as `microbatch` has it; in a pipeline, `dealt`, which deals out the layers of a
-    state to stages, and for each parameter whether it is `layered`.
+    **Arguments:**
 
-    **Attributes:** `state`, its `StateShardings`; `axes`, over which it is divided; `records`, the
-    collectives of a step by its parts, once it has been traced.
+    - `task`, `optimizer`, `plan`, `mesh`.
+    - `rows`: the rows of one microbatch as `jax.ShapeDtypeStruct`s, as `microbatch` returns them.
+    - `dealt`: in a pipeline, the function that orders the layers of a state by stage.
+    - `layered`: in a pipeline, for each parameter whether layers are stacked in it.
+
+    **Attributes:** `state`, the `StateShardings`; `axes`, the mesh axes with more than one device;
+    `stage_axes`, the same without `pipeline`; `records`, the collectives of a step by its parts,
+    complete once the step has been traced.
+
+    Raises `PlanError` if the plan asks for `batch_dim="minor"`, if a rule of the plan matches
+    nothing, or if nothing uses the axis `tensor`.
     """
 
     def __init__(
@@ -99,7 +118,7 @@ class ShardedBackend:
             )
         parts = _parts(tags, sizes.get("tensor", 1))
         self.axes = Axes(sizes, parts, permutes=plan.pipeline == 1)
-        # What a stage does with its own tensors, it does on its own devices.
+        # Only the devices of one stage run its equations: no collective there spans `pipeline`.
         inner = {axis: size for axis, size in sizes.items() if axis != "pipeline"}
         self.stage_axes = Axes(inner, parts, permutes=plan.pipeline == 1)
         self.records: dict[str, list[Record]] = {}
@@ -110,15 +129,18 @@ class ShardedBackend:
         return jax.make_jaxpr(loss)(*loss_arguments(self.task, like, rows)).jaxpr
 
     def of(self, task: Task, optimizer: optax.GradientTransformation) -> "ShardedBackend":
-        """The same for another member of a population, whose values may be traced ones."""
+        """Return a copy for another member of a population.
+
+        Its task and optimizer may contain traced values, such as a learning rate.
+        """
         other = copy.copy(self)
         other.task, other.optimizer = task, optimizer
-        # Traced values belong to the mesh they were traced in: no other may stand around them.
+        # Traced values belong to the mesh in which they were traced; do not enter another.
         other._mesh = None
         return other
 
     def own(self, state: TrainState) -> TrainState:
-        """This device's shards of a state that it has whole."""
+        """Return this device's shards of a replicated state."""
 
         def cut(array: Array, lies: TensorSharding) -> Array:
             target = self.axes.expanded(lies)
@@ -130,14 +152,14 @@ class ShardedBackend:
     # --- What a device does -------------------------------------------------------------------
 
     def step(self, *, freeze: bool = False, split: bool = True) -> Step:
-        """`(state, rows, count) -> (state, metrics)` on shards.
+        """Return `(state, rows, count) -> (state, metrics)` on one device's shards.
 
-        The rows are those of this device, or with `split=False` of a coupled loss all.
+        `rows` are this device's; with `split=False` (a coupled loss only) those of all devices.
         """
         return make_step(self._total(split), self._update, self._norm, freeze=freeze)
 
     def collectives(self) -> list[Record]:
-        """What a step communicates, as it was planned; known once the step has been traced."""
+        """Return the collectives of a step; empty until the step has been traced."""
         return [record for part in self.records.values() for record in part]
 
     def _total(self, split: bool = True) -> BatchTotals:
@@ -155,7 +177,11 @@ class ShardedBackend:
         return uneven_totals(fun, microbatches, reduce)
 
     def _gradient(self, kinds: list[Any], split: bool) -> Callable[[PyTree, PyTree, Rows], Any]:
-        """The gradient of one microbatch; how its results lie is left in `kinds`."""
+        """Return the gradient function of one microbatch.
+
+        Tracing it stores the kinds of its results in `kinds`: shape, sharding and whether they
+        depend on the device's rows. `_reduced` needs them, and arrays do not have them.
+        """
         fun = gradient(self.task, self.plan.precision, remat=self.plan.remat)
 
         def run(params: PyTree, model_state: PyTree, rows: Rows) -> tuple[Totals, PyTree]:
@@ -169,6 +195,8 @@ class ShardedBackend:
 
             own = (self._split if split else _whole) if self.task.coupled else _varying
             args = (self._parameters(params), _whole(model_state), own(rows))
+            # Below ZeRO-2 a gradient stays a partial sum until all microbatches are added up, so
+            # that it is reduced once per step.
             tight = self.plan.zero >= 2
             values, states = partition(fun, divider, args, wanted, tight=tight)
             states = jax.tree.map(divider.whole, states, is_leaf=is_sharded_value)
@@ -181,7 +209,7 @@ class ShardedBackend:
         return run
 
     def _reduced(self, totals: Totals, kinds: list[Any]) -> Totals:
-        """What the microbatches summed up, summed over devices, in the shards that are wanted."""
+        """Reduce the sums of all microbatches over devices, to the shards of the gradients."""
         divider = self.divider()
         (kind,) = kinds
         whole = jax.tree.map(lambda _: TensorSharding(()), totals._replace(grads=()))
@@ -191,6 +219,7 @@ class ShardedBackend:
         for array, (shape, lies, data_varying, _) in zip(
             leaves, jax.tree.leaves(kind, is_leaf=_is_kind), strict=True
         ):
+            # Every device has summed other rows: what depends on them is a partial sum over `data`.
             terms = lies.partial | ({"data"} if data_varying and self._data > 1 else set())
             values.append(ShardedValue(array, shape, TensorSharding(lies.dims, terms)))
         sums = reduced(values, jax.tree.leaves(targets, is_leaf=is_sharding), divider)
@@ -199,7 +228,10 @@ class ShardedBackend:
         return jax.tree.unflatten(structure, sums)
 
     def warn(self) -> None:
-        """Say once what does not lie as its rule says; activations are known only now."""
+        """Warn once of each tensor that is not sharded as its rule says.
+
+        Called after the gradient has been traced, because only then are the activations known.
+        """
         new = {name: note for name, note in self._rules.notes.items() if name not in self._said}
         self._said.update(new)
         if new:
@@ -209,7 +241,7 @@ class ShardedBackend:
         self.warn_of(self.collectives())
 
     def warn_of(self, records: Sequence[Record]) -> None:
-        """Say of each place once where tensors are gathered for an operation without a rule."""
+        """Warn once per source line where tensors are gathered for an operation without a rule."""
         sizes: dict[tuple[str, str], int] = {}
         for one in records:
             if one.without_rule is not None:
@@ -221,13 +253,14 @@ class ShardedBackend:
                 warnings.warn(text, errors.ShardingWarning, stacklevel=2)
 
     def _norm(self, grads: PyTree) -> Array:
-        """The global norm of gradients that lie in shards."""
+        """Return the global norm of sharded gradients: one `psum` per set of mesh axes."""
         sums: dict[tuple[str, ...], Array] = {}
         for array, lies in zip(
             jax.tree.leaves(grads),
             jax.tree.leaves(self.expanded(self.state.shards), is_leaf=is_sharding),
             strict=True,
         ):
+            # Squares of shards split over the same axes are added up before they are communicated.
             axes = self.axes.mesh_axes(lies.axes)
             sums[axes] = sums.get(axes, 0) + jnp.sum(jnp.square(jnp.abs(array)))
         divider = self.divider()
@@ -252,12 +285,12 @@ class ShardedBackend:
         values = partition(whole_update(self.optimizer), divider, args, lambda _: goals)
         self.records["update"] = divider.records
         self.warn_of_gathers()
-        # Over `data`, all that is gathered has been said, without a rule or not.
+        # `warn_of_gathers` has reported all gathers over `data` already.
         self.warn_of([one for one in divider.records if "data" not in one.axes])
         return _arrays(values)
 
     def warn_of_gathers(self) -> None:
-        """Say once which tensors in shards the update needs whole, and their bytes."""
+        """Warn once of the sharded tensors that the update gathers, with their bytes."""
         sizes: dict[str, int] = {}
         for one in self.records["update"]:
             if one.operation and one.kind in _GATHERS and "data" in one.axes:
@@ -272,7 +305,7 @@ class ShardedBackend:
             )  # fmt: skip
 
     def evaluate(self) -> Callable[[PyTree, PyTree, PyTree, Any], Totals]:
-        """`(params, model_state, rows, count) -> totals` on shards, without gradient."""
+        """Return `(params, model_state, rows, count) -> totals` on shards, without gradient."""
         kinds: list[Any] = []
         fun = evaluation(self.task, self.plan.precision)
 
@@ -299,7 +332,7 @@ class ShardedBackend:
         return lax.psum(array, tuple(sorted(axes))) if axes else array
 
     def predict(self) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
-        """`(params, model_state, inputs) -> outputs` on shards; a device has its own rows."""
+        """Return `(params, model_state, inputs) -> outputs` on shards, for this device's rows."""
         fun = device_predict(self.task, self.plan.precision)
 
         def run(params: PyTree, model_state: PyTree, inputs: PyTree) -> PyTree:
@@ -318,7 +351,11 @@ class ShardedBackend:
     # --- Values -------------------------------------------------------------------------------
 
     def divider(self, trips: int = 1, *, stage: bool = False, joint: bool = False) -> Partitioner:
-        """One that walks a function over all axes of the plan, or over those of a stage."""
+        """Return a `Partitioner` over all mesh axes, or with `stage` over those without `pipeline`.
+
+        `trips` is how often per step its equations run; with `joint` the rows are one dim sharded
+        over `data`, not each device's own.
+        """
         axes = self.stage_axes if stage else self.axes
         return Partitioner(
             axes, self._rules.find, mesh=self._mesh, joint=joint,
@@ -326,11 +363,14 @@ class ShardedBackend:
         )  # fmt: skip
 
     def expanded(self, lies: PyTree) -> PyTree:
-        """Shardings over mesh axes as such over the axes they are used in."""
+        """Return shardings over mesh axes as shardings over the parts of these axes.
+
+        An axis has parts where operators are split in several dims: `tensor=4` as 2 times 2.
+        """
         return jax.tree.map(self.axes.expanded, lies, is_leaf=is_sharding)
 
     def _split(self, rows: PyTree) -> PyTree:
-        """This device's rows as shards of those of all devices."""
+        """Return this device's rows as shards of the rows of all devices."""
         return jax.tree.map(lambda array: shard_of_rows(array, self._data), rows)
 
     def _parameters(self, params: PyTree) -> PyTree:
@@ -352,9 +392,10 @@ _GATHERS = ("all-gather", "all-to-all")
 
 
 def microbatch(batch: PyTree, plan: Plan, *, coupled: bool = False) -> PyTree:
-    """The rows that a loss is given at a time, as `jax.ShapeDtypeStruct`s.
+    """Return the rows of one microbatch as `jax.ShapeDtypeStruct`s.
 
-    Those of one device; of all devices together where the loss couples examples.
+    The rows are those of one device, or with `coupled` (a loss that couples examples) those of all
+    devices together. `batch` is the whole batch; its size is padded as the plan pads it.
     """
     devices = 1 if coupled else plan.data
 
@@ -384,7 +425,7 @@ def _is_kind(node: Any) -> bool:
 
 
 def _tags(jaxpr: Any) -> Iterator[Tag]:
-    """All marks of a function."""
+    """Yield the tags of all annotations in a jaxpr and those inside it."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "annotate":
             yield eqn.params["tag"]
@@ -393,10 +434,10 @@ def _tags(jaxpr: Any) -> Iterator[Tag]:
 
 
 def _uses_tensor(plan: Plan, tags: set[Tag], jaxpr: Any) -> bool:
-    """Whether anything splits work over `tensor`: a rule, a mark, or the model by itself."""
+    """Return whether anything uses `tensor`: a rule, an annotation or the model's own code."""
     by_rule = any("tensor" in _names(entries) for _, entries in plan.shardings)
     by_mark = any(isinstance(tag, Split) for tag in tags)
-    # The backward pass of a custom_vjp cannot be seen here; it may use the axis itself.
+    # The backward pass of a `custom_vjp` is not visible here, and may use the axis itself.
     by_hand = ("shard_map", "sharding_constraint", "custom_vjp_call", "custom_vjp_call_jaxpr")
     return by_rule or by_mark or any(holds(jaxpr, name) for name in by_hand)
 
@@ -406,7 +447,10 @@ def _names(entries: Sequence[Any]) -> list[Any]:
 
 
 def _parts(tags: set[Tag], tensor: int) -> dict[str, tuple[int, ...]]:
-    """The parts in which `tensor` is used, should an operator be split in several dims."""
+    """Return the prime factors of `tensor` if an annotation splits over fewer devices, else {}.
+
+    `tensor=4` and an annotation with 2 shards give `{"tensor": (2, 2)}`: each part is an axis.
+    """
     ways = {n for tag in tags if isinstance(tag, Split) for n in tag.num_shards.values()}
     if tensor == 1 or ways <= {1, tensor}:
         return {}

@@ -1,1 +1,1 @@
-"""How the leaves of a training state are sharded, padded and put on stages."""
+"""Shardings, padding and stage placement of the leaves of a training state."""

@@ -1,8 +1,20 @@
-"""How the training state lies on the devices of a pipeline.
+"""The placement of the training state on the devices of a pipeline.
 
-Stacked layers are dealt out to stages and split over `pipeline` by their leading dim. What belongs
-to one stage (an embedding, a head, a stage of a marked model) lies on its device in a flat buffer,
-as long on every device as the longest stage needs; what several stages use is on all.
+A stage's parameters and their optimizer state must be stored on that stage's device only, although
+all devices of a mesh run one program with arrays of the same shapes. Stacked layers are ordered by
+device, padded and split over `pipeline` along their leading dim. Parameters of a single stage (an
+embedding, a head, a stage of an annotated model) are packed into one flat buffer per dtype, as long
+on all devices as the longest stage needs. Parameters that several stages use are on all devices.
+
+Example: 2 devices, embedding `f32[100, 8]` on stage 0, 5 layers `f32[5, 8, 8]`, head `f32[8, 10]`
+on stage 1, all float32; `Staged` on each device, and as global arrays:
+
+    rest    layers    f32[3, 8, 8] per device    global f32[6, 8, 8], P("pipeline"), one row of 0
+    homed   float32   f32[800] per device        global f32[1600], `EVERYWHERE`
+              device 0    [0:800] the embedding
+              device 1    [0:80] the head, the rest unused
+
+`pad` brings a state of whole tensors, as a checkpoint has it, to this form; `unpad` brings it back.
 """
 
 import dataclasses
@@ -26,19 +38,19 @@ from plurax.sharding.rules import filled_shape, match_opt_state_to_params
 from plurax.state import TrainState
 
 ON_ALL = -1
-"""The home of a tensor that is on all devices of the pipeline."""
+"""The entry in `homes` of a tensor that is on all devices of the pipeline."""
 
 EVERYWHERE = P(("data", "pipeline", "tensor"))
-"""How buffers lie of which every device has its own."""
+"""The `PartitionSpec` of buffers that differ on every device."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Staged:
-    """A tree like the parameters, as the devices of a pipeline have it.
+    """A tree like the parameters in the form that the devices of a pipeline store.
 
-    **Fields:** `rest`, the tensors that are on all of them or split over them; `homed`, flat
-    buffers by dtype with those that live on one.
+    **Fields:** `rest`, the leaves that are on all devices or split over them, in order; `homed`, by
+    dtype a flat buffer with the leaves that only this device has.
     """
 
     rest: tuple[Any, ...]
@@ -46,12 +58,13 @@ class Staged:
 
 
 class StagePlacement:
-    """Which leaves of a tree live on which device of the pipeline, and where in its buffers.
+    """The device of each leaf of a tree, and its offset in that device's buffers.
 
-    **Arguments:** `like`, the tree as `jax.ShapeDtypeStruct`s of one device's shards; `homes`, a
-    device or `ON_ALL` for each leaf; `devices`.
+    **Arguments:** `like`, the tree as `jax.ShapeDtypeStruct`s of one device's shards; `homes`, for
+    each leaf a device of the pipeline or `ON_ALL`; `devices`, their number.
 
-    **Attributes:** `homes`; `packings` by device; `lengths` of the buffers.
+    **Attributes:** `homes`; `packings`, one `Packing` per device; `lengths`, the number of elements
+    of the buffers by dtype, the same on all devices; `structure`, of the tree.
     """
 
     def __init__(self, like: PyTree, homes: Sequence[int], devices: int) -> None:
@@ -64,16 +77,16 @@ class StagePlacement:
         self.lengths = longest(self.packings)
 
     def own(self, device: int) -> list[int]:
-        """The leaves that live on a device."""
+        """Return the indices of the leaves that only `device` has."""
         return [place for place, home in enumerate(self.homes) if home == device]
 
     def place(self, leaf: int) -> tuple[int, int]:
-        """The home of a leaf, and its place in the packing there."""
+        """Return the device of a leaf and its index in that device's packing."""
         home = self.homes[leaf]
         return home, self.homes[:leaf].count(home)
 
     def staged(self, tree: PyTree) -> Staged:
-        """From a tree of which every device has all."""
+        """Return this device's part of a tree of which every device has all leaves."""
         leaves = jax.tree.leaves(tree)
 
         def branch(device: int) -> dict[str, Array]:
@@ -85,11 +98,15 @@ class StagePlacement:
     def written(
         self, device: int, arrays: Sequence[Array], *, wide: bool = False
     ) -> dict[str, Array]:
-        """The buffers of a device with its own leaves in them; sums in float32 or wider."""
+        """Return a device's buffers with the leaves that only it has; with `wide` for sums, in
+        float32 or wider."""
         return self.packings[device].write(empty(self.lengths, wide=wide), arrays)
 
     def gathered(self, staged: Staged) -> PyTree:
-        """A tree of which every device has all."""
+        """Broadcast each stage's leaves to all stages; return the tree with all leaves.
+
+        Leaves split over `pipeline` stay split.
+        """
         shapes = {
             place: self.packings[home].leaves[at]
             for place in range(len(self.homes))
@@ -106,30 +123,35 @@ class StagePlacement:
                 for place, like in shapes.items()
             }
 
+        # Every device passes its leaves and zeros for the others'; the sum over `pipeline` has all.
         told = broadcast_from_stage(self.on_each(branch)) if shapes else {}
         rest = iter(staged.rest)
         leaves = [told[p] if p in told else next(rest) for p in range(len(self.homes))]
         return jax.tree.unflatten(self.structure, leaves)
 
     def values(self, staged: Staged) -> list[Array | None]:
-        """For each leaf its array, None where it lives on one device."""
+        """Return each leaf's array, or None where only one device has it."""
         rest = iter(staged.rest)
         return [next(rest) if home == ON_ALL else None for home in self.homes]
 
     def on_each(self, branch: Callable[[int], Any]) -> Any:
-        """Each device of the pipeline does its own; inside `shard_map`."""
+        """Run `branch(d)` on device `d` of the pipeline; to be called inside `shard_map`."""
         at = lax.axis_index("pipeline")
         return lax.switch(at, [lambda d=d: branch(d) for d in range(len(self.packings))])
 
 
 class StagedState:
-    """The state of a pipeline's program, and how any other becomes one.
+    """The placement of a pipeline's state, and the conversions to and from whole tensors.
 
-    **Arguments:** `inner`, how the tensors lie over the other axes, layers dealt; `homes` of the
-    parameters; `dealing` of the layers; `layered`, for each parameter whether layers are stacked in
-    it; `mesh`.
+    **Arguments:**
 
-    **Attributes:** `params`, `opt_state` and `shards` (gradients): their `StagePlacement`.
+    - `inner`: the shardings over the other mesh axes, of a state whose layers are ordered by stage.
+    - `homes`: for each parameter the one device that has it, or None.
+    - `dealing`: the assignment of layers to stages.
+    - `layered`: for each parameter whether layers are stacked in it.
+    - `mesh`: the mesh.
+
+    **Attributes:** `params`, `opt_state` and `shards` (of the gradients), each a `StagePlacement`.
     """
 
     is_padded = True
@@ -148,11 +170,13 @@ class StagedState:
         like, lies = inner.like, inner.lies
         devices = sizes["pipeline"]
         given = [ON_ALL if home is None else home for home in homes]
-        # Whatever the optimizer keeps for a parameter lives where that does, be its shape another.
+        # A leaf of the optimizer state is placed with its parameter, even if its shape differs: the
+        # row and column statistics of Adafactor.
         owner = match_opt_state_to_params(like.opt_state, like.params, dims=0)
         kept = [given[n] if n >= 0 else ON_ALL for n in jax.tree.leaves(owner)]
 
         def local(leaf: Any, one: Any) -> jax.ShapeDtypeStruct:
+            # A device stores its shard of the padded tensor.
             filled = filled_shape(leaf.shape, one, sizes)
             return jax.ShapeDtypeStruct(one.shard_shape(filled, sizes), leaf.dtype)
 
@@ -163,7 +187,7 @@ class StagedState:
         self.shards = of(like.params, inner.shards, given)
         self.opt_state = of(like.opt_state, lies.opt_state, kept)
 
-    # --- What a program asks ------------------------------------------------------------------
+    # --- The interface of a program -----------------------------------------------------------
 
     @property
     def specs(self) -> TrainState:
@@ -171,7 +195,7 @@ class StagedState:
         return self._with(self.inner.specs, self._staged_specs)
 
     def abstract_state(self, mesh: Mesh) -> TrainState:
-        """The state as `jax.ShapeDtypeStruct`s on a mesh."""
+        """Return the packed state as global `jax.ShapeDtypeStruct`s with shardings on `mesh`."""
         whole = self.inner.abstract_state(mesh)
 
         def staged(homes: StagePlacement, tree: PyTree) -> Staged:
@@ -189,16 +213,16 @@ class StagedState:
         return self._with(whole, staged)
 
     def tree_like(self, mesh: Mesh) -> TrainState:
-        """The state as a tree of tensors on a mesh, before what belongs to stages is packed."""
+        """Return the state as global `jax.ShapeDtypeStruct`s on `mesh`, before it is packed."""
         return self.inner.abstract_state(mesh)
 
     def pad(self, state: TrainState) -> TrainState:
-        """From a state of whole tensors, in the order of the layers."""
+        """Bring a state of whole tensors, layers in order, to the form that devices store."""
         filled = self.inner.pad(self.dealt(state))
         return self._mapped(self.staged, self.inner.specs, self.specs)(filled)
 
     def unpad(self, state: TrainState) -> TrainState:
-        """A state of whole tensors, in the order of the layers."""
+        """Return the state as whole tensors, layers in order."""
         return self._cut(state)
 
     @functools.cached_property
@@ -210,7 +234,7 @@ class StagedState:
         return jax.jit(cut)
 
     def parameters(self) -> list[ParameterInfo]:
-        """How each parameter lies."""
+        """Return the sharding, size and device of each parameter."""
         return [self._at_home(place, one) for place, one in enumerate(self.inner.parameters())]
 
     def _at_home(self, place: int, one: ParameterInfo) -> ParameterInfo:
@@ -224,21 +248,21 @@ class StagedState:
     # --- On one device ------------------------------------------------------------------------
 
     def staged(self, state: TrainState) -> TrainState:
-        """A device's share of a state in shards, of whose stages' tensors it has all."""
+        """Return this device's part of a sharded state in which it has all stages' tensors."""
         return self._with(state, StagePlacement.staged)
 
     def gathered(self, state: TrainState) -> TrainState:
-        """A state in shards, of whose stages' tensors every device has all."""
+        """Return the sharded state in which every device has all stages' tensors."""
         return self._with(state, StagePlacement.gathered)
 
     # --- Layers -------------------------------------------------------------------------------
 
     def dealt(self, state: TrainState) -> TrainState:
-        """Layers in the order in which devices have them, filled up with zeros."""
+        """Return the state with its layers ordered by device and padded with zeros."""
         return assign_layers(state, self._layered, self.dealing)
 
     def undealt(self, state: TrainState) -> TrainState:
-        """Layers in their own order."""
+        """Return the state with its layers in order, without padding."""
         return assign_layers(state, self._layered, self.dealing, back=True)
 
     # --- Inside -------------------------------------------------------------------------------
@@ -264,15 +288,21 @@ class StagedState:
 def assign_layers(
     state: TrainState, layered: Sequence[bool], dealing: LayerAssignment, *, back: bool = False
 ) -> TrainState:
-    """The layers of a state dealt out to stages, or back in their own order."""
+    """Order the stacked layers of a state by device, with padding; or, with `back`, undo that.
+
+    With 5 layers, 2 devices and 1 chunk, rows `[0 1 2 | 3 4 -]`: a leaf `(5, ...)` becomes
+    `(6, ...)`, its last row zeros. The optimizer state's leaves follow their parameters.
+    """
     if dealing.depth == 0 or dealing.even:
         return state
     places = np.asarray(dealing.layers)
+    # The row of each layer: rows sorted by their layer, padding last and cut off.
     order = np.argsort(np.where(places < 0, len(places), places), kind="stable")[: dealing.depth]
 
     def move(leaf: Any) -> Any:
         if back:
             return leaf[order]
+        # Padding is zeros, not a copy of a layer, so that norms over all rows count no layer twice.
         there = (places >= 0).reshape(-1, *[1] * (leaf.ndim - 1))
         return jnp.where(there, leaf[np.maximum(places, 0)], jnp.zeros((), leaf.dtype))
 

@@ -1,4 +1,20 @@
-"""How the training state lies where parameters or the optimizer's state are split."""
+"""The shardings of the training state under a plan, and padding where they do not divide.
+
+Each leaf of the state needs a sharding: parameters by the plan's rules, gradients and optimizer
+state by the ZeRO stage as well, all others replicated. `NamedSharding` needs dims that the number
+of shards divides, so other dims are padded with zeros; `unpad` cuts the padding off again.
+
+Example: a parameter `f32[10, 6]` under a rule `(None, "tensor")`, with `data=4, tensor=2`:
+
+    zero    parameter                        gradient, Adam's mu and nu
+    0       (None, tensor)    f32[10, 3]     (None, tensor)    f32[10, 3]
+    1, 2    (None, tensor)    f32[10, 3]     (data, tensor)    f32[3, 3]
+    3       (data, tensor)    f32[3, 3]      (data, tensor)    f32[3, 3]
+
+4 does not divide 10, so what is split over `data` is padded to `f32[12, 6]`, two rows of zeros.
+
+Source: ZeRO (Rajbhandari et al. 2019, https://arxiv.org/abs/1910.02054).
+"""
 
 import dataclasses
 import functools
@@ -30,12 +46,17 @@ from plurax.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class ParameterInfo:
-    """How a parameter lies on the devices.
+    """The sharding and size of a parameter, a row of a report.
 
-    **Fields:** `path`; `shape` and `dtype` of the whole; `sharding`, and `shard`, the shape of what
-    one device has; `optimizer`, how what the optimizer keeps for it lies; `bytes` and
-    `optimizer_bytes` of one such tensor on one device; `note`, where it does not lie as its rule
-    says, and why; `home`, where it lives on one device of a pipeline, which.
+    **Fields:**
+
+    - `path`: the parameter's name.
+    - `shape`, `dtype`: of the whole tensor.
+    - `sharding`; `shard`: the shape of one device's shard.
+    - `optimizer`: the sharding of the optimizer state of its shape, such as Adam's moments.
+    - `bytes`, `optimizer_bytes`: of one such tensor on one device.
+    - `note`: why the sharding is another than the rule's, or how the tensor is padded; or empty.
+    - `home`: the device of the pipeline that alone has it, or None.
     """
 
     path: str
@@ -59,7 +80,7 @@ class ParameterInfo:
         axes: AxisSizes,
         note: str = "",
     ) -> "ParameterInfo":
-        """From a leaf and its shardings."""
+        """Return the row of a leaf with sharding `lies` and optimizer state sharded as `kept`."""
         size = leaf.dtype.itemsize
         return cls(
             path=path,
@@ -75,20 +96,24 @@ class ParameterInfo:
 
     @classmethod
     def whole(cls, path: str, leaf: Any) -> "ParameterInfo":
-        """A parameter that every device has whole."""
+        """Return the row of a replicated parameter."""
         lies = TensorSharding.whole(len(leaf.shape))
         return cls.of(path, leaf, lies, lies, {})
 
 
 class StateShardings:
-    """How each tensor of the training state lies, and what goes with it.
+    """The sharding of each tensor of the training state, and padding to it.
 
-    **Arguments:** `like`, the state as `jax.ShapeDtypeStruct`s of whole tensors; `plan` and its
-    `rules`; `axes`, sizes of the mesh axes; `stacked`, for each parameter whether layers are
-    stacked in it; `layered`, whether these are dealt out to the stages of a pipeline.
+    **Arguments:**
 
-    **Attributes:** `like`; `lies`, a `TrainState` of `TensorSharding`s; `shards`, for each
-    parameter how its gradient is added up and what the optimizer keeps for it.
+    - `like`: the state as `jax.ShapeDtypeStruct`s of whole tensors.
+    - `plan`, and its `rules`.
+    - `axes`: the sizes of the mesh axes.
+    - `stacked`: for each parameter whether layers are stacked along its leading dim (see `stacks`).
+    - `layered`: for each parameter whether these layers are split over `pipeline`; empty for none.
+
+    **Attributes:** `like`; `lies`, a `TrainState` of `TensorSharding`s; `shards`, a tree like the
+    parameters with the shardings of the reduced gradients and of the optimizer state.
     """
 
     def __init__(
@@ -125,10 +150,13 @@ class StateShardings:
             opt_state=opt_state_shardings(like.opt_state, like.params, self.shards),
         )
         if any(layered):
-            # What is kept for each layer lies where the layer is, whatever its other dims.
+            # Optimizer state with a leading dim of layers is split like the layers, even if its
+            # other dims differ from the parameter's.
             self.lies = dataclasses.replace(self.lies, opt_state=self._by_layer(layered))
 
     def _by_layer(self, layered: Sequence[bool]) -> PyTree:
+        """Return the optimizer state's shardings, leaves with layers split over `pipeline`."""
+
         def lie(leaf: Any, lies: TensorSharding, number: int) -> TensorSharding:
             yes = number >= 0 and layered[number] and not lies.dims[0]
             return lies.with_dim(0, ("pipeline",)) if yes else lies
@@ -138,7 +166,7 @@ class StateShardings:
 
     @property
     def notes(self) -> dict[str, str]:
-        """For each tensor that does not lie as its rule says, why and how it lies."""
+        """By path, why a tensor's sharding is another than its rule's, or how it is padded."""
         filled = {}
         for path, leaf, lies in self._pairs(self.like.params, self.shards):
             for dim in lies.indivisible_dims(leaf.shape, self._axes):
@@ -147,7 +175,7 @@ class StateShardings:
         return {**self._rules.notes, **filled}
 
     def parameters(self) -> list[ParameterInfo]:
-        """How each parameter lies."""
+        """Return a `ParameterInfo` for each parameter."""
         notes = self.notes
         kept = jax.tree.leaves(self.shards, is_leaf=is_sharding)
         pairs = zip(self._pairs(self.like.params, self.lies.params), kept, strict=True)
@@ -171,12 +199,12 @@ class StateShardings:
 
     @functools.cached_property
     def is_padded(self) -> bool:
-        """Whether any tensor is filled up, so that shards divide it."""
+        """Whether any tensor is padded because its shards do not divide it."""
         leaves = self._pairs(self.like, self.lies)
         return any(lies.indivisible_dims(leaf.shape, self._axes) for _, leaf, lies in leaves)
 
     def abstract_state(self, mesh: Mesh) -> TrainState:
-        """The state as `jax.ShapeDtypeStruct`s on a mesh, filled up where shards do not divide."""
+        """Return the padded state as global `jax.ShapeDtypeStruct`s with shardings on `mesh`."""
 
         def place(leaf: Any, lies: TensorSharding) -> jax.ShapeDtypeStruct:
             shape = filled_shape(leaf.shape, lies, self._axes)
@@ -185,10 +213,11 @@ class StateShardings:
 
         return jax.tree.map(place, self.like, self.lies)
 
+    # `StagedState` packs leaves into buffers and so distinguishes the two.
     tree_like = abstract_state
 
     def pad(self, state: TrainState) -> TrainState:
-        """A state of whole tensors, filled up with zeros where shards do not divide."""
+        """Pad a state of whole tensors with zeros where shards do not divide a dim."""
 
         def fill(leaf: Array, lies: TensorSharding) -> Array:
             shape = filled_shape(leaf.shape, lies, self._axes)
@@ -200,7 +229,7 @@ class StateShardings:
         return jax.tree.map(fill, state, self.lies)
 
     def unpad(self, state: TrainState) -> TrainState:
-        """A state without what was filled up."""
+        """Cut the padding off a state."""
 
         def crop(leaf: Array, like: Any) -> Array:
             return leaf if leaf.shape == like.shape else leaf[tuple(map(slice, like.shape))]
@@ -209,7 +238,12 @@ class StateShardings:
 
 
 def stacks(jaxpr: Any, params: PyTree) -> list[bool]:
-    """Which parameters a loop takes row by row."""
+    """Return for each parameter whether a `scan` in the loss takes it row by row (as `xs`).
+
+    The leading dim of such a parameter counts layers: ZeRO splits another one, because each
+    iteration would otherwise gather its row from a single device. `jaxpr` is the loss's, with the
+    leaves of `params` as its first inputs; casts and annotations are looked through.
+    """
     stacked: set[Any] = set()
 
     def walk(inner: Any, outer: dict[Any, Any]) -> None:
