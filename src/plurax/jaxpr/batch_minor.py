@@ -70,6 +70,7 @@ def batch_minor(fun: Callable[..., PyTree], batch_argument: int) -> Callable[...
         for index, arg in enumerate(args):
             for leaf in jax.tree.leaves(arg):
                 value = Stored(jnp.asarray(leaf))
+                # A vector has its batch dim last already.
                 wide = index == batch_argument and value.array.ndim >= 2
                 values.append(Stored(value.to_last(), True) if wide else value)
         size = jax.tree.leaves(args[batch_argument])[0].shape[0]
@@ -215,6 +216,7 @@ def _dot(left: Stored, right: Stored, params: Any) -> Stored | None:
     r_dims = [place(right, d) for d in right_sum]
     options: dict[str, Any] = {key: params[key] for key in ("precision", "preferred_element_type")}
     dtype = params["preferred_element_type"] or left.array.dtype
+    # Only a matrix by a matrix is written out, and only at the default precision.
     plain_product = len(left_free) == len(right_free) == len(left_sum) == 1
     if batch_first and plain_product and not options["precision"]:
         big, small = (left, right) if left.batch_last else (right, left)

@@ -144,6 +144,7 @@ def _live_bytes(jaxpr: Jaxpr) -> list[int]:
         if not isinstance(var, Literal)
     }
     last |= dict.fromkeys((v for v in jaxpr.outvars if not isinstance(v, Literal)), len(jaxpr.eqns))
+    # A value is alive from its equation to its last reader: sum up the changes.
     change = [0] * (len(jaxpr.eqns) + 1)
     for place, eqn in enumerate(jaxpr.eqns):
         for var in eqn.outvars:
@@ -203,6 +204,7 @@ def _again(piece: list[Any], known: dict[Any, Any], save: Any) -> None:
     """Evaluate a segment as one function that the backward pass recomputes."""
     made = {var for eqn in piece for var in eqn.outvars}
     atoms = [a for eqn in piece for a in eqn.invars if not isinstance(a, Literal)]
+    # The segment's inputs, each once: these are kept for the backward pass.
     needed = list(dict.fromkeys(atom for atom in atoms if atom not in made))
 
     def run(*values: Any) -> list[Any]:
@@ -229,6 +231,7 @@ def _loop(eqn: Any, inputs: list[Any], save: Any) -> list[Any]:
     function = jaxpr_as_fun(ClosedJaxpr(body, body_consts))
 
     def turn(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
+        # Forward and backward are different loops, which XLA does not merge.
         again = jax.checkpoint(function, prevent_cse=False, policy=save)
         out = again(*consts, *carry, *row)
         return list(out[:carried]), list(out[carried:])

@@ -59,6 +59,7 @@ class AnnotationResolver:
             return self._back(cell, tag)
         target = self._forward(cell, tag, batch)
         if target is not None:
+            # For the cotangent, which has the same tag.
             self._came[tag] = cell.value.sharding
         return target
 
@@ -84,6 +85,7 @@ class AnnotationResolver:
     ) -> TensorSharding | None:
         """Return the sharding for an annotated value; dims that vmap added are replicated."""
         rank = len(cell.shape)
+        # The rule was written for the function inside of `vmap`.
         own = [dim for dim in range(rank) if dim not in batch]
         if isinstance(tag, Named):
             rule = self._named(tag.name, [cell.shape[dim] for dim in own])
@@ -103,6 +105,7 @@ class AnnotationResolver:
         for dim, entry in enumerate(cell.value.sharding.dims):
             if "data" in entry:
                 rest = [axis for axis in target.dims[dim] if axis != "data"]
+                # `data` stays the major axis of its dim, so that no rows change their device.
                 both = target.with_dim(dim, ("data", *rest))
                 fits = not both.indivisible_dims(cell.shape, self._axes.sizes)
                 target = both if fits else target.with_dim(dim, ("data",))

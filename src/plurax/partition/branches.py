@@ -41,6 +41,7 @@ class Branches:
         self.data_varying = self.index.data_varying
         self.operands = inputs[1:]
         settle_shared(divider, self.operands)
+        # Before the choice, all devices still take part in the gathers.
         if self.data_varying:
             self.operands = [
                 ValueVersions(whole_over_data(divider, cell)) for cell in self.operands
@@ -69,6 +70,7 @@ class Branches:
             left[:] = map(_output, self._evaluated(branch))
             return [output.array for output in left if isinstance(output, ShardedValue)]
 
+        # Nothing has been emitted: the records of this evaluation are dropped.
         kept = len(self.divider.records)
         jax.eval_shape(run)
         del self.divider.records[kept:]
@@ -85,6 +87,7 @@ class Branches:
         """Choose the sharding, `data_varying` and `is_param` of a result; None if all are zeros."""
         if all(not isinstance(output, ShardedValue) and output.zero for output in outputs):
             return None
+        # A choice that depends on the rows makes every result depend on them.
         data_varying = self.data_varying or any(output.data_varying for output in outputs)
         made = [output for output in outputs if isinstance(output, ShardedValue)]
         is_param = (

@@ -115,6 +115,7 @@ class Gathers:
 
     def _gather(self, number: int, here: Mapping[Any, ValueVersions], by: Array) -> None:
         """Gather the parameters of one bucket."""
+        # Since the buckets were planned, an equation may have created a whole version.
         uses = [u for u in self._buckets[number] if _needs_gather(self._divider, here[u.var])]
         values = [here[use.var].value for use in uses]
         goals = [value.sharding.without(["data"]) for value in values]
@@ -136,6 +137,7 @@ def _uses(
     divider: Any, eqns: Sequence[Any], known: Mapping[Any, ValueVersions]
 ) -> tuple[list[Any], list[Use]]:
     """Return the reordered equations, and where they need split parameters whole."""
+    # `roots`: variables computed from one split parameter alone, and that parameter.
     roots = {var: var for var, cell in known.items() if _needs_gather(divider, cell)}
     batch = {
         var
@@ -149,6 +151,7 @@ def _uses(
         if any(atom in batch for atom in read):
             batch.update(eqn.outvars)
         elif split and eqn.primitive.name in _LOCAL and all(atom in ready for atom in read):
+            # A cast to bfloat16, for example: gather its result, which is half as large.
             roots[eqn.outvars[0]] = roots[split[0]]
             ready.update(eqn.outvars)
             early.append(eqn)
@@ -157,6 +160,7 @@ def _uses(
     uses = []
     for place, eqn in enumerate(rest, len(early)):
         read = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+        # A parameter is needed whole only where it meets the batch.
         if eqn.primitive.name in _OF_THEIR_OWN or not any(atom in batch for atom in read):
             continue
         for var in dict.fromkeys(read):
@@ -247,12 +251,14 @@ def together(
     results: list[Any] = [None] * len(values)
     groups: dict[Any, list[int]] = {}
     likes: dict[int, Hashable] = {}
+    # In the order of computation: a bucket can be sent as soon as its last tensor is known.
     for place in sorted(range(len(values)), key=lambda p: order[p] if order else p):
         moves = divider.moves(values[place], goals[place])
         # A path of several steps, or over other axes, runs on its own.
         if len(moves) != 1 or moves[0].kind not in _FLAT or tuple(moves[0].axes) != ("data",):
             results[place] = divider.move(_tied(values[place], by), goals[place])
             continue
+        # One buffer has one dtype and one collective.
         groups.setdefault((moves[0].kind, values[place].array.dtype), []).append(place)
         likes[place] = values[place].array.shape, moves[0].dim
     for (kind, _), places in groups.items():
@@ -396,6 +402,7 @@ def inlined(
                     for var, atom in zip(eqn.outvars, body.outvars, strict=True)
                 )
                 continue
+            # JAX caches traces, so two calls may share a body: each needs variables of its own.
             made = eqn.outvars if stack is None else [Var(var.aval) for var in eqn.outvars]
             names.update(zip(eqn.outvars, made, strict=True))
             info = eqn.source_info.replace(name_stack=own)

@@ -56,6 +56,7 @@ class Loop:
         self.consts = inputs[:shared]
         self.carry = Carry(divider, self.body.invars[shared:kept], inputs[shared:kept])
         self.xs = [self._unstacked(cell) for cell in inputs[kept:]]
+        # The carry's shardings are its own fixed point; only stacked outputs can have goals.
         self.goals = [*[None] * self.carried, *(_inner(goal) for goal in goals[self.carried :])]
         settle_shared(divider, self.consts)
         self.found: list[ShardedValue] = []
@@ -71,6 +72,7 @@ class Loop:
         """Find the shardings of the carry, by abstract evaluation of the body."""
         rows = [jax.ShapeDtypeStruct(x.array.shape[1:], x.array.dtype) for x in self.xs]
         whole = False
+        # `most` attempts reach a fixed point; replicating the carry over `data` starts a second.
         for _ in range(2 * self.carry.most):
             # The trial's collectives are counted, then dropped: nothing has been emitted.
             kept = len(self.divider.records)
@@ -78,6 +80,7 @@ class Loop:
             sent = sum(r.bytes_sent for r in self.divider.records[kept:] if "data" in r.axes)
             del self.divider.records[kept:]
             if self.carry.learn(self.found[: self.carried]):
+                # `sent` counts one iteration, and the alternative is sent once.
                 if whole or not self.carry.cheaper_whole(sent * self.length):
                     return
                 self.carry.make_whole()
@@ -108,12 +111,14 @@ class Loop:
 
     def _turn(self, carry: list[Array], xs: list[Array]) -> tuple[list[Array], list[Array]]:
         """Run one iteration on one device's shards."""
+        # Fresh, because a version that is created inside the body does not exist outside of it.
         cells = [cell.fresh() for cell in self.consts]
         cells += self.carry.found(carry)
         for stack, array in zip(self.xs, xs, strict=True):
             cells.append(ValueVersions(_row(stack, array)))
         out = self.divider.evaluate(self.body, self.body_consts, cells, self.goals)
         values = self.carry.left(out[: self.carried])
+        # A stacked gradient with a goal is reduced row by row, so only shards are stacked.
         order = computed_at(self.body)[self.carried :]
         values += self.divider.finish(out[self.carried :], self.goals[self.carried :], order)
         self.found = values
@@ -152,6 +157,8 @@ class While:
             jax.eval_shape(lambda *carry: (self._goes_on(carry), self._turn(carry)),
                            *self.carry.shapes())  # fmt: skip
             del self.divider.records[kept:]
+            # First make sure that all devices can run the loop on their own, then find a fixed
+            # point for the carry without `data`.
             if self._uneven and not self.data_varying:
                 self.data_varying = True
                 self.carry.vary()
@@ -178,6 +185,7 @@ class While:
         """Evaluate the condition, and note in `_uneven` whether it depends on the device's rows."""
         cells = [cell.fresh() for cell in self.tested] + self.carry.found(carry)
         (cell,) = self.divider.evaluate(self.condition, self.condition_consts, cells)
+        # Every device needs the whole condition: a partial sum is reduced.
         value: ShardedValue = self.divider.reshard(cell, TensorSharding(()))
         self._uneven = value.data_varying
         return value.array
@@ -208,6 +216,7 @@ def _each_its_turns(
         yes = holds(*args[:tested], *carry)[0]
         new = turned(*args[tested : tested + shared], *carry)
         return [
+            # Examples whose condition is false keep their values.
             jnp.where(yes.reshape(yes.shape + (1,) * (one.ndim - yes.ndim)), one, old)
             for one, old in zip(new, carry, strict=True)
         ]

@@ -328,6 +328,7 @@ class Partitioner:
             return results
         if name in ("checkpoint", "remat2", "remat"):
             if is_recomputed(eqn):
+                # XLA would merge the recomputation with the forward pass, and keep its values.
                 inputs = self._barrier(inputs)
             return self.evaluate(*open_jaxpr(eqn.params["jaxpr"]), inputs, goals)
         if name == "scan":
@@ -479,6 +480,7 @@ class Partitioner:
             cell.values.append(late.make(target.without(["data"])))
         value = cell.value
         if value.data_varying and "data" in target.axes:
+            # Each device has the gradient of its own rows: together they are a partial sum.
             partial = value.sharding.partial | {"data"}
             return dataclasses.replace(
                 value, sharding=TensorSharding(value.sharding.dims, partial), data_varying=False

@@ -73,6 +73,7 @@ def _transpose(
 
 def _batched(args: Any, dims: Any, *, tag: Tag, batch: tuple[int, ...], transposed: bool) -> Any:
     """Annotate a batched value, and add the new dim to `batch`, whose later dims shift by one."""
+    # Dims at or behind the new one move back by one.
     (x,), (dim,) = args, dims
     batch = tuple(sorted({dim, *(b + (b >= dim) for b in batch)}))
     return annotate_p.bind(x, tag=tag, batch=batch, transposed=transposed), dim
@@ -140,6 +141,7 @@ def shard(f: Callable[..., Any], strategy: Strategy) -> Callable[..., Any]:
     def sharded(*args: Array) -> Any:
         if len(args) != len(strategy):
             raise errors.strategy_wrong_arguments(strategy, len(args))
+        # Equal indices must get equal counts, so find out which dims are equal.
         numbers = factors(f, *args)
         ways: dict[int, int] = {}
         for place, (arg, counts, dims) in enumerate(zip(args, strategy, numbers, strict=True)):

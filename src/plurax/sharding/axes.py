@@ -105,6 +105,7 @@ class Axes:
             at: Array | int = lax.axis_index(owner)
             if part:
                 sizes = self.parts[owner]
+                # A mixed-radix digit: parts are major to minor.
                 at = at // math.prod(sizes[int(part) + 1 :]) % sizes[int(part)]
             place = place * self.sizes[axis] + at
         return place
@@ -126,6 +127,7 @@ class Axes:
         groups: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
         for number, place in enumerate(places):
             key = tuple(place[part] for part in rest)
+            # Devices that agree on all other parts form a group, ordered along `axes`.
             groups.setdefault(key, []).append((tuple(place[a] for a in axes), number))
         return owners[0], [[number for _, number in sorted(group)] for group in groups.values()]
 
@@ -152,6 +154,7 @@ class Axes:
             {k: v for part in combination for k, v in part.items()}
             for combination in itertools.product(*grids)
         ]
+        # A replicated block has several holders; each sends it to one device.
         holders: dict[tuple[int, ...], list[int]] = {}
         for number, place in enumerate(places):
             holders.setdefault(have(place), []).append(number)

@@ -156,6 +156,7 @@ def _moves(
             yield ReshardStep(
                 "all-gather", moved, dim, None, new, size(new), size(new) * (n - 1) / n
             )
+            # Only an all-gather cuts padding off.
             if shape[dim] % here.num_shards(dim, sizes):
                 continue
             for other in range(len(shape)):
@@ -191,6 +192,7 @@ def _sums(
     """Yield the steps that reduce a partial sum: to every device, or to the shards of a dim."""
     sizes = axes.sizes
     for summed in _subsets(sorted(here.partial - target.partial)):
+        # One collective cannot span parts of two mesh axes; a path reduces them one by one.
         if not axes.together(summed):
             continue
         n = axes.size(summed)
@@ -252,6 +254,7 @@ def apply_moves(
 def _slice(shard: Array, shape: Any, here: TensorSharding, move: ReshardStep, axes: Axes) -> Array:
     assert move.dim is not None
     n = axes.size(move.axes)
+    # The last shard of a dim that n does not divide ends with zeros.
     padded = filled(shard, move.dim, n)
     size = padded.shape[move.dim] // n
     return lax.dynamic_slice_in_dim(padded, axes.index(move.axes) * size, size, move.dim)
@@ -263,6 +266,7 @@ def _all_gather(
     assert move.dim is not None
     names, groups = axes.group(move.axes)
     whole = lax.all_gather(shard, names, axis=move.dim, tiled=True, axis_index_groups=groups)
+    # The gathered dim may end with padding: cut it off.
     size = move.result.shard_shape(shape, axes.sizes)[move.dim]
     return (
         whole if whole.shape[move.dim] == size else lax.slice_in_dim(whole, 0, size, axis=move.dim)

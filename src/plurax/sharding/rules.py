@@ -110,6 +110,7 @@ def zero_sharding(
         for dim in range(1 if stacked else 0, len(shape))
         if not sharding.dims[dim] and shape[dim] > 1
     ]
+    # Prefer the dims that need no padding.
     even = [dim for dim in free if shape[dim] % n == 0]
     if even:
         return sharding.with_dim(max(even, key=lambda dim: (shape[dim], dim)), ("data",))
@@ -161,6 +162,7 @@ def match_opt_state_to_params(state: PyTree, params: PyTree, dims: int | None = 
 
     def find(path: tuple[Any, ...], leaf: Any) -> int:
         names = tuple(map(str, path))
+        # All parts of the path: those that end last come first, and of these the longest.
         parts = [(a, b) for b in range(len(names), -1, -1) for a in range(b + 1)]
         for start, stop in parts:
             shape, place = known.get(names[start:stop], ((), -1))

@@ -117,6 +117,7 @@ def _own_index(
             continue
         size = shape[dim] // divider.axes.size(table[dim])
         index = indices[..., place]
+        # Device k has the rows k * size to (k + 1) * size.
         local = index - jnp.asarray(divider.axes.index(table[dim]) * size, index.dtype)
         here = (local >= 0) & (local < size)
         there = (index >= 0) & (index < shape[dim])
@@ -150,6 +151,7 @@ def gather(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
         numbers.start_index_map,
         (numbers.operand_batching_dims, numbers.start_indices_batching_dims),
     )
+    # The table stays in its sharding where the operation allows it; the indices follow.
     lies = _lies(divider, table, roles, divider.reduced(table).sharding)
     from_ = divider.reshard(table, TensorSharding(lies))
     at = divider.reshard(indices, TensorSharding(tuple(_index_entries(indices, roles, lies))))
@@ -168,6 +170,7 @@ def gather(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
         entries[place] = lies[dim]
     for dim, place in roles.rows_of.items():
         entries[place] = at.sharding.dims[dim]
+    # A row is on one device along these axes, and zero on the others.
     summed = frozenset(axis for dim in roles.indexed for axis in lies[dim])
     if own is not None:
         assert inside is not None
@@ -254,6 +257,7 @@ def _added(
     table, indices, rows = inputs
     roles = _scattered(table, rows, eqn.params["dimension_numbers"])
     lies = _lies(divider, table, roles, wanted)
+    # Rows of the batch are added on each device; over `data` the result is reduced later.
     if any(cell.data_varying for cell in inputs):
         lies = tuple(tuple(a for a in entry if a != "data") for entry in lies)
     used = {axis for entry in lies for axis in entry}

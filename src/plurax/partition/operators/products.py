@@ -34,6 +34,7 @@ def dot_general(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Out
         return [product]
     (left_sum, right_sum), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     left_rank, right_rank = (len(cell.shape) for cell in inputs)
+    # Name each dim by its index in the product; equal names must be split alike.
     labels: list[dict[int, Any]] = [{}, {}]
     for kind, lefts, rights in (("sum", left_sum, right_sum), ("batch", left_batch, right_batch)):
         for i, (a, b) in enumerate(zip(lefts, rights, strict=True)):
@@ -42,6 +43,7 @@ def dot_general(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Out
     labels[1] |= {d: ("right", d) for d in range(right_rank) if d not in labels[1]}
     left, right, split = match_operands(divider, inputs, labels, eqn.outvars[0].aval)
     array = bind(eqn, [left.array, right.array])[0]
+    # The result's dims: batch, then the free dims of the left and of the right operand.
     out_labels = [("batch", i) for i in range(len(left_batch))]
     out_labels += [label for _, label in sorted(labels[0].items()) if label[0] == "left"]
     out_labels += [label for _, label in sorted(labels[1].items()) if label[0] == "right"]
@@ -153,6 +155,7 @@ def _matching_cost(
     moved, is_param = 0.0, 0.0
     for cell, label in zip(inputs, labels, strict=True):
         target = _as_labelled(cell, label, split)
+        # Shards with padding are not allowed: the padding would enter the contraction.
         if target.indivisible_dims(cell.shape, divider.axes.sizes):
             return math.inf, math.inf, 0.0
         # The resharded version is kept: several readers share its cost.
@@ -173,6 +176,7 @@ def convolution(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Out
     by_feature = eqn.params["feature_group_count"] > 1
     by_batch = eqn.params["batch_group_count"] > 1
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    # Spatial dims are None: neighbors in an image would have to be exchanged between devices.
     labels: list[dict[int, Any]] = [dict.fromkeys(lhs), dict.fromkeys(rhs)]
     if not by_batch:
         labels[0][lhs[0]] = ("batch", 0)

@@ -41,6 +41,7 @@ def broadcast_in_dim(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> lis
     # A partial sum is smaller before it is repeated: reduce it now.
     value = divider.reduced(cell) if grows else maybe_partial(divider, cell)
     places = eqn.params["broadcast_dimensions"]
+    # A dim of size 1 that grows is the same on all devices.
     widened = [d for d, place in enumerate(places) if value.shape[d] != shape[place]]
     value = replicate_dims(divider, cell, value, widened)
     entries: list[tuple[str, ...]] = [()] * len(shape)
@@ -144,6 +145,7 @@ def slice_(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
     cut = [d for d, bound in enumerate(bounds) if bound != (0, shape[d], 1)]
     came = maybe_partial(divider, inputs[0])
     value = replicate_dims(divider, inputs[0], came, cut)
+    # Along split dims the whole shard is taken.
     limits = tuple(bound[1] if d in cut else value.array.shape[d] for d, bound in enumerate(bounds))
     array = bind(eqn, [value.array], limit_indices=limits)[0]
     return [rows_again(divider, result(eqn, inputs, array, value.sharding), came.sharding)]
@@ -178,6 +180,8 @@ def pad(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
     filled = [d for d, edge in enumerate(eqn.params["padding_config"]) if edge != (0, 0, 0)]
     came = divider.reduced(inputs[0])
     value = replicate_dims(divider, inputs[0], came, filled)
+    # The padding value is added on every device, so a partial sum would count it several times:
+    # `came` is reduced above.
     edge = divider.reshard(inputs[1], TensorSharding.whole(0)).array
     made = result(eqn, inputs, bind(eqn, [value.array, edge])[0], value.sharding)
     return [rows_again(divider, made, came.sharding)]
@@ -231,6 +235,7 @@ def fft(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
 def matrices(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
     """Decompose or solve matrices; the two minor dims are replicated, batch dims stay split."""
     before = len(inputs[0].shape) - 2
+    # The operands of a solve share their batch dims; the ranks of pivots and eigenvalues differ.
     dims = common_sharding(divider, inputs).dims[:before]
 
     def behind(rank: int) -> TensorSharding:
