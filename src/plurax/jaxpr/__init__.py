@@ -1,1 +1,1 @@
-"""All that knows JAX's equations: primitives, remat, barriers, batch-minor."""
+"""What depends on JAX's jaxprs: groups of primitives, remat, barriers, batch-minor."""

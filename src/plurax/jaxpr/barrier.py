@@ -1,14 +1,23 @@
-"""Keeping a compiler from doing something earlier than it is written, or only once for two.
+"""Order operations, so that XLA neither runs them earlier nor merges equal ones.
 
-ZeRO-3 gathers a parameter twice and rematerialization computes values twice, so that neither is
-kept in between. To a compiler both are equal operations on equal operands, which it joins into one:
+ZeRO-3 gathers a parameter twice, and rematerialization computes values twice, so that neither is
+kept in memory in between. To XLA both are equal operations on equal operands, and it merges them:
+
+    shard (256, 1024) over data=4, float32: 1 MiB; w (1024, 1024): 4 MiB
 
     w = all_gather(shard)        # forward
-    ...
-    w = all_gather(shard)        # backward: joined with the first, and `w` is kept
+    y = x @ w
+    ...                          # w is kept here, 4 MiB for each layer
+    w = all_gather(shard)        # backward: merged with the first
+    dx = dy @ w.T
 
-`order_after` gives the second a data dependency on what must come first. It is one primitive, so
-that it costs one equation to trace, and is written out where it is lowered.
+With `(shard,) = order_after([shard], dy)` before the second gather, its operand depends on `dy`,
+which the backward pass has only then: the gathers differ, and the second cannot run earlier.
+
+`order_after` is one primitive, so that tracing it costs one equation. It is lowered to
+`lax.optimization_barrier`
+(https://docs.jax.dev/en/latest/_autosummary/jax.lax.optimization_barrier.html) or, on CPU, to a
+selection.
 """
 
 from collections.abc import Sequence
@@ -26,13 +35,18 @@ def order_after(
     arrays: Sequence[Array], by: Array, free_on_cpu: Sequence[bool] | None = None
 ) -> list[Array]:
     """Return the arrays with a data dependency on `by`, so that XLA cannot schedule their users
-    earlier, nor join these with equal operations elsewhere.
+    earlier, nor merge them with equal operations elsewhere.
 
-    On accelerators an optimization barrier. XLA's CPU compiler drops barriers before it joins equal
-    operations; there each array passes `where(true, array, 0)`, with a `true` computed from `by`
-    that XLA cannot fold. A selection costs XLA time to compile and the program a pass over the
-    array, so those said to be `free_on_cpu` (parameters, which are kept anyway) go without. Arrays
-    in the host's memory are returned as they are.
+    On accelerators this is an optimization barrier. XLA's CPU compiler drops barriers before it
+    merges equal operations; there it is `where(cond, x, 0)`, with an always-true `cond` computed
+    from `by`, which XLA cannot fold. The selection costs compile time and a pass over the array.
+
+    **Arguments:**
+
+    - `arrays`: of any shapes and dtypes. Arrays in host memory are returned as they are.
+    - `by`: the array to wait for.
+    - `free_on_cpu`: for each array whether it goes without the selection on CPU. Use it for
+      parameters, which are kept in memory anyway.
     """
     free = free_on_cpu or [False] * len(arrays)
     here = [place for place, array in enumerate(arrays) if not _on_host(array)]
@@ -45,13 +59,19 @@ def order_after(
 
 
 def pick_dependency(arrays: Sequence[Array]) -> Array:
-    """The first of some arrays that holds floating numbers, else the first."""
+    """Return the first non-empty floating-point array, or else the first array.
+
+    Only a floating-point array gives a condition that XLA's CPU compiler cannot fold.
+    """
     floating = (a for a in arrays if a.size and jnp.issubdtype(a.dtype, jnp.floating))
     return next(floating, arrays[0])
 
 
 def order_after_cotangent(arrays: Sequence[Array], free_on_cpu: Sequence[bool]) -> list[Array]:
-    """The inputs of a recomputed function, ordered after the last: cotangents come last."""
+    """Return the inputs of a recomputed function, ordered after its cotangent.
+
+    The cotangent is the last non-empty floating-point input; it is returned as it is.
+    """
     by = pick_dependency(arrays[::-1])
     last = max(place for place, array in enumerate(arrays) if array is by)
     others = [place for place in range(len(arrays)) if place != last]
@@ -61,20 +81,22 @@ def order_after_cotangent(arrays: Sequence[Array], free_on_cpu: Sequence[bool]) 
 
 
 def _on_host(array: Array) -> bool:
-    """Whether an array waits in the host's memory, where nothing is computed."""
+    """Whether an array is in host memory, in which nothing is computed."""
     return "host" in str(getattr(jax.typeof(array), "memory_space", "")).lower()
 
 
 def _barred(*arrays: Array, free_on_cpu: tuple[bool, ...] = ()) -> list[Array]:
+    """Lower to an optimization barrier over the arrays and `by`, without `by` in the result."""
     return list(lax.optimization_barrier(arrays)[:-1])
 
 
 def _selected(*arrays: Array, free_on_cpu: tuple[bool, ...]) -> list[Array]:
+    """Lower to selections, for XLA's CPU compiler."""
     *values, by = arrays
     if not by.size or not jnp.issubdtype(by.dtype, jnp.floating):
         return _barred(*arrays)
     one = lax.slice(by, (0,) * by.ndim, (1,) * by.ndim).reshape(())
-    # True for every number and for NaN.
+    # True for all values, NaN included. NaN is also why XLA can fold neither comparison.
     true = (one == one) | (one != one)
     return [
         value if free else lax.select(jnp.broadcast_to(true, value.shape), value, _zeros(value))
@@ -83,6 +105,7 @@ def _selected(*arrays: Array, free_on_cpu: tuple[bool, ...]) -> list[Array]:
 
 
 def _zeros(value: Array) -> Array:
+    """Return zeros of an array's shape and dtype; random keys need zeros as key data."""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(
             jnp.zeros_like(jax.random.key_data(value)), impl=jax.random.key_impl(value)
@@ -91,7 +114,7 @@ def _zeros(value: Array) -> Array:
 
 
 def _batched(args: Any, dims: Any, **params: Any) -> Any:
-    """Whatever dims vmap added: each array comes out as it went in."""
+    """Return the arrays with the batch dims they had; no dim needs to match another."""
     return order_after_p.bind(*args, **params), list(dims[:-1])
 
 

@@ -1,10 +1,20 @@
 """Compute with the batch in the minor dim: a transformation of a traced function.
 
-In a small matrix product `(B, F) @ (F, G)` the minor dim of the result is `G`, perhaps 2 or 10, and
-a CPU's vector units stand idle. With the batch in the minor dim the same product is
-`(G, F) @ (F, B)`. The function is written the ordinary way; its equations are evaluated one by one
-on arrays stored with dim 0 last, and where there is no rule for an operation its arguments are
-turned back. What is stored how never changes a value, only the order of sums.
+The result of a small matrix product `(B, F) @ (F, G)` has the minor dim `G`, perhaps 2 or 10, which
+does not fill a CPU's vector registers. With the batch in the minor dim the same product is
+`(G, F) @ (F, B)`, and vectors run over the batch. So the function is written the ordinary way, and
+its equations are evaluated on arrays stored with dim 0 last.
+
+    batch 64, features 16, hidden 10
+
+    equation              as written              as stored and computed
+    x                     (64, 16)                (16, 64), `batch_last`
+    h = x @ w             (64, 16) @ (16, 10)     (10, 16) @ (16, 64) = (10, 64)
+    c = broadcast b       (10,) to (64, 10)       (10,) to (10, 64)
+    a = tanh(h + c)       (64, 10)                (10, 64)
+    s = sort(a)           (64, 10)                no rule: transposed to (64, 10), then sorted
+
+How a value is stored changes the order of sums, and nothing else.
 """
 
 import functools
@@ -20,28 +30,33 @@ from jaxtyping import Array, PyTree
 from plurax.jaxpr.primitives import ELEMENTWISE, INLINED, REDUCTIONS, open_jaxpr, written
 
 FEW = 4
-"""Up to so many terms or rows, a matrix product is written out (measured: docs/performance.md)."""
+"""Up to this many terms or rows, a matrix product is written out as multiplications and additions
+(measured: docs/performance.md).
+"""
 
 
 class Stored(NamedTuple):
-    """A value: `array`, and whether it is stored `turned`, its dim 0 last."""
+    """A value: its `array`, and `batch_last`, whether dim 0 is stored last."""
 
     array: Array
     batch_last: bool = False
 
     def to_first(self) -> Array:
-        """As it is written."""
+        """Return the array in the order as written."""
         return jnp.moveaxis(self.array, -1, 0) if self.batch_last else self.array
 
     def to_last(self) -> Array:
-        """With dim 0 last."""
+        """Return the array with dim 0 last."""
         return self.array if self.batch_last else jnp.moveaxis(self.array, 0, -1)
 
 
 def batch_minor(fun: Callable[..., PyTree], batch_argument: int) -> Callable[..., PyTree]:
-    """The same function, computed with dim 0 of one argument's leaves in the minor dim.
+    """Return the same function, computed with dim 0 of one argument's leaves as the minor dim.
 
-    Apply it after differentiation: a custom derivative inside is then already resolved.
+    Apply it after differentiation, which resolves custom derivatives.
+
+    **Arguments:** `fun`, a function of trees of arrays; `batch_argument`, the index of the argument
+    whose leaves have shape `(B, ...)`.
 
     >>> import jax.numpy as jnp
     >>> f = batch_minor(lambda w, x: jnp.tanh(x @ w), batch_argument=1)
@@ -55,6 +70,7 @@ def batch_minor(fun: Callable[..., PyTree], batch_argument: int) -> Callable[...
         for index, arg in enumerate(args):
             for leaf in jax.tree.leaves(arg):
                 value = Stored(jnp.asarray(leaf))
+                # A vector has its batch dim last already.
                 wide = index == batch_argument and value.array.ndim >= 2
                 values.append(Stored(value.to_last(), True) if wide else value)
         size = jax.tree.leaves(args[batch_argument])[0].shape[0]
@@ -91,13 +107,14 @@ def _evaluate(
 
 
 def _as_written(equation: Any, inputs: Sequence[Stored]) -> list[Stored]:
+    """Evaluate an equation without a rule, on arrays in the order as written."""
     params = equation.primitive.get_bind_params(equation.params)
     out = equation.primitive.bind(*(value.to_first() for value in inputs), **params)
     return [Stored(array) for array in (out if equation.primitive.multiple_results else [out])]
 
 
 def _by_rule(equation: Any, inputs: Sequence[Stored], size: int) -> Stored | None:
-    """The result with the batch last, or None where there is nothing to turn or no rule."""
+    """Return the result with the batch last; None if no input has it last, or without a rule."""
     name, params = equation.primitive.name, equation.params
     shape = equation.outvars[0].aval.shape
     if name == "broadcast_in_dim":
@@ -134,6 +151,7 @@ def _by_rule(equation: Any, inputs: Sequence[Stored], size: int) -> Stored | Non
 def _broadcast(
     value: Stored, shape: Sequence[int], dimensions: Sequence[int], size: int
 ) -> Stored | None:
+    """Broadcast with the batch last; None if the result has no batch."""
     batched = len(shape) > 1 and shape[0] == size
     if value.batch_last:
         if not batched or dimensions[0] != 0:
@@ -148,6 +166,7 @@ def _broadcast(
 
 
 def _reduce(equation: Any, value: Stored) -> Stored:
+    """Reduce over dims, renumbered for the stored order."""
     rank = value.array.ndim
     axes = tuple(rank - 1 if axis == 0 else axis - 1 for axis in equation.params["axes"])
     if equation.primitive.name in ("argmax", "argmin"):
@@ -159,7 +178,8 @@ def _reduce(equation: Any, value: Stored) -> Stored:
 
 
 def _first_best(array: Array, axis: int, best: Callable[..., Array], dtype: Any) -> Array:
-    """Where the maximum (minimum) first stands, or the first NaN, in loops that vectorize.
+    """Return the index of the first maximum (minimum), or of the first NaN, in loops that
+    vectorize.
 
     XLA's CPU compiler reduces pairs of value and index one by one.
     """
@@ -171,11 +191,12 @@ def _first_best(array: Array, axis: int, best: Callable[..., Array], dtype: Any)
 
 
 def _dot(left: Stored, right: Stored, params: Any) -> Stored | None:
-    """A product of two tensors; which comes first is chosen so that the batch comes out last."""
+    """Multiply two tensors, in the operand order that leaves the batch in the minor dim."""
     (left_sum, right_sum), (left_batch, right_batch) = params["dimension_numbers"]
     if left_batch or right_batch:
         return None
 
+    # Dims are those of the written order; `place` gives their position in the stored order.
     def place(value: Stored, dim: int) -> int:
         return (dim - 1) % value.array.ndim if value.batch_last else dim
 
@@ -195,6 +216,7 @@ def _dot(left: Stored, right: Stored, params: Any) -> Stored | None:
     r_dims = [place(right, d) for d in right_sum]
     options: dict[str, Any] = {key: params[key] for key in ("precision", "preferred_element_type")}
     dtype = params["preferred_element_type"] or left.array.dtype
+    # Only a matrix by a matrix is written out, and only at the default precision.
     plain_product = len(left_free) == len(right_free) == len(left_sum) == 1
     if batch_first and plain_product and not options["precision"]:
         big, small = (left, right) if left.batch_last else (right, left)
@@ -210,15 +232,16 @@ def _dot(left: Stored, right: Stored, params: Any) -> Stored | None:
     else:
         out = lax.dot_general(left.array, right.array, ((l_dims, r_dims), ((), ())), **options)
         got = [*l_stored, *r_stored]
+    # Neither operand order gives the wanted dims: transpose the result.
     if got != wanted:
         out = lax.transpose(out, [got.index(label) for label in wanted])
     return Stored(out, batch_first)
 
 
 def _few_terms(big_SB: Array, small_SG: Array) -> Array | None:
-    """`small.T @ big` written out, where so few terms or rows are no work for a matrix product.
+    """Return `small.T @ big` written out, if it has too few terms or rows for a matrix product.
 
-    As multiplications and additions they are compiled into one loop with what stands around them.
+    The multiplications and additions are fused into one loop with the operations around them.
     """
     terms, rows = small_SG.shape
     if terms <= FEW:

@@ -1,4 +1,4 @@
-"""Groups of JAX's primitives, for transformations that walk a traced function."""
+"""Groups of JAX's primitives, and helpers to read equations, for transformations of jaxprs."""
 
 import contextlib
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ ELEMENTWISE = frozenset([
     "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign",
     "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor", "zeta",
 ])
-"""One number of the result from one number of each operand."""
+"""Each entry of the result is computed from one entry of each operand."""
 
 CHEAP = frozenset([
     "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy",
@@ -36,7 +36,7 @@ REDUCTIONS = frozenset([
     "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax",
     "argmin",
 ])
-"""Over the dims in the parameter `axes`."""
+"""Reductions over the dims in the parameter `axes`."""
 # fmt: on
 
 INLINED = {
@@ -48,28 +48,29 @@ INLINED = {
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "call_jaxpr",
 }
-"""Calls that can be evaluated in place, and the parameter that holds what they call."""
+"""Calls that can be evaluated in place, and the parameter that holds the called jaxpr."""
 
 
 def open_jaxpr(inner: Any) -> tuple[Any, list[Any]]:
-    """The equations of a closed or an open jaxpr, and its constants."""
+    """Return the jaxpr and the constants of a closed or an open jaxpr."""
     if isinstance(inner, ClosedJaxpr):
         return inner.jaxpr, list(inner.consts)
     return inner, []
 
 
 def constant(literal: Literal) -> Any:
-    """A constant of a traced function, without the mesh in which it was traced."""
+    """Return a literal's value, without the mesh in which it was traced."""
     aval: Any = literal.aval
     return np.asarray(literal.val, aval.dtype)
 
 
 @contextlib.contextmanager
 def written(equation: Any) -> Iterator[None]:
-    """Where an operation of a traced function is evaluated as it was written.
+    """Evaluate an operation in the context of a traced equation.
 
-    Under the names in which it stood (`jax.named_scope`, `jit`), with its line in the source, and
-    in its context (`compute_on`, metadata for XLA), but in the mesh that is here.
+    The context has the equation's name scopes (`jax.named_scope`, `jit`), its source line, and its
+    `compute_on` and XLA metadata, but the caller's mesh: profiles and errors then name the model's
+    code, while shardings are the partitioner's.
     """
     info = equation.source_info
     names = source_info_util.current_name_stack() + info.name_stack
@@ -86,7 +87,7 @@ def written(equation: Any) -> Iterator[None]:
 
 
 def inner_jaxprs(equation: Any) -> list[Any]:
-    """The jaxprs among an equation's parameters: bodies of loops, branches, called functions."""
+    """Return the jaxprs among an equation's parameters: loop bodies, branches, called functions."""
     found: list[Any] = []
     for value in equation.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
@@ -96,21 +97,21 @@ def inner_jaxprs(equation: Any) -> list[Any]:
 
 
 def is_recomputed(equation: Any) -> bool:
-    """Whether it is what `jax.checkpoint` leaves of a function for the backward pass."""
+    """Whether an equation is the part of a `jax.checkpoint` that the backward pass recomputes."""
     params = equation.params
     named = equation.primitive.name in ("checkpoint", "remat2", "remat")
     return named and params["prevent_cse"] and params["differentiated"]
 
 
 def cheap(equation: Any) -> bool:
-    """Whether an operation, or all of those that it calls, are cheap."""
+    """Whether an operation, or every operation of a call, is cheap."""
     if equation.primitive.name in INLINED:
         return all(cheap(eqn) for inner in inner_jaxprs(equation)[:1] for eqn in inner.eqns)
     return equation.primitive.name in CHEAP
 
 
 def holds(jaxpr: Any, name: str) -> bool:
-    """Whether an operation stands anywhere in a function."""
+    """Whether a jaxpr, or any jaxpr in its equations, contains an operation."""
     return any(
         eqn.primitive.name == name or any(holds(inner, name) for inner in inner_jaxprs(eqn))
         for eqn in jaxpr.eqns
@@ -118,10 +119,14 @@ def holds(jaxpr: Any, name: str) -> bool:
 
 
 def scan_sizes(equation: Any) -> tuple[int, int]:
-    """Of a `scan`: how many values its turns share, and how many they carry.
+    """Return a scan's number of consts and of carries.
 
-    Read from shapes, because the parameters that say it differ between versions of JAX: what is
-    stacked has one dim more outside the loop than inside.
+    They are read from shapes, because the parameters that give them differ between versions of JAX:
+    stacked inputs and outputs have one dim more outside of the body than inside.
+
+        scan over (100, 8): body (w (8, 8), h (8,), x (8,)) -> (h (8,), y (8,))
+        w and h have their rank in both, x has not: 2 consts and carries
+        of the outputs h has, y has not: 1 carry, so 1 const
     """
     body, _ = open_jaxpr(equation.params["jaxpr"])
     kept, carried = (

@@ -1,4 +1,20 @@
-"""What the backward pass computes again instead of keeping it: a transformation of a function."""
+"""Rematerialization: recompute values in the backward pass instead of keeping them.
+
+Differentiation keeps every intermediate value that the backward pass reads. A function of n
+equations is cut into about √n segments of √n equations: only the values between segments are kept,
+and the backward pass recomputes one segment at a time, so about 2√n values are alive instead of n.
+Each equation of the forward pass runs twice. A loop is recomputed iteration by iteration.
+
+    16 equations on x (64, 256), float32: 64 KiB each
+
+    policy    kept for the backward pass                   recomputed
+    none      16 values, 1 MiB                             nothing
+    dots      the results of matrix products               all else
+    full      3 values between 4 segments, 192 KiB,        each segment, once
+              and at most 4 values of one segment
+
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174.
+"""
 
 import itertools
 import math
@@ -18,15 +34,18 @@ from plurax.plan import Remat
 def rematerialized(
     fun: Callable[..., PyTree], policy: Remat, *, whole: bool = False
 ) -> Callable[..., PyTree]:
-    """A function that differentiates with less memory and more work; its values are the same.
+    """Return a function whose gradient uses less memory and more compute; its values are the same.
 
-    - `none`: `fun`.
-    - `dots`: results of matrix products are kept, all else is computed again.
-    - `offload`: as `dots`, the results waiting in the host's memory.
-    - `full`: kept is what one turn of a loop hands to the next. Outside of loops the function is
-      cut into about √n pieces of n operations, and kept is what they hand on
-      (Chen et al. 2016, https://arxiv.org/abs/1604.06174). With `whole` it is one piece: kept is
-      what it is given.
+    **Arguments:**
+
+    - `fun`: a function of trees of arrays.
+    - `policy`: what is kept for the backward pass.
+      - `none`: all values; `fun` is returned.
+      - `dots`: the results of matrix products; all else is recomputed.
+      - `offload`: as `dots`, with the results in host memory.
+      - `full`: the carry of each loop iteration and, outside of loops, the values between about √n
+        segments of √n of the n equations.
+    - `whole`: one segment, so that only the arguments are kept.
 
     >>> import jax.numpy as jnp
     >>> float(jax.grad(rematerialized(lambda x: jnp.sin(jnp.sin(x)), "full"))(0.0))
@@ -42,7 +61,7 @@ def rematerialized(
     }[policy])  # fmt: skip
 
     if whole:
-        # Forward and backward are not in one program here: nothing could be joined.
+        # Forward and backward are in different programs here, so XLA cannot merge them.
         return jax.checkpoint(fun, prevent_cse=False, policy=save)
 
     def again(*args: PyTree) -> PyTree:
@@ -57,7 +76,10 @@ def rematerialized(
 
 
 def _real(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Complex results are computed again: JAX rounds what it keeps, and can round only reals."""
+    """Return the policy with complex results recomputed.
+
+    JAX rounds what it keeps, by `lax.reduce_precision`, which takes real numbers only.
+    """
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
         if any(jnp.issubdtype(aval.dtype, jnp.complexfloating) for aval in avals):
@@ -70,7 +92,7 @@ def _real(save: Callable[..., Any]) -> Callable[..., Any]:
 def _in_pieces(
     jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Array], size: int, save: Any
 ) -> list[Array]:
-    """Evaluate equations: loops turn by turn, the others in pieces, each computed again."""
+    """Evaluate equations: loops iteration by iteration, the others in recomputed segments."""
     known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     known.update(zip(jaxpr.invars, args, strict=True))
 
@@ -89,10 +111,11 @@ def _in_pieces(
 
 
 def _pieces(jaxpr: Jaxpr, size: int) -> Iterator[list[Any]]:
-    """Cut equations into loops, one each, and pieces of about `size` in between.
+    """Split equations into loops, one each, and segments of about `size` in between.
 
-    A cut within a layer keeps several of its activations where one between layers keeps one. So a
-    piece ends, half to twice `size` equations after it began, where the fewest bytes are alive:
+    A cut within a layer keeps several of its activations, one between layers keeps a single one. So
+    a segment ends where the fewest bytes are alive, `size / 2` to `2 * size` equations after its
+    start:
 
         x -> norm -> q, k, v -> scores -> softmax -> out -> x + out -> norm -> ...
                      3 arrays    1 large                 ^ 1 array: here
@@ -113,7 +136,7 @@ def _pieces(jaxpr: Jaxpr, size: int) -> Iterator[list[Any]]:
 
 
 def _live_bytes(jaxpr: Jaxpr) -> list[int]:
-    """After each equation, the bytes of what equations have computed and later ones read."""
+    """Return after each equation the bytes of computed values that later equations read."""
     last = {
         var: place
         for place, eqn in enumerate(jaxpr.eqns)
@@ -121,6 +144,7 @@ def _live_bytes(jaxpr: Jaxpr) -> list[int]:
         if not isinstance(var, Literal)
     }
     last |= dict.fromkeys((v for v in jaxpr.outvars if not isinstance(v, Literal)), len(jaxpr.eqns))
+    # A value is alive from its equation to its last reader: sum up the changes.
     change = [0] * (len(jaxpr.eqns) + 1)
     for place, eqn in enumerate(jaxpr.eqns):
         for var in eqn.outvars:
@@ -132,11 +156,14 @@ def _live_bytes(jaxpr: Jaxpr) -> list[int]:
 
 
 def order_recomputation(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Return a function in which what the backward pass computes again waits for its cotangent.
+    """Return a function in which the backward pass recomputes values only once it has the
+    cotangent.
 
-    `jax.checkpoint` asks for that by an optimization barrier, which XLA's CPU compiler drops: there
-    the backward pass would read what the forward pass computed, and keep it (see
-    `plurax.jaxpr.barrier`). `fun` is a gradient; its first argument are the parameters.
+    `jax.checkpoint` asks for that by an optimization barrier, which XLA's CPU compiler drops. There
+    the backward pass would reuse the forward pass's values and keep them (see
+    `plurax.jaxpr.barrier`).
+
+    **Arguments:** `fun`, a gradient; its first argument are the parameters.
     """
 
     def run(params: PyTree, *args: PyTree) -> PyTree:
@@ -151,9 +178,10 @@ def order_recomputation(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
 def _ordered(
     jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Array], parameters: int
 ) -> list[Array]:
-    """Evaluate equations; those of a recomputed piece after the last of its inputs."""
+    """Evaluate equations; a recomputed segment runs after the last of its inputs."""
     known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     known.update(zip(jaxpr.invars, args, strict=True))
+    # Variables that depend on parameters and constants alone need no selection on CPU.
     fixed = {*jaxpr.constvars, *jaxpr.invars[:parameters]}
     for eqn in jaxpr.eqns:
         inputs = [a.val if isinstance(a, Literal) else known[a] for a in eqn.invars]
@@ -173,9 +201,10 @@ def _ordered(
 
 
 def _again(piece: list[Any], known: dict[Any, Any], save: Any) -> None:
-    """Evaluate some equations as one function that the backward pass computes again."""
+    """Evaluate a segment as one function that the backward pass recomputes."""
     made = {var for eqn in piece for var in eqn.outvars}
     atoms = [a for eqn in piece for a in eqn.invars if not isinstance(a, Literal)]
+    # The segment's inputs, each once: these are kept for the backward pass.
     needed = list(dict.fromkeys(atom for atom in atoms if atom not in made))
 
     def run(*values: Any) -> list[Any]:
@@ -194,7 +223,7 @@ def _again(piece: list[Any], known: dict[Any, Any], save: Any) -> None:
 
 
 def _loop(eqn: Any, inputs: list[Any], save: Any) -> list[Any]:
-    """A `scan` whose turns are computed again."""
+    """Evaluate a `scan` whose iterations the backward pass recomputes."""
     body, body_consts = open_jaxpr(eqn.params["jaxpr"])
     shared, carried = scan_sizes(eqn)
     kept = shared + carried
@@ -202,6 +231,7 @@ def _loop(eqn: Any, inputs: list[Any], save: Any) -> list[Any]:
     function = jaxpr_as_fun(ClosedJaxpr(body, body_consts))
 
     def turn(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
+        # Forward and backward are different loops, which XLA does not merge.
         again = jax.checkpoint(function, prevent_cse=False, policy=save)
         out = again(*consts, *carry, *row)
         return list(out[:carried]), list(out[carried:])

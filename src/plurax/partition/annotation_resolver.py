@@ -1,4 +1,17 @@
-"""Where marks in a function take the values they stand on, and the cotangents of those."""
+"""Resolve annotations: find the sharding to which an annotated value is resharded.
+
+A model annotates values by `plurax.name`, `plurax.shard` and `jax.lax.with_sharding_constraint`. An
+annotation gives the sharding over the axes it names; over the mesh axis `data` the value stays as
+it is. After differentiation the annotation also stands on the cotangent, which is resharded to the
+sharding that the value had before its annotation.
+
+    mesh tensor=4; h (8, 64) is the result of a row-parallel layer
+    the plan has shardings={"hidden": ("tensor", None)}: sequence parallelism
+
+    equation                        sharding before      resharded to        collective
+    h1 = name(h, "hidden")          partial={tensor}     (tensor, None)      reduce-scatter
+    dh = cotangent of h1            (tensor, None)       (None, None)        all-gather
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,10 +28,10 @@ NameRule = Callable[[str, Sequence[int]], TensorSharding | None]
 
 
 class AnnotationResolver:
-    """The marks of one function, as they are met.
+    """The annotations of one function, resolved in order of evaluation.
 
-    **Arguments:** `axes`; `named`, from the name of a mark and the shape of what it stands on, how
-    that shall lie, or None for as it comes.
+    **Arguments:** `axes`; `named`, a function from the name of an annotation and the shape of its
+    value to the sharding, or to None for no constraint.
     """
 
     def __init__(self, axes: Axes, named: NameRule) -> None:
@@ -27,31 +40,34 @@ class AnnotationResolver:
         self._came: dict[Tag, TensorSharding] = {}
 
     def of(self, eqn: Any, cell: ValueVersions) -> TensorSharding | None:
-        """How what a mark or a constraint stands on shall lie; None for as it comes."""
+        """Return the sharding for the operand of an annotation; None for no constraint."""
         if eqn.primitive.name == "annotate":
             target = self._target(cell, **eqn.params)
         else:
             target = self._pinned(cell, eqn.params["sharding"].spec)
-        # A cotangent depends on the rows even where its value, a parameter, was split over `data`.
+        # The value may be a parameter split over `data`; its cotangent is data-varying all the
+        # same, and a data-varying value is never split over `data`.
         return target.without(["data"]) if target is not None and cell.data_varying else target
 
     def _target(
         self, cell: ValueVersions, *, tag: Tag, batch: tuple[int, ...], transposed: bool
     ) -> TensorSharding | None:
-        """How a marked value, or the cotangent of one, shall lie; None for as it comes."""
+        """Return the sharding for an annotated value or its cotangent; None for no constraint."""
         if isinstance(tag, Boundary):
             return None
         if transposed:
             return self._back(cell, tag)
         target = self._forward(cell, tag, batch)
         if target is not None:
+            # For the cotangent, which has the same tag.
             self._came[tag] = cell.value.sharding
         return target
 
     def _back(self, cell: ValueVersions, tag: Tag) -> TensorSharding | None:
-        """A cotangent goes back the way its value came.
+        """Return the sharding for a cotangent: that of its value before the annotation.
 
-        Split where that was; whole where that was a sum; over the other axes as it comes.
+        Dims that were split are split again. A value that was a partial sum gets a cotangent that
+        is replicated over the same axes. Axes that the value did not use stay as they are.
         """
         came = self._came.get(tag)
         if came is None or len(came.dims) != len(cell.shape):
@@ -67,8 +83,9 @@ class AnnotationResolver:
     def _forward(
         self, cell: ValueVersions, tag: Named | Split, batch: tuple[int, ...]
     ) -> TensorSharding | None:
-        """The dims that vmap added are left whole."""
+        """Return the sharding for an annotated value; dims that vmap added are replicated."""
         rank = len(cell.shape)
+        # The rule was written for the function inside of `vmap`.
         own = [dim for dim in range(rank) if dim not in batch]
         if isinstance(tag, Named):
             rule = self._named(tag.name, [cell.shape[dim] for dim in own])
@@ -82,26 +99,31 @@ class AnnotationResolver:
         return self._with_rows(cell, target)
 
     def _with_rows(self, cell: ValueVersions, target: TensorSharding) -> TensorSharding:
-        """The target with rows split over `data` as they are: marks speak of the other axes."""
+        """Return the target with rows still split over `data`: annotations concern other axes."""
         if (cell.deferred and cell.deferred.free is None) or cell.value.is_param:
             return target
         for dim, entry in enumerate(cell.value.sharding.dims):
             if "data" in entry:
                 rest = [axis for axis in target.dims[dim] if axis != "data"]
+                # `data` stays the major axis of its dim, so that no rows change their device.
                 both = target.with_dim(dim, ("data", *rest))
                 fits = not both.indivisible_dims(cell.shape, self._axes.sizes)
                 target = both if fits else target.with_dim(dim, ("data",))
         return target
 
     def _assigned(self, tag: Split) -> dict[int, tuple[str, ...]]:
-        """The axes of each factor: the parts of `tensor` in order, as many as its ways take."""
+        """Return the axes of each factor.
+
+        The parts of `tensor` are assigned in order, to each factor as many as its shards take.
+        Raises `PlanError` if they do not multiply to the factor's number of shards.
+        """
         left = list(self._axes.expand("tensor")) if "tensor" in self._axes.mesh else []
         given: dict[int, tuple[str, ...]] = {}
         for factor, ways in tag.num_shards.items():
             taken: list[str] = []
             while left and self._axes.size(taken) < ways:
                 taken.append(left.pop(0))
-            # Without the axis the operator is whole, as on one device.
+            # Without the axis `tensor` the operator stays replicated, as on one device.
             if self._axes.size(taken) != ways and "tensor" in self._axes.mesh:
                 raise errors.strategy_not_of_tensor(
                     tuple(tag.num_shards.values()), self._axes.mesh["tensor"]
@@ -110,7 +132,11 @@ class AnnotationResolver:
         return given
 
     def _pinned(self, cell: ValueVersions, spec: Any) -> TensorSharding | None:
-        """What a model pins by `jax.lax.with_sharding_constraint`, over the axes that are known."""
+        """Return the sharding for `jax.lax.with_sharding_constraint`.
+
+        Axes that the mesh lacks, and `data`, are ignored; None if the shards do not divide the
+        shape.
+        """
         entries = list(cell.value.sharding.dims)
         for dim, entry in enumerate(spec):
             if entry is not PartitionSpec.UNCONSTRAINED:

@@ -1,4 +1,17 @@
-"""The share of a `cond` or `switch`: all branches leave their results alike."""
+"""Partition `cond` and `switch`.
+
+Every branch must return its results in the same shardings, but each branch on its own may return
+another. So the branches are evaluated abstractly first, one common sharding is chosen for each
+result, and then the branches are traced again with their results resharded to it.
+
+    mesh tensor=2; lax.cond(c, f, g, x), one result of shape (8, 32)
+
+    f returns             g returns        common              resharding
+    (None, tensor)        (None, None)     (None, tensor)      in g a slice, no bytes
+    partial={tensor}      zeros            partial={tensor}    none
+    partial={tensor}      (None, None)     (None, None)        in f an all-reduce
+    zeros                 zeros            none: the result stays deferred
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +27,10 @@ from plurax.sharding.spec import TensorSharding
 
 
 class Branches:
-    """One `cond` of a divided function.
+    """One `cond` of a partitioned function.
 
-    Devices that communicate in a branch must all take it. Where the choice depends on a device's
-    own rows, what the branches read is made whole over `data` before it, so that nothing in them
+    Devices that communicate in a branch must all take it. If the choice depends on a device's own
+    rows, everything that the branches read is replicated over `data` before, and nothing in them
     communicates over `data`.
     """
 
@@ -28,13 +41,14 @@ class Branches:
         self.data_varying = self.index.data_varying
         self.operands = inputs[1:]
         settle_shared(divider, self.operands)
+        # Before the choice, all devices still take part in the gathers.
         if self.data_varying:
             self.operands = [
                 ValueVersions(whole_over_data(divider, cell)) for cell in self.operands
             ]
 
     def run(self) -> list[ValueVersions]:
-        """The results of the branch that is taken."""
+        """Return the results of the branch that is taken."""
         with self.divider.apart(self.data_varying):
             left = [self._tried(branch) for branch in range(len(self.branches))]
             together = [self._joined(outputs) for outputs in zip(*left, strict=True)]
@@ -49,28 +63,31 @@ class Branches:
         return [ValueVersions(result) for result in results]
 
     def _tried(self, branch: int) -> list[Output]:
-        """How the results of a branch lie; nothing is computed to learn it."""
+        """Return the outputs of a branch for their shardings, by abstract evaluation."""
         left: list[Output] = []
 
         def run() -> list[Array]:
             left[:] = map(_output, self._evaluated(branch))
             return [output.array for output in left if isinstance(output, ShardedValue)]
 
+        # Nothing has been emitted: the records of this evaluation are dropped.
         kept = len(self.divider.records)
         jax.eval_shape(run)
         del self.divider.records[kept:]
         return left
 
     def _evaluated(self, branch: int) -> list[ValueVersions]:
+        """Evaluate a branch on the operands."""
         body, consts = self.branches[branch]
         operands = [cell.fresh() for cell in self.operands]
         cells: list[ValueVersions] = self.divider.evaluate(body, consts, operands)
         return cells
 
     def _joined(self, outputs: Sequence[Output]) -> tuple[TensorSharding, bool, bool] | None:
-        """How all branches shall leave a result: as one does; None where all leave zeros."""
+        """Choose the sharding, `data_varying` and `is_param` of a result; None if all are zeros."""
         if all(not isinstance(output, ShardedValue) and output.zero for output in outputs):
             return None
+        # A choice that depends on the rows makes every result depend on them.
         data_varying = self.data_varying or any(output.data_varying for output in outputs)
         made = [output for output in outputs if isinstance(output, ShardedValue)]
         is_param = (
@@ -81,7 +98,7 @@ class Branches:
         if len(options) == 1 and zeros:
             sharding = next(iter(options))
         else:
-            # To cut costs nothing, so the one in the most shards.
+            # A slice sends nothing, so the sharding with the most shards is the cheapest.
             whole = TensorSharding.whole(len(outputs[0].shape))
             shards = [TensorSharding(option.dims) for option in options] or [whole]
             size = self.divider.axes.size
@@ -89,6 +106,8 @@ class Branches:
         return (sharding.without(["data"]) if data_varying else sharding), data_varying, is_param
 
     def _chosen(self, together: Sequence[Any]) -> list[Array]:
+        """Run the branches under `lax.switch`, or under `lax.platform_dependent`."""
+
         def taking(branch: int) -> Any:
             def run() -> list[Array]:
                 cells = self._evaluated(branch)
@@ -112,13 +131,14 @@ class Branches:
         return list(lax.platform_dependent(**named))
 
     def _left(self, cell: ValueVersions, sharding: TensorSharding) -> ShardedValue:
+        """Reshard one result of a branch to the common sharding."""
         if cell.deferred is not None:
-            # Zeros on every device are terms of a sum that is zero.
+            # Zeros on every device are also a partial sum that is zero.
             return self.divider.reshard(cell, TensorSharding(sharding.dims))
         return self.divider.reshard(cell, sharding)
 
 
 def _output(cell: ValueVersions) -> Output:
-    """What a branch leaves; what can wait to be told how to lie waits."""
+    """Return a branch's result, still deferred if no sharding of it is cheaper than others."""
     late = cell.deferred
     return late if late is not None and late.free is None else cell.value

@@ -1,20 +1,21 @@
-"""Collectives over `data` for several tensors at a time, in buckets of so many bytes.
+"""Collectives over `data` for several tensors at a time, in buckets of bounded size.
 
-ZeRO-3 gathers each parameter where it meets the batch, and adds up each gradient to its shard. For
-a network of many small parameters that is a collective of a few kilobytes each, and the time goes
-into starting them. As torch's FSDP and DDP do, tensors that are needed one after another travel in
-one flat buffer, up to `Plan.bucket_bytes` of whole tensors, and the next buffer is under way while
-this one is computed with.
+ZeRO-3 gathers each parameter where an equation needs it, and reduce-scatters each gradient. For a
+network of many small parameters each collective has a few kilobytes, and starting it takes most of
+the time. As in torch's FSDP and DDP, tensors that are needed one after another share one flat
+buffer, with up to `Plan.bucket_bytes` of whole tensors, and the next buffer is gathered while the
+equations of this one run.
 
-    equations             uses          buckets, 16 bytes      collectives
-    h = x @ w0            w0, 8 bytes   0                      gather 0, gather 1
-    h = h @ w1            w1, 8 bytes   0
-    y = h @ w2            w2, 8 bytes   1                      gather 2
-    dh = dy @ w2.T        w2, 8 bytes   2 (w2 again: anew)
-    dx = dh @ w1.T        w1, 8 bytes   2
+    equations             parameter       bucket (limit 16 bytes)    collectives emitted here
+    h = x @ w0            w0, 8 bytes     0                          gather 0, gather 1
+    h = h @ w1            w1, 8 bytes     0
+    y = h @ w2            w2, 8 bytes     1                          gather 2
+    dh = dy @ w2.T        w2, 8 bytes     2 (w2 a second time)
+    dx = dh @ w1.T        w1, 8 bytes     2
 
-A bucket ends where it is full, or where a parameter comes a second time: what is gathered for the
-forward pass is not kept for the backward pass. Each value travels as often as without buckets.
+A bucket ends when it is full, or before a parameter that it already has: a parameter gathered for
+the forward pass is not kept for the backward pass. So each parameter is gathered as often as
+without buckets, and sends the same bytes.
 
 Zhao et al. 2023, "PyTorch FSDP", section 3.3 (https://arxiv.org/abs/2304.11277).
 """
@@ -36,22 +37,24 @@ from plurax.sharding.reshard import ReshardStep, filled
 from plurax.sharding.spec import TensorSharding
 
 _LOCAL = ELEMENTWISE | {"annotate", "broadcast_in_dim", "reshape", "rev", "squeeze", "transpose"}
-"""What leaves a split parameter split."""
+"""Operations that can run on the shards of a parameter and leave it split."""
 _OF_THEIR_OWN = frozenset(
     ["scan", "while", "cond", "checkpoint", "remat2", "remat", "annotate", "sharding_constraint"]
 )
-"""Equations that are walked, or take what they are given."""
+"""Equations whose bodies are evaluated by the partitioner, or that take any sharding."""
 MOST = 8
-"""Tensors in a bucket. A compiler makes a loop of its own for each place in a buffer; buffers that
-are alike share theirs, so a network of many layers has few loops to compile."""
+"""Maximal number of tensors in a bucket. XLA compiles one loop for each tensor of a buffer, but
+equal buffers share them: with a small maximum the buckets of a deep network repeat and few loops
+are compiled.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Use:
     """An equation that needs a parameter whole.
 
-    **Fields:** `place` of the equation; `var`, what it reads; `root`, the parameter that this is
-    made of; `size` in bytes.
+    **Fields:** `place`, the index of the equation; `var`, the variable it reads; `root`, the
+    parameter from which `var` is computed, such as by a cast; `size` in bytes.
     """
 
     place: int
@@ -61,12 +64,13 @@ class Use:
 
 
 class Gathers:
-    """The buckets in which some equations' parameters are gathered.
+    """The buckets in which the parameters of some equations are gathered.
 
-    **Arguments:** `divider`; `eqns`, in order; `known`, what is known before them.
+    **Arguments:** `divider`, the `Partitioner`; `eqns`, in order; `known`, the variables that have
+    values before them.
 
-    **Attributes:** `eqns`, the same: what is made of parameters alone, such as casts, comes first,
-    so that it can travel with others.
+    **Attributes:** `eqns`, reordered: those that use parameters alone, such as casts, come first,
+    so that their results can share a bucket.
     """
 
     def __init__(
@@ -89,14 +93,16 @@ class Gathers:
     def before(
         self, place: int, here: Mapping[Any, ValueVersions], by: Array | None
     ) -> dict[int, ShardedValue]:
-        """What the equation at a place needs whole, by the `id` of the cell.
+        """Return the parameters that the equation at `place` needs whole, by the `id` of their
+        cell.
 
-        `by`, a value that it meets there: the bucket it opens is gathered after that, and so is the
-        next one.
+        `by` is a value of the batch that the equation reads. If the equation opens a bucket, that
+        bucket and the next one are gathered after `by`.
         """
         uses = self._at.get(place, ())
         for use in uses:
             number = self._numbers[place, use.var]
+            # One bucket ahead: its gather overlaps with the equations of this bucket.
             while by is not None and self._done < min(number + 2, len(self._buckets)):
                 self._gather(self._done, here, by)
                 self._done += 1
@@ -108,6 +114,8 @@ class Gathers:
         return found
 
     def _gather(self, number: int, here: Mapping[Any, ValueVersions], by: Array) -> None:
+        """Gather the parameters of one bucket."""
+        # Since the buckets were planned, an equation may have created a whole version.
         uses = [u for u in self._buckets[number] if _needs_gather(self._divider, here[u.var])]
         values = [here[use.var].value for use in uses]
         goals = [value.sharding.without(["data"]) for value in values]
@@ -117,17 +125,19 @@ class Gathers:
 
 
 def _needs_gather(divider: Any, cell: ValueVersions) -> bool:
+    """Whether a variable is a parameter of which only shards over `data` exist."""
     if cell.deferred is not None or cell.is_zero or cell.value.data_varying:
         return False
     if not all(over_data(value.sharding) for value in cell.values):
-        return False  # it is there whole already
+        return False  # a whole version exists already
     return bool(divider.of_parameters(cell.value))
 
 
 def _uses(
     divider: Any, eqns: Sequence[Any], known: Mapping[Any, ValueVersions]
 ) -> tuple[list[Any], list[Use]]:
-    """The equations in their new order, and where they need split parameters whole."""
+    """Return the reordered equations, and where they need split parameters whole."""
+    # `roots`: variables computed from one split parameter alone, and that parameter.
     roots = {var: var for var, cell in known.items() if _needs_gather(divider, cell)}
     batch = {
         var
@@ -141,6 +151,7 @@ def _uses(
         if any(atom in batch for atom in read):
             batch.update(eqn.outvars)
         elif split and eqn.primitive.name in _LOCAL and all(atom in ready for atom in read):
+            # A cast to bfloat16, for example: gather its result, which is half as large.
             roots[eqn.outvars[0]] = roots[split[0]]
             ready.update(eqn.outvars)
             early.append(eqn)
@@ -149,6 +160,7 @@ def _uses(
     uses = []
     for place, eqn in enumerate(rest, len(early)):
         read = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+        # A parameter is needed whole only where it meets the batch.
         if eqn.primitive.name in _OF_THEIR_OWN or not any(atom in batch for atom in read):
             continue
         for var in dict.fromkeys(read):
@@ -159,7 +171,7 @@ def _uses(
 
 
 def _packed(uses: Sequence[Use], limit: int) -> list[list[Use]]:
-    """Uses that follow each other in one bucket, none of a parameter twice."""
+    """Group consecutive uses into buckets, none with the same parameter twice."""
     likes = [(use.var.aval.shape, use.var.aval.dtype) for use in uses]
     parameters = [use.root for use in uses]
     found = packed(likes, [use.size for use in uses], limit, parameters)
@@ -172,14 +184,16 @@ def packed(
     limit: int,
     names: Sequence[Hashable] | None = None,
 ) -> list[range]:
-    """Tensors one after another in buckets.
+    """Group consecutive tensors into buckets.
 
-    A bucket ends before it has more than `limit` bytes or `MOST` tensors, and before a name that it
-    has. Where the tensors repeat, as a network's layers do, it ends with a repetition, so that the
-    next bucket is like this one.
+    A bucket ends before it exceeds `limit` bytes or `MOST` tensors, and before a name that it
+    already has. If the tensors repeat, as a network's layers do, it ends with a repetition, so that
+    the next bucket has the same shapes.
 
-    **Arguments:** for each tensor what it is `likes`, such as its shape, its bytes in `sizes`, and
-    `names`, default all different.
+    **Arguments:** for each tensor, `likes`, a description that equal tensors share, such as the
+    shape; `sizes`, in bytes; `names`, which default to all different.
+
+    **Returns:** for each bucket the range of its tensors.
 
     ```python
     >>> from plurax.partition.buckets import packed
@@ -197,7 +211,8 @@ def packed(
                 break
             size += sizes[last]
             last += 1
-        if not again:  # which is the turn from the forward to the backward pass
+        # A repeated name starts the backward pass, whose layers come in reverse: nothing repeats.
+        if not again:
             last = _repetition(likes, first, last)
         found.append(range(first, last))
         first = last
@@ -205,9 +220,10 @@ def packed(
 
 
 def _repetition(likes: Sequence[Hashable], first: int, last: int) -> int:
-    """The latest place up to `last` from which all stands again that stands from `first` to it.
+    """Return the latest index up to `last` at which the sequence from `first` starts again.
 
-    Or as much of it as there is; `last` where there is no such place.
+    If fewer tensors are left than the sequence has, only those need to repeat it. Return `last` if
+    there is no such index.
     """
     for place in range(last, first, -1):
         again = likes[place : 2 * place - first]
@@ -216,7 +232,7 @@ def _repetition(likes: Sequence[Hashable], first: int, last: int) -> int:
     return last
 
 
-# --- Moving several tensors at a time -------------------------------------------------------------
+# --- Resharding several tensors at a time ---------------------------------------------------------
 
 
 def together(
@@ -227,19 +243,22 @@ def together(
     order: Sequence[int] | None = None,
     by: Array | None = None,
 ) -> list[ShardedValue]:
-    """Values moved, gathers over `data` and sums to shards over it in buckets.
+    """Reshard values; all-gathers and reduce-scatters over `data` share buckets.
 
-    **Arguments:** `order`, numbers by which values stand one after another, default as they come;
-    `by`, a value after which they are moved.
+    **Arguments:** `order`, a sort key per value, by default the given order; `by`, an array on
+    which the collectives depend.
     """
     results: list[Any] = [None] * len(values)
     groups: dict[Any, list[int]] = {}
     likes: dict[int, Hashable] = {}
+    # In the order of computation: a bucket can be sent as soon as its last tensor is known.
     for place in sorted(range(len(values)), key=lambda p: order[p] if order else p):
         moves = divider.moves(values[place], goals[place])
+        # A path of several steps, or over other axes, runs on its own.
         if len(moves) != 1 or moves[0].kind not in _FLAT or tuple(moves[0].axes) != ("data",):
             results[place] = divider.move(_tied(values[place], by), goals[place])
             continue
+        # One buffer has one dtype and one collective.
         groups.setdefault((moves[0].kind, values[place].array.dtype), []).append(place)
         likes[place] = values[place].array.shape, moves[0].dim
     for (kind, _), places in groups.items():
@@ -254,11 +273,12 @@ def together(
 
 
 def _size(value: ShardedValue) -> int:
-    """Bytes of the whole tensor."""
+    """Return the bytes of the whole tensor."""
     return math.prod(value.shape) * int(value.array.dtype.itemsize)
 
 
 def _tied(value: ShardedValue, by: Array | None) -> ShardedValue:
+    """Return the value with a data dependency on `by`."""
     return (
         value if by is None else dataclasses.replace(value, array=order_after([value.array], by)[0])
     )
@@ -271,7 +291,7 @@ def _packed_move(
     kind: str,
     by: Array | None,
 ) -> list[ShardedValue]:
-    """Values in one buffer of one dtype."""
+    """Reshard values of one dtype by one collective over a flat buffer."""
     if len(values) == 1:
         return [divider.move(_tied(values[0], by), goals[0])]
     moves = [divider.moves(value, goal)[0] for value, goal in zip(values, goals, strict=True)]
@@ -286,7 +306,11 @@ def _packed_move(
 def _all_gather(
     divider: Any, values: list[ShardedValue], moves: list[ReshardStep], by: Array | None
 ) -> list[Array]:
-    """Shards one after another; what each device had becomes a row."""
+    """Gather shards in one flat buffer; row i of the result is the buffer of device i.
+
+    Shards (2, 3) and (5,) on 4 devices: a buffer (11,), gathered to (4, 11), is cut into (4, 2, 3)
+    and (4, 5); moving the device dim next to the split dim gives (8, 3) and (20,).
+    """
     n = divider.axes.size(["data"])
     buffer = jnp.concatenate([value.array.reshape(-1) for value in values])
     if by is not None:
@@ -299,6 +323,7 @@ def _all_gather(
         last = first + math.prod(shard)
         parts = rows[:, first:last].reshape(n, *shard)
         whole = jnp.moveaxis(parts, 0, dim).reshape(*shard[:dim], -1, *shard[dim + 1 :])
+        # A dim that the devices do not divide was padded: drop the padding.
         size = move.result.shard_shape(value.shape, divider.axes.sizes)[dim]
         arrays.append(lax.slice_in_dim(whole, 0, size, axis=dim))
         first = last
@@ -308,7 +333,11 @@ def _all_gather(
 def _reduce_scatter(
     divider: Any, values: list[ShardedValue], moves: list[ReshardStep], by: Array | None
 ) -> list[Array]:
-    """Each device's shards become a row of its own; the rows are added up."""
+    """Reduce-scatter tensors in one flat buffer; row i of the buffer has the shards for device i.
+
+    Tensors (8, 3) and (20,) on 4 devices: rows (4, 6) and (4, 5), a buffer (4, 11), scattered to
+    (11,), cut into the shards (2, 3) and (5,).
+    """
     n = divider.axes.size(["data"])
     rows, shapes = [], []
     for value, move in zip(values, moves, strict=True):
@@ -342,9 +371,10 @@ _FLAT: dict[str, Callable[..., list[Array]]] = {
 def inlined(
     eqns: Sequence[Any], results: Sequence[Any], constant: Callable[[Any], ValueVersions]
 ) -> tuple[list[Any], list[Any], dict[Any, ValueVersions], dict[int, tuple[Any, ...]]]:
-    """Equations with the bodies of calls in their places, and their results.
+    """Replace calls by the equations of their bodies, with fresh variables.
 
-    Also the calls' constants, and by the `id` of an equation the calls in which it stood.
+    **Returns:** the equations; the variables of `results` among them; the values of the calls'
+    constants; and for each equation, by its `id`, the calls around it.
     """
     flat: list[Any] = []
     constants: dict[Any, ValueVersions] = {}
@@ -372,6 +402,7 @@ def inlined(
                     for var, atom in zip(eqn.outvars, body.outvars, strict=True)
                 )
                 continue
+            # JAX caches traces, so two calls may share a body: each needs variables of its own.
             made = eqn.outvars if stack is None else [Var(var.aval) for var in eqn.outvars]
             names.update(zip(eqn.outvars, made, strict=True))
             info = eqn.source_info.replace(name_stack=own)
@@ -384,7 +415,7 @@ def inlined(
 
 
 def computed_at(jaxpr: Any) -> list[int]:
-    """For each result the number of the equation that computes it, -1 where none does."""
+    """Return for each result the index of the equation that computes it, or -1 if none does."""
     places = {var: place for place, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
     return [-1 if isinstance(atom, Literal) else places.get(atom, -1) for atom in jaxpr.outvars]
 

@@ -1,9 +1,21 @@
-"""What a loop carries: how it lies, so that each turn finds it as the one before left it.
+"""The shardings of a loop's carry.
 
-It starts as it comes. If a turn leaves it otherwise, that is tried as the start; if a turn then
-leaves it otherwise again, it is moved at the end of each turn. Zeros may start as anything, the
-terms of a sum too: a gradient added up over a loop crosses devices once. What depends on the
-device's own rows after any turn does so from the start.
+An iteration must return each carried value in the sharding in which it received it. Which shardings
+the body returns is only known by partitioning it, and depends on the shardings it receives.
+`Carry` finds a fixed point: start from the input's shardings; if the body returns another, retry
+with that; if it still differs, reshard the value at the end of each iteration.
+
+    mesh tensor=2; the carry of a backward scan is (h, g)
+    h (8, 32), an activation: the body returns it split by columns
+    g (32, 32), a gradient: the body returns g + x.T @ dy, with the rows of x and dy split
+
+    attempt   received by the body                      returned
+    1         h (None, None), g zeros of any sharding   h (None, tensor), g partial={tensor}
+    2         h (None, tensor), g partial={tensor}      the same: done
+
+Zeros take whatever sharding the first attempt returns, partial sums included: a gradient summed
+over the loop is reduced once, after it. A value that depends on the device's own rows after any
+iteration is `data_varying` from the first.
 """
 
 import dataclasses
@@ -20,13 +32,14 @@ Kind = tuple[TensorSharding, bool, bool]
 
 
 class Carry:
-    """What a loop carries from turn to turn.
+    """The shardings and arrays that a loop carries.
 
-    **Arguments:** `divider`; `variables` of the loop's body that hold it; `cells`, with which the
-    loop starts.
+    **Arguments:** `divider`, the `Partitioner`; `variables` of the loop's body that hold the carry;
+    `cells`, the initial values.
 
-    **Attributes:** `kinds`, how each value lies at the start of a turn, None for zeros that may lie
-    in any way; `most`, the number of turns to try after which nothing can change any more.
+    **Attributes:** `kinds`, for each value its sharding, `data_varying` and `is_param` at the start
+    of an iteration, or None for zeros in any sharding; `most`, the number of attempts after which
+    nothing can change.
     """
 
     def __init__(
@@ -37,24 +50,28 @@ class Carry:
         self.kinds: list[Kind | None] = [self._first_kind(cell) for cell in cells]
         self._forced: list[TensorSharding | None] = [None] * len(cells)
         self._tried = False
-        # Of each value only these change, each once: from zeros, moved, varying, not fixed.
+        # Each value changes at most four times: no longer zeros, another sharding, data-varying,
+        # no longer a parameter. Two more attempts confirm the result.
         self.most = 2 + 4 * len(cells)
 
     def _first_kind(self, cell: ValueVersions) -> Kind | None:
-        """How a carried value comes; a sum will be added up, in the shards that are wanted."""
+        """Return the input's kind, reduced: a partial sum is reduced before the loop."""
         if cell.deferred is not None and cell.deferred.zero:
             return None
         sharding, data_varying, is_param = cell.value.kind
         return TensorSharding(sharding.dims), data_varying, is_param
 
     def vary(self) -> None:
-        """All of it depends on the device's own rows: on how many turns they take, for one."""
+        """Mark all values as data-varying, because the number of iterations depends on the rows."""
         for place, (cell, kind) in enumerate(zip(self._cells, self.kinds, strict=True)):
             sharding = TensorSharding.whole(len(cell.shape)) if kind is None else kind[0]
             self.kinds[place] = (sharding.without(["data"]), True, False)
 
     def cheaper_whole(self, sent: float) -> bool:
-        """Whether to gather all of it over `data` sends less than the turns do; never of rows."""
+        """Whether gathering the carry over `data` once sends less than the loop's `sent` bytes.
+
+        Never true for values of the batch: each device keeps its own rows.
+        """
         kinds = [kind for kind in self.kinds if kind is not None]
         if any(data_varying for _, data_varying, _ in kinds) or self._divider.joint:
             return False
@@ -66,14 +83,14 @@ class Carry:
         return 0 < once < sent
 
     def make_whole(self) -> None:
-        """All of it whole over `data`, at the start of each turn."""
+        """Replicate all values over `data` at the start of each iteration."""
         for place, kind in enumerate(self.kinds):
             if kind is not None:
                 sharding = self._forced[place] = TensorSharding(kind[0].dims).without(["data"])
                 self.kinds[place] = (sharding, *kind[1:])
 
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Of what a turn finds; nothing is moved to learn them."""
+        """Return the shard shapes that the body receives; this emits no collective."""
         shapes = []
         for aval, kind, cell in zip(self._avals, self.kinds, self._cells, strict=True):
             sharding = TensorSharding.whole(len(cell.shape)) if kind is None else kind[0]
@@ -82,9 +99,10 @@ class Carry:
         return shapes
 
     def start(self) -> list[Array]:
-        """What the first turn finds."""
+        """Reshard the initial values and return their shards for the first iteration."""
         arrays = []
         for cell, kind in zip(self._cells, self.kinds, strict=True):
+            # Only zeros start as a partial sum, and zeros are the same array with or without it.
             sharding = (
                 TensorSharding.whole(len(cell.shape))
                 if kind is None
@@ -94,7 +112,7 @@ class Carry:
         return arrays
 
     def found(self, arrays: Sequence[Array]) -> list[ValueVersions]:
-        """What a turn finds."""
+        """Wrap the arrays that an iteration receives."""
         cells = []
         for aval, kind, array in zip(self._avals, self.kinds, arrays, strict=True):
             shape = tuple(aval.shape)
@@ -105,7 +123,7 @@ class Carry:
         return cells
 
     def left(self, cells: Sequence[ValueVersions]) -> list[ShardedValue]:
-        """What a turn leaves, moved where that is known to be needed."""
+        """Return an iteration's results, resharded where the fixed point needs it."""
         values = []
         for cell, kind, forced in zip(cells, self.kinds, self._forced, strict=True):
             if kind is None:
@@ -114,9 +132,10 @@ class Carry:
             sharding, data_varying, is_param = kind
             target = forced
             if target is None:
+                # A deferred result is created in the sharding of the start, which moves nothing.
                 late = cell.deferred is not None and cell.deferred.free is None
                 target = TensorSharding(sharding.dims) if late else cell.value.sharding
-            # A turn may leave a constant in the place of what another leaves from its rows.
+            # The body may return a constant for a value that is data-varying at the start.
             target = target.without(["data"]) if data_varying else target
             value = self._divider.reshard(cell, target)
             values.append(
@@ -129,7 +148,7 @@ class Carry:
         return values
 
     def learn(self, values: Sequence[ShardedValue]) -> bool:
-        """Whether a turn left all as it found it; if not, `kinds` are changed."""
+        """Return whether the body returned the kinds it received; if not, update `kinds`."""
         if [value.kind for value in values] == self.kinds:
             return True
         for place, (kind, value) in enumerate(zip(self.kinds, values, strict=True)):
@@ -141,8 +160,10 @@ class Carry:
         return False
 
     def _joined(self, place: int, kind: Kind, new: Kind) -> Kind:
-        """What is found where it is left otherwise."""
+        """Return the kind to try next for a value that the body returned in another kind."""
         sharding, data_varying, is_param = kind[0], kind[1] or new[1], kind[2] and new[2]
+        # The first attempt follows the body; a later mismatch is resharded in each iteration.
+        # A partial sum cannot be the start of a value that is not zero.
         if not self._tried and not new[0].partial:
             sharding = new[0]
         elif sharding != new[0]:

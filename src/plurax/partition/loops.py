@@ -1,4 +1,21 @@
-"""The share of a `scan` and of a `while_loop`."""
+"""Partition `scan` and `while_loop`.
+
+A loop's body is partitioned like any function, but each iteration must receive its operands in the
+same shardings: the constants, the carry (see `carry.py`) and the rows of the stacked inputs. `Loop`
+traces the body abstractly until these shardings are stable, then runs it under `lax.scan`.
+
+    mesh tensor=2; a scan over 6 layers; the model's shapes and the shapes on one device
+
+    operand        whole         sharding                    in the body     on one device
+    stacked w      (6, 16, 32)   (None, None, tensor)        (16, 32)        (16, 16)
+    stacked v      (6, 32, 16)   (None, tensor, None)        (32, 16)        (16, 16)
+    carry h        (8, 16)       (None, None)                (8, 16)         (8, 16)
+    x @ w          (8, 32)       (None, tensor)                              (8, 16)
+    ... @ v        (8, 16)       partial={tensor}: one all-reduce per iteration
+
+The leading dim of a stacked input is replicated: `lax.scan` takes a row per iteration, and a row
+that is on one device only would cost a broadcast each time.
+"""
 
 import dataclasses
 from typing import Any
@@ -17,11 +34,11 @@ from plurax.sharding.spec import TensorSharding
 
 
 class Loop:
-    """One `scan` of a divided function.
+    """One `scan` of a partitioned function.
 
-    What it carries is for `Carry` to say; what it takes row by row has its leading dim whole. Where
-    the turns of an optimizer's loop would gather over `data` again and again, such as those that
-    make a matrix orthogonal, what is carried is made whole before the first.
+    In an optimizer's loop, such as Newton-Schulz steps that make a matrix orthogonal, each
+    iteration may gather over `data` (ZeRO). Where one gather before the loop sends less, the carry
+    is replicated over `data` first.
     """
 
     def __init__(
@@ -39,27 +56,31 @@ class Loop:
         self.consts = inputs[:shared]
         self.carry = Carry(divider, self.body.invars[shared:kept], inputs[shared:kept])
         self.xs = [self._unstacked(cell) for cell in inputs[kept:]]
+        # The carry's shardings are its own fixed point; only stacked outputs can have goals.
         self.goals = [*[None] * self.carried, *(_inner(goal) for goal in goals[self.carried :])]
         settle_shared(divider, self.consts)
         self.found: list[ShardedValue] = []
 
     def _unstacked(self, cell: ValueVersions) -> ShardedValue:
-        """A stack whose leading dim is whole, so that a loop can take it row by row."""
+        """Return a stacked input with its leading dim replicated, so that a scan can take rows."""
         value: ShardedValue = self.divider.reduced(cell)
         if value.sharding.dims[0]:
             value = self.divider.reshard(cell, value.sharding.with_dim(0, ()))
         return value
 
     def settle(self) -> None:
-        """Find how what is carried shall lie."""
+        """Find the shardings of the carry, by abstract evaluation of the body."""
         rows = [jax.ShapeDtypeStruct(x.array.shape[1:], x.array.dtype) for x in self.xs]
         whole = False
+        # `most` attempts reach a fixed point; replicating the carry over `data` starts a second.
         for _ in range(2 * self.carry.most):
+            # The trial's collectives are counted, then dropped: nothing has been emitted.
             kept = len(self.divider.records)
             jax.eval_shape(self._turn, self.carry.shapes(), rows)
             sent = sum(r.bytes_sent for r in self.divider.records[kept:] if "data" in r.axes)
             del self.divider.records[kept:]
             if self.carry.learn(self.found[: self.carried]):
+                # `sent` counts one iteration, and the alternative is sent once.
                 if whole or not self.carry.cheaper_whole(sent * self.length):
                     return
                 self.carry.make_whole()
@@ -67,17 +88,18 @@ class Loop:
         raise AssertionError("no way for the loop to lie")
 
     def start(self) -> list[Array]:
-        """What the first turn finds."""
+        """Return the shards of the carry for the first iteration."""
         return self.carry.start()
 
     def run(self, start: list[Array]) -> list[ValueVersions]:
-        """The loop itself."""
+        """Run the loop and return the final carry and the stacked outputs."""
         options = {name: self.eqn.params[name] for name in ("reverse", "unroll")}
         x_arrays = [value.array for value in self.xs]
         last, stacked = lax.scan(self._turn, start, x_arrays, self.length, **options)
         results = []
         for var, array, value in zip(self.eqn.outvars, [*last, *stacked], self.found, strict=True):
             sharding, data_varying, is_param = value.kind
+            # A stacked output has one leading dim more than the row that the body returned.
             if len(sharding.dims) < len(var.aval.shape):
                 sharding = TensorSharding(((), *sharding.dims), sharding.partial)
             results.append(
@@ -88,12 +110,15 @@ class Loop:
         return results
 
     def _turn(self, carry: list[Array], xs: list[Array]) -> tuple[list[Array], list[Array]]:
+        """Run one iteration on one device's shards."""
+        # Fresh, because a version that is created inside the body does not exist outside of it.
         cells = [cell.fresh() for cell in self.consts]
         cells += self.carry.found(carry)
         for stack, array in zip(self.xs, xs, strict=True):
             cells.append(ValueVersions(_row(stack, array)))
         out = self.divider.evaluate(self.body, self.body_consts, cells, self.goals)
         values = self.carry.left(out[: self.carried])
+        # A stacked gradient with a goal is reduced row by row, so only shards are stacked.
         order = computed_at(self.body)[self.carried :]
         values += self.divider.finish(out[self.carried :], self.goals[self.carried :], order)
         self.found = values
@@ -102,11 +127,11 @@ class Loop:
 
 
 class While:
-    """One `while_loop` of a divided function.
+    """One `while_loop` of a partitioned function.
 
-    Devices that communicate in it must take equally many turns. Where the condition depends on a
-    device's own rows, they take what they need: what the loop reads is made whole over `data`
-    before it, so that nothing in it communicates over `data`.
+    Devices that communicate inside the loop must run equally many iterations. If the condition
+    depends on a device's own rows, the devices run different numbers: then everything that the loop
+    reads is replicated over `data` before it, and nothing inside communicates over `data`.
     """
 
     def __init__(self, divider: Any, eqn: Any, inputs: list[ValueVersions]) -> None:
@@ -114,6 +139,7 @@ class While:
         condition, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
         tested, shared = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         self.tested, self.shared = inputs[:tested], inputs[tested : tested + shared]
+        # `vmap` over a data-dependent condition leaves one boolean per example.
         if condition.out_avals[0].shape:
             condition, body = _each_its_turns(divider, condition, body, tested, shared)
             self.shared = inputs[: tested + shared]
@@ -125,12 +151,14 @@ class While:
         self.data_varying = False
 
     def settle(self) -> None:
-        """Find how what is carried shall lie, and whether devices take different turns."""
+        """Find the carry's shardings, and whether devices run different numbers of iterations."""
         for _ in range(1 + self.carry.most):
             kept = len(self.divider.records)
             jax.eval_shape(lambda *carry: (self._goes_on(carry), self._turn(carry)),
                            *self.carry.shapes())  # fmt: skip
             del self.divider.records[kept:]
+            # First make sure that all devices can run the loop on their own, then find a fixed
+            # point for the carry without `data`.
             if self._uneven and not self.data_varying:
                 self.data_varying = True
                 self.carry.vary()
@@ -143,8 +171,9 @@ class While:
         raise AssertionError("no way for the loop to lie")
 
     def run(self) -> list[ValueVersions]:
-        """The loop itself."""
+        """Run the loop and return the final carry."""
         start = tuple(self.carry.start())
+        # A permute needs all devices, and here each may leave the loop at another iteration.
         with self.divider.apart(self.data_varying):
             last = lax.while_loop(self._goes_on, self._turn, start)
         return [
@@ -153,13 +182,16 @@ class While:
         ]
 
     def _goes_on(self, carry: Any) -> Array:
+        """Evaluate the condition, and note in `_uneven` whether it depends on the device's rows."""
         cells = [cell.fresh() for cell in self.tested] + self.carry.found(carry)
         (cell,) = self.divider.evaluate(self.condition, self.condition_consts, cells)
+        # Every device needs the whole condition: a partial sum is reduced.
         value: ShardedValue = self.divider.reshard(cell, TensorSharding(()))
         self._uneven = value.data_varying
         return value.array
 
     def _turn(self, carry: Any) -> tuple[Array, ...]:
+        """Run one iteration on one device's shards."""
         cells = [cell.fresh() for cell in self.shared] + self.carry.found(carry)
         out = self.divider.evaluate(self.body, self.body_consts, cells)
         self.found = self.carry.left(out)
@@ -169,10 +201,10 @@ class While:
 def _each_its_turns(
     divider: Any, condition: Any, body: Any, tested: int, shared: int
 ) -> tuple[Any, Any]:
-    """Condition and body of a loop that `vmap` gave one condition for each example.
+    """Return condition and body of a loop to which `vmap` gave one condition per example.
 
-    It turns while any of them holds, and a turn changes those for which it does. The body takes
-    what the condition reads before what it reads itself.
+    The loop runs while any example's condition is true, and an iteration updates only the examples
+    whose condition is. The body takes the condition's constants first, then its own.
     """
     holds, turned = jaxpr_as_fun(condition), jaxpr_as_fun(body)
 
@@ -184,6 +216,7 @@ def _each_its_turns(
         yes = holds(*args[:tested], *carry)[0]
         new = turned(*args[tested : tested + shared], *carry)
         return [
+            # Examples whose condition is false keep their values.
             jnp.where(yes.reshape(yes.shape + (1,) * (one.ndim - yes.ndim)), one, old)
             for one, old in zip(new, carry, strict=True)
         ]
@@ -199,14 +232,15 @@ def _each_its_turns(
 
 
 def settle_shared(divider: Any, cells: list[ValueVersions]) -> None:
-    """What all turns share is added up before the loop, should it be a sum."""
+    """Reduce partial sums among a loop's constants before the loop, not in each iteration."""
     for cell in cells:
         if cell.deferred is None or cell.deferred.source is not None:
+            # First, because `ValueVersions.fresh` gives the body the first version.
             cell.values.insert(0, divider.reduced(cell))
 
 
 def whole_over_data(divider: Any, cell: ValueVersions) -> Any:
-    """A value, or one still to be made, of which nothing is split over `data`."""
+    """Return a value replicated over `data`; a deferred value is returned as it is."""
     if cell.deferred is not None:
         return cell.deferred
     value: ShardedValue = divider.reduced(cell)
@@ -214,12 +248,13 @@ def whole_over_data(divider: Any, cell: ValueVersions) -> Any:
 
 
 def _row(stack: ShardedValue, array: Array) -> ShardedValue:
+    """Return one row of a stacked input."""
     sharding = TensorSharding(stack.sharding.dims[1:], stack.sharding.partial)
     return dataclasses.replace(stack, array=array, shape=stack.shape[1:], sharding=sharding)
 
 
 def _inner(goal: TensorSharding | None) -> TensorSharding | None:
-    """How the rows of a stack shall lie, where each can be added up over `data` on its own."""
+    """Return the goal of a stacked output's rows, if each row can be reduced over `data` alone."""
     if goal is None or goal.dims[0] or "data" not in goal.axes:
         return None
     return TensorSharding(goal.dims[1:])

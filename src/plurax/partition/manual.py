@@ -1,4 +1,16 @@
-"""The body of a `jax.shard_map` that a model uses itself, evaluated on one device of a plan."""
+"""Evaluate the body of a `jax.shard_map` that a model calls itself.
+
+A model may use `jax.shard_map` over the plan's mesh, for an operator written by hand. Its body is
+already code for one device, so it needs no rules: its equations are evaluated as they are, inside
+the `shard_map` of the plan. But the model's `shard_map` was traced with JAX's check of which values
+vary over the mesh (`check_vma`), which inserts casts and special collectives that only exist under
+that check. They are replaced by the ordinary ones.
+
+    traced, for shards (4, 16) over tensor=2         evaluated
+    a = pvary[axes=("tensor",)] x                    a = x
+    b = dot_general a w                              b = dot_general a w
+    c = psum_invariant[axes=("tensor",)] b           c = lax.psum(b, "tensor")
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,10 +24,11 @@ from plurax.partition.operators import bind
 
 
 def eval_manual_body(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Array]) -> list[Array]:
-    """The equations of the body, in the mesh in which this is called.
+    """Evaluate the equations of a `shard_map`'s body, in the mesh of the caller.
 
-    `shard_map` was traced with its check of what varies over the mesh, which here has been made;
-    its collectives become the ordinary ones.
+    **Arguments:** `jaxpr`, the body; `consts`, its constants; `args`, one device's shards.
+
+    **Returns:** one device's shards of the results.
     """
     known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     known.update(zip(jaxpr.invars, args, strict=True))
@@ -38,6 +51,7 @@ def eval_manual_body(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Array])
 
 
 def _scan(eqn: Any, inputs: list[Any]) -> list[Any]:
+    """Evaluate a `scan`, with `eval_manual_body` for its body."""
     body, consts = open_jaxpr(eqn.params["jaxpr"])
     shared, carried = scan_sizes(eqn)
     kept = shared + carried
@@ -52,6 +66,7 @@ def _scan(eqn: Any, inputs: list[Any]) -> list[Any]:
 
 
 def _while(eqn: Any, inputs: list[Any]) -> list[Any]:
+    """Evaluate a `while_loop`, with `eval_manual_body` for its condition and body."""
     params = eqn.params
     condition, body = open_jaxpr(params["cond_jaxpr"]), open_jaxpr(params["body_jaxpr"])
     tested, shared = params["cond_nconsts"], params["body_nconsts"]
@@ -64,6 +79,7 @@ def _while(eqn: Any, inputs: list[Any]) -> list[Any]:
 
 
 def _cond(eqn: Any, inputs: list[Any]) -> list[Any]:
+    """Evaluate a `cond` or `switch`, with `eval_manual_body` for its branches."""
     if eqn.params.get("branches_platforms") is not None:
         return bind(eqn, inputs)
     index, *operands = inputs

@@ -1,19 +1,28 @@
-"""A function's share for one device: a transformation of a traced function.
+"""Partition a traced function: compute its result on the shards of one device.
 
-The function is written for whole tensors. `partition` evaluates its equations on shards: each value
-knows its `TensorSharding`, each operation has a rule for which shardings it needs and how its
-result is sharded, and a value that is sharded otherwise is resharded by the cheapest sequence of
-collectives. Apply it after differentiation, so that the backward pass is partitioned by the same
-rules, and inside `jax.shard_map`.
+A model is written for whole tensors; a device holds shards of them. `partition` evaluates the
+function's equations one by one: an operator rule says which input shardings it needs and which
+sharding its result has, and an input with another sharding is resharded by the cheapest sequence of
+collectives. Call it inside `jax.shard_map`, after differentiation, so that the backward pass is
+partitioned by the same rules.
 
-What decides where a value goes: the shardings of the arguments; the marks in the function; else the
-fewest bytes, parameters staying where they are. A sum over a split dim is left as terms on the
-devices until it is needed whole: then it is added up once, in the shards in which it is wanted.
+Mesh data=2, tensor=2; float32; a batch of 8 rows, so each device has x with shape (4, 16).
 
-Over the mesh axis `data` each device has its own rows. Values that depend on them are `varying`:
-they have the shape of one device's rows. Parameters may be split over `data` all the same (ZeRO):
-they are made whole where they meet a varying value, each time they do, after whatever comes before,
-and never kept.
+    equation      shapes              sharding of the result              on one device
+    h = x @ w0    (4, 16) @ (16, 32)  w0 (None, tensor): (None, tensor)   (4, 16) @ (16, 16)
+    a = tanh(h)   (4, 32)             (None, tensor)                      (4, 16)
+    y = a @ w1    (4, 32) @ (32, 16)  w1 (tensor, None): partial={tensor} (4, 16) @ (16, 16)
+    r = y + x     (4, 16)             (None, None)                        all-reduce y, 256 bytes
+
+A contraction over a split dim gives a partial sum on each device. It stays partial through linear
+operations and is reduced once, directly into the sharding that its reader needs.
+
+The shardings of the arguments, the annotations in the function and the wanted result shardings are
+given. All others are chosen to send the fewest bytes, with a preference for not moving parameters.
+
+Each device has its own rows along the mesh axis `data`: values that depend on them are
+`data_varying`, and their `shape` counts one device's rows. Parameters may be split over `data`
+(ZeRO): they are gathered at each use with a data-varying value and dropped afterwards.
 """
 
 import contextlib
@@ -53,13 +62,19 @@ from plurax.sharding.spec import TensorSharding
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A collective that a divided function contains.
+    """A collective of a partitioned function.
 
-    **Fields:** `kind`, `axes` (of the mesh), `bytes` of its result on one device, `wire` bytes that
-    a device sends, `trips`, how often it runs, and `operation`, for which an operand is moved,
-    with the function in whose code it stands; "" where it is a result that is brought somewhere.
-    `without_rule`, where it gathers for an operation that has no rule, the operation and the place
-    in the model's code.
+    **Fields:**
+
+    - `kind`: as in `ReshardStep`.
+    - `axes`: the mesh axes it runs over.
+    - `bytes`: of its result on one device.
+    - `bytes_sent`: by one device.
+    - `trips`: how often it runs.
+    - `operation`: the equation that needs the resharded operand, and its enclosing function; "" if
+      the collective belongs to no single equation.
+    - `without_rule`: if it gathers for an operation that has no rule, that operation's name and its
+      line in the model's code.
     """
 
     kind: str
@@ -72,21 +87,21 @@ class Record:
 
 
 FRAMES = 200
-"""So many lines of the calls that led to an operation are looked at."""
+"""Maximal number of stack frames read per equation."""
 
 
 class Partitioner:
-    """Walks the equations of a function on the shards of one device.
+    """Evaluates the equations of a function on the shards of one device.
 
     **Arguments:**
 
-    - `axes`: the axes over which it is divided.
-    - `named`: from the name of a mark and the shape of what it stands on, how that shall lie, or
-      None for as it comes.
-    - `mesh`: in which the function may use `jax.shard_map` itself.
-    - `joint`: rows are a dim split over `data`, not each device's own: what depends on them is not
-      `varying`, and a parameter split over `data` is made whole where it meets anything else.
-    - `bucket_bytes`: of tensors that are gathered, or added up to shards, over `data` together.
+    - `axes`: the axes over which tensors are split.
+    - `named`: a function from the name of an annotation and the shape of its value to the sharding,
+      or to None for no constraint.
+    - `mesh`: the mesh in which the function may call `jax.shard_map` itself.
+    - `joint`: the batch is one dim split over `data`, so no value is `data_varying`. A parameter
+      split over `data` is then gathered wherever an equation reads it with a value of the batch.
+    - `bucket_bytes`: bytes of tensors gathered, or reduce-scattered, over `data` in one collective.
     - `trips`: how often the function runs, for the records.
     """
 
@@ -112,16 +127,17 @@ class Partitioner:
         self._ready: dict[int, ShardedValue] = {}
 
     def gathered_for(self, eqn: Any, first: int) -> None:
-        """Note that the collectives from the `first` on gather for an operation without a rule."""
+        """Mark the records from index `first` on as gathers for an operation without a rule."""
         for place, record in enumerate(self.records[first:], first):
             if record.kind in ("all-gather", "all-to-all"):
                 because = (eqn.primitive.name, self._line(eqn))
                 self.records[place] = dataclasses.replace(record, without_rule=because)
 
     def _line(self, eqn: Any) -> str:
-        """The line of the model in which an operation, or the function that calls it, stands.
+        """Return the line of the model's code that holds an equation or an enclosing call.
 
-        JAX keeps what it has traced: a called function may name the lines of another caller.
+        JAX caches traces, so the frames of a called function may name another call site. An inner
+        frame is therefore trusted only if the line found so far is among its outer frames.
         """
         line = ""
         for one in (*self._calls, eqn):
@@ -130,21 +146,22 @@ class Partitioner:
                 line = lines[-1]
         return line
 
-    # --- Moving -------------------------------------------------------------------------------
+    # --- Resharding -------------------------------------------------------------------------------
 
     def cost(self, cell: ValueVersions, target: TensorSharding) -> float:
-        """Bytes that each device sends to have a value in a sharding."""
+        """Return the bytes that each device sends to reshard a value."""
         if cell.deferred is not None or cell.is_zero:
             return 0.0
         return min(wire_bytes(self.moves(value, target)) for value in _able(cell, target))
 
     def reshard(self, cell: ValueVersions, target: TensorSharding) -> ShardedValue:
-        """A value brought to a sharding, by the cheapest way from where it lies."""
+        """Reshard a value from whichever of its versions is cheapest, and keep the new version."""
         if cell.deferred is not None:
             made = cell.deferred.make(target)
             cell.values.append(made)
         options = _able(cell, target)
         best = min(options, key=lambda value: wire_bytes(self.moves(value, target)))
+        # Zeros are created in the target sharding, which sends nothing.
         if best.sharding == target:
             return best
         moved = self.zeros(cell.shape, best.array.dtype).make(target) if cell.is_zero else None
@@ -153,17 +170,18 @@ class Partitioner:
         return moved
 
     def moves(self, value: ShardedValue, target: TensorSharding) -> list[ReshardStep]:
-        """How a value is brought to a sharding."""
+        """Return the steps that reshard a value."""
         size: int = value.array.dtype.itemsize
         avoid = frozenset({"data"}) if value.data_varying else frozenset()
         return plan_reshard(value.sharding, target, value.shape, size, self.axes, avoid)
 
     def move(self, value: ShardedValue, target: TensorSharding) -> ShardedValue:
-        """A value moved; the collectives are recorded."""
+        """Reshard one value and record the collectives."""
         if value.sharding == target:
             return value
         moves = self.moves(value, target)
         for move in moves:
+            # A slice is local.
             if move.kind != "slice":
                 axes = self.axes.mesh_axes(move.axes)
                 by = _named(self._now) if self._now is not None else ""
@@ -174,18 +192,18 @@ class Partitioner:
         return dataclasses.replace(value, array=array, sharding=target)
 
     def whole(self, value: ShardedValue) -> ShardedValue:
-        """A value that every device has whole."""
+        """Replicate a value on every device."""
         return self.move(value, TensorSharding.whole(len(value.shape)))
 
     def reduced(self, cell: ValueVersions) -> ShardedValue:
-        """A value that is no sum still to be added up."""
+        """Return a version that is not a partial sum; reduce one if there is none."""
         for value in cell.values:
             if not value.sharding.partial:
                 return value
         return self.reshard(cell, TensorSharding(cell.value.sharding.dims))
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> DeferredValue:
-        """Zeros that can lie in any way."""
+        """Return zeros whose sharding is chosen by the first reader."""
 
         def make(sharding: TensorSharding) -> ShardedValue:
             local = sharding.shard_shape(shape, self.axes.sizes)
@@ -194,7 +212,7 @@ class Partitioner:
         return DeferredValue(shape, make, zero=True)
 
     def constant(self, value: Any) -> ValueVersions:
-        """A constant of a traced function."""
+        """Return a constant of a traced function, replicated; a numeric zero stays deferred."""
         known = isinstance(value, np.ndarray | np.generic | int | float)
         if known and not np.shape(value) and not value and not isinstance(value, bool):
             return ValueVersions(self.zeros((), jnp.asarray(value).dtype))
@@ -204,7 +222,8 @@ class Partitioner:
         )
 
     def all_reduced(self, array: Array, axes: Sequence[str], op: Callable[..., Array]) -> Array:
-        """The maximum or minimum over some axes."""
+        """Reduce an array by `op`, such as `lax.pmax`, over some axes."""
+        # One collective cannot span parts of two mesh axes: then reduce over one axis at a time.
         owners = [[a] for a in axes] if not self.axes.together(axes) else [list(axes)]
         for one in owners:
             names, groups = self.axes.group(one)
@@ -213,13 +232,13 @@ class Partitioner:
         return array
 
     def record_all_reduce(self, axes: Sequence[str], array: Array) -> None:
-        """Note an all-reduce that is made elsewhere."""
+        """Record an all-reduce that the caller emits itself."""
         n, size = self.axes.size(axes), array.size * array.dtype.itemsize
         bytes_sent, at = 2 * size * (n - 1) / n, self.axes.mesh_axes(axes)
         self.records.append(Record("all-reduce", at, size, bytes_sent, self._trips))
 
     def record_together(self, moves: Sequence[ReshardStep]) -> None:
-        """Note one collective that makes several moves."""
+        """Record one collective that performs several steps in one buffer."""
         first, axes = moves[0], self.axes.mesh_axes(moves[0].axes)
         size, bytes_sent = sum(move.bytes for move in moves), sum(move.bytes_sent for move in moves)
         self.records.append(Record(first.kind, axes, size, bytes_sent, self._trips))
@@ -227,9 +246,9 @@ class Partitioner:
     # --- Evaluating ---------------------------------------------------------------------------
 
     def traced(self, fun: Callable[..., Any], *args: PyTree) -> tuple[Any, PyTree]:
-        """A function as a closed jaxpr, and the shapes of its result.
+        """Trace a function to a closed jaxpr, and return it with the shapes of the results.
 
-        As outside of `shard_map`: a model may use it over these axes itself.
+        The trace runs outside of `shard_map`, because the model may call it over the same axes.
         """
         outside = within(self.mesh, fun) if self.mesh is not None else fun
         return jax.make_jaxpr(outside, return_shape=True)(*args)
@@ -241,9 +260,10 @@ class Partitioner:
         args: Sequence[ValueVersions],
         wanted: Sequence[TensorSharding | None] | None = None,
     ) -> list[ValueVersions]:
-        """Evaluate equations in order. `wanted`: how results shall lie, where it is known.
+        """Evaluate a jaxpr's equations in order.
 
-        Results wanted over `data` are sums over the devices' rows.
+        `wanted` gives the shardings of the results, None for no constraint. A data-varying result
+        whose wanted sharding names `data` is a sum over the devices' rows.
         """
         known = dict(zip(jaxpr.constvars, map(self.constant, consts), strict=True))
         known.update(zip(jaxpr.invars, args, strict=True))
@@ -256,11 +276,12 @@ class Partitioner:
         results: Sequence[Any],
         wanted: Sequence[TensorSharding | None] | None = None,
     ) -> list[ValueVersions]:
-        """Evaluate those of some equations on which `results` depend, from what is `known`."""
+        """Evaluate those of some equations on which `results` depend, given the `known` values."""
         bucketed = self._gathers_parameters(known)
         inside = len(self._calls)
         calls: dict[int, tuple[Any, ...]] = {}
         if bucketed:
+            # Buckets reach across calls, so the bodies of calls come into one list.
             eqns, results, constants, calls = inlined(eqns, results, self.constant)
             known = {**known, **constants}
         eqns, uses = _live(eqns, results, known)
@@ -275,6 +296,7 @@ class Partitioner:
         def read(atom: Any) -> ValueVersions:
             return self.constant(atom.val) if isinstance(atom, Literal) else here[atom]
 
+        # `uses` counted the call as one reader; the readers in its body replace it.
         for var, cell in known.items():
             cell.uses += uses.get(var, 0) - 1
         for place, eqn in enumerate(gathers.eqns if gathers else eqns):
@@ -287,7 +309,7 @@ class Partitioner:
             with written(eqn):
                 outputs = self._equation(eqn, inputs, goals)
             for var, cell in zip(eqn.outvars, outputs, strict=True):
-                # A mark may hand on the very cell.
+                # An annotation may return its input: then the readers of both add up.
                 before = cell.uses - 1 if cell in inputs else 0
                 cell.uses = before + uses.get(var, 0)
                 here[var] = cell
@@ -297,6 +319,7 @@ class Partitioner:
     def _equation(
         self, eqn: Any, inputs: list[ValueVersions], goals: list[TensorSharding | None]
     ) -> list[ValueVersions]:
+        """Evaluate one equation: a call, loop, branch, annotation, or an operator by its rule."""
         name = eqn.primitive.name
         if name in INLINED:
             self._calls.append(eqn)
@@ -305,6 +328,7 @@ class Partitioner:
             return results
         if name in ("checkpoint", "remat2", "remat"):
             if is_recomputed(eqn):
+                # XLA would merge the recomputation with the forward pass, and keep its values.
                 inputs = self._barrier(inputs)
             return self.evaluate(*open_jaxpr(eqn.params["jaxpr"]), inputs, goals)
         if name == "scan":
@@ -328,10 +352,11 @@ class Partitioner:
         return [ValueVersions(output) for output in outputs]
 
     def together(self, inputs: list[ValueVersions]) -> list[ValueVersions]:
-        """What is split over `data` made whole where it meets a varying value.
+        """Gather inputs split over `data` that meet a data-varying value in one equation.
 
-        The gather comes after the value it meets: it is neither done before it is needed, nor
-        joined with another. Of a value that is also there whole, that one is taken.
+        The gather depends on the value it meets. Otherwise XLA could hoist it, or merge it with an
+        equal gather of the forward pass, and keep the whole parameter in memory in between. If a
+        version exists that is not split over `data`, it is used and nothing is gathered.
         """
         meets = self._meets(inputs)
         if not meets and not any(cell.data_varying for cell in inputs):
@@ -349,6 +374,7 @@ class Partitioner:
             and not (self.joint and _rows(cell))
         ]
         arrays = [cell.value.array for cell in split]
+        # The order is on the shards: the gather itself then cannot run earlier.
         if split and meets:
             arrays = order_after(arrays, pick_dependency(meets))
         tied = iter(arrays)
@@ -360,7 +386,7 @@ class Partitioner:
         return [whole(cell) if cell in split else cell for cell in cells]
 
     def _without_data(self, cell: ValueVersions) -> ValueVersions:
-        """A value in those of its shardings that are whole over `data`, if there are any."""
+        """Drop the versions that are split over `data`, if any other version exists."""
         kept = [value for value in cell.values if not over_data(value.sharding)]
         if len(kept) == len(cell.values):
             return cell
@@ -373,25 +399,26 @@ class Partitioner:
         return other
 
     def of_rows(self, value: ShardedValue) -> bool:
-        """Whether a value depends on the batch, and parameters have to be whole where they meet."""
+        """Whether a value depends on the batch, so that parameters are gathered to meet it."""
         return value.data_varying or (self.joint and not value.is_param)
 
     def of_parameters(self, value: ShardedValue) -> bool:
-        """Whether a value is split over `data`, and to be made whole where it meets the batch."""
+        """Whether a value is split over `data` and must be gathered to meet the batch."""
         return "data" in value.sharding.axes and (value.is_param or not self.joint)
 
     def _meets(self, inputs: list[ValueVersions]) -> list[Array]:
-        """Those of some values at which parameters have to be whole."""
+        """Return the arrays that depend on the batch."""
         known = (cell.deferred.source if cell.deferred else cell.value for cell in inputs)
         return [value.array for value in known if value is not None and self.of_rows(value)]
 
     def _gathers_parameters(self, known: Mapping[Any, ValueVersions]) -> bool:
-        """Whether several parameters may have to be made whole over `data`."""
+        """Whether several parameters may need a gather over `data`, so that buckets pay off."""
         values = [cell.value for cell in known.values() if cell.deferred is None]
         split = [v for v in values if self.of_parameters(v) and not v.data_varying]
         return len(split) > 1 and any(map(self.of_rows, values))
 
     def _barrier(self, inputs: list[ValueVersions]) -> list[ValueVersions]:
+        """Order the inputs of a recomputed function after its cotangent (see `jaxpr.barrier`)."""
         made = [cell.value for cell in inputs]
         tied = order_after_cotangent([v.array for v in made], [v.is_param for v in made])
         return [
@@ -401,7 +428,10 @@ class Partitioner:
 
     @contextlib.contextmanager
     def apart(self, data_varying: bool) -> Iterator[None]:
-        """Where devices along `data` go different ways: no permutation, in which all take part."""
+        """Disable permutes in a branch or loop that not all devices along `data` execute.
+
+        All devices of a mesh take part in a collective permute, so it would wait forever there.
+        """
         axes = self.axes
         if data_varying:
             self.axes = Axes(axes.mesh, axes.parts, permutes=False)
@@ -415,6 +445,7 @@ class Partitioner:
     def _scan(
         self, eqn: Any, inputs: list[ValueVersions], goals: list[TensorSharding | None]
     ) -> list[ValueVersions]:
+        """Evaluate a `scan`; collectives in its body are recorded `length` times."""
         loop = Loop(self, eqn, inputs, goals)
         loop.settle()
         self._now = eqn
@@ -431,10 +462,10 @@ class Partitioner:
         goals: Sequence[TensorSharding | None],
         order: Sequence[int] | None = None,
     ) -> list[ShardedValue]:
-        """Results as they are wanted, in buckets, and the others as they lie.
+        """Reshard results to their goals in buckets; those without a goal stay as they are.
 
-        Over `data`, varying values are terms of a sum. `order`: numbers by which results are known
-        one after another.
+        `order` gives for each result the index of the equation that computes it: results that
+        are computed one after another share a bucket.
         """
         values, targets = [], []
         for cell, goal in zip(cells, goals, strict=True):
@@ -443,11 +474,13 @@ class Partitioner:
         return together(self, values, targets, order=order)
 
     def _term(self, cell: ValueVersions, target: TensorSharding) -> ShardedValue:
+        """Return the version to reshard; a data-varying value becomes partial over `data`."""
         late = cell.deferred
         if late is not None:
             cell.values.append(late.make(target.without(["data"])))
         value = cell.value
         if value.data_varying and "data" in target.axes:
+            # Each device has the gradient of its own rows: together they are a partial sum.
             partial = value.sharding.partial | {"data"}
             return dataclasses.replace(
                 value, sharding=TensorSharding(value.sharding.dims, partial), data_varying=False
@@ -456,7 +489,7 @@ class Partitioner:
         return min(options, key=lambda value: wire_bytes(self.moves(value, target)))
 
     def _by_hand(self, eqn: Any, inputs: list[ValueVersions]) -> list[ValueVersions]:
-        """A `jax.shard_map` of the user's: its body is already what one device does."""
+        """Evaluate a `jax.shard_map` of the model: its body is already code for one device."""
         params = eqn.params
         data_varying = any(cell.data_varying for cell in inputs)
         arrays = []
@@ -478,7 +511,7 @@ class Partitioner:
         return results
 
     def _known(self, spec: Any, rank: int) -> TensorSharding:
-        """A spec over the axes that have more than one device, in the parts they are used in."""
+        """Return a spec's sharding, without axes of one device, with mesh axes split into parts."""
         given = TensorSharding.from_spec(spec, rank)
         dims = (tuple(a for a in entry if a in self.axes.mesh) for entry in given.dims)
         return self.axes.expanded(TensorSharding(tuple(dims)))
@@ -492,30 +525,31 @@ def partition(
     *,
     tight: bool = True,
 ) -> PyTree:
-    """Evaluate `fun`'s share of one device; to be called inside `jax.shard_map`.
+    """Evaluate `fun` on the shards of one device. Call it inside `jax.shard_map`.
 
     **Arguments:**
 
     - `fun`: a function of trees of arrays, written for whole tensors.
-    - `divider`: the axes and marks.
+    - `divider`: the `Partitioner`, with the axes and the rule for annotations.
     - `args`: trees of `ShardedValue`s.
-    - `wanted`: from the tree of the result's `jax.ShapeDtypeStruct`s to a like tree of how each
-      shall lie, a `TensorSharding`, or None for as it comes.
-    - `tight`: whether results are brought there; else it is only where late ones are made.
+    - `wanted`: a function from the tree of the result's `jax.ShapeDtypeStruct`s to a tree of the
+      same structure with each result's `TensorSharding`, or None for no constraint.
+    - `tight`: whether results are resharded to `wanted`. If not, only deferred values use it.
 
     **Returns:** the result, a tree of `ShardedValue`s.
 
-    Raises `PlanError` where a mark does not fit what it stands on.
+    Raises `PlanError` if an annotation does not fit the value it is on.
     """
     leaves, structure = jax.tree.flatten(args, is_leaf=is_sharded_value)
     like = [jax.ShapeDtypeStruct(value.shape, value.array.dtype) for value in leaves]
     closed, shapes = divider.traced(fun, *jax.tree.unflatten(structure, like))
     goals: list[Any] = []
-    # A None may also be a part of the tree itself: a parameter that is not there.
+    # A None may also be part of the tree: an absent parameter.
     given = wanted(shapes) if wanted is not None else jax.tree.map(lambda _: None, shapes)
     jax.tree.map(lambda _, goal: goals.append(goal), shapes, given)
     cells = divider.evaluate(closed.jaxpr, closed.consts, [ValueVersions(v) for v in leaves], goals)
     for cell, goal in zip(cells, goals, strict=True):
+        # A deferred value must be created in some sharding, and its goal is the best.
         if goal is not None and cell.deferred and not tight:
             cell.values.append(cell.deferred.make(goal))
     if not tight:
@@ -527,7 +561,7 @@ def partition(
 def _live(
     equations: Sequence[Any], results: Sequence[Any], known: Mapping[Any, ValueVersions]
 ) -> tuple[list[Any], dict[Any, int]]:
-    """The equations on which results depend, and how often each variable is read by them."""
+    """Return the equations on which results depend, and how often each variable is read."""
     uses: dict[Any, int] = {}
 
     def read(atoms: Sequence[Any]) -> None:
@@ -545,16 +579,16 @@ def _live(
 
 
 def _able(cell: ValueVersions, target: TensorSharding) -> list[ShardedValue]:
-    """The values that can be brought to a sharding: a sum cannot be taken apart again."""
+    """Return the versions that can reach a sharding; a partial sum cannot be restored."""
     return [value for value in cell.values if target.partial <= value.sharding.partial]
 
 
 def _rows(cell: ValueVersions) -> bool:
-    """Whether a value is no parameter: where rows are a dim, it may stay split over `data`."""
+    """Whether a value is no parameter, so that in `joint` mode it may stay split over `data`."""
     return cell.deferred is None and (cell.is_zero or not cell.value.is_param)
 
 
 def _named(eqn: Any) -> str:
-    """An operation, and the function in whose code it stands."""
+    """Return an equation's operation and enclosing function, such as "dot_general in attention"."""
     frames = [frame for frame in str(eqn.source_info.name_stack).split("/") if frame]
     return f"{eqn.primitive.name} in {frames[-1]}" if frames else str(eqn.primitive.name)

@@ -1,1 +1,1 @@
-"""How tensors lie on a mesh, moving them between shardings, and a function's share for a device."""
+"""Shardings of tensors on a mesh, resharding between them, annotations, and a plan's rules."""

@@ -1,8 +1,18 @@
-"""Marks in a model: a name for an activation, a shard strategy for an operator.
+"""Annotations in a model: a name for an activation, a shard strategy for an operator.
 
-A mark is the identity. It says nothing about devices, and without a plan that splits tensors it is
-compiled away. Where a function is divided among devices (`divide`), a mark says how the value it
-stands on shall lie from there on; the cotangent of the value goes back the way the value came.
+An annotation is the identity function as a primitive, so that it survives tracing,
+differentiation and `vmap`. It mentions no devices, and without a plan that splits tensors it is
+compiled away. When the function is partitioned (`plurax.partition`), the annotated value is
+resharded; the cotangent is resharded to the sharding that the value had before.
+
+    def f(x): return jnp.sin(name(x, "hidden"))          x (B, 64)
+
+    traced                                               dims of a rule
+    y = annotate[tag=hidden batch=()] x                  both
+    under vmap, with a new dim 0:
+    y = annotate[tag=hidden batch=(0,)] x                the last two
+    in the backward pass:
+    dx = annotate[tag=hidden transposed=True] dy
 """
 
 from collections.abc import Callable, Sequence
@@ -20,17 +30,17 @@ Strategy = Sequence[Sequence[int] | None]
 
 
 class Named:
-    """The mark of `name`; a sharding rule of the plan may speak of it."""
+    """The annotation of `name`; a sharding rule of the plan may match it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 class Split:
-    """The mark that `shard` puts on one input of an operator.
+    """The annotation that `shard` puts on one input of an operator.
 
-    **Attributes:** `dims`, for each dim the number of the factor it belongs to; `ways`, how many
-    ways each factor is split, by its number.
+    **Attributes:** `dims`, for each dim the number of its factor; `num_shards`, from a factor's
+    number to its number of shards.
     """
 
     def __init__(self, dims: tuple[int, ...], ways: dict[int, int]) -> None:
@@ -39,12 +49,15 @@ class Split:
 
 
 class Boundary:
-    """The mark of `stage_boundary`; what it stands on at one place is handed to the next stage."""
+    """The annotation of `stage_boundary`.
+
+    The values with one tag are sent to the next stage together.
+    """
 
 
 Tag = Named | Split | Boundary
 
-# The identity; `batch` are the dims that vmap added; `transposed` on cotangents.
+# The identity. `batch`: the dims that vmap added. `transposed`: whether the value is a cotangent.
 annotate_p = Primitive("annotate")
 annotate_p.def_impl(lambda x, **_: x)
 annotate_p.def_abstract_eval(lambda x, **_: x)
@@ -54,10 +67,13 @@ mlir.register_lowering(annotate_p, lambda context, x, **_: [x])
 def _transpose(
     cotangent: Any, x: Any, *, tag: Tag, batch: tuple[int, ...], transposed: bool
 ) -> list[Any]:
+    """Annotate the cotangent; a second transposition gives a forward annotation again."""
     return [annotate_p.bind(cotangent, tag=tag, batch=batch, transposed=not transposed)]
 
 
 def _batched(args: Any, dims: Any, *, tag: Tag, batch: tuple[int, ...], transposed: bool) -> Any:
+    """Annotate a batched value, and add the new dim to `batch`, whose later dims shift by one."""
+    # Dims at or behind the new one move back by one.
     (x,), (dim,) = args, dims
     batch = tuple(sorted({dim, *(b + (b >= dim) for b in batch)}))
     return annotate_p.bind(x, tag=tag, batch=batch, transposed=transposed), dim
@@ -68,12 +84,12 @@ batching.primitive_batchers[annotate_p] = _batched
 
 
 def name(x: PyTree, text: str) -> PyTree:
-    """Give an activation a name, of which `Plan(shardings=...)` can say how it shall lie.
+    """Name an activation, so that `Plan(shardings=...)` can give its sharding.
 
     **Arguments:** `x`, an array or a tree of arrays; `text`, the name.
 
-    **Returns:** `x`. The same name may stand on several values of the same rank. Inside `vmap`
-    (and `per_example`) a rule speaks of the dims that the function sees.
+    **Returns:** `x`. Several values of the same rank may have the same name. Inside `vmap` (and
+    `per_example`) a rule applies to the dims that the function sees.
 
     >>> import jax.numpy as jnp
     >>> name(jnp.ones(3), "hidden").shape
@@ -83,14 +99,14 @@ def name(x: PyTree, text: str) -> PyTree:
 
 
 def stage_boundary(x: PyTree) -> PyTree:
-    """Say where a model can be cut into stages; under a plan with `pipeline` it is.
+    """Mark where a model can be cut into pipeline stages; a plan with `pipeline` cuts it there.
 
-    **Arguments:** `x`, an array or a tree of arrays, floating, at some place between layers.
+    **Arguments:** `x`, a floating-point array or a tree of such arrays, between two layers.
 
-    **Returns:** `x`. What comes after it, by what depends on it, is the next stage. What else a
-    later stage needs of an earlier one is handed on with it, and what depends on parameters alone
-    or on the batch alone is computed where it is needed. It cannot stand inside a loop
-    (`jax.lax.scan`): layers that repeat are for `plurax.stack`.
+    **Returns:** `x`. The equations that depend on it belong to the next stage. Other values that a
+    later stage reads from an earlier one are sent along. Equations that depend on parameters alone,
+    or on the batch alone, are duplicated into each stage that reads them. A boundary cannot be
+    inside a loop (`jax.lax.scan`); use `plurax.stack` for repeated layers.
 
     >>> import jax.numpy as jnp
     >>> stage_boundary(jnp.ones(3)).shape
@@ -101,20 +117,20 @@ def stage_boundary(x: PyTree) -> PyTree:
 
 
 def shard(f: Callable[..., Any], strategy: Strategy) -> Callable[..., Any]:
-    """Give an operator its shard strategy: how many ways each dim of each input is split.
+    """Give an operator a shard strategy: the number of shards of each dim of each input.
 
     **Arguments:**
 
-    - `f`: any function of arrays, `jnp.matmul` say.
-    - `strategy`: for each argument a tuple with one count for each dim, or None for an argument
-      that lies as it comes. Dims that are the same index of the operator are split alike: in
-      `((1, 4), (4, 1))` the dim over which a matrix product sums.
+    - `f`: any function of arrays, such as `jnp.matmul`.
+    - `strategy`: for each argument a tuple with one number of shards per dim, or None to leave the
+      argument's sharding open. Dims that are the same index of the operator must have the same
+      number: in `((1, 4), (4, 1))` the dim that a matrix product contracts.
 
-    **Returns:** a function like `f`. Under a plan with `tensor=n` its inputs are brought to the
-    shardings of the strategy, each device computes its share, and what belongs together is added
-    up where it is used; the counts multiply to `n` or a divisor of it. Without, it is `f`.
+    **Returns:** a function with the signature of `f`. Under a plan with `tensor=n` its inputs are
+    resharded to the strategy, each device computes its share, and partial sums are reduced where
+    they are used; the numbers multiply to `n` or a divisor of it. Without `tensor` it computes `f`.
 
-    Raises `PlanError` where the strategy does not fit the arguments.
+    Raises `PlanError` if the strategy does not fit the arguments.
 
     >>> import jax.numpy as jnp
     >>> product = shard(jnp.matmul, strategy=((2, 1), (1, 4)))
@@ -125,6 +141,7 @@ def shard(f: Callable[..., Any], strategy: Strategy) -> Callable[..., Any]:
     def sharded(*args: Array) -> Any:
         if len(args) != len(strategy):
             raise errors.strategy_wrong_arguments(strategy, len(args))
+        # Equal indices must get equal counts, so find out which dims are equal.
         numbers = factors(f, *args)
         ways: dict[int, int] = {}
         for place, (arg, counts, dims) in enumerate(zip(args, strategy, numbers, strict=True)):

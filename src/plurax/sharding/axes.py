@@ -1,4 +1,20 @@
-"""The axes over which a function is divided: of the mesh, or parts of one."""
+"""The axes over which tensors are split: mesh axes, or parts of a mesh axis.
+
+An operator may be split over two dims by one mesh axis, such as `tensor=8` as 2 x 4. The mesh is
+fixed for the whole program, so such an axis is used in parts, and a collective over one part runs
+in groups of devices (`axis_index_groups`).
+
+    Axes({"data": 2, "tensor": 8}, parts={"tensor": (2, 4)})
+
+    device along tensor     0  1  2  3  4  5  6  7
+    tensor:0                0  0  0  0  1  1  1  1
+    tensor:1                0  1  2  3  0  1  2  3
+
+    collective over         groups of devices along tensor
+    tensor:0                [0, 4], [1, 5], [2, 6], [3, 7]
+    tensor:1                [0, 1, 2, 3], [4, 5, 6, 7]
+    tensor:0, tensor:1      none: it runs over the whole mesh axis
+"""
 
 import itertools
 import math
@@ -14,16 +30,19 @@ Block = Callable[[dict[str, int]], tuple[int, ...]]
 
 
 class Axes:
-    """Names and sizes of axes, and the collectives' groups over any of them.
+    """The names and sizes of axes, and the device groups of collectives over them.
 
     **Arguments:**
 
     - `sizes`: size of each mesh axis by name, in mesh order.
     - `parts`: for a mesh axis that is used in parts, their sizes, major to minor. The parts of
-      `tensor` are axes called `tensor:0`, `tensor:1`, ...; the mesh stays as it is, and a
+      `tensor` are axes called `tensor:0`, `tensor:1`, ...; the mesh does not change, and a
       collective over a part runs in groups.
-    - `permutes`: whether a tensor may be moved by a permutation, in which all devices take part.
-      Not where only some devices do something at a time, as the stages of a pipeline.
+    - `permutes`: whether resharding may use a collective permute, which needs all devices. False
+      where only some devices run at a time, such as in the stages of a pipeline.
+
+    **Attributes:** `mesh`, the sizes of the mesh axes; `sizes`, those of the axes in use, parts
+    included.
 
     >>> Axes({"data": 2, "tensor": 8}, parts={"tensor": (2, 4)}).sizes
     {'data': 2, 'tensor:0': 2, 'tensor:1': 4}
@@ -55,43 +74,47 @@ class Axes:
         return isinstance(other, Axes) and self._key == other._key
 
     def expand(self, axis: str) -> tuple[str, ...]:
-        """A mesh axis as the axes it is used in."""
+        """Return a mesh axis as its parts, or as itself if it has none."""
         if axis not in self.parts:
             return (axis,)
         return tuple(f"{axis}:{i}" for i in range(len(self.parts[axis])))
 
     def expand_all(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Mesh axes as the axes they are used in."""
+        """Return mesh axes, each as its parts."""
         return tuple(part for axis in axes for part in self.expand(axis))
 
     def expanded(self, sharding: TensorSharding) -> TensorSharding:
-        """A sharding over mesh axes as one over the axes they are used in."""
+        """Return a sharding over mesh axes as one over their parts."""
         dims = (tuple(p for axis in entry for p in self.expand(axis)) for entry in sharding.dims)
         return TensorSharding(tuple(dims), sharding.partial)
 
     def size(self, axes: Sequence[str]) -> int:
-        """Number of devices along some axes."""
+        """Return the number of devices along some axes."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def mesh_axes(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """The mesh axes that some axes are or belong to, in mesh order."""
+        """Return the mesh axes to which some axes belong, in mesh order."""
         owners = {axis.partition(":")[0] for axis in axes}
         return tuple(axis for axis in self.mesh if axis in owners)
 
     def index(self, axes: Sequence[str]) -> Int[Array, ""] | int:
-        """This device's place along some axes, the first being the major one."""
+        """Return this device's index along some axes, the first one major, inside `shard_map`."""
         place: Array | int = 0
         for axis in axes:
             owner, _, part = axis.partition(":")
             at: Array | int = lax.axis_index(owner)
             if part:
                 sizes = self.parts[owner]
+                # A mixed-radix digit: parts are major to minor.
                 at = at // math.prod(sizes[int(part) + 1 :]) % sizes[int(part)]
             place = place * self.sizes[axis] + at
         return place
 
     def group(self, axes: Sequence[str]) -> tuple[str | tuple[str, ...], list[list[int]] | None]:
-        """What a collective over some axes takes: mesh axes, and groups where they are parts."""
+        """Return the mesh axes and `axis_index_groups` for a collective over some axes.
+
+        The groups are None if the axes are whole mesh axes.
+        """
         owners = self.mesh_axes(axes)
         whole = [part for owner in owners for part in self.expand(owner)]
         if list(axes) == whole:
@@ -104,12 +127,15 @@ class Axes:
         groups: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
         for number, place in enumerate(places):
             key = tuple(place[part] for part in rest)
+            # Devices that agree on all other parts form a group, ordered along `axes`.
             groups.setdefault(key, []).append((tuple(place[a] for a in axes), number))
         return owners[0], [[number for _, number in sorted(group)] for group in groups.values()]
 
     def together(self, axes: Sequence[str]) -> bool:
-        """Whether one collective can run over some axes: over parts of one mesh axis, or over whole
-        ones."""
+        """Whether one collective can run over some axes.
+
+        They must be parts of one mesh axis, or whole mesh axes.
+        """
         owners = self.mesh_axes(axes)
         whole = [part for owner in owners for part in self.expand(owner)]
         return len(owners) <= 1 or list(axes) == whole or all(axis in self.mesh for axis in axes)
@@ -117,20 +143,25 @@ class Axes:
     def permute_pairs(
         self, have: Block, want: Block, axes: Sequence[str]
     ) -> tuple[str | tuple[str, ...], list[tuple[int, int]]]:
-        """Mesh axes and `(source, target)` pairs after which each device has the block it wants."""
+        """Return the mesh axes and `(source, target)` pairs of a permute that rearranges blocks.
+
+        **Arguments:** `have` and `want`, functions from a device's coordinates to the index of the
+        block it has before and after; `axes`, along which blocks change their device.
+        """
         owners = self.mesh_axes(axes)
         grids = [self._places(owner) for owner in owners]
         places = [
             {k: v for part in combination for k, v in part.items()}
             for combination in itertools.product(*grids)
         ]
+        # A replicated block has several holders; each sends it to one device.
         holders: dict[tuple[int, ...], list[int]] = {}
         for number, place in enumerate(places):
             holders.setdefault(have(place), []).append(number)
         pairs = []
         for number, place in enumerate(places):
             sources = holders[want(place)]
-            # Who has it already keeps it.
+            # A device that has its block already keeps it, so replicas do not swap.
             source = number if number in sources else None
             if source is not None:
                 sources.remove(number)
@@ -142,7 +173,7 @@ class Axes:
         return (owners[0] if len(owners) == 1 else owners), pairs
 
     def _places(self, owner: str) -> list[dict[str, int]]:
-        """For each index of a mesh axis, the place along its parts."""
+        """Return for each index of a mesh axis the coordinates along its parts."""
         names = self.expand(owner)
         shape = self.parts.get(owner, (self.mesh[owner],))
         return [

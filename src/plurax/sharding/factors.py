@@ -1,8 +1,18 @@
-"""Which dims of a function's inputs are one index: the factors of an operator.
+"""Find the factors of an operator: the dims of its inputs that are one index.
 
-A matrix product `(I, K) @ (K, J)` has the factors I, K and J; the dim 1 of its first input and the
-dim 0 of its second are the same factor. The idea and the name are those of Shardy's sharding rules
+A shard strategy must split equal indices alike, so it needs to know which dims are equal. The
+function is traced; each equation yields pairs of (variable, dim) that are one index, and
+union-find joins them. The idea and the name are those of Shardy's sharding rules
 (https://openxla.org/shardy).
+
+    f(x, w) = sum(exp(x @ w), axis=1), x (I=4, K=3), w (K=3, J=8)
+
+    equation           pairs that are one index
+    y = dot x w        (x, 1) = (w, 0), (x, 0) = (y, 0), (w, 1) = (y, 1)
+    z = exp y          (y, 0) = (z, 0), (y, 1) = (z, 1)
+    s = sum(z, 1)      (z, 0) = (s, 0)
+
+    factors            I = 0, K = 1, J = 2; so x has [0, 1] and w has [1, 2]
 """
 
 import math
@@ -16,7 +26,9 @@ from plurax.jaxpr.primitives import ELEMENTWISE, INLINED, REDUCTIONS, open_jaxpr
 
 
 def factors(f: Callable[..., Any], *args: Any) -> list[list[int]]:
-    """For each argument, for each dim, the number of its factor.
+    """Return for each argument and each dim the number of its factor.
+
+    **Arguments:** `f`, a function of arrays; `args`, its arguments, or `jax.ShapeDtypeStruct`s.
 
     >>> import jax.numpy as jnp
     >>> factors(jnp.matmul, jnp.ones((2, 3)), jnp.ones((3, 4)))
@@ -31,7 +43,7 @@ def factors(f: Callable[..., Any], *args: Any) -> list[list[int]]:
         return node
 
     def join(a: tuple[Any, int], b: tuple[Any, int]) -> None:
-        # The older one stays root, so that the inputs' dims name the factors.
+        # The older node stays root, so that the inputs' dims, which come first, are the roots.
         if find(a) != find(b):
             parents[find(b)] = find(a)
 
@@ -46,7 +58,7 @@ def factors(f: Callable[..., Any], *args: Any) -> list[list[int]]:
 
 
 def _equal_dims(jaxpr: Jaxpr) -> Iterator[tuple[tuple[Any, int], tuple[Any, int]]]:
-    """Pairs of (variable, dim) that are one index."""
+    """Yield the pairs of (variable, dim) that are one index."""
     for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
         inputs = [v for v in eqn.invars if not isinstance(v, Literal)]
@@ -93,21 +105,23 @@ def _equal_dims(jaxpr: Jaxpr) -> Iterator[tuple[tuple[Any, int], tuple[Any, int]
 
 
 def _same(pairs: Any) -> Iterator[tuple[tuple[Any, int], tuple[Any, int]]]:
+    """Yield pairs of equal dims for pairs of variables of one shape."""
     for a, b in pairs:
         if isinstance(a, Literal) or isinstance(b, Literal):
             continue
-        # A dim of size 1 is spread: it is no index of the other.
+        # A dim of size 1 broadcasts: it is not the same index as the other operand's dim.
         if len(_shape(a)) == len(_shape(b)):
             sizes = zip(_shape(a), _shape(b), strict=True)
             yield from (((a, d), (b, d)) for d, (one, other) in enumerate(sizes) if one == other)
 
 
 def _others(var: Any, dims: Sequence[int]) -> list[int]:
+    """Return the dims of a variable that are not in `dims`."""
     return [dim for dim in range(len(_shape(var))) if dim not in dims]
 
 
 def kept_dims(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, int]]:
-    """Dims that a reshape leaves as they are.
+    """Return pairs of dims that a reshape leaves as they are: equal size, equal stride.
 
     >>> kept_dims((4, 6, 5), (4, 2, 3, 5))
     [(0, 0), (2, 3)]

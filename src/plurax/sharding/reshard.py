@@ -1,12 +1,23 @@
-"""From any sharding to any other: the cheapest sequence of collectives, its bytes, and doing it.
+"""Reshard a tensor from any sharding to any other by the cheapest sequence of collectives.
 
-The steps between two shardings form a graph, and the cheapest sequence is a shortest path in it
-(Dijkstra), the length of a step being the bytes that each device sends. Compilers that choose
-step by step fall back on gathering the whole tensor where a dim changes its axis; a path never
-costs more than that, and mostly a fraction.
+A tensor that changes its sharding could always be gathered and sliced, but gathering sends, and
+holds, the whole tensor. Shardings are the nodes of a graph, and its edges are single collectives
+and local slices; the length of an edge is the number of bytes that each device sends. The cheapest
+sequence is a shortest path (Dijkstra), so it never costs more than gathering.
 
-Every step is one collective (or a local slice) over a set of mesh axes, and executed as such inside
-`jax.shard_map`.
+    mesh a=2, b=4; a tensor (8, 8), float32, 256 bytes
+
+    from            to              path                               sent by each device
+    (b, None)       (None, b)       all-to-all over b                  48 bytes
+                                    all-gather over b, slice           192 bytes
+    (a, None)       (None, b)       slice dim 1 over b to (4, 2),      0
+                                    all-gather dim 0 to (8, 2)         32 bytes
+                                    all-gather to (8, 8), slice        128 bytes
+    partial={b}     (None, b)       reduce-scatter over b              192 bytes
+                                    all-reduce over b, slice           384 bytes
+
+Each step runs over a set of mesh axes inside `jax.shard_map`. Rink et al. 2021 search sequences of
+the same collectives, with bounded memory (https://arxiv.org/abs/2112.01075).
 """
 
 import dataclasses
@@ -37,8 +48,8 @@ class ReshardStep:
     - `to_dim`: of an `all-to-all`, the dim that is split.
     - `result`: the sharding after it.
     - `bytes`: of its result on one device.
-    - `wire`: bytes that each device sends, by the usual ring: `(n-1)/n` of the gathered or
-      scattered tensor, twice that for an all-reduce.
+    - `bytes_sent`: by each device, in a ring: `(n-1)/n` of the gathered or scattered tensor, twice
+      that for an all-reduce.
     """
 
     kind: str
@@ -58,12 +69,13 @@ def plan_reshard(
     axes: Axes,
     avoid: frozenset[str] = frozenset(),
 ) -> list[ReshardStep]:
-    """The cheapest sequence of moves from one sharding of a tensor to another.
+    """Return the cheapest sequence of steps from one sharding of a tensor to another.
 
-    **Arguments:** `shape` and `itemsize` of the whole tensor; the mesh's `axes`, and which of them
-    to `avoid` on the way.
+    **Arguments:** `shape` and `itemsize` (bytes) of the whole tensor; `axes` of the mesh; `avoid`,
+    axes over which no step may run.
 
-    A tensor that is a sum not yet added up (`source.partial`) is added up on the way.
+    A partial sum (`source.partial`) is reduced on the way. A sum that is not partial in `source`
+    cannot become partial in `target`; this raises an `AssertionError`.
 
     >>> axes = Axes({"a": 2, "b": 4})
     >>> there = Sharding.of(None, "b")
@@ -76,7 +88,7 @@ def plan_reshard(
 
 
 def wire_bytes(moves: Sequence[ReshardStep]) -> float:
-    """Bytes that each device sends."""
+    """Return the bytes that each device sends in all steps."""
     return sum(move.bytes_sent for move in moves)
 
 
@@ -89,8 +101,10 @@ def _path(
     axes: Axes,
     avoid: frozenset[str],
 ) -> tuple[ReshardStep, ...]:
+    """Return the shortest path from `source` to `target`, by Dijkstra's algorithm."""
     if not target.partial <= source.partial:
         raise AssertionError(f"{target} from {source}: a sum cannot be taken apart")
+    # `order` breaks ties, so that the path is the same in every process.
     order = itertools.count()
     queue: list[tuple[float, int, int, TensorSharding, tuple[ReshardStep, ...]]] = [
         (0.0, 0, next(order), source, ())
@@ -119,6 +133,7 @@ def _path(
 def _moves(
     here: TensorSharding, target: TensorSharding, shape: tuple[int, ...], itemsize: int, axes: Axes
 ) -> Iterator[ReshardStep]:
+    """Yield the steps that are possible from a sharding."""
     sizes = axes.sizes
 
     def size(sharding: TensorSharding) -> int:
@@ -127,9 +142,11 @@ def _moves(
     free = [a for a in sizes if a not in here.axes and a not in here.partial]
     for dim, entry in enumerate(here.dims):
         for axis in free:
+            # Free axes hold copies: a device keeps its part of the shard and sends nothing.
             new = here.with_dim(dim, (*entry, axis))
             if _fits(new, target, shape, dim, sizes):
                 yield ReshardStep("slice", (axis,), dim, None, new, size(new), 0.0)
+        # Only minor axes can go: dropping a major one would leave shards that are not contiguous.
         for cut in range(len(entry)):
             moved = entry[cut:]
             if not axes.together(moved):
@@ -139,6 +156,7 @@ def _moves(
             yield ReshardStep(
                 "all-gather", moved, dim, None, new, size(new), size(new) * (n - 1) / n
             )
+            # Only an all-gather cuts padding off.
             if shape[dim] % here.num_shards(dim, sizes):
                 continue
             for other in range(len(shape)):
@@ -150,6 +168,7 @@ def _moves(
                             "all-to-all", moved, dim, other, there, size(there), bytes_sent
                         )
     yield from _sums(here, target, shape, itemsize, axes)
+    # If all shards keep their shape, blocks only change devices: a permute sends each shard once.
     same_shards = all(
         here.num_shards(d, sizes) == target.num_shards(d, sizes) for d in range(len(shape))
     )
@@ -170,9 +189,10 @@ def _moves(
 def _sums(
     here: TensorSharding, target: TensorSharding, shape: tuple[int, ...], itemsize: int, axes: Axes
 ) -> Iterator[ReshardStep]:
-    """The steps that add up partial sums: whole on every device, or to shards of a dim."""
+    """Yield the steps that reduce a partial sum: to every device, or to the shards of a dim."""
     sizes = axes.sizes
     for summed in _subsets(sorted(here.partial - target.partial)):
+        # One collective cannot span parts of two mesh axes; a path reduces them one by one.
         if not axes.together(summed):
             continue
         n = axes.size(summed)
@@ -191,7 +211,10 @@ def _fits(
     sharding: TensorSharding, target: TensorSharding, shape: tuple[int, ...], dim: int,
     sizes: AxisSizes,
 ) -> bool:  # fmt: skip
-    """Whether a dim divides. One that does not is padded, by a single axis over the whole dim."""
+    """Whether the shards divide a dim, or it may be padded.
+
+    Padding is possible only in the target's dims, and for a dim that is split by a single axis.
+    """
     entry = sharding.dims[dim]
     return shape[dim] % sharding.num_shards(dim, sizes) == 0 or (
         len(entry) == 1 and sharding.dims == target.dims
@@ -199,11 +222,12 @@ def _fits(
 
 
 def _subsets(axes: list[str]) -> Iterator[tuple[str, ...]]:
+    """Yield all non-empty subsets of some axes."""
     for count in range(1, len(axes) + 1):
         yield from itertools.combinations(axes, count)
 
 
-# --- Doing it, inside shard_map ------------------------------------------------------------------
+# --- Applying the steps, inside shard_map ---------------------------------------------------------
 
 
 def apply_moves(
@@ -213,9 +237,12 @@ def apply_moves(
     moves: Sequence[ReshardStep],
     axes: Axes,
 ) -> Array:
-    """Take a shard along a path; to be called inside `shard_map` over the mesh axes it names.
+    """Apply the steps of a path to a shard. Call it inside `shard_map` over the axes of the steps.
 
-    **Arguments:** `shard`, this device's shard of a tensor of `shape` that lies as `source`.
+    **Arguments:** `shard`, this device's shard; `shape`, of the whole tensor; `source`, its
+    sharding; `moves`, the path from there; `axes`, of the mesh.
+
+    **Returns:** this device's shard in the last step's sharding.
     """
     here = source
     for move in moves:
@@ -227,6 +254,7 @@ def apply_moves(
 def _slice(shard: Array, shape: Any, here: TensorSharding, move: ReshardStep, axes: Axes) -> Array:
     assert move.dim is not None
     n = axes.size(move.axes)
+    # The last shard of a dim that n does not divide ends with zeros.
     padded = filled(shard, move.dim, n)
     size = padded.shape[move.dim] // n
     return lax.dynamic_slice_in_dim(padded, axes.index(move.axes) * size, size, move.dim)
@@ -238,6 +266,7 @@ def _all_gather(
     assert move.dim is not None
     names, groups = axes.group(move.axes)
     whole = lax.all_gather(shard, names, axis=move.dim, tiled=True, axis_index_groups=groups)
+    # The gathered dim may end with padding: cut it off.
     size = move.result.shard_shape(shape, axes.sizes)[move.dim]
     return (
         whole if whole.shape[move.dim] == size else lax.slice_in_dim(whole, 0, size, axis=move.dim)
@@ -289,7 +318,7 @@ _DO: dict[str, Callable[..., Array]] = {
 
 
 def filled(shard: Array, dim: int, n: int) -> Array:
-    """With zeros at the end of a dim, so that it divides by `n`."""
+    """Pad a dim with zeros at its end to a multiple of `n`."""
     missing = -shard.shape[dim] % n
     if not missing:
         return shard
@@ -298,7 +327,7 @@ def filled(shard: Array, dim: int, n: int) -> Array:
 
 
 def _blocks(sharding: TensorSharding, axes: Axes) -> Callable[[dict[str, int]], tuple[int, ...]]:
-    """Which block of the tensor the device at some place of the mesh holds."""
+    """Return a function from a device's mesh coordinates to the index of the block it holds."""
 
     def block(place: dict[str, int]) -> tuple[int, ...]:
         numbers = []

@@ -1,4 +1,19 @@
-"""From a plan's rules to the sharding of each parameter and named activation; ZeRO's shards."""
+"""From a plan's rules to the shardings of parameters, named activations and optimizer state.
+
+`Plan.shardings` maps patterns of names to entries for a tensor's dims; the first pattern that
+matches a parameter's path counts. ZeRO adds the mesh axis `data` to one dim of a parameter, of its
+gradient or of its optimizer state. A leaf of the optimizer's state has the sharding of the
+parameter it belongs to, which is found by comparing paths and shapes.
+
+    mesh data=4, tensor=2; rules {"*/in": (..., None, "tensor")}
+
+    tensor                   shape       by the rules        with ZeRO
+    block/in                 (16, 64)    (None, tensor)      (data, tensor)
+    block/bias               (64,)       (None)              (data)
+    block/scale              ()          ()                  ()
+    opt/0/mu/block/in        (16, 64)    that of block/in    that of block/in
+    opt/0/count              ()          ()                  ()
+"""
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,10 +31,10 @@ class Rules:
     """The sharding rules of a plan, for a mesh.
 
     **Arguments:** `rules`, as `Plan.shardings`; `axes`, the sizes of the mesh axes over which
-    tensors can be split. Entries of other axes count as whole.
+    tensors can be split. Entries with other axes count as None.
 
-    **Attributes:** `notes`, for each tensor that does not lie as its rule says, why, and how it
-    lies instead.
+    **Attributes:** `notes`, for each tensor whose sharding differs from its rule, the reason and
+    the sharding it has.
     """
 
     def __init__(self, rules: Iterable[tuple[str, tuple[Any, ...]]], axes: AxisSizes) -> None:
@@ -28,9 +43,10 @@ class Rules:
         self.notes: dict[str, str] = {}
 
     def find(self, name: str, shape: Sequence[int]) -> TensorSharding | None:
-        """The sharding of the first rule whose pattern fits; None where none does.
+        """Return the sharding by the first rule that matches `name`, or None if none does.
 
-        A dim that its shards would not divide is left whole, and noted.
+        A dim that its shards do not divide is replicated, and noted in `notes`. Raises `PlanError`
+        if the rule has more entries than the tensor has dims.
         """
         for pattern, entries in self.rules:
             if fnmatch.fnmatchcase(name, pattern):
@@ -38,6 +54,7 @@ class Rules:
         return None
 
     def _checked(self, name: str, shape: Sequence[int], entries: Sequence[Any]) -> TensorSharding:
+        """Return the sharding without axes of one device, indivisible dims replicated."""
         full = TensorSharding.of(*entries)
         kept = tuple(tuple(a for a in entry if self.axes.get(a, 1) > 1) for entry in full.dims)
         sharding = TensorSharding(kept)
@@ -48,14 +65,14 @@ class Rules:
         return sharding
 
     def check_used(self, paths: Sequence[str], names: Sequence[str]) -> None:
-        """Raise `PlanError` where a rule fits neither a parameter nor a named activation."""
+        """Raise `PlanError` if a rule matches neither a parameter nor a named activation."""
         for pattern, _ in self.rules:
             if not fnmatch.filter([*paths, *names], pattern):
                 raise errors.plan_rule_unused(pattern, paths, names)
 
 
 def _aligned(entries: tuple[Any, ...], rank: int, name: str) -> tuple[Any, ...]:
-    """The entries for a tensor of some rank: `...` becomes whole dims."""
+    """Return one entry per dim; a leading `...` stands for replicated dims."""
     if entries and entries[0] is ...:
         entries = entries[1:]
         missing = rank - len(entries)
@@ -66,7 +83,7 @@ def _aligned(entries: tuple[Any, ...], rank: int, name: str) -> tuple[Any, ...]:
 
 
 def parameter_shardings(rules: Rules, params: PyTree) -> PyTree:
-    """How each parameter lies by the rules; whole where there is none."""
+    """Return the sharding of each parameter by the rules, replicated where no rule matches."""
     return jax.tree.map_with_path(
         lambda path, leaf: (
             rules.find(tree.path_name(path), leaf.shape) or TensorSharding.whole(len(leaf.shape))
@@ -78,11 +95,12 @@ def parameter_shardings(rules: Rules, params: PyTree) -> PyTree:
 def zero_sharding(
     shape: Sequence[int], sharding: TensorSharding, plan: Plan, *, stacked: bool = False
 ) -> TensorSharding:
-    """A parameter's sharding with one more dim, or part of one, split over `data`.
+    """Return a parameter's sharding with `data` added to one dim, for ZeRO.
 
-    The largest dim that divides; where none does, the one that needs the least filling up. Scalars
-    and what holds no numbers stay whole. Where layers are `stacked` along the leading dim, that
-    stays whole.
+    The largest dim that `plan.data` divides is split. If there is none, and below ZeRO-3, a dim
+    split over `tensor` is split once more. Else the dim that needs the least padding is split.
+    Scalars and empty tensors stay as they are. With `stacked` layers, the leading dim is never
+    split.
     """
     n = plan.data
     if n == 1 or 0 in shape:
@@ -92,11 +110,12 @@ def zero_sharding(
         for dim in range(1 if stacked else 0, len(shape))
         if not sharding.dims[dim] and shape[dim] > 1
     ]
+    # Prefer the dims that need no padding.
     even = [dim for dim in free if shape[dim] % n == 0]
     if even:
         return sharding.with_dim(max(even, key=lambda dim: (shape[dim], dim)), ("data",))
     if plan.zero < 3:
-        # A dim may be split over both: the shard over `tensor` is cut once more.
+        # Below ZeRO-3 a dim may be split over both axes: each shard over `tensor` is cut again.
         for dim, entry in enumerate(sharding.dims):
             if entry == ("tensor",) and shape[dim] % (n * plan.tensor) == 0:
                 return sharding.with_dim(dim, (*entry, "data"))
@@ -109,14 +128,16 @@ def zero_sharding(
 def filled_shape(
     shape: Sequence[int], sharding: TensorSharding, axes: AxisSizes
 ) -> tuple[int, ...]:
-    """The shape of a tensor filled up so that its shards divide it."""
+    """Return the shape of a tensor padded so that its shards divide it."""
     shard = sharding.shard_shape(shape, axes)
     return tuple(size * sharding.num_shards(dim, axes) for dim, size in enumerate(shard))
 
 
 def opt_state_shardings(state: PyTree, params: PyTree, lies: PyTree) -> PyTree:
-    """For each leaf of an optimizer's state the sharding of the parameter it belongs to; others are
-    whole."""
+    """Return the sharding of each leaf of an optimizer's state.
+
+    It is that of the parameter to which the leaf belongs; other leaves are replicated.
+    """
     shardings = jax.tree.leaves(lies, is_leaf=is_sharding)
     return jax.tree.map(
         lambda leaf, place: (
@@ -128,10 +149,11 @@ def opt_state_shardings(state: PyTree, params: PyTree, lies: PyTree) -> PyTree:
 
 
 def match_opt_state_to_params(state: PyTree, params: PyTree, dims: int | None = None) -> PyTree:
-    """For each leaf of an optimizer's state the number of the parameter it belongs to, or -1.
+    """Return for each leaf of an optimizer's state the index of its parameter, or -1.
 
-    A leaf belongs to a parameter where the parameter's path ends its own, or stands last in it, and
-    it has its shape, as Adam's moments do; with `dims`, where so many leading dims are the same.
+    A leaf belongs to a parameter if it has the parameter's shape and its path contains the
+    parameter's path, preferably at the end: `("0", "mu", "w")` belongs to `("w",)`, as Adam's
+    moments do. With `dims`, only that many leading dims must have equal sizes.
     """
     known = {
         tuple(map(str, path)): (leaf.shape, place)
@@ -140,10 +162,12 @@ def match_opt_state_to_params(state: PyTree, params: PyTree, dims: int | None = 
 
     def find(path: tuple[Any, ...], leaf: Any) -> int:
         names = tuple(map(str, path))
+        # All parts of the path: those that end last come first, and of these the longest.
         parts = [(a, b) for b in range(len(names), -1, -1) for a in range(b + 1)]
         for start, stop in parts:
             shape, place = known.get(names[start:stop], ((), -1))
-            # A list of parameters has paths that stand in those of an optimizer's chain too.
+            # If the parameters are a list, their paths are indices, as are those in a chain of
+            # optimizers: a scalar must match at the end of its path.
             if stop < len(names) and not leaf.ndim:
                 continue
             same = shape == leaf.shape if dims is None else shape[:dims] == leaf.shape[:dims]
@@ -166,28 +190,28 @@ def megatron(
     head: Mapping[str, Sequence[Any]] | Sequence[str] = (),
     sequence: Mapping[str, Sequence[Any]] | Sequence[str] = (),
 ) -> dict[str, tuple[Any, ...]]:
-    """Rules for a transformer: column- and row-parallel layers over `tensor`.
+    """Return rules for a transformer: column- and row-parallel layers over `tensor`.
 
-    The weights that begin a layer (queries, keys and values; the first of a perceptron) are split
-    by their outputs, those that end it by their inputs. In between, heads and hidden units stay
-    where they are, and a layer adds up over devices once in each direction
-    (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053).
+    The weights that begin a layer (queries, keys and values; the first of an MLP) are split by
+    their outputs, those that end it by their inputs. In between, each device has its own heads and
+    hidden units, and a layer needs one all-reduce in each direction (Shoeybi et al. 2019,
+    https://arxiv.org/abs/1909.08053).
 
-    **Arguments:** patterns of parameters' paths. A weight `(..., in, out)` of two dims, behind any
-    leading ones, needs only its pattern; for others map the pattern to its entries.
+    **Arguments:** patterns of parameters' paths. A weight `(..., in, out)`, with any leading dims,
+    needs only its pattern; for other weights map the pattern to its entries.
 
     - `column`: weights that begin a layer.
     - `row`: weights that end one.
-    - `head`: the weight `(width, vocabulary)` from which logits come. Cross entropy is then
-      computed on shards of the vocabulary; the logits are never gathered.
+    - `head`: the weight `(width, vocabulary)` that gives the logits. Cross entropy is then computed
+      on shards of the vocabulary; the logits are never gathered.
     - `sequence`: names of activations `(tokens, width)` between layers, given by `plurax.name`, to
-      be split by token. The sums become reduce-scatters and all-gathers of the same bytes, and
-      what is computed between layers is divided too
+      be split by token. The all-reduces become reduce-scatters and all-gathers of the same bytes,
+      and the operations between layers are split too
       (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
 
     >>> megatron(column=["*/in"], row=["*/out"], sequence=["residual"])
     {'*/in': (Ellipsis, None, 'tensor'), '*/out': (Ellipsis, 'tensor', None), \
-'residual': (Ellipsis, 'tensor', None)}
+>'residual': (Ellipsis, 'tensor', None)}
     """
     groups = (
         (column, (..., None, "tensor")),

@@ -1,4 +1,4 @@
-"""How a tensor lies on a mesh: for each dim, the mesh axes over which it is split."""
+"""Shardings: for each dim of a tensor, the mesh axes over which it is split."""
 
 import dataclasses
 import math
@@ -15,14 +15,16 @@ Dims = tuple[tuple[str, ...], ...]
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TensorSharding:
-    """How a tensor of any rank lies on a mesh.
+    """The sharding of a tensor on a mesh.
 
     **Fields:**
 
     - `dims`: for each dim of the tensor the mesh axes it is split over, major to minor; `()` where
-      it is whole. Each axis splits at most one dim; over the axes that split none, the tensor is
-      repeated.
-    - `partial`: mesh axes over which the devices hold terms of a sum, not yet added up.
+      it is whole. Each axis splits at most one dim; over axes that split none, the tensor is
+      replicated.
+    - `partial`: mesh axes over which each device holds one term of a sum that is not reduced yet.
+
+    Raises `PlanError` if an axis is used twice.
 
     >>> sharding = Sharding.of(None, "tensor")
     >>> sharding
@@ -45,24 +47,27 @@ class TensorSharding:
 
     @classmethod
     def of(cls, *entries: Any, partial: Sequence[str] = ()) -> "TensorSharding":
-        """From one entry for each dim: None, the name of a mesh axis, or several names."""
+        """Create a sharding from one entry per dim: None, a mesh axis, or several in a tuple."""
         return cls(tuple(map(_names, entries)), frozenset(partial))
 
     @classmethod
     def whole(cls, rank: int) -> "TensorSharding":
-        """The whole tensor on every device."""
+        """Return the replicated sharding of a tensor of some rank."""
         return cls(((),) * rank)
 
     @classmethod
     def from_spec(cls, spec: PartitionSpec | Sequence[Any], rank: int) -> "TensorSharding":
-        """From a `PartitionSpec` (or a tuple like one); dims that it leaves out are whole."""
+        """Create a sharding from a `PartitionSpec` or tuple; missing entries count as None.
+
+        Raises `PlanError` if the spec has more than `rank` entries.
+        """
         if len(spec) > rank:
             raise errors.spec_too_long(tuple(spec), rank)
         return cls.of(*spec, *(None,) * (rank - len(spec)))
 
     @property
     def spec(self) -> PartitionSpec:
-        """As a `PartitionSpec`, trailing whole dims left out. A sum not yet added up has none."""
+        """Return the `PartitionSpec`, without trailing Nones. A partial sum has none."""
         assert not self.partial, "a PartitionSpec knows no partial sums"
         entries = [None if not dim else dim[0] if len(dim) == 1 else dim for dim in self.dims]
         while entries and entries[-1] is None:
@@ -73,16 +78,16 @@ class TensorSharding:
     def from_map(
         cls, device_matrix: Sequence[int], tensor_map: Sequence[Any], axes: Sequence[str]
     ) -> "TensorSharding":
-        """From a device matrix and a tensor map.
+        """Create a sharding from a device matrix and a tensor map.
 
         **Arguments:**
 
         - `device_matrix`: sizes of the mesh axes, in mesh order.
-        - `tensor_map`: for each dim the place in the device matrix, counted from its end, that
-          splits it; -1 where it is whole; several in a tuple.
+        - `tensor_map`: for each dim the position in the device matrix, counted from its end, of the
+          axis that splits it; -1 where none does; several in a tuple.
         - `axes`: names of the mesh axes, in mesh order.
 
-        Raises `PlanError` where a place is outside the device matrix.
+        Raises `PlanError` if a position is outside the device matrix.
         """
         entries = []
         for places in tensor_map:
@@ -94,7 +99,7 @@ class TensorSharding:
         return cls(tuple(entries))
 
     def to_map(self, axes: AxisSizes) -> tuple[tuple[int, ...], tuple[int | tuple[int, ...], ...]]:
-        """The device matrix and the tensor map; see `from_map`.
+        """Return the device matrix and the tensor map; see `from_map`.
 
         >>> Sharding.of("data", ("tensor",)).to_map({"data": 2, "tensor": 4})
         ((2, 4), (1, 0))
@@ -107,24 +112,24 @@ class TensorSharding:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that split a dim, dim by dim."""
+        """The axes that split a dim, in the order of the dims."""
         return tuple(axis for dim in self.dims for axis in dim)
 
     def num_shards(self, dim: int, axes: AxisSizes) -> int:
-        """In how many shards a dim is split."""
+        """Return the number of shards of a dim."""
         return math.prod(axes[axis] for axis in self.dims[dim])
 
     def shard_shape(self, shape: Sequence[int], axes: AxisSizes) -> tuple[int, ...]:
-        """The shape of one shard; a dim that does not divide is filled up."""
+        """Return the shape of one shard; a dim that its shards do not divide is padded."""
         assert len(shape) == len(self.dims), (shape, self)
         return tuple(-(-size // self.num_shards(dim, axes)) for dim, size in enumerate(shape))
 
     def shard_bytes(self, shape: Sequence[int], itemsize: int, axes: AxisSizes) -> int:
-        """Bytes of one shard."""
+        """Return the bytes of one shard."""
         return math.prod(self.shard_shape(shape, axes)) * itemsize
 
     def indivisible_dims(self, shape: Sequence[int], axes: AxisSizes) -> list[int]:
-        """The dims whose size their shards do not divide.
+        """Return the dims whose size is not divisible by their number of shards.
 
         >>> [Sharding.of("data").uneven((12,), {"data": n}) for n in (3, 5, 6, 7)]
         [[], [0], [], [0]]
@@ -132,7 +137,11 @@ class TensorSharding:
         return [dim for dim, size in enumerate(shape) if size % self.num_shards(dim, axes)]
 
     def check(self, shape: Sequence[int], axes: AxisSizes, what: str = "the tensor") -> None:
-        """Raise `PlanError` where this cannot be the sharding of a tensor of this shape."""
+        """Raise `PlanError` if a tensor of this shape cannot have this sharding.
+
+        The rank differs, an axis is not in `axes`, or a dim is not divisible; `what` names the
+        tensor in the message.
+        """
         if len(self.dims) != len(shape):
             raise errors.sharding_wrong_rank(what, tuple(shape), repr(self))
         for axis in (*self.axes, *sorted(self.partial)):
@@ -142,11 +151,11 @@ class TensorSharding:
             raise errors.sharding_indivisible(what, tuple(shape), dim, self.num_shards(dim, axes))
 
     def with_dim(self, dim: int, entry: tuple[str, ...]) -> "TensorSharding":
-        """The same with other axes on one dim."""
+        """Return the sharding with other axes on one dim."""
         return dataclasses.replace(self, dims=(*self.dims[:dim], entry, *self.dims[dim + 1 :]))
 
     def without(self, axes: Sequence[str]) -> "TensorSharding":
-        """The same, whole over some axes and added up over them."""
+        """Return the sharding replicated, and reduced, over some axes."""
         kept = tuple(tuple(axis for axis in dim if axis not in axes) for dim in self.dims)
         return TensorSharding(kept, self.partial - set(axes))
 

@@ -1,8 +1,8 @@
-"""For each operation: which shardings it needs, what a device computes, how the result is sharded.
+"""Operator rules: the shardings an operation needs and the sharding of its result.
 
-A rule takes the partitioner, an equation and the versions of its inputs, and returns a
-`ShardedValue` (or a `DeferredValue`) for each result. Operations without a rule take whole tensors,
-which is always right.
+A rule `rule(partitioner, eqn, inputs)` takes the `ValueVersions` of an equation's inputs, reshards
+them, applies the operation to the shards, and returns a `ShardedValue` (or a `DeferredValue`) for
+each result. An operation without a rule gets replicated inputs, which is always right.
 """
 
 from plurax.jaxpr.primitives import ELEMENTWISE, REDUCTIONS
@@ -84,4 +84,4 @@ RULES: dict[str, Rule] = {
     "optimization_barrier": shape_ops.barrier,
     "reshard": shape_ops.as_it_lies,
 }
-"""By the names of JAX's primitives. Those without a rule go by `by_default`."""
+"""Rules by the names of JAX's primitives; `by_default` is the rule of all others."""

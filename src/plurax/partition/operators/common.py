@@ -1,4 +1,18 @@
-"""What the rules of all operations share."""
+"""Helpers that the rules of several operations share.
+
+Most rules do three things: choose a common sharding for the operands, reshard them to it, and apply
+the operation to the shards. The choice is between the shardings that the operands already have, and
+the one that sends the fewest bytes wins.
+
+    mesh tensor=4; a (8, 64) is split as (None, tensor), b (8, 64) is (None, None); float32
+
+    candidate            to reshard a                     to reshard b      chosen
+    (None, tensor)       nothing                          a slice, 0        yes
+    (None, None)         an all-gather, 1536 bytes        nothing
+
+An operand that is a partial sum may stay one if the operation is linear and no other equation reads
+the operand: another reader could need it reduced, and it would then be reduced twice.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,8 +26,8 @@ Rule = Callable[[Any, Any, list[ValueVersions]], list[Output]]
 
 
 def bind(eqn: Any, arrays: Sequence[Array], **changed: Any) -> list[Array]:
-    """The operation on some arrays, with some of its parameters changed."""
-    # How arrays lie is the divider's to say, not that of the mesh in which they were traced.
+    """Apply the equation's primitive to arrays, with some of its parameters changed."""
+    # The partitioner decides shardings; those of the mesh in which `eqn` was traced are dropped.
     lying = {name: None for name in ("sharding", "out_sharding") if name in eqn.params}
     params = eqn.primitive.get_bind_params({**eqn.params, **lying, **changed})
     out = eqn.primitive.bind(*arrays, **params)
@@ -23,7 +37,7 @@ def bind(eqn: Any, arrays: Sequence[Array], **changed: Any) -> list[Array]:
 def result(
     eqn: Any, inputs: list[ValueVersions], array: Array, sharding: TensorSharding, place: int = 0
 ) -> ShardedValue:
-    """One result, varying as its inputs are."""
+    """Return a result of an equation; `data_varying` and `is_param` follow from the inputs."""
     values = [cell.value for cell in inputs if not cell.deferred]
     return ShardedValue(
         array,
@@ -35,7 +49,7 @@ def result(
 
 
 def by_default(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
-    """Whole tensors in, whole tensors out. What is gathered for that is said."""
+    """Apply an operation without a rule to replicated operands, and record the gathers."""
     before = len(divider.records)
     arrays = [divider.reshard(cell, TensorSharding.whole(len(cell.shape))).array for cell in inputs]
     divider.gathered_for(eqn, before)
@@ -46,7 +60,10 @@ def by_default(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Outp
 
 
 def fitting(cell: ValueVersions, target: TensorSharding) -> TensorSharding:
-    """A sharding for an operand: scalars, and dims of size 1 that are spread, are whole."""
+    """Return an operand's sharding for a result sharded as `target`.
+
+    Scalars are replicated, and so are dims of size 1, which broadcast.
+    """
     if not cell.shape:
         return TensorSharding(())
     return TensorSharding(
@@ -59,9 +76,14 @@ def fitting(cell: ValueVersions, target: TensorSharding) -> TensorSharding:
 def common_sharding(
     divider: Any, cells: list[ValueVersions], kept: frozenset[str] = frozenset()
 ) -> TensorSharding:
-    """The sharding of one of some operands to which the fewest bytes move."""
+    """Return the operand sharding to which all operands are resharded for the fewest bytes.
+
+    Partial sums over the axes in `kept` may stay, so they cost nothing. With equal bytes the
+    sharding with the most shards wins.
+    """
     rank = max(len(cell.shape) for cell in cells)
     made = [cell for cell in cells if not cell.deferred and len(cell.shape) == rank]
+    # Partial sums are candidates in their reduced form.
     options = {TensorSharding(value.sharding.dims) for cell in made for value in cell.values}
     options = options or {
         cell.deferred.free for cell in cells if cell.deferred and cell.deferred.free is not None
@@ -79,23 +101,24 @@ def common_sharding(
         return total, -divider.axes.size(option.axes)
 
     allowed = [option for option in options if not kept & set(option.axes)]
+    # Sets have no fixed order: sorting makes the choice the same in every process.
     return min(sorted(allowed, key=repr), key=cost)
 
 
 def can_stay_partial(cell: ValueVersions) -> bool:
-    """Whether a sum may go on as terms: nothing else reads it, and it has not been added up."""
+    """Whether a partial sum may stay unreduced: it has one reader and no reduced version."""
     return cell.uses <= 1 and all(value.sharding.partial for value in cell.values)
 
 
 def maybe_partial(divider: Any, cell: ValueVersions) -> ShardedValue:
-    """A value for an operation that is linear and only moves numbers: a sum may stay one."""
+    """Return a value for a linear operation that only moves entries, partial if possible."""
     return cell.value if can_stay_partial(cell) else divider.reduced(cell)
 
 
 def replicate_dims(
     divider: Any, cell: ValueVersions, value: ShardedValue, dims: Sequence[int]
 ) -> ShardedValue:
-    """The value with some dims whole."""
+    """Reshard a value so that some of its dims are replicated."""
     axes = [axis for dim in dims for axis in value.sharding.dims[dim]]
     if not axes:
         return value
@@ -105,8 +128,11 @@ def replicate_dims(
 
 
 def rows_again(divider: Any, value: ShardedValue, came: TensorSharding) -> ShardedValue:
-    """Rows that had to be whole for an operation, split over `data` again, so that what follows is
-    divided; `came`, how they were split before it."""
+    """Split over `data` the rows that an operation needed whole, to keep later equations parallel.
+
+    `came` is the sharding before the operation. This applies in `joint` mode only, in which rows
+    are one dim split over `data`.
+    """
     taken = {*value.sharding.axes, *value.sharding.partial}
     if not divider.joint or "data" in taken:
         return value

@@ -1,4 +1,20 @@
-"""Operations on one number of each operand, and sums, maxima and the like over dims."""
+"""Elementwise operations, and reductions over dims.
+
+Elementwise operations bring all operands to one sharding. If the operation is linear, a partial sum
+passes through it unreduced. A sum over a split dim gives a partial sum; a maximum or minimum over
+one is all-reduced at once; other reductions replicate the dim first.
+
+    mesh tensor=4; a and b (8, 64), both partial={tensor}; c (8, 64), (None, tensor); k a scalar
+    each equation taken alone, as the only reader of its operands
+
+    equation              result                    why
+    a + b                 partial={tensor}          the sum of partial sums is a partial sum
+    a * k                 partial={tensor}          linear in a
+    tanh(a)               (None, None)              not linear: a is all-reduced first
+    a + c                 (None, tensor)            a is reduce-scattered first
+    sum(c, axis=1)        (None), partial={tensor}  each device sums its 16 columns
+    max(c, axis=1)        (None)                    maxima of 16 columns, then all-reduce (max)
+"""
 
 from typing import Any
 
@@ -24,7 +40,7 @@ _LINEAR = frozenset(
 
 
 def elementwise(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
-    """All operands in one sharding: the one to which the fewest bytes move."""
+    """Reshard all operands to the sharding that sends the fewest bytes."""
     shape = tuple(eqn.outvars[0].aval.shape)
     if eqn.primitive.name in _LINEAR and inputs[0].is_zero:
         return [divider.zeros(shape, eqn.outvars[0].aval.dtype)]
@@ -32,7 +48,7 @@ def elementwise(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Out
     target = common_sharding(divider, inputs, kept)
     arrays = []
     for cell in inputs:
-        # A sum that others read too is added up, whatever else goes on as terms.
+        # A partial sum that other equations read too is reduced, even if the others stay partial.
         still = kept if not cell.deferred and can_stay_partial(cell) else frozenset()
         arrays.append(
             divider.reshard(cell, TensorSharding(fitting(cell, target).dims, still)).array
@@ -43,18 +59,20 @@ def elementwise(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Out
 
 
 def _kept_partial(eqn: Any, inputs: list[ValueVersions]) -> frozenset[str]:
-    """The axes over which a result may stay a sum: where the operation is linear in it.
+    """Return the axes over which the result stays a partial sum, because the operation is linear.
 
-    Only of values that nothing else reads: another reader might have them added up a second time.
+    Only operands that no other equation reads count: another reader could reduce them again.
     """
     name, every = eqn.primitive.name, inputs
     sums = [
         cell.value.sharding.partial if not cell.deferred and can_stay_partial(cell) else frozenset()
         for cell in inputs
     ]
+    # A selection is linear in its cases if the predicate is no partial sum.
     if name == "select_n" and not sums[0]:
         sums, inputs, name = sums[1:], inputs[1:], "add"
     if name in _SUMS:
+        # Zeros can be a partial sum over any axes. All other terms must agree.
         real = [
             s for s, c in zip(sums, inputs, strict=True) if not (c.deferred and c.deferred.zero)
         ]
@@ -67,20 +85,25 @@ def _kept_partial(eqn: Any, inputs: list[ValueVersions]) -> frozenset[str]:
         return frozenset()
     if name == "convert_element_type" and not _rounds_only(eqn):
         return frozenset()
+    # An axis cannot both split a dim of the result and have it partial.
     others = [axis for cell in every if not cell.deferred for axis in cell.value.sharding.axes]
     return frozenset() if common & set(others) else common
 
 
 def _rounds_only(eqn: Any) -> bool:
-    """Whether an operation is linear up to rounding: integers are cut off, or go around."""
+    """Whether all dtypes are inexact: the operation is linear up to rounding.
+
+    On integers it is not: a division truncates, and a conversion may wrap around.
+    """
     dtypes = [var.aval.dtype for var in (*eqn.invars, *eqn.outvars)]
     return all(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
 
 
 def reduction(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
-    """Sums stay terms; maxima and minima are joined at once; others take the dim whole."""
+    """Reduce over dims: sums stay partial, maxima and minima are all-reduced, others gather."""
     name, dims = eqn.primitive.name, tuple(eqn.params["axes"])
     cell = inputs[0]
+    # A reduction of a flattened tensor is one over all dims of the original, on its shards.
     if cell.deferred is not None and cell.deferred.flattened is not None and dims:
         cell = cell.deferred.flattened
         dims = tuple(range(len(cell.shape)))
@@ -88,7 +111,7 @@ def reduction(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Outpu
     over = tuple(axis for dim in dims for axis in value.sharding.dims[dim])
     neutral = _neutral(name, value.array.dtype)
     if cell is not inputs[0] and neutral is None:
-        # A place in the flat tensor, say, is not one in the tensor.
+        # An argmax, for example, is an index into the flat tensor: it needs that tensor whole.
         return reduction(
             divider, eqn, [ValueVersions(divider.reshard(inputs[0], TensorSharding.whole(1)))]
         )
@@ -96,6 +119,7 @@ def reduction(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Outpu
         value = divider.reshard(cell, value.sharding.without(over))
         over = ()
     array = value.array
+    # Padding must not enter the reduction.
     for dim in set(value.sharding.indivisible_dims(value.shape, divider.axes.sizes)) & set(dims):
         array = only_real(divider, value.sharding, value.shape, array, dim, neutral)
     array = bind(eqn, [array], axes=dims)[0]
@@ -109,7 +133,7 @@ def reduction(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Outpu
 
 
 def _neutral(name: str, dtype: Any) -> Any:
-    """What changes nothing in a reduction; None where shards cannot be reduced one by one."""
+    """Return the neutral element of a reduction, or None if shards cannot be reduced separately."""
     truth = jnp.issubdtype(dtype, jnp.bool_)
     if name in ("reduce_and", "reduce_or"):
         return (name == "reduce_and") if truth else None
@@ -127,7 +151,7 @@ def _neutral(name: str, dtype: Any) -> Any:
 
 
 def _joined(divider: Any, array: Array, over: tuple[str, ...], name: str) -> Array:
-    """The maxima or minima of shards joined; true is 1."""
+    """All-reduce the shards' maxima or minima; booleans are reduced as integers."""
     op = lax.pmax if name in ("reduce_max", "reduce_or") else lax.pmin
     if not jnp.issubdtype(array.dtype, jnp.bool_):
         return divider.all_reduced(array, over, op)
@@ -142,7 +166,10 @@ def only_real(
     dim: int,
     neutral: Any = 0,
 ) -> Array:
-    """A shard with `neutral` where its dim is filled up."""
+    """Replace the padding of a shard along `dim` by `neutral`.
+
+    A dim of size 10 over 4 devices has shards of 3: the last two entries of device 3 are padding.
+    """
     size = array.shape[dim]
     first = divider.axes.index(sharding.dims[dim]) * size
     place = first + lax.broadcasted_iota(jnp.int32, array.shape, dim)

@@ -1,8 +1,18 @@
-"""Reading rows of a split table, and adding into one.
+"""Gather and scatter: read rows of a split table, or add rows to one.
 
-Where the indexed dim is split, each device reads the rows it has, zero for the others, and the
-results are terms of a sum; adding into a split dim, each device takes the rows that are its own.
-So an embedding, or the logit of the right class, never needs the whole table.
+An embedding table, or the logits from which cross entropy picks the right class, may be split along
+the indexed dim, and gathering the whole table would send far more than the rows that are read. So
+each device reads the rows of its shard and zeros for all others: the result is a partial sum. In a
+scatter-add each device adds the rows that fall into its shard and drops the others.
+
+    mesh tensor=2; table (6, 4) split by rows; indices [1, 5, 2], whole on both devices
+
+    device   its rows   local indices    own               rows read (3, 4)
+    0        0, 1, 2    1, 5, 2          yes, no, yes      t[1], 0, t[2]
+    1        3, 4, 5    -2, 2, -1        no, yes, no       0, t[5], 0
+                                         partial={tensor}: t[1], t[5], t[2]
+
+The backward pass is a scatter-add of the cotangent's rows into zeros of the table's sharding.
 """
 
 import dataclasses
@@ -24,11 +34,14 @@ Entry = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """What the dims of a table, of its indices and of the rows read or added are to each other.
+    """How the dims of a table, its indices and the rows (read or added) correspond.
 
-    **Fields:** for a dim of the table `window`, the dim of the rows that runs along it whole;
-    `batch`, the dim of the indices that runs along it; `indexed`, the place of its index in the
-    indices' last dim. `rows_of`, for each dim of the indices but the last, that of the rows.
+    **Fields:**
+
+    - `window`: from a dim of the table that is read whole to the dim of the rows.
+    - `batch`: from a batch dim of the table to the dim of the indices.
+    - `indexed`: from an indexed dim of the table to its position in the indices' last dim.
+    - `rows_of`: from each dim of the indices but the last to the dim of the rows.
     """
 
     window: dict[int, int]
@@ -45,6 +58,7 @@ def _roles(
     index_map: Sequence[int],
     batching: tuple[Sequence[int], Sequence[int]],
 ) -> Roles:
+    """Return the roles for the shapes and dimension numbers of a gather or scatter."""
     kept = [d for d in range(len(table)) if d not in removed and d not in batching[0]]
     window = {
         d: place
@@ -63,7 +77,11 @@ def _roles(
 def _lies(
     divider: Any, cell: ValueVersions, roles: Roles, sharding: TensorSharding
 ) -> tuple[Entry, ...]:
-    """How a table can lie, nearest to a given sharding."""
+    """Return the sharding the table can have that is nearest to the given one.
+
+    Dims that are neither a window, a batch nor an indexed dim are replicated, and so are dims that
+    the shards do not divide.
+    """
     ways = divider.axes.sizes
     return tuple(
         entry
@@ -75,7 +93,10 @@ def _lies(
 
 
 def _index_entries(cell: ValueVersions, roles: Roles, table: Sequence[Entry]) -> list[Entry]:
-    """How the indices lie: along the table's batch dims; else as they do, on axes that are free."""
+    """Return the dims' axes for the indices: those of the table on batch dims, elsewhere their own.
+
+    Axes that split the table are left out, because each device needs all indices into its shard.
+    """
     used = {axis for entry in table for axis in entry}
     entries: list[Entry] = [
         tuple(a for a in entry if a not in used) for entry in cell.value.sharding.dims
@@ -89,13 +110,14 @@ def _index_entries(cell: ValueVersions, roles: Roles, table: Sequence[Entry]) ->
 def _own_index(
     divider: Any, indices: Array, roles: Roles, table: Sequence[Entry], shape: Sequence[int]
 ) -> tuple[Array, Array | None, Array | None]:
-    """Indices into this device's shard; which are its own; which are in the table at all."""
+    """Return indices into this device's shard, whether each is in it, and whether in the table."""
     own = inside = None
     for dim, place in roles.indexed.items():
         if not table[dim]:
             continue
         size = shape[dim] // divider.axes.size(table[dim])
         index = indices[..., place]
+        # Device k has the rows k * size to (k + 1) * size.
         local = index - jnp.asarray(divider.axes.index(table[dim]) * size, index.dtype)
         here = (local >= 0) & (local < size)
         there = (index >= 0) & (index < shape[dim])
@@ -106,7 +128,7 @@ def _own_index(
 
 
 def _clipped(indices: Array, roles: Roles, shape: Sequence[int], mode: Any) -> Array:
-    """Indices in the table where the mode says so; wide enough to be counted from any shard."""
+    """Clip indices into the table if the mode says so; widen them, so that offsets fit."""
     if indices.dtype.itemsize < 4:
         indices = indices.astype(jnp.int32)
     if mode != lax.GatherScatterMode.CLIP:
@@ -117,7 +139,7 @@ def _clipped(indices: Array, roles: Roles, shape: Sequence[int], mode: Any) -> A
 
 
 def gather(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
-    """`table[indices]`."""
+    """Evaluate `table[indices]`, a partial sum over the axes of a split indexed dim."""
     table, indices = inputs
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     out = eqn.outvars[0].aval
@@ -129,6 +151,7 @@ def gather(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
         numbers.start_index_map,
         (numbers.operand_batching_dims, numbers.start_indices_batching_dims),
     )
+    # The table stays in its sharding where the operation allows it; the indices follow.
     lies = _lies(divider, table, roles, divider.reduced(table).sharding)
     from_ = divider.reshard(table, TensorSharding(lies))
     at = divider.reshard(indices, TensorSharding(tuple(_index_entries(indices, roles, lies))))
@@ -138,6 +161,7 @@ def gather(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
     clipped = _clipped(at.array, roles, table.shape, eqn.params["mode"])
     index, own, inside = _own_index(divider, clipped, roles, lies, table.shape)
     params = {**eqn.params, "slice_sizes": local}
+    # Indices into other shards are clipped, and what they read is masked below.
     if own is not None:
         params["mode"] = lax.GatherScatterMode.CLIP
     array = eqn.primitive.bind(from_.array, index, **params)
@@ -146,6 +170,7 @@ def gather(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
         entries[place] = lies[dim]
     for dim, place in roles.rows_of.items():
         entries[place] = at.sharding.dims[dim]
+    # A row is on one device along these axes, and zero on the others.
     summed = frozenset(axis for dim in roles.indexed for axis in lies[dim])
     if own is not None:
         assert inside is not None
@@ -155,6 +180,7 @@ def gather(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
         own, inside = own.reshape(shape), inside.reshape(shape)
         array = jnp.where(own, array, jnp.zeros((), array.dtype))
         if eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
+            # Only one device fills in: the others' terms are zero.
             first = divider.axes.index(sorted(summed)) == 0
             array = jnp.where(~inside & first, _fill(eqn, array.dtype), array)
     data_varying = from_.data_varying or at.data_varying
@@ -164,6 +190,7 @@ def gather(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
 
 
 def _fill(eqn: Any, dtype: Any) -> Array:
+    """Return the value that out-of-bounds reads give in the mode `FILL_OR_DROP`."""
     given = eqn.params["fill_value"]
     if given is not None:
         return jnp.asarray(given, dtype)
@@ -175,7 +202,7 @@ def _fill(eqn: Any, dtype: Any) -> Array:
 
 
 def scatter_add(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
-    """`table.at[indices].add(rows)`; onto zeros it waits to be told how to lie."""
+    """Evaluate `table.at[indices].add(rows)`; into zeros, the result stays deferred."""
     table = inputs[0]
     late = table.deferred
     if late is not None and late.zero:
@@ -186,7 +213,7 @@ def scatter_add(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Out
 
 
 def scatter(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
-    """`table.at[indices].set(rows)` and the like: the indexed dims are whole."""
+    """Evaluate `table.at[indices].set(rows)` and the like; the indexed dims are replicated."""
     table, indices, rows = inputs
     numbers = eqn.params["dimension_numbers"]
     roles = _scattered(table, rows, numbers)
@@ -212,6 +239,7 @@ def scatter(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]
 
 
 def _scattered(table: ValueVersions, rows: ValueVersions, numbers: Any) -> Roles:
+    """Return the roles of a scatter's operands."""
     return _roles(
         table.shape,
         rows.shape,
@@ -225,17 +253,19 @@ def _scattered(table: ValueVersions, rows: ValueVersions, numbers: Any) -> Roles
 def _added(
     divider: Any, eqn: Any, inputs: list[ValueVersions], wanted: TensorSharding
 ) -> ShardedValue:
+    """Evaluate a scatter-add whose table has the sharding nearest to `wanted`."""
     table, indices, rows = inputs
     roles = _scattered(table, rows, eqn.params["dimension_numbers"])
     lies = _lies(divider, table, roles, wanted)
+    # Rows of the batch are added on each device; over `data` the result is reduced later.
     if any(cell.data_varying for cell in inputs):
         lies = tuple(tuple(a for a in entry if a != "data") for entry in lies)
     used = {axis for entry in lies for axis in entry}
     place_of = {place: dim for dim, place in roles.rows_of.items()}
-    # Rows that are not made yet can lie as they are wanted.
+    # Deferred rows can be created in any sharding.
     late = rows.deferred is not None and rows.deferred.free is None
     have = TensorSharding.whole(len(rows.shape)) if late else divider.reduced(rows).sharding
-    # Where shards of rows are filled up, what fills them must not be added.
+    # The padding of an indivisible dim must not be added, so such dims of the rows are replicated.
     uneven = have.indivisible_dims(rows.shape, divider.axes.sizes)
     row_entries: list[Entry] = [
         tuple(a for a in entry if a not in used and place in place_of and place not in uneven)
@@ -248,12 +278,13 @@ def _added(
     index_entries: list[Entry] = [()] * len(indices.shape)
     for dim, place in roles.rows_of.items():
         index_entries[dim] = row_entries[place]
-    # Terms of a sum: rows of different devices that are added into one table.
+    # Devices with different rows each add theirs to a copy of the table: a partial sum.
     terms = frozenset(axis for place in place_of for axis in row_entries[place] if axis not in used)
     into = divider.reshard(table, TensorSharding(lies))
     at = divider.reshard(indices, TensorSharding(tuple(index_entries)))
     given = divider.reshard(rows, TensorSharding(tuple(row_entries)))
     base = into.array
+    # The table itself counts once in that sum.
     if terms and not table.is_zero:
         base = jnp.where(divider.axes.index(sorted(terms)) == 0, base, jnp.zeros((), base.dtype))
     clipped = _clipped(at.array, roles, table.shape, eqn.params["mode"])
@@ -261,6 +292,7 @@ def _added(
     params = dict(eqn.params)
     if own is not None:
         for dim, place in roles.indexed.items():
+            # An index past the end is dropped.
             outside = jnp.asarray(base.shape[dim], index.dtype)
             index = index.at[..., place].set(jnp.where(own, index[..., place], outside))
         params["mode"] = lax.GatherScatterMode.FILL_OR_DROP

@@ -1,4 +1,4 @@
-"""Random keys and what is drawn from them, each key a number of its own; numbers read as bits."""
+"""Random keys, bits drawn from them, and bitcasts: entries that become several, or the reverse."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from plurax.sharding.spec import TensorSharding
 
 
 def drawn(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
-    """From each number something of its own, in new dims at the end, or from such dims one number.
+    """Apply an operation that maps each entry to new trailing dims, or trailing dims to one entry.
 
-    These dims are whole: words of a key, what is drawn from it, the bytes of a number.
+    These dims are replicated: the words of a key, the numbers drawn from it, the bytes of a number.
     """
     cell = inputs[0]
     value = divider.reduced(cell)

@@ -1,4 +1,19 @@
-"""Operations that move numbers around: reshape, transpose, slice, concatenate, ..."""
+"""Operations that rearrange entries: reshape, transpose, slice, concatenate, and the like.
+
+They are linear, so a partial sum usually passes through. A dim that the operation does not change
+stays split; a dim that it cuts, joins or reorders is replicated first. A reshape keeps a dim split
+if the dim is the major one of those it is merged with, or is split into.
+
+    mesh tensor=4
+
+    operation                          sharding before       sharding after
+    reshape (8, 12) -> (96)            (tensor, None)        (tensor): rows are contiguous
+    reshape (8, 12) -> (96)            (None, tensor)        deferred: columns are not contiguous
+    reshape (96) -> (8, 12)            (tensor)              (tensor, None)
+    transpose (8, 12) -> (12, 8)       (tensor, None)        (None, tensor)
+    slice (8, 12) -> (8, 6)            (tensor, None)        (tensor, None)
+    slice (8, 12) -> (8, 6)            (None, tensor)        (None, None) after an all-gather
+"""
 
 import dataclasses
 import math
@@ -18,14 +33,15 @@ from plurax.sharding.spec import TensorSharding
 
 
 def broadcast_in_dim(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
-    """New dims are whole; zeros wait to be told how to lie."""
+    """Broadcast a value; new dims are replicated, and zeros stay deferred."""
     cell, shape = inputs[0], tuple(eqn.outvars[0].aval.shape)
     if cell.is_zero:
         return [divider.zeros(shape, eqn.outvars[0].aval.dtype)]
     grows = math.prod(shape) > math.prod(cell.shape)
-    # Added up before it is repeated, a sum is smaller.
+    # A partial sum is smaller before it is repeated: reduce it now.
     value = divider.reduced(cell) if grows else maybe_partial(divider, cell)
     places = eqn.params["broadcast_dimensions"]
+    # A dim of size 1 that grows is the same on all devices.
     widened = [d for d, place in enumerate(places) if value.shape[d] != shape[place]]
     value = replicate_dims(divider, cell, value, widened)
     entries: list[tuple[str, ...]] = [()] * len(shape)
@@ -42,7 +58,7 @@ def broadcast_in_dim(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> lis
         return [repeated(value, sharding)]
 
     def make(target: TensorSharding) -> ShardedValue:
-        # Of rows repeated in another dim, the rows are moved and not what is made of them.
+        # Reshard the rows, not the larger tensor in which they are repeated.
         dims = [() if d in widened else target.dims[place] for d, place in enumerate(places)]
         there = divider.reshard(ValueVersions(value), TensorSharding(tuple(dims)))
         return repeated(there, TensorSharding(target.dims))
@@ -51,10 +67,10 @@ def broadcast_in_dim(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> lis
 
 
 def reshape(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
-    """A split dim stays split where it is the major one of those it is joined with or cut into.
+    """Reshape a value, keeping a split dim split if it is the major one of its group.
 
-    Joined to one dim where that is not so, a tensor waits: a sum over it, or its inner product with
-    another, needs no more than the shards.
+    If that fails for a reshape to one dim, the result stays deferred: a sum over it, or its inner
+    product with another such tensor, only needs the shards.
     """
     cell, shape = inputs[0], tuple(eqn.outvars[0].aval.shape)
     value = maybe_partial(divider, cell)
@@ -65,6 +81,7 @@ def reshape(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]
             continue
         before = math.prod(value.shape[:dim])
         ways = value.sharding.num_shards(dim, divider.axes.sizes)
+        # A new dim can take over the split if it starts at the same stride and divides evenly.
         to = [
             place
             for place, size in enumerate(shape)
@@ -83,7 +100,7 @@ def reshape(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]
 
 
 def _flattened(divider: Any, eqn: Any, cell: ValueVersions) -> DeferredValue:
-    """A tensor in one dim, gathered if any but a sum or an inner product reads it."""
+    """Return the deferred reshape to one dim, which is gathered when another operation reads it."""
 
     def make(sharding: TensorSharding) -> ShardedValue:
         whole = divider.reshard(cell, TensorSharding.whole(len(cell.shape)))
@@ -95,7 +112,7 @@ def _flattened(divider: Any, eqn: Any, cell: ValueVersions) -> DeferredValue:
 
 
 def transpose(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
-    """The shards are transposed."""
+    """Transpose the shards."""
     value = maybe_partial(divider, inputs[0])
     dims = tuple(value.sharding.dims[d] for d in eqn.params["permutation"])
     array = bind(eqn, [value.array])[0]
@@ -103,7 +120,7 @@ def transpose(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Outpu
 
 
 def squeeze(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
-    """Dims of size 1 fall away."""
+    """Remove dims of size 1."""
     gone = [d % len(inputs[0].shape) for d in eqn.params["dimensions"]]
     value = replicate_dims(divider, inputs[0], maybe_partial(divider, inputs[0]), gone)
     dims = tuple(e for d, e in enumerate(value.sharding.dims) if d not in gone)
@@ -112,7 +129,7 @@ def squeeze(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]
 
 
 def rev(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
-    """What is turned around is whole."""
+    """Reverse dims, which are replicated first."""
     dims = list(eqn.params["dimensions"])
     came = maybe_partial(divider, inputs[0])
     value = replicate_dims(divider, inputs[0], came, dims)
@@ -121,20 +138,21 @@ def rev(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
 
 
 def slice_(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
-    """What is cut is whole."""
+    """Slice dims, which are replicated first; dims taken as a whole stay split."""
     params, shape = eqn.params, inputs[0].shape
     strides = params["strides"] or (1,) * len(shape)
     bounds = list(zip(params["start_indices"], params["limit_indices"], strides, strict=True))
     cut = [d for d, bound in enumerate(bounds) if bound != (0, shape[d], 1)]
     came = maybe_partial(divider, inputs[0])
     value = replicate_dims(divider, inputs[0], came, cut)
+    # Along split dims the whole shard is taken.
     limits = tuple(bound[1] if d in cut else value.array.shape[d] for d, bound in enumerate(bounds))
     array = bind(eqn, [value.array], limit_indices=limits)[0]
     return [rows_again(divider, result(eqn, inputs, array, value.sharding), came.sharding)]
 
 
 def dynamic_slice(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
-    """What is cut is whole."""
+    """Slice at dynamic indices; the dims that are cut are replicated first."""
     shape, sizes = inputs[0].shape, eqn.params["slice_sizes"]
     cut = [d for d, size in enumerate(sizes) if size != shape[d]]
     value = replicate_dims(divider, inputs[0], maybe_partial(divider, inputs[0]), cut)
@@ -145,7 +163,7 @@ def dynamic_slice(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[O
 
 
 def dynamic_update_slice(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
-    """What is cut is whole; the other dims of both lie alike."""
+    """Update a slice; the dims that it cuts are replicated, the others match in both operands."""
     into, part, *places = inputs
     cut = [d for d, size in enumerate(part.shape) if size != into.shape[d]]
     target = common_sharding(
@@ -158,17 +176,19 @@ def dynamic_update_slice(divider: Any, eqn: Any, inputs: list[ValueVersions]) ->
 
 
 def pad(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
-    """What is filled up is whole."""
+    """Pad dims, which are replicated first."""
     filled = [d for d, edge in enumerate(eqn.params["padding_config"]) if edge != (0, 0, 0)]
     came = divider.reduced(inputs[0])
     value = replicate_dims(divider, inputs[0], came, filled)
+    # The padding value is added on every device, so a partial sum would count it several times:
+    # `came` is reduced above.
     edge = divider.reshard(inputs[1], TensorSharding.whole(0)).array
     made = result(eqn, inputs, bind(eqn, [value.array, edge])[0], value.sharding)
     return [rows_again(divider, made, came.sharding)]
 
 
 def concatenate(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
-    """What is joined is whole; the other dims of all lie alike."""
+    """Concatenate along a dim that is replicated first; the other dims match in all operands."""
     dim = eqn.params["dimension"]
     came = common_sharding(divider, [cell for cell in inputs if not cell.deferred] or inputs)
     target = came.with_dim(dim, ())
@@ -177,7 +197,7 @@ def concatenate(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Out
 
 
 def stack(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
-    """All lie alike; the new dim is whole."""
+    """Stack operands of one sharding along a new, replicated dim."""
     target = common_sharding(divider, [cell for cell in inputs if not cell.deferred] or inputs)
     arrays = [divider.reshard(cell, target).array for cell in inputs]
     axis = eqn.params["axis"]
@@ -186,7 +206,7 @@ def stack(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
 
 
 def unstack(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
-    """The dim that is taken apart is whole."""
+    """Unstack along a dim that is replicated first."""
     axis = eqn.params["axis"]
     value = replicate_dims(divider, inputs[0], maybe_partial(divider, inputs[0]), [axis])
     dims = (*value.sharding.dims[:axis], *value.sharding.dims[axis + 1 :])
@@ -198,14 +218,14 @@ def unstack(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]
 
 
 def tile(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
-    """What is repeated is whole."""
+    """Tile dims; those that are repeated are replicated first."""
     repeated = [dim for dim, count in enumerate(eqn.params["reps"]) if count > 1]
     value = replicate_dims(divider, inputs[0], maybe_partial(divider, inputs[0]), repeated)
     return [result(eqn, inputs, bind(eqn, [value.array])[0], value.sharding)]
 
 
 def fft(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
-    """The dims that are transformed are whole; the transform of a sum is that of its terms."""
+    """Transform dims, which are replicated first. The transform is linear, so partial sums stay."""
     rank = len(inputs[0].shape)
     dims = list(range(rank - len(eqn.params["fft_lengths"]), rank))
     value = replicate_dims(divider, inputs[0], maybe_partial(divider, inputs[0]), dims)
@@ -213,8 +233,9 @@ def fft(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
 
 
 def matrices(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
-    """Decompositions and solutions: the two minor dims are whole, those before may be split."""
+    """Decompose or solve matrices; the two minor dims are replicated, batch dims stay split."""
     before = len(inputs[0].shape) - 2
+    # The operands of a solve share their batch dims; the ranks of pivots and eigenvalues differ.
     dims = common_sharding(divider, inputs).dims[:before]
 
     def behind(rank: int) -> TensorSharding:
@@ -228,7 +249,10 @@ def matrices(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output
 
 
 def single_dim_rule(parameter: str, *, last: bool = False) -> Rule:
-    """The rule of operations that work along one dim: it is whole, and the operands lie alike."""
+    """Return the rule for operations along one dim, such as a sort: that dim is replicated.
+
+    `parameter` is the name of the equation's parameter with the dim; `last` for the last dim.
+    """
 
     def rule(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
         rank = len(inputs[0].shape)
@@ -245,9 +269,9 @@ def single_dim_rule(parameter: str, *, last: bool = False) -> Rule:
 
 
 def reduce_window(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
-    """Pooling: dims without a window may be split."""
+    """Pool; dims without a window stay split."""
     sizes, out = eqn.params["window_dimensions"], eqn.outvars[0].aval.shape
-    # Of a maximum's cotangent and its operand, that of the operand.
+    # The backward pass of max pooling has a cotangent and an operand: follow the operand.
     target = common_sharding(divider, [cell for cell in inputs if cell.shape == inputs[-1].shape])
     for dim, size in enumerate(sizes):
         if size > 1 or any(cell.shape[dim] != out[dim] for cell in inputs):
@@ -257,7 +281,7 @@ def reduce_window(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[O
 
 
 def barrier(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
-    """As it lies."""
+    """Apply an optimization barrier; shardings stay as they are."""
     values = [cell.value for cell in inputs]
     arrays = bind(eqn, [value.array for value in values])
     return [
@@ -267,5 +291,5 @@ def barrier(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]
 
 
 def as_it_lies(_divider: Any, _eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
-    """The identity."""
+    """Return the input unchanged."""
     return [inputs[0].deferred or inputs[0].value]
