@@ -1,4 +1,4 @@
-"""Inference over any number of inputs, chunk by chunk, streamed to the host."""
+"""Run inference over any number of inputs, chunk by chunk, and stream outputs to the host."""
 
 import itertools
 import operator
@@ -22,13 +22,13 @@ from plurax.task import Task
 from plurax.validate import whole_number
 
 IN_FLIGHT = 2
-"""Chunks computing or waiting while an earlier one is copied to the host."""
+"""Chunks computing or queued while the outputs of an earlier one are copied to the host."""
 
 
 def device_predict(task: Task, precision: Precision) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
-    """`(params, model_state, inputs) -> outputs` on one device, with its own rows.
+    """Return `(params, model_state, inputs) -> outputs` on one device, with its own rows.
 
-    Raises `TaskError` where the outputs are not one row per input.
+    The function raises `TaskError` where the outputs do not have one row per input.
     """
     if task.predict is None:
         raise errors.no_predict()
@@ -49,7 +49,7 @@ def device_predict(task: Task, precision: Precision) -> Callable[[PyTree, PyTree
 def make_predict(
     task: Task, precision: Precision, mesh: Mesh
 ) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
-    """`device_predict` on every device of the mesh axis `data`, for rows split over it."""
+    """Return `device_predict` on every device of the mesh axis `data`, for rows split over it."""
     local = device_predict(task, precision)
     if mesh.shape["data"] == 1:
         return local
@@ -64,10 +64,10 @@ def make_predict(
 
 
 class Predictor:
-    """Outputs for any number of inputs, in a program compiled once for each shape of inputs.
+    """Computes outputs for any number of inputs, in a program compiled once per shape of inputs.
 
-    **Arguments:** `compile_(rows) -> compiled`, for abstract rows, of a function `(*states, rows)`;
-    `mesh`; `pieces`, in how many each device works through its rows.
+    **Arguments:** `compile_(rows) -> compiled`, which compiles a function `(*states, rows)` for
+    abstract rows; `mesh`; `pieces`, the number of microbatches of a call on each device.
     """
 
     def __init__(
@@ -81,7 +81,9 @@ class Predictor:
     def __call__(
         self, states: tuple[PyTree, ...], inputs: PyTree | Iterable[PyTree], chunk: int
     ) -> Any:
-        """NumPy arrays for a tree of arrays; an iterator of them for an iterable of such trees."""
+        """Return NumPy arrays for a tree of arrays, or an iterator of them for an iterable of
+        trees.
+        """
         check_kind("inputs", inputs)
         rows = whole_number(chunk)
         if rows is None:
@@ -117,16 +119,16 @@ class Predictor:
 def predict_stream(
     run: Callable[[PyTree], PyTree], placement: Placement, batches: Iterable[PyTree]
 ) -> Iterator[PyTree]:
-    """Outputs for each batch of an iterable, in its order and of its length, as NumPy arrays.
+    """Yield the outputs of each batch, in order and of its length, as NumPy arrays.
 
     `run` takes placed rows and returns without waiting; while it computes, the outputs of the
-    chunk before are copied out. Batches may have any number of rows.
+    previous chunk are copied to the host. Batches may have any number of rows.
     """
     pending: deque[tuple[int, int, PyTree]] = deque()
     outputs: PyTree = None
 
     def collect() -> bool:
-        """Copy the oldest chunk out; say whether its batch is complete."""
+        """Copy the oldest chunk to the host; return whether its batch is complete."""
         nonlocal outputs
         total, start, chunk = pending.popleft()
         if start == 0:
@@ -150,7 +152,7 @@ def predict_stream(
 
 
 def _copy_rows(leaf: jax.Array, out: np.ndarray, start: int) -> None:
-    """Copy the rows of a device array to `out[start:]`, cut where `out` ends, shard by shard."""
+    """Copy the rows of a device array to `out[start:]`, shard by shard; drop rows past its end."""
     for shard in leaf.addressable_shards:
         if shard.replica_id == 0:
             first = start + (shard.index[0].start or 0)
