@@ -46,7 +46,7 @@ Word = UInt32[Array, "..."]
 
 
 class Resample(Protocol):
-    """How a member draws its rows. Frozen and comparable; its class names it in checkpoints."""
+    """How a member draws its rows. Frozen and comparable; checkpoints save its `repr`."""
 
     def size(self, count: int, member: int) -> int:
         """Return the number of draws in one pass of a member over data of `count` rows."""
@@ -180,8 +180,9 @@ class KFold:
         object.__setattr__(self, "seed", check_seed(self.seed))
 
     def size(self, count: int, member: int) -> int:
-        """Return the number of rows in the other folds. Raises where there are more folds than
-        rows.
+        """Return the number of rows in the other folds.
+
+        Raises `BatchError` where there are more folds than rows.
         """
         if count < self.folds:
             raise errors.folds_too_many(self.folds, count)
