@@ -5,10 +5,10 @@ function of `(seed, member, epoch, position)`, so a `Position` (epoch, batch) is
 iterator adds its state; any other iterable is read again up to the batch. Example, 5 rows, batches
 of 2, `ragged="pad"`, resumed at `Position(epoch=0, batch=1)`:
 
-    epoch_order(0)    rows [[3 1] [4 0] [2 0]]  (3, 2)     counts [2 2 1]  (3,)
-    batch 0           rows 3 1      taken before
-    batch 1           rows 4 0      yielded with Position(0, 2)
-    batch 2           row  2        yielded with Position(0, 3)
+    epoch_order(0)    rows [[4 2] [0 3] [1 0]]  (3, 2)     counts [2 2 1]  (3,)
+    batch 0           rows 4 2      skipped: read before the checkpoint
+    batch 1           rows 0 3      yielded with Position(0, 2)
+    batch 2           row  1        yielded with Position(0, 3)
 """
 
 import contextlib

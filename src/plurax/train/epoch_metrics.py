@@ -1,11 +1,12 @@
 """Aggregate the metrics of an epoch's steps, for one network or a population.
 
 Metrics stay on the device while later steps are dispatched: fetching them at once would make the
-host wait for each step. The sums are weighted means in parts, in float64, added step by step.
-Example, a population of 3 members, two calls of 2 and 1 steps:
+host wait for each step. Sums are in float64 on the host, added in the order of the steps. Example,
+a population of 3 members, two calls of 2 and 1 steps:
 
-    call 1    loss (3, 2)   weight (3, 2)   skipped (3, 2)    waits in the queue
-    call 2    loss (3,)     -> (3, 1)                         waits; call 1 may be fetched
+    call 1    loss (3, 2)   weight (3, 2)   skipped (3, 2)    queued
+    call 2    loss (3,)     -> (3, 1)                         queued; call 1 is still not fetched
+    call 3    ...                                             call 1 is fetched and counted
     fetch     sums["loss"] (3,) += weight * loss, step after step, where skipped == 0
     means     sums["loss"] / weight         (3,)
     row       loss = median, loss_best, loss_worst; members = {"loss": [.., .., ..]}

@@ -5,10 +5,9 @@ small step takes. The number of steps per call adapts to a quarter of a second, 
 bar is live and Ctrl-C is prompt; it changes no result. Example, 1 ms per step, 400 steps per
 epoch, `checkpoint_every=300`:
 
-    calls    1, 2, 4, 8, 16, 32, 64, 128 steps     doubling: step 255
-             45                                    stops at step 300 for the checkpoint
-             90                                    doubling again; step 390
-             10                                    stops at the end of the epoch
+    calls    1, 2, 4, 8, 16, 32, 64, 128 steps     doubling; step 255 is reached
+             45                                    250 would fit, but step 300 has a checkpoint
+             100                                   250 would fit, but the epoch ends at step 400
 """
 
 import contextlib

@@ -9,12 +9,13 @@ changes about half of the bits of the output, and the mixed words are summed:
 
 `mix` is one-to-one, so a change of one word always changes the sum; any other change goes unnoticed
 with probability 2⁻³², and 2⁻⁶⁴ with the second sum, which mixes differently. Sums of integers do
-not depend on their order, so they are equal under every sharding. Example, float32 of shape (2, 3):
+not depend on their order, so they are equal under every sharding. Example, the float32 array
+[[0. 1. 2.] [3. 4. 5.]]:
 
     place        [[0 1 2] [3 4 5]]           uint32, the index in row-major order
     word         the 32 bits of each float   uint32 (2, 3); float64 gives (2, 3, 2)
     sharded      each device sums its mixed words; an all-reduce adds two numbers per array
-    fingerprint  (2,) uint32 -> 16 hexadecimal digits, such as "1f3c09ab77e0d412"
+    fingerprint  (2,) uint32 -> 16 hexadecimal digits, such as "dff8f71279aa7396"
 
 Source: A. Appleby, MurmurHash3 (public domain).
 """
