@@ -151,9 +151,10 @@ def _walk(
             known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
             times = int(known[1]) if known else None
             assert body is not None
+            # Nested loops multiply; an unknown length makes everything inside unknown.
             inner = None if times is None or trips is None else trips * times
             _walk(body[1], bodies, mesh, True, inner, found)
-        elif not re.search(r" async-(update|done)\(", line):  # they name what their start calls
+        elif not re.search(r" async-(update|done)\(", line):  # the start names the same call
             for called in _called(line):
                 _walk(called, bodies, mesh, in_loop, trips, found)
 
@@ -244,9 +245,7 @@ def _result_bytes(text: str) -> int:
 
 
 def _item_bits(dtype: str) -> int:
-    """Return the bits of a dtype, the number in its name: `bf16`, `f8e4m3fn`, `s4`; `pred`
-    has 8.
-    """
+    """Return the bits of a dtype, the number in its name (`bf16`, `f8e4m3fn`); `pred` has 8."""
     if dtype == "pred":
         return 8
     width = re.match(r"[a-z]+(\d+)", dtype)

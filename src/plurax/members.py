@@ -173,8 +173,7 @@ class Members:
         return self._all if self.numbers is None else len(self.numbers)
 
     def take(self, indices: Sequence[int]) -> "Members":
-        """Return the members at some indices, each with its number, seed and hyperparameters
-        unchanged.
+        """Return the members at some indices; numbers, seeds and hyperparameters are unchanged.
 
         Raises `MembersError` for an index out of range.
 

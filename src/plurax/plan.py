@@ -144,9 +144,7 @@ data=1 means 'not used'.
 
     @property
     def pipeline_pieces(self) -> int:
-        """The number of microbatches of a pipeline's call without a gradient; 1 without a
-        pipeline.
-        """
+        """The number of microbatches of a pipeline's forward-only call; 1 without a pipeline."""
         return self.microbatches if self.pipeline > 1 else 1
 
     @property

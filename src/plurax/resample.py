@@ -75,9 +75,9 @@ def hash_u32(*words: Word | int) -> Word:
 def permuted_index(index: Word, size: Word | int, key: Word) -> Word:
     """Return the image of `index` under a pseudo-random permutation of `range(size)`; elementwise.
 
-    A Feistel network over Z_a × Z_b, where a·b is the smallest such product that covers `size`,
-    applied until the value is below `size` (cycle walking): a permutation without a table. Values
-    are uint32; `size` may be up to 2³¹. The example at the top of this file shows one.
+    A Feistel network over Z_a × Z_b, with a = ceil(sqrt size) and the smallest b for which
+    a·b ≥ size, applied until the value is below `size` (cycle walking): a permutation without a
+    table. Values are uint32; `size` may be up to 2³¹. The top of this file has an example.
 
     >>> import jax.numpy as jnp
     >>> sorted(permute(jnp.arange(7, dtype=jnp.uint32), 7, jnp.uint32(5)).tolist())
@@ -92,7 +92,7 @@ def permuted_index(index: Word, size: Word | int, key: Word) -> Word:
     def shift(value: Word, other: Word, turn: int, modulus: Word) -> Word:
         word = (other ^ keys[turn]) * jnp.uint32(0x85EBCA6B)
         word = (word ^ (word >> 15)) * jnp.uint32(0xC2B2AE35)
-        # Scale 16 bits of hash to the modulus: integer division is slow on every device.
+        # Scale 16 bits of hash to the modulus, which needs no integer division.
         drawn = ((word >> 16) * modulus) >> 16
         moved = value + drawn
         # Addition modulo `modulus` can be undone given `other`: this makes a round one-to-one.

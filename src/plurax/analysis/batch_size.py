@@ -131,6 +131,7 @@ def largest_below(
             low = max(low, candidate)
         else:
             high = candidate if high is None else min(high, candidate)
+        # Done once a size fits and its neighbour does not.
         if high is not None and high - low == 1:
             break
         # If the last step did not halve the bracket, the curve is no guide here: bisect.
@@ -159,9 +160,7 @@ def _next_candidate(known: dict[int, int], low: int, high: int | None, budget: i
 
 
 def _crossing(points: list[tuple[int, int]]) -> int | None:
-    """Return the floor of the zero of the parabola (or line) through points, None if there
-    is none.
-    """
+    """Return the floor of the zero of the parabola (or line) through points, or None."""
     (x0, y0), (x1, y1) = points[:2]
     slope = (y1 - y0) / (x1 - x0)
     bend = 0.0

@@ -107,9 +107,7 @@ def _arrays(hyper: Hyper) -> Hyper:
 
 
 def _peak(population: Population, placement: Placement, count: int) -> int:
-    """Return the peak bytes per device of the step of `count` members, compiled from
-    shapes alone.
-    """
+    """Return the peak bytes per device of the step of `count` members, without arrays."""
     by_member = NamedSharding(population.mesh, P("member"))
 
     def many(x: Any) -> jax.ShapeDtypeStruct:

@@ -197,6 +197,7 @@ def calibration(
     shares, labels = _scored(probabilities, labels)
     confidence = shares.max(axis=-1)
     right = shares.argmax(axis=-1) == labels
+    # Bins are closed above: a confidence of exactly (m+1)/M belongs to bin m.
     place = np.clip(np.ceil(confidence * bins).astype(np.int64) - 1, 0, bins - 1)
     count = np.bincount(place, minlength=bins)
     confidences = np.bincount(place, weights=confidence, minlength=bins)
@@ -287,20 +288,19 @@ class Regression:
     def quantile_interval(
         self, level: float = 0.9
     ) -> tuple[Float[np.ndarray, "N ..."], Float[np.ndarray, "N ..."]]:
-        """Return `(low, high)` around the middle `level` of the members' means: no Gaussian, no
-        noise.
+        """Return `(low, high)` around the middle `level` of the members' means, without noise.
 
-        Raises `BatchError` for a level outside (0, 1).
+        It assumes no Gaussian. Raises `BatchError` for a level outside (0, 1).
         """
         tail = (1 - _level(level)) / 2
         low, high = np.quantile(self.members, [tail, 1 - tail], axis=0)
         return low, high
 
     def coverage(self, targets: Float[np.ndarray, "N ..."], level: float = 0.9) -> float:
-        """Return the share of targets inside `interval(level)`, ends included; near `level`
-        ideally.
+        """Return the share of targets inside `interval(level)`, ends included.
 
-        Raises `BatchError` for targets of another shape than `mean`.
+        It is near `level` for a calibrated ensemble. Raises `BatchError` for targets of another
+        shape than `mean`.
         """
         low, high = self.interval(level)
         targets = np.asarray(targets, np.float64)

@@ -26,9 +26,7 @@ from plurax.state import TrainState
 
 FIRST_CHUNK = 16
 SECONDS = 0.02
-"""Minimum seconds of a timed run, unless it reaches `MOST_STEPS` first; the best of three
-counts.
-"""
+"""Minimum seconds of a timed run of fewer than `MOST_STEPS` steps; the best of three counts."""
 MOST_STEPS = 64
 
 Run = Callable[[int], Metrics]
@@ -96,9 +94,7 @@ def autotune(
 def hill_climb(
     first: int, members: int, measure: Callable[[int], float], measured: list[Candidate]
 ) -> int:
-    """Return the fastest chunk found by multiplying the first by 4, or if that is slower
-    dividing.
-    """
+    """Return the fastest chunk found by repeated multiplication by 4, or else division."""
     best, fastest = first, min(choice.seconds for choice in measured)
     for factor in (4.0, 0.25):
         chunk = first
@@ -149,8 +145,9 @@ def _worst(a: Metrics, b: Metrics) -> float:
 def timed_runner(
     compiled: jax.stages.Compiled, state: TrainState, arguments: tuple[Any, ...], looped: bool
 ) -> Run:
-    """Return a `Run` of a compiled loop `(state, *arguments, first, stop)`, or step
-    `(state, ...)`.
+    """Return a `Run` of a compiled loop or step.
+
+    A loop is called as `(state, *arguments, first, stop)`, a step as `(state, *arguments)`.
     """
 
     def run(steps: int) -> Metrics:

@@ -14,8 +14,9 @@ inside a collective, until XLA aborts the process (seen with JAX 0.10).
 
 
 class DispatchLimiter:
-    """Keep computations in flight on several CPU devices below XLA's limit; elsewhere do
-    nothing.
+    """Keep computations in flight on several CPU devices below XLA's limit.
+
+    On one device, and on other platforms, it does nothing.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -23,9 +24,7 @@ class DispatchLimiter:
         self._waiting: deque[jax.Array] = deque()
 
     def started(self, result: jax.Array) -> None:
-        """Record a dispatched computation by one of its results; block on the oldest above the
-        limit.
-        """
+        """Record a dispatched computation by a result; above the limit block on the oldest."""
         if self._limited:
             self._waiting.append(result)
             if len(self._waiting) > MOST_ON_CPU:

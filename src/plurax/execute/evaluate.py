@@ -44,8 +44,7 @@ def device_evaluation(
 
 
 def evaluation_placement(batch: PyTree, plan: Plan, mesh: Mesh) -> Placement:
-    """Return the placement of one evaluation call: a microbatch, so that it fits where training
-    does.
+    """Return the placement of one evaluation call: a microbatch, to fit where training fits.
 
     A pipeline takes all microbatches of a batch in one call.
     """

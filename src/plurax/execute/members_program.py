@@ -135,9 +135,7 @@ class MembersProgram:
         return other
 
     def _same_hyper(self, members: Members) -> bool:
-        """Return whether `members` has the hyperparameter names and dtypes this program is compiled
-        for.
-        """
+        """Return whether `members` has this program's hyperparameter names and dtypes."""
         mine, theirs = (
             {name: jnp.asarray(value).dtype for name, value in hyper.items()}
             for hyper in (self._hyper, members.hyper_of(0))
@@ -145,9 +143,7 @@ class MembersProgram:
         return mine == theirs
 
     def choice_text(self) -> str:
-        """Return a sentence that names the chosen `chunk` and `batch_dim` and how they
-        were chosen.
-        """
+        """Return a sentence that names the chosen `chunk` and `batch_dim`, and the method."""
         chosen = f"chunk={self.plan.chunk}, batch_dim={self.plan.batch_dim}"
         return f"{chosen}: chosen from the shapes and the device (plurax.tune measures instead)"
 
@@ -157,9 +153,7 @@ class MembersProgram:
         return reads_mask(one.task, like, self._placement.like, loss)
 
     def _check_size(self, size: int) -> None:
-        """Raise `BatchError` where a batch of this size needs padding that the loss would not
-        ignore.
-        """
+        """Raise `BatchError` where a batch of this size needs padding that the loss would read."""
         if not self._fills and size not in (0, self.batch_size):
             raise errors.mask_not_read_by_members(size, self.batch_size)
 
@@ -167,9 +161,7 @@ class MembersProgram:
 
     @functools.cached_property
     def _everyone(self) -> MemberArrays:
-        """Return all members as arrays `(slots,)` on the devices, repeating members to fill the
-        slots.
-        """
+        """All members as arrays `(slots,)` on the devices; repeated members fill the slots."""
         filled = np.arange(self.slots) % self.count
         return jax.device_put(self._cohort.take(filled), self._by_member)
 
@@ -229,9 +221,7 @@ class MembersProgram:
         return self._run(compiled, state, self._everyone, data, *bounds)
 
     def compile_loop(self, data: PyTree) -> jax.stages.Compiled:
-        """Return the compiled loop for data of the shapes of `reading`, compiling it at the first
-        call.
-        """
+        """Return the compiled loop for data of the shapes of `reading`."""
         if "loop" not in self._compiled:
             self._compiled["loop"] = self._lower_loop(self._built, self._whole(data)).compile()
         return self._compiled["loop"]
@@ -283,9 +273,7 @@ class MembersProgram:
         return state
 
     def to_canonical(self, state: TrainState) -> TrainState:
-        """Return the state without padding: neither padded dims nor the members that fill the
-        slots.
-        """
+        """Return the state without padded dims and without the members that fill the slots."""
         if self._example.partitioned is not None:
             state = jax.vmap(self._example.partitioned.state.unpad, spmd_axis_name="member")(state)
         if self.slots == self.count:
@@ -315,9 +303,7 @@ class MembersProgram:
         return jax.jit(self._built.predict).lower(self.state_shapes, cohort, rows).compile()
 
     def evaluate(self, state: TrainState, data: PyTree | Iterable[PyTree]) -> dict[str, np.ndarray]:
-        """Return every member's weighted mean loss and metrics over all of `data`, each
-        `(members,)`.
-        """
+        """Return every member's weighted means over all of `data`, by name, each `(members,)`."""
         state = self._filled(state)
 
         def run(placed: Placed) -> Totals:
@@ -329,9 +315,7 @@ class MembersProgram:
         return {name: mean[: self.count] for name, mean in means.items()}
 
     def check_evaluation(self, data: PyTree | Iterable[PyTree]) -> None:
-        """Raise the errors that `evaluate` would raise for these data, without compiling or
-        computing.
-        """
+        """Raise the errors of `evaluate` for these data, without compiling or computing."""
         one = self._example.make(self._hyper)
         fresh = functools.partial(new_state, one.task, one.optimizer)
         state = jax.eval_shape(lambda: fresh(jax.random.key(0)))
@@ -432,8 +416,8 @@ class MembersProgram:
         return state, metrics
 
     def _choose(self) -> Plan:
-        """Return the plan with `chunk` and `batch_dim` chosen; smaller chunks where memory is
-        short.
+        """Return the plan with `chunk` and `batch_dim` chosen, its step within the memory
+        budget.
         """
         members = self.slots // self.plan.member
         work = self._example.work()
@@ -458,8 +442,7 @@ class MembersProgram:
         return self._lower_loop(built, self._data_like)
 
     def measure(self, plan: Plan, data: PyTree) -> tuple[Plan, list[Candidate]]:
-        """Measure the open choices of a plan by timing the loop over `data`, or the step without
-        data.
+        """Measure a plan's open choices by timing the loop over `data`, or the step if None.
 
         **Returns:** the plan with its choices, and every candidate measured.
         """

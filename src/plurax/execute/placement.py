@@ -24,9 +24,7 @@ from plurax import errors, tree
 
 
 class Placed(NamedTuple):
-    """A batch on its devices: `rows`, a tree of arrays `(N, ...)`, of which the first `size` are
-    real.
-    """
+    """A batch on its devices: `rows`, a tree of arrays `(N, ...)`, the first `size` real."""
 
     rows: PyTree
     size: Any
@@ -179,9 +177,7 @@ def leading_dim(batch: PyTree) -> int:
 
 
 def chunks(data: PyTree | Iterable[PyTree], size: int) -> Iterator[PyTree]:
-    """Yield a tree of arrays, or each of an iterable of such trees, at most `size` rows at
-    a time.
-    """
+    """Yield at most `size` rows at a time of a tree of arrays, or of an iterable of trees."""
     for batch in [data] if is_arrays(data) else data:
         for start in range(0, leading_dim(batch), size):
             cut = slice(start, start + size)

@@ -122,9 +122,7 @@ class Population:
         return network(self._task, self._optimizer, hyper)
 
     def new_state(self, member: MemberArrays) -> TrainState:
-        """Return a fresh state of one member, equal to that of a single network with the
-        same seed.
-        """
+        """Return a fresh state of one member, equal to that of one network with its seed."""
         one = self.make(member.hyper)
         return new_state(one.task, one.optimizer, jax.random.key(member.seeds))
 
@@ -213,8 +211,7 @@ class Population:
         first: Int[Array, ""],
         stop: Int[Array, ""],
     ) -> tuple[TrainState, Metrics]:
-        """Run steps `first` to `stop`, counted from the start of training, over data on the
-        devices.
+        """Run steps `first` to `stop`, counted from the start of training, over resident data.
 
         Metrics have shape `(K, calls)`; the first `stop - first` columns are set, the rest are
         zero.

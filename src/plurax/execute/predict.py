@@ -1,4 +1,14 @@
-"""Run inference over any number of inputs, chunk by chunk, and stream outputs to the host."""
+"""Run inference over any number of inputs, chunk by chunk, and stream outputs to the host.
+
+A chunk has the program's row count, the last one padded. Dispatch returns before the device has
+finished, so the copy of one chunk's outputs overlaps with the computation of the next. Example,
+inputs `(10, 3)`, `chunk=4`, outputs `(10, 2)`:
+
+    dispatch rows 0..3          -> pending
+    dispatch rows 4..7          -> pending     both queued on the device
+    dispatch rows 8..9 + 2 pads -> pending     three pending: copy rows 0..3 to out[0:4]
+    no more inputs                             copy out[4:8], then out[8:10] without the pads
+"""
 
 import itertools
 import operator
@@ -81,8 +91,8 @@ class Predictor:
     def __call__(
         self, states: tuple[PyTree, ...], inputs: PyTree | Iterable[PyTree], chunk: int
     ) -> Any:
-        """Return NumPy arrays for a tree of arrays, or an iterator of them for an iterable of
-        trees.
+        """Return NumPy arrays for a tree of arrays; for an iterable of trees an iterator
+        of them.
         """
         check_kind("inputs", inputs)
         rows = whole_number(chunk)

@@ -173,9 +173,7 @@ class Program:
     def _loop_by_size(
         self, state: TrainState, data: PyTree, epoch: Placed, first: int, stop: int
     ) -> tuple[TrainState, Metrics]:
-        """Run `loop` for a task that allows no padding: each run of equal batch sizes in its own
-        program.
-        """
+        """Run `loop` for a loss that allows no padding: a program for each run of equal sizes."""
         found: dict[str, Any] = {}
         for program, order, start, end in self._by_size(epoch):
             begin, finish = max(first, start), min(stop, end)
@@ -191,8 +189,9 @@ class Program:
         return state, found
 
     def _by_size(self, epoch: Placed) -> Iterator[tuple["Program", Placed, int, int]]:
-        """Split an epoch where the batch size changes; yield (program, order, start, end) of each
-        run.
+        """Split an epoch where the batch size changes.
+
+        Yields, for each run of equal sizes: its program, its order, its first step and its end.
         """
         sizes = np.asarray(epoch.size)
         edges = [0, *(np.flatnonzero(np.diff(sizes)) + 1).tolist(), len(sizes)]
@@ -256,8 +255,7 @@ class Program:
         return state
 
     def to_canonical(self, state: TrainState) -> TrainState:
-        """Return the state with unpadded shapes, which any plan accepts, for `place` and
-        checkpoints.
+        """Return the state with unpadded shapes, as any plan accepts it, for checkpoints.
 
         The arrays are unchanged except where the plan padded a dim that its shards do not divide.
         """
@@ -320,9 +318,7 @@ class Program:
         return {name: float(mean) for name, mean in means.items()}
 
     def check_evaluation(self, data: PyTree | Iterable[PyTree]) -> None:
-        """Raise the errors that `evaluate` would raise for these data, without compiling or
-        computing.
-        """
+        """Raise the errors of `evaluate` for these data, without compiling or computing."""
         check = within(self.mesh, check_evaluation)
         check(self.task, self.plan.precision, self._evaluation, self._kept_like, data)
 
@@ -363,8 +359,7 @@ class Program:
         return compiled_hlo.collectives(self.hlo(), self.mesh)
 
     def planned_collectives(self) -> list[Record]:
-        """Return the collectives that the partitioner inserts in one step, known before XLA
-        compiles it.
+        """Return the collectives that the partitioner inserts in one step, before XLA compiles.
 
         Empty for a plan that splits nothing but the batch. Collectives in a `jax.shard_map` of the
         model's code are not included.
@@ -419,9 +414,7 @@ class Program:
         return reads_mask(self.task, whole, self._placement.like, within(self.mesh, self.task.loss))
 
     def _for_size(self, size: int) -> "Program":
-        """Return this program, or one for exactly `size` rows if the loss does not read
-        its mask.
-        """
+        """Return this program, or one for exactly `size` rows if the loss ignores its mask."""
         if size == self.batch_size:
             return self
         if size not in self._of_size:
@@ -454,9 +447,7 @@ class Program:
         return self._state_shardings, replicated(self.mesh)
 
     def _alone(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """On a mesh of one device, trace `fun` inside the mesh: a model may name the
-        plan's axes.
-        """
+        """On a mesh of one device, trace `fun` inside the mesh: a model may name its axes."""
         return within(self.mesh, fun) if self.mesh.size == 1 else fun
 
     def _spread(self, fun: Callable[..., Any], takes: str, gives: str) -> Callable[..., Any]:

@@ -46,8 +46,7 @@ class EpochSpec:
 
     @property
     def reorders(self) -> bool:
-        """Whether the order changes between epochs: not if the one batch of every member is all
-        rows.
+        """Whether the order changes between epochs; not if every member's one batch is all rows.
 
         `stream_row` decides it per member where members have different sizes.
         """
@@ -92,8 +91,8 @@ class Reads:
     def count(self, index: Array) -> Array:
         """Return how many rows of an epoch's step are real; elementwise over `index`."""
         reading = self.reading
-        # Only the last step of an epoch can be smaller. Where none is, return a constant: XLA then
-        # removes the masks.
+        # Only the last step of an epoch can be smaller. Where none is, return a constant, which XLA
+        # can fold.
         if reading.length % reading.batch_size == 0:
             return jnp.full_like(index, reading.batch_size, jnp.int32)
         left = reading.length - index * reading.batch_size

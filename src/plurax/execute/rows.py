@@ -46,9 +46,7 @@ def index_rows(
 def index_device_rows(
     batch: PyTree, key: Key[Array, ""], count: Int[Array, ""], devices: int
 ) -> Rows:
-    """Call `index_rows` for one device's rows, inside `shard_map` over `devices` devices
-    of `data`.
-    """
+    """Call `index_rows` for one device's rows, inside `shard_map` over `data`."""
     size = jax.tree.leaves(batch)[0].shape[0]
     first = jax.lax.axis_index("data") * size if devices > 1 else 0
     return index_rows(batch, key, count, first)

@@ -1,6 +1,4 @@
-"""Build one training step as a pure function: totals, a guard against non-finite values,
-an update.
-"""
+"""Build one training step as a pure function: totals, guard against NaN, update."""
 
 import re
 from collections.abc import Callable
@@ -68,10 +66,9 @@ def make_step(
     *,
     freeze: bool = False,
 ) -> Step:
-    """Return `(state, batch, count) -> (state, metrics)`; the first `count` rows of `batch` are
-    real.
+    """Return `(state, batch, count) -> (state, metrics)`.
 
-    As a program:
+    The first `count` rows of `batch` are real. As a program:
 
         totals = total(params, batch)      # sums of weight * (loss, metrics, gradient)
         if loss and gradient norm are finite:

@@ -34,9 +34,7 @@ BatchTotals = Callable[
 
 
 def over_data(axis_size: int) -> Callable[[Totals], Totals]:
-    """Return a function that sums over the mesh axis `data` in one `psum`, if it has several
-    devices.
-    """
+    """Return a function that sums over the `axis_size` devices of `data` in one `psum`."""
     return lambda totals: jax.lax.psum(totals, "data") if axis_size > 1 else totals
 
 
@@ -176,9 +174,7 @@ def dealt(leaf: Array, microbatches: int) -> Array:
 def _where_any(
     some: Array, fun: Callable[[PyTree], tuple[Totals, PyTree]], state: PyTree
 ) -> tuple[Totals, PyTree]:
-    """Return `fun(state)` for a microbatch with examples, else zero totals and the state
-    unchanged.
-    """
+    """Return `fun(state)` for a microbatch with examples, else zeros and the old state."""
     shapes, _ = jax.eval_shape(fun, state)
     nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     return jax.lax.cond(some, fun, lambda state: (nothing, state), state)

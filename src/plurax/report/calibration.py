@@ -64,10 +64,10 @@ def draw_confidence(
     labels: Int[np.ndarray, "N"],
     path: str | Path | None = None,
 ) -> "matplotlib.figure.Figure":
-    """Draw the probability of class 1 over a plane, panels side by side on one scale, with the
-    data.
+    """Draw the probability of class 1 over a plane, panels side by side, with the data.
 
-    The black line is where both classes are equally likely; white is a probability of one half.
+    All panels share one scale. The black line is where both classes are equally likely; white is a
+    probability of one half.
 
     **Arguments:**
 

@@ -17,8 +17,7 @@ Key = tuple[str, str]
 
 
 def shards_table(parameters: Sequence[ParameterInfo]) -> RenderableType:
-    """Return a table of each parameter's sharding, shard and bytes, and its optimizer state's
-    bytes.
+    """Return a table of each parameter's sharding, shard, bytes and optimizer bytes.
 
     Notes on some of the parameters follow below the table.
     """
@@ -129,9 +128,7 @@ def compared_table(planned: Sequence[Record], found: Sequence[Collective]) -> Re
 
 
 def kinds_of_memory(parameters: Sequence[ParameterInfo], memory: Memory) -> dict[str, int]:
-    """Return bytes on one device by kind; arguments other than parameters are optimizer
-    and batch.
-    """
+    """Return bytes on one device by kind; other arguments are optimizer state and batch."""
     params = held_bytes(parameters, lambda one: one.bytes)
     return {
         "parameters": params,

@@ -66,9 +66,7 @@ class Costs:
 
     @functools.cached_property
     def lockstep(self) -> Timeline:
-        """The timeline as the program runs: devices exchange after each action, and start
-        together.
-        """
+        """The timeline as the program runs: devices exchange, then start, together."""
         return simulate(self.schedule, lockstep=True)
 
     @property

@@ -69,9 +69,7 @@ class Halving:
     rungs: list[Rung]
 
     def table(self) -> list[dict[str, Any]]:
-        """Return one row per candidate: number, seed, hyperparameters, epochs trained,
-        last score.
-        """
+        """Return one row per candidate: number, seed, hyperparameters, epochs, last score."""
         last: dict[int, tuple[int, float]] = {}
         for rung in self.rungs:
             for number, score in zip(rung.members, rung.scores, strict=True):

@@ -48,9 +48,7 @@ class Position:
     iterator: Any = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the position as JSON values; the state of a Grain DataLoader, bytes,
-        becomes text.
-        """
+        """Return the position as JSON values; a Grain DataLoader's state, bytes, becomes text."""
         state = self.iterator
         if isinstance(state, bytes):
             state = {"bytes": state.decode("latin-1")}
@@ -130,9 +128,7 @@ class ArrayData:
         )
 
     def epoch_order(self, epoch: int) -> tuple[Int[np.ndarray, "S B"], Int[np.ndarray, "S"]]:
-        """Return the rows `(S, B)` of each batch of an epoch, and how many are real,
-        `(S,)`; int64.
-        """
+        """Return the rows `(S, B)` of an epoch's batches and how many are real `(S,)`; int64."""
         order = epoch_rows(
             self.resample,
             leading_dim(self.arrays),

@@ -67,9 +67,7 @@ class EpochMetrics(abc.ABC):
         return jax.tree.map(lambda v: v.tolist() if hasattr(v, "tolist") else v, values)
 
     def add(self, steps: StepOutput, *, settle_all: bool) -> list[StepOutput]:
-        """Queue the output of a call; return the outputs whose metrics have been fetched to the
-        host.
-        """
+        """Queue the output of a call; return the outputs whose metrics are now on the host."""
         self._waiting.append(steps)
         if self._since is None:
             # Wait for the run's first call, and leave it out of the throughput: it may compile.
@@ -117,9 +115,7 @@ class EpochMetrics(abc.ABC):
                 self.sums[name] = _added(self.sums.get(name, 0.0), weight * kept)
 
     def means(self) -> dict[str, Any]:
-        """Return weighted means of the epoch so far, the loss first; NaN where the weight
-        is zero.
-        """
+        """Return weighted means of the epoch so far, the loss first; NaN for zero weight."""
         names = ["loss", *sorted(set(self.sums) - {"loss"})]
         weight = np.where(np.equal(self.weight, 0), math.nan, self.weight)
         return {name: np.asarray(self.sums.get(name, math.nan)) / weight for name in names}
@@ -285,9 +281,7 @@ class MembersMetrics(EpochMetrics):
         warn_frozen(self._members, new, f"at or before step {step}", stacklevel=4)
 
     def epoch_row(self, step: int, epoch: int, evaluation: dict[str, Any] | None) -> Row:
-        """Return the median, best and worst of metrics over members, and all values under
-        `members`.
-        """
+        """Return the spread of each metric over members, and all values under `members`."""
         every = self.means() | {f"eval_{k}": v for k, v in (evaluation or {}).items()}
         values: dict[str, Any] = {}
         # A frozen member's evaluation is finite: it keeps the parameters from before the failure.

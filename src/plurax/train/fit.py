@@ -209,7 +209,7 @@ def fit(
     return Fit(program.to_canonical(state), program, history, stop.name)
 
 
-# --- What fit keeps beside the loop -----------------------------------------------------------
+# --- Signals, checkpoints and the log ---------------------------------------------------------
 
 
 class _StopSignals:

@@ -100,9 +100,7 @@ class TrainingProgress:
 
     @contextlib.contextmanager
     def compiling(self, what: str) -> Iterator[None]:
-        """Show that `what` is being compiled and for how long; on a terminal with a
-        running clock.
-        """
+        """Show that `what` is being compiled, and for how long (on a terminal by a clock)."""
         began = time.monotonic()
         if not self._bar:
             self._print(f"compiling {what}")

@@ -95,9 +95,7 @@ def make_program(
 
 
 def saved_tuning(plan: Plan, output: str | Path | None) -> Plan:
-    """Return the plan with its open choices taken from `plan.toml` in `output`, so that bits
-    repeat.
-    """
+    """Return the plan, its open choices from `plan.toml` in `output`, so that bits repeat."""
     path = None if output is None else Path(output) / "plan.toml"
     if path is None or not path.is_file():
         return plan

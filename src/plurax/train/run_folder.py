@@ -15,9 +15,7 @@ FILES = ("metrics.jsonl", "tensorboard", "plan.toml")
 
 
 def epoch_length(source: Data) -> int | None:
-    """Return the examples per epoch of arrays, or the batches of an iterable (None without
-    a len).
-    """
+    """Return an epoch's examples (arrays) or batches (iterable; None without a len)."""
     return source.draws if isinstance(source, ArrayData) else source.batches_per_epoch
 
 

@@ -158,9 +158,7 @@ def _members(
     report_every: int,
     every: int | None,
 ) -> Iterator[StepOutput]:
-    """Yield calls over resident data; steps are numbered across epochs, so a call may span
-    epochs.
-    """
+    """Yield calls over resident data; a call may span epochs."""
     placed = program.place_data(data.arrays)
     per_epoch = data.batches_per_epoch
     program.compile_loop(placed)
@@ -214,9 +212,7 @@ def _streamed(
 
 
 def _stays_resident(mesh: Mesh, data: ArrayData, wanted: bool | None) -> bool:
-    """Return whether arrays stay on the devices: as asked, or if they fit a quarter of the
-    budget.
-    """
+    """Return whether arrays stay on devices: as asked, or within a quarter of the budget."""
     if wanted is not None:
         return wanted
     return tree.byte_count(data.arrays) <= memory_budget(mesh) // 4

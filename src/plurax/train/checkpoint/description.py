@@ -22,9 +22,7 @@ FIRST_FORMAT = {"fingerprints", "shapes", "key_impl"}
 
 
 def sealed(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the description to write. Raises `CheckpointError` for values that JSON
-    cannot encode.
-    """
+    """Return the description to write. Raises `CheckpointError` for values JSON cannot hold."""
     try:
         values = json.loads(json.dumps(values))  # keys are text from here on
     except (TypeError, ValueError) as error:

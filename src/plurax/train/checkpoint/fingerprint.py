@@ -31,9 +31,7 @@ HALF_BYTES = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 
 
 def fingerprints(values: PyTree) -> dict[str, str]:
-    """Return the fingerprint of each leaf by path, as 16 hexadecimal digits, computed on
-    devices.
-    """
+    """Return each leaf's fingerprint by path, 16 hexadecimal digits, computed on devices."""
     sums = jax.device_get(_sums(values))
     return {path: "".join(f"{int(part):08x}" for part in both) for path, both in sums.items()}
 

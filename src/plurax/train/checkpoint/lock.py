@@ -81,15 +81,13 @@ def _try_lock(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # this file system knows no locks; what the file says has to do
+    except OSError:  # this file system has no locks: rely on the file's content
         pass
     return True
 
 
 def _read_owner(descriptor: int) -> Owner | None:
-    """Return the owner written in the file, None if it is empty; all None if it cannot be
-    parsed.
-    """
+    """Return the owner written in the file, or None; all fields None if it is unreadable."""
     content = os.pread(descriptor, 4096, 0).strip(b"\0 \n")
     if not content:
         return None
