@@ -246,7 +246,8 @@ class MembersProgram:
     def place(self, state: TrainState) -> TrainState:
         """Put a state of `count` members on this program's devices, copying it.
 
-        Raises `BatchError` for the state of one network or of another number of members.
+        Raises `MembersError` for the state of one network or of another number of members, and
+        `BatchError` where structure, shapes or dtypes differ.
         """
         filled = self._filled(state)
         copied = jax.tree.map(jnp.copy, state) if filled is state else filled

@@ -80,6 +80,8 @@ def _call(what: str, maker: HyperFn, hyper: Hyper) -> Any:
         return maker(hyper)
     except KeyError as error:
         if error.args and error.args[0] not in hyper and isinstance(error.args[0], str):
+            # Only a KeyError for a name that `hyper` lacks is about hyperparameters; pass on
+            # others.
             raise errors.hyper_missing(what, error.args[0], hyper) from None
         raise
     except jax.errors.ConcretizationTypeError as error:

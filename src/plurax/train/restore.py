@@ -41,7 +41,8 @@ AnyProgram = Program | MembersProgram
 def with_resampling(members: Members, source: Data) -> Data:
     """Return the data with the population's resampling and epoch length.
 
-    Raises `MembersError` or `BatchError` for resampling of data that are not arrays.
+    Raises `MembersError` for resampling of data that are not arrays, and `BatchError` where a
+    member's sample needs more rows than there are.
     """
     if isinstance(source, StreamData):
         if not isinstance(members.resample, Everything):
