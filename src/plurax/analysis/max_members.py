@@ -84,6 +84,7 @@ def max_members(
         population = Population(task, optimizer, _arrays(hyper), chosen, mesh, placement.like)
         unit = plan.member * chunk
 
+        # Search in whole chunks on every device: a partial chunk would compile a second body.
         def peak(units: int) -> int:
             return _peak(population, placement, units * unit)  # noqa: B023
 

@@ -65,6 +65,7 @@ def weighted_means(
     where no example has weight. Raises `BatchError` for no data.
     """
     check_kind("evaluation", data)
+    # Dispatch all chunks, then fetch: the host waits once, not once per chunk.
     parts = [run(placement.place(batch)) for batch in chunks(data, placement.size)]
     if not parts:
         raise errors.batch_is_empty()

@@ -15,6 +15,7 @@ from plurax.task import Task
 
 def new_state(task: Task, optimizer: optax.GradientTransformation, key: Any) -> TrainState:
     """Return the state at step 0; `key` is the key of the seed. Raises `TaskError`."""
+    # One key for the parameters, the other for the steps (dropout), folded with the step number.
     init_key, run_key = jax.random.split(key)
     params, model_state = initial(task, init_key)
     check_parameters(params)

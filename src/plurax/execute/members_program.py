@@ -117,6 +117,7 @@ class MembersProgram:
         if self.reading and members.resample != self.reading.resample:
             raise errors.members_read_otherwise(self.reading.resample, members.resample)
         if members.count == self.count and self._same_hyper(members):
+            # Share everything compiled; only the arrays of the members differ.
             other = copy.copy(self)
             other.members = members
             other._cohort = members.cohort(self.reading.count if self.reading else ANY_ROWS)
@@ -162,6 +163,7 @@ class MembersProgram:
     @functools.cached_property
     def _everyone(self) -> MemberArrays:
         """All members as arrays `(slots,)` on the devices; repeated members fill the slots."""
+        # Repeated members compute valid numbers; their results are cut from every output.
         filled = np.arange(self.slots) % self.count
         return jax.device_put(self._cohort.take(filled), self._by_member)
 

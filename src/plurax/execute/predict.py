@@ -164,6 +164,7 @@ def predict_stream(
 def _copy_rows(leaf: jax.Array, out: np.ndarray, start: int) -> None:
     """Copy the rows of a device array to `out[start:]`, shard by shard; drop rows past its end."""
     for shard in leaf.addressable_shards:
+        # Replicas hold equal rows: copy one of them.
         if shard.replica_id == 0:
             first = start + (shard.index[0].start or 0)
             room = max(0, min(shard.data.shape[0], out.shape[0] - first))

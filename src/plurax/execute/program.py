@@ -88,6 +88,9 @@ class Program:
         odd = plan.pipeline > 1 and not self._rows_split
         if odd or (not self._fills and rows != self.batch_size):
             raise errors.mask_not_read(self.batch_size, plan.data * plan.microbatches)
+        # Two backends. A plan that shards tensors or has stages partitions the traced step equation
+        # by equation; a plan that splits only the batch runs the task's functions unchanged, which
+        # leaves XLA free to fuse them.
         if needs_partitioner(task, plan):
             rows = microbatch(self._placement.like, plan, coupled=task.coupled)
             kind = PipelinedBackend if plan.pipeline > 1 else ShardedBackend
@@ -125,6 +128,7 @@ class Program:
         state = self._init(jax.random.key(check_seed(seed)))
         if params is None:
             return state
+        # The optimizer's state may depend on the parameters, so it is created from the given ones.
         opt_state = jax.jit(self._optimizer.init)(params)
         fresh = dataclasses.replace(self.to_canonical(state), params=params, opt_state=opt_state)
         return self.place(fresh)
@@ -228,6 +232,7 @@ class Program:
         - `rows`: `(S, B)`, the index of the example in each row of each step.
         - `counts`: `(S,)`, how many rows of each step are real; padding repeats them.
         """
+        # Row i of a step holds example i mod count, as in `rows.py`.
         places = np.arange(self._placement.rows) % counts[:, None]
         rows = np.take_along_axis(rows, places, axis=1).astype(np.int32)
         columns = jax.sharding.NamedSharding(

@@ -45,6 +45,7 @@ def cached_program(owner: Any, key: tuple[Any, ...], make: Callable[[], P]) -> P
     **Arguments:** `owner`, a `Task` or a function that returns one; for any other owner, and for a
     key that cannot be hashed, `make` is called each time.
     """
+    # Two owners may share a cache (`functools.wraps` copies attributes): the key names the owner.
     key = (owner, *key, *(getattr(jax.config, name, None) for name in TRACING))
     try:
         hash(key)

@@ -165,6 +165,7 @@ def sweep(
         raise errors.sweep_task_not_a_function(settings)
     available = list(jax.devices() if devices is None else devices)
     Plan(member=plan.devices * num_parallel).check_devices(len(available))
+    # A bucket takes a free group of devices from the queue and puts it back when it is done.
     groups: queue.SimpleQueue[list[jax.Device]] = queue.SimpleQueue()
     for index in range(num_parallel):
         groups.put(available[index * plan.devices : (index + 1) * plan.devices])

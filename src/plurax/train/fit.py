@@ -128,6 +128,7 @@ def fit(
     )
     check_kinds(task, optimizer, plan, members)
     output = None if output is None else _output(output)
+    # Check everything before compiling, and lock the output before changing anything in it.
     source, like = as_data(data, batch_size=batch_size, seed=seed, shuffle=shuffle, ragged=ragged)
     if members is not None:
         source = with_resampling(members, source)

@@ -45,6 +45,7 @@ class FolderLock:
         """Acquire the lock, or raise `CheckpointError` naming its owner."""
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
+            # Lock first, then read: the owner cannot change while this process holds the lock.
             free = _try_lock(descriptor)
             owner = _read_owner(descriptor)
             if not free or (owner is not None and not _is_gone(owner)):

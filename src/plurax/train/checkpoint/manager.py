@@ -108,6 +108,7 @@ class Checkpoints:
         self.lock()
         self.wait()
         assert self._manager is not None
+        # Fingerprints are computed on the devices, before any byte passes through Orbax.
         plain, keys = _plain(state)
         prints = fingerprints(plain)
         step, newest = state.steps_taken, max(self.steps(), default=-1)
