@@ -1,4 +1,22 @@
-"""What a compiled program does: its collectives and where they are, and its memory."""
+"""Read a compiled program's collectives, where they run, and its memory.
+
+Counting collectives in the text of a program is wrong in two ways: one in a loop body runs once per
+iteration, and one in a called computation is not in the entry. So this parses the text into
+computations and follows it from `ENTRY`, multiplying trip counts. Example, `Plan(data=4)`, a
+reduction after the loop over microbatches, an all-gather inside it:
+
+    %body.1 (...) {
+      %g = f32[64,32] all-gather(...), replica_groups={{0,1,2,3}}, dimensions={0}
+    }
+    ENTRY %main (...) {
+      %w = ... while(...), body=%body.1, ... "known_trip_count":{"n":"8"}
+      %r = f32[64,32] all-reduce(...), replica_groups=[1,4]<=[4]
+    }
+    -> Collective("all-gather", ("data",), 8192, in_loop=True,  trips=8)
+       Collective("all-reduce", ("data",), 8192, in_loop=False, trips=1)
+
+Sources: the XLA documentation, "Operation semantics" (collectives) and "HLO dumps".
+"""
 
 import dataclasses
 import math
@@ -21,11 +39,11 @@ class Collective:
     - `kind`: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `collective-permute`.
     - `axes`: the mesh axes it runs over.
     - `bytes`: of its result on one device, each time it runs.
-    - `in_loop`: whether it stands in the body of a loop.
-    - `trips`: how often it runs in one call; None where the loop's length is not known before.
-    - `devices`: how many devices take part in one of its groups.
-    - `equivalent_kind`: `reduce-scatter` where it is an all-reduce of which each device keeps a
-      slice, as compilers write it that form none; else None. `bytes` are then those of the slice.
+    - `in_loop`: whether it is in the body of a loop.
+    - `trips`: how often it runs in one call; None where the loop's length is not known statically.
+    - `devices`: the number of devices in one of its groups.
+    - `equivalent_kind`: `reduce-scatter` for an all-reduce of which each device reads only a slice,
+      which compilers without reduce-scatter emit; else None. `bytes` are then those of the slice.
     """
 
     kind: str
@@ -38,7 +56,7 @@ class Collective:
 
     @property
     def bytes_sent(self) -> float:
-        """Bytes that each device sends each time, by the usual ring."""
+        """Bytes that each device sends each time, by the ring algorithm."""
         n = self.devices
         kind = self.equivalent_kind or self.kind
         shares = {
@@ -73,7 +91,7 @@ class Memory:
 
 
 def memory(compiled: jax.stages.Compiled) -> Memory:
-    """The memory of a compiled program, bytes on one device."""
+    """Return the memory of a compiled program, bytes on one device."""
     stats = compiled.memory_analysis()
     assert stats is not None, "this backend reports no memory"
     return Memory(
@@ -86,11 +104,11 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
 
 
 def collectives(hlo: str, mesh: Mesh) -> list[Collective]:
-    """The collectives in the text of a compiled program, in the order in which they stand.
+    """Return the collectives in the text of a compiled program, in textual order.
 
     A collective that XLA splits in two (`all-reduce-start`, `all-reduce-done`) counts once; one
-    over single devices is none. Loop bodies are followed through calls, conditionals and nested
-    loops.
+    over a single device is left out. Loop bodies are followed through calls, conditionals and
+    nested loops.
     """
     bodies = dict(_computations(hlo))
     entry = re.search(r"^ENTRY %?([\w.\-]+)", hlo, re.MULTILINE)
@@ -133,15 +151,20 @@ def _walk(
             known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
             times = int(known[1]) if known else None
             assert body is not None
+            # Nested loops multiply; an unknown length makes everything inside unknown.
             inner = None if times is None or trips is None else trips * times
             _walk(body[1], bodies, mesh, True, inner, found)
-        elif not re.search(r" async-(update|done)\(", line):  # they name what their start calls
+        elif not re.search(r" async-(update|done)\(", line):  # the start names the same call
             for called in _called(line):
                 _walk(called, bodies, mesh, in_loop, trips, found)
 
 
 def _kept_slice(line: str, lines: list[str], bodies: dict[str, list[str]]) -> int | None:
-    """Bytes of the slice that is all that is used of a result; None where more of it is."""
+    """Return the bytes of a result's slices if nothing else of it is read, else None.
+
+    This recognizes a reduce-scatter written as an all-reduce with dynamic-slices, which may be
+    inside fusions.
+    """
     result = re.match(r"\s*(?:ROOT )?(%[\w.\-]+) =", line)
     if result is not None and " all-reduce-start(" in line:
         done = next((user for user in lines if f" all-reduce-done({result[1]})" in user), None)
@@ -197,9 +220,9 @@ def _computations(hlo: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _result_of_start(text: str, kind: str) -> str:
-    """Of the type of an asynchronous start, the part that its done returns.
+    """Return, of the type of an asynchronous start, the part that its done returns.
 
-    That of an all-reduce is the result alone; others are tuples, the operands first:
+    For an all-reduce that is the whole type; the others are tuples with the operands first:
     `(f32[16], f32[64]) all-gather-start`, `((f32[8]), f32[2], u32[]) reduce-scatter-start`.
     """
     if kind == "all-reduce":
@@ -222,7 +245,7 @@ def _result_bytes(text: str) -> int:
 
 
 def _item_bits(dtype: str) -> int:
-    """The first number in a dtype's name: `bf16`, `f8e4m3fn`, `s4`; a truth takes a byte."""
+    """Return the bits of a dtype, the number in its name (`bf16`, `f8e4m3fn`); `pred` has 8."""
     if dtype == "pred":
         return 8
     width = re.match(r"[a-z]+(\d+)", dtype)
@@ -230,7 +253,7 @@ def _item_bits(dtype: str) -> int:
 
 
 def _axes(line: str, mesh: Mesh) -> tuple[str, ...]:
-    """The mesh axes along which the devices of a group differ."""
+    """Return the mesh axes along which the devices of a group differ."""
     pairs = re.search(r"source_target_pairs=\{(\{.*?\})\}", line)
     if pairs:
         ends = [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{([\d,]+)\}", pairs[1])]
@@ -258,7 +281,7 @@ def _group_size(line: str, mesh: Mesh) -> int:
 
 
 def _first_group(line: str) -> list[int] | None:
-    """The devices of the first group of a collective.
+    """Return the devices of the first group of a collective, None where no groups are written.
 
     Newer compilers name a mesh: `replica_groups=mesh['member'=4,'data'=2] {'data'}`.
     """

@@ -1,4 +1,4 @@
-"""A population of networks: which seeds, which hyperparameters, which data. Knows no device."""
+"""Describe a population of networks: its seeds, hyperparameters and resampling, without devices."""
 
 import dataclasses
 import itertools
@@ -15,12 +15,15 @@ from plurax.resample import Everything, Resample
 from plurax.validate import check_seed, whole_number
 
 Hyper = dict[str, Any]
-"""The hyperparameters of one member by name; scalars."""
+"""The hyperparameters of one member: scalars by name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Distribution:
-    """Between `low` and `high`, evenly, or evenly in the logarithm."""
+    """A uniform distribution over `[low, high)`, or of the logarithm (`log=True`).
+
+    Raises `MembersError` for bounds that are not finite and ascending.
+    """
 
     low: float
     high: float
@@ -35,34 +38,36 @@ class Distribution:
             raise errors.distribution_bounds(self.low, self.high, log=self.log)
 
     def at(self, u: Any) -> Any:
-        """The value at quantile `u`, elementwise."""
+        """Return the value at quantile `u`, elementwise."""
         if self.log:
             return np.exp(math.log(self.low) + u * (math.log(self.high) - math.log(self.low)))
         return self.low + u * (self.high - self.low)
 
 
 def uniform(low: float, high: float) -> Distribution:
-    """A hyperparameter drawn evenly from `[low, high)` for each member."""
+    """Return a distribution from which each member draws uniformly in `[low, high)`."""
     return Distribution(low, high)
 
 
 def log_uniform(low: float, high: float) -> Distribution:
-    """A hyperparameter whose logarithm is drawn evenly for each member; `low` above 0."""
+    """Return a distribution whose logarithm is drawn uniformly; `low` must be above 0."""
     return Distribution(low, high, log=True)
 
 
 class Grid(dict[str, tuple[Any, ...]]):
-    """The product of some choices; made by `grid`."""
+    """The product of choices, by name; `grid` creates it."""
 
     def settings(self) -> list[Hyper]:
-        """Every combination, the last name changing fastest."""
+        """Return every combination, the last name changing fastest."""
         return [
             dict(zip(self, values, strict=True)) for values in itertools.product(*self.values())
         ]
 
 
 def grid(**choices: Sequence[Any]) -> Grid:
-    """Every combination of some choices, each trained with every seed.
+    """Return every combination of choices, each to be trained with every seed.
+
+    Raises `MembersError` for a choice that is not a non-empty list.
 
     >>> len(grid(learning_rate=[1e-3, 1e-2], momentum=[0.0, 0.9, 0.99]).settings())
     6
@@ -74,10 +79,10 @@ def grid(**choices: Sequence[Any]) -> Grid:
 
 
 class MemberArrays(NamedTuple):
-    """Some members as arrays `(K,)`, NumPy's or on devices, given to a compiled program: a pytree.
+    """Members as arrays `(K,)`, of NumPy or on devices: a pytree passed to a compiled program.
 
-    **Fields:** `numbers`, which member of the population; `seeds`; `sizes`, draws in a pass of its
-    data, all uint32; `hyper`, by name.
+    **Fields:** `numbers`, the member's number in the population; `seeds`; `sizes`, draws in a pass
+    of its data, all uint32; `hyper`, by name.
     """
 
     numbers: Any
@@ -86,7 +91,7 @@ class MemberArrays(NamedTuple):
     hyper: dict[str, Any]
 
     def take(self, indices: Any) -> "MemberArrays":
-        """Those at some indices."""
+        """Return the members at some indices."""
         return jax.tree.map(lambda leaf: leaf[indices], self)
 
 
@@ -94,20 +99,20 @@ class MemberArrays(NamedTuple):
 class Members:
     """A population of networks, trained together in one program.
 
-    What a member is depends on its number, its seed and its hyperparameters alone, not on the
-    others: a population can grow, and any member can be trained alone.
+    A member depends on its number, its seed and its hyperparameters alone, not on the other
+    members: a population can grow, and any member can be trained alone.
 
     **Fields:**
 
     - `seeds`: a number of members with the seeds 0, 1, 2, ..., or the seeds themselves (whole
-      numbers from 0 to 2³²-1). A member's seed rules its initial parameters, dropout, order of data
-      and resampling.
-    - `hyper`: hyperparameters by name, given to the task and the optimizer: a list with one value
+      numbers from 0 to 2³²-1). A member's seed determines its initial parameters, dropout, order of
+      data and resampling.
+    - `hyper`: hyperparameters by name, passed to the task and the optimizer: a list with one value
       for each member, `uniform` or `log_uniform` to draw from, or one number for all; or a `grid`,
-      whose every setting is trained with every seed (settings outer, seeds inner).
+      each setting of which is trained with every seed (settings outer, seeds inner).
     - `resample`: `bootstrap()`, `kfold(n)` or `subsample(sizes)`; by default each member reads all
       rows.
-    - `draw_seed`: of the hyperparameters drawn.
+    - `draw_seed`: the seed of drawn hyperparameters.
     - `numbers`: which members of this population; default all. `take` sets it.
 
     Raises `MembersError`.
@@ -164,11 +169,13 @@ class Members:
 
     @property
     def count(self) -> int:
-        """How many members."""
+        """The number of members."""
         return self._all if self.numbers is None else len(self.numbers)
 
     def take(self, indices: Sequence[int]) -> "Members":
-        """Some of these members; each stays what it is, its number included.
+        """Return the members at some indices; numbers, seeds and hyperparameters are unchanged.
+
+        Raises `MembersError` for an index out of range.
 
         >>> Members(100).take([40]).seed_of(0)
         40
@@ -181,7 +188,7 @@ class Members:
         return dataclasses.replace(self, numbers=tuple(int(numbers[i]) for i in indices))
 
     def hyper_table(self) -> dict[str, np.ndarray]:
-        """Each hyperparameter's values, shape `(count,)`."""
+        """Return each hyperparameter's values, shape `(count,)`. Raises `MembersError`."""
         if isinstance(self.hyper, Grid):
             settings = [one for one in self.hyper.settings() for _ in self._seeds()]
             columns = {name: [one[name] for one in settings] for name in self.hyper}
@@ -192,7 +199,8 @@ class Members:
 
     def _column(self, name: str, values: Any) -> np.ndarray:
         if isinstance(values, Distribution):
-            # The first draws stay the same when the population grows.
+            # Draw from one generator per name: the first draws are the same when the population
+            # grows.
             rng = np.random.default_rng([self.draw_seed, zlib.crc32(name.encode())])
             return values.at(rng.random(self._all))
         column = np.asarray(values if _is_list(values) else [values] * self._all)
@@ -201,20 +209,20 @@ class Members:
         return column
 
     def hyper_of(self, member: int) -> Hyper:
-        """The hyperparameters of the member at an index, as Python numbers."""
+        """Return the hyperparameters of the member at an index, as Python numbers."""
         return {name: values[member].item() for name, values in self.hyper_table().items()}
 
     def seed_of(self, member: int) -> int:
-        """The seed of the member at an index."""
+        """Return the seed of the member at an index."""
         seeds = self._seeds()
         return int(seeds[int(self._numbers()[member]) % len(seeds)])
 
     def epoch_length(self, rows: int) -> int:
-        """Draws in an epoch over data of `rows` rows: the longest pass of a member."""
+        """Return the draws in an epoch over data of `rows` rows: the longest pass of any member."""
         return max(self.resample.size(rows, int(number)) for number in self._numbers())
 
     def cohort(self, rows: int) -> MemberArrays:
-        """All members as arrays, for data of `rows` rows. Raises `BatchError`."""
+        """Return all members as arrays, for data of `rows` rows. Raises `BatchError`."""
         numbers, seeds = self._numbers(), np.asarray(self._seeds())
         return MemberArrays(
             numbers.astype(np.uint32),
@@ -224,7 +232,7 @@ class Members:
         )
 
     def table(self) -> list[dict[str, Any]]:
-        """Number, seed and hyperparameters of each member."""
+        """Return the number, seed and hyperparameters of each member, one dict per member."""
         numbers, seeds = self._numbers(), self._seeds()
         hyper = {name: column.tolist() for name, column in self.hyper_table().items()}
         return [
@@ -238,7 +246,7 @@ class Members:
 
 
 def _kept_seeds(given: Any) -> int | Sequence[int] | None:
-    """A number of members, or their seeds: as a tuple where they could be read only once."""
+    """Return the number of members, or their seeds, as a tuple if they could be read only once."""
     count = whole_number(given, 0)
     if given is None or count is not None:
         return count
@@ -254,7 +262,7 @@ def _is_list(values: Any) -> bool:
 
 
 def _canonical(name: str, values: np.ndarray) -> np.ndarray:
-    """In the dtype of the devices, unchanged but for rounding. Raises `MembersError`."""
+    """Cast values to JAX's dtype. Raises `MembersError` if that changes more than rounding does."""
     with np.errstate(over="ignore"):
         cast = values.astype(jax.dtypes.canonicalize_dtype(values.dtype))
     wrong = cast != values if values.dtype.kind in "iu" else np.isinf(cast) & np.isfinite(values)

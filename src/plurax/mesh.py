@@ -1,4 +1,4 @@
-"""From a plan and devices to a mesh; virtual CPU devices for rehearsal."""
+"""Build the mesh of a plan from devices, and create virtual CPU devices for rehearsal."""
 
 import contextlib
 import os
@@ -14,21 +14,21 @@ from plurax.plan import MESH_AXES, Plan
 from plurax.validate import whole_number
 
 ONE_AT_A_TIME = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
-"""A flag of XLA under which a program on CPU runs one operation after another."""
+"""An XLA flag under which a program on CPU runs its operations one after another."""
 
 
 def make_mesh(plan: Plan, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The plan's mesh over the first devices it needs (default: of `jax.devices()`).
+    """Return the plan's mesh over the first devices it needs (default: of `jax.devices()`).
 
-    Raises `PlanError` where there are too few, and where programs for them may not be kept in JAX's
-    compilation cache (see `_check_cache`).
+    Raises `PlanError` where there are too few devices, and where several CPU devices would share
+    JAX's compilation cache (see `_check_cache`).
     """
     devices = jax.devices() if devices is None else list(devices)
     plan.check_devices(len(devices))
     if plan.devices > 1 and devices[0].platform == "cpu":
         _check_cache()
     grid = np.asarray(devices[: plan.devices]).reshape([plan.axes[axis] for axis in MESH_AXES])
-    # Auto: where a function is not manual over an axis, the partitioner decides.
+    # Auto axes: where a function is not manual over an axis, XLA's partitioner decides.
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
@@ -36,8 +36,9 @@ def _check_cache() -> None:
     """Raise `PlanError` where a program for several CPU devices could be loaded from a cache.
 
     XLA's CPU client gives all collectives of a program that it loads from JAX's compilation cache
-    one number. Those under way at the same time take each other's data: the program returns wrong
-    numbers, or ends the process (seen with JAX 0.10 and 0.12). One after another they are right.
+    the same number. Concurrent ones then receive each other's data: the program returns wrong
+    numbers, or ends the process (seen with JAX 0.10 and 0.12). Run one after another they are
+    right.
     """
     if _is_cached() and ONE_AT_A_TIME not in os.environ.get("XLA_FLAGS", ""):
         directory = jax.config.values["jax_compilation_cache_dir"]
@@ -50,7 +51,7 @@ def _is_cached() -> bool:
 
 
 def _one_at_a_time() -> None:
-    """Before the first use of JAX: the flag, where a cache is on."""
+    """Set the flag before the first use of JAX, where a compilation cache is on."""
     flags = os.environ.get("XLA_FLAGS", "")
     if _is_cached() and ONE_AT_A_TIME not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {ONE_AT_A_TIME}".strip()
@@ -64,10 +65,10 @@ def on_devices(
     takes: str,
     gives: str,
 ) -> Callable[..., Any]:
-    """`fun` on every device, manual over some axes.
+    """Run `fun` on every device with `jax.shard_map`, manual over `axes`.
 
-    `kinds` has the `PartitionSpec`s of each kind of value, by a letter; `takes` and `gives` have
-    one letter for each argument and result.
+    `kinds` maps a letter to the `PartitionSpec`s of a kind of value; `takes` and `gives` have one
+    letter for each argument and result.
     """
     out = tuple(kinds[kind] for kind in gives)
     return jax.shard_map(
@@ -81,7 +82,7 @@ def on_devices(
 
 
 def within(mesh: Mesh, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun`, traced where `jax.shard_map` finds the axes of the mesh, should a model use it."""
+    """Return `fun`, traced inside the mesh, so that a `jax.shard_map` in a model finds its axes."""
 
     def traced(*args: Any) -> Any:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -91,19 +92,20 @@ def within(mesh: Mesh, fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Whole on every device."""
+    """Return the sharding of arrays that are whole on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def split_rows(mesh: Mesh) -> NamedSharding:
-    """Leading dim split over the mesh axis `data`."""
+    """Return the sharding of arrays whose leading dim is split over the mesh axis `data`."""
     return NamedSharding(mesh, PartitionSpec("data"))
 
 
 def virtual_devices(count: int) -> None:
-    """Let this process see `count` CPU devices, to rehearse a plan on any machine.
+    """Make `count` virtual CPU devices visible to this process, to rehearse a plan on any machine.
 
-    Must come before the first use of JAX. Raises `PlanError` where it comes too late.
+    Call it before the first use of JAX. Raises `PlanError` where it is too late, and for a count
+    that is not positive.
     """
     number = whole_number(count)
     if number is None:
@@ -119,16 +121,16 @@ def virtual_devices(count: int) -> None:
 
 
 def cpu_devices(count: int) -> None:
-    """Let the CPU count as `count` devices, should it be what JAX runs on. Before its first use."""
+    """Split the CPU into `count` devices if JAX runs on it; call it before the first use of JAX."""
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", count)
         _one_at_a_time()
 
 
 def memory_budget(mesh: Mesh) -> int:
-    """Bytes a program may use on each device of a mesh.
+    """Return the bytes a program may use on each device of a mesh.
 
-    What the device reports as its limit. Where it reports none (CPU): half of the machine's
+    This is the limit that the device reports. Where it reports none (CPU): half of the machine's
     memory, divided by the number of devices in the mesh, which share it.
     """
     device = mesh.devices.flat[0]

@@ -1,4 +1,4 @@
-"""A plan says how training is spread over devices, and knows no model. Imports no JAX."""
+"""Describe how training is distributed over devices, independent of any model. Imports no JAX."""
 
 import dataclasses
 import json
@@ -23,12 +23,12 @@ Remat = Literal["none", "dots", "full", "offload"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
 
 MESH_AXES = ("member", "data", "pipeline", "tensor")
-"""The mesh axes in their one order; a new one arrives with the code that uses it."""
+"""The mesh axes, always in this order."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-    """How one training step is spread over devices.
+    """How one training step is distributed over devices.
 
     A plan is a value: frozen, comparable, hashable, saved as TOML and edited by hand. `Plan()` is
     one network on one device, and every other plan computes the same update.
@@ -48,9 +48,9 @@ data=1 means 'not used'.
     """
 
     data: int = 1
-    """Over how many devices the batch is split (mesh axis `data`)."""
+    """Devices over which the batch is split (mesh axis `data`)."""
     microbatches: int = 1
-    """In how many pieces, one after another, a device works through its share of the batch.
+    """Parts into which a device splits its share of the batch, processed one after another.
     Gradients are added up locally and reduced over devices once per step, so more microbatches
     need less memory and no more communication."""
     precision: Precision = "float32"
@@ -59,45 +59,44 @@ data=1 means 'not used'.
     nothing."""
 
     member: int = 1
-    """Over how many devices the members of a population are spread (mesh axis `member`). Members
-    never communicate."""
+    """Devices over which the members of a population are split (mesh axis `member`). Members never
+    communicate."""
     chunk: int | None = None
-    """How many members a device works on at a time, one chunk after another. None: chosen from
-    compiled memory and a short measurement."""
+    """Members that a device processes at a time, one chunk after another. None: chosen from the
+    shapes and the device; `plurax.tune` measures instead."""
     batch_dim: BatchDim | None = None
-    """Where the batch lies inside the arrays of the gradient: `major`, as the task is written, or
-    `minor`, turned so that vector units work along the batch. None: for members chosen by a short
-    measurement and checked against the other, for one network `major`."""
+    """The dim of the batch in the arrays of the gradient: `major`, as the task is written, or
+    `minor`, transposed so that vector units work along the batch. None: for members chosen from the
+    shapes and the device (`plurax.tune` measures instead), for one network `major`."""
 
     pipeline: int = 1
-    """Over how many devices the layers are spread, as stages one after another (mesh axis
-    `pipeline`): of a task made by `plurax.stack`, or of a model with `plurax.stage_boundary`."""
+    """Devices over which the layers are split, as consecutive stages (mesh axis `pipeline`): of a
+    task that `plurax.stack` returned, or of a model with `plurax.stage_boundary`."""
     stages: int | None = None
-    """Into how many stages the layers are cut, a multiple of `pipeline`. None: one for each device,
+    """Stages into which the layers are split, a multiple of `pipeline`. None: one for each device,
     two for the schedule `interleaved`."""
     schedule: ScheduleName | tuple[str, ...] = "1f1b"
-    """In which order the devices of a pipeline work through the microbatches: a name, or by hand
-    one line for each device, like `F0 F1 B0 B1`."""
+    """The order in which the devices of a pipeline process the microbatches: a name, or by hand one
+    line for each device, like `F0 F1 B0 B1`."""
 
     tensor: int = 1
-    """Over how many devices tensors and operators are split (mesh axis `tensor`), as `shardings`
-    and the marks `plurax.name` and `plurax.shard` say."""
+    """Devices over which tensors and operators are split (mesh axis `tensor`), according to
+    `shardings` and the annotations `plurax.name` and `plurax.shard`."""
     zero: int = 0
-    """What is split over `data` beside the batch (ZeRO): 1 the optimizer's state; 2 gradients too,
-    reduced to their shards in every microbatch; 3 parameters too, made whole where they are
-    used."""
+    """What is split over `data` besides the batch (ZeRO): 1 the optimizer's state; 2 gradients too,
+    reduced to their shards in every microbatch; 3 parameters too, gathered where they are used."""
     bucket_bytes: int = 25_000_000
-    """With `zero`, how many bytes of whole tensors are gathered over `data`, or added up to their
-    shards, in one collective, and at most 8 tensors. With `zero=3` a device holds two such buckets
-    of parameters: the one it computes with, and the next. 1: each tensor on its own."""
+    """With `zero`, the bytes of whole tensors that one collective gathers over `data`, or reduces
+    to shards, and at most 8 tensors. With `zero=3` a device holds two such buckets of parameters:
+    the one it computes with, and the next. 1: one collective per tensor."""
     remat: Remat = "none"
-    """What the backward pass computes again instead of keeping it: nothing; all but matrix products
-    (`dots`); all but what layers hand to each other (`full`); or the matrix products are kept in
-    the host's memory (`offload`)."""
+    """What the backward pass recomputes instead of storing it: nothing; all but matrix products
+    (`dots`); all but the layers' inputs (`full`); or matrix products are stored in the host's
+    memory (`offload`)."""
     shardings: Shardings = ()
-    """How parameters and named activations lie: pattern -> one entry for each dim, None for a whole
-    dim, the name of a mesh axis, or several; `...` first stands for any number of whole dims.
-    Given as a dict. The first pattern that fits a parameter's path or an activation's name
+    """The shardings of parameters and named activations, as a dict: pattern -> one entry for each
+    dim: None for a whole dim, the name of a mesh axis, or several; `...` first stands for any
+    number of whole dims. The first pattern that matches a parameter's path or an activation's name
     counts."""
 
     def __post_init__(self) -> None:
@@ -134,30 +133,30 @@ data=1 means 'not used'.
 
     @property
     def axes(self) -> dict[str, int]:
-        """Size of each mesh axis, in mesh order."""
+        """The size of each mesh axis, in mesh order."""
         return {axis: getattr(self, axis) for axis in MESH_AXES}
 
     @property
     def partitioned(self) -> bool:
-        """Whether the traced step is walked, to split what it holds."""
+        """Whether the step's jaxpr is partitioned equation by equation."""
         zero = self.zero > 0 and self.data > 1
         return self.tensor > 1 or self.pipeline > 1 or zero
 
     @property
     def pipeline_pieces(self) -> int:
-        """In how many pieces a pipeline works through rows without a gradient; else one."""
+        """The number of microbatches of a pipeline's forward-only call; 1 without a pipeline."""
         return self.microbatches if self.pipeline > 1 else 1
 
     @property
     def chunks(self) -> int:
-        """How many stages each device of the pipeline has."""
+        """The number of stages on each device of the pipeline."""
         if self.stages is not None:
             return self.stages // self.pipeline
         return 2 if self.schedule == "interleaved" else 1
 
     @property
     def devices(self) -> int:
-        """How many devices the plan needs."""
+        """The number of devices the plan needs."""
         count = 1
         for size in self.axes.values():
             count *= size
@@ -168,7 +167,7 @@ data=1 means 'not used'.
         if self.devices > available:
             sizes = self.axes
             changed: dict[str, int] = {}
-            # The largest axis gives way first.
+            # Suggest a plan that fits: shrink the largest axis first.
             for axis in sorted(sizes, key=lambda axis: -sizes[axis]):
                 others = math.prod(sizes.values()) // sizes[axis]
                 if math.prod(sizes.values()) > available:
@@ -185,12 +184,12 @@ data=1 means 'not used'.
         return f"Plan({', '.join(changed)})"
 
     def sizes_text(self) -> str:
-        """What differs from the default, the sharding rules left out, in a few words."""
+        """Return the fields that differ from the default, without the sharding rules, as text."""
         short = dataclasses.replace(self, shardings=())
         return repr(short).removeprefix("Plan(").removesuffix(")") or "one device"
 
     def explain(self, batch_size: int | None = None) -> str:
-        """What the plan does, in words; with `batch_size` also how many examples go where.
+        """Return what the plan does, in words; with `batch_size` also how examples are split.
 
         >>> print(Plan(data=2, microbatches=3).explain(batch_size=10))
         Plan(data=2, microbatches=3): 2 devices
@@ -251,7 +250,7 @@ data=1 means 'not used'.
         return "\n".join(lines)
 
     def _split_lines(self) -> list[str]:
-        """What one network is split over, in words."""
+        """Return the lines of `explain` on how one network is split."""
         lines = []
         if self.pipeline > 1:
             named = self.schedule if isinstance(self.schedule, str) else "written by hand"
@@ -272,7 +271,7 @@ data=1 means 'not used'.
         return lines
 
     def padded_size(self, batch_size: int) -> int:
-        """The smallest number of rows ≥ `batch_size` that splits evenly.
+        """Return the smallest number of rows ≥ `batch_size` that splits evenly.
 
         >>> Plan(data=3, microbatches=2).padded_size(10)
         12
@@ -281,7 +280,7 @@ data=1 means 'not used'.
         return -(-batch_size // unit) * unit
 
     def to_toml(self) -> str:
-        """The plan as TOML, all fields written out but those left to be chosen (None)."""
+        """Return the plan as TOML, with all fields except those left open (None)."""
         lines = [
             f"{field.name} = {_toml_value(getattr(self, field.name))}"
             for field in dataclasses.fields(self)
@@ -296,7 +295,7 @@ data=1 means 'not used'.
 
     @classmethod
     def from_toml(cls, text: str, *, source: str = "the plan") -> "Plan":
-        """A plan from TOML; fields left out keep their default. Raises `PlanError`."""
+        """Parse a plan from TOML; missing fields have their default. Raises `PlanError`."""
         try:
             values: dict[str, Any] = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
@@ -316,9 +315,9 @@ data=1 means 'not used'.
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
-        """Read a plan from a TOML file. Raises `PlanError` where it is not one."""
+        """Read a plan from a TOML file. Raises `PlanError` for a file that is not a plan."""
         try:
-            # Some editors begin a file with a mark of its encoding, which is no TOML.
+            # Some editors begin a file with a byte order mark, which is not TOML.
             text = Path(path).read_text(encoding="utf-8-sig")
         except OSError as error:
             raise errors.plan_not_toml(str(path), error.strerror or str(error)) from None
@@ -342,7 +341,10 @@ _REMAT = {
 
 
 def _rules(given: Any) -> Shardings:
-    """Rules as a tuple of pairs, of equal patterns the first, which counts. Raises `PlanError`."""
+    """Return rules as a tuple of pairs, the first of equal patterns, which counts.
+
+    Raises `PlanError` for other values.
+    """
     pairs = given.items() if isinstance(given, Mapping) else given
     if not isinstance(pairs, Iterable) or isinstance(pairs, str | bytes):
         raise errors.plan_shardings_not_rules(given)
@@ -371,14 +373,14 @@ def _rule(pattern: str, entries: Sequence[Any]) -> tuple[Any, ...]:
 
 
 _ENTRIES = {"whole": None, "...": ...}
-"""How TOML says what it has no word for."""
+"""The TOML spelling of entries that TOML has no value for."""
 
 
 def _schedule(given: Any) -> ScheduleName | tuple[str, ...]:
-    """The name of a schedule, or its lines. Raises `PlanError`.
+    """Return the name of a schedule, or its lines. Raises `PlanError`.
 
-    Whether the lines can run is known with the microbatches; a word that is no work at all is
-    more likely a name with a letter missing, which the command line hands on as a list of one.
+    Whether the lines can run depends on the microbatches and is checked later. A line that is not a
+    list of actions is probably a misspelled name, which the command line passes as a list of one.
     """
     names: tuple[ScheduleName, ...] = get_args(ScheduleName)
     lines = (given,) if isinstance(given, str) else given
@@ -396,7 +398,7 @@ def _schedule(given: Any) -> ScheduleName | tuple[str, ...]:
 
 
 _WORK = re.compile(r"[A-Za-z]\d+(\.\d+)?")
-"""How a unit of work looks, `F0` or `B3.1`; which letters there are says the schedule."""
+"""Matches an action, `F0` or `B3.1`; the schedule knows which letters exist."""
 
 
 def _toml_value(value: int | str | tuple[str, ...]) -> str:
@@ -406,7 +408,7 @@ def _toml_value(value: int | str | tuple[str, ...]) -> str:
 
 
 def _toml_text(text: str) -> str:
-    """A basic string of TOML: JSON's, but that it wants DEL escaped too."""
+    """Return a basic string of TOML, which is JSON's with DEL escaped too."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")
 
 

@@ -1,15 +1,29 @@
-"""Which row of the data stands where: shuffling and resampling as pure functions.
+"""Shuffle and resample rows with pure functions, without storing any permutation.
 
-A member reads a stream of rows. What stands at a position of an epoch is a function of
-`(seed, member, epoch, position)` and the number of rows alone: not of the batch size, the plan or
-the mesh, and nothing is stored. (Where one batch is a whole pass, its order is no matter, and stays
-as it is.) Data therefore lie on a device once, however many members read
-them, and a run resumes at any step.
+Problem. A thousand members each read the same data in their own order, with their own bootstrap
+sample, a new order every epoch, inside a compiled loop. A permutation table per member costs as
+much memory as data. Instead the row at a position is computed when it is read, from `(seed, member,
+epoch, position)` and the number of rows alone: it does not depend on the batch size, the plan or
+the mesh, the data are on a device once, and a run resumes at any step.
 
     row(seed, member, epoch, position) = choose(j),  j = shuffle(pass)[position mod size]
 
-`size` is how many draws a member makes in a pass; `choose` is the resampling: which row draw `j`
-is. A member with fewer draws than the longest goes around again within the epoch, in a new order.
+`size` is the number of draws in one pass of a member; `choose` is the resampling, which maps draw
+`j` to a row. A member with fewer draws than the longest starts another pass within the epoch, in a
+new order. If one batch is a whole pass, its order does not matter and stays the same.
+
+Shuffling needs a random permutation of `range(size)` that can be evaluated at one index. A Feistel
+network is one on a domain a * b: each round adds to one half a hash of the other, modulo the half's
+size, which can be undone, so the whole is one-to-one. Indices that land outside `range(size)` go
+through the network again ("cycle walking"). Example: `permuted_index(i, size=7, key=5)`:
+
+    a = ceil(sqrt 7) = 3,  b = ceil(7 / 3) = 3      the network permutes 0 .. 8
+    index i           0   1   2   3   4   5   6
+    one pass          0   4   3   7   5   2   1     7 is not below 7 ...
+    again                         6                 ... so 7 goes through once more
+    result            0   4   3   6   5   2   1     a permutation of 0 .. 6
+
+Source: J. Black and P. Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002.
 """
 
 import dataclasses
@@ -26,29 +40,29 @@ from plurax import errors
 from plurax.validate import check_seed, whole_number
 
 ROUNDS = 10
-"""Enough that orders of a handful of rows come out evenly."""
+"""Feistel rounds; with ten, all orders of a handful of rows come out about equally often."""
 
 Word = UInt32[Array, "..."]
 
 
 class Resample(Protocol):
-    """How a member draws its rows. Frozen, comparable; `kind` names it in checkpoints."""
+    """How a member draws its rows. Frozen and comparable; checkpoints save its `repr`."""
 
     def size(self, count: int, member: int) -> int:
-        """Draws in a pass of a member over data of `count` rows."""
+        """Return the number of draws in one pass of a member over data of `count` rows."""
         ...
 
     def choose(self, draw: Word, count: int, seed: Word, member: Word) -> Word:
-        """The row that a draw is; elementwise over `draw`, scalars else."""
+        """Return the row of a draw; elementwise over `draw`, the others scalars; all uint32."""
         ...
 
     def held_out(self, count: int, seed: int, member: int) -> Int[np.ndarray, "R"]:
-        """The rows that a member never trains on, in order."""
+        """Return the rows that a member never trains on, ascending, int64."""
         ...
 
 
 def hash_u32(*words: Word | int) -> Word:
-    """Hash words to one of 32 bits: Murmur3's body and finalizer (A. Appleby, public domain)."""
+    """Hash 32-bit words to one: Murmur3's body and finalizer (A. Appleby, public domain)."""
     state = jnp.uint32(0x9E3779B9)
     for word in words:
         state = (state ^ jnp.asarray(word).astype(jnp.uint32)) * jnp.uint32(0xCC9E2D51)
@@ -59,17 +73,18 @@ def hash_u32(*words: Word | int) -> Word:
 
 
 def permuted_index(index: Word, size: Word | int, key: Word) -> Word:
-    """The place of `index` in a pseudo-random permutation of `range(size)`; elementwise.
+    """Return the image of `index` under a pseudo-random permutation of `range(size)`; elementwise.
 
-    A Feistel network over Z_a × Z_b with a·b just above `size`, walked until it falls inside
-    (J. Black and P. Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002): a
-    permutation without a table. `size` may be up to 2³¹.
+    A Feistel network over Z_a × Z_b, with a = ceil(sqrt size) and the smallest b for which
+    a·b ≥ size, applied until the value is below `size` (cycle walking): a permutation without a
+    table. Values are uint32; `size` may be up to 2³¹. The top of this file has an example.
 
     >>> import jax.numpy as jnp
     >>> sorted(permute(jnp.arange(7, dtype=jnp.uint32), 7, jnp.uint32(5)).tolist())
     [0, 1, 2, 3, 4, 5, 6]
     """
     size = jnp.asarray(size).astype(jnp.uint32)
+    # Near-square halves waste few indices: a·b - size < a, so nearly all values need one pass.
     a = jnp.maximum(jnp.ceil(jnp.sqrt(size.astype(jnp.float32))).astype(jnp.uint32), 1)
     b = (size + a - 1) // a
     keys = [hash_u32(key, turn) for turn in range(ROUNDS)]
@@ -77,9 +92,10 @@ def permuted_index(index: Word, size: Word | int, key: Word) -> Word:
     def shift(value: Word, other: Word, turn: int, modulus: Word) -> Word:
         word = (other ^ keys[turn]) * jnp.uint32(0x85EBCA6B)
         word = (word ^ (word >> 15)) * jnp.uint32(0xC2B2AE35)
-        # Sixteen bits of hash scaled to the modulus, so that no division is needed.
+        # Scale 16 bits of hash to the modulus, which needs no integer division.
         drawn = ((word >> 16) * modulus) >> 16
         moved = value + drawn
+        # Addition modulo `modulus` can be undone given `other`: this makes a round one-to-one.
         return jnp.where(moved >= modulus, moved - modulus, moved)
 
     def walk(value: Word) -> Word:
@@ -89,6 +105,8 @@ def permuted_index(index: Word, size: Word | int, key: Word) -> Word:
             right = shift(right, left, turn + 1, b)
         return left * b + right
 
+    # Cycle walking ends: the network permutes the domain, and the cycle through a value that
+    # started below `size` returns below `size`. The loop runs until every element is inside.
     def again(value: Word) -> Word:
         return jnp.where(value < size, value, walk(value))
 
@@ -96,8 +114,9 @@ def permuted_index(index: Word, size: Word | int, key: Word) -> Word:
 
 
 def bounded(word: Word, size: Word | int) -> Word:
-    """A hash word as a number below `size`, by the high half of their product."""
+    """Scale a hash word to a number below `size`: the high 32 bits of the 64-bit product."""
     size = jnp.asarray(size).astype(jnp.uint32)
+    # Without x64 JAX has no 64-bit integers: multiply in 16-bit halves, keeping the carries.
     low = (word & 0xFFFF) * (size & 0xFFFF)
     cross = (word >> 16) * (size & 0xFFFF)
     other = (word & 0xFFFF) * (size >> 16)
@@ -107,18 +126,18 @@ def bounded(word: Word, size: Word | int) -> Word:
 
 @dataclasses.dataclass(frozen=True)
 class Everything:
-    """Every row once in a pass: what a network reads that is not resampled."""
+    """Every row once in a pass: no resampling."""
 
     def size(self, count: int, member: int) -> int:
-        """All rows."""
+        """Return `count`."""
         return count
 
     def choose(self, draw: Word, count: int, seed: Word, member: Word) -> Word:
-        """The draw itself."""
+        """Return the draw itself."""
         return draw
 
     def held_out(self, count: int, seed: int, member: int) -> Int[np.ndarray, "R"]:
-        """None."""
+        """Return no rows."""
         return np.zeros(0, np.int64)
 
 
@@ -130,24 +149,24 @@ class Bootstrap:
     """
 
     def size(self, count: int, member: int) -> int:
-        """As many draws as rows."""
+        """Return `count`: as many draws as rows."""
         return count
 
     def choose(self, draw: Word, count: int, seed: Word, member: Word) -> Word:
-        """A row drawn for this draw of this member."""
+        """Return a row hashed from seed, member and draw."""
         return bounded(hash_u32(seed, member, draw, 0xB007), count)
 
     def held_out(self, count: int, seed: int, member: int) -> Int[np.ndarray, "R"]:
-        """The rows no draw took ("out of bag"), about 37 %."""
+        """Return the rows that no draw took ("out of bag"), about 37 %."""
         return np.setdiff1d(np.arange(count), draws(self, count, seed, member))
 
 
 @dataclasses.dataclass(frozen=True)
 class KFold:
-    """Member `m` trains on all rows but those of fold `m mod folds`.
+    """Member `m` trains on all rows except those of fold `m mod folds`.
 
     Folds are disjoint, complete, differ in size by at most one row, and are the same for all
-    members of the same `seed`.
+    members of the same `seed`. Raises `MembersError` for fewer than two folds.
     """
 
     folds: int
@@ -161,15 +180,18 @@ class KFold:
         object.__setattr__(self, "seed", check_seed(self.seed))
 
     def size(self, count: int, member: int) -> int:
-        """The rows of the other folds."""
+        """Return the number of rows in the other folds.
+
+        Raises `BatchError` where there are more folds than rows.
+        """
         if count < self.folds:
             raise errors.folds_too_many(self.folds, count)
         fold = member % self.folds
         return count - (count * (fold + 1) // self.folds - count * fold // self.folds)
 
     def choose(self, draw: Word, count: int, seed: Word, member: Word) -> Word:
-        """The draw, jumping over the fold left out, in the order that deals rows to folds."""
-        # The bounds of all folds are few and known; a table keeps count * fold from overflowing.
+        """Skip the fold left out in the permuted order of rows, and return the row."""
+        # Compute the fold bounds on the host: `count * fold` could overflow uint32 on the device.
         bounds = jnp.asarray([count * f // self.folds for f in range(self.folds + 1)], jnp.uint32)
         fold = member % self.folds
         first, stop = bounds[fold], bounds[fold + 1]
@@ -177,7 +199,7 @@ class KFold:
         return permuted_index(place, count, hash_u32(self.seed, 0xF01D))
 
     def held_out(self, count: int, seed: int, member: int) -> Int[np.ndarray, "R"]:
-        """The rows of the member's own fold."""
+        """Return the rows of the member's fold."""
         return np.setdiff1d(np.arange(count), draws(self, count, seed, member))
 
 
@@ -199,7 +221,7 @@ class Subsample:
         object.__setattr__(self, "sizes", sizes)
 
     def size(self, count: int, member: int) -> int:
-        """The member's size in rows. Raises `BatchError` where the data have fewer."""
+        """Return the member's size in rows. Raises `BatchError` where the data have fewer."""
         wanted = self.sizes[member % len(self.sizes)]
         rows = round(wanted * count) if wanted < 1 else int(wanted)
         if not 1 <= rows <= count:
@@ -207,16 +229,16 @@ class Subsample:
         return rows
 
     def choose(self, draw: Word, count: int, seed: Word, member: Word) -> Word:
-        """The row at this place of the member's own order of all rows."""
+        """Return the row at place `draw` of a permutation of all rows that is the member's own."""
         return permuted_index(draw, count, hash_u32(seed, member, 0x5AB5))
 
     def held_out(self, count: int, seed: int, member: int) -> Int[np.ndarray, "R"]:
-        """The rows not drawn."""
+        """Return the rows not drawn."""
         return np.setdiff1d(np.arange(count), draws(self, count, seed, member))
 
 
 def _size(given: Any) -> float | None:
-    """A whole number of rows, or a fraction; None for what is neither, such as 1.0 and 2.5."""
+    """Return a whole number of rows or a fraction below 1; None for others, such as 1.0 and 2.5."""
     rows = whole_number(given)
     if rows is not None or isinstance(given, str | bytes | bool):
         return rows
@@ -228,7 +250,7 @@ def _size(given: Any) -> float | None:
 
 
 def bootstrap() -> Bootstrap:
-    """Each member draws as many rows as there are, with replacement.
+    """Return a resampling in which each member draws as many rows as there are, with replacement.
 
     >>> bootstrap().size(100, member=3)
     100
@@ -237,7 +259,9 @@ def bootstrap() -> Bootstrap:
 
 
 def kfold(folds: int, *, seed: int = 0) -> KFold:
-    """Member `m` leaves out fold `m mod folds`; `seed` deals the rows to the folds.
+    """Return a resampling in which member `m` leaves out fold `m mod folds`.
+
+    `seed` determines which rows each fold has.
 
     >>> fold = kfold(3)
     >>> [fold.held_out(4, seed=0, member=member).size for member in range(3)]
@@ -247,7 +271,7 @@ def kfold(folds: int, *, seed: int = 0) -> KFold:
 
 
 def subsample(sizes: float | Sequence[float]) -> Subsample:
-    """Member `m` draws `sizes[m mod len(sizes)]` rows without replacement.
+    """Return a resampling: member `m` draws `sizes[m mod len(sizes)]` rows without replacement.
 
     >>> subsample([0.1, 50]).size(100, member=0), subsample([0.1, 50]).size(100, member=1)
     (10, 50)
@@ -268,11 +292,12 @@ def stream_row(
     shuffle: bool = True,
     whole: int | None = None,
 ) -> Int[Array, "..."]:
-    """The row at some positions of a member's epoch; elementwise over `position`, int32.
+    """Return the row at positions of a member's epoch; elementwise over `position`, int32.
 
-    **Arguments:** `count`, rows of the data; `size`, `resample.size(count, member)`; the others
-    as above. Without `shuffle` draws come in their own order in every pass; `whole`, draws of an
-    epoch where all of it is one batch: a member whose pass is as long has no order to change.
+    **Arguments:** `count`, rows of the data; `size`, `resample.size(count, member)`; `seed`,
+    `member`, `epoch` and `position`, uint32. Without `shuffle` draws come in ascending order in
+    every pass. `whole`, the draws of an epoch that is one batch, else None: a member whose pass has
+    that many draws keeps its order, which cannot matter.
     """
     draw = position % size
     if shuffle:
@@ -283,7 +308,7 @@ def stream_row(
 
 
 def draws(resample: Resample, count: int, seed: int, member: int) -> Int[np.ndarray, "D"]:
-    """The rows of a pass of a member, unshuffled: one for each draw, on the host."""
+    """Return the rows of one pass of a member, unshuffled, one per draw, on the host."""
     return epoch_rows(resample, count, seed, member, 0, shuffle=False)
 
 
@@ -298,9 +323,9 @@ def epoch_rows(
     shuffle: bool = True,
     one_batch: bool = False,
 ) -> Int[np.ndarray, "D"]:
-    """The first `length` rows (default: a pass) of a member's epoch, on the host.
+    """Return the first `length` rows (default: one pass) of a member's epoch, on the host, int64.
 
-    Of an epoch that is `one_batch` and one pass the order does not change.
+    The order stays the same where the epoch is `one_batch` and one pass.
     """
     size = resample.size(count, member)
     shuffle = shuffle and not (one_batch and (length or size) == size)

@@ -1,4 +1,4 @@
-"""A task says what is trained, and knows no device."""
+"""Define what is trained, as pure functions that know no device."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ LossOutput = Losses | tuple[Losses, dict[str, Losses]]
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is trained: pure functions over a batch, written as for one device.
+    """The functions of a training problem: pure, over a batch, written as for one device.
 
     **Fields:**
 
@@ -30,17 +30,18 @@ class Task:
       outputs depends on row `i` of the inputs.
     - `evaluate(params, batch)`: like `loss` without keys, for evaluation (no dropout). Without it,
       evaluation calls `loss` with fixed keys.
-    - `weight(batch) -> (B,)`: how much each example counts (its tokens, say); default ones. The
+    - `weight(batch) -> (B,)`: the weight of each example (its tokens, say); default ones. The
       loss of a step is `sum(weight * loss) / sum(weight)`, over all microbatches and devices.
     - `coupled`: the loss couples examples (contrastive, batch statistics). It is then called as
-      `loss(params, batch, keys, mask)` and sees every example of a microbatch across all devices;
-      `mask`, shape `(B,)` of bool, is false for rows that only fill up the batch and must be left
-      out of what the loss couples.
+      `loss(params, batch, keys, mask)` with every example of a microbatch across all devices;
+      `mask`, shape `(B,)` of bool, is false for padding rows, which must not enter the coupling.
     - `stateful`: the loss reads and writes model state that is not trained (batch-norm
       statistics). Then `init(key) -> (params, model_state)`, `loss(params, model_state, batch,
       keys, mask) -> (losses, metrics, model_state)`, and `predict` and `evaluate` take
-      `model_state` after `params`. Needs `coupled`. Microbatches run in order, and each sees the
-      state left by the one before.
+      `model_state` after `params`. Needs `coupled`. Microbatches run in order, and each reads the
+      state that the previous one wrote.
+
+    Raises `TaskError` where a function does not accept these arguments.
 
     >>> import jax, jax.numpy as jnp
     >>> task = Task(
@@ -58,7 +59,7 @@ class Task:
     coupled: bool = False
     stateful: bool = False
     stack: Optional["Stack"] = None
-    """Of a task that `plurax.stack` made, its parts; else None."""
+    """The parts of a task that `plurax.stack` returned; else None."""
 
     def __post_init__(self) -> None:
         if self.stateful and not self.coupled:
@@ -79,7 +80,7 @@ class Task:
 def per_example(
     f: Callable[[PyTree, PyTree, Key[Array, ""]], Any],
 ) -> Callable[[PyTree, PyTree, Key[Array, "B"]], LossOutput]:
-    """Lift a loss written for one example to a batch, with a random key of its own for each.
+    """Lift a loss written for one example to a batch, with one random key per example.
 
     **Arguments:**
 
@@ -111,7 +112,7 @@ def per_example(
 class Layer(NamedTuple):
     """A part of a network as a pair of pure functions.
 
-    **Fields:** `init(key) -> params`; `apply(params, ...)`, what it is given says `stack`.
+    **Fields:** `init(key) -> params`; `apply(params, ...)`, its other arguments as in `stack`.
     """
 
     init: Callable[[Key[Array, ""]], PyTree]
@@ -120,10 +121,10 @@ class Layer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """A network of equal layers between an embedding and a head; made by `stack`.
+    """A network of equal layers between an embedding and a head; `stack` creates it.
 
-    **Fields:** `embed`, `block`, `head`; `depth`; `tied`, names of parameters of `embed` that the
-    head is given too; `predict`.
+    **Fields:** `embed`, `block`, `head`; `depth`; `tied`, names of parameters of `embed` that are
+    passed to the head too; `predict`.
     """
 
     embed: Layer
@@ -134,7 +135,7 @@ class Stack:
     predict: Callable[..., PyTree] | None = None
 
     def init(self, key: Key[Array, ""]) -> PyTree:
-        """Parameters `embed`, `blocks` with a leading dim of layers, `head`."""
+        """Return parameters `embed`, `blocks` with a leading dim of layers, `head`."""
         embed, blocks, head = jax.random.split(key, 3)
         return {
             "embed": self.embed.init(embed),
@@ -143,13 +144,16 @@ class Stack:
         }
 
     def apply_embed(self, embed: PyTree, batch: PyTree, keys: Any) -> PyTree:
-        """What the first layer is given."""
+        """Return the input of the first layer."""
         return self.embed.apply(embed, batch, _folded(keys, self.depth))
 
     def apply_block(
         self, layer: PyTree, x: PyTree, batch: PyTree, keys: Any, number: Any
     ) -> PyTree:
-        """What layer `number` makes of what it is given; raises `TaskError` for another shape."""
+        """Return the output of layer `number`.
+
+        Raises `TaskError` where its shapes or dtypes differ from the input's.
+        """
         new = self.block.apply(layer, x, batch, _folded(keys, number))
         given, made = tree.describe(x), tree.describe(new)
         if given != made:
@@ -157,17 +161,17 @@ class Stack:
         return new
 
     def apply_head(self, params: PyTree, x: PyTree, batch: PyTree, keys: Any) -> LossOutput:
-        """Losses from what the last layer made; `params` as `head_params` returns them."""
+        """Return losses from the last layer's output; `params` as `head_params` returns them."""
         return self.head.apply(params, x, batch, _folded(keys, self.depth + 1))
 
     def head_params(self, params: PyTree) -> PyTree:
-        """The head's parameters, those tied to the embedding's among them."""
+        """Return the head's parameters, including those tied to the embedding's."""
         if not self.tied:
             return params["head"]
         return {**params["head"], **{name: params["embed"][name] for name in self.tied}}
 
     def layers(self, params: PyTree, batch: PyTree, keys: Any) -> PyTree:
-        """What the last layer makes, one layer after another."""
+        """Return the last layer's output, running all layers in a scan."""
 
         def turn(x: PyTree, numbered: tuple[PyTree, Any]) -> tuple[PyTree, None]:
             layer, number = numbered
@@ -188,27 +192,27 @@ def stack(
     tied: Sequence[str] = (),
     weight: Callable[[PyTree], Float[Array, "B"]] | None = None,
 ) -> Task:
-    """A task of `depth` equal layers between an embedding and a head.
+    """Return a task of `depth` equal layers between an embedding and a head.
 
-    It is an ordinary task, its layers scanned over, and under a plan with `pipeline` they can be
-    cut into stages. Embedding, layer and head are pairs `(init, apply)`; all work on batches:
+    It is an ordinary task with a scan over its layers, and under a plan with `pipeline` the layers
+    can be split into stages. Embedding, layer and head are pairs `(init, apply)`, all for batches:
 
     - `embed`: `init(key) -> params`, `apply(params, batch, keys) -> x`, a floating array or tree of
       them with leading dim `B`.
     - `block`: `apply(params, x, batch, keys) -> x`, of the same shapes and dtypes.
     - `head`: `apply(params, x, batch, keys) -> (B,) losses`, or with metrics as `Task.loss`.
-    - `depth`: how many layers; stages need not divide it.
-    - `predict(params, x, inputs) -> outputs`: what the head makes of `x` for inference.
-    - `tied`: names of parameters of `embed` that the head is given as well, among its own.
+    - `depth`: the number of layers; stages need not divide it.
+    - `predict(params, x, inputs) -> outputs`: the head's outputs for inference.
+    - `tied`: names of parameters of `embed` that are added to the head's parameters.
     - `weight`: as in `Task`.
 
-    `keys` has a random key for each example, of each layer its own; in evaluation and prediction
+    `keys` has one random key per example, different for each layer; in evaluation and prediction
     it is None: leave dropout out.
 
     **Returns:** a `Task` with parameters `embed`, `blocks` (with a leading dim of layers), `head`.
 
-    Raises `TaskError` where a layer does not return what it was given, in shape and dtype, or
-    `tied` names no parameter of `embed`.
+    Raises `TaskError` where a layer's output differs from its input in shape or dtype, or `tied`
+    names no parameter of `embed`.
 
     >>> import jax, jax.numpy as jnp
     >>> def linear(key): return jax.random.normal(key, (3, 3))
@@ -253,7 +257,7 @@ def stack(
 
 
 def _folded(keys: Any, number: Any) -> Any:
-    """The keys of one layer, from those of the examples; None where there are none."""
+    """Return the keys of one layer, from those of the examples; None without keys."""
     if keys is None:
         return None
     return jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, number)

@@ -1,4 +1,15 @@
-"""The largest batch that fits, from compiled memory; the fastest batch, by measurement."""
+"""Find the largest batch that fits, from compiled memory, and the fastest batch, by measurement.
+
+Compiling takes seconds, so the search for the largest batch must need few compilations. Peak memory
+is a smooth function of the batch, near-linear or quadratic: the next size to try is where the
+parabola through the nearest known points crosses the budget. Example, budget 1000 MB, true peak
+`100 + 3 n` MB, `n` in units of `data * microbatches`:
+
+    n = 1        103 MB   fits
+    n = 16       148 MB   fits     the line through both crosses 1000 MB at n = 300; try one more
+    n = 301     1003 MB   over     the bracket is 16 .. 301
+    n = 300     1000 MB   fits     the neighbour of an n that does not fit: done, 4 compilations
+"""
 
 import dataclasses
 import math
@@ -20,12 +31,12 @@ from plurax.task import Task
 
 MAX_COMPILATIONS = 10
 KNEE = 0.95
-"""The knee of a throughput curve: the smallest batch with this share of the best throughput."""
+"""The share of the best throughput that defines the knee: the smallest batch that reaches it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MaxBatchSize:
-    """The largest batch that fits a budget. `int()` of it is the size.
+    """The largest batch that fits a budget; `int()` of it is the size.
 
     **Fields:**
 
@@ -34,7 +45,7 @@ class MaxBatchSize:
     - `next_size`, `next_bytes`: the next size that would need a larger program, and its peak,
       which exceeds the budget. `next_bytes` is None if the search ended by `MAX_COMPILATIONS`.
     - `budget`: bytes per device.
-    - `compilations`: how many programs were compiled to find it.
+    - `compilations`: the number of programs compiled.
     """
 
     size: int
@@ -60,11 +71,10 @@ def max_batch_size(
     memory: int | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> MaxBatchSize:
-    """The largest batch whose training step fits in memory, without running a step.
+    """Return the largest batch whose training step fits in memory, without running a step.
 
-    Compiles the step for a few sizes and reads the memory that the compiler reports. Memory is a
-    smooth function of the batch, so the search follows the parabola through the sizes nearest to
-    the budget, and ends when one fits and its neighbour does not: at most 10 compilations.
+    It compiles the step for a few sizes and reads the memory that the compiler reports: at most 10
+    compilations. It ends when a size fits and the next does not.
 
     **Arguments:**
 
@@ -99,9 +109,10 @@ def max_batch_size(
 def largest_below(
     peak: Callable[[int], int], budget: int
 ) -> tuple[int, int, int | None, int | None, int]:
-    """Largest `n >= 1` with `peak(n) <= budget`, and the smallest known above it.
+    """Find the largest `n >= 1` with `peak(n) <= budget`, and the smallest known above it.
 
-    Returns `(fits, its bytes, over, its bytes, evaluations)`; `fits` is 0 where `peak(1)` is over.
+    **Returns:** `(fits, its bytes, over, its bytes, evaluations)`; `fits` is 0 where `peak(1)` is
+    over the budget.
     """
     known: dict[int, int] = {}
 
@@ -120,9 +131,10 @@ def largest_below(
             low = max(low, candidate)
         else:
             high = candidate if high is None else min(high, candidate)
+        # Done once a size fits and its neighbour does not.
         if high is not None and high - low == 1:
             break
-        # A curve that misses twice the same way is no guide here: halve the bracket instead.
+        # If the last step did not halve the bracket, the curve is no guide here: bisect.
         stuck = high is not None and math.isfinite(width) and 2 * (high - low) > width
         if stuck and high is not None:
             candidate = (low + high) // 2
@@ -132,10 +144,10 @@ def largest_below(
 
 
 def _next_candidate(known: dict[int, int], low: int, high: int | None, budget: int) -> int:
-    """Where the curve through the known points nearest to the budget crosses it.
+    """Return where the curve through the known points nearest to the budget crosses it.
 
     A parabola through three points: memory grows linearly in the batch for most losses, and with
-    its square for losses that compare all pairs. Kept inside the bracket.
+    its square for losses that compare all pairs. The result stays inside the bracket.
     """
     near = sorted(known, key=lambda n: abs(known[n] - budget))[:3]
     guess = _crossing([(n, known[n] - budget) for n in near])
@@ -148,7 +160,7 @@ def _next_candidate(known: dict[int, int], low: int, high: int | None, budget: i
 
 
 def _crossing(points: list[tuple[int, int]]) -> int | None:
-    """The whole number below the zero of the parabola (or line) through points, None without."""
+    """Return the floor of the zero of the parabola (or line) through points, or None."""
     (x0, y0), (x1, y1) = points[:2]
     slope = (y1 - y0) / (x1 - x0)
     bend = 0.0
@@ -166,23 +178,23 @@ def _crossing(points: list[tuple[int, int]]) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Throughput:
-    """One point of a throughput curve: `size` examples, `seconds` per step (a median)."""
+    """A point of a throughput curve: `size` examples, `seconds` per step (a median)."""
 
     size: int
     seconds: float
 
     @property
     def examples_per_second(self) -> float:
-        """Throughput at this size."""
+        """Examples per second at this size."""
         return self.size / self.seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class FastestBatchSize:
-    """How throughput depends on the batch. `int()` of it is the knee's size.
+    """Throughput by batch size; `int()` of it is the knee's size.
 
     **Fields:** `curve`, by increasing size; `knee`, the smallest size with 95 % of the best
-    throughput: beyond it a larger batch buys (almost) no speed.
+    throughput: a larger batch gains (almost) no speed.
     """
 
     curve: tuple[Throughput, ...]
@@ -264,7 +276,7 @@ def _flat(curve: list[Throughput]) -> bool:
 
 
 def resized(example: PyTree, size: int) -> PyTree:
-    """The shapes of a batch like `example`, with another leading dim."""
+    """Return the shapes of a batch like `example`, with another leading dim."""
     leading_dim(example)
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype), example

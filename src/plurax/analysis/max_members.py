@@ -1,4 +1,4 @@
-"""How many members fit in memory, from compiled programs, without running one."""
+"""Find how many members fit in memory, from compiled programs, without running one."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,21 +21,21 @@ from plurax.plan import Plan
 from plurax.task import Task
 
 FIRST_CHUNK = 16
-"""Members at a time, where the plan does not say."""
+"""Members at a time, where the plan leaves `chunk` open."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MaxMembers:
-    """The largest population that fits a budget. `int()` of it is its number of members.
+    """The largest population that fits a budget; `int()` of it is its number of members.
 
     **Fields:**
 
     - `count`: members; a multiple of the plan's `member * chunk`.
-    - `bytes`: the compiled step's peak on one device with so many.
+    - `bytes`: the compiled step's peak on one device with that many.
     - `next_count`, `next_bytes`: the next larger population, and its peak, which exceeds the
       budget. `next_bytes` is None if the search ended before it was known.
     - `budget`: bytes per device.
-    - `compilations`: how many programs were compiled to find it.
+    - `compilations`: the number of programs compiled.
     """
 
     count: int
@@ -62,16 +62,16 @@ def max_members(
     memory: int | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> MaxMembers:
-    """How many members fit in memory, without running a step: at most 10 compilations.
+    """Return how many members fit in memory, without running a step: at most 10 compilations.
 
     **Arguments:**
 
-    - `task`, `optimizer`, `plan`, `batch`: as for `compile`. Without a `chunk` in the plan members
-      are reckoned in chunks of 16, or one by one where that does not fit.
+    - `task`, `optimizer`, `plan`, `batch`: as for `compile`. If the plan leaves `chunk` open,
+      members are assumed to run in chunks of 16, or one by one where that does not fit.
     - `members`: for the names of their hyperparameters, if they have any.
     - `memory`: bytes per device. Default: what the device reports as its limit; where it reports
       none (CPU), half of the machine's memory divided by the plan's devices. Data that stay on the
-      devices need room beside it: `memory=budget - bytes_of_data`.
+      devices need room in addition: `memory=budget - bytes_of_data`.
 
     Raises `MembersError` where not even the smallest population fits.
     """
@@ -84,6 +84,7 @@ def max_members(
         population = Population(task, optimizer, _arrays(hyper), chosen, mesh, placement.like)
         unit = plan.member * chunk
 
+        # Search in whole chunks on every device: a partial chunk would compile a second body.
         def peak(units: int) -> int:
             return _peak(population, placement, units * unit)  # noqa: B023
 
@@ -107,7 +108,7 @@ def _arrays(hyper: Hyper) -> Hyper:
 
 
 def _peak(population: Population, placement: Placement, count: int) -> int:
-    """Bytes on one device of the compiled step of so many members; no array is made."""
+    """Return the peak bytes per device of the step of `count` members, without arrays."""
     by_member = NamedSharding(population.mesh, P("member"))
 
     def many(x: Any) -> jax.ShapeDtypeStruct:

@@ -1,4 +1,17 @@
-"""Does a plan compute what one device computes? A check for a user's own task."""
+"""Check that a plan computes what one device computes, for a user's task.
+
+Problem. Another plan adds numbers in another order, so results differ by rounding, and how much
+depends on the task. A fixed tolerance either hides a missing term or reports rounding. Therefore
+the tolerance is measured: one device computes the batch in two orders of sums, and the difference
+between them is the noise of this task. Example, `Plan(data=4)`:
+
+    expected     Plan()                   one device, one order of sums
+    again        Plan(microbatches=2)     one device, another order
+    noise        max |again - expected| / max |expected|          2e-7 for the gradient
+    tolerance    FACTOR * noise + roundings of the dtype          3e-6 + 8e-6
+    found        Plan(data=4)             error 3e-7              the same, up to rounding
+    a gradient divided by 4 in one place  error 7.5e-1            reported as the first difference
+"""
 
 import dataclasses
 import math
@@ -18,24 +31,24 @@ from plurax.task import Task
 from plurax.validate import whole_number
 
 FACTOR = 16.0
-"""How many times the difference that another order of sums makes is still the same."""
+"""The multiple of the difference between two orders of sums that is allowed."""
 PRECISION_FACTOR = 4.0
-"""How many times the difference that computing in a lower precision makes is still the same."""
+"""The multiple of the difference between two precisions that is allowed."""
 ROUNDINGS = 64
-"""How many roundings are still the same, of a dtype of at least 32 bits."""
+"""The number of roundings allowed, for a dtype of at least 32 bits."""
 FEW_ROUNDINGS = 4
-"""The same of a shorter dtype, where 64 would hide a sum that is missing."""
+"""The same for a shorter dtype, where 64 roundings would hide a missing term."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How far a tensor under the plan is from the same on one device.
+    """The difference of one tensor between the plan and one device.
 
-    **Fields:** `where`: what was compared, `loss`, `gradient`, `parameters`, `optimizer`, of a
-    stateful task `model state`, or `updates left out`; `path`
-    of the tensor; `error`, the largest difference relative to the tensor's largest number, infinite
-    where there is none: integers and truths that are not equal, another shape or dtype, NaN on
-    either side (which equals nothing, NaN neither); `tolerance`.
+    **Fields:** `where`: the kind of tensor, `loss`, `gradient`, `parameters`, `optimizer`, of a
+    stateful task `model state`, or `updates left out`; `path` of the tensor; `error`, the largest
+    difference relative to the tensor's largest number, infinite where there is none: integers and
+    booleans that are not equal, another shape or dtype, NaN on either side (which equals nothing,
+    not even NaN); `tolerance`.
     """
 
     where: str
@@ -45,7 +58,7 @@ class Difference:
 
     @property
     def ok(self) -> bool:
-        """Whether the difference is one of rounding."""
+        """Whether the difference is within rounding."""
         return self.error <= self.tolerance
 
     def __str__(self) -> str:
@@ -57,12 +70,12 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """What `verify` found.
+    """The result of `verify`.
 
     **Fields:** `plan`; `steps`; `differences`, one for each tensor, in the order in which a fault
-    would spread: loss and gradient of the first step, then parameters and optimizer's state after
-    the last; `noise`, the difference that another order of sums makes on one device, or under
-    `precision="bfloat16"` that between the two precisions.
+    would spread: loss and gradient of the first step, then parameters and the optimizer's state
+    after the last; `noise`, the difference between two orders of sums on one device, or under
+    `precision="bfloat16"` between the two precisions.
     """
 
     plan: Plan
@@ -72,7 +85,7 @@ class Verification:
 
     @property
     def first(self) -> Difference | None:
-        """The first tensor that differs."""
+        """The first tensor that differs, or None."""
         return next((difference for difference in self.differences if not difference.ok), None)
 
     @property
@@ -118,18 +131,17 @@ def verify(
 ) -> Verification:
     """Train some steps under a plan and on one device, and compare every tensor.
 
-    Runs on CPU devices, virtual ones where there are too few cores, so that a plan for any machine
-    can be checked on this one; call `plurax.virtual_devices` first.
+    It runs on CPU devices, virtual ones where there are too few cores, so that a plan for any
+    machine can be checked on this one; call `plurax.virtual_devices` first.
 
-    **Arguments:** `task`, `optimizer`, `plan` and `batch` as for `compile`, the batch being real
-    data; `steps` to take with it; `seed` of initialisation and dropout.
+    **Arguments:** `task`, `optimizer`, `plan` and `batch` as for `compile`, the batch with real
+    data; `steps`, the number of steps on it; `seed` of initialisation and dropout.
 
-    **Returns:** a `Verification`; `first` names the first tensor that differs. What is allowed is
-    measured: the batch is also worked through in another order of sums on one device, and `FACTOR`
-    times the difference that this makes, with 64 roundings of the tensor's dtype (4 of one of 16
-    bits), is still the same. Under `precision="bfloat16"` it is also worked through in float32, and
-    4 times the difference of the two is still the same. A wrong reduction or sharding is larger by
-    orders of magnitude.
+    **Returns:** a `Verification`; `first` names the first tensor that differs. The tolerance is
+    measured: one device also computes the batch in another order of sums, and `FACTOR` times that
+    difference is allowed, plus 64 roundings of the tensor's dtype (4 for a 16-bit dtype). Under
+    `precision="bfloat16"` one device also computes in float32, and 4 times that difference is
+    allowed. A wrong reduction or sharding differs by orders of magnitude more.
 
     Raises `PlanError` where there are too few CPU devices.
 
@@ -146,7 +158,7 @@ def verify(
     check_kinds(task, optimizer, plan, None)
     devices = jax.devices("cpu")
     plan.check_devices(len(devices))
-    # Which examples a coupled loss compares is said by the microbatches: the same on one device.
+    # The microbatches determine which examples a coupled loss compares: use the same number.
     one = Plan(precision=plan.precision, microbatches=plan.microbatches if task.coupled else 1)
     other = dataclasses.replace(one, microbatches=2)
 
@@ -194,7 +206,7 @@ def verify(
 def _allowed(
     expected: dict[str, Any], again: dict[str, Any], full: dict[str, Any] | None
 ) -> tuple[dict[str, float], float]:
-    """For each kind of tensor what difference is allowed, roundings aside, and what was measured.
+    """Return the allowed difference of each kind of tensor, without roundings, and the noise.
 
     **Arguments:** results of one device; the same in another order of sums; where the plan computes
     in a lower precision, in full precision.
@@ -204,14 +216,14 @@ def _allowed(
         return {where: FACTOR * far for where, far in noise.items()}, max(noise.values())
     lower = _farthest(full, expected)
     measured = max(lower.values())
-    # A loss is one number, which may be right by chance: what its gradient allows is allowed.
+    # A loss is one number and may agree by chance: allow it what its gradient is allowed.
     lower["loss"] = max(lower["loss"], lower["gradient"])
-    # Another order of sums is rounded in the lower precision too: the smaller factor for both.
+    # Another order of sums is rounded in the lower precision too, so one factor covers both.
     return {w: PRECISION_FACTOR * max(noise[w], far) for w, far in lower.items()}, measured
 
 
 def _farthest(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """For each kind of tensor the largest difference that is one of numbers."""
+    """Return the largest finite difference of each kind of tensor."""
     return {
         where: max(
             (e for p, leaf in leaves.items() if math.isfinite(e := _error(found[where][p], leaf))),
@@ -222,7 +234,7 @@ def _farthest(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, floa
 
 
 def recorder() -> optax.GradientTransformation:
-    """An optimizer that changes nothing and keeps the gradient as its state."""
+    """Return an optimizer that changes no parameter and stores the gradient as its state."""
 
     def update(grads: PyTree, _state: PyTree, _params: PyTree = None) -> tuple[PyTree, PyTree]:
         return jax.tree.map(jnp.zeros_like, grads), grads
@@ -231,13 +243,13 @@ def recorder() -> optax.GradientTransformation:
 
 
 def _error(found: Any, expected: Any) -> float:
-    """The largest difference relative to the largest number expected; infinite where NaN is."""
+    """Return the largest difference relative to the largest expected number; infinite for NaN."""
     found, expected = _numbers(found), _numbers(expected)
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return math.inf
     if not jnp.issubdtype(expected.dtype, jnp.inexact):
         return 0.0 if np.array_equal(found, expected) else math.inf
-    # Differences of 16 bits would be rounded themselves.
+    # Compute differences in float64 at least: in 16 bits they would be rounded themselves.
     wide = np.promote_types(expected.dtype, np.float64) if _known(expected) else np.float64
     found, expected = found.astype(wide), expected.astype(wide)
     with np.errstate(invalid="ignore"):
@@ -251,18 +263,18 @@ def _error(found: Any, expected: Any) -> float:
 
 
 def _numbers(leaf: Any) -> np.ndarray:
-    """As NumPy has it; of a random key its words."""
+    """Return a leaf as a NumPy array; of a random key its words."""
     keys = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(leaf) if keys else leaf)
 
 
 def _known(array: np.ndarray) -> bool:
-    """Whether NumPy itself knows a dtype; bfloat16 it does not."""
+    """Return whether a dtype is one of NumPy's (bfloat16 is not)."""
     return bool(np.issubdtype(array.dtype, np.inexact))
 
 
 def _rounding(leaf: Any) -> float:
-    """What roundings of a tensor's own dtype are still the same, relative to its largest number."""
+    """Return the allowed roundings of a tensor's dtype, relative to its largest number."""
     dtype = _numbers(leaf).dtype
     if not jnp.issubdtype(dtype, jnp.inexact):
         return 0.0

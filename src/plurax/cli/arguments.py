@@ -1,4 +1,9 @@
-"""A command line before it is parsed: devices come first, then the arguments of the file itself."""
+"""Read a command line before it is parsed: devices first, then the experiment's arguments.
+
+Importing the experiment file may start JAX, and the number of CPU devices is fixed from then on;
+and the options' defaults come from calling `experiment(...)` with its arguments. So the command
+line is read three times: for devices, for `--experiment.NAME`, and whole.
+"""
 
 import dataclasses
 import inspect
@@ -12,11 +17,11 @@ from plurax.mesh import cpu_devices, virtual_devices
 from plurax.plan import MESH_AXES, Plan
 
 REHEARSED = 64
-"""The most virtual devices that a rehearsal takes by itself."""
+"""The largest number of virtual devices that a rehearsal creates without being asked."""
 
 
 def experiment_dataclass(function: Callable[..., Any]) -> type:
-    """A dataclass of those parameters of a file's `experiment(...)` that have a name."""
+    """Return a dataclass of the named parameters of a file's `experiment(...)`."""
     fields = []
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -30,7 +35,7 @@ def experiment_dataclass(function: Callable[..., Any]) -> type:
 
 
 def experiment_args(arguments: list[str]) -> list[str]:
-    """The arguments for the file's own `experiment(...)`, with their values."""
+    """Return the arguments `--experiment.NAME` with their values."""
     kept, keep = [], False
     for argument in arguments:
         if argument.startswith("-"):
@@ -41,11 +46,11 @@ def experiment_args(arguments: list[str]) -> list[str]:
 
 
 def start_devices(arguments: list[str], *, rehearsal: bool = False) -> None:
-    """Obey `--devices` before anything else uses JAX.
+    """Apply `--devices` before anything else uses JAX. Raises `PlanError`.
 
-    Without it, a plan on the command line that needs no more devices than there are cores gets as
-    many CPU devices, in case there is nothing else; for a `rehearsal`, in which nothing is trained
-    for its result, as many as it needs.
+    Without the option, a plan on the command line that needs no more devices than there are cores
+    gets as many CPU devices, in case JAX runs on CPU; a `rehearsal`, in which nothing is trained
+    for its result, gets as many as it needs, up to `REHEARSED`.
     """
     chosen = value(arguments, "--devices")
     cores = len(os.sched_getaffinity(0))
@@ -64,7 +69,7 @@ def start_devices(arguments: list[str], *, rehearsal: bool = False) -> None:
 
 
 def shrink_data_axis(plan: Plan, arguments: list[str], available: int) -> Plan:
-    """The file's own `data` gives way to the axes that the command line names."""
+    """Shrink the file's `data` to make room for the axes that the command line names."""
     named = [axis for axis in MESH_AXES if value(arguments, f"--plan.{axis}") is not None]
     if not named or "data" in named or plan.devices <= available:
         return plan
@@ -72,7 +77,7 @@ def shrink_data_axis(plan: Plan, arguments: list[str], available: int) -> Plan:
 
 
 def value(arguments: list[str], name: str) -> str | None:
-    """The value of an option, before the options are parsed."""
+    """Return the value of an option, before the options are parsed."""
     found = None
     for index, argument in enumerate(arguments):
         if argument == name and index + 1 < len(arguments):

@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(2)
     try:
         raise SystemExit(command(arguments[1:]))
-    except BrokenPipeError:  # nobody reads what is printed, as with `| head -1`
+    except BrokenPipeError:  # the reader has closed the pipe, as with `| head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
     except KeyboardInterrupt:
@@ -179,7 +179,7 @@ def _plan(arguments: list[str]) -> int:
     memory, found = program.memory(), program.collectives()
     console = Console(highlight=False, soft_wrap=True)
     columns = console.width if console.is_terminal else TIMELINE_WIDTH
-    # A table that is cut says nothing; a line that is too long still does.
+    # A truncated table is useless; a wrapped line can still be read.
     console.width = max(console.width, TABLE_WIDTH)
     planned = program.planned_collectives() if isinstance(program, Program) else []
     console.print(
@@ -211,7 +211,7 @@ def _plan(arguments: list[str]) -> int:
         known = all(one.trips is not None for one in found)
         sent = found if known or not planned else planned
         path = options.save
-        if not path.suffix:  # as it will be drawn
+        if not path.suffix:  # Matplotlib adds the same ending
             path = path.with_name(f"{path.name}.png")
         _written(
             path,
@@ -224,12 +224,12 @@ def _plan(arguments: list[str]) -> int:
 
 
 def _tuned(made: experiment.Experiment, options: Show, plan: Plan, path: Path) -> Plan:
-    """The plan with what it left open measured, written to a file."""
+    """Measure the open choices of a plan, write the plan to a file, and return it."""
     members = options.members.chosen(made.members)
     if members is None:
         raise errors.tune_needs_members()
     tuning = tune(**_trained(made, options, plan, members))
-    print(tuning)  # before it is written: it may have taken minutes
+    print(tuning)  # print first: measuring may have taken minutes, and writing may fail
     _written(path, tuning.plan.save)
     print(f"wrote {path}")
     return tuning.plan
@@ -244,14 +244,14 @@ def _costs(program: AnyProgram, plan: Plan) -> Costs:
 def _compared(
     made: experiment.Experiment, options: Show, plan: Plan, own: Costs
 ) -> dict[str, Costs | str]:
-    """The costs of each schedule that has a name, and of the plan's own; or why it cannot run."""
+    """Return the costs of each named schedule and of the plan's, or why it cannot run."""
     compared: dict[str, Costs | str] = {}
     names: tuple[ScheduleName, ...] = get_args(ScheduleName)
     for name in names:
         if name == plan.schedule:
             compared[name] = own
             continue
-        # How many stages a device has is the schedule's own.
+        # The default number of stages per device depends on the schedule.
         other = dataclasses.replace(plan, schedule=name, stages=None)
         try:
             compared[name] = _costs(_program(made, options, other), other)
@@ -316,10 +316,10 @@ def _parse(
     command: str,
     defaults: Callable[[Path, experiment.Experiment], Any],
 ) -> tuple[experiment.Experiment, Any, experiment.Report | None]:
-    """The experiment of the file, the options with its values as defaults, and its report.
+    """Return the file's experiment, the options with its values as defaults, and its report.
 
     Devices come first, because importing the file may start JAX; then the arguments of the file's
-    own `experiment(...)`, given as `--experiment.NAME`; then everything, with `--help`.
+    `experiment(...)`, given as `--experiment.NAME`; then all options, with `--help`.
     """
     program = f"plurax {command} FILE"
     if not arguments or arguments[0].startswith("-"):
@@ -354,7 +354,7 @@ def _seeds(members: Members) -> int | None:
 
 
 def _of_members(members: Members) -> str:
-    """What a population is, in a few words."""
+    """Return a few words that describe a population."""
     parts = [type(members.resample).__name__.lower()] if members.resample != Everything() else []
     return ", ".join([*parts, *(f"{name} of their own" for name in members.hyper)]) or "seeds only"
 
@@ -362,7 +362,7 @@ def _of_members(members: Members) -> str:
 def _trained(
     made: experiment.Experiment, options: Common, plan: Plan, members: Members | None
 ) -> dict[str, Any]:
-    """What is trained, on what and how, for `fit` and `tune`."""
+    """Return the arguments that `fit` and `tune` share."""
     return {
         "task": made.task,
         "optimizer": made.optimizer,
@@ -375,7 +375,7 @@ def _trained(
 
 
 def _source(made: experiment.Experiment, options: Common) -> tuple[Data, PyTree]:
-    """The data, and the shapes of a full batch."""
+    """Return the data, and the shapes of a full batch."""
     return as_data(
         made.data,
         batch_size=options.batch_size,
@@ -386,7 +386,7 @@ def _source(made: experiment.Experiment, options: Common) -> tuple[Data, PyTree]
 
 
 def _program(made: experiment.Experiment, options: Common, plan: Plan) -> AnyProgram:
-    """The program to show or to predict with."""
+    """Return the program to show or to predict with."""
     members = options.members.chosen(made.members)
     source, like = _source(made, options)
     if members is not None:
@@ -405,7 +405,7 @@ def _read_arrays(path: Path) -> Any:
 
 
 def _written(path: Path, write: Callable[[Path], T]) -> T:
-    """What `write(path)` returns. Raises `ExperimentError` where it cannot be written."""
+    """Return `write(path)`. Raises `ExperimentError` where the file cannot be written."""
     try:
         return write(path)
     except (OSError, ValueError) as error:
@@ -419,7 +419,7 @@ def _write_arrays(path: Path, outputs: Any) -> Path:
     if one:
         np.save(path, outputs, allow_pickle=False)
         return path
-    # As `np.savez` does, which takes no array of the name `file`.
+    # Written by hand because `np.savez` accepts no array named `file`.
     with zipfile.ZipFile(path, "w") as archive:
         for name, leaf in tree.named_leaves(outputs).items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
@@ -428,7 +428,7 @@ def _write_arrays(path: Path, outputs: Any) -> Path:
 
 
 def _of_numpy(array: np.ndarray) -> np.ndarray:
-    """An array in a dtype that NumPy reads back: bfloat16 and its like in float32."""
+    """Cast to a dtype that NumPy can load: bfloat16 and the like to float32."""
     if array.dtype.kind != "V":
         return array
     return array.astype(np.float32 if jnp.issubdtype(array.dtype, jnp.inexact) else np.int32)

@@ -1,4 +1,4 @@
-"""The options of the commands."""
+"""Define the options of the commands; the fields' docstrings are their help."""
 
 import dataclasses
 from collections.abc import Callable
@@ -26,17 +26,17 @@ class Population:
     """Many networks in one program; the other fields of the file's members stay."""
 
     seeds: int | None
-    """How many members, with the seeds 0, 1, 2, ...; None: as in the file."""
+    """Number of members, with the seeds 0, 1, 2, ...; None: as in the file."""
     resample: Literal["file", "none", "bootstrap", "kfold"] = "file"
-    """What each member trains on: as in the file, all rows, a bootstrap sample, all but a fold."""
+    """Rows each member trains on: as in the file, all, a bootstrap sample, all but a fold."""
     folds: int = 5
-    """Of kfold."""
+    """Number of folds of kfold."""
 
     def __post_init__(self) -> None:
-        kfold(self.folds)  # raises for what can be no number of folds, used or not
+        kfold(self.folds)  # raises for an invalid number of folds, used or not
 
     def chosen(self, members: Members | None) -> Members | None:
-        """The file's members with what was said on the command line; None for one network."""
+        """Return the file's members with the options applied; None for one network."""
         if self.seeds is None and self.resample == "file":
             return members
         members = members or Members(self.seeds)
@@ -55,17 +55,17 @@ class Common:
     """Options of every command."""
 
     plan: Plan
-    """How training is spread over devices."""
+    """How training is distributed over devices."""
     plan_file: Path | None
     """Read the plan from this TOML file instead."""
     devices: Devices
     members: Population
     """Many networks in one program."""
     batch_size: int | None
-    """Examples of a step."""
+    """Examples per step."""
 
     def chosen_plan(self) -> Plan:
-        """The plan from the file, if one was named, else from the options."""
+        """Return the plan from `plan_file`, if given, else from the options."""
         return Plan.load(self.plan_file) if self.plan_file else self.plan
 
 
@@ -76,19 +76,19 @@ class Train(Common):
     epochs: int
     """Passes over the data."""
     seed: int
-    """Of initialisation, dropout and order."""
+    """Seed of initialisation, dropout and order."""
     ragged: Ragged
-    """What to do with a smaller last batch."""
+    """Treatment of a smaller last batch."""
     report_every: int
     """Epochs between rows of history, evaluations and checkpoints."""
     checkpoint_every: int | None
-    """Steps between checkpoints, besides those."""
+    """Steps between additional checkpoints."""
     output: Path
-    """Where checkpoints, metrics, curves and the plan go."""
+    """Directory for checkpoints, metrics, curves and the plan."""
     resume: bool = False
-    """Go on from the newest checkpoint in the output directory."""
+    """Continue from the newest checkpoint in the output directory."""
     restart: bool = False
-    """Start from scratch in an output directory that holds a run; it is kept as before.1 there."""
+    """Start from scratch in an output directory that holds a run, which is moved to before.1."""
     progress: bool = True
     """Show progress."""
 
@@ -98,11 +98,11 @@ class Predict(Common):
     """Run the trained network over inputs from a file, whatever their number."""
 
     output: Path
-    """The directory a training run wrote."""
+    """Output directory of a training run."""
     inputs: Path
     """A .npy file (one array), or .npz (a dict of arrays), with the inputs in the leading dim."""
     predictions: Path = Path("predictions.npy")
-    """Where the outputs go: .npy for one array, .npz for a dict of arrays."""
+    """File for the outputs: .npy for one array, .npz for a dict of arrays."""
     chunk: int | None = None
     """Inputs at a time; default the batch size."""
 
@@ -111,16 +111,16 @@ class Predict(Common):
 class Show(Common):
     """Show a plan on a machine: shards, memory per device, communication of the compiled step.
 
-    Of a pipeline also its timeline.
+    For a pipeline, also its timeline.
     """
 
     save: Path | None = None
-    """Draw memory, communication and timelines in this PNG too."""
+    """Draw memory, communication and timelines to this PNG, too."""
     tune: Path | None = None
     """Measure members' chunk and batch_dim by short runs, and write the plan to this TOML file, for
     --plan-file."""
     compare: bool = False
-    """Compile a pipeline under every schedule that has a name, and show them side by side."""
+    """Compile a pipeline under every named schedule, and show them side by side."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,4 +133,4 @@ class Verify(Common):
     steps: int = 3
     """Steps to take."""
     seed: int = 0
-    """Of initialisation and dropout."""
+    """Seed of initialisation and dropout."""

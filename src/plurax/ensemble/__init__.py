@@ -1,1 +1,1 @@
-"""Many networks: keeping them, sweeping, halving, and predicting together."""
+"""Select and join members, and combine their predictions."""

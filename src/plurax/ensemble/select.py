@@ -1,4 +1,4 @@
-"""Take members out of a population's state, put states together, make one network of a member."""
+"""Take members out of a population's state, join states, and export a member as one network."""
 
 from collections.abc import Sequence
 
@@ -11,16 +11,19 @@ from plurax.state import TrainState
 
 
 def take_members(state: TrainState, indices: Sequence[int]) -> TrainState:
-    """The state of some members of a population, leaves `(len(indices), ...)`; a copy.
+    """Return a copy of the state of some members of a population, leaves `(len(indices), ...)`.
 
-    Raises `MembersError` for an index that is not there.
+    Raises `MembersError` for an index out of range, or the state of one network.
     """
     chosen = np.asarray([_checked(state, index) for index in indices], np.int32)
     return jax.tree.map(lambda leaf: leaf[chosen], state)
 
 
 def join_members(*states: TrainState) -> TrainState:
-    """One population of several, in order. Raises `MembersError` where they differ in kind."""
+    """Concatenate states to one population, in order.
+
+    Raises `MembersError` where their structures, shapes or dtypes differ.
+    """
     first = jax.tree.map(_kind, states[0])
     for other in states[1:]:
         if jax.tree.map(_kind, other) != first:
@@ -29,10 +32,10 @@ def join_members(*states: TrainState) -> TrainState:
 
 
 def export_member(state: TrainState, index: int) -> TrainState:
-    """A member as the ordinary state of one network, to go on training or predict alone.
+    """Return a member as the state of one network, to continue training or predict alone.
 
-    `Program.place` of a program compiled for one network, with the member's hyperparameters, puts
-    it on the devices.
+    To put it on the devices, call `Program.place` of a program compiled for one network with the
+    member's hyperparameters. Raises `MembersError` for an index out of range.
     """
     chosen = _checked(state, index)
     device = min(state.step.devices(), key=lambda device: device.id)

@@ -1,15 +1,21 @@
-"""What an ensemble says together: its mean, how sure it is, and where its members disagree.
+"""Combine an ensemble's predictions: its mean, its confidence, and its members' disagreement.
 
-Works on the arrays that `program.predict` of a population returns: leading dims members `K`,
-examples `N`. All sums are in float64, on the host; entropies and log losses are in nats.
+The functions take the arrays that `program.predict` of a population returns: leading dims members
+`K`, examples `N`. All sums are in float64, on the host; entropies and log losses are in nats.
 
 The mean of the members' predictions is the prediction of a *deep ensemble* (B. Lakshminarayanan,
-A. Pritzel, C. Blundell, NeurIPS 2017). Its uncertainty splits in two (S. Depeweg et al., ICML
-2018): what each member is unsure of itself (aleatoric: noise in the data), and what the members
-disagree on (epistemic: too few data, which more data of that kind would cure).
+A. Pritzel, C. Blundell, NeurIPS 2017). Its uncertainty has two parts (S. Depeweg et al., ICML
+2018): aleatoric, the mean uncertainty of the members (noise in the data), and epistemic, the
+members' disagreement (too few data; more data of that kind would reduce it).
 
     classification    H[mean of p_k]  =  mean of H[p_k]  +  mutual information of class and member
     regression        total variance  =  mean of the members' variances  +  variance of their means
+
+Example, K = 2 members, N = 2 examples, C = 2 classes, probabilities `(2, 2, 2)`:
+
+                   member 0      member 1      mean          entropy  aleatoric  epistemic
+    example 0      0.5  0.5      0.5  0.5      0.5  0.5      0.693    0.693      0      both unsure
+    example 1      1.0  0.0      0.0  1.0      0.5  0.5      0.693    0          0.693  they differ
 """
 
 import dataclasses
@@ -21,12 +27,12 @@ from jaxtyping import Bool, Float, Int
 from plurax import errors
 
 NORMALIZED = 1e-2
-"""How far probabilities may sum from one: what a softmax in bfloat16 leaves."""
+"""The largest deviation from one of a sum of probabilities: that of a softmax in bfloat16."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Classification:
-    """What an ensemble says of `N` examples and `C` classes; all float64.
+    """An ensemble's prediction for `N` examples and `C` classes; all float64.
 
     **Fields:**
 
@@ -36,7 +42,7 @@ class Classification:
     - `entropy`, `(N,)`: of `probabilities`, in nats: the total uncertainty, 0 to log C.
     - `aleatoric`, `(N,)`: the mean entropy of the members.
     - `epistemic`, `(N,)`: `entropy - aleatoric`, the mutual information of class and member: at
-      least 0, and 0 where all members say the same.
+      least 0, and 0 where all members agree.
     """
 
     probabilities: Float[np.ndarray, "N C"]
@@ -48,21 +54,21 @@ class Classification:
 
     @property
     def label(self) -> Int[np.ndarray, "N"]:
-        """The likeliest class of each example, by the mean; the first of equals."""
+        """The likeliest class of each example, by the mean; the first among equals."""
         return self.probabilities.argmax(axis=-1)
 
 
 def combine_classification(
     outputs: Float[np.ndarray, "*K N C"], *, from_logits: bool = True
 ) -> Classification:
-    """Put the members' classifications together.
+    """Combine the members' classifications.
 
     **Arguments:**
 
     - `outputs`: logits `(K, N, C)`; `(N, C)`, of one network, are an ensemble of one.
     - `from_logits`: False where `outputs` are probabilities already.
 
-    Members are taken one after the other: beyond its input this holds a few `(N, C)` arrays.
+    Members are read one after the other: besides its input this holds a few `(N, C)` arrays.
 
     Raises `BatchError` for other shapes, for values that are not finite, and for probabilities
     that do not sum to one.
@@ -82,7 +88,8 @@ def combine_classification(
         shares = np.exp(_log_softmax(member)) if from_logits else np.asarray(member, np.float64)
         if not from_logits:
             _check_normalized(shares, f"member {number}, ")
-        # Welford's update: a sum of squares less a squared sum would lose small variances.
+        # Welford's update: subtracting a squared sum from a sum of squares would lose small
+        # variances.
         away = shares - mean
         mean += away / (number + 1)
         squares += away * (shares - mean)
@@ -100,7 +107,7 @@ def combine_classification(
 
 
 def accuracy(probabilities: Float[np.ndarray, "N C"], labels: Int[np.ndarray, "N"]) -> float:
-    """The share of examples whose likeliest class is their label.
+    """Return the share of examples whose likeliest class is their label.
 
     **Arguments:** as for `nll`.
 
@@ -113,16 +120,16 @@ def accuracy(probabilities: Float[np.ndarray, "N C"], labels: Int[np.ndarray, "N
 
 
 def nll(probabilities: Float[np.ndarray, "N C"], labels: Int[np.ndarray, "N"]) -> float:
-    """The mean negative log likelihood of the labels, in nats: the log loss.
+    """Return the mean negative log likelihood of the labels, in nats: the log loss.
 
-    Infinite where a label has probability 0, as the score says.
+    It is infinite where a label has probability 0.
 
     **Arguments:**
 
     - `probabilities`: `(N, C)`, of an ensemble `combine_classification(logits).probabilities`.
     - `labels`: class numbers, `(N,)`, whole numbers from 0 to C - 1.
 
-    Raises `BatchError` where they do not fit together or do not sum to one.
+    Raises `BatchError` where shapes do not agree or probabilities do not sum to one.
 
     >>> import numpy as np
     >>> round(nll(np.array([[0.5, 0.5], [0.25, 0.75]]), np.array([0, 0])), 3)  # 1.5 log 2
@@ -134,7 +141,7 @@ def nll(probabilities: Float[np.ndarray, "N C"], labels: Int[np.ndarray, "N"]) -
 
 
 def brier(probabilities: Float[np.ndarray, "N C"], labels: Int[np.ndarray, "N"]) -> float:
-    """The Brier score: the mean over examples of Σ_c (p_c - [c is the label])².
+    """Return the Brier score: the mean over examples of Σ_c (p_c - [c is the label])².
 
     The form of G. W. Brier (Monthly Weather Review 78, 1950), summed over the classes: from 0 to
     2. For two classes it is twice the squared error of one probability.
@@ -152,13 +159,13 @@ def brier(probabilities: Float[np.ndarray, "N C"], labels: Int[np.ndarray, "N"])
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Calibration:
-    """How often predictions of some confidence are right, in `M` bins of equal width.
+    """How often predictions of a given confidence are right, in `M` bins of equal width.
 
     **Fields:**
 
-    - `confidence`, `(M,)`: the mean probability of the likeliest class, of a bin's examples.
+    - `confidence`, `(M,)`: the mean probability of the likeliest class, over a bin's examples.
     - `accuracy`, `(M,)`: the share of them that are right. Both are NaN for an empty bin.
-    - `count`, `(M,)`: how many there are; bin `m` holds confidences above m/M, up to (m+1)/M.
+    - `count`, `(M,)`: the number of examples; bin `m` holds confidences above m/M, up to (m+1)/M.
     - `error`: the expected calibration error, Σ count/N · |accuracy - confidence|.
     """
 
@@ -178,6 +185,8 @@ def calibration(
 
     **Arguments:** as for `nll`; `bins`, a whole number of at least 1.
 
+    Raises `BatchError` as `nll` does, and for other `bins`.
+
     >>> import numpy as np
     >>> said = calibration(np.array([[0.8, 0.2]] * 4), np.array([0, 0, 0, 1]), bins=2)
     >>> said.confidence, said.accuracy, said.count, round(said.error, 3)
@@ -188,6 +197,7 @@ def calibration(
     shares, labels = _scored(probabilities, labels)
     confidence = shares.max(axis=-1)
     right = shares.argmax(axis=-1) == labels
+    # Bins are closed above: a confidence of exactly (m+1)/M belongs to bin m.
     place = np.clip(np.ceil(confidence * bins).astype(np.int64) - 1, 0, bins - 1)
     count = np.bincount(place, minlength=bins)
     confidences = np.bincount(place, weights=confidence, minlength=bins)
@@ -202,11 +212,11 @@ def calibration(
 
 
 def fit_temperature(logits: Float[np.ndarray, "*K N C"], labels: Int[np.ndarray, "N"]) -> float:
-    """The temperature `T` for which the mean of softmax(logits / T) has the least `nll`.
+    """Return the temperature `T` for which the mean of softmax(logits / T) has the least `nll`.
 
     C. Guo et al., ICML 2017, for one network; in an ensemble every member's logits are divided by
-    the same temperature before the probabilities are averaged. Above 1 the logits were too sure.
-    Fit it on examples that were not trained on, then use
+    the same temperature before the probabilities are averaged. A value above 1 means that the
+    logits were too confident. Fit it on examples that were not trained on, then use
     `combine_classification(other_logits / T)`.
 
     **Arguments:** `logits`, `(K, N, C)` or, of one network, `(N, C)`; `labels` as for `nll`.
@@ -229,14 +239,15 @@ def fit_temperature(logits: Float[np.ndarray, "*K N C"], labels: Int[np.ndarray,
 
     def loss(log_temperature: float) -> float:
         scale = np.exp(-log_temperature)
-        # log of the mean of the members' probabilities of the label, without leaving logs
+        # The log of the members' mean probability of the label, summed in log space.
         likely = np.full(len(labels), -np.inf)
         for member in members:
             scaled = np.asarray(member, np.float64) * scale
             likely = np.logaddexp(likely, _log_softmax(scaled)[rows, labels])
         return float(np.log(len(members)) - likely.mean())
 
-    # An ensemble's loss may have several minima: a coarse look finds the lowest one's place.
+    # An ensemble's loss may have several minima: a coarse grid finds the neighbourhood of the
+    # lowest.
     coarse = np.log(2.0) * np.arange(-7, 8)
     best = int(np.argmin([loss(value) for value in coarse]))
     bounds = coarse[max(best - 1, 0)], coarse[min(best + 1, len(coarse) - 1)]
@@ -246,13 +257,13 @@ def fit_temperature(logits: Float[np.ndarray, "*K N C"], labels: Int[np.ndarray,
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Regression:
-    """What an ensemble says of `N` examples; all float64, of the shape of one member's outputs.
+    """An ensemble's prediction for `N` examples; all float64, in the shape of one member's outputs.
 
     **Fields:**
 
     - `mean`, `(N, ...)`: of the members' means.
     - `variance`, `(N, ...)`: the total, `aleatoric + epistemic`.
-    - `aleatoric`, `(N, ...)`: the mean of the members' variances; 0 where none were given.
+    - `aleatoric`, `(N, ...)`: the mean of the members' variances; 0 without variances.
     - `epistemic`, `(N, ...)`: the variance of the members' means (divided by `K`).
     - `members`, `(K, N, ...)`: the members' means.
     """
@@ -266,10 +277,10 @@ class Regression:
     def interval(
         self, level: float = 0.9
     ) -> tuple[Float[np.ndarray, "N ..."], Float[np.ndarray, "N ..."]]:
-        """`(low, high)` around `level` of a Gaussian with this mean and total variance.
+        """Return `(low, high)` around `level` of a Gaussian with this mean and total variance.
 
-        Without variances of the members it covers their disagreement and no noise: an interval
-        for the function, too narrow for new targets. `BatchError` for a level outside (0, 1).
+        Without the members' variances it covers their disagreement and no noise: an interval for
+        the function, too narrow for new targets. Raises `BatchError` for a level outside (0, 1).
         """
         width = statistics.NormalDist().inv_cdf((1 + _level(level)) / 2) * np.sqrt(self.variance)
         return self.mean - width, self.mean + width
@@ -277,15 +288,19 @@ class Regression:
     def quantile_interval(
         self, level: float = 0.9
     ) -> tuple[Float[np.ndarray, "N ..."], Float[np.ndarray, "N ..."]]:
-        """`(low, high)` around the middle `level` of the members' means: no Gaussian, no noise."""
+        """Return `(low, high)` around the middle `level` of the members' means, without noise.
+
+        It assumes no Gaussian. Raises `BatchError` for a level outside (0, 1).
+        """
         tail = (1 - _level(level)) / 2
         low, high = np.quantile(self.members, [tail, 1 - tail], axis=0)
         return low, high
 
     def coverage(self, targets: Float[np.ndarray, "N ..."], level: float = 0.9) -> float:
-        """The share of targets inside `interval(level)`, ends included: near `level` if it holds.
+        """Return the share of targets inside `interval(level)`, ends included.
 
-        Raises `BatchError` for targets of another shape than `mean`.
+        It is near `level` for a calibrated ensemble. Raises `BatchError` for targets of another
+        shape than `mean`.
         """
         low, high = self.interval(level)
         targets = np.asarray(targets, np.float64)
@@ -298,12 +313,12 @@ class Regression:
 def combine_regression(
     means: Float[np.ndarray, "K N ..."], variances: Float[np.ndarray, "K N ..."] | None = None
 ) -> Regression:
-    """Put the members' regressions together: mean and variance of their equal mixture.
+    """Combine the members' regressions: mean and variance of their equal mixture.
 
     **Arguments:**
 
     - `means`: `(K, N, ...)`, each member's prediction; of one network, `means[None]`.
-    - `variances`: of the same shape, at least 0: each member's own, where it predicts one.
+    - `variances`: of the same shape, at least 0: the variance each member predicts, if it does.
 
     Raises `BatchError` for other shapes, negative variances, and values that are not finite.
 
@@ -341,7 +356,7 @@ def _entropy(shares: Float[np.ndarray, "N C"]) -> Float[np.ndarray, "N"]:
 
 
 def _members(outputs: Float[np.ndarray, "*K N C"], what: str) -> Float[np.ndarray, "K N C"]:
-    """Checked, with a dim for the members, in the dtype given."""
+    """Check outputs; return them with a dim of members `(K, N, C)`, in the dtype given."""
     outputs = np.asarray(outputs)
     members = outputs[None] if outputs.ndim == 2 else outputs
     if members.ndim != 3 or 0 in members.shape or members.shape[-1] < 2:
@@ -353,7 +368,7 @@ def _members(outputs: Float[np.ndarray, "*K N C"], what: str) -> Float[np.ndarra
 def _scored(
     probabilities: Float[np.ndarray, "N C"], labels: Int[np.ndarray, "N"]
 ) -> tuple[Float[np.ndarray, "N C"], Int[np.ndarray, "N"]]:
-    """What a score takes, checked."""
+    """Check and return the arguments of a score."""
     shares = np.asarray(probabilities, np.float64)
     if shares.ndim != 2 or 0 in shares.shape or shares.shape[1] < 2:
         raise errors.probabilities_wrong_shape(shares.shape)
@@ -396,5 +411,5 @@ def _check_finite(values: Float[np.ndarray, "..."], what: str, by_member: bool =
 
 
 def _first(wrong: Bool[np.ndarray, "..."]) -> list[int]:
-    """The place of the first True."""
+    """Return the index of the first True."""
     return [int(at) for at in np.unravel_index(int(wrong.argmax()), wrong.shape)]

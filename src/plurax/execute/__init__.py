@@ -1,1 +1,1 @@
-"""Obeys a plan: joins a task, an optimizer and a plan into a program, and runs it."""
+"""Execute a plan: compile a task, an optimizer and a plan to a program, and run it."""

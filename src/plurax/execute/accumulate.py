@@ -1,4 +1,4 @@
-"""Add up a function's results over microbatches, in one compiled loop."""
+"""Sum a function's results over microbatches in one compiled loop."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -13,7 +13,7 @@ Total = TypeVar("Total")
 def accumulate(
     fun: Callable[[PyTree, PyTree], tuple[Total, PyTree]], microbatches: int
 ) -> Callable[[PyTree, PyTree], tuple[Total, PyTree]]:
-    """Turn `fun(state, rows) -> (total, state)` into the same over stacked microbatches.
+    """Return `fun(state, rows) -> (total, state)` for rows stacked by microbatch.
 
     As a program:
 
@@ -28,8 +28,8 @@ def accumulate(
     - `fun`: returns a tree of sums and the next state.
     - `microbatches`: leading dim of every leaf of the `rows` given to the result.
 
-    Sums are carried in float32 or wider. No communication happens here: what `fun` does not
-    reduce stays local to each device.
+    Sums are carried in float32 or wider. There is no communication here: each device keeps its own
+    sums, unless `fun` reduces them.
 
     >>> import jax.numpy as jnp
     >>> total, steps = accumulate(lambda s, x: (x.sum(), s + 1), 2)(0, jnp.ones((2, 3)))
@@ -42,7 +42,7 @@ def accumulate(
             part, state = fun(state, jax.tree.map(lambda leaf: leaf[0], rows))
             return jax.tree.map(_widen, part), state
 
-        # Traced once, for its shapes and for the loop.
+        # `jit` caches the trace, so that `eval_shape` and `scan` trace `fun` once together.
         traced = jax.jit(fun)
 
         def body(carry: tuple[Total, PyTree], row: PyTree) -> tuple[tuple[Total, PyTree], None]:

@@ -1,4 +1,4 @@
-"""Whether what is to be trained is what it should be, before anything is traced."""
+"""Check the kinds of task, optimizer, plan and members before tracing anything."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ LIBRARIES = (("flax.linen", "linen"), ("flax.nnx", "nnx"), ("equinox", "equinox"
 
 
 def check_kinds(task: Any, optimizer: Any, plan: Any, members: Any) -> None:
-    """Raise `TaskError`, `PlanError` or `MembersError` where one of these is something else."""
+    """Raise `TaskError`, `PlanError` or `MembersError` for an argument of the wrong kind."""
     if not isinstance(plan, Plan):
         raise errors.plan_is_none(plan)
     if members is not None and not isinstance(members, Members):
@@ -29,14 +29,14 @@ def check_kinds(task: Any, optimizer: Any, plan: Any, members: Any) -> None:
 
 
 def check_population(task: Any, optimizer: Any, plan: Any, members: Any) -> None:
-    """The same where there must be members."""
+    """Raise as `check_kinds`, and `MembersError` if `members` is None."""
     if members is None:
         raise errors.members_are_none(members)
     check_kinds(task, optimizer, plan, members)
 
 
 def _library(task: Any) -> str | None:
-    """Which library's model it is: an instance, or its class."""
+    """Return the library (Flax, Equinox) of a model or model class given as a task, or None."""
     kinds = task.__mro__ if isinstance(task, type) else type(task).__mro__
     modules = [kind.__module__ for kind in kinds]
     for prefix, name in LIBRARIES:

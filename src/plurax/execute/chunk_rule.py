@@ -1,12 +1,20 @@
-"""Choose a population's chunk and the place of its batch dim, from shapes and the device alone.
+"""Choose a population's chunk and batch dim from shapes and the device alone.
 
-No clock: the same task, plan and device give the same choice, at once, so that a run repeats bit
-for bit. The rule was learnt from measurements (`benchmarks/choosing.py`, decision 0020):
+A chunk that is too large falls out of the cache, one that is too small leaves the cores idle
+between operations; narrow matrix products run faster on CPU with the batch in the minor dim. The
+choice uses no clock: the same task, plan and device always give the same plan, so that a run
+repeats bit for bit. The rule was fitted to measurements (`benchmarks/choosing.py`, decision 0020):
 
-    on a GPU or TPU: all members at a time, the batch where the task has it
-    on a CPU:        as many members as keep what a step touches within `CACHE` bytes, but at least
-                     `FEWEST`; the batch in the minor dim where the work is in matrix products of
-                     fewer than `NARROW` columns
+    on a GPU or TPU: chunk = all members; batch_dim = "major", as the task is written
+    on a CPU:        chunk = as many members as keep the bytes of a step below `CACHE`, but at least
+                     `FEWEST`; batch_dim = "minor" where the arithmetic is in products of two
+                     matrices with fewer than `NARROW` columns on average
+
+Example, 100 MLPs `(2, 20, 20, 1)` with batch 64 on a CPU, each step touching 30 kB:
+
+    target = max(16, 786432 // 30000) = 26 members
+    even_chunk(100, 26) = 25      divides 100: no remainder to compile
+    columns = 20 < 256            -> Plan(chunk=25, batch_dim="minor")
 
 `plurax.tune` measures instead.
 """
@@ -23,22 +31,22 @@ from plurax.jaxpr.primitives import INLINED, open_jaxpr
 from plurax.plan import BatchDim, Plan
 
 CACHE = 3 * 2**18
-"""Bytes that one core has close by, roughly: a chunk's working set stays below."""
+"""Bytes of cache per core, roughly: the working set of a chunk stays below it."""
 FEWEST = 16
-"""Members at a time, however large: fewer leave the cores idle between operations."""
+"""The smallest chunk on CPU, however large a member: fewer leave cores idle between operations."""
 NARROW = 256
-"""Columns of a matrix product from which the batch stays where it is."""
+"""Columns of a matrix product from which the batch stays in the major dim."""
 NOT_PLAIN = frozenset(["scan", "while", "cond", "conv_general_dilated"])
-"""Operations that hold the arithmetic of a step and have no rule with the batch last."""
+"""Primitives that may hold most of the arithmetic and have no batch-minor rule."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MemberWork:
-    """What one step of one member is, read from its traced gradient.
+    """The size and kind of one member's step, read from its traced gradient.
 
-    **Fields:** `bytes`, of its state, its gradient and the results of its products; `columns`, the
-    mean number of columns of its matrix products, weighted by their arithmetic (infinite where
-    there are none); `plain`, whether all of them are products of two matrices, in no loop, and
+    **Fields:** `bytes`, of its state, its gradient and the results of its matrix products;
+    `columns`, the mean number of columns of those products, weighted by their arithmetic (infinite
+    where there are none); `plain`, whether every product is of two matrices, outside any loop, and
     there is no convolution.
     """
 
@@ -48,7 +56,7 @@ class MemberWork:
 
 
 def work_of(jaxpr: Jaxpr, state: Any, params: Any) -> MemberWork:
-    """The `MemberWork` of a traced gradient.
+    """Return the `MemberWork` of a traced gradient.
 
     **Arguments:** `state` and `params`, trees of `jax.ShapeDtypeStruct`s of one member.
     """
@@ -68,7 +76,7 @@ def work_of(jaxpr: Jaxpr, state: Any, params: Any) -> MemberWork:
 
 
 def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    """All equations, those of functions called in place included."""
+    """Yield all equations, including those of inlined calls such as `jit`."""
     for equation in jaxpr.eqns:
         if equation.primitive.name in INLINED:
             inner, _ = open_jaxpr(equation.params[INLINED[equation.primitive.name]])
@@ -78,7 +86,7 @@ def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 def choose_chunk(plan: Plan, members: int, work: MemberWork, platform: str) -> Plan:
-    """The plan with its open choices made: a pure function.
+    """Return the plan with its open choices made.
 
     **Arguments:** `members`, on one device; `platform`, of the device: `"cpu"`, `"gpu"`, `"tpu"`.
 
@@ -100,9 +108,9 @@ def choose_chunk(plan: Plan, members: int, work: MemberWork, platform: str) -> P
 
 
 def even_chunk(members: int, target: int) -> int:
-    """A chunk near `target`; one that divides the members where one is near.
+    """Return a chunk near `target`, a divisor of `members` if one is within a factor of two.
 
-    What is left over is a second program inside the first, and costs as much to compile.
+    A remainder is a second body of the same program and takes as long to compile as the first.
 
     >>> even_chunk(100, 12), even_chunk(97, 12), even_chunk(5, 12)
     (10, 11, 5)

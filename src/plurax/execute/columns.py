@@ -1,4 +1,4 @@
-"""Data as users have them: arrays, also those of other libraries, and what is none of these."""
+"""Accept arrays of NumPy, JAX and other libraries, and reject data of other kinds."""
 
 import os
 from collections.abc import Mapping
@@ -12,14 +12,15 @@ from plurax import errors
 
 
 def as_arrays(data: PyTree) -> PyTree:
-    """A tree with the arrays of other libraries (a pandas column, a tensor of torch) as NumPy's."""
+    """Convert the arrays of other libraries (a pandas column, a torch tensor) to NumPy's."""
     return jax.tree.map(lambda leaf: np.asarray(leaf) if _foreign(leaf) else leaf, data)
 
 
 def check_kind(what: str, data: Any) -> None:
-    """Raise `BatchError` for data that hold arrays in a form that could mean several things.
+    """Raise `BatchError` for data whose conversion to arrays would be ambiguous.
 
-    A table, a data set of examples, a dict of lists, a name. `what` is the argument that has them.
+    These are a table, a data set of examples, a dict of lists, and a file name. `what` names the
+    argument in the message.
     """
     kind = type(data).__name__
     if isinstance(data, str | bytes | os.PathLike):

@@ -1,4 +1,4 @@
-"""`compile`: the one way from a task and a plan to a program."""
+"""`compile`: join a task and a plan to a program."""
 
 from collections.abc import Sequence
 from typing import Any, overload
@@ -54,13 +54,13 @@ def compile(
 
     **Arguments:**
 
-    - `task`, `optimizer`, `plan`: what is trained, by which rule, spread how.
+    - `task`, `optimizer`, `plan`: the task, the optimizer and the plan.
     - `batch`: a batch of the largest size wanted: a tree of arrays, or of
       `jax.ShapeDtypeStruct`s, with a common leading dim. Every smaller batch runs in the same
       program.
     - `members`: a population to train instead of one network. Task and optimizer may then be
       functions of a member's hyperparameters, `hyper -> Task`, `hyper -> optax transformation`.
-    - `devices`: which devices, default `jax.devices()`; the plan takes the first it needs.
+    - `devices`: the devices, default `jax.devices()`; the plan takes the first it needs.
 
     **Returns:** a `Program`, or a `MembersProgram` for members. No parameter exists yet.
 

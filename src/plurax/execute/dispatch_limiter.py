@@ -1,4 +1,4 @@
-"""How many calls may be under way at once."""
+"""Limit the number of computations dispatched at once on several CPU devices."""
 
 from collections import deque
 
@@ -6,20 +6,25 @@ import jax
 from jax.sharding import Mesh
 
 MOST_ON_CPU = 16
-"""XLA's CPU client takes 32 computations per device. One device that is refused the next while the
-others wait for it in a reduction makes them wait until XLA aborts the process (seen with JAX 0.10).
+"""The largest number of computations in flight; XLA's CPU client accepts 32 per device.
+
+At the limit one device cannot start the next computation while the others wait for that device
+inside a collective, until XLA aborts the process (seen with JAX 0.10).
 """
 
 
 class DispatchLimiter:
-    """Keeps calls under way on several CPU devices below XLA's limit; elsewhere does nothing."""
+    """Keep computations in flight on several CPU devices below XLA's limit.
+
+    On one device, and on other platforms, it does nothing.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self._limited = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
         self._waiting: deque[jax.Array] = deque()
 
     def started(self, result: jax.Array) -> None:
-        """Note a call by one of its results; wait for an earlier one where too many run."""
+        """Record a dispatched computation by a result; above the limit block on the oldest."""
         if self._limited:
             self._waiting.append(result)
             if len(self._waiting) > MOST_ON_CPU:

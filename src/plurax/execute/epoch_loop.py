@@ -1,4 +1,4 @@
-"""Many steps in one compiled loop over data that stay on the devices."""
+"""Run many steps in one compiled loop over data that stay on the devices."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ Loop = Callable[
 
 
 def make_loop(step: Step, where: NamedSharding) -> Loop:
-    """`(state, data, rows, counts, first, stop) -> (state, metrics)` over many steps.
+    """Return `(state, data, rows, counts, first, stop) -> (state, metrics)` over many steps.
 
     As a program:
 
@@ -26,13 +26,13 @@ def make_loop(step: Step, where: NamedSharding) -> Loop:
 
     **Arguments of the result:**
 
-    - `data`: tree of arrays `(examples, ...)`, whole on every device; nothing is copied.
-    - `rows`: `(S, N)`, which example stands in each row of each step; split over `data` like N.
-    - `counts`: `(S,)`, how many rows of each step are real.
-    - `first`, `stop`: scalars; one compiled program serves every range.
+    - `data`: tree of arrays `(examples, ...)`, replicated; nothing is copied.
+    - `rows`: `(S, N)` integers, the example in each row of each step; N split over `data`.
+    - `counts`: `(S,)` integers, how many rows of each step are real.
+    - `first`, `stop`: integer scalars; one compiled program runs every range.
 
-    `where` says how the rows of a step lie. Metrics have a leading dim `S`; outside `first:stop`
-    they are zero.
+    `where` is the sharding of a step's rows. Metrics have shape `(S,)`; outside `first:stop` they
+    are zero.
     """
 
     def loop(

@@ -1,4 +1,4 @@
-"""Weighted means of loss and metrics over any number of examples, each counted once."""
+"""Compute weighted means of loss and metrics over any number of examples, each counted once."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -27,10 +27,10 @@ Evaluation = Callable[[PyTree, PyTree, Rows], Totals]
 def device_evaluation(
     evaluate: Evaluation, axis_size: int, reduce: Callable[[Totals], Totals] | None = None
 ) -> Callable[[PyTree, PyTree, PyTree, Any], Totals]:
-    """`(params, model_state, batch, count) -> totals` on one device of `data`.
+    """Return `(params, model_state, batch, count) -> totals` on one device of `data`.
 
-    Inside `shard_map`, with the device's own rows; `axis_size` devices add up by `reduce` (default
-    `over_data`).
+    Call it inside `shard_map`, with the device's own rows; `reduce` sums over the `axis_size`
+    devices (default `over_data`).
     """
     reduce = reduce or over_data(axis_size)
 
@@ -44,9 +44,9 @@ def device_evaluation(
 
 
 def evaluation_placement(batch: PyTree, plan: Plan, mesh: Mesh) -> Placement:
-    """The rows of one call: a microbatch, so that evaluation fits where training does.
+    """Return the placement of one evaluation call: a microbatch, to fit where training fits.
 
-    A pipeline works through all of a batch's microbatches in one call.
+    A pipeline takes all microbatches of a batch in one call.
     """
     if plan.pipeline > 1:
         return Placement(batch, plan.padded_size(leading_dim(batch)), split_rows(mesh))
@@ -58,12 +58,14 @@ def evaluation_placement(batch: PyTree, plan: Plan, mesh: Mesh) -> Placement:
 def weighted_means(
     run: Callable[[Placed], Totals], placement: Placement, data: PyTree | Iterable[PyTree]
 ) -> dict[str, np.ndarray]:
-    """Means by name, over all of a tree of arrays or of an iterable of them.
+    """Return means by name over all of `data`, a tree of arrays or an iterable of them.
 
-    Scalars, or `(members,)` where the totals are. `run` returns without waiting; sums over its
-    totals are in float64 on the host. NaN, not an exception, where no example has weight.
+    Scalars, or `(members,)` where the totals have a dim of members. `run` returns without waiting
+    for the device; sums over its totals are in float64 on the host. A mean is NaN, not an error,
+    where no example has weight. Raises `BatchError` for no data.
     """
     check_kind("evaluation", data)
+    # Dispatch all chunks, then fetch: the host waits once, not once per chunk.
     parts = [run(placement.place(batch)) for batch in chunks(data, placement.size)]
     if not parts:
         raise errors.batch_is_empty()
@@ -87,9 +89,9 @@ def check_evaluation(
     state: TrainState,
     data: PyTree | Iterable[PyTree],
 ) -> None:
-    """Raise what evaluating `data` would, from the shapes of its first rows alone.
+    """Raise the errors of evaluating `data`, from the shapes of its first rows alone.
 
-    `state`, of one network, is abstract too.
+    `state` is that of one network, abstract.
     """
     check_kind("evaluation", data)
     if isinstance(data, Iterator):

@@ -1,4 +1,15 @@
-"""Weighted sums of loss, metrics and gradient over some rows; the task's contract is checked."""
+"""Sum loss, metrics and gradient over rows, and check what the task's functions return.
+
+The loss returns one value per row and the library does the sum, so that padding, microbatches and
+devices all add up to the same total. Example, 3 examples padded to 4 rows, weights from the task:
+
+    losses   (4,)   [ 2.0   1.0   5.0   2.0 ]     row 3 repeats example 0
+    weight   (4,)   [ 1.0   1.0   0.5   1.0 ]
+    mask     (4,)   [ True  True  True  False ]
+    Totals.loss     2.0 + 1.0 + 2.5 = 5.5         selected by `where`, not multiplied by 0
+    Totals.weight   1.0 + 1.0 + 0.5 = 2.5
+    mean loss       5.5 / 2.5 = 2.2               divided once per step, in `step.py`
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,7 +30,7 @@ RESERVED = frozenset({"loss", "weight", "grad_norm", "examples", "skipped"})
 
 
 class Totals(NamedTuple):
-    """Sums over rows; the sum of two is the total of both sets of rows.
+    """Sums over rows; adding two gives the totals of both sets of rows.
 
     **Fields:** `weight`, scalar, the sum of the rows' weights; `loss` and each of `metrics`,
     scalars, weighted sums; `grads`, the gradient of `loss`, a tree like the parameters (or `()`).
@@ -32,7 +43,7 @@ class Totals(NamedTuple):
 
 
 def cast_floating(values: PyTree, dtype: jnp.dtype) -> PyTree:
-    """Cast the floating leaves of a tree; leave the others as they are."""
+    """Cast the floating leaves of a tree; leave the others unchanged."""
 
     def cast(leaf: Array) -> Array:
         return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
@@ -43,10 +54,10 @@ def cast_floating(values: PyTree, dtype: jnp.dtype) -> PyTree:
 def with_precision(
     fun: Callable[..., Any], precision: Precision, stateful: bool
 ) -> Callable[..., Any]:
-    """`fun(params, [model_state,] *rest)` computing in `precision`.
+    """Return `fun(params, [model_state,] *rest)` that casts its arguments to `precision`.
 
-    Gradients keep the parameters' dtype. Model state is not cast: a running average in bfloat16
-    would stand still.
+    Gradients keep the parameters' dtype. Model state is not cast: a small increment of a running
+    average would round to nothing in bfloat16.
     """
     if precision == "float32":
         return fun
@@ -60,7 +71,10 @@ def with_precision(
 
 
 def check_losses(output: Any, size: int, where: str) -> tuple[Array, dict[str, Array]]:
-    """Split what a loss returned into losses `(size,)` and metrics; raise `TaskError`."""
+    """Split a loss's output into losses `(size,)` and a dict of metrics `(size,)`.
+
+    Raises `TaskError` for another structure, shape or dtype, and for a reserved metric name.
+    """
     losses, metrics = output if isinstance(output, tuple) and len(output) == 2 else (output, {})
     if not isinstance(metrics, dict):
         raise errors.loss_wrong_structure(
@@ -90,7 +104,7 @@ def check_losses(output: Any, size: int, where: str) -> tuple[Array, dict[str, A
 def weighted_sums(
     losses: Float[Array, "N"], metrics: dict[str, Array], weight: Array | None, rows: Rows
 ) -> Totals:
-    """Sum over the real rows, in float32 or wider. `grads` is left empty."""
+    """Return the weighted sums over the real rows, in float32 or wider; `grads` is `()`."""
     dtype = jnp.promote_types(losses.dtype, jnp.float32)
     weights = jnp.ones(rows.mask.shape, dtype) if weight is None else weight.astype(dtype)
 
@@ -106,7 +120,10 @@ def weighted_sums(
 
 
 def check_weight(task: Task, batch: PyTree, size: int) -> Array | None:
-    """The weight of each row, shape `(size,)`, or None where the task gives none."""
+    """Return the weight of each row, shape `(size,)`, or None for a task without weights.
+
+    Raises `TaskError` for another shape.
+    """
     if task.weight is None:
         return None
     weight = task.weight(batch)
@@ -123,11 +140,12 @@ def gradient(
     *,
     ordered: bool = False,
 ) -> Callable[[PyTree, PyTree, Rows], tuple[Totals, PyTree]]:
-    """`(params, model_state, rows) -> (totals, model_state)`, the gradient included.
+    """Return `(params, model_state, rows) -> (totals, model_state)`, the gradient included.
 
-    Computed with the batch where the task has it, or in the minor dim (`batch_dim="minor"`); what
-    the backward pass computes again says `remat`; `ordered`, that it waits for its cotangents here,
-    and not where the function is walked.
+    **Arguments:** `batch_dim="minor"` rewrites the computation to hold the batch in the minor dim;
+    `remat` selects what the backward pass recomputes; with `ordered`, recomputation waits for the
+    cotangents (a data dependency inserted here; without it the caller that interprets the jaxpr
+    inserts one).
     """
     loss = rematerialized(with_precision(task.loss, precision, task.stateful), remat)
 
@@ -153,9 +171,9 @@ def gradient(
 def split_output(
     task: Task, output: Any, model_state: PyTree, size: int
 ) -> tuple[Array, dict[str, Array], PyTree]:
-    """What a loss returned as losses `(size,)`, metrics and the next model state.
+    """Split a loss's output into losses `(size,)`, metrics and the next model state.
 
-    Raises `TaskError` where it is not what a loss returns.
+    Raises `TaskError` for any other structure, shape or dtype.
     """
     where = place_of(task.loss)
     if task.stateful:
@@ -171,7 +189,10 @@ def split_output(
 
 
 def _next_state(new: PyTree, old: PyTree) -> PyTree:
-    """The new model state, in the dtypes of the old: it is carried on. Raises `TaskError`."""
+    """Return the new model state in the dtypes of the old, since a loop carries it.
+
+    Raises `TaskError` where structure or shapes differ.
+    """
     structures: list[Any] = [jax.tree.structure(new), jax.tree.structure(old)]
     same = structures[0] == structures[1] and all(
         jnp.shape(a) == b.shape
@@ -183,7 +204,11 @@ def _next_state(new: PyTree, old: PyTree) -> PyTree:
 
 
 def evaluation(task: Task, precision: Precision) -> Callable[[PyTree, PyTree, Rows], Totals]:
-    """`(params, model_state, rows) -> totals` without gradient, dropout off where the task can."""
+    """Return `(params, model_state, rows) -> totals` without gradient.
+
+    It calls `Task.evaluate` if there is one (dropout off), else `Task.loss`. Raises `TaskError` for
+    a coupled task without `evaluate`.
+    """
     if task.evaluate is None and task.coupled:
         raise errors.coupled_needs_evaluate()
     where = "Task.loss" if task.evaluate is None else "Task.evaluate"

@@ -1,4 +1,4 @@
-"""A fresh state of one network, and whether a state belongs to a program."""
+"""Create the state of one network, and check that a state belongs to a program."""
 
 from typing import Any
 
@@ -14,18 +14,19 @@ from plurax.task import Task
 
 
 def new_state(task: Task, optimizer: optax.GradientTransformation, key: Any) -> TrainState:
-    """The state at step 0; `key` is that of the seed. Raises `TaskError`."""
+    """Return the state at step 0; `key` is the key of the seed. Raises `TaskError`."""
+    # One key for the parameters, the other for the steps (dropout), folded with the step number.
     init_key, run_key = jax.random.split(key)
     params, model_state = initial(task, init_key)
     check_parameters(params)
     zero = jnp.zeros((), jnp.int32)
     state = TrainState(zero, params, optimizer.init(params), model_state, run_key, zero)
-    # One dtype for good: a weakly typed leaf would change type in the first step.
+    # Strip weak types: a weakly typed leaf would change dtype in the first step and recompile.
     return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, leaf.dtype), state)
 
 
 def initial(task: Task, key: Any) -> tuple[PyTree, PyTree]:
-    """Parameters and model state, `()` where there is none. Raises `TaskError`."""
+    """Return parameters and model state, `()` for a task without state. Raises `TaskError`."""
     made = task.init(key)
     if not task.stateful:
         return made, ()
@@ -35,7 +36,7 @@ def initial(task: Task, key: Any) -> tuple[PyTree, PyTree]:
 
 
 def same_shapes(state: TrainState, like: TrainState) -> bool:
-    """Whether structure, shapes and dtypes are the same; cheap enough for every step."""
+    """Return whether structure, shapes and dtypes are equal; cheap enough for every step."""
     leaves, structure = jax.tree.flatten(state)
     wanted, expected = jax.tree.flatten(like)
     same: Any = structure
@@ -53,7 +54,7 @@ def check_state(state: TrainState, like: TrainState) -> None:
 
 
 def check_place(state: TrainState, like: TrainState) -> None:
-    """Raise `BatchError` where a leaf lies on other devices than the program wants it."""
+    """Raise `BatchError` where a leaf has another sharding than the program's."""
     for leaf, want in zip(jax.tree.leaves(state), jax.tree.leaves(like), strict=True):
         if not leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim):
             raise errors.state_elsewhere(str(leaf.sharding), str(want.sharding))

@@ -1,4 +1,19 @@
-"""Whether a coupled loss leaves out the rows that only fill up a batch: read from its trace."""
+"""Find from its trace whether a coupled loss excludes the rows that pad a batch.
+
+A coupled loss (batch norm, contrastive) mixes examples, so padding rows change every result unless
+the loss excludes them by the mask it receives. Whether it does is a question of data flow: follow
+the mask through the jaxpr and see which outputs depend on it. Example:
+
+    loss(params, batch, keys, mask)
+        mean   = sum(x * mask) / sum(mask)        depends on the mask
+        losses = (x - mean) ** 2      (B,)        depends on it through `mean`   -> pads may be used
+
+    loss(params, batch, keys, mask)
+        mean   = x.mean(0)                        includes padding rows
+        losses = (x - mean) ** 2      (B,)        does not depend on the mask    -> exact sizes only
+
+The same must hold for every leaf of the new model state that depends on the batch.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,11 +32,11 @@ _CALLS = {*INLINED, "checkpoint", "remat", "remat2"}
 
 
 class MaskWarning(UserWarning):
-    """A batch runs in a program of its own size, because the loss does not read its mask."""
+    """Warns that a batch needs a program for its exact size: the loss does not read its mask."""
 
 
 def mask_not_read(size: int, largest: int, unit: int) -> str:
-    """What is said where a batch gets a program of its own."""
+    """Return the text of the warning for a batch that needs a program for its exact size."""
     said = (
         f"the coupled loss of this task does not read its mask, so a batch of {size} examples is "
         f"not filled up to {largest}: a program was compiled for its size"
@@ -31,7 +46,7 @@ def mask_not_read(size: int, largest: int, unit: int) -> str:
 
 
 def loss_arguments(task: Task, like: TrainState, batch: PyTree) -> tuple[PyTree, ...]:
-    """What `task.loss` is called with, as `jax.ShapeDtypeStruct`s."""
+    """Return the arguments of `task.loss` as `jax.ShapeDtypeStruct`s."""
     size = jax.tree.leaves(batch)[0].shape[0]
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), size))
     states = (like.model_state,) if task.stateful else ()
@@ -40,19 +55,19 @@ def loss_arguments(task: Task, like: TrainState, batch: PyTree) -> tuple[PyTree,
 
 
 def reads_mask(task: Task, like: TrainState, batch: PyTree, loss: Callable[..., Any]) -> bool:
-    """Whether the losses, and all model state that is made of the batch, depend on the mask.
+    """Return whether the losses, and all model state that depends on the batch, depend on the mask.
 
     **Arguments:** `like`, the training state, and `batch`, as `jax.ShapeDtypeStruct`s; `loss`,
-    `task.loss` as it can be traced. Raises `TaskError` where it returns what no loss returns.
+    `task.loss` in a form that can be traced. Raises `TaskError` where it returns a wrong structure.
 
-    A loss that returns what does not depend on the mask has let the rows that fill up a batch into
-    its statistics, or couples nothing.
+    A loss with an output independent of the mask either includes padding rows in its statistics or
+    couples no examples.
     """
     args = loss_arguments(task, like, batch)
     size = args[-1].shape[0]
 
     def checked(*args: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        # A loss that is none is told so, and not that it does not read its mask.
+        # Check the output's structure first: its error explains more than the one about the mask.
         return split_output(task, loss(*args), args[1] if task.stateful else (), size)
 
     closed, shapes = jax.make_jaxpr(checked, return_shape=True)(*args)
@@ -68,7 +83,10 @@ def reads_mask(task: Task, like: TrainState, batch: PyTree, loss: Callable[..., 
 
 
 def _depends(jaxpr: Jaxpr, given: Sequence[bool]) -> list[bool]:
-    """Which results depend on any of the given inputs."""
+    """Return for each output whether it depends on any of the given inputs.
+
+    Calls are followed inside; for loops and branches every output depends on every input.
+    """
     known = {var for var, yes in zip(jaxpr.invars, given, strict=True) if yes}
 
     def among(atom: Any) -> bool:

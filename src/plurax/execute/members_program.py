@@ -1,4 +1,4 @@
-"""A population's program: a task, an optimizer, a plan and members, compiled for one batch size."""
+"""Compile a population (a task, an optimizer, a plan and members) for one batch size."""
 
 import copy
 import dataclasses
@@ -36,24 +36,24 @@ from plurax.state import TrainState
 from plurax.task import Task
 
 CALLS = 128
-"""The most steps of one call of the compiled loop: it returns the metrics of each."""
+"""The largest number of steps in one call of the compiled loop, which returns metrics of each."""
 
 
 ROOM = 16
-"""So many times what a member's step touches, a chunk's temporaries surely fit in."""
+"""An upper bound on the temporaries of one member of a chunk, in multiples of its step's bytes."""
 
 ANY_ROWS = 2**31 - 1
-"""For resampling, where no data are resident and none is drawn."""
+"""The number of rows assumed for resampling where no data are resident and no row is drawn."""
 
 
 class MembersProgram:
-    """The compiled step of a population and what goes with it. Made by `plurax.compile`.
+    """The compiled functions of a population; `plurax.compile` returns it.
 
     The methods are those of a `Program`; every leaf of the state and of the metrics has a leading
     dim of members.
 
-    **Attributes:** `members`, `mesh` and `batch_size`; `count`, how many members; `plan`, with its
-    `chunk` and `batch_dim` chosen; `chose`, whether any of them was left to be chosen.
+    **Attributes:** `members`, `mesh` and `batch_size`; `count`, the number of members; `plan`, with
+    its `chunk` and `batch_dim` chosen; `chose`, whether the caller left either of them open.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class MembersProgram:
         self.count = members.count
         self.reading = reading
         self.slots = -(-self.count // plan.member) * plan.member
-        """Members on the devices: `count`, filled up to a multiple of the mesh axis."""
+        """Members on the devices: `count` rounded up to a multiple of the mesh axis `member`."""
         self._in_flight = DispatchLimiter(mesh)
         self._hyper = {name: jnp.asarray(value) for name, value in members.hyper_of(0).items()}
         self._cohort = members.cohort(reading.count if reading else ANY_ROWS)
@@ -88,10 +88,14 @@ class MembersProgram:
         )
         one = network(task, optimizer, self._hyper)
         self._fills = not one.task.coupled or self._reads_mask(one)
+        # A coupled loss (one that mixes examples, such as batch norm) must ignore padding rows by
+        # its mask; if it does not, only batch sizes that need no padding are valid.
         unit = plan.data * plan.microbatches
         if not self._fills and self.batch_size % unit:
             raise errors.mask_not_read(self.batch_size, unit)
         self._check_size(reading.length % self.batch_size if reading else 0)
+        # `batch_dim="minor"` is chosen for unpartitioned members only; a partitioned step keeps
+        # major.
         if needs_partitioner(one.task, plan) and plan.batch_dim is None:
             plan = dataclasses.replace(plan, batch_dim="major")
         self.plan = plan
@@ -104,14 +108,16 @@ class MembersProgram:
         self._built = self._population(plan=self.plan)
 
     def of(self, members: Members) -> "MembersProgram":
-        """A program like this one, its plan included, for other members.
+        """Return a program with this program's plan for other members.
 
-        For as many members as this one has it is the same compiled program. Raises `MembersError`
-        for members of another resampling, where data are resident.
+        For as many members as this program has, with the same hyperparameter names and dtypes, it
+        shares the compiled programs. Raises `MembersError` for members of another resampling where
+        data are resident.
         """
         if self.reading and members.resample != self.reading.resample:
             raise errors.members_read_otherwise(self.reading.resample, members.resample)
         if members.count == self.count and self._same_hyper(members):
+            # Share everything compiled; only the arrays of the members differ.
             other = copy.copy(self)
             other.members = members
             other._cohort = members.cohort(self.reading.count if self.reading else ANY_ROWS)
@@ -130,7 +136,7 @@ class MembersProgram:
         return other
 
     def _same_hyper(self, members: Members) -> bool:
-        """Whether hyperparameters have the names and dtypes for which this program is compiled."""
+        """Return whether `members` has this program's hyperparameter names and dtypes."""
         mine, theirs = (
             {name: jnp.asarray(value).dtype for name, value in hyper.items()}
             for hyper in (self._hyper, members.hyper_of(0))
@@ -138,7 +144,7 @@ class MembersProgram:
         return mine == theirs
 
     def choice_text(self) -> str:
-        """What was chosen, and how, in words."""
+        """Return a sentence that names the chosen `chunk` and `batch_dim`, and the method."""
         chosen = f"chunk={self.plan.chunk}, batch_dim={self.plan.batch_dim}"
         return f"{chosen}: chosen from the shapes and the device (plurax.tune measures instead)"
 
@@ -148,7 +154,7 @@ class MembersProgram:
         return reads_mask(one.task, like, self._placement.like, loss)
 
     def _check_size(self, size: int) -> None:
-        """Raise `BatchError` where a batch of a size would be filled up and cannot be."""
+        """Raise `BatchError` where a batch of this size needs padding that the loss would read."""
         if not self._fills and size not in (0, self.batch_size):
             raise errors.mask_not_read_by_members(size, self.batch_size)
 
@@ -156,17 +162,18 @@ class MembersProgram:
 
     @functools.cached_property
     def _everyone(self) -> MemberArrays:
-        """All members as arrays on the devices, filled up to the slots."""
+        """All members as arrays `(slots,)` on the devices; repeated members fill the slots."""
+        # Repeated members compute valid numbers; their results are cut from every output.
         filled = np.arange(self.slots) % self.count
         return jax.device_put(self._cohort.take(filled), self._by_member)
 
     def init(self) -> TrainState:
-        """Fresh states; a member's is the same as alone with its seed."""
+        """Return fresh states; each member's equals that of a single network with its seed."""
         if "init" not in self._compiled:
             made = jax.jit(self._built.init, out_shardings=self._state_shardings)
             lowered = {"init": made.lower(self._like(self._everyone))}
             if self._data_like is not None and "loop" not in self._compiled:
-                # It comes next, and compiling takes one core each.
+                # The loop runs next. A compilation uses one core, so compile both at the same time.
                 lowered["loop"] = self._lower_loop(self._built, self._data_like)
             self._compile_together(lowered)
         return self._compiled["init"](self._everyone)
@@ -177,37 +184,38 @@ class MembersProgram:
             self._compiled |= {name: future.result() for name, future in started.items()}
 
     def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        """One update of every member from the same batch of at most `batch_size` examples.
+        """Update every member once from the same batch of at most `batch_size` examples.
 
         As `Program.step`; metrics have shape `(members,)`. A member whose loss or gradient was not
-        finite keeps its last state from then on (`skipped` counts the steps).
+        finite keeps its last state from then on (`skipped` counts the steps). Raises `BatchError`.
         """
         self._check_size(leading_dim(batch))
         return self.step_placed(state, self._placement.fill(batch))
 
     def place_batch(self, batch: PyTree) -> Placed:
-        """Put a batch on the devices ahead of its step; for `step_placed`."""
+        """Put a batch on the devices ahead of its step, for `step_placed`. Raises `BatchError`."""
         self._check_size(leading_dim(batch))
         return self._placement.place(batch)
 
     def step_placed(self, state: TrainState, placed: Placed) -> tuple[TrainState, Metrics]:
-        """Like `step`, for a batch that `place_batch` has put on the devices."""
+        """Update every member from a batch that `place_batch` has put on the devices."""
         state, metrics = self._run(self.compiled_step, state, self._everyone, *placed)
         return state, {name: value[: self.count] for name, value in metrics.items()}
 
     def place_data(self, data: PyTree) -> PyTree:
-        """Put a whole data set on every device of the mesh, for `loop`."""
+        """Put a whole data set on every device of the mesh, for `loop`. Raises `BatchError`."""
         return device_data(data, replicated(self.mesh))
 
     def loop(
         self, state: TrainState, data: PyTree, first: int, stop: int
     ) -> tuple[TrainState, Metrics]:
-        """Steps `first` to `stop`, counted from the start of training, in one compiled loop.
+        """Run steps `first` to `stop`, counted from the start of training, in one compiled loop.
 
-        **Arguments:** `data`, what `place_data` returned; at most `CALLS` steps, across epochs as
-        they come; one compiled program serves every range.
+        **Arguments:** `data`, as `place_data` returned them; `stop - first` is at most `CALLS`. The
+        range may cross epochs, and one compiled program runs every range.
 
-        **Returns:** the state, and metrics `(members, CALLS)`, the first `stop - first` being set.
+        **Returns:** the state, and metrics `(slots, CALLS)` of which the first `stop - first`
+        columns are set.
         """
         assert stop - first <= CALLS
         compiled = self.compile_loop(data)
@@ -215,7 +223,7 @@ class MembersProgram:
         return self._run(compiled, state, self._everyone, data, *bounds)
 
     def compile_loop(self, data: PyTree) -> jax.stages.Compiled:
-        """The compiled loop, for data of the shapes of `reading`."""
+        """Return the compiled loop for data of the shapes of `reading`."""
         if "loop" not in self._compiled:
             self._compiled["loop"] = self._lower_loop(self._built, self._whole(data)).compile()
         return self._compiled["loop"]
@@ -228,7 +236,7 @@ class MembersProgram:
         return jitted.lower(self.state_shapes, self._like(self._everyone), data, count, count)
 
     def _whole(self, data: PyTree) -> PyTree:
-        """The shapes of data, whole on every device."""
+        """Return the shapes and dtypes of data, replicated over the mesh."""
         whole = replicated(self.mesh)
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(
@@ -238,13 +246,17 @@ class MembersProgram:
         )
 
     def place(self, state: TrainState) -> TrainState:
-        """Put a state of `count` members from elsewhere on this program's devices."""
+        """Put a state of `count` members on this program's devices, copying it.
+
+        Raises `MembersError` for the state of one network or of another number of members, and
+        `BatchError` where structure, shapes or dtypes differ.
+        """
         filled = self._filled(state)
         copied = jax.tree.map(jnp.copy, state) if filled is state else filled
         return jax.device_put(copied, self._state_shardings)
 
     def _filled(self, state: TrainState) -> TrainState:
-        """The state with all slots filled, where it holds `count` members."""
+        """Pad a state of `count` members to `slots` members and to the plan's padded shapes."""
         if state.step.ndim == 0:
             raise errors.state_of_one_network()
         given = state.step.shape[0]
@@ -254,6 +266,7 @@ class MembersProgram:
         if given != self.slots:
             fill = np.arange(self.slots) % given
             state = jax.tree.map(lambda leaf: leaf[fill], state)
+        # A plan that shards a dim unevenly pads it; a canonical state has the unpadded shapes.
         divided = self._example.partitioned
         if divided is not None and tree.describe(state) != tree.describe(self.state_shapes):
             state = jax.vmap(divided.state.pad, spmd_axis_name="member")(state)
@@ -263,7 +276,7 @@ class MembersProgram:
         return state
 
     def to_canonical(self, state: TrainState) -> TrainState:
-        """The state without the members that only fill up the slots."""
+        """Return the state without padded dims and without the members that fill the slots."""
         if self._example.partitioned is not None:
             state = jax.vmap(self._example.partitioned.state.unpad, spmd_axis_name="member")(state)
         if self.slots == self.count:
@@ -275,9 +288,9 @@ class MembersProgram:
     def predict(
         self, state: TrainState, inputs: PyTree | Iterable[PyTree], *, chunk: int | None = None
     ) -> Any:
-        """Every member's outputs for any number of inputs: NumPy arrays `(members, N, ...)`.
+        """Return every member's outputs for any number of inputs: NumPy arrays `(members, N, ...)`.
 
-        As `Program.predict`, an iterable of inputs giving an iterator of outputs.
+        As `Program.predict`: for an iterable of inputs it returns an iterator of outputs.
         """
         states = (self._filled(state), self._everyone)
         outputs = self._predictor(states, inputs, self.batch_size if chunk is None else chunk)
@@ -293,7 +306,7 @@ class MembersProgram:
         return jax.jit(self._built.predict).lower(self.state_shapes, cohort, rows).compile()
 
     def evaluate(self, state: TrainState, data: PyTree | Iterable[PyTree]) -> dict[str, np.ndarray]:
-        """Every member's weighted means of loss and metrics over all of `data`, `(members,)`."""
+        """Return every member's weighted means over all of `data`, by name, each `(members,)`."""
         state = self._filled(state)
 
         def run(placed: Placed) -> Totals:
@@ -305,7 +318,7 @@ class MembersProgram:
         return {name: mean[: self.count] for name, mean in means.items()}
 
     def check_evaluation(self, data: PyTree | Iterable[PyTree]) -> None:
-        """Raise what `evaluate` of these data would raise; nothing is compiled or computed."""
+        """Raise the errors of `evaluate` for these data, without compiling or computing."""
         one = self._example.make(self._hyper)
         fresh = functools.partial(new_state, one.task, one.optimizer)
         state = jax.eval_shape(lambda: fresh(jax.random.key(0)))
@@ -341,19 +354,19 @@ class MembersProgram:
 
     @property
     def compiled(self) -> jax.stages.Compiled:
-        """The loop, where there is one, else the step."""
+        """The compiled loop if there is one, else the compiled step."""
         return self._compiled.get("loop") or self.compiled_step
 
     def hlo(self) -> str:
-        """The text of the compiled program: the loop's, if it has run, else the step's."""
+        """Return the text of the compiled loop if it has been compiled, else of the step."""
         return self.compiled.as_text() or ""
 
     def collectives(self) -> list[compiled_hlo.Collective]:
-        """The collectives of the compiled program; none is over the mesh axis `member`."""
+        """Return the collectives of the compiled program; none is over the mesh axis `member`."""
         return compiled_hlo.collectives(self.hlo(), self.mesh)
 
     def memory(self) -> compiled_hlo.Memory:
-        """Bytes on one device, as the compiler reports them."""
+        """Return bytes per device, as the compiler reports them."""
         return compiled_hlo.memory(self.compiled)
 
     @functools.cached_property
@@ -363,7 +376,7 @@ class MembersProgram:
 
     @functools.cached_property
     def _example(self) -> Population:
-        """A population under the plan, be its chunk chosen or not."""
+        """A population under the current plan, whether or not its chunk is chosen yet."""
         return self._population(plan=self.plan)
 
     @property
@@ -372,12 +385,12 @@ class MembersProgram:
 
     @property
     def _out_shardings(self) -> tuple[Any, Any]:
-        """Of a step or a loop: the state as it came, metrics by member."""
+        """Output shardings of a step or a loop: the input state's, and metrics split by member."""
         return self._state_shardings, self._by_member
 
     @functools.cached_property
     def canonical_shapes(self) -> TrainState:
-        """The state as `kept` returns it, as a tree of `jax.ShapeDtypeStruct`s."""
+        """The state that `to_canonical` returns, as a tree of `jax.ShapeDtypeStruct`s."""
         return jax.eval_shape(self.to_canonical, self.state_shapes)
 
     # --- Inside -------------------------------------------------------------------------------
@@ -406,12 +419,15 @@ class MembersProgram:
         return state, metrics
 
     def _choose(self) -> Plan:
-        """The plan with its open choices made; smaller chunks where memory does not suffice."""
+        """Return the plan with `chunk` and `batch_dim` chosen, its step within the memory
+        budget.
+        """
         members = self.slots // self.plan.member
         work = self._example.work()
         plan = choose_chunk(self.plan, members, work, self.mesh.devices.flat[0].platform)
         budget = memory_budget(self.mesh)
-        # What does not come near the budget by reckoning needs no compiler to say so.
+        # Compile to read the peak memory only where the estimate comes near the budget: a
+        # compilation takes seconds, the estimate nothing.
         while (
             self.plan.chunk is None
             and (chunk := plan.chunk or 1) > 1
@@ -422,14 +438,17 @@ class MembersProgram:
         return plan
 
     def _lower_under(self, plan: Plan) -> jax.stages.Lowered:
-        """The loop over resident data, or else the step, under another plan."""
+        """Lower the loop over resident data, or without data the step, under another plan."""
         built = self._population(plan=plan)
         if self._data_like is None:
             return self._lower_step(built)
         return self._lower_loop(built, self._data_like)
 
     def measure(self, plan: Plan, data: PyTree) -> tuple[Plan, list[Candidate]]:
-        """Measure the open choices of a plan: the loop over the data, without data the step."""
+        """Measure a plan's open choices by timing the loop over `data`, or the step if None.
+
+        **Returns:** the plan with its choices, and every candidate measured.
+        """
         init = jax.jit(self._example.init, out_shardings=self._state_shardings)
         looped = self._data_like is not None
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._placement.like)

@@ -1,4 +1,4 @@
-"""Out of memory: from XLA's words to what the user can change in the plan."""
+"""Translate XLA's out-of-memory error into the changes of the plan that need less."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from plurax.plan import Plan
 def out_of_memory_said(program: Any, saved: Callable[[], str]) -> Iterator[None]:
     """Raise `PlanError` for XLA's RESOURCE_EXHAUSTED, with the plans that need less.
 
-    `saved()` says what is not lost.
+    `saved()` returns a sentence on what was saved.
     """
     try:
         yield
@@ -29,7 +29,7 @@ def out_of_memory_said(program: Any, saved: Callable[[], str]) -> Iterator[None]
 
 
 def _needs(program: Any) -> str:
-    """What the compiler says the step needs, if it got so far."""
+    """Return a clause with the step's peak memory, or "" where it cannot be read."""
     with contextlib.suppress(Exception):
         memory = program.memory()
         return f", whose step needs {memory.peak:,} bytes on each device"
@@ -37,7 +37,7 @@ def _needs(program: Any) -> str:
 
 
 def _ways(plan: Plan, batch_size: int) -> Iterator[str]:
-    """Fields of the plan that lower the peak, the cheapest first."""
+    """Yield the fields of the plan that lower the peak, the cheapest first."""
     rows = -(-batch_size // (plan.data * plan.microbatches))
     if plan.chunk is not None and plan.chunk > 1:
         yield f"chunk={max(1, plan.chunk // 2)}: fewer members at a time"

@@ -1,4 +1,14 @@
-"""From a host batch of any size to the rows of a compiled program, on its devices."""
+"""Place host batches of any size into the fixed rows of a compiled program.
+
+A compiled program has one row count, and a batch may have fewer examples. The batch is padded by
+repeating its examples, so that padding rows hold valid numbers, and the real count goes along as a
+scalar. Example, `Plan(data=2, microbatches=2)`, compiled for 6 examples:
+
+    padded_size(6)       8 rows, 4 on each device of `data`
+    batch of 3           {"x": (3, 5)}
+    rows                 {"x": (8, 5)}    examples 0 1 2 0 | 1 2 0 1
+    size                 3                rows 3 to 7 are masked out in the sums
+"""
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,20 +24,20 @@ from plurax import errors, tree
 
 
 class Placed(NamedTuple):
-    """A batch on its devices: `rows`, a tree of arrays `(N, ...)`, the first `size` being real."""
+    """A batch on its devices: `rows`, a tree of arrays `(N, ...)`, the first `size` real."""
 
     rows: PyTree
     size: Any
 
 
 class Placement:
-    """Puts trees of arrays with up to `size` examples into `rows` rows with a given sharding.
+    """Places trees of arrays with at most `size` examples into `rows` rows with a given sharding.
 
     **Arguments:**
 
     - `like`: a tree of arrays or `jax.ShapeDtypeStruct`s with leading dim `size`.
     - `rows`: leading dim on the devices, at least `size`.
-    - `sharding`: of the rows.
+    - `sharding`: the sharding of the rows.
 
     Raises `BatchError` for trees that are not batches.
     """
@@ -45,7 +55,7 @@ class Placement:
         self.like = jax.tree.unflatten(self.structure, self._leaves)
 
     def abstract(self) -> PyTree:
-        """The rows as `jax.ShapeDtypeStruct`s with their sharding."""
+        """Return the rows as `jax.ShapeDtypeStruct`s with their sharding."""
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(
                 (self.rows, *leaf.shape[1:]), leaf.dtype, sharding=self.sharding
@@ -54,7 +64,7 @@ class Placement:
         )
 
     def check(self, batch: PyTree) -> int:
-        """The number of examples of a batch. Raises `BatchError` where it does not fit."""
+        """Return the number of examples of a batch. Raises `BatchError` where it does not fit."""
         leaves, structure = jax.tree.flatten(batch)
         fits = structure == self.structure and all(
             np.shape(leaf)[1:] == want.shape[1:]
@@ -69,21 +79,22 @@ class Placement:
                 tree.describe(self.like, batch_dim=True), tree.describe(batch)
             )
         sizes = {np.shape(leaf)[0] for leaf in leaves}
-        # The paths of leaves are for an error: in every step the sizes alone are compared.
+        # This runs in every step, so it compares sizes only; `leading_dim` formats paths for
+        # errors.
         count = leading_dim(batch) if len(sizes) != 1 or 0 in sizes else sizes.pop()
         if count > self.size:
             raise errors.batch_too_large(count, self.size)
         return count
 
     def place(self, batch: PyTree) -> Placed:
-        """Check a batch and put it on the devices, filled up by repeating its examples."""
+        """Check a batch, pad it by repeating its examples, and put it on the devices."""
         rows, size = self.fill(batch)
         return Placed(jax.device_put(rows, self.sharding), size)
 
     def fill(self, batch: PyTree) -> Placed:
-        """Check a batch and fill it up; NumPy arrays stay on the host.
+        """Check a batch and pad it; NumPy arrays stay on the host.
 
-        A compiled program takes them from there faster than `jax.device_put` would.
+        Passing NumPy arrays to a compiled program is faster than `jax.device_put` before the call.
         """
         count = self.check(batch)
 
@@ -100,9 +111,9 @@ class Placement:
 
 
 def exactly(path: str, leaf: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """An array in a dtype that JAX computes with, its values unchanged.
+    """Cast an array to a dtype that JAX computes with, without changing its values.
 
-    Integers must be the same. Floats may be rounded, as everywhere in JAX, but a finite one must
+    Integers must stay equal. Floats may be rounded, as everywhere in JAX, but a finite one must
     not become infinite. Raises `BatchError` with the leaf's path.
     """
     if leaf.dtype == dtype:
@@ -122,7 +133,7 @@ def exactly(path: str, leaf: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def device_data(data: PyTree, sharding: NamedSharding) -> PyTree:
-    """A whole data set on the devices, its values unchanged. Raises `BatchError`."""
+    """Put a whole data set on the devices, its values unchanged. Raises `BatchError`."""
     leaves = [
         leaf if isinstance(leaf, jax.Array) else exactly(path, np.asarray(leaf), dtype)
         for path, leaf in tree.named_leaves(data).items()
@@ -132,7 +143,7 @@ def device_data(data: PyTree, sharding: NamedSharding) -> PyTree:
 
 
 def is_arrays(data: Any) -> bool:
-    """Whether `data` is a tree of arrays, rather than an iterable of such trees.
+    """Return whether `data` is a tree of arrays, rather than an iterable of such trees.
 
     A list is a sequence of batches; an array, a dict, a tuple or a registered tree is one tree.
 
@@ -146,13 +157,13 @@ def is_arrays(data: Any) -> bool:
 
 
 def _is_stream(node: Any) -> bool:
-    """An iterable that is neither an array nor a tree."""
+    """Return whether a node is an iterable that is neither an array nor a tree."""
     known = isinstance(node, Mapping | list | tuple) or hasattr(node, "shape")
     return isinstance(node, Iterable) and not known
 
 
 def leading_dim(batch: PyTree) -> int:
-    """The common leading dim of a tree of arrays. Raises `BatchError`."""
+    """Return the common leading dim of a tree of arrays. Raises `BatchError`."""
     sizes = {}
     for path, leaf in tree.named_leaves(batch).items():
         if np.ndim(leaf) == 0 and not getattr(leaf, "shape", ()):
@@ -166,7 +177,7 @@ def leading_dim(batch: PyTree) -> int:
 
 
 def chunks(data: PyTree | Iterable[PyTree], size: int) -> Iterator[PyTree]:
-    """All of a tree of arrays, or of an iterable of such trees, at most `size` rows at a time."""
+    """Yield at most `size` rows at a time of a tree of arrays, or of an iterable of trees."""
     for batch in [data] if is_arrays(data) else data:
         for start in range(0, leading_dim(batch), size):
             cut = slice(start, start + size)
@@ -174,7 +185,7 @@ def chunks(data: PyTree | Iterable[PyTree], size: int) -> Iterator[PyTree]:
 
 
 def _canonical(path: str, leaf: Any) -> np.dtype:
-    """The dtype in which JAX has a leaf. Raises `BatchError` where it has none."""
+    """Return the dtype that JAX gives a leaf. Raises `BatchError` for a leaf without numbers."""
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             return leaf.dtype

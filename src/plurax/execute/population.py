@@ -1,7 +1,26 @@
-"""Many networks in one program: members spread over devices, in chunks, without a collective.
+"""Train many networks in one program: members split over devices and run in chunks.
 
-Each member is the one-network step of `step.py`. `vmap` runs a chunk of them, a loop runs chunk
-after chunk, and `shard_map` spreads them over the mesh axis `member`; nothing crosses that axis.
+Problem. A population of K small networks must train in one compiled program, use every device, and
+fit in memory. Running all K at once needs K times the temporaries of one network; running one at a
+time leaves the device idle. Members must not communicate, and each must compute what it would
+compute alone.
+
+Each member runs the one-network step of `step.py`. Three transformations nest, from the inside
+out: `vmap` over the members of a chunk, a `fori_loop` over the chunks of a device, `shard_map` over
+the mesh axis `member`. No collective crosses that axis.
+
+Example: `Plan(member=2, chunk=4)`, 18 members, a parameter of shape `(3, 5)`:
+
+    state on all devices      (18, 3, 5)   split over `member`
+    state on one device       ( 9, 3, 5)   what `_chunked` receives
+    loop iteration 0          ( 4, 3, 5)   members 0 to 3, one `vmap`
+    loop iteration 1          ( 4, 3, 5)   members 4 to 7
+    after the loop            ( 1, 3, 5)   member 8: a second, smaller `vmap` is compiled for it
+    loss of one step          ( 9,)        per device; (18,) for the population
+
+Each chunk is read with `dynamic_slice` and written back with `dynamic_update_slice`, so the loop
+holds one state of all members and the temporaries of one chunk. `chunk_rule.py` chooses chunks that
+divide the members evenly where it can, to avoid compiling the remainder.
 """
 
 from collections.abc import Callable
@@ -37,14 +56,18 @@ HyperFn = Callable[[Hyper], Any]
 
 
 class TaskAndOptimizer(NamedTuple):
-    """The task and the optimizer of one member."""
+    """Hold the task and the optimizer of one member."""
 
     task: Task
     optimizer: optax.GradientTransformation
 
 
 def network(task: Task | HyperFn, optimizer: Any, hyper: Hyper) -> TaskAndOptimizer:
-    """Call what is a function of the hyperparameters. Raises `TaskError`."""
+    """Build a member's task and optimizer, calling those that are functions of `hyper`.
+
+    Raises `TaskError` where such a function needs a hyperparameter that `hyper` lacks, or needs the
+    Python value of one (inside the compiled program hyperparameters are tracers).
+    """
     made_task = task if isinstance(task, Task) else _call("task", task, hyper)
     made_optimizer = optimizer
     if not isinstance(optimizer, optax.GradientTransformation):
@@ -57,6 +80,8 @@ def _call(what: str, maker: HyperFn, hyper: Hyper) -> Any:
         return maker(hyper)
     except KeyError as error:
         if error.args and error.args[0] not in hyper and isinstance(error.args[0], str):
+            # Only a KeyError for a name that `hyper` lacks is about hyperparameters; pass on
+            # others.
             raise errors.hyper_missing(what, error.args[0], hyper) from None
         raise
     except jax.errors.ConcretizationTypeError as error:
@@ -65,11 +90,11 @@ def _call(what: str, maker: HyperFn, hyper: Hyper) -> Any:
 
 
 class Population:
-    """The functions of a population's program, for one plan; to be compiled by `MembersProgram`.
+    """Build the functions of a population's program for one plan; `MembersProgram` compiles them.
 
     **Arguments:** `task` and `optimizer`, or functions of a member's hyperparameters that return
-    them; `hyper`, an example of those; `plan`, its `chunk` chosen; `mesh`; `batch`, of the largest
-    size, abstract.
+    them; `hyper`, example hyperparameters; `plan`, its `chunk` chosen; `mesh`; `batch`, a tree of
+    `jax.ShapeDtypeStruct`s of the largest batch.
     """
 
     def __init__(
@@ -95,11 +120,11 @@ class Population:
     # --- One member ---------------------------------------------------------------------------
 
     def make(self, hyper: Hyper) -> TaskAndOptimizer:
-        """The task and the optimizer of a member with these hyperparameters."""
+        """Return the task and the optimizer of a member with these hyperparameters."""
         return network(self._task, self._optimizer, hyper)
 
     def new_state(self, member: MemberArrays) -> TrainState:
-        """A fresh state of one member; the same as alone with its seed."""
+        """Return a fresh state of one member, equal to that of one network with its seed."""
         one = self.make(member.hyper)
         return new_state(one.task, one.optimizer, jax.random.key(member.seeds))
 
@@ -121,7 +146,7 @@ class Population:
         return make_step(total, whole_update(one.optimizer), freeze=True)
 
     def work(self) -> MemberWork:
-        """What a step of one member is: for `choose`."""
+        """Return the size and kind of one member's step, for `choose_chunk`."""
         one = self.make(self.hyper)
         state = jax.eval_shape(lambda: new_state(one.task, one.optimizer, jax.random.key(0)))
         size = leading_dim(self._microbatch)
@@ -136,7 +161,7 @@ class Population:
         return work_of(traced.jaxpr, kept, state.params)
 
     def state_like(self, count: int) -> TrainState:
-        """The states of so many members, as `jax.ShapeDtypeStruct`s with their shardings."""
+        """Return the states of `count` members as `jax.ShapeDtypeStruct`s with their shardings."""
         if self.partitioned is None:
             word = jax.ShapeDtypeStruct((), jnp.uint32)
             one = jax.eval_shape(self.new_state, MemberArrays(word, word, word, self.hyper))
@@ -153,20 +178,23 @@ class Population:
     # --- The population -----------------------------------------------------------------------
 
     def init(self, cohort: MemberArrays) -> TrainState:
-        """Fresh states of all members."""
+        """Return fresh states of all members, leaves `(K, ...)`."""
 
         def fresh(member: MemberArrays) -> TrainState:
             state = self.new_state(member)
             return state if self.partitioned is None else self.partitioned.own(state)
 
-        # One after another: beside its state a member needs room only while it is made, and what is
-        # written for one compiles in half the time of what is written for many.
+        # `lax.map` rather than `vmap`: only one member's temporaries exist at a time, and the body
+        # for one member compiles in half the time of the body for many.
         return self._spread(lambda cohort: jax.lax.map(fresh, cohort), "m", "s")(cohort)
 
     def step(
         self, state: TrainState, cohort: MemberArrays, batch: PyTree, count: Int[Array, ""]
     ) -> tuple[TrainState, Metrics]:
-        """One update of every member from the same batch. Metrics have shape `(K,)`."""
+        """Update every member once from the same batch. Metrics have shape `(K,)`.
+
+        `batch` has leaves `(N, ...)`, of which the first `count` rows are real.
+        """
 
         def one(
             state: TrainState, member: MemberArrays, batch: PyTree, count: Array
@@ -185,9 +213,10 @@ class Population:
         first: Int[Array, ""],
         stop: Int[Array, ""],
     ) -> tuple[TrainState, Metrics]:
-        """Steps `first` to `stop`, counted from the start of training, over data on the devices.
+        """Run steps `first` to `stop`, counted from the start of training, over resident data.
 
-        Metrics have shape `(K, calls)`; the first `stop - first` of them are set.
+        Metrics have shape `(K, calls)`; the first `stop - first` columns are set, the rest are
+        zero.
         """
 
         def one(
@@ -202,14 +231,16 @@ class Population:
             def take(rows: Array, t: Array) -> tuple[PyTree, Array]:
                 return reads.take(data, rows, t), reads.count(t % reading.steps)
 
-            # Where every step reads the same rows, they are read once.
+            # If every step reads the same rows, gather them once, outside the loop.
             once = take(rows_at(jnp.int32(0)), jnp.int32(0)) if reads.fixed else None
 
             def body(t: Array, carry: tuple[TrainState, Metrics, Array]) -> Any:
                 state, metrics, rows = carry
                 if once is None:
-                    # The order of many steps at once: of one alone it is mostly overhead. The
-                    # condition is the same for all members, and stays one under `vmap`.
+                    # Compute the row order for a block of steps: for one step alone the cost is
+                    # mostly the overhead of small operations. The predicate depends on `t` alone,
+                    # not on the member, so `cond` remains a branch under `vmap` instead of becoming
+                    # a select that computes both.
                     begins = (t == first) | (t % reading.steps % reads.block == 0)
                     rows = jax.lax.cond(begins, lambda: rows_at(t), lambda: rows)
                 state, now = step(state, *(once or take(rows, t)))
@@ -231,7 +262,7 @@ class Population:
     def evaluate(
         self, state: TrainState, cohort: MemberArrays, batch: PyTree, count: Int[Array, ""]
     ) -> Totals:
-        """Every member's totals over the same batch, without gradient; leaves `(K,)`."""
+        """Return every member's totals over the same batch, without gradient; leaves `(K,)`."""
 
         def one(
             state: TrainState, member: MemberArrays, batch: PyTree, count: Array
@@ -247,7 +278,7 @@ class Population:
         return self._spread(chunked, "smd.", "mm")(state, cohort, batch, count)[1]
 
     def predict(self, state: TrainState, cohort: MemberArrays, inputs: PyTree) -> PyTree:
-        """Every member's outputs for the same inputs: leaves `(B, K, ...)`, the rows leading."""
+        """Return every member's outputs for the same inputs: leaves `(B, K, ...)`, rows leading."""
 
         def one(state: TrainState, member: MemberArrays, inputs: PyTree) -> tuple[Any, PyTree]:
             if self.partitioned is not None:
@@ -260,6 +291,8 @@ class Population:
             _, outputs = self._chunked(one, keep=False)(state, cohort, inputs)
             return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), outputs)
 
+        # Rows lead so that the host can copy outputs chunk by chunk, as for one network
+        # (`predict.py`).
         return jax.shard_map(
             rows_first,
             mesh=self.mesh,
@@ -274,10 +307,10 @@ class Population:
     def _chunked(
         self, one: Callable[..., tuple[Any, PyTree]], *, keep: bool = True
     ) -> Callable[..., tuple[Any, PyTree]]:
-        """`(state, cohort, *shared) -> (state, results)` over all members of a device.
+        """Return `(state, cohort, *shared) -> (state, results)` over all members of a device.
 
-        A chunk at a time; the states are updated where they lie. With `keep=False` `one` returns
-        no state.
+        It runs `plan.chunk` members at a time and writes each chunk's states back into the arrays
+        they came from. With `keep=False`, `one` returns no state and the states are not written.
         """
 
         def run(state: PyTree, cohort: MemberArrays, *shared: Any) -> tuple[PyTree, PyTree]:
@@ -289,6 +322,8 @@ class Population:
                     return jax.lax.dynamic_slice_in_dim(leaf, first, size)
 
                 part = jax.tree.map(cut, (state, cohort))
+                # `shared` (batch, data, step numbers) has no member dim and is closed over, not
+                # mapped.
                 return jax.vmap(lambda s, m: one(s, m, *shared))(*part)
 
             if chunk == members:
@@ -311,6 +346,7 @@ class Population:
                 0, whole, lambda i, carry: body(i * chunk, chunk, carry), (state, results)
             )
             rest = members - whole * chunk
+            # `vmap` needs a static size, so the remainder is one more call with a size of its own.
             carry = body(whole * chunk, rest, carry) if rest else carry
             return carry if keep else ((), carry[1])
 
@@ -318,7 +354,7 @@ class Population:
 
     @property
     def specs(self) -> Any:
-        """The `PartitionSpec`s of the members' states."""
+        """Return the `PartitionSpec`s of the members' states."""
         if self.partitioned is None:
             return P("member")
         return jax.tree.map(
@@ -328,7 +364,11 @@ class Population:
         )
 
     def _spread(self, fun: Callable[..., Any], takes: str, gives: str) -> Callable[..., Any]:
-        """`fun` on every device: states (s), what is split by member (m), by row (d), or whole."""
+        """Run `fun` on every device, its arguments and results split by kind.
+
+        Letters of `takes` and `gives`: `s`, states; `m`, split over `member`; `d`, rows split over
+        `data`; `.`, replicated.
+        """
         if self.mesh.size == 1:
             return fun
         kinds = {"s": self.specs, "m": P("member"), "d": P("data"), ".": P()}

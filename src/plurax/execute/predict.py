@@ -1,4 +1,14 @@
-"""Inference over any number of inputs, chunk by chunk, streamed to the host."""
+"""Run inference over any number of inputs, chunk by chunk, and stream outputs to the host.
+
+A chunk has the program's row count, the last one padded. Dispatch returns before the device has
+finished, so the copy of one chunk's outputs overlaps with the computation of the next. Example,
+inputs `(10, 3)`, `chunk=4`, outputs `(10, 2)`:
+
+    dispatch rows 0..3          -> pending
+    dispatch rows 4..7          -> pending     both queued on the device
+    dispatch rows 8..9 + 2 pads -> pending     three pending: copy rows 0..3 to out[0:4]
+    no more inputs                             copy out[4:8], then out[8:10] without the pads
+"""
 
 import itertools
 import operator
@@ -22,13 +32,13 @@ from plurax.task import Task
 from plurax.validate import whole_number
 
 IN_FLIGHT = 2
-"""Chunks computing or waiting while an earlier one is copied to the host."""
+"""Chunks computing or queued while the outputs of an earlier one are copied to the host."""
 
 
 def device_predict(task: Task, precision: Precision) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
-    """`(params, model_state, inputs) -> outputs` on one device, with its own rows.
+    """Return `(params, model_state, inputs) -> outputs` on one device, with its own rows.
 
-    Raises `TaskError` where the outputs are not one row per input.
+    The function raises `TaskError` where the outputs do not have one row per input.
     """
     if task.predict is None:
         raise errors.no_predict()
@@ -49,7 +59,7 @@ def device_predict(task: Task, precision: Precision) -> Callable[[PyTree, PyTree
 def make_predict(
     task: Task, precision: Precision, mesh: Mesh
 ) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
-    """`device_predict` on every device of the mesh axis `data`, for rows split over it."""
+    """Return `device_predict` on every device of the mesh axis `data`, for rows split over it."""
     local = device_predict(task, precision)
     if mesh.shape["data"] == 1:
         return local
@@ -64,10 +74,10 @@ def make_predict(
 
 
 class Predictor:
-    """Outputs for any number of inputs, in a program compiled once for each shape of inputs.
+    """Computes outputs for any number of inputs, in a program compiled once per shape of inputs.
 
-    **Arguments:** `compile_(rows) -> compiled`, for abstract rows, of a function `(*states, rows)`;
-    `mesh`; `pieces`, in how many each device works through its rows.
+    **Arguments:** `compile_(rows) -> compiled`, which compiles a function `(*states, rows)` for
+    abstract rows; `mesh`; `pieces`, the number of microbatches of a call on each device.
     """
 
     def __init__(
@@ -81,7 +91,9 @@ class Predictor:
     def __call__(
         self, states: tuple[PyTree, ...], inputs: PyTree | Iterable[PyTree], chunk: int
     ) -> Any:
-        """NumPy arrays for a tree of arrays; an iterator of them for an iterable of such trees."""
+        """Return NumPy arrays for a tree of arrays; for an iterable of trees an iterator
+        of them.
+        """
         check_kind("inputs", inputs)
         rows = whole_number(chunk)
         if rows is None:
@@ -117,16 +129,16 @@ class Predictor:
 def predict_stream(
     run: Callable[[PyTree], PyTree], placement: Placement, batches: Iterable[PyTree]
 ) -> Iterator[PyTree]:
-    """Outputs for each batch of an iterable, in its order and of its length, as NumPy arrays.
+    """Yield the outputs of each batch, in order and of its length, as NumPy arrays.
 
     `run` takes placed rows and returns without waiting; while it computes, the outputs of the
-    chunk before are copied out. Batches may have any number of rows.
+    previous chunk are copied to the host. Batches may have any number of rows.
     """
     pending: deque[tuple[int, int, PyTree]] = deque()
     outputs: PyTree = None
 
     def collect() -> bool:
-        """Copy the oldest chunk out; say whether its batch is complete."""
+        """Copy the oldest chunk to the host; return whether its batch is complete."""
         nonlocal outputs
         total, start, chunk = pending.popleft()
         if start == 0:
@@ -150,8 +162,9 @@ def predict_stream(
 
 
 def _copy_rows(leaf: jax.Array, out: np.ndarray, start: int) -> None:
-    """Copy the rows of a device array to `out[start:]`, cut where `out` ends, shard by shard."""
+    """Copy the rows of a device array to `out[start:]`, shard by shard; drop rows past its end."""
     for shard in leaf.addressable_shards:
+        # Replicas hold equal rows: copy one of them.
         if shard.replica_id == 0:
             first = start + (shard.index[0].start or 0)
             room = max(0, min(shard.data.shape[0], out.shape[0] - first))

@@ -1,4 +1,4 @@
-"""A program: one task, one optimizer and one plan, compiled for one size of batch."""
+"""Compile one task, one optimizer and one plan for one batch size."""
 
 import dataclasses
 import functools
@@ -44,10 +44,10 @@ from plurax.validate import check_seed
 
 
 class Program:
-    """A compiled training step and what goes with it. Made by `plurax.compile`.
+    """The compiled functions of one network; `plurax.compile` returns it.
 
     **Attributes:** `task` and `plan`, as given; `mesh`, the `jax.sharding.Mesh` of the plan;
-    `batch_size`, examples of the largest batch a step takes.
+    `batch_size`, the number of examples in the largest batch a step takes.
     """
 
     def __init__(
@@ -68,7 +68,8 @@ class Program:
         self.batch_size = leading_dim(batch)
         self._optimizer = optimizer
         rows = plan.padded_size(self.batch_size)
-        # Rows that cannot be split evenly lie whole on every device where none may be added.
+        # An `exact` program may add no padding rows; if `data` does not divide its rows, every
+        # device takes all of them.
         self._rows_split = rows == self.batch_size or not exact
         self._placement = (
             Placement(batch, rows, split_rows(mesh))
@@ -82,10 +83,14 @@ class Program:
         fresh = functools.partial(new_state, task, optimizer)
         whole = jax.eval_shape(fresh, jax.eval_shape(lambda: jax.random.key(0)))
         self._fills = exact or not task.coupled or self._reads_mask(whole)
-        # Stages have microbatches of one size.
+        # A pipeline needs microbatches of one size, so it can neither skip padding nor replicate
+        # rows.
         odd = plan.pipeline > 1 and not self._rows_split
         if odd or (not self._fills and rows != self.batch_size):
             raise errors.mask_not_read(self.batch_size, plan.data * plan.microbatches)
+        # Two backends. A plan that shards tensors or has stages partitions the traced step equation
+        # by equation; a plan that splits only the batch runs the task's functions unchanged, which
+        # leaves XLA free to fuse them.
         if needs_partitioner(task, plan):
             rows = microbatch(self._placement.like, plan, coupled=task.coupled)
             kind = PipelinedBackend if plan.pipeline > 1 else ShardedBackend
@@ -115,24 +120,26 @@ class Program:
     # --- Training -----------------------------------------------------------------------------
 
     def init(self, seed: int = 0, *, params: PyTree = None) -> TrainState:
-        """A fresh state: parameters made in place, in their sharding.
+        """Return a fresh state, its parameters created in their sharding.
 
-        The same seed gives the same state under every plan. With `params` (a tree like the task's
-        own) training starts from them.
+        The same seed gives the same state under every plan. With `params`, a tree like the task's
+        parameters, training starts from them.
         """
         state = self._init(jax.random.key(check_seed(seed)))
         if params is None:
             return state
+        # The optimizer's state may depend on the parameters, so it is created from the given ones.
         opt_state = jax.jit(self._optimizer.init)(params)
         fresh = dataclasses.replace(self.to_canonical(state), params=params, opt_state=opt_state)
         return self.place(fresh)
 
     def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        """One update from a batch of at most `batch_size` examples.
+        """Update the state once from a batch of at most `batch_size` examples.
 
-        The state given is used up (its memory is reused). Metrics are device scalars: `loss` and
-        the task's own metrics, weighted means over the batch; `grad_norm`; `weight`; `examples`;
-        `skipped`, 1 where loss or gradient was not finite and the update was left out.
+        The input state is donated: its memory is reused and it cannot be read again. Metrics are
+        device scalars: `loss` and the task's metrics, weighted means over the batch; `grad_norm`;
+        `weight`; `examples`; `skipped`, 1 where loss or gradient was not finite and the update was
+        left out.
 
         Raises `BatchError` for a batch or state that does not fit.
         """
@@ -140,28 +147,27 @@ class Program:
         return program._run(program.compiled_step, state, *program._placement.fill(batch))
 
     def place_batch(self, batch: PyTree) -> Placed:
-        """Put a batch on the devices ahead of its step; for `step_placed`."""
+        """Put a batch on the devices ahead of its step, for `step_placed`. Raises `BatchError`."""
         program = self if self._fills else self._for_size(self._placement.check(batch))
         return program._placement.place(batch)
 
     def step_placed(self, state: TrainState, placed: Placed) -> tuple[TrainState, Metrics]:
-        """Like `step`, for a batch that `place_batch` has put on the devices."""
+        """Update the state from a batch that `place_batch` has put on the devices."""
         program = self if self._fills else self._for_size(leading_dim(placed.rows))
         return program._run(program.compiled_step, state, *placed)
 
     def loop(
         self, state: TrainState, data: PyTree, epoch: Placed, first: int, stop: int
     ) -> tuple[TrainState, Metrics]:
-        """Steps `first` to `stop` of an epoch in one compiled loop, data staying on the devices.
+        """Run steps `first` to `stop` of an epoch in one compiled loop over data on the devices.
 
         **Arguments:**
 
-        - `data`: what `place_data` returned.
-        - `epoch`: what `place_epoch` returned: the examples of each step.
-        - `first`, `stop`: any range of the epoch's steps; one compiled program serves all.
+        - `data`: as `place_data` returned them.
+        - `epoch`: as `place_epoch` returned it: rows `(S, N)` and counts `(S,)`.
+        - `first`, `stop`: any range of the epoch's S steps; one compiled program runs every range.
 
-        **Returns:** the state, and metrics with a leading dim of the epoch's steps, zero outside
-        the range.
+        **Returns:** the state, and metrics of shape `(S,)`, zero outside the range.
         """
         if not self._fills and (np.asarray(epoch.size) != self.batch_size).any():
             return self._loop_by_size(state, data, epoch, first, stop)
@@ -171,7 +177,7 @@ class Program:
     def _loop_by_size(
         self, state: TrainState, data: PyTree, epoch: Placed, first: int, stop: int
     ) -> tuple[TrainState, Metrics]:
-        """`loop`, one after another for batches of equal size, each in its own program."""
+        """Run `loop` for a loss that allows no padding: a program for each run of equal sizes."""
         found: dict[str, Any] = {}
         for program, order, start, end in self._by_size(epoch):
             begin, finish = max(first, start), min(stop, end)
@@ -187,7 +193,10 @@ class Program:
         return state, found
 
     def _by_size(self, epoch: Placed) -> Iterator[tuple["Program", Placed, int, int]]:
-        """An epoch in runs of steps of equal size: the program of each, its order, its steps."""
+        """Split an epoch where the batch size changes.
+
+        Yields, for each run of equal sizes: its program, its order, its first step and its end.
+        """
         sizes = np.asarray(epoch.size)
         edges = [0, *(np.flatnonzero(np.diff(sizes)) + 1).tolist(), len(sizes)]
         for start, end in itertools.pairwise(edges):
@@ -196,7 +205,7 @@ class Program:
             yield program, program.place_epoch(rows, sizes[start:end]), start, end
 
     def compile_loop(self, data: PyTree, epoch: Placed) -> jax.stages.Compiled:
-        """The compiled loop for data and epochs of these shapes."""
+        """Return the compiled loop for data and epochs of these shapes."""
         if not self._fills and len(set(np.asarray(epoch.size).tolist())) > 1:
             compiled = [one.compile_loop(data, order) for one, order, *_ in self._by_size(epoch)]
             return compiled[0]
@@ -220,9 +229,10 @@ class Program:
 
         **Arguments:**
 
-        - `rows`: which example of the data stands in each place of each step.
-        - `counts`: how many places of each step are real; the others repeat them.
+        - `rows`: `(S, B)`, the index of the example in each row of each step.
+        - `counts`: `(S,)`, how many rows of each step are real; padding repeats them.
         """
+        # Row i of a step holds example i mod count, as in `rows.py`.
         places = np.arange(self._placement.rows) % counts[:, None]
         rows = np.take_along_axis(rows, places, axis=1).astype(np.int32)
         columns = jax.sharding.NamedSharding(
@@ -234,30 +244,33 @@ class Program:
         )
 
     def place_data(self, data: PyTree) -> PyTree:
-        """Put a whole data set on every device of the mesh, for `loop`."""
+        """Put a whole data set on every device of the mesh, for `loop`. Raises `BatchError`."""
         return device_data(data, replicated(self.mesh))
 
     def place(self, state: TrainState) -> TrainState:
-        """Put a state from elsewhere (a checkpoint, another plan) on this program's devices."""
+        """Put a state from elsewhere (a checkpoint, another plan) on this program's devices.
+
+        Raises `BatchError` where structure, shapes or dtypes differ from `canonical_shapes`.
+        """
         check_state(state, self._kept_like)
-        # A copy: the first step will reuse the memory, and what was given stays the caller's.
+        # Copy: the first step donates the state, and the caller's arrays must stay valid.
         state = jax.device_put(jax.tree.map(jnp.copy, state), self._kept_shardings)
         if self._sharded is not None and self._sharded.state.is_padded:
             state = jax.jit(self._sharded.state.pad, out_shardings=self._state_shardings)(state)
         return state
 
     def to_canonical(self, state: TrainState) -> TrainState:
-        """The state as any plan understands it, for `place` and checkpoints.
+        """Return the state with unpadded shapes, as any plan accepts it, for checkpoints.
 
-        The same arrays but where a plan had to fill up a dim that its shards do not divide.
+        The arrays are unchanged except where the plan padded a dim that its shards do not divide.
         """
         return state if self._sharded is None else self._sharded.state.unpad(state)
 
     def from_canonical(self, state: TrainState) -> TrainState:
-        """The state as this program has it, should it be as `kept` returned it."""
+        """Pad a state that has the shapes of `to_canonical`; return any other state unchanged."""
         if self._sharded is None or not self._sharded.state.is_padded:
             return state
-        # In every step: shapes are compared here, and paths written out only for an error.
+        # This runs in every step, so it compares shapes only; paths are formatted for errors alone.
         return self.place(state) if same_shapes(state, self._kept_like) else state
 
     # --- Inference ----------------------------------------------------------------------------
@@ -265,16 +278,16 @@ class Program:
     def predict(
         self, state: TrainState, inputs: PyTree | Iterable[PyTree], *, chunk: int | None = None
     ) -> Any:
-        """Outputs of the task's `predict` for any number of inputs, as NumPy arrays.
+        """Return outputs of the task's `predict` for any number of inputs, as NumPy arrays.
 
         **Arguments:**
 
         - `inputs`: a tree of arrays with a common leading dim, or an iterable of such trees (a
-          generator, a list): the result is then an iterator with one output per item.
-        - `chunk`: rows at a time, default `batch_size`. The last chunk is filled up and cut, so
-          there is one compilation.
+          generator, a list), for which the result is an iterator with one output per item.
+        - `chunk`: rows at a time, default `batch_size`. The last chunk is padded and its outputs
+          cut, so that there is one compilation.
 
-        While a chunk computes, the one before is copied to the host.
+        While a chunk computes, the outputs of the previous one are copied to the host.
         """
         state = self.from_canonical(state)
         states = (state.params, state.model_state)
@@ -293,7 +306,7 @@ class Program:
         )
 
     def evaluate(self, state: TrainState, data: PyTree | Iterable[PyTree]) -> dict[str, float]:
-        """Weighted means of loss and metrics over all examples of `data`, each counted once.
+        """Return weighted means of loss and metrics over all examples of `data`, each counted once.
 
         `data` is a tree of arrays with any leading dim, or an iterable of such trees. Sums over
         chunks are in float64 on the host.
@@ -310,7 +323,7 @@ class Program:
         return {name: float(mean) for name, mean in means.items()}
 
     def check_evaluation(self, data: PyTree | Iterable[PyTree]) -> None:
-        """Raise what `evaluate` of these data would raise; nothing is compiled or computed."""
+        """Raise the errors of `evaluate` for these data, without compiling or computing."""
         check = within(self.mesh, check_evaluation)
         check(self.task, self.plan.precision, self._evaluation, self._kept_like, data)
 
@@ -343,18 +356,18 @@ class Program:
         )
 
     def hlo(self) -> str:
-        """The text of the compiled step."""
+        """Return the text of the compiled step."""
         return self.compiled_step.as_text() or ""
 
     def collectives(self) -> list[compiled_hlo.Collective]:
-        """The collectives of one step, read from the compiled program."""
+        """Return the collectives of one step, read from the compiled program."""
         return compiled_hlo.collectives(self.hlo(), self.mesh)
 
     def planned_collectives(self) -> list[Record]:
-        """The collectives of one step as the plan has them, before any compiler; () for a plan that
-        splits nothing but the batch.
+        """Return the collectives that the partitioner inserts in one step, before XLA compiles.
 
-        What a model does by hand in a `jax.shard_map` of its own is not among them.
+        Empty for a plan that splits nothing but the batch. Collectives in a `jax.shard_map` of the
+        model's code are not included.
         """
         if self._sharded is None:
             return []
@@ -363,14 +376,14 @@ class Program:
 
     @property
     def shardings(self) -> list[ParameterInfo]:
-        """How each parameter, and what the optimizer keeps for it, lies on the devices."""
+        """The sharding of each parameter and of its optimizer state."""
         params = tree.named_leaves(self._kept_like.params)
         if self._sharded is None:
             return [ParameterInfo.whole(path, leaf) for path, leaf in params.items()]
         return self._sharded.state.parameters()
 
     def memory(self) -> compiled_hlo.Memory:
-        """Bytes on one device during a step, as the compiler reports them."""
+        """Return bytes per device during a step, as the compiler reports them."""
         return compiled_hlo.memory(self.compiled_step)
 
     @property
@@ -380,7 +393,7 @@ class Program:
 
     @property
     def canonical_shapes(self) -> TrainState:
-        """The state as `kept` returns it, as a tree of `jax.ShapeDtypeStruct`s."""
+        """The state that `to_canonical` returns, as a tree of `jax.ShapeDtypeStruct`s."""
         return jax.tree.map(
             lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
             self._kept_like,
@@ -406,7 +419,7 @@ class Program:
         return reads_mask(self.task, whole, self._placement.like, within(self.mesh, self.task.loss))
 
     def _for_size(self, size: int) -> "Program":
-        """This program, or where the loss does not read its mask, one for batches of a size."""
+        """Return this program, or one for exactly `size` rows if the loss ignores its mask."""
         if size == self.batch_size:
             return self
         if size not in self._of_size:
@@ -426,7 +439,7 @@ class Program:
 
     @property
     def _kept_shardings(self) -> PyTree:
-        """As the program's own, but whole where it has to be filled up."""
+        """Shardings of the canonical state: the program's, but replicated where a dim is padded."""
         return jax.tree.map(
             lambda kept, own: own.sharding if kept.shape == own.shape else replicated(self.mesh),
             self._kept_like,
@@ -435,15 +448,19 @@ class Program:
 
     @property
     def _out_shardings(self) -> tuple[Any, Any]:
-        """Of a step or a loop: the state as it came, metrics whole."""
+        """Output shardings of a step or a loop: the input state's, and replicated metrics."""
         return self._state_shardings, replicated(self.mesh)
 
     def _alone(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """On one device, `fun` in a mesh all the same: a model may use the plan's axes itself."""
+        """On a mesh of one device, trace `fun` inside the mesh: a model may name its axes."""
         return within(self.mesh, fun) if self.mesh.size == 1 else fun
 
     def _spread(self, fun: Callable[..., Any], takes: str, gives: str) -> Callable[..., Any]:
-        """`fun` on every device: shards of state (s), parameters (p) and rows (d), else whole."""
+        """Run `fun` on every device, its arguments and results split by kind.
+
+        Letters of `takes` and `gives`: `s`, state; `p`, parameters; `d`, rows split over `data`;
+        `.`, replicated.
+        """
         specs = self._sharded.state.specs if self._sharded is not None else None
         kinds = {"s": specs, "p": specs and specs.params, "d": P("data"), ".": P()}
         # A plan that splits only the batch leaves the other axes to the partitioner.

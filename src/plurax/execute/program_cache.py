@@ -1,9 +1,9 @@
-"""Programs that are already compiled, kept on the task they were compiled for.
+"""Cache compiled programs on the task they were compiled for.
 
-Training the same task again under the same plan, on data of the same shapes, uses the program of
-before, as `jax.jit` does with a function: what the task's functions read from outside of them is
-read once. There is no table of programs anywhere: they are an attribute of the task (or of the
-function that returns one) and go when it goes.
+Training the same task again under the same plan, on data of the same shapes, reuses the program, as
+`jax.jit` does with a function: values that the task's functions close over are read once, when they
+are traced. There is no global table: the cache is an attribute of the task (or of the function that
+returns one) and is freed with it.
 """
 
 import types
@@ -17,20 +17,20 @@ from jaxtyping import PyTree
 from plurax.task import Task
 
 KEPT = 4
-"""Programs kept for one task; the one not used for longest goes first."""
+"""The largest number of programs cached per task; the least recently used is dropped first."""
 ATTRIBUTE = "_plurax_programs"
 TRACING = (
     "jax_enable_x64", "jax_default_prng_impl", "jax_default_matmul_precision", "jax_debug_nans",
     "jax_threefry_partitionable", "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion",
     "jax_disable_jit",
 )  # fmt: skip
-"""Settings of JAX that decide what is traced."""
+"""The JAX settings that change what is traced; they are part of the key."""
 
 P = TypeVar("P")
 
 
 class ProgramCache:
-    """The programs of one task. A copy of the task, or one that was pickled, starts without."""
+    """The programs of one task. A copied or unpickled task starts with an empty cache."""
 
     def __init__(self) -> None:
         self.programs: OrderedDict[Hashable, Any] = OrderedDict()
@@ -40,11 +40,12 @@ class ProgramCache:
 
 
 def cached_program(owner: Any, key: tuple[Any, ...], make: Callable[[], P]) -> P:
-    """The program under a key, made where there is none yet.
+    """Return the program cached under `key`, calling `make` if there is none.
 
-    **Arguments:** `owner`, a `Task` or a function that returns one; for anything else, and for a
-    key that cannot be hashed, nothing is kept.
+    **Arguments:** `owner`, a `Task` or a function that returns one; for any other owner, and for a
+    key that cannot be hashed, `make` is called each time.
     """
+    # Two owners may share a cache (`functools.wraps` copies attributes): the key names the owner.
     key = (owner, *key, *(getattr(jax.config, name, None) for name in TRACING))
     try:
         hash(key)
@@ -64,6 +65,6 @@ def cached_program(owner: Any, key: tuple[Any, ...], make: Callable[[], P]) -> P
 
 
 def shapes_key(values: PyTree) -> Hashable:
-    """Structure, shapes and dtypes of a tree of arrays."""
+    """Return a hashable key of the structure, shapes and dtypes of a tree of arrays."""
     leaves, structure = jax.tree.flatten(values)
     return structure, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)

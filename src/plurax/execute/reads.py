@@ -1,10 +1,19 @@
-"""Which rows of resident data each step of each member reads, on each device.
+"""Compute which rows of resident data each member reads in each step, on each device.
 
-A member's order is a function of `(seed, member, epoch, position)` (`plurax.resample`). Working it
-out for one step costs more in starting small loops than in arithmetic, so a member keeps the rows
-of a block of steps, and works out the next block when it gets there. What is gathered is gathered
-once: without a barrier the compiler would gather again in every loop that reads it, for the first
-product once for each of its columns.
+A member's order is a function of `(seed, member, epoch, position)` (`plurax.resample`), computed
+inside the compiled loop. For a single step that costs more in starting small loops than in
+arithmetic, so the loop carries the rows of a block of steps and computes the next block when it
+reaches it. Example: 10 rows, `batch_size=4`, `Plan(data=2)`, steps = 3, all in one block:
+
+    positions of the epoch    0 1 2 3 | 4 5 6 7 | 8 9          3 steps; the last has 2 real rows
+    count(index)              4         4         2
+    rows per device (size)    2: device 0 has the first two of each step, device 1 the others
+    block_rows on device 0    (3, 2)   positions [[0 1] [4 5] [8 9]]
+    block_rows on device 1    (3, 2)   positions [[2 3] [6 7] [8 9]]    padding repeats the batch
+    each position -> row      `stream_row`: shuffled, then resampled
+
+The gathered rows pass through an optimization barrier. Without it XLA fuses the gather into every
+loop that reads the rows; into the first matrix product it does so once for each column.
 """
 
 import dataclasses
@@ -17,14 +26,14 @@ from plurax.members import MemberArrays
 from plurax.resample import Bootstrap, Everything, Resample, stream_row
 
 ORDERED = 4096
-"""Rows of a member whose order is worked out at once."""
+"""The number of rows per member whose order is computed at once."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EpochSpec:
     """How members read data that stay on the devices.
 
-    **Fields:** `resample`; `count`, rows of the data; `length`, draws in an epoch, the same for all
+    **Fields:** `resample`; `count`, rows of the data; `length`, draws in an epoch, equal for all
     members; `batch_size`; `steps` of an epoch; `shuffle`.
     """
 
@@ -37,9 +46,9 @@ class EpochSpec:
 
     @property
     def reorders(self) -> bool:
-        """Whether the order of an epoch changes: not where every member's one batch is all of it.
+        """Whether the order changes between epochs; not if every member's one batch is all rows.
 
-        What members of unequal sizes do is decided for each, in `stream_row`.
+        `stream_row` decides it per member where members have different sizes.
         """
         equal = isinstance(self.resample, Everything | Bootstrap) and self.length == self.count
         return self.shuffle and not (equal and self.length <= self.batch_size)
@@ -47,9 +56,10 @@ class EpochSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Reads:
-    """A `EpochSpec` on one device of `split`: which rows, of each step the device's own part.
+    """An `EpochSpec` on one device of `split`: the rows of each step that this device reads.
 
-    **Fields:** `rows`, of a step on all devices, filled up.
+    **Fields:** `reading`; `rows`, of a step on all devices, padding included; `split`, devices of
+    the mesh axis `data`.
     """
 
     reading: EpochSpec
@@ -58,12 +68,12 @@ class Reads:
 
     @property
     def size(self) -> int:
-        """Rows of a step on this device."""
+        """The number of rows of a step on this device."""
         return self.rows // self.split
 
     @property
     def block(self) -> int:
-        """Steps whose order is worked out at once."""
+        """The number of steps whose order is computed at once."""
         return max(1, min(self.reading.steps, ORDERED // self.size))
 
     @property
@@ -73,21 +83,23 @@ class Reads:
 
     @property
     def _as_they_lie(self) -> bool:
+        """Whether a step reads all data in their stored order, so that no gather is needed."""
         reading = self.reading
         unsampled = isinstance(reading.resample, Everything) and not reading.reorders
         return unsampled and self.size == reading.count == self.rows == reading.length
 
     def count(self, index: Array) -> Array:
-        """How many rows of an epoch's step are real; elementwise."""
+        """Return how many rows of an epoch's step are real; elementwise over `index`."""
         reading = self.reading
-        # Whole epochs have equal steps but the last; `count` is a constant where it can be.
+        # Only the last step of an epoch can be smaller. Where none is, return a constant, which XLA
+        # can fold.
         if reading.length % reading.batch_size == 0:
             return jnp.full_like(index, reading.batch_size, jnp.int32)
         left = reading.length - index * reading.batch_size
         return jnp.clip(left, 1, reading.batch_size).astype(jnp.int32)
 
     def block_rows(self, member: MemberArrays, t: Array) -> Int[Array, "S B"]:
-        """The rows of a member's steps, of the whole block in which step `t` is."""
+        """Return the rows `(S, B)` of a member for the block of S steps that contains step `t`."""
         reading = self.reading
         index = t % reading.steps
         index_S = index - index % self.block + jnp.arange(self.block, dtype=jnp.int32)
@@ -107,7 +119,7 @@ class Reads:
         )
 
     def take(self, data: PyTree, rows: Int[Array, "S B"], t: Array) -> PyTree:
-        """The rows of step `t` of a block, gathered once: not again in whatever reads them."""
+        """Gather the rows of step `t` from its block, once for all operations that read them."""
         if self._as_they_lie:
             return data
         row = rows[t % self.reading.steps % self.block]

@@ -1,4 +1,4 @@
-"""Adding up over devices what each has added up on its own."""
+"""Reduce partial sums over devices, all that share axes in one collective."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,9 +16,17 @@ from plurax.sharding.spec import TensorSharding
 def reduced(
     values: Sequence[ShardedValue], targets: Sequence[TensorSharding], divider: Partitioner
 ) -> list[Array]:
-    """Values that are terms of sums (`sharding.partial`), added up in the shards that are wanted.
+    """Reduce values that are partial sums (`sharding.partial`) to the target shardings.
 
-    One reduction for all that is reduced alike.
+    Values that need a plain all-reduce over the same axes share one `psum`; the others (such as
+    reduce-scatters) are reduced in buckets. Example:
+
+        gradient w   (64, 32)  partial over data -> replicated       } one psum over `data`
+        gradient b   (32,)     partial over data -> replicated       }
+        gradient e   (512, 8)  partial over data -> split over data  reduce-scatter, in a bucket
+        norm         ()        not partial                           unchanged
+
+    **Returns:** the arrays in the order of `values`.
     """
     results: list[Any] = [None] * len(values)
     together: dict[tuple[str, ...], list[int]] = {}

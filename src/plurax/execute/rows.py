@@ -1,8 +1,14 @@
-"""The rows of a step: which are real, and the random key of each.
+"""Give the rows of a step their mask and their random keys.
 
-A batch of `n` examples lies in `N >= n` rows, so that one compiled program takes every batch size.
-Row `i` holds example `i mod n`: rows beyond the batch repeat a real example, with its own key, and
-are left out by selection. Multiplying them by zero would turn an overflow in one into a NaN.
+A batch of `n` examples occupies `N >= n` rows, so that one compiled program takes every batch size.
+Row `i` holds example `i mod n`: padding rows repeat a real example, with its key, and are excluded
+by `where`. Multiplying them by zero instead would turn an overflow in one of them into a NaN.
+
+    n = 3, N = 4, 2 devices     device 0     device 1
+    row                         0     1      2     3
+    example = row mod 3         0     1      2     0
+    key                         k0    k1     k2    k0
+    mask = row < 3              T     T      T     F
 """
 
 from typing import NamedTuple
@@ -13,10 +19,10 @@ from jaxtyping import Array, Bool, Int, Key, PyTree
 
 
 class Rows(NamedTuple):
-    """Some rows of a step's batch.
+    """Rows of a step's batch.
 
     **Fields:** `batch`, a tree of arrays `(N, ...)`; `keys`, shape `(N,)`, one random key per row;
-    `mask`, shape `(N,)`, true where the row is an example of the batch.
+    `mask`, shape `(N,)`, true for a real row.
     """
 
     batch: PyTree
@@ -27,9 +33,9 @@ class Rows(NamedTuple):
 def index_rows(
     batch: PyTree, key: Key[Array, ""], count: Int[Array, ""], first: Int[Array, ""] | int = 0
 ) -> Rows:
-    """Give each row its key and mask; `first` is the number of the first row in the whole batch.
+    """Give each row its key and mask; `first` is the index of the first row in the whole batch.
 
-    Keys depend on the step's key and the example's number only, never on the mesh.
+    A key depends on the step's key and the example's index only, never on the mesh.
     """
     size = jax.tree.leaves(batch)[0].shape[0]
     numbers = first + jnp.arange(size, dtype=jnp.int32)
@@ -40,7 +46,7 @@ def index_rows(
 def index_device_rows(
     batch: PyTree, key: Key[Array, ""], count: Int[Array, ""], devices: int
 ) -> Rows:
-    """`number_rows` for the rows of one of so many devices, inside `shard_map` over `data`."""
+    """Call `index_rows` for one device's rows, inside `shard_map` over `data`."""
     size = jax.tree.leaves(batch)[0].shape[0]
     first = jax.lax.axis_index("data") * size if devices > 1 else 0
     return index_rows(batch, key, count, first)

@@ -1,4 +1,4 @@
-"""One training step as a pure function: totals, the guard against non-finite values, the update."""
+"""Build one training step as a pure function: totals, guard against NaN, update."""
 
 import re
 from collections.abc import Callable
@@ -20,10 +20,10 @@ Update = Callable[[PyTree, PyTree, PyTree, Array], tuple[PyTree, PyTree]]
 
 
 def whole_update(optimizer: optax.GradientTransformation) -> Update:
-    """`(grads, opt_state, params, loss) -> (params, opt_state)` of whole tensors.
+    """Return `(grads, opt_state, params, loss) -> (params, opt_state)` for unsharded tensors.
 
-    The loss is handed to the optimizer as `value`, where it takes it. Raises `TaskError` where it
-    wants more than that, such as a function.
+    The loss is passed to the optimizer as `value` if it accepts it. The function raises `TaskError`
+    for an optimizer that requires other arguments, such as a function.
     """
     takes_more = isinstance(optimizer, optax.GradientTransformationExtraArgs)
 
@@ -38,7 +38,7 @@ def whole_update(optimizer: optax.GradientTransformation) -> Update:
             try:
                 return call(value=loss)
             except TypeError as error:
-                # A chain takes every argument, and hands it to one that does not.
+                # `optax.chain` accepts every argument, and passes it on to members that may not.
                 if "unexpected keyword argument 'value'" in str(error):
                     return call()
                 raise
@@ -56,7 +56,7 @@ def whole_update(optimizer: optax.GradientTransformation) -> Update:
 _WANTED = re.compile(
     r"missing \d+ required keyword-only arguments?: .*|(grad_fn|obj_fn|value_fn) must be provided"
 )
-"""How Python says that an argument is missing, and how optax does."""
+"""Matches Python's message for a missing argument, and optax's."""
 
 
 def make_step(
@@ -66,28 +66,28 @@ def make_step(
     *,
     freeze: bool = False,
 ) -> Step:
-    """`(state, batch, count) -> (state, metrics)`, the first `count` rows of `batch` being real.
+    """Return `(state, batch, count) -> (state, metrics)`.
 
-    As a program:
+    The first `count` rows of `batch` are real. As a program:
 
         totals = total(params, batch)      # sums of weight * (loss, metrics, gradient)
         if loss and gradient norm are finite:
             grads = totals.grads / totals.weight
             params, opt_state = update(grads, opt_state, params, loss)
 
-    `norm(grads)` is the global norm, default of whole tensors. With `freeze` there are no more
-    updates after the first that was left out.
+    `norm(grads)` computes the global norm, by default of unsharded tensors. With `freeze`, no
+    update follows the first that was left out.
 
-    Metrics are scalars: `loss` and the task's own, weighted means over the batch; `grad_norm`, the
-    global norm before the optimizer; `weight`, their sum; `examples`; `skipped`, 1 where the update
-    was left out.
+    Metrics are scalars: `loss` and the task's metrics, weighted means over the batch; `grad_norm`,
+    the global norm before the optimizer; `weight`, the sum of weights; `examples`; `skipped`, 1
+    where the update was left out.
     """
     norm_of = norm or _norm
 
     def step(state: TrainState, batch: PyTree, count: Int[Array, ""]) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(state.key, state.step)
         totals, model_state = total(state.params, state.model_state, batch, key, count)
-        # One factor for all: a division would be written to memory for every gradient.
+        # Multiply by one reciprocal: XLA would write the quotient of every gradient to memory.
         scale = 1 / totals.weight
         loss = totals.loss * scale
         norm = norm_of(totals.grads) * scale
@@ -105,7 +105,7 @@ def make_step(
             new = (*update(grads, state.opt_state, state.params, loss), model_state)
             return jax.tree.map(lambda n, o: jnp.asarray(n, o.dtype), new, old)
 
-        # A branch, not a selection: selecting after the update would copy the optimizer's state.
+        # `cond`, not `where`: a select after the update would copy the optimizer state.
         params, opt_state, model_state = jax.lax.cond(finite, updated, lambda: old)
         skipped = 1 - finite.astype(jnp.int32)
         metrics = {
@@ -130,10 +130,10 @@ def make_step(
 
 
 def _norm(grads: PyTree) -> Array:
-    """The global norm, summed by rows first.
+    """Return the global norm, summing rows first.
 
-    XLA's CPU compiler spreads the sums of rows over threads, and one sum over everything it does
-    not; the barrier keeps it from making one of two.
+    XLA's CPU compiler runs the sums of rows on several threads, but a single sum over everything on
+    one. The barrier keeps it from merging the two sums.
     """
     rows = [
         jnp.sum(jnp.square(jnp.abs(jnp.atleast_1d(g))), axis=-1) for g in jax.tree.leaves(grads)

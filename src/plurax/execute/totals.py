@@ -1,9 +1,17 @@
-"""The totals of a whole batch over all devices: one reduction per step.
+"""Sum loss, metrics and gradient over a whole batch on all devices, with one reduction per step.
 
-Two ways, one result. Where examples are independent, a microbatch of a device is some of its rows
-(`device_totals`). Where the loss couples examples, a microbatch is some of the rows of all devices,
-and what couples them crosses devices in `fun` (`coupled_totals`). Both add up on each device and
-reduce once.
+Two ways give the same totals. Where examples are independent, a device splits its own rows into
+microbatches (`device_totals`). Where the loss couples examples (batch norm), microbatch `m` is the
+same set of examples on any number of devices, and `fun` communicates (`coupled_totals`). Both add
+up on each device and reduce once at the end. Example, 8 rows on 2 devices, 2 microbatches:
+
+                         device 0               device 1
+    rows                 0 1 2 3                4 5 6 7
+    device_totals   m=0  0 1                    4 5
+                    m=1  2 3                    6 7
+    coupled_totals  m=0  0 2                    4 6        examples 0, 2, 4, 6 see each other
+                    m=1  1 3                    5 7        examples 1, 3, 5, 7 see each other
+    then                 psum over `data` of (weight, loss, metrics, grads), outside the loop
 """
 
 from collections.abc import Callable
@@ -26,7 +34,7 @@ BatchTotals = Callable[
 
 
 def over_data(axis_size: int) -> Callable[[Totals], Totals]:
-    """Add up over the mesh axis `data`, in one `psum`, if that has more than one device."""
+    """Return a function that sums over the `axis_size` devices of `data` in one `psum`."""
     return lambda totals: jax.lax.psum(totals, "data") if axis_size > 1 else totals
 
 
@@ -36,10 +44,10 @@ def device_totals(
     microbatches: int,
     reduce: Callable[[Totals], Totals] | None = None,
 ) -> BatchTotals:
-    """`(params, model_state, batch, key, count) -> (totals, model_state)` on one device of `data`.
+    """Return `(params, model_state, batch, key, count) -> (totals, model_state)` on one device.
 
-    To be called inside `shard_map`, with the device's own rows. It runs them in `microbatches`
-    pieces, adds up locally, and then over devices by `reduce` (default `over_data`).
+    Call it inside `shard_map`, with the device's own rows. It runs them in `microbatches` parts,
+    adds up locally, and then over devices by `reduce` (default `over_data`).
     """
 
     def one(params: PyTree, state: PyTree, part: Rows, _: Array, __: Array) -> Any:
@@ -57,16 +65,17 @@ def coupled_totals(
     reduce: Callable[[Totals], Totals] | None = None,
     axis_size: int = 1,
 ) -> BatchTotals:
-    """Like `device_totals`, for a `fun` that communicates, so that it sees the rows of all devices.
+    """Like `device_totals`, for a `fun` that communicates and so uses the rows of all devices.
 
     Microbatch `m` holds the examples `m, m + microbatches, ...`, whatever the number of devices.
-    Microbatches without an example are left out.
+    Microbatches without a real example are skipped.
     """
 
     def one(params: PyTree, state: PyTree, part: Rows, number: Array, count: Array) -> Any:
         if microbatches == 1:
             return fun(params, state, part)
-        # The example of a number is the first of its microbatch: the same on every device.
+        # Example `m` is the first of microbatch `m`, so the microbatch is empty if `m >= count`.
+        # All devices agree on the predicate, as collectives inside `fun` require.
         return _where_any(number < count, lambda s: fun(params, s, part), state)
 
     def split(leaf: Array) -> Array:
@@ -82,9 +91,9 @@ def _in_microbatches(
     microbatches: int,
     reduce: Callable[[Totals], Totals],
 ) -> BatchTotals:
-    """The sum of `fun(params, model_state, rows, microbatch, count)` over microbatches.
+    """Sum `fun(params, model_state, rows, microbatch, count)` over microbatches.
 
-    `split` turns a device's rows `(N, ...)` into `(microbatches, N / microbatches, ...)`.
+    `split` reshapes a device's rows `(N, ...)` to `(microbatches, N / microbatches, ...)`.
     """
 
     def local(
@@ -106,10 +115,11 @@ def _in_microbatches(
 def uneven_totals(
     fun: Gradient, microbatches: int, reduce: Callable[[Totals], Totals] | None = None
 ) -> BatchTotals:
-    """Like `coupled_totals`, for rows that every device has whole and that are all real.
+    """Like `coupled_totals`, for replicated rows that are all real.
 
-    The first microbatches have one row more than the last where they do not divide the rows. Sums
-    over each of the two kinds are passed through `reduce`.
+    If `microbatches` does not divide the rows, the first microbatches have one row more than the
+    last. A loop needs equal shapes, so each size is a loop of its own; `reduce` applies to the sums
+    of each.
     """
 
     def run(
@@ -137,7 +147,7 @@ def uneven_totals(
 
 
 def data_parallel(fun: Gradient, mesh: Mesh, microbatches: int) -> BatchTotals:
-    """`device_totals` on every device of the mesh axis `data`, for rows split over it."""
+    """Run `device_totals` on every device of the mesh axis `data`, for rows split over it."""
     local = device_totals(fun, mesh.shape["data"], microbatches)
     if mesh.shape["data"] == 1:
         return local
@@ -154,9 +164,9 @@ def data_parallel(fun: Gradient, mesh: Mesh, microbatches: int) -> BatchTotals:
 
 
 def dealt(leaf: Array, microbatches: int) -> Array:
-    """Rows dealt out to microbatches, as `(microbatches, size, ...)`.
+    """Split rows `(N, ...)` round-robin into `(microbatches, N / microbatches, ...)`.
 
-    Splitting the rows as (size, microbatches) keeps each device's rows where they are.
+    The reshape to (size, microbatches) keeps each device's rows on the device.
     """
     return jnp.moveaxis(leaf.reshape(-1, microbatches, *leaf.shape[1:]), 1, 0)
 
@@ -164,7 +174,7 @@ def dealt(leaf: Array, microbatches: int) -> Array:
 def _where_any(
     some: Array, fun: Callable[[PyTree], tuple[Totals, PyTree]], state: PyTree
 ) -> tuple[Totals, PyTree]:
-    """`fun(state)` where a microbatch has any example; else no totals and the state as it was."""
+    """Return `fun(state)` for a microbatch with examples, else zeros and the old state."""
     shapes, _ = jax.eval_shape(fun, state)
     nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     return jax.lax.cond(some, fun, lambda state: (nothing, state), state)

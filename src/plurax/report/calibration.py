@@ -1,4 +1,4 @@
-"""Pictures of what an ensemble is sure of: reliability diagrams, and confidence over a plane."""
+"""Draw an ensemble's confidence: reliability diagrams, and probabilities over a plane."""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 LINES = (("#3b6fb6", "o"), ("#c4572b", "s"), ("#4a8f5c", "D"), ("#8659a8", "^"), ("#9a7b1c", "v"),
          ("#555555", "P"))  # fmt: skip
-"""Colours and markers that also differ in grey."""
+"""Colours and markers that also differ in greyscale."""
 CLASSES = (("#a9cdf2", "o"), ("#ffb8a0", "^"))
 COLUMNS = 4
 
@@ -25,13 +25,13 @@ COLUMNS = 4
 def draw_reliability(
     calibrations: Mapping[str, Calibration], path: str | Path | None = None
 ) -> "matplotlib.figure.Figure":
-    """How often predictions of some confidence are right, above; how many there are, below.
+    """Draw the accuracy of predictions by confidence, and below it the number of examples.
 
-    A line under the diagonal is too sure of itself, one above it not sure enough (C. Guo et al.,
-    ICML 2017). Empty bins are left out.
+    A curve under the diagonal is overconfident, one above it underconfident (C. Guo et al., ICML
+    2017). Empty bins are left out.
 
-    **Arguments:** `calibrations`, by the names for the legend, as `plurax.calibration` gives them;
-    `path`, of the picture (its ending says the format). `BatchError` without any.
+    **Arguments:** `calibrations`, results of `plurax.calibration` by their names in the legend;
+    `path`, of the picture (its ending determines the format). Raises `BatchError` without any.
     """
     if not calibrations:
         raise errors.picture_of_nothing("draw_reliability", "plurax.calibration(...)")
@@ -64,18 +64,19 @@ def draw_confidence(
     labels: Int[np.ndarray, "N"],
     path: str | Path | None = None,
 ) -> "matplotlib.figure.Figure":
-    """The probability of class 1 over a plane, panels side by side on one scale, with the data.
+    """Draw the probability of class 1 over a plane, panels side by side, with the data.
 
-    The black line is where both classes are equally likely; white is unsure.
+    All panels share one scale. The black line is where both classes are equally likely; white is a
+    probability of one half.
 
     **Arguments:**
 
     - `panels`: by their titles, probabilities on a grid: row `i`, column `j` at the `i`-th of
       `Y` heights and the `j`-th of `X` widths, evenly spaced and ends included, as
-      `np.meshgrid(np.linspace(left, right, X), np.linspace(bottom, top, Y))` gives them.
+      `np.meshgrid(np.linspace(left, right, X), np.linspace(bottom, top, Y))` returns them.
     - `extent`: `(left, right, bottom, top)` of the grid.
-    - `points`, `labels`: the data, drawn on top; labels 0 or 1.
-    - `path`: of the picture (its ending says the format).
+    - `points`, `labels`: the data, `(N, 2)` and `(N,)`, drawn on top; labels 0 or 1.
+    - `path`: of the picture (its ending determines the format).
 
     Raises `BatchError` without panels and for other shapes.
     """

@@ -1,4 +1,4 @@
-"""Training curves as a picture, from the rows of a run's `metrics.jsonl`."""
+"""Draw training curves from the rows of a run's `metrics.jsonl`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,13 +19,13 @@ SKIP = {"kind", "step", "epoch", "seconds", "examples_per_second", "weight", "ex
 def draw_curves(
     rows: Sequence[dict[str, Any]], path: str | Path | None = None, title: str = ""
 ) -> "matplotlib.figure.Figure":
-    """One panel per metric: every step, the mean of each epoch, and the evaluation.
+    """Draw one panel per metric: every step, the mean of each epoch, and the evaluation.
 
-    Of a population the median member, in bands that hold half and nine tenths of the members, and
-    the best of them by the last loss.
+    For a population: the median member, bands that hold half and nine tenths of the members, and
+    the member with the lowest last loss.
 
-    **Arguments:** `rows`, as `plurax.train.log.read_rows` gives them; `path`, of the picture (its
-    ending says the format).
+    **Arguments:** `rows`, as `plurax.train.log.read_rows` yields them; `path`, of the picture (its
+    ending determines the format).
     """
     steps = [row for row in rows if row["kind"] == "step"]
     epochs = [row for row in rows if row["kind"] == "epoch"]
@@ -77,7 +77,7 @@ def _line(axis: Any, epochs: list[dict[str, Any]], name: str, color: str, marker
 
 
 def _bands(axis: Any, epochs: list[dict[str, Any]], name: str, color: str, label: str) -> None:
-    """The median of the members and the best one, on bands of half and nine tenths of them."""
+    """Draw the median of the members and the best one, on bands of half and nine tenths of them."""
     rows = [row for row in epochs if name in row.get("members", {})]
     if not rows:
         return

@@ -1,4 +1,4 @@
-"""Parallel coordinates: many settings of many parameters in one picture."""
+"""Draw parallel coordinates: many settings of many parameters in one picture."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,11 +21,11 @@ def draw_parallel(
     *,
     largest: bool = False,
 ) -> "matplotlib.figure.Figure":
-    """One line for each row, across one axis for each name, coloured by the metric; the best thick.
+    """Draw one line per row across one axis per name, coloured by the metric; the best is thick.
 
-    **Arguments:** `rows`, as `Sweep.rows`; `names`, of the numbers to show, the metric left out; an
-    axis is logarithmic where its values are positive and span more than a factor of thirty. Rows
-    whose metric is not finite are dotted grey.
+    **Arguments:** `rows`, as `Sweep.rows`; `names`, of the numbers to show, without the metric. An
+    axis is logarithmic where its values are positive, span more than a factor of thirty, and crowd
+    at the low end. Rows whose metric is not finite are dotted grey.
     """
     names = [*names, metric]
     values_RA = np.asarray([[float(row[name]) for name in names] for row in rows])
@@ -65,7 +65,7 @@ def draw_parallel(
 
 
 def _logarithmic(column: Float[np.ndarray, "R"]) -> bool:
-    """Whether values crowd at the low end of a wide range, as those of `log_uniform` do."""
+    """Return whether values crowd at the low end of a wide range, as those of `log_uniform` do."""
     finite = column[np.isfinite(column)]
     if not finite.size or finite.min() <= 0 or finite.max() <= 30 * finite.min():
         return False
@@ -73,7 +73,7 @@ def _logarithmic(column: Float[np.ndarray, "R"]) -> bool:
 
 
 def _placed(column: Float[np.ndarray, "R"], log: bool) -> Float[np.ndarray, "R"]:
-    """Values between 0 and 1 on their axis."""
+    """Return the places of values on their axis, between 0 and 1."""
     with np.errstate(invalid="ignore"):
         values = np.log(column) if log else column
     finite = values[np.isfinite(values)]
@@ -82,7 +82,7 @@ def _placed(column: Float[np.ndarray, "R"], log: bool) -> Float[np.ndarray, "R"]
 
 
 def _ticks(column: Float[np.ndarray, "R"], log: bool) -> list[tuple[float, str]]:
-    """Places and texts: every value where there are few, else five evenly placed."""
+    """Return places and texts: every value where there are at most six, else five evenly spaced."""
     distinct = np.unique(column[np.isfinite(column)])
     if distinct.size == 0:
         return []

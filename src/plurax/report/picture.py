@@ -1,4 +1,4 @@
-"""Figures of Matplotlib, which is an extra and is loaded when the first figure is made."""
+"""Create Matplotlib figures. Matplotlib is an extra, imported when the first figure is created."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def check_matplotlib() -> None:
-    """Raise `MissingPackageError` where Matplotlib is not installed, before work is done for it."""
+    """Raise `MissingPackageError` where Matplotlib is not installed, before expensive work."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -33,7 +33,7 @@ def new_figure(
 def saved(
     figure: "matplotlib.figure.Figure", path: str | Path | None, **options: Any
 ) -> "matplotlib.figure.Figure":
-    """Return the figure, after saving it where a path is given; its ending says the format."""
+    """Return the figure, after saving it if a path is given; its ending determines the format."""
     if path is not None:
         figure.savefig(path, **options)
     return figure

@@ -1,4 +1,4 @@
-"""A plan as a picture: its pipeline over time, memory by kind, what a device sends."""
+"""Draw a plan: its pipeline over time, memory by kind, and the bytes a device sends."""
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 BARS, PAPER = "#3f51b5", "#ececec"
 WIDTH, WIDER = 9.0, 14.0
-"""Inches; the wider where schedules are compared."""
+"""Widths in inches; the wider one where schedules are compared."""
 DEVICE, AROUND, REASON, LEGEND = 0.24, 0.62, 0.7, 0.5
-"""Inches: the height of a device in a timeline, of what is around one, of a reason, of a legend."""
+"""Heights in inches: of a device in a timeline, the space around one, a reason, a legend."""
 MEMORY, COMPARED, BAR = 3.6, 2.2, 0.36
-"""Inches: the height of the bars of a plan, at least, of those of schedules that are compared, and
-of one bar with two lines of text."""
+"""Heights in inches: of a plan's bars (at least), of compared schedules' bars, and of one bar with
+two lines of text."""
 DIGIT = 4.6
-"""Points that a digit of a microbatch's number takes."""
+"""Points taken by one digit of a microbatch's number."""
 LATER = 0.6
-"""How opaque work of a device's later stages is, against the one before."""
+"""The opacity of a device's next stage relative to the previous one."""
 
 
 def draw_plan(
@@ -52,9 +52,9 @@ def draw_plan(
     pipeline: Costs | None = None,
     compared: Compared | None = None,
 ) -> "matplotlib.figure.Figure":
-    """Memory per device by kind, and bytes that a device sends by collective and axis, as PNG.
+    """Draw memory per device by kind, and bytes that a device sends by collective and axis, as PNG.
 
-    Above them the timelines of a `pipeline`, or of all schedules that are `compared` with it.
+    Above them are the timelines of a `pipeline`, or of all schedules that it is `compared` with.
     """
     parts: list[tuple[float, Callable[[SubFigure], None]]] = []
     if compared is not None:
@@ -81,10 +81,10 @@ def draw_plan(
 def draw_schedules(
     schedules: Sequence[Schedule], path: str | Path | None = None
 ) -> "matplotlib.figure.Figure":
-    """The timelines of some schedules, one above the other, as PNG, before anything runs.
+    """Draw the timelines of schedules, one above the other, as PNG, before anything runs.
 
-    **Arguments:** `schedules`, of any sizes; `path` of the picture. Each is drawn as soon as each
-    device can and, where that differs, in lockstep, as a program runs it.
+    **Arguments:** `schedules`, of any sizes; `path` of the picture. Each is drawn with every device
+    starting as soon as it can and, where that differs, in lockstep, as a program runs it.
 
     Raises `PlanError` where devices wait for each other for ever.
     """
@@ -106,7 +106,7 @@ def draw_schedules(
 
 
 def _draw_timelines(part: "SubFigure", timelines: Mapping[str, Timeline]) -> None:
-    """Timelines one above the other, by their captions."""
+    """Draw timelines one above the other, by their captions."""
     heights = [AROUND + DEVICE * timeline.schedule.devices for timeline in timelines.values()]
     axes = part.subplots(len(timelines), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     end = max(timeline.length for timeline in timelines.values())
@@ -117,7 +117,7 @@ def _draw_timelines(part: "SubFigure", timelines: Mapping[str, Timeline]) -> Non
 
 
 def _draw_schedules(part: "SubFigure", compared: Compared) -> None:
-    """A line for each schedule: its two timelines beside each other, or why it cannot run."""
+    """Draw one row per schedule: its two timelines side by side, or why it cannot run."""
     heights = [_row_height(costs) for costs in compared.values()]
     rows = part.subplots(len(compared), 2, height_ratios=heights, squeeze=False)
     able = [costs for costs in compared.values() if isinstance(costs, Costs)]
@@ -149,7 +149,7 @@ def _row_height(costs: Costs | str) -> float:
 
 
 def _draw_timeline(axis: "Axes", timeline: Timeline, name: str, end: float, inches: float) -> None:
-    """Devices downwards, time to the right until `end`, drawn about so many `inches` wide."""
+    """Draw devices downwards and time to the right until `end`, about `inches` wide."""
     schedule = timeline.schedule
     chunks = schedule.chunks
     points = 72 * inches / end / chunks
@@ -207,7 +207,7 @@ def _legend(part: "SubFigure", schedules: Sequence[Schedule]) -> None:
 
 
 def _draw_compared(part: "SubFigure", compared: Compared) -> None:
-    """What differs between schedules, each number in a panel of its own."""
+    """Draw the costs that differ between schedules, one panel per number."""
     able = {name: costs for name, costs in compared.items() if isinstance(costs, Costs)}
     bubble, stored, exchanged, temporaries = part.subplots(1, 4)
     _bars(bubble, {n: c.lockstep.bubble for n, c in able.items()}, "bubble, in lockstep", percent)
@@ -236,7 +236,7 @@ def _draw_memory(
 
 
 def _wires(sent: Sequence[Collective] | Sequence[Record]) -> dict[str, float]:
-    """Bytes that a device sends by collective and axis."""
+    """Return the bytes that a device sends, by collective and axis."""
     wires: dict[str, float] = {}
     for one in sent:
         kind = one.equivalent_kind or one.kind if isinstance(one, Collective) else one.kind

@@ -1,4 +1,4 @@
-"""How a network lies on the devices, and what a step communicates: tables."""
+"""Show a network's shardings and the communication of a step as tables."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,9 +17,9 @@ Key = tuple[str, str]
 
 
 def shards_table(parameters: Sequence[ParameterInfo]) -> RenderableType:
-    """Each parameter: its sharding, the shard of one device, its bytes; and the optimizer's.
+    """Return a table of each parameter's sharding, shard, bytes and optimizer bytes.
 
-    Below, what is to be said of some of them.
+    Notes on some of the parameters follow below the table.
     """
     table = Table(title="parameters on one device", title_justify="left")
     for column, justify in (
@@ -53,8 +53,11 @@ def shards_table(parameters: Sequence[ParameterInfo]) -> RenderableType:
 
 
 def held_bytes(parameters: Sequence[ParameterInfo], size: Callable[[ParameterInfo], int]) -> int:
-    """Bytes on one device; of what lives on single devices of a pipeline, as much as the fullest
-    has, since all have room for it."""
+    """Return the bytes on one device.
+
+    A parameter with a home lives on one device of a pipeline only. Every device allocates as much
+    for these as the fullest needs, so that amount is counted.
+    """
     homes: dict[int | None, int] = {None: 0}
     for one in parameters:
         homes[one.home] = homes.get(one.home, 0) + size(one)
@@ -66,15 +69,16 @@ def _dims(shape: Sequence[int]) -> str:
 
 
 def _axes(sharding: TensorSharding) -> str:
-    """Which dims are split over which axes."""
+    """Return the split dims and their mesh axes as text."""
     split = [f"{d}: {' '.join(axes)}" for d, axes in enumerate(sharding.dims) if axes]
     return ", ".join(split) or "whole"
 
 
 def compared_table(planned: Sequence[Record], found: Sequence[Collective]) -> RenderableType:
-    """What the plan has a step communicate, beside what the compiled step does.
+    """Return a table of a step's planned communication beside that of the compiled step.
 
-    How often a loop runs whose length depends on the device, compiled text does not tell.
+    A "?" stands for a loop whose length is not in the compiled text because it depends on the
+    device.
     """
     table = Table(
         title="bytes of one step's communication: planned, and as compiled", title_justify="left"
@@ -124,7 +128,7 @@ def compared_table(planned: Sequence[Record], found: Sequence[Collective]) -> Re
 
 
 def kinds_of_memory(parameters: Sequence[ParameterInfo], memory: Memory) -> dict[str, int]:
-    """Bytes on one device by kind; arguments that are no parameters are optimizer and batch."""
+    """Return bytes on one device by kind; other arguments are optimizer state and batch."""
     params = held_bytes(parameters, lambda one: one.bytes)
     return {
         "parameters": params,

@@ -1,4 +1,4 @@
-"""A plan on a machine, as text."""
+"""Show a plan on a machine as text."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from plurax.plan import Plan
 
 
 def human_bytes(count: float) -> str:
-    """Bytes for people, in powers of 1024.
+    """Format bytes for people, in powers of 1024.
 
     >>> human_bytes(512), human_bytes(1536), human_bytes(3 * 1024**3)
     ('512 B', '1.5 KiB', '3.0 GiB')
@@ -34,9 +34,9 @@ def plan_report(
     communication: RenderableType | None,
     collectives: Sequence[Collective],
 ) -> RenderableType:
-    """A plan in words, its mesh, its memory on one device and what a step communicates.
+    """Return a plan in words, its mesh, its memory on one device and a step's communication.
 
-    `communication` stands for the table of `collectives`, if it is given.
+    `communication`, if given, replaces the table of `collectives`.
     """
     return Group(
         plan.explain(batch_size),
@@ -52,7 +52,7 @@ def plan_report(
 
 
 def memory_table(memory: Memory) -> Table:
-    """Bytes on one device during a step."""
+    """Return a table of bytes on one device during a step."""
     table = Table(title="memory per device, from the compiled step", title_justify="left")
     table.add_column("kind")
     table.add_column("bytes", justify="right")
@@ -71,7 +71,7 @@ def memory_table(memory: Memory) -> Table:
 
 
 def collectives_table(collectives: Sequence[Collective], parameter_bytes: int) -> Table | str:
-    """What one step communicates, by kind, mesh axis and place."""
+    """Return a table of one step's communication, by kind, mesh axis and place."""
     if not collectives:
         return "communication: none"
     table = Table(title="communication of one step, from the compiled step", title_justify="left")

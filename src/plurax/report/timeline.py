@@ -1,4 +1,14 @@
-"""What the devices of a pipeline do and when, as text: timelines, costs, schedules side by side."""
+"""Show a pipeline's timeline as text, its costs, and schedules side by side.
+
+A timeline has one row per device and a few columns per action. If the whole does not fit into the
+width, a column covers several actions, and letters appear in proportion to their time. Example,
+`gpipe`, 2 devices, 2 microbatches, a backward taking twice as long as a forward:
+
+    stage 0 F0F1······B0──B1──      stage 0 waits for the gradient of stage 1
+    stage 1 ··F0F1B0──B1──····
+
+`F0` is the forward of microbatch 0, `B0──` its backward, `·` idle time (the bubble).
+"""
 
 import dataclasses
 import functools
@@ -22,7 +32,7 @@ NARROWEST, WIDEST = 80, 120
 
 
 class Block(NamedTuple):
-    """Some work of a device in whole numbers: `start` and `end` in forwards through one stage."""
+    """An action of a device in integer time: `start` and `end` in forwards through one stage."""
 
     start: int
     end: int
@@ -31,10 +41,10 @@ class Block(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """A schedule and what it costs.
+    """A schedule and its costs.
 
-    **Fields:** `schedule`; `exchanged`, bytes that a device hands to others in a step; `memory` of
-    a device.
+    **Fields:** `schedule`; `exchanged`, bytes that a device sends to other stages in a step;
+    `memory` of a device.
     """
 
     schedule: Schedule
@@ -45,39 +55,39 @@ class Costs:
     def of(
         cls, schedule: Schedule, sent: Sequence[Collective] | Sequence[Record], memory: Memory
     ) -> "Costs":
-        """From what a step communicates, planned or compiled."""
+        """Return the costs, from a step's planned or compiled communication."""
         handed = [r for r in sent if (r.kind, r.axes) == ("collective-permute", ("pipeline",))]
         return cls(schedule, sum(r.bytes * (r.trips or 1) for r in handed), memory)
 
     @functools.cached_property
     def ideal(self) -> Timeline:
-        """Each device works as soon as it has what it needs."""
+        """The timeline with every device starting as soon as it has its inputs."""
         return simulate(self.schedule)
 
     @functools.cached_property
     def lockstep(self) -> Timeline:
-        """As the program runs: devices exchange after each unit of work, and begin together."""
+        """The timeline as the program runs: devices exchange, then start, together."""
         return simulate(self.schedule, lockstep=True)
 
     @property
     def timelines(self) -> dict[str, Timeline]:
-        """Those that differ, with what they are."""
+        """The timelines that differ, by their captions."""
         return differing(self.ideal, self.lockstep)
 
 
 def differing(ideal: Timeline, lockstep: Timeline) -> dict[str, Timeline]:
-    """The two timelines of a schedule with what they are, or the one where they are the same."""
+    """Return the two timelines of a schedule by caption, or one where they are equal."""
     if blocks(ideal) == blocks(lockstep):
         return {"as soon as each can, and in lockstep, as it runs here": ideal}
     return {"as soon as each can": ideal, "in lockstep, as it runs here": lockstep}
 
 
 Compared = Mapping[str, Costs | str]
-"""By name of the schedule its costs, or why it cannot run."""
+"""By the schedule's name its costs, or why it cannot run."""
 
 
 def blocks(timeline: Timeline) -> list[list[Block]]:
-    """For each device what it does, in order."""
+    """Return each device's actions, in order."""
     lines: list[list[Block]] = [[] for _ in timeline.schedule.work]
     chunks = timeline.schedule.chunks
     for span in timeline.spans:
@@ -87,7 +97,7 @@ def blocks(timeline: Timeline) -> list[list[Block]]:
 
 
 def stages_of(schedule: Schedule, device: int) -> str:
-    """The stages of a device.
+    """Return the stages of a device as text.
 
     >>> from plurax.pipeline.schedule import make_schedule
     >>> stages_of(make_schedule("interleaved", devices=4, microbatches=4, chunks=2), 1)
@@ -97,7 +107,7 @@ def stages_of(schedule: Schedule, device: int) -> str:
 
 
 def percent(part: float) -> str:
-    """Of a part between 0 and 1."""
+    """Format a share between 0 and 1."""
     return f"{100 * part:.1f} %"
 
 
@@ -105,7 +115,7 @@ def percent(part: float) -> str:
 
 
 def timeline_report(costs: Costs, width: int) -> RenderableType:
-    """The timelines of a schedule, to one scale, in at most `width` columns; and what it costs."""
+    """Return a schedule's timelines, on one scale, in at most `width` columns, and its costs."""
     schedule, timelines = costs.schedule, costs.timelines
     stages = "stage" if schedule.chunks == 1 else "stages"
     names = [f"{stages} {stages_of(schedule, device)} " for device in range(schedule.devices)]
@@ -138,7 +148,7 @@ def _label_width(schedule: Schedule) -> int:
 
 
 def _exact(line: Sequence[Block], end: int, per: float, labelled: bool) -> Text:
-    """Each unit of work with columns of its own."""
+    """Draw a row in which each action has columns to itself."""
     text, at, each = Text(), 0, int(per)
     for block in line:
         text.append(IDLE * ((block.start - at) * each), style="dim")
@@ -150,7 +160,11 @@ def _exact(line: Sequence[Block], end: int, per: float, labelled: bool) -> Text:
 
 
 def _scaled(line: Sequence[Block], end: int, per: float, _labelled: bool) -> Text:
-    """Columns of more than one unit of work: in each place letters in proportion to their time."""
+    """Draw a row whose columns cover several actions: letters in proportion to their time.
+
+    Each column adds its shares to what every letter is owed, and shows the letter that is owed most
+    among those in it (error diffusion, as in dithering).
+    """
     count = max(1, round(end * per))
     shares = [dict.fromkeys([*COLOURS, IDLE], 0.0) for _ in range(count)]
     for block in line:
@@ -188,7 +202,7 @@ def _legend(schedule: Schedule, per: float) -> Text:
 
 
 def kinds_of_work(schedule: Schedule) -> dict[str, str]:
-    """What each letter stands for, and how long it is taken to last."""
+    """Return the meaning of each letter, and its assumed duration."""
     if schedule.split:
         return {
             "F": "forward",
@@ -202,7 +216,7 @@ def kinds_of_work(schedule: Schedule) -> dict[str, str]:
 
 
 def costs_table(costs: Costs) -> Table:
-    """Bubble, stored activations, bytes exchanged and memory of one schedule."""
+    """Return a table of bubble, stored activations, bytes exchanged and memory of one schedule."""
     table = Table(title="what the pipeline costs", title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -221,7 +235,7 @@ def costs_table(costs: Costs) -> Table:
 
 
 def stored_text(stored: Sequence[int], listed: int = 8) -> str:
-    """What each device stores, or from what to what where there are more than `listed`."""
+    """Return the microbatches each device stores, or their range for more than `listed` devices."""
     if len(stored) <= listed:
         return ", ".join(map(str, stored))
     least, most = min(stored), max(stored)
@@ -229,7 +243,7 @@ def stored_text(stored: Sequence[int], listed: int = 8) -> str:
 
 
 def compared_schedules_table(compared: Compared, chosen: str) -> RenderableType:
-    """Schedules side by side, the `chosen` one marked; below, why others cannot run."""
+    """Return schedules side by side, the `chosen` one marked; below, why others cannot run."""
     table = Table(title="schedules of the same pipeline", title_justify="left")
     table.add_column("schedule", no_wrap=True)
     for column in ("bubble", "in lockstep", "stored at most", "exchanged", "temporaries", "peak"):

@@ -1,4 +1,20 @@
-"""Successive halving: train many candidates a little, and the best of them on."""
+"""Successive halving: train many candidates briefly, and continue with the best of them.
+
+Problem. Most candidates of a sweep are recognizably bad after a few epochs; training all to the end
+wastes the budget. Each rung trains the candidates up to a budget, keeps the best one in `reduction`
+and multiplies the budget. States of survivors are gathered into a smaller population, so memory and
+compute shrink with them. Example, 27 candidates, `first=1, epochs=9, reduction=3, slots=12`:
+
+    rung   epochs   candidates   groups of one size, at most 12   kept
+    0      0 -> 1   27           3 x 9                            9
+    1      1 -> 3    9           1 x 9                            3
+    2      3 -> 9    3           1 x 3                            3: the last rung only ranks
+
+    cost: 27*1 + 9*2 + 3*6 = 63 member-epochs instead of 27*9 = 243
+
+Source: K. Jamieson and A. Talwalkar, "Non-stochastic best arm identification and hyperparameter
+optimization", AISTATS 2016.
+"""
 
 import dataclasses
 import itertools
@@ -29,8 +45,9 @@ from plurax.validate import whole_number
 
 @dataclasses.dataclass(frozen=True)
 class Rung:
-    """One stage: `members`, their numbers, trained to `epochs`; `scores`, one for each of them;
-    `seconds`, of training, compilation left out."""
+    """One rung: `members`, their numbers, trained to `epochs`; `scores`, one for each of them;
+    `seconds` of training, without compilation.
+    """
 
     epochs: int
     members: list[int]
@@ -40,7 +57,7 @@ class Rung:
 
 @dataclasses.dataclass(frozen=True)
 class Halving:
-    """What `successive_halving` returns.
+    """The result of `successive_halving`.
 
     **Fields:** `members`, the survivors, best first; `state`, theirs, in that order; `program`, to
     predict and evaluate them with; `rungs`.
@@ -52,7 +69,7 @@ class Halving:
     rungs: list[Rung]
 
     def table(self) -> list[dict[str, Any]]:
-        """One row for each candidate: number, seed, hyperparameters, epochs trained, last score."""
+        """Return one row per candidate: number, seed, hyperparameters, epochs, last score."""
         last: dict[int, tuple[int, float]] = {}
         for rung in self.rungs:
             for number, score in zip(rung.members, rung.scores, strict=True):
@@ -83,7 +100,7 @@ def successive_halving(
     progress: bool = True,
     devices: Sequence[jax.Device] | None = None,
 ) -> Halving:
-    """Train all candidates for a few epochs, the best third of them three times as long, and so on.
+    """Train all candidates for a few epochs, the best third three times as long, and so on.
 
     After K. Jamieson and A. Talwalkar, "Non-stochastic best arm identification and hyperparameter
     optimization", AISTATS 2016:
@@ -92,19 +109,19 @@ def successive_halving(
             train the candidates up to the budget
             candidates = the best of them, one in `reduction`
 
-    Survivors go on from where they stood, moved together into a smaller program, so that the work
-    shrinks with them. Where there are more candidates than `slots`, they train in turns: slots
-    whose members have reached the budget are refilled from the candidates that remain.
+    Survivors continue from their state, gathered into a smaller program, so that the work shrinks
+    with them. Where there are more candidates than `slots`, they train in groups, one after
+    another, of at most `slots` members.
 
     **Arguments:** as for `fit`, and
 
-    - `epochs`: of those who stay to the end; `first`: before the first halving.
-    - `reduction`: one in so many goes on.
+    - `epochs`: of the survivors; `first`: before the first halving.
+    - `reduction`: one candidate in `reduction` continues.
     - `slots`: members trained at a time; default all.
-    - `metric`: of the evaluation, or without one of the last epoch of training: the members are
-      ranked by it, `largest` first or smallest. Frozen members come last.
+    - `metric`: of the evaluation, or without one of the last epoch of training; members are ranked
+      by it, ascending, or with `largest` descending. Frozen members come last.
 
-    Raises what `fit` raises.
+    Raises the errors of `fit`, and `MembersError` for budgets or slots that cannot be.
     """
     check_population(task, optimizer, plan, members)
     few = members.take(range(_width(members, first, epochs, reduction, slots)))
@@ -122,7 +139,7 @@ def successive_halving(
     rungs: list[Rung] = []
     frozen: set[int] = set()
     for reached, budget in itertools.pairwise([0, *_budgets(first, epochs, reduction)]):
-        # Turns of one size, so that each rung is one compilation.
+        # Groups of one size, so that each rung compiles once.
         size = math.ceil(len(candidates) / math.ceil(len(candidates) / few.count))
         made = made.of(members.take(candidates[:size]))
         made.compile_loop(read.arrays)
@@ -150,7 +167,7 @@ def successive_halving(
 
 
 def _width(members: Members, first: Any, epochs: Any, reduction: Any, slots: Any) -> int:
-    """How many members train at a time. Raises `MembersError` for numbers that cannot be."""
+    """Return how many members train at a time. Raises `MembersError` for invalid numbers."""
     numbers = whole_number(first), whole_number(epochs), whole_number(reduction, 2)
     if None in numbers or first > epochs:
         raise errors.halving_wrong_budget(first, epochs, reduction)
@@ -161,14 +178,14 @@ def _width(members: Members, first: Any, epochs: Any, reduction: Any, slots: Any
 
 
 def _told_of(now: set[int], before: set[int], members: Members, budget: int) -> set[int]:
-    """All members that are frozen, the new ones warned of."""
+    """Warn of newly frozen members; return all that are frozen."""
     if new := sorted(now - before):
         warn_frozen(members, new, f"within {budget} epochs", stacklevel=4)
     return now | before
 
 
 def _budgets(first: int, epochs: int, reduction: int) -> list[int]:
-    """First, first * reduction, ..., and at last epochs.
+    """Return first, first * reduction, ..., and at last epochs.
 
     >>> _budgets(1, 20, 3)
     [1, 3, 9, 20]
@@ -188,7 +205,7 @@ def _train(
     evaluation: PyTree,
     metric: str,
 ) -> tuple[TrainState, list[float], float]:
-    """Train from one number of epochs to another; the state, scores and seconds."""
+    """Train from epoch `reached` to epoch `budget`; return the state, scores and seconds."""
     state, seconds = program.place(state), []
     tally = MembersMetrics(program.members)
     for turn in train_iter(program, state, source, start=Position(reached), epochs=budget):
@@ -204,7 +221,7 @@ def _train(
 
 
 def _ranked(scores: list[float], skipped: np.ndarray, largest: bool) -> list[int]:
-    """Indices from the best to the worst; frozen members and NaN last."""
+    """Return indices from the best to the worst; frozen members and NaN last."""
     values = np.asarray(scores) * (-1 if largest else 1)
     values = np.where((skipped > 0) | ~np.isfinite(values), np.inf, values)
     return [int(index) for index in np.argsort(values, kind="stable")]

@@ -1,4 +1,14 @@
-"""Sweeps: settings that are numbers run as one population, those that change shapes in buckets."""
+"""Run a sweep: numeric settings as one population, settings that change shapes in buckets.
+
+Members of a population share one compiled program, so their arrays need equal shapes. Settings that
+change shapes (a width, a batch size) each need another program: one bucket per combination.
+Example, `members=Members(5, ...)`, `shapes=grid(width=[16, 64], batch_size=[32])`:
+
+    bucket 0    task(width=16), batch_size=32    one program, 5 members    rows 0 to 4
+    bucket 1    task(width=64), batch_size=32    one program, 5 members    rows 5 to 9
+
+With `num_parallel=2` both buckets train at once, each on its group of `plan.devices` devices.
+"""
 
 import csv
 import dataclasses
@@ -28,24 +38,24 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """What `sweep` returns: one table over all members of all buckets.
+    """The result of `sweep`: one table over all members of all buckets.
 
     **Fields:**
 
     - `rows`: one for each member: `bucket`, its shape settings, `member`, `seed`,
       hyperparameters, the last value of every metric (`loss`, `eval_loss`, ...), `frozen`, and
-      `seconds`, what its bucket took divided by its members.
-    - `fits`: for each bucket its shape settings and what `fit` returned.
+      `seconds`, the time of its bucket divided by its members.
+    - `fits`: for each bucket its shape settings and the `Fit`.
     """
 
     rows: list[Row]
     fits: list[tuple[Hyper, Fit]]
 
     def best(self, metric: str | None = None, *, largest: bool = False) -> Row:
-        """The row with the smallest (or largest) metric among members that are not frozen.
+        """Return the row with the smallest (or largest) metric among members that are not frozen.
 
         The default metric is `eval_loss`, or `loss` where nothing was evaluated. Raises
-        `MembersError` for a metric there is none of, and where nothing was trained.
+        `MembersError` for an unknown metric, and where nothing was trained.
         """
         metric = self.metric(metric)
         rows = [row for row in self.rows if not row["frozen"] and np.isfinite(row[metric])]
@@ -54,7 +64,7 @@ class Sweep:
         return (max if largest else min)(rows, key=lambda row: row[metric])
 
     def metric(self, name: str | None = None) -> str:
-        """The metric of that name, or the default one. Raises `MembersError`."""
+        """Return the metric of that name, or the default one. Raises `MembersError`."""
         if not self.rows:
             raise errors.sweep_without_rows()
         if name is None:
@@ -64,12 +74,12 @@ class Sweep:
         return name
 
     def state(self, row: Row) -> TrainState:
-        """The state of a row's member, as one network's."""
+        """Return the state of a row's member, as one network's."""
         result, index = self._at(row)
         return export_member(result.state, index)
 
     def history(self, row: Row) -> list[Row]:
-        """Epoch by epoch, every metric of a row's member."""
+        """Return every metric of a row's member, one row per epoch."""
         result, index = self._at(row)
         return [
             {
@@ -88,7 +98,7 @@ class Sweep:
         return result, numbers.index(row["member"])
 
     def to_pandas(self, *, history: bool = False) -> Any:
-        """The table as a `pandas.DataFrame`; with `history` one row per member and epoch.
+        """Return the table as a `pandas.DataFrame`; with `history` one row per member and epoch.
 
         Raises `MembersError` without pandas.
         """
@@ -108,7 +118,7 @@ class Sweep:
         )
 
     def save_csv(self, path: str | Path) -> None:
-        """The table as comma-separated values. Raises `MembersError` where it is empty."""
+        """Write the table as comma-separated values. Raises `MembersError` where it is empty."""
         if not self.rows:
             raise errors.sweep_without_rows()
         with Path(path).open("w", newline="", encoding="utf-8") as file:
@@ -132,7 +142,7 @@ def sweep(
     devices: Sequence[jax.Device] | None = None,
     **options: Any,
 ) -> Sweep:
-    """Train every setting of a sweep: one compiled program for each shape.
+    """Train every setting of a sweep, with one compiled program for each shape.
 
     **Arguments:**
 
@@ -140,12 +150,13 @@ def sweep(
       `Task`, or a function of hyperparameters that returns one; else as for `fit`.
     - `optimizer`, `data`, `members`, `plan`: as for `fit`. Every bucket has the same members.
     - `shapes`: settings that change shapes or code: a `grid`, or a list of dicts. `batch_size`
-      among them goes to `fit`, the others to `task`.
-    - `num_parallel`: how many buckets at once, each on devices of its own; the plan is that of one.
+      among them is passed to `fit`, the others to `task`.
+    - `num_parallel`: buckets trained at once, each on other devices; the plan is that of one
+      bucket.
     - `output`: a directory with one of `fit` for each bucket, and `table.csv`.
     - `options`: of `fit`: `epochs`, `evaluation`, `resume`, ...
 
-    Raises what `fit` raises, and `PlanError` where `num_parallel` plans do not fit the devices.
+    Raises the errors of `fit`, and `PlanError` where `num_parallel` plans do not fit the devices.
     """
     buckets = _buckets(shapes)
     names = list(dict.fromkeys(name for shape in buckets for name in shape))
@@ -154,6 +165,7 @@ def sweep(
         raise errors.sweep_task_not_a_function(settings)
     available = list(jax.devices() if devices is None else devices)
     Plan(member=plan.devices * num_parallel).check_devices(len(available))
+    # A bucket takes a free group of devices from the queue and puts it back when it is done.
     groups: queue.SimpleQueue[list[jax.Device]] = queue.SimpleQueue()
     for index in range(num_parallel):
         groups.put(available[index * plan.devices : (index + 1) * plan.devices])
@@ -190,7 +202,7 @@ def sweep(
 
 
 def _buckets(shapes: Any) -> list[Hyper]:
-    """The settings of each bucket. Raises `MembersError`."""
+    """Return the settings of each bucket. Raises `MembersError`."""
     if isinstance(shapes, Grid):
         return shapes.settings()
     listed = isinstance(shapes, Sequence) and all(isinstance(one, Mapping) for one in shapes)
@@ -203,7 +215,7 @@ def _run_all(run: Callable[[Hyper], Fit], buckets: list[Hyper], num_parallel: in
     if num_parallel > 1:
         with ThreadPoolExecutor(num_parallel) as pool:
             return list(pool.map(run, buckets))
-    # On this thread, where fit hears Ctrl-C: what is done by then is the table.
+    # Run on the main thread, where `fit` handles Ctrl-C; the table has what is done by then.
     results: list[Fit] = []
     for shape in buckets:
         results.append(run(shape))
@@ -213,7 +225,7 @@ def _run_all(run: Callable[[Hyper], Fit], buckets: list[Hyper], num_parallel: in
 
 
 def _line(shape: Hyper, result: Fit) -> str:
-    """What is shown of a bucket when it is done."""
+    """Return the line that is printed when a bucket is done."""
     if not result.history:
         return f"{_name(shape)}: stopped before its first report"
     last = result.history[-1]
@@ -232,7 +244,7 @@ def _seconds(result: Fit) -> float:
 
 
 def _value(values: list[Any], index: int) -> float:
-    """NaN where a member was not there yet, or had no finite value."""
+    """Return a member's value, NaN where it had not joined yet or the value is missing."""
     value = values[index] if index < len(values) else None
     return math.nan if value is None else float(value)
 

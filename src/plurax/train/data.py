@@ -1,4 +1,15 @@
-"""Where batches come from: arrays, Grain datasets, iterables; and where a run stands in them."""
+"""Read batches from arrays, Grain datasets or iterables, from any position of a run.
+
+A run that resumes must see the batches that it would have seen. The order of arrays is a pure
+function of `(seed, member, epoch, position)`, so a `Position` (epoch, batch) is enough; a Grain
+iterator adds its state; any other iterable is read again up to the batch. Example, 5 rows, batches
+of 2, `ragged="pad"`, resumed at `Position(epoch=0, batch=1)`:
+
+    epoch_order(0)    rows [[4 2] [0 3] [1 0]]  (3, 2)     counts [2 2 1]  (3,)
+    batch 0           rows 4 2      skipped: read before the checkpoint
+    batch 1           rows 0 3      yielded with Position(0, 2)
+    batch 2           row  1        yielded with Position(0, 3)
+"""
 
 import contextlib
 import dataclasses
@@ -23,7 +34,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Where a run stands in its data; part of every checkpoint, as JSON.
+    """The place of a run in its data; part of every checkpoint, as JSON.
 
     **Fields:**
 
@@ -37,7 +48,7 @@ class Position:
     iterator: Any = None
 
     def to_json(self) -> dict[str, Any]:
-        """The position as JSON values; the state of a Grain DataLoader, bytes, as text."""
+        """Return the position as JSON values; a Grain DataLoader's state, bytes, becomes text."""
         state = self.iterator
         if isinstance(state, bytes):
             state = {"bytes": state.decode("latin-1")}
@@ -45,7 +56,7 @@ class Position:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Position":
-        """The inverse of `to_json`."""
+        """Return the position that `to_json` encoded."""
         state = values["iterator"]
         if isinstance(state, dict) and set(state) == {"bytes"}:
             state = state["bytes"].encode("latin-1")
@@ -62,12 +73,14 @@ def check_ragged(ragged: str) -> None:
 class ArrayData:
     """Batches drawn from arrays in memory, in a new order every epoch.
 
-    What stands where is a function of `(seed, member, epoch, position)` and the number of examples
+    The row at a place is a function of `(seed, member, epoch, position)` and the number of examples
     (`plurax.resample`), never of devices or plan.
 
     **Fields:** `arrays`, a tree with a common leading dim; `batch_size`; `seed`; `shuffle`;
-    `ragged`, what to do with a last, smaller batch; `resample` and `member`, to read as that member
-    of a population does; `length`, draws in an epoch, default one pass of the member.
+    `ragged`, the treatment of a last, smaller batch; `resample` and `member`, to read as that
+    member of a population does; `length`, draws in an epoch, default one pass of the member.
+
+    Raises `BatchError` where `ragged` refuses the data.
 
     >>> data = ArrayData({"x": np.arange(5)}, batch_size=2, shuffle=False)
     >>> rows, counts = data.epoch_order(0)
@@ -98,24 +111,24 @@ class ArrayData:
 
     @property
     def draws(self) -> int:
-        """How many draws an epoch has."""
+        """The number of draws in an epoch."""
         return self.length or self.resample.size(leading_dim(self.arrays), self.member)
 
     @property
     def batches_per_epoch(self) -> int:
-        """How many steps an epoch takes."""
+        """The number of steps in an epoch."""
         full, rest = divmod(self.draws, self.batch_size)
         return full + (1 if rest and self.ragged == "pad" else 0)
 
     def example_batch(self) -> PyTree:
-        """The shapes and dtypes of a full batch."""
+        """Return the shapes and dtypes of a full batch."""
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((self.batch_size, *leaf.shape[1:]), leaf.dtype),
             self.arrays,
         )
 
     def epoch_order(self, epoch: int) -> tuple[Int[np.ndarray, "S B"], Int[np.ndarray, "S"]]:
-        """Which examples stand in each batch of an epoch, and how many of them are real."""
+        """Return the rows `(S, B)` of an epoch's batches and how many are real `(S,)`; int64."""
         order = epoch_rows(
             self.resample,
             leading_dim(self.arrays),
@@ -135,7 +148,7 @@ class ArrayData:
         return rows.reshape(steps, self.batch_size), counts
 
     def batches(self, start: Position) -> Iterator[tuple[PyTree, Position]]:
-        """The batches of the epoch from `start` on, each with the position after it."""
+        """Yield the batches of the epoch from `start` on, each with the position after it."""
         rows, counts = self.epoch_order(start.epoch)
         for index in range(start.batch, len(counts)):
             chosen = rows[index, : counts[index]]
@@ -147,7 +160,7 @@ class ArrayData:
 class StreamData:
     """Batches from an iterable or a Grain dataset; one pass over it is an epoch.
 
-    A Grain iterator's own state is part of the position, so resuming is immediate; any other
+    The state of a Grain iterator is part of the position, so resuming is immediate; any other
     iterable is read again up to the position.
     """
 
@@ -160,11 +173,15 @@ class StreamData:
 
     @property
     def batches_per_epoch(self) -> int | None:
-        """How many steps a pass takes, where the source tells."""
+        """The number of steps in a pass, or None where the source has no length."""
         return len(self.source) if isinstance(self.source, Sized) else None
 
     def batches(self, start: Position) -> Iterator[tuple[PyTree, Position]]:
-        """The batches of the epoch from `start` on, each with the position after it."""
+        """Yield the batches of the epoch from `start` on, each with the position after it.
+
+        Raises `BatchError` for a smaller batch under `ragged="error"`, and where the Grain iterator
+        rejects its saved state.
+        """
         iterator: Any = iter(self.source)
         stateful = hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
         taken = 0
@@ -193,7 +210,7 @@ Data = ArrayData | StreamData
 def as_data(
     data: Any, *, batch_size: int | None, seed: int, shuffle: bool, ragged: Ragged
 ) -> tuple[Data, PyTree]:
-    """What `fit` was given as data, and the shapes of a full batch. Raises `BatchError`."""
+    """Return `fit`'s data as `Data`, and the shapes of a full batch. Raises `BatchError`."""
     check_ragged(ragged)
     if not isinstance(shuffle, bool | np.bool_):
         raise errors.shuffle_not_a_bool(shuffle)
@@ -226,12 +243,12 @@ def as_data(
 
 
 def prefetch(items: Iterator[T], load: Callable[[T], T], ahead: int = 2) -> Generator[T]:
-    """`load` applied to each item on a thread of its own, `ahead` items before they are asked for.
+    """Yield `load(item)` of each item, computed on another thread up to `ahead` items in advance.
 
-    Errors of `items` and `load` are raised where the item is asked for.
+    Errors of `items` and `load` are raised when the item is requested.
     """
     end = object()
-    # One place fewer than `ahead`: an item that waits to be put is ahead too.
+    # The queue holds one item fewer than `ahead`: an item waiting in `put` is loaded too.
     ready: queue.Queue[Any] = queue.Queue(max(1, ahead - 1))
     stopped = threading.Event()
 
@@ -252,7 +269,7 @@ def prefetch(items: Iterator[T], load: Callable[[T], T], ahead: int = 2) -> Gene
         else:
             put((end, None))
 
-    # A daemon: a source that blocks must not keep a process that is done from ending.
+    # A daemon thread: a source that blocks must not keep a finished process alive.
     thread = threading.Thread(target=run, name="plurax-prefetch", daemon=True)
     thread.start()
     try:

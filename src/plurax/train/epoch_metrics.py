@@ -1,4 +1,16 @@
-"""What an epoch adds up to, from the metrics of its steps; of one network or of a population."""
+"""Aggregate the metrics of an epoch's steps, for one network or a population.
+
+Metrics stay on the device while later steps are dispatched: fetching them at once would make the
+host wait for each step. Sums are in float64 on the host, added in the order of the steps. Example,
+a population of 3 members, two calls of 2 and 1 steps:
+
+    call 1    loss (3, 2)   weight (3, 2)   skipped (3, 2)    queued
+    call 2    loss (3,)     -> (3, 1)                         queued; call 1 is still not fetched
+    call 3    ...                                             call 1 is fetched and counted
+    fetch     sums["loss"] (3,) += weight * loss, step after step, where skipped == 0
+    means     sums["loss"] / weight         (3,)
+    row       loss = median, loss_best, loss_worst; members = {"loss": [.., .., ..]}
+"""
 
 import abc
 import dataclasses
@@ -23,14 +35,14 @@ class NonFiniteWarning(UserWarning):
 
 
 FETCH_AFTER = 2
-"""Turns whose metrics may still be computing while the next is started."""
+"""Calls whose metrics may still be computing while the next call is dispatched."""
 
 
 class EpochMetrics(abc.ABC):
-    """Sums over an epoch's steps; a skipped step counts only as skipped.
+    """Sums of metrics over an epoch's steps; a skipped step adds to `skipped` only.
 
-    Metrics are fetched from the device some turns late, so that the host never waits for the step
-    it has just started.
+    Metrics are fetched from the device some calls late, so that the host never waits for the step
+    that it has just dispatched.
     """
 
     def __init__(self, saved: dict[str, Any] | None = None) -> None:
@@ -46,19 +58,19 @@ class EpochMetrics(abc.ABC):
         self._waiting: deque[StepOutput] = deque()
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint keeps, so that a resumed epoch is reported whole.
+        """Return the values a checkpoint saves, so that a resumed epoch is reported whole.
 
-        A snapshot: the checkpoint is written in the background, while the tally goes on.
+        The result is a copy: the checkpoint is written in the background while the sums go on.
         """
         names = ("weight", "examples", "skipped", "seconds", "untimed", "untimed_seconds")
         values = {"sums": dict(self.sums), **{name: getattr(self, name) for name in names}}
         return jax.tree.map(lambda v: v.tolist() if hasattr(v, "tolist") else v, values)
 
     def add(self, steps: StepOutput, *, settle_all: bool) -> list[StepOutput]:
-        """Take a turn; return those whose metrics have arrived, metrics on the host."""
+        """Queue the output of a call; return the outputs whose metrics are now on the host."""
         self._waiting.append(steps)
         if self._since is None:
-            # The first call of a run: waited for, and left out of the throughput.
+            # Wait for the run's first call, and leave it out of the throughput: it may compile.
             asked, before = time.monotonic(), self.examples
             settled = self.fetch()
             self.untimed_seconds += steps.seconds + time.monotonic() - asked
@@ -70,7 +82,7 @@ class EpochMetrics(abc.ABC):
         return settled
 
     def start(self) -> None:
-        """Start the clock: of an epoch after its run's first, once the one before is reported."""
+        """Start the clock of an epoch, once the previous epoch has been reported."""
         self._since = time.monotonic()
 
     def _take_time(self) -> None:
@@ -80,7 +92,7 @@ class EpochMetrics(abc.ABC):
         self._since = now
 
     def fetch(self, waiting: int = 0) -> list[StepOutput]:
-        """Count the turns up to the last `waiting` ones, and return them."""
+        """Fetch and count the queued outputs except the last `waiting`, and return them."""
         settled = []
         while len(self._waiting) > waiting:
             steps = self._waiting.popleft()
@@ -91,7 +103,7 @@ class EpochMetrics(abc.ABC):
         return settled
 
     def _count(self, metrics: dict[str, np.ndarray]) -> None:
-        """Add metrics `(..., k)` up over the steps."""
+        """Add metrics `(..., k)` to the sums `(...)`."""
         ok = metrics["skipped"] == 0
         weight = np.where(ok, metrics["weight"], 0.0).astype(np.float64)
         self.weight = _added(self.weight, weight)
@@ -103,17 +115,17 @@ class EpochMetrics(abc.ABC):
                 self.sums[name] = _added(self.sums.get(name, 0.0), weight * kept)
 
     def means(self) -> dict[str, Any]:
-        """Weighted means of the epoch so far, the loss first; NaN where nothing has weight."""
+        """Return weighted means of the epoch so far, the loss first; NaN for zero weight."""
         names = ["loss", *sorted(set(self.sums) - {"loss"})]
         weight = np.where(np.equal(self.weight, 0), math.nan, self.weight)
         return {name: np.asarray(self.sums.get(name, math.nan)) / weight for name in names}
 
     @property
     def examples_per_second(self) -> float:
-        """Throughput of the epoch so far by the clock on the wall, the run's first call left out.
+        """Examples per second of wall-clock time in the epoch so far, without the run's first call.
 
-        What has not arrived from the device is not counted. Where there was nothing but the first
-        call, it is that call's.
+        Examples whose metrics are not fetched yet are not counted. If the first call is the only
+        one, its throughput is returned.
         """
         if self.examples == self.untimed:
             return self.examples / max(self.untimed_seconds, 1e-9)
@@ -121,27 +133,27 @@ class EpochMetrics(abc.ABC):
 
     @abc.abstractmethod
     def fresh(self) -> "EpochMetrics":
-        """The tally of the next epoch: empty, but what was warned of is not forgotten."""
+        """Return empty metrics for the next epoch that remember which warnings were given."""
 
     @abc.abstractmethod
     def _by_step(self, metric: np.ndarray) -> np.ndarray:
-        """A metric of a turn with the steps as its last dim."""
+        """Return a metric of a call with the steps as its last dim."""
 
     @abc.abstractmethod
     def step_rows(self, steps: StepOutput) -> list[Row]:
-        """What is logged of each step of a settled turn."""
+        """Return the log rows of each step of a fetched output."""
 
     @abc.abstractmethod
     def summary(self) -> str:
-        """How the last step went, in a few words; empty while no metrics have arrived."""
+        """Return a few words on the last step; empty while no metrics have been fetched."""
 
     @abc.abstractmethod
     def warn_not_finite(self, step: int) -> None:
-        """Say so at the first skipped update of an epoch; the epoch's row has the count."""
+        """Warn of skipped updates that were not warned of before."""
 
     @abc.abstractmethod
     def epoch_row(self, step: int, epoch: int, evaluation: dict[str, Any] | None) -> Row:
-        """What is reported of a whole epoch; `evaluation` as `Program.evaluate` returns it."""
+        """Return the log row of a whole epoch; `evaluation` is what `Program.evaluate` returns."""
 
     def _row(self, step: int, epoch: int, values: dict[str, Any], skipped: int) -> Row:
         return {
@@ -157,9 +169,10 @@ class EpochMetrics(abc.ABC):
 
 
 def _added(total: Any, values: np.ndarray) -> np.ndarray:
-    """`total` (...) and `values` (..., k) added up, one step after the other.
+    """Add `values` (..., k) to `total` (...), one step after the other.
 
-    How many steps a turn has is chosen by the clock; the bits of the sum must not depend on it.
+    The number of steps per call depends on a clock. Adding in the order of steps makes the bits of
+    the sum independent of it.
     """
     before = np.broadcast_to(np.asarray(total, np.float64), values.shape[:-1])[..., None]
     return np.cumsum(np.concatenate([before, values], -1), -1)[..., -1]
@@ -172,7 +185,7 @@ def _step_numbers(steps: StepOutput, count: int) -> list[dict[str, Any]]:
 
 
 class NetworkMetrics(EpochMetrics):
-    """The tally of one network."""
+    """The metrics of one network."""
 
     def __init__(self, saved: dict[str, Any] | None = None) -> None:
         super().__init__(saved)
@@ -180,14 +193,14 @@ class NetworkMetrics(EpochMetrics):
         self._last = math.nan
 
     def fresh(self) -> "NetworkMetrics":
-        """An empty tally: a skipped update is told of in each epoch in which there is one."""
+        """Return empty metrics; skipped updates are warned of once in each epoch."""
         return NetworkMetrics()
 
     def _by_step(self, metric: np.ndarray) -> np.ndarray:
         return np.atleast_1d(metric)
 
     def step_rows(self, steps: StepOutput) -> list[Row]:
-        """Every metric."""
+        """Return one row per step with every metric."""
         self._last = float(steps.metrics["loss"][-1])
         numbers = _step_numbers(steps, len(steps.metrics["loss"]))
         values = {name: value.tolist() for name, value in steps.metrics.items()}
@@ -197,11 +210,11 @@ class NetworkMetrics(EpochMetrics):
         ]
 
     def summary(self) -> str:
-        """The last loss."""
+        """Return the last loss as text."""
         return "" if math.isnan(self._last) and not self.skipped else f"loss {self._last:.4g}"
 
     def warn_not_finite(self, step: int) -> None:
-        """Say so at the first skipped update of an epoch; the epoch's row has the count."""
+        """Warn at the first skipped update of an epoch; the epoch's row has the count."""
         if self.skipped and not self._warned:
             self._warned = True
             warnings.warn(
@@ -213,16 +226,16 @@ class NetworkMetrics(EpochMetrics):
             )
 
     def epoch_row(self, step: int, epoch: int, evaluation: dict[str, Any] | None) -> Row:
-        """Weighted means of the training metrics, and those of the evaluation as `eval_...`."""
+        """Return weighted means of the training metrics, and the evaluation's under `eval_...`."""
         values = {name: float(mean) for name, mean in self.means().items()}
         values |= {f"eval_{name}": mean for name, mean in (evaluation or {}).items()}
         return self._row(step, epoch, values, int(self.skipped))
 
 
 class MembersMetrics(EpochMetrics):
-    """The tally of a population: sums `(members,)`.
+    """The metrics of a population: sums of shape `(members,)`.
 
-    Rows hold the median over members of every metric, `loss_best` and `loss_worst`, and under
+    A row has the median over members of every metric, `loss_best` and `loss_worst`, and under
     `members` all values. Frozen members are left out of the medians.
     """
 
@@ -235,7 +248,7 @@ class MembersMetrics(EpochMetrics):
         self._last: np.ndarray | None = None
 
     def fresh(self) -> "MembersMetrics":
-        """An empty tally: a frozen member stays so, and is told of once."""
+        """Return empty metrics; a frozen member stays frozen and is warned of once."""
         tally = MembersMetrics(self._members)
         tally._frozen = self._frozen
         return tally
@@ -244,7 +257,7 @@ class MembersMetrics(EpochMetrics):
         return metric[:, None] if metric.ndim == 1 else metric
 
     def step_rows(self, steps: StepOutput) -> list[Row]:
-        """The median, best and worst loss."""
+        """Return the median, best and worst loss of each step."""
         loss = steps.metrics["loss"].astype(np.float64)
         loss = np.where(steps.metrics["skipped"] == 0, loss, math.nan)
         self._last = loss[:, -1]
@@ -252,7 +265,7 @@ class MembersMetrics(EpochMetrics):
         return [{**row, **_spread("loss", now)} for row, now in zip(numbers, loss.T, strict=True)]
 
     def summary(self) -> str:
-        """Best, median and worst loss of the last step."""
+        """Return the best, median and worst loss of the last step as text."""
         if self._last is None:
             return ""
         spread = _spread("loss", self._last)
@@ -260,7 +273,7 @@ class MembersMetrics(EpochMetrics):
         return f"loss best {best:.4g} median {median:.4g} worst {worst:.4g}"
 
     def warn_not_finite(self, step: int) -> None:
-        """Name the members that were frozen since the last time."""
+        """Warn of the members that were frozen since the last warning."""
         new = sorted(set(np.flatnonzero(self.skipped).tolist()) - self._frozen)
         if not new:
             return
@@ -268,10 +281,10 @@ class MembersMetrics(EpochMetrics):
         warn_frozen(self._members, new, f"at or before step {step}", stacklevel=4)
 
     def epoch_row(self, step: int, epoch: int, evaluation: dict[str, Any] | None) -> Row:
-        """The spread of every metric over the members, and all values under `members`."""
+        """Return the spread of each metric over members, and all values under `members`."""
         every = self.means() | {f"eval_{k}": v for k, v in (evaluation or {}).items()}
         values: dict[str, Any] = {}
-        # Its evaluation is still finite: what a frozen member was before it went wrong.
+        # A frozen member's evaluation is finite: it keeps the parameters from before the failure.
         well = np.broadcast_to(np.equal(self.skipped, 0), (self._members.count,))
         for name, all_ in every.items():
             values |= _spread(name, all_[well], ends=name in ("loss", "eval_loss"))
@@ -281,7 +294,7 @@ class MembersMetrics(EpochMetrics):
 
 
 def warn_frozen(members: Members, new: list[int], when: str, *, stacklevel: int) -> None:
-    """Name the members, by index, that were frozen."""
+    """Warn of frozen members, given by index."""
     named = "; ".join(
         ", ".join(f"{name} {value:.6g}" for name, value in row.items())
         for row in members.take(new[:5]).table()

@@ -1,4 +1,4 @@
-"""`fit`: trains, logs, evaluates, saves, and stops cleanly."""
+"""`fit`: train, log, evaluate, checkpoint, and stop cleanly."""
 
 import contextlib
 import dataclasses
@@ -43,12 +43,12 @@ from plurax.validate import check_seed, local_path, whole_number
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """What `fit` returns.
+    """The result of `fit`.
 
     **Fields:**
 
     - `state`: the trained state; of a population every leaf has a leading dim of members.
-    - `program`: to predict and evaluate with.
+    - `program`: the compiled program, to predict and evaluate with.
     - `history`: one row per epoch: weighted means of the training metrics, those of the evaluation
       under `eval_...`, `seconds`, `examples_per_second`, `skipped`. Of a population the medians
       over members, `loss_best` and `loss_worst`, and all values in lists under `members`.
@@ -87,38 +87,37 @@ def fit(
 
     **Arguments:**
 
-    - `task`, `optimizer`, `plan`: what is trained, by which rule, spread how. With members, task
-      and optimizer may be functions of a member's hyperparameters: `hyper -> Task`, `hyper -> optax
+    - `task`, `optimizer`, `plan`: the task, the optimizer and the plan. With members, task and
+      optimizer may be functions of a member's hyperparameters: `hyper -> Task`, `hyper -> optax
       transformation`.
-    - `members`: a population to train instead of one network.
     - `data`: arrays in a tree (a dict of arrays with the same leading dim), shuffled anew every
       epoch; or a Grain dataset of batches, or any iterable of batches that can be read again.
+    - `members`: a population to train instead of one network.
     - `epochs`: passes over the data.
-    - `batch_size`: examples of a step; needed for arrays, else taken from the first batch.
-    - `seed`: of initialisation, dropout and order; with it training repeats bit for bit. Members
-      have seeds of their own instead.
+    - `batch_size`: examples per step; required for arrays, else taken from the first batch.
+    - `seed`: of initialisation, dropout and order; with it training repeats bit for bit. For
+      members, each member's seed is used instead.
     - `evaluation`: data to evaluate on after each epoch, over all examples exactly.
-    - `shuffle`: whether arrays are taken in a new order each epoch.
-    - `ragged`: a smaller last batch is `"pad"`: trained exactly as it is; `"drop"`: left out;
-      `"error"`: refused.
+    - `shuffle`: whether arrays are read in a new order each epoch.
+    - `ragged`: a smaller last batch is trained exactly as it is (`"pad"`), left out (`"drop"`) or
+      refused (`"error"`).
     - `output`: a directory for `metrics.jsonl`, TensorBoard events, `plan.toml` and checkpoints.
-    - `resume`: go on from the newest checkpoint in `output`, bit for bit as if never stopped. With
-      more members than it holds, the new ones first catch up.
-    - `restart`: start from scratch in an `output` that holds a run; what it holds is moved to a
-      folder `before.1` (2, 3, ...) in it.
+    - `resume`: continue from the newest checkpoint in `output`, bit for bit as if never stopped.
+      With more members than it holds, the new ones first catch up.
+    - `restart`: start from scratch in an `output` that holds a run, which is moved to a folder
+      `before.1` (2, 3, ...) in it.
     - `report_every`: epochs between rows of history, evaluations and checkpoints.
-    - `checkpoint_every`: steps between checkpoints, besides those.
-    - `resident`: keep arrays on the devices and run whole epochs in one compiled loop; by default
-      where they take at most a quarter of the memory budget; with members always. Members whose
-      data are not resident all see the same batches, in the order of `seed`.
+    - `checkpoint_every`: steps between additional checkpoints.
+    - `resident`: keep arrays on the devices and run many steps in one compiled loop; the default is
+      to do so where they take at most a quarter of the memory budget, and always for members.
+      Members whose data are not resident all see the same batches, in the order of `seed`.
     - `progress`: show a bar, or lines where the output is not a terminal.
-    - `devices`: which devices, default all that JAX sees.
+    - `devices`: the devices, default all that JAX sees.
 
     Ctrl-C and SIGTERM end training after the current call (a step, or about a quarter of a second
-    of steps over resident data), save, and return with `interrupted`
-    set; a second signal ends the process at once. A step whose loss or gradient is not finite
-    leaves the state unchanged, is counted in `state.skipped` and reported; a member to which that
-    happens is frozen.
+    of steps over resident data), save, and return with `interrupted` set; a second signal ends the
+    process at once. A step whose loss or gradient is not finite leaves the state unchanged, is
+    counted in `state.skipped` and reported; a member with such a step is frozen.
 
     **Returns:** a `Fit`.
 
@@ -129,6 +128,7 @@ def fit(
     )
     check_kinds(task, optimizer, plan, members)
     output = None if output is None else _output(output)
+    # Check everything before compiling, and lock the output before changing anything in it.
     source, like = as_data(data, batch_size=batch_size, seed=seed, shuffle=shuffle, ragged=ragged)
     if members is not None:
         source = with_resampling(members, source)
@@ -172,7 +172,7 @@ def fit(
             # The order matters: count, evaluate, log, save, and only then stop. A stop therefore
             # always leaves a checkpoint of exactly what was logged.
             state = steps.state
-            stopping = stop.name  # once: what comes later is for the next turn, and is saved there
+            stopping = stop.name  # read once: a later signal is handled after the next call
             at_epoch = steps.position.epoch
             report = steps.epoch_done and (at_epoch % report_every == 0 or at_epoch == epochs)
             due = checkpoint_every is not None and steps.step % checkpoint_every == 0
@@ -210,15 +210,15 @@ def fit(
     return Fit(program.to_canonical(state), program, history, stop.name)
 
 
-# --- What fit keeps beside the loop -----------------------------------------------------------
+# --- Signals, checkpoints and the log ---------------------------------------------------------
 
 
 class _StopSignals:
-    """Ctrl-C and SIGTERM set `name`; a second one ends the process at once, wherever it is.
+    """Record Ctrl-C and SIGTERM in `name`; end the process at once at the second signal.
 
-    Python's own handlers run between two lines of Python: not while XLA compiles. A thread that
-    is told of every signal by the C handler ends the process then. What was ignored when the
-    process began (a job in the background) stays so.
+    Python runs its signal handlers between two bytecodes, so not while XLA compiles. The C handler
+    writes every signal to a pipe, and a thread that reads the pipe ends the process at the second.
+    A signal that was ignored when the process began (a background job) stays ignored.
     """
 
     def __init__(self) -> None:
@@ -254,7 +254,7 @@ class _StopSignals:
             signal.signal(other, signal.SIG_DFL)
 
     def _watch(self, read: int) -> None:
-        """Runs on a thread of its own, until the other end of the pipe is closed."""
+        """Read signals from the pipe on another thread, until its other end is closed."""
         seen = 0
         while got := os.read(read, 1):
             seen += got[0] in (signal.SIGINT, signal.SIGTERM)
@@ -266,7 +266,10 @@ class _StopSignals:
 def _open_checkpoints(
     stack: contextlib.ExitStack, output: str | Path | None, resume: bool, restart: bool
 ) -> Checkpoints | None:
-    """The checkpoints of `output`, locked for this process. Touches nothing that it refuses."""
+    """Return the checkpoints of `output`, locked for this process, or None without an output.
+
+    Raises `CheckpointError`, before changing anything, for an output that holds another run.
+    """
     if resume and restart:
         raise errors.resume_and_restart()
     if output is None:
@@ -284,7 +287,7 @@ def _open_checkpoints(
 def _whole_numbers(
     epochs: int, seed: int, report_every: int, checkpoint_every: int | None
 ) -> tuple[int, int, int, int | None]:
-    """The numbers given to `fit` as Python's, which JSON can hold. Raises."""
+    """Return `fit`'s numbers as Python integers, which JSON can encode. Raises for others."""
 
     def positive(given: Any, refused: Callable[[Any], Exception]) -> int:
         number = whole_number(given)
@@ -304,7 +307,7 @@ def _whole_numbers(
 
 
 def _output(given: str | Path) -> Path:
-    """The output directory, if it can be one. Raises `CheckpointError`."""
+    """Return the output directory, if it can be one. Raises `CheckpointError`."""
     directory = local_path(given)
     there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not there.is_dir():
@@ -315,7 +318,7 @@ def _output(given: str | Path) -> Path:
 
 
 def _check_saveable(state: TrainState) -> None:
-    """Raise `CheckpointError` for a leaf that no checkpoint could hold, before the first step."""
+    """Raise `CheckpointError` before the first step for a leaf that no checkpoint can hold."""
     parts = {"params": state.params, "opt_state": state.opt_state, "model": state.model_state}
     for path, leaf in tree.named_leaves(parts).items():
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or 0 in leaf.shape:
@@ -359,7 +362,7 @@ def _open_log(
 
 
 def _saved(checkpoints: Checkpoints | None) -> str:
-    """What is not lost when training cannot go on."""
+    """Return a sentence on what was saved, for the error that ends training."""
     if checkpoints is None:
         return "Nothing was saved (no output directory)."
     with contextlib.suppress(errors.CheckpointError):

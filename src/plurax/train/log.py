@@ -1,4 +1,4 @@
-"""Metrics on disk: JSON lines, which plurax reads back, and TensorBoard events for its viewer."""
+"""Write metrics to disk: JSON lines, which plurax reads back, and TensorBoard events."""
 
 import contextlib
 import json
@@ -14,10 +14,10 @@ from plurax import errors
 Row = dict[str, Any]
 
 BOARD_EVERY = 10
-"""Steps between those that TensorBoard is given; `metrics.jsonl` has all."""
+"""Steps between those written to TensorBoard; `metrics.jsonl` has every step."""
 
 NOT_FINITE = ("nan", "inf", "-inf")
-"""How JSON lines hold what JSON numbers cannot."""
+"""The texts that stand in JSON for numbers that JSON cannot hold."""
 
 
 class DamagedLogWarning(UserWarning):
@@ -28,15 +28,15 @@ class MetricsLog:
     """Writes rows of metrics to `metrics.jsonl` and to TensorBoard events in a directory.
 
     A row has `kind` (`"step"` or `"epoch"`), `step`, `epoch` and numbers; of a population also
-    `members`, a dict of lists with a number for each member. Opening a directory for
-    a run that resumes at `resume_step` drops the rows after that step: they will come again.
+    `members`, a dict of lists with a number for each member. Opening a directory for a run that
+    resumes at `resume_step` drops the rows after that step, which the run writes again.
 
-    The file is only added to. What `flush` has returned from is on disk: call it before the
+    The file is append-only. When `flush` returns, all rows are on disk: call it before the
     checkpoint of the same step, so that no checkpoint is ever ahead of its log.
 
     Raises `CheckpointError` where the directory cannot be written.
 
-    **Fields:** `epochs`, the rows of epochs that the log held when it was opened.
+    **Fields:** `epochs`, the epoch rows that the log held when it was opened.
     """
 
     def __init__(self, directory: Path, *, resume_step: int | None = None) -> None:
@@ -57,7 +57,7 @@ class MetricsLog:
             )
 
     def _up_to(self, last: int) -> Iterator[bytes]:
-        """The lines of steps up to `last`, as they are; fills `epochs`."""
+        """Yield the lines of steps up to `last`, unchanged; append epoch rows to `epochs`."""
         torn = []
         after = False
         for number, line, row in _parsed(self.path):
@@ -79,7 +79,7 @@ class MetricsLog:
             )
 
     def write(self, row: Row) -> None:
-        """Add a row. Raises `CheckpointError` where the disk does not take it."""
+        """Append a row. Raises `CheckpointError` where writing fails."""
         with _said(self.path):
             self._file.write(_line(row))
         if row["kind"] == "step" and row["step"] % BOARD_EVERY:
@@ -89,14 +89,14 @@ class MetricsLog:
                 self._board.add_scalar(f"{row['kind']}/{name}", value, row["step"])
 
     def flush(self) -> None:
-        """Return when what was written is on disk. Raises `CheckpointError` where that fails."""
+        """Return when all rows are on disk. Raises `CheckpointError` where writing fails."""
         with _said(self.path):
             self._file.flush()
             os.fsync(self._file.fileno())
             self._board.flush()
 
     def close(self) -> None:
-        """Flush and close."""
+        """Flush and close. Raises `CheckpointError` where writing fails."""
         with _said(self.path):
             self._file.close()
             self._board.close()
@@ -104,7 +104,7 @@ class MetricsLog:
 
 @contextlib.contextmanager
 def _said(path: Path) -> Iterator[None]:
-    """What the disk does not take, in words."""
+    """Raise `CheckpointError` for an `OSError` while writing the log."""
     try:
         yield
     except OSError as error:
@@ -112,14 +112,14 @@ def _said(path: Path) -> Iterator[None]:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of a `metrics.jsonl`; a line that was cut short by a kill is left out."""
+    """Yield the rows of a `metrics.jsonl`, leaving out lines that a kill cut short."""
     for _, _, row in _parsed(path):
         if row is not None:
             yield row
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Give a file a new content at once: whoever reads it, and a kill, finds the old or the new."""
+    """Replace a file's content atomically: readers, and a kill, find the old or the new content."""
     temporary = path.with_name(f".{path.name}.new")
     with temporary.open("wb") as file:
         file.write(content)
@@ -129,7 +129,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def _parsed(path: Path) -> Iterator[tuple[int, bytes, Row | None]]:
-    """Number, bytes and row of each line; None for a line that is not a whole row."""
+    """Yield number, bytes and row of each line; None for a line that is not a whole row."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             yield number, line, _row(line)
@@ -148,7 +148,7 @@ def _row(line: bytes) -> Row | None:
 
 
 def _numbers(value: Any) -> Any:
-    """The inverse of `_plain`."""
+    """Decode what `_plain` encoded."""
     if isinstance(value, dict):
         return {name: _numbers(inner) for name, inner in value.items()}
     if isinstance(value, list):
@@ -159,7 +159,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _line(row: Row) -> bytes:
-    """One row as a line of JSON; a value that is not finite becomes text."""
+    """Encode one row as a line of JSON; a value that is not finite becomes text."""
     return (json.dumps(_plain(row)) + "\n").encode()
 
 

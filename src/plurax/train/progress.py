@@ -1,4 +1,4 @@
-"""How training shows itself: a live bar on a terminal, plain lines elsewhere."""
+"""Show training progress: a live bar on a terminal, plain lines elsewhere."""
 
 import contextlib
 import time
@@ -56,9 +56,9 @@ class TrainingProgress:
             self._bar.stop()
 
     def advance(self, step: int, epoch: int, summary: str, examples_per_second: float) -> None:
-        """Training has reached `step`; `summary` is empty while no metrics have arrived."""
+        """Show that training has reached `step`; `summary` is empty until metrics are fetched."""
         if self._started is None:
-            # After the first call: what compiling took says nothing of the steps to come.
+            # Start after the first call: the time of compiling does not predict the steps to come.
             self._started, self._first = time.monotonic(), step
         text = f"{summary}  {examples_per_second:,.0f} examples/s" if summary else ""
         if self._bar:
@@ -78,7 +78,7 @@ class TrainingProgress:
             self._print(f"  step {step}{total}  {text}{left}")
 
     def epoch(self, row: Mapping[str, Any]) -> None:
-        """An epoch is over; `row` is what was logged of it."""
+        """Print the log row of a finished epoch."""
         self._last_line = time.monotonic()
         hidden = {"kind", "step", "epoch", "seconds", "examples_per_second", "weight", "examples",
                   "grad_norm", "skipped"}  # fmt: skip
@@ -95,12 +95,12 @@ class TrainingProgress:
         if row.get("skipped"):
             what = "members frozen" if "members" in row else "updates skipped"
             parts.append(f"{row['skipped']} {what} (not finite)")
-        # On a terminal the bar below says how much is left.
+        # On a terminal the bar shows the remaining time.
         self._print("  ".join(parts) + ("" if self._bar else self._remaining(row["step"])))
 
     @contextlib.contextmanager
     def compiling(self, what: str) -> Iterator[None]:
-        """Say that something is compiled, and how long it takes: on a terminal a clock runs."""
+        """Show that `what` is being compiled, and for how long (on a terminal by a clock)."""
         began = time.monotonic()
         if not self._bar:
             self._print(f"compiling {what}")
@@ -116,7 +116,7 @@ class TrainingProgress:
             self._bar.update(self._task, visible=True)
 
     def compiled(self, turns: Iterator[T], what: str) -> Iterator[T]:
-        """The turns of a loop, the first of which compiles."""
+        """Yield the items of a training loop, showing that the first one compiles."""
         end = object()
         with self.compiling(what):
             first = next(turns, end)
@@ -125,7 +125,7 @@ class TrainingProgress:
         yield from turns
 
     def note(self, text: str) -> None:
-        """Something the user should know."""
+        """Print a line for the user."""
         self._print(text)
 
     def _print(self, text: str) -> None:
@@ -133,8 +133,9 @@ class TrainingProgress:
             return
         try:
             (self._bar.console if self._bar else self._console).print(text, markup=False)
-        except (BrokenPipeError, SystemExit):  # Rich makes the one of the other
-            # Nobody reads any more (`| head -1`). What is trained is saved before that ends it.
+        except (BrokenPipeError, SystemExit):  # Rich turns a broken pipe into an exit
+            # The reader has closed the pipe (`| head -1`). Stop printing, so that training can
+            # save.
             self.closed, self._show = True, False
 
     def _remaining(self, step: int) -> str:
@@ -149,7 +150,7 @@ class TrainingProgress:
 
 
 def _ends(row: Mapping[str, Any], name: str) -> str:
-    """From the best to the worst member, where `row` has both."""
+    """Return the range from the best to the worst member as text, if `row` has both."""
     if f"{name}_best" not in row:
         return ""
     return f" ({row[f'{name}_best']:.4f} to {row[f'{name}_worst']:.4f})"

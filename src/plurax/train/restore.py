@@ -1,4 +1,13 @@
-"""What joins a population to `fit`: its program, its data, its checkpoints, grown or resumed."""
+"""Prepare a population for `fit`: its program, its data, and its checkpoints, grown or resumed.
+
+A population may grow: a run of 10 members resumed with 12 keeps the ten and trains the two new ones
+alone up to the same step, then joins them. That is exact, because members do not depend on each
+other. Example, a parameter of shape `(3, 5)` per member, checkpoint at step 400:
+
+    checkpoint               (10, 3, 5)   members 0 to 9; its table must equal the first ten now
+    _catch_up(10, 11)        ( 2, 3, 5)   a program for two members runs steps 0 to 400
+    join_members             (12, 3, 5)   placed on the devices; training goes on at step 400
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -30,7 +39,11 @@ AnyProgram = Program | MembersProgram
 
 
 def with_resampling(members: Members, source: Data) -> Data:
-    """The data as the population reads them: with its resampling and epoch length."""
+    """Return the data with the population's resampling and epoch length.
+
+    Raises `MembersError` for resampling of data that are not arrays, and `BatchError` where a
+    member's sample needs more rows than there are.
+    """
     if isinstance(source, StreamData):
         if not isinstance(members.resample, Everything):
             raise errors.resample_needs_arrays(type(members.resample).__name__.lower())
@@ -49,7 +62,7 @@ def make_program(
     resident: bool | None,
     devices: Sequence[jax.Device] | None,
 ) -> AnyProgram:
-    """The program of one network, or of a population that reads `source`."""
+    """Return the program of one network, or of a population that reads `source`."""
     check_kinds(task, optimizer, plan, members)
     mesh = make_mesh(plan, devices)
     key = (optimizer, plan, shapes_key(like), tuple(mesh.devices.flat))
@@ -69,7 +82,7 @@ def make_program(
             source.shuffle,
         )
     elif not isinstance(members.resample, Everything):
-        # Never by itself: what members read may not depend on a budget.
+        # Residence is never dropped silently: what members read may not depend on a memory budget.
         raise errors.resample_needs_arrays(type(members.resample).__name__.lower())
     hyper = {name: str(values.dtype) for name, values in members.cohort(ANY_ROWS).hyper.items()}
     program = cached_program(
@@ -83,7 +96,7 @@ def make_program(
 
 
 def saved_tuning(plan: Plan, output: str | Path | None) -> Plan:
-    """The plan with what was left to be chosen taken from the run before, so that bits repeat."""
+    """Return the plan, its open choices from `plan.toml` in `output`, so that bits repeat."""
     path = None if output is None else Path(output) / "plan.toml"
     if path is None or not path.is_file():
         return plan
@@ -94,7 +107,7 @@ def saved_tuning(plan: Plan, output: str | Path | None) -> Plan:
 
 
 def members_meta(program: AnyProgram) -> dict[str, Any]:
-    """What a checkpoint says of its members."""
+    """Return the description of the members that a checkpoint saves, `{}` for one network."""
     if not isinstance(program, MembersProgram):
         return {}
     members = program.members
@@ -104,7 +117,10 @@ def members_meta(program: AnyProgram) -> dict[str, Any]:
 def restore(
     program: AnyProgram, checkpoints: Checkpoints, source: Data | None = None
 ) -> tuple[TrainState, dict[str, Any]] | None:
-    """The newest state, for this program; members it does not hold catch up first on `source`."""
+    """Return the newest state and its description, placed for this program, or None.
+
+    Members that the checkpoint does not hold first catch up on `source`.
+    """
     if not isinstance(program, MembersProgram):
         restored = checkpoints.restore(program.canonical_shapes)
         return None if restored is None else (program.place(restored[0]), restored[1])
@@ -121,7 +137,7 @@ def restore(
 
 
 def _shapes_saved(program: MembersProgram, meta: dict[str, Any], *, grow: bool) -> TrainState:
-    """The shapes of the members that a checkpoint holds. Raises `MembersError` for others."""
+    """Return the shapes of the members in a checkpoint. Raises `MembersError` if they differ."""
     now = members_meta(program)["members"]
     before = meta.get("members", {"table": [], "resample": now["resample"]})
     if before["resample"] != now["resample"]:
@@ -142,7 +158,7 @@ def _first(program: MembersProgram) -> Any:
 def _catch_up(
     program: MembersProgram, source: Data, indices: Sequence[int], steps: int
 ) -> TrainState:
-    """Some members trained from the start up to a step."""
+    """Train some members from the start up to step `steps`."""
     late = program.of(program.members.take(indices))
     state = late.init()
     per_epoch = source.batches_per_epoch

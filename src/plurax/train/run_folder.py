@@ -1,4 +1,4 @@
-"""The folder of a run: what is compared when it is resumed, and how it is started anew."""
+"""Check a run's folder before resuming in it, and move a run aside before restarting in it."""
 
 import itertools
 from pathlib import Path
@@ -11,16 +11,16 @@ from plurax.train.data import ArrayData, Data
 from plurax.train.log import replace_file
 
 FILES = ("metrics.jsonl", "tensorboard", "plan.toml")
-"""What a run writes beside its checkpoints."""
+"""The files a run writes beside its checkpoints."""
 
 
 def epoch_length(source: Data) -> int | None:
-    """Examples of an epoch of arrays; batches of one of an iterable, None where it has no len."""
+    """Return an epoch's examples (arrays) or batches (iterable; None without a len)."""
     return source.draws if isinstance(source, ArrayData) else source.batches_per_epoch
 
 
 def check_same_run(directory: str, meta: dict[str, Any], run: dict[str, Any]) -> None:
-    """Raise `CheckpointError` unless a run with these settings may go on from a checkpoint."""
+    """Raise `CheckpointError` unless a run with these settings may continue from a checkpoint."""
     if not meta.keys() >= {*run, "position", "tally"}:
         raise errors.checkpoint_by_hand(directory)
     for field, now in run.items():
@@ -34,7 +34,7 @@ def check_same_run(directory: str, meta: dict[str, Any], run: dict[str, Any]) ->
 
 
 def save_plan(plan: Plan, output: Path) -> None:
-    """Write `plan.toml`, at once. Raises `CheckpointError` where the disk does not take it."""
+    """Write `plan.toml` atomically. Raises `CheckpointError` where writing fails."""
     try:
         replace_file(output / "plan.toml", plan.to_toml().encode())
     except OSError as error:
@@ -42,9 +42,10 @@ def save_plan(plan: Plan, output: Path) -> None:
 
 
 def move_run_aside(checkpoints: Checkpoints) -> None:
-    """Move what a run wrote, its checkpoints too, to `before.1` (2, 3, ...) in its folder.
+    """Move a run's files and checkpoints to `before.1` (2, 3, ...) in its folder.
 
-    Checkpoints go last: after a kill in between, the run is still one that is not overwritten.
+    Checkpoints are moved last: after a kill in between, the folder still holds a run that `fit`
+    will not overwrite. Raises `CheckpointError` where moving fails.
     """
     output = checkpoints.directory.parent
     try:

@@ -1,4 +1,14 @@
-"""The training loop: a generator of turns, each one call into a compiled program."""
+"""Run the training loop as a generator: each item is one call into a compiled program.
+
+Over resident data one call runs many steps, because the host's overhead per call is more than a
+small step takes. The number of steps per call adapts to a quarter of a second, so that the progress
+bar is live and Ctrl-C is prompt; it changes no result. Example, 1 ms per step, 400 steps per
+epoch, `checkpoint_every=300`:
+
+    calls    1, 2, 4, 8, 16, 32, 64, 128 steps     doubling; step 255 is reached
+             45                                    250 would fit, but step 300 has a checkpoint
+             100                                   250 would fit, but the epoch ends at step 400
+"""
 
 import contextlib
 import dataclasses
@@ -23,24 +33,24 @@ from plurax.state import TrainState
 from plurax.train.data import ArrayData, Data, Position, prefetch
 
 SECONDS_PER_CALL = 0.25
-"""How long one call of a compiled loop aims to take: short enough for a live bar and Ctrl-C."""
+"""The target duration of one call, in seconds: short enough for a live bar and Ctrl-C."""
 
 WINDOW = 4096
-"""The most steps of one call, and so the most metrics that one call copies to the host."""
+"""The largest number of steps per call, and so of the metrics that one call copies to the host."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepOutput:
-    """What one turn of the training loop did: one or more steps.
+    """The result of one call of the training loop, of one or more steps.
 
     **Fields:**
 
-    - `state`: after them; it is used up by the next turn. `step`: its number.
+    - `state`: after the steps; the next call donates it. `step`: its number.
     - `metrics`: arrays `(k,)`, one value per step, or scalars for one step; perhaps still being
       computed. Of a population `(members, k)` or `(members,)`.
-    - `seconds`: that the turn took, compilation left out; of a streamed batch only until its step
-      was started.
-    - `position`: in the data, after them. `epoch_done`: whether they end an epoch.
+    - `seconds`: the duration of the call, without compilation; for a streamed batch only until its
+      step was dispatched.
+    - `position`: in the data, after the steps. `epoch_done`: whether they end an epoch.
     """
 
     state: TrainState
@@ -62,10 +72,10 @@ def train_iter(
     checkpoint_every: int | None = None,
     resident: bool | None = None,
 ) -> Iterator[StepOutput]:
-    """Train, yielding after every call into the compiled program. The loop under `fit`.
+    """Train, yielding after every call into the compiled program. `fit` is built on this loop.
 
-    **Arguments:** as for `fit`; `start` is where in the data to begin. A turn never runs past the
-    end of an epoch (of members: an epoch to report) or a multiple of `checkpoint_every`.
+    **Arguments:** as for `fit`; `start` is the position in the data to begin at. A call never runs
+    past the end of an epoch (for members: an epoch to report) or a multiple of `checkpoint_every`.
     """
     if isinstance(program, MembersProgram) and program.reading is not None:
         assert isinstance(data, ArrayData)
@@ -105,7 +115,8 @@ def _resident(
             state, metrics = program.loop(state, placed, order, first, last)
             host = _rows_to_host(metrics, first, last)
             seconds = time.monotonic() - began
-            # How many steps a call makes changes nothing but how often we look.
+            # Aim at `SECONDS_PER_CALL`. Steps per call change how often the host looks, nothing
+            # else.
             fitting = round(SECONDS_PER_CALL * (last - first) / max(seconds, 1e-9))
             per_call = max(1, min(2 * per_call, fitting, WINDOW))
             step += last - first
@@ -117,7 +128,10 @@ def _resident(
 
 
 def _rows_to_host(metrics: Metrics, first: int, stop: int) -> dict[str, np.ndarray]:
-    """The metrics of some steps of an epoch; of a long one only a window around them is copied."""
+    """Copy the metrics of steps `first` to `stop` of an epoch to the host.
+
+    Of an epoch longer than `WINDOW` steps only a window around them is copied.
+    """
     steps = metrics["loss"].shape[0]
     begin = 0
     if steps > WINDOW:
@@ -144,7 +158,7 @@ def _members(
     report_every: int,
     every: int | None,
 ) -> Iterator[StepOutput]:
-    """Turns over resident data: steps are counted through, so a turn may span epochs."""
+    """Yield calls over resident data; a call may span epochs."""
     placed = program.place_data(data.arrays)
     per_epoch = data.batches_per_epoch
     program.compile_loop(placed)
@@ -180,12 +194,12 @@ def _streamed(
     for epoch in range(start.epoch, epochs):
         begin = start if epoch == start.epoch else Position(epoch)
         began = time.monotonic()
-        # One batch is held back, to know which is the epoch's last.
+        # Hold back one batch, to know which one is the last of the epoch.
         with contextlib.closing(prefetch(data.batches(begin), load)) as batches:
             held = next(batches, None)
             if held is None and begin.batch == 0:
                 raise errors.data_has_no_batches(f"epoch {epoch + 1} of the iterable is empty")
-            if held is None:  # an epoch that was over would have been left by the position
+            if held is None:  # the position is inside this epoch, so the data have shrunk
                 raise errors.data_shorter(epoch + 1, begin.batch)
             while held is not None:
                 (placed, position), held = held, next(batches, None)
@@ -198,7 +212,7 @@ def _streamed(
 
 
 def _stays_resident(mesh: Mesh, data: ArrayData, wanted: bool | None) -> bool:
-    """Whether arrays stay on the devices: as wanted, or where they take a quarter of the budget."""
+    """Return whether arrays stay on devices: as asked, or within a quarter of the budget."""
     if wanted is not None:
         return wanted
     return tree.byte_count(data.arrays) <= memory_budget(mesh) // 4

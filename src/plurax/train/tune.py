@@ -1,4 +1,4 @@
-"""`tune`: measure what a population's plan leaves open, by short runs."""
+"""`tune`: measure the open choices of a population's plan by short runs."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -20,10 +20,10 @@ from plurax.train.restore import make_program, with_resampling
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """What `tune` returns.
+    """The result of `tune`.
 
-    **Fields:** `plan`, with `chunk` and `batch_dim` filled in; `measured`, the candidates, in the
-    order they were tried.
+    **Fields:** `plan`, with `chunk` and `batch_dim` set; `measured`, the candidates, in the order
+    they were tried.
     """
 
     plan: Plan
@@ -48,12 +48,13 @@ def tune(
     """Measure which chunk and batch dim are fastest for a population, on this machine.
 
     `fit` and `compile` choose both from the shapes and the device, at once and always alike. This
-    compiles and times a handful of candidates instead, which takes seconds to minutes. Give its
-    plan to `fit`: a run repeats bit for bit under the same plan, and clocks do not repeat.
+    compiles and times a handful of candidates instead, which takes seconds to minutes. Pass the
+    resulting plan to `fit`: a run repeats bit for bit under the same plan, and clocks do not
+    repeat.
 
-    **Arguments:** as for `fit`. What the plan sets already is not measured.
+    **Arguments:** as for `fit`. Fields that the plan already sets are not measured.
 
-    Raises what `fit` raises before its first step.
+    Raises the errors that `fit` raises before its first step.
     """
     check_population(task, optimizer, plan, members)
     if plan.chunk is not None and plan.batch_dim is not None:

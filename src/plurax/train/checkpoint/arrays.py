@@ -1,6 +1,6 @@
-"""The arrays of a state, written and read by Orbax.
+"""Write and read the arrays of a state with Orbax.
 
-Orbax is slow to import: this module is imported where the first checkpoint is written or read.
+Orbax is slow to import: import this module where the first checkpoint is written or read.
 """
 
 from pathlib import Path
@@ -13,30 +13,30 @@ from plurax.train.checkpoint.files import verify_files, write_digests
 
 
 class StateHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
-    """Orbax's handler of arrays; before a checkpoint is committed, the digests are added."""
+    """Orbax's handler of arrays, which adds digests before a checkpoint is committed."""
 
     def finalize(self, directory: Any) -> None:
-        """Called by Orbax in the background, when all files are written."""
+        """Add the digests; Orbax calls this in the background, when all files are written."""
         super().finalize(directory)
         write_digests(Path(directory))
 
 
 @ocp.args.register_with_handler(StateHandler, for_save=True)
 class StateSave(ocp.args.StandardSave):  # type: ignore[misc]
-    """What to save."""
+    """The state to save."""
 
 
 @ocp.args.register_with_handler(StateHandler, for_restore=True)
 class StateRestore(ocp.args.StandardRestore):  # type: ignore[misc]
-    """What to restore: shapes, dtypes and shardings."""
+    """The shapes, dtypes and shardings to restore."""
 
 
 def open_manager(directory: Path, keep: int) -> ocp.CheckpointManager:
-    """Orbax's manager of a folder, to write."""
-    # Orbax finds the parts of its database by a glob of the whole path, where these would be
-    # patterns. Without the database each array is a file of its own: slower, but right.
+    """Return Orbax's manager of a folder, for writing."""
+    # Orbax finds the parts of its database (OCDBT) by a glob of the whole path, in which these
+    # characters are patterns. Without the database each array is its own file: slower, but right.
     plain = not set("*?[") & set(str(directory))
-    # Of the checkpoints that are there it needs the steps alone; its notes on them may be damaged.
+    # The manager needs the steps of existing checkpoints alone; their metadata may be damaged.
     options = ocp.CheckpointManagerOptions(
         max_to_keep=keep, create=True, lightweight_initialize=True
     )
@@ -53,13 +53,16 @@ def open_manager(directory: Path, keep: int) -> ocp.CheckpointManager:
 def write_state(
     manager: ocp.CheckpointManager, step: int, state: PyTree, description: dict[str, Any]
 ) -> bool:
-    """Begin to write a step; whether Orbax takes it for one to be written."""
+    """Start writing a step; return whether Orbax accepted it."""
     items = {"state": StateSave(state), "meta": ocp.args.JsonSave(description)}
     return bool(manager.save(step, args=ocp.args.Composite(**items)))
 
 
 def read_state(step: Path, like: PyTree) -> PyTree:
-    """The state of a checkpoint, as `like` says. Raises `Damage`, and whatever Orbax raises."""
+    """Return the state of a checkpoint, in the shapes and shardings of `like`.
+
+    Raises `Damage` for changed files, and any error of Orbax.
+    """
     verify_files(step / "state")
     with ocp.Checkpointer(StateHandler()) as checkpointer:
         return checkpointer.restore(step / "state", args=StateRestore(like))

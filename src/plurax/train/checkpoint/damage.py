@@ -1,13 +1,13 @@
-"""Damage: what is proven to be other than it was saved."""
+"""The warning and the exception for checkpoints whose bytes are proven to have changed."""
 
 
 class DamagedCheckpointWarning(UserWarning):
-    """A checkpoint is damaged: it was set aside or passed over, and an older one is taken."""
+    """A checkpoint is damaged: it was set aside or skipped, and an older one is used."""
 
 
 class Damage(Exception):  # noqa: N818  a finding
-    """Bytes of a checkpoint are missing, unreadable or not those that were saved.
+    """Bytes of a checkpoint are missing, unreadable or different from those that were saved.
 
-    Raised only where this is proven by a checksum. Anything else that goes wrong while restoring
-    (memory, permissions, a device) says nothing about the checkpoint, and is passed on as it is.
+    Raised only where a checksum proves it. Any other error while restoring (memory, permissions, a
+    device) says nothing about the checkpoint, and propagates unchanged.
     """

@@ -1,9 +1,9 @@
-"""The description of a checkpoint: JSON with a format version and a checksum of its own.
+"""The description of a checkpoint: JSON with a format version and a checksum.
 
     {"format": 2, "sha256": "<of format and values>", "values": {...}}
 
-This envelope is the same in every later format, so that any version of plurax can tell a newer
-checkpoint from a damaged one.
+This envelope stays the same in every later format, so that any version of plurax can distinguish a
+newer checkpoint from a damaged one.
 """
 
 import hashlib
@@ -15,14 +15,14 @@ from plurax import errors
 from plurax.train.checkpoint.damage import Damage
 
 FORMAT = 2
-"""1 had no checksum."""
+"""The current format; format 1 had no checksum."""
 
 FIRST_FORMAT = {"fingerprints", "shapes", "key_impl"}
-"""What every description of format 1 holds."""
+"""The keys of every description of format 1."""
 
 
 def sealed(values: dict[str, Any]) -> dict[str, Any]:
-    """The description to write. Raises `CheckpointError` for values that JSON does not know."""
+    """Return the description to write. Raises `CheckpointError` for values JSON cannot hold."""
     try:
         values = json.loads(json.dumps(values))  # keys are text from here on
     except (TypeError, ValueError) as error:
@@ -31,9 +31,9 @@ def sealed(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_description(step: Path) -> dict[str, Any]:
-    """The values of a checkpoint's description.
+    """Return the values of a checkpoint's description.
 
-    Raises `Damage`; `CheckpointError` where another version of plurax wrote it.
+    Raises `Damage`, or `CheckpointError` where another version of plurax wrote it.
     """
     try:
         content = (step / "meta" / "metadata").read_bytes()

@@ -1,7 +1,7 @@
-"""A SHA-256 of each file of a saved state, beside them.
+"""Store a SHA-256 of each file of a saved state, and verify them.
 
-Orbax reads a truncated file with some error, and a changed byte often with none. With the digests,
-damage is known before Orbax looks at a file; whatever it raises after that is not damage.
+Orbax reports a truncated file by various errors, and a changed byte often not at all. Digests find
+damage before Orbax opens a file; any later error of Orbax is not damage.
 """
 
 import errno
@@ -19,7 +19,7 @@ DIGESTS = "sha256.json"
 
 
 def write_digests(directory: Path) -> None:
-    """Add the digests to a folder in which all files are written."""
+    """Write the digests of a folder whose files are all written. Raises `OSError`."""
     with (directory / DIGESTS).open("x", encoding="utf-8") as file:
         json.dump(_digests(directory), file)
         file.flush()
@@ -27,7 +27,7 @@ def write_digests(directory: Path) -> None:
 
 
 def verify_files(directory: Path) -> None:
-    """Raise `Damage` unless every file is there as it was saved."""
+    """Raise `Damage` unless every file is present and unchanged."""
     try:
         saved = json.loads((directory / DIGESTS).read_bytes())
         found = _digests(directory)
@@ -59,10 +59,10 @@ def _digests(directory: Path) -> dict[str, str]:
 
 
 def usable_folder(directory: str | Path) -> Path:
-    """The absolute path of a folder for checkpoints.
+    """Return the absolute path of a folder for checkpoints.
 
-    Raises `CheckpointError` for a URL, and for a path that the file library under Orbax takes for
-    another: it reads a backslash as a slash, and knows only UTF-8.
+    Raises `CheckpointError` for a URL, and for a path that the file library under Orbax would
+    misread: it takes a backslash for a slash, and accepts only UTF-8.
     """
     path = local_path(directory).absolute()
     if "\\" in str(path):

@@ -1,15 +1,23 @@
-"""Fingerprints of arrays: two 32-bit sums over all words, the same however an array is sharded.
+"""Fingerprint arrays by two 32-bit sums over all words that do not depend on the sharding.
 
-A plain sum of words, or of words weighted by their place, misses what cancels: flip the sign bit
-of two float32 words, and each adds 2³¹ times an odd weight, together a multiple of 2³². So each
+A plain sum of words, or of words weighted by their place, misses changes that cancel: flip the sign
+bit of two float32 words, and each adds 2³¹ times an odd weight, together a multiple of 2³². So each
 word is first mixed with its place by the finalizer of MurmurHash3, in which every bit of the input
 changes about half of the bits of the output, and the mixed words are summed:
 
     sum over i of mix(word[i] ^ mix(i))        mod 2³²
 
 `mix` is one-to-one, so a change of one word always changes the sum; any other change goes unnoticed
-with probability 2⁻³², and 2⁻⁶⁴ with the second sum, which mixes otherwise. Sums of integers do not
-depend on their order, so they are the same under every sharding.
+with probability 2⁻³², and 2⁻⁶⁴ with the second sum, which mixes differently. Sums of integers do
+not depend on their order, so they are equal under every sharding. Example, the float32 array
+[[0. 1. 2.] [3. 4. 5.]]:
+
+    place        [[0 1 2] [3 4 5]]           uint32, the index in row-major order
+    word         the 32 bits of each float   uint32 (2, 3); float64 gives (2, 3, 2)
+    sharded      each device sums its mixed words; an all-reduce adds two numbers per array
+    fingerprint  (2,) uint32 -> 16 hexadecimal digits, such as "dff8f71279aa7396"
+
+Source: A. Appleby, MurmurHash3 (public domain).
 """
 
 import jax
@@ -19,11 +27,11 @@ from jaxtyping import Array, PyTree, UInt32
 from plurax import tree
 
 HALF_BYTES = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
-"""Dtypes of less than a byte an element."""
+"""Dtypes of less than a byte per element."""
 
 
 def fingerprints(values: PyTree) -> dict[str, str]:
-    """The fingerprint of each leaf by path, as 16 hexadecimal digits; computed on the devices."""
+    """Return each leaf's fingerprint by path, 16 hexadecimal digits, computed on devices."""
     sums = jax.device_get(_sums(values))
     return {path: "".join(f"{int(part):08x}" for part in both) for path, both in sums.items()}
 
@@ -34,7 +42,7 @@ def _sums(values: PyTree) -> dict[str, UInt32[Array, "2"]]:
 
 
 def fingerprint(leaf: Array) -> UInt32[Array, "2"]:
-    """The two sums of an array of numbers, of any dtype and shape.
+    """Return the two sums `(2,)`, uint32, of an array of numbers of any dtype and shape.
 
     >>> import jax.numpy as jnp
     >>> ones = jnp.ones(4, jnp.float32)
@@ -51,7 +59,7 @@ def fingerprint(leaf: Array) -> UInt32[Array, "2"]:
 
 
 def _words(leaf: Array) -> UInt32[Array, "..."]:
-    """The bits of an array, each element as one word or two."""
+    """Return the bits of an array, each element as one word or two."""
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         leaf = jnp.stack([leaf.real, leaf.imag])
     if leaf.dtype == jnp.bool_:
@@ -64,7 +72,7 @@ def _words(leaf: Array) -> UInt32[Array, "..."]:
 
 
 def _mix(word: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """The finalizer of MurmurHash3 (public domain, Austin Appleby)."""
+    """Return the finalizer of MurmurHash3 of each word (public domain, Austin Appleby)."""
     word = (word ^ (word >> 16)) * jnp.uint32(0x85EBCA6B)
     word = (word ^ (word >> 13)) * jnp.uint32(0xC2B2AE35)
     return word ^ (word >> 16)

@@ -1,18 +1,18 @@
-"""One writer per folder: a file that names it, and the kernel's lock on that file.
+"""Allow one writer per folder, by a file that names the writer and the kernel's lock on that file.
 
-The kernel's lock (`flock`) ends with its process, however that ends, and is taken in one step; so
-of two processes that find a dead owner only one takes over. Where the folder is shared between
-hosts, the kernel's lock may not reach the others; so the owner's host, process and start are
-written into the file, and an owner on another host is believed until the file says otherwise:
+The kernel releases its lock (`flock`) when the process ends, however it ends, and acquires it in
+one step; so of two processes that find a dead owner only one takes over. Where the folder is shared
+between hosts, the kernel's lock may not reach the others; so the owner's host, process and start
+are written into the file, and an owner on another host counts as alive until the file is empty:
 
-    lock free, file empty           nobody writes                      take it
-    lock free, owner of this host   it is dead, or its file system     take it, if no process with
-                                    knows no locks                     its number and start lives
+    lock free, file empty           nobody writes                      acquire
+    lock free, owner of this host   it is dead, or its file system     acquire, if no process with
+                                    has no locks                       its number and start lives
     lock free, owner elsewhere      cannot be known from here          refuse
     lock held                       somebody writes                    refuse
 
-The file stays; a writer that closes empties it. So no name is ever created twice, or removed under
-somebody who has just opened it.
+The file stays; a writer that closes empties it. So the file is never created twice, or removed
+while another process has just opened it.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from typing import Any
 from plurax import errors
 
 Owner = dict[str, Any]
-"""`host`, `boot`, `pid` and `started` (ticks since the boot), the latter None where unknown."""
+"""`host`, `boot`, `pid` and `started` (ticks since boot), the latter None where unknown."""
 
 
 class FolderLock:
     """The right to write to a folder, from `acquire` to `release` or the end of the process.
 
-    Raises `CheckpointError` from `acquire` where another process, or another object of this one,
-    has it; `OSError` where the file cannot be written.
+    `acquire` raises `CheckpointError` where another process, or another object of this one, holds
+    it, and `OSError` where the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,9 +42,10 @@ class FolderLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> None:
-        """Take the lock, or raise `CheckpointError` naming its owner."""
+        """Acquire the lock, or raise `CheckpointError` naming its owner."""
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
+            # Lock first, then read: the owner cannot change while this process holds the lock.
             free = _try_lock(descriptor)
             owner = _read_owner(descriptor)
             if not free or (owner is not None and not _is_gone(owner)):
@@ -54,14 +55,14 @@ class FolderLock:
             os.close(descriptor)
             raise
         self._descriptor = descriptor
-        # A child that a process forks would hold the kernel's lock on after its parent's end.
+        # A forked child inherits the descriptor and would hold the lock after its parent's end.
         mine = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _forget(mine()))
 
     def release(self) -> None:
-        """Let go; without the lock, nothing happens."""
+        """Release the lock; do nothing without it."""
         if self._descriptor is not None:
-            with contextlib.suppress(OSError):  # a folder that is gone needs no lock
+            with contextlib.suppress(OSError):  # the folder may have been removed
                 _write(self._descriptor, "")
             self._close()
 
@@ -81,13 +82,13 @@ def _try_lock(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # this file system knows no locks; what the file says has to do
+    except OSError:  # this file system has no locks: rely on the file's content
         pass
     return True
 
 
 def _read_owner(descriptor: int) -> Owner | None:
-    """Who is written in the file, None where it is empty; what cannot be read is nobody known."""
+    """Return the owner written in the file, or None; all fields None if it is unreadable."""
     content = os.pread(descriptor, 4096, 0).strip(b"\0 \n")
     if not content:
         return None
@@ -105,7 +106,7 @@ def _write(descriptor: int, text: str) -> None:
 
 
 def _is_gone(owner: Owner) -> bool:
-    """Whether the owner, who does not hold the kernel's lock, is known to be dead."""
+    """Return whether an owner that does not hold the kernel's lock is known to be dead."""
     if owner["host"] != socket.gethostname():
         return False
     if owner["boot"] != _boot():
@@ -125,7 +126,7 @@ def _self() -> Owner:
 
 
 def _boot() -> str | None:
-    """Which start of the machine this is; None where the system does not tell."""
+    """Return the id of this boot of the machine, None where the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -133,7 +134,7 @@ def _boot() -> str | None:
 
 
 def _started(pid: int) -> int | None:
-    """When a process started, in ticks since the boot; None where it is dead or nobody tells."""
+    """Return when a process started, in ticks since boot; None where it is dead or unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

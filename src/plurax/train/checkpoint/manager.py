@@ -2,12 +2,12 @@
 
 A checkpoint is a folder named by its step:
 
-    8/meta/metadata       the description: where the run stands, shapes, fingerprints; a checksum
+    8/meta/metadata       the description: position of the run, shapes, fingerprints; a checksum
     8/state/              the arrays, by Orbax
     8/state/sha256.json   a digest of each of those files
 
-Orbax does not notice a flipped byte. Digests tell damaged files before Orbax reads them; the
-fingerprints, computed on the devices before saving and after restoring, tell the rest.
+Orbax does not notice a flipped byte. Digests find damaged files before Orbax reads them; the
+fingerprints, computed on the devices before saving and after restoring, find any other change.
 """
 
 import itertools
@@ -36,7 +36,7 @@ LOCK = "writer.lock"
 class Checkpoints:
     """The checkpoints of one run, in one directory; the newest `keep` are kept.
 
-    Opening, listing and restoring write nothing, so a run can be looked at while it trains. The
+    Opening, listing and restoring write nothing, so a run can be inspected while it trains. The
     first `save`, or `lock`, makes this object the directory's only writer until `close`; where
     another process writes, that raises `CheckpointError` naming it. Saving goes on in the
     background while training continues; `close` waits for it. Use as a context manager.
@@ -58,11 +58,11 @@ class Checkpoints:
         self.close()
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint on disk, oldest first."""
+        """Return the steps that have a checkpoint on disk, ascending."""
         return sorted(int(name) for name in self._names() if _is_step(name))
 
     def damaged(self) -> list[str]:
-        """The names of the checkpoints that were set aside."""
+        """Return the names of the checkpoints that were set aside."""
         return [name for name in self._names() if _is_step(name.partition(".damaged")[0])
                 and ".damaged" in name]  # fmt: skip
 
@@ -75,9 +75,9 @@ class Checkpoints:
     # --- Writing ------------------------------------------------------------------------------
 
     def lock(self) -> None:
-        """Become the directory's only writer, and remove saves that a dead one left unfinished.
+        """Become the directory's only writer, and remove saves that a dead writer left unfinished.
 
-        From here on `restore` renames damaged checkpoints. Raises `CheckpointError` where another
+        From then on `restore` renames damaged checkpoints. Raises `CheckpointError` where another
         process writes, or the directory cannot be written.
         """
         if self._manager is not None:
@@ -99,15 +99,16 @@ class Checkpoints:
                 self._lock.release()
 
     def save(self, state: TrainState, meta: Meta) -> None:
-        """Save a state and its JSON description; returns before the bytes are on disk.
+        """Save a state and its JSON description; return before the bytes are on disk.
 
-        A state that is there already is not written again. Raises `CheckpointError` if this or the
-        save before it failed, or if the state is older than the newest saved, or another of the
-        same step.
+        A state that is already saved is not written again. Raises `CheckpointError` if this save or
+        the previous one failed, or if the state is older than the newest saved, or differs from the
+        one saved at the same step.
         """
         self.lock()
         self.wait()
         assert self._manager is not None
+        # Fingerprints are computed on the devices, before any byte passes through Orbax.
         plain, keys = _plain(state)
         prints = fingerprints(plain)
         step, newest = state.steps_taken, max(self.steps(), default=-1)
@@ -135,7 +136,7 @@ class Checkpoints:
             return None
 
     def move_all(self, target: Path) -> None:
-        """Move all checkpoints, damaged ones too, to a new directory. Raises `OSError`."""
+        """Move all checkpoints, including damaged ones, to a new directory. Raises `OSError`."""
         self.lock()
         self.wait()
         assert self._manager is not None
@@ -145,7 +146,7 @@ class Checkpoints:
         self._manager.reload()
 
     def wait(self) -> None:
-        """Wait until what was saved is on disk. Raises `CheckpointError` if it failed."""
+        """Wait until all saves are on disk. Raises `CheckpointError` if one failed."""
         if self._manager is None:
             return
         try:
@@ -155,11 +156,11 @@ class Checkpoints:
 
     def _not_written(self, error: Exception) -> errors.CheckpointError:
         assert self._manager is not None
-        self._manager.reload()  # Orbax takes a failed save for one that is there
+        self._manager.reload()  # Orbax counts a failed save as an existing one
         return errors.checkpoint_not_written(str(self.directory), str(error))
 
     def close(self) -> None:
-        """Wait, and let go of the directory."""
+        """Wait for saves, and release the directory."""
         try:
             self.wait()
         finally:
@@ -173,17 +174,18 @@ class Checkpoints:
     def restore(
         self, like: TrainState | Callable[[Meta], TrainState]
     ) -> tuple[TrainState, Meta] | None:
-        """The newest state that is whole, and its JSON; None if there is none.
+        """Return the newest undamaged state and its JSON description; None if there is none.
 
         **Arguments:**
 
-        - `like`: `Program.state_shapes`: shapes, dtypes and where each leaf shall lie. The plan
-          that saved the state does not matter. Or a function that makes them of the JSON.
+        - `like`: `Program.canonical_shapes`: shapes, dtypes and shardings of each leaf. The plan
+          that saved the state does not matter. Or a function that returns them from the
+          description.
 
-        Damaged checkpoints are passed over with a `DamagedCheckpointWarning`, and renamed
+        Damaged checkpoints are skipped with a `DamagedCheckpointWarning`, and renamed
         `<step>.damaged` by the writer (see `lock`). Raises `CheckpointError` where only damaged
         ones are left, now or from before, and where the state is of another task, optimizer or
-        version of plurax. Any other error, such as memory that does not suffice, is passed on.
+        version of plurax. Any other error, such as insufficient memory, propagates unchanged.
         """
         self.wait()
         reasons: list[str] = []
@@ -194,7 +196,8 @@ class Checkpoints:
             try:
                 return self._restore(step, like)
             except Exception as error:
-                # A writer may have removed it while it was read here, and has then saved others.
+                # A writer may have deleted this step while it was read, having saved newer ones:
+                # look again.
                 now = self.steps()
                 if step not in now or now[-1] > newest:
                     steps, newest, reasons = now, max(now, default=-1), []
@@ -231,7 +234,7 @@ class Checkpoints:
         return (self.directory / str(step)).is_dir()
 
     def _report(self, step: int, damage: str) -> str:
-        """Set aside what is damaged, or remember it; warn; the reason in words."""
+        """Set a damaged checkpoint aside, or remember it; warn; return the reason."""
         reason = f"step {step}: {damage}"
         if self._manager is None:
             self._damaged.add(step)
@@ -259,9 +262,9 @@ def _is_step(name: str) -> bool:
 
 
 def _plain(state: TrainState) -> tuple[dict[str, PyTree], str]:
-    """The state as a dict of ordinary arrays, random keys as their data; which were keys, in words.
+    """Return the state as a dict of ordinary arrays, random keys as their data, and a list of keys.
 
-    `state` may be of `jax.ShapeDtypeStruct`s.
+    Leaves of `state` may be `jax.ShapeDtypeStruct`s; the list of keys is text.
     """
 
     def plain(leaf: Any) -> Any:
@@ -278,7 +281,7 @@ def _plain(state: TrainState) -> tuple[dict[str, PyTree], str]:
 
 
 def _keyed(plain: dict[str, PyTree], impls: dict[str, str]) -> TrainState:
-    """The inverse of `_plain`."""
+    """Return the state that `_plain` converted."""
 
     def keyed(path: Any, leaf: Any) -> Any:
         impl = impls.get(tree.path_name(path))
