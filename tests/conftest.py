@@ -1,6 +1,8 @@
 """Every test sees eight virtual CPU devices; warnings are errors (pyproject.toml)."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,13 @@ from typing import Any
 # Virtual devices wait for each other: on a busy machine longer than XLA's forty seconds.
 os.environ["XLA_FLAGS"] = " ".join(
     [
-        os.environ.get("XLA_FLAGS", ""),
+        os.environ.get("XLA_FLAGS", "").replace(
+            "--xla_cpu_enable_concurrency_optimized_scheduler=false", ""
+        ),
         "--xla_backend_optimization_level=0",
         # Several devices' programs come from the cache right only like this (plurax.mesh).
-        "--xla_cpu_enable_concurrency_optimized_scheduler=false",
+        "--xla_cpu_enable_concurrency_optimized_scheduler="
+        + ("true" if os.environ.get("PLURAX_TEST_UNCACHED") else "false"),
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=600",
         "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
         "--xla_cpu_collective_timeout_seconds=1200",
@@ -29,6 +34,12 @@ os.environ.setdefault(
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["PLURAX_TEST_CACHE"]
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+# Under PLURAX_TEST_UNCACHED a program is what a user's is: scheduled as XLA does by default, which
+# changes what it holds at a time, and so never taken from a cache.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = (
+    "false" if os.environ.get("PLURAX_TEST_UNCACHED") else "true"
+)
 
 import jax
 import pytest
@@ -60,6 +71,22 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 settings.register_profile("default", deadline=None, derandomize=True, database=None)
 settings.register_profile("all", deadline=None, print_blob=True, max_examples=500)
 settings.load_profile(os.environ.get("PLURAX_TEST_PROFILE", "default"))
+
+
+@pytest.fixture
+def uncached(request: pytest.FixtureRequest) -> bool:
+    """Whether this process compiles as a user's does; else the test has run in one that does."""
+    if os.environ.get("PLURAX_TEST_UNCACHED"):
+        return True
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:xdist", request.node.nodeid],
+        cwd=request.config.rootpath,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PLURAX_TEST_UNCACHED": "1"},
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    return False
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def permuted_index(index: Word, size: Word | int, key: Word) -> Word:
     table. Values are uint32; `size` may be up to 2³¹. The top of this file has an example.
 
     >>> import jax.numpy as jnp
-    >>> sorted(permute(jnp.arange(7, dtype=jnp.uint32), 7, jnp.uint32(5)).tolist())
+    >>> sorted(permuted_index(jnp.arange(7, dtype=jnp.uint32), 7, jnp.uint32(5)).tolist())
     [0, 1, 2, 3, 4, 5, 6]
     """
     size = jnp.asarray(size).astype(jnp.uint32)

@@ -14,8 +14,8 @@ from tests import models
 from tests.pictures import panels
 
 import plurax as px
-from plurax import halving as halving_
 from plurax.report.parallel import draw_parallel
+from plurax.sweeps import halving as halving_
 from plurax.sweeps.sweep import Sweep, _value
 from plurax.train.epoch_metrics import NonFiniteWarning
 

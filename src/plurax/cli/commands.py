@@ -432,7 +432,3 @@ def _of_numpy(array: np.ndarray) -> np.ndarray:
     if array.dtype.kind != "V":
         return array
     return array.astype(np.float32 if jnp.issubdtype(array.dtype, jnp.inexact) else np.int32)
-
-
-if __name__ == "__main__":
-    main()

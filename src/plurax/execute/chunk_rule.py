@@ -91,8 +91,8 @@ def choose_chunk(plan: Plan, members: int, work: MemberWork, platform: str) -> P
     **Arguments:** `members`, on one device; `platform`, of the device: `"cpu"`, `"gpu"`, `"tpu"`.
 
     >>> from plurax.plan import Plan
-    >>> spirals = Work(bytes=30_000, columns=20.0, plain=True)
-    >>> plan = choose(Plan(), 100, spirals, "cpu")
+    >>> spirals = MemberWork(bytes=30_000, columns=20.0, plain=True)
+    >>> plan = choose_chunk(Plan(), 100, spirals, "cpu")
     >>> plan.chunk, plan.batch_dim
     (25, 'minor')
     """

@@ -62,14 +62,11 @@ class Program:
     ) -> None:
         if plan.member > 1:
             raise errors.plan_has_members(plan.member)
-        self.task = task
-        self.plan = plan
-        self.mesh = mesh
+        self.task, self.plan, self.mesh = task, plan, mesh
         self.batch_size = leading_dim(batch)
         self._optimizer = optimizer
         rows = plan.padded_size(self.batch_size)
-        # An `exact` program may add no padding rows; if `data` does not divide its rows, every
-        # device takes all of them.
+        # An `exact` program adds no padding: rows that do not divide go to every device.
         self._rows_split = rows == self.batch_size or not exact
         self._placement = (
             Placement(batch, rows, split_rows(mesh))
@@ -83,14 +80,11 @@ class Program:
         fresh = functools.partial(new_state, task, optimizer)
         whole = jax.eval_shape(fresh, jax.eval_shape(lambda: jax.random.key(0)))
         self._fills = exact or not task.coupled or self._reads_mask(whole)
-        # A pipeline needs microbatches of one size, so it can neither skip padding nor replicate
-        # rows.
+        # A pipeline needs microbatches of one size: it can neither skip padding nor replicate rows.
         odd = plan.pipeline > 1 and not self._rows_split
         if odd or (not self._fills and rows != self.batch_size):
             raise errors.mask_not_read(self.batch_size, plan.data * plan.microbatches)
-        # Two backends. A plan that shards tensors or has stages partitions the traced step equation
-        # by equation; a plan that splits only the batch runs the task's functions unchanged, which
-        # leaves XLA free to fuse them.
+        # A plan that splits only the batch runs the task's functions unchanged: XLA may fuse them.
         if needs_partitioner(task, plan):
             rows = microbatch(self._placement.like, plan, coupled=task.coupled)
             kind = PipelinedBackend if plan.pipeline > 1 else ShardedBackend

@@ -34,8 +34,8 @@ KINDS = ("F", "B", "W")
 class Action(NamedTuple):
     """One action of a device: `kind` (`F`, `B` or `W`), `microbatch`, and `chunk` of the device.
 
-    >>> str(Work("B", 2, 1)), Work.parse("F3")
-    ('B2.1', Work(kind='F', microbatch=3, chunk=0))
+    >>> str(Action("B", 2, 1)), Action.parse("F3")
+    ('B2.1', Action(kind='F', microbatch=3, chunk=0))
     """
 
     kind: str

@@ -103,7 +103,7 @@ class LayerAssignment:
 
     Every device has `most` rows for each of its `chunks` stages; rows without a layer are padding.
 
-    >>> Dealing(depth=5, devices=2, chunks=2).layers
+    >>> LayerAssignment(depth=5, devices=2, chunks=2).layers
     [0, 1, 3, -1, 2, -1, 4, -1]
     """
 

@@ -78,10 +78,10 @@ def plan_reshard(
     cannot become partial in `target`; this raises an `AssertionError`.
 
     >>> axes = Axes({"a": 2, "b": 4})
-    >>> there = Sharding.of(None, "b")
-    >>> [m.kind for m in resharding(Sharding.of("b", None), there, (8, 8), 4, axes)]
+    >>> there = TensorSharding.of(None, "b")
+    >>> [m.kind for m in plan_reshard(TensorSharding.of("b", None), there, (8, 8), 4, axes)]
     ['all-to-all']
-    >>> [m.kind for m in resharding(Sharding.of("a", None), there, (8, 8), 4, axes)]
+    >>> [m.kind for m in plan_reshard(TensorSharding.of("a", None), there, (8, 8), 4, axes)]
     ['slice', 'all-gather']
     """
     return list(_path(source, target, tuple(shape), itemsize, axes, avoid))

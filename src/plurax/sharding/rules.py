@@ -211,7 +211,7 @@ def megatron(
 
     >>> megatron(column=["*/in"], row=["*/out"], sequence=["residual"])
     {'*/in': (Ellipsis, None, 'tensor'), '*/out': (Ellipsis, 'tensor', None), \
->'residual': (Ellipsis, 'tensor', None)}
+'residual': (Ellipsis, 'tensor', None)}
     """
     groups = (
         (column, (..., None, "tensor")),

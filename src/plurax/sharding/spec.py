@@ -26,13 +26,13 @@ class TensorSharding:
 
     Raises `PlanError` if an axis is used twice.
 
-    >>> sharding = Sharding.of(None, "tensor")
+    >>> sharding = TensorSharding.of(None, "tensor")
     >>> sharding
-    Sharding(None, 'tensor')
+    TensorSharding(None, 'tensor')
     >>> sharding.shard_shape((6, 8), {"data": 2, "tensor": 4})
     (6, 2)
-    >>> Sharding.from_map((2, 4), (-1, 0), ("data", "tensor"))
-    Sharding(None, 'tensor')
+    >>> TensorSharding.from_map((2, 4), (-1, 0), ("data", "tensor"))
+    TensorSharding(None, 'tensor')
     """
 
     dims: Dims
@@ -101,7 +101,7 @@ class TensorSharding:
     def to_map(self, axes: AxisSizes) -> tuple[tuple[int, ...], tuple[int | tuple[int, ...], ...]]:
         """Return the device matrix and the tensor map; see `from_map`.
 
-        >>> Sharding.of("data", ("tensor",)).to_map({"data": 2, "tensor": 4})
+        >>> TensorSharding.of("data", ("tensor",)).to_map({"data": 2, "tensor": 4})
         ((2, 4), (1, 0))
         """
         names = list(axes)
@@ -131,7 +131,7 @@ class TensorSharding:
     def indivisible_dims(self, shape: Sequence[int], axes: AxisSizes) -> list[int]:
         """Return the dims whose size is not divisible by their number of shards.
 
-        >>> [Sharding.of("data").uneven((12,), {"data": n}) for n in (3, 5, 6, 7)]
+        >>> [TensorSharding.of("data").indivisible_dims((12,), {"data": n}) for n in (3, 5, 6, 7)]
         [[], [0], [], [0]]
         """
         return [dim for dim, size in enumerate(shape) if size % self.num_shards(dim, axes)]
@@ -164,7 +164,7 @@ class TensorSharding:
         parts = [repr(entry) for entry in entries]
         if self.partial:
             parts.append(f"partial={tuple(sorted(self.partial))}")
-        return f"Sharding({', '.join(parts)})"
+        return f"TensorSharding({', '.join(parts)})"
 
 
 def _names(entry: Any) -> tuple[str, ...]:
