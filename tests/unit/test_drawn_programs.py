@@ -1,4 +1,4 @@
-"""Programs drawn at random, with parameters and rows lying at random: the same numbers as whole.
+"""Programs drawn at random, with parameters and rows sharded at random: the same numbers as whole.
 
 What a device's rows meet may be split over `data`, over `tensor`, or whole, and none of the
 partitioner's own assertions may be reached.
@@ -181,7 +181,7 @@ def parameters():
     return {name: jnp.asarray(rng.normal(size=shape)) for name, shape in SHAPES.items()}
 
 
-def on_shards(fun, lies):
+def on_shards(fun, shardings):
     """`fun` of whole parameters and all rows, evaluated on four devices; its records."""
     axes, records = Axes(SIZES), []
     mesh = Mesh(
@@ -190,11 +190,11 @@ def on_shards(fun, lies):
     )  # fmt: skip
 
     def local(params, rows):
-        def split(array, lie):
+        def split(array, sharding):
             whole = TensorSharding.whole(array.ndim)
-            moves = plan_reshard(whole, lie, array.shape, 8, axes)
+            moves = plan_reshard(whole, sharding, array.shape, 8, axes)
             shard = apply_moves(array, array.shape, whole, moves, axes)
-            return ShardedValue(shard, array.shape, lie, is_param=True)
+            return ShardedValue(shard, array.shape, sharding, is_param=True)
 
         def own(array):
             return ShardedValue(
@@ -202,15 +202,17 @@ def on_shards(fun, lies):
             )
 
         divider = Partitioner(axes, mesh=mesh)
-        args = (jax.tree.map(split, params, lies), jax.tree.map(own, rows))
+        args = (jax.tree.map(split, params, shardings), jax.tree.map(own, rows))
         sums = partition(fun, divider, args)
         records[:] = divider.records
 
         def whole(value):
             terms = value.sharding.partial | ({"data"} if value.data_varying else set())
-            lie = TensorSharding(value.sharding.dims, frozenset(terms))
-            moves = plan_reshard(lie, TensorSharding.whole(len(value.shape)), value.shape, 8, axes)
-            return apply_moves(value.array, value.shape, lie, moves, axes)
+            sharding = TensorSharding(value.sharding.dims, frozenset(terms))
+            moves = plan_reshard(
+                sharding, TensorSharding.whole(len(value.shape)), value.shape, 8, axes
+            )
+            return apply_moves(value.array, value.shape, sharding, moves, axes)
 
         return jax.tree.map(whole, sums, is_leaf=is_sharded_value)
 
@@ -220,8 +222,8 @@ def on_shards(fun, lies):
 
 
 @st.composite
-def lying(draw):
-    lies = {}
+def shardings_of_inputs(draw):
+    shardings = {}
     for name, shape in SHAPES.items():
         dims = [[] for _ in shape]
         for axis in SIZES:
@@ -229,8 +231,8 @@ def lying(draw):
             # Over several axes a dim is split only if it divides.
             if place is not None and (not dims[place] or shape[place] % 4 == 0):
                 dims[place].append(axis)
-        lies[name] = TensorSharding(tuple(map(tuple, dims)))
-    return lies
+        shardings[name] = TensorSharding(tuple(map(tuple, dims)))
+    return shardings
 
 
 programs = st.tuples(
@@ -240,9 +242,9 @@ programs = st.tuples(
 )
 
 
-def assert_same(names, lies):
+def assert_same(names, shardings):
     fun = program(*names)
-    run, records = on_shards(fun, lies)
+    run, records = on_shards(fun, shardings)
     got, expected = jax.jit(run)(parameters(), ROWS), jax.jit(fun)(parameters(), ROWS)
     assert models.max_rel_error(got, expected) < 1e-10
     assert not [one.without_rule for one in records if one.without_rule]
@@ -253,24 +255,24 @@ fixture_too = functools.partial(
 )
 
 
-@given(programs, lying())
+@given(programs, shardings_of_inputs())
 @fixture_too(max_examples=15)
-def test_any_program_can_lie_in_any_way(x64, names, lies):
-    run, _ = on_shards(program(*names), lies)
+def test_any_program_can_be_sharded_in_any_way(x64, names, shardings):
+    run, _ = on_shards(program(*names), shardings)
     jax.eval_shape(run, parameters(), ROWS)
 
 
-@given(programs, lying())
+@given(programs, shardings_of_inputs())
 @fixture_too(max_examples=3)
-def test_any_program_on_shards_computes_the_same(x64, names, lies):
-    assert_same(names, lies)
+def test_any_program_on_shards_computes_the_same(x64, names, shardings):
+    assert_same(names, shardings)
 
 
 @pytest.mark.slow
-@given(programs, lying())
+@given(programs, shardings_of_inputs())
 @fixture_too(max_examples=300)
-def test_many_programs_on_shards_compute_the_same(x64, names, lies):
-    assert_same(names, lies)
+def test_many_programs_on_shards_compute_the_same(x64, names, shardings):
+    assert_same(names, shardings)
 
 
 ZERO3 = {

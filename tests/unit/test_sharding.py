@@ -187,8 +187,8 @@ def test_parts_of_an_axis_move_in_groups():
 # --- Dividing -----------------------------------------------------------------------------------
 
 
-def shared(fun, args, lies=None, count=4, parts=None, named=None):
-    """The results of a divided function, made whole; its collectives; how its results lie."""
+def shared(fun, args, shardings=None, count=4, parts=None, named=None):
+    """The results of a partitioned function, gathered; its collectives; its results' shardings."""
     axes = Axes({"tensor": count}, parts)
     records, ends = [], []
 
@@ -198,12 +198,14 @@ def shared(fun, args, lies=None, count=4, parts=None, named=None):
             ShardedValue(
                 apply_moves(
                     array, array.shape, TensorSharding.whole(array.ndim),
-                    plan_reshard(TensorSharding.whole(array.ndim), lie, array.shape, 8, axes), axes,
+                    plan_reshard(TensorSharding.whole(array.ndim), sharding, array.shape, 8, axes),
+                    axes,
                 ),
-                array.shape, lie,
+                array.shape, sharding,
             )
-            for array, lie in zip(arrays, lies or map(TensorSharding.whole, map(jnp.ndim, arrays)),
-                                  strict=True)
+            for array, sharding in zip(
+                arrays, shardings or map(TensorSharding.whole, map(jnp.ndim, arrays)), strict=True
+            )
         ]  # fmt: skip
         out = partition(fun, divider, tuple(values))
         out = jax.tree.map(
@@ -492,8 +494,8 @@ def convolved(strides, groups):
 
 KERNEL = RNG.normal(size=(3, 3, 8, 12))
 OPERATIONS |= {
-    f"convolution {name}": (convolved(strides, groups), (IMAGE, kernel), lies)
-    for name, strides, groups, kernel, lies in (
+    f"convolution {name}": (convolved(strides, groups), (IMAGE, kernel), shardings)
+    for name, strides, groups, kernel, shardings in (
         ("out", (1, 1), 1, KERNEL, (TensorSharding.whole(4), S(None, None, None, "tensor"))),
         ("in", (2, 2), 1, KERNEL, (S(None, None, None, "tensor"), S(None, None, "tensor", None))),
         ("batch", (1, 1), 1, KERNEL, (S("tensor", None, None, None), TensorSharding.whole(4))),
@@ -506,11 +508,11 @@ OPERATIONS |= {
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_on_shards(x64, name):
-    fun, args, lies = OPERATIONS[name]
+    fun, args, shardings = OPERATIONS[name]
     count, args = 2, tuple(map(jnp.asarray, args))
     with jax.sharding.use_abstract_mesh(mesh_of({"tensor": count}).abstract_mesh):
         expected = jax.tree.map(np.asarray, fun(*args)) if name != "pinned" else args[0] * 2
-    got, _, _ = shared(fun, args, lies, count=count)
+    got, _, _ = shared(fun, args, shardings, count=count)
     assert_same(got, expected)
 
 
@@ -533,14 +535,16 @@ FILLED = {
 }
 
 
-@pytest.mark.parametrize("lie", [S("tensor", None), S(None, "tensor")], ids=["rows", "columns"])
+@pytest.mark.parametrize(
+    "sharding", [S("tensor", None), S(None, "tensor")], ids=["rows", "columns"]
+)
 @pytest.mark.parametrize("name", FILLED)
-def test_filled_up_shards_count_for_nothing(x64, name, lie):
+def test_filled_up_shards_count_for_nothing(x64, name, sharding):
     """Of 8 rows or 12 columns on 5 devices; only numbers cross them."""
     args = (jnp.asarray(TABLE), jnp.asarray(TABLE[::-1]))
-    got, records, _ = shared(FILLED[name], args, (lie, lie), count=5)
+    got, records, _ = shared(FILLED[name], args, (sharding, sharding), count=5)
     assert_same(got, FILLED[name](*args))
-    sliced = name == "inner product of rows" and lie == S(None, "tensor")
+    sliced = name == "inner product of rows" and sharding == S(None, "tensor")
     assert sliced or {record.kind for record in records} <= {"all-reduce"}
 
 
@@ -569,7 +573,7 @@ DIFFERENTIABLE = [
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_the_gradient_of_an_operation_on_shards(x64, name):
-    fun, args, lies = OPERATIONS[name]
+    fun, args, shardings = OPERATIONS[name]
     places = tuple(range(len(args)))
 
     def total(*args):
@@ -577,7 +581,7 @@ def test_the_gradient_of_an_operation_on_shards(x64, name):
         return sum(jnp.sum(jnp.sin(leaf)) for leaf in leaves)
 
     grad = jax.grad(total, argnums=places)
-    got, _, _ = shared(grad, args, lies, count=2)
+    got, _, _ = shared(grad, args, shardings, count=2)
     assert_same(got, grad(*args))
 
 
@@ -703,7 +707,7 @@ def test_rules_find_the_first_pattern_and_note_what_does_not_divide():
 
 
 @pytest.mark.parametrize(
-    ("shape", "lies", "plan", "stacked", "expected"),
+    ("shape", "sharding", "plan", "stacked", "expected"),
     [
         ((6, 8), S(None, None), px.Plan(data=4, zero=1), False, S(None, "data")),
         ((8, 8), S(None, "tensor"), px.Plan(data=4, tensor=2, zero=3), False, S("data", "tensor")),
@@ -716,8 +720,8 @@ def test_rules_find_the_first_pattern_and_note_what_does_not_divide():
         ((0, 8), S(None, None), px.Plan(data=4, zero=1), False, S(None, None)),
     ],
 )
-def test_what_zero_splits(shape, lies, plan, stacked, expected):
-    assert zero_sharding(shape, lies, plan, stacked=stacked) == expected
+def test_what_zero_splits(shape, sharding, plan, stacked, expected):
+    assert zero_sharding(shape, sharding, plan, stacked=stacked) == expected
 
 
 @pytest.mark.parametrize(

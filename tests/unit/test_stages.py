@@ -1,5 +1,7 @@
 """What cannot be cut into stages says so, and what would work."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,6 +94,29 @@ def test_marks_in_branches_and_on_trees(x64):
     for pipeline in (2, 3, 4):
         assert models.max_rel_error(run(px.Plan(pipeline=pipeline)), run(px.Plan())) < 1e-10
     refused(branched_task(), px.Plan(pipeline=5), "pipeline=4 works")
+
+
+def test_predictions_in_stages_keep_their_dtypes():
+    """Outputs of the last stage reach the other devices as they are: truths, bytes, bfloat16."""
+    marked = models.marked_task()
+
+    def predict(params, inputs):
+        logits = marked.predict(params, inputs)
+        return {
+            "right": logits > 0, "label": jnp.argmax(logits, 1).astype(jnp.int8),
+            "half": logits.astype(jnp.bfloat16),
+        }  # fmt: skip
+
+    task, batch = dataclasses.replace(marked, predict=predict), models.data(6)
+
+    def run(plan):
+        program = px.compile(task, models.optimizer(), plan, batch)
+        return jax.device_get(program.predict(program.init(0), batch))
+
+    found, expected = run(px.Plan(pipeline=2, microbatches=2)), run(px.Plan())
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype
+        np.testing.assert_array_equal(found[name], array)
 
 
 def test_marks_elsewhere_in_what_is_evaluated_and_predicted(x64):

@@ -85,7 +85,7 @@ class Loop:
                     return
                 self.carry.make_whole()
                 whole = True
-        raise AssertionError("no way for the loop to lie")
+        raise AssertionError("no sharding of the carry fits the loop")
 
     def start(self) -> list[Array]:
         """Return the shards of the carry for the first iteration."""
@@ -168,7 +168,7 @@ class While:
                 )
             elif self.carry.learn(self.found):
                 return
-        raise AssertionError("no way for the loop to lie")
+        raise AssertionError("no sharding of the carry fits the loop")
 
     def run(self) -> list[ValueVersions]:
         """Run the loop and return the final carry."""

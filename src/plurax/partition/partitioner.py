@@ -504,10 +504,12 @@ class Partitioner:
         outputs = eval_manual_body(body, consts, arrays)
         results = []
         for var, array, spec in zip(eqn.outvars, outputs, params["out_specs"], strict=True):
-            lies = self._known(spec, len(var.aval.shape))
-            if data_varying and "data" in lies.axes:
+            sharding = self._known(spec, len(var.aval.shape))
+            if data_varying and "data" in sharding.axes:
                 raise errors.by_hand_over_data(spec)
-            results.append(ValueVersions(ShardedValue(array, var.aval.shape, lies, data_varying)))
+            results.append(
+                ValueVersions(ShardedValue(array, var.aval.shape, sharding, data_varying))
+            )
         return results
 
     def _known(self, spec: Any, rank: int) -> TensorSharding:

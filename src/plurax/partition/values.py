@@ -56,8 +56,8 @@ class ShardedValue:
 def shard_of_rows(array: Array, devices: int) -> ShardedValue:
     """Return one device's rows `(B / devices, ...)` as a shard of the batch `(B, ...)`."""
     axes = ("data",) if devices > 1 else ()
-    lies = TensorSharding.whole(array.ndim).with_dim(0, axes)
-    return ShardedValue(array, (array.shape[0] * devices, *array.shape[1:]), lies)
+    sharding = TensorSharding.whole(array.ndim).with_dim(0, axes)
+    return ShardedValue(array, (array.shape[0] * devices, *array.shape[1:]), sharding)
 
 
 @dataclasses.dataclass(frozen=True)

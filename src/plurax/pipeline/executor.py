@@ -322,7 +322,7 @@ class ScheduleExecutor:
             inputs,
             self._edge_kept(carry, at, stage),
             self._edge_cotangent(carry, stage),
-            self.pieces.edge_lies(stage),
+            self.pieces.edge_shardings(stage),
             self.pieces.edge_goals(stage),
         )
         return self._handed_back(self._edge_added(carry, stage, grads), stage, dx)
@@ -334,7 +334,7 @@ class ScheduleExecutor:
             inputs,
             self._edge_kept(carry, at, stage),
             self._edge_cotangent(carry, stage),
-            self.pieces.edge_lies(stage),
+            self.pieces.edge_shardings(stage),
         )
         carry = dict(carry)
         packing = self.pieces.left_packings[stage]
@@ -385,8 +385,8 @@ class ScheduleExecutor:
     def _layer_forward(self, carry: Carry, at: Carry, k: Array) -> Carry:
         assert self.pieces.layer is not None
         inputs = self._layer_inputs(carry, at, k, self._x(carry, 0))
-        lies = [form.sharding for form in self.pieces.handed[0]]
-        y, _, kept = self.pieces.layer.forward(inputs, lies, keep=self.pieces.backward)
+        shardings = [form.sharding for form in self.pieces.handed[0]]
+        y, _, kept = self.pieces.layer.forward(inputs, shardings, keep=self.pieces.backward)
         carry = {**carry, "x": self.pieces.between[0].write(carry["x"], arrays_of(y))}
         if self.pieces.backward:
             packing, slot = self.pieces.layer_packings[0], at["kept"] * self.dealing.most + k

@@ -192,12 +192,12 @@ class StageVjp:
         inputs: Inputs,
         kept: Values,
         cotangent: Values,
-        lies: Sequence[TensorSharding],
+        shardings: Sequence[TensorSharding],
         goals: Sequence[TensorSharding | None],
     ) -> tuple[Values, Values]:
         """Evaluate the whole backward pass; return the gradients of params and of x.
 
-        `lies` are the shardings of the gradients of x; `goals` those of the params, None for the
+        `shardings` are those of the gradients of x; `goals` those of the params, None for the
         sharding in which a gradient is computed, possibly a partial sum. `inputs.x` is not read.
         """
         known = self._back_known(inputs, kept, cotangent)
@@ -205,17 +205,17 @@ class StageVjp:
         wanted = [*goals, *[None] * len(self._inputs)]
         cells = self.divider.evaluate_part(self._backward.eqns, known, results, wanted)
         count = len(self._weights)
-        return self.divider.finish(cells[:count], goals), self._handed(cells[count:], lies)
+        return self.divider.finish(cells[:count], goals), self._handed(cells[count:], shardings)
 
     def input_gradient(
-        self, inputs: Inputs, kept: Values, cotangent: Values, lies: Sequence[TensorSharding]
+        self, inputs: Inputs, kept: Values, cotangent: Values, shardings: Sequence[TensorSharding]
     ) -> tuple[Values, Values]:
         """Evaluate B of a split backward; return the gradients of x and the weight residuals."""
         known = self._back_known(inputs, kept, cotangent)
         results = [*self._inputs, *self._left]
         cells = self.divider.evaluate_part(self._first, known, results)
         count = len(self._inputs)
-        return self._handed(cells[:count], lies), [cell.value for cell in cells[count:]]
+        return self._handed(cells[:count], shardings), [cell.value for cell in cells[count:]]
 
     def weight_gradient(
         self, inputs: Inputs, kept: Values, left: Values, goals: Sequence[TensorSharding | None]
@@ -268,6 +268,8 @@ class StageVjp:
         )
         return known
 
-    def _handed(self, cells: Sequence[ValueVersions], lies: Sequence[TensorSharding]) -> Values:
+    def _handed(
+        self, cells: Sequence[ValueVersions], shardings: Sequence[TensorSharding]
+    ) -> Values:
         """Reshard the gradients of x to the shardings in which they are sent back."""
-        return [self.divider.reshard(cell, one) for cell, one in zip(cells, lies, strict=True)]
+        return [self.divider.reshard(cell, one) for cell, one in zip(cells, shardings, strict=True)]

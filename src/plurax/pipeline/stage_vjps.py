@@ -151,9 +151,9 @@ class StageVjps:
         # A layer's output is the next layer's input, so both need one sharding: take that of the
         # output, and find the residuals for an input in that sharding.
         y, _, _ = piece.forward(inputs, (), keep=False)
-        lies = [value.sharding for value in y]
-        x = [piece.divider.move(a, lie) for a, lie in zip(x, lies, strict=True)]
-        y, _, kept = piece.forward(inputs._replace(x=x), lies, keep=self.backward)
+        shardings = [value.sharding for value in y]
+        x = [piece.divider.move(a, sharding) for a, sharding in zip(x, shardings, strict=True)]
+        y, _, kept = piece.forward(inputs._replace(x=x), shardings, keep=self.backward)
         self.layer_kept = [ValueSpec.of(value) for value in kept]
         return y
 
@@ -165,16 +165,16 @@ class StageVjps:
 
         def back(
             piece: StageVjp, inputs: Inputs, kept: list[ValueSpec], cotangent: Values,
-            lies: list[TensorSharding], goals: Sequence[TensorSharding | None],
+            shardings: list[TensorSharding], goals: Sequence[TensorSharding | None],
             leaves: Sequence[int],
         ) -> list[ValueSpec]:  # fmt: skip
             there = made(kept)
             left: Values = []
             if self.schedule.split:
-                _, left = piece.input_gradient(inputs, there, cotangent, lies)
+                _, left = piece.input_gradient(inputs, there, cotangent, shardings)
                 grads = piece.weight_gradient(inputs, there, left, goals)
             else:
-                grads, _ = piece.backward(inputs, there, cotangent, lies, goals)
+                grads, _ = piece.backward(inputs, there, cotangent, shardings, goals)
             self.grads.update(zip(leaves, map(ValueSpec.of, grads), strict=True))
             return [ValueSpec.of(value) for value in left]
 
@@ -184,17 +184,17 @@ class StageVjps:
             cotangent = self.loss_cotangent(piece) if last else made(self.handed[stage])
             goals = self.edge_goals(stage)
             self.left[stage] = back(
-                piece, inputs, self.kept[stage], cotangent, self.edge_lies(stage), goals,
+                piece, inputs, self.kept[stage], cotangent, self.edge_shardings(stage), goals,
                 edge.leaves,
             )  # fmt: skip
         layers = self.network.layers
         if layers is not None and self.layer is not None:
             number = whole_value(jnp.int32(0))
             inputs = Inputs(self.layer_values(jnp.int32(0)), [], [*rows, number])
-            lies = [form.sharding for form in self.handed[0]]
+            shardings = [form.sharding for form in self.handed[0]]
             goals = self.layer_goals
             self.layer_left = back(
-                self.layer, inputs, self.layer_kept, made(self.handed[0]), lies, goals,
+                self.layer, inputs, self.layer_kept, made(self.handed[0]), shardings, goals,
                 layers.leaves,
             )  # fmt: skip
 
@@ -242,8 +242,8 @@ class StageVjps:
             stacked = self.trained.values[leaf]
             assert stacked is not None
             array = lax.dynamic_index_in_dim(stacked.array, row, keepdims=False)
-            lies = TensorSharding(stacked.sharding.dims[1:])
-            values.append(ShardedValue(array, stacked.shape[1:], lies, is_param=True))
+            sharding = TensorSharding(stacked.sharding.dims[1:])
+            values.append(ShardedValue(array, stacked.shape[1:], sharding, is_param=True))
         return values
 
     @property
@@ -265,7 +265,7 @@ class StageVjps:
             for device in range(self.schedule.devices)
         ]
 
-    def edge_lies(self, stage: int) -> list[TensorSharding]:
+    def edge_shardings(self, stage: int) -> list[TensorSharding]:
         """Return the shardings in which a stage sends back the gradients of its input."""
         return [form.sharding for form in self.handed[stage - 1]] if stage > 0 else []
 

@@ -133,12 +133,12 @@ def filled_shape(
     return tuple(size * sharding.num_shards(dim, axes) for dim, size in enumerate(shard))
 
 
-def opt_state_shardings(state: PyTree, params: PyTree, lies: PyTree) -> PyTree:
+def opt_state_shardings(state: PyTree, params: PyTree, param_shardings: PyTree) -> PyTree:
     """Return the sharding of each leaf of an optimizer's state.
 
     It is that of the parameter to which the leaf belongs; other leaves are replicated.
     """
-    shardings = jax.tree.leaves(lies, is_leaf=is_sharding)
+    shardings = jax.tree.leaves(param_shardings, is_leaf=is_sharding)
     return jax.tree.map(
         lambda leaf, place: (
             shardings[place] if place >= 0 else TensorSharding.whole(len(leaf.shape))

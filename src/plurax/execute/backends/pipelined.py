@@ -212,12 +212,12 @@ class PipelinedBackend:
         which a microbatch's gradient is computed.
         """
         base, zero = self._base, self.plan.zero
-        tree = base.state.shards if zero >= 2 else base.state.lies.params
+        tree = base.state.shards if zero >= 2 else base.state.shardings.params
         goals: list[TensorSharding | None] = []
-        for lies, layer, many in zip(
+        for sharding, layer, many in zip(
             jax.tree.leaves(tree, is_leaf=is_sharding), self._layers, self._many, strict=True
         ):
-            one = base.stage_axes.expanded(TensorSharding(lies.dims[1:]) if layer else lies)
+            one = base.stage_axes.expanded(TensorSharding(sharding.dims[1:]) if layer else sharding)
             # Stages that share a parameter add to one sum, so they need one sharding.
             goals.append(one if zero >= 2 or many else None)
         return goals
@@ -225,11 +225,16 @@ class PipelinedBackend:
     def _trained(self, params: Staged) -> StageParams:
         """Return this device's parameters for the executor."""
         base, homes = self._base, self.state.params
-        lies = jax.tree.leaves(base.expanded(base.state.lies.params), is_leaf=is_sharding)
+        shardings = jax.tree.leaves(base.expanded(base.state.shardings.params), is_leaf=is_sharding)
         values: list[ShardedValue | None] = []
         forms = []
         for place, (array, leaf, one) in enumerate(
-            zip(homes.values(params), jax.tree.leaves(base.state.like.params), lies, strict=True)
+            zip(
+                homes.values(params),
+                jax.tree.leaves(base.state.like.params),
+                shardings,
+                strict=True,
+            )
         ):
             home, at = homes.place(place)
             # Every device traces all stages, so it needs the shapes of all parameters.
@@ -333,11 +338,11 @@ class PipelinedBackend:
         """Run the optimizer's update, each parameter on the device that has it."""
         base, state = self._base, self.state
         divider, stage = base.divider(), base.divider(stage=True)
-        like, lies = base.state.like, base.state.lies
+        like, shardings = base.state.like, base.state.shardings
         inputs = [
             *self._inputs(grads, state.shards, like.params, base.state.shards),
-            *self._inputs(opt_state, state.opt_state, like.opt_state, lies.opt_state),
-            *self._inputs(params, state.params, like.params, lies.params),
+            *self._inputs(opt_state, state.opt_state, like.opt_state, shardings.opt_state),
+            *self._inputs(params, state.params, like.params, shardings.params),
             ShardedValue(loss, (), TensorSharding(())),
         ]
         whole = whole_update(self.optimizer)
@@ -347,7 +352,9 @@ class PipelinedBackend:
             return jax.tree.leaves(whole(*jax.tree.unflatten(structure, leaves)))
 
         homes = [None if h == ON_ALL else h for h in (*state.params.homes, *state.opt_state.homes)]
-        goals = jax.tree.leaves(base.expanded((lies.params, lies.opt_state)), is_leaf=is_sharding)
+        goals = jax.tree.leaves(
+            base.expanded((shardings.params, shardings.opt_state)), is_leaf=is_sharding
+        )
         count = len(state.params.homes)
 
         def written(device: int, arrays: list[Array]) -> tuple[Any, Any]:
@@ -368,11 +375,11 @@ class PipelinedBackend:
         return Staged(rest(common[:count]), homed[0]), Staged(rest(common[count:]), homed[1])
 
     def _inputs(
-        self, staged: Staged, homes: StagePlacement, like: PyTree, lies: PyTree
+        self, staged: Staged, homes: StagePlacement, like: PyTree, shardings: PyTree
     ) -> list[ShardedValue | StageTensor]:
         """Return the leaves of a staged tree as inputs of a `StageUpdate`."""
         inputs: list[ShardedValue | StageTensor] = []
-        shardings = jax.tree.leaves(self._base.expanded(lies), is_leaf=is_sharding)
+        shardings = jax.tree.leaves(self._base.expanded(shardings), is_leaf=is_sharding)
         for place, (array, leaf, one) in enumerate(
             zip(homes.values(staged), jax.tree.leaves(like), shardings, strict=True)
         ):
@@ -436,7 +443,7 @@ class PipelinedBackend:
                 return self._base.predict()(whole, model_state, inputs)
             run = self._forward(network, params, rows, model_state, stacked=True)
             # Only the last stage has outputs; the other devices have zeros.
-            outputs = lax.psum(run()["aux"], "pipeline")
+            outputs = broadcast_from_stage(run()["aux"])
             return jax.tree.unflatten(
                 run.pieces.aux_structure, [a.reshape(-1, *a.shape[2:]) for a in outputs]
             )

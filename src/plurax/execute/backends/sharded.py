@@ -142,12 +142,12 @@ class ShardedBackend:
     def own(self, state: TrainState) -> TrainState:
         """Return this device's shards of a replicated state."""
 
-        def cut(array: Array, lies: TensorSharding) -> Array:
-            target = self.axes.expanded(lies)
+        def cut(array: Array, sharding: TensorSharding) -> Array:
+            target = self.axes.expanded(sharding)
             whole = ShardedValue(array, array.shape, TensorSharding.whole(array.ndim))
             return self.divider().move(whole, target).array
 
-        return jax.tree.map(cut, state, self.state.lies)
+        return jax.tree.map(cut, state, self.state.shardings)
 
     # --- What a device does -------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class ShardedBackend:
             def wanted(shapes: tuple[Totals, PyTree]) -> tuple[Totals, PyTree]:
                 none = jax.tree.map(lambda _: None, shapes)
                 totals: Totals = none[0]
-                goals = self.state.shards if self.plan.zero >= 2 else self.state.lies.params
+                goals = self.state.shards if self.plan.zero >= 2 else self.state.shardings.params
                 return totals._replace(grads=self.expanded(goals)), none[1]
 
             own = (self._split if split else _whole) if self.task.coupled else _varying
@@ -216,12 +216,12 @@ class ShardedBackend:
         targets = whole._replace(grads=self.expanded(self.state.shards))
         leaves, structure = jax.tree.flatten(totals)
         values = []
-        for array, (shape, lies, data_varying, _) in zip(
+        for array, (shape, sharding, data_varying, _) in zip(
             leaves, jax.tree.leaves(kind, is_leaf=_is_kind), strict=True
         ):
             # Every device has summed other rows: what depends on them is a partial sum over `data`.
-            terms = lies.partial | ({"data"} if data_varying and self._data > 1 else set())
-            values.append(ShardedValue(array, shape, TensorSharding(lies.dims, terms)))
+            terms = sharding.partial | ({"data"} if data_varying and self._data > 1 else set())
+            values.append(ShardedValue(array, shape, TensorSharding(sharding.dims, terms)))
         sums = reduced(values, jax.tree.leaves(targets, is_leaf=is_sharding), divider)
         self.records["reduction"] = divider.records
         self.warn()
@@ -255,13 +255,13 @@ class ShardedBackend:
     def _norm(self, grads: PyTree) -> Array:
         """Return the global norm of sharded gradients: one `psum` per set of mesh axes."""
         sums: dict[tuple[str, ...], Array] = {}
-        for array, lies in zip(
+        for array, sharding in zip(
             jax.tree.leaves(grads),
             jax.tree.leaves(self.expanded(self.state.shards), is_leaf=is_sharding),
             strict=True,
         ):
             # Squares of shards split over the same axes are added up before they are communicated.
-            axes = self.axes.mesh_axes(lies.axes)
+            axes = self.axes.mesh_axes(sharding.axes)
             sums[axes] = sums.get(axes, 0) + jnp.sum(jnp.square(jnp.abs(array)))
         divider = self.divider()
         for axes, part in sums.items():
@@ -277,11 +277,11 @@ class ShardedBackend:
         divider = self.divider()
         args = (
             self._values(grads, self.state.like.params, self.state.shards),
-            self._values(opt_state, self.state.like.opt_state, self.state.lies.opt_state),
+            self._values(opt_state, self.state.like.opt_state, self.state.shardings.opt_state),
             self._parameters(params),
             _whole(loss),
         )
-        goals = self.expanded((self.state.lies.params, self.state.lies.opt_state))
+        goals = self.expanded((self.state.shardings.params, self.state.shardings.opt_state))
         values = partition(whole_update(self.optimizer), divider, args, lambda _: goals)
         self.records["update"] = divider.records
         self.warn_of_gathers()
@@ -326,8 +326,8 @@ class ShardedBackend:
         return device_evaluation(run, self._data, reduced)
 
     def _summed(self, array: Array, kind: Any) -> Array:
-        _, lies, data_varying, _ = kind
-        axes = set(self.axes.mesh_axes(sorted(lies.partial)))
+        _, sharding, data_varying, _ = kind
+        axes = set(self.axes.mesh_axes(sorted(sharding.partial)))
         axes |= {"data"} if data_varying and self._data > 1 else set()
         return lax.psum(array, tuple(sorted(axes))) if axes else array
 
@@ -362,28 +362,30 @@ class ShardedBackend:
             bucket_bytes=self.plan.bucket_bytes, trips=trips,
         )  # fmt: skip
 
-    def expanded(self, lies: PyTree) -> PyTree:
+    def expanded(self, shardings: PyTree) -> PyTree:
         """Return shardings over mesh axes as shardings over the parts of these axes.
 
         An axis has parts where operators are split in several dims: `tensor=4` as 2 times 2.
         """
-        return jax.tree.map(self.axes.expanded, lies, is_leaf=is_sharding)
+        return jax.tree.map(self.axes.expanded, shardings, is_leaf=is_sharding)
 
     def _split(self, rows: PyTree) -> PyTree:
         """Return this device's rows as shards of the rows of all devices."""
         return jax.tree.map(lambda array: shard_of_rows(array, self._data), rows)
 
     def _parameters(self, params: PyTree) -> PyTree:
-        return self._values(params, self.state.like.params, self.state.lies.params, is_param=True)
+        return self._values(
+            params, self.state.like.params, self.state.shardings.params, is_param=True
+        )
 
     def _values(
-        self, arrays: PyTree, like: PyTree, lies: PyTree, *, is_param: bool = False
+        self, arrays: PyTree, like: PyTree, shardings: PyTree, *, is_param: bool = False
     ) -> PyTree:
         return jax.tree.map(
             lambda array, leaf, one: ShardedValue(array, leaf.shape, one, is_param=is_param),
             arrays,
             like,
-            self.expanded(lies),
+            self.expanded(shardings),
         )
 
 

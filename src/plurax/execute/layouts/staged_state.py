@@ -167,7 +167,7 @@ class StagedState:
         self.inner, self.dealing, self.mesh = inner, dealing, mesh
         self._layered = layered
         sizes = {axis: mesh.shape[axis] for axis in mesh.axis_names}
-        like, lies = inner.like, inner.lies
+        like, shardings = inner.like, inner.shardings
         devices = sizes["pipeline"]
         given = [ON_ALL if home is None else home for home in homes]
         # A leaf of the optimizer state is placed with its parameter, even if its shape differs: the
@@ -183,9 +183,9 @@ class StagedState:
         def of(tree: PyTree, lying: PyTree, at: Sequence[int]) -> StagePlacement:
             return StagePlacement(jax.tree.map(local, tree, lying), at, devices)
 
-        self.params = of(like.params, lies.params, given)
+        self.params = of(like.params, shardings.params, given)
         self.shards = of(like.params, inner.shards, given)
-        self.opt_state = of(like.opt_state, lies.opt_state, kept)
+        self.opt_state = of(like.opt_state, shardings.opt_state, kept)
 
     # --- The interface of a program -----------------------------------------------------------
 

@@ -75,21 +75,21 @@ class ParameterInfo:
         cls,
         path: str,
         leaf: Any,
-        lies: TensorSharding,
+        sharding: TensorSharding,
         kept: TensorSharding,
         axes: AxisSizes,
         note: str = "",
     ) -> "ParameterInfo":
-        """Return the row of a leaf with sharding `lies` and optimizer state sharded as `kept`."""
+        """Return the row of a leaf, its optimizer state sharded as `kept`."""
         size = leaf.dtype.itemsize
         return cls(
             path=path,
             shape=tuple(leaf.shape),
             dtype=str(leaf.dtype),
-            sharding=lies,
-            shard=lies.shard_shape(leaf.shape, axes),
+            sharding=sharding,
+            shard=sharding.shard_shape(leaf.shape, axes),
             optimizer=kept,
-            bytes=lies.shard_bytes(leaf.shape, size, axes),
+            bytes=sharding.shard_bytes(leaf.shape, size, axes),
             optimizer_bytes=kept.shard_bytes(leaf.shape, size, axes),
             note=note,
         )
@@ -97,8 +97,8 @@ class ParameterInfo:
     @classmethod
     def whole(cls, path: str, leaf: Any) -> "ParameterInfo":
         """Return the row of a replicated parameter."""
-        lies = TensorSharding.whole(len(leaf.shape))
-        return cls.of(path, leaf, lies, lies, {})
+        sharding = TensorSharding.whole(len(leaf.shape))
+        return cls.of(path, leaf, sharding, sharding, {})
 
 
 class StateShardings:
@@ -112,8 +112,8 @@ class StateShardings:
     - `stacked`: for each parameter whether layers are stacked along its leading dim (see `stacks`).
     - `layered`: for each parameter whether these layers are split over `pipeline`; empty for none.
 
-    **Attributes:** `like`; `lies`, a `TrainState` of `TensorSharding`s; `shards`, a tree like the
-    parameters with the shardings of the reduced gradients and of the optimizer state.
+    **Attributes:** `like`; `shardings`, a `TrainState` of `TensorSharding`s; `shards`, a tree like
+    the parameters with the shardings of the reduced gradients and of the optimizer state.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class StateShardings:
         given = parameter_shardings(rules, like.params)
         if any(layered):
             given = jax.tree.map(
-                lambda lies, yes: lies.with_dim(0, ("pipeline",)) if yes else lies,
+                lambda sharding, yes: sharding.with_dim(0, ("pipeline",)) if yes else sharding,
                 given,
                 jax.tree.unflatten(jax.tree.structure(like.params), layered),
                 is_leaf=is_sharding,
@@ -138,13 +138,15 @@ class StateShardings:
         self.shards = given
         if plan.zero:
             self.shards = jax.tree.map(
-                lambda leaf, lies, rows: zero_sharding(leaf.shape, lies, plan, stacked=rows),
+                lambda leaf, sharding, rows: zero_sharding(
+                    leaf.shape, sharding, plan, stacked=rows
+                ),
                 like.params,
                 given,
                 jax.tree.unflatten(jax.tree.structure(like.params), stacked),
             )
         whole = jax.tree.map(lambda leaf: TensorSharding.whole(len(leaf.shape)), like)
-        self.lies = dataclasses.replace(
+        self.shardings = dataclasses.replace(
             whole,
             params=self.shards if plan.zero == 3 else given,
             opt_state=opt_state_shardings(like.opt_state, like.params, self.shards),
@@ -152,25 +154,25 @@ class StateShardings:
         if any(layered):
             # Optimizer state with a leading dim of layers is split like the layers, even if its
             # other dims differ from the parameter's.
-            self.lies = dataclasses.replace(self.lies, opt_state=self._by_layer(layered))
+            self.shardings = dataclasses.replace(self.shardings, opt_state=self._by_layer(layered))
 
     def _by_layer(self, layered: Sequence[bool]) -> PyTree:
         """Return the optimizer state's shardings, leaves with layers split over `pipeline`."""
 
-        def lie(leaf: Any, lies: TensorSharding, number: int) -> TensorSharding:
-            yes = number >= 0 and layered[number] and not lies.dims[0]
-            return lies.with_dim(0, ("pipeline",)) if yes else lies
+        def split(leaf: Any, sharding: TensorSharding, number: int) -> TensorSharding:
+            yes = number >= 0 and layered[number] and not sharding.dims[0]
+            return sharding.with_dim(0, ("pipeline",)) if yes else sharding
 
         stacks = match_opt_state_to_params(self.like.opt_state, self.like.params, dims=1)
-        return jax.tree.map(lie, self.like.opt_state, self.lies.opt_state, stacks)
+        return jax.tree.map(split, self.like.opt_state, self.shardings.opt_state, stacks)
 
     @property
     def notes(self) -> dict[str, str]:
         """By path, why a tensor's sharding is another than its rule's, or how it is padded."""
         filled = {}
-        for path, leaf, lies in self._pairs(self.like.params, self.shards):
-            for dim in lies.indivisible_dims(leaf.shape, self._axes):
-                n = filled_shape(leaf.shape, lies, self._axes)[dim]
+        for path, leaf, sharding in self._pairs(self.like.params, self.shards):
+            for dim in sharding.indivisible_dims(leaf.shape, self._axes):
+                n = filled_shape(leaf.shape, sharding, self._axes)[dim]
                 filled[path] = f"dim {dim} is filled up from {leaf.shape[dim]} to {n}"
         return {**self._rules.notes, **filled}
 
@@ -178,40 +180,42 @@ class StateShardings:
         """Return a `ParameterInfo` for each parameter."""
         notes = self.notes
         kept = jax.tree.leaves(self.shards, is_leaf=is_sharding)
-        pairs = zip(self._pairs(self.like.params, self.lies.params), kept, strict=True)
+        pairs = zip(self._pairs(self.like.params, self.shardings.params), kept, strict=True)
         return [
-            ParameterInfo.of(path, leaf, lies, one, self._axes, notes.get(path, ""))
-            for (path, leaf, lies), one in pairs
+            ParameterInfo.of(path, leaf, sharding, one, self._axes, notes.get(path, ""))
+            for (path, leaf, sharding), one in pairs
         ]
 
     @staticmethod
-    def _pairs(like: PyTree, lies: PyTree) -> Iterator[tuple[str, Any, TensorSharding]]:
+    def _pairs(like: PyTree, shardings: PyTree) -> Iterator[tuple[str, Any, TensorSharding]]:
         leaves = tree.named_leaves(like)
         for (path, leaf), one in zip(
-            leaves.items(), jax.tree.leaves(lies, is_leaf=is_sharding), strict=True
+            leaves.items(), jax.tree.leaves(shardings, is_leaf=is_sharding), strict=True
         ):
             yield path, leaf, one
 
     @property
     def specs(self) -> TrainState:
         """The state's `PartitionSpec`s."""
-        return jax.tree.map(lambda lies: lies.spec, self.lies, is_leaf=is_sharding)
+        return jax.tree.map(lambda sharding: sharding.spec, self.shardings, is_leaf=is_sharding)
 
     @functools.cached_property
     def is_padded(self) -> bool:
         """Whether any tensor is padded because its shards do not divide it."""
-        leaves = self._pairs(self.like, self.lies)
-        return any(lies.indivisible_dims(leaf.shape, self._axes) for _, leaf, lies in leaves)
+        leaves = self._pairs(self.like, self.shardings)
+        return any(
+            sharding.indivisible_dims(leaf.shape, self._axes) for _, leaf, sharding in leaves
+        )
 
     def abstract_state(self, mesh: Mesh) -> TrainState:
         """Return the padded state as global `jax.ShapeDtypeStruct`s with shardings on `mesh`."""
 
-        def place(leaf: Any, lies: TensorSharding) -> jax.ShapeDtypeStruct:
-            shape = filled_shape(leaf.shape, lies, self._axes)
-            where = NamedSharding(mesh, lies.spec)
+        def place(leaf: Any, sharding: TensorSharding) -> jax.ShapeDtypeStruct:
+            shape = filled_shape(leaf.shape, sharding, self._axes)
+            where = NamedSharding(mesh, sharding.spec)
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where)
 
-        return jax.tree.map(place, self.like, self.lies)
+        return jax.tree.map(place, self.like, self.shardings)
 
     # `StagedState` packs leaves into buffers and so distinguishes the two.
     tree_like = abstract_state
@@ -219,14 +223,14 @@ class StateShardings:
     def pad(self, state: TrainState) -> TrainState:
         """Pad a state of whole tensors with zeros where shards do not divide a dim."""
 
-        def fill(leaf: Array, lies: TensorSharding) -> Array:
-            shape = filled_shape(leaf.shape, lies, self._axes)
+        def fill(leaf: Array, sharding: TensorSharding) -> Array:
+            shape = filled_shape(leaf.shape, sharding, self._axes)
             if shape == leaf.shape:
                 return leaf
             edges = [(0, new - old, 0) for new, old in zip(shape, leaf.shape, strict=True)]
             return lax.pad(leaf, jnp.zeros((), leaf.dtype), edges)
 
-        return jax.tree.map(fill, state, self.lies)
+        return jax.tree.map(fill, state, self.shardings)
 
     def unpad(self, state: TrainState) -> TrainState:
         """Cut the padding off a state."""

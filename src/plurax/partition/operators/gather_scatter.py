@@ -74,7 +74,7 @@ def _roles(
     )
 
 
-def _lies(
+def _dims_of_table(
     divider: Any, cell: ValueVersions, roles: Roles, sharding: TensorSharding
 ) -> tuple[Entry, ...]:
     """Return the sharding the table can have that is nearest to the given one.
@@ -152,14 +152,14 @@ def gather(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
         (numbers.operand_batching_dims, numbers.start_indices_batching_dims),
     )
     # The table stays in its sharding where the operation allows it; the indices follow.
-    lies = _lies(divider, table, roles, divider.reduced(table).sharding)
-    from_ = divider.reshard(table, TensorSharding(lies))
-    at = divider.reshard(indices, TensorSharding(tuple(_index_entries(indices, roles, lies))))
+    table_dims = _dims_of_table(divider, table, roles, divider.reduced(table).sharding)
+    from_ = divider.reshard(table, TensorSharding(table_dims))
+    at = divider.reshard(indices, TensorSharding(tuple(_index_entries(indices, roles, table_dims))))
     local = tuple(
         from_.array.shape[d] if d in roles.window else size for d, size in enumerate(sizes)
     )
     clipped = _clipped(at.array, roles, table.shape, eqn.params["mode"])
-    index, own, inside = _own_index(divider, clipped, roles, lies, table.shape)
+    index, own, inside = _own_index(divider, clipped, roles, table_dims, table.shape)
     params = {**eqn.params, "slice_sizes": local}
     # Indices into other shards are clipped, and what they read is masked below.
     if own is not None:
@@ -167,11 +167,11 @@ def gather(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
     array = eqn.primitive.bind(from_.array, index, **params)
     entries: list[Entry] = [()] * len(out.shape)
     for dim, place in roles.window.items():
-        entries[place] = lies[dim]
+        entries[place] = table_dims[dim]
     for dim, place in roles.rows_of.items():
         entries[place] = at.sharding.dims[dim]
     # A row is on one device along these axes, and zero on the others.
-    summed = frozenset(axis for dim in roles.indexed for axis in lies[dim])
+    summed = frozenset(axis for dim in roles.indexed for axis in table_dims[dim])
     if own is not None:
         assert inside is not None
         shape = [1] * array.ndim
@@ -219,22 +219,25 @@ def scatter(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]
     roles = _scattered(table, rows, numbers)
     have = divider.reduced(table).sharding
     uneven = have.indivisible_dims(table.shape, divider.axes.sizes)
-    lies = tuple(
+    table_dims = tuple(
         entry if (dim in roles.window or dim in roles.batch) and dim not in uneven else ()
         for dim, entry in enumerate(have.dims)
     )
     row_entries: list[Entry] = [()] * len(rows.shape)
     index_entries: list[Entry] = [()] * len(indices.shape)
     for dim, place in roles.window.items():
-        row_entries[place] = lies[dim]
+        row_entries[place] = table_dims[dim]
     for dim, place in roles.batch.items():
-        row_entries[roles.rows_of[place]] = index_entries[place] = lies[dim]
+        row_entries[roles.rows_of[place]] = index_entries[place] = table_dims[dim]
     targets = [
-        TensorSharding(lies),
+        TensorSharding(table_dims),
         TensorSharding(tuple(index_entries)),
         TensorSharding(tuple(row_entries)),
     ]
-    arrays = [divider.reshard(cell, lie).array for cell, lie in zip(inputs, targets, strict=True)]
+    arrays = [
+        divider.reshard(cell, sharding).array
+        for cell, sharding in zip(inputs, targets, strict=True)
+    ]
     return [result(eqn, inputs, bind(eqn, arrays)[0], targets[0])]
 
 
@@ -256,11 +259,11 @@ def _added(
     """Evaluate a scatter-add whose table has the sharding nearest to `wanted`."""
     table, indices, rows = inputs
     roles = _scattered(table, rows, eqn.params["dimension_numbers"])
-    lies = _lies(divider, table, roles, wanted)
+    table_dims = _dims_of_table(divider, table, roles, wanted)
     # Rows of the batch are added on each device; over `data` the result is reduced later.
     if any(cell.data_varying for cell in inputs):
-        lies = tuple(tuple(a for a in entry if a != "data") for entry in lies)
-    used = {axis for entry in lies for axis in entry}
+        table_dims = tuple(tuple(a for a in entry if a != "data") for entry in table_dims)
+    used = {axis for entry in table_dims for axis in entry}
     place_of = {place: dim for dim, place in roles.rows_of.items()}
     # Deferred rows can be created in any sharding.
     late = rows.deferred is not None and rows.deferred.free is None
@@ -272,15 +275,15 @@ def _added(
         for place, entry in enumerate(have.dims)
     ]
     for dim, place in roles.window.items():
-        row_entries[place] = lies[dim]
+        row_entries[place] = table_dims[dim]
     for dim, place in roles.batch.items():
-        row_entries[roles.rows_of[place]] = lies[dim]
+        row_entries[roles.rows_of[place]] = table_dims[dim]
     index_entries: list[Entry] = [()] * len(indices.shape)
     for dim, place in roles.rows_of.items():
         index_entries[dim] = row_entries[place]
     # Devices with different rows each add theirs to a copy of the table: a partial sum.
     terms = frozenset(axis for place in place_of for axis in row_entries[place] if axis not in used)
-    into = divider.reshard(table, TensorSharding(lies))
+    into = divider.reshard(table, TensorSharding(table_dims))
     at = divider.reshard(indices, TensorSharding(tuple(index_entries)))
     given = divider.reshard(rows, TensorSharding(tuple(row_entries)))
     base = into.array
@@ -288,7 +291,7 @@ def _added(
     if terms and not table.is_zero:
         base = jnp.where(divider.axes.index(sorted(terms)) == 0, base, jnp.zeros((), base.dtype))
     clipped = _clipped(at.array, roles, table.shape, eqn.params["mode"])
-    index, own, _ = _own_index(divider, clipped, roles, lies, table.shape)
+    index, own, _ = _own_index(divider, clipped, roles, table_dims, table.shape)
     params = dict(eqn.params)
     if own is not None:
         for dim, place in roles.indexed.items():
@@ -299,4 +302,4 @@ def _added(
     params = eqn.primitive.get_bind_params(params)
     array = eqn.primitive.bind(base, index, given.array, **params)
     data_varying = into.data_varying or at.data_varying or given.data_varying
-    return ShardedValue(array, table.shape, TensorSharding(lies, terms), data_varying)
+    return ShardedValue(array, table.shape, TensorSharding(table_dims, terms), data_varying)

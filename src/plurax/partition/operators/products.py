@@ -87,9 +87,9 @@ def _unflattened(cell: ValueVersions, shape: tuple[int, ...]) -> ValueVersions |
     for value in [] if cell.deferred else cell.values:
         if not value.sharding.axes and not value.sharding.partial:
             array = value.array.reshape(shape)
-            lies = TensorSharding.whole(len(shape))
+            sharding = TensorSharding.whole(len(shape))
             return ValueVersions(
-                ShardedValue(array, shape, lies, value.data_varying, value.is_param)
+                ShardedValue(array, shape, sharding, value.data_varying, value.is_param)
             )
     return None
 
