@@ -10,19 +10,21 @@ from typing import Any
 # Most of a test is compiling: the last stage, machine code, is left without its optimizations. The
 # compiled program is the same. Before JAX is imported, and inherited by processes of tests.
 # Virtual devices wait for each other: on a busy machine longer than XLA's forty seconds.
+FLAGS = {
+    "--xla_backend_optimization_level": "0",
+    # Several devices' programs come from the cache right only like this (plurax.mesh).
+    "--xla_cpu_enable_concurrency_optimized_scheduler": (
+        "true" if os.environ.get("PLURAX_TEST_UNCACHED") else "false"
+    ),
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds": "600",
+    "--xla_cpu_collective_call_terminate_timeout_seconds": "1200",
+    "--xla_cpu_collective_timeout_seconds": "1200",
+}
+# The flags are a part of the cache's keys. A process of a test inherits them and sets them again:
+# they must stay the same text, or every process would compile anew.
 os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", "").replace(
-            "--xla_cpu_enable_concurrency_optimized_scheduler=false", ""
-        ),
-        "--xla_backend_optimization_level=0",
-        # Several devices' programs come from the cache right only like this (plurax.mesh).
-        "--xla_cpu_enable_concurrency_optimized_scheduler="
-        + ("true" if os.environ.get("PLURAX_TEST_UNCACHED") else "false"),
-        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=600",
-        "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
-        "--xla_cpu_collective_timeout_seconds=1200",
-    ]
+    [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.split("=")[0] not in FLAGS]
+    + [f"{name}={value}" for name, value in FLAGS.items()]
 )
 
 # Most of the rest is compiling, too: what was compiled once is kept between runs, outside the
