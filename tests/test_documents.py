@@ -1,6 +1,8 @@
 """Every Python block of the README and the docs runs as written, and prints what the page says."""
 
+import ast
 import contextlib
+import dataclasses
 import io
 import os
 import re
@@ -11,6 +13,8 @@ from pathlib import Path
 
 import jax
 import pytest
+
+import plurax as px
 
 REPOSITORY = Path(__file__).parents[1]
 WRITTEN = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
@@ -24,7 +28,9 @@ TIME = re.compile(r"\s*(µs|ms|s|seconds|examples/s)\b")
 
 
 # Pages that show what a program holds, or in which order it communicates.
-COMPILED = {"choosing-a-plan.md", "members.md", "pipelines.md", "remat.md", "tutorial.md"}
+COMPILED = {
+    "members.md", "pipelines.md", "remat.md", "theory.md", "tutorial.md", "worked-cases.md"
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
@@ -111,6 +117,23 @@ def test_pages_have_each_heading_once():
         text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
         headings = re.findall(r"^#+ .*", text, flags=re.MULTILINE)
         assert sorted(headings) == sorted(set(headings)), page
+
+
+def test_plans_in_sentences_are_plans():
+    """A `Plan(...)` in a sentence or a table has fields and values that plans have."""
+    fields = {field.name for field in dataclasses.fields(px.Plan)}
+    found = 0
+    for page in WRITTEN:
+        if page.name == "mistakes.md":  # it shows plans that are refused
+            continue
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for plan in re.findall(r"`(?:px\.)?(Plan\([^`]*\))`", text):
+            call = ast.parse(plan, mode="eval").body
+            assert {keyword.arg for keyword in call.keywords} <= fields, (page, plan)
+            given = [k for k in call.keywords if isinstance(k.value, ast.Constant)]
+            px.Plan(**{k.arg: k.value.value for k in given if k.value.value is not ...})
+            found += 1
+    assert found > 10
 
 
 def test_the_doctests_run():
