@@ -191,14 +191,14 @@ def on_shards(fun, shardings):
 
     def local(params, rows):
         def split(array, sharding):
-            whole = TensorSharding.whole(array.ndim)
+            whole = TensorSharding.replicated(array.ndim)
             moves = plan_reshard(whole, sharding, array.shape, 8, axes)
             shard = apply_moves(array, array.shape, whole, moves, axes)
             return ShardedValue(shard, array.shape, sharding, is_param=True)
 
         def own(array):
             return ShardedValue(
-                array, array.shape, TensorSharding.whole(array.ndim), data_varying=True
+                array, array.shape, TensorSharding.replicated(array.ndim), data_varying=True
             )
 
         divider = Partitioner(axes, mesh=mesh)
@@ -210,7 +210,7 @@ def on_shards(fun, shardings):
             terms = value.sharding.partial | ({"data"} if value.data_varying else set())
             sharding = TensorSharding(value.sharding.dims, frozenset(terms))
             moves = plan_reshard(
-                sharding, TensorSharding.whole(len(value.shape)), value.shape, 8, axes
+                sharding, TensorSharding.replicated(len(value.shape)), value.shape, 8, axes
             )
             return apply_moves(value.array, value.shape, sharding, moves, axes)
 

@@ -147,7 +147,7 @@ def test_each_move_is_one_collective_where_axes_are_used_in_parts(source, target
 @draws(200)
 def test_resharding_never_costs_more_than_gathering_all(source, target):
     moves = plan_reshard(source, target, SHAPE, 4, AXES)
-    whole = plan_reshard(source, TensorSharding.whole(3), SHAPE, 4, AXES)
+    whole = plan_reshard(source, TensorSharding.replicated(3), SHAPE, 4, AXES)
     assert wire_bytes(moves) <= wire_bytes(whole)
 
 
@@ -157,7 +157,7 @@ def test_a_dim_that_changes_its_axis_is_not_gathered_whole():
         TensorSharding.of("a", None, None), TensorSharding.of(None, "b", None), SHAPE, 4, AXES
     )
     gather = plan_reshard(
-        TensorSharding.of("a", None, None), TensorSharding.whole(3), SHAPE, 4, AXES
+        TensorSharding.of("a", None, None), TensorSharding.replicated(3), SHAPE, 4, AXES
     )
     assert wire_bytes(moves) <= wire_bytes(gather) / 2
 
@@ -172,10 +172,10 @@ def test_parts_of_an_axis_move_in_groups():
     mesh = mesh_of({"tensor": 8})
 
     def local(array):
-        own = plan_reshard(TensorSharding.whole(3), source, SHAPE, 4, axes)
-        shard = apply_moves(array, SHAPE, TensorSharding.whole(3), own, axes)
+        own = plan_reshard(TensorSharding.replicated(3), source, SHAPE, 4, axes)
+        shard = apply_moves(array, SHAPE, TensorSharding.replicated(3), own, axes)
         shard = apply_moves(shard, SHAPE, source, moves, axes)
-        back = plan_reshard(target, TensorSharding.whole(3), SHAPE, 4, axes)
+        back = plan_reshard(target, TensorSharding.replicated(3), SHAPE, 4, axes)
         return apply_moves(shard, SHAPE, target, back, axes)
 
     run = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
@@ -194,19 +194,12 @@ def shared(fun, args, shardings=None, count=4, parts=None, named=None):
 
     def local(*arrays):
         divider = Partitioner(axes, named, mesh=mesh_of({"tensor": count}))
-        values = [
-            ShardedValue(
-                apply_moves(
-                    array, array.shape, TensorSharding.whole(array.ndim),
-                    plan_reshard(TensorSharding.whole(array.ndim), sharding, array.shape, 8, axes),
-                    axes,
-                ),
-                array.shape, sharding,
-            )
-            for array, sharding in zip(
-                arrays, shardings or map(TensorSharding.whole, map(jnp.ndim, arrays)), strict=True
-            )
-        ]  # fmt: skip
+        whole = [
+            ShardedValue(array, array.shape, TensorSharding.replicated(array.ndim))
+            for array in arrays
+        ]
+        targets = shardings or [value.sharding for value in whole]
+        values = map(divider.move, whole, targets)
         out = partition(fun, divider, tuple(values))
         out = jax.tree.map(
             lambda v: divider.move(v, TensorSharding(v.sharding.dims)),
@@ -216,7 +209,7 @@ def shared(fun, args, shardings=None, count=4, parts=None, named=None):
         records[:] = list(divider.records)
         ends[:] = [value.sharding for value in jax.tree.leaves(out, is_leaf=is_sharded_value)]
         return jax.tree.map(
-            lambda v: divider.move(v, TensorSharding.whole(len(v.shape))).array,
+            lambda v: divider.move(v, TensorSharding.replicated(len(v.shape))).array,
             out,
             is_leaf=is_sharded_value,
         )
@@ -496,10 +489,10 @@ KERNEL = RNG.normal(size=(3, 3, 8, 12))
 OPERATIONS |= {
     f"convolution {name}": (convolved(strides, groups), (IMAGE, kernel), shardings)
     for name, strides, groups, kernel, shardings in (
-        ("out", (1, 1), 1, KERNEL, (TensorSharding.whole(4), S(None, None, None, "tensor"))),
+        ("out", (1, 1), 1, KERNEL, (TensorSharding.replicated(4), S(None, None, None, "tensor"))),
         ("in", (2, 2), 1, KERNEL, (S(None, None, None, "tensor"), S(None, None, "tensor", None))),
-        ("batch", (1, 1), 1, KERNEL, (S("tensor", None, None, None), TensorSharding.whole(4))),
-        ("image", (1, 1), 1, KERNEL, (S(None, "tensor", None, None), TensorSharding.whole(4))),
+        ("batch", (1, 1), 1, KERNEL, (S("tensor", None, None, None), TensorSharding.replicated(4))),
+        ("image", (1, 1), 1, KERNEL, (S(None, "tensor", None, None), TensorSharding.replicated(4))),
         ("grouped", (1, 1), 4, KERNEL[:, :, :2],
          (S(None, None, None, "tensor"), S(None, None, None, "tensor"))),
     )
@@ -702,7 +695,7 @@ def test_rules_find_the_first_pattern_and_note_what_does_not_divide():
     )
     assert rules.find("a/out", (3, 8, 5)) == TensorSharding.of(None, "tensor", None)
     assert rules.find("a/in", (8, 8)) == TensorSharding.of(None, "tensor")
-    assert rules.find("a/odd", (8, 6)) == TensorSharding.whole(2)
+    assert rules.find("a/odd", (8, 6)) == TensorSharding.replicated(2)
     assert rules.notes == {"a/odd": "dim 1 is whole: 4 shards do not divide 6"}
 
 

@@ -99,7 +99,7 @@ class Branches:
             sharding = next(iter(options))
         else:
             # A slice sends nothing, so the sharding with the most shards is the cheapest.
-            whole = TensorSharding.whole(len(outputs[0].shape))
+            whole = TensorSharding.replicated(len(outputs[0].shape))
             shards = [TensorSharding(option.dims) for option in options] or [whole]
             size = self.divider.axes.size
             sharding = max(sorted(shards, key=repr), key=lambda option: size(option.axes))

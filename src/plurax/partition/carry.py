@@ -64,7 +64,7 @@ class Carry:
     def vary(self) -> None:
         """Mark all values as data-varying, because the number of iterations depends on the rows."""
         for place, (cell, kind) in enumerate(zip(self._cells, self.kinds, strict=True)):
-            sharding = TensorSharding.whole(len(cell.shape)) if kind is None else kind[0]
+            sharding = TensorSharding.replicated(len(cell.shape)) if kind is None else kind[0]
             self.kinds[place] = (sharding.without(["data"]), True, False)
 
     def cheaper_whole(self, sent: float) -> bool:
@@ -93,7 +93,7 @@ class Carry:
         """Return the shard shapes that the body receives; this emits no collective."""
         shapes = []
         for aval, kind, cell in zip(self._avals, self.kinds, self._cells, strict=True):
-            sharding = TensorSharding.whole(len(cell.shape)) if kind is None else kind[0]
+            sharding = TensorSharding.replicated(len(cell.shape)) if kind is None else kind[0]
             local = sharding.shard_shape(cell.shape, self._divider.axes.sizes)
             shapes.append(jax.ShapeDtypeStruct(local, aval.dtype))
         return shapes
@@ -104,7 +104,7 @@ class Carry:
         for cell, kind in zip(self._cells, self.kinds, strict=True):
             # Only zeros start as a partial sum, and zeros are the same array with or without it.
             sharding = (
-                TensorSharding.whole(len(cell.shape))
+                TensorSharding.replicated(len(cell.shape))
                 if kind is None
                 else TensorSharding(kind[0].dims)
             )

@@ -193,7 +193,7 @@ class Partitioner:
 
     def whole(self, value: ShardedValue) -> ShardedValue:
         """Replicate a value on every device."""
-        return self.move(value, TensorSharding.whole(len(value.shape)))
+        return self.move(value, TensorSharding.replicated(len(value.shape)))
 
     def reduced(self, cell: ValueVersions) -> ShardedValue:
         """Return a version that is not a partial sum; reduce one if there is none."""
@@ -218,7 +218,7 @@ class Partitioner:
             return ValueVersions(self.zeros((), jnp.asarray(value).dtype))
         array = jnp.asarray(value)
         return ValueVersions(
-            ShardedValue(array, array.shape, TensorSharding.whole(array.ndim), is_param=True)
+            ShardedValue(array, array.shape, TensorSharding.replicated(array.ndim), is_param=True)
         )
 
     def all_reduced(self, array: Array, axes: Sequence[str], op: Callable[..., Array]) -> Array:

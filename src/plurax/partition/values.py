@@ -56,7 +56,7 @@ class ShardedValue:
 def shard_of_rows(array: Array, devices: int) -> ShardedValue:
     """Return one device's rows `(B / devices, ...)` as a shard of the batch `(B, ...)`."""
     axes = ("data",) if devices > 1 else ()
-    sharding = TensorSharding.whole(array.ndim).with_dim(0, axes)
+    sharding = TensorSharding.replicated(array.ndim).with_dim(0, axes)
     return ShardedValue(array, (array.shape[0] * devices, *array.shape[1:]), sharding)
 
 
@@ -121,7 +121,7 @@ class ValueVersions:
     def value(self) -> ShardedValue:
         """The first version. A deferred value is created: replicated, or in its `free` sharding."""
         if self.deferred is not None:
-            free = self.deferred.free or TensorSharding.whole(len(self.shape))
+            free = self.deferred.free or TensorSharding.replicated(len(self.shape))
             self.values.append(self.deferred.make(free))
         return self.values[0]
 

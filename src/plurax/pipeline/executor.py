@@ -299,7 +299,7 @@ class ScheduleExecutor:
     def _with_aux(self, sums: list[Array], aux: Values, at: Carry) -> list[Array]:
         if self._stacked:
             divider = self.pieces.edges[self.network.stages - 1].divider
-            whole = [divider.move(v, TensorSharding.whole(len(v.shape))) for v in aux]
+            whole = [divider.move(v, TensorSharding.replicated(len(v.shape))) for v in aux]
             return [
                 lax.dynamic_update_index_in_dim(a, value.array, at["microbatch"], 0)
                 for a, value in zip(sums, whole, strict=True)

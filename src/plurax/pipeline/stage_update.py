@@ -221,7 +221,7 @@ class StageUpdate:
             if reader is None or known[var].deferred:
                 continue
             if var.aval.size <= NUMBERS:
-                whole = TensorSharding.whole(len(var.aval.shape))
+                whole = TensorSharding.replicated(len(var.aval.shape))
                 known[var] = ValueVersions(self.divider.reshard(known[var], whole))
             elif "pipeline" in (used := known[var].value.sharding).axes or used.partial:
                 raise errors.optimizer_needs_stages(reader)
@@ -233,7 +233,9 @@ class StageUpdate:
             own = [var for var in crossing if self._home[var] == device]
             cells = iter(self._there(device, known, own))
             return [
-                self.stage.reshard(next(cells), TensorSharding.whole(len(var.aval.shape))).array
+                self.stage.reshard(
+                    next(cells), TensorSharding.replicated(len(var.aval.shape))
+                ).array
                 if self._home[var] == device
                 else jnp.zeros(var.aval.shape, var.aval.dtype)
                 for var in crossing
@@ -243,7 +245,8 @@ class StageUpdate:
         for array in numbers:
             self.divider.record_all_reduce(["pipeline"], array)
         return [
-            ValueVersions(ShardedValue(a, a.shape, TensorSharding.whole(a.ndim))) for a in numbers
+            ValueVersions(ShardedValue(a, a.shape, TensorSharding.replicated(a.ndim)))
+            for a in numbers
         ]
 
     def _results(

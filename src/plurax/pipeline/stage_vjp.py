@@ -177,7 +177,7 @@ class StageVjp:
         rest = [cell.value for cell in behind]
         for place in range(len(aux) - self._writes, len(aux)):
             rest[place] = self.divider.reshard(
-                behind[place], TensorSharding.whole(len(behind[place].shape))
+                behind[place], TensorSharding.replicated(len(behind[place].shape))
             )
         if wanted:
             made = [

@@ -228,7 +228,7 @@ class StageVjps:
         ]
         if self._joint is None:
             return [
-                ShardedValue(row, row.shape, TensorSharding.whole(row.ndim), data_varying=True)
+                ShardedValue(row, row.shape, TensorSharding.replicated(row.ndim), data_varying=True)
                 for row in rows
             ]
         return [shard_of_rows(row, self._joint) for row in rows]

@@ -104,7 +104,7 @@ def made(forms: Sequence[ValueSpec]) -> Values:
 def whole_value(array: Any) -> ShardedValue:
     """Return an array as a replicated value."""
     array = jnp.asarray(array)
-    return ShardedValue(array, array.shape, TensorSharding.whole(array.ndim))
+    return ShardedValue(array, array.shape, TensorSharding.replicated(array.ndim))
 
 
 def arrays_of(values: Values) -> list[Array]:

@@ -86,7 +86,8 @@ def parameter_shardings(rules: Rules, params: PyTree) -> PyTree:
     """Return the sharding of each parameter by the rules, replicated where no rule matches."""
     return jax.tree.map_with_path(
         lambda path, leaf: (
-            rules.find(tree.path_name(path), leaf.shape) or TensorSharding.whole(len(leaf.shape))
+            rules.find(tree.path_name(path), leaf.shape)
+            or TensorSharding.replicated(len(leaf.shape))
         ),
         params,
     )
@@ -141,7 +142,7 @@ def opt_state_shardings(state: PyTree, params: PyTree, param_shardings: PyTree) 
     shardings = jax.tree.leaves(param_shardings, is_leaf=is_sharding)
     return jax.tree.map(
         lambda leaf, place: (
-            shardings[place] if place >= 0 else TensorSharding.whole(len(leaf.shape))
+            shardings[place] if place >= 0 else TensorSharding.replicated(len(leaf.shape))
         ),
         state,
         match_opt_state_to_params(state, params),

@@ -51,7 +51,7 @@ class TensorSharding:
         return cls(tuple(map(_names, entries)), frozenset(partial))
 
     @classmethod
-    def whole(cls, rank: int) -> "TensorSharding":
+    def replicated(cls, rank: int) -> "TensorSharding":
         """Return the replicated sharding of a tensor of some rank."""
         return cls(((),) * rank)
 

@@ -257,7 +257,7 @@ class PipelinedBackend:
         values, goals = [], []
         for array, form in zip(sums["aux"], run.pieces.aux, strict=True):
             values.append(self._terms(array, form, {"pipeline"}))
-            goals.append(TensorSharding.whole(array.ndim))
+            goals.append(TensorSharding.replicated(array.ndim))
         on_all = [place for place, home in enumerate(homes.homes) if home == ON_ALL]
         for place in on_all:
             if self._layers[place]:
@@ -419,7 +419,7 @@ class PipelinedBackend:
                 self._terms(array, form, {"pipeline"})
                 for array, form in zip(run()["aux"], run.pieces.aux, strict=True)
             ]
-            goals = [TensorSharding.whole(value.array.ndim) for value in values]
+            goals = [TensorSharding.replicated(value.array.ndim) for value in values]
             found = reduced(values, goals, self._base.divider())
             totals: Totals = jax.tree.unflatten(run.pieces.aux_structure, found)
             return totals

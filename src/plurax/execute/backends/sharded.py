@@ -144,7 +144,7 @@ class ShardedBackend:
 
         def cut(array: Array, sharding: TensorSharding) -> Array:
             target = self.axes.expanded(sharding)
-            whole = ShardedValue(array, array.shape, TensorSharding.whole(array.ndim))
+            whole = ShardedValue(array, array.shape, TensorSharding.replicated(array.ndim))
             return self.divider().move(whole, target).array
 
         return jax.tree.map(cut, state, self.state.shardings)
@@ -339,7 +339,7 @@ class ShardedBackend:
             args = (self._parameters(params), _whole(model_state), _varying(inputs))
 
             def wanted(shapes: PyTree) -> PyTree:
-                return jax.tree.map(lambda leaf: TensorSharding.whole(len(leaf.shape)), shapes)
+                return jax.tree.map(lambda leaf: TensorSharding.replicated(len(leaf.shape)), shapes)
 
             divider = self.divider()
             values = partition(fun, divider, args, wanted)
@@ -409,12 +409,15 @@ def microbatch(batch: PyTree, plan: Plan, *, coupled: bool = False) -> PyTree:
 
 
 def _whole(arrays: PyTree) -> PyTree:
-    return jax.tree.map(lambda a: ShardedValue(a, a.shape, TensorSharding.whole(a.ndim)), arrays)
+    return jax.tree.map(
+        lambda a: ShardedValue(a, a.shape, TensorSharding.replicated(a.ndim)), arrays
+    )
 
 
 def _varying(arrays: PyTree) -> PyTree:
     return jax.tree.map(
-        lambda a: ShardedValue(a, a.shape, TensorSharding.whole(a.ndim), data_varying=True), arrays
+        lambda a: ShardedValue(a, a.shape, TensorSharding.replicated(a.ndim), data_varying=True),
+        arrays,
     )
 
 

@@ -97,7 +97,7 @@ class ParameterInfo:
     @classmethod
     def whole(cls, path: str, leaf: Any) -> "ParameterInfo":
         """Return the row of a replicated parameter."""
-        sharding = TensorSharding.whole(len(leaf.shape))
+        sharding = TensorSharding.replicated(len(leaf.shape))
         return cls.of(path, leaf, sharding, sharding, {})
 
 
@@ -145,7 +145,7 @@ class StateShardings:
                 given,
                 jax.tree.unflatten(jax.tree.structure(like.params), stacked),
             )
-        whole = jax.tree.map(lambda leaf: TensorSharding.whole(len(leaf.shape)), like)
+        whole = jax.tree.map(lambda leaf: TensorSharding.replicated(len(leaf.shape)), like)
         self.shardings = dataclasses.replace(
             whole,
             params=self.shards if plan.zero == 3 else given,

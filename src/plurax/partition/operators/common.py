@@ -51,10 +51,12 @@ def result(
 def by_default(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
     """Apply an operation without a rule to replicated operands, and record the gathers."""
     before = len(divider.records)
-    arrays = [divider.reshard(cell, TensorSharding.whole(len(cell.shape))).array for cell in inputs]
+    arrays = [
+        divider.reshard(cell, TensorSharding.replicated(len(cell.shape))).array for cell in inputs
+    ]
     divider.gathered_for(eqn, before)
     return [
-        result(eqn, inputs, array, TensorSharding.whole(array.ndim), place)
+        result(eqn, inputs, array, TensorSharding.replicated(array.ndim), place)
         for place, array in enumerate(bind(eqn, arrays))
     ]
 
@@ -89,7 +91,7 @@ def common_sharding(
         cell.deferred.free for cell in cells if cell.deferred and cell.deferred.free is not None
     }
     if not options:
-        return TensorSharding.whole(rank)
+        return TensorSharding.replicated(rank)
     if len(options) == 1:
         return next(iter(options))
 

@@ -113,7 +113,7 @@ def reduction(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Outpu
     if cell is not inputs[0] and neutral is None:
         # An argmax, for example, is an index into the flat tensor: it needs that tensor whole.
         return reduction(
-            divider, eqn, [ValueVersions(divider.reshard(inputs[0], TensorSharding.whole(1)))]
+            divider, eqn, [ValueVersions(divider.reshard(inputs[0], TensorSharding.replicated(1)))]
         )
     if over and neutral is None:
         value = divider.reshard(cell, value.sharding.without(over))

@@ -267,7 +267,7 @@ def _added(
     place_of = {place: dim for dim, place in roles.rows_of.items()}
     # Deferred rows can be created in any sharding.
     late = rows.deferred is not None and rows.deferred.free is None
-    have = TensorSharding.whole(len(rows.shape)) if late else divider.reduced(rows).sharding
+    have = TensorSharding.replicated(len(rows.shape)) if late else divider.reduced(rows).sharding
     # The padding of an indivisible dim must not be added, so such dims of the rows are replicated.
     uneven = have.indivisible_dims(rows.shape, divider.axes.sizes)
     row_entries: list[Entry] = [

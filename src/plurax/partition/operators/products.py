@@ -87,7 +87,7 @@ def _unflattened(cell: ValueVersions, shape: tuple[int, ...]) -> ValueVersions |
     for value in [] if cell.deferred else cell.values:
         if not value.sharding.axes and not value.sharding.partial:
             array = value.array.reshape(shape)
-            sharding = TensorSharding.whole(len(shape))
+            sharding = TensorSharding.replicated(len(shape))
             return ValueVersions(
                 ShardedValue(array, shape, sharding, value.data_varying, value.is_param)
             )
@@ -132,7 +132,7 @@ def match_operands(
 def _choices(divider: Any, cell: ValueVersions) -> list[TensorSharding]:
     """Return the shardings an operand has, with partial sums reduced."""
     if cell.deferred:
-        return [TensorSharding.whole(len(cell.shape))]
+        return [TensorSharding.replicated(len(cell.shape))]
     return [TensorSharding(value.sharding.dims) for value in cell.values]
 
 

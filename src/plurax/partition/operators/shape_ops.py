@@ -103,9 +103,9 @@ def _flattened(divider: Any, eqn: Any, cell: ValueVersions) -> DeferredValue:
     """Return the deferred reshape to one dim, which is gathered when another operation reads it."""
 
     def make(sharding: TensorSharding) -> ShardedValue:
-        whole = divider.reshard(cell, TensorSharding.whole(len(cell.shape)))
+        whole = divider.reshard(cell, TensorSharding.replicated(len(cell.shape)))
         array = bind(eqn, [whole.array])[0]
-        return divider.move(result(eqn, [cell], array, TensorSharding.whole(1)), sharding)
+        return divider.move(result(eqn, [cell], array, TensorSharding.replicated(1)), sharding)
 
     shape = tuple(eqn.outvars[0].aval.shape)
     return DeferredValue(shape, make, flattened=cell, data_varying=cell.data_varying)
@@ -156,7 +156,10 @@ def dynamic_slice(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[O
     shape, sizes = inputs[0].shape, eqn.params["slice_sizes"]
     cut = [d for d, size in enumerate(sizes) if size != shape[d]]
     value = replicate_dims(divider, inputs[0], maybe_partial(divider, inputs[0]), cut)
-    at = [divider.reshard(cell, TensorSharding.whole(len(cell.shape))).array for cell in inputs[1:]]
+    at = [
+        divider.reshard(cell, TensorSharding.replicated(len(cell.shape))).array
+        for cell in inputs[1:]
+    ]
     local = tuple(size if d in cut else value.array.shape[d] for d, size in enumerate(sizes))
     array = bind(eqn, [value.array, *at], slice_sizes=local)[0]
     return [result(eqn, inputs, array, value.sharding)]
@@ -171,7 +174,7 @@ def dynamic_update_slice(divider: Any, eqn: Any, inputs: list[ValueVersions]) ->
     )
     target = TensorSharding(tuple(() if d in cut else e for d, e in enumerate(target.dims)))
     arrays = [divider.reshard(cell, target).array for cell in (into, part)]
-    at = [divider.reshard(cell, TensorSharding.whole(0)).array for cell in places]
+    at = [divider.reshard(cell, TensorSharding.replicated(0)).array for cell in places]
     return [result(eqn, inputs, bind(eqn, [*arrays, *at])[0], target)]
 
 
@@ -182,7 +185,7 @@ def pad(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
     value = replicate_dims(divider, inputs[0], came, filled)
     # The padding value is added on every device, so a partial sum would count it several times:
     # `came` is reduced above.
-    edge = divider.reshard(inputs[1], TensorSharding.whole(0)).array
+    edge = divider.reshard(inputs[1], TensorSharding.replicated(0)).array
     made = result(eqn, inputs, bind(eqn, [value.array, edge])[0], value.sharding)
     return [rows_again(divider, made, came.sharding)]
 
