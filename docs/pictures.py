@@ -116,7 +116,9 @@ def _draw_box(
 
 
 if __name__ == "__main__":
-    schedules = [px.make_schedule(name, 4, 8, chunks) for name, chunks in SCHEDULES.items()]
-    px.draw_schedules(schedules, ASSETS / "schedules.png")
+    schedules = [
+        px.pipeline.make_schedule(name, 4, 8, chunks) for name, chunks in SCHEDULES.items()
+    ]
+    px.pipeline.draw_schedules(schedules, ASSETS / "schedules.png")
     with matplotlib.rc_context({"hatch.linewidth": 5}):
         draw_what_is_split(ASSETS / "what-is-split.png")

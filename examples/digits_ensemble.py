@@ -24,14 +24,12 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import plurax as px
-from plurax.report.calibration import draw_reliability
-from plurax.report.parallel import draw_parallel
 
 PIXELS, HIDDEN, CLASSES = 64, 128, 10
 SWEEP = {
-    "learning_rate": px.log_uniform(1e-4, 1e-1),
-    "weight_decay": px.log_uniform(1e-4, 1.0),
-    "dropout": px.uniform(0.0, 0.7),
+    "learning_rate": px.ensemble.log_uniform(1e-4, 1e-1),
+    "weight_decay": px.ensemble.log_uniform(1e-4, 1.0),
+    "dropout": px.ensemble.uniform(0.0, 0.7),
 }
 
 
@@ -103,7 +101,7 @@ def experiment(examples: int = 100, epochs: int = 60) -> px.Experiment:
         batch_size=128,
         epochs=epochs,
         report_every=max(1, epochs // 12),
-        members=px.Members(100, settings, px.bootstrap()),
+        members=px.Members(100, settings, px.ensemble.bootstrap()),
         plan=px.Plan(member=jax.device_count()),
     )
 
@@ -126,17 +124,17 @@ def report(made: px.Experiment, result: px.Fit, directory: Path) -> Iterator[Pat
     table = Table("held-out digits", "accuracy", "log loss", "Brier score", "calibration error")
     calibrations = {}
     for name, values in logits.items():
-        probabilities = px.combine_classification(values).probabilities
-        calibrations[name] = px.calibration(probabilities, labels, bins=10)
+        probabilities = px.ensemble.combine_classification(values).probabilities
+        calibrations[name] = px.ensemble.calibration(probabilities, labels, bins=10)
         table.add_row(
             name,
-            f"{px.accuracy(probabilities, labels):.2%}",
-            f"{px.nll(probabilities, labels):.4f}",
-            f"{px.brier(probabilities, labels):.4f}",
+            f"{px.ensemble.accuracy(probabilities, labels):.2%}",
+            f"{px.ensemble.nll(probabilities, labels):.4f}",
+            f"{px.ensemble.brier(probabilities, labels):.4f}",
             f"{calibrations[name].error:.4f}",
         )
     Console().print(table)
-    draw_reliability(calibrations, directory / "reliability.png")
+    px.ensemble.draw_reliability(calibrations, directory / "reliability.png")
     yield directory / "reliability.png"
 
     settings = px.Members(2 * result.program.count, SWEEP)
@@ -146,6 +144,8 @@ def report(made: px.Experiment, result: px.Fit, directory: Path) -> Iterator[Pat
     best = found.best("eval_accuracy", largest=True)
     print("best setting:", {name: f"{best[name]:.3g}" for name in (*SWEEP, "eval_accuracy")})
     found.save_csv(directory / "sweep.csv")
-    draw_parallel(found.rows, list(SWEEP), "eval_accuracy", directory / "sweep.png", largest=True)
+    px.ensemble.draw_parallel(
+        found.rows, list(SWEEP), "eval_accuracy", directory / "sweep.png", largest=True
+    )
     yield directory / "sweep.csv"
     yield directory / "sweep.png"

@@ -225,7 +225,7 @@ def sample(
 
 def shardings(sequence: bool) -> dict[str, tuple[Any, ...]]:
     """How the transformer is split over `tensor`: heads, hidden units, bytes of the head."""
-    return px.megatron(
+    return px.sharding.megatron(
         column={
             "blocks/query_key_value": (..., "tensor", None),
             "blocks/perceptron_in": (..., "tensor"),

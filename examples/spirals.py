@@ -18,7 +18,6 @@ import optax
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 import plurax as px
-from plurax.report.calibration import draw_confidence
 
 HIDDEN = 32
 EXTENT = (-1.6, 1.6, -1.6, 1.6)
@@ -77,7 +76,7 @@ def experiment(points: int = 100, noise: float = 0.08, steps: int = 600) -> px.E
         shuffle=False,
         epochs=steps,
         report_every=max(1, steps // 15),
-        members=px.Members(100, resample=px.bootstrap()),
+        members=px.Members(100, resample=px.ensemble.bootstrap()),
         plan=px.Plan(member=jax.device_count()),
     )
 
@@ -103,7 +102,7 @@ def report(made: px.Experiment, result: px.Fit, directory: Path) -> Iterator[Pat
     points, labels = made.data["x"], made.data["y"]
 
     def confidence(logits: Float[np.ndarray, "K N 2"]) -> Float[np.ndarray, "G G"]:
-        return px.combine_classification(logits).probabilities[:, 1].reshape(GRID, GRID)
+        return px.ensemble.combine_classification(logits).probabilities[:, 1].reshape(GRID, GRID)
 
     alone = same.program.predict(same.state, plane)
     together = program.predict(result.state, plane)
@@ -113,5 +112,5 @@ def report(made: px.Experiment, result: px.Fit, directory: Path) -> Iterator[Pat
         f"{program.count} bootstrapped networks": confidence(together),
     }
     for panels, name in ((two, "members.png"), (beside, "confidence.png")):
-        draw_confidence(panels, EXTENT, points, labels, directory / name)
+        px.ensemble.draw_confidence(panels, EXTENT, points, labels, directory / name)
         yield directory / name

@@ -66,11 +66,11 @@ PYTHON = {
         ("px.Members(-3)", "MembersError", "Members(seeds=-3): give a number of members"),
         ("px.Members(2.5)", "MembersError", "Members(seeds=2.5): give a number of members"),
         ("px.Members('abc')", "MembersError", "Members(seeds='abc'): give a number of members"),
-        ("px.kfold(0)", "MembersError", "at least 2 folds are needed to leave one out."),
-        ("px.kfold(2.5)", "MembersError", "at least 2 folds are needed to leave one out."),
-        ("px.kfold(3, seed='a')", "TaskError", "seed='a': give a whole number from 0"),
+        ("px.ensemble.kfold(0)", "MembersError", "at least 2 folds are needed to leave one out."),
+        ("px.ensemble.kfold(2.5)", "MembersError", "at least 2 folds are needed to leave one out."),
+        ("px.ensemble.kfold(3, seed='a')", "TaskError", "seed='a': give a whole number from 0"),
         *(
-            (f"px.subsample({sizes})", "MembersError",
+            (f"px.ensemble.subsample({sizes})", "MembersError",
              "give sizes above 0: whole numbers of rows, or fractions below 1.")
             for sizes in ("'0.5'", "1.0", "[10, 2.5]", "float('nan')", "None")
         ),
@@ -78,13 +78,14 @@ PYTHON = {
          "give hyperparameters by name, {'learning_rate': [0.1, 0.2, 0.3]}"),
         ("px.Members(3, {'rate': '0.1'}).hyper_table()", "MembersError",
          "the hyperparameter 'rate' is '0.1'; inside one program it must be a number"),
-        ("px.uniform('0', '1')", "MembersError",
-         "plurax.uniform('0', '1'): needs finite numbers, low < high."),
-        ("px.log_uniform(1, float('inf'))", "MembersError", "needs finite numbers, 0 < low"),
+        ("px.ensemble.uniform('0', '1')", "MembersError",
+         "plurax.ensemble.uniform('0', '1'): needs finite numbers, low < high."),
+        ("px.ensemble.log_uniform(1, float('inf'))", "MembersError",
+         "needs finite numbers, 0 < low"),
         ("px.Members(3).take([0.5])", "MembersError", "there is no member 0.5"),
-        ("px.tune(task, optimizer, data, members=None, batch_size=8)", "MembersError",
+        ("px.ensemble.tune(task, optimizer, data, members=None, batch_size=8)", "MembersError",
          "the members are a NoneType; write members=plurax.Members(10)."),
-        ("px.tune(task, 'adam', data, members=px.Members(2), batch_size=8)", "TaskError",
+        ("px.ensemble.tune(task, 'adam', data, members=px.Members(2), batch_size=8)", "TaskError",
          "write optimizer=optax.adam(learning_rate)."),
         ("px.verify(task, optimizer, {'data': 2}, data)", "PlanError",
          "the plan is a dict, and must be a plurax.Plan."),
@@ -94,23 +95,27 @@ PYTHON = {
         ("px.Plan(bucket_bytes=25e6)", "PlanError", "bucket_bytes must be a whole number of at"),
     ],
     "Sweeps and halving": [
-        ("px.successive_halving(task, optimizer, data, members=3, batch_size=8, epochs=9)",
+        ("px.ensemble.successive_halving(task, optimizer, data, members=3, batch_size=8, epochs=9)",
          "MembersError", "the members are a int; write members=plurax.Members(3)."),
-        ("px.successive_halving(task, optimizer, data, members=px.Members(3), batch_size=8, "
-         "epochs='9')", "MembersError", "epochs='9', reduction=3): needs 1 <= first <= epochs"),
-        ("px.successive_halving(task, optimizer, data, members=px.Members(3), batch_size=8, "
-         "epochs=9, slots=0)", "MembersError", "slots=0): give how many members train at a time"),
-        ("px.successive_halving(task, optimizer, data, members=px.Members(3), batch_size=8, "
-         "epochs=9, evaluation={'x': data['x']})", "BatchError", "does not fit the program"),
-        ("px.successive_halving(task, optimizer, data, members=px.Members(3), batch_size=8.0, "
-         "epochs=9)", "BatchError", "batch_size=8.0: give the number of examples of a step"),
+        ("px.ensemble.successive_halving(task, optimizer, data, members=px.Members(3), "
+         "batch_size=8, epochs='9')", "MembersError",
+         "epochs='9', reduction=3): needs 1 <= first <= epochs"),
+        ("px.ensemble.successive_halving(task, optimizer, data, members=px.Members(3), "
+         "batch_size=8, epochs=9, slots=0)", "MembersError",
+         "slots=0): give how many members train at a time"),
+        ("px.ensemble.successive_halving(task, optimizer, data, members=px.Members(3), "
+         "batch_size=8, epochs=9, evaluation={'x': data['x']})", "BatchError",
+         "does not fit the program"),
+        ("px.ensemble.successive_halving(task, optimizer, data, members=px.Members(3), "
+         "batch_size=8.0, epochs=9)", "BatchError",
+         "batch_size=8.0: give the number of examples of a step"),
         *(
             (f"px.sweep(make_task, optimizer, data, members=px.Members(2), batch_size=8, "
              f"shapes={shapes})", "MembersError", "a list of at least one dict of settings")
             for shapes in ("{'width': [1, 2]}", "[]", "[1, 2]")
         ),
         ("px.sweep(task, optimizer, data, members=px.Members(2), batch_size=8, "
-         "shapes=px.grid(width=[1, 2]))", "MembersError",
+         "shapes=px.ensemble.grid(width=[1, 2]))", "MembersError",
          "Give a function that makes it: def task(width): return plurax.Task(...)."),
     ],
     "Numbers": [
@@ -193,7 +198,7 @@ COMMANDS = {
         ("train small.py --seed -1", 2, "seed=-1: give a whole number from 0"),
         ("train small.py --members.seeds 0", 2, "a population needs at least one member"),
         ("train small.py --members.seeds -1", 2, "Members(seeds=-1): give a number of members"),
-        ("train small.py --members.folds 0", 2, "plurax.kfold(0): at least 2 folds"),
+        ("train small.py --members.folds 0", 2, "plurax.ensemble.kfold(0): at least 2 folds"),
         ("predict small.py --inputs good.npz --output trained --chunk -1", 2,
          "chunk=-1: give the number of inputs at a time"),
         ("plan small.py --batch-size -4", 2, "batch_size=-4: give the number of examples"),

@@ -223,7 +223,7 @@ def transformer_task(dtype=jnp.float32):
 
 
 def megatron(sequence=False):
-    return px.megatron(
+    return px.sharding.megatron(
         column={
             "*/qkv": (..., "tensor", None),
             "*/hidden": (..., "tensor"),

@@ -1,6 +1,7 @@
 """The rules of the house: who imports whom, what is public, how large things may grow."""
 
 import ast
+import importlib
 import itertools
 import re
 import subprocess
@@ -9,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import plurax as px
-
 REPOSITORY = Path(__file__).parents[1]
 SOURCE = REPOSITORY / "src" / "plurax"
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -18,7 +17,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # Each floor may import from those above it in this list. Within a floor, a room may import from the
 # rooms before it.
 FLOORS = [
-    ["tree", "errors", "validate", "user_frames"],
+    ["lazy", "tree", "errors", "validate", "user_frames"],
     ["resample", "plan", "state", "task", "members"],
     ["mesh", "hlo", "jaxpr"],
     ["sharding", "partition", "pipeline"],
@@ -29,20 +28,28 @@ FLOORS = [
 ]
 ORDER = [name for rooms in FLOORS for name in rooms]
 PUBLIC = {
-    "ArrayData", "BatchError", "Calibration", "CheckpointError", "Checkpoints", "Classification",
-    "Collective", "DamagedCheckpointWarning", "Difference", "EpochSpec", "Experiment",
-    "ExperimentError", "FastestBatchSize", "Fit", "Halving", "MaskWarning", "MaxBatchSize",
-    "MaxMembers", "Members", "MembersError", "MembersProgram", "Memory", "MissingPackageError",
-    "NonFiniteWarning", "Plan", "PlanError", "PluraxError", "Position", "Program", "Regression",
-    "Schedule", "ShardingWarning", "StepOutput", "StreamData", "Sweep", "Task", "TaskError",
-    "TensorSharding", "Timeline", "TrainState", "Tuning", "Verification", "accuracy", "bootstrap",
-    "brier", "calibration", "check_schedule", "combine_classification", "combine_regression",
-    "compile", "draw_schedules", "export_member", "fastest_batch_size", "fit", "fit_temperature",
-    "grid", "join_members", "kfold", "log_uniform", "make_schedule", "max_batch_size",
-    "max_members", "megatron", "name", "nll", "per_example", "shard", "simulate", "stack",
-    "stage_boundary", "subsample", "successive_halving", "sweep", "take_members", "train_iter",
-    "tune", "uniform", "verify", "virtual_devices",
-}  # fmt: skip
+    "plurax": """
+        BatchError CheckpointError Checkpoints DamagedCheckpointWarning EpochSpec Experiment
+        ExperimentError Fit MaskWarning Members MembersError MembersProgram MissingPackageError
+        NonFiniteWarning Plan PlanError PluraxError Program ShardingWarning Task TaskError compile
+        fastest_batch_size fit max_batch_size name per_example shard stack stage_boundary sweep
+        verify virtual_devices adapters analysis ensemble pipeline sharding train""",
+    "plurax.adapters": "equinox linen nnx",
+    "plurax.analysis": """
+        Collective Difference FastestBatchSize MaxBatchSize Memory Record Verification""",
+    "plurax.ensemble": """
+        Calibration Classification Halving MaxMembers Regression Rung Sweep Tuning accuracy
+        bootstrap brier calibration combine_classification combine_regression draw_confidence
+        draw_parallel
+        draw_reliability export_member fit_temperature grid join_members kfold log_uniform
+        max_members nll subsample successive_halving take_members tune uniform""",
+    "plurax.pipeline": """
+        Action LayerAssignment Schedule Timeline check_schedule draw_schedules gpipe interleaved
+        make_schedule one_f_one_b simulate zb_h1""",
+    "plurax.sharding": """
+        Axes ParameterInfo ReshardStep TensorSharding apply_moves megatron plan_reshard""",
+    "plurax.train": "ArrayData Position StepOutput StreamData TrainState train_iter",
+}
 
 
 def room(path):
@@ -101,12 +108,25 @@ def test_files_and_functions_stay_small(path):
             assert size <= (110 if node.name == "fit" else 60), f"{node.name} has {size} lines"
 
 
-def test_import_loads_nothing_slow():
-    """What only some features need is imported where it is used."""
-    slow = {"matplotlib", "orbax", "scipy", "tensorboardX", "tyro"}
-    code = f"import sys, plurax; print(*sorted({slow} & set(sys.modules)))"
+def run(code):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
+    return done.stdout.split()
+
+
+def test_import_loads_nothing_of_its_own():
+    code = "import sys; import plurax; print(*sys.modules)"
+    assert {name for name in run(code) if name.startswith("plurax")} == {"plurax", "plurax.lazy"}
+
+
+def test_public_names_load_nothing_slow():
+    """What only some features need is imported where it is used."""
+    slow = {"equinox", "flax", "grain", "matplotlib", "orbax", "pandas", "scipy", "tensorboardX"}
+    load = "for name in dir(package): getattr(package, name)"
+    root = run(f"import sys, plurax as package\n{load}\nprint(*sys.modules)")
+    assert not {*root} & {*slow, "rich", "tyro"}
+    for package in set(PUBLIC) - {"plurax", "plurax.adapters"}:
+        found = run(f"import sys, {package} as package\n{load}\nprint(*sys.modules)")
+        assert not {*found} & slow, package
 
 
 def test_there_is_no_module_level_state():
@@ -125,12 +145,21 @@ def test_values_are_frozen():
             assert all("frozen=True" in mark for mark in made), f"{path}: {node.name}"
 
 
-def test_the_public_names():
-    public = {name for name in vars(px) if not name.startswith("_")}
-    modules = {path.stem for path in SOURCE.glob("*.py")} | {
-        path.name for path in SOURCE.iterdir() if path.is_dir()
-    }
-    assert public - modules == PUBLIC
+@pytest.mark.parametrize("package", PUBLIC)
+def test_the_public_names(package):
+    module = importlib.import_module(package)
+    assert dir(module) == sorted(PUBLIC[package].split()) == module.__all__
+    assert all(getattr(module, name) is not None for name in PUBLIC[package].split())
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
+        module.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_no_module_shadows_a_public_name(package):
+    """Importing a module sets an attribute of its package; a public name is another object."""
+    directory = SOURCE.joinpath(*package.split(".")[1:])
+    modules = {path.stem for path in directory.glob("*.py")}
+    assert package == "plurax.adapters" or not modules & set(PUBLIC[package].split())
 
 
 def test_plan_imports_no_jax():

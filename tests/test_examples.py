@@ -96,7 +96,7 @@ def test_the_spirals_are_learnt_and_drawn(tmp_path, drawn):
     functions = runpy.run_path(str(EXAMPLES / "spirals.py"))
     made = functions["experiment"](steps=300)
     plan = px.Plan(member=2, chunk=4, batch_dim="minor")
-    result = train(made, plan=plan, members=px.Members(8, resample=px.bootstrap()))
+    result = train(made, plan=plan, members=px.Members(8, resample=px.ensemble.bootstrap()))
     assert result.history[-1]["accuracy"] > 0.95
     pictures = list(functions["report"](made, result, tmp_path))
     assert [path.name for path in pictures] == ["members.png", "confidence.png"]
@@ -112,7 +112,7 @@ def test_the_spirals_are_learnt_and_drawn(tmp_path, drawn):
 def test_the_digits_ensemble_reports_and_sweeps(tmp_path, capsys):
     functions = runpy.run_path(str(EXAMPLES / "digits_ensemble.py"))
     made = functions["experiment"](epochs=30)
-    members = px.Members(4, made.members.hyper, px.bootstrap())
+    members = px.Members(4, made.members.hyper, px.ensemble.bootstrap())
     plan = px.Plan(member=2, chunk=2, batch_dim="major")
     result = train(made, plan=plan, members=members)
     assert result.history[-1]["eval_accuracy"] > 0.7

@@ -47,7 +47,7 @@ def _train(settings: Settings, program: px.Program, network: sizes.Domains) -> d
     counts = np.full(steps, size)
     rng = np.random.default_rng(0)
 
-    def epoch(state: px.TrainState) -> px.TrainState:
+    def epoch(state: px.train.TrainState) -> px.train.TrainState:
         rows = rng.permutation(size * steps).reshape(steps, size)
         return program.loop(state, data, program.place_epoch(rows, counts), 0, steps)[0]
 

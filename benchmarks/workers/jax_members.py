@@ -67,7 +67,7 @@ def _program(
     count: int,
 ) -> px.MembersProgram:
     """Compiled; the chunk and the place of the batch dim chosen by measurement."""
-    members = px.Members(count, resample=px.bootstrap()) if settings["resampled"] else None
+    members = px.Members(count, resample=px.ensemble.bootstrap()) if settings["resampled"] else None
     members = members or px.Members(count)
     plan = px.Plan(member=settings["devices"], **settings["plan"])
     rows = len(data["x"])

@@ -21,7 +21,7 @@ from benchmarks.workers.jax_setup import carry, need_devices
 from benchmarks.workers.resident import growth
 from benchmarks.workers.serve import Settings, Side, serve
 from plurax.pipeline.schedule import make_schedule
-from plurax.pipeline.simulate import simulate
+from plurax.pipeline.simulation import simulate
 
 AGREE = 1e-4
 
@@ -57,11 +57,11 @@ class Steps:
     def __init__(self, program: px.Program, batch: Any) -> None:
         self.program, self._ready = program, program.place_batch(batch)
 
-    def one(self, state: px.TrainState) -> px.TrainState:
+    def one(self, state: px.train.TrainState) -> px.train.TrainState:
         """A step."""
         return self.program.step_placed(state, self._ready)[0]
 
-    def first_two(self, params: Any = None) -> tuple[px.TrainState, list[float]]:
+    def first_two(self, params: Any = None) -> tuple[px.train.TrainState, list[float]]:
         """The state after two steps, and their losses."""
         state, losses = self.program.init(0, params=params), []
         for _ in range(2):

@@ -63,11 +63,11 @@ data=1 means 'not used'.
     communicate."""
     chunk: int | None = None
     """Members that a device processes at a time, one chunk after another. None: chosen from the
-    shapes and the device; `plurax.tune` measures instead."""
+    shapes and the device; `plurax.ensemble.tune` measures instead."""
     batch_dim: BatchDim | None = None
     """The dim of the batch in the arrays of the gradient: `major`, as the task is written, or
     `minor`, transposed so that vector units work along the batch. None: for members chosen from the
-    shapes and the device (`plurax.tune` measures instead), for one network `major`."""
+    shapes and the device (`plurax.ensemble.tune` measures instead), for one network `major`."""
 
     pipeline: int = 1
     """Devices over which the layers are split, as consecutive stages (mesh axis `pipeline`): of a

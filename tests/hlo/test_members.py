@@ -36,7 +36,7 @@ def largest(hlo):
 
 @pytest.mark.parametrize("plan", [px.Plan(member=4), px.Plan(member=8, chunk=1)], ids=str)
 def test_members_never_communicate(plan):
-    made = program(plan, px.Members(8, resample=px.bootstrap()))
+    made = program(plan, px.Members(8, resample=px.ensemble.bootstrap()))
     assert made.collectives() == []
     step = px.compile(models.mlp_task(), models.optimizer(), made.plan, models.cut(ROWS, 16),
                       members=px.Members(8))  # fmt: skip
@@ -53,7 +53,9 @@ def test_with_data_each_step_reduces_once_over_data_alone():
 
 
 def test_nothing_has_members_times_rows():
-    made = program(px.Plan(member=2, chunk=50), px.Members(100, resample=px.bootstrap()), MANY)
+    made = program(
+        px.Plan(member=2, chunk=50), px.Members(100, resample=px.ensemble.bootstrap()), MANY
+    )
     # The order of a block of steps for a chunk, and the data themselves, are allowed.
     assert largest(made.hlo()) <= max(ORDERED * 50, 8000 * models.FEATURES)
 
@@ -63,7 +65,9 @@ def test_data_memory_does_not_depend_on_the_members():
 
     def arguments(members, count):
         rows = jax.tree.map(lambda x: np.concatenate([x] * count), MANY)
-        memory = program(px.Plan(chunk=4), px.Members(members, resample=px.bootstrap()), rows)
+        memory = program(
+            px.Plan(chunk=4), px.Members(members, resample=px.ensemble.bootstrap()), rows
+        )
         return memory.memory()
 
     few, few_more = arguments(4, 1), arguments(4, 2)

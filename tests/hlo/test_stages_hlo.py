@@ -92,7 +92,7 @@ def test_gpipe_stores_more_with_more_microbatches():
 
 def test_split_boundaries_are_exchanged_as_shards():
     """By token over `tensor`: each device hands on its own part."""
-    rules = px.megatron(
+    rules = px.sharding.megatron(
         column={"*/qkv": (..., "tensor", None), "*/hidden": (..., "tensor"),
                 "*/bias": (..., "tensor")},
         row={"*/attention_out": (..., "tensor", None, None), "*/out": (..., "tensor", None)},

@@ -48,19 +48,19 @@ def make_task(hyper, dtype=jnp.float64):
 
 
 HYPER = {
-    "rate": px.log_uniform(1e-3, 1e-1),
-    "decay": px.log_uniform(1e-4, 1e-1),
+    "rate": px.ensemble.log_uniform(1e-3, 1e-1),
+    "decay": px.ensemble.log_uniform(1e-4, 1e-1),
     "momentum": [0.9, 0.7, 0.95],
     "warmup": [1, 10, 40],
-    "clip": px.uniform(0.3, 1.0),
-    "dropout": px.uniform(0.0, 0.5),
-    "scale": px.uniform(0.5, 1.5),
+    "clip": px.ensemble.uniform(0.3, 1.0),
+    "dropout": px.ensemble.uniform(0.0, 0.5),
+    "scale": px.ensemble.uniform(0.5, 1.5),
 }
 RESAMPLE = {
     "everything": None,
-    "bootstrap": px.bootstrap(),
-    "kfold": px.kfold(3),
-    "subsample": px.subsample([12, 0.5, 30]),
+    "bootstrap": px.ensemble.bootstrap(),
+    "kfold": px.ensemble.kfold(3),
+    "subsample": px.ensemble.subsample([12, 0.5, 30]),
 }
 
 
@@ -78,7 +78,7 @@ def alone(resample, member):
                        length=members.epoch_length(COUNT))  # fmt: skip
     program = Program(make_task(hyper), optimizer(hyper), px.Plan(), source.example_batch(),
                       make_mesh(px.Plan()))  # fmt: skip
-    for turn in px.train_iter(
+    for turn in px.train.train_iter(
         program, program.init(seed), source, epochs=50, checkpoint_every=STEPS
     ):
         if turn.step == STEPS:
@@ -131,7 +131,7 @@ def test_members_taken_out_are_the_same(x64):
     plan = px.Plan(chunk=2, batch_dim="major")
     members = population("bootstrap")
     whole, some = among(members, plan), among(members.take([2, 1]), plan)
-    assert models.max_rel_error(px.take_members(whole, [2, 1]).params, some.params) < 1e-12
+    assert models.max_rel_error(px.ensemble.take_members(whole, [2, 1]).params, some.params) < 1e-12
 
 
 @pytest.mark.parametrize("kind", ["normed", "contrastive"])
@@ -142,14 +142,14 @@ def test_coupled_and_stateful_members(x64, kind, plan):
     """A loss over the whole microbatch, with model state of each member's own."""
     task = {"normed": models.normed_task, "contrastive": models.contrastive_task}[kind](jnp.float64)
     plan = px.Plan(**{**vars(plan), "batch_dim": "major", "chunk": plan.chunk or 1})
-    members = px.Members(3, resample=px.bootstrap())
+    members = px.Members(3, resample=px.ensemble.bootstrap())
     rows = models.data(COUNT, dtype=np.float64)
     state = among(members, plan, task, models.optimizer(), rows)
     for member in range(3):
         source = ArrayData(rows, BATCH, member, resample=members.resample, member=member)
         one = px.Plan(microbatches=plan.microbatches)
         program = Program(task, models.optimizer(), one, source.example_batch(), make_mesh(one))
-        turns = px.train_iter(program, program.init(member), source, epochs=50,
+        turns = px.train.train_iter(program, program.init(member), source, epochs=50,
                             checkpoint_every=STEPS)  # fmt: skip
         after = next(turn.state for turn in turns if turn.step == STEPS)
         params = jax.tree.map(lambda leaf: leaf[member], state.params)  # noqa: B023

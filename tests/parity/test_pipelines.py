@@ -20,7 +20,7 @@ from plurax.pipeline.schedule import SCHEDULES
 NETWORKS = {
     "transformer": (
         models.transformer_stack,
-        px.megatron(
+        px.sharding.megatron(
             column={"*/qkv": (..., "tensor", None), "*/hidden": (..., "tensor"),
                     "*/bias": (..., "tensor")},
             row={"*/attention_out": (..., "tensor", None, None), "*/out": (..., "tensor", None)},

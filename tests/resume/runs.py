@@ -44,7 +44,9 @@ KINDS = {
     "members": lambda: {
         "optimizer": lambda hyper: optax.adamw(hyper["rate"]),
         "plan": px.Plan(chunk=2, batch_dim="major"),
-        "members": px.Members(3, {"rate": px.log_uniform(1e-3, 1e-1)}, px.bootstrap()),
+        "members": px.Members(
+            3, {"rate": px.ensemble.log_uniform(1e-3, 1e-1)}, px.ensemble.bootstrap()
+        ),
     },
 }
 

@@ -197,9 +197,11 @@ def test_resuming_under_another_resampling_is_refused(tmp_path):
     def members(resample):
         return px.Members(2, {"rate": [0.1, 0.2]}, resample)
 
-    fit(members=members(px.bootstrap()), output=tmp_path, epochs=1, **POPULATION)
+    fit(members=members(px.ensemble.bootstrap()), output=tmp_path, epochs=1, **POPULATION)
     with pytest.raises(px.CheckpointError, match=r"of the checkpoint read their data by Bootstrap"):
-        fit(members=members(px.subsample([50])), output=tmp_path, resume=True, **POPULATION)
+        fit(
+            members=members(px.ensemble.subsample([50])), output=tmp_path, resume=True, **POPULATION
+        )
 
 
 # --- The command line -------------------------------------------------------------------------

@@ -233,7 +233,7 @@ def experiment():
         evaluation=models.data(20, seed=1),
         batch_size=16,
         epochs=2,
-        members=px.Members(3, {"rate": px.log_uniform(1e-3, 1e-1)}),
+        members=px.Members(3, {"rate": px.ensemble.log_uniform(1e-3, 1e-1)}),
         plan=px.Plan(chunk=2, batch_dim="major"),
     )
 
@@ -338,7 +338,7 @@ def experiment():
     def loss(params, batch, keys):
         return jnp.sum((jnp.tanh(batch["x"] @ params["in"]) @ params["out"]) ** 2, axis=1)
 
-    rules = px.megatron(column=["in"], row=["out"])
+    rules = px.sharding.megatron(column=["in"], row=["out"])
     return px.Experiment(
         task=px.Task(init=init, loss=loss), optimizer=optax.adam(1e-2), batch_size=8,
         data={"x": np.ones((20, 4), np.float32)},

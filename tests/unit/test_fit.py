@@ -19,9 +19,9 @@ import plurax as px
 from plurax.train.checkpoint import Checkpoints, DamagedCheckpointWarning
 from plurax.train.data import ArrayData, Position, StreamData, prefetch
 from plurax.train.epoch_metrics import NetworkMetrics, NonFiniteWarning
+from plurax.train.iterate import StepOutput, train_iter
 from plurax.train.log import read_rows
 from plurax.train.progress import TrainingProgress
-from plurax.train.train_iter import StepOutput, train_iter
 
 ROWS = models.data(50)
 TASK = models.mlp_task()
@@ -442,10 +442,10 @@ def test_throughput_is_by_the_wall_clock_without_the_first_call(monkeypatch):
 def test_of_a_long_epoch_only_a_window_of_metrics_is_copied(monkeypatch):
     data = {name: value[:40] for name, value in ROWS.items()}
     whole = fit(data, batch_size=1, epochs=2, plan=px.Plan())
-    monkeypatch.setattr("plurax.train.train_iter.WINDOW", 8)
+    monkeypatch.setattr("plurax.train.iterate.WINDOW", 8)
     copied = []
     numpy = types.SimpleNamespace(asarray=lambda x: copied.append(x.shape) or np.asarray(x))
-    monkeypatch.setattr("plurax.train.train_iter.np", numpy)
+    monkeypatch.setattr("plurax.train.iterate.np", numpy)
     cut = fit(data, batch_size=1, epochs=2, plan=px.Plan())
     assert models.same_bits(cut.state.params, whole.state.params)
     assert [row["loss"] for row in cut.history] == [row["loss"] for row in whole.history]

@@ -14,8 +14,8 @@ from plurax.members import Members
 from plurax.train import log
 from plurax.train.data import Position
 from plurax.train.epoch_metrics import MembersMetrics, NetworkMetrics
+from plurax.train.iterate import StepOutput
 from plurax.train.log import DamagedLogWarning, MetricsLog, read_rows
-from plurax.train.train_iter import StepOutput
 
 
 def step_row(step, **values):

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.xdist_group("population")  # what is trained for all is
 ROWS = models.data(50)
 TASK = models.mlp_task()
 PLAN = px.Plan(member=2, chunk=2, batch_dim="major")
-MEMBERS = px.Members(5, {"rate": px.log_uniform(1e-3, 1e-1)}, px.bootstrap())
+MEMBERS = px.Members(5, {"rate": px.ensemble.log_uniform(1e-3, 1e-1)}, px.ensemble.bootstrap())
 
 
 def adam(hyper):
@@ -56,22 +56,26 @@ def test_counts():
     assert px.Members(100).count == 100
     assert px.Members([3, 9]).count == 2
     assert px.Members(hyper={"rate": [0.1, 0.2, 0.3]}).count == 3
-    grid = px.grid(rate=[0.1, 0.2], width=[1, 2, 3])
+    grid = px.ensemble.grid(rate=[0.1, 0.2], width=[1, 2, 3])
     assert px.Members(hyper=grid).count == 6
     assert px.Members([7, 8], grid).count == 12
     assert px.Members(range(4)).count == 4
 
 
 def test_a_grid_is_trained_with_every_seed():
-    table = px.Members([7, 8], px.grid(rate=[0.1, 0.2])).table()
+    table = px.Members([7, 8], px.ensemble.grid(rate=[0.1, 0.2])).table()
     assert [(row["rate"], row["seed"]) for row in table] == [
         (0.1, 7), (0.1, 8), (0.2, 7), (0.2, 8),
     ]  # fmt: skip
 
 
 def test_draws_are_in_range_and_stay_when_the_population_grows():
-    few = px.Members(5, {"a": px.uniform(1, 2), "b": px.log_uniform(1e-4, 1)}).hyper_table()
-    many = px.Members(500, {"b": px.log_uniform(1e-4, 1), "a": px.uniform(1, 2)}).hyper_table()
+    few = px.Members(
+        5, {"a": px.ensemble.uniform(1, 2), "b": px.ensemble.log_uniform(1e-4, 1)}
+    ).hyper_table()
+    many = px.Members(
+        500, {"b": px.ensemble.log_uniform(1e-4, 1), "a": px.ensemble.uniform(1, 2)}
+    ).hyper_table()
     assert np.array_equal(few["a"], many["a"][:5])
     assert np.array_equal(few["b"], many["b"][:5])
     assert 1 <= many["a"].min() < 1.05 < 1.95 < many["a"].max() < 2
@@ -97,9 +101,12 @@ def test_a_member_stays_what_it_is_when_taken():
             r"2 values for 3 members; a list has one",
         ),
         (lambda: px.Members(2, {"r": ["a", "b"]}).hyper_table(), r"must be a number for each"),
-        (lambda: px.grid(r=0.1), r"plurax.grid\(r=0.1\): give a list"),
-        (lambda: px.uniform(2, 1), r"plurax.uniform\(2, 1\): needs finite numbers, low < high"),
-        (lambda: px.log_uniform(0, 1), r"needs finite numbers, 0 < low < high"),
+        (lambda: px.ensemble.grid(r=0.1), r"plurax.ensemble.grid\(r=0.1\): give a list"),
+        (
+            lambda: px.ensemble.uniform(2, 1),
+            r"plurax.ensemble.uniform\(2, 1\): needs finite numbers, low < high",
+        ),
+        (lambda: px.ensemble.log_uniform(0, 1), r"needs finite numbers, 0 < low < high"),
         (lambda: px.Members(3).take([3]), r"there is no member 3: the members are 0 to 2"),
     ],
 )
@@ -129,7 +136,7 @@ def test_a_plan_that_leaves_nothing_open_is_tuned_as_it_is(monkeypatch):
     """No program is built for it."""
     monkeypatch.setattr("plurax.train.tune.make_program", None)
     data = models.data(8)
-    tuned = px.tune(
+    tuned = px.ensemble.tune(
         models.mlp_task(), models.optimizer(), data, members=px.Members(2), batch_size=4,
         plan=px.Plan(chunk=1, batch_dim="major"),
     )  # fmt: skip
@@ -170,7 +177,9 @@ def test_batches_from_an_iterable_are_seen_by_every_member(reference):
     for k in range(2):
         alone = px.fit(TASK, adam(members.hyper_of(k)), batches, epochs=2, seed=k, progress=False)
         assert (
-            models.max_rel_error(px.export_member(result.state, k).params, alone.state.params)
+            models.max_rel_error(
+                px.ensemble.export_member(result.state, k).params, alone.state.params
+            )
             < 1e-5
         )
     with pytest.raises(px.MembersError, match=r"draws rows by number, and these data do not stay"):
@@ -217,7 +226,7 @@ def test_a_member_that_turns_nan_is_frozen_alone_and_named():
     assert result.history[-1]["skipped"] == 1
     assert np.isfinite(result.history[-1]["loss_worst"])
     well = fit_diverging(DIVERGING.take([0, 2]))
-    both = px.take_members(result.state, [0, 2])
+    both = px.ensemble.take_members(result.state, [0, 2])
     assert models.max_rel_error(both.params, well.state.params) < 1e-6
 
 
@@ -301,7 +310,7 @@ def test_resume_at_every_step(tmp_path, reference, stop):
     source = ArrayData(ROWS, 16, resample=MEMBERS.resample, length=50)
     program = reference.program
     state = program.init()
-    for turn in px.train_iter(program, state, source, epochs=3, checkpoint_every=stop):
+    for turn in px.train.train_iter(program, state, source, epochs=3, checkpoint_every=stop):
         state, position = turn.state, turn.position
         if turn.step == stop:
             break
@@ -312,7 +321,7 @@ def test_resume_at_every_step(tmp_path, reference, stop):
             jax.eval_shape(program.to_canonical, program.state_shapes)
         )
     state = program.place(restored)
-    for turn in px.train_iter(program, state, source, start=position, epochs=3):  # noqa: B007
+    for turn in px.train.train_iter(program, state, source, start=position, epochs=3):  # noqa: B007
         pass
     assert models.same_bits(program.to_canonical(turn.state).params, reference.state.params)
 
@@ -371,7 +380,9 @@ def test_what_is_compiled_is_used_again():
     """The same task, optimizer, plan and shapes: other seeds and rates in the same programs."""
     task = dataclasses.replace(TASK)  # not compiled yet
     first = px.fit(task, adam, ROWS, members=MEMBERS, plan=PLAN, batch_size=16, progress=False)
-    other = px.Members([9, 8, 7, 6, 5], {"rate": px.uniform(0.01, 0.02)}, px.bootstrap())
+    other = px.Members(
+        [9, 8, 7, 6, 5], {"rate": px.ensemble.uniform(0.01, 0.02)}, px.ensemble.bootstrap()
+    )
     kind = {"plan": PLAN, "batch_size": 16, "progress": False}
     assert compilations(lambda: px.fit(task, adam, ROWS, members=other, **kind)) == 0
     again = px.fit(task, adam, ROWS, members=MEMBERS, **kind)
@@ -386,7 +397,7 @@ def test_what_was_compiled_for_something_else_is_not_used():
     first = px.fit(task, adam, ROWS, members=MEMBERS, **kind)
     for change in (
         {"members": MEMBERS.take([0, 1])},
-        {"members": dataclasses.replace(MEMBERS, resample=px.kfold(3))},
+        {"members": dataclasses.replace(MEMBERS, resample=px.ensemble.kfold(3))},
         {"batch_size": 8},
         {"plan": dataclasses.replace(PLAN, batch_dim="minor")},
         {"shuffle": False},
@@ -424,14 +435,14 @@ def test_a_program_of_one_network_is_used_again():
 
 def test_a_program_is_not_for_members_that_read_otherwise(reference):
     with pytest.raises(px.MembersError, match=r"compiled for members that read their data by"):
-        reference.program.of(dataclasses.replace(MEMBERS, resample=px.kfold(2)))
+        reference.program.of(dataclasses.replace(MEMBERS, resample=px.ensemble.kfold(2)))
 
 
 # --- Keeping members --------------------------------------------------------------------------
 
 
 def test_a_member_goes_on_alone(reference):
-    state = px.export_member(reference.state, 3)
+    state = px.ensemble.export_member(reference.state, 3)
     optimizer = adam(MEMBERS.hyper_of(3))
     alone = Program(TASK, optimizer, px.Plan(), models.cut(ROWS, 16), make_mesh(px.Plan()))
     assert np.allclose(
@@ -440,26 +451,33 @@ def test_a_member_goes_on_alone(reference):
         atol=1e-6,
     )
     source = ArrayData(ROWS, 16, MEMBERS.seed_of(3), resample=MEMBERS.resample, member=3)
-    start = px.Position(3)
-    for turn in px.train_iter(alone, alone.place(state), source, start=start, epochs=5):  # noqa: B007
+    start = px.train.Position(3)
+    for turn in px.train.train_iter(alone, alone.place(state), source, start=start, epochs=5):  # noqa: B007
         pass
     longer = fit(MEMBERS.take([3]), epochs=5, plan=px.Plan(chunk=1, batch_dim="major"))
-    assert models.max_rel_error(turn.state.params, px.export_member(longer.state, 0).params) < 1e-5
+    assert (
+        models.max_rel_error(turn.state.params, px.ensemble.export_member(longer.state, 0).params)
+        < 1e-5
+    )
 
 
 def test_take_and_join(reference):
-    one, rest = px.take_members(reference.state, [2]), px.take_members(reference.state, [0, 1])
-    joined = px.join_members(rest, one)
+    one, rest = (
+        px.ensemble.take_members(reference.state, [2]),
+        px.ensemble.take_members(reference.state, [0, 1]),
+    )
+    joined = px.ensemble.join_members(rest, one)
     assert joined.step.shape == (3,)
     assert models.same_bits(
-        px.export_member(joined, 2).params, px.export_member(reference.state, 2).params
+        px.ensemble.export_member(joined, 2).params,
+        px.ensemble.export_member(reference.state, 2).params,
     )
     with pytest.raises(px.MembersError, match=r"there is no member 5"):
-        px.take_members(reference.state, [5])
+        px.ensemble.take_members(reference.state, [5])
     with pytest.raises(px.MembersError, match=r"the states differ in structure, shape"):
-        px.join_members(one, fit(MEMBERS, optimizer=lambda h: optax.sgd(h["rate"])).state)
+        px.ensemble.join_members(one, fit(MEMBERS, optimizer=lambda h: optax.sgd(h["rate"])).state)
     with pytest.raises(px.MembersError, match=r"this is the state of one network"):
-        px.export_member(px.export_member(one, 0), 0)
+        px.ensemble.export_member(px.ensemble.export_member(one, 0), 0)
     with pytest.raises(px.MembersError, match=r"holds 3 members and this program is compiled for"):
         reference.program.predict(joined, {"x": ROWS["x"]})
 
@@ -544,11 +562,15 @@ def test_less_memory_makes_smaller_chunks(monkeypatch):
 
 
 def test_tune_measures_what_is_left_open():
-    tuning = px.tune(TASK, adam, ROWS, members=MEMBERS, batch_size=16, plan=px.Plan(chunk=5))
+    tuning = px.ensemble.tune(
+        TASK, adam, ROWS, members=MEMBERS, batch_size=16, plan=px.Plan(chunk=5)
+    )
     assert tuning.plan.chunk == 5
     assert {(one.chunk, one.batch_dim) for one in tuning.measured} == {(5, "major"), (5, "minor")}
     assert f"fastest: chunk=5, batch_dim={tuning.plan.batch_dim}" in str(tuning)
-    assert px.tune(TASK, adam, ROWS, members=MEMBERS, batch_size=16, plan=PLAN).plan == PLAN
+    assert (
+        px.ensemble.tune(TASK, adam, ROWS, members=MEMBERS, batch_size=16, plan=PLAN).plan == PLAN
+    )
 
 
 def chosen(seconds, differs=False, budget=10**9, plan=px.Plan(), members=100):  # noqa: B008

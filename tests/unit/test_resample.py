@@ -25,9 +25,9 @@ from plurax.train.data import ArrayData
 
 KINDS = {
     "everything": Everything(),
-    "bootstrap": px.bootstrap(),
-    "kfold": px.kfold(3),
-    "subsample": px.subsample([5, 0.5, 11]),
+    "bootstrap": px.ensemble.bootstrap(),
+    "kfold": px.ensemble.kfold(3),
+    "subsample": px.ensemble.subsample([5, 0.5, 11]),
 }
 ROWS = 22
 permuted = jax.jit(permuted_index)
@@ -51,9 +51,13 @@ def test_the_order_of_a_key_never_changes():
     ("resample", "drawn", "order"),
     [
         (Everything(), [*range(11)], [4, 9, 7, 5, 10, 3, 2, 8, 0, 6, 1]),
-        (px.bootstrap(), [9, 7, 8, 5, 4, 1, 8, 1, 8, 2, 9], [4, 2, 1, 1, 9, 5, 8, 8, 9, 8, 7]),
-        (px.kfold(3, seed=2), [3, 5, 8, 7, 2, 1, 10], [10, 5, 7, 8, 3, 2, 1]),
-        (px.subsample([5, 7]), [3, 7, 4, 6, 10, 5, 1], [1, 7, 6, 4, 3, 10, 5]),
+        (
+            px.ensemble.bootstrap(),
+            [9, 7, 8, 5, 4, 1, 8, 1, 8, 2, 9],
+            [4, 2, 1, 1, 9, 5, 8, 8, 9, 8, 7],
+        ),
+        (px.ensemble.kfold(3, seed=2), [3, 5, 8, 7, 2, 1, 10], [10, 5, 7, 8, 3, 2, 1]),
+        (px.ensemble.subsample([5, 7]), [3, 7, 4, 6, 10, 5, 1], [1, 7, 6, 4, 3, 10, 5]),
     ],
 )
 def test_the_rows_of_a_member_never_change(resample, drawn, order):
@@ -65,10 +69,10 @@ def test_the_rows_of_a_member_never_change(resample, drawn, order):
 @pytest.mark.parametrize(
     ("make", "other"),
     [
-        (Everything, px.bootstrap()),
-        (px.bootstrap, Everything()),
-        (lambda: px.kfold(3), px.kfold(3, seed=1)),
-        (lambda: px.subsample([5, 7]), px.subsample([5, 8])),
+        (Everything, px.ensemble.bootstrap()),
+        (px.ensemble.bootstrap, Everything()),
+        (lambda: px.ensemble.kfold(3), px.ensemble.kfold(3, seed=1)),
+        (lambda: px.ensemble.subsample([5, 7]), px.ensemble.subsample([5, 8])),
     ],
 )
 def test_resampling_is_compared_by_its_values(make, other):
@@ -110,7 +114,10 @@ def test_bootstrap_frequencies_follow_the_binomial_law():
     """How often each row is drawn, over 400 members of 100 rows: binomial(100, 1/100)."""
     count, members = 100, 400
     counts = np.stack(
-        [np.bincount(draws(px.bootstrap(), count, 7, m), minlength=count) for m in range(members)]
+        [
+            np.bincount(draws(px.ensemble.bootstrap(), count, 7, m), minlength=count)
+            for m in range(members)
+        ]
     )
     assert (counts.sum(1) == count).all()  # exactly N draws each
     seen = np.bincount(counts.ravel(), minlength=7)
@@ -123,7 +130,7 @@ def test_bootstrap_frequencies_follow_the_binomial_law():
 
 @pytest.mark.parametrize("count", [10, 11, 12])
 def test_folds_are_disjoint_complete_and_even(count):
-    fold = px.kfold(4)
+    fold = px.ensemble.kfold(4)
     held = [fold.held_out(count, seed, member) for member, seed in enumerate([5, 6, 7, 8])]
     assert np.array_equal(np.sort(np.concatenate(held)), np.arange(count))
     sizes = [len(rows) for rows in held]
@@ -136,11 +143,11 @@ def test_folds_are_disjoint_complete_and_even(count):
 
 
 def test_samples_of_growing_size_are_nested():
-    sample = px.subsample([5, 10, 22])
+    sample = px.ensemble.subsample([5, 10, 22])
     small, middle, whole = (set(draws(sample, ROWS, 0, m)) for m in (0, 1, 2))
     assert (len(small), len(middle), len(whole)) == (5, 10, 22)
-    one = px.subsample([10])
-    assert set(draws(px.subsample([5]), ROWS, 0, 1)) < set(draws(one, ROWS, 0, 1))
+    one = px.ensemble.subsample([10])
+    assert set(draws(px.ensemble.subsample([5]), ROWS, 0, 1)) < set(draws(one, ROWS, 0, 1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -166,7 +173,7 @@ def test_the_batch_size_changes_no_row(kind, batch_size):
 
 
 def test_a_short_pass_goes_around_again_in_a_new_order():
-    rows = epoch_rows(px.subsample([5]), ROWS, 3, 0, 0, length=12)
+    rows = epoch_rows(px.ensemble.subsample([5]), ROWS, 3, 0, 0, length=12)
     passes = rows[:5], rows[5:10]
     assert set(passes[0]) == set(passes[1])
     assert not np.array_equal(*passes)
@@ -174,23 +181,23 @@ def test_a_short_pass_goes_around_again_in_a_new_order():
 
 def test_rows_are_elementwise_in_the_position():
     position = np.asarray([7, 0, 3], np.uint32)
-    some = stream_row(px.bootstrap(), ROWS, 22, 3, 1, 2, position)
-    assert np.array_equal(some, epoch_rows(px.bootstrap(), ROWS, 3, 1, 2)[position])
+    some = stream_row(px.ensemble.bootstrap(), ROWS, 22, 3, 1, 2, position)
+    assert np.array_equal(some, epoch_rows(px.ensemble.bootstrap(), ROWS, 3, 1, 2)[position])
 
 
 def test_out_of_bag_rows_are_those_not_drawn():
-    held = px.bootstrap().held_out(100, 0, 3)
+    held = px.ensemble.bootstrap().held_out(100, 0, 3)
     assert 20 < len(held) < 55
-    assert not set(held) & set(draws(px.bootstrap(), 100, 0, 3))
+    assert not set(held) & set(draws(px.ensemble.bootstrap(), 100, 0, 3))
     assert Everything().held_out(100, 0, 0).size == 0
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: px.kfold(1), r"at least 2 folds are needed"),
-        (lambda: px.subsample([]), r"give sizes above 0: whole numbers of rows, or"),
-        (lambda: px.subsample([3, 0]), r"give sizes above 0: whole numbers of rows, or"),
+        (lambda: px.ensemble.kfold(1), r"at least 2 folds are needed"),
+        (lambda: px.ensemble.subsample([]), r"give sizes above 0: whole numbers of rows, or"),
+        (lambda: px.ensemble.subsample([3, 0]), r"give sizes above 0: whole numbers of rows, or"),
     ],
 )
 def test_resampling_that_cannot_be(make, message):
@@ -200,11 +207,11 @@ def test_resampling_that_cannot_be(make, message):
 
 def test_resampling_that_does_not_fit_the_data():
     with pytest.raises(px.BatchError, match=r"have only 2 rows; use fewer folds"):
-        px.kfold(3).size(2, 0)
+        px.ensemble.kfold(3).size(2, 0)
     with pytest.raises(px.BatchError, match=r"size of 30 is not between 1 and the 22 rows"):
-        px.subsample(30).size(ROWS, 0)
+        px.ensemble.subsample(30).size(ROWS, 0)
     with pytest.raises(px.BatchError, match=r"size of 0.01 is not between 1 and the 22 rows"):
-        px.subsample(0.01).size(ROWS, 0)
+        px.ensemble.subsample(0.01).size(ROWS, 0)
 
 
 # --- What members read on the devices ---------------------------------------------------------
@@ -216,13 +223,13 @@ def test_resampling_that_does_not_fit_the_data():
     [
         (Everything(), 8, True),
         (Everything(), 8, False),
-        (px.bootstrap(), 7, True),
-        (px.kfold(4), 8, True),
-        (px.subsample([12, 0.5, 30]), 8, True),
+        (px.ensemble.bootstrap(), 7, True),
+        (px.ensemble.kfold(4), 8, True),
+        (px.ensemble.subsample([12, 0.5, 30]), 8, True),
         (Everything(), 30, True),
-        (px.bootstrap(), 30, True),
-        (px.kfold(4), 30, True),
-        (px.subsample([12, 0.5, 30]), 30, True),
+        (px.ensemble.bootstrap(), 30, True),
+        (px.ensemble.kfold(4), 30, True),
+        (px.ensemble.subsample([12, 0.5, 30]), 30, True),
     ],
 )
 def test_members_on_a_device_read_what_one_network_reads(
@@ -250,7 +257,7 @@ def test_members_on_a_device_read_what_one_network_reads(
 def test_a_batch_that_is_the_whole_data_set_is_not_reordered():
     whole = ArrayData({"x": np.arange(30)}, 30, seed=4)
     assert whole.epoch_order(3)[0][0].tolist() == list(range(30))
-    sample = dataclasses.replace(whole, resample=px.bootstrap())
+    sample = dataclasses.replace(whole, resample=px.ensemble.bootstrap())
     assert sample.epoch_order(3)[0].tolist() == sample.epoch_order(8)[0].tolist()
     some = ArrayData({"x": np.arange(30)}, 29, seed=4, ragged="drop")
     assert some.epoch_order(3)[0].tolist() != some.epoch_order(8)[0].tolist()

@@ -16,7 +16,7 @@ from plurax.pipeline.schedule import (
     one_f_one_b,
     ticks,
 )
-from plurax.pipeline.simulate import simulate
+from plurax.pipeline.simulation import simulate
 from plurax.pipeline.slots import FIELDS, make_slot_table
 from plurax.pipeline.stages import LayerAssignment
 

@@ -755,8 +755,8 @@ def test_a_tensor_axis_that_splits_nothing_is_refused():
     assert str(error.value) == (
         "Plan(tensor=4): no rule and no mark splits anything over `tensor`, so 4 devices would "
         "each do the same work. Say what is split: Plan(tensor=4, shardings={'bias': (..., "
-        "'tensor')}) for parameters and activations named by plurax.name, plurax.megatron for the "
-        "rules of a transformer, plurax.shard in the model for an operator. Or use data=4, which "
-        "splits the batch and needs no rules. Parameters: bias, hidden, out. Named activations: "
-        "none."
+        "'tensor')}) for parameters and activations named by plurax.name, plurax.sharding.megatron "
+        "for the rules of a transformer, plurax.shard in the model for an operator. Or use data=4, "
+        "which splits the batch and needs no rules. Parameters: bias, hidden, out. Named "
+        "activations: none."
     )

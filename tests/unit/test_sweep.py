@@ -48,7 +48,7 @@ def make_task(width):
     return px.Task(init=init, loss=loss)
 
 
-SHAPES = px.grid(width=[4, 8], batch_size=[16, 24])
+SHAPES = px.ensemble.grid(width=[4, 8], batch_size=[16, 24])
 
 
 @pytest.fixture(scope="module")
@@ -191,13 +191,13 @@ def test_budgets_grow_by_the_reduction(given, budgets):
     assert halving_._budgets(*given) == budgets
 
 
-MANY = px.Members(9, {"rate": px.log_uniform(1e-4, 1e-1)}, px.bootstrap())
+MANY = px.Members(9, {"rate": px.ensemble.log_uniform(1e-4, 1e-1)}, px.ensemble.bootstrap())
 
 
 def halving(**options):
     options = {"epochs": 9, "plan": PLAN, "batch_size": 16,
                "evaluation": ROWS, "progress": False, **options}  # fmt: skip
-    return px.successive_halving(TASK, adam, ROWS, members=MANY, **options)
+    return px.ensemble.successive_halving(TASK, adam, ROWS, members=MANY, **options)
 
 
 @pytest.fixture(scope="module")
@@ -226,8 +226,10 @@ def test_survivors_are_the_best_by_the_metric(halved, straight):
 
 def test_survivors_trained_as_if_nothing_had_been_halved(halved, straight):
     number = halved.members.table()[0]["member"]
-    whole = px.export_member(straight.state, number)
-    assert models.max_rel_error(px.export_member(halved.state, 0).params, whole.params) < 1e-5
+    whole = px.ensemble.export_member(straight.state, number)
+    assert (
+        models.max_rel_error(px.ensemble.export_member(halved.state, 0).params, whole.params) < 1e-5
+    )
     means = halved.program.evaluate(halved.state, ROWS)
     assert means["loss"][0] == pytest.approx(halved.rungs[-1].scores[0], rel=1e-5)
 
@@ -290,7 +292,7 @@ def test_frozen_members_are_the_first_to_go(largest, slots):
     score = [5.0, 99.0, 3.0, 8.0, 98.0, 1.0, 4.0] if largest else [5, -9, 3, 8, -8, 1, 4]
     members = px.Members(7, {"score": score, "bad": [0, 1, 0, 0, 1, 0, 0]})
     with pytest.warns(NonFiniteWarning, match="are frozen") as told:
-        found = px.successive_halving(
+        found = px.ensemble.successive_halving(
             hyper_task(merit="score"), optax.sgd(1e-2), ROWS, members=members, epochs=4, first=1,
             reduction=2, slots=slots, batch_size=16, evaluation=ROWS, metric="merit",
             largest=largest, plan=PLAN, progress=False,
@@ -307,7 +309,7 @@ def test_frozen_members_are_the_first_to_go(largest, slots):
 def test_where_all_are_frozen_the_survivors_are_too():
     members = px.Members(3, {"score": [1.0, 2.0, 3.0], "bad": 1})
     with pytest.warns(NonFiniteWarning, match="3 of 3 members"):
-        found = px.successive_halving(
+        found = px.ensemble.successive_halving(
             hyper_task(merit="score"), optax.sgd(1e-2), ROWS, members=members, epochs=2, first=1,
             reduction=2, batch_size=16, plan=PLAN, progress=False,
         )  # fmt: skip
@@ -348,7 +350,7 @@ def test_best_is_never_a_frozen_member():
 @pytest.mark.parametrize("plan", [PLAN, px.Plan(member=2, chunk=2)], ids=str)
 def test_found_members_fit_and_more_do_not(plan):
     batch = models.cut(ROWS, 16)
-    found = px.max_members(TASK, adam, plan, batch, members=MEMBERS, memory=2**20)
+    found = px.ensemble.max_members(TASK, adam, plan, batch, members=MEMBERS, memory=2**20)
     assert int(found) == found.count > 16
     assert found.count % (plan.member * plan.chunk) == 0
     assert found.bytes <= 2**20 < found.next_bytes
@@ -361,9 +363,11 @@ def test_found_members_fit_and_more_do_not(plan):
 
 def test_a_few_large_members_fit_where_a_chunk_does_not():
     batch = models.cut(ROWS, 16)
-    one = px.max_members(TASK, adam, px.Plan(chunk=1), batch, members=MEMBERS, memory=2**20)
+    one = px.ensemble.max_members(
+        TASK, adam, px.Plan(chunk=1), batch, members=MEMBERS, memory=2**20
+    )
     per_member = one.bytes / one.count
-    found = px.max_members(TASK, adam, px.Plan(), batch, members=MEMBERS,
+    found = px.ensemble.max_members(TASK, adam, px.Plan(), batch, members=MEMBERS,
                            memory=int(12 * per_member) + 20_000)  # fmt: skip
     assert found.count >= 1
     assert found.bytes <= found.budget < found.next_bytes
@@ -371,12 +375,14 @@ def test_a_few_large_members_fit_where_a_chunk_does_not():
 
 def test_no_member_fits():
     with pytest.raises(px.MembersError, match=r"no population fits: the smallest possible, 4 mem"):
-        px.max_members(TASK, adam, PLAN, models.cut(ROWS, 16), members=MEMBERS, memory=1000)
+        px.ensemble.max_members(
+            TASK, adam, PLAN, models.cut(ROWS, 16), members=MEMBERS, memory=1000
+        )
 
 
 def test_halving_needs_arrays():
     with pytest.raises(px.MembersError, match=r"successive_halving needs data that stay on the"):
-        px.successive_halving(TASK, adam, [ROWS], members=MEMBERS, batch_size=16, epochs=3)
+        px.ensemble.successive_halving(TASK, adam, [ROWS], members=MEMBERS, batch_size=16, epochs=3)
 
 
 def test_shapes_of_different_names(tmp_path, capsys):
@@ -428,7 +434,7 @@ def test_a_signal_ends_a_sweep_with_what_is_done():
         return make_task(width)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    found = px.sweep(task, adam, Batches(), members=MEMBERS, shapes=px.grid(width=[4, 8]),
+    found = px.sweep(task, adam, Batches(), members=MEMBERS, shapes=px.ensemble.grid(width=[4, 8]),
                      plan=PLAN, epochs=3, progress=False)  # fmt: skip
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
     assert made == [4]

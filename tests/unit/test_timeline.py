@@ -235,7 +235,7 @@ def test_a_population_in_stages_has_a_timeline(workplace, capsys):
 
 
 def test_schedules_are_drawn_before_anything_runs(tmp_path):
-    by_hand = px.Schedule.parse(["F0 F1 B0 B1", "F0 B0 F1 B1"])
+    by_hand = px.pipeline.Schedule.parse(["F0 F1 B0 B1", "F0 B0 F1 B1"])
     path = tmp_path / "schedules.png"
-    px.draw_schedules([px.make_schedule("zb-h1", 4, 8), by_hand], path)
+    px.pipeline.draw_schedules([px.pipeline.make_schedule("zb-h1", 4, 8), by_hand], path)
     assert path.read_bytes()[:4] == b"\x89PNG"

@@ -1,53 +1,5 @@
 """A `Task` from a model of another library; each library is imported only by its own module."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from plurax.lazy import public_names
 
-from jaxtyping import PyTree
-
-from plurax.errors import TaskError
-from plurax.validate import check_takes
-
-
-def taking_params(
-    function: Callable[..., Any] | None, bind: Callable[..., Any]
-) -> Callable[..., Any] | None:
-    """`function(model, inputs)` as `Task` wants it: of `(params, inputs)`, or with model state.
-
-    `bind(params)` or `bind(params, model_state)` makes the model. None stays None.
-    """
-    if function is None:
-        return None
-
-    def run(params: PyTree, *args: PyTree) -> Any:
-        *state, inputs = args
-        return function(bind(params, *state), inputs)
-
-    return run
-
-
-def check_model_functions(
-    library: str,
-    model: str,
-    loss: Any,
-    predict: Any,
-    evaluate: Any,
-    *,
-    coupled: bool,
-) -> None:
-    """Raise `TaskError` where a function of a model takes other arguments than it will be given."""
-    mask = ", mask" if coupled else ""
-    check_takes(f"{library}.task(loss=...)", loss, f"{model}, batch, keys{mask}")
-    for name, function, rest in (("predict", predict, "inputs"), ("evaluate", evaluate, "batch")):
-        if function is not None:
-            check_takes(f"{library}.task({name}=...)", function, f"{model}, {rest}")
-
-
-def state_needs_coupled(names: Iterable[str]) -> TaskError:
-    """The error for a model that carries state into a task that is not coupled."""
-    return TaskError(
-        f"the model carries state besides its parameters ({', '.join(names)}), and a loss that "
-        "writes state makes examples depend on each other. Say task(..., coupled=True): the loss "
-        "then sees every example of a microbatch across all devices, and its last argument is the "
-        "mask, false for rows that only fill up the batch and must stay out of the state."
-    )
+__getattr__, __dir__, __all__ = public_names(__name__, __file__)

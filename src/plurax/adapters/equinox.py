@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
 from plurax import errors
-from plurax.adapters import check_model_functions, taking_params
+from plurax.adapters.model_functions import check_model_functions, taking_params
 from plurax.state import TrainState
 from plurax.task import Task
 from plurax.validate import check_takes
@@ -51,7 +51,7 @@ def task(
 
     Raises `TaskError` for a model with `eqx.nn.State` (batch norm), which takes no mask.
 
-    >>> import equinox as eqx, jax, jax.numpy as jnp, optax, plurax as px, plurax.adapters.equinox
+    >>> import equinox as eqx, jax, jax.numpy as jnp, optax, plurax as px
     >>> task = px.adapters.equinox.task(
     ...     build=lambda key: eqx.nn.Linear(3, "scalar", key=key),
     ...     loss=lambda model, batch, keys: (jax.vmap(model)(batch["x"]) - batch["y"]) ** 2,
@@ -87,7 +87,7 @@ def model(build: Build, state: TrainState) -> Any:
     **Arguments:** `build`, as given to `task`; `state`, the trained state, whose arrays the model
     shares (a later step with this state uses them up).
 
-    >>> import equinox as eqx, jax, jax.numpy as jnp, optax, plurax as px, plurax.adapters.equinox
+    >>> import equinox as eqx, jax, jax.numpy as jnp, optax, plurax as px
     >>> build = lambda key: eqx.nn.Linear(3, 2, key=key)
     >>> task = px.adapters.equinox.task(
     ...     build, lambda model, batch, keys: jax.vmap(model)(batch["x"])[:, 0]

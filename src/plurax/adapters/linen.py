@@ -7,7 +7,11 @@ import jax
 from jaxtyping import Array, Float, Key, PyTree
 
 from plurax import errors
-from plurax.adapters import check_model_functions, state_needs_coupled, taking_params
+from plurax.adapters.model_functions import (
+    check_model_functions,
+    state_needs_coupled,
+    taking_params,
+)
 from plurax.state import TrainState
 from plurax.task import Task
 from plurax.tree import named_leaves
@@ -57,7 +61,7 @@ def task(
     Raises `TaskError` where the module has state and the task is not coupled; and, once it is
     compiled, where the loss of a module with state returns no updates.
 
-    >>> import jax, jax.numpy as jnp, optax, plurax as px, plurax.adapters.linen
+    >>> import jax, jax.numpy as jnp, optax, plurax as px
     >>> from flax import linen as nn
     >>> module = nn.Dense(1)
     >>> task = px.adapters.linen.task(
@@ -117,7 +121,7 @@ def variables(state: TrainState) -> dict[str, PyTree]:
 
     The arrays are those of `state`; a later step with this state uses them up.
 
-    >>> import jax, jax.numpy as jnp, optax, plurax as px, plurax.adapters.linen
+    >>> import jax, jax.numpy as jnp, optax, plurax as px
     >>> from flax import linen as nn
     >>> module = nn.Dense(2)
     >>> task = px.adapters.linen.task(

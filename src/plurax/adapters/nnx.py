@@ -24,7 +24,11 @@ import jax
 from jaxtyping import Array, Float, Key, PyTree
 
 from plurax import errors
-from plurax.adapters import check_model_functions, state_needs_coupled, taking_params
+from plurax.adapters.model_functions import (
+    check_model_functions,
+    state_needs_coupled,
+    taking_params,
+)
 from plurax.state import TrainState
 from plurax.task import Task
 from plurax.tree import named_leaves
@@ -69,7 +73,7 @@ def task(
     Raises `TaskError` where the model has state and the task is not coupled; and, once it is
     compiled, where a function draws from the model's own random streams (see above).
 
-    >>> import jax.numpy as jnp, optax, plurax as px, plurax.adapters.nnx
+    >>> import jax.numpy as jnp, optax, plurax as px
     >>> from flax import nnx
     >>> task = px.adapters.nnx.task(
     ...     build=lambda rngs: nnx.Linear(3, 1, rngs=rngs),
@@ -129,7 +133,7 @@ def model(build: Build, state: TrainState) -> nnx.Module:
     shares (a later step with this state uses them up). Random streams are those of
     `build(nnx.Rngs(0))`.
 
-    >>> import jax.numpy as jnp, optax, plurax as px, plurax.adapters.nnx
+    >>> import jax.numpy as jnp, optax, plurax as px
     >>> from flax import nnx
     >>> build = lambda rngs: nnx.Linear(3, 2, rngs=rngs)
     >>> task = px.adapters.nnx.task(build, lambda model, batch, keys: model(batch["x"])[:, 0])

@@ -27,7 +27,7 @@ def members_seeds_not_understood(seeds: object) -> MembersError:
 def members_not_counted() -> MembersError:
     return MembersError(
         "Members(...) does not say how many members there are; give seeds=100, or a list of "
-        "seeds, or a list of values for a hyperparameter, or hyper=plurax.grid(...)."
+        "seeds, or a list of values for a hyperparameter, or hyper=plurax.ensemble.grid(...)."
     )
 
 
@@ -42,7 +42,7 @@ def member_seed_out_of_range(seed: object) -> MembersError:
 def hyper_not_named(given: object) -> MembersError:
     return MembersError(
         f"Members(hyper={given!r}): give hyperparameters by name, "
-        "{'learning_rate': [0.1, 0.2, 0.3]}, or plurax.grid(learning_rate=[...])."
+        "{'learning_rate': [0.1, 0.2, 0.3]}, or plurax.ensemble.grid(learning_rate=[...])."
     )
 
 
@@ -50,7 +50,8 @@ def hyper_wrong_length(name: str, given: int, members: int) -> MembersError:
     return MembersError(
         f"Members: the hyperparameter {name!r} has {given} values for {members} members; a list "
         "has one value for each member. For every combination of some values write "
-        f"hyper=plurax.grid({name}=[...]), to draw from a range plurax.uniform(low, high)."
+        f"hyper=plurax.ensemble.grid({name}=[...]), to draw from a range "
+        "plurax.ensemble.uniform(low, high)."
     )
 
 
@@ -72,31 +73,38 @@ def hyper_too_large(name: str, value: object, dtype: str, into: str) -> MembersE
 
 def distribution_bounds(low: float, high: float, *, log: bool) -> MembersError:
     name, need = ("log_uniform", "0 < low < high") if log else ("uniform", "low < high")
-    return MembersError(f"plurax.{name}({low!r}, {high!r}): needs finite numbers, {need}.")
+    return MembersError(f"plurax.ensemble.{name}({low!r}, {high!r}): needs finite numbers, {need}.")
 
 
 def grid_not_a_list(name: str, values: object) -> MembersError:
-    return MembersError(f"plurax.grid({name}={values!r}): give a list of at least one value.")
+    return MembersError(
+        f"plurax.ensemble.grid({name}={values!r}): give a list of at least one value."
+    )
 
 
 def folds_too_few(folds: object) -> MembersError:
-    return MembersError(f"plurax.kfold({folds!r}): at least 2 folds are needed to leave one out.")
+    return MembersError(
+        f"plurax.ensemble.kfold({folds!r}): at least 2 folds are needed to leave one out."
+    )
 
 
 def folds_too_many(folds: int, rows: int) -> BatchError:
-    return BatchError(f"plurax.kfold({folds}): the data have only {rows} rows; use fewer folds.")
+    return BatchError(
+        f"plurax.ensemble.kfold({folds}): the data have only {rows} rows; use fewer folds."
+    )
 
 
 def subsample_no_size(sizes: object) -> MembersError:
     return MembersError(
-        f"plurax.subsample({sizes!r}): give sizes above 0: whole numbers of rows, or fractions "
-        "below 1."
+        f"plurax.ensemble.subsample({sizes!r}): give sizes above 0: whole numbers of rows, or "
+        "fractions below 1."
     )
 
 
 def subsample_wrong_size(size: float, rows: int) -> BatchError:
     return BatchError(
-        f"plurax.subsample: a size of {size} is not between 1 and the {rows} rows of the data."
+        f"plurax.ensemble.subsample: a size of {size} is not between 1 and the {rows} rows "
+        "of the data."
     )
 
 
@@ -183,7 +191,7 @@ def members_read_otherwise(before: Any, now: Any) -> MembersError:
 def members_in_state(given: int, wanted: int) -> MembersError:
     return MembersError(
         f"the state holds {given} members and this program is compiled for {wanted}; take those "
-        "you want (plurax.take_members) or compile for as many."
+        "you want (plurax.ensemble.take_members) or compile for as many."
     )
 
 

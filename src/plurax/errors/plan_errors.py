@@ -96,8 +96,8 @@ def plan_tensor_unused(tensor: int, paths: Iterable[str], names: Iterable[str]) 
         f"Plan(tensor={tensor}): no rule and no mark splits anything over `tensor`, so {tensor} "
         f"devices would each do the same work. Say what is split: Plan(tensor={tensor}, "
         f"shardings={{{example!r}: (..., 'tensor')}}) for parameters and activations named by "
-        "plurax.name, plurax.megatron for the rules of a transformer, plurax.shard in the model "
-        f"for an operator. Or use data={tensor}, which splits the batch and needs no rules. "
+        "plurax.name, plurax.sharding.megatron for the rules of a transformer, plurax.shard in the "
+        f"model for an operator. Or use data={tensor}, which splits the batch and needs no rules. "
         f"Parameters: {', '.join(paths) or 'none'}. "
         f"Named activations: {', '.join(names) or 'none'}."
     )

@@ -23,7 +23,7 @@ def probabilities_wrong_shape(shape: tuple[int, ...]) -> BatchError:
     return BatchError(
         f"the probabilities have the shape {shape}; wanted are (examples, classes), with at least "
         "one example and 2 classes. Those of an ensemble are "
-        "plurax.combine_classification(logits).probabilities."
+        "plurax.ensemble.combine_classification(logits).probabilities."
     )
 
 
@@ -31,7 +31,7 @@ def probabilities_not_normalized(where: str, example: int, total: float, low: fl
     return BatchError(
         f"{where}example {example}: the probabilities sum to {total:.6g} and the lowest is "
         f"{low:.6g}; they must be at least 0 and sum to one. Logits become probabilities with "
-        "plurax.combine_classification(logits).probabilities."
+        "plurax.ensemble.combine_classification(logits).probabilities."
     )
 
 

@@ -58,8 +58,8 @@ def halving_wrong_slots(slots: object) -> MembersError:
 
 def sweep_shapes_not_settings(shapes: object) -> MembersError:
     return MembersError(
-        f"sweep(shapes={shapes!r}): give plurax.grid(width=[32, 64]), or a list of at least one "
-        "dict of settings, [{'width': 32}, {'width': 64}]."
+        f"sweep(shapes={shapes!r}): give plurax.ensemble.grid(width=[32, 64]), or a list of at "
+        "least one dict of settings, [{'width': 32}, {'width': 64}]."
     )
 
 

@@ -1,7 +1,7 @@
 """Measure a population's chunk and batch dim, by compiled memory and short timed runs.
 
-Only `plurax.tune` uses this; without it no choice depends on a clock. The search is a hill climb
-over chunks at one batch dim. Example, 100 members, chunk and batch dim both open:
+Only `plurax.ensemble.tune` uses this; without it no choice depends on a clock. The search is a
+hill climb over chunks at one batch dim. Example, 100 members, chunk and batch dim both open:
 
     chunk=16 major   2.1 ms      first, as the task is written
     chunk=16 minor   0.9 ms      its losses agree with major: minor wins

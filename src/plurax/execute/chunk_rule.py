@@ -16,7 +16,7 @@ Example, 100 MLPs `(2, 20, 20, 1)` with batch 64 on a CPU, each step touching 30
     even_chunk(100, 26) = 25      divides 100: no remainder to compile
     columns = 20 < 256            -> Plan(chunk=25, batch_dim="minor")
 
-`plurax.tune` measures instead.
+`plurax.ensemble.tune` measures instead.
 """
 
 import dataclasses

@@ -146,7 +146,8 @@ class MembersProgram:
     def choice_text(self) -> str:
         """Return a sentence that names the chosen `chunk` and `batch_dim`, and the method."""
         chosen = f"chunk={self.plan.chunk}, batch_dim={self.plan.batch_dim}"
-        return f"{chosen}: chosen from the shapes and the device (plurax.tune measures instead)"
+        how = "from the shapes and the device (plurax.ensemble.tune measures instead)"
+        return f"{chosen}: chosen {how}"
 
     def _reads_mask(self, one: TaskAndOptimizer) -> bool:
         like = jax.eval_shape(lambda: new_state(*one, jax.random.key(0)))

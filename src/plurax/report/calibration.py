@@ -30,11 +30,12 @@ def draw_reliability(
     A curve under the diagonal is overconfident, one above it underconfident (C. Guo et al., ICML
     2017). Empty bins are left out.
 
-    **Arguments:** `calibrations`, results of `plurax.calibration` by their names in the legend;
-    `path`, of the picture (its ending determines the format). Raises `BatchError` without any.
+    **Arguments:** `calibrations`, results of `plurax.ensemble.calibration` by their names in the
+    legend; `path`, of the picture (its ending determines the format). Raises `BatchError` without
+    any.
     """
     if not calibrations:
-        raise errors.picture_of_nothing("draw_reliability", "plurax.calibration(...)")
+        raise errors.picture_of_nothing("draw_reliability", "plurax.ensemble.calibration(...)")
     figure = new_figure(5.2, 6.0 + 0.2 * len(calibrations))
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     above.plot([0, 1], [0, 1], color="#888888", linestyle="--", linewidth=1)

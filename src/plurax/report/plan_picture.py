@@ -9,7 +9,7 @@ from plurax.execute.layouts.state_shardings import ParameterInfo
 from plurax.hlo import Collective, Memory
 from plurax.partition.partitioner import Record
 from plurax.pipeline.schedule import Schedule
-from plurax.pipeline.simulate import Timeline, simulate
+from plurax.pipeline.simulation import Timeline, simulate
 from plurax.report.picture import new_figure, saved
 from plurax.report.shards import kinds_of_memory
 from plurax.report.tables import human_bytes

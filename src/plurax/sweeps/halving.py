@@ -25,7 +25,6 @@ from typing import Any
 import jax
 import numpy as np
 from jaxtyping import PyTree
-from rich.console import Console
 
 from plurax import errors
 from plurax.ensemble.select import join_members, take_members
@@ -38,8 +37,9 @@ from plurax.state import TrainState
 from plurax.task import Task
 from plurax.train.data import ArrayData, Position, as_data
 from plurax.train.epoch_metrics import MembersMetrics, warn_frozen
+from plurax.train.iterate import train_iter
+from plurax.train.progress import new_console
 from plurax.train.restore import make_program, with_resampling
-from plurax.train.train_iter import train_iter
 from plurax.validate import whole_number
 
 
@@ -133,7 +133,7 @@ def successive_halving(
     assert isinstance(made, MembersProgram)
     if evaluation is not None:
         made.check_evaluation(evaluation)
-    console = Console(soft_wrap=True, highlight=False, quiet=not progress)
+    console = new_console(progress)
     candidates = list(range(members.count))
     state: TrainState | None = None
     rungs: list[Rung] = []

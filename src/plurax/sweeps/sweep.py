@@ -22,7 +22,6 @@ from typing import Any
 import jax
 import numpy as np
 from jaxtyping import PyTree
-from rich.console import Console
 
 from plurax import errors
 from plurax.ensemble.select import export_member
@@ -32,6 +31,7 @@ from plurax.plan import Plan
 from plurax.state import TrainState
 from plurax.task import Task
 from plurax.train.fit import Fit, fit
+from plurax.train.progress import new_console
 
 Row = dict[str, Any]
 
@@ -169,7 +169,7 @@ def sweep(
     groups: queue.SimpleQueue[list[jax.Device]] = queue.SimpleQueue()
     for index in range(num_parallel):
         groups.put(available[index * plan.devices : (index + 1) * plan.devices])
-    console = Console(soft_wrap=True, highlight=False, quiet=not progress)
+    console = new_console(progress)
 
     def run(shape: Hyper) -> Fit:
         group = groups.get()

@@ -24,8 +24,8 @@ import jax
 import numpy as np
 
 from plurax.members import Members
+from plurax.train.iterate import StepOutput
 from plurax.train.log import Row
-from plurax.train.train_iter import StepOutput
 
 COUNTS = ("weight", "examples", "skipped")
 

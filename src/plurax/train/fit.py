@@ -26,6 +26,7 @@ from plurax.task import Task
 from plurax.train.checkpoint import Checkpoints
 from plurax.train.data import Data, Position, Ragged, as_data
 from plurax.train.epoch_metrics import EpochMetrics, MembersMetrics, NetworkMetrics
+from plurax.train.iterate import train_iter
 from plurax.train.log import MetricsLog, Row
 from plurax.train.progress import TrainingProgress
 from plurax.train.restore import (
@@ -37,7 +38,6 @@ from plurax.train.restore import (
     with_resampling,
 )
 from plurax.train.run_folder import check_same_run, epoch_length, move_run_aside, save_plan
-from plurax.train.train_iter import train_iter
 from plurax.validate import check_seed, local_path, whole_number
 
 

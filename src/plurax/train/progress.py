@@ -3,10 +3,11 @@
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+if TYPE_CHECKING:  # Rich is imported when there is something to show
+    from rich.console import Console
+    from rich.progress import Progress
 
 T = TypeVar("T")
 
@@ -24,9 +25,14 @@ class TrainingProgress:
     """
 
     def __init__(
-        self, epochs: int, steps: int | None, done: int, show: bool, console: Console | None = None
+        self,
+        epochs: int,
+        steps: int | None,
+        done: int,
+        show: bool,
+        console: "Console | None" = None,
     ) -> None:
-        self._console = console or Console(soft_wrap=True, highlight=False)
+        self._console = console or new_console()
         self._epochs = epochs
         self._steps = steps
         self._show = show
@@ -34,16 +40,9 @@ class TrainingProgress:
         self._first = done
         self._last_line = time.monotonic()
         self.closed = False
-        self._bar: Progress | None = None
+        self._bar: "Progress | None" = None
         if show and self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn("[bold]{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[text]}"),
-                TimeElapsedColumn(),
-                console=self._console,
-            )
+            self._bar = _new_bar(self._console)
             self._task = self._bar.add_task("training", total=steps, completed=done, text="")
 
     def __enter__(self) -> "TrainingProgress":
@@ -147,6 +146,26 @@ class TrainingProgress:
         hours, minutes = divmod(minutes, 60)
         clock = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
         return f"  {clock} left"
+
+
+def new_console(show: bool = True) -> "Console":
+    """Return the console for lines of progress; without `show` it prints nothing."""
+    from rich.console import Console
+
+    return Console(soft_wrap=True, highlight=False, quiet=not show)
+
+
+def _new_bar(console: "Console") -> "Progress":
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    return Progress(
+        TextColumn("[bold]{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[text]}"),
+        TimeElapsedColumn(),
+        console=console,
+    )
 
 
 def _ends(row: Mapping[str, Any], name: str) -> str:

@@ -33,7 +33,7 @@ from plurax.resample import Everything
 from plurax.state import TrainState
 from plurax.train.checkpoint import Checkpoints
 from plurax.train.data import ArrayData, Data, StreamData
-from plurax.train.train_iter import train_iter
+from plurax.train.iterate import train_iter
 
 AnyProgram = Program | MembersProgram
 

@@ -1,0 +1,3 @@
+from plurax.adapters import equinox as equinox
+from plurax.adapters import linen as linen
+from plurax.adapters import nnx as nnx

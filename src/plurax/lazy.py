@@ -1,0 +1,47 @@
+"""Public names of a package, each imported when it is first used.
+
+A package's stub, `__init__.pyi`, is the one list of its public names: each line imports a name from
+the module that defines it. Type checkers and editors read the stub; at run time the package reads
+it too:
+
+    pipeline/__init__.pyi    from plurax.pipeline.simulation import simulate as simulate
+    pipeline/__init__.py     __getattr__, __dir__, __all__ = public_names(__name__, __file__)
+
+    >>> import plurax as px
+    >>> px.pipeline.simulate.__module__    # imports plurax.pipeline.simulation, now
+    'plurax.pipeline.simulation'
+
+So `import plurax` itself loads neither JAX nor any room, and importing one room loads no other for
+the sake of its public names. This is "lazy loading" of Scientific Python's SPEC 1.
+"""
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def public_names(
+    package: str, file: str
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return `__getattr__`, `__dir__` and `__all__` of the package whose `__init__.py` is `file`.
+
+    `package` is its name. The stub beside the file has only `from module import name as name`.
+    """
+    stub = ast.parse(Path(file).with_suffix(".pyi").read_text())
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    modules = {alias.name: node.module for node in imports for alias in node.names}
+
+    def get(name: str) -> Any:
+        module = modules.get(name)
+        if module is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if module == package:  # a package inside this one
+            return importlib.import_module(f"{package}.{name}")
+        value = getattr(importlib.import_module(module), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return get, lambda: sorted(modules), sorted(modules)

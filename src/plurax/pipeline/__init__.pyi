@@ -1,0 +1,12 @@
+from plurax.pipeline.schedule import Action as Action
+from plurax.pipeline.schedule import Schedule as Schedule
+from plurax.pipeline.schedule import check_schedule as check_schedule
+from plurax.pipeline.schedule import gpipe as gpipe
+from plurax.pipeline.schedule import interleaved as interleaved
+from plurax.pipeline.schedule import make_schedule as make_schedule
+from plurax.pipeline.schedule import one_f_one_b as one_f_one_b
+from plurax.pipeline.schedule import zb_h1 as zb_h1
+from plurax.pipeline.simulation import Timeline as Timeline
+from plurax.pipeline.simulation import simulate as simulate
+from plurax.pipeline.stages import LayerAssignment as LayerAssignment
+from plurax.report.plan_picture import draw_schedules as draw_schedules
