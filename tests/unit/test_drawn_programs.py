@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from tests import models
 
-from plurax.jaxpr.primitives import inner_jaxprs
+from plurax.jaxpr.compat import inner_jaxprs
 from plurax.jaxpr.remat import rematerialized
 from plurax.partition.partitioner import Partitioner, partition
 from plurax.partition.values import ShardedValue, is_sharded_value

@@ -18,7 +18,7 @@ from tests.draws import draws
 import plurax as px
 from plurax import hlo as inspect
 from plurax.jaxpr.batch_minor import batch_minor
-from plurax.jaxpr.primitives import inner_jaxprs
+from plurax.jaxpr.compat import inner_jaxprs
 from plurax.jaxpr.remat import rematerialized
 from plurax.partition.partitioner import Partitioner, partition
 from plurax.partition.values import ShardedValue, is_sharded_value

@@ -27,7 +27,7 @@ from typing import Any
 from jax.extend.core import Jaxpr
 
 from plurax import tree
-from plurax.jaxpr.primitives import INLINED, open_jaxpr
+from plurax.jaxpr.compat import called_jaxpr, is_call
 from plurax.plan import BatchDim, Plan
 
 CACHE = 3 * 2**18
@@ -78,9 +78,8 @@ def work_of(jaxpr: Jaxpr, state: Any, params: Any) -> MemberWork:
 def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
     """Yield all equations, including those of inlined calls such as `jit`."""
     for equation in jaxpr.eqns:
-        if equation.primitive.name in INLINED:
-            inner, _ = open_jaxpr(equation.params[INLINED[equation.primitive.name]])
-            yield from _equations(inner)
+        if is_call(equation):
+            yield from _equations(called_jaxpr(equation)[0])
         else:
             yield equation
 

@@ -20,15 +20,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr
 from jaxtyping import PyTree
 
 from plurax.execute.gradient import split_output
-from plurax.jaxpr.primitives import INLINED, inner_jaxprs
+from plurax.jaxpr.compat import REMAT, is_call
+from plurax.jaxpr.interpret import interpret
 from plurax.state import TrainState
 from plurax.task import Task
-
-_CALLS = {*INLINED, "checkpoint", "remat", "remat2"}
 
 
 class MaskWarning(UserWarning):
@@ -87,17 +86,11 @@ def _depends(jaxpr: Jaxpr, given: Sequence[bool]) -> list[bool]:
 
     Calls are followed inside; for loops and branches every output depends on every input.
     """
-    known = {var for var, yes in zip(jaxpr.invars, given, strict=True) if yes}
-
-    def among(atom: Any) -> bool:
-        return not isinstance(atom, Literal) and atom in known
-
-    for eqn in jaxpr.eqns:
-        inputs = [among(atom) for atom in eqn.invars]
-        if not any(inputs):
-            continue
-        outputs = [True] * len(eqn.outvars)
-        if eqn.primitive.name in _CALLS:
-            outputs = _depends(inner_jaxprs(eqn)[0], inputs)
-        known.update(var for var, yes in zip(eqn.outvars, outputs, strict=True) if yes)
-    return [among(atom) for atom in jaxpr.outvars]
+    return interpret(
+        jaxpr,
+        [False] * len(jaxpr.constvars),
+        given,
+        default=lambda eqn, inputs: [any(inputs)] * len(eqn.outvars),
+        inline=lambda eqn: is_call(eqn) or eqn.primitive.name in REMAT,
+        lift=lambda _: False,
+    )

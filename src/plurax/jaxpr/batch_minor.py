@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, Literal
 from jaxtyping import Array, PyTree
 
-from plurax.jaxpr.primitives import ELEMENTWISE, INLINED, REDUCTIONS, open_jaxpr, written
+from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS, is_call
+from plurax.jaxpr.interpret import bind, interpret
 
 FEW = 4
 """Up to this many terms or rows, a matrix product is written out as multiplications and additions
@@ -74,43 +74,26 @@ def batch_minor(fun: Callable[..., PyTree], batch_argument: int) -> Callable[...
                 wide = index == batch_argument and value.array.ndim >= 2
                 values.append(Stored(value.to_last(), True) if wide else value)
         size = jax.tree.leaves(args[batch_argument])[0].shape[0]
-        out = _evaluate(closed.jaxpr, closed.consts, values, size)
+        out = interpret(
+            closed.jaxpr,
+            closed.consts,
+            values,
+            {"annotate": lambda eqn, inputs: inputs},
+            functools.partial(_evaluate, size=size),
+            inline=is_call,
+            lift=Stored,
+        )
         return jax.tree.unflatten(jax.tree.structure(shapes), [value.to_first() for value in out])
 
     return batch_last
 
 
-def _evaluate(
-    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Stored], size: int
-) -> list[Stored]:
-    """Evaluate equations in order; `size` is the length of the batch."""
-    known: dict[Any, Stored] = {}
-
-    def read(atom: Any) -> Stored:
-        return Stored(atom.val) if isinstance(atom, Literal) else known[atom]
-
-    known.update(zip(jaxpr.constvars, map(Stored, consts), strict=True))
-    known.update(zip(jaxpr.invars, args, strict=True))
-    for equation in jaxpr.eqns:
-        inputs = [read(atom) for atom in equation.invars]
-        name = equation.primitive.name
-        with written(equation):
-            if name in INLINED:
-                outputs = _evaluate(*open_jaxpr(equation.params[INLINED[name]]), inputs, size)
-            elif name == "annotate":
-                outputs = inputs
-            else:
-                result = _by_rule(equation, inputs, size)
-                outputs = _as_written(equation, inputs) if result is None else [result]
-        known.update(zip(equation.outvars, outputs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def _as_written(equation: Any, inputs: Sequence[Stored]) -> list[Stored]:
-    """Evaluate an equation without a rule, on arrays in the order as written."""
-    params = equation.primitive.get_bind_params(equation.params)
-    out = equation.primitive.bind(*(value.to_first() for value in inputs), **params)
-    return [Stored(array) for array in (out if equation.primitive.multiple_results else [out])]
+def _evaluate(eqn: Any, inputs: list[Stored], size: int) -> list[Stored]:
+    """Evaluate one equation, by its rule if it has one; `size` is the length of the batch."""
+    result = _by_rule(eqn, inputs, size)
+    if result is not None:
+        return [result]
+    return list(map(Stored, bind(eqn, [value.to_first() for value in inputs])))
 
 
 def _by_rule(equation: Any, inputs: Sequence[Stored], size: int) -> Stored | None:

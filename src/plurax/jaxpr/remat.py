@@ -16,6 +16,7 @@ Each equation of the forward pass runs twice. A loop is recomputed iteration by 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,15 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jaxtyping import Array, PyTree
 
 from plurax.jaxpr.barrier import order_after_cotangent
-from plurax.jaxpr.primitives import is_recomputed, open_jaxpr, scan_sizes, written
+from plurax.jaxpr.compat import REMAT, Scan, called_jaxpr, is_recomputed
+from plurax.jaxpr.interpret import (
+    bind,
+    dependent,
+    evaluate,
+    interpret,
+    last_reads,
+    variables,
+)
 from plurax.plan import Remat
 
 
@@ -69,7 +78,7 @@ def rematerialized(
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(args)]
         count = len(closed.jaxpr.eqns)
         size = max(1, math.isqrt(count))
-        out = _in_pieces(closed.jaxpr, closed.consts, leaves, size, save)
+        out = _in_segments(closed.jaxpr, closed.consts, leaves, size, save)
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     return again
@@ -89,28 +98,36 @@ def _real(save: Callable[..., Any]) -> Callable[..., Any]:
     return policy
 
 
-def _in_pieces(
+def _in_segments(
     jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Array], size: int, save: Any
 ) -> list[Array]:
     """Evaluate equations: loops iteration by iteration, the others in recomputed segments."""
-    known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    known.update(zip(jaxpr.invars, args, strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else known[atom]
-
-    for piece in _pieces(jaxpr, size):
-        if piece[0].primitive.name == "scan":
-            (eqn,) = piece
-            with written(eqn):
-                out = _loop(eqn, [read(a) for a in eqn.invars], save)
-            known.update(zip(eqn.outvars, out, strict=True))
+    known: dict[Any, Any] = dict(
+        zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
+    )
+    handlers = {"scan": functools.partial(_loop, save=save)}
+    for segment in _segments(jaxpr, size):
+        made = [var for eqn in segment for var in eqn.outvars]
+        if segment[0].primitive.name == "scan":
+            out = evaluate(segment, known, made, handlers)
         else:
-            _again(piece, known, save)
-    return [read(atom) for atom in jaxpr.outvars]
+            # The segment's inputs, each once: these are kept for the backward pass.
+            atoms = variables([atom for eqn in segment for atom in eqn.invars])
+            inputs = [atom for atom in dict.fromkeys(atoms) if atom in known]
+            again = functools.partial(_segment, segment, inputs, made)
+            out = jax.checkpoint(again, policy=save)(*(known[var] for var in inputs))
+        known.update(zip(made, out, strict=True))
+    return evaluate([], known, jaxpr.outvars)
 
 
-def _pieces(jaxpr: Jaxpr, size: int) -> Iterator[list[Any]]:
+def _segment(
+    eqns: Sequence[Any], inputs: Sequence[Any], results: Sequence[Any], *values: Any
+) -> list[Any]:
+    """Evaluate a segment, from the values of its `inputs`."""
+    return evaluate(eqns, dict(zip(inputs, values, strict=True)), results)
+
+
+def _segments(jaxpr: Jaxpr, size: int) -> Iterator[list[Any]]:
     """Split equations into loops, one each, and segments of about `size` in between.
 
     A cut within a layer keeps several of its activations, one between layers keeps a single one. So
@@ -121,10 +138,10 @@ def _pieces(jaxpr: Jaxpr, size: int) -> Iterator[list[Any]]:
                      3 arrays    1 large                 ^ 1 array: here
     """
     eqns, live = jaxpr.eqns, _live_bytes(jaxpr)
-    loops = [place for place, eqn in enumerate(eqns) if eqn.primitive.name == "scan"]
+    loops = [index for index, eqn in enumerate(eqns) if eqn.primitive.name == "scan"]
     start = 0
     while start < len(eqns):
-        stop = next((place for place in loops if place >= start), len(eqns))
+        stop = next((index for index in loops if index >= start), len(eqns))
         end = stop
         if start in loops:
             end = start + 1
@@ -137,21 +154,15 @@ def _pieces(jaxpr: Jaxpr, size: int) -> Iterator[list[Any]]:
 
 def _live_bytes(jaxpr: Jaxpr) -> list[int]:
     """Return after each equation the bytes of computed values that later equations read."""
-    last = {
-        var: place
-        for place, eqn in enumerate(jaxpr.eqns)
-        for var in eqn.invars
-        if not isinstance(var, Literal)
-    }
-    last |= dict.fromkeys((v for v in jaxpr.outvars if not isinstance(v, Literal)), len(jaxpr.eqns))
+    last = last_reads(jaxpr.eqns, jaxpr.outvars)
     # A value is alive from its equation to its last reader: sum up the changes.
     change = [0] * (len(jaxpr.eqns) + 1)
-    for place, eqn in enumerate(jaxpr.eqns):
+    for index, eqn in enumerate(jaxpr.eqns):
         for var in eqn.outvars:
             aval: Any = var.aval
             size = math.prod(aval.shape) * aval.dtype.itemsize
-            change[place] += size
-            change[max(last.get(var, place), place)] -= size
+            change[index] += size
+            change[last.get(var, index)] -= size
     return list(itertools.accumulate(change))[:-1]
 
 
@@ -179,63 +190,24 @@ def _ordered(
     jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Array], parameters: int
 ) -> list[Array]:
     """Evaluate equations; a recomputed segment runs after the last of its inputs."""
-    known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    known.update(zip(jaxpr.invars, args, strict=True))
     # Variables that depend on parameters and constants alone need no selection on CPU.
-    fixed = {*jaxpr.constvars, *jaxpr.invars[:parameters]}
-    for eqn in jaxpr.eqns:
-        inputs = [a.val if isinstance(a, Literal) else known[a] for a in eqn.invars]
-        free = [isinstance(atom, Literal) or atom in fixed for atom in eqn.invars]
-        if all(free):
-            fixed.update(eqn.outvars)
-        if is_recomputed(eqn):
-            body, body_consts = open_jaxpr(eqn.params["jaxpr"])
-            inputs = order_after_cotangent([jnp.asarray(x) for x in inputs], free)
-            results = jaxpr_as_fun(ClosedJaxpr(body, body_consts))(*inputs)
-        else:
-            with written(eqn):
-                out = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-            results = out if eqn.primitive.multiple_results else [out]
-        known.update(zip(eqn.outvars, results, strict=True))
-    return [atom.val if isinstance(atom, Literal) else known[atom] for atom in jaxpr.outvars]
+    others = dependent(jaxpr.eqns, jaxpr.invars[parameters:])
+
+    def recomputed(eqn: Any, inputs: list[Any]) -> list[Array]:
+        if not is_recomputed(eqn):
+            return bind(eqn, inputs)
+        free = [isinstance(atom, Literal) or atom not in others for atom in eqn.invars]
+        ordered = order_after_cotangent([jnp.asarray(x) for x in inputs], free)
+        return interpret(*called_jaxpr(eqn), ordered)
+
+    return interpret(jaxpr, consts, args, dict.fromkeys(REMAT, recomputed))
 
 
-def _again(piece: list[Any], known: dict[Any, Any], save: Any) -> None:
-    """Evaluate a segment as one function that the backward pass recomputes."""
-    made = {var for eqn in piece for var in eqn.outvars}
-    atoms = [a for eqn in piece for a in eqn.invars if not isinstance(a, Literal)]
-    # The segment's inputs, each once: these are kept for the backward pass.
-    needed = list(dict.fromkeys(atom for atom in atoms if atom not in made))
-
-    def run(*values: Any) -> list[Any]:
-        inside = dict(zip(needed, values, strict=True))
-        for eqn in piece:
-            inputs = [a.val if isinstance(a, Literal) else inside[a] for a in eqn.invars]
-            params = eqn.primitive.get_bind_params(eqn.params)
-            with written(eqn):
-                out = eqn.primitive.bind(*inputs, **params)
-            results = out if eqn.primitive.multiple_results else [out]
-            inside.update(zip(eqn.outvars, results, strict=True))
-        return [inside[var] for eqn in piece for var in eqn.outvars]
-
-    results = jax.checkpoint(run, policy=save)(*(known[var] for var in needed))
-    known.update(zip([var for eqn in piece for var in eqn.outvars], results, strict=True))
-
-
-def _loop(eqn: Any, inputs: list[Any], save: Any) -> list[Any]:
+def _loop(eqn: Any, inputs: list[Any], save: Any) -> list[Array]:
     """Evaluate a `scan` whose iterations the backward pass recomputes."""
-    body, body_consts = open_jaxpr(eqn.params["jaxpr"])
-    shared, carried = scan_sizes(eqn)
-    kept = shared + carried
-    consts, carry, xs = inputs[:shared], inputs[shared:kept], inputs[kept:]
-    function = jaxpr_as_fun(ClosedJaxpr(body, body_consts))
-
-    def turn(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
-        # Forward and backward are different loops, which XLA does not merge.
-        again = jax.checkpoint(function, prevent_cse=False, policy=save)
-        out = again(*consts, *carry, *row)
-        return list(out[:carried]), list(out[carried:])
-
-    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    last, stacked = jax.lax.scan(turn, carry, xs, **options)
-    return [*last, *stacked]
+    scan = Scan.of(eqn)
+    consts, carry, xs = scan.split(inputs)
+    function = jaxpr_as_fun(ClosedJaxpr(scan.body, scan.body_consts))
+    # Forward and backward are different loops, which XLA does not merge.
+    again = jax.checkpoint(function, prevent_cse=False, policy=save)
+    return scan.run(lambda carry, row: again(*consts, *carry, *row), carry, xs)

@@ -20,7 +20,7 @@ import jax
 from jax import lax
 from jaxtyping import Array
 
-from plurax.jaxpr.primitives import open_jaxpr
+from plurax.jaxpr.compat import open_jaxpr
 from plurax.partition.loops import settle_shared, whole_over_data
 from plurax.partition.values import Output, ShardedValue, ValueVersions
 from plurax.sharding.spec import TensorSharding

@@ -31,16 +31,14 @@ from jax.extend.core import Literal, Var
 from jaxtyping import Array
 
 from plurax.jaxpr.barrier import order_after
-from plurax.jaxpr.primitives import ELEMENTWISE, INLINED, open_jaxpr
+from plurax.jaxpr.compat import ELEMENTWISE, REMAT, called_jaxpr, is_call
 from plurax.partition.values import ShardedValue, ValueVersions, over_data
 from plurax.sharding.reshard import ReshardStep, filled
 from plurax.sharding.spec import TensorSharding
 
 _LOCAL = ELEMENTWISE | {"annotate", "broadcast_in_dim", "reshape", "rev", "squeeze", "transpose"}
 """Operations that can run on the shards of a parameter and leave it split."""
-_OF_THEIR_OWN = frozenset(
-    ["scan", "while", "cond", "checkpoint", "remat2", "remat", "annotate", "sharding_constraint"]
-)
+_OF_THEIR_OWN = frozenset(["scan", "while", "cond", "annotate", "sharding_constraint", *REMAT])
 """Equations whose bodies are evaluated by the partitioner, or that take any sharding."""
 MOST = 8
 """Maximal number of tensors in a bucket. XLA compiles one loop for each tensor of a buffer, but
@@ -388,8 +386,8 @@ def inlined(
             own = (
                 eqn.source_info.name_stack if stack is None else stack + eqn.source_info.name_stack
             )
-            if eqn.primitive.name in INLINED:
-                body, values = open_jaxpr(eqn.params[INLINED[eqn.primitive.name]])
+            if is_call(eqn):
+                body, values = called_jaxpr(eqn)
                 inner = dict(zip(body.invars, read, strict=True))
                 for var, value in zip(body.constvars, values, strict=True):
                     inner[var] = Var(var.aval)

@@ -18,6 +18,7 @@ that is on one device only would cost a broadcast each time.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array
 
-from plurax.jaxpr.primitives import open_jaxpr, scan_sizes
+from plurax.jaxpr.compat import Scan, open_jaxpr
 from plurax.partition.buckets import computed_at
 from plurax.partition.carry import Carry
 from plurax.partition.values import ShardedValue, ValueVersions
@@ -49,13 +50,11 @@ class Loop:
         goals: list[TensorSharding | None],
     ) -> None:
         self.divider, self.eqn = divider, eqn
-        self.body, self.body_consts = open_jaxpr(eqn.params["jaxpr"])
-        self.length: int = eqn.params["length"]
-        shared, self.carried = scan_sizes(eqn)
-        kept = shared + self.carried
-        self.consts = inputs[:shared]
-        self.carry = Carry(divider, self.body.invars[shared:kept], inputs[shared:kept])
-        self.xs = [self._unstacked(cell) for cell in inputs[kept:]]
+        self.scan = Scan.of(eqn)
+        self.length, self.carried = self.scan.length, self.scan.num_carry
+        self.consts, carry, xs = self.scan.split(inputs)
+        self.carry = Carry(divider, self.scan.split(self.scan.body.invars)[1], carry)
+        self.xs = [self._unstacked(cell) for cell in xs]
         # The carry's shardings are its own fixed point; only stacked outputs can have goals.
         self.goals = [*[None] * self.carried, *(_inner(goal) for goal in goals[self.carried :])]
         settle_shared(divider, self.consts)
@@ -93,11 +92,9 @@ class Loop:
 
     def run(self, start: list[Array]) -> list[ValueVersions]:
         """Run the loop and return the final carry and the stacked outputs."""
-        options = {name: self.eqn.params[name] for name in ("reverse", "unroll")}
-        x_arrays = [value.array for value in self.xs]
-        last, stacked = lax.scan(self._turn, start, x_arrays, self.length, **options)
+        arrays = self.scan.run(self._turn, start, [value.array for value in self.xs])
         results = []
-        for var, array, value in zip(self.eqn.outvars, [*last, *stacked], self.found, strict=True):
+        for var, array, value in zip(self.eqn.outvars, arrays, self.found, strict=True):
             sharding, data_varying, is_param = value.kind
             # A stacked output has one leading dim more than the row that the body returned.
             if len(sharding.dims) < len(var.aval.shape):
@@ -109,21 +106,20 @@ class Loop:
             )
         return results
 
-    def _turn(self, carry: list[Array], xs: list[Array]) -> tuple[list[Array], list[Array]]:
+    def _turn(self, carry: Sequence[Array], xs: Sequence[Array]) -> list[Array]:
         """Run one iteration on one device's shards."""
         # Fresh, because a version that is created inside the body does not exist outside of it.
         cells = [cell.fresh() for cell in self.consts]
         cells += self.carry.found(carry)
         for stack, array in zip(self.xs, xs, strict=True):
             cells.append(ValueVersions(_row(stack, array)))
-        out = self.divider.evaluate(self.body, self.body_consts, cells, self.goals)
+        out = self.divider.evaluate(self.scan.body, self.scan.body_consts, cells, self.goals)
         values = self.carry.left(out[: self.carried])
         # A stacked gradient with a goal is reduced row by row, so only shards are stacked.
-        order = computed_at(self.body)[self.carried :]
+        order = computed_at(self.scan.body)[self.carried :]
         values += self.divider.finish(out[self.carried :], self.goals[self.carried :], order)
         self.found = values
-        arrays = [value.array for value in values]
-        return arrays[: self.carried], arrays[self.carried :]
+        return [value.array for value in values]
 
 
 class While:

@@ -12,15 +12,15 @@ that check. They are replaced by the ordinary ones.
     c = psum_invariant[axes=("tensor",)] b           c = lax.psum(b, "tensor")
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax import lax
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr
 from jaxtyping import Array
 
-from plurax.jaxpr.primitives import INLINED, constant, open_jaxpr, scan_sizes, written
-from plurax.partition.operators import bind
+from plurax.jaxpr.compat import REMAT, Scan, is_call, open_jaxpr
+from plurax.jaxpr.interpret import Handler, bind, interpret
 
 
 def eval_manual_body(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Array]) -> list[Array]:
@@ -30,39 +30,22 @@ def eval_manual_body(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Array])
 
     **Returns:** one device's shards of the results.
     """
-    known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    known.update(zip(jaxpr.invars, args, strict=True))
-    for eqn in jaxpr.eqns:
-        inputs = [constant(a) if isinstance(a, Literal) else known[a] for a in eqn.invars]
-        name = eqn.primitive.name
-        with written(eqn):
-            if name in INLINED:
-                outputs = eval_manual_body(*open_jaxpr(eqn.params[INLINED[name]]), inputs)
-            elif name in ("checkpoint", "remat2", "remat"):
-                outputs = eval_manual_body(*open_jaxpr(eqn.params["jaxpr"]), inputs)
-            elif name in _LOOPS:
-                outputs = _LOOPS[name](eqn, inputs)
-            elif name in _PLAIN:
-                outputs = [_PLAIN[name](value, eqn.params) for value in inputs]
-            else:
-                outputs = bind(eqn, inputs)
-        known.update(zip(eqn.outvars, outputs, strict=True))
-    return [constant(a) if isinstance(a, Literal) else known[a] for a in jaxpr.outvars]
+
+    def inline(eqn: Any) -> bool:
+        return is_call(eqn) or eqn.primitive.name in REMAT
+
+    return interpret(jaxpr, consts, args, _HANDLERS, inline=inline)
 
 
 def _scan(eqn: Any, inputs: list[Any]) -> list[Any]:
     """Evaluate a `scan`, with `eval_manual_body` for its body."""
-    body, consts = open_jaxpr(eqn.params["jaxpr"])
-    shared, carried = scan_sizes(eqn)
-    kept = shared + carried
+    scan = Scan.of(eqn)
+    consts, carry, xs = scan.split(inputs)
 
-    def turn(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = eval_manual_body(body, consts, [*inputs[:shared], *carry, *row])
-        return out[:carried], out[carried:]
+    def body(carry: Sequence[Array], row: Sequence[Array]) -> list[Array]:
+        return eval_manual_body(scan.body, scan.body_consts, [*consts, *carry, *row])
 
-    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    last, stacked = lax.scan(turn, inputs[shared:kept], inputs[kept:], **options)
-    return [*last, *stacked]
+    return scan.run(body, carry, xs)
 
 
 def _while(eqn: Any, inputs: list[Any]) -> list[Any]:
@@ -91,13 +74,6 @@ def _cond(eqn: Any, inputs: list[Any]) -> list[Any]:
     return list(lax.switch(index, list(map(taking, eqn.params["branches"])), *operands))
 
 
-_LOOPS: dict[str, Callable[[Any, list[Any]], list[Any]]] = {
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-}
-
-
 def _psum(value: Array, params: Any) -> Array:
     groups = params.get("axis_index_groups")
     return lax.psum(value, params["axes"], axis_index_groups=groups)
@@ -109,11 +85,16 @@ def _all_gather(value: Array, params: Any) -> Array:
     return lax.all_gather(value, params["axis_name"], axis=dim, **options)
 
 
-_PLAIN: dict[str, Callable[[Array, Any], Array]] = {
-    "psum_invariant": _psum,
-    "psum2": _psum,
-    "all_gather_invariant": _all_gather,
-    "pvary": lambda value, _: value,
-    "pcast": lambda value, _: value,
-    "pbroadcast": lambda value, _: value,
+def _unchecked(plain: Callable[[Array, Any], Array]) -> Handler:
+    """Return the handler that applies `plain(value, params)` to each operand."""
+    return lambda eqn, inputs: [plain(value, eqn.params) for value in inputs]
+
+
+_HANDLERS: Mapping[str, Handler] = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "psum_invariant": _unchecked(_psum),
+    "all_gather_invariant": _unchecked(_all_gather),
+    "pvary": _unchecked(lambda value, _: value),
 }

@@ -40,7 +40,8 @@ from jaxtyping import Array, PyTree
 
 from plurax import errors
 from plurax.jaxpr.barrier import order_after, order_after_cotangent, pick_dependency
-from plurax.jaxpr.primitives import INLINED, holds, is_recomputed, open_jaxpr, written
+from plurax.jaxpr.compat import REMAT, called_jaxpr, is_call, is_recomputed, open_jaxpr
+from plurax.jaxpr.interpret import equation_context, holds
 from plurax.mesh import within
 from plurax.partition.annotation_resolver import AnnotationResolver, NameRule
 from plurax.partition.branches import Branches
@@ -306,7 +307,7 @@ class Partitioner:
             if gathers is not None:
                 meets = self._meets(inputs)
                 self._ready = gathers.before(place, here, pick_dependency(meets) if meets else None)
-            with written(eqn):
+            with equation_context(eqn, inlined=is_call(eqn)):
                 outputs = self._equation(eqn, inputs, goals)
             for var, cell in zip(eqn.outvars, outputs, strict=True):
                 # An annotation may return its input: then the readers of both add up.
@@ -321,16 +322,16 @@ class Partitioner:
     ) -> list[ValueVersions]:
         """Evaluate one equation: a call, loop, branch, annotation, or an operator by its rule."""
         name = eqn.primitive.name
-        if name in INLINED:
+        if is_call(eqn):
             self._calls.append(eqn)
-            results = self.evaluate(*open_jaxpr(eqn.params[INLINED[name]]), inputs, goals)
+            results = self.evaluate(*called_jaxpr(eqn), inputs, goals)
             self._calls.pop()
             return results
-        if name in ("checkpoint", "remat2", "remat"):
+        if name in REMAT:
             if is_recomputed(eqn):
                 # XLA would merge the recomputation with the forward pass, and keep its values.
                 inputs = self._barrier(inputs)
-            return self.evaluate(*open_jaxpr(eqn.params["jaxpr"]), inputs, goals)
+            return self.evaluate(*called_jaxpr(eqn), inputs, goals)
         if name == "scan":
             return self._scan(eqn, inputs, goals)
         if name == "while":

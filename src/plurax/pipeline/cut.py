@@ -33,8 +33,16 @@ from jax.extend.core import Jaxpr, Literal
 from jaxtyping import Array, PyTree
 
 from plurax import errors
-from plurax.jaxpr.primitives import INLINED, constant, inner_jaxprs, open_jaxpr, written
-from plurax.partition.operators.common import bind
+from plurax.jaxpr.compat import inner_jaxprs, open_jaxpr
+from plurax.jaxpr.interpret import (
+    all_equations,
+    bind,
+    dependent,
+    evaluate,
+    interpret,
+    needed,
+    variables,
+)
 from plurax.partition.partitioner import Partitioner
 from plurax.pipeline.stages import Part, StagedNetwork, StageFn
 from plurax.sharding.annotations import Boundary
@@ -46,33 +54,22 @@ def inlined(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], *, every: 
     Inlines every call, or with `every=False` only those that contain stage boundaries. Raises
     `PlanError` where a boundary is inside another primitive, such as a `scan` or a `cond`.
     """
-    known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    known.update(zip(jaxpr.invars, args, strict=True))
 
-    def read(atom: Any) -> Any:
-        return constant(atom) if isinstance(atom, Literal) else known[atom]
+    def inline(eqn: Any) -> bool:
+        calls = eqn.primitive.name in ("jit", "closed_call")
+        return calls and (every or any(map(has_boundaries, inner_jaxprs(eqn))))
 
-    for eqn in jaxpr.eqns:
-        inputs = [read(atom) for atom in eqn.invars]
-        name = eqn.primitive.name
-        marked = any(map(has_boundaries, inner_jaxprs(eqn)))
-        calls = name in ("jit", "pjit", "closed_call", "core_call")
-        if marked and not calls:
-            raise errors.boundary_in_loop(name)
-        with written(eqn):
-            if calls and (marked or every):
-                outputs = inlined(*open_jaxpr(eqn.params[INLINED[name]]), inputs, every=every)
-            else:
-                outputs = bind(eqn, inputs)
-        known.update(zip(eqn.outvars, outputs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    def checked(eqn: Any, inputs: list[Any]) -> list[Any]:
+        if any(map(has_boundaries, inner_jaxprs(eqn))):
+            raise errors.boundary_in_loop(eqn.primitive.name)
+        return bind(eqn, inputs)
+
+    return interpret(jaxpr, consts, args, default=checked, inline=inline)
 
 
 def has_boundaries(jaxpr: Any) -> bool:
     """Return whether a jaxpr, or one inside it, contains a stage boundary."""
-    return any(
-        _is_boundary(eqn) or any(map(has_boundaries, inner_jaxprs(eqn))) for eqn in jaxpr.eqns
-    )
+    return any(map(_is_boundary, all_equations(jaxpr)))
 
 
 class Cut:
@@ -136,11 +133,11 @@ class Cut:
         Those are the variables that depend on a parameter and on a row; others have no entry.
         """
         eqns = self._jaxpr.eqns
-        trained = _dependent(eqns, self._jaxpr.invars[: self._count])
-        streamed = trained & _dependent(eqns, self._rows)
+        trained = dependent(eqns, self._jaxpr.invars[: self._count])
+        streamed = trained & dependent(eqns, self._rows)
         marked: dict[int, list[Any]] = {}
         for eqn in filter(_is_boundary, eqns):
-            marked.setdefault(id(eqn.params["tag"]), []).extend(_read(eqn))
+            marked.setdefault(id(eqn.params["tag"]), []).extend(variables(eqn.invars))
         depth: dict[Any, int] = {}
 
         def behind(atoms: Sequence[Any]) -> int:
@@ -148,7 +145,7 @@ class Cut:
 
         def deepen(eqns: Sequence[Any]) -> None:
             for eqn in eqns:
-                at = behind(_read(eqn))
+                at = behind(variables(eqn.invars))
                 if _is_boundary(eqn):
                     # One `stage_boundary` call on a tree gives one equation per leaf, with one tag:
                     # the leaves cross together, behind the deepest of them.
@@ -156,22 +153,23 @@ class Cut:
                 depth.update({var: at for var in eqn.outvars if var in streamed})
 
         deepen(eqns)
-        needed = _needed(eqns, self._results, set())
-        self._put_off(depth, needed)
-        among = set(map(id, needed))
-        # Equations for the new model state alone were not in `needed`; they may read variables that
+        # Not the equations for the new model state alone.
+        results = needed(eqns, self._results, set())
+        self._put_off(depth, results)
+        among = set(map(id, results))
+        # Those for the new model state alone may read variables that
         # `_put_off` has moved.
         deepen([eqn for eqn in eqns if id(eqn) not in among])
         return depth
 
-    def _put_off(self, depth: dict[Any, int], needed: Sequence[Any]) -> None:
+    def _put_off(self, depth: dict[Any, int], eqns: Sequence[Any]) -> None:
         """Move variables before the first boundary to the stage that first reads them.
 
         The second input of a decoder, say, depends on an embedding and on rows and is behind no
         boundary: computed at depth 0 it would cross every cut up to its reader.
         """
-        first = {a: max(depth.values(), default=0) for a in _variables(self._results)}
-        for eqn in reversed(needed):
+        first = {a: max(depth.values(), default=0) for a in variables(self._results)}
+        for eqn in reversed(eqns):
             ours = [var for var in eqn.outvars if var in depth]
             if not ours:
                 continue
@@ -180,7 +178,7 @@ class Cut:
                 depth.update(dict.fromkeys(ours, at))
             # A boundary's operand is computed on the sending side.
             at = depth[ours[0]] - _is_boundary(eqn)
-            for atom in _read(eqn):
+            for atom in variables(eqn.invars):
                 first[atom] = min(first.get(atom, at), at)
 
     def _handed_on(self) -> list[list[Any]]:
@@ -188,10 +186,10 @@ class Cut:
 
         Raises `PlanError` where one is not floating: it would have no cotangent to send back.
         """
-        last = dict.fromkeys(_variables(self._results), self.stages - 1)
+        last = dict.fromkeys(variables(self._results), self.stages - 1)
         for eqn in self._jaxpr.eqns:
             at = max((self._stage[v] for v in eqn.outvars if v in self._stage), default=0)
-            for atom in _read(eqn):
+            for atom in variables(eqn.invars):
                 last[atom] = max(last.get(atom, 0), at)
         cuts = [
             [v for v, at in self._stage.items() if at <= cut < last.get(v, 0)]
@@ -233,8 +231,9 @@ class Cut:
         before = set(self._handed[stage - 1]) if stage > 0 else set()
         results = list(self._results if stage == self.stages - 1 else self._handed[stage])
         results += [self._new[leaf] for leaf, at in sorted(writer.items()) if at == stage]
-        eqns = _needed(self._jaxpr.eqns, results, before)
-        return results, eqns, {*_variables(results), *(a for eqn in eqns for a in _read(eqn))}
+        eqns = needed(self._jaxpr.eqns, results, before)
+        read = [atom for eqn in eqns for atom in eqn.invars]
+        return results, eqns, set(variables([*results, *read]))
 
     def _edge(self, stage: int) -> StageFn:
         results, eqns, read = self._work(stage, self._writer)
@@ -260,51 +259,16 @@ class Cut:
         def part(params: Sequence[Array], x: Any, rest: PyTree) -> tuple[Any, Any]:
             known: dict[Any, Any] = dict(zip(jaxpr.constvars, self._consts, strict=True))
             known.update(zip(inputs, [*params, *x, *jax.tree.leaves(rest)], strict=True))
-
-            def read(atom: Any) -> Any:
-                return constant(atom) if isinstance(atom, Literal) else known[atom]
-
-            for eqn in eqns:
-                with written(eqn):
-                    outputs = bind(eqn, [read(atom) for atom in eqn.invars])
-                known.update(zip(eqn.outvars, outputs, strict=True))
-            found = [read(atom) for atom in results[:count]]
-            y, aux = jax.tree.unflatten(self._outputs, found) if last else (found, ())
-            return y, (aux, [read(atom) for atom in results[count:]]) if states else aux
+            found = evaluate(eqns, known, results)
+            outputs, new_states = found[:count], found[count:]
+            y, aux = jax.tree.unflatten(self._outputs, outputs) if last else (outputs, ())
+            return y, (aux, new_states) if states else aux
 
         return part
 
 
-def _needed(equations: Sequence[Any], results: Sequence[Any], known: set[Any]) -> list[Any]:
-    """Return the equations on which `results` depend, given the variables `known`."""
-    wanted = set(_variables(results)) - known
-    eqns = []
-    for eqn in reversed(equations):
-        if wanted & set(eqn.outvars):
-            eqns.append(eqn)
-            wanted |= set(_read(eqn)) - known
-    return eqns[::-1]
-
-
-def _dependent(equations: Sequence[Any], variables: Sequence[Any]) -> set[Any]:
-    """Return all variables that depend on any of `variables`, and these."""
-    found = set(variables)
-    for eqn in equations:
-        if found & set(_read(eqn)):
-            found.update(eqn.outvars)
-    return found
-
-
 def _in(atom: Any, variables: Mapping[Any, Any]) -> bool:
     return not isinstance(atom, Literal) and atom in variables
-
-
-def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, Literal)]
-
-
-def _read(eqn: Any) -> list[Any]:
-    return _variables(eqn.invars)
 
 
 def _is_boundary(eqn: Any) -> bool:

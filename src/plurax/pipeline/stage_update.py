@@ -38,8 +38,8 @@ from jax.extend.core import Literal
 from jaxtyping import Array
 
 from plurax import errors
-from plurax.jaxpr.primitives import constant, open_jaxpr
-from plurax.partition.operators.common import bind
+from plurax.jaxpr.compat import open_jaxpr
+from plurax.jaxpr.interpret import bind, interpret, variables
 from plurax.partition.partitioner import Partitioner
 from plurax.partition.values import ShardedValue, ValueVersions
 from plurax.pipeline.cut import inlined
@@ -104,18 +104,18 @@ class StageUpdate:
         self._label()
 
     def _branches_of_several(self) -> set[int]:
-        """Return the indices of the `cond` equations that read tensors of several devices."""
+        """Return the `id`s of the `cond` equations that read tensors of several devices."""
         homes: dict[Any, frozenset[int]] = {}
         for var, given in zip(self._jaxpr.invars, self._inputs, strict=True):
             if isinstance(given, StageTensor):
                 homes[var] = frozenset([given.device])
         several = set()
-        for place, eqn in enumerate(self._jaxpr.eqns):
-            read = [a for a in eqn.invars if not isinstance(a, Literal) and a.aval.size > NUMBERS]
+        for eqn in self._jaxpr.eqns:
+            read = [a for a in variables(eqn.invars) if a.aval.size > NUMBERS]
             at = frozenset[int]().union(*(homes.get(atom, ()) for atom in read))
             homes.update(dict.fromkeys(eqn.outvars, at))
             if eqn.primitive.name == "cond" and len(at) > 1:
-                several.add(place)
+                several.add(id(eqn))
         return several
 
     def _label(self) -> None:
@@ -138,7 +138,7 @@ class StageUpdate:
             self._crossing[atom] = rounds.get(atom, 0)
 
         for eqn in self._jaxpr.eqns:
-            read = [a for a in eqn.invars if not isinstance(a, Literal)]
+            read = variables(eqn.invars)
             places = {home[a] for a in read if a in home}
             at = max((rounds.get(a, 0) for a in read), default=0)
             small = all(a.aval.size <= NUMBERS for a in read if a in home)
@@ -164,8 +164,8 @@ class StageUpdate:
             atom: eqn.primitive.name
             for eqn in self._jaxpr.eqns
             if eqn.outvars[0] in home
-            for atom in eqn.invars
-            if not isinstance(atom, Literal) and atom not in home
+            for atom in variables(eqn.invars)
+            if atom not in home
         }
 
     def __call__(
@@ -297,26 +297,20 @@ class StageUpdate:
 
 
 def _selecting(jaxpr: Any, consts: Sequence[Any], several: set[int], *args: Any) -> list[Any]:
-    """Evaluate a jaxpr, with the `cond` equations at the indices `several` as selections.
+    """Evaluate a jaxpr, with the `cond` equations whose `id` is in `several` as selections.
 
     All cases are evaluated; they are pure, so an unused one costs time only.
     """
-    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
-    def read(atom: Any) -> Any:
-        return constant(atom) if isinstance(atom, Literal) else known[atom]
+    def selected(eqn: Any, inputs: list[Any]) -> list[Any]:
+        if id(eqn) not in several:
+            return bind(eqn, inputs)
+        which, *operands = inputs
+        bodies = map(open_jaxpr, eqn.params["branches"])
+        cases = [inlined(*body, operands, every=True) for body in bodies]
+        return [lax.select_n(which, *values) for values in zip(*cases, strict=True)]
 
-    for place, eqn in enumerate(jaxpr.eqns):
-        inputs = [read(atom) for atom in eqn.invars]
-        if place in several:
-            which, *operands = inputs
-            bodies = map(open_jaxpr, eqn.params["branches"])
-            cases = [inlined(*body, operands, every=True) for body in bodies]
-            outputs = [lax.select_n(which, *values) for values in zip(*cases, strict=True)]
-        else:
-            outputs = bind(eqn, inputs)
-        known.update(zip(eqn.outvars, outputs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return interpret(jaxpr, consts, args, {"cond": selected})
 
 
 def broadcast_from_stage(arrays: Any) -> Any:

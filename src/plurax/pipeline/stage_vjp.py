@@ -36,7 +36,8 @@ import jax
 from jax.extend.core import Literal
 from jaxtyping import PyTree
 
-from plurax.jaxpr.primitives import cheap, open_jaxpr
+from plurax.jaxpr.compat import open_jaxpr
+from plurax.jaxpr.interpret import dependent, is_cheap, needed, variables
 from plurax.partition.partitioner import Partitioner
 from plurax.partition.values import ShardedValue, ValueVersions
 from plurax.sharding.spec import TensorSharding
@@ -107,21 +108,18 @@ class StageVjp:
         Returns the residuals as the keys of a dict (it keeps their order), and the others.
         """
         trained, handed, rest = self._groups()
-        depends: dict[Any, bool] = dict.fromkeys(handed + rest, True)
-        for eqn in self._forward.eqns:
-            some = any(depends.get(a, False) for a in eqn.invars if not isinstance(a, Literal))
-            depends.update(dict.fromkeys(eqn.outvars, some))
+        depends = dependent(self._forward.eqns, handed + rest)
         there = {*trained, *rest[: len(rest) - self._reads], *self._forward.constvars}
-        needed = [a for a in self._needed if not isinstance(a, Literal) and a not in there]
-        kept = {atom: None for atom in needed if depends.get(atom, False)}
-        again = [atom for atom in dict.fromkeys(needed) if atom not in kept]
+        stored = [atom for atom in variables(self._needed) if atom not in there]
+        kept = {atom: None for atom in stored if atom in depends}
+        again = [atom for atom in dict.fromkeys(stored) if atom not in kept]
         # Recompute the result of a cheap operation whose operands are residuals or at hand: that
         # costs less than to store and load it. Backwards, so that an operand is still a residual
         # when its reader is looked at.
         for eqn in reversed(self._forward.eqns):
-            if len(eqn.outvars) == 1 and eqn.outvars[0] in kept and cheap(eqn):
-                read = [a for a in eqn.invars if not isinstance(a, Literal)]
-                if all(a in kept or a in there or not depends.get(a, False) for a in read):
+            if len(eqn.outvars) == 1 and eqn.outvars[0] in kept and is_cheap(eqn):
+                read = variables(eqn.invars)
+                if all(a in kept or a in there or a not in depends for a in read):
                     del kept[eqn.outvars[0]]
                     again.append(eqn.outvars[0])
         return kept, again
@@ -141,21 +139,13 @@ class StageVjp:
         params = self.sizes[0]
         outputs = self._backward.outvars
         self._weights, self._inputs = outputs[:params], outputs[params:]
-        needed = {a for a in self._inputs if not isinstance(a, Literal)}
-        self._first, self._second = [], []
-        for eqn in reversed(self._backward.eqns):
-            if needed & set(eqn.outvars):
-                needed.update(a for a in eqn.invars if not isinstance(a, Literal))
-                self._first.append(eqn)
-            else:
-                self._second.append(eqn)
-        self._first.reverse()
-        self._second.reverse()
+        self._first = needed(self._backward.eqns, self._inputs, set())
+        first = set(map(id, self._first))
+        self._second = [eqn for eqn in self._backward.eqns if id(eqn) not in first]
         read = [a for eqn in self._second for a in eqn.invars] + list(self._weights)
         made = {var for eqn in self._first for var in eqn.outvars}
         made |= set(self._backward.invars[len(self._needed) :])
-        variables = (a for a in read if not isinstance(a, Literal))
-        self._left = [var for var in dict.fromkeys(variables) if var in made]
+        self._left = [var for var in dict.fromkeys(variables(read)) if var in made]
 
     # --- Evaluating ---------------------------------------------------------------------------
 
@@ -235,9 +225,9 @@ class StageVjp:
         known = dict(
             zip(self._forward.constvars, map(self.divider.constant, self._constants), strict=True)
         )
-        for variables, values in zip(self._groups(), inputs, strict=True):
+        for group, values in zip(self._groups(), inputs, strict=True):
             # Not strict: a backward pass gets neither x nor model state, only residuals of them.
-            known.update(zip(variables, map(ValueVersions, values), strict=False))
+            known.update(zip(group, map(ValueVersions, values), strict=False))
         return known
 
     def _back_known(

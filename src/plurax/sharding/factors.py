@@ -22,7 +22,7 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, Literal
 
-from plurax.jaxpr.primitives import ELEMENTWISE, INLINED, REDUCTIONS, open_jaxpr
+from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS, called_jaxpr, is_call
 
 
 def factors(f: Callable[..., Any], *args: Any) -> list[list[int]]:
@@ -63,8 +63,8 @@ def _equal_dims(jaxpr: Jaxpr) -> Iterator[tuple[tuple[Any, int], tuple[Any, int]
         name, params = eqn.primitive.name, eqn.params
         inputs = [v for v in eqn.invars if not isinstance(v, Literal)]
         out = eqn.outvars[0]
-        if name in INLINED:
-            body, _ = open_jaxpr(params[INLINED[name]])
+        if is_call(eqn):
+            body, _ = called_jaxpr(eqn)
             yield from _same(zip(eqn.invars, body.invars, strict=True))
             yield from _equal_dims(body)
             yield from _same(zip(eqn.outvars, body.outvars, strict=True))

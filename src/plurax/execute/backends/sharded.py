@@ -26,7 +26,7 @@ Source: ZeRO (Rajbhandari et al. 2019, https://arxiv.org/abs/1910.02054).
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -47,7 +47,7 @@ from plurax.execute.reduction import reduced
 from plurax.execute.rows import Rows
 from plurax.execute.step import Step, make_step, whole_update
 from plurax.execute.totals import BatchTotals, coupled_totals, device_totals, uneven_totals
-from plurax.jaxpr.primitives import holds, inner_jaxprs
+from plurax.jaxpr.interpret import all_equations, holds
 from plurax.mesh import within
 from plurax.partition.partitioner import Partitioner, Record, partition
 from plurax.partition.values import ShardedValue, is_sharded_value, shard_of_rows
@@ -109,7 +109,8 @@ class ShardedBackend:
         if dealt is not None:
             like = jax.eval_shape(dealt, like)
         self.state = StateShardings(like, plan, rules, sizes, stacked, layered)
-        tags = set(_tags(jaxpr))
+        annotations = (e for e in all_equations(jaxpr) if e.primitive.name == "annotate")
+        tags = {eqn.params["tag"] for eqn in annotations}
         names = sorted({tag.name for tag in tags if isinstance(tag, Named)})
         self._rules.check_used(list(tree.named_leaves(like.params)), names)
         if sizes.get("tensor", 1) > 1 and not _uses_tensor(plan, tags, jaxpr):
@@ -429,21 +430,12 @@ def _is_kind(node: Any) -> bool:
     return isinstance(node, tuple) and len(node) == 4 and isinstance(node[1], TensorSharding)
 
 
-def _tags(jaxpr: Any) -> Iterator[Tag]:
-    """Yield the tags of all annotations in a jaxpr and those inside it."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "annotate":
-            yield eqn.params["tag"]
-        for inner in inner_jaxprs(eqn):
-            yield from _tags(inner)
-
-
 def _uses_tensor(plan: Plan, tags: set[Tag], jaxpr: Any) -> bool:
     """Return whether anything uses `tensor`: a rule, an annotation or the model's own code."""
     by_rule = any("tensor" in _names(entries) for _, entries in plan.shardings)
     by_mark = any(isinstance(tag, Split) for tag in tags)
     # The backward pass of a `custom_vjp` is not visible here, and may use the axis itself.
-    by_hand = ("shard_map", "sharding_constraint", "custom_vjp_call", "custom_vjp_call_jaxpr")
+    by_hand = ("shard_map", "sharding_constraint", "custom_vjp_call")
     return by_rule or by_mark or any(holds(jaxpr, name) for name in by_hand)
 
 

@@ -24,12 +24,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Literal
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
 from plurax import tree
-from plurax.jaxpr.primitives import INLINED, inner_jaxprs, scan_sizes
+from plurax.jaxpr.compat import REMAT, Scan, is_call
+from plurax.jaxpr.interpret import interpret
 from plurax.plan import Plan
 from plurax.sharding.rules import (
     Rules,
@@ -248,23 +248,23 @@ def stacks(jaxpr: Any, params: PyTree) -> list[bool]:
     iteration would otherwise gather its row from a single device. `jaxpr` is the loss's, with the
     leaves of `params` as its first inputs; casts and annotations are looked through.
     """
-    stacked: set[Any] = set()
+    stacked: set[int | None] = set()
 
-    def walk(inner: Any, outer: dict[Any, Any]) -> None:
-        for eqn in inner.eqns:
-            name = eqn.primitive.name
-            same = [outer.get(a) for a in eqn.invars if not isinstance(a, Literal)]
-            if name == "scan":
-                shared, carried = scan_sizes(eqn)
-                rows = eqn.invars[shared + carried :]
-                stacked.update(outer.get(a) for a in rows if not isinstance(a, Literal))
-            elif name in INLINED or name == "checkpoint":
-                body = inner_jaxprs(eqn)[0]
-                pairs = zip(body.invars, eqn.invars, strict=True)
-                walk(body, {v: outer.get(a) for v, a in pairs if not isinstance(a, Literal)})
-            elif name in ("convert_element_type", "annotate") and same:
-                outer[eqn.outvars[0]] = same[0]
+    # The value of a variable is the index of the input that it is, or None.
+    def scan(eqn: Any, inputs: list[int | None]) -> list[None]:
+        stacked.update(Scan.of(eqn).split(inputs)[2])
+        return [None] * len(eqn.outvars)
 
-    count = len(jax.tree.leaves(params))
-    walk(jaxpr, {var: place for place, var in enumerate(jaxpr.invars)})
-    return [place in stacked for place in range(count)]
+    def same(eqn: Any, inputs: list[int | None]) -> list[int | None]:
+        return inputs[:1]
+
+    interpret(
+        jaxpr,
+        [None] * len(jaxpr.constvars),
+        range(len(jaxpr.invars)),
+        {"scan": scan, "convert_element_type": same, "annotate": same},
+        default=lambda eqn, inputs: [None] * len(eqn.outvars),
+        inline=lambda eqn: is_call(eqn) or eqn.primitive.name in REMAT,
+        lift=lambda _: None,
+    )
+    return [index in stacked for index in range(len(jax.tree.leaves(params)))]

@@ -5,10 +5,9 @@ them, applies the operation to the shards, and returns a `ShardedValue` (or a `D
 each result. An operation without a rule gets replicated inputs, which is always right.
 """
 
-from plurax.jaxpr.primitives import ELEMENTWISE, REDUCTIONS
+from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS
 from plurax.partition.operators import elementwise, gather_scatter, products, random, shape_ops
 from plurax.partition.operators.common import Rule
-from plurax.partition.operators.common import bind as bind
 from plurax.partition.operators.common import by_default as by_default
 
 RULES: dict[str, Rule] = {

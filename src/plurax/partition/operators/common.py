@@ -19,19 +19,11 @@ from typing import Any
 
 from jaxtyping import Array
 
+from plurax.jaxpr.interpret import bind
 from plurax.partition.values import Output, ShardedValue, ValueVersions
 from plurax.sharding.spec import TensorSharding
 
 Rule = Callable[[Any, Any, list[ValueVersions]], list[Output]]
-
-
-def bind(eqn: Any, arrays: Sequence[Array], **changed: Any) -> list[Array]:
-    """Apply the equation's primitive to arrays, with some of its parameters changed."""
-    # The partitioner decides shardings; those of the mesh in which `eqn` was traced are dropped.
-    lying = {name: None for name in ("sharding", "out_sharding") if name in eqn.params}
-    params = eqn.primitive.get_bind_params({**eqn.params, **lying, **changed})
-    out = eqn.primitive.bind(*arrays, **params)
-    return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def result(

@@ -23,8 +23,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from plurax.jaxpr.interpret import bind
 from plurax.partition.operators.common import (
-    bind,
     can_stay_partial,
     common_sharding,
     fitting,

@@ -25,7 +25,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from plurax.partition.operators.common import bind, result
+from plurax.jaxpr.interpret import bind
+from plurax.partition.operators.common import result
 from plurax.partition.values import DeferredValue, Output, ShardedValue, ValueVersions
 from plurax.sharding.spec import TensorSharding
 

@@ -22,7 +22,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from plurax.partition.operators.common import bind, common_sharding, result
+from plurax.jaxpr.interpret import bind
+from plurax.partition.operators.common import common_sharding, result
 from plurax.partition.operators.elementwise import only_real
 from plurax.partition.values import Output, ShardedValue, ValueVersions
 from plurax.sharding.spec import TensorSharding

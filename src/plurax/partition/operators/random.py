@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from plurax.partition.operators.common import bind, replicate_dims, result
+from plurax.jaxpr.interpret import bind
+from plurax.partition.operators.common import replicate_dims, result
 from plurax.partition.values import Output, ValueVersions
 from plurax.sharding.spec import TensorSharding
 

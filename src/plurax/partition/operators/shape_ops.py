@@ -19,9 +19,9 @@ import dataclasses
 import math
 from typing import Any
 
+from plurax.jaxpr.interpret import bind
 from plurax.partition.operators.common import (
     Rule,
-    bind,
     common_sharding,
     maybe_partial,
     replicate_dims,

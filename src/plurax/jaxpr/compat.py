@@ -1,0 +1,164 @@
+"""The names and parameters of JAX's primitives that plurax reads, and how versions of JAX differ.
+
+JAX renames primitives and their parameters between versions. Everything that reads an equation
+takes its names from here, and a test asserts on the installed JAX that they exist (`NEWER` lists
+those that only a newer JAX has), so an update of JAX shows here what it renamed.
+
+    what                           JAX 0.10                      JAX 0.12
+    a jaxpr with its constants     `ClosedJaxpr`                 `Jaxpr`; `ClosedJaxpr` is an alias
+    a scan's consts and carries    `num_consts`, `num_carry`     the trees `ft_in`, `ft_out`
+    `jnp.log2(x)`                  `log`, `div`                  `log2`
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jaxtyping import Array
+
+# fmt: off
+ELEMENTWISE = frozenset([
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
+    "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "complex", "conj",
+    "convert_element_type", "copy", "cos", "cosh", "digamma", "div", "eq", "eq_to", "erf",
+    "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a",
+    "igammac", "imag", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "log2",
+    "logistic", "lt", "lt_to", "max", "min", "mul", "mulhi", "name", "ne", "neg", "nextafter",
+    "not", "one_minus_square", "or", "polygamma", "population_count", "pow",
+    "real", "reduce_precision", "regularized_incomplete_beta", "rem", "round",
+    "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign",
+    "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor", "zeta",
+])
+"""Each entry of the result is computed from one entry of each operand."""
+
+CHEAP = frozenset([
+    "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy",
+    "div", "eq", "ge", "gt", "integer_pow", "is_finite", "le", "lt", "max",
+    "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "reshape", "rsqrt", "select_n",
+    "sign", "sqrt", "square", "squeeze", "stop_gradient", "sub", "transpose", "xor",
+])
+"""Cheaper to recompute than to load."""
+
+REDUCTIONS = frozenset([
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax",
+    "argmin",
+])
+"""Reductions over the dims in the parameter `axes`."""
+# fmt: on
+
+INLINED = {
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+"""Calls that can be evaluated in place, and the parameter that holds the called jaxpr."""
+
+REMAT = {"remat2": "jaxpr"}
+"""Calls that the backward pass may recompute (`jax.checkpoint`), and the same parameter."""
+
+NEWER = frozenset(["log2", "one_minus_square"])
+"""Primitives that the oldest JAX does not have."""
+
+
+def open_jaxpr(inner: Any) -> tuple[Any, list[Any]]:
+    """Return the jaxpr and the constants of a closed or an open jaxpr."""
+    if isinstance(inner, ClosedJaxpr):
+        return inner.jaxpr, list(inner.consts)
+    return inner, []
+
+
+def called_jaxpr(eqn: Any) -> tuple[Any, list[Any]]:
+    """Return the jaxpr and the constants that a call (in `INLINED` or `REMAT`) evaluates."""
+    return open_jaxpr(eqn.params[(INLINED | REMAT)[eqn.primitive.name]])
+
+
+def inner_jaxprs(eqn: Any) -> list[Any]:
+    """Return the jaxprs among an equation's parameters: loop bodies, branches, called functions."""
+    found: list[Any] = []
+    for value in eqn.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, ClosedJaxpr | Jaxpr):
+                found += open_jaxpr(item)[:1]
+    return found
+
+
+def is_call(eqn: Any) -> bool:
+    """Whether an equation is a call that can be evaluated in place."""
+    return eqn.primitive.name in INLINED
+
+
+def is_recomputed(eqn: Any) -> bool:
+    """Whether an equation is the part of a `jax.checkpoint` that the backward pass recomputes."""
+    params = eqn.params
+    return eqn.primitive.name in REMAT and params["prevent_cse"] and params["differentiated"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """A `scan` equation taken apart.
+
+    Its operands are the consts, which every iteration reads; the carry; and the xs, of which each
+    iteration reads one row. Its results are the carry and the stacked ys.
+
+    **Fields:**
+
+    - `body`, `body_consts`: the jaxpr of an iteration `(*consts, *carry, *row) -> (*carry, *ys)`.
+    - `num_consts`, `num_carry`: the number of consts and of carries.
+    - `length`, `reverse`, `unroll`: as in `jax.lax.scan`.
+    """
+
+    body: Any
+    body_consts: list[Any]
+    num_consts: int
+    num_carry: int
+    length: int
+    reverse: bool
+    unroll: int
+
+    @classmethod
+    def of(cls, eqn: Any) -> "Scan":
+        """Take a `scan` equation apart.
+
+        The numbers of consts and carries are read from shapes, because the parameters that give
+        them differ between versions of JAX: xs and ys have one dim more outside of the body.
+
+            scan over (100, 8): body (w (8, 8), h (8,), x (8,)) -> (h (8,), y (8,))
+            w and h have their rank in both, x has not: 2 consts and carries
+            of the outputs h has, y has not: 1 carry, so 1 const
+        """
+        body, body_consts = open_jaxpr(eqn.params["jaxpr"])
+
+        def unstacked(inside: Sequence[Any], outside: Sequence[Any]) -> int:
+            pairs = zip(inside, outside, strict=True)
+            return sum(len(one.aval.shape) == len(other.aval.shape) for one, other in pairs)
+
+        carried = unstacked(body.outvars, eqn.outvars)
+        shared = unstacked(body.invars, eqn.invars) - carried
+        options = (eqn.params[name] for name in ("length", "reverse", "unroll"))
+        return cls(body, body_consts, shared, carried, *options)
+
+    def split(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Split the operands (or the body's inputs) into consts, carry and xs."""
+        carry = self.num_consts + self.num_carry
+        return (
+            list(operands[: self.num_consts]),
+            list(operands[self.num_consts : carry]),
+            list(operands[carry:]),
+        )
+
+    def run(
+        self, body: Callable[..., Sequence[Any]], carry: Sequence[Array], xs: Sequence[Array]
+    ) -> list[Array]:
+        """Run the loop with `body(carry, row) -> [*carry, *ys]`; return the carry and the ys."""
+
+        def iteration(carry: list[Array], row: list[Array]) -> tuple[list[Array], list[Array]]:
+            out = list(body(carry, row))
+            return out[: self.num_carry], out[self.num_carry :]
+
+        last, stacked = lax.scan(
+            iteration, list(carry), list(xs), self.length, self.reverse, self.unroll
+        )
+        return [*last, *stacked]

@@ -1,0 +1,199 @@
+"""Evaluate a traced function equation by equation: the loop of every transformation of jaxprs.
+
+`interpret` is JAX's `eval_jaxpr` with handlers. A handler takes an equation and its inputs and
+returns its outputs; an equation whose primitive has no handler is applied as it is. Inputs and
+outputs need not be arrays: with booleans the same loop finds what depends on what.
+
+    def negated_sines(fun, *args):
+        closed = jax.make_jaxpr(fun)(*args)
+        handlers = {"sin": lambda eqn, inputs: [-jnp.sin(inputs[0])]}
+        return interpret(closed.jaxpr, closed.consts, args, handlers)
+
+    equation              by                  result
+    y = sin x             handlers["sin"]     -sin(x)
+    z = jit[f] y          inline(eqn)         the equations of f, with the same handlers
+    w = mul z 2.0         default, `bind`     z * 2.0
+
+Each equation is evaluated in its own context (`equation_context`), so that profiles and errors name
+the model's code; a value is dropped after its last reader.
+
+Source: "Writing custom Jaxpr interpreters in JAX",
+https://docs.jax.dev/en/latest/notebooks/Writing_custom_interpreters_in_Jax.html.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import source_info_util
+from jax.extend.core import Literal
+from jaxtyping import Array
+
+from plurax.jaxpr.compat import CHEAP, called_jaxpr, inner_jaxprs, is_call
+
+Handler = Callable[[Any, list[Any]], Sequence[Any]]
+
+
+def bind(eqn: Any, arrays: Sequence[Array], **changed: Any) -> list[Array]:
+    """Apply an equation's primitive to arrays, with some of its parameters changed."""
+    # Plans decide shardings; those of the mesh in which `eqn` was traced are dropped.
+    traced = {name: None for name in ("sharding", "out_sharding") if name in eqn.params}
+    if eqn.primitive.name == "sharding_constraint":
+        traced = {}
+    params = eqn.primitive.get_bind_params({**eqn.params, **traced, **changed})
+    out = eqn.primitive.bind(*arrays, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def interpret(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    handlers: Mapping[str, Handler] | None = None,
+    default: Handler = bind,
+    *,
+    inline: Callable[[Any], bool] | None = None,
+    lift: Callable[[Any], Any] | None = None,
+) -> list[Any]:
+    """Evaluate a jaxpr and return its results.
+
+    **Arguments:**
+
+    - `jaxpr`, `consts`: the jaxpr and its constants (see `open_jaxpr`).
+    - `args`: a value for each of its inputs.
+    - `handlers`: from a primitive's name to `handler(eqn, inputs) -> outputs`.
+    - `default`: the handler of all other primitives.
+    - `inline`: whether a call (`jit`, `checkpoint`) is evaluated in place, with the same handlers.
+      None for no call.
+    - `lift`: how a constant becomes a value. None where values are arrays.
+    """
+    lifted = consts if lift is None else map(lift, consts)
+    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*lifted, *args), strict=True))
+    return evaluate(jaxpr.eqns, known, jaxpr.outvars, handlers, default, inline=inline, lift=lift)
+
+
+def evaluate(
+    eqns: Sequence[Any],
+    known: Mapping[Any, Any],
+    results: Sequence[Any],
+    handlers: Mapping[str, Handler] | None = None,
+    default: Handler = bind,
+    *,
+    inline: Callable[[Any], bool] | None = None,
+    lift: Callable[[Any], Any] | None = None,
+) -> list[Any]:
+    """Evaluate equations in order, given the values of `known` variables; return `results`.
+
+    The other arguments are those of `interpret`.
+    """
+    values = dict(known)
+
+    def read(atom: Any) -> Any:
+        if not isinstance(atom, Literal):
+            return values[atom]
+        return constant(atom) if lift is None else lift(constant(atom))
+
+    last = last_reads(eqns, results)
+    for index, eqn in enumerate(eqns):
+        inputs = [read(atom) for atom in eqn.invars]
+        inlined = inline is not None and inline(eqn)
+        with equation_context(eqn, inlined=inlined):
+            if inlined:
+                body = called_jaxpr(eqn)
+                outputs: Sequence[Any] = interpret(
+                    *body, inputs, handlers, default, inline=inline, lift=lift
+                )
+            else:
+                outputs = (handlers or {}).get(eqn.primitive.name, default)(eqn, inputs)
+        values.update(zip(eqn.outvars, outputs, strict=True))
+        for atom in variables(eqn.invars):
+            if last[atom] == index:
+                values.pop(atom, None)
+    return [read(atom) for atom in results]
+
+
+def constant(literal: Literal) -> Any:
+    """Return a literal's value, without the mesh in which it was traced."""
+    aval: Any = literal.aval
+    return np.asarray(literal.val, aval.dtype)
+
+
+@contextlib.contextmanager
+def equation_context(eqn: Any, *, inlined: bool = False) -> Iterator[None]:
+    """Evaluate an operation in the context of a traced equation.
+
+    The context has the equation's name scopes (`jax.named_scope`, and `jit` of a call that is
+    `inlined`), its source line, and its `compute_on` and XLA metadata, but the caller's mesh:
+    profiles and errors then name the model's code, while shardings are the partitioner's.
+    """
+    info = eqn.source_info
+    names = source_info_util.current_name_stack() + info.name_stack
+    called = eqn.params.get("name") if inlined else None
+    if isinstance(called, str):
+        names = names.extend(f"jit({called})")
+    mesh = jax.sharding.get_abstract_mesh()
+    with (
+        source_info_util.user_context(info.traceback, name_stack=names),
+        eqn.ctx.manager,
+        jax.sharding.use_abstract_mesh(mesh),
+    ):
+        yield
+
+
+# --- Reading equations ----------------------------------------------------------------------------
+
+
+def variables(atoms: Sequence[Any]) -> list[Any]:
+    """Return the atoms that are variables, not literals."""
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def all_equations(jaxpr: Any) -> Iterator[Any]:
+    """Yield the equations of a jaxpr and of all jaxprs inside them: calls, loops, branches."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from all_equations(inner)
+
+
+def holds(jaxpr: Any, name: str) -> bool:
+    """Whether a jaxpr, or any jaxpr in its equations, contains a primitive."""
+    return any(eqn.primitive.name == name for eqn in all_equations(jaxpr))
+
+
+def is_cheap(eqn: Any) -> bool:
+    """Whether an operation, or every operation of a call, is cheaper to recompute than to load."""
+    if is_call(eqn):
+        return all(map(is_cheap, called_jaxpr(eqn)[0].eqns))
+    return eqn.primitive.name in CHEAP
+
+
+def last_reads(eqns: Sequence[Any], results: Sequence[Any]) -> dict[Any, int]:
+    """Return for each variable the index of the last equation that reads it.
+
+    The index of the variables in `results` is the number of equations.
+    """
+    last = {atom: index for index, eqn in enumerate(eqns) for atom in variables(eqn.invars)}
+    return last | dict.fromkeys(variables(results), len(eqns))
+
+
+def dependent(eqns: Sequence[Any], given: Sequence[Any]) -> set[Any]:
+    """Return all variables that depend on any of the `given` ones, and these."""
+    found = set(given)
+    for eqn in eqns:
+        if not found.isdisjoint(variables(eqn.invars)):
+            found.update(eqn.outvars)
+    return found
+
+
+def needed(eqns: Sequence[Any], results: Sequence[Any], known: set[Any]) -> list[Any]:
+    """Return the equations on which `results` depend, given the variables `known`."""
+    wanted = set(variables(results)) - known
+    found = []
+    for eqn in reversed(eqns):
+        if not wanted.isdisjoint(eqn.outvars):
+            found.append(eqn)
+            wanted |= set(variables(eqn.invars)) - known
+    return found[::-1]
