@@ -30,14 +30,14 @@ PYTHON = {
         ("px.adapters.linen.task(linen_module, lambda key: {}, lambda apply, batch: 0)",
          "TaskError", "is called with (apply, batch, keys): write def loss(apply, batch, keys)"),
         ("px.adapters.linen.task(nn.Dense, lambda key: {}, flax_loss)", "TaskError",
-         "linen.task(module=...) got a Dense; give the module itself, made: MyModule(...)."),
+         "linen.task(module=...) got a Dense; give an instance of the module: MyModule(...)."),
         ("px.adapters.nnx.task(build=nnx_module, loss=flax_loss)", "TaskError",
-         "nnx.task(build=...) got a Linear that is made already; a task makes its own, with every "
+         "nnx.task(build=...) got a Linear instance; a task builds its own from each "
          "seed: build=lambda rngs: Linear(..., rngs=rngs)."),
         ("px.adapters.nnx.task(build=lambda rngs: nnx_module, loss=lambda model, batch: 0)",
          "TaskError", "takes (model, batch), and is called with (model, batch, keys)"),
         ("px.adapters.equinox.task(build=equinox_module, loss=flax_loss)", "TaskError",
-         "equinox.task(build=...) got a Linear that is made already"),
+         "equinox.task(build=...) got a Linear instance"),
     ],
     "The optimizer": [
         ("px.fit(task, 'adam', data, batch_size=8)", "TaskError",
@@ -116,7 +116,7 @@ PYTHON = {
         ),
         ("px.sweep(task, optimizer, data, members=px.Members(2), batch_size=8, "
          "shapes=px.ensemble.grid(width=[1, 2]))", "MembersError",
-         "Give a function that makes it: def task(width): return plurax.Task(...)."),
+         "Give a function that builds it: def task(width): return plurax.Task(...)."),
     ],
     "Numbers": [
         *(
@@ -215,7 +215,7 @@ COMMANDS = {
         ("plan small.py --devices 0", 2, "0 virtual devices: give a whole number of at least 1"),
         ("plan small.py --members.seeds 2 --plan.chunk 1 --plan.batch-dim major "
          "--tune /proc/no.toml", 2, "/proc/no.toml could not be written"),
-        ("train small.py --plan.member 2", 2, "spreads the members of a population"),
+        ("train small.py --plan.member 2", 2, "splits the members of a population"),
     ],
     "The user's functions": [
         ("train loss_raises.py", 2, "return jnp.dot(batch['x'], params['w'])"),

@@ -86,7 +86,7 @@ data=1 means 'not used'.
     """What is split over `data` besides the batch (ZeRO): 1 the optimizer's state; 2 gradients too,
     reduced to their shards in every microbatch; 3 parameters too, gathered where they are used."""
     bucket_bytes: int = 25_000_000
-    """With `zero`, the bytes of whole tensors that one collective gathers over `data`, or reduces
+    """With `zero`, the bytes of tensors that one collective gathers over `data`, or reduces
     to shards, and at most 8 tensors. With `zero=3` a device holds two such buckets of parameters:
     the one it computes with, and the next. 1: one collective per tensor."""
     remat: Remat = "none"
@@ -95,9 +95,9 @@ data=1 means 'not used'.
     memory (`offload`)."""
     shardings: Shardings = ()
     """The shardings of parameters and named activations, as a dict: pattern -> one entry for each
-    dim: None for a whole dim, the name of a mesh axis, or several; `...` first stands for any
-    number of whole dims. The first pattern that matches a parameter's path or an activation's name
-    counts."""
+    dim: None for a dim that is not split, the name of a mesh axis, or several; a leading `...`
+    stands for any number of such dims. The first pattern that matches a parameter's path or an
+    activation's name counts."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shardings", _rules(self.shardings))
@@ -193,11 +193,11 @@ data=1 means 'not used'.
 
         >>> print(Plan(data=2, microbatches=3).explain(batch_size=10))
         Plan(data=2, microbatches=3): 2 devices
-          data=2: the batch is split over 2 devices; parameters are whole on each.
-          microbatches=3: each device takes its share in 3 pieces, adds up the gradients,
+          data=2: the batch is split over 2 devices; parameters are replicated.
+          microbatches=3: each device computes its share in 3 microbatches, sums the gradients,
             and reduces them over devices once, at the end of the step.
           precision=float32: nothing is cast.
-          batch of 10: 2 devices × 3 microbatches × 2 examples, 2 of 12 places filled up.
+          batch of 10: 2 devices × 3 microbatches × 2 examples; 2 of 12 rows are padding.
         """
         count = self.devices
         short = f"Plan({self.sizes_text()})" if self.shardings else repr(self)
@@ -208,29 +208,31 @@ data=1 means 'not used'.
                 + (
                     "."
                     if self.zero == 3 or self.tensor * self.pipeline > 1
-                    else "; parameters are whole on each."
+                    else "; parameters are replicated."
                 )
             )
         else:
             lines.append("  data=1: the whole batch goes to one device.")
         if self.microbatches > 1:
+            # With `zero` of 2 and 3 each microbatch reduces; their own line says so.
+            once = ",\n    and reduces them over devices once, at the end of the step."
             lines.append(
-                f"  microbatches={self.microbatches}: each device takes its share in "
-                f"{self.microbatches} pieces, adds up the gradients,\n"
-                "    and reduces them over devices once, at the end of the step."
+                f"  microbatches={self.microbatches}: each device computes its share in "
+                f"{self.microbatches} microbatches, sums the gradients"
+                + (once if self.data > 1 and self.zero < 2 else ".")
             )
         lines += self._split_lines()
         if self.member > 1:
             lines.append(
-                f"  member={self.member}: members are spread over {self.member} groups of devices "
+                f"  member={self.member}: members are split over {self.member} groups of devices "
                 "and never communicate."
             )
         if self.chunk is not None:
-            lines.append(f"  chunk={self.chunk}: a device works on {self.chunk} members at a time.")
+            lines.append(f"  chunk={self.chunk}: a device computes {self.chunk} members at a time.")
         if self.batch_dim is not None:
             lines.append(
-                f"  batch_dim={self.batch_dim}: the gradient is computed with the batch "
-                + ("where the task has it." if self.batch_dim == "major" else "in the minor dim.")
+                f"  batch_dim={self.batch_dim}: the gradient is computed with the batch as the "
+                + ("leading dim." if self.batch_dim == "major" else "last dim.")
             )
         cast = (
             "nothing is cast."
@@ -239,14 +241,14 @@ data=1 means 'not used'.
         )
         lines.append(f"  precision={self.precision}: {cast}")
         if batch_size is not None:
-            places = self.padded_size(batch_size)
+            rows = self.padded_size(batch_size)
             line = (
                 f"  batch of {batch_size}: {self.data} device{'s' if self.data > 1 else ''} × "
                 f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''} × "
-                f"{places // (self.data * self.microbatches)} examples"
+                f"{rows // (self.data * self.microbatches)} examples"
             )
-            filled = places - batch_size
-            lines.append(line + (f", {filled} of {places} places filled up." if filled else "."))
+            padding = rows - batch_size
+            lines.append(line + (f"; {padding} of {rows} rows are padding." if padding else "."))
         return "\n".join(lines)
 
     def _split_lines(self) -> list[str]:
@@ -255,14 +257,14 @@ data=1 means 'not used'.
         if self.pipeline > 1:
             named = self.schedule if isinstance(self.schedule, str) else "written by hand"
             lines.append(
-                f"  pipeline={self.pipeline}: the layers are cut into "
+                f"  pipeline={self.pipeline}: the layers are split into "
                 f"{self.pipeline * self.chunks} stages on {self.pipeline} devices;\n"
                 f"    the schedule is {named}."
             )
         if self.tensor > 1:
             lines.append(
                 f"  tensor={self.tensor}: tensors and operators are split over {self.tensor} "
-                f"devices,\n    by {len(self.shardings)} rules and the marks in the model."
+                f"devices,\n    by {len(self.shardings)} rules and the annotations in the model."
             )
         if self.zero:
             lines.append(f"  zero={self.zero}: {_ZERO[self.zero]}")
@@ -331,12 +333,12 @@ _ZERO = {
     2: "gradients and the optimizer's state are split over data;\n"
     "    each microbatch reduces its gradients to their shards.",
     3: "parameters, gradients and the optimizer's state are split over data;\n"
-    "    parameters are made whole where they are used.",
+    "    parameters are gathered where they are used.",
 }
 _REMAT = {
-    "dots": "the backward pass computes all but matrix products again.",
-    "full": "the backward pass computes all again but what layers hand to each other.",
-    "offload": "matrix products wait for the backward pass in the host's memory.",
+    "dots": "the backward pass recomputes all but matrix products.",
+    "full": "the backward pass recomputes all but the inputs of layers.",
+    "offload": "matrix products are stored in the host's memory until the backward pass.",
 }
 
 
@@ -362,9 +364,9 @@ def _rules(given: Any) -> Shardings:
 def _rule(pattern: str, entries: Sequence[Any]) -> tuple[Any, ...]:
     entries = tuple(tuple(e) if isinstance(e, list) else e for e in entries)
     entries = tuple(_ENTRIES.get(e, e) if isinstance(e, str) else e for e in entries)
-    for place, entry in enumerate(entries):
+    for index, entry in enumerate(entries):
         names = entry if isinstance(entry, tuple) else (entry,)
-        if entry is ... and place == 0:
+        if entry is ... and index == 0:
             continue
         for name in names:
             if not (name is None or (isinstance(name, str) and name == "tensor")):

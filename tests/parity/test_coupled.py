@@ -506,7 +506,7 @@ def test_fit_with_a_mask_that_is_not_read(x64, resident):
 
 
 def test_a_batch_size_that_would_be_filled_up_is_refused():
-    match = r"batches of 13 examples .* 4 ways .* have to be filled up.*4 divides \(12 or 16\)"
+    match = r"batches of 13 examples need padding .* into 4 .*4 divides \(12 or 16\)"
     with pytest.raises(px.BatchError, match=match):
         px.compile(unmasked("normed"), optimizer(), px.Plan(data=4), models.data(13))
 

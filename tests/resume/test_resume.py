@@ -78,7 +78,7 @@ def test_after_all_were_damaged_only_restart_starts_from_scratch(tmp_path, whole
         with pytest.raises(px.CheckpointError, match=r"(?s)can be restored, and.*restart=True"):
             fit(output=tmp_path / "run", **options)
         assert log_of(tmp_path / "run") == log_of(whole[1])
-    with pytest.raises(px.CheckpointError, match=r"starts from scratch: say one of them"):
+    with pytest.raises(px.CheckpointError, match=r"starts from scratch: pass one of them"):
         fit(output=tmp_path / "run", resume=True, restart=True)
     result = fit(output=tmp_path / "run", restart=True)
     assert models.same_bits(result.state.params, whole[0].state.params)
@@ -112,7 +112,9 @@ def test_a_folder_that_is_written_is_refused(tmp_path, whole):
 def test_a_checkpoint_made_by_hand_is_not_gone_on_from(tmp_path, whole):
     with px.Checkpoints(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(whole[0].state, {"note": "mine"})
-    with pytest.raises(px.CheckpointError, match=r"was not written by plurax.fit: nothing says"):
+    with pytest.raises(
+        px.CheckpointError, match=r"was not written by plurax.fit: it does not record"
+    ):
         fit(output=tmp_path, resume=True)
 
 
@@ -180,7 +182,7 @@ def test_a_grain_loader_whose_state_is_bytes(tmp_path):
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "8")
     name = "others"
     with pytest.raises(
-        px.BatchError, match=r"the data do not take their saved position back: Data"
+        px.BatchError, match=r"the data cannot be restored to their saved position: Data"
     ):
         fit(loader(), output=tmp_path / "cut", epochs=2, resume=True)
 

@@ -89,7 +89,7 @@ def test_evaluation_goes_by_microbatches():
 
 def test_a_state_of_another_plan_must_be_placed(program):
     one = px.compile(models.mlp_task(), models.optimizer(), px.Plan(), ROWS)
-    with pytest.raises(px.BatchError, match=r"lies on other devices.*program\.place\(state\)"):
+    with pytest.raises(px.BatchError, match=r"is on other devices.*program\.place\(state\)"):
         program.step(one.init(), ROWS)
 
 

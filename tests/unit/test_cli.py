@@ -256,8 +256,8 @@ def test_train_members(population, capsys, drawn):
     )  # fmt: skip
     assert code == 0
     assert "5 members: bootstrap, rate of their own" in out
-    assert "member=2: members are spread over 2 groups of devices" in out
-    assert "chunk=2: a device works on 2 members at a time" in out
+    assert "member=2: members are split over 2 groups of devices" in out
+    assert "chunk=2: a device computes 2 members at a time" in out
     assert "epoch 2/2  loss" in out
     assert "epoch 1/2" not in out
     assert " to " in out
@@ -290,7 +290,7 @@ def test_members_of_one_network_and_its_mistakes(population, capsys):
     assert "communication: none" in out
     code, _, err = run(capsys, "train", "small.py", "--plan.member", "2")
     assert code == 2
-    assert "spreads the members of a population, and this is one network" in err
+    assert "splits the members of a population, and this is one network" in err
     code, _, err = run(capsys, "train", "many.py", "--plan.member", "200")
     assert code == 2
     assert "needs 200 devices (member=200)" in err

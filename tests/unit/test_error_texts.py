@@ -44,7 +44,7 @@ GIVEN: dict[str, list[dict[str, object]]] = {
         {"pattern": "z", "paths": [], "names": ["residual"]},
     ],
     "schedule_of_other_sizes": [{"found": (2, 4, 1), "wanted": (2, 8, 1)}],
-    "sharding_indivisible": [{"shape": (6, 7), "dim": 1, "ways": 2}],
+    "sharding_indivisible": [{"shape": (6, 7), "dim": 1, "num_shards": 2}],
     "strategy_indivisible": [
         {"strategy": ((None, 2), (2, None)), "place": 1, "shape": (7, 3), "dim": 0}
     ],

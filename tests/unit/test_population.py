@@ -334,9 +334,9 @@ def test_a_population_can_grow(tmp_path):
     assert grown.state.params["bias"].shape[0] == 7
     assert models.max_rel_error(grown.state.params, whole.state.params) < 1e-5
     other = px.Members(7, {"rate": 0.1}, MEMBERS.resample)
-    with pytest.raises(px.CheckpointError, match=r"they are not the same ones and more"):
+    with pytest.raises(px.CheckpointError, match=r"which do not begin with the same ones"):
         fit(other, output=tmp_path, resume=True)
-    with pytest.raises(px.CheckpointError, match=r"they are not the same ones and more"):
+    with pytest.raises(px.CheckpointError, match=r"which do not begin with the same ones"):
         fit(MEMBERS.take([0, 1]), output=tmp_path, resume=True)
 
 
@@ -486,7 +486,7 @@ def test_take_and_join(reference):
 
 
 def test_a_plan_for_members_without_members():
-    with pytest.raises(px.PlanError, match=r"spreads the members of a population, and this is one"):
+    with pytest.raises(px.PlanError, match=r"splits the members of a population, and this is one"):
         px.fit(TASK, models.optimizer(), ROWS, batch_size=16, plan=px.Plan(member=2))
 
 

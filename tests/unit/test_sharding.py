@@ -71,7 +71,7 @@ def test_any_number_of_devices(count):
     sharding, axes = TensorSharding.of("data", None), {"data": count}
     assert sharding.shard_shape((10, 4), axes) == (-(-10 // count), 4)
     if 10 % count:
-        with pytest.raises(px.PlanError, match=f"cannot be split {count} ways"):
+        with pytest.raises(px.PlanError, match=f"cannot be split into {count} shards"):
             sharding.check((10, 4), axes, "the weight")
     else:
         sharding.check((10, 4), axes)
@@ -80,7 +80,7 @@ def test_any_number_of_devices(count):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TensorSharding.of("a", "a"), "An axis splits one dim"),
+        (lambda: TensorSharding.of("a", "a"), "An axis can split only one dim"),
         (
             lambda: TensorSharding.from_spec(P("a", "b", "c"), 2),
             "3 entries and the tensor has 2 dims",

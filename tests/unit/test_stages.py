@@ -35,14 +35,14 @@ def marked(boundaries, wrap=lambda f: f):
 
 
 def test_a_model_without_marks():
-    refused(marked(0), px.Plan(pipeline=2), "pipeline=1 works without")
+    refused(marked(0), px.Plan(pipeline=2), "Without a change, pipeline=1 works")
 
 
 def test_too_few_marks():
     refused(
         marked(1),
         px.Plan(pipeline=4),
-        "marks cut the model into 2, one behind the other.* pipeline=2 works",
+        "split it into 2, one after another.* pipeline=2 works",
     )
 
 
@@ -166,7 +166,9 @@ def test_a_boundary_that_is_not_floating():
         return jnp.take_along_axis(x, best[:, None], 1)[:, 0]
 
     task = px.Task(init=lambda key: {"w": jnp.ones((5, 4))}, loss=loss)
-    refused(task, px.Plan(pipeline=3), "what crosses a stage boundary must be floating point")
+    refused(
+        task, px.Plan(pipeline=3), "crosses a stage boundary, and only floating-point values can"
+    )
 
 
 def test_too_few_layers():
@@ -186,7 +188,7 @@ def test_an_optimizer_that_needs_several_stages():
 
 
 def test_what_stages_keep_stays_on_the_device():
-    with pytest.raises(px.PlanError, match="remat='full' keeps least, and works"):
+    with pytest.raises(px.PlanError, match="Use remat='full', which stores least"):
         px.Plan(pipeline=2, remat="offload")
 
 
@@ -204,7 +206,7 @@ def test_a_model_that_permutes_itself():
         head=layer(lambda w, x, batch, keys: (x @ w).sum(1)),
         depth=2,
     )
-    refused(task, px.Plan(pipeline=2, tensor=2), "a stage does its work alone")
+    refused(task, px.Plan(pipeline=2, tensor=2), "only the devices of one stage run it")
 
 
 def layer(apply):
@@ -215,7 +217,7 @@ def layer(apply):
     ("change", "match"),
     [
         ({"depth": 0}, "depth must be a whole number"),
-        ({"block": layer(lambda w, x, batch, keys: x[:, :2])}, "all layers hand on"),
+        ({"block": layer(lambda w, x, batch, keys: x[:, :2])}, "layer must return the shapes"),
         ({"tied": ["table"]}, "parameters are tied by name"),
         (
             {"tied": ["table"], "embed": (lambda key: {"a": jnp.ones(1)}, None),

@@ -123,7 +123,7 @@ def test_best(table):
     assert found.best("loss", largest=True)["loss"] == max(row["loss"] for row in found.rows)
     with pytest.raises(px.MembersError, match=r"there is no metric 'accuracy'; there are"):
         found.best("accuracy")
-    with pytest.raises(px.MembersError, match=r"this row is not of this sweep"):
+    with pytest.raises(px.MembersError, match=r"this is not a row of this sweep"):
         found.state({"width": 5, "batch_size": 16, "member": 0})
 
 

@@ -204,7 +204,9 @@ def test_compare_has_every_schedule_or_why_it_cannot_run(workplace, capsys, draw
     assert code == 0
     for name in ("gpipe", "1f1b *", "interleaved", "zb-h1"):
         assert f"│ {name} " in out
-    assert "interleaved cannot run: the schedule 'interleaved' takes microbatches in rounds" in out
+    assert (
+        "interleaved cannot run: the schedule 'interleaved' processes microbatches in groups" in out
+    )
     *timelines, _, _, _, _, memory, sent = panels(drawn["plan.png"])
     assert [len(panel.texts) for panel in timelines] == [12, 12, 12, 12, 1, 0, 18, 18]
     assert timelines[4].texts[0].startswith("interleaved cannot run: the schedule 'interleaved'")
@@ -225,7 +227,7 @@ def test_too_few_layers_for_a_schedule_and_one_by_hand(workplace, capsys):
 def test_compare_without_a_pipeline(workplace, capsys):
     code, _, err = run(capsys, "plan", "stacked.py", "--compare", "--plan.pipeline", "1")
     assert code == 2
-    assert "the schedules of a pipeline side by side, and the plan has pipeline=1" in err
+    assert "compares the schedules of a pipeline, and the plan has pipeline=1" in err
 
 
 def test_a_population_in_stages_has_a_timeline(workplace, capsys):

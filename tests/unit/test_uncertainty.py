@@ -246,11 +246,11 @@ SAID = combine_regression(np.zeros((2, 3)))
     ("call", "match"),
     [
         (lambda: combine_classification(np.zeros(3)),
-         r"the logits have the shape \(3,\); wanted are \(members,"),
+         r"the logits have the shape \(3,\); the shape must be \(members,"),
         (lambda: combine_classification(np.zeros((2, 3, 1))),
          r"single logit z are np.stack\(\[0 \* z, z\]"),
         (lambda: combine_classification(np.zeros((2, 0, 3))),
-         r"none of them 0 and at least 2 classes"),
+         r"no dim of size 0 and at least 2 classes"),
         (lambda: combine_classification(P[0], from_logits=False),
          r"the probabilities have the shape \(2,\)"),
         (lambda: combine_classification(BAD),
@@ -260,17 +260,17 @@ SAID = combine_regression(np.zeros((2, 3)))
         (lambda: combine_classification(np.stack([P, P + 1]), from_logits=False),
          r"member 1, example 0: the probabilities sum to 3 and the lowest is 1.5; they must be"),
         (lambda: nll(np.array([[1.5, -0.5], [0.5, 0.5]]), L), r"^example 0: .* lowest is -0.5"),
-        (lambda: nll(P[None], L), r"have the shape \(1, 2, 2\); wanted are \(examples, classes\), "
-         r"with at least one example"),
-        (lambda: brier(P, L[:1]), r"labels are int64 of shape \(1,\); wanted are class numbers"),
+        (lambda: nll(P[None], L), r"have the shape \(1, 2, 2\); the shape must be "
+         r"\(examples, classes\), with at least one example"),
+        (lambda: brier(P, L[:1]), r"labels are int64 of shape \(1,\); they must be class indices"),
         (lambda: accuracy(P, P), r"the labels are float64 .* One-hot labels become that with"),
         (lambda: brier(P, np.array([0, 2])), r"labels\[1\] is 2, and the 2 classes are numbered 0 "
          r"to 1. Leave out examples without a label"),
         (lambda: fit_temperature(P, np.array([-1, 0])), r"labels\[0\] is -1"),
         (lambda: calibration(P, L, bins=0), r"bins=0: give a whole number of bins, at least 1"),
         (lambda: calibration(P, L, bins=2.0), r"bins=2.0: give"),
-        (lambda: SAID.interval(1.0), r"level=1.0: the share an interval should hold lies above 0"),
-        (lambda: SAID.quantile_interval(0), r"level=0: the share an interval"),
+        (lambda: SAID.interval(1.0), r"level=1.0: the level of an interval must be above 0"),
+        (lambda: SAID.quantile_interval(0), r"level=0: the level of an interval"),
         (lambda: SAID.coverage(np.zeros(3), 90), r"for 90 % write level=0.9"),
         (lambda: SAID.coverage(np.zeros((3, 1))), r"the targets have the shape \(3, 1\) and the "
          r"predictions \(3,\); give one target for each"),
@@ -283,13 +283,13 @@ SAID = combine_regression(np.zeros((2, 3)))
          r"the means \(2, 3\); give a variance for each mean"),
         (lambda: combine_regression(np.zeros((1, 2)), np.array([[1.0, -2.0]])),
          r"variances must be at least "
-         r"0; the lowest is -2, the first below 0 stands at \[0, 1\]"),
+         r"0; the lowest is -2, the first below 0 is at \[0, 1\]"),
         (lambda: draw_reliability({}, "a.png"), r"draw_reliability got nothing to draw; give at"),
         (lambda: draw_confidence({}, (0, 1, 0, 1), P, L, "a.png"), r"draw_confidence got nothing"),
         (lambda: draw_confidence({"a": P[0]}, (0, 1, 0, 1), P, L, "a.png"),
-         r"the panel 'a' has the shape \(2,\); wanted are the probabilities of class 1 on a grid"),
+         r"the panel 'a' has the shape \(2,\); it must hold the probabilities of class 1 on"),
         (lambda: draw_confidence({"a": P}, (0, 1, 0, 1), P, L + 1, "a.png"), r"the labels the "
-         r"shape \(2,\) and the values \[1, 2\]; wanted are points \(N, 2\), the coordinates"),
+         r"shape \(2,\) and the values \[1, 2\]; the points must be \(N, 2\), the coordinates"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_told(call, match):

@@ -16,24 +16,24 @@ def batch_leaf_without_dim(path: str) -> BatchError:
 
 def batch_leaf_not_numbers(path: str, dtype: str, kind: str) -> BatchError:
     ways = {
-        "M": "Make times numbers first: (t - t.min()) / np.timedelta64(1, 's').",
-        "m": "Make durations numbers first: t / np.timedelta64(1, 's').",
+        "M": "Convert times to numbers first: (t - t.min()) / np.timedelta64(1, 's').",
+        "m": "Convert durations to numbers first: t / np.timedelta64(1, 's').",
         "O": "Python objects become an array of numbers with np.stack(list(x)), or with "
         "x.astype(np.float32).",
         "V": "Give each field of a record as an array of its own.",
     }
     way = ways.get(kind, "Number the classes first: np.unique(x, return_inverse=True)[1].")
     name = f"batch[{path}]" if path else "the batch"
-    return BatchError(f"{name} has dtype {dtype}, which is no number on a device. {way}")
+    return BatchError(f"{name} has dtype {dtype}, which no device can hold. {way}")
 
 
 def batch_value_too_large(path: str, dtype: str, value: object, into: str) -> BatchError:
     name = f"batch[{path}]" if path else "the batch"
     return BatchError(
-        f"{name} holds {value} as {dtype}, and JAX computes in {into}, in which that is another "
-        "number. Say jax.config.update('jax_enable_x64', True) before anything else to have 64 "
-        "bits, or make the values smaller: number them anew, subtract an offset, split them into "
-        "two columns."
+        f"{name} holds {value} as {dtype}, and JAX computes in {into}, which cannot represent it. "
+        "Call jax.config.update('jax_enable_x64', True) before anything else to have 64 bits, or "
+        "make the values smaller: renumber them, subtract an offset, or split them into two "
+        "columns."
     )
 
 
@@ -83,8 +83,8 @@ def state_mismatch(expected: str, given: str) -> BatchError:
 
 def state_elsewhere(given: str, wanted: str) -> BatchError:
     return BatchError(
-        "the state lies on other devices than this program's plan puts it "
-        f"({given}, where {wanted} is wanted). Move it first: state = program.place(state)."
+        "the state is on other devices than this program needs "
+        f"({given} instead of {wanted}). Move it first: state = program.place(state)."
     )
 
 
@@ -109,28 +109,28 @@ def data_shorter(epoch: int, taken: int) -> BatchError:
 
 def data_state_refused(reason: str) -> BatchError:
     return BatchError(
-        f"the data do not take their saved position back: {reason}\nGive the data that the run was "
-        "trained on, or train anew in another directory."
+        f"the data cannot be restored to their saved position: {reason}\nGive the data that "
+        "the run was trained on, or train anew in another directory."
     )
 
 
 def data_not_understood(kind: str) -> BatchError:
     return BatchError(
-        f"data of type {kind} are not understood; give arrays in a tree (a dict of arrays with the "
+        f"data of type {kind} are not supported; give arrays in a tree (a dict of arrays with the "
         "same leading dim), a Grain dataset of batches, or an iterable of batches."
     )
 
 
 def data_is_a_name(what: str, given: object) -> BatchError:
     return BatchError(
-        f"{what}={given!r} is a name, and plurax reads no files; load it: "
+        f"{what}={given!r} is a string, and plurax reads no files; load it: "
         "np.load(...) for arrays, pandas.read_csv(...) for a table, grain for what fits no memory."
     )
 
 
 def data_is_a_table(what: str, kind: str) -> BatchError:
     return BatchError(
-        f"{what} is a table ({kind}), which the loss would not get as one; give a dict of arrays: "
+        f"{what} is a table ({kind}), and the loss takes arrays; give a dict of arrays: "
         "{'x': table[features].to_numpy(np.float32), 'y': table['label'].to_numpy()}."
     )
 
@@ -185,20 +185,20 @@ def batch_size_not_positive(batch_size: object) -> BatchError:
 def mask_not_read(size: int, unit: int) -> BatchError:
     fits = f"{size - size % unit} or {size + -size % unit}" if size > unit else str(unit)
     return BatchError(
-        f"batches of {size} examples under a plan that splits them {unit} ways (data × "
-        "microbatches) have to be filled up, and the coupled loss of this task does not read its "
-        "mask, so the rows that fill up would count in what it couples (in the statistics of batch "
-        f"norm, say). Take a batch size that {unit} divides ({fits}), or leave out the rows "
-        "where mask is false: flax's BatchNorm takes the mask in its call."
+        f"batches of {size} examples need padding under a plan that splits them into {unit} (data "
+        "× microbatches), and the coupled loss of this task does not read its mask, so the padding "
+        "rows would count in what it couples, such as the statistics of batch norm. Use a batch "
+        f"size that {unit} divides ({fits}), or leave out the rows where mask is false: flax's "
+        "BatchNorm takes the mask in its call."
     )
 
 
 def mask_not_read_by_members(size: int, largest: int) -> BatchError:
     return BatchError(
-        f"a population was given a batch of {size} examples, which would be filled up to "
-        f"{largest}, and the coupled loss does not read its mask: the rows that fill up would "
-        "count in what it couples (in the statistics of batch norm, say). Leave out the rows where "
-        "mask is false (flax's BatchNorm takes the mask in its call), or the batch (ragged='drop')."
+        f"a population got a batch of {size} examples, which would be padded to {largest}, and "
+        "the coupled loss does not read its mask: the padding rows would count in what it couples, "
+        "such as the statistics of batch norm. Leave out the rows where mask is false (flax's "
+        "BatchNorm takes the mask in its call), or the batch (ragged='drop')."
     )
 
 

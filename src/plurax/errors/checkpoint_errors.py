@@ -14,8 +14,8 @@ def checkpoint_all_damaged(directory: str, reasons: Iterable[str]) -> Checkpoint
     listed = "\n".join(f"  - {reason}" for reason in reasons)
     return CheckpointError(
         f"no checkpoint in {directory} can be restored, and training does not silently start "
-        f"from scratch:\n{listed}\nTo start anew, say restart=True (--restart on the command "
-        "line): what is there is kept beside it."
+        f"from scratch:\n{listed}\nTo start from scratch, pass restart=True (--restart on "
+        "the command line): the files are moved aside, not deleted."
     )
 
 
@@ -44,8 +44,8 @@ def checkpoint_other_data(directory: str, saved: int, now: int) -> CheckpointErr
 
 def checkpoint_by_hand(directory: str) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint in {directory} was not written by plurax.fit: nothing says where it "
-        "stands in its data. Restore it with plurax.Checkpoints, or use another directory."
+        f"the checkpoint in {directory} was not written by plurax.fit: it does not record a "
+        "position in the data. Restore it with plurax.Checkpoints, or use another directory."
     )
 
 
@@ -88,14 +88,14 @@ def checkpoint_meta_not_json(reason: str) -> CheckpointError:
 
 def output_has_run(directory: str, step: int) -> CheckpointError:
     return CheckpointError(
-        f"{directory} already holds a run, saved at step {step}. To continue it, say resume=True "
+        f"{directory} already holds a run, saved at step {step}. To continue it, pass resume=True "
         "(--resume on the command line); to start anew, choose another output directory."
     )
 
 
 def resume_and_restart() -> CheckpointError:
     return CheckpointError(
-        "resume goes on from the newest checkpoint and restart starts from scratch: say one of "
+        "resume goes on from the newest checkpoint and restart starts from scratch: pass one of "
         "them."
     )
 
@@ -106,8 +106,8 @@ def folder_in_use(directory: str, owner: Mapping[str, Any] | None, lock: str) ->
         who = f"process {owner['pid']} on {owner['host']}"
     return CheckpointError(
         f"{directory} is written by {who}, and two writers would destroy each other's checkpoints. "
-        f"Wait for it, or choose another output directory. If it is surely dead (this is not seen "
-        f"from another host), delete {lock}."
+        f"Wait for it, or choose another output directory. If that process has ended (another host "
+        f"cannot see it), delete {lock}."
     )
 
 

@@ -15,8 +15,8 @@ def package_missing(what: str, package: str, extra: str) -> MissingPackageError:
 def verify_one_network() -> ExperimentError:
     return ExperimentError(
         "plurax verify compares one network under a plan with the same on one device, and this "
-        "experiment has members, or a task that is a function of hyperparameters. Members are "
-        "trained as one network alone is; verify the task of one of them."
+        "experiment has members, or a task that is a function of hyperparameters. A "
+        "member is trained exactly as one network; verify the task of one of them."
     )
 
 
@@ -96,4 +96,6 @@ def inputs_not_arrays(path: str, reason: str) -> BatchError:
 
 
 def missing_extra(package: str, extra: str) -> ImportError:
-    return ImportError(f"{package} is not installed; pip install 'plurax[{extra}]' brings it.")
+    return ImportError(
+        f"{package} is not installed; install it with pip install 'plurax[{extra}]'."
+    )

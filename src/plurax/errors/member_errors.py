@@ -66,7 +66,7 @@ def hyper_not_numbers(name: str, values: object) -> MembersError:
 def hyper_too_large(name: str, value: object, dtype: str, into: str) -> MembersError:
     return MembersError(
         f"Members: the hyperparameter {name!r} holds {value} as {dtype}, and JAX computes in "
-        f"{into}, in which that is another number. Make it smaller, or say "
+        f"{into}, which cannot represent it. Make it smaller, or call "
         "jax.config.update('jax_enable_x64', True) before anything else."
     )
 
@@ -110,8 +110,8 @@ def subsample_wrong_size(size: float, rows: int) -> BatchError:
 
 def plan_has_members(member: int) -> PlanError:
     return PlanError(
-        f"Plan(member={member}) spreads the members of a population, and this is one network; "
-        "give members=plurax.Members(...), or use data to spread the batch."
+        f"Plan(member={member}) splits the members of a population, and this is one network; "
+        "give members=plurax.Members(...), or use data to split the batch."
     )
 
 
@@ -157,12 +157,12 @@ def state_of_one_network() -> MembersError:
 def members_not_grown(before: int, now: int) -> CheckpointError:
     if not before:
         return CheckpointError(
-            f"the checkpoint holds one network, and a population of {now} is asked for. Leave the "
+            f"the checkpoint holds one network, and a population of {now} is asked for. Leave "
             "members out, or train the population in another output directory."
         )
     return CheckpointError(
-        f"the checkpoint holds {before} members and {now} are asked for, and they are not the same "
-        "ones and more: seeds, hyperparameters and resampling of the first must stay as they were. "
+        f"the checkpoint holds {before} members and {now} are asked for, which do not begin with "
+        "the same ones: seeds, hyperparameters and resampling of the first must not change. "
         "Train another population in another output directory."
     )
 

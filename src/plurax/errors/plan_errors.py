@@ -36,23 +36,23 @@ def plan_schedule_unknown(value: object, names: Iterable[str]) -> PlanError:
 def plan_stages_indivisible(stages: int, pipeline: int) -> PlanError:
     near = max(1, round(stages / pipeline)) * pipeline
     return PlanError(
-        f"Plan(stages={stages}, pipeline={pipeline}): each device has as many stages as every "
-        f"other; stages={near} works."
+        f"Plan(stages={stages}, pipeline={pipeline}): every device needs the same number of "
+        f"stages; stages={near} works."
     )
 
 
 def plan_offload_in_stages(pipeline: int) -> PlanError:
     return PlanError(
-        f"Plan(remat='offload', pipeline={pipeline}): what the stages of a pipeline keep waits in "
-        "slots on the device, and not in the host's memory. remat='full' keeps least, and works; "
-        "so does remat='dots'."
+        f"Plan(remat='offload', pipeline={pipeline}): a pipeline stores its residuals in buffers "
+        "on the device, not in the host's memory. Use remat='full', which stores least, or "
+        "remat='dots'."
     )
 
 
 def plan_minor_divided() -> PlanError:
     return PlanError(
         "Plan(batch_dim='minor') with tensor > 1, pipeline > 1 or zero > 0: the batch in the minor "
-        "dim is for small networks that are not divided. Use batch_dim='major'."
+        "dim is for small networks that are not partitioned. Use batch_dim='major'."
     )
 
 
@@ -66,15 +66,15 @@ def plan_shardings_not_rules(given: object) -> PlanError:
 def plan_rule_not_a_spec(pattern: str, entries: object) -> PlanError:
     return PlanError(
         f"Plan(shardings={{{pattern!r}: {entries!r}}}): a rule has one entry for each dim in a "
-        "tuple, None for a whole dim or the name of a mesh axis, like (None, 'tensor')."
+        "tuple, None for a dim that is not split or the name of a mesh axis: (None, 'tensor')."
     )
 
 
 def plan_rule_unknown_axis(pattern: str, entries: tuple[object, ...], name: object) -> PlanError:
     return PlanError(
         f"Plan(shardings={{{pattern!r}: {entries!r}}}): rules split dims over 'tensor', and "
-        f"{name!r} is not that; None leaves a dim whole, and ... may stand first. Over `data` "
-        "parameters are split by zero=3."
+        f"not over {name!r}. None leaves a dim unsplit, and ... may come first. To split "
+        "parameters over `data`, use zero=3."
     )
 
 
@@ -83,7 +83,7 @@ def plan_rule_unused(pattern: str, paths: Iterable[str], names: Iterable[str]) -
     close = difflib.get_close_matches(pattern.strip("*/"), known, n=1, cutoff=0.4)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return PlanError(
-        f"the sharding rule {pattern!r} fits no parameter and no named activation.{hint} "
+        f"the sharding rule {pattern!r} matches no parameter and no named activation.{hint} "
         f"Parameters: {', '.join(paths) or 'none'}. Named activations: "
         f"{', '.join(names) or 'none'}."
     )
@@ -93,8 +93,8 @@ def plan_tensor_unused(tensor: int, paths: Iterable[str], names: Iterable[str]) 
     paths, names = list(paths), list(names)
     example = paths[0] if paths else "*"
     return PlanError(
-        f"Plan(tensor={tensor}): no rule and no mark splits anything over `tensor`, so {tensor} "
-        f"devices would each do the same work. Say what is split: Plan(tensor={tensor}, "
+        f"Plan(tensor={tensor}): no rule and no annotation splits anything over `tensor`, so "
+        f"{tensor} devices would each do the same work. Say what is split: Plan(tensor={tensor}, "
         f"shardings={{{example!r}: (..., 'tensor')}}) for parameters and activations named by "
         "plurax.name, plurax.sharding.megatron for the rules of a transformer, plurax.shard in the "
         f"model for an operator. Or use data={tensor}, which splits the batch and needs no rules. "
@@ -117,11 +117,11 @@ def plan_needs_devices(axes: dict[str, int], needed: int, available: int, fits: 
 def cache_mixes_collectives(directory: str, flag: str) -> PlanError:
     return PlanError(
         f"JAX's compilation cache is on ({directory}), and a program for several CPU devices that "
-        "XLA loads from it computes wrong numbers: its collectives take each other's data. Call "
-        "plurax.virtual_devices(...) before any other use of JAX, which sets what is needed; or "
+        "XLA loads from it computes wrong numbers: its collectives receive each other's data. Call "
+        "plurax.virtual_devices(...) before any other use of JAX, which prevents it; or "
         f"start with XLA_FLAGS={flag}; or turn the cache off with "
-        'jax.config.update("jax_enable_compilation_cache", False). Other devices than CPU are not '
-        "concerned."
+        'jax.config.update("jax_enable_compilation_cache", False). Only CPU devices are '
+        "affected."
     )
 
 

@@ -5,9 +5,9 @@ from plurax.errors.kinds import BatchError
 
 def outputs_wrong_shape(what: str, shape: tuple[int, ...]) -> BatchError:
     return BatchError(
-        f"the {what} have the shape {shape}; wanted are (members, examples, classes), as "
-        "program.predict of a population returns them, or (examples, classes) of one network, "
-        "none of them 0 and at least 2 classes. Fold other dims into the examples: "
+        f"the {what} have the shape {shape}; the shape must be (members, examples, classes), as "
+        "program.predict of a population returns it, or (examples, classes) of one network, with "
+        "no dim of size 0 and at least 2 classes. Fold other dims into the examples: "
         "x.reshape(members, -1, classes). Two classes from a single logit z are "
         "np.stack([0 * z, z], axis=-1)."
     )
@@ -21,8 +21,8 @@ def not_finite(what: str, place: list[int], members: list[int]) -> BatchError:
 
 def probabilities_wrong_shape(shape: tuple[int, ...]) -> BatchError:
     return BatchError(
-        f"the probabilities have the shape {shape}; wanted are (examples, classes), with at least "
-        "one example and 2 classes. Those of an ensemble are "
+        f"the probabilities have the shape {shape}; the shape must be (examples, classes), with at "
+        "least one example and 2 classes. Those of an ensemble are "
         "plurax.ensemble.combine_classification(logits).probabilities."
     )
 
@@ -37,7 +37,7 @@ def probabilities_not_normalized(where: str, example: int, total: float, low: fl
 
 def labels_do_not_fit(shape: tuple[int, ...], dtype: str, examples: int) -> BatchError:
     return BatchError(
-        f"the labels are {dtype} of shape {shape}; wanted are class numbers, whole numbers of "
+        f"the labels are {dtype} of shape {shape}; they must be class indices, integers of "
         f"shape ({examples},), one for each example. One-hot labels become that with "
         "labels.argmax(axis=-1)."
     )
@@ -56,15 +56,15 @@ def bins_not_positive(bins: object) -> BatchError:
 
 def level_out_of_range(level: object) -> BatchError:
     return BatchError(
-        f"level={level!r}: the share an interval should hold lies above 0 and below 1; "
+        f"level={level!r}: the level of an interval must be above 0 and below 1; "
         "for 90 % write level=0.9."
     )
 
 
 def means_wrong_shape(shape: tuple[int, ...]) -> BatchError:
     return BatchError(
-        f"the means have the shape {shape}; wanted are (members, examples, ...), as "
-        "program.predict of a population returns them, none of them 0. For one network give "
+        f"the means have the shape {shape}; the shape must be (members, examples, ...), as "
+        "program.predict of a population returns it, with no dim of size 0. For one network give "
         "means[None]."
     )
 
@@ -78,7 +78,7 @@ def variances_wrong_shape(given: tuple[int, ...], wanted: tuple[int, ...]) -> Ba
 
 def variance_negative(place: list[int], lowest: float) -> BatchError:
     return BatchError(
-        f"the variances must be at least 0; the lowest is {lowest:.6g}, the first below 0 stands "
+        f"the variances must be at least 0; the lowest is {lowest:.6g}, the first below 0 is "
         f"at {place}. A network that predicts the log of a variance needs np.exp(outputs)."
     )
 
@@ -96,8 +96,8 @@ def picture_of_nothing(function: str, wanted: str) -> BatchError:
 
 def panel_wrong_shape(name: str, shape: tuple[int, ...]) -> BatchError:
     return BatchError(
-        f"draw_confidence: the panel {name!r} has the shape {shape}; wanted are the probabilities "
-        "of class 1 on a grid, (rows, columns) with at least 2 of each: "
+        f"draw_confidence: the panel {name!r} has the shape {shape}; it must hold the "
+        "probabilities of class 1 on a grid, (rows, columns), with at least 2 of each: "
         "probabilities[:, 1].reshape(rows, columns)."
     )
 
@@ -107,6 +107,6 @@ def points_do_not_fit(
 ) -> BatchError:
     return BatchError(
         f"draw_confidence: the points have the shape {points}, the labels the shape {labels} and "
-        f"the values {values}; wanted are points (N, 2), the coordinates x and y, and a label 0 "
-        "or 1 for each, (N,)."
+        f"the values {values}; the points must be (N, 2), the coordinates x and y, and the labels "
+        "(N,), 0 or 1."
     )

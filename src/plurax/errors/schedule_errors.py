@@ -7,17 +7,17 @@ from plurax.errors.kinds import PlanError
 
 def schedule_not_work(text: str) -> PlanError:
     return PlanError(
-        f"{text!r} in a schedule is no work: write F, B or W (forward, backward, gradient of the "
-        "weights), the microbatch and, where a device has several stages, a dot and the number of "
-        "its chunk: F3, B2.1."
+        f"{text!r} in a schedule is not an action: write F, B or W (forward, backward, gradient of "
+        "the weights), the microbatch and, where a device has several stages, a dot and the index "
+        "of its chunk: F3, B2.1."
     )
 
 
 def schedule_indivisible(name: str, devices: int, microbatches: int) -> PlanError:
     near = max(1, round(microbatches / devices)) * devices
     return PlanError(
-        f"the schedule {name!r} takes microbatches in rounds of as many as there are devices, and "
-        f"pipeline={devices} does not divide microbatches={microbatches}; "
+        f"the schedule {name!r} processes microbatches in groups of pipeline={devices}, which does "
+        f"not divide microbatches={microbatches}; "
         f"microbatches={near} works, and so does schedule='1f1b'."
     )
 
@@ -40,14 +40,13 @@ def schedule_of_other_sizes(found: Sequence[int], wanted: Sequence[int]) -> Plan
 
 def schedule_twice(device: int, work: str) -> PlanError:
     return PlanError(
-        f"the schedule cannot run: device {device} does {work} twice; every unit of work is done "
-        "once."
+        f"the schedule cannot run: device {device} runs {work} twice; every action runs once."
     )
 
 
 def schedule_out_of_order(device: int, work: str, need: str) -> PlanError:
     return PlanError(
-        f"the schedule cannot run: device {device} does {work} before {need}, on which it depends."
+        f"the schedule cannot run: device {device} runs {work} before {need}, on which it depends."
     )
 
 
@@ -55,20 +54,20 @@ def schedule_forwards_out_of_order(device: int, work: str, before: str) -> PlanE
     return PlanError(
         f"on device {device} the schedule has {before} before {work}, and model state passes from "
         "each microbatch to the next: write the forwards of a stage in the order of their "
-        "microbatches, as all schedules do that have a name."
+        "microbatches, as all named schedules do."
     )
 
 
 def schedule_incomplete(device: int, work: str) -> PlanError:
     return PlanError(
-        f"the schedule cannot run: device {device} never does {work}; every device does F and B of "
-        "every microbatch through each of its stages, and W of all or of none."
+        f"the schedule cannot run: device {device} never runs {work}; every device runs F and B of "
+        "every microbatch for each of its stages, and W for all of them or for none."
     )
 
 
 def schedule_deadlock(waiting: Sequence[str]) -> PlanError:
     return PlanError(
-        "the schedule cannot run: devices wait for each other for ever: "
+        "the schedule cannot run: devices wait for each other forever: "
         + "; ".join(waiting)
         + ". Put what they wait for earlier in the list."
     )
@@ -77,31 +76,31 @@ def schedule_deadlock(waiting: Sequence[str]) -> PlanError:
 def schedule_stores_too_much(device: int, most: int, stored: int) -> PlanError:
     return PlanError(
         f"the schedule stores too much: device {device} has the activations of {most} microbatches "
-        f"at a time, and {stored} are allowed; begin backwards sooner, as '1f1b' does."
+        f"at a time, and {stored} are allowed; start backward passes sooner, as '1f1b' does."
     )
 
 
 def boundary_in_loop(name: str) -> PlanError:
     return PlanError(
-        f"a plurax.stage_boundary stands inside {name!r}, where a model cannot be cut: put it "
-        "outside of loops, branches and jax.checkpoint (Plan(remat=...) computes again what should "
-        "be). Layers that a loop repeats can be cut where the task is made by plurax.stack."
+        f"a plurax.stage_boundary is inside {name!r}, where a model cannot be split into stages: "
+        "put it outside of loops, branches and jax.checkpoint (Plan(remat=...) rematerializes "
+        "stages). To split layers that a loop repeats, build the task with plurax.stack."
     )
 
 
-def too_few_boundaries(pieces: int, stages: int) -> PlanError:
-    near = f"pipeline={pieces} works" if pieces > 1 else "pipeline=1 works without"
+def too_few_boundaries(found: int, stages: int) -> PlanError:
     return PlanError(
-        f"the plan has {stages} stages, and plurax.stage_boundary marks cut the model into "
-        f"{pieces}, one behind the other: put a mark between any two layers, or make the task by "
-        f"plurax.stack, whose layers can be cut anywhere. As it is, {near}."
+        f"the plan has {stages} stages, and the model's plurax.stage_boundary calls split it into "
+        f"{found}, one after another: add a call between any two layers, or build the task with "
+        "plurax.stack, which can be split between any two layers. Without a change, "
+        f"pipeline={found} works."
     )
 
 
 def boundary_not_floating(dtype: str, shape: Sequence[int]) -> PlanError:
     return PlanError(
-        f"what crosses a stage boundary must be floating point, and a value of dtype {dtype}, "
-        f"shape {tuple(shape)}, does: compute it where it is used, or cast it."
+        f"a value of dtype {dtype} and shape {tuple(shape)} crosses a stage boundary, and only "
+        "floating-point values can: compute it in the stage that uses it, or cast it."
     )
 
 
@@ -126,22 +125,22 @@ def too_few_layers(depth: int, pipeline: int, stages: int) -> PlanError:
 
 def optimizer_needs_stages(operation: str) -> PlanError:
     return PlanError(
-        "under pipeline > 1 the optimizer works on the tensors of each stage where they live, and "
-        f"{operation!r} takes those of several stages at once. Sums and norms over all parameters "
-        "work; so does this optimizer with pipeline=1 and zero=1."
+        "under pipeline > 1 each stage's tensors are on that stage's devices only, and the "
+        f"optimizer's {operation!r} reads tensors of several stages at once. Sums and norms over "
+        "all parameters work; so does this optimizer with pipeline=1 and zero=1."
     )
 
 
 def compare_needs_pipeline() -> PlanError:
     return PlanError(
-        "--compare puts the schedules of a pipeline side by side, and the plan has pipeline=1: add "
-        "--plan.pipeline 4 --plan.microbatches 8, say, or leave --compare out."
+        "--compare compares the schedules of a pipeline, and the plan has pipeline=1: add "
+        "--plan.pipeline 4 --plan.microbatches 8, for example, or leave --compare out."
     )
 
 
 def permute_in_stage() -> PlanError:
     return PlanError(
-        "the model permutes tensors itself (jax.lax.ppermute in a jax.shard_map of its own), in "
-        "which all devices take part, and under pipeline > 1 a stage does its work alone. "
-        "jax.lax.all_gather, psum and all_to_all work there; so does this model with pipeline=1."
+        "the model calls jax.lax.ppermute in its own jax.shard_map. All devices take part in a "
+        "permute, but under pipeline > 1 only the devices of one stage run it, and would wait "
+        "forever. Use jax.lax.all_gather, psum or all_to_all, or pipeline=1."
     )

@@ -32,7 +32,7 @@ def sweep_all_frozen(count: int) -> MembersError:
 
 
 def sweep_no_row(row: dict[str, object]) -> MembersError:
-    return MembersError(f"this row is not of this sweep: {row}.")
+    return MembersError(f"this is not a row of this sweep: {row}.")
 
 
 def needs_pandas() -> MembersError:
@@ -66,8 +66,8 @@ def sweep_shapes_not_settings(shapes: object) -> MembersError:
 def sweep_task_not_a_function(names: Iterable[str]) -> MembersError:
     listed = ", ".join(names)
     return MembersError(
-        f"the shapes of the sweep set {listed}, and the task is a Task, made already. Give a "
-        f"function that makes it: def task({listed}): return plurax.Task(...)."
+        f"the shapes of the sweep set {listed}, and the task is already a Task. Give a function "
+        f"that builds it: def task({listed}): return plurax.Task(...)."
     )
 
 

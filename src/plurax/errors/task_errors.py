@@ -107,10 +107,10 @@ def stack_depth(depth: object) -> TaskError:
     return TaskError(f"stack(depth={depth!r}): depth must be a whole number of at least 1.")
 
 
-def stack_block_changes(given: object, made: object) -> TaskError:
+def stack_block_changes(given: object, returned: object) -> TaskError:
     return TaskError(
-        f"a layer of plurax.stack was given\n{given}\nand returned\n{made}\nand all layers hand on "
-        "the same shapes and dtypes. What changes them belongs to `embed` or `head`."
+        f"a layer of plurax.stack got\n{given}\nand returned\n{returned}\nbut every layer must "
+        "return the shapes and dtypes that it gets. Change them in `embed` or `head`."
     )
 
 
@@ -130,10 +130,10 @@ def stack_tied_needs_names(tied: object) -> TaskError:
 
 def optimizer_wants_arguments(wanted: str) -> TaskError:
     return TaskError(
-        f"the optimizer's update asks for more than plurax hands it ({wanted}): gradients, its "
-        "state, parameters and, as `value`, the loss of the batch. A function of the loss is not "
-        "among them, so line searches (optax.lbfgs) and Hessian estimates (optax.contrib.sophia) "
-        "do not run here; optax.contrib.sam runs with opaque_mode=False."
+        f"the optimizer's update needs arguments that plurax does not pass ({wanted}). It passes "
+        "the gradients, the optimizer's state, the parameters and, as `value`, the loss of the "
+        "batch, but not the loss as a function: line searches (optax.lbfgs) and Hessian estimates "
+        "(optax.contrib.sophia) do not run here; optax.contrib.sam runs with opaque_mode=False."
     )
 
 
@@ -177,14 +177,14 @@ def function_is_none(what: str, kind: str, arguments: str) -> TaskError:
 
 def build_is_a_module(library: str, kind: str, argument: str) -> TaskError:
     return TaskError(
-        f"{library}.task(build=...) got a {kind} that is made already; a task makes its own, with "
-        f"every seed: build=lambda {argument}: {kind}(..., {argument}={argument})."
+        f"{library}.task(build=...) got a {kind} instance; a task builds its own from each seed: "
+        f"build=lambda {argument}: {kind}(..., {argument}={argument})."
     )
 
 
 def module_is_none(kind: str) -> TaskError:
     return TaskError(
-        f"linen.task(module=...) got a {kind}; give the module itself, made: MyModule(...)."
+        f"linen.task(module=...) got a {kind}; give an instance of the module: MyModule(...)."
     )
 
 
