@@ -515,9 +515,9 @@ def test_a_population_fills_up_no_batch_for_a_mask_that_is_not_read():
     task, members = unmasked("contrastive"), px.Members(2)
     plan = px.Plan(chunk=2, batch_dim="major")
     program = px.compile(task, optimizer(), plan, models.data(12), members=members)
-    with pytest.raises(px.BatchError, match="a population was given a batch of 7 examples"):
+    with pytest.raises(px.BatchError, match="a population got a batch of 7 examples"):
         program.step(program.init(), models.data(7))
-    with pytest.raises(px.BatchError, match="a population was given a batch of 7 examples"):
+    with pytest.raises(px.BatchError, match="a population got a batch of 7 examples"):
         px.fit(task, optimizer(), models.data(19), members=members, batch_size=12, plan=plan,
                progress=False)  # fmt: skip
 

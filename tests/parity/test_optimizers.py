@@ -76,8 +76,8 @@ WANTING = {
     "another argument": (CURVED, r"missing 1 required keyword-only argument: 'curvature'"),
     "another argument, in a chain": (
         optax.chain(optax.clip(1.0), CURVED), r"missing 1 required keyword-only argument: 'curv"),
-    "line search": (optax.lbfgs(), r"more than plurax hands it \(missing 2 required keyword-only "
-                    r"arguments: 'grad' and 'value_fn'"),
+    "line search": (optax.lbfgs(), r"needs arguments that plurax does not pass "
+                    r"\(missing 2 required keyword-only arguments: 'grad' and 'value_fn'"),
     "opaque sam": (
         optax.contrib.sam(optax.adam(1e-2), optax.sgd(0.05), opaque_mode=True, reset_state=False),
         r"grad_fn must be provided.*opaque_mode=False",

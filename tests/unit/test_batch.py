@@ -337,21 +337,21 @@ class Dataset:
 
 DATES = np.array(["2020-01-01", "2020-01-02"], "M8[D]")
 MISTAKEN = [
-    (Table(), "is a table (Table), which the loss would not get as one; give a dict of arrays"),
+    (Table(), "is a table (Table), and the loss takes arrays; give a dict of arrays"),
     (Dataset(), "is a data set of single examples (Dataset); give its columns as arrays"),
     ({"n": [1, 2, 3]}, "['n'] is a list, and a dict of data holds arrays with the examples in"),
     ({"n": np.ones(2), "m": 3}, "['m'] is a int, and a dict of data holds arrays"),
-    ("data.csv", "='data.csv' is a name, and plurax reads no files; load it: np.load"),
-    ({"n": np.array(["a", "b"])}, "batch[n] has dtype <U1, which is no number on a device. Number"),
-    ({"n": np.array([b"a", b"b"])}, "batch[n] has dtype |S1, which is no number on a device."),
+    ("data.csv", "='data.csv' is a string, and plurax reads no files; load it: np.load"),
+    ({"n": np.array(["a", "b"])}, "batch[n] has dtype <U1, which no device can hold. Number"),
+    ({"n": np.array([b"a", b"b"])}, "batch[n] has dtype |S1, which no device can hold."),
     (
         {"n": np.array([[1], [2, 3]], object)},
-        "dtype object, which is no number on a device. Python",
+        "dtype object, which no device can hold. Python",
     ),
-    ({"n": DATES}, "dtype datetime64[D], which is no number on a device. Make times numbers"),
-    ({"n": DATES - DATES[0]}, "dtype timedelta64[D], which is no number on a device. Make dur"),
-    ({"n": np.zeros(2, [("a", "f4")])}, "which is no number on a device. Give each field of a"),
-    (np.array(["a", "b"]), "the batch has dtype <U1, which is no number on a device."),
+    ({"n": DATES}, "dtype datetime64[D], which no device can hold. Convert times to"),
+    ({"n": DATES - DATES[0]}, "dtype timedelta64[D], which no device can hold. Convert dur"),
+    ({"n": np.zeros(2, [("a", "f4")])}, "which no device can hold. Give each field of a"),
+    (np.array(["a", "b"]), "the batch has dtype <U1, which no device can hold."),
 ]
 
 

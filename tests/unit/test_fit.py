@@ -148,7 +148,7 @@ def test_a_grain_dataset_gives_the_same():
         (ROWS, {"ragged": "error"}, r"a batch has 2 examples where 16 were asked for"),
         (iter([ROWS]), {}, r"the data are an iterator, which can be read only once"),
         ([], {}, r"the data give no batch: the iterable is empty"),
-        (3, {}, r"data of type int are not understood"),
+        (3, {}, r"data of type int are not supported"),
         ([ROWS], {"ragged": "error"}, r"has 50 examples and the program was compiled for at most"),
         ({"x": ROWS["x"], "y": ROWS["y"][:9]}, {}, r"same leading dim; given x: 50, y: 9"),
     ],

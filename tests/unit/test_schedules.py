@@ -164,14 +164,14 @@ def test_what_exchanges_cost_is_in_the_timeline():
 
 
 BROKEN = {
-    "F0 F1 B0 B1 | F0 B0 F1": "cannot run: device 1 never does B1",
-    "F0 F0 B0 B0 | F0 B0": "does F0 twice; every unit of work",
-    "B0 F0 | F0 B0": "does B0 before F0, on which it depends",
+    "F0 F1 B0 B1 | F0 B0 F1": "cannot run: device 1 never runs B1",
+    "F0 F0 B0 B0 | F0 B0": "runs F0 twice; every action runs",
+    "B0 F0 | F0 B0": "runs B0 before F0, on which it depends",
     "F0 B0 F1 B1 | F1 F0 B0 B1": (
-        "devices wait for each other for ever: .*device 1 is at F1, waiting for F1 of 0"
+        "devices wait for each other forever: .*device 1 is at F1, waiting for F1 of 0"
     ),
-    "F0 X0 | F0 B0": "'X0' in a schedule is no work",
-    "F0 B0 W0 | F0 B0": "device 1 never does W0",
+    "F0 X0 | F0 B0": "'X0' in a schedule is not an action",
+    "F0 B0 W0 | F0 B0": "device 1 never runs W0",
 }
 
 

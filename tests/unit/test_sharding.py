@@ -302,9 +302,9 @@ def test_factors():
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        (((2, 1),), "speaks of 1 arguments and the operator was called with 2"),
+        (((2, 1),), "has counts for 1 arguments and the operator was called with 2"),
         (((2,), (1, 1)), "its counts must be 2, one for each dim"),
-        (((1, 2), (4, 1)), "is the same index of the operator as one that is split 2 ways"),
+        (((1, 2), (4, 1)), "is the same index of the operator as a dim that is split into 2"),
         (((3, 1), (1, 1)), "which its count does not divide"),
     ],
 )
@@ -315,7 +315,7 @@ def test_a_strategy_that_does_not_fit_says_so(strategy, message):
 
 def test_a_strategy_for_another_number_of_devices_says_so():
     product = px.shard(jnp.matmul, ((2, 1), (1, 4)))
-    with pytest.raises(px.PlanError, match=r"splits an operator 2 × .* the plan has tensor=4"):
+    with pytest.raises(px.PlanError, match=r"splits an operator into 2 × .* the plan has tensor=4"):
         shared(product, matrices()[:2])
 
 
@@ -723,7 +723,7 @@ def test_what_zero_splits(shape, sharding, plan, stacked, expected):
         (lambda: px.Plan(shardings={"w": "tensor"}), "a rule has one entry for each dim"),
         (
             lambda: px.Plan(shardings={"w": ("model",)}),
-            "rules split dims over 'tensor', and 'model' is not",
+            "rules split dims over 'tensor', and not over 'model'",
         ),
         (lambda: px.Plan(zero=4), "zero must be one of 0, 1, 2, 3"),
         (lambda: px.Plan(remat="some"), "remat must be one of 'none', 'dots'"),
@@ -753,8 +753,8 @@ def test_a_tensor_axis_that_splits_nothing_is_refused():
     with pytest.raises(px.PlanError) as error:
         px.compile(models.mlp_task(), models.optimizer(), px.Plan(tensor=4), models.data(8))
     assert str(error.value) == (
-        "Plan(tensor=4): no rule and no mark splits anything over `tensor`, so 4 devices would "
-        "each do the same work. Say what is split: Plan(tensor=4, shardings={'bias': (..., "
+        "Plan(tensor=4): no rule and no annotation splits anything over `tensor`, so 4 devices "
+        "would each do the same work. Say what is split: Plan(tensor=4, shardings={'bias': (..., "
         "'tensor')}) for parameters and activations named by plurax.name, plurax.sharding.megatron "
         "for the rules of a transformer, plurax.shard in the model for an operator. Or use data=4, "
         "which splits the batch and needs no rules. Parameters: bias, hidden, out. Named "

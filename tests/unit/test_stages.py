@@ -51,7 +51,7 @@ def looped(f):
 
 
 def test_a_mark_in_a_loop():
-    refused(marked(1, looped), px.Plan(pipeline=2), "stands inside 'scan'")
+    refused(marked(1, looped), px.Plan(pipeline=2), "is inside 'scan'")
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: jax.jit(jax.jit(f))])
@@ -184,7 +184,7 @@ def test_an_optimizer_that_needs_several_stages():
 
     optimizer = optax.GradientTransformation(lambda params: (), update)
     task = models.perceptron_stack(depth=4)
-    refused(task, px.Plan(pipeline=2), "'add' takes those of several stages", None, optimizer)
+    refused(task, px.Plan(pipeline=2), "'add' reads tensors of several stages", None, optimizer)
 
 
 def test_what_stages_keep_stays_on_the_device():

@@ -80,7 +80,7 @@ def pairs():
 
 
 WITHOUT_RULE: dict[str, set[str]] = {}
-"""Of each model the operations that have no rule for tensors that are split, and are gathered."""
+"""Of each model the operations that have no sharding rule, so that their operands are gathered."""
 
 
 @pytest.mark.parametrize(("name", "planned"), [*pairs()])
