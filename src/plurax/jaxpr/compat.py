@@ -60,7 +60,43 @@ REMAT = {"remat2": "jaxpr"}
 """Calls that the backward pass may recompute (`jax.checkpoint`), and the same parameter."""
 
 NEWER = frozenset(["log2", "one_minus_square"])
-"""Primitives that the oldest JAX does not have."""
+"""Primitives that JAX 0.10 does not have, and JAX 0.12 has."""
+
+PARAMETERS = {
+    "all_gather_invariant": ("all_gather_dimension", "axis_name", "tiled"),
+    "argmax": ("axes", "index_dtype"),
+    "broadcast_in_dim": ("broadcast_dimensions",),
+    "concatenate": ("dimension",),
+    "cond": ("branches",),
+    "conv_general_dilated": ("batch_group_count", "dimension_numbers", "feature_group_count"),
+    "convert_element_type": ("new_dtype", "sharding"),
+    "cumsum": ("axis",),
+    "custom_jvp_call": ("call_jaxpr",),
+    "custom_vjp_call": ("call_jaxpr",),
+    "dot_general": ("dimension_numbers", "out_sharding", "preferred_element_type"),
+    "dynamic_slice": ("slice_sizes",),
+    "fft": ("fft_lengths",),
+    "gather": ("dimension_numbers", "fill_value", "mode", "slice_sizes"),
+    "jit": ("jaxpr", "name"),
+    "pad": ("padding_config",),
+    "psum_invariant": ("axes",),
+    "reduce_sum": ("axes",),
+    "reduce_window_max": ("window_dimensions",),
+    "remat2": ("differentiated", "jaxpr", "prevent_cse"),
+    "reshape": ("dimensions",),
+    "rev": ("dimensions",),
+    "scan": ("jaxpr", "length", "reverse", "unroll"),
+    "scatter-add": ("dimension_numbers", "mode"),
+    "shard_map": ("in_specs", "jaxpr", "out_specs"),
+    "sharding_constraint": ("sharding",),
+    "slice": ("limit_indices", "start_indices", "strides"),
+    "sort": ("dimension",),
+    "squeeze": ("dimensions",),
+    "tile": ("reps",),
+    "transpose": ("permutation",),
+    "while": ("body_jaxpr", "body_nconsts", "cond_jaxpr", "cond_nconsts"),
+}
+"""The parameters that plurax reads of a primitive."""
 
 
 def open_jaxpr(inner: Any) -> tuple[Any, list[Any]]:

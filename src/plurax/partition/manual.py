@@ -74,15 +74,9 @@ def _cond(eqn: Any, inputs: list[Any]) -> list[Any]:
     return list(lax.switch(index, list(map(taking, eqn.params["branches"])), *operands))
 
 
-def _psum(value: Array, params: Any) -> Array:
-    groups = params.get("axis_index_groups")
-    return lax.psum(value, params["axes"], axis_index_groups=groups)
-
-
 def _all_gather(value: Array, params: Any) -> Array:
-    options = {name: params[name] for name in ("axis_index_groups", "tiled")}
-    dim = params["all_gather_dimension"]
-    return lax.all_gather(value, params["axis_name"], axis=dim, **options)
+    dim, tiled = params["all_gather_dimension"], params["tiled"]
+    return lax.all_gather(value, params["axis_name"], axis=dim, tiled=tiled)
 
 
 def _unchecked(plain: Callable[[Array, Any], Array]) -> Handler:
@@ -94,7 +88,7 @@ _HANDLERS: Mapping[str, Handler] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
-    "psum_invariant": _unchecked(_psum),
+    "psum_invariant": _unchecked(lambda value, params: lax.psum(value, params["axes"])),
     "all_gather_invariant": _unchecked(_all_gather),
     "pvary": _unchecked(lambda value, _: value),
 }

@@ -44,11 +44,8 @@ RULES: dict[str, Rule] = {
         [
             "scatter",
             "scatter-mul",
-            "scatter_mul",
             "scatter-min",
-            "scatter_min",
             "scatter-max",
-            "scatter_max",
         ],
         gather_scatter.scatter,
     ),
@@ -74,7 +71,6 @@ RULES: dict[str, Rule] = {
     "fft": shape_ops.fft,
     "gather": gather_scatter.gather,
     "scatter-add": gather_scatter.scatter_add,
-    "scatter_add": gather_scatter.scatter_add,
     **dict.fromkeys(["random_fold_in", "random_clone"], elementwise.elementwise),
     **dict.fromkeys(
         ["random_bits", "random_split", "random_unwrap", "random_wrap", "bitcast_convert_type"],

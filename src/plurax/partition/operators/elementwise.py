@@ -34,9 +34,7 @@ from plurax.partition.values import Output, ValueVersions
 from plurax.sharding.spec import TensorSharding
 
 _SUMS = frozenset(["add", "sub", "add_any", "complex"])
-_LINEAR = frozenset(
-    ["neg", "convert_element_type", "copy", "copy_p", "real", "imag", "conj", "name"]
-)
+_LINEAR = frozenset(["neg", "convert_element_type", "copy", "real", "imag", "conj", "name"])
 
 
 def elementwise(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
