@@ -1,8 +1,8 @@
 """The names and parameters of JAX's primitives that plurax reads, and how versions of JAX differ.
 
 JAX renames primitives and their parameters between versions. Everything that reads an equation
-takes its names from here, and a test asserts on the installed JAX that they exist (`NEWER` lists
-those that only a newer JAX has), so an update of JAX shows here what it renamed.
+takes its names from here, and a test asserts on the installed JAX that they exist (`ONLY_OLDER`
+and `ONLY_NEWER` list those that one version has), so an update of JAX shows what it renamed.
 
     what                           JAX 0.10                      JAX 0.12
     a jaxpr with its constants     `ClosedJaxpr`                 `Jaxpr`; `ClosedJaxpr` is an alias
@@ -59,8 +59,11 @@ INLINED = {
 REMAT = {"remat2": "jaxpr"}
 """Calls that the backward pass may recompute (`jax.checkpoint`), and the same parameter."""
 
-NEWER = frozenset(["log2", "one_minus_square"])
-"""Primitives that JAX 0.10 does not have, and JAX 0.12 has."""
+ONLY_OLDER = frozenset(["closed_call"])
+"""Primitives of JAX 0.10 that JAX 0.12 does not have."""
+
+ONLY_NEWER = frozenset(["log2", "one_minus_square"])
+"""Primitives of JAX 0.12 that JAX 0.10 does not have."""
 
 PARAMETERS = {
     "all_gather_invariant": ("all_gather_dimension", "axis_name", "tiled"),
