@@ -53,7 +53,7 @@ import plurax as px
 px.virtual_devices(8)
 
 CACHE = Path(os.environ["PLURAX_TEST_CACHE"])
-MOST_BYTES = 2_000_000_000
+MAX_BYTES = 2_000_000_000
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -63,7 +63,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     entries = [(path.stat(), path) for path in CACHE.glob("*") if path.is_file()]
     held = sum(stat.st_size for stat, _ in entries)
     for stat, path in sorted(entries, key=lambda entry: entry[0].st_mtime):
-        if held <= MOST_BYTES:
+        if held <= MAX_BYTES:
             break
         path.unlink(missing_ok=True)
         held -= stat.st_size

@@ -176,11 +176,11 @@ def _kept_slice(line: str, lines: list[str], bodies: dict[str, list[str]]) -> in
     for user in users:
         called = re.search(r" fusion\(([^)]*)\).*calls=(%?[\w.\-]+)", user)
         if called:
-            place = [part.split()[-1] for part in called[1].split(",")].index(result[1])
+            index = [part.split()[-1] for part in called[1].split(",")].index(result[1])
             inside = bodies.get(called[2].lstrip("%"), [])
             parameter = next(
                 (re.match(r"\s*(%[\w.\-]+) =", text) for text in inside
-                 if f"parameter({place})" in text), None
+                 if f"parameter({index})" in text), None
             )  # fmt: skip
             inner = [text for text in inside if parameter and _reads(text, parameter[1])]
         else:
@@ -266,9 +266,11 @@ def _axes(line: str, mesh: Mesh) -> tuple[str, ...]:
     group = _first_group(line)
     if group is None:
         return tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
-    places = np.array([np.unravel_index(member, mesh.devices.shape) for member in group])
+    coordinates = np.array([np.unravel_index(member, mesh.devices.shape) for member in group])
     return tuple(
-        axis for dim, axis in enumerate(mesh.axis_names) if len(set(places[:, dim].tolist())) > 1
+        axis
+        for dim, axis in enumerate(mesh.axis_names)
+        if len(set(coordinates[:, dim].tolist())) > 1
     )
 
 
@@ -290,8 +292,8 @@ def _first_group(line: str) -> list[int] | None:
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
         over = re.findall(r"'(\w+)'", named[2])
         devices = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-        first = tuple(slice(None) if name in over else 0 for name in sizes)
-        return [int(device) for device in devices[first].ravel()]
+        group = tuple(slice(None) if name in over else 0 for name in sizes)
+        return [int(device) for device in devices[group].ravel()]
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
     if listed:
         return [int(member) for member in listed[1].split(",")]

@@ -87,10 +87,10 @@ def permuted_index(index: Word, size: Word | int, key: Word) -> Word:
     # Near-square halves waste few indices: a·b - size < a, so nearly all values need one pass.
     a = jnp.maximum(jnp.ceil(jnp.sqrt(size.astype(jnp.float32))).astype(jnp.uint32), 1)
     b = (size + a - 1) // a
-    keys = [hash_u32(key, turn) for turn in range(ROUNDS)]
+    keys = [hash_u32(key, step) for step in range(ROUNDS)]
 
-    def shift(value: Word, other: Word, turn: int, modulus: Word) -> Word:
-        word = (other ^ keys[turn]) * jnp.uint32(0x85EBCA6B)
+    def shift(value: Word, other: Word, step: int, modulus: Word) -> Word:
+        word = (other ^ keys[step]) * jnp.uint32(0x85EBCA6B)
         word = (word ^ (word >> 15)) * jnp.uint32(0xC2B2AE35)
         # Scale 16 bits of hash to the modulus, which needs no integer division.
         drawn = ((word >> 16) * modulus) >> 16
@@ -100,9 +100,9 @@ def permuted_index(index: Word, size: Word | int, key: Word) -> Word:
 
     def walk(value: Word) -> Word:
         left, right = value // b, value % b
-        for turn in range(0, ROUNDS, 2):
-            left = shift(left, right, turn, a)
-            right = shift(right, left, turn + 1, b)
+        for step in range(0, ROUNDS, 2):
+            left = shift(left, right, step, a)
+            right = shift(right, left, step + 1, b)
         return left * b + right
 
     # Cycle walking ends: the network permutes the domain, and the cycle through a value that
@@ -194,9 +194,9 @@ class KFold:
         # Compute the fold bounds on the host: `count * fold` could overflow uint32 on the device.
         bounds = jnp.asarray([count * f // self.folds for f in range(self.folds + 1)], jnp.uint32)
         fold = member % self.folds
-        first, stop = bounds[fold], bounds[fold + 1]
-        place = jnp.where(draw < first, draw, draw + (stop - first))
-        return permuted_index(place, count, hash_u32(self.seed, 0xF01D))
+        start, stop = bounds[fold], bounds[fold + 1]
+        position = jnp.where(draw < start, draw, draw + (stop - start))
+        return permuted_index(position, count, hash_u32(self.seed, 0xF01D))
 
     def held_out(self, count: int, seed: int, member: int) -> Int[np.ndarray, "R"]:
         """Return the rows of the member's fold."""

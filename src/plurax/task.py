@@ -147,14 +147,12 @@ class Stack:
         """Return the input of the first layer."""
         return self.embed.apply(embed, batch, _folded(keys, self.depth))
 
-    def apply_block(
-        self, layer: PyTree, x: PyTree, batch: PyTree, keys: Any, number: Any
-    ) -> PyTree:
+    def apply_block(self, layer: PyTree, x: PyTree, batch: PyTree, keys: Any, index: Any) -> PyTree:
         """Return the output of layer `number`.
 
         Raises `TaskError` where its shapes or dtypes differ from the input's.
         """
-        new = self.block.apply(layer, x, batch, _folded(keys, number))
+        new = self.block.apply(layer, x, batch, _folded(keys, index))
         given, made = tree.describe(x), tree.describe(new)
         if given != made:
             raise errors.stack_block_changes(given, made)
@@ -173,13 +171,13 @@ class Stack:
     def layers(self, params: PyTree, batch: PyTree, keys: Any) -> PyTree:
         """Return the last layer's output, running all layers in a scan."""
 
-        def turn(x: PyTree, numbered: tuple[PyTree, Any]) -> tuple[PyTree, None]:
-            layer, number = numbered
-            return self.apply_block(layer, x, batch, keys, number), None
+        def body(x: PyTree, numbered: tuple[PyTree, Any]) -> tuple[PyTree, None]:
+            layer, index = numbered
+            return self.apply_block(layer, x, batch, keys, index), None
 
         x = self.apply_embed(params["embed"], batch, keys)
-        numbers = jnp.arange(self.depth, dtype=jnp.int32)
-        return jax.lax.scan(turn, x, (params["blocks"], numbers))[0]
+        indices = jnp.arange(self.depth, dtype=jnp.int32)
+        return jax.lax.scan(body, x, (params["blocks"], indices))[0]
 
 
 def stack(
@@ -256,8 +254,8 @@ def stack(
     )
 
 
-def _folded(keys: Any, number: Any) -> Any:
+def _folded(keys: Any, index: Any) -> Any:
     """Return the keys of one layer, from those of the examples; None without keys."""
     if keys is None:
         return None
-    return jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, number)
+    return jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, index)

@@ -196,10 +196,12 @@ def test_a_model_that_splits_rows_itself_is_refused(taken):
 def test_a_dim_that_does_not_divide_is_left_whole_and_said():
     task, batch = network("perceptron", jnp.float32)
     rules = {**MLP, "out": (None, "tensor")}  # 3 classes
-    with pytest.warns(px.ShardingWarning, match="out: dim 1 is whole: 2 shards do not divide 3"):
+    with pytest.warns(
+        px.ShardingWarning, match="out: dim 1 is not split: 2 shards do not divide 3"
+    ):
         program = px.compile(task, models.optimizer(), px.Plan(tensor=2, shardings=rules), batch)
     notes = {one.path: one.note for one in program.shardings}
-    assert notes["out"] == "dim 1 is whole: 2 shards do not divide 3"
+    assert notes["out"] == "dim 1 is not split: 2 shards do not divide 3"
 
 
 def test_a_rule_that_fits_nothing_says_so():

@@ -696,7 +696,7 @@ def test_rules_find_the_first_pattern_and_note_what_does_not_divide():
     assert rules.find("a/out", (3, 8, 5)) == TensorSharding.of(None, "tensor", None)
     assert rules.find("a/in", (8, 8)) == TensorSharding.of(None, "tensor")
     assert rules.find("a/odd", (8, 6)) == TensorSharding.replicated(2)
-    assert rules.notes == {"a/odd": "dim 1 is whole: 4 shards do not divide 6"}
+    assert rules.notes == {"a/odd": "dim 1 is not split: 4 shards do not divide 6"}
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,9 @@ def join_members(*states: TrainState) -> TrainState:
 
     Raises `MembersError` where their structures, shapes or dtypes differ.
     """
-    first = jax.tree.map(_kind, states[0])
+    expected = jax.tree.map(_kind, states[0])
     for other in states[1:]:
-        if jax.tree.map(_kind, other) != first:
+        if jax.tree.map(_kind, other) != expected:
             raise errors.members_differ()
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *states)
 

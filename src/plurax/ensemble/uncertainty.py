@@ -84,17 +84,17 @@ def combine_classification(
     count, examples, classes = members.shape
     mean, squares, votes = (np.zeros((examples, classes)) for _ in range(3))
     aleatoric = np.zeros(examples)
-    for number, member in enumerate(members):
+    for index, member in enumerate(members):
         shares = np.exp(_log_softmax(member)) if from_logits else np.asarray(member, np.float64)
         if not from_logits:
-            _check_normalized(shares, f"member {number}, ")
+            _check_normalized(shares, f"member {index}, ")
         # Welford's update: subtracting a squared sum from a sum of squares would lose small
         # variances.
         away = shares - mean
-        mean += away / (number + 1)
+        mean += away / (index + 1)
         squares += away * (shares - mean)
         votes[np.arange(examples), shares.argmax(axis=-1)] += 1
-        aleatoric += (_entropy(shares) - aleatoric) / (number + 1)
+        aleatoric += (_entropy(shares) - aleatoric) / (index + 1)
     entropy = _entropy(mean)
     return Classification(
         probabilities=mean,
@@ -198,10 +198,10 @@ def calibration(
     confidence = shares.max(axis=-1)
     right = shares.argmax(axis=-1) == labels
     # Bins are closed above: a confidence of exactly (m+1)/M belongs to bin m.
-    place = np.clip(np.ceil(confidence * bins).astype(np.int64) - 1, 0, bins - 1)
-    count = np.bincount(place, minlength=bins)
-    confidences = np.bincount(place, weights=confidence, minlength=bins)
-    rights = np.bincount(place, weights=right, minlength=bins)
+    bin_index = np.clip(np.ceil(confidence * bins).astype(np.int64) - 1, 0, bins - 1)
+    count = np.bincount(bin_index, minlength=bins)
+    confidences = np.bincount(bin_index, weights=confidence, minlength=bins)
+    rights = np.bincount(bin_index, weights=right, minlength=bins)
     divisor = np.where(count > 0, count, np.nan)
     return Calibration(
         confidence=confidences / divisor,
@@ -383,8 +383,8 @@ def _labels(labels: Int[np.ndarray, "N"], examples: int, classes: int) -> Int[np
         raise errors.labels_do_not_fit(labels.shape, labels.dtype.name, examples)
     wrong = (labels < 0) | (labels >= classes)
     if wrong.any():
-        place = int(wrong.argmax())
-        raise errors.label_out_of_range(int(labels[place]), place, classes)
+        index = int(wrong.argmax())
+        raise errors.label_out_of_range(int(labels[index]), index, classes)
     return labels
 
 
@@ -398,9 +398,9 @@ def _check_normalized(shares: Float[np.ndarray, "N C"], where: str) -> None:
     total = shares.sum(axis=-1)
     wrong = (np.abs(total - 1) > NORMALIZED) | (shares < 0).any(axis=-1)
     if wrong.any():
-        place = int(wrong.argmax())
-        low = float(shares[place].min())
-        raise errors.probabilities_not_normalized(where, place, float(total[place]), low)
+        index = int(wrong.argmax())
+        low = float(shares[index].min())
+        raise errors.probabilities_not_normalized(where, index, float(total[index]), low)
 
 
 def _check_finite(values: Float[np.ndarray, "..."], what: str, by_member: bool = False) -> None:

@@ -41,8 +41,8 @@ def draw_reliability(
     above.plot([0, 1], [0, 1], color="#888888", linestyle="--", linewidth=1)
     above.text(0.02, 0.97, "not sure enough", color="#777777", va="top")
     above.text(0.98, 0.03, "too sure", color="#777777", ha="right")
-    for number, (name, said) in enumerate(calibrations.items()):
-        color, marker = LINES[number % len(LINES)]
+    for index, (name, said) in enumerate(calibrations.items()):
+        color, marker = LINES[index % len(LINES)]
         full = said.count > 0
         label = f"{name} (error {said.error:.3f})"
         above.plot(said.confidence[full], said.accuracy[full], color=color, marker=marker,
@@ -93,9 +93,9 @@ def draw_confidence(
     size = (3.0 * columns + 0.9, (3.0 * shape + 0.4) * rows + 0.2)
     figure = new_figure(*size, layout="compressed")
     axes = figure.subplots(rows, columns, sharey=True, squeeze=False)
-    for number, (name, values) in enumerate(panels.items()):
-        axis = axes.flat[number]
-        axis.tick_params(labelbottom=number + columns >= len(panels))  # the lowest of its column
+    for index, (name, values) in enumerate(panels.items()):
+        axis = axes.flat[index]
+        axis.tick_params(labelbottom=index + columns >= len(panels))  # the lowest of its column
         mesh = _draw_panel(axis, name, np.asarray(values, np.float64), extent)
         for kind, (color, marker) in enumerate(CLASSES):
             axis.scatter(*points[labels == kind].T, s=16, color=color, marker=marker,

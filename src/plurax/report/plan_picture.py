@@ -159,9 +159,9 @@ def _draw_timeline(axis: "Axes", timeline: Timeline, name: str, end: float, inch
         for block in line:
             left, width = block.start / chunks, (block.end - block.start) / chunks
             alike.setdefault((block.work.kind, block.work.chunk), []).append((left, width))
-            number = str(block.work.microbatch)
-            if DIGIT * len(number) <= points:
-                axis.text(left + width / 2, device, number, ha="center", va="center", fontsize=6)
+            label = str(block.work.microbatch)
+            if DIGIT * len(label) <= points:
+                axis.text(left + width / 2, device, label, ha="center", va="center", fontsize=6)
         for (kind, chunk), boxes in alike.items():
             axis.broken_barh(
                 boxes, (device - 0.46, 0.92), facecolor=COLOURS[kind], alpha=LATER**chunk,
@@ -252,13 +252,13 @@ def _bars(
     text: Callable[[float], str] = human_bytes,
 ) -> None:
     names, values = list(sizes), list(sizes.values())
-    places = range(len(names))
-    axis.barh(places, values, color=BARS, height=0.6)
-    axis.set_yticks(places, names, fontsize=8)
+    positions = range(len(names))
+    axis.barh(positions, values, color=BARS, height=0.6)
+    axis.set_yticks(positions, names, fontsize=8)
     axis.set_ylim(max(len(names), 4) - 0.5, -0.5)
     largest = max(values) or 1.0
-    for place, value in zip(places, values, strict=True):
-        axis.text(value + 0.02 * largest, place, text(value), va="center", fontsize=8)
+    for position, value in zip(positions, values, strict=True):
+        axis.text(value + 0.02 * largest, position, text(value), va="center", fontsize=8)
     axis.set_xlim(0, 1.25 * largest)
     axis.set_xticks([])
     axis.set_title(title, fontsize=9.5)

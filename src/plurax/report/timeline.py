@@ -238,8 +238,8 @@ def stored_text(stored: Sequence[int], listed: int = 8) -> str:
     """Return the microbatches each device stores, or their range for more than `listed` devices."""
     if len(stored) <= listed:
         return ", ".join(map(str, stored))
-    least, most = min(stored), max(stored)
-    return f"{least} to {most}" if least < most else f"{most} on each"
+    low, high = min(stored), max(stored)
+    return f"{low} to {high}" if low < high else f"{high} on each"
 
 
 def compared_schedules_table(compared: Compared, chosen: str) -> RenderableType:

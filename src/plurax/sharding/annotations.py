@@ -43,9 +43,9 @@ class Split:
     number to its number of shards.
     """
 
-    def __init__(self, dims: tuple[int, ...], ways: dict[int, int]) -> None:
+    def __init__(self, dims: tuple[int, ...], num_shards: dict[int, int]) -> None:
         self.dims = dims
-        self.num_shards = ways
+        self.num_shards = num_shards
 
 
 class Boundary:
@@ -142,22 +142,22 @@ def shard(f: Callable[..., Any], strategy: Strategy) -> Callable[..., Any]:
         if len(args) != len(strategy):
             raise errors.strategy_wrong_arguments(strategy, len(args))
         # Equal indices must get equal counts, so find out which dims are equal.
-        numbers = factors(f, *args)
-        ways: dict[int, int] = {}
-        for place, (arg, counts, dims) in enumerate(zip(args, strategy, numbers, strict=True)):
+        factor_ids = factors(f, *args)
+        num_shards: dict[int, int] = {}
+        for index, (arg, counts, dims) in enumerate(zip(args, strategy, factor_ids, strict=True)):
             if counts is None:
                 continue
             if len(counts) != arg.ndim:
-                raise errors.strategy_wrong_rank(strategy, place, arg.shape)
+                raise errors.strategy_wrong_rank(strategy, index, arg.shape)
             for dim, (factor, count) in enumerate(zip(dims, counts, strict=True)):
-                if ways.setdefault(factor, count) != count:
-                    raise errors.strategy_uneven(strategy, place, dim, ways[factor])
+                if num_shards.setdefault(factor, count) != count:
+                    raise errors.strategy_uneven(strategy, index, dim, num_shards[factor])
                 if arg.shape[dim] % count:
-                    raise errors.strategy_indivisible(strategy, place, arg.shape, dim)
+                    raise errors.strategy_indivisible(strategy, index, arg.shape, dim)
         return f(
             *(
-                arg if counts is None else _mark(arg, Split(tuple(dims), ways))
-                for arg, counts, dims in zip(args, strategy, numbers, strict=True)
+                arg if counts is None else _mark(arg, Split(tuple(dims), num_shards))
+                for arg, counts, dims in zip(args, strategy, factor_ids, strict=True)
             )
         )
 

@@ -99,7 +99,7 @@ class Axes:
 
     def index(self, axes: Sequence[str]) -> Int[Array, ""] | int:
         """Return this device's index along some axes, the first one major, inside `shard_map`."""
-        place: Array | int = 0
+        index: Array | int = 0
         for axis in axes:
             owner, _, part = axis.partition(":")
             at: Array | int = lax.axis_index(owner)
@@ -107,8 +107,8 @@ class Axes:
                 sizes = self.parts[owner]
                 # A mixed-radix digit: parts are major to minor.
                 at = at // math.prod(sizes[int(part) + 1 :]) % sizes[int(part)]
-            place = place * self.sizes[axis] + at
-        return place
+            index = index * self.sizes[axis] + at
+        return index
 
     def group(self, axes: Sequence[str]) -> tuple[str | tuple[str, ...], list[list[int]] | None]:
         """Return the mesh axes and `axis_index_groups` for a collective over some axes.
@@ -122,14 +122,14 @@ class Axes:
         if len(owners) > 1 and all(axis in self.mesh for axis in axes):
             return tuple(axes), None
         assert len(owners) == 1, f"one collective over parts of {owners}"
-        places = self._places(owners[0])
+        coordinates = self._coordinates(owners[0])
         rest = [part for part in self.expand(owners[0]) if part not in axes]
         groups: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
-        for number, place in enumerate(places):
-            key = tuple(place[part] for part in rest)
+        for device, coordinate in enumerate(coordinates):
+            key = tuple(coordinate[part] for part in rest)
             # Devices that agree on all other parts form a group, ordered along `axes`.
-            groups.setdefault(key, []).append((tuple(place[a] for a in axes), number))
-        return owners[0], [[number for _, number in sorted(group)] for group in groups.values()]
+            groups.setdefault(key, []).append((tuple(coordinate[a] for a in axes), device))
+        return owners[0], [[device for _, device in sorted(group)] for group in groups.values()]
 
     def together(self, axes: Sequence[str]) -> bool:
         """Whether one collective can run over some axes.
@@ -149,30 +149,30 @@ class Axes:
         block it has before and after; `axes`, along which blocks change their device.
         """
         owners = self.mesh_axes(axes)
-        grids = [self._places(owner) for owner in owners]
-        places = [
+        grids = [self._coordinates(owner) for owner in owners]
+        coordinates = [
             {k: v for part in combination for k, v in part.items()}
             for combination in itertools.product(*grids)
         ]
         # A replicated block has several holders; each sends it to one device.
         holders: dict[tuple[int, ...], list[int]] = {}
-        for number, place in enumerate(places):
-            holders.setdefault(have(place), []).append(number)
+        for device, coordinate in enumerate(coordinates):
+            holders.setdefault(have(coordinate), []).append(device)
         pairs = []
-        for number, place in enumerate(places):
-            sources = holders[want(place)]
+        for device, coordinate in enumerate(coordinates):
+            sources = holders[want(coordinate)]
             # A device that has its block already keeps it, so replicas do not swap.
-            source = number if number in sources else None
+            source = device if device in sources else None
             if source is not None:
-                sources.remove(number)
-                pairs.append((number, number))
+                sources.remove(device)
+                pairs.append((device, device))
         taken = {target for _, target in pairs}
-        for number, place in enumerate(places):
-            if number not in taken:
-                pairs.append((holders[want(place)].pop(), number))
+        for device, coordinate in enumerate(coordinates):
+            if device not in taken:
+                pairs.append((holders[want(coordinate)].pop(), device))
         return (owners[0] if len(owners) == 1 else owners), pairs
 
-    def _places(self, owner: str) -> list[dict[str, int]]:
+    def _coordinates(self, owner: str) -> list[dict[str, int]]:
         """Return for each index of a mesh axis the coordinates along its parts."""
         names = self.expand(owner)
         shape = self.parts.get(owner, (self.mesh[owner],))

@@ -49,11 +49,11 @@ def factors(f: Callable[..., Any], *args: Any) -> list[list[int]]:
 
     for a, b in _equal_dims(closed.jaxpr):
         join(a, b)
-    numbers: dict[Any, int] = {}
+    ids: dict[Any, int] = {}
     result = []
     for var in closed.jaxpr.invars:
         roots = [find((var, dim)) for dim in range(len(_shape(var)))]
-        result.append([numbers.setdefault(root, len(numbers)) for root in roots])
+        result.append([ids.setdefault(root, len(ids)) for root in roots])
     return result
 
 
@@ -126,14 +126,14 @@ def kept_dims(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, int]]:
     >>> kept_dims((4, 6, 5), (4, 2, 3, 5))
     [(0, 0), (2, 3)]
     """
-    places: dict[tuple[int, int], int] = {}
+    dims: dict[tuple[int, int], int] = {}
     for dim, size in enumerate(old):
         if size > 1:
-            places[math.prod(old[:dim]), size] = dim
+            dims[math.prod(old[:dim]), size] = dim
     return [
-        (places[key], dim)
+        (dims[key], dim)
         for dim, size in enumerate(new)
-        if size > 1 and (key := (math.prod(new[:dim]), size)) in places
+        if size > 1 and (key := (math.prod(new[:dim]), size)) in dims
     ]
 
 

@@ -329,13 +329,13 @@ def filled(shard: Array, dim: int, n: int) -> Array:
 def _blocks(sharding: TensorSharding, axes: Axes) -> Callable[[dict[str, int]], tuple[int, ...]]:
     """Return a function from a device's mesh coordinates to the index of the block it holds."""
 
-    def block(place: dict[str, int]) -> tuple[int, ...]:
-        numbers = []
+    def block(coordinate: dict[str, int]) -> tuple[int, ...]:
+        indices = []
         for dim in sharding.dims:
-            number = 0
+            index = 0
             for axis in dim:
-                number = number * axes.sizes[axis] + place[axis]
-            numbers.append(number)
-        return tuple(numbers)
+                index = index * axes.sizes[axis] + coordinate[axis]
+            indices.append(index)
+        return tuple(indices)
 
     return block

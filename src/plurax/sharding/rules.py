@@ -59,8 +59,10 @@ class Rules:
         kept = tuple(tuple(a for a in entry if self.axes.get(a, 1) > 1) for entry in full.dims)
         sharding = TensorSharding(kept)
         for dim in sharding.indivisible_dims(shape, self.axes):
-            ways = sharding.num_shards(dim, self.axes)
-            self.notes[name] = f"dim {dim} is whole: {ways} shards do not divide {shape[dim]}"
+            num_shards = sharding.num_shards(dim, self.axes)
+            self.notes[name] = (
+                f"dim {dim} is not split: {num_shards} shards do not divide {shape[dim]}"
+            )
             sharding = sharding.with_dim(dim, ())
         return sharding
 
@@ -141,8 +143,8 @@ def opt_state_shardings(state: PyTree, params: PyTree, param_shardings: PyTree) 
     """
     shardings = jax.tree.leaves(param_shardings, is_leaf=is_sharding)
     return jax.tree.map(
-        lambda leaf, place: (
-            shardings[place] if place >= 0 else TensorSharding.replicated(len(leaf.shape))
+        lambda leaf, index: (
+            shardings[index] if index >= 0 else TensorSharding.replicated(len(leaf.shape))
         ),
         state,
         match_opt_state_to_params(state, params),
@@ -157,8 +159,8 @@ def match_opt_state_to_params(state: PyTree, params: PyTree, dims: int | None = 
     moments do. With `dims`, only that many leading dims must have equal sizes.
     """
     known = {
-        tuple(map(str, path)): (leaf.shape, place)
-        for place, (path, leaf) in enumerate(jax.tree.leaves_with_path(params))
+        tuple(map(str, path)): (leaf.shape, index)
+        for index, (path, leaf) in enumerate(jax.tree.leaves_with_path(params))
     }
 
     def find(path: tuple[Any, ...], leaf: Any) -> int:
@@ -166,14 +168,14 @@ def match_opt_state_to_params(state: PyTree, params: PyTree, dims: int | None = 
         # All parts of the path: those that end last come first, and of these the longest.
         parts = [(a, b) for b in range(len(names), -1, -1) for a in range(b + 1)]
         for start, stop in parts:
-            shape, place = known.get(names[start:stop], ((), -1))
+            shape, index = known.get(names[start:stop], ((), -1))
             # If the parameters are a list, their paths are indices, as are those in a chain of
             # optimizers: a scalar must match at the end of its path.
             if stop < len(names) and not leaf.ndim:
                 continue
             same = shape == leaf.shape if dims is None else shape[:dims] == leaf.shape[:dims]
-            if place >= 0 and same and leaf.ndim >= (dims or 0):
-                return place
+            if index >= 0 and same and leaf.ndim >= (dims or 0):
+                return index
         return -1
 
     return jax.tree.map_with_path(find, state)

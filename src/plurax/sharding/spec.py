@@ -90,10 +90,10 @@ class TensorSharding:
         Raises `PlanError` if a position is outside the device matrix.
         """
         entries = []
-        for places in tensor_map:
-            several = places if isinstance(places, tuple) else (places,)
-            for place in several:
-                if not -1 <= place < len(device_matrix):
+        for indices in tensor_map:
+            several = indices if isinstance(indices, tuple) else (indices,)
+            for index in several:
+                if not -1 <= index < len(device_matrix):
                     raise errors.tensor_map_outside(tuple(tensor_map), tuple(device_matrix))
             entries.append(tuple(axes[len(axes) - 1 - p] for p in several if p != -1))
         return cls(tuple(entries))
@@ -105,10 +105,10 @@ class TensorSharding:
         ((2, 4), (1, 0))
         """
         names = list(axes)
-        places = [
+        tensor_map = [
             tuple(len(names) - 1 - names.index(axis) for axis in dim) or (-1,) for dim in self.dims
         ]
-        return tuple(axes.values()), tuple(p[0] if len(p) == 1 else p for p in places)
+        return tuple(axes.values()), tuple(p[0] if len(p) == 1 else p for p in tensor_map)
 
     @property
     def axes(self) -> tuple[str, ...]:

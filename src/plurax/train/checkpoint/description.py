@@ -47,15 +47,15 @@ def read_description(step: Path) -> dict[str, Any]:
         raise Damage("its description is not as it was saved")
     if envelope.keys() >= FIRST_FORMAT and "sha256" not in envelope:
         raise errors.checkpoint_older(str(step), 1, FORMAT)
-    number, values = envelope.get("format"), envelope.get("values")
-    if envelope.get("sha256") != _digest(number, values):
+    version, values = envelope.get("format"), envelope.get("values")
+    if envelope.get("sha256") != _digest(version, values):
         raise Damage("its description is not as it was saved")
-    if number != FORMAT:
-        raise errors.checkpoint_newer(str(step), number, FORMAT)
+    if version != FORMAT:
+        raise errors.checkpoint_newer(str(step), version, FORMAT)
     assert isinstance(values, dict)
     return values
 
 
-def _digest(number: Any, values: Any) -> str:
-    text = json.dumps([number, values], sort_keys=True, separators=(",", ":"))
+def _digest(version: Any, values: Any) -> str:
+    text = json.dumps([version, values], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

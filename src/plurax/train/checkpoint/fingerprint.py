@@ -50,11 +50,11 @@ def fingerprint(leaf: Array) -> UInt32[Array, "2"]:
     True
     """
     words = _words(leaf)
-    place = jnp.zeros(words.shape, jnp.uint32)
+    index = jnp.zeros(words.shape, jnp.uint32)
     for dim, length in enumerate(words.shape):
-        place = place * jnp.uint32(length) + jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
-    first = _mix(words ^ _mix(place))
-    second = _mix((words ^ _mix(~place)) * jnp.uint32(0x9E3779B1))
+        index = index * jnp.uint32(length) + jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
+    first = _mix(words ^ _mix(index))
+    second = _mix((words ^ _mix(~index)) * jnp.uint32(0x9E3779B1))
     return jnp.stack([jnp.sum(mixed, dtype=jnp.uint32) for mixed in (first, second)])
 
 

@@ -246,8 +246,8 @@ class Checkpoints:
         return reason
 
     def _set_aside(self, step: int) -> str:
-        for number in itertools.count(1):
-            target = self.directory / f"{step}.damaged{'' if number == 1 else f'.{number}'}"
+        for attempt in itertools.count(1):
+            target = self.directory / f"{step}.damaged{'' if attempt == 1 else f'.{attempt}'}"
             if not target.exists():
                 break
         (self.directory / str(step)).rename(target)
