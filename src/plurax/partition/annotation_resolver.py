@@ -19,7 +19,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from plurax import errors
-from plurax.partition.values import ValueVersions
+from plurax.partition.values import ShardedValue, ValueVersions
 from plurax.sharding.annotations import Boundary, Named, Split, Tag
 from plurax.sharding.axes import Axes
 from plurax.sharding.spec import TensorSharding
@@ -31,64 +31,68 @@ class AnnotationResolver:
     """The annotations of one function, resolved in order of evaluation.
 
     **Arguments:** `axes`; `named`, a function from the name of an annotation and the shape of its
-    value to the sharding, or to None for no constraint.
+    value to the sharding, or to None for no constraint; `first`, which returns a value's first
+    version.
     """
 
-    def __init__(self, axes: Axes, named: NameRule) -> None:
+    def __init__(
+        self, axes: Axes, named: NameRule, first: Callable[[ValueVersions], ShardedValue]
+    ) -> None:
         self._axes = axes
         self._named = named
-        self._came: dict[Tag, TensorSharding] = {}
+        self._first = first
+        self._before: dict[Tag, TensorSharding] = {}
 
-    def of(self, eqn: Any, cell: ValueVersions) -> TensorSharding | None:
+    def of(self, eqn: Any, versions: ValueVersions) -> TensorSharding | None:
         """Return the sharding for the operand of an annotation; None for no constraint."""
         if eqn.primitive.name == "annotate":
-            target = self._target(cell, **eqn.params)
+            target = self._target(versions, **eqn.params)
         else:
-            target = self._pinned(cell, eqn.params["sharding"].spec)
+            target = self._pinned(versions, eqn.params["sharding"].spec)
         # The value may be a parameter split over `data`; its cotangent is data-varying all the
         # same, and a data-varying value is never split over `data`.
-        return target.without(["data"]) if target is not None and cell.data_varying else target
+        return target.without(["data"]) if target is not None and versions.data_varying else target
 
     def _target(
-        self, cell: ValueVersions, *, tag: Tag, batch: tuple[int, ...], transposed: bool
+        self, versions: ValueVersions, *, tag: Tag, batch: tuple[int, ...], transposed: bool
     ) -> TensorSharding | None:
         """Return the sharding for an annotated value or its cotangent; None for no constraint."""
         if isinstance(tag, Boundary):
             return None
         if transposed:
-            return self._back(cell, tag)
-        target = self._forward(cell, tag, batch)
+            return self._back(versions, tag)
+        target = self._forward(versions, tag, batch)
         if target is not None:
             # For the cotangent, which has the same tag.
-            self._came[tag] = cell.value.sharding
+            self._before[tag] = self._first(versions).sharding
         return target
 
-    def _back(self, cell: ValueVersions, tag: Tag) -> TensorSharding | None:
+    def _back(self, versions: ValueVersions, tag: Tag) -> TensorSharding | None:
         """Return the sharding for a cotangent: that of its value before the annotation.
 
         Dims that were split are split again. A value that was a partial sum gets a cotangent that
         is replicated over the same axes. Axes that the value did not use stay as they are.
         """
-        came = self._came.get(tag)
-        if came is None or len(came.dims) != len(cell.shape):
+        before = self._before.get(tag)
+        if before is None or len(before.dims) != len(versions.shape):
             return None
-        now = cell.value.sharding
-        free = set(self._axes.sizes) - set(came.axes) - came.partial
+        now = self._first(versions).sharding
+        free = set(self._axes.sizes) - set(before.axes) - before.partial
         dims = tuple(
             (*entry, *(axis for axis in here if axis in free))
-            for entry, here in zip(came.dims, now.dims, strict=True)
+            for entry, here in zip(before.dims, now.dims, strict=True)
         )
         return TensorSharding(dims, now.partial & free)
 
     def _forward(
-        self, cell: ValueVersions, tag: Named | Split, batch: tuple[int, ...]
+        self, versions: ValueVersions, tag: Named | Split, batch: tuple[int, ...]
     ) -> TensorSharding | None:
         """Return the sharding for an annotated value; dims that vmap added are replicated."""
-        rank = len(cell.shape)
+        rank = len(versions.shape)
         # The rule was written for the function inside of `vmap`.
         own = [dim for dim in range(rank) if dim not in batch]
         if isinstance(tag, Named):
-            rule = self._named(tag.name, [cell.shape[dim] for dim in own])
+            rule = self._named(tag.name, [versions.shape[dim] for dim in own])
             if rule is None:
                 return None
             entries = dict(zip(own, self._axes.expanded(rule).dims, strict=True))
@@ -96,18 +100,18 @@ class AnnotationResolver:
             given = self._assigned(tag)
             entries = {dim: given[factor] for dim, factor in zip(own, tag.dims, strict=True)}
         target = TensorSharding(tuple(entries.get(dim, ()) for dim in range(rank)))
-        return self._with_rows(cell, target)
+        return self._with_rows(versions, target)
 
-    def _with_rows(self, cell: ValueVersions, target: TensorSharding) -> TensorSharding:
+    def _with_rows(self, versions: ValueVersions, target: TensorSharding) -> TensorSharding:
         """Return the target with rows still split over `data`: annotations concern other axes."""
-        if (cell.deferred and cell.deferred.free is None) or cell.value.is_param:
+        if (versions.deferred and versions.deferred.free is None) or versions.is_param:
             return target
-        for dim, entry in enumerate(cell.value.sharding.dims):
+        for dim, entry in enumerate(self._first(versions).sharding.dims):
             if "data" in entry:
                 rest = [axis for axis in target.dims[dim] if axis != "data"]
                 # `data` stays the major axis of its dim, so that no rows change their device.
                 both = target.with_dim(dim, ("data", *rest))
-                fits = not both.indivisible_dims(cell.shape, self._axes.sizes)
+                fits = not both.indivisible_dims(versions.shape, self._axes.sizes)
                 target = both if fits else target.with_dim(dim, ("data",))
         return target
 
@@ -119,29 +123,29 @@ class AnnotationResolver:
         """
         left = list(self._axes.expand("tensor")) if "tensor" in self._axes.mesh else []
         given: dict[int, tuple[str, ...]] = {}
-        for factor, ways in tag.num_shards.items():
+        for factor, num_shards in tag.num_shards.items():
             taken: list[str] = []
-            while left and self._axes.size(taken) < ways:
+            while left and self._axes.size(taken) < num_shards:
                 taken.append(left.pop(0))
             # Without the axis `tensor` the operator stays replicated, as on one device.
-            if self._axes.size(taken) != ways and "tensor" in self._axes.mesh:
+            if self._axes.size(taken) != num_shards and "tensor" in self._axes.mesh:
                 raise errors.strategy_not_of_tensor(
                     tuple(tag.num_shards.values()), self._axes.mesh["tensor"]
                 )
             given[factor] = tuple(taken)
         return given
 
-    def _pinned(self, cell: ValueVersions, spec: Any) -> TensorSharding | None:
+    def _pinned(self, versions: ValueVersions, spec: Any) -> TensorSharding | None:
         """Return the sharding for `jax.lax.with_sharding_constraint`.
 
         Axes that the mesh lacks, and `data`, are ignored; None if the shards do not divide the
         shape.
         """
-        entries = list(cell.value.sharding.dims)
+        entries = list(self._first(versions).sharding.dims)
         for dim, entry in enumerate(spec):
             if entry is not PartitionSpec.UNCONSTRAINED:
                 names = TensorSharding.of(entry).dims[0]
                 known = [axis for axis in names if axis in self._axes.mesh and axis != "data"]
                 entries[dim] = self._axes.expand_all(known)
-        target = self._with_rows(cell, TensorSharding(tuple(entries)))
-        return None if target.indivisible_dims(cell.shape, self._axes.sizes) else target
+        target = self._with_rows(versions, TensorSharding(tuple(entries)))
+        return None if target.indivisible_dims(versions.shape, self._axes.sizes) else target

@@ -1,8 +1,8 @@
 """Partition `cond` and `switch`.
 
 Every branch must return its results in the same shardings, but each branch on its own may return
-another. So the branches are evaluated abstractly first, one common sharding is chosen for each
-result, and then the branches are traced again with their results resharded to it.
+another. So the branches are planned first, executing nothing, one common sharding is chosen for
+each result, and then the branches are executed with their results resharded to it.
 
     mesh tensor=2; lax.cond(c, f, g, x), one result of shape (8, 32)
 
@@ -16,12 +16,10 @@ result, and then the branches are traced again with their results resharded to i
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-from jax import lax
 from jaxtyping import Array
 
 from plurax.jaxpr.compat import open_jaxpr
-from plurax.partition.loops import settle_shared, whole_over_data
+from plurax.partition.loops import reduce_shared, replicated_over_data
 from plurax.partition.values import Output, ShardedValue, ValueVersions
 from plurax.sharding.spec import TensorSharding
 
@@ -34,66 +32,63 @@ class Branches:
     communicates over `data`.
     """
 
-    def __init__(self, divider: Any, eqn: Any, inputs: list[ValueVersions]) -> None:
-        self.divider, self.eqn = divider, eqn
+    def __init__(self, partitioner: Any, eqn: Any, inputs: list[ValueVersions]) -> None:
+        self.partitioner, self.eqn = partitioner, eqn
         self.branches = [open_jaxpr(branch) for branch in eqn.params["branches"]]
-        self.index: ShardedValue = divider.reshard(inputs[0], TensorSharding(()))
+        self.index: ShardedValue = partitioner.reshard(inputs[0], TensorSharding(()))
         self.data_varying = self.index.data_varying
         self.operands = inputs[1:]
-        settle_shared(divider, self.operands)
+        reduce_shared(partitioner, self.operands)
         # Before the choice, all devices still take part in the gathers.
         if self.data_varying:
             self.operands = [
-                ValueVersions(whole_over_data(divider, cell)) for cell in self.operands
+                ValueVersions(replicated_over_data(partitioner, one)) for one in self.operands
             ]
 
     def run(self) -> list[ValueVersions]:
         """Return the results of the branch that is taken."""
-        with self.divider.apart(self.data_varying):
-            left = [self._tried(branch) for branch in range(len(self.branches))]
-            together = [self._joined(outputs) for outputs in zip(*left, strict=True)]
-            arrays = iter(self._chosen(together))
+        with self.partitioner.apart(self.data_varying):
+            with self.partitioner.planning():
+                planned = [
+                    [self._output(versions) for versions in self._evaluated(branch)]
+                    for branch in range(len(self.branches))
+                ]
+            common = [self._common(outputs) for outputs in zip(*planned, strict=True)]
+            arrays = iter(self._executed(common))
         results: list[Output] = []
-        for var, like in zip(self.eqn.outvars, together, strict=True):
+        for var, kind in zip(self.eqn.outvars, common, strict=True):
             shape = tuple(var.aval.shape)
-            if like is None:
-                results.append(self.divider.zeros(shape, var.aval.dtype))
+            if kind is None:
+                results.append(self.partitioner.zeros(shape, var.aval.dtype))
             else:
-                results.append(ShardedValue(next(arrays), shape, *like))
+                results.append(ShardedValue(next(arrays), shape, *kind))
         return [ValueVersions(result) for result in results]
-
-    def _tried(self, branch: int) -> list[Output]:
-        """Return the outputs of a branch for their shardings, by abstract evaluation."""
-        left: list[Output] = []
-
-        def run() -> list[Array]:
-            left[:] = map(_output, self._evaluated(branch))
-            return [output.array for output in left if isinstance(output, ShardedValue)]
-
-        # Nothing has been emitted: the records of this evaluation are dropped.
-        kept = len(self.divider.records)
-        jax.eval_shape(run)
-        del self.divider.records[kept:]
-        return left
 
     def _evaluated(self, branch: int) -> list[ValueVersions]:
         """Evaluate a branch on the operands."""
         body, consts = self.branches[branch]
-        operands = [cell.fresh() for cell in self.operands]
-        cells: list[ValueVersions] = self.divider.evaluate(body, consts, operands)
-        return cells
+        operands = [versions.fresh() for versions in self.operands]
+        results: list[ValueVersions] = self.partitioner.evaluate(body, consts, operands)
+        return results
 
-    def _joined(self, outputs: Sequence[Output]) -> tuple[TensorSharding, bool, bool] | None:
+    def _output(self, versions: ValueVersions) -> Output:
+        """Return a branch's result, deferred if no sharding of it is cheaper than others."""
+        deferred = versions.deferred
+        if deferred is not None and deferred.free is None:
+            return deferred
+        value: ShardedValue = self.partitioner.value(versions)
+        return value
+
+    def _common(self, outputs: Sequence[Output]) -> tuple[TensorSharding, bool, bool] | None:
         """Choose the sharding, `data_varying` and `is_param` of a result; None if all are zeros."""
         if all(not isinstance(output, ShardedValue) and output.zero for output in outputs):
             return None
         # A choice that depends on the rows makes every result depend on them.
         data_varying = self.data_varying or any(output.data_varying for output in outputs)
-        made = [output for output in outputs if isinstance(output, ShardedValue)]
-        is_param = (
-            self.index.is_param and len(made) == len(outputs) and all(v.is_param for v in made)
-        )
-        options = {value.sharding for value in made}
+        values = [output for output in outputs if isinstance(output, ShardedValue)]
+        created = len(values) == len(outputs)
+        is_param = self.index.is_param and created and all(value.is_param for value in values)
+        options = {value.sharding for value in values}
         zeros = all(isinstance(output, ShardedValue) or output.zero for output in outputs)
         if len(options) == 1 and zeros:
             sharding = next(iter(options))
@@ -101,44 +96,35 @@ class Branches:
             # A slice sends nothing, so the sharding with the most shards is the cheapest.
             whole = TensorSharding.replicated(len(outputs[0].shape))
             shards = [TensorSharding(option.dims) for option in options] or [whole]
-            size = self.divider.axes.size
+            size = self.partitioner.axes.size
             sharding = max(sorted(shards, key=repr), key=lambda option: size(option.axes))
         return (sharding.without(["data"]) if data_varying else sharding), data_varying, is_param
 
-    def _chosen(self, together: Sequence[Any]) -> list[Array]:
-        """Run the branches under `lax.switch`, or under `lax.platform_dependent`."""
+    def _executed(self, common: Sequence[Any]) -> list[Array]:
+        """Run the branches, with each result in the common sharding."""
 
-        def taking(branch: int) -> Any:
+        def executed(branch: int) -> Any:
             def run() -> list[Array]:
-                cells = self._evaluated(branch)
+                results = self._evaluated(branch)
                 return [
-                    self._left(cell, like[0]).array
-                    for cell, like in zip(cells, together, strict=True)
-                    if like is not None
+                    self._resharded(versions, kind[0]).array
+                    for versions, kind in zip(results, common, strict=True)
+                    if kind is not None
                 ]
 
             return run
 
-        taken = [taking(branch) for branch in range(len(self.branches))]
-        platforms = self.eqn.params.get("branches_platforms")
-        if platforms is None:
-            return list(lax.switch(self.index.array, taken))
-        named = {
-            name: branch
-            for names, branch in zip(platforms, taken, strict=True)
-            for name in names or ("default",)
-        }
-        return list(lax.platform_dependent(**named))
+        arrays: list[Array] = self.partitioner.executor.switch(
+            self.index.array,
+            [executed(branch) for branch in range(len(self.branches))],
+            self.eqn.params.get("branches_platforms"),
+        )
+        return arrays
 
-    def _left(self, cell: ValueVersions, sharding: TensorSharding) -> ShardedValue:
+    def _resharded(self, versions: ValueVersions, sharding: TensorSharding) -> ShardedValue:
         """Reshard one result of a branch to the common sharding."""
-        if cell.deferred is not None:
+        if versions.deferred is not None:
             # Zeros on every device are also a partial sum that is zero.
-            return self.divider.reshard(cell, TensorSharding(sharding.dims))
-        return self.divider.reshard(cell, sharding)
-
-
-def _output(cell: ValueVersions) -> Output:
-    """Return a branch's result, still deferred if no sharding of it is cheaper than others."""
-    late = cell.deferred
-    return late if late is not None and late.free is None else cell.value
+            sharding = TensorSharding(sharding.dims)
+        value: ShardedValue = self.partitioner.reshard(versions, sharding)
+        return value

@@ -21,6 +21,7 @@ Zhao et al. 2023, "PyTorch FSDP", section 3.3 (https://arxiv.org/abs/2304.11277)
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -33,7 +34,7 @@ from jaxtyping import Array
 from plurax.jaxpr.barrier import order_after
 from plurax.jaxpr.compat import ELEMENTWISE, REMAT, called_jaxpr, is_call
 from plurax.partition.values import ShardedValue, ValueVersions, over_data
-from plurax.sharding.reshard import ReshardStep, filled
+from plurax.sharding.reshard import ReshardStep, pad_dim
 from plurax.sharding.spec import TensorSharding
 
 _LOCAL = ELEMENTWISE | {"annotate", "broadcast_in_dim", "reshape", "rev", "squeeze", "transpose"}
@@ -51,11 +52,11 @@ are compiled.
 class Use:
     """An equation that needs a parameter whole.
 
-    **Fields:** `place`, the index of the equation; `var`, the variable it reads; `root`, the
+    **Fields:** `index` of the equation; `var`, the variable it reads; `root`, the
     parameter from which `var` is computed, such as by a cast; `size` in bytes.
     """
 
-    place: int
+    index: int
     var: Any
     root: Any
     size: int
@@ -64,7 +65,7 @@ class Use:
 class Gathers:
     """The buckets in which the parameters of some equations are gathered.
 
-    **Arguments:** `divider`, the `Partitioner`; `eqns`, in order; `known`, the variables that have
+    **Arguments:** `partitioner`; `eqns`, in order; `known`, the variables that have
     values before them.
 
     **Attributes:** `eqns`, reordered: those that use parameters alone, such as casts, come first,
@@ -72,41 +73,41 @@ class Gathers:
     """
 
     def __init__(
-        self, divider: Any, eqns: Sequence[Any], known: Mapping[Any, ValueVersions]
+        self, partitioner: Any, eqns: Sequence[Any], known: Mapping[Any, ValueVersions]
     ) -> None:
-        self._divider = divider
-        self.eqns, uses = _uses(divider, eqns, known)
-        self._buckets = _packed(uses, divider.bucket_bytes)
-        self._numbers = {
-            (use.place, use.var): number
+        self._partitioner = partitioner
+        self.eqns, uses = _uses(partitioner, eqns, known)
+        self._buckets = _packed(uses, partitioner.bucket_bytes)
+        self._bucket_of = {
+            (use.index, use.var): number
             for number, bucket in enumerate(self._buckets)
             for use in bucket
         }
         self._at: dict[int, list[Use]] = {}
         for use in uses:
-            self._at.setdefault(use.place, []).append(use)
-        self._held: dict[tuple[int, Any], ShardedValue] = {}
+            self._at.setdefault(use.index, []).append(use)
+        self._gathered: dict[tuple[int, Any], ShardedValue] = {}
         self._done = 0
 
     def before(
-        self, place: int, here: Mapping[Any, ValueVersions], by: Array | None
+        self, index: int, here: Mapping[Any, ValueVersions], by: Array | None
     ) -> dict[int, ShardedValue]:
-        """Return the parameters that the equation at `place` needs whole, by the `id` of their
-        cell.
+        """Return the parameters that the equation at `index` needs whole, by the `id` of their
+        `ValueVersions`.
 
         `by` is a value of the batch that the equation reads. If the equation opens a bucket, that
         bucket and the next one are gathered after `by`.
         """
-        uses = self._at.get(place, ())
+        uses = self._at.get(index, ())
         for use in uses:
-            number = self._numbers[place, use.var]
+            number = self._bucket_of[index, use.var]
             # One bucket ahead: its gather overlaps with the equations of this bucket.
             while by is not None and self._done < min(number + 2, len(self._buckets)):
                 self._gather(self._done, here, by)
                 self._done += 1
         found = {}
         for use in uses:
-            value = self._held.pop((self._numbers[place, use.var], use.var), None)
+            value = self._gathered.pop((self._bucket_of[index, use.var], use.var), None)
             if value is not None:
                 found[id(here[use.var])] = value
         return found
@@ -114,33 +115,33 @@ class Gathers:
     def _gather(self, number: int, here: Mapping[Any, ValueVersions], by: Array) -> None:
         """Gather the parameters of one bucket."""
         # Since the buckets were planned, an equation may have created a whole version.
-        uses = [u for u in self._buckets[number] if _needs_gather(self._divider, here[u.var])]
+        uses = [u for u in self._buckets[number] if _needs_gather(self._partitioner, here[u.var])]
         values = [here[use.var].value for use in uses]
         goals = [value.sharding.without(["data"]) for value in values]
-        moved = together(self._divider, values, goals, by=by)
+        moved = together(self._partitioner, values, goals, by=by)
         for use, value in zip(uses, moved, strict=True):
-            self._held[number, use.var] = value
+            self._gathered[number, use.var] = value
 
 
-def _needs_gather(divider: Any, cell: ValueVersions) -> bool:
+def _needs_gather(partitioner: Any, versions: ValueVersions) -> bool:
     """Whether a variable is a parameter of which only shards over `data` exist."""
-    if cell.deferred is not None or cell.is_zero or cell.value.data_varying:
+    if versions.deferred is not None or versions.is_zero or versions.data_varying:
         return False
-    if not all(over_data(value.sharding) for value in cell.values):
+    if not all(over_data(value.sharding) for value in versions.values):
         return False  # a whole version exists already
-    return bool(divider.of_parameters(cell.value))
+    return bool(partitioner.context.of_parameters(versions.value))
 
 
 def _uses(
-    divider: Any, eqns: Sequence[Any], known: Mapping[Any, ValueVersions]
+    partitioner: Any, eqns: Sequence[Any], known: Mapping[Any, ValueVersions]
 ) -> tuple[list[Any], list[Use]]:
     """Return the reordered equations, and where they need split parameters whole."""
     # `roots`: variables computed from one split parameter alone, and that parameter.
-    roots = {var: var for var, cell in known.items() if _needs_gather(divider, cell)}
+    roots = {var: var for var, one in known.items() if _needs_gather(partitioner, one)}
     batch = {
         var
-        for var, cell in known.items()
-        if cell.data_varying or (cell.deferred is None and divider.of_rows(cell.value))
+        for var, one in known.items()
+        if one.data_varying or (one.deferred is None and partitioner.context.of_rows(one.value))
     }
     early, rest, ready = [], [], set(known)
     for eqn in eqns:
@@ -156,7 +157,7 @@ def _uses(
             continue
         rest.append(eqn)
     uses = []
-    for place, eqn in enumerate(rest, len(early)):
+    for index, eqn in enumerate(rest, len(early)):
         read = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
         # A parameter is needed whole only where it meets the batch.
         if eqn.primitive.name in _OF_THEIR_OWN or not any(atom in batch for atom in read):
@@ -164,7 +165,7 @@ def _uses(
         for var in dict.fromkeys(read):
             if var in roots:
                 size = math.prod(var.aval.shape) * var.aval.dtype.itemsize
-                uses.append(Use(place, var, roots[var], size))
+                uses.append(Use(index, var, roots[var], size))
     return early + rest, uses
 
 
@@ -173,7 +174,7 @@ def _packed(uses: Sequence[Use], limit: int) -> list[list[Use]]:
     likes = [(use.var.aval.shape, use.var.aval.dtype) for use in uses]
     parameters = [use.root for use in uses]
     found = packed(likes, [use.size for use in uses], limit, parameters)
-    return [[uses[place] for place in places] for places in found]
+    return [[uses[index] for index in bucket] for bucket in found]
 
 
 def packed(
@@ -223,10 +224,10 @@ def _repetition(likes: Sequence[Hashable], first: int, last: int) -> int:
     If fewer tensors are left than the sequence has, only those need to repeat it. Return `last` if
     there is no such index.
     """
-    for place in range(last, first, -1):
-        again = likes[place : 2 * place - first]
+    for index in range(last, first, -1):
+        again = likes[index : 2 * index - first]
         if list(again) == list(likes[first : first + len(again)]):
-            return place
+            return index
     return last
 
 
@@ -234,7 +235,7 @@ def _repetition(likes: Sequence[Hashable], first: int, last: int) -> int:
 
 
 def together(
-    divider: Any,
+    partitioner: Any,
     values: Sequence[ShardedValue],
     goals: Sequence[TensorSharding],
     *,
@@ -250,40 +251,42 @@ def together(
     groups: dict[Any, list[int]] = {}
     likes: dict[int, Hashable] = {}
     # In the order of computation: a bucket can be sent as soon as its last tensor is known.
-    for place in sorted(range(len(values)), key=lambda p: order[p] if order else p):
-        moves = divider.moves(values[place], goals[place])
+    for index in sorted(range(len(values)), key=lambda i: order[i] if order else i):
+        value = values[index]
+        steps = partitioner.context.steps(value, goals[index])
         # A path of several steps, or over other axes, runs on its own.
-        if len(moves) != 1 or moves[0].kind not in _FLAT or tuple(moves[0].axes) != ("data",):
-            results[place] = divider.move(_tied(values[place], by), goals[place])
+        if len(steps) != 1 or steps[0].kind not in _FLAT or tuple(steps[0].axes) != ("data",):
+            results[index] = partitioner.move(_tied(partitioner, value, by), goals[index])
             continue
         # One buffer has one dtype and one collective.
-        groups.setdefault((moves[0].kind, values[place].array.dtype), []).append(place)
-        likes[place] = values[place].array.shape, moves[0].dim
-    for (kind, _), places in groups.items():
-        sizes = [_size(values[place]) for place in places]
-        for bucket in packed([likes[p] for p in places], sizes, divider.bucket_bytes):
-            pack = [places[number] for number in bucket]
-            some = [values[place] for place in pack]
-            moved = _packed_move(divider, some, [goals[place] for place in pack], kind, by)
-            for place, value in zip(pack, moved, strict=True):
-                results[place] = value
+        groups.setdefault((steps[0].kind, value.dtype), []).append(index)
+        likes[index] = value.array.shape, steps[0].dim
+    for (kind, _), indices in groups.items():
+        sizes = [_size(values[index]) for index in indices]
+        for bucket in packed([likes[i] for i in indices], sizes, partitioner.bucket_bytes):
+            pack = [indices[number] for number in bucket]
+            some = [values[index] for index in pack]
+            moved = _packed_move(partitioner, some, [goals[index] for index in pack], kind, by)
+            for index, value in zip(pack, moved, strict=True):
+                results[index] = value
     return results
 
 
 def _size(value: ShardedValue) -> int:
     """Return the bytes of the whole tensor."""
-    return math.prod(value.shape) * int(value.array.dtype.itemsize)
+    return math.prod(value.shape) * int(value.dtype.itemsize)
 
 
-def _tied(value: ShardedValue, by: Array | None) -> ShardedValue:
+def _tied(partitioner: Any, value: ShardedValue, by: Array | None) -> ShardedValue:
     """Return the value with a data dependency on `by`."""
-    return (
-        value if by is None else dataclasses.replace(value, array=order_after([value.array], by)[0])
-    )
+    if by is None:
+        return value
+    tied: ShardedValue = partitioner.order_after([value], by)[0]
+    return tied
 
 
 def _packed_move(
-    divider: Any,
+    partitioner: Any,
     values: list[ShardedValue],
     goals: list[TensorSharding],
     kind: str,
@@ -291,68 +294,76 @@ def _packed_move(
 ) -> list[ShardedValue]:
     """Reshard values of one dtype by one collective over a flat buffer."""
     if len(values) == 1:
-        return [divider.move(_tied(values[0], by), goals[0])]
-    moves = [divider.moves(value, goal)[0] for value, goal in zip(values, goals, strict=True)]
-    arrays = _FLAT[kind](divider, values, moves, by)
-    divider.record_together(moves)
-    return [
-        dataclasses.replace(value, array=array, sharding=goal)
-        for value, array, goal in zip(values, arrays, goals, strict=True)
+        return [partitioner.move(_tied(partitioner, values[0], by), goals[0])]
+    context = partitioner.context
+    steps = [context.steps(value, goal)[0] for value, goal in zip(values, goals, strict=True)]
+    specs = [
+        context.spec(value.shape, value.dtype, goal, value.data_varying, value.is_param)
+        for value, goal in zip(values, goals, strict=True)
     ]
+    move = functools.partial(_FLAT[kind], specs, steps, context.axes.size(["data"]), by)
+    moved: list[ShardedValue] = partitioner.run(move, [value.array for value in values], specs)
+    partitioner.record_together(steps)
+    return moved
 
 
 def _all_gather(
-    divider: Any, values: list[ShardedValue], moves: list[ReshardStep], by: Array | None
+    specs: list[ShardedValue],
+    steps: list[ReshardStep],
+    devices: int,
+    by: Array | None,
+    *shards: Array,
 ) -> list[Array]:
     """Gather shards in one flat buffer; row i of the result is the buffer of device i.
 
     Shards (2, 3) and (5,) on 4 devices: a buffer (11,), gathered to (4, 11), is cut into (4, 2, 3)
     and (4, 5); moving the device dim next to the split dim gives (8, 3) and (20,).
     """
-    n = divider.axes.size(["data"])
-    buffer = jnp.concatenate([value.array.reshape(-1) for value in values])
+    buffer = jnp.concatenate([shard.reshape(-1) for shard in shards])
     if by is not None:
         (buffer,) = order_after([buffer], by)
     rows = lax.all_gather(buffer, "data")
     arrays, first = [], 0
-    for value, move in zip(values, moves, strict=True):
-        shard, dim = value.array.shape, move.dim
+    for shard, spec, step in zip(shards, specs, steps, strict=True):
+        shape, dim = shard.shape, step.dim
         assert dim is not None
-        last = first + math.prod(shard)
-        parts = rows[:, first:last].reshape(n, *shard)
-        whole = jnp.moveaxis(parts, 0, dim).reshape(*shard[:dim], -1, *shard[dim + 1 :])
+        last = first + math.prod(shape)
+        parts = rows[:, first:last].reshape(devices, *shape)
+        whole = jnp.moveaxis(parts, 0, dim).reshape(*shape[:dim], -1, *shape[dim + 1 :])
         # A dim that the devices do not divide was padded: drop the padding.
-        size = move.result.shard_shape(value.shape, divider.axes.sizes)[dim]
-        arrays.append(lax.slice_in_dim(whole, 0, size, axis=dim))
+        arrays.append(lax.slice_in_dim(whole, 0, spec.array.shape[dim], axis=dim))
         first = last
     return arrays
 
 
 def _reduce_scatter(
-    divider: Any, values: list[ShardedValue], moves: list[ReshardStep], by: Array | None
+    specs: list[ShardedValue],
+    steps: list[ReshardStep],
+    devices: int,
+    by: Array | None,
+    *shards: Array,
 ) -> list[Array]:
     """Reduce-scatter tensors in one flat buffer; row i of the buffer has the shards for device i.
 
     Tensors (8, 3) and (20,) on 4 devices: rows (4, 6) and (4, 5), a buffer (4, 11), scattered to
     (11,), cut into the shards (2, 3) and (5,).
     """
-    n = divider.axes.size(["data"])
-    rows, shapes = [], []
-    for value, move in zip(values, moves, strict=True):
-        dim = move.dim
+    rows = []
+    for shard, step in zip(shards, steps, strict=True):
+        dim = step.dim
         assert dim is not None
-        whole = filled(value.array, dim, n)
-        shape = (*whole.shape[:dim], n, whole.shape[dim] // n, *whole.shape[dim + 1 :])
-        rows.append(jnp.moveaxis(whole.reshape(shape), dim, 0).reshape(n, -1))
-        shapes.append((*shape[:dim], *shape[dim + 1 :]))
+        whole = pad_dim(shard, dim, devices)
+        size = whole.shape[dim] // devices
+        shape = (*whole.shape[:dim], devices, size, *whole.shape[dim + 1 :])
+        rows.append(jnp.moveaxis(whole.reshape(shape), dim, 0).reshape(devices, -1))
     buffer = jnp.concatenate(rows, axis=1)
     if by is not None:
         (buffer,) = order_after([buffer], by)
     flat = lax.psum_scatter(buffer, "data", scatter_dimension=0)
     arrays, first = [], 0
-    for shape in shapes:
-        last = first + math.prod(shape)
-        arrays.append(flat[first:last].reshape(shape))
+    for spec in specs:
+        last = first + spec.array.size
+        arrays.append(flat[first:last].reshape(spec.array.shape))
         first = last
     return arrays
 
@@ -401,10 +412,10 @@ def inlined(
                 )
                 continue
             # JAX caches traces, so two calls may share a body: each needs variables of its own.
-            made = eqn.outvars if stack is None else [Var(var.aval) for var in eqn.outvars]
-            names.update(zip(eqn.outvars, made, strict=True))
+            fresh = eqn.outvars if stack is None else [Var(var.aval) for var in eqn.outvars]
+            names.update(zip(eqn.outvars, fresh, strict=True))
             info = eqn.source_info.replace(name_stack=own)
-            flat.append(eqn.replace(invars=read, outvars=made, source_info=info))
+            flat.append(eqn.replace(invars=read, outvars=fresh, source_info=info))
             calls[id(flat[-1])] = within
 
     names: dict[Any, Any] = {}
@@ -414,8 +425,8 @@ def inlined(
 
 def computed_at(jaxpr: Any) -> list[int]:
     """Return for each result the index of the equation that computes it, or -1 if none does."""
-    places = {var: place for place, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
-    return [-1 if isinstance(atom, Literal) else places.get(atom, -1) for atom in jaxpr.outvars]
+    index_of = {var: index for index, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+    return [-1 if isinstance(atom, Literal) else index_of.get(atom, -1) for atom in jaxpr.outvars]
 
 
 def _named(atom: Any, names: Mapping[Any, Any]) -> Any:

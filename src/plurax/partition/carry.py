@@ -34,110 +34,113 @@ Kind = tuple[TensorSharding, bool, bool]
 class Carry:
     """The shardings and arrays that a loop carries.
 
-    **Arguments:** `divider`, the `Partitioner`; `variables` of the loop's body that hold the carry;
-    `cells`, the initial values.
+    **Arguments:** `partitioner`; `variables` of the loop's body that hold the carry; `inputs`, the
+    initial values.
 
     **Attributes:** `kinds`, for each value its sharding, `data_varying` and `is_param` at the start
-    of an iteration, or None for zeros in any sharding; `most`, the number of attempts after which
-    nothing can change.
+    of an iteration, or None for zeros in any sharding; `max_attempts`, the
+    number of attempts after which nothing can change.
     """
 
     def __init__(
-        self, divider: Any, variables: Sequence[Any], cells: Sequence[ValueVersions]
+        self, partitioner: Any, variables: Sequence[Any], inputs: Sequence[ValueVersions]
     ) -> None:
-        self._divider, self._cells = divider, cells
+        self._partitioner, self._inputs = partitioner, inputs
         self._avals = [var.aval for var in variables]
-        self.kinds: list[Kind | None] = [self._first_kind(cell) for cell in cells]
-        self._forced: list[TensorSharding | None] = [None] * len(cells)
+        self.kinds: list[Kind | None] = [self._first_kind(versions) for versions in inputs]
+        self._forced: list[TensorSharding | None] = [None] * len(inputs)
         self._tried = False
         # Each value changes at most four times: no longer zeros, another sharding, data-varying,
         # no longer a parameter. Two more attempts confirm the result.
-        self.most = 2 + 4 * len(cells)
+        self.max_attempts = 2 + 4 * len(inputs)
 
-    def _first_kind(self, cell: ValueVersions) -> Kind | None:
+    def _first_kind(self, versions: ValueVersions) -> Kind | None:
         """Return the input's kind, reduced: a partial sum is reduced before the loop."""
-        if cell.deferred is not None and cell.deferred.zero:
+        if versions.deferred is not None and versions.deferred.zero:
             return None
-        sharding, data_varying, is_param = cell.value.kind
+        sharding, data_varying, is_param = self._partitioner.value(versions).kind
         return TensorSharding(sharding.dims), data_varying, is_param
 
     def vary(self) -> None:
         """Mark all values as data-varying, because the number of iterations depends on the rows."""
-        for place, (cell, kind) in enumerate(zip(self._cells, self.kinds, strict=True)):
-            sharding = TensorSharding.replicated(len(cell.shape)) if kind is None else kind[0]
-            self.kinds[place] = (sharding.without(["data"]), True, False)
+        for index, (versions, kind) in enumerate(zip(self._inputs, self.kinds, strict=True)):
+            sharding = TensorSharding.replicated(len(versions.shape)) if kind is None else kind[0]
+            self.kinds[index] = (sharding.without(["data"]), True, False)
 
-    def cheaper_whole(self, sent: float) -> bool:
+    def is_gather_cheaper(self, sent: float) -> bool:
         """Whether gathering the carry over `data` once sends less than the loop's `sent` bytes.
 
         Never true for values of the batch: each device keeps its own rows.
         """
         kinds = [kind for kind in self.kinds if kind is not None]
-        if any(data_varying for _, data_varying, _ in kinds) or self._divider.joint:
+        if any(data_varying for _, data_varying, _ in kinds) or self._partitioner.joint:
             return False
         once = sum(
-            self._divider.cost(cell, kind[0].without(["data"]))
-            for cell, kind in zip(self._cells, self.kinds, strict=True)
+            self._partitioner.context.cost(versions, kind[0].without(["data"]))
+            for versions, kind in zip(self._inputs, self.kinds, strict=True)
             if kind is not None
         )
         return 0 < once < sent
 
-    def make_whole(self) -> None:
+    def replicate_over_data(self) -> None:
         """Replicate all values over `data` at the start of each iteration."""
-        for place, kind in enumerate(self.kinds):
+        for index, kind in enumerate(self.kinds):
             if kind is not None:
-                sharding = self._forced[place] = TensorSharding(kind[0].dims).without(["data"])
-                self.kinds[place] = (sharding, *kind[1:])
+                sharding = self._forced[index] = TensorSharding(kind[0].dims).without(["data"])
+                self.kinds[index] = (sharding, *kind[1:])
 
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Return the shard shapes that the body receives; this emits no collective."""
         shapes = []
-        for aval, kind, cell in zip(self._avals, self.kinds, self._cells, strict=True):
-            sharding = TensorSharding.replicated(len(cell.shape)) if kind is None else kind[0]
-            local = sharding.shard_shape(cell.shape, self._divider.axes.sizes)
-            shapes.append(jax.ShapeDtypeStruct(local, aval.dtype))
+        for aval, kind in zip(self._avals, self.kinds, strict=True):
+            sharding = TensorSharding.replicated(len(aval.shape)) if kind is None else kind[0]
+            shapes.append(self._partitioner.context.spec(aval.shape, aval.dtype, sharding).array)
         return shapes
 
     def start(self) -> list[Array]:
         """Reshard the initial values and return their shards for the first iteration."""
         arrays = []
-        for cell, kind in zip(self._cells, self.kinds, strict=True):
+        for versions, kind in zip(self._inputs, self.kinds, strict=True):
             # Only zeros start as a partial sum, and zeros are the same array with or without it.
             sharding = (
-                TensorSharding.replicated(len(cell.shape))
+                TensorSharding.replicated(len(versions.shape))
                 if kind is None
                 else TensorSharding(kind[0].dims)
             )
-            arrays.append(self._divider.reshard(cell, sharding).array)
+            arrays.append(self._partitioner.reshard(versions, sharding).array)
         return arrays
 
-    def found(self, arrays: Sequence[Array]) -> list[ValueVersions]:
+    def received(self, arrays: Sequence[Array]) -> list[ValueVersions]:
         """Wrap the arrays that an iteration receives."""
-        cells = []
+        carry = []
         for aval, kind, array in zip(self._avals, self.kinds, arrays, strict=True):
             shape = tuple(aval.shape)
             if kind is None:
-                cells.append(ValueVersions(self._divider.zeros(shape, array.dtype)))
+                carry.append(ValueVersions(self._partitioner.zeros(shape, array.dtype)))
             else:
-                cells.append(ValueVersions(ShardedValue(array, shape, *kind)))
-        return cells
+                carry.append(ValueVersions(ShardedValue(array, shape, *kind)))
+        return carry
 
-    def left(self, cells: Sequence[ValueVersions]) -> list[ShardedValue]:
+    def returned(self, results: Sequence[ValueVersions]) -> list[ShardedValue]:
         """Return an iteration's results, resharded where the fixed point needs it."""
         values = []
-        for cell, kind, forced in zip(cells, self.kinds, self._forced, strict=True):
+        for versions, kind, forced in zip(results, self.kinds, self._forced, strict=True):
             if kind is None:
-                values.append(cell.value)
+                values.append(self._partitioner.value(versions))
                 continue
             sharding, data_varying, is_param = kind
             target = forced
             if target is None:
                 # A deferred result is created in the sharding of the start, which moves nothing.
-                late = cell.deferred is not None and cell.deferred.free is None
-                target = TensorSharding(sharding.dims) if late else cell.value.sharding
+                deferred = versions.deferred
+                target = (
+                    TensorSharding(sharding.dims)
+                    if deferred is not None and deferred.free is None
+                    else self._partitioner.value(versions).sharding
+                )
             # The body may return a constant for a value that is data-varying at the start.
             target = target.without(["data"]) if data_varying else target
-            value = self._divider.reshard(cell, target)
+            value = self._partitioner.reshard(versions, target)
             values.append(
                 dataclasses.replace(
                     value,
@@ -151,15 +154,15 @@ class Carry:
         """Return whether the body returned the kinds it received; if not, update `kinds`."""
         if [value.kind for value in values] == self.kinds:
             return True
-        for place, (kind, value) in enumerate(zip(self.kinds, values, strict=True)):
+        for index, (kind, value) in enumerate(zip(self.kinds, values, strict=True)):
             new = value.kind
             if kind is not None and kind != new:
-                new = self._joined(place, kind, new)
-            self.kinds[place] = new
+                new = self._joined(index, kind, new)
+            self.kinds[index] = new
         self._tried = True
         return False
 
-    def _joined(self, place: int, kind: Kind, new: Kind) -> Kind:
+    def _joined(self, index: int, kind: Kind, new: Kind) -> Kind:
         """Return the kind to try next for a value that the body returned in another kind."""
         sharding, data_varying, is_param = kind[0], kind[1] or new[1], kind[2] and new[2]
         # The first attempt follows the body; a later mismatch is resharded in each iteration.
@@ -167,7 +170,7 @@ class Carry:
         if not self._tried and not new[0].partial:
             sharding = new[0]
         elif sharding != new[0]:
-            sharding = self._forced[place] = TensorSharding(sharding.dims)
+            sharding = self._forced[index] = TensorSharding(sharding.dims)
         if data_varying:
             sharding = sharding.without(["data"])
         return sharding, data_varying, is_param

@@ -2,7 +2,7 @@
 
 A loop's body is partitioned like any function, but each iteration must receive its operands in the
 same shardings: the constants, the carry (see `carry.py`) and the rows of the stacked inputs. `Loop`
-traces the body abstractly until these shardings are stable, then runs it under `lax.scan`.
+plans the body, executing nothing, until these shardings are stable, then runs it under `lax.scan`.
 
     mesh tensor=2; a scan over 6 layers; the model's shapes and the shapes on one device
 
@@ -23,7 +23,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array
 
@@ -44,46 +43,44 @@ class Loop:
 
     def __init__(
         self,
-        divider: Any,
+        partitioner: Any,
         eqn: Any,
         inputs: list[ValueVersions],
         goals: list[TensorSharding | None],
     ) -> None:
-        self.divider, self.eqn = divider, eqn
+        self.partitioner, self.eqn = partitioner, eqn
         self.scan = Scan.of(eqn)
         self.length, self.carried = self.scan.length, self.scan.num_carry
         self.consts, carry, xs = self.scan.split(inputs)
-        self.carry = Carry(divider, self.scan.split(self.scan.body.invars)[1], carry)
-        self.xs = [self._unstacked(cell) for cell in xs]
+        self.carry = Carry(partitioner, self.scan.split(self.scan.body.invars)[1], carry)
+        self.xs = [self._unstacked(versions) for versions in xs]
         # The carry's shardings are its own fixed point; only stacked outputs can have goals.
         self.goals = [*[None] * self.carried, *(_inner(goal) for goal in goals[self.carried :])]
-        settle_shared(divider, self.consts)
+        reduce_shared(partitioner, self.consts)
         self.found: list[ShardedValue] = []
 
-    def _unstacked(self, cell: ValueVersions) -> ShardedValue:
+    def _unstacked(self, versions: ValueVersions) -> ShardedValue:
         """Return a stacked input with its leading dim replicated, so that a scan can take rows."""
-        value: ShardedValue = self.divider.reduced(cell)
+        value: ShardedValue = self.partitioner.reduced(versions)
         if value.sharding.dims[0]:
-            value = self.divider.reshard(cell, value.sharding.with_dim(0, ()))
+            value = self.partitioner.reshard(versions, value.sharding.with_dim(0, ()))
         return value
 
     def settle(self) -> None:
-        """Find the shardings of the carry, by abstract evaluation of the body."""
-        rows = [jax.ShapeDtypeStruct(x.array.shape[1:], x.array.dtype) for x in self.xs]
-        whole = False
-        # `most` attempts reach a fixed point; replicating the carry over `data` starts a second.
-        for _ in range(2 * self.carry.most):
-            # The trial's collectives are counted, then dropped: nothing has been emitted.
-            kept = len(self.divider.records)
-            jax.eval_shape(self._turn, self.carry.shapes(), rows)
-            sent = sum(r.bytes_sent for r in self.divider.records[kept:] if "data" in r.axes)
-            del self.divider.records[kept:]
+        """Find the shardings of the carry, by planning the body."""
+        rows = [jax.ShapeDtypeStruct(x.array.shape[1:], x.dtype) for x in self.xs]
+        replicated = False
+        # `max_attempts` reach a fixed point; replicating the carry over `data` starts a second.
+        for _ in range(2 * self.carry.max_attempts):
+            with self.partitioner.planning() as records:
+                self._iteration(self.carry.shapes(), rows)
             if self.carry.learn(self.found[: self.carried]):
-                # `sent` counts one iteration, and the alternative is sent once.
-                if whole or not self.carry.cheaper_whole(sent * self.length):
+                # `sent` is that of one iteration, and the alternative is sent once.
+                sent = sum(record.bytes_sent for record in records if "data" in record.axes)
+                if replicated or not self.carry.is_gather_cheaper(sent * self.length):
                     return
-                self.carry.make_whole()
-                whole = True
+                self.carry.replicate_over_data()
+                replicated = True
         raise AssertionError("no sharding of the carry fits the loop")
 
     def start(self) -> list[Array]:
@@ -92,7 +89,8 @@ class Loop:
 
     def run(self, start: list[Array]) -> list[ValueVersions]:
         """Run the loop and return the final carry and the stacked outputs."""
-        arrays = self.scan.run(self._turn, start, [value.array for value in self.xs])
+        rows = [value.array for value in self.xs]
+        arrays = self.partitioner.executor.scan(self.scan, self._iteration, start, rows)
         results = []
         for var, array, value in zip(self.eqn.outvars, arrays, self.found, strict=True):
             sharding, data_varying, is_param = value.kind
@@ -106,18 +104,18 @@ class Loop:
             )
         return results
 
-    def _turn(self, carry: Sequence[Array], xs: Sequence[Array]) -> list[Array]:
+    def _iteration(self, carry: Sequence[Any], xs: Sequence[Any]) -> list[Array]:
         """Run one iteration on one device's shards."""
         # Fresh, because a version that is created inside the body does not exist outside of it.
-        cells = [cell.fresh() for cell in self.consts]
-        cells += self.carry.found(carry)
+        inputs = [versions.fresh() for versions in self.consts]
+        inputs += self.carry.received(carry)
         for stack, array in zip(self.xs, xs, strict=True):
-            cells.append(ValueVersions(_row(stack, array)))
-        out = self.divider.evaluate(self.scan.body, self.scan.body_consts, cells, self.goals)
-        values = self.carry.left(out[: self.carried])
+            inputs.append(ValueVersions(_row(stack, array)))
+        out = self.partitioner.evaluate(self.scan.body, self.scan.body_consts, inputs, self.goals)
+        values = self.carry.returned(out[: self.carried])
         # A stacked gradient with a goal is reduced row by row, so only shards are stacked.
         order = computed_at(self.scan.body)[self.carried :]
-        values += self.divider.finish(out[self.carried :], self.goals[self.carried :], order)
+        values += self.partitioner.finish(out[self.carried :], self.goals[self.carried :], order)
         self.found = values
         return [value.array for value in values]
 
@@ -130,37 +128,38 @@ class While:
     reads is replicated over `data` before it, and nothing inside communicates over `data`.
     """
 
-    def __init__(self, divider: Any, eqn: Any, inputs: list[ValueVersions]) -> None:
-        self.divider, self.eqn = divider, eqn
+    def __init__(self, partitioner: Any, eqn: Any, inputs: list[ValueVersions]) -> None:
+        self.partitioner, self.eqn = partitioner, eqn
         condition, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
         tested, shared = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         self.tested, self.shared = inputs[:tested], inputs[tested : tested + shared]
         # `vmap` over a data-dependent condition leaves one boolean per example.
         if condition.out_avals[0].shape:
-            condition, body = _each_its_turns(divider, condition, body, tested, shared)
+            condition, body = _masked_iterations(partitioner, condition, body, tested, shared)
             self.shared = inputs[: tested + shared]
         self.condition, self.condition_consts = open_jaxpr(condition)
         self.body, self.body_consts = open_jaxpr(body)
-        settle_shared(divider, inputs[: tested + shared])
-        self.carry = Carry(divider, self.body.invars[len(self.shared) :], inputs[tested + shared :])
+        reduce_shared(partitioner, inputs[: tested + shared])
+        self.carry = Carry(
+            partitioner, self.body.invars[len(self.shared) :], inputs[tested + shared :]
+        )
         self.found: list[ShardedValue] = []
         self.data_varying = False
 
     def settle(self) -> None:
         """Find the carry's shardings, and whether devices run different numbers of iterations."""
-        for _ in range(1 + self.carry.most):
-            kept = len(self.divider.records)
-            jax.eval_shape(lambda *carry: (self._goes_on(carry), self._turn(carry)),
-                           *self.carry.shapes())  # fmt: skip
-            del self.divider.records[kept:]
+        for _ in range(1 + self.carry.max_attempts):
+            with self.partitioner.planning():
+                self._goes_on(self.carry.shapes())
+                self._iteration(self.carry.shapes())
             # First make sure that all devices can run the loop on their own, then find a fixed
             # point for the carry without `data`.
             if self._uneven and not self.data_varying:
                 self.data_varying = True
                 self.carry.vary()
                 self.tested, self.shared = (
-                    [ValueVersions(whole_over_data(self.divider, cell)) for cell in cells]
-                    for cells in (self.tested, self.shared)
+                    [ValueVersions(replicated_over_data(self.partitioner, one)) for one in some]
+                    for some in (self.tested, self.shared)
                 )
             elif self.carry.learn(self.found):
                 return
@@ -170,8 +169,8 @@ class While:
         """Run the loop and return the final carry."""
         start = tuple(self.carry.start())
         # A permute needs all devices, and here each may leave the loop at another iteration.
-        with self.divider.apart(self.data_varying):
-            last = lax.while_loop(self._goes_on, self._turn, start)
+        with self.partitioner.apart(self.data_varying):
+            last = self.partitioner.executor.while_loop(self._goes_on, self._iteration, start)
         return [
             ValueVersions(dataclasses.replace(value, array=array))
             for value, array in zip(self.found, last, strict=True)
@@ -179,23 +178,23 @@ class While:
 
     def _goes_on(self, carry: Any) -> Array:
         """Evaluate the condition, and note in `_uneven` whether it depends on the device's rows."""
-        cells = [cell.fresh() for cell in self.tested] + self.carry.found(carry)
-        (cell,) = self.divider.evaluate(self.condition, self.condition_consts, cells)
+        inputs = [versions.fresh() for versions in self.tested] + self.carry.received(carry)
+        (holds,) = self.partitioner.evaluate(self.condition, self.condition_consts, inputs)
         # Every device needs the whole condition: a partial sum is reduced.
-        value: ShardedValue = self.divider.reshard(cell, TensorSharding(()))
+        value: ShardedValue = self.partitioner.reshard(holds, TensorSharding(()))
         self._uneven = value.data_varying
         return value.array
 
-    def _turn(self, carry: Any) -> tuple[Array, ...]:
+    def _iteration(self, carry: Any) -> tuple[Array, ...]:
         """Run one iteration on one device's shards."""
-        cells = [cell.fresh() for cell in self.shared] + self.carry.found(carry)
-        out = self.divider.evaluate(self.body, self.body_consts, cells)
-        self.found = self.carry.left(out)
+        inputs = [versions.fresh() for versions in self.shared] + self.carry.received(carry)
+        out = self.partitioner.evaluate(self.body, self.body_consts, inputs)
+        self.found = self.carry.returned(out)
         return tuple(value.array for value in self.found)
 
 
-def _each_its_turns(
-    divider: Any, condition: Any, body: Any, tested: int, shared: int
+def _masked_iterations(
+    partitioner: Any, condition: Any, body: Any, tested: int, shared: int
 ) -> tuple[Any, Any]:
     """Return condition and body of a loop to which `vmap` gave one condition per example.
 
@@ -222,25 +221,25 @@ def _each_its_turns(
 
     all_avals = [*condition.in_avals[:tested], *body.in_avals]
     return (
-        divider.traced(any_holds, *like(condition.in_avals))[0],
-        divider.traced(turn, *like(all_avals))[0],
+        partitioner.traced(any_holds, *like(condition.in_avals))[0],
+        partitioner.traced(turn, *like(all_avals))[0],
     )
 
 
-def settle_shared(divider: Any, cells: list[ValueVersions]) -> None:
+def reduce_shared(partitioner: Any, inputs: list[ValueVersions]) -> None:
     """Reduce partial sums among a loop's constants before the loop, not in each iteration."""
-    for cell in cells:
-        if cell.deferred is None or cell.deferred.source is not None:
+    for versions in inputs:
+        if versions.deferred is None or versions.deferred.free is not None:
             # First, because `ValueVersions.fresh` gives the body the first version.
-            cell.values.insert(0, divider.reduced(cell))
+            versions.values.insert(0, partitioner.reduced(versions))
 
 
-def whole_over_data(divider: Any, cell: ValueVersions) -> Any:
+def replicated_over_data(partitioner: Any, versions: ValueVersions) -> Any:
     """Return a value replicated over `data`; a deferred value is returned as it is."""
-    if cell.deferred is not None:
-        return cell.deferred
-    value: ShardedValue = divider.reduced(cell)
-    return divider.reshard(cell, value.sharding.without(["data"]))
+    if versions.deferred is not None:
+        return versions.deferred
+    value: ShardedValue = partitioner.reduced(versions)
+    return partitioner.reshard(versions, value.sharding.without(["data"]))
 
 
 def _row(stack: ShardedValue, array: Array) -> ShardedValue:

@@ -1,10 +1,10 @@
 """Partition a traced function: compute its result on the shards of one device.
 
 A model is written for whole tensors; a device holds shards of them. `partition` evaluates the
-function's equations one by one: an operator rule says which input shardings it needs and which
-sharding its result has, and an input with another sharding is resharded by the cheapest sequence of
-collectives. Call it inside `jax.shard_map`, after differentiation, so that the backward pass is
-partitioned by the same rules.
+function's equations one by one: an operator rule decides which input shardings it needs and which
+sharding its result has; an input with another sharding is resharded by the cheapest sequence of
+collectives; then the operation is executed on the shards. Call it inside `jax.shard_map`, after
+differentiation, so that the backward pass is partitioned by the same rules.
 
 Mesh data=2, tensor=2; float32; a batch of 8 rows, so each device has x with shape (4, 16).
 
@@ -23,6 +23,9 @@ given. All others are chosen to send the fewest bytes, with a preference for not
 Each device has its own rows along the mesh axis `data`: values that depend on them are
 `data_varying`, and their `shape` counts one device's rows. Parameters may be split over `data`
 (ZeRO): they are gathered at each use with a data-varying value and dropped afterwards.
+
+`plan_partition` does the same without executing anything: it returns the results' shardings and the
+collectives, for a mesh of any size, outside of `jax.shard_map`.
 """
 
 import contextlib
@@ -41,23 +44,28 @@ from jaxtyping import Array, PyTree
 from plurax import errors
 from plurax.jaxpr.barrier import order_after, order_after_cotangent, pick_dependency
 from plurax.jaxpr.compat import REMAT, called_jaxpr, is_call, is_recomputed, open_jaxpr
-from plurax.jaxpr.interpret import equation_context, holds
+from plurax.jaxpr.interpret import holds
 from plurax.mesh import within
 from plurax.partition.annotation_resolver import AnnotationResolver, NameRule
 from plurax.partition.branches import Branches
 from plurax.partition.buckets import Gathers, computed_at, inlined, together
+from plurax.partition.executors import EmitOperations, Executor, FollowShapes
 from plurax.partition.loops import Loop, While
 from plurax.partition.manual import eval_manual_body
 from plurax.partition.operators import RULES, by_default
+from plurax.partition.rule_context import RuleContext
 from plurax.partition.values import (
+    Decision,
     DeferredValue,
+    Operand,
+    Output,
     ShardedValue,
     ValueVersions,
     is_sharded_value,
     over_data,
 )
 from plurax.sharding.axes import Axes
-from plurax.sharding.reshard import ReshardStep, apply_moves, plan_reshard, wire_bytes
+from plurax.sharding.reshard import ReshardStep, apply_moves
 from plurax.sharding.spec import TensorSharding
 
 
@@ -119,20 +127,23 @@ class Partitioner:
         self.axes = axes
         self.bucket_bytes = bucket_bytes
         self.mesh = mesh
-        self._marks = AnnotationResolver(axes, named or (lambda name, shape: None))
+        self._annotations = AnnotationResolver(
+            axes, named or (lambda name, shape: None), self.value
+        )
         self.joint = joint
         self.records: list[Record] = []
+        self._executor: Executor = EmitOperations()
         self._trips = trips
-        self._now: Any = None
+        self._eqn: Any = None
         self._calls: list[Any] = []
         self._ready: dict[int, ShardedValue] = {}
 
-    def gathered_for(self, eqn: Any, first: int) -> None:
+    def _gathered_for(self, eqn: Any, first: int) -> None:
         """Mark the records from index `first` on as gathers for an operation without a rule."""
-        for place, record in enumerate(self.records[first:], first):
+        for index, record in enumerate(self.records[first:], first):
             if record.kind in ("all-gather", "all-to-all"):
                 because = (eqn.primitive.name, self._line(eqn))
-                self.records[place] = dataclasses.replace(record, without_rule=because)
+                self.records[index] = dataclasses.replace(record, without_rule=because)
 
     def _line(self, eqn: Any) -> str:
         """Return the line of the model's code that holds an equation or an enclosing call.
@@ -147,92 +158,137 @@ class Partitioner:
                 line = lines[-1]
         return line
 
+    # --- Executing, or only following shapes ------------------------------------------------------
+
+    @contextlib.contextmanager
+    def planning(self) -> Iterator[list[Record]]:
+        """Execute nothing within: shards are `jax.ShapeDtypeStruct`s. Yields the collectives."""
+        executor, records = self._executor, self.records
+        self._executor, self.records = FollowShapes(), []
+        try:
+            yield self.records
+        finally:
+            self._executor, self.records = executor, records
+
+    @property
+    def executor(self) -> Executor:
+        """What is done to shards: operations are emitted, or only shapes followed."""
+        return self._executor
+
+    @property
+    def context(self) -> RuleContext:
+        """What operator rules know of the mesh."""
+        return RuleContext(self.axes, self.joint)
+
+    def run(
+        self,
+        execute: Callable[..., Sequence[Array]],
+        arrays: Sequence[Any],
+        specs: Sequence[ShardedValue],
+    ) -> list[ShardedValue]:
+        """Apply operations to shards; `specs` are the results, with shapes in place of arrays."""
+        out = self._executor.run(execute, arrays, [spec.array for spec in specs])
+        return [
+            dataclasses.replace(spec, array=array) for spec, array in zip(specs, out, strict=True)
+        ]
+
+    def apply(self, decision: Decision, eqn: Any = None) -> list[Output]:
+        """Reshard the operands of a decision and execute it."""
+        first = len(self.records)
+        values = [self._operand(operand) for operand in decision.operands]
+        if decision.without_rule:
+            self._gathered_for(eqn, first)
+        if decision.defer is not None:
+            return [decision.defer(values)]
+        for axes, like in decision.all_reduces:
+            self.record_all_reduce(axes, like)
+        return [*self.run(decision.execute, [v.array for v in values], decision.outputs)]
+
+    def _operand(self, operand: Operand) -> ShardedValue:
+        for sharding in operand.path:
+            value = self.reshard(operand.versions, sharding)
+        return value
+
     # --- Resharding -------------------------------------------------------------------------------
 
-    def cost(self, cell: ValueVersions, target: TensorSharding) -> float:
-        """Return the bytes that each device sends to reshard a value."""
-        if cell.deferred is not None or cell.is_zero:
-            return 0.0
-        return min(wire_bytes(self.moves(value, target)) for value in _able(cell, target))
+    def value(self, versions: ValueVersions) -> ShardedValue:
+        """Return the first version; a deferred value is created for it."""
+        if versions.deferred is not None:
+            self.create(versions, versions.deferred.default_sharding)
+        return versions.value
 
-    def reshard(self, cell: ValueVersions, target: TensorSharding) -> ShardedValue:
+    def create(self, versions: ValueVersions, sharding: TensorSharding) -> None:
+        """Create a deferred value in a sharding, or the nearest possible, as its first version."""
+        deferred = versions.deferred
+        assert deferred is not None
+        decision = deferred.decide(self.context, deferred.sources, sharding)
+        (value,) = self.apply(decision)
+        assert isinstance(value, ShardedValue)
+        versions.values.append(value)
+
+    def reshard(self, versions: ValueVersions, target: TensorSharding) -> ShardedValue:
         """Reshard a value from whichever of its versions is cheapest, and keep the new version."""
-        if cell.deferred is not None:
-            made = cell.deferred.make(target)
-            cell.values.append(made)
-        options = _able(cell, target)
-        best = min(options, key=lambda value: wire_bytes(self.moves(value, target)))
-        # Zeros are created in the target sharding, which sends nothing.
+        if versions.deferred is not None:
+            self.create(versions, target)
+        best = self.context.cheapest(versions, target)
         if best.sharding == target:
             return best
-        moved = self.zeros(cell.shape, best.array.dtype).make(target) if cell.is_zero else None
-        moved = moved or self.move(best, target)
-        cell.values.append(moved)
+        if versions.is_zero:
+            # Zeros are created in the target sharding, which sends nothing.
+            zeros = ValueVersions(self.zeros(versions.shape, best.dtype))
+            self.create(zeros, target)
+            moved = zeros.value
+        else:
+            moved = self.move(best, target)
+        versions.values.append(moved)
         return moved
-
-    def moves(self, value: ShardedValue, target: TensorSharding) -> list[ReshardStep]:
-        """Return the steps that reshard a value."""
-        size: int = value.array.dtype.itemsize
-        avoid = frozenset({"data"}) if value.data_varying else frozenset()
-        return plan_reshard(value.sharding, target, value.shape, size, self.axes, avoid)
 
     def move(self, value: ShardedValue, target: TensorSharding) -> ShardedValue:
         """Reshard one value and record the collectives."""
         if value.sharding == target:
             return value
-        moves = self.moves(value, target)
-        for move in moves:
+        steps = self.context.steps(value, target)
+        for step in steps:
             # A slice is local.
-            if move.kind != "slice":
-                axes = self.axes.mesh_axes(move.axes)
-                by = _named(self._now) if self._now is not None else ""
+            if step.kind != "slice":
+                over = self.axes.mesh_axes(step.axes)
+                by = _named(self._eqn) if self._eqn is not None else ""
                 self.records.append(
-                    Record(move.kind, axes, move.bytes, move.bytes_sent, self._trips, by)
+                    Record(step.kind, over, step.bytes, step.bytes_sent, self._trips, by)
                 )
-        array = apply_moves(value.array, value.shape, value.sharding, moves, self.axes)
-        return dataclasses.replace(value, array=array, sharding=target)
+        spec = self.context.spec(
+            value.shape, value.dtype, target, value.data_varying, value.is_param
+        )
+        axes = self.axes
+
+        def apply(shard: Array) -> list[Array]:
+            return [apply_moves(shard, value.shape, value.sharding, steps, axes)]
+
+        return self.run(apply, [value.array], [spec])[0]
 
     def whole(self, value: ShardedValue) -> ShardedValue:
         """Replicate a value on every device."""
         return self.move(value, TensorSharding.replicated(len(value.shape)))
 
-    def reduced(self, cell: ValueVersions) -> ShardedValue:
+    def reduced(self, versions: ValueVersions) -> ShardedValue:
         """Return a version that is not a partial sum; reduce one if there is none."""
-        for value in cell.values:
-            if not value.sharding.partial:
-                return value
-        return self.reshard(cell, TensorSharding(cell.value.sharding.dims))
+        return self.reshard(versions, self.context.reduced(versions))
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> DeferredValue:
         """Return zeros whose sharding is chosen by the first reader."""
-
-        def make(sharding: TensorSharding) -> ShardedValue:
-            local = sharding.shard_shape(shape, self.axes.sizes)
-            return ShardedValue(jnp.zeros(local, dtype), shape, sharding, is_param=True)
-
-        return DeferredValue(shape, make, zero=True)
+        return self.context.zeros(shape, dtype)
 
     def constant(self, value: Any) -> ValueVersions:
         """Return a constant of a traced function, replicated; a numeric zero stays deferred."""
+        aval = jax.typeof(value)
         known = isinstance(value, np.ndarray | np.generic | int | float)
         if known and not np.shape(value) and not value and not isinstance(value, bool):
-            return ValueVersions(self.zeros((), jnp.asarray(value).dtype))
-        array = jnp.asarray(value)
-        return ValueVersions(
-            ShardedValue(array, array.shape, TensorSharding.replicated(array.ndim), is_param=True)
-        )
+            return ValueVersions(self.zeros((), aval.dtype))
+        whole = TensorSharding.replicated(len(aval.shape))
+        spec = self.context.spec(aval.shape, aval.dtype, whole, is_param=True)
+        return ValueVersions(self.run(lambda: [jnp.asarray(value)], [], [spec])[0])
 
-    def all_reduced(self, array: Array, axes: Sequence[str], op: Callable[..., Array]) -> Array:
-        """Reduce an array by `op`, such as `lax.pmax`, over some axes."""
-        # One collective cannot span parts of two mesh axes: then reduce over one axis at a time.
-        owners = [[a] for a in axes] if not self.axes.together(axes) else [list(axes)]
-        for one in owners:
-            names, groups = self.axes.group(one)
-            self.record_all_reduce(one, array)
-            array = op(array, names, axis_index_groups=groups)
-        return array
-
-    def record_all_reduce(self, axes: Sequence[str], array: Array) -> None:
+    def record_all_reduce(self, axes: Sequence[str], array: Any) -> None:
         """Record an all-reduce that the caller emits itself."""
         n, size = self.axes.size(axes), array.size * array.dtype.itemsize
         bytes_sent, at = 2 * size * (n - 1) / n, self.axes.mesh_axes(axes)
@@ -298,22 +354,22 @@ class Partitioner:
             return self.constant(atom.val) if isinstance(atom, Literal) else here[atom]
 
         # `uses` counted the call as one reader; the readers in its body replace it.
-        for var, cell in known.items():
-            cell.uses += uses.get(var, 0) - 1
-        for place, eqn in enumerate(gathers.eqns if gathers else eqns):
+        for var, versions in known.items():
+            versions.uses += uses.get(var, 0) - 1
+        for index, eqn in enumerate(gathers.eqns if gathers else eqns):
             inputs = [read(atom) for atom in eqn.invars]
             goals = [goal.get(var) for var in eqn.outvars]
             self._calls[inside:] = calls.get(id(eqn), ())
             if gathers is not None:
                 meets = self._meets(inputs)
-                self._ready = gathers.before(place, here, pick_dependency(meets) if meets else None)
-            with equation_context(eqn, inlined=is_call(eqn)):
+                self._ready = gathers.before(index, here, pick_dependency(meets) if meets else None)
+            with self._executor.context(eqn):
                 outputs = self._equation(eqn, inputs, goals)
-            for var, cell in zip(eqn.outvars, outputs, strict=True):
+            for var, versions in zip(eqn.outvars, outputs, strict=True):
                 # An annotation may return its input: then the readers of both add up.
-                before = cell.uses - 1 if cell in inputs else 0
-                cell.uses = before + uses.get(var, 0)
-                here[var] = cell
+                before = versions.uses - 1 if versions in inputs else 0
+                versions.uses = before + uses.get(var, 0)
+                here[var] = versions
         del self._calls[inside:]
         return [read(atom) for atom in results]
 
@@ -341,15 +397,16 @@ class Partitioner:
         if name == "cond":
             return Branches(self, eqn, inputs).run()
         if name in ("annotate", "sharding_constraint"):
-            target = self._marks.of(eqn, inputs[0])
+            target = self._annotations.of(eqn, inputs[0])
             return [inputs[0] if target is None else ValueVersions(self.reshard(inputs[0], target))]
         if name == "shard_map":
             return self._by_hand(eqn, self.together(inputs))
-        inputs = self.together(inputs)
-        rule = RULES.get(name, by_default)
-        self._now = eqn
-        outputs = rule(self, eqn, inputs)
-        self._now = None
+        decision = RULES.get(name, by_default)(self.context, eqn, self.together(inputs))
+        if isinstance(decision, DeferredValue):
+            return [ValueVersions(decision)]
+        self._eqn = eqn
+        outputs = self.apply(decision, eqn)
+        self._eqn = None
         return [ValueVersions(output) for output in outputs]
 
     def together(self, inputs: list[ValueVersions]) -> list[ValueVersions]:
@@ -360,72 +417,76 @@ class Partitioner:
         version exists that is not split over `data`, it is used and nothing is gathered.
         """
         meets = self._meets(inputs)
-        if not meets and not any(cell.data_varying for cell in inputs):
+        if not meets and not any(versions.data_varying for versions in inputs):
             return inputs
         ready = self._ready
-        inputs = [ValueVersions(ready[id(cell)]) if id(cell) in ready else cell for cell in inputs]
-        cells = [
-            cell if self.joint and _rows(cell) else self._without_data(cell) for cell in inputs
-        ]
+        inputs = [ValueVersions(ready[id(one)]) if id(one) in ready else one for one in inputs]
+        inputs = [one if self._may_stay_split(one) else self._without_data(one) for one in inputs]
         split = [
-            cell
-            for cell in cells
-            if cell.deferred is None
-            and over_data(cell.value.sharding)
-            and not (self.joint and _rows(cell))
+            one
+            for one in inputs
+            if one.deferred is None
+            and over_data(one.value.sharding)
+            and not self._may_stay_split(one)
         ]
-        arrays = [cell.value.array for cell in split]
+        values = [one.value for one in split]
         # The order is on the shards: the gather itself then cannot run earlier.
         if split and meets:
-            arrays = order_after(arrays, pick_dependency(meets))
-        tied = iter(arrays)
+            values = self.order_after(values, pick_dependency(meets))
+        tied = iter(values)
 
-        def whole(cell: ValueVersions) -> ValueVersions:
-            value = dataclasses.replace(cell.value, array=next(tied))
+        def gathered(value: ShardedValue) -> ValueVersions:
             return ValueVersions(self.move(value, value.sharding.without(["data"])))
 
-        return [whole(cell) if cell in split else cell for cell in cells]
+        return [gathered(next(tied)) if one in split else one for one in inputs]
 
-    def _without_data(self, cell: ValueVersions) -> ValueVersions:
+    def order_after(self, values: Sequence[ShardedValue], by: Array) -> list[ShardedValue]:
+        """Return values with a data dependency on `by` (see `jaxpr.barrier`)."""
+        return self.run(
+            lambda *arrays: order_after(arrays, by), [value.array for value in values], values
+        )
+
+    def _may_stay_split(self, versions: ValueVersions) -> bool:
+        """Whether a value is no parameter, and may stay split over `data` because rows are."""
+        created = versions.deferred is None
+        return self.joint and created and (versions.is_zero or not versions.is_param)
+
+    def _without_data(self, versions: ValueVersions) -> ValueVersions:
         """Drop the versions that are split over `data`, if any other version exists."""
-        kept = [value for value in cell.values if not over_data(value.sharding)]
-        if len(kept) == len(cell.values):
-            return cell
-        if cell.is_zero:
-            return ValueVersions(self.zeros(cell.shape, cell.value.array.dtype))
+        kept = [value for value in versions.values if not over_data(value.sharding)]
+        if len(kept) == len(versions.values):
+            return versions
+        if versions.is_zero:
+            return ValueVersions(self.zeros(versions.shape, versions.dtype))
         if not kept:
-            return cell
-        other = ValueVersions(kept[0], cell.uses)
+            return versions
+        other = ValueVersions(kept[0], versions.uses)
         other.values = kept
         return other
 
-    def of_rows(self, value: ShardedValue) -> bool:
-        """Whether a value depends on the batch, so that parameters are gathered to meet it."""
-        return value.data_varying or (self.joint and not value.is_param)
-
-    def of_parameters(self, value: ShardedValue) -> bool:
-        """Whether a value is split over `data` and must be gathered to meet the batch."""
-        return "data" in value.sharding.axes and (value.is_param or not self.joint)
-
     def _meets(self, inputs: list[ValueVersions]) -> list[Array]:
         """Return the arrays that depend on the batch."""
-        known = (cell.deferred.source if cell.deferred else cell.value for cell in inputs)
-        return [value.array for value in known if value is not None and self.of_rows(value)]
+        context = self.context
+        known = (one.deferred.repeated if one.deferred else one.value for one in inputs)
+        return [value.array for value in known if value is not None and context.of_rows(value)]
 
     def _gathers_parameters(self, known: Mapping[Any, ValueVersions]) -> bool:
         """Whether several parameters may need a gather over `data`, so that buckets pay off."""
-        values = [cell.value for cell in known.values() if cell.deferred is None]
-        split = [v for v in values if self.of_parameters(v) and not v.data_varying]
-        return len(split) > 1 and any(map(self.of_rows, values))
+        values = [one.value for one in known.values() if one.deferred is None]
+        of_parameters, of_rows = self.context.of_parameters, self.context.of_rows
+        split = [v for v in values if of_parameters(v) and not v.data_varying]
+        return len(split) > 1 and any(map(of_rows, values))
 
     def _barrier(self, inputs: list[ValueVersions]) -> list[ValueVersions]:
         """Order the inputs of a recomputed function after its cotangent (see `jaxpr.barrier`)."""
-        made = [cell.value for cell in inputs]
-        tied = order_after_cotangent([v.array for v in made], [v.is_param for v in made])
-        return [
-            ValueVersions(dataclasses.replace(value, array=array))
-            for value, array in zip(made, tied, strict=True)
-        ]
+        values = [self.value(versions) for versions in inputs]
+        free_on_cpu = [value.is_param for value in values]
+        tied = self.run(
+            lambda *arrays: order_after_cotangent(arrays, free_on_cpu),
+            [value.array for value in values],
+            values,
+        )
+        return [ValueVersions(value) for value in tied]
 
     @contextlib.contextmanager
     def apart(self, data_varying: bool) -> Iterator[None]:
@@ -449,9 +510,9 @@ class Partitioner:
         """Evaluate a `scan`; collectives in its body are recorded `length` times."""
         loop = Loop(self, eqn, inputs, goals)
         loop.settle()
-        self._now = eqn
+        self._eqn = eqn
         start = loop.start()
-        self._now = None
+        self._eqn = None
         trips, self._trips = self._trips, self._trips * loop.length
         outputs = loop.run(start)
         self._trips = trips
@@ -459,7 +520,7 @@ class Partitioner:
 
     def finish(
         self,
-        cells: Sequence[ValueVersions],
+        results: Sequence[ValueVersions],
         goals: Sequence[TensorSharding | None],
         order: Sequence[int] | None = None,
     ) -> list[ShardedValue]:
@@ -469,49 +530,45 @@ class Partitioner:
         are computed one after another share a bucket.
         """
         values, targets = [], []
-        for cell, goal in zip(cells, goals, strict=True):
-            values.append(cell.value if goal is None else self._term(cell, goal))
+        for versions, goal in zip(results, goals, strict=True):
+            values.append(self.value(versions) if goal is None else self._term(versions, goal))
             targets.append(values[-1].sharding if goal is None else goal)
         return together(self, values, targets, order=order)
 
-    def _term(self, cell: ValueVersions, target: TensorSharding) -> ShardedValue:
+    def _term(self, versions: ValueVersions, target: TensorSharding) -> ShardedValue:
         """Return the version to reshard; a data-varying value becomes partial over `data`."""
-        late = cell.deferred
-        if late is not None:
-            cell.values.append(late.make(target.without(["data"])))
-        value = cell.value
+        if versions.deferred is not None:
+            self.create(versions, target.without(["data"]))
+        value = versions.value
         if value.data_varying and "data" in target.axes:
             # Each device has the gradient of its own rows: together they are a partial sum.
             partial = value.sharding.partial | {"data"}
             return dataclasses.replace(
                 value, sharding=TensorSharding(value.sharding.dims, partial), data_varying=False
             )
-        options = _able(cell, target)
-        return min(options, key=lambda value: wire_bytes(self.moves(value, target)))
+        return self.context.cheapest(versions, target)
 
     def _by_hand(self, eqn: Any, inputs: list[ValueVersions]) -> list[ValueVersions]:
         """Evaluate a `jax.shard_map` of the model: its body is already code for one device."""
         params = eqn.params
-        data_varying = any(cell.data_varying for cell in inputs)
+        data_varying = any(versions.data_varying for versions in inputs)
         arrays = []
-        for cell, spec in zip(inputs, params["in_specs"], strict=True):
-            target = self._known(spec, len(cell.shape))
+        for versions, spec in zip(inputs, params["in_specs"], strict=True):
+            target = self._known(spec, len(versions.shape))
             if data_varying and "data" in target.axes:
                 raise errors.by_hand_over_data(spec)
-            arrays.append(self.reshard(cell, target).array)
+            arrays.append(self.reshard(versions, target).array)
         body, consts = open_jaxpr(params["jaxpr"])
         if not self.axes.permutes and holds(body, "ppermute"):
             raise errors.permute_in_stage()
-        outputs = eval_manual_body(body, consts, arrays)
-        results = []
-        for var, array, spec in zip(eqn.outvars, outputs, params["out_specs"], strict=True):
-            sharding = self._known(spec, len(var.aval.shape))
+        specs = []
+        for var, spec in zip(eqn.outvars, params["out_specs"], strict=True):
+            aval, sharding = var.aval, self._known(spec, len(var.aval.shape))
             if data_varying and "data" in sharding.axes:
                 raise errors.by_hand_over_data(spec)
-            results.append(
-                ValueVersions(ShardedValue(array, var.aval.shape, sharding, data_varying))
-            )
-        return results
+            specs.append(self.context.spec(aval.shape, aval.dtype, sharding, data_varying))
+        results = self.run(lambda *shards: eval_manual_body(body, consts, shards), arrays, specs)
+        return [ValueVersions(value) for value in results]
 
     def _known(self, spec: Any, rank: int) -> TensorSharding:
         """Return a spec's sharding, without axes of one device, with mesh axes split into parts."""
@@ -522,7 +579,7 @@ class Partitioner:
 
 def partition(
     fun: Callable[..., PyTree],
-    divider: Partitioner,
+    partitioner: Partitioner,
     args: tuple[PyTree, ...],
     wanted: Callable[[PyTree], PyTree] | None = None,
     *,
@@ -533,7 +590,7 @@ def partition(
     **Arguments:**
 
     - `fun`: a function of trees of arrays, written for whole tensors.
-    - `divider`: the `Partitioner`, with the axes and the rule for annotations.
+    - `partitioner`: the `Partitioner`, with the axes and the rule for annotations.
     - `args`: trees of `ShardedValue`s.
     - `wanted`: a function from the tree of the result's `jax.ShapeDtypeStruct`s to a tree of the
       same structure with each result's `TensorSharding`, or None for no constraint.
@@ -544,21 +601,55 @@ def partition(
     Raises `PlanError` if an annotation does not fit the value it is on.
     """
     leaves, structure = jax.tree.flatten(args, is_leaf=is_sharded_value)
-    like = [jax.ShapeDtypeStruct(value.shape, value.array.dtype) for value in leaves]
-    closed, shapes = divider.traced(fun, *jax.tree.unflatten(structure, like))
+    like = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in leaves]
+    closed, shapes = partitioner.traced(fun, *jax.tree.unflatten(structure, like))
     goals: list[Any] = []
     # A None may also be part of the tree: an absent parameter.
     given = wanted(shapes) if wanted is not None else jax.tree.map(lambda _: None, shapes)
     jax.tree.map(lambda _, goal: goals.append(goal), shapes, given)
-    cells = divider.evaluate(closed.jaxpr, closed.consts, [ValueVersions(v) for v in leaves], goals)
-    for cell, goal in zip(cells, goals, strict=True):
+    inputs = [ValueVersions(value) for value in leaves]
+    results = partitioner.evaluate(closed.jaxpr, closed.consts, inputs, goals)
+    for versions, goal in zip(results, goals, strict=True):
         # A deferred value must be created in some sharding, and its goal is the best.
-        if goal is not None and cell.deferred and not tight:
-            cell.values.append(cell.deferred.make(goal))
+        if goal is not None and versions.deferred and not tight:
+            partitioner.create(versions, goal)
     if not tight:
         goals = [None] * len(goals)
-    out = divider.finish(cells, goals, computed_at(closed.jaxpr))
+    out = partitioner.finish(results, goals, computed_at(closed.jaxpr))
     return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+
+def plan_partition(
+    fun: Callable[..., PyTree],
+    partitioner: Partitioner,
+    args: tuple[PyTree, ...],
+    wanted: Callable[[PyTree], PyTree] | None = None,
+    *,
+    tight: bool = True,
+) -> tuple[PyTree, list[Record]]:
+    """Return the shardings and collectives of `partition` without executing any operation.
+
+    **Arguments:** as `partition`'s. The arrays of the `ShardedValue`s in `args` may be
+    `jax.ShapeDtypeStruct`s, as `partitioner.context.spec` creates them.
+
+    **Returns:** the result, a tree of `ShardedValue`s with a `jax.ShapeDtypeStruct` for each array;
+    and the collectives, in order.
+
+    Raises `PlanError` as `partition` does.
+
+    >>> axes = Axes({"data": 128, "tensor": 8})
+    >>> partitioner = Partitioner(axes)
+    >>> spec = partitioner.context.spec
+    >>> x = spec((4, 16), jnp.float32, TensorSharding.of(None, "tensor"), data_varying=True)
+    >>> w = spec((16, 32), jnp.float32, TensorSharding.of("tensor", "data"), is_param=True)
+    >>> y, records = plan_partition(lambda x, w: jnp.tanh(x @ w), partitioner, (x, w))
+    >>> y.sharding, y.array.shape
+    (TensorSharding(None, None), (4, 32))
+    >>> [(record.kind, record.axes, record.bytes) for record in records]
+    [('all-gather', ('data',), 256), ('all-reduce', ('tensor',), 512)]
+    """
+    with partitioner.planning() as records:
+        return partition(fun, partitioner, args, wanted, tight=tight), records
 
 
 def _live(
@@ -579,16 +670,6 @@ def _live(
             eqns.append(eqn)
             read(eqn.invars)
     return eqns[::-1], uses
-
-
-def _able(cell: ValueVersions, target: TensorSharding) -> list[ShardedValue]:
-    """Return the versions that can reach a sharding; a partial sum cannot be restored."""
-    return [value for value in cell.values if target.partial <= value.sharding.partial]
-
-
-def _rows(cell: ValueVersions) -> bool:
-    """Whether a value is no parameter, so that in `joint` mode it may stay split over `data`."""
-    return cell.deferred is None and (cell.is_zero or not cell.value.is_param)
 
 
 def _named(eqn: Any) -> str:

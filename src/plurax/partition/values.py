@@ -3,7 +3,8 @@
 A variable stands for one tensor, but equations may need it in different shardings, and some
 tensors are best created only when a reader has asked for a sharding. `ShardedValue` is a tensor in
 one sharding, and `DeferredValue` one that is not created yet. `ValueVersions` is what a variable
-holds: the tensor in all the shardings to which it has been brought.
+holds: the tensor in all the shardings to which it has been brought. A `Decision` says how one
+equation is evaluated on shards.
 
     mesh tensor=4; h has shape (8, 32), float32
 
@@ -16,7 +17,7 @@ holds: the tensor in all the shardings to which it has been brought.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxtyping import Array
@@ -30,14 +31,14 @@ class ShardedValue:
 
     **Fields:**
 
-    - `array`: this device's shard.
+    - `array`: this device's shard; a `jax.ShapeDtypeStruct` of its shape while nothing is computed.
     - `shape`: of the whole tensor.
     - `sharding`: of the tensor.
     - `data_varying`: whether it depends on the device's own rows of the batch.
     - `is_param`: whether it is a parameter, or computed from parameters and constants alone.
     """
 
-    array: Array
+    array: Any
     shape: tuple[int, ...]
     sharding: TensorSharding
     data_varying: bool = False
@@ -46,6 +47,11 @@ class ShardedValue:
     def __post_init__(self) -> None:
         # `shape` counts one device's rows, so no dim of it can be split over `data` as well.
         assert not (self.data_varying and over_data(self.sharding)), self.sharding
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the tensor."""
+        return self.array.dtype
 
     @property
     def kind(self) -> tuple[TensorSharding, bool, bool]:
@@ -69,22 +75,39 @@ class DeferredValue:
 
     **Fields:**
 
-    - `shape`: of the whole tensor.
-    - `make`: a function `make(sharding) -> ShardedValue`.
+    - `shape`, `dtype`: of the whole tensor.
+    - `decide`: `decide(context, sources, sharding)` returns the `Decision` that creates it from
+      `sources`, in the given sharding or the nearest possible; `context` is a `RuleContext`.
+    - `sources`: the values from which it is created.
     - `zero`: whether all entries are zero.
-    - `flattened`: the tensor of which this is the reshape to one dim.
-    - `source`: the value that is repeated, and `free`, the sharding in which repeating it sends
-      nothing.
-    - `data_varying`: whether the value will depend on the device's own rows.
+    - `flattened`: whether it is the reshape of its source to one dim.
+    - `free`: if its source is repeated, the sharding in which repeating it sends nothing.
+    - `data_varying`, `is_param`: as in `ShardedValue`.
     """
 
     shape: tuple[int, ...]
-    make: Callable[[TensorSharding], ShardedValue]
+    dtype: Any
+    decide: "Callable[[Any, Sequence[ValueVersions], TensorSharding], Decision]"
+    sources: "tuple[ValueVersions, ...]" = ()
     zero: bool = False
-    flattened: "ValueVersions | None" = None
-    source: ShardedValue | None = None
+    flattened: bool = False
     free: TensorSharding | None = None
     data_varying: bool = False
+    is_param: bool = False
+
+    @property
+    def default_sharding(self) -> TensorSharding:
+        """The sharding in which it is created for a reader that needs none in particular."""
+        return self.free or TensorSharding.replicated(len(self.shape))
+
+    @property
+    def repeated(self) -> ShardedValue | None:
+        """The value that is repeated, if it is one."""
+        return self.sources[0].value if self.free is not None else None
+
+    def fresh(self) -> "DeferredValue":
+        """Return a copy of which nothing is kept: creating it leaves the sources as they are."""
+        return dataclasses.replace(self, sources=tuple(one.copy() for one in self.sources))
 
 
 Output = ShardedValue | DeferredValue
@@ -108,41 +131,99 @@ class ValueVersions:
     """
 
     def __init__(self, value: Output, uses: int = 1) -> None:
-        self._late = value if isinstance(value, DeferredValue) else None
+        self._deferred = value if isinstance(value, DeferredValue) else None
         self.values = [] if isinstance(value, DeferredValue) else [value]
         self.uses = uses
 
     @property
+    def _any(self) -> Output:
+        return self.values[0] if self._deferred is None else self._deferred
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole tensor."""
-        return self._late.shape if self._late is not None else self.values[0].shape
+        return self._any.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the tensor."""
+        return self._any.dtype
 
     @property
     def value(self) -> ShardedValue:
-        """The first version. A deferred value is created: replicated, or in its `free` sharding."""
-        if self.deferred is not None:
-            free = self.deferred.free or TensorSharding.replicated(len(self.shape))
-            self.values.append(self.deferred.make(free))
+        """The first version. A deferred value has none until `Partitioner.value` creates it."""
         return self.values[0]
 
     @property
     def is_zero(self) -> bool:
         """Whether all entries are known to be zero."""
-        return self._late is not None and self._late.zero
+        return self._deferred is not None and self._deferred.zero
 
     @property
     def deferred(self) -> DeferredValue | None:
         """The deferred value, or None once it has been created."""
-        return None if self.values else self._late
+        return None if self.values else self._deferred
 
     @property
     def data_varying(self) -> bool:
         """Whether it depends on the device's own rows."""
         return (self.deferred or self.values[0]).data_varying
 
+    @property
+    def is_param(self) -> bool:
+        """Whether it is computed from parameters and constants alone."""
+        return (self.deferred or self.values[0]).is_param
+
     def fresh(self) -> "ValueVersions":
         """Return the value without its other versions, for the body of a loop.
 
         `uses` is 2: each iteration reads the value, so a reader must not consume a partial sum.
         """
-        return ValueVersions(self.deferred or self.value, uses=2)
+        return ValueVersions(self.deferred.fresh() if self.deferred else self.value, uses=2)
+
+    def copy(self) -> "ValueVersions":
+        """Return the value with its versions; versions added to the copy stay in it."""
+        other = ValueVersions(self._deferred.fresh() if self._deferred else self.value, self.uses)
+        other.values = list(self.values)
+        return other
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """An operand of an equation, and the sharding that it must have.
+
+    **Fields:** `versions`, the operand; `path`, the shardings to which it is resharded one after
+    another. Each is kept as a version, so that later equations find, for example, a partial sum
+    reduced, and not only reduced and gathered.
+    """
+
+    versions: ValueVersions
+    path: tuple[TensorSharding, ...]
+
+    @property
+    def sharding(self) -> TensorSharding:
+        """The sharding that the equation needs."""
+        return self.path[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """How one equation is evaluated on shards.
+
+    **Fields:**
+
+    - `operands`: in the order in which they are resharded.
+    - `outputs`: the results, with a `jax.ShapeDtypeStruct` of the shard in place of each array.
+    - `execute`: a function from the operands' shards to the outputs' shards.
+    - `all_reduces`: the all-reduces in `execute`: the axes, and shape and dtype of the shards.
+    - `without_rule`: whether the operands are gathered only because the operation has no rule.
+    - `defer`: if the result is deferred, a function that returns it from the resharded operands;
+      then there are no `outputs`, and `execute` is not called.
+    """
+
+    operands: tuple[Operand, ...]
+    outputs: tuple[ShardedValue, ...]
+    execute: Callable[..., Sequence[Array]]
+    all_reduces: tuple[tuple[tuple[str, ...], Any], ...] = ()
+    without_rule: bool = False
+    defer: Callable[[Sequence[ShardedValue]], DeferredValue] | None = None

@@ -164,7 +164,7 @@ class StageVjp:
         results = [*handed, *aux, *(self._kept if keep else ())]
         cells = self.divider.evaluate_part(self._forward.eqns, self._known(inputs), results)
         front, behind = cells[: len(handed)], cells[len(handed) :]
-        rest = [cell.value for cell in behind]
+        rest = [self.divider.value(cell) for cell in behind]
         for place in range(len(aux) - self._writes, len(aux)):
             rest[place] = self.divider.reshard(
                 behind[place], TensorSharding.replicated(len(behind[place].shape))
@@ -205,7 +205,9 @@ class StageVjp:
         results = [*self._inputs, *self._left]
         cells = self.divider.evaluate_part(self._first, known, results)
         count = len(self._inputs)
-        return self._handed(cells[:count], shardings), [cell.value for cell in cells[count:]]
+        return self._handed(cells[:count], shardings), [
+            self.divider.value(cell) for cell in cells[count:]
+        ]
 
     def weight_gradient(
         self, inputs: Inputs, kept: Values, left: Values, goals: Sequence[TensorSharding | None]

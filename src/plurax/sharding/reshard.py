@@ -255,7 +255,7 @@ def _slice(shard: Array, shape: Any, here: TensorSharding, move: ReshardStep, ax
     assert move.dim is not None
     n = axes.size(move.axes)
     # The last shard of a dim that n does not divide ends with zeros.
-    padded = filled(shard, move.dim, n)
+    padded = pad_dim(shard, move.dim, n)
     size = padded.shape[move.dim] // n
     return lax.dynamic_slice_in_dim(padded, axes.index(move.axes) * size, size, move.dim)
 
@@ -287,7 +287,7 @@ def _reduce_scatter(
 ) -> Array:
     assert move.dim is not None
     names, groups = axes.group(move.axes)
-    padded = filled(shard, move.dim, axes.size(move.axes))
+    padded = pad_dim(shard, move.dim, axes.size(move.axes))
     return lax.psum_scatter(
         padded, names, scatter_dimension=move.dim, tiled=True, axis_index_groups=groups
     )
@@ -317,7 +317,7 @@ _DO: dict[str, Callable[..., Array]] = {
 }
 
 
-def filled(shard: Array, dim: int, n: int) -> Array:
+def pad_dim(shard: Array, dim: int, n: int) -> Array:
     """Pad a dim with zeros at its end to a multiple of `n`."""
     missing = -shard.shape[dim] % n
     if not missing:

@@ -1,8 +1,9 @@
 """Operator rules: the shardings an operation needs and the sharding of its result.
 
-A rule `rule(partitioner, eqn, inputs)` takes the `ValueVersions` of an equation's inputs, reshards
-them, applies the operation to the shards, and returns a `ShardedValue` (or a `DeferredValue`) for
-each result. An operation without a rule gets replicated inputs, which is always right.
+A rule `rule(context, eqn, inputs)` takes the `ValueVersions` of an equation's inputs and returns a
+`Decision`: the shardings that the operands must have, the results' shapes and shardings, and a
+function from the operands' shards to the results' shards. It reads no array. An operation without a
+rule gets replicated inputs, which is always right.
 """
 
 from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS
@@ -74,9 +75,9 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(["random_fold_in", "random_clone"], elementwise.elementwise),
     **dict.fromkeys(
         ["random_bits", "random_split", "random_unwrap", "random_wrap", "bitcast_convert_type"],
-        random.drawn,
+        random.random,
     ),
     "optimization_barrier": shape_ops.barrier,
-    "reshard": shape_ops.as_it_lies,
+    "reshard": shape_ops.unchanged,
 }
 """Rules by the names of JAX's primitives; `by_default` is the rule of all others."""

@@ -1,8 +1,9 @@
 """Helpers that the rules of several operations share.
 
-Most rules do three things: choose a common sharding for the operands, reshard them to it, and apply
-the operation to the shards. The choice is between the shardings that the operands already have, and
-the one that sends the fewest bytes wins.
+A rule `rule(context, eqn, inputs)` decides, without arrays, which sharding each operand must have,
+which sharding each result then has, and what one device computes from its shards. Most rules bring
+all operands to one common sharding. The choice is between the shardings that the operands already
+have, and the one that sends the fewest bytes wins.
 
     mesh tensor=4; a (8, 64) is split as (None, tensor), b (8, 64) is (None, None); float32
 
@@ -14,73 +15,107 @@ An operand that is a partial sum may stay one if the operation is linear and no 
 the operand: another reader could need it reduced, and it would then be reduced twice.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxtyping import Array
 
 from plurax.jaxpr.interpret import bind
-from plurax.partition.values import Output, ShardedValue, ValueVersions
+from plurax.partition.rule_context import RuleContext
+from plurax.partition.values import (
+    Decision,
+    DeferredValue,
+    Operand,
+    ShardedValue,
+    ValueVersions,
+)
+from plurax.sharding.reshard import apply_moves
 from plurax.sharding.spec import TensorSharding
 
-Rule = Callable[[Any, Any, list[ValueVersions]], list[Output]]
+Rule = Callable[[RuleContext, Any, list[ValueVersions]], Decision | DeferredValue]
 
 
 def result(
-    eqn: Any, inputs: list[ValueVersions], array: Array, sharding: TensorSharding, place: int = 0
+    context: RuleContext,
+    eqn: Any,
+    inputs: Sequence[ValueVersions],
+    sharding: TensorSharding,
+    index: int = 0,
 ) -> ShardedValue:
-    """Return a result of an equation; `data_varying` and `is_param` follow from the inputs."""
-    values = [cell.value for cell in inputs if not cell.deferred]
-    return ShardedValue(
-        array,
-        tuple(eqn.outvars[place].aval.shape),
+    """Return the spec of a result of an equation; what it depends on follows from the inputs."""
+    aval = eqn.outvars[index].aval
+    return context.spec(
+        tuple(aval.shape),
+        aval.dtype,
         sharding,
-        data_varying=any(value.data_varying for value in values),
-        is_param=all(value.is_param for value in values),
+        data_varying=any(versions.data_varying for versions in inputs),
+        is_param=all(versions.is_param for versions in inputs),
     )
 
 
-def by_default(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
-    """Apply an operation without a rule to replicated operands, and record the gathers."""
-    before = len(divider.records)
-    arrays = [
-        divider.reshard(cell, TensorSharding.replicated(len(cell.shape))).array for cell in inputs
-    ]
-    divider.gathered_for(eqn, before)
-    return [
-        result(eqn, inputs, array, TensorSharding.replicated(array.ndim), place)
-        for place, array in enumerate(bind(eqn, arrays))
-    ]
+def decided(
+    context: RuleContext,
+    eqn: Any,
+    inputs: Sequence[ValueVersions],
+    operands: Sequence[Operand],
+    *shardings: TensorSharding,
+    **changed: Any,
+) -> Decision:
+    """Return the decision to apply the equation's primitive to the operands' shards.
+
+    **Arguments:** `inputs`, on which the results depend; `shardings`, of the results, or one for
+    all; `changed`, parameters of the primitive that are other than in the equation.
+    """
+    outputs = tuple(
+        result(context, eqn, inputs, shardings[min(index, len(shardings) - 1)], index)
+        for index in range(len(eqn.outvars))
+    )
+
+    def execute(*shards: Array) -> list[Array]:
+        return bind(eqn, shards, **changed)
+
+    return Decision(tuple(operands), outputs, execute)
 
 
-def fitting(cell: ValueVersions, target: TensorSharding) -> TensorSharding:
+def by_default(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
+    """Apply an operation without a rule to replicated operands."""
+    whole = [Operand(one, (TensorSharding.replicated(len(one.shape)),)) for one in inputs]
+    outputs = [TensorSharding.replicated(len(var.aval.shape)) for var in eqn.outvars]
+    decision = decided(context, eqn, inputs, whole, *outputs)
+    return dataclasses.replace(decision, without_rule=True)
+
+
+def fitting(versions: ValueVersions, target: TensorSharding) -> TensorSharding:
     """Return an operand's sharding for a result sharded as `target`.
 
     Scalars are replicated, and so are dims of size 1, which broadcast.
     """
-    if not cell.shape:
+    if not versions.shape:
         return TensorSharding(())
     return TensorSharding(
         tuple(
-            entry if size > 1 else () for size, entry in zip(cell.shape, target.dims, strict=True)
+            entry if size > 1 else ()
+            for size, entry in zip(versions.shape, target.dims, strict=True)
         )
     )
 
 
 def common_sharding(
-    divider: Any, cells: list[ValueVersions], kept: frozenset[str] = frozenset()
+    context: RuleContext, inputs: Sequence[ValueVersions], kept: frozenset[str] = frozenset()
 ) -> TensorSharding:
     """Return the operand sharding to which all operands are resharded for the fewest bytes.
 
     Partial sums over the axes in `kept` may stay, so they cost nothing. With equal bytes the
     sharding with the most shards wins.
     """
-    rank = max(len(cell.shape) for cell in cells)
-    made = [cell for cell in cells if not cell.deferred and len(cell.shape) == rank]
+    rank = max(len(one.shape) for one in inputs)
+    known = [one for one in inputs if not one.deferred and len(one.shape) == rank]
     # Partial sums are candidates in their reduced form.
-    options = {TensorSharding(value.sharding.dims) for cell in made for value in cell.values}
+    options = {TensorSharding(value.sharding.dims) for one in known for value in one.values}
     options = options or {
-        cell.deferred.free for cell in cells if cell.deferred and cell.deferred.free is not None
+        one.deferred.free for one in inputs if one.deferred and one.deferred.free is not None
     }
     if not options:
         return TensorSharding.replicated(rank)
@@ -89,49 +124,132 @@ def common_sharding(
 
     def cost(option: TensorSharding) -> tuple[float, float]:
         total = 0.0
-        for cell in made:
-            still = kept & cell.value.sharding.partial
-            total += divider.cost(cell, TensorSharding(fitting(cell, option).dims, still))
-        return total, -divider.axes.size(option.axes)
+        for one in known:
+            still = kept & one.value.sharding.partial
+            total += context.cost(one, TensorSharding(fitting(one, option).dims, still))
+        return total, -context.axes.size(option.axes)
 
     allowed = [option for option in options if not kept & set(option.axes)]
     # Sets have no fixed order: sorting makes the choice the same in every process.
     return min(sorted(allowed, key=repr), key=cost)
 
 
-def can_stay_partial(cell: ValueVersions) -> bool:
+def created(inputs: Sequence[ValueVersions]) -> Sequence[ValueVersions]:
+    """Return the inputs that are not deferred, or all if all are."""
+    return [versions for versions in inputs if not versions.deferred] or inputs
+
+
+def to_sharding(inputs: Sequence[ValueVersions], target: TensorSharding) -> list[Operand]:
+    """Return operands that all need one sharding."""
+    return [Operand(versions, (target,)) for versions in inputs]
+
+
+def can_stay_partial(versions: ValueVersions) -> bool:
     """Whether a partial sum may stay unreduced: it has one reader and no reduced version."""
-    return cell.uses <= 1 and all(value.sharding.partial for value in cell.values)
+    return versions.uses <= 1 and all(value.sharding.partial for value in versions.values)
 
 
-def maybe_partial(divider: Any, cell: ValueVersions) -> ShardedValue:
-    """Return a value for a linear operation that only moves entries, partial if possible."""
-    return cell.value if can_stay_partial(cell) else divider.reduced(cell)
+def maybe_partial(context: RuleContext, versions: ValueVersions) -> TensorSharding:
+    """Return the sharding for a linear operation that only moves entries, partial if possible."""
+    if can_stay_partial(versions):
+        return context.first(versions).sharding
+    return context.reduced(versions)
 
 
-def replicate_dims(
-    divider: Any, cell: ValueVersions, value: ShardedValue, dims: Sequence[int]
-) -> ShardedValue:
-    """Reshard a value so that some of its dims are replicated."""
-    axes = [axis for dim in dims for axis in value.sharding.dims[dim]]
-    if not axes:
-        return value
-    entries = tuple(() if d in dims else e for d, e in enumerate(value.sharding.dims))
-    moved: ShardedValue = divider.reshard(cell, TensorSharding(entries, value.sharding.partial))
-    return moved
+def through(versions: ValueVersions, *path: TensorSharding) -> Operand:
+    """Return an operand that is brought to some shardings one after another."""
+    return Operand(versions, tuple(dict.fromkeys(path)))
 
 
-def rows_again(divider: Any, value: ShardedValue, came: TensorSharding) -> ShardedValue:
+def with_replicated(
+    versions: ValueVersions, sharding: TensorSharding, dims: Sequence[int]
+) -> Operand:
+    """Return an operand that has `sharding`, and in which some dims are then replicated."""
+    entries = tuple(() if dim in dims else entry for dim, entry in enumerate(sharding.dims))
+    return through(versions, sharding, TensorSharding(entries, sharding.partial))
+
+
+def local_shape(context: RuleContext, operand: Operand) -> tuple[int, ...]:
+    """Return the shape of one shard of an operand."""
+    return operand.sharding.shard_shape(operand.versions.shape, context.axes.sizes)
+
+
+def with_rows_split(context: RuleContext, decision: Decision, before: TensorSharding) -> Decision:
     """Split over `data` the rows that an operation needed whole, to keep later equations parallel.
 
-    `came` is the sharding before the operation. This applies in `joint` mode only, in which rows
+    `before` is the sharding before the operation. This applies in `joint` mode only, in which rows
     are one dim split over `data`.
     """
-    taken = {*value.sharding.axes, *value.sharding.partial}
-    if not divider.joint or "data" in taken:
-        return value
-    for dim, entry in enumerate(came.dims):
-        if "data" in entry and value.shape[dim] % divider.axes.size(["data"]) == 0:
-            again: ShardedValue = divider.move(value, value.sharding.with_dim(dim, ("data",)))
-            return again
-    return value
+    targets = [_rows_split(context, value, before) for value in decision.outputs]
+    if all(value.sharding == to for value, to in zip(decision.outputs, targets, strict=True)):
+        return decision
+    outputs = tuple(
+        context.spec(one.shape, one.dtype, to, one.data_varying, one.is_param)
+        for one, to in zip(decision.outputs, targets, strict=True)
+    )
+
+    def execute(*shards: Array) -> list[Array]:
+        arrays = decision.execute(*shards)
+        return [
+            sliced(context, value, array, to)
+            for value, array, to in zip(decision.outputs, arrays, targets, strict=True)
+        ]
+
+    return dataclasses.replace(decision, outputs=outputs, execute=execute)
+
+
+def _rows_split(
+    context: RuleContext, value: ShardedValue, before: TensorSharding
+) -> TensorSharding:
+    """Return the sharding with `data` on the dim where `before` has it, if possible."""
+    sharding = value.sharding
+    if context.joint and "data" not in {*sharding.axes, *sharding.partial}:
+        for dim, entry in enumerate(before.dims):
+            if "data" in entry and value.shape[dim] % context.axes.size(["data"]) == 0:
+                return sharding.with_dim(dim, ("data",))
+    return sharding
+
+
+def sliced(context: RuleContext, spec: ShardedValue, array: Array, target: TensorSharding) -> Array:
+    """Return the part of a replicated dim that a device keeps; nothing is sent."""
+    steps = context.steps(spec, target)
+    assert all(step.kind == "slice" for step in steps), steps
+    return apply_moves(array, spec.shape, spec.sharding, steps, context.axes)
+
+
+def reshaped_whole(
+    versions: ValueVersions,
+    shape: tuple[int, ...],
+    reshape: Callable[[Array], Array],
+    *,
+    flattened: bool = False,
+) -> DeferredValue:
+    """Return the deferred reshape of a value that is gathered when an operation reads it."""
+    return DeferredValue(
+        shape,
+        versions.dtype,
+        functools.partial(_reshaped, shape=shape, reshape=reshape),
+        sources=(versions,),
+        flattened=flattened,
+        data_varying=versions.data_varying,
+        is_param=versions.is_param,
+    )
+
+
+def _reshaped(
+    context: RuleContext,
+    sources: Sequence[ValueVersions],
+    target: TensorSharding,
+    *,
+    shape: tuple[int, ...],
+    reshape: Callable[[Array], Array],
+) -> Decision:
+    """Decide to gather the source, reshape it, and keep this device's shard."""
+    (versions,) = sources
+    whole, flags = TensorSharding.replicated(len(shape)), (versions.data_varying, versions.is_param)
+    spec = context.spec(shape, versions.dtype, whole, *flags)
+    return Decision(
+        (Operand(versions, (TensorSharding.replicated(len(versions.shape)),)),),
+        (context.spec(shape, versions.dtype, target, *flags),),
+        lambda array: [sliced(context, spec, reshape(array), target)],
+    )

@@ -16,8 +16,10 @@ one is all-reduced at once; other reductions replicate the dim first.
     max(c, axis=1)        (None)                    maxima of 16 columns, then all-reduce (max)
 """
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -27,33 +29,35 @@ from plurax.jaxpr.interpret import bind
 from plurax.partition.operators.common import (
     can_stay_partial,
     common_sharding,
+    decided,
     fitting,
     result,
+    with_replicated,
 )
-from plurax.partition.values import Output, ValueVersions
+from plurax.partition.rule_context import RuleContext
+from plurax.partition.values import Decision, DeferredValue, Operand, ValueVersions
+from plurax.sharding.axes import Axes
 from plurax.sharding.spec import TensorSharding
 
 _SUMS = frozenset(["add", "sub", "add_any", "complex"])
 _LINEAR = frozenset(["neg", "convert_element_type", "copy", "real", "imag", "conj", "name"])
 
 
-def elementwise(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
+def elementwise(
+    context: RuleContext, eqn: Any, inputs: list[ValueVersions]
+) -> Decision | DeferredValue:
     """Reshard all operands to the sharding that sends the fewest bytes."""
-    shape = tuple(eqn.outvars[0].aval.shape)
+    aval = eqn.outvars[0].aval
     if eqn.primitive.name in _LINEAR and inputs[0].is_zero:
-        return [divider.zeros(shape, eqn.outvars[0].aval.dtype)]
+        return context.zeros(tuple(aval.shape), aval.dtype)
     kept = _kept_partial(eqn, inputs)
-    target = common_sharding(divider, inputs, kept)
-    arrays = []
-    for cell in inputs:
+    target = common_sharding(context, inputs, kept)
+    operands = []
+    for one in inputs:
         # A partial sum that other equations read too is reduced, even if the others stay partial.
-        still = kept if not cell.deferred and can_stay_partial(cell) else frozenset()
-        arrays.append(
-            divider.reshard(cell, TensorSharding(fitting(cell, target).dims, still)).array
-        )
-    array = bind(eqn, arrays)[0]
-    assert len(target.dims) == len(shape)
-    return [result(eqn, inputs, array, TensorSharding(target.dims, kept))]
+        still = kept if not one.deferred and can_stay_partial(one) else frozenset()
+        operands.append(Operand(one, (TensorSharding(fitting(one, target).dims, still),)))
+    return decided(context, eqn, inputs, operands, TensorSharding(target.dims, kept))
 
 
 def _kept_partial(eqn: Any, inputs: list[ValueVersions]) -> frozenset[str]:
@@ -63,8 +67,8 @@ def _kept_partial(eqn: Any, inputs: list[ValueVersions]) -> frozenset[str]:
     """
     name, every = eqn.primitive.name, inputs
     sums = [
-        cell.value.sharding.partial if not cell.deferred and can_stay_partial(cell) else frozenset()
-        for cell in inputs
+        frozenset() if one.deferred or not can_stay_partial(one) else one.value.sharding.partial
+        for one in inputs
     ]
     # A selection is linear in its cases if the predicate is no partial sum.
     if name == "select_n" and not sums[0]:
@@ -72,9 +76,11 @@ def _kept_partial(eqn: Any, inputs: list[ValueVersions]) -> frozenset[str]:
     if name in _SUMS:
         # Zeros can be a partial sum over any axes. All other terms must agree.
         real = [
-            s for s, c in zip(sums, inputs, strict=True) if not (c.deferred and c.deferred.zero)
+            axes
+            for axes, one in zip(sums, inputs, strict=True)
+            if not (one.deferred and one.deferred.zero)
         ]
-        common = real[0] if real and all(s == real[0] for s in real) else frozenset()
+        common = real[0] if real and all(axes == real[0] for axes in real) else frozenset()
     elif name in _LINEAR or (name == "div" and not sums[1] and _rounds_only(eqn)):
         common = sums[0]
     elif name == "mul" and bool(sums[0]) != bool(sums[1]):
@@ -84,7 +90,7 @@ def _kept_partial(eqn: Any, inputs: list[ValueVersions]) -> frozenset[str]:
     if name == "convert_element_type" and not _rounds_only(eqn):
         return frozenset()
     # An axis cannot both split a dim of the result and have it partial.
-    others = [axis for cell in every if not cell.deferred for axis in cell.value.sharding.axes]
+    others = [axis for one in every if not one.deferred for axis in one.value.sharding.axes]
     return frozenset() if common & set(others) else common
 
 
@@ -97,37 +103,41 @@ def _rounds_only(eqn: Any) -> bool:
     return all(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
 
 
-def reduction(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
+def reduction(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Reduce over dims: sums stay partial, maxima and minima are all-reduced, others gather."""
     name, dims = eqn.primitive.name, tuple(eqn.params["axes"])
-    cell = inputs[0]
-    # A reduction of a flattened tensor is one over all dims of the original, on its shards.
-    if cell.deferred is not None and cell.deferred.flattened is not None and dims:
-        cell = cell.deferred.flattened
-        dims = tuple(range(len(cell.shape)))
-    value = cell.value if name == "reduce_sum" and can_stay_partial(cell) else divider.reduced(cell)
-    over = tuple(axis for dim in dims for axis in value.sharding.dims[dim])
-    neutral = _neutral(name, value.array.dtype)
-    if cell is not inputs[0] and neutral is None:
-        # An argmax, for example, is an index into the flat tensor: it needs that tensor whole.
-        return reduction(
-            divider, eqn, [ValueVersions(divider.reshard(inputs[0], TensorSharding.replicated(1)))]
-        )
-    if over and neutral is None:
-        value = divider.reshard(cell, value.sharding.without(over))
-        over = ()
-    array = value.array
-    # Padding must not enter the reduction.
-    for dim in set(value.sharding.indivisible_dims(value.shape, divider.axes.sizes)) & set(dims):
-        array = only_real(divider, value.sharding, value.shape, array, dim, neutral)
-    array = bind(eqn, [array], axes=dims)[0]
-    partial = value.sharding.partial
-    if over and name == "reduce_sum":
-        partial = partial | set(over)
-    elif over:
-        array = _joined(divider, array, over, name)
-    kept = tuple(e for dim, e in enumerate(value.sharding.dims) if dim not in dims)
-    return [result(eqn, [cell], array, TensorSharding(kept, partial))]
+    versions, neutral = inputs[0], _neutral(name, inputs[0].dtype)
+    # A reduction of a flattened tensor is one over all dims of the original, on its shards. But an
+    # argmax, for example, is an index into the flat tensor.
+    if versions.deferred and versions.deferred.flattened and dims and neutral is not None:
+        (versions,) = versions.deferred.sources
+        dims = tuple(range(len(versions.shape)))
+    if name == "reduce_sum" and can_stay_partial(versions):
+        have = context.first(versions).sharding
+    else:
+        have = context.reduced(versions)
+    operand = with_replicated(versions, have, dims if neutral is None else ())
+    sharding = operand.sharding
+    over = tuple(axis for dim in dims for axis in sharding.dims[dim])
+    kept = tuple(entry for dim, entry in enumerate(sharding.dims) if dim not in dims)
+    # A sum over a split dim is left partial; without a neutral element no such dim is left.
+    terms = sharding.partial | set(over) if name == "reduce_sum" else sharding.partial
+    joined = () if name == "reduce_sum" else over
+    spec = result(context, eqn, [versions], TensorSharding(kept, terms))
+    padded = set(sharding.indivisible_dims(versions.shape, context.axes.sizes)) & set(dims)
+
+    def execute(array: Array) -> list[Array]:
+        # Padding must not enter the reduction.
+        for dim in sorted(padded):
+            array = only_real(context.axes, sharding, versions.shape, array, dim, neutral)
+        (array,) = bind(eqn, [array], axes=dims)
+        return [_all_reduced(context.axes, array, joined, name)]
+
+    # Booleans are all-reduced as integers.
+    dtype = jnp.int32 if spec.dtype == jnp.bool_ else spec.dtype
+    like = jax.ShapeDtypeStruct(spec.array.shape, dtype)
+    all_reduces = tuple((tuple(axes), like) for axes in _groups(context.axes, joined))
+    return Decision((operand,), (spec,), execute, all_reduces)
 
 
 def _neutral(name: str, dtype: Any) -> Any:
@@ -148,16 +158,31 @@ def _neutral(name: str, dtype: Any) -> Any:
     return limits.min if least else limits.max
 
 
-def _joined(divider: Any, array: Array, over: tuple[str, ...], name: str) -> Array:
+def _groups(axes: Axes, over: tuple[str, ...]) -> list[list[str]]:
+    """Return the axes of each all-reduce over some axes.
+
+    One collective cannot span parts of two mesh axes: then it is one for each axis.
+    """
+    if not over:
+        return []
+    return [list(over)] if axes.together(over) else [[axis] for axis in over]
+
+
+def _all_reduced(axes: Axes, array: Array, over: tuple[str, ...], name: str) -> Array:
     """All-reduce the shards' maxima or minima; booleans are reduced as integers."""
-    op = lax.pmax if name in ("reduce_max", "reduce_or") else lax.pmin
-    if not jnp.issubdtype(array.dtype, jnp.bool_):
-        return divider.all_reduced(array, over, op)
-    return divider.all_reduced(array.astype(jnp.int32), over, op).astype(jnp.bool_)
+    if not over:
+        return array
+    op: Callable[..., Array] = lax.pmax if name in ("reduce_max", "reduce_or") else lax.pmin
+    truth = array.dtype == jnp.bool_
+    total = array.astype(jnp.int32) if truth else array
+    for some in _groups(axes, over):
+        names, groups = axes.group(some)
+        total = op(total, names, axis_index_groups=groups)
+    return total.astype(jnp.bool_) if truth else total
 
 
 def only_real(
-    divider: Any,
+    axes: Axes,
     sharding: TensorSharding,
     shape: tuple[int, ...],
     array: Array,
@@ -169,6 +194,6 @@ def only_real(
     A dim of size 10 over 4 devices has shards of 3: the last two entries of device 3 are padding.
     """
     size = array.shape[dim]
-    first = divider.axes.index(sharding.dims[dim]) * size
-    place = first + lax.broadcasted_iota(jnp.int32, array.shape, dim)
-    return jnp.where(place < shape[dim], array, jnp.asarray(neutral, array.dtype))
+    first = axes.index(sharding.dims[dim]) * size
+    index = first + lax.broadcasted_iota(jnp.int32, array.shape, dim)
+    return jnp.where(index < shape[dim], array, jnp.asarray(neutral, array.dtype))

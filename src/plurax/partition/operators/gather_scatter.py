@@ -26,8 +26,10 @@ from jax import lax
 from jaxtyping import Array
 
 from plurax.jaxpr.interpret import bind
-from plurax.partition.operators.common import result
-from plurax.partition.values import DeferredValue, Output, ShardedValue, ValueVersions
+from plurax.partition.operators.common import decided, local_shape, result, through
+from plurax.partition.rule_context import RuleContext
+from plurax.partition.values import Decision, DeferredValue, Operand, ValueVersions
+from plurax.sharding.axes import Axes
 from plurax.sharding.spec import TensorSharding
 
 Entry = tuple[str, ...]
@@ -62,11 +64,11 @@ def _roles(
     """Return the roles for the shapes and dimension numbers of a gather or scatter."""
     kept = [d for d in range(len(table)) if d not in removed and d not in batching[0]]
     window = {
-        d: place
-        for d, place in zip(kept, windows, strict=True)
-        if rows[place] == table[d] and d not in index_map
+        d: row_dim
+        for d, row_dim in zip(kept, windows, strict=True)
+        if rows[row_dim] == table[d] and d not in index_map
     }
-    outer = [place for place in range(len(rows)) if place not in windows]
+    outer = [row_dim for row_dim in range(len(rows)) if row_dim not in windows]
     return Roles(
         window,
         dict(zip(*batching, strict=True)),
@@ -76,55 +78,51 @@ def _roles(
 
 
 def _dims_of_table(
-    divider: Any, cell: ValueVersions, roles: Roles, sharding: TensorSharding
+    context: RuleContext, table: ValueVersions, roles: Roles, sharding: TensorSharding
 ) -> tuple[Entry, ...]:
     """Return the sharding the table can have that is nearest to the given one.
 
     Dims that are neither a window, a batch nor an indexed dim are replicated, and so are dims that
     the shards do not divide.
     """
-    ways = divider.axes.sizes
+    padded = sharding.indivisible_dims(table.shape, context.axes.sizes)
+    known = roles.window.keys() | roles.batch.keys() | roles.indexed.keys()
     return tuple(
-        entry
-        if (dim in roles.window or dim in roles.batch or dim in roles.indexed)
-        and dim not in sharding.indivisible_dims(cell.shape, ways)
-        else ()
+        entry if dim in known and dim not in padded else ()
         for dim, entry in enumerate(sharding.dims)
     )
 
 
-def _index_entries(cell: ValueVersions, roles: Roles, table: Sequence[Entry]) -> list[Entry]:
+def _index_entries(have: TensorSharding, roles: Roles, table: Sequence[Entry]) -> list[Entry]:
     """Return the dims' axes for the indices: those of the table on batch dims, elsewhere their own.
 
     Axes that split the table are left out, because each device needs all indices into its shard.
     """
     used = {axis for entry in table for axis in entry}
-    entries: list[Entry] = [
-        tuple(a for a in entry if a not in used) for entry in cell.value.sharding.dims
-    ]
+    entries: list[Entry] = [tuple(a for a in entry if a not in used) for entry in have.dims]
     entries[-1] = ()
-    for dim, place in roles.batch.items():
-        entries[place] = table[dim]
+    for dim, index_dim in roles.batch.items():
+        entries[index_dim] = table[dim]
     return entries
 
 
 def _own_index(
-    divider: Any, indices: Array, roles: Roles, table: Sequence[Entry], shape: Sequence[int]
+    axes: Axes, indices: Array, roles: Roles, table: Sequence[Entry], shape: Sequence[int]
 ) -> tuple[Array, Array | None, Array | None]:
     """Return indices into this device's shard, whether each is in it, and whether in the table."""
     own = inside = None
-    for dim, place in roles.indexed.items():
+    for dim, position in roles.indexed.items():
         if not table[dim]:
             continue
-        size = shape[dim] // divider.axes.size(table[dim])
-        index = indices[..., place]
+        size = shape[dim] // axes.size(table[dim])
+        index = indices[..., position]
         # Device k has the rows k * size to (k + 1) * size.
-        local = index - jnp.asarray(divider.axes.index(table[dim]) * size, index.dtype)
+        local = index - jnp.asarray(axes.index(table[dim]) * size, index.dtype)
         here = (local >= 0) & (local < size)
         there = (index >= 0) & (index < shape[dim])
         own = here if own is None else own & here
         inside = there if inside is None else inside & there
-        indices = indices.at[..., place].set(local)
+        indices = indices.at[..., position].set(local)
     return indices, own, inside
 
 
@@ -134,12 +132,12 @@ def _clipped(indices: Array, roles: Roles, shape: Sequence[int], mode: Any) -> A
         indices = indices.astype(jnp.int32)
     if mode != lax.GatherScatterMode.CLIP:
         return indices
-    for dim, place in roles.indexed.items():
-        indices = indices.at[..., place].set(jnp.clip(indices[..., place], 0, shape[dim] - 1))
+    for dim, position in roles.indexed.items():
+        indices = indices.at[..., position].set(jnp.clip(indices[..., position], 0, shape[dim] - 1))
     return indices
 
 
-def gather(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
+def gather(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Evaluate `table[indices]`, a partial sum over the axes of a split indexed dim."""
     table, indices = inputs
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
@@ -153,41 +151,55 @@ def gather(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
         (numbers.operand_batching_dims, numbers.start_indices_batching_dims),
     )
     # The table stays in its sharding where the operation allows it; the indices follow.
-    table_dims = _dims_of_table(divider, table, roles, divider.reduced(table).sharding)
-    from_ = divider.reshard(table, TensorSharding(table_dims))
-    at = divider.reshard(indices, TensorSharding(tuple(_index_entries(indices, roles, table_dims))))
-    local = tuple(
-        from_.array.shape[d] if d in roles.window else size for d, size in enumerate(sizes)
-    )
-    clipped = _clipped(at.array, roles, table.shape, eqn.params["mode"])
-    index, own, inside = _own_index(divider, clipped, roles, table_dims, table.shape)
-    params = {**eqn.params, "slice_sizes": local}
-    # Indices into other shards are clipped, and what they read is masked below.
-    if own is not None:
-        params["mode"] = lax.GatherScatterMode.CLIP
-    array = eqn.primitive.bind(from_.array, index, **params)
+    have = context.reduced(table)
+    table_dims = _dims_of_table(context, table, roles, have)
+    from_ = through(table, have, TensorSharding(table_dims))
+    index_dims = _index_entries(context.first(indices).sharding, roles, table_dims)
+    at = Operand(indices, (TensorSharding(tuple(index_dims)),))
     entries: list[Entry] = [()] * len(out.shape)
-    for dim, place in roles.window.items():
-        entries[place] = table_dims[dim]
-    for dim, place in roles.rows_of.items():
-        entries[place] = at.sharding.dims[dim]
+    for dim, row_dim in roles.window.items():
+        entries[row_dim] = table_dims[dim]
+    for dim, row_dim in roles.rows_of.items():
+        entries[row_dim] = index_dims[dim]
     # A row is on one device along these axes, and zero on the others.
     summed = frozenset(axis for dim in roles.indexed for axis in table_dims[dim])
-    if own is not None:
-        assert inside is not None
-        shape = [1] * array.ndim
-        for dim, place in roles.rows_of.items():
-            shape[place] = own.shape[dim]
-        own, inside = own.reshape(shape), inside.reshape(shape)
-        array = jnp.where(own, array, jnp.zeros((), array.dtype))
-        if eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
-            # Only one device fills in: the others' terms are zero.
-            first = divider.axes.index(sorted(summed)) == 0
-            array = jnp.where(~inside & first, _fill(eqn, array.dtype), array)
-    data_varying = from_.data_varying or at.data_varying
-    return [
-        ShardedValue(array, tuple(out.shape), TensorSharding(tuple(entries), summed), data_varying)
-    ]
+    local = local_shape(context, from_)
+    kept = tuple(local[d] if d in roles.window else size for d, size in enumerate(sizes))
+    spec = result(context, eqn, inputs, TensorSharding(tuple(entries), summed))
+    read = functools.partial(_read_own, context.axes, eqn, roles, table_dims, table.shape, kept)
+    return Decision((from_, at), (spec,), read)
+
+
+def _read_own(
+    axes: Axes,
+    eqn: Any,
+    roles: Roles,
+    table_dims: Sequence[Entry],
+    shape: tuple[int, ...],
+    slice_sizes: tuple[int, ...],
+    table: Array,
+    indices: Array,
+) -> list[Array]:
+    """Read the rows of this device's shard of a table of the given shape, and zeros for others."""
+    clipped = _clipped(indices, roles, shape, eqn.params["mode"])
+    index, own, inside = _own_index(axes, clipped, roles, table_dims, shape)
+    # Indices into other shards are clipped, and what they read is masked below.
+    mode = eqn.params["mode"] if own is None else lax.GatherScatterMode.CLIP
+    (array,) = bind(eqn, [table, index], slice_sizes=slice_sizes, mode=mode)
+    if own is None:
+        return [array]
+    assert inside is not None
+    mask_shape = [1] * array.ndim
+    for dim, row_dim in roles.rows_of.items():
+        mask_shape[row_dim] = own.shape[dim]
+    own, inside = own.reshape(mask_shape), inside.reshape(mask_shape)
+    array = jnp.where(own, array, jnp.zeros((), array.dtype))
+    if eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
+        # Only one device fills in: the others' terms are zero.
+        split = {axis for dim in roles.indexed for axis in table_dims[dim]}
+        first = axes.index(sorted(split)) == 0
+        array = jnp.where(~inside & first, _fill(eqn, array.dtype), array)
+    return [array]
 
 
 def _fill(eqn: Any, dtype: Any) -> Array:
@@ -202,44 +214,49 @@ def _fill(eqn: Any, dtype: Any) -> Array:
     return jnp.asarray(limits.min if least else limits.max, dtype)
 
 
-def scatter_add(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
+def scatter_add(
+    context: RuleContext, eqn: Any, inputs: list[ValueVersions]
+) -> Decision | DeferredValue:
     """Evaluate `table.at[indices].add(rows)`; into zeros, the result stays deferred."""
     table = inputs[0]
-    late = table.deferred
-    if late is not None and late.zero:
-        data_varying = any(cell.data_varying for cell in inputs)
-        make = functools.partial(_added, divider, eqn, inputs)
-        return [DeferredValue(table.shape, make, data_varying=data_varying)]
-    return [_added(divider, eqn, inputs, divider.reduced(table).sharding)]
+    if table.deferred is None or not table.deferred.zero:
+        have = context.reduced(table)
+        return _rows_added(context, inputs, have, eqn=eqn, path=(have,))
+    decide = functools.partial(_rows_added, eqn=eqn)
+    return DeferredValue(
+        table.shape,
+        table.dtype,
+        decide,
+        tuple(inputs),
+        data_varying=any(one.data_varying for one in inputs),
+        is_param=all(one.is_param for one in inputs),
+    )
 
 
-def scatter(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
+def scatter(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Evaluate `table.at[indices].set(rows)` and the like; the indexed dims are replicated."""
     table, indices, rows = inputs
     numbers = eqn.params["dimension_numbers"]
     roles = _scattered(table, rows, numbers)
-    have = divider.reduced(table).sharding
-    uneven = have.indivisible_dims(table.shape, divider.axes.sizes)
+    have = context.reduced(table)
+    padded = have.indivisible_dims(table.shape, context.axes.sizes)
     table_dims = tuple(
-        entry if (dim in roles.window or dim in roles.batch) and dim not in uneven else ()
+        entry if (dim in roles.window or dim in roles.batch) and dim not in padded else ()
         for dim, entry in enumerate(have.dims)
     )
     row_entries: list[Entry] = [()] * len(rows.shape)
     index_entries: list[Entry] = [()] * len(indices.shape)
-    for dim, place in roles.window.items():
-        row_entries[place] = table_dims[dim]
-    for dim, place in roles.batch.items():
-        row_entries[roles.rows_of[place]] = index_entries[place] = table_dims[dim]
-    targets = [
-        TensorSharding(table_dims),
-        TensorSharding(tuple(index_entries)),
-        TensorSharding(tuple(row_entries)),
+    for dim, row_dim in roles.window.items():
+        row_entries[row_dim] = table_dims[dim]
+    for dim, index_dim in roles.batch.items():
+        row_entries[roles.rows_of[index_dim]] = index_entries[index_dim] = table_dims[dim]
+    target = TensorSharding(table_dims)
+    operands = [
+        through(table, have, target),
+        Operand(indices, (TensorSharding(tuple(index_entries)),)),
+        Operand(rows, (TensorSharding(tuple(row_entries)),)),
     ]
-    arrays = [
-        divider.reshard(cell, sharding).array
-        for cell, sharding in zip(inputs, targets, strict=True)
-    ]
-    return [result(eqn, inputs, bind(eqn, arrays)[0], targets[0])]
+    return decided(context, eqn, inputs, operands, target)
 
 
 def _scattered(table: ValueVersions, rows: ValueVersions, numbers: Any) -> Roles:
@@ -254,53 +271,83 @@ def _scattered(table: ValueVersions, rows: ValueVersions, numbers: Any) -> Roles
     )
 
 
-def _added(
-    divider: Any, eqn: Any, inputs: list[ValueVersions], wanted: TensorSharding
-) -> ShardedValue:
-    """Evaluate a scatter-add whose table has the sharding nearest to `wanted`."""
+def _rows_added(
+    context: RuleContext,
+    inputs: Sequence[ValueVersions],
+    wanted: TensorSharding,
+    *,
+    eqn: Any,
+    path: tuple[TensorSharding, ...] = (),
+) -> Decision:
+    """Decide on a scatter-add whose table has the sharding nearest to `wanted`.
+
+    `path` are shardings to which the table is brought first.
+    """
     table, indices, rows = inputs
     roles = _scattered(table, rows, eqn.params["dimension_numbers"])
-    table_dims = _dims_of_table(divider, table, roles, wanted)
+    table_dims = _dims_of_table(context, table, roles, wanted)
     # Rows of the batch are added on each device; over `data` the result is reduced later.
-    if any(cell.data_varying for cell in inputs):
+    if any(one.data_varying for one in inputs):
         table_dims = tuple(tuple(a for a in entry if a != "data") for entry in table_dims)
     used = {axis for entry in table_dims for axis in entry}
-    place_of = {place: dim for dim, place in roles.rows_of.items()}
+    index_dim_of = {row_dim: dim for dim, row_dim in roles.rows_of.items()}
     # Deferred rows can be created in any sharding.
-    late = rows.deferred is not None and rows.deferred.free is None
-    have = TensorSharding.replicated(len(rows.shape)) if late else divider.reduced(rows).sharding
+    anywhere = rows.deferred is not None and rows.deferred.free is None
+    whole = TensorSharding.replicated(len(rows.shape))
+    have = whole if anywhere else context.reduced(rows)
     # The padding of an indivisible dim must not be added, so such dims of the rows are replicated.
-    uneven = have.indivisible_dims(rows.shape, divider.axes.sizes)
+    padded = have.indivisible_dims(rows.shape, context.axes.sizes)
     row_entries: list[Entry] = [
-        tuple(a for a in entry if a not in used and place in place_of and place not in uneven)
-        for place, entry in enumerate(have.dims)
+        tuple(a for a in entry if a not in used and dim in index_dim_of and dim not in padded)
+        for dim, entry in enumerate(have.dims)
     ]
-    for dim, place in roles.window.items():
-        row_entries[place] = table_dims[dim]
-    for dim, place in roles.batch.items():
-        row_entries[roles.rows_of[place]] = table_dims[dim]
+    for dim, row_dim in roles.window.items():
+        row_entries[row_dim] = table_dims[dim]
+    for dim, index_dim in roles.batch.items():
+        row_entries[roles.rows_of[index_dim]] = table_dims[dim]
     index_entries: list[Entry] = [()] * len(indices.shape)
-    for dim, place in roles.rows_of.items():
-        index_entries[dim] = row_entries[place]
+    for dim, row_dim in roles.rows_of.items():
+        index_entries[dim] = row_entries[row_dim]
     # Devices with different rows each add theirs to a copy of the table: a partial sum.
-    terms = frozenset(axis for place in place_of for axis in row_entries[place] if axis not in used)
-    into = divider.reshard(table, TensorSharding(table_dims))
-    at = divider.reshard(indices, TensorSharding(tuple(index_entries)))
-    given = divider.reshard(rows, TensorSharding(tuple(row_entries)))
-    base = into.array
+    terms = frozenset(a for dim in index_dim_of for a in row_entries[dim] if a not in used)
+    given = TensorSharding(tuple(row_entries))
+    operands = (
+        through(table, *path, TensorSharding(table_dims)),
+        Operand(indices, (TensorSharding(tuple(index_entries)),)),
+        Operand(rows, (given,)) if anywhere else through(rows, have, given),
+    )
+    spec = result(context, eqn, inputs, TensorSharding(table_dims, terms))
     # The table itself counts once in that sum.
-    if terms and not table.is_zero:
-        base = jnp.where(divider.axes.index(sorted(terms)) == 0, base, jnp.zeros((), base.dtype))
-    clipped = _clipped(at.array, roles, table.shape, eqn.params["mode"])
-    index, own, _ = _own_index(divider, clipped, roles, table_dims, table.shape)
-    params = dict(eqn.params)
+    once = () if table.is_zero else tuple(sorted(terms))
+    add = functools.partial(_add_own, context.axes, eqn, roles, table_dims, table.shape, once)
+    return Decision(operands, (spec,), add)
+
+
+def _add_own(
+    axes: Axes,
+    eqn: Any,
+    roles: Roles,
+    table_dims: Sequence[Entry],
+    shape: tuple[int, ...],
+    once: tuple[str, ...],
+    table: Array,
+    indices: Array,
+    rows: Array,
+) -> list[Array]:
+    """Add the rows that fall into this device's shard of a table of the given shape.
+
+    `once` are the axes over which the results are added up: one device adds to the table itself,
+    the others to zeros.
+    """
+    if once:
+        table = jnp.where(axes.index(once) == 0, table, jnp.zeros((), table.dtype))
+    clipped = _clipped(indices, roles, shape, eqn.params["mode"])
+    index, own, _ = _own_index(axes, clipped, roles, table_dims, shape)
+    mode = eqn.params["mode"]
     if own is not None:
-        for dim, place in roles.indexed.items():
+        for dim, position in roles.indexed.items():
             # An index past the end is dropped.
-            outside = jnp.asarray(base.shape[dim], index.dtype)
-            index = index.at[..., place].set(jnp.where(own, index[..., place], outside))
-        params["mode"] = lax.GatherScatterMode.FILL_OR_DROP
-    params = eqn.primitive.get_bind_params(params)
-    array = eqn.primitive.bind(base, index, given.array, **params)
-    data_varying = into.data_varying or at.data_varying or given.data_varying
-    return ShardedValue(array, table.shape, TensorSharding(table_dims, terms), data_varying)
+            outside = jnp.asarray(table.shape[dim], index.dtype)
+            index = index.at[..., position].set(jnp.where(own, index[..., position], outside))
+        mode = lax.GatherScatterMode.FILL_OR_DROP
+    return bind(eqn, [table, index, rows], mode=mode)

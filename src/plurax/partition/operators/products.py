@@ -21,20 +21,26 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import Array
 
-from plurax.jaxpr.interpret import bind
-from plurax.partition.operators.common import common_sharding, result
+from plurax.partition.operators.common import (
+    common_sharding,
+    decided,
+    reshaped_whole,
+    result,
+)
 from plurax.partition.operators.elementwise import only_real
-from plurax.partition.values import Output, ShardedValue, ValueVersions
+from plurax.partition.rule_context import RuleContext
+from plurax.partition.values import Decision, Operand, ValueVersions
 from plurax.sharding.spec import TensorSharding
 
 
-def dot_general(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
+def dot_general(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Compute a product of shards; over a split contracted index the result is a partial sum."""
-    if not eqn.outvars[0].aval.shape and (product := inner_product(divider, eqn, inputs)):
-        return [product]
+    if not eqn.outvars[0].aval.shape and (product := _inner_product(context, eqn, inputs)):
+        return product
     (left_sum, right_sum), (left_batch, right_batch) = eqn.params["dimension_numbers"]
-    left_rank, right_rank = (len(cell.shape) for cell in inputs)
+    left_rank, right_rank = (len(versions.shape) for versions in inputs)
     # Name each dim by its index in the product; equal names must be split alike.
     labels: list[dict[int, Any]] = [{}, {}]
     for kind, lefts, rights in (("sum", left_sum, right_sum), ("batch", left_batch, right_batch)):
@@ -42,63 +48,68 @@ def dot_general(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Out
             labels[0][a] = labels[1][b] = (kind, i)
     labels[0] |= {d: ("left", d) for d in range(left_rank) if d not in labels[0]}
     labels[1] |= {d: ("right", d) for d in range(right_rank) if d not in labels[1]}
-    left, right, split = match_operands(divider, inputs, labels, eqn.outvars[0].aval)
-    array = bind(eqn, [left.array, right.array])[0]
+    operands, split = match_operands(context, inputs, labels, eqn.outvars[0].aval)
     # The result's dims: batch, then the free dims of the left and of the right operand.
     out_labels = [("batch", i) for i in range(len(left_batch))]
     out_labels += [label for _, label in sorted(labels[0].items()) if label[0] == "left"]
     out_labels += [label for _, label in sorted(labels[1].items()) if label[0] == "right"]
     dims = tuple(split.get(label, ()) for label in out_labels)
-    summed = [a for label, axes in split.items() if label[0] == "sum" for a in axes]
-    return [result(eqn, inputs, array, TensorSharding(dims, frozenset(summed)))]
+    summed = frozenset(a for label, axes in split.items() if label[0] == "sum" for a in axes)
+    return decided(context, eqn, inputs, operands, TensorSharding(dims, summed))
 
 
-def inner_product(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> ShardedValue | None:
+def _inner_product(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision | None:
     """Return the inner product of two flattened tensors from their shards, or None if not needed.
 
     It is needed if an operand was flattened from shards that are not contiguous in it, or has a dim
     with padding. The product is then that of the original tensors, with the padding set to zero.
     """
-    if any(cell.data_varying for cell in inputs):
+    if any(versions.data_varying for versions in inputs):
         return None
-    sources = [cell.deferred.flattened if cell.deferred else None for cell in inputs]
-    shape = next((source.shape for source in sources if source), inputs[0].shape)
-    cells = [
-        source or _unflattened(cell, shape) for source, cell in zip(sources, inputs, strict=True)
+    sources = [
+        one.deferred.sources[0] if one.deferred and one.deferred.flattened else None
+        for one in inputs
     ]
-    left, right = cells
+    shape = next((source.shape for source in sources if source), inputs[0].shape)
+    left, right = (
+        source or _unflattened(versions, shape)
+        for source, versions in zip(sources, inputs, strict=True)
+    )
     if left is None or right is None or left.shape != right.shape:
         return None
-    target = common_sharding(divider, [left, right])
-    uneven = target.indivisible_dims(shape, divider.axes.sizes)
-    if not uneven and not any(sources):
+    target = common_sharding(context, [left, right])
+    padded = target.indivisible_dims(shape, context.axes.sizes)
+    if not padded and not any(sources):
         return None
     dtype = eqn.outvars[0].aval.dtype
-    arrays = [divider.reshard(cell, target).array.astype(dtype) for cell in (left, right)]
-    array = arrays[0] * arrays[1]
-    for dim in uneven:
-        array = only_real(divider, target, shape, array, dim)
-    return result(eqn, [left, right], jnp.sum(array), TensorSharding((), frozenset(target.axes)))
+
+    def execute(*shards: Array) -> list[Array]:
+        x, y = (shard.astype(dtype) for shard in shards)
+        product = x * y
+        for dim in padded:
+            product = only_real(context.axes, target, shape, product, dim)
+        return [jnp.sum(product)]
+
+    both = [left, right]
+    spec = result(context, eqn, both, TensorSharding((), frozenset(target.axes)))
+    return Decision(tuple(Operand(one, (target,)) for one in both), (spec,), execute)
 
 
-def _unflattened(cell: ValueVersions, shape: tuple[int, ...]) -> ValueVersions | None:
+def _unflattened(versions: ValueVersions, shape: tuple[int, ...]) -> ValueVersions | None:
     """Return a 1-d tensor in the shape before flattening, or None if that would send anything."""
-    if cell.shape == shape:
-        return cell
-    for value in [] if cell.deferred else cell.values:
+    if versions.shape == shape:
+        return versions
+    for value in versions.values:
         if not value.sharding.axes and not value.sharding.partial:
-            array = value.array.reshape(shape)
-            sharding = TensorSharding.replicated(len(shape))
-            return ValueVersions(
-                ShardedValue(array, shape, sharding, value.data_varying, value.is_param)
-            )
+            whole = ValueVersions(value)
+            return ValueVersions(reshaped_whole(whole, shape, lambda array: array.reshape(shape)))
     return None
 
 
 def match_operands(
-    divider: Any, inputs: list[ValueVersions], labels: Sequence[dict[int, Any]], out: Any
-) -> tuple[ShardedValue, ShardedValue, dict[Any, tuple[str, ...]]]:
-    """Reshard both operands so that dims with equal labels have equal axes.
+    context: RuleContext, inputs: list[ValueVersions], labels: Sequence[dict[int, Any]], out: Any
+) -> tuple[list[Operand], dict[Any, tuple[str, ...]]]:
+    """Decide on shardings of both operands in which dims with equal labels have equal axes.
 
     **Arguments:** `labels`, for each operand the label of each dim: equal labels are one index,
     None is a dim that must be replicated; `out`, the result's shape and dtype.
@@ -108,70 +119,70 @@ def match_operands(
     # Take all axes of one operand, and of the other those that are still free.
     proposals = []
     for first, second in ((0, 1), (1, 0)):
-        for value in _choices(divider, inputs[first]):
+        for value in _choices(inputs[first]):
             split = {
                 labels[first][dim]: entry
                 for dim, entry in enumerate(value.dims)
                 if entry and labels[first][dim] is not None
             }
             used = {axis for entry in split.values() for axis in entry}
-            for other in _choices(divider, inputs[second]):
+            for other in _choices(inputs[second]):
                 both = dict(split)
                 for dim, entry in enumerate(other.dims):
                     free = tuple(a for a in entry if a not in used)
                     if free and labels[second][dim] is not None and labels[second][dim] not in both:
                         both[labels[second][dim]] = free
                 proposals.append(both)
-    best = min(proposals, key=lambda split: _matching_cost(divider, inputs, labels, split, out))
-    left, right = (
-        divider.reshard(cell, _as_labelled(cell, label, best))
-        for cell, label in zip(inputs, labels, strict=True)
-    )
-    return left, right, best
+    best = min(proposals, key=lambda split: _matching_cost(context, inputs, labels, split, out))
+    operands = [
+        Operand(versions, (_as_labelled(versions, label, best),))
+        for versions, label in zip(inputs, labels, strict=True)
+    ]
+    return operands, best
 
 
-def _choices(divider: Any, cell: ValueVersions) -> list[TensorSharding]:
+def _choices(versions: ValueVersions) -> list[TensorSharding]:
     """Return the shardings an operand has, with partial sums reduced."""
-    if cell.deferred:
-        return [TensorSharding.replicated(len(cell.shape))]
-    return [TensorSharding(value.sharding.dims) for value in cell.values]
+    if versions.deferred:
+        return [TensorSharding.replicated(len(versions.shape))]
+    return [TensorSharding(value.sharding.dims) for value in versions.values]
 
 
 def _as_labelled(
-    cell: ValueVersions, labels: dict[int, Any], split: dict[Any, Any]
+    versions: ValueVersions, labels: dict[int, Any], split: dict[Any, Any]
 ) -> TensorSharding:
     """Return an operand's sharding from the axes of its labels."""
-    rank = len(cell.shape)
+    rank = len(versions.shape)
     return TensorSharding(tuple(split.get(labels[dim], ()) for dim in range(rank)))
 
 
 def _matching_cost(
-    divider: Any,
+    context: RuleContext,
     inputs: list[ValueVersions],
     labels: Any,
     split: dict[Any, tuple[str, ...]],
     out: Any,
 ) -> tuple[float, float, float]:
     """Return a sort key: bytes to reshard parameters, all bytes with the reduction, -shards."""
-    moved, is_param = 0.0, 0.0
-    for cell, label in zip(inputs, labels, strict=True):
-        target = _as_labelled(cell, label, split)
+    moved, of_params = 0.0, 0.0
+    for versions, label in zip(inputs, labels, strict=True):
+        target = _as_labelled(versions, label, split)
         # Shards with padding are not allowed: the padding would enter the contraction.
-        if target.indivisible_dims(cell.shape, divider.axes.sizes):
+        if target.indivisible_dims(versions.shape, context.axes.sizes):
             return math.inf, math.inf, 0.0
         # The resharded version is kept: several readers share its cost.
-        cost = divider.cost(cell, target) / max(1, cell.uses)
+        cost = context.cost(versions, target) / max(1, versions.uses)
         moved += cost
-        if not cell.deferred and cell.value.is_param:
-            is_param += cost
-    ways = divider.axes.size([axis for entry in split.values() for axis in entry])
-    terms = divider.axes.size([a for label, e in split.items() if label[0] == "sum" for a in e])
-    size = math.prod(out.shape) * out.dtype.itemsize / (ways / terms)
+        if not versions.deferred and versions.is_param:
+            of_params += cost
+    num_shards = context.axes.size([axis for entry in split.values() for axis in entry])
+    terms = context.axes.size([a for label, e in split.items() if label[0] == "sum" for a in e])
+    size = math.prod(out.shape) * out.dtype.itemsize / (num_shards / terms)
     # Twice what the all-reduce sends: until then each device holds a term of the result's size.
-    return is_param, moved + 4 * size * (terms - 1) / terms, -ways
+    return of_params, moved + 4 * size * (terms - 1) / terms, -num_shards
 
 
-def convolution(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
+def convolution(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Convolve with batch and channels split; spatial dims and grouped dims are replicated."""
     numbers = eqn.params["dimension_numbers"]
     by_feature = eqn.params["feature_group_count"] > 1
@@ -185,9 +196,8 @@ def convolution(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Out
         labels[0][lhs[1]] = labels[1][rhs[1]] = ("sum", 0)
     if not by_batch and not by_feature:
         labels[1][rhs[0]] = ("right", 0)
-    left, right, split = match_operands(divider, inputs, labels, eqn.outvars[0].aval)
-    array = bind(eqn, [left.array, right.array])[0]
+    operands, split = match_operands(context, inputs, labels, eqn.outvars[0].aval)
     dims: list[tuple[str, ...]] = [()] * len(out)
     dims[out[0]], dims[out[1]] = split.get(("batch", 0), ()), split.get(("right", 0), ())
     summed = frozenset(split.get(("sum", 0), ()))
-    return [result(eqn, inputs, array, TensorSharding(tuple(dims), summed))]
+    return decided(context, eqn, inputs, operands, TensorSharding(tuple(dims), summed))

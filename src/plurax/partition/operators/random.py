@@ -2,20 +2,19 @@
 
 from typing import Any
 
-from plurax.jaxpr.interpret import bind
-from plurax.partition.operators.common import replicate_dims, result
-from plurax.partition.values import Output, ValueVersions
+from plurax.partition.operators.common import decided, with_replicated
+from plurax.partition.rule_context import RuleContext
+from plurax.partition.values import Decision, ValueVersions
 from plurax.sharding.spec import TensorSharding
 
 
-def drawn(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
+def random(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Apply an operation that maps each entry to new trailing dims, or trailing dims to one entry.
 
     These dims are replicated: the words of a key, the numbers drawn from it, the bytes of a number.
     """
-    cell = inputs[0]
-    value = divider.reduced(cell)
-    rank, made = len(value.shape), len(eqn.outvars[0].aval.shape)
-    value = replicate_dims(divider, cell, value, list(range(made, rank)))
-    sharding = TensorSharding((*value.sharding.dims[:made], *((),) * (made - rank)))
-    return [result(eqn, inputs, bind(eqn, [value.array])[0], sharding)]
+    rank, out_rank = len(inputs[0].shape), len(eqn.outvars[0].aval.shape)
+    trailing = list(range(out_rank, rank))
+    operand = with_replicated(inputs[0], context.reduced(inputs[0]), trailing)
+    dims = (*operand.sharding.dims[:out_rank], *((),) * (out_rank - rank))
+    return decided(context, eqn, inputs, [operand], TensorSharding(dims))

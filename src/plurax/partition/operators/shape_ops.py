@@ -15,240 +15,244 @@ if the dim is the major one of those it is merged with, or is split into.
     slice (8, 12) -> (8, 6)            (None, tensor)        (None, None) after an all-gather
 """
 
-import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
+
+from jaxtyping import Array
 
 from plurax.jaxpr.interpret import bind
 from plurax.partition.operators.common import (
     Rule,
     common_sharding,
+    created,
+    decided,
+    local_shape,
     maybe_partial,
-    replicate_dims,
+    reshaped_whole,
     result,
-    rows_again,
+    to_sharding,
+    with_replicated,
+    with_rows_split,
 )
-from plurax.partition.values import DeferredValue, Output, ShardedValue, ValueVersions
+from plurax.partition.rule_context import RuleContext
+from plurax.partition.values import (
+    Decision,
+    DeferredValue,
+    Operand,
+    ShardedValue,
+    ValueVersions,
+)
 from plurax.sharding.spec import TensorSharding
 
 
-def broadcast_in_dim(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
+def _linear(context: RuleContext, versions: ValueVersions, dims: Sequence[int] = ()) -> Operand:
+    """Return the operand of an operation that only moves entries, with some dims replicated."""
+    return with_replicated(versions, maybe_partial(context, versions), dims)
+
+
+def _indices(inputs: Sequence[ValueVersions]) -> list[Operand]:
+    """Return replicated operands."""
+    return [Operand(one, (TensorSharding.replicated(len(one.shape)),)) for one in inputs]
+
+
+def broadcast_in_dim(
+    context: RuleContext, eqn: Any, inputs: list[ValueVersions]
+) -> Decision | DeferredValue:
     """Broadcast a value; new dims are replicated, and zeros stay deferred."""
-    cell, shape = inputs[0], tuple(eqn.outvars[0].aval.shape)
-    if cell.is_zero:
-        return [divider.zeros(shape, eqn.outvars[0].aval.dtype)]
-    grows = math.prod(shape) > math.prod(cell.shape)
+    versions, aval = inputs[0], eqn.outvars[0].aval
+    shape = tuple(aval.shape)
+    if versions.is_zero:
+        return context.zeros(shape, aval.dtype)
+    grows = math.prod(shape) > math.prod(versions.shape)
     # A partial sum is smaller before it is repeated: reduce it now.
-    value = divider.reduced(cell) if grows else maybe_partial(divider, cell)
-    places = eqn.params["broadcast_dimensions"]
+    have = context.reduced(versions) if grows else maybe_partial(context, versions)
+    dims = eqn.params["broadcast_dimensions"]
     # A dim of size 1 that grows is the same on all devices.
-    widened = [d for d, place in enumerate(places) if value.shape[d] != shape[place]]
-    value = replicate_dims(divider, cell, value, widened)
+    widened = [d for d, dim in enumerate(dims) if versions.shape[d] != shape[dim]]
+    operand = with_replicated(versions, have, widened)
     entries: list[tuple[str, ...]] = [()] * len(shape)
-    for dim, place in enumerate(places):
-        entries[place] = value.sharding.dims[dim]
-    sharding = TensorSharding(tuple(entries), value.sharding.partial)
+    for d, dim in enumerate(dims):
+        entries[dim] = operand.sharding.dims[d]
+    sharding = TensorSharding(tuple(entries), operand.sharding.partial)
 
-    def repeated(value: ShardedValue, sharding: TensorSharding) -> ShardedValue:
-        local = sharding.shard_shape(shape, divider.axes.sizes)
-        array = bind(eqn, [value.array], shape=local)[0]
-        return dataclasses.replace(value, array=array, shape=shape, sharding=sharding)
-
-    if not (grows and divider.joint and "data" in sharding.axes and not value.is_param):
-        return [repeated(value, sharding)]
-
-    def make(target: TensorSharding) -> ShardedValue:
+    def repeated(
+        context: RuleContext, sources: Sequence[ValueVersions], target: TensorSharding
+    ) -> Decision:
         # Reshard the rows, not the larger tensor in which they are repeated.
-        dims = [() if d in widened else target.dims[place] for d, place in enumerate(places)]
-        there = divider.reshard(ValueVersions(value), TensorSharding(tuple(dims)))
-        return repeated(there, TensorSharding(target.dims))
+        rows = tuple(() if d in widened else target.dims[dim] for d, dim in enumerate(dims))
+        operand = Operand(sources[0], (TensorSharding(rows),))
+        local = target.shard_shape(shape, context.axes.sizes)
+        return decided(context, eqn, sources, [operand], TensorSharding(target.dims), shape=local)
 
-    return [DeferredValue(shape, make, source=value, free=sharding)]
+    def defer(values: Sequence[ShardedValue]) -> DeferredValue:
+        sources = (ValueVersions(values[0]),)
+        return DeferredValue(shape, aval.dtype, repeated, sources, free=sharding)
+
+    if grows and context.joint and "data" in sharding.axes and not versions.is_param:
+        return Decision((operand,), (), bind, defer=defer)
+    local = sharding.shard_shape(shape, context.axes.sizes)
+    return decided(context, eqn, inputs, [operand], sharding, shape=local)
 
 
-def reshape(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
+def reshape(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Reshape a value, keeping a split dim split if it is the major one of its group.
 
     If that fails for a reshape to one dim, the result stays deferred: a sum over it, or its inner
     product with another such tensor, only needs the shards.
     """
-    cell, shape = inputs[0], tuple(eqn.outvars[0].aval.shape)
-    value = maybe_partial(divider, cell)
+    versions, shape = inputs[0], tuple(eqn.outvars[0].aval.shape)
+    have = maybe_partial(context, versions)
     entries: list[tuple[str, ...]] = [()] * len(shape)
     lost = []
-    for dim, entry in enumerate(value.sharding.dims):
+    for dim, entry in enumerate(have.dims):
         if not entry:
             continue
-        before = math.prod(value.shape[:dim])
-        ways = value.sharding.num_shards(dim, divider.axes.sizes)
+        before = math.prod(versions.shape[:dim])
+        num_shards = have.num_shards(dim, context.axes.sizes)
         # A new dim can take over the split if it starts at the same stride and divides evenly.
         to = [
-            place
-            for place, size in enumerate(shape)
-            if math.prod(shape[:place]) == before and size % ways == 0 and not entries[place]
+            new
+            for new, size in enumerate(shape)
+            if math.prod(shape[:new]) == before and size % num_shards == 0 and not entries[new]
         ]
-        if to and eqn.params["dimensions"] is None and value.shape[dim] % ways == 0:
+        if to and eqn.params["dimensions"] is None and versions.shape[dim] % num_shards == 0:
             entries[to[-1]] = entry
         else:
             lost.append(dim)
-    if lost and len(shape) == 1 and not value.sharding.partial:
-        return [_flattened(divider, eqn, cell)]
-    value = replicate_dims(divider, cell, value, lost)
-    sharding = TensorSharding(tuple(entries), value.sharding.partial)
-    local = sharding.shard_shape(shape, divider.axes.sizes)
-    return [result(eqn, inputs, bind(eqn, [value.array], new_sizes=local)[0], sharding)]
+    if lost and len(shape) == 1 and not have.partial:
+
+        def flatten(array: Array) -> Array:
+            return bind(eqn, [array])[0]
+
+        deferred = reshaped_whole(versions, shape, flatten, flattened=True)
+        return Decision((Operand(versions, (have,)),), (), bind, defer=lambda _: deferred)
+    sharding = TensorSharding(tuple(entries), have.partial)
+    local = sharding.shard_shape(shape, context.axes.sizes)
+    operand = with_replicated(versions, have, lost)
+    return decided(context, eqn, inputs, [operand], sharding, new_sizes=local)
 
 
-def _flattened(divider: Any, eqn: Any, cell: ValueVersions) -> DeferredValue:
-    """Return the deferred reshape to one dim, which is gathered when another operation reads it."""
-
-    def make(sharding: TensorSharding) -> ShardedValue:
-        whole = divider.reshard(cell, TensorSharding.replicated(len(cell.shape)))
-        array = bind(eqn, [whole.array])[0]
-        return divider.move(result(eqn, [cell], array, TensorSharding.replicated(1)), sharding)
-
-    shape = tuple(eqn.outvars[0].aval.shape)
-    return DeferredValue(shape, make, flattened=cell, data_varying=cell.data_varying)
-
-
-def transpose(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
+def transpose(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Transpose the shards."""
-    value = maybe_partial(divider, inputs[0])
-    dims = tuple(value.sharding.dims[d] for d in eqn.params["permutation"])
-    array = bind(eqn, [value.array])[0]
-    return [result(eqn, inputs, array, TensorSharding(dims, value.sharding.partial))]
+    operand = _linear(context, inputs[0])
+    dims = tuple(operand.sharding.dims[d] for d in eqn.params["permutation"])
+    sharding = TensorSharding(dims, operand.sharding.partial)
+    return decided(context, eqn, inputs, [operand], sharding)
 
 
-def squeeze(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
+def squeeze(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Remove dims of size 1."""
     gone = [d % len(inputs[0].shape) for d in eqn.params["dimensions"]]
-    value = replicate_dims(divider, inputs[0], maybe_partial(divider, inputs[0]), gone)
-    dims = tuple(e for d, e in enumerate(value.sharding.dims) if d not in gone)
-    array = bind(eqn, [value.array])[0]
-    return [result(eqn, inputs, array, TensorSharding(dims, value.sharding.partial))]
+    operand = _linear(context, inputs[0], gone)
+    dims = tuple(e for d, e in enumerate(operand.sharding.dims) if d not in gone)
+    sharding = TensorSharding(dims, operand.sharding.partial)
+    return decided(context, eqn, inputs, [operand], sharding)
 
 
-def rev(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
+def rev(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Reverse dims, which are replicated first."""
-    dims = list(eqn.params["dimensions"])
-    came = maybe_partial(divider, inputs[0])
-    value = replicate_dims(divider, inputs[0], came, dims)
-    turned = result(eqn, inputs, bind(eqn, [value.array])[0], value.sharding)
-    return [rows_again(divider, turned, came.sharding)]
+    operand = _linear(context, inputs[0], eqn.params["dimensions"])
+    decision = decided(context, eqn, inputs, [operand], operand.sharding)
+    return with_rows_split(context, decision, operand.path[0])
 
 
-def slice_(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
+def slice_(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Slice dims, which are replicated first; dims taken as a whole stay split."""
     params, shape = eqn.params, inputs[0].shape
     strides = params["strides"] or (1,) * len(shape)
     bounds = list(zip(params["start_indices"], params["limit_indices"], strides, strict=True))
     cut = [d for d, bound in enumerate(bounds) if bound != (0, shape[d], 1)]
-    came = maybe_partial(divider, inputs[0])
-    value = replicate_dims(divider, inputs[0], came, cut)
+    operand = _linear(context, inputs[0], cut)
     # Along split dims the whole shard is taken.
-    limits = tuple(bound[1] if d in cut else value.array.shape[d] for d, bound in enumerate(bounds))
-    array = bind(eqn, [value.array], limit_indices=limits)[0]
-    return [rows_again(divider, result(eqn, inputs, array, value.sharding), came.sharding)]
+    local = local_shape(context, operand)
+    limits = tuple(bound[1] if d in cut else local[d] for d, bound in enumerate(bounds))
+    decision = decided(context, eqn, inputs, [operand], operand.sharding, limit_indices=limits)
+    return with_rows_split(context, decision, operand.path[0])
 
 
-def dynamic_slice(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
+def dynamic_slice(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Slice at dynamic indices; the dims that are cut are replicated first."""
     shape, sizes = inputs[0].shape, eqn.params["slice_sizes"]
     cut = [d for d, size in enumerate(sizes) if size != shape[d]]
-    value = replicate_dims(divider, inputs[0], maybe_partial(divider, inputs[0]), cut)
-    at = [
-        divider.reshard(cell, TensorSharding.replicated(len(cell.shape))).array
-        for cell in inputs[1:]
-    ]
-    local = tuple(size if d in cut else value.array.shape[d] for d, size in enumerate(sizes))
-    array = bind(eqn, [value.array, *at], slice_sizes=local)[0]
-    return [result(eqn, inputs, array, value.sharding)]
+    operand = _linear(context, inputs[0], cut)
+    local = local_shape(context, operand)
+    kept = tuple(size if d in cut else local[d] for d, size in enumerate(sizes))
+    operands = [operand, *_indices(inputs[1:])]
+    return decided(context, eqn, inputs, operands, operand.sharding, slice_sizes=kept)
 
 
-def dynamic_update_slice(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
+def dynamic_update_slice(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Update a slice; the dims that it cuts are replicated, the others match in both operands."""
-    into, part, *places = inputs
+    into, part, *indices = inputs
     cut = [d for d, size in enumerate(part.shape) if size != into.shape[d]]
-    target = common_sharding(
-        divider, [cell for cell in (part, into) if not cell.deferred] or [part]
-    )
+    target = common_sharding(context, [one for one in (part, into) if not one.deferred] or [part])
     target = TensorSharding(tuple(() if d in cut else e for d, e in enumerate(target.dims)))
-    arrays = [divider.reshard(cell, target).array for cell in (into, part)]
-    at = [divider.reshard(cell, TensorSharding.replicated(0)).array for cell in places]
-    return [result(eqn, inputs, bind(eqn, [*arrays, *at])[0], target)]
+    operands = [*to_sharding([into, part], target), *_indices(indices)]
+    return decided(context, eqn, inputs, operands, target)
 
 
-def pad(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
+def pad(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Pad dims, which are replicated first."""
-    filled = [d for d, edge in enumerate(eqn.params["padding_config"]) if edge != (0, 0, 0)]
-    came = divider.reduced(inputs[0])
-    value = replicate_dims(divider, inputs[0], came, filled)
-    # The padding value is added on every device, so a partial sum would count it several times:
-    # `came` is reduced above.
-    edge = divider.reshard(inputs[1], TensorSharding.replicated(0)).array
-    made = result(eqn, inputs, bind(eqn, [value.array, edge])[0], value.sharding)
-    return [rows_again(divider, made, came.sharding)]
+    padded = [d for d, edge in enumerate(eqn.params["padding_config"]) if edge != (0, 0, 0)]
+    # The padding value is added on every device, so a partial sum would count it several times.
+    operand = with_replicated(inputs[0], context.reduced(inputs[0]), padded)
+    operands = [operand, *_indices(inputs[1:])]
+    decision = decided(context, eqn, inputs, operands, operand.sharding)
+    return with_rows_split(context, decision, operand.path[0])
 
 
-def concatenate(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
+def concatenate(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Concatenate along a dim that is replicated first; the other dims match in all operands."""
-    dim = eqn.params["dimension"]
-    came = common_sharding(divider, [cell for cell in inputs if not cell.deferred] or inputs)
-    target = came.with_dim(dim, ())
-    arrays = [divider.reshard(cell, target).array for cell in inputs]
-    return [rows_again(divider, result(eqn, inputs, bind(eqn, arrays)[0], target), came)]
+    before = common_sharding(context, created(inputs))
+    target = before.with_dim(eqn.params["dimension"], ())
+    decision = decided(context, eqn, inputs, to_sharding(inputs, target), target)
+    return with_rows_split(context, decision, before)
 
 
-def stack(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
+def stack(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Stack operands of one sharding along a new, replicated dim."""
-    target = common_sharding(divider, [cell for cell in inputs if not cell.deferred] or inputs)
-    arrays = [divider.reshard(cell, target).array for cell in inputs]
-    axis = eqn.params["axis"]
-    dims = (*target.dims[:axis], (), *target.dims[axis:])
-    return [result(eqn, inputs, bind(eqn, arrays)[0], TensorSharding(dims))]
+    target, axis = common_sharding(context, created(inputs)), eqn.params["axis"]
+    stacked = TensorSharding((*target.dims[:axis], (), *target.dims[axis:]))
+    return decided(context, eqn, inputs, to_sharding(inputs, target), stacked)
 
 
-def unstack(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
+def unstack(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Unstack along a dim that is replicated first."""
     axis = eqn.params["axis"]
-    value = replicate_dims(divider, inputs[0], maybe_partial(divider, inputs[0]), [axis])
-    dims = (*value.sharding.dims[:axis], *value.sharding.dims[axis + 1 :])
-    sharding = TensorSharding(dims, value.sharding.partial)
-    return [
-        result(eqn, inputs, array, sharding, place)
-        for place, array in enumerate(bind(eqn, [value.array]))
-    ]
+    operand = _linear(context, inputs[0], [axis])
+    dims = operand.sharding.dims
+    sharding = TensorSharding((*dims[:axis], *dims[axis + 1 :]), operand.sharding.partial)
+    return decided(context, eqn, inputs, [operand], sharding)
 
 
-def tile(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
+def tile(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Tile dims; those that are repeated are replicated first."""
     repeated = [dim for dim, count in enumerate(eqn.params["reps"]) if count > 1]
-    value = replicate_dims(divider, inputs[0], maybe_partial(divider, inputs[0]), repeated)
-    return [result(eqn, inputs, bind(eqn, [value.array])[0], value.sharding)]
+    operand = _linear(context, inputs[0], repeated)
+    return decided(context, eqn, inputs, [operand], operand.sharding)
 
 
-def fft(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
+def fft(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Transform dims, which are replicated first. The transform is linear, so partial sums stay."""
     rank = len(inputs[0].shape)
     dims = list(range(rank - len(eqn.params["fft_lengths"]), rank))
-    value = replicate_dims(divider, inputs[0], maybe_partial(divider, inputs[0]), dims)
-    return [result(eqn, inputs, bind(eqn, [value.array])[0], value.sharding)]
+    operand = _linear(context, inputs[0], dims)
+    return decided(context, eqn, inputs, [operand], operand.sharding)
 
 
-def matrices(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
+def matrices(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Decompose or solve matrices; the two minor dims are replicated, batch dims stay split."""
-    before = len(inputs[0].shape) - 2
+    batch = len(inputs[0].shape) - 2
     # The operands of a solve share their batch dims; the ranks of pivots and eigenvalues differ.
-    dims = common_sharding(divider, inputs).dims[:before]
+    dims = common_sharding(context, inputs).dims[:batch]
 
-    def behind(rank: int) -> TensorSharding:
-        return TensorSharding((*dims, *((),) * (rank - before)))
+    def batched(rank: int) -> TensorSharding:
+        return TensorSharding((*dims, *((),) * (rank - batch)))
 
-    arrays = [divider.reshard(cell, behind(len(cell.shape))).array for cell in inputs]
-    return [
-        result(eqn, inputs, array, behind(array.ndim), place)
-        for place, array in enumerate(bind(eqn, arrays))
-    ]
+    operands = [Operand(versions, (batched(len(versions.shape)),)) for versions in inputs]
+    outputs = [batched(len(var.aval.shape)) for var in eqn.outvars]
+    return decided(context, eqn, inputs, operands, *outputs)
 
 
 def single_dim_rule(parameter: str, *, last: bool = False) -> Rule:
@@ -257,42 +261,44 @@ def single_dim_rule(parameter: str, *, last: bool = False) -> Rule:
     `parameter` is the name of the equation's parameter with the dim; `last` for the last dim.
     """
 
-    def rule(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
+    def rule(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
         rank = len(inputs[0].shape)
         dim = rank - 1 if last else eqn.params[parameter] % rank
-        came = common_sharding(divider, inputs)
-        target = came.with_dim(dim, ())
-        arrays = [divider.reshard(cell, target).array for cell in inputs]
-        return [
-            rows_again(divider, result(eqn, inputs, array, target, place), came)
-            for place, array in enumerate(bind(eqn, arrays))
-        ]
+        before = common_sharding(context, inputs)
+        target = before.with_dim(dim, ())
+        decision = decided(context, eqn, inputs, to_sharding(inputs, target), target)
+        return with_rows_split(context, decision, before)
 
     return rule
 
 
-def reduce_window(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
+def reduce_window(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Pool; dims without a window stay split."""
     sizes, out = eqn.params["window_dimensions"], eqn.outvars[0].aval.shape
     # The backward pass of max pooling has a cotangent and an operand: follow the operand.
-    target = common_sharding(divider, [cell for cell in inputs if cell.shape == inputs[-1].shape])
+    target = common_sharding(context, [one for one in inputs if one.shape == inputs[-1].shape])
     for dim, size in enumerate(sizes):
-        if size > 1 or any(cell.shape[dim] != out[dim] for cell in inputs):
+        if size > 1 or any(one.shape[dim] != out[dim] for one in inputs):
             target = target.with_dim(dim, ())
-    arrays = [divider.reshard(cell, target).array for cell in inputs]
-    return [result(eqn, inputs, bind(eqn, arrays)[0], target)]
+    return decided(context, eqn, inputs, to_sharding(inputs, target), target)
 
 
-def barrier(divider: Any, eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
+def barrier(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Apply an optimization barrier; shardings stay as they are."""
-    values = [cell.value for cell in inputs]
-    arrays = bind(eqn, [value.array for value in values])
-    return [
-        result(eqn, [cell], array, value.sharding, place)
-        for place, (cell, value, array) in enumerate(zip(inputs, values, arrays, strict=True))
-    ]
+    shardings = [context.first(versions).sharding for versions in inputs]
+    operands = [Operand(one, (have,)) for one, have in zip(inputs, shardings, strict=True)]
+    outputs = tuple(
+        result(context, eqn, [versions], sharding, index)
+        for index, (versions, sharding) in enumerate(zip(inputs, shardings, strict=True))
+    )
+    return Decision(tuple(operands), outputs, lambda *shards: bind(eqn, shards))
 
 
-def as_it_lies(_divider: Any, _eqn: Any, inputs: list[ValueVersions]) -> list[Output]:
-    """Return the input unchanged."""
-    return [inputs[0].deferred or inputs[0].value]
+def unchanged(
+    context: RuleContext, _eqn: Any, inputs: list[ValueVersions]
+) -> Decision | DeferredValue:
+    """Return the input as it is."""
+    if inputs[0].deferred:
+        return inputs[0].deferred
+    value = inputs[0].value
+    return Decision((Operand(inputs[0], (value.sharding,)),), (value,), lambda array: [array])

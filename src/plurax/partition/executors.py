@@ -1,0 +1,152 @@
+"""The two ways to run the partitioner: emit operations, or only follow shapes and shardings.
+
+Operator rules decide shardings without arrays. What a decision does to arrays goes through an
+executor, and only there the two ways differ:
+
+    partitioner                     EmitOperations                 FollowShapes
+    run(execute, shards, specs)     execute(*shards)               specs
+    scan, while_loop, switch        of jax.lax, on the shards      each body once
+
+`FollowShapes` finds the shardings of loops and branches before their operations are emitted, and
+plans a whole function: its results' shardings and its collectives, on any mesh, with no operation
+traced.
+"""
+
+import abc
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax
+from jax import lax
+from jaxtyping import Array
+
+from plurax.jaxpr.compat import Scan, is_call
+from plurax.jaxpr.interpret import equation_context
+
+Shard = Array | jax.ShapeDtypeStruct
+"""One device's shard of a tensor, or its shape and dtype."""
+
+
+class Executor(abc.ABC):
+    """What the partitioner does to shards."""
+
+    @abc.abstractmethod
+    def run(
+        self, execute: Callable[..., Sequence[Array]], shards: Sequence[Any], like: Sequence[Any]
+    ) -> Sequence[Shard]:
+        """Return `execute(*shards)`, arrays of the shapes and dtypes of `like`."""
+
+    @abc.abstractmethod
+    def scan(
+        self, scan: Scan, body: Callable[..., Any], carry: Sequence[Any], xs: Sequence[Any]
+    ) -> list[Shard]:
+        """Return the last carry and the stacked results of a loop, as `Scan.run` does."""
+
+    @abc.abstractmethod
+    def while_loop(
+        self, condition: Callable[..., Any], body: Callable[..., Any], start: tuple[Any, ...]
+    ) -> tuple[Shard, ...]:
+        """Return the last carry of `lax.while_loop`."""
+
+    @abc.abstractmethod
+    def switch(
+        self,
+        index: Any,
+        branches: Sequence[Callable[[], list[Any]]],
+        platforms: Sequence[Any] | None,
+    ) -> list[Shard]:
+        """Return the results of the branch at `index`, or of the one for the platform."""
+
+    @abc.abstractmethod
+    def context(self, eqn: Any) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which an equation is evaluated."""
+
+
+@final
+class EmitOperations(Executor):
+    """Applies operations to arrays, inside `jax.shard_map`."""
+
+    def run(
+        self, execute: Callable[..., Sequence[Array]], shards: Sequence[Any], like: Sequence[Any]
+    ) -> Sequence[Shard]:
+        """Return `execute(*shards)`."""
+        arrays = execute(*shards)
+        for array, one in zip(arrays, like, strict=True):
+            # What was decided and what is computed cannot drift apart.
+            assert (array.shape, array.dtype) == (one.shape, one.dtype), (array, one)
+        return arrays
+
+    def scan(
+        self, scan: Scan, body: Callable[..., Any], carry: Sequence[Any], xs: Sequence[Any]
+    ) -> list[Shard]:
+        """Run `lax.scan`."""
+        return list(scan.run(body, carry, xs))
+
+    def while_loop(
+        self, condition: Callable[..., Any], body: Callable[..., Any], start: tuple[Any, ...]
+    ) -> tuple[Shard, ...]:
+        """Run `lax.while_loop`."""
+        last: tuple[Shard, ...] = lax.while_loop(condition, body, start)
+        return last
+
+    def switch(
+        self,
+        index: Any,
+        branches: Sequence[Callable[[], list[Any]]],
+        platforms: Sequence[Any] | None,
+    ) -> list[Shard]:
+        """Run `lax.switch`, or `lax.platform_dependent`."""
+        if platforms is None:
+            return list(lax.switch(index, branches))
+        named = {
+            name: branch
+            for names, branch in zip(platforms, branches, strict=True)
+            for name in names or ("default",)
+        }
+        return list(lax.platform_dependent(**named))
+
+    def context(self, eqn: Any) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which an equation was traced: its name scopes and source line."""
+        return equation_context(eqn, inlined=is_call(eqn))
+
+
+@final
+class FollowShapes(Executor):
+    """Computes nothing: a shard is a `jax.ShapeDtypeStruct`, or an array that is not read."""
+
+    def run(
+        self, execute: Callable[..., Sequence[Array]], shards: Sequence[Any], like: Sequence[Any]
+    ) -> Sequence[Shard]:
+        """Return `like`."""
+        return like
+
+    def scan(
+        self, scan: Scan, body: Callable[..., Any], carry: Sequence[Any], xs: Sequence[Any]
+    ) -> list[Shard]:
+        """Follow one iteration, which returns the carry as it received it."""
+        out = body(carry, [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in xs])
+        ys = out[scan.num_carry :]
+        stacked = [jax.ShapeDtypeStruct((scan.length, *y.shape), y.dtype) for y in ys]
+        return [*out[: scan.num_carry], *stacked]
+
+    def while_loop(
+        self, condition: Callable[..., Any], body: Callable[..., Any], start: tuple[Any, ...]
+    ) -> tuple[Shard, ...]:
+        """Follow the condition and one iteration."""
+        condition(start)
+        last: tuple[Shard, ...] = body(start)
+        return last
+
+    def switch(
+        self,
+        index: Any,
+        branches: Sequence[Callable[[], list[Any]]],
+        platforms: Sequence[Any] | None,
+    ) -> list[Shard]:
+        """Follow every branch; their results have the same shapes."""
+        return [branch() for branch in branches][-1]
+
+    def context(self, eqn: Any) -> contextlib.AbstractContextManager[None]:
+        """Return no context: nothing is traced."""
+        return contextlib.nullcontext()

@@ -1,0 +1,102 @@
+"""What an operator rule knows beside its operands: the axes, and what resharding costs."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from plurax.partition.values import (
+    Decision,
+    DeferredValue,
+    ShardedValue,
+    ValueVersions,
+)
+from plurax.sharding.axes import Axes
+from plurax.sharding.reshard import ReshardStep, plan_reshard, wire_bytes
+from plurax.sharding.spec import TensorSharding
+
+
+@dataclasses.dataclass(frozen=True)
+class RuleContext:
+    """The axes of the mesh for operator rules, and the cost of resharding over them.
+
+    **Fields:** `axes`, over which tensors are split; `joint`, whether the batch is one dim split
+    over `data`.
+
+    >>> context = RuleContext(Axes({"tensor": 4}))
+    >>> value = context.spec((8, 64), jnp.float32, TensorSharding.of(None, "tensor"))
+    >>> value.array.shape
+    (8, 16)
+    >>> context.cost(ValueVersions(value), TensorSharding.replicated(2))
+    1536.0
+    """
+
+    axes: Axes
+    joint: bool = False
+
+    def spec(
+        self,
+        shape: tuple[int, ...],
+        dtype: Any,
+        sharding: TensorSharding,
+        data_varying: bool = False,
+        is_param: bool = False,
+    ) -> ShardedValue:
+        """Return a value without an array: in its place, the shape and dtype of a shard."""
+        shard = jax.ShapeDtypeStruct(sharding.shard_shape(shape, self.axes.sizes), dtype)
+        return ShardedValue(shard, tuple(shape), sharding, data_varying, is_param)
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> DeferredValue:
+        """Return zeros whose sharding is chosen by the first reader."""
+
+        def decide(context: RuleContext, _: Any, sharding: TensorSharding) -> Decision:
+            spec = context.spec(shape, dtype, sharding, is_param=True)
+            return Decision((), (spec,), lambda: [jnp.zeros(spec.array.shape, dtype)])
+
+        return DeferredValue(tuple(shape), dtype, decide, zero=True, is_param=True)
+
+    def first(self, versions: ValueVersions) -> ShardedValue:
+        """Return the first version; of a deferred value, the one that would be created."""
+        deferred = versions.deferred
+        if deferred is None:
+            return versions.value
+        return deferred.decide(self, deferred.sources, deferred.default_sharding).outputs[0]
+
+    def reduced(self, versions: ValueVersions) -> TensorSharding:
+        """Return the sharding of the first version that is no partial sum.
+
+        If there is none, that of the first version, reduced.
+        """
+        for value in versions.values:
+            if not value.sharding.partial:
+                return value.sharding
+        return TensorSharding(self.first(versions).sharding.dims)
+
+    def of_rows(self, value: ShardedValue) -> bool:
+        """Whether a value depends on the batch, so that parameters are gathered to meet it."""
+        return value.data_varying or (self.joint and not value.is_param)
+
+    def of_parameters(self, value: ShardedValue) -> bool:
+        """Whether a value is split over `data` and must be gathered to meet the batch."""
+        return "data" in value.sharding.axes and (value.is_param or not self.joint)
+
+    def steps(self, value: ShardedValue, target: TensorSharding) -> list[ReshardStep]:
+        """Return the steps that reshard a value."""
+        avoid = frozenset({"data"}) if value.data_varying else frozenset()
+        size: int = value.dtype.itemsize
+        return plan_reshard(value.sharding, target, value.shape, size, self.axes, avoid)
+
+    def cost(self, versions: ValueVersions, target: TensorSharding) -> float:
+        """Return the bytes that each device sends to reshard a value."""
+        if versions.deferred is not None or versions.is_zero:
+            return 0.0
+        return wire_bytes(self.steps(self.cheapest(versions, target), target))
+
+    def cheapest(self, versions: ValueVersions, target: TensorSharding) -> ShardedValue:
+        """Return the version from which a sharding is reached with the fewest bytes.
+
+        A partial sum cannot be restored: only versions that still are one can be left one.
+        """
+        able = [one for one in versions.values if target.partial <= one.sharding.partial]
+        return min(able, key=lambda one: wire_bytes(self.steps(one, target)))
