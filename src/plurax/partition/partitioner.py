@@ -28,90 +28,52 @@ Each device has its own rows along the mesh axis `data`: values that depend on t
 collectives, for a mesh of any size, outside of `jax.shard_map`.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, Literal
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from plurax import errors
-from plurax.jaxpr.barrier import order_after, order_after_cotangent, pick_dependency
+from plurax.jaxpr.barrier import order_after_cotangent, pick_dependency
 from plurax.jaxpr.compat import REMAT, called_jaxpr, is_call, is_recomputed, open_jaxpr
 from plurax.jaxpr.interpret import holds
 from plurax.mesh import within
 from plurax.partition.annotation_resolver import AnnotationResolver, NameRule
 from plurax.partition.branches import Branches
 from plurax.partition.buckets import Gathers, computed_at, inlined, together
-from plurax.partition.executors import EmitOperations, Executor, FollowShapes
 from plurax.partition.loops import Loop, While
 from plurax.partition.manual import eval_manual_body
 from plurax.partition.operators import RULES, by_default
-from plurax.partition.rule_context import RuleContext
+from plurax.partition.resharder import Record as Record
+from plurax.partition.resharder import Resharder
 from plurax.partition.values import (
-    Decision,
     DeferredValue,
-    Operand,
-    Output,
     ShardedValue,
     ValueVersions,
     is_sharded_value,
     over_data,
 )
 from plurax.sharding.axes import Axes
-from plurax.sharding.reshard import ReshardStep, apply_moves
 from plurax.sharding.spec import TensorSharding
-
-
-@dataclasses.dataclass(frozen=True)
-class Record:
-    """A collective of a partitioned function.
-
-    **Fields:**
-
-    - `kind`: as in `ReshardStep`.
-    - `axes`: the mesh axes it runs over.
-    - `bytes`: of its result on one device.
-    - `bytes_sent`: by one device.
-    - `trips`: how often it runs.
-    - `operation`: the equation that needs the resharded operand, and its enclosing function; "" if
-      the collective belongs to no single equation.
-    - `without_rule`: if it gathers for an operation that has no rule, that operation's name and its
-      line in the model's code.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    bytes: int
-    bytes_sent: float
-    trips: int
-    operation: str = ""
-    without_rule: tuple[str, str] | None = None
-
 
 FRAMES = 200
 """Maximal number of stack frames read per equation."""
 
 
-class Partitioner:
+@final
+class Partitioner(Resharder):
     """Evaluates the equations of a function on the shards of one device.
 
-    **Arguments:**
+    **Arguments:** as `Resharder`'s, and
 
-    - `axes`: the axes over which tensors are split.
     - `named`: a function from the name of an annotation and the shape of its value to the sharding,
       or to None for no constraint.
     - `mesh`: the mesh in which the function may call `jax.shard_map` itself.
-    - `joint`: the batch is one dim split over `data`, so no value is `data_varying`. A parameter
-      split over `data` is then gathered wherever an equation reads it with a value of the batch.
-    - `bucket_bytes`: bytes of tensors gathered, or reduce-scattered, over `data` in one collective.
-    - `trips`: how often the function runs, for the records.
     """
 
     def __init__(
@@ -124,17 +86,11 @@ class Partitioner:
         bucket_bytes: int = 1,
         trips: int = 1,
     ) -> None:
-        self.axes = axes
-        self.bucket_bytes = bucket_bytes
+        super().__init__(axes, joint=joint, bucket_bytes=bucket_bytes, trips=trips)
         self.mesh = mesh
         self._annotations = AnnotationResolver(
             axes, named or (lambda name, shape: None), self.value
         )
-        self.joint = joint
-        self.records: list[Record] = []
-        self._executor: Executor = EmitOperations()
-        self._trips = trips
-        self._eqn: Any = None
         self._calls: list[Any] = []
         self._ready: dict[int, ShardedValue] = {}
 
@@ -157,148 +113,6 @@ class Partitioner:
             if not line or line in lines:
                 line = lines[-1]
         return line
-
-    # --- Executing, or only following shapes ------------------------------------------------------
-
-    @contextlib.contextmanager
-    def planning(self) -> Iterator[list[Record]]:
-        """Execute nothing within: shards are `jax.ShapeDtypeStruct`s. Yields the collectives."""
-        executor, records = self._executor, self.records
-        self._executor, self.records = FollowShapes(), []
-        try:
-            yield self.records
-        finally:
-            self._executor, self.records = executor, records
-
-    @property
-    def executor(self) -> Executor:
-        """What is done to shards: operations are emitted, or only shapes followed."""
-        return self._executor
-
-    @property
-    def context(self) -> RuleContext:
-        """What operator rules know of the mesh."""
-        return RuleContext(self.axes, self.joint)
-
-    def run(
-        self,
-        execute: Callable[..., Sequence[Array]],
-        arrays: Sequence[Any],
-        specs: Sequence[ShardedValue],
-    ) -> list[ShardedValue]:
-        """Apply operations to shards; `specs` are the results, with shapes in place of arrays."""
-        out = self._executor.run(execute, arrays, [spec.array for spec in specs])
-        return [
-            dataclasses.replace(spec, array=array) for spec, array in zip(specs, out, strict=True)
-        ]
-
-    def apply(self, decision: Decision, eqn: Any = None) -> list[Output]:
-        """Reshard the operands of a decision and execute it."""
-        first = len(self.records)
-        values = [self._operand(operand) for operand in decision.operands]
-        if decision.without_rule:
-            self._gathered_for(eqn, first)
-        if decision.defer is not None:
-            return [decision.defer(values)]
-        for axes, like in decision.all_reduces:
-            self.record_all_reduce(axes, like)
-        return [*self.run(decision.execute, [v.array for v in values], decision.outputs)]
-
-    def _operand(self, operand: Operand) -> ShardedValue:
-        for sharding in operand.path:
-            value = self.reshard(operand.versions, sharding)
-        return value
-
-    # --- Resharding -------------------------------------------------------------------------------
-
-    def value(self, versions: ValueVersions) -> ShardedValue:
-        """Return the first version; a deferred value is created for it."""
-        if versions.deferred is not None:
-            self.create(versions, versions.deferred.default_sharding)
-        return versions.value
-
-    def create(self, versions: ValueVersions, sharding: TensorSharding) -> None:
-        """Create a deferred value in a sharding, or the nearest possible, as its first version."""
-        deferred = versions.deferred
-        assert deferred is not None
-        decision = deferred.decide(self.context, deferred.sources, sharding)
-        (value,) = self.apply(decision)
-        assert isinstance(value, ShardedValue)
-        versions.values.append(value)
-
-    def reshard(self, versions: ValueVersions, target: TensorSharding) -> ShardedValue:
-        """Reshard a value from whichever of its versions is cheapest, and keep the new version."""
-        if versions.deferred is not None:
-            self.create(versions, target)
-        best = self.context.cheapest(versions, target)
-        if best.sharding == target:
-            return best
-        if versions.is_zero:
-            # Zeros are created in the target sharding, which sends nothing.
-            zeros = ValueVersions(self.zeros(versions.shape, best.dtype))
-            self.create(zeros, target)
-            moved = zeros.value
-        else:
-            moved = self.move(best, target)
-        versions.values.append(moved)
-        return moved
-
-    def move(self, value: ShardedValue, target: TensorSharding) -> ShardedValue:
-        """Reshard one value and record the collectives."""
-        if value.sharding == target:
-            return value
-        steps = self.context.steps(value, target)
-        for step in steps:
-            # A slice is local.
-            if step.kind != "slice":
-                over = self.axes.mesh_axes(step.axes)
-                by = _named(self._eqn) if self._eqn is not None else ""
-                self.records.append(
-                    Record(step.kind, over, step.bytes, step.bytes_sent, self._trips, by)
-                )
-        spec = self.context.spec(
-            value.shape, value.dtype, target, value.data_varying, value.is_param
-        )
-        axes = self.axes
-
-        def apply(shard: Array) -> list[Array]:
-            return [apply_moves(shard, value.shape, value.sharding, steps, axes)]
-
-        return self.run(apply, [value.array], [spec])[0]
-
-    def whole(self, value: ShardedValue) -> ShardedValue:
-        """Replicate a value on every device."""
-        return self.move(value, TensorSharding.replicated(len(value.shape)))
-
-    def reduced(self, versions: ValueVersions) -> ShardedValue:
-        """Return a version that is not a partial sum; reduce one if there is none."""
-        return self.reshard(versions, self.context.reduced(versions))
-
-    def zeros(self, shape: tuple[int, ...], dtype: Any) -> DeferredValue:
-        """Return zeros whose sharding is chosen by the first reader."""
-        return self.context.zeros(shape, dtype)
-
-    def constant(self, value: Any) -> ValueVersions:
-        """Return a constant of a traced function, replicated; a numeric zero stays deferred."""
-        aval = jax.typeof(value)
-        known = isinstance(value, np.ndarray | np.generic | int | float)
-        if known and not np.shape(value) and not value and not isinstance(value, bool):
-            return ValueVersions(self.zeros((), aval.dtype))
-        whole = TensorSharding.replicated(len(aval.shape))
-        spec = self.context.spec(aval.shape, aval.dtype, whole, is_param=True)
-        return ValueVersions(self.run(lambda: [jnp.asarray(value)], [], [spec])[0])
-
-    def record_all_reduce(self, axes: Sequence[str], array: Any) -> None:
-        """Record an all-reduce that the caller emits itself."""
-        n, size = self.axes.size(axes), array.size * array.dtype.itemsize
-        bytes_sent, at = 2 * size * (n - 1) / n, self.axes.mesh_axes(axes)
-        self.records.append(Record("all-reduce", at, size, bytes_sent, self._trips))
-
-    def record_together(self, moves: Sequence[ReshardStep]) -> None:
-        """Record one collective that performs several steps in one buffer."""
-        first, axes = moves[0], self.axes.mesh_axes(moves[0].axes)
-        size, bytes_sent = sum(move.bytes for move in moves), sum(move.bytes_sent for move in moves)
-        self.records.append(Record(first.kind, axes, size, bytes_sent, self._trips))
 
     # --- Evaluating ---------------------------------------------------------------------------
 
@@ -404,9 +218,11 @@ class Partitioner:
         decision = RULES.get(name, by_default)(self.context, eqn, self.together(inputs))
         if isinstance(decision, DeferredValue):
             return [ValueVersions(decision)]
-        self._eqn = eqn
-        outputs = self.apply(decision, eqn)
-        self._eqn = None
+        first = len(self.records)
+        with self.needed_by(eqn):
+            outputs = self.apply(decision)
+        if decision.without_rule:
+            self._gathered_for(eqn, first)
         return [ValueVersions(output) for output in outputs]
 
     def together(self, inputs: list[ValueVersions]) -> list[ValueVersions]:
@@ -439,12 +255,6 @@ class Partitioner:
             return ValueVersions(self.move(value, value.sharding.without(["data"])))
 
         return [gathered(next(tied)) if one in split else one for one in inputs]
-
-    def order_after(self, values: Sequence[ShardedValue], by: Array) -> list[ShardedValue]:
-        """Return values with a data dependency on `by` (see `jaxpr.barrier`)."""
-        return self.run(
-            lambda *arrays: order_after(arrays, by), [value.array for value in values], values
-        )
 
     def _may_stay_split(self, versions: ValueVersions) -> bool:
         """Whether a value is no parameter, and may stay split over `data` because rows are."""
@@ -488,20 +298,6 @@ class Partitioner:
         )
         return [ValueVersions(value) for value in tied]
 
-    @contextlib.contextmanager
-    def apart(self, data_varying: bool) -> Iterator[None]:
-        """Disable permutes in a branch or loop that not all devices along `data` execute.
-
-        All devices of a mesh take part in a collective permute, so it would wait forever there.
-        """
-        axes = self.axes
-        if data_varying:
-            self.axes = Axes(axes.mesh, axes.parts, permutes=False)
-        try:
-            yield
-        finally:
-            self.axes = axes
-
     # --- Loops, and shard_map by hand ----------------------------------------------------------
 
     def _scan(
@@ -510,13 +306,10 @@ class Partitioner:
         """Evaluate a `scan`; collectives in its body are recorded `length` times."""
         loop = Loop(self, eqn, inputs, goals)
         loop.settle()
-        self._eqn = eqn
-        start = loop.start()
-        self._eqn = None
-        trips, self._trips = self._trips, self._trips * loop.length
-        outputs = loop.run(start)
-        self._trips = trips
-        return outputs
+        with self.needed_by(eqn):
+            start = loop.start()
+        with self.repeated(loop.length):
+            return loop.run(start)
 
     def finish(
         self,
@@ -670,9 +463,3 @@ def _live(
             eqns.append(eqn)
             read(eqn.invars)
     return eqns[::-1], uses
-
-
-def _named(eqn: Any) -> str:
-    """Return an equation's operation and enclosing function, such as "dot_general in attention"."""
-    frames = [frame for frame in str(eqn.source_info.name_stack).split("/") if frame]
-    return f"{eqn.primitive.name} in {frames[-1]}" if frames else str(eqn.primitive.name)

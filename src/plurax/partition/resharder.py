@@ -1,0 +1,272 @@
+"""Reshard the values of a partitioned function, execute operations on shards, record collectives.
+
+The `Partitioner` walks equations; a `Resharder` does what each of them needs done to values. With a
+`Decision` of an operator rule:
+
+    mesh tensor=4; float32; y = x @ w, x (8, 64) is (None, tensor), w (64, 32) is (None, tensor)
+
+    decision                                   the resharder
+    x: (None, tensor), w: (tensor, None)       records an all-to-all of w, 1536 bytes sent
+                                               runs it (an executor: emits it, or follows shapes)
+    y: (8, 32), partial={tensor}; execute      runs execute: (8, 16) @ (16, 32)
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from plurax.jaxpr.barrier import order_after
+from plurax.partition.executors import EmitOperations, Executor, FollowShapes
+from plurax.partition.rule_context import RuleContext
+from plurax.partition.values import (
+    Decision,
+    DeferredValue,
+    Operand,
+    Output,
+    ShardedValue,
+    ValueVersions,
+)
+from plurax.sharding.axes import Axes
+from plurax.sharding.reshard import ReshardStep, apply_moves
+from plurax.sharding.spec import TensorSharding
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """A collective of a partitioned function.
+
+    **Fields:**
+
+    - `kind`: as in `ReshardStep`.
+    - `axes`: the mesh axes it runs over.
+    - `bytes`: of its result on one device.
+    - `bytes_sent`: by one device.
+    - `trips`: how often it runs.
+    - `operation`: the equation that needs the resharded operand, and its enclosing function; "" if
+      the collective belongs to no single equation.
+    - `without_rule`: if it gathers for an operation that has no rule, that operation's name and its
+      line in the model's code.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    bytes_sent: float
+    trips: int
+    operation: str = ""
+    without_rule: tuple[str, str] | None = None
+
+
+class Resharder:
+    """Brings values to shardings, and executes operations on one device's shards.
+
+    **Arguments:**
+
+    - `axes`: the axes over which tensors are split.
+    - `joint`: the batch is one dim split over `data`, so no value is `data_varying`. A parameter
+      split over `data` is then gathered wherever an equation reads it with a value of the batch.
+    - `bucket_bytes`: bytes of tensors gathered, or reduce-scattered, over `data` in one collective.
+    - `trips`: how often the function runs, for the records.
+
+    **Attributes:** `records`, the collectives so far, in order.
+    """
+
+    def __init__(
+        self, axes: Axes, *, joint: bool = False, bucket_bytes: int = 1, trips: int = 1
+    ) -> None:
+        self.axes, self.joint, self.bucket_bytes = axes, joint, bucket_bytes
+        self.records: list[Record] = []
+        self._executor: Executor = EmitOperations()
+        self._trips = trips
+        self._operation = ""
+
+    # --- Executing, or only following shapes ------------------------------------------------------
+
+    @contextlib.contextmanager
+    def planning(self) -> Iterator[list[Record]]:
+        """Execute nothing within: shards are `jax.ShapeDtypeStruct`s. Yields the collectives."""
+        executor, records = self._executor, self.records
+        self._executor, self.records = FollowShapes(), []
+        try:
+            yield self.records
+        finally:
+            self._executor, self.records = executor, records
+
+    @property
+    def executor(self) -> Executor:
+        """What is done to shards: operations are emitted, or only shapes followed."""
+        return self._executor
+
+    @property
+    def context(self) -> RuleContext:
+        """What operator rules know of the mesh."""
+        return RuleContext(self.axes, self.joint)
+
+    def run(
+        self,
+        execute: Callable[..., Sequence[Array]],
+        arrays: Sequence[Any],
+        specs: Sequence[ShardedValue],
+    ) -> list[ShardedValue]:
+        """Apply operations to shards; `specs` are the results, with shapes in place of arrays."""
+        out = self._executor.run(execute, arrays, [spec.array for spec in specs])
+        return [
+            dataclasses.replace(spec, array=array) for spec, array in zip(specs, out, strict=True)
+        ]
+
+    def apply(self, decision: Decision) -> list[Output]:
+        """Reshard the operands of a decision and execute it."""
+        values = [self._operand(operand) for operand in decision.operands]
+        if decision.defer is not None:
+            return [decision.defer(values)]
+        for axes, like in decision.all_reduces:
+            self.record_all_reduce(axes, like)
+        return [*self.run(decision.execute, [v.array for v in values], decision.outputs)]
+
+    def _operand(self, operand: Operand) -> ShardedValue:
+        for sharding in operand.path:
+            value = self.reshard(operand.versions, sharding)
+        return value
+
+    # --- Resharding -------------------------------------------------------------------------------
+
+    def value(self, versions: ValueVersions) -> ShardedValue:
+        """Return the first version; a deferred value is created for it."""
+        if versions.deferred is not None:
+            self.create(versions, versions.deferred.default_sharding)
+        return versions.value
+
+    def create(self, versions: ValueVersions, sharding: TensorSharding) -> None:
+        """Create a deferred value in a sharding, or the nearest possible, as its first version."""
+        deferred = versions.deferred
+        assert deferred is not None
+        decision = deferred.decide(self.context, deferred.sources, sharding)
+        (value,) = self.apply(decision)
+        assert isinstance(value, ShardedValue)
+        versions.values.append(value)
+
+    def reshard(self, versions: ValueVersions, target: TensorSharding) -> ShardedValue:
+        """Reshard a value from whichever of its versions is cheapest, and keep the new version."""
+        if versions.deferred is not None:
+            self.create(versions, target)
+        best = self.context.cheapest(versions, target)
+        if best.sharding == target:
+            return best
+        if versions.is_zero:
+            # Zeros are created in the target sharding, which sends nothing.
+            zeros = ValueVersions(self.zeros(versions.shape, best.dtype))
+            self.create(zeros, target)
+            moved = zeros.value
+        else:
+            moved = self.move(best, target)
+        versions.values.append(moved)
+        return moved
+
+    def move(self, value: ShardedValue, target: TensorSharding) -> ShardedValue:
+        """Reshard one value and record the collectives."""
+        if value.sharding == target:
+            return value
+        steps = self.context.steps(value, target)
+        for step in steps:
+            # A slice is local.
+            if step.kind != "slice":
+                over = self.axes.mesh_axes(step.axes)
+                self.records.append(
+                    Record(
+                        step.kind, over, step.bytes, step.bytes_sent, self._trips, self._operation
+                    )
+                )
+        spec = self.context.spec(
+            value.shape, value.dtype, target, value.data_varying, value.is_param
+        )
+        axes = self.axes
+
+        def apply(shard: Array) -> list[Array]:
+            return [apply_moves(shard, value.shape, value.sharding, steps, axes)]
+
+        return self.run(apply, [value.array], [spec])[0]
+
+    def order_after(self, values: Sequence[ShardedValue], by: Array) -> list[ShardedValue]:
+        """Return values with a data dependency on `by` (see `jaxpr.barrier`)."""
+        return self.run(
+            lambda *arrays: order_after(arrays, by), [value.array for value in values], values
+        )
+
+    def whole(self, value: ShardedValue) -> ShardedValue:
+        """Replicate a value on every device."""
+        return self.move(value, TensorSharding.replicated(len(value.shape)))
+
+    def reduced(self, versions: ValueVersions) -> ShardedValue:
+        """Return a version that is not a partial sum; reduce one if there is none."""
+        return self.reshard(versions, self.context.reduced(versions))
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> DeferredValue:
+        """Return zeros whose sharding is chosen by the first reader."""
+        return self.context.zeros(shape, dtype)
+
+    def constant(self, value: Any) -> ValueVersions:
+        """Return a constant of a traced function, replicated; a numeric zero stays deferred."""
+        aval = jax.typeof(value)
+        known = isinstance(value, np.ndarray | np.generic | int | float)
+        if known and not np.shape(value) and not value and not isinstance(value, bool):
+            return ValueVersions(self.zeros((), aval.dtype))
+        whole = TensorSharding.replicated(len(aval.shape))
+        spec = self.context.spec(aval.shape, aval.dtype, whole, is_param=True)
+        return ValueVersions(self.run(lambda: [jnp.asarray(value)], [], [spec])[0])
+
+    def record_all_reduce(self, axes: Sequence[str], array: Any) -> None:
+        """Record an all-reduce that the caller emits itself."""
+        n, size = self.axes.size(axes), array.size * array.dtype.itemsize
+        bytes_sent, at = 2 * size * (n - 1) / n, self.axes.mesh_axes(axes)
+        self.records.append(Record("all-reduce", at, size, bytes_sent, self._trips))
+
+    def record_together(self, steps: Sequence[ReshardStep]) -> None:
+        """Record one collective that performs several steps in one buffer."""
+        first, axes = steps[0], self.axes.mesh_axes(steps[0].axes)
+        size, bytes_sent = sum(step.bytes for step in steps), sum(step.bytes_sent for step in steps)
+        self.records.append(Record(first.kind, axes, size, bytes_sent, self._trips))
+
+    @contextlib.contextmanager
+    def repeated(self, trips: int) -> Iterator[None]:
+        """Record collectives within as those of a loop's body."""
+        before = self._trips
+        self._trips *= trips
+        try:
+            yield
+        finally:
+            self._trips = before
+
+    @contextlib.contextmanager
+    def needed_by(self, eqn: Any) -> Iterator[None]:
+        """Record collectives within as those of an equation's operands."""
+        self._operation = _named(eqn)
+        try:
+            yield
+        finally:
+            self._operation = ""
+
+    @contextlib.contextmanager
+    def apart(self, data_varying: bool) -> Iterator[None]:
+        """Disable permutes in a branch or loop that not all devices along `data` execute.
+
+        All devices of a mesh take part in a collective permute, so it would wait forever there.
+        """
+        axes = self.axes
+        if data_varying:
+            self.axes = Axes(axes.mesh, axes.parts, permutes=False)
+        try:
+            yield
+        finally:
+            self.axes = axes
+
+
+def _named(eqn: Any) -> str:
+    """Return an equation's operation and enclosing function, such as "dot_general in attention"."""
+    frames = [frame for frame in str(eqn.source_info.name_stack).split("/") if frame]
+    return f"{eqn.primitive.name} in {frames[-1]}" if frames else str(eqn.primitive.name)
