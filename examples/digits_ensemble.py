@@ -117,7 +117,7 @@ def report(made: px.Experiment, result: px.Fit, directory: Path) -> Iterator[Pat
                    plan=px.Plan(chunk=1, batch_dim=plan.batch_dim), **common)  # fmt: skip
     logits = {
         "one network": alone.program.predict(alone.state, inputs),
-        f"{result.program.count} bootstrapped networks": result.program.predict(
+        f"{result.program.members.count} bootstrapped networks": result.program.predict(
             result.state, inputs
         ),
     }
@@ -137,7 +137,7 @@ def report(made: px.Experiment, result: px.Fit, directory: Path) -> Iterator[Pat
     px.ensemble.draw_reliability(calibrations, directory / "reliability.png")
     yield directory / "reliability.png"
 
-    settings = px.Members(2 * result.program.count, SWEEP)
+    settings = px.Members(2 * result.program.members.count, SWEEP)
     found = px.sweep(made.task, made.optimizer, made.data, members=settings, plan=plan,
                      evaluation=made.evaluation, report_every=made.epochs,
                      **{**common, "progress": True})  # fmt: skip

@@ -90,7 +90,7 @@ def report(made: px.Experiment, result: px.Fit, directory: Path) -> Iterator[Pat
         made.optimizer,
         made.data,
         plan=program.plan,
-        members=px.Members(program.count),
+        members=px.Members(program.members.count),
         batch_size=made.batch_size,
         shuffle=made.shuffle,
         epochs=steps,
@@ -106,10 +106,12 @@ def report(made: px.Experiment, result: px.Fit, directory: Path) -> Iterator[Pat
 
     alone = same.program.predict(same.state, plane)
     together = program.predict(result.state, plane)
-    two = {f"one network, seed {k}": confidence(alone[k]) for k in range(min(2, program.count))}
+    two = {
+        f"one network, seed {k}": confidence(alone[k]) for k in range(min(2, program.members.count))
+    }
     beside = {
         "one network": confidence(alone[0]),
-        f"{program.count} bootstrapped networks": confidence(together),
+        f"{program.members.count} bootstrapped networks": confidence(together),
     }
     for panels, name in ((two, "members.png"), (beside, "confidence.png")):
         px.ensemble.draw_confidence(panels, EXTENT, points, labels, directory / name)

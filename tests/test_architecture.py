@@ -29,8 +29,8 @@ FLOORS = [
 ORDER = [name for rooms in FLOORS for name in rooms]
 PUBLIC = {
     "plurax": """
-        BatchError CheckpointError Checkpoints DamagedCheckpointWarning EpochSpec Experiment
-        ExperimentError Fit MaskWarning Members MembersError MembersProgram MissingPackageError
+        BatchError CheckpointError Checkpoints DamagedCheckpointWarning Experiment
+        ExperimentError Fit MaskWarning Members MembersError MissingPackageError
         NonFiniteWarning Plan PlanError PluraxError Program ShardingWarning Task TaskError compile
         fastest_batch_size fit max_batch_size name per_example shard stack stage_boundary sweep
         verify virtual_devices adapters analysis ensemble pipeline sharding train""",

@@ -20,7 +20,6 @@ from benchmarks import by_hand, sizes
 from benchmarks.networks import count_parameters, make_task
 from benchmarks.workers.jax_setup import carry, need_devices
 from benchmarks.workers.serve import Settings, Side, serve
-from plurax.mesh import make_mesh
 
 Sides = dict[str, Side]
 Facts = dict[str, Any]
@@ -65,44 +64,27 @@ def _program(
     optimizer: optax.GradientTransformation,
     data: dict[str, np.ndarray],
     count: int,
-) -> px.MembersProgram:
+) -> px.Program:
     """Compiled; the chunk and the place of the batch dim chosen by measurement."""
     members = px.Members(count, resample=px.ensemble.bootstrap()) if settings["resampled"] else None
     members = members or px.Members(count)
     plan = px.Plan(member=settings["devices"], **settings["plan"])
-    rows = len(data["x"])
-    reading = px.EpochSpec(
-        members.resample,
-        rows,
-        members.epoch_length(rows),
-        settings["batch"],
-        settings["steps_per_epoch"],
-        settings["resampled"],
-    )
-    program = px.MembersProgram(
-        task,
-        optimizer,
-        plan,
-        {name: leaf[: settings["batch"]] for name, leaf in data.items()},
-        make_mesh(plan),
-        members,
-        reading=reading,
-        data=data,
-    )
-    program.compile_loop(data)
-    return program
+    source = px.train.ArrayData(data, settings["batch"], shuffle=settings["resampled"])
+    assert source.batches_per_epoch == settings["steps_per_epoch"]
+    batch = source.example_batch()
+    return px.compile(task, optimizer, plan, batch, members=members, data=source)
 
 
-def _training(program: px.MembersProgram, data: dict[str, np.ndarray], steps: int) -> Side:
+def _training(program: px.Program, data: dict[str, np.ndarray], steps: int) -> Side:
     placed = program.place_data(data)
-    return carry(lambda state: program.loop(state, placed, 0, steps)[0], program.init())
+    return carry(lambda state: program.loop(state, placed, (), 0, steps)[0], program.init())
 
 
-def _halving(program: px.MembersProgram, data: dict[str, np.ndarray], limits: Settings) -> Sides:
+def _halving(program: px.Program, data: dict[str, np.ndarray], limits: Settings) -> Sides:
     """The first members of a population, trained on with the plan that was chosen for all."""
     sides: Sides = {}
     for count in limits["halving"]:
-        whole = count == program.count
+        whole = count == program.members.count
         left = program if whole else program.of(program.members.take(range(count)))
         sides[f"halving, {count}"] = _training(left, data, limits["halving_steps"])
     return sides

@@ -18,9 +18,7 @@ from plurax.errors.kinds import ShardingWarning as ShardingWarning
 from plurax.errors.kinds import TaskError as TaskError
 from plurax.execute.compile import compile as compile
 from plurax.execute.mask import MaskWarning as MaskWarning
-from plurax.execute.members_program import MembersProgram as MembersProgram
 from plurax.execute.program import Program as Program
-from plurax.execute.reads import EpochSpec as EpochSpec
 from plurax.experiment import Experiment as Experiment
 from plurax.members import Members as Members
 from plurax.mesh import virtual_devices as virtual_devices

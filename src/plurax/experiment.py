@@ -12,11 +12,11 @@ import optax
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.execute.array_data import Ragged
 from plurax.execute.population import HyperFn
 from plurax.members import Members
 from plurax.plan import Plan
 from plurax.task import Task
-from plurax.train.data import Ragged
 from plurax.user_frames import told
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from plurax import errors
@@ -211,6 +212,11 @@ class Members:
     def hyper_of(self, member: int) -> Hyper:
         """Return the hyperparameters of the member at an index, as Python numbers."""
         return {name: values[member].item() for name, values in self.hyper_table().items()}
+
+    @property
+    def hyper_dtypes(self) -> dict[str, Any]:
+        """The dtypes of the hyperparameters inside a compiled program, by name."""
+        return {name: jnp.asarray(value).dtype for name, value in self.hyper_of(0).items()}
 
     def seed_of(self, member: int) -> int:
         """Return the seed of the member at an index."""

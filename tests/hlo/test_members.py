@@ -10,20 +10,16 @@ from tests import models
 
 import plurax as px
 from plurax.execute.reads import ORDERED
-from plurax.mesh import make_mesh
 
 ROWS = models.data(1000)
 MANY = models.data(8000)  # more than stand in one block of steps
 
 
 def program(plan, members, rows=ROWS, batch=16):
-    count = len(rows["y"])
-    reading = px.EpochSpec(members.resample, count, count, batch, -(-count // batch), True)
     plan = px.Plan(**{**vars(plan), "chunk": plan.chunk or 2, "batch_dim": "major"})
-    made = px.MembersProgram(models.mlp_task(), models.optimizer(), plan, models.cut(rows, batch),
-                             make_mesh(plan), members, reading=reading)  # fmt: skip
-    made.compile_loop(rows)
-    return made
+    data = px.train.ArrayData(rows, batch)
+    return px.compile(models.mlp_task(), models.optimizer(), plan, models.cut(rows, batch),
+                      members=members, data=data)  # fmt: skip
 
 
 def largest(hlo):

@@ -10,9 +10,9 @@ import pytest
 from tests import models
 
 import plurax as px
+from plurax.execute.array_data import ArrayData
 from plurax.execute.program import Program
 from plurax.mesh import make_mesh
-from plurax.train.data import ArrayData
 
 pytestmark = pytest.mark.xdist_group("among")  # what is trained alone is trained once
 
@@ -89,11 +89,9 @@ def alone(resample, member):
 def among(members, plan, make=make_task, rule=optimizer, rows=None, shuffle=True):
     """The population after `STEPS`, by the loop of `fit` over resident data."""
     rows = models.data(COUNT, dtype=np.float64) if rows is None else rows
-    length = members.epoch_length(COUNT)
-    reading = px.EpochSpec(members.resample, COUNT, length, BATCH, -(-length // BATCH), shuffle)
-    program = px.MembersProgram(make, rule, plan, models.cut(rows, BATCH), make_mesh(plan), members,
-                                reading=reading)  # fmt: skip
-    state, _ = program.loop(program.init(), program.place_data(rows), 0, STEPS)
+    data = ArrayData(rows, BATCH, shuffle=shuffle)
+    program = px.compile(make, rule, plan, models.cut(rows, BATCH), members=members, data=data)
+    state, _ = program.loop(program.init(), program.place_data(rows), (), 0, STEPS)
     return jax.device_get(program.to_canonical(state))
 
 

@@ -14,8 +14,8 @@ import optax
 from tests import models
 
 import plurax as px
+from plurax.execute.array_data import ArrayData, Position
 from plurax.train.checkpoint import DamagedCheckpointWarning
-from plurax.train.data import ArrayData, Position
 from plurax.train.log import DamagedLogWarning
 
 ROWS = models.data(50)

@@ -15,8 +15,8 @@ from tests.resume import runs
 from tests.resume.test_resume import log_of
 
 import plurax as px
+from plurax.execute.array_data import ArrayData, Position
 from plurax.train.checkpoint import Checkpoints
-from plurax.train.data import ArrayData, Position
 
 ROWS = models.data(50)
 REPOSITORY = Path(__file__).parents[2]

@@ -14,7 +14,8 @@ from tests.unit.test_checkpoint import listing
 
 import plurax as px
 from plurax.cli import main
-from plurax.train.data import Position, StreamData
+from plurax.execute.array_data import Position
+from plurax.train.data import StreamData
 from plurax.train.log import read_rows
 
 ROWS = models.data(50)

@@ -238,7 +238,7 @@ def experiment():
     )
 
 def report(made, result, directory):
-    (directory / "report.txt").write_text(str(result.program.count))
+    (directory / "report.txt").write_text(str(result.program.members.count))
     yield directory / "report.txt"
 """
 

@@ -16,8 +16,9 @@ import pytest
 from tests import models
 
 import plurax as px
+from plurax.execute.array_data import ArrayData, Position
 from plurax.train.checkpoint import Checkpoints, DamagedCheckpointWarning
-from plurax.train.data import ArrayData, Position, StreamData, prefetch
+from plurax.train.data import StreamData, prefetch
 from plurax.train.epoch_metrics import NetworkMetrics, NonFiniteWarning
 from plurax.train.iterate import StepOutput, train_iter
 from plurax.train.log import read_rows

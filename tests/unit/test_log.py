@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plurax.errors import CheckpointError
+from plurax.execute.array_data import Position
 from plurax.members import Members
 from plurax.train import log
-from plurax.train.data import Position
 from plurax.train.epoch_metrics import MembersMetrics, NetworkMetrics
 from plurax.train.iterate import StepOutput
 from plurax.train.log import DamagedLogWarning, MetricsLog, read_rows

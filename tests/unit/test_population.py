@@ -18,13 +18,13 @@ from tests import models
 from tests.pictures import panels
 
 import plurax as px
+from plurax.execute.array_data import ArrayData
 from plurax.execute.autotune import autotune
 from plurax.execute.chunk_rule import FEWEST, MemberWork, choose_chunk, even_chunk
 from plurax.execute.population import Population
 from plurax.execute.program import Program
 from plurax.mesh import make_mesh
 from plurax.report.curves import draw_curves
-from plurax.train.data import ArrayData
 from plurax.train.epoch_metrics import NonFiniteWarning
 
 pytestmark = pytest.mark.xdist_group("population")  # what is trained for all is trained once
@@ -524,7 +524,7 @@ def test_the_rule_is_near_the_fastest_that_was_measured(index):
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), choosing.batch(case))
     plan = px.Plan()
     rule = optax.adam(1e-2)
-    population = Population(choosing.task(case), rule, {}, plan, make_mesh(plan), like)
+    population = Population(choosing.task(case), rule, plan, make_mesh(plan), like, px.Members(1))
     plan = choose_chunk(plan, case.members, population.work(), "cpu")
     chunk = measured_chunk(found, plan.chunk)
     cpu = {(one["chunk"], one["batch_dim"]): one["cpu"] for one in found["milliseconds"]}
@@ -556,7 +556,7 @@ def test_less_memory_makes_smaller_chunks(monkeypatch):
     whole = px.compile(*kind, members=members)
     assert whole.plan.chunk == 64
     monkeypatch.setattr(
-        "plurax.execute.members_program.memory_budget", lambda mesh: whole.memory().peak - 1
+        "plurax.execute.choose_chunk.memory_budget", lambda mesh: whole.memory().peak - 1
     )
     assert px.compile(*kind, members=members).plan.chunk == 16
 
@@ -665,3 +665,30 @@ def test_curves_of_a_population(tmp_path, drawn, rows, points):
     assert panel.areas == (2 if points else 0)
     median = "training, mean of the epoch: median, 50 %, 90 %"
     assert panel.lines == ([(median, points), ("best member", points)] if points else [])
+
+
+def test_a_population_starts_from_seeds_of_its_own():
+    batch = models.cut(ROWS, 16)
+    program = px.compile(TASK, models.optimizer(), PLAN, batch, members=px.Members(2))
+    with pytest.raises(px.MembersError, match=r"init\(seed=...\) starts one network"):
+        program.init(0)
+    with pytest.raises(px.MembersError, match=r"init\(params=...\) starts one network"):
+        program.init(params=program.init().params)
+
+
+def test_one_network_has_no_members_to_exchange_and_no_data_of_its_own():
+    batch = models.cut(ROWS, 16)
+    program = px.compile(TASK, models.optimizer(), px.Plan(), batch)
+    with pytest.raises(px.MembersError, match="compiled for one network, so it has no members"):
+        program.of(px.Members(2))
+    with pytest.raises(px.MembersError, match="is for members, each of which reads the arrays"):
+        px.compile(TASK, models.optimizer(), px.Plan(), batch, data=px.train.ArrayData(ROWS, 16))
+
+
+def test_a_program_keeps_the_shapes_of_its_data_and_not_the_data():
+    data = px.train.ArrayData(ROWS, 16)
+    program = px.compile(TASK, models.optimizer(), PLAN, data.example_batch(),
+                         members=px.Members(2), data=data)  # fmt: skip
+    assert all(
+        isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(program.data.arrays)
+    )

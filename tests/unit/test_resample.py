@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import plurax as px
+from plurax.execute.array_data import ArrayData
 from plurax.execute.reads import Reads
 from plurax.resample import (
     Everything,
@@ -21,7 +22,6 @@ from plurax.resample import (
     permuted_index,
     stream_row,
 )
-from plurax.train.data import ArrayData
 
 KINDS = {
     "everything": Everything(),
@@ -240,7 +240,7 @@ def test_members_on_a_device_read_what_one_network_reads(
     members, data = px.Members([3, 8, 5, 9], resample=resample), {"x": np.arange(30)}
     length = members.epoch_length(30)
     steps = -(-length // batch)
-    reads = Reads(px.EpochSpec(resample, 30, length, batch, steps, shuffle), batch, 1)
+    reads = Reads(ArrayData(data, batch, shuffle=shuffle).read_by(members).epoch_spec, batch, 1)
     cohort = members.cohort(30)
     at = jax.jit(lambda member, t: reads.block_rows(member, t)[t % steps % reads.block])
     for k in range(4):
@@ -261,6 +261,6 @@ def test_a_batch_that_is_the_whole_data_set_is_not_reordered():
     assert sample.epoch_order(3)[0].tolist() == sample.epoch_order(8)[0].tolist()
     some = ArrayData({"x": np.arange(30)}, 29, seed=4, ragged="drop")
     assert some.epoch_order(3)[0].tolist() != some.epoch_order(8)[0].tolist()
-    reading = px.EpochSpec(Everything(), 30, 30, 30, 1, shuffle=True)
+    reading = whole.epoch_spec
     assert Reads(reading, 30, 1).fixed
     assert not Reads(dataclasses.replace(reading, batch_size=15, steps=2), 15, 1).fixed

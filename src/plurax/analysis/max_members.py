@@ -5,17 +5,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from plurax import errors, hlo
 from plurax.analysis.batch_size import largest_below
+from plurax.execute.lowering import lower_step
 from plurax.execute.placement import Placement, leading_dim
 from plurax.execute.population import HyperFn, Population
-from plurax.members import Hyper, MemberArrays, Members
+from plurax.members import Members
 from plurax.mesh import make_mesh, memory_budget, split_rows
 from plurax.plan import Plan
 from plurax.task import Task
@@ -77,16 +74,17 @@ def max_members(
     """
     mesh = make_mesh(plan, devices)
     budget = memory_budget(mesh) if memory is None else memory
-    hyper = (members or Members(1)).hyper_of(0)
     placement = Placement(batch, plan.padded_size(leading_dim(batch)), split_rows(mesh))
     for chunk in [plan.chunk] if plan.chunk else [FIRST_CHUNK, 1]:
         chosen = dataclasses.replace(plan, chunk=chunk, batch_dim=plan.batch_dim or "major")
-        population = Population(task, optimizer, _arrays(hyper), chosen, mesh, placement.like)
+        like = placement.like
+        population = Population(task, optimizer, chosen, mesh, like, members or Members(1))
         unit = plan.member * chunk
 
         # Search in whole chunks on every device: a partial chunk would compile a second body.
         def peak(units: int) -> int:
-            return _peak(population, placement, units * unit)  # noqa: B023
+            step = lower_step(population.abstract_of(units * unit), placement)  # noqa: B023
+            return hlo.memory(step.compile()).peak
 
         fits, fits_bytes, over, over_bytes, compilations = largest_below(peak, budget)
         if fits:
@@ -101,24 +99,3 @@ def max_members(
         budget=budget,
         compilations=compilations,
     )
-
-
-def _arrays(hyper: Hyper) -> Hyper:
-    return {name: jnp.asarray(value) for name, value in hyper.items()}
-
-
-def _peak(population: Population, placement: Placement, count: int) -> int:
-    """Return the peak bytes per device of the step of `count` members, without arrays."""
-    by_member = NamedSharding(population.mesh, P("member"))
-
-    def many(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((count, *x.shape), x.dtype, sharding=by_member)
-
-    word = jax.ShapeDtypeStruct((), np.uint32)
-    cohort = jax.tree.map(many, MemberArrays(word, word, word, population.hyper))
-    state = population.state_like(count)
-    shardings = jax.tree.map(lambda like: like.sharding, state)
-    step = jax.jit(population.step, donate_argnums=0, out_shardings=(shardings, by_member))
-    size = jax.ShapeDtypeStruct((), jnp.int32)
-    lowered = step.lower(state, cohort, placement.abstract(), size)
-    return hlo.memory(lowered.compile()).peak

@@ -41,7 +41,7 @@ from plurax.train.checkpoint import Checkpoints
 from plurax.train.data import Data, as_data
 from plurax.train.fit import fit
 from plurax.train.log import read_rows
-from plurax.train.restore import AnyProgram, make_program, restore, with_resampling
+from plurax.train.restore import make_program, restore, with_resampling
 from plurax.train.tune import tune
 from plurax.user_frames import is_users, told
 from plurax.validate import local_path
@@ -181,7 +181,7 @@ def _plan(arguments: list[str]) -> int:
     columns = console.width if console.is_terminal else TIMELINE_WIDTH
     # A truncated table is useless; a wrapped line can still be read.
     console.width = max(console.width, TABLE_WIDTH)
-    planned = program.planned_collectives() if isinstance(program, Program) else []
+    planned = program.planned_collectives() if program.members is None else []
     console.print(
         plan_report(
             program.plan,
@@ -202,7 +202,7 @@ def _plan(arguments: list[str]) -> int:
         with console.status("compiling under the other schedules"):
             compared = _compared(made, options, plan, pipeline)
         console.print("", compared_schedules_table(compared, pipeline.schedule.name))
-    if not isinstance(program, Program):
+    if program.members is not None:
         return 0
     if planned:
         console.print("", shards_table(program.shardings))
@@ -235,9 +235,9 @@ def _tuned(made: experiment.Experiment, options: Show, plan: Plan, path: Path) -
     return tuning.plan
 
 
-def _costs(program: AnyProgram, plan: Plan) -> Costs:
+def _costs(program: Program, plan: Plan) -> Costs:
     schedule = make_schedule(plan.schedule, plan.pipeline, plan.microbatches, plan.chunks)
-    planned = program.planned_collectives() if isinstance(program, Program) else None
+    planned = program.planned_collectives() if program.members is None else None
     return Costs.of(schedule, planned or program.collectives(), program.memory())
 
 
@@ -385,7 +385,7 @@ def _source(made: experiment.Experiment, options: Common) -> tuple[Data, PyTree]
     )
 
 
-def _program(made: experiment.Experiment, options: Common, plan: Plan) -> AnyProgram:
+def _program(made: experiment.Experiment, options: Common, plan: Plan) -> Program:
     """Return the program to show or to predict with."""
     members = options.members.chosen(made.members)
     source, like = _source(made, options)

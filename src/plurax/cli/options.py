@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 import tyro
 
+from plurax.execute.array_data import Ragged
 from plurax.members import Members
 from plurax.plan import Plan
 from plurax.resample import Everything, Resample, bootstrap, kfold
-from plurax.train.data import Ragged
 
 Devices = Annotated[
     str | None,

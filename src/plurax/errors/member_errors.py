@@ -154,6 +154,28 @@ def state_of_one_network() -> MembersError:
     )
 
 
+def data_without_members() -> MembersError:
+    return MembersError(
+        "compile(data=...) is for members, each of which reads the arrays in its own order. For "
+        "one network leave it out: loop(state, place_data(arrays), place_epoch(rows, counts), "
+        "start, stop) takes the order of each epoch."
+    )
+
+
+def program_of_one_network() -> MembersError:
+    return MembersError(
+        "this program is compiled for one network, so it has no members to exchange; compile it "
+        "with members=plurax.Members(...)."
+    )
+
+
+def members_start_alone(what: str) -> MembersError:
+    return MembersError(
+        f"init({what}=...) starts one network, and this program has members, each with a seed of "
+        "its own. Leave it out, and give the seeds to plurax.Members(seeds)."
+    )
+
+
 def members_not_grown(before: int, now: int) -> CheckpointError:
     if not before:
         return CheckpointError(
@@ -184,7 +206,7 @@ def tune_needs_members() -> MembersError:
 def members_read_otherwise(before: Any, now: Any) -> MembersError:
     return MembersError(
         f"this program is compiled for members that read their data by {before!r}, and these read "
-        f"by {now!r}; compile one for them (plurax.fit, plurax.MembersProgram)."
+        f"by {now!r}; compile one for them (plurax.fit, plurax.compile)."
     )
 
 

@@ -1,14 +1,14 @@
 """`compile`: join a task and a plan to a program."""
 
 from collections.abc import Sequence
-from typing import Any, overload
 
 import jax
 import optax
 from jaxtyping import PyTree
 
+from plurax import errors
+from plurax.execute.array_data import ArrayData
 from plurax.execute.check import check_kinds
-from plurax.execute.members_program import MembersProgram
 from plurax.execute.population import HyperFn
 from plurax.execute.program import Program
 from plurax.members import Members
@@ -17,39 +17,16 @@ from plurax.plan import Plan
 from plurax.task import Task
 
 
-@overload
-def compile(
-    task: Task,
-    optimizer: optax.GradientTransformation,
-    plan: Plan,
-    batch: PyTree,
-    *,
-    members: None = None,
-    devices: Sequence[jax.Device] | None = None,
-) -> Program: ...
-
-
-@overload
 def compile(
     task: Task | HyperFn,
     optimizer: optax.GradientTransformation | HyperFn,
     plan: Plan,
     batch: PyTree,
     *,
-    members: Members,
-    devices: Sequence[jax.Device] | None = None,
-) -> MembersProgram: ...
-
-
-def compile(
-    task: Any,
-    optimizer: Any,
-    plan: Plan,
-    batch: PyTree,
-    *,
     members: Members | None = None,
+    data: ArrayData | None = None,
     devices: Sequence[jax.Device] | None = None,
-) -> Program | MembersProgram:
+) -> Program:
     """Compile one training step of a task under a plan.
 
     **Arguments:**
@@ -60,9 +37,12 @@ def compile(
       program.
     - `members`: a population to train instead of one network. Task and optimizer may then be
       functions of a member's hyperparameters, `hyper -> Task`, `hyper -> optax transformation`.
+    - `data`: arrays that stay on the devices, which each member reads in its own order by the
+      members' resampling; `program.loop` then runs many steps at once. `batch` has their batch
+      size. Only for members: one network is given the order of each epoch (`place_epoch`).
     - `devices`: the devices, default `jax.devices()`; the plan takes the first it needs.
 
-    **Returns:** a `Program`, or a `MembersProgram` for members. No parameter exists yet.
+    **Returns:** a `Program`. No parameter exists yet.
 
     Raises `PlanError` where the plan does not fit the devices, `TaskError` where the task breaks
     its contract, `BatchError` where `batch` is not one.
@@ -81,10 +61,13 @@ def compile(
     """
     check_kinds(task, optimizer, plan, members)
     mesh = make_mesh(plan, devices)
-    program: Program | MembersProgram
+    if data is None:
+        program = Program(task, optimizer, plan, batch, mesh, members)
+        program.compiled_step  # noqa: B018  compiled here, so that errors appear here
+        return program
     if members is None:
-        program = Program(task, optimizer, plan, batch, mesh)
-    else:
-        program = MembersProgram(task, optimizer, plan, batch, mesh, members)
-    program.compiled_step  # noqa: B018  compiled here, so that errors appear here
+        raise errors.data_without_members()
+    data = data.read_by(members)
+    program = Program(task, optimizer, plan, batch, mesh, members, data)
+    program.compile_loop(data.arrays)
     return program

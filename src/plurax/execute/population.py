@@ -23,36 +23,46 @@ holds one state of all members and the temporaries of one chunk. `chunk_rule.py`
 divide the members evenly where it can, to avoid compiling the remainder.
 """
 
+import copy
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, PyTree
 
 from plurax import errors
-from plurax.execute.backends.pipelined import PipelinedBackend
-from plurax.execute.backends.sharded import ShardedBackend, microbatch, needs_partitioner
+from plurax.execute.backends.backend import Backend
+from plurax.execute.backends.choose import make_backend, microbatch
 from plurax.execute.chunk_rule import MemberWork, work_of
-from plurax.execute.evaluate import device_evaluation
-from plurax.execute.gradient import Totals, evaluation, gradient
+from plurax.execute.gradient import Totals, gradient
 from plurax.execute.initial_state import new_state
+from plurax.execute.layouts.members_layout import MembersLayout
 from plurax.execute.placement import leading_dim
-from plurax.execute.predict import device_predict
 from plurax.execute.reads import EpochSpec, Reads
 from plurax.execute.rows import Rows
-from plurax.execute.step import Metrics, Step, make_step, whole_update
-from plurax.execute.totals import coupled_totals, device_totals
-from plurax.members import Hyper, MemberArrays
+from plurax.execute.step import Metrics
+from plurax.execute.step_functions import StepFunctions
+from plurax.members import Hyper, MemberArrays, Members
 from plurax.mesh import on_devices, within
 from plurax.plan import Plan
 from plurax.state import TrainState
 from plurax.task import Task
 
+MAX_STEPS_PER_CALL = 128
+"""The largest number of steps in one call of the compiled loop, which returns metrics of each."""
+
+ANY_ROWS = 2**31 - 1
+"""The number of rows assumed for resampling where no data are resident and no row is drawn."""
+
 HyperFn = Callable[[Hyper], Any]
+States = tuple[PyTree, PyTree]
+"""Parameters and model states."""
 
 
 class TaskAndOptimizer(NamedTuple):
@@ -62,7 +72,7 @@ class TaskAndOptimizer(NamedTuple):
     optimizer: optax.GradientTransformation
 
 
-def network(task: Task | HyperFn, optimizer: Any, hyper: Hyper) -> TaskAndOptimizer:
+def task_and_optimizer(task: Task | HyperFn, optimizer: Any, hyper: Hyper) -> TaskAndOptimizer:
     """Build a member's task and optimizer, calling those that are functions of `hyper`.
 
     Raises `TaskError` where such a function needs a hyperparameter that `hyper` lacks, or needs the
@@ -89,65 +99,86 @@ def _call(what: str, maker: HyperFn, hyper: Hyper) -> Any:
         raise errors.hyper_needs_a_value(what, reason) from error
 
 
-class Population:
-    """Build the functions of a population's program for one plan; `MembersProgram` compiles them.
+class Population(StepFunctions):
+    """The functions of a population's program for one plan.
 
-    **Arguments:** `task` and `optimizer`, or functions of a member's hyperparameters that return
-    them; `hyper`, example hyperparameters; `plan`, its `chunk` chosen; `mesh`; `batch`, a tree of
-    `jax.ShapeDtypeStruct`s of the largest batch.
+    **Arguments:**
+
+    - `task`, `optimizer`: or functions of a member's hyperparameters that return them.
+    - `plan`: with its `chunk` chosen.
+    - `mesh`; `batch`, of the largest size as `jax.ShapeDtypeStruct`s.
+    - `members`.
+    - `reads`: how members read data that stay on the devices; None where they are not resident.
     """
+
+    layout: MembersLayout
 
     def __init__(
         self,
         task: Task | HyperFn,
         optimizer: Any,
-        hyper: Hyper,
         plan: Plan,
         mesh: Mesh,
         batch: PyTree,
+        members: Members,
+        reads: EpochSpec | None = None,
     ) -> None:
-        self._task, self._optimizer, self.hyper = task, optimizer, hyper
-        self.plan = plan
-        self.mesh = mesh
-        example = self.make(hyper)
-        self._split = mesh.shape["data"]
-        self._microbatch = microbatch(batch, plan, coupled=example.task.coupled)
-        self.partitioned: ShardedBackend | PipelinedBackend | None = None
-        if needs_partitioner(example.task, plan):
-            kind = PipelinedBackend if plan.pipeline > 1 else ShardedBackend
-            self.partitioned = kind(*example, plan, mesh, self._microbatch)
+        self._task, self._optimizer = task, optimizer
+        self.plan, self.mesh, self.members, self._reading = plan, mesh, members, reads
+        self._hyper = {name: jnp.asarray(value) for name, value in members.hyper_of(0).items()}
+        self.example = self.make(self._hyper)
+        self._microbatch = microbatch(batch, plan, coupled=self.example.task.coupled)
+        self.backend = make_backend(*self.example, plan, mesh, batch)
+        self.layout = MembersLayout(self.backend.layout, members.count, mesh)
+        self.metrics_sharding = NamedSharding(mesh, P("member"))
+        self.outputs_sharding = NamedSharding(mesh, P("data", "member"))
+
+    def of(self, members: Members) -> "Population":
+        """Return the population for as many other members, with hyperparameters of equal names and
+        dtypes, so that programs compiled for one serve the other."""
+        other = copy.copy(self)
+        other.members = members
+        other.__dict__.pop("arguments", None)
+        return other
+
+    def abstract_of(self, count: int) -> "Population":
+        """Return the population of `count` members, with `jax.ShapeDtypeStruct`s for arguments."""
+        other = copy.copy(self)
+        other.layout = MembersLayout(self.backend.layout, count, self.mesh)
+
+        def many(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((count, *x.shape), x.dtype, sharding=self.metrics_sharding)
+
+        word = jax.ShapeDtypeStruct((), np.uint32)
+        cohort = jax.tree.map(many, MemberArrays(word, word, word, self._hyper))
+        other.__dict__["arguments"] = (cohort,)
+        return other
+
+    @functools.cached_property
+    def arguments(self) -> tuple[MemberArrays]:
+        """The members as arrays `(slots,)` on the devices; repeated members fill the slots."""
+        cohort = self.members.cohort(self._reading.count if self._reading else ANY_ROWS)
+        # Repeated members compute valid numbers; their results are cut from every output.
+        filled = np.arange(self.layout.slots) % self.members.count
+        return (jax.device_put(cohort.take(filled), self.metrics_sharding),)
 
     # --- One member ---------------------------------------------------------------------------
 
     def make(self, hyper: Hyper) -> TaskAndOptimizer:
         """Return the task and the optimizer of a member with these hyperparameters."""
-        return network(self._task, self._optimizer, hyper)
+        return task_and_optimizer(self._task, self._optimizer, hyper)
 
     def new_state(self, member: MemberArrays) -> TrainState:
         """Return a fresh state of one member, equal to that of one network with its seed."""
         one = self.make(member.hyper)
         return new_state(one.task, one.optimizer, jax.random.key(member.seeds))
 
-    def _sharded(self, member: MemberArrays) -> ShardedBackend | PipelinedBackend:
-        assert self.partitioned is not None
-        return self.partitioned.of(*self.make(member.hyper))
-
-    def _step(self, member: MemberArrays) -> Step:
-        if self.partitioned is not None:
-            return self._sharded(member).step(freeze=True)
-        one = self.make(member.hyper)
-        fun = gradient(
-            one.task, self.plan.precision, self.plan.batch_dim, self.plan.remat, ordered=True
-        )
-        if one.task.coupled:
-            total = coupled_totals(fun, self.plan.microbatches)
-        else:
-            total = device_totals(fun, self._split, self.plan.microbatches)
-        return make_step(total, whole_update(one.optimizer), freeze=True)
+    def _backend(self, member: MemberArrays) -> Backend:
+        return self.backend.of(*self.make(member.hyper))
 
     def work(self) -> MemberWork:
         """Return the size and kind of one member's step, for `choose_chunk`."""
-        one = self.make(self.hyper)
+        one = self.example
         state = jax.eval_shape(lambda: new_state(one.task, one.optimizer, jax.random.key(0)))
         size = leading_dim(self._microbatch)
         rows = Rows(
@@ -160,29 +191,13 @@ class Population:
         kept = (state.params, state.opt_state, state.model_state)
         return work_of(traced.jaxpr, kept, state.params)
 
-    def state_like(self, count: int) -> TrainState:
-        """Return the states of `count` members as `jax.ShapeDtypeStruct`s with their shardings."""
-        if self.partitioned is None:
-            word = jax.ShapeDtypeStruct((), jnp.uint32)
-            one = jax.eval_shape(self.new_state, MemberArrays(word, word, word, self.hyper))
-            specs = jax.tree.map(lambda _: P("member"), one)
-        else:
-            one, specs = self.partitioned.state.abstract_state(self.mesh), self.specs
-
-        def many(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
-            where = NamedSharding(self.mesh, spec)
-            return jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype, sharding=where)
-
-        return jax.tree.map(many, one, specs)
-
     # --- The population -----------------------------------------------------------------------
 
     def init(self, cohort: MemberArrays) -> TrainState:
         """Return fresh states of all members, leaves `(K, ...)`."""
 
         def fresh(member: MemberArrays) -> TrainState:
-            state = self.new_state(member)
-            return state if self.partitioned is None else self.partitioned.own(state)
+            return self.backend.own(self.new_state(member))
 
         # `lax.map` rather than `vmap`: only one member's temporaries exist at a time, and the body
         # for one member compiles in half the time of the body for many.
@@ -199,14 +214,12 @@ class Population:
         def one(
             state: TrainState, member: MemberArrays, batch: PyTree, count: Array
         ) -> tuple[TrainState, Metrics]:
-            return self._step(member)(state, batch, count)
+            return self._backend(member).step(freeze=True)(state, batch, count)
 
         return self._spread(self._chunked(one), "smd.", "sm")(state, cohort, batch, count)
 
     def loop(
         self,
-        reading: EpochSpec,
-        calls: int,
         state: TrainState,
         cohort: MemberArrays,
         data: PyTree,
@@ -215,15 +228,17 @@ class Population:
     ) -> tuple[TrainState, Metrics]:
         """Run steps `first` to `stop`, counted from the start of training, over resident data.
 
-        Metrics have shape `(K, calls)`; the first `stop - first` columns are set, the rest are
-        zero.
+        Metrics have shape `(K, MAX_STEPS_PER_CALL)`; the first `stop - first` columns are set, the
+        rest are zero.
         """
+        assert self._reading is not None, "members have no data that stay on the devices"
+        reading = self._reading
+        reads = Reads(reading, self.plan.padded_size(reading.batch_size), self.plan.data)
 
         def one(
             state: TrainState, member: MemberArrays, data: PyTree, first: Array, stop: Array
         ) -> tuple[TrainState, Metrics]:
-            step = self._step(member)
-            reads = self._reads(reading)
+            step = self._backend(member).step(freeze=True)
 
             def rows_at(t: Array) -> Array:
                 return reads.block_rows(member, t)
@@ -250,57 +265,48 @@ class Population:
             like = jax.eval_shape(lambda: rows_at(first))
             rows = jnp.zeros((0,) if once else like.shape, jnp.int32)
             shapes = jax.eval_shape(lambda: step(state, *(once or take(rows, first)))[1])
-            empty = jax.tree.map(lambda s: jnp.zeros((calls,), s.dtype), shapes)
+            empty = jax.tree.map(lambda s: jnp.zeros((MAX_STEPS_PER_CALL,), s.dtype), shapes)
             state, metrics, _ = jax.lax.fori_loop(first, stop, body, (state, empty, rows))
             return state, metrics
 
         return self._spread(self._chunked(one), "sm...", "sm")(state, cohort, data, first, stop)
 
-    def _reads(self, reading: EpochSpec) -> Reads:
-        return Reads(reading, self.plan.padded_size(reading.batch_size), self._split)
-
     def evaluate(
-        self, state: TrainState, cohort: MemberArrays, batch: PyTree, count: Int[Array, ""]
+        self,
+        params: PyTree,
+        model_state: PyTree,
+        cohort: MemberArrays,
+        batch: PyTree,
+        count: Int[Array, ""],
     ) -> Totals:
         """Return every member's totals over the same batch, without gradient; leaves `(K,)`."""
 
         def one(
-            state: TrainState, member: MemberArrays, batch: PyTree, count: Array
+            states: tuple[PyTree, PyTree], member: MemberArrays, batch: PyTree, count: Array
         ) -> tuple[Any, Any]:
-            task = self.make(member.hyper).task
-            if self.partitioned is not None:
-                evaluate = self._sharded(member).evaluate()
-            else:
-                evaluate = device_evaluation(evaluation(task, self.plan.precision), self._split)
-            return (), evaluate(state.params, state.model_state, batch, count)
+            return (), self._backend(member).evaluate()(*states, batch, count)
 
         chunked = self._chunked(one, keep=False)
-        return self._spread(chunked, "smd.", "mm")(state, cohort, batch, count)[1]
+        states = (params, model_state)
+        return self._spread(chunked, "pmd.", "mm")(states, cohort, batch, count)[1]
 
-    def predict(self, state: TrainState, cohort: MemberArrays, inputs: PyTree) -> PyTree:
+    def predict(
+        self, params: PyTree, model_state: PyTree, cohort: MemberArrays, inputs: PyTree
+    ) -> PyTree:
         """Return every member's outputs for the same inputs: leaves `(B, K, ...)`, rows leading."""
 
-        def one(state: TrainState, member: MemberArrays, inputs: PyTree) -> tuple[Any, PyTree]:
-            if self.partitioned is not None:
-                predict = self._sharded(member).predict()
-            else:
-                predict = device_predict(self.make(member.hyper).task, self.plan.precision)
-            return (), predict(state.params, state.model_state, inputs)
+        def one(
+            states: tuple[PyTree, PyTree], member: MemberArrays, inputs: PyTree
+        ) -> tuple[Any, PyTree]:
+            return (), self._backend(member).predict()(*states, inputs)
 
-        def rows_first(state: TrainState, cohort: MemberArrays, inputs: PyTree) -> PyTree:
-            _, outputs = self._chunked(one, keep=False)(state, cohort, inputs)
+        def rows_first(states: Any, cohort: MemberArrays, inputs: PyTree) -> PyTree:
+            _, outputs = self._chunked(one, keep=False)(states, cohort, inputs)
             return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), outputs)
 
         # Rows lead so that the host can copy outputs chunk by chunk, as for one network
         # (`predict.py`).
-        return jax.shard_map(
-            rows_first,
-            mesh=self.mesh,
-            in_specs=(self.specs, P("member"), P("data")),
-            out_specs=P("data", "member"),
-            axis_names=set(self.mesh.axis_names),
-            check_vma=False,
-        )(state, cohort, inputs)
+        return self._spread(rows_first, "pmd", "o")((params, model_state), cohort, inputs)
 
     # --- Spreading ----------------------------------------------------------------------------
 
@@ -352,24 +358,17 @@ class Population:
 
         return run
 
-    @property
-    def specs(self) -> Any:
-        """Return the `PartitionSpec`s of the members' states."""
-        if self.partitioned is None:
-            return P("member")
-        return jax.tree.map(
-            lambda spec: P("member", *spec),
-            self.partitioned.state.specs,
-            is_leaf=lambda x: isinstance(x, P),
-        )
-
     def _spread(self, fun: Callable[..., Any], takes: str, gives: str) -> Callable[..., Any]:
         """Run `fun` on every device, its arguments and results split by kind.
 
-        Letters of `takes` and `gives`: `s`, states; `m`, split over `member`; `d`, rows split over
-        `data`; `.`, replicated.
+        Letters of `takes` and `gives`: `s`, states; `p`, their parameters and model states; `m`,
+        split over `member`; `d`, rows split over `data`; `o`, outputs; `.`, replicated.
         """
         if self.mesh.size == 1:
             return fun
-        kinds = {"s": self.specs, "m": P("member"), "d": P("data"), ".": P()}
+        specs = self.layout.specs
+        kinds = {
+            "s": specs, "p": (specs.params, specs.model_state), "m": P("member"),
+            "d": P("data"), "o": P("data", "member"), ".": P(),
+        }  # fmt: skip
         return on_devices(fun, self.mesh, set(self.mesh.axis_names), kinds, takes, gives)

@@ -1,41 +1,46 @@
-"""Compile one task, one optimizer and one plan for one batch size."""
+"""A compiled task, optimizer and plan: one network or a population, for one batch size.
 
+`Program` places states and batches on the devices, and compiles and calls the functions of a
+`StepFunctions`: `Network` for one network, `Population` for many. Each is compiled when it is first
+called; `compile` compiles the step.
+"""
+
+import copy
 import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, PyTree
 
-from plurax import errors, tree
+from plurax import errors
 from plurax import hlo as compiled_hlo
-from plurax.execute.backends.pipelined import PipelinedBackend
-from plurax.execute.backends.sharded import ShardedBackend, microbatch, needs_partitioner
+from plurax.execute.array_data import ArrayData
+from plurax.execute.autotune import Candidate
+from plurax.execute.choose_chunk import choose_plan, measure_plan
 from plurax.execute.dispatch_limiter import DispatchLimiter
-from plurax.execute.epoch_loop import make_loop
-from plurax.execute.evaluate import (
-    check_evaluation,
-    device_evaluation,
-    evaluation_placement,
-    weighted_means,
-)
-from plurax.execute.gradient import Totals, evaluation, gradient
+from plurax.execute.evaluate import check_evaluation, evaluation_placement, weighted_means
+from plurax.execute.gradient import Totals
 from plurax.execute.initial_state import check_place, check_state, new_state, same_shapes
-from plurax.execute.layouts.state_shardings import ParameterInfo
+from plurax.execute.layouts.parameter_info import ParameterInfo
+from plurax.execute.lowering import COUNT, abstract, abstract_data, lower_loop, lower_step
 from plurax.execute.mask import MaskWarning, mask_not_read, reads_mask
-from plurax.execute.placement import Placed, Placement, device_data, leading_dim
-from plurax.execute.predict import Predictor, make_predict
-from plurax.execute.step import Metrics, make_step, whole_update
-from plurax.execute.totals import coupled_totals, data_parallel, uneven_totals
-from plurax.mesh import on_devices, replicated, split_rows, within
+from plurax.execute.network import Network
+from plurax.execute.placement import Placed, Placement, device_data, is_arrays, leading_dim
+from plurax.execute.population import HyperFn, Population, TaskAndOptimizer, task_and_optimizer
+from plurax.execute.predict import Predictor
+from plurax.execute.step import Metrics
+from plurax.execute.step_functions import StepFunctions
+from plurax.members import Members
+from plurax.mesh import replicated, split_rows, within
 from plurax.partition.partitioner import Record
 from plurax.plan import Plan
 from plurax.state import TrainState
@@ -44,82 +49,113 @@ from plurax.validate import check_seed
 
 
 class Program:
-    """The compiled functions of one network; `plurax.compile` returns it.
+    """The compiled functions of one network or of a population; `plurax.compile` returns it.
 
-    **Attributes:** `task` and `plan`, as given; `mesh`, the `jax.sharding.Mesh` of the plan;
-    `batch_size`, the number of examples in the largest batch a step takes.
+    Of a population every leaf of the state, of the metrics and of the outputs has a leading dim of
+    members.
+
+    **Attributes:** `task`, as given; `plan`, for a population with its `chunk` and `batch_dim`
+    chosen; `members`, None for one network; `mesh`, the `jax.sharding.Mesh` of the plan;
+    `batch_size`, the number of examples in the largest batch a step takes; `data`, the shapes and
+    the order of the arrays that members read themselves, or None; `chose`, whether a population's
+    plan left `chunk` or `batch_dim` open.
     """
 
     def __init__(
         self,
-        task: Task,
-        optimizer: optax.GradientTransformation,
+        task: Task | HyperFn,
+        optimizer: Any,
         plan: Plan,
         batch: PyTree,
         mesh: Mesh,
+        members: Members | None = None,
+        data: ArrayData | None = None,
         *,
         exact: bool = False,
     ) -> None:
-        if plan.member > 1:
+        if members is None and plan.member > 1:
             raise errors.plan_has_members(plan.member)
-        self.task, self.plan, self.mesh = task, plan, mesh
-        self.batch_size = leading_dim(batch)
+        if members and members.hyper and isinstance(task, Task) and hasattr(optimizer, "update"):
+            raise errors.members_need_a_function("optimizer")
+        self.task, self.mesh, self.members = task, mesh, members
         self._optimizer = optimizer
+        self.batch_size = leading_dim(batch)
         rows = plan.padded_size(self.batch_size)
         # An `exact` program adds no padding: rows that do not divide go to every device.
-        self._rows_split = rows == self.batch_size or not exact
-        self._placement = (
-            Placement(batch, rows, split_rows(mesh))
-            if self._rows_split
-            else Placement(batch, self.batch_size, replicated(mesh))
-        )
-        self._of_size: dict[int, Program] = {}
+        split = rows == self.batch_size or not exact
+        sharding = split_rows(mesh) if split else replicated(mesh)
+        self._placement = Placement(batch, rows if split else self.batch_size, sharding)
         self._evaluation = evaluation_placement(batch, plan, mesh)
         self._in_flight = DispatchLimiter(mesh)
-        self._sharded: ShardedBackend | PipelinedBackend | None = None
-        fresh = functools.partial(new_state, task, optimizer)
-        whole = jax.eval_shape(fresh, jax.eval_shape(lambda: jax.random.key(0)))
-        self._fills = exact or not task.coupled or self._reads_mask(whole)
+        self._compiled: dict[Any, jax.stages.Compiled] = {}
+        self._of_size: dict[int, Program] = {}
+        self._example = _example(task, optimizer, members)
+        # A coupled loss (one that mixes examples, such as batch norm) must ignore padding rows by
+        # its mask; if it does not, only batches that need no padding are valid.
+        self._pads = exact or not self._example.task.coupled or self._reads_mask()
         # A pipeline needs microbatches of one size: it can neither skip padding nor replicate rows.
-        odd = plan.pipeline > 1 and not self._rows_split
-        if odd or (not self._fills and rows != self.batch_size):
+        odd = plan.pipeline > 1 and not split
+        if odd or (not self._pads and rows != self.batch_size):
             raise errors.mask_not_read(self.batch_size, plan.data * plan.microbatches)
-        # A plan that splits only the batch runs the task's functions unchanged: XLA may fuse them.
-        if needs_partitioner(task, plan):
-            rows = microbatch(self._placement.like, plan, coupled=task.coupled)
-            kind = PipelinedBackend if plan.pipeline > 1 else ShardedBackend
-            self._sharded = made = kind(task, optimizer, plan, mesh, rows)
-            self._state_like = made.state.abstract_state(mesh)
-            if self._rows_split:
-                self._step_function = self._spread(made.step(), "sd.", "s.")
-            else:
-                assert isinstance(made, ShardedBackend)
-                self._step_function = self._spread(made.step(split=False), "s..", "s.")
+        # Shapes alone: a cached program must not keep anyone's data.
+        self.data = None if data is None else data.abstract()
+        self.chose = False
+        if members is None:
+            assert isinstance(task, Task)
+            like = self._placement.like
+            self._functions: StepFunctions = Network(task, optimizer, plan, mesh, like, sharding)
         else:
-            self._state_like = self._on_mesh(whole)
-            fun = gradient(task, plan.precision, plan.batch_dim, plan.remat, ordered=True)
-            if not task.coupled:
-                total = data_parallel(fun, mesh, plan.microbatches)
-            else:
-                totals = coupled_totals if self._rows_split else uneven_totals
-                total = totals(fun, plan.microbatches)
-            self._step_function = make_step(total, whole_update(optimizer))
-        self._step_function = self._alone(self._step_function)
-        self._kept_like = whole
-        self._state_shardings = jax.tree.map(lambda like: like.sharding, self._state_like)
-        self._init = jax.jit(self._fresh, out_shardings=self._state_shardings)
+            if data is not None:
+                self._check_size(data.draws % self.batch_size)
+            chosen = choose_plan(self._population, plan, self._lower_most_run)
+            self.chose = chosen != plan
+            self._functions = self._population(chosen)
         self._predictor = Predictor(self._compile_predict, mesh, plan.pipeline_pieces)
-        self._loops: dict[Any, jax.stages.Compiled] = {}
 
-    # --- Training -----------------------------------------------------------------------------
+    @property
+    def plan(self) -> Plan:
+        """The plan; for a population with its `chunk` and `batch_dim` chosen."""
+        return self._functions.plan
 
-    def init(self, seed: int = 0, *, params: PyTree = None) -> TrainState:
+    def of(self, members: Members) -> "Program":
+        """Return a program with this program's plan for other members.
+
+        For as many members as this program has, with the same hyperparameter names and dtypes, it
+        shares the compiled programs. Raises `MembersError` for members of another resampling where
+        the members read data themselves, and where this program has no members.
+        """
+        mine, functions = self._members, self._functions
+        assert isinstance(functions, Population)
+        if self.data is not None and members.resample != self.data.resample:
+            raise errors.members_read_otherwise(self.data.resample, members.resample)
+        if members.count == mine.count and members.hyper_dtypes == mine.hyper_dtypes:
+            # Share everything compiled; only the arrays of the members differ.
+            other = copy.copy(self)
+            other.members, other._functions = members, functions.of(members)
+            return other
+        other = Program(
+            self.task, self._optimizer, self.plan, self._placement.like, self.mesh, members,
+            self.data,
+        )  # fmt: skip
+        other.chose = self.chose
+        return other
+
+    # --- States -------------------------------------------------------------------------------
+
+    def init(self, seed: int | None = None, *, params: PyTree = None) -> TrainState:
         """Return a fresh state, its parameters created in their sharding.
 
-        The same seed gives the same state under every plan. With `params`, a tree like the task's
-        parameters, training starts from them.
+        The same seed (default 0) gives the same state under every plan. With `params`, a tree like
+        the task's parameters, training starts from them. Members have seeds of their own: each
+        member's state equals that of one network with its seed.
+
+        Raises `MembersError` for a seed or parameters where there are members.
         """
-        state = self._init(jax.random.key(check_seed(seed)))
+        if self.members is not None:
+            if seed is not None or params is not None:
+                raise errors.members_start_alone("seed" if params is None else "params")
+            return self._compiled_init(*self._functions.arguments)
+        state: TrainState = self._init(jax.random.key(check_seed(0 if seed is None else seed)))
         if params is None:
             return state
         # The optimizer's state may depend on the parameters, so it is created from the given ones.
@@ -127,49 +163,107 @@ class Program:
         fresh = dataclasses.replace(self.to_canonical(state), params=params, opt_state=opt_state)
         return self.place(fresh)
 
+    @functools.cached_property
+    def _init(self) -> Any:
+        return jax.jit(self._functions.init, out_shardings=self._state_shardings)
+
+    @property
+    def _compiled_init(self) -> jax.stages.Compiled:
+        if "init" not in self._compiled:
+            lowered = {"init": self._init.lower(*abstract(self._functions.arguments))}
+            if self.data is not None:
+                # The loop runs next. A compilation uses one core: compile both at the same time.
+                data = abstract_data(self.data.arrays, self.mesh)
+                if (key := _loop_key(data, ())) not in self._compiled:
+                    lowered[key] = lower_loop(self._functions, data)
+            with ThreadPoolExecutor(len(lowered)) as pool:
+                started = {key: pool.submit(one.compile) for key, one in lowered.items()}
+                self._compiled |= {key: future.result() for key, future in started.items()}
+        return self._compiled["init"]
+
+    def place(self, state: TrainState) -> TrainState:
+        """Put a state from elsewhere (a checkpoint, another plan) on this program's devices.
+
+        Raises `BatchError` where structure, shapes or dtypes differ from `canonical_shapes`, and
+        `MembersError` for the state of one network or of another number of members.
+        """
+        layout = self._functions.layout
+        # Copy: the first step donates the state, and the caller's arrays must stay valid.
+        copied = jax.tree.map(jnp.copy, state)
+        if same_shapes(state, self.state_shapes):
+            return jax.device_put(copied, self._state_shardings)
+        layout.check(state)
+        copied = jax.device_put(copied, layout.canonical_shardings(self.mesh))
+        stored = jax.jit(layout.from_canonical, out_shardings=self._state_shardings)
+        return stored(copied)
+
+    def to_canonical(self, state: TrainState) -> TrainState:
+        """Return the state with unpadded shapes, as any plan accepts it, for checkpoints.
+
+        The arrays are unchanged except where the plan padded a dim that its shards do not divide.
+        """
+        return self._functions.layout.to_canonical(state)
+
+    def from_canonical(self, state: TrainState) -> TrainState:
+        """Pad a state that has the shapes of `to_canonical`; return any other state unchanged."""
+        # This runs in every step, so it compares shapes only; paths are formatted for errors alone.
+        if self._functions.layout.is_canonical or not same_shapes(state, self._canonical):
+            return state
+        return self.place(state)
+
+    # --- Training -----------------------------------------------------------------------------
+
     def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Update the state once from a batch of at most `batch_size` examples.
 
-        The input state is donated: its memory is reused and it cannot be read again. Metrics are
-        device scalars: `loss` and the task's metrics, weighted means over the batch; `grad_norm`;
-        `weight`; `examples`; `skipped`, 1 where loss or gradient was not finite and the update was
-        left out.
+        Every member updates from the same batch. The input state is donated: its memory is reused
+        and it cannot be read again. Metrics are device scalars, or `(members,)`: `loss` and the
+        task's metrics, weighted means over the batch; `grad_norm`; `weight`; `examples`; `skipped`,
+        1 where loss or gradient was not finite and the update was left out. A member with such a
+        step keeps its last state from then on.
 
         Raises `BatchError` for a batch or state that does not fit.
         """
-        program = self if self._fills else self._for_size(self._placement.check(batch))
-        return program._run(program.compiled_step, state, *program._placement.fill(batch))
+        program = self if self._pads else self._for_size(self._placement.check(batch))
+        return program._step(state, program._placement.fill(batch))
 
     def place_batch(self, batch: PyTree) -> Placed:
         """Put a batch on the devices ahead of its step, for `step_placed`. Raises `BatchError`."""
-        program = self if self._fills else self._for_size(self._placement.check(batch))
+        program = self if self._pads else self._for_size(self._placement.check(batch))
         return program._placement.place(batch)
 
     def step_placed(self, state: TrainState, placed: Placed) -> tuple[TrainState, Metrics]:
         """Update the state from a batch that `place_batch` has put on the devices."""
-        program = self if self._fills else self._for_size(leading_dim(placed.rows))
-        return program._run(program.compiled_step, state, *placed)
+        program = self if self._pads else self._for_size(leading_dim(placed.rows))
+        return program._step(state, placed)
+
+    def _step(self, state: TrainState, placed: Placed) -> tuple[TrainState, Metrics]:
+        state, metrics = self._run(self.compiled_step, state, *placed)
+        return state, metrics if self.members is None else self._cut(metrics)
 
     def loop(
-        self, state: TrainState, data: PyTree, epoch: Placed, first: int, stop: int
+        self, state: TrainState, data: PyTree, order: tuple[Any, ...], first: int, stop: int
     ) -> tuple[TrainState, Metrics]:
-        """Run steps `first` to `stop` of an epoch in one compiled loop over data on the devices.
+        """Run steps `first` to `stop` in one compiled loop over data on the devices.
 
         **Arguments:**
 
         - `data`: as `place_data` returned them.
-        - `epoch`: as `place_epoch` returned it: rows `(S, N)` and counts `(S,)`.
-        - `first`, `stop`: any range of the epoch's S steps; one compiled program runs every range.
+        - `order`: of an epoch, as `place_epoch` returned it; `()` for members that read data
+          themselves, each in its own order.
+        - `first`, `stop`: steps of that epoch, or for members steps from the start of training, at
+          most `MAX_STEPS_PER_CALL` of them. One compiled program runs every range.
 
-        **Returns:** the state, and metrics of shape `(S,)`, zero outside the range.
+        **Returns:** the state, and metrics `(S,)` of the epoch's S steps, zero outside the range;
+        of members `(slots, MAX_STEPS_PER_CALL)`, of which the first `stop - first` columns are set.
         """
-        if not self._fills and (np.asarray(epoch.size) != self.batch_size).any():
-            return self._loop_by_size(state, data, epoch, first, stop)
-        compiled = self.compile_loop(data, epoch)
-        return self._run(compiled, state, data, *epoch, np.int32(first), np.int32(stop))
+        if order and not self._pads and (np.asarray(order[1]) != self.batch_size).any():
+            return self._loop_by_size(state, data, order, first, stop)
+        compiled = self.compile_loop(data, order)
+        return self._run(compiled, state, data, *order, np.int32(first), np.int32(stop))
 
     def _loop_by_size(
-        self, state: TrainState, data: PyTree, epoch: Placed, first: int, stop: int
+        self, state: TrainState, data: PyTree, epoch: tuple[Any, ...], first: int, stop: int
     ) -> tuple[TrainState, Metrics]:
         """Run `loop` for a loss that allows no padding: a program for each run of equal sizes."""
         found: dict[str, Any] = {}
@@ -177,46 +271,34 @@ class Program:
             begin, finish = max(first, start), min(stop, end)
             if begin >= finish:
                 continue
-            state, metrics = program._run(
-                program.compile_loop(data, order), state, data, *order,
-                np.int32(begin - start), np.int32(finish - start),
-            )  # fmt: skip
+            state, metrics = program.loop(state, data, order, begin - start, finish - start)
             for name, values in metrics.items():
-                every = found.setdefault(name, np.zeros(len(epoch.size), values.dtype))
+                every = found.setdefault(name, np.zeros(len(epoch[1]), values.dtype))
                 every[begin:finish] = values[begin - start : finish - start]
         return state, found
 
-    def _by_size(self, epoch: Placed) -> Iterator[tuple["Program", Placed, int, int]]:
+    def _by_size(self, epoch: tuple[Any, ...]) -> Iterator[tuple["Program", Placed, int, int]]:
         """Split an epoch where the batch size changes.
 
         Yields, for each run of equal sizes: its program, its order, its first step and its end.
         """
-        sizes = np.asarray(epoch.size)
+        rows, sizes = map(np.asarray, epoch)
         edges = [0, *(np.flatnonzero(np.diff(sizes)) + 1).tolist(), len(sizes)]
         for start, end in itertools.pairwise(edges):
             program = self._for_size(int(sizes[start]))
-            rows = np.asarray(epoch.rows)[start:end, : sizes[start]]
-            yield program, program.place_epoch(rows, sizes[start:end]), start, end
+            part = rows[start:end, : sizes[start]]
+            yield program, program.place_epoch(part, sizes[start:end]), start, end
 
-    def compile_loop(self, data: PyTree, epoch: Placed) -> jax.stages.Compiled:
-        """Return the compiled loop for data and epochs of these shapes."""
-        if not self._fills and len(set(np.asarray(epoch.size).tolist())) > 1:
-            compiled = [one.compile_loop(data, order) for one, order, *_ in self._by_size(epoch)]
-            return compiled[0]
-        leaves, structure = jax.tree.flatten((data, *epoch))
-        key = (structure, *(leaf.shape for leaf in leaves))
-        if key not in self._loops:
-            loop = make_loop(self._step_function, self._placement.sharding)
-            like = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-                (data, *epoch),
-            )
-            self._loops[key] = (
-                jax.jit(loop, donate_argnums=0, out_shardings=self._out_shardings)
-                .lower(self._state_like, *like, self._count(), self._count())
-                .compile()
-            )
-        return self._loops[key]
+    def compile_loop(self, data: PyTree, order: tuple[Any, ...] = ()) -> jax.stages.Compiled:
+        """Return the compiled loop for data and orders of these shapes."""
+        if order and not self._pads and len(set(np.asarray(order[1]).tolist())) > 1:
+            first, *_ = [one.compile_loop(data, part) for one, part, *_ in self._by_size(order)]
+            return first
+        data = abstract_data(data, self.mesh)
+        key = _loop_key(data, order)
+        if key not in self._compiled:
+            self._compiled[key] = lower_loop(self._functions, data, order).compile()
+        return self._compiled[key]
 
     def place_epoch(self, rows: Int[np.ndarray, "S B"], counts: Int[np.ndarray, "S"]) -> Placed:
         """Put the order of an epoch on the devices, for `loop`.
@@ -229,9 +311,7 @@ class Program:
         # Row i of a step holds example i mod count, as in `rows.py`.
         places = np.arange(self._placement.rows) % counts[:, None]
         rows = np.take_along_axis(rows, places, axis=1).astype(np.int32)
-        columns = jax.sharding.NamedSharding(
-            self.mesh, P(None, "data") if self._rows_split else P()
-        )
+        columns = NamedSharding(self.mesh, P(None, *self._placement.sharding.spec))
         return Placed(
             jax.device_put(rows, columns),
             jax.device_put(counts.astype(np.int32), replicated(self.mesh)),
@@ -240,32 +320,6 @@ class Program:
     def place_data(self, data: PyTree) -> PyTree:
         """Put a whole data set on every device of the mesh, for `loop`. Raises `BatchError`."""
         return device_data(data, replicated(self.mesh))
-
-    def place(self, state: TrainState) -> TrainState:
-        """Put a state from elsewhere (a checkpoint, another plan) on this program's devices.
-
-        Raises `BatchError` where structure, shapes or dtypes differ from `canonical_shapes`.
-        """
-        check_state(state, self._kept_like)
-        # Copy: the first step donates the state, and the caller's arrays must stay valid.
-        state = jax.device_put(jax.tree.map(jnp.copy, state), self._kept_shardings)
-        if self._sharded is not None and self._sharded.state.is_padded:
-            state = jax.jit(self._sharded.state.pad, out_shardings=self._state_shardings)(state)
-        return state
-
-    def to_canonical(self, state: TrainState) -> TrainState:
-        """Return the state with unpadded shapes, as any plan accepts it, for checkpoints.
-
-        The arrays are unchanged except where the plan padded a dim that its shards do not divide.
-        """
-        return state if self._sharded is None else self._sharded.state.unpad(state)
-
-    def from_canonical(self, state: TrainState) -> TrainState:
-        """Pad a state that has the shapes of `to_canonical`; return any other state unchanged."""
-        if self._sharded is None or not self._sharded.state.is_padded:
-            return state
-        # This runs in every step, so it compares shapes only; paths are formatted for errors alone.
-        return self.place(state) if same_shapes(state, self._kept_like) else state
 
     # --- Inference ----------------------------------------------------------------------------
 
@@ -281,80 +335,96 @@ class Program:
         - `chunk`: rows at a time, default `batch_size`. The last chunk is padded and its outputs
           cut, so that there is one compilation.
 
+        **Returns:** leaves `(N, ...)`, or of a population `(members, N, ...)`.
+
         While a chunk computes, the outputs of the previous one are copied to the host.
         """
-        state = self.from_canonical(state)
-        states = (state.params, state.model_state)
-        return self._predictor(states, inputs, self.batch_size if chunk is None else chunk)
+        states = (*self._inference_states(state), *self._functions.arguments)
+        outputs = self._predictor(states, inputs, self.batch_size if chunk is None else chunk)
+        if self.members is None:
+            return outputs
+        return self._members_first(outputs) if is_arrays(inputs) else map(
+            self._members_first, outputs
+        )  # fmt: skip
+
+    def _members_first(self, outputs: PyTree) -> PyTree:
+        return self._cut(jax.tree.map(lambda leaf: np.moveaxis(leaf, 1, 0), outputs))
 
     def _compile_predict(self, rows: PyTree) -> jax.stages.Compiled:
-        if self._sharded is not None:
-            function = self._spread(self._sharded.predict(), "p.d", "d")
-        else:
-            function = self._alone(make_predict(self.task, self.plan.precision, self.mesh))
-        like = self._state_like
-        return (
-            jax.jit(function, out_shardings=split_rows(self.mesh))
-            .lower(like.params, like.model_state, rows)
-            .compile()
-        )
+        predict = jax.jit(self._functions.predict, out_shardings=self._functions.outputs_sharding)
+        return predict.lower(*self._abstract_inference(), rows).compile()
 
-    def evaluate(self, state: TrainState, data: PyTree | Iterable[PyTree]) -> dict[str, float]:
+    def evaluate(self, state: TrainState, data: PyTree | Iterable[PyTree]) -> dict[str, Any]:
         """Return weighted means of loss and metrics over all examples of `data`, each counted once.
 
         `data` is a tree of arrays with any leading dim, or an iterable of such trees. Sums over
-        chunks are in float64 on the host.
+        chunks are in float64 on the host. Means are floats, or of a population arrays `(members,)`.
         """
-
-        state = self.from_canonical(state)
+        states = (*self._inference_states(state), *self._functions.arguments)
 
         def run(placed: Placed) -> Totals:
-            part = self._compiled_evaluate(state.params, state.model_state, *placed)
+            part = self._compiled_evaluate(*states, *placed)
             self._in_flight.started(part.loss)
             return part
 
         means = weighted_means(run, self._evaluation, data)
-        return {name: float(mean) for name, mean in means.items()}
+        if self.members is None:
+            return {name: float(mean) for name, mean in means.items()}
+        return self._cut(means)
 
     def check_evaluation(self, data: PyTree | Iterable[PyTree]) -> None:
         """Raise the errors of `evaluate` for these data, without compiling or computing."""
         check = within(self.mesh, check_evaluation)
-        check(self.task, self.plan.precision, self._evaluation, self._kept_like, data)
+        precision = self.plan.precision
+        check(self._example.task, precision, self._evaluation, self._new_state_like, data)
 
-    @functools.cached_property
+    @property
     def _compiled_evaluate(self) -> jax.stages.Compiled:
-        size = self.mesh.shape["data"]
-        if self._sharded is not None:
-            function = self._spread(self._sharded.evaluate(), "p.d.", ".")
-        else:
-            evaluate = evaluation(self.task, self.plan.precision)
-            function = self._alone(device_evaluation(evaluate, size))
-            if size > 1:
-                function = self._spread(function, "..d.", ".")
-        like = self._state_like
-        return (
-            jax.jit(function)
-            .lower(like.params, like.model_state, self._evaluation.abstract(), self._count())
-            .compile()
-        )
+        if "evaluate" not in self._compiled:
+            rows = self._evaluation.abstract()
+            lowered = jax.jit(self._functions.evaluate).lower(
+                *self._abstract_inference(), rows, COUNT
+            )
+            self._compiled["evaluate"] = lowered.compile()
+        return self._compiled["evaluate"]
 
-    # --- Reading the compiled step ------------------------------------------------------------
+    def _inference_states(self, state: TrainState) -> tuple[PyTree, PyTree]:
+        state = self.from_canonical(state)
+        if not same_shapes(state, self.state_shapes):
+            self._functions.layout.check(state)
+        return state.params, state.model_state
 
-    @functools.cached_property
+    def _abstract_inference(self) -> tuple[Any, ...]:
+        like = self.state_shapes
+        return like.params, like.model_state, *abstract(self._functions.arguments)
+
+    # --- Reading the compiled program ---------------------------------------------------------
+
+    @property
     def compiled_step(self) -> jax.stages.Compiled:
-        """The compiled step, `(state, rows, count) -> (state, metrics)`."""
-        return (
-            jax.jit(self._step_function, donate_argnums=0, out_shardings=self._out_shardings)
-            .lower(self._state_like, self._placement.abstract(), self._count())
-            .compile()
-        )
+        """The compiled step: `(state, rows, count) -> (state, metrics)`; of a population
+        `(state, members, rows, count)`."""
+        if "step" not in self._compiled:
+            self._compiled["step"] = lower_step(self._functions, self._placement).compile()
+        return self._compiled["step"]
+
+    @property
+    def compiled(self) -> jax.stages.Compiled:
+        """The compiled step; of members that read data themselves the loop, once compiled."""
+        if self.data is None or self.members is None:
+            return self.compiled_step
+        key = _loop_key(abstract_data(self.data.arrays, self.mesh), ())
+        return self._compiled.get(key) or self.compiled_step
 
     def hlo(self) -> str:
-        """Return the text of the compiled step."""
-        return self.compiled_step.as_text() or ""
+        """Return the text of `compiled`."""
+        return self.compiled.as_text() or ""
 
     def collectives(self) -> list[compiled_hlo.Collective]:
-        """Return the collectives of one step, read from the compiled program."""
+        """Return the collectives of one step, read from the compiled program.
+
+        None is over the mesh axis `member`.
+        """
         return compiled_hlo.collectives(self.hlo(), self.mesh)
 
     def planned_collectives(self) -> list[Record]:
@@ -363,57 +433,100 @@ class Program:
         Empty for a plan that splits nothing but the batch. Collectives in a `jax.shard_map` of the
         model's code are not included.
         """
-        if self._sharded is None:
-            return []
         self.compiled_step  # noqa: B018  traced here
-        return self._sharded.collectives()
+        return self._functions.backend.planned_collectives()
 
     @property
     def shardings(self) -> list[ParameterInfo]:
-        """The sharding of each parameter and of its optimizer state."""
-        params = tree.named_leaves(self._kept_like.params)
-        if self._sharded is None:
-            return [ParameterInfo.whole(path, leaf) for path, leaf in params.items()]
-        return self._sharded.state.parameters()
+        """The sharding of each parameter and of its optimizer state; of one member."""
+        return self._functions.layout.parameters()
 
     def memory(self) -> compiled_hlo.Memory:
         """Return bytes per device during a step, as the compiler reports them."""
-        return compiled_hlo.memory(self.compiled_step)
+        return compiled_hlo.memory(self.compiled)
 
-    @property
+    @functools.cached_property
     def state_shapes(self) -> TrainState:
         """The state as a tree of `jax.ShapeDtypeStruct`s with their shardings."""
-        return self._state_like
+        return self._functions.layout.abstract(self.mesh)
 
     @property
     def canonical_shapes(self) -> TrainState:
         """The state that `to_canonical` returns, as a tree of `jax.ShapeDtypeStruct`s."""
         return jax.tree.map(
             lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-            self._kept_like,
-            self._kept_shardings,
+            self._canonical,
+            self._functions.layout.canonical_shardings(self.mesh),
         )
 
+    # --- A population's chunk and batch dim ---------------------------------------------------
+
+    def choice_text(self) -> str:
+        """Return a sentence that names the chosen `chunk` and `batch_dim`, and the method."""
+        chosen = f"chunk={self.plan.chunk}, batch_dim={self.plan.batch_dim}"
+        return f"{chosen}: chosen from the shapes and the device (plurax.tune measures instead)"
+
+    def measure(self, plan: Plan, arrays: PyTree) -> tuple[Plan, list[Candidate]]:
+        """Measure a plan's open choices by timing the loop over `arrays`, or if None the step.
+
+        **Returns:** the plan with its choices, and every candidate measured.
+        """
+        arguments: tuple[Any, ...]
+        if arrays is not None:
+            arguments = (self.place_data(arrays),)
+        else:
+            zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._placement.like)
+            arguments = self._placement.place(zeros)
+        return measure_plan(
+            self._population, plan, self._lower_most_run, arguments, looped=self.data is not None
+        )
+
+    def _population(self, plan: Plan) -> Population:
+        reads = None if self.data is None else self.data.epoch_spec
+        like = self._placement.like
+        return Population(self.task, self._optimizer, plan, self.mesh, like, self._members, reads)
+
+    def _lower_most_run(self, functions: StepFunctions) -> jax.stages.Lowered:
+        """Lower the loop over the members' data, or without data the step."""
+        if self.data is None:
+            return lower_step(functions, self._placement)
+        return lower_loop(functions, abstract_data(self.data.arrays, self.mesh))
+
     # --- Inside -------------------------------------------------------------------------------
+
+    @property
+    def _members(self) -> Members:
+        if self.members is None:
+            raise errors.program_of_one_network()
+        return self.members
 
     def _run(self, compiled: jax.stages.Compiled, state: TrainState, *args: Any) -> Any:
         if state.step.is_deleted():
             raise errors.state_was_donated()
         state = self.from_canonical(state)
         try:
-            state, metrics = compiled(state, *args)
-            self._in_flight.started(metrics["loss"])
-            return state, metrics
+            state, metrics = compiled(state, *self._functions.arguments, *args)
         except (TypeError, ValueError):
-            check_state(state, self._state_like)
-            check_place(state, self._state_like)
+            if not same_shapes(state, self.state_shapes) and self.members is not None:
+                self._functions.layout.check(state)
+            check_state(state, self.state_shapes)
+            check_place(state, self.state_shapes)
             raise
+        self._in_flight.started(metrics["loss"])
+        return state, metrics
 
-    def _reads_mask(self, whole: TrainState) -> bool:
-        return reads_mask(self.task, whole, self._placement.like, within(self.mesh, self.task.loss))
+    def _cut(self, values: PyTree) -> PyTree:
+        """Drop the members that fill the slots, from leaves `(slots, ...)`."""
+        return jax.tree.map(lambda leaf: leaf[: self._members.count], values)
+
+    def _reads_mask(self) -> bool:
+        task = self._example.task
+        loss = within(self.mesh, task.loss)
+        return reads_mask(task, self._new_state_like, self._placement.like, loss)
 
     def _for_size(self, size: int) -> "Program":
         """Return this program, or one for exactly `size` rows if the loss ignores its mask."""
+        self._check_size(size)
         if size == self.batch_size:
             return self
         if size not in self._of_size:
@@ -427,45 +540,35 @@ class Program:
             self._of_size[size] = one
         return self._of_size[size]
 
-    def _fresh(self, key: Any) -> TrainState:
-        state = new_state(self.task, self._optimizer, key)
-        return state if self._sharded is None else self._sharded.state.pad(state)
+    def _check_size(self, size: int) -> None:
+        """Raise `BatchError` where members' batch of this size needs padding."""
+        if self.members is not None and not self._pads and size not in (0, self.batch_size):
+            raise errors.mask_not_read_by_members(size, self.batch_size)
+
+    @functools.cached_property
+    def _new_state_like(self) -> TrainState:
+        """The state of one network, abstract."""
+        return jax.eval_shape(lambda: new_state(*self._example, jax.random.key(0)))
+
+    @functools.cached_property
+    def _canonical(self) -> TrainState:
+        return self._functions.layout.canonical
 
     @property
-    def _kept_shardings(self) -> PyTree:
-        """Shardings of the canonical state: the program's, but replicated where a dim is padded."""
-        return jax.tree.map(
-            lambda kept, own: own.sharding if kept.shape == own.shape else replicated(self.mesh),
-            self._kept_like,
-            self._state_like if self._sharded is None else self._sharded.state.tree_like(self.mesh),
-        )
+    def _state_shardings(self) -> PyTree:
+        return jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
 
-    @property
-    def _out_shardings(self) -> tuple[Any, Any]:
-        """Output shardings of a step or a loop: the input state's, and replicated metrics."""
-        return self._state_shardings, replicated(self.mesh)
 
-    def _alone(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """On a mesh of one device, trace `fun` inside the mesh: a model may name its axes."""
-        return within(self.mesh, fun) if self.mesh.size == 1 else fun
+def _example(task: Task | HyperFn, optimizer: Any, members: Members | None) -> TaskAndOptimizer:
+    """Return the task and the optimizer of one network, or of the first member."""
+    if members is None:
+        assert isinstance(task, Task)
+        return TaskAndOptimizer(task, optimizer)
+    hyper = {name: jnp.asarray(value) for name, value in members.hyper_of(0).items()}
+    return task_and_optimizer(task, optimizer, hyper)
 
-    def _spread(self, fun: Callable[..., Any], takes: str, gives: str) -> Callable[..., Any]:
-        """Run `fun` on every device, its arguments and results split by kind.
 
-        Letters of `takes` and `gives`: `s`, state; `p`, parameters; `d`, rows split over `data`;
-        `.`, replicated.
-        """
-        specs = self._sharded.state.specs if self._sharded is not None else None
-        kinds = {"s": specs, "p": specs and specs.params, "d": P("data"), ".": P()}
-        # A plan that splits only the batch leaves the other axes to the partitioner.
-        axes = {"data"} if self._sharded is None else set(self.mesh.axis_names)
-        return on_devices(fun, self.mesh, axes, kinds, takes, gives)
-
-    def _on_mesh(self, like: PyTree) -> PyTree:
-        whole = replicated(self.mesh)
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), like
-        )
-
-    def _count(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((), jnp.int32)
+def _loop_key(data: PyTree, order: tuple[Any, ...]) -> Any:
+    """Return the key of a compiled loop: the structure and shapes of its data and order."""
+    leaves, structure = jax.tree.flatten((data, *order))
+    return ("loop", structure, *(leaf.shape for leaf in leaves))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plurax.execute.layouts.state_shardings import ParameterInfo
+from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.hlo import Collective, Memory
 from plurax.partition.partitioner import Record
 from plurax.pipeline.schedule import Schedule

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from plurax.execute.layouts.state_shardings import ParameterInfo
+from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.hlo import Collective, Memory
 from plurax.partition.partitioner import Record
 from plurax.report.tables import human_bytes

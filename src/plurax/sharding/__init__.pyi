@@ -1,4 +1,4 @@
-from plurax.execute.layouts.state_shardings import ParameterInfo as ParameterInfo
+from plurax.execute.layouts.parameter_info import ParameterInfo as ParameterInfo
 from plurax.sharding.axes import Axes as Axes
 from plurax.sharding.reshard import ReshardStep as ReshardStep
 from plurax.sharding.reshard import apply_moves as apply_moves

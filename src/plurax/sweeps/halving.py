@@ -28,14 +28,15 @@ from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.ensemble.select import join_members, take_members
+from plurax.execute.array_data import ArrayData, Position
 from plurax.execute.check import check_population
-from plurax.execute.members_program import MembersProgram
 from plurax.execute.population import HyperFn
+from plurax.execute.program import Program
 from plurax.members import Members
 from plurax.plan import Plan
 from plurax.state import TrainState
 from plurax.task import Task
-from plurax.train.data import ArrayData, Position, as_data
+from plurax.train.data import as_data
 from plurax.train.epoch_metrics import MembersMetrics, warn_frozen
 from plurax.train.iterate import train_iter
 from plurax.train.progress import new_console
@@ -65,7 +66,7 @@ class Halving:
 
     members: Members
     state: TrainState
-    program: MembersProgram
+    program: Program
     rungs: list[Rung]
 
     def table(self) -> list[dict[str, Any]]:
@@ -130,7 +131,6 @@ def successive_halving(
     if not isinstance(read, ArrayData):
         raise errors.halving_needs_arrays()
     made = make_program(task, optimizer, plan, like, few, read, True, devices)
-    assert isinstance(made, MembersProgram)
     if evaluation is not None:
         made.check_evaluation(evaluation)
     console = new_console(progress)
@@ -197,7 +197,7 @@ def _budgets(first: int, epochs: int, reduction: int) -> list[int]:
 
 
 def _train(
-    program: MembersProgram,
+    program: Program,
     state: TrainState,
     source: ArrayData,
     reached: int,
@@ -206,14 +206,16 @@ def _train(
     metric: str,
 ) -> tuple[TrainState, list[float], float]:
     """Train from epoch `reached` to epoch `budget`; return the state, scores and seconds."""
+    members = program.members
+    assert members is not None
     state, seconds = program.place(state), []
-    tally = MembersMetrics(program.members)
+    tally = MembersMetrics(members)
     for turn in train_iter(program, state, source, start=Position(reached), epochs=budget):
         state = turn.state
         tally.add(turn, settle_all=True)
         seconds.append(turn.seconds)
         if turn.epoch_done and turn.position.epoch < budget:
-            tally = MembersMetrics(program.members)
+            tally = MembersMetrics(members)
     means = tally.means() if evaluation is None else program.evaluate(state, evaluation)
     if metric not in means:
         raise errors.sweep_no_metric(metric, means)

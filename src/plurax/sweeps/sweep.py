@@ -94,7 +94,7 @@ class Sweep:
         if row not in self.rows:
             raise errors.sweep_no_row(row)
         result = self.fits[row["bucket"]][1]
-        numbers = [one["member"] for one in result.program.members.table()]
+        numbers = [one["member"] for one in _members(result).table()]
         return result, numbers.index(row["member"])
 
     def to_pandas(self, *, history: bool = False) -> Any:
@@ -230,9 +230,15 @@ def _line(shape: Hyper, result: Fit) -> str:
         return f"{_name(shape)}: stopped before its first report"
     last = result.history[-1]
     return (
-        f"{_name(shape)}: {result.program.count} members, loss {last['loss']:.4f} "
+        f"{_name(shape)}: {_members(result).count} members, loss {last['loss']:.4f} "
         f"({last['loss_best']:.4f} to {last['loss_worst']:.4f}), {_seconds(result):.1f} s"
     )
+
+
+def _members(result: Fit) -> Members:
+    members = result.program.members
+    assert members is not None
+    return members
 
 
 def _name(shape: Hyper) -> str:
@@ -251,7 +257,7 @@ def _value(values: list[Any], index: int) -> float:
 
 def _rows(bucket: int, names: list[str], shape: Hyper, result: Fit) -> list[Row]:
     last = result.history[-1]["members"]
-    table = result.program.members.table()
+    table = _members(result).table()
     skipped = np.asarray(result.state.skipped)
     return [
         {

@@ -15,22 +15,22 @@ import optax
 from jaxtyping import PyTree
 
 from plurax import errors, tree
+from plurax.execute.array_data import Position, Ragged
 from plurax.execute.check import check_kinds
-from plurax.execute.members_program import MembersProgram
 from plurax.execute.memory_error import out_of_memory_said
 from plurax.execute.population import HyperFn
+from plurax.execute.program import Program
 from plurax.members import Members
 from plurax.plan import Plan
 from plurax.state import TrainState
 from plurax.task import Task
 from plurax.train.checkpoint import Checkpoints
-from plurax.train.data import Data, Position, Ragged, as_data
+from plurax.train.data import Data, as_data
 from plurax.train.epoch_metrics import EpochMetrics, MembersMetrics, NetworkMetrics
 from plurax.train.iterate import train_iter
 from plurax.train.log import MetricsLog, Row
 from plurax.train.progress import TrainingProgress
 from plurax.train.restore import (
-    AnyProgram,
     make_program,
     members_meta,
     restore,
@@ -56,7 +56,7 @@ class Fit:
     """
 
     state: TrainState
-    program: Any
+    program: Program
     history: list[Row]
     interrupted: str | None = None
 
@@ -152,7 +152,7 @@ def fit(
         bar = stack.enter_context(
             TrainingProgress(epochs, per_epoch and per_epoch * epochs, first, show=progress)
         )
-        if isinstance(program, MembersProgram) and program.chose:
+        if program.chose:
             bar.note(program.choice_text())
         history = list(log.epochs) if log else []
         stack.enter_context(out_of_memory_said(program, lambda: _saved(checkpoints)))
@@ -325,14 +325,14 @@ def _check_saveable(state: TrainState) -> None:
             raise errors.leaf_not_saveable(path, f"{leaf.dtype}{list(leaf.shape)}")
 
 
-def _new_tally(program: AnyProgram, saved: dict[str, Any] | None = None) -> EpochMetrics:
-    if isinstance(program, MembersProgram):
+def _new_tally(program: Program, saved: dict[str, Any] | None = None) -> EpochMetrics:
+    if program.members is not None:
         return MembersMetrics(program.members, saved)
     return NetworkMetrics(saved)
 
 
 def _start(
-    program: AnyProgram,
+    program: Program,
     checkpoints: Checkpoints | None,
     source: Data,
     seed: int,
@@ -346,7 +346,7 @@ def _start(
             check_same_run(str(checkpoints.directory), meta, run)
             tally = _new_tally(program, meta["tally"])
             return state, Position.from_json(meta["position"]), tally
-    state = program.init() if isinstance(program, MembersProgram) else program.init(seed)
+    state = program.init(seed if program.members is None else None)
     return state, Position(), _new_tally(program)
 
 

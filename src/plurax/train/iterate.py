@@ -19,18 +19,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from plurax import errors, tree
-from plurax.execute.members_program import CALLS as MOST_STEPS
-from plurax.execute.members_program import MembersProgram
+from plurax.execute.array_data import ArrayData, Position
 from plurax.execute.placement import Placed
+from plurax.execute.population import MAX_STEPS_PER_CALL
 from plurax.execute.program import Program
 from plurax.execute.step import Metrics
 from plurax.mesh import memory_budget
 from plurax.state import TrainState
-from plurax.train.data import ArrayData, Data, Position, prefetch
+from plurax.train.data import Data, prefetch
 
 SECONDS_PER_CALL = 0.25
 """The target duration of one call, in seconds: short enough for a live bar and Ctrl-C."""
@@ -62,7 +61,7 @@ class StepOutput:
 
 
 def train_iter(
-    program: Program | MembersProgram,
+    program: Program,
     state: TrainState,
     data: Data,
     *,
@@ -77,16 +76,10 @@ def train_iter(
     **Arguments:** as for `fit`; `start` is the position in the data to begin at. A call never runs
     past the end of an epoch (for members: an epoch to report) or a multiple of `checkpoint_every`.
     """
-    if isinstance(program, MembersProgram) and program.reading is not None:
-        assert isinstance(data, ArrayData)
-        ends = {"epochs": epochs, "report_every": report_every, "every": checkpoint_every}
-        yield from _members(program, state, data, start, **ends)  # type: ignore[arg-type]
-    elif (
-        isinstance(program, Program)
-        and isinstance(data, ArrayData)
-        and _stays_resident(program.mesh, data, resident)
-    ):
-        yield from _resident(program, state, data, start, epochs, checkpoint_every)
+    if isinstance(data, ArrayData) and program.members is not None:
+        data = data.read_by(program.members)
+    if isinstance(data, ArrayData) and _stays_resident(program, data, resident):
+        yield from _resident(program, state, data, start, epochs, report_every, checkpoint_every)
     else:
         yield from _streamed(program, state, data, start, epochs)
 
@@ -97,34 +90,51 @@ def _resident(
     data: ArrayData,
     start: Position,
     epochs: int,
+    report_every: int,
     checkpoint_every: int | None,
 ) -> Iterator[StepOutput]:
+    """Yield calls over resident data, each of about `SECONDS_PER_CALL`.
+
+    One network is given the order of an epoch, so its calls end with the epoch; members compute
+    their own orders, so theirs end with the epoch to report.
+    """
+    alone = program.members is None
     placed = program.place_data(data.arrays)
     per_epoch = data.batches_per_epoch
-    per_call = 1
-    step = int(state.step)
-    for epoch in range(start.epoch, epochs):
-        order = program.place_epoch(*data.epoch_order(epoch))
-        program.compile_loop(placed, order)
-        first = start.batch if epoch == start.epoch else 0
-        began = time.monotonic()
-        while first < per_epoch:
-            last = min(first + per_call, per_epoch)
-            if checkpoint_every:
-                last = min(last, first + checkpoint_every - step % checkpoint_every)
-            state, metrics = program.loop(state, placed, order, first, last)
-            host = _rows_to_host(metrics, first, last)
-            seconds = time.monotonic() - began
-            # Aim at `SECONDS_PER_CALL`. Steps per call change how often the host looks, nothing
-            # else.
-            fitting = round(SECONDS_PER_CALL * (last - first) / max(seconds, 1e-9))
-            per_call = max(1, min(2 * per_call, fitting, WINDOW))
-            step += last - first
-            first = last
-            done = first == per_epoch
-            position = Position(epoch + 1) if done else Position(epoch, first)
-            yield StepOutput(state, step, host, seconds, position, done)
+    span = per_epoch if alone else per_epoch * report_every
+    first, end = start.epoch * per_epoch + start.batch, epochs * per_epoch
+    at, taken = first, state.steps_taken - first
+    order: tuple[Any, ...] = ()
+    per_call, began = 1, time.monotonic()
+    while at < end:
+        epoch = at // per_epoch
+        if alone and (at == first or at % per_epoch == 0):
+            order = program.place_epoch(*data.epoch_order(epoch))
+        if at == first:
+            program.compile_loop(placed, order)
             began = time.monotonic()
+        stop = min(at + per_call, (at // span + 1) * span, end)
+        if checkpoint_every:
+            stop = min(stop, at + checkpoint_every - (at + taken) % checkpoint_every)
+        offset = epoch * per_epoch if alone else 0
+        state, metrics = program.loop(state, placed, order, at - offset, stop - offset)
+        host = _to_host(program, metrics, at - offset, stop - offset)
+        seconds = time.monotonic() - began
+        # Aim at `SECONDS_PER_CALL`. Steps per call change how often the host looks, nothing else.
+        fitting = round(SECONDS_PER_CALL * (stop - at) / max(seconds, 1e-9))
+        per_call = max(1, min(2 * per_call, fitting, WINDOW if alone else MAX_STEPS_PER_CALL))
+        at = stop
+        position = Position(*divmod(at, per_epoch))
+        yield StepOutput(state, at + taken, host, seconds, position, position.batch == 0)
+        began = time.monotonic()
+
+
+def _to_host(program: Program, metrics: Metrics, first: int, stop: int) -> dict[str, np.ndarray]:
+    """Copy the metrics of a call's steps `first` to `stop` to the host."""
+    if program.members is None:
+        return _rows_to_host(metrics, first, stop)
+    count = program.members.count
+    return {name: np.asarray(value)[:count, : stop - first] for name, value in metrics.items()}
 
 
 def _rows_to_host(metrics: Metrics, first: int, stop: int) -> dict[str, np.ndarray]:
@@ -149,41 +159,8 @@ def _window(metrics: Metrics, begin: int, size: int) -> Metrics:
     }
 
 
-def _members(
-    program: MembersProgram,
-    state: TrainState,
-    data: ArrayData,
-    start: Position,
-    epochs: int,
-    report_every: int,
-    every: int | None,
-) -> Iterator[StepOutput]:
-    """Yield calls over resident data; a call may span epochs."""
-    placed = program.place_data(data.arrays)
-    per_epoch = data.batches_per_epoch
-    program.compile_loop(placed)
-    per_call = 1
-    step = start.epoch * per_epoch + start.batch
-    began = time.monotonic()
-    while step < epochs * per_epoch:
-        report = report_every * per_epoch
-        stop = min(step + per_call, (step // report + 1) * report, epochs * per_epoch)
-        if every:
-            stop = min(stop, (step // every + 1) * every)
-        state, metrics = program.loop(state, placed, step, stop)
-        took = stop - step
-        host = {k: np.asarray(v)[: program.count, :took] for k, v in metrics.items()}
-        seconds = time.monotonic() - began
-        fitting = round(SECONDS_PER_CALL * took / max(seconds, 1e-9))
-        per_call = max(1, min(2 * per_call, fitting, MOST_STEPS))
-        step = stop
-        position = Position(*divmod(step, per_epoch))
-        yield StepOutput(state, step, host, seconds, position, position.batch == 0)
-        began = time.monotonic()
-
-
 def _streamed(
-    program: Program | MembersProgram, state: TrainState, data: Data, start: Position, epochs: int
+    program: Program, state: TrainState, data: Data, start: Position, epochs: int
 ) -> Iterator[StepOutput]:
     def load(item: tuple[PyTree, Position]) -> tuple[Placed, Position]:
         batch, position = item
@@ -211,8 +188,11 @@ def _streamed(
                 began = time.monotonic()
 
 
-def _stays_resident(mesh: Mesh, data: ArrayData, wanted: bool | None) -> bool:
-    """Return whether arrays stay on devices: as asked, or within a quarter of the budget."""
+def _stays_resident(program: Program, data: ArrayData, wanted: bool | None) -> bool:
+    """Return whether arrays stay on devices: as compiled for members, as asked, or within a quarter
+    of the memory budget."""
+    if program.members is not None:
+        return program.data is not None
     if wanted is not None:
         return wanted
-    return tree.byte_count(data.arrays) <= memory_budget(mesh) // 4
+    return tree.byte_count(data.arrays) <= memory_budget(program.mesh) // 4

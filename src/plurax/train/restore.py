@@ -20,22 +20,18 @@ from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.ensemble.select import join_members
+from plurax.execute.array_data import ArrayData
 from plurax.execute.check import check_kinds
-from plurax.execute.members_program import ANY_ROWS, MembersProgram
-from plurax.execute.placement import leading_dim
 from plurax.execute.program import Program
 from plurax.execute.program_cache import cached_program, shapes_key
-from plurax.execute.reads import EpochSpec
 from plurax.members import Members
 from plurax.mesh import make_mesh
 from plurax.plan import Plan
 from plurax.resample import Everything
 from plurax.state import TrainState
 from plurax.train.checkpoint import Checkpoints
-from plurax.train.data import ArrayData, Data, StreamData
+from plurax.train.data import Data
 from plurax.train.iterate import train_iter
-
-AnyProgram = Program | MembersProgram
 
 
 def with_resampling(members: Members, source: Data) -> Data:
@@ -44,12 +40,11 @@ def with_resampling(members: Members, source: Data) -> Data:
     Raises `MembersError` for resampling of data that are not arrays, and `BatchError` where a
     member's sample needs more rows than there are.
     """
-    if isinstance(source, StreamData):
-        if not isinstance(members.resample, Everything):
-            raise errors.resample_needs_arrays(type(members.resample).__name__.lower())
-        return source
-    length = members.epoch_length(leading_dim(source.arrays))
-    return dataclasses.replace(source, resample=members.resample, length=length)
+    if isinstance(source, ArrayData):
+        return source.read_by(members)
+    if not isinstance(members.resample, Everything):
+        raise errors.resample_needs_arrays(type(members.resample).__name__.lower())
+    return source
 
 
 def make_program(
@@ -61,7 +56,7 @@ def make_program(
     source: Data,
     resident: bool | None,
     devices: Sequence[jax.Device] | None,
-) -> AnyProgram:
+) -> Program:
     """Return the program of one network, or of a population that reads `source`."""
     check_kinds(task, optimizer, plan, members)
     mesh = make_mesh(plan, devices)
@@ -70,27 +65,16 @@ def make_program(
         return cached_program(
             task, ("network", *key), lambda: Program(task, optimizer, plan, like, mesh)
         )
-    reading, data = None, None
-    if isinstance(source, ArrayData) and resident is not False:
-        data = source.arrays
-        reading = EpochSpec(
-            members.resample,
-            leading_dim(data),
-            source.draws,
-            source.batch_size,
-            source.batches_per_epoch,
-            source.shuffle,
-        )
-    elif not isinstance(members.resample, Everything):
+    data = source if isinstance(source, ArrayData) and resident is not False else None
+    if data is None and not isinstance(members.resample, Everything):
         # Residence is never dropped silently: what members read may not depend on a memory budget.
         raise errors.resample_needs_arrays(type(members.resample).__name__.lower())
-    hyper = {name: str(values.dtype) for name, values in members.cohort(ANY_ROWS).hyper.items()}
+    hyper = tuple((name, str(dtype)) for name, dtype in members.hyper_dtypes.items())
+    reads = None if data is None else data.epoch_spec
     program = cached_program(
         task,
-        ("members", *key, members.count, tuple(hyper.items()), reading),
-        lambda: MembersProgram(
-            task, optimizer, plan, like, mesh, members, reading=reading, data=data
-        ),
+        ("members", *key, members.count, hyper, reads),
+        lambda: Program(task, optimizer, plan, like, mesh, members, data),
     )
     return program.of(members)
 
@@ -106,59 +90,59 @@ def saved_tuning(plan: Plan, output: str | Path | None) -> Plan:
     )
 
 
-def members_meta(program: AnyProgram) -> dict[str, Any]:
+def members_meta(program: Program) -> dict[str, Any]:
     """Return the description of the members that a checkpoint saves, `{}` for one network."""
-    if not isinstance(program, MembersProgram):
-        return {}
     members = program.members
+    if members is None:
+        return {}
     return {"members": {"table": members.table(), "resample": repr(members.resample)}}
 
 
 def restore(
-    program: AnyProgram, checkpoints: Checkpoints, source: Data | None = None
+    program: Program, checkpoints: Checkpoints, source: Data | None = None
 ) -> tuple[TrainState, dict[str, Any]] | None:
     """Return the newest state and its description, placed for this program, or None.
 
     Members that the checkpoint does not hold first catch up on `source`.
     """
-    if not isinstance(program, MembersProgram):
+    if program.members is None:
         restored = checkpoints.restore(program.canonical_shapes)
         return None if restored is None else (program.place(restored[0]), restored[1])
     restored = checkpoints.restore(lambda meta: _shapes_saved(program, meta, grow=bool(source)))
     if restored is None:
         return None
     state, meta = restored
-    count = len(meta["members"]["table"])
-    if count < program.count and source is not None:
-        late = _catch_up(program, source, range(count, program.count), state.steps_taken)
+    count, wanted = len(meta["members"]["table"]), program.members.count
+    if count < wanted and source is not None:
+        late = _catch_up(program, source, range(count, wanted), state.steps_taken)
         state = join_members(state, jax.device_put(late, _first(program)))
         meta["tally"] = {}
     return program.place(state), meta
 
 
-def _shapes_saved(program: MembersProgram, meta: dict[str, Any], *, grow: bool) -> TrainState:
+def _shapes_saved(program: Program, meta: dict[str, Any], *, grow: bool) -> TrainState:
     """Return the shapes of the members in a checkpoint. Raises `MembersError` if they differ."""
     now = members_meta(program)["members"]
     before = meta.get("members", {"table": [], "resample": now["resample"]})
     if before["resample"] != now["resample"]:
         raise errors.members_other_resample(before["resample"], now["resample"])
     count = len(before["table"])
-    if not count or before["table"] != now["table"][:count] or (not grow and count < program.count):
-        raise errors.members_not_grown(count, program.count)
+    wanted = len(now["table"])
+    if not count or before["table"] != now["table"][:count] or (not grow and count < wanted):
+        raise errors.members_not_grown(count, wanted)
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=_first(program)),
         program.canonical_shapes,
     )
 
 
-def _first(program: MembersProgram) -> Any:
+def _first(program: Program) -> Any:
     return jax.sharding.SingleDeviceSharding(program.mesh.devices.flat[0])
 
 
-def _catch_up(
-    program: MembersProgram, source: Data, indices: Sequence[int], steps: int
-) -> TrainState:
+def _catch_up(program: Program, source: Data, indices: Sequence[int], steps: int) -> TrainState:
     """Train some members from the start up to step `steps`."""
+    assert program.members is not None
     late = program.of(program.members.take(indices))
     state = late.init()
     per_epoch = source.batches_per_epoch

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from plurax import errors
+from plurax.execute.array_data import ArrayData
 from plurax.plan import Plan
 from plurax.train.checkpoint import Checkpoints
-from plurax.train.data import ArrayData, Data
+from plurax.train.data import Data
 from plurax.train.log import replace_file
 
 FILES = ("metrics.jsonl", "tensorboard", "plan.toml")

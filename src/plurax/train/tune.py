@@ -7,14 +7,14 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
+from plurax.execute.array_data import ArrayData
 from plurax.execute.autotune import Candidate
 from plurax.execute.check import check_population
-from plurax.execute.members_program import MembersProgram
 from plurax.execute.population import HyperFn
 from plurax.members import Members
 from plurax.plan import Plan
 from plurax.task import Task
-from plurax.train.data import ArrayData, as_data
+from plurax.train.data import as_data
 from plurax.train.restore import make_program, with_resampling
 
 
@@ -62,6 +62,5 @@ def tune(
     source, like = as_data(data, batch_size=batch_size, seed=0, shuffle=shuffle, ragged="pad")
     read = with_resampling(members, source)
     program = make_program(task, optimizer, plan, like, members, read, None, devices)
-    assert isinstance(program, MembersProgram)
     arrays = read.arrays if isinstance(read, ArrayData) else None
     return Tuning(*program.measure(plan, arrays))

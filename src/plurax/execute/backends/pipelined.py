@@ -33,6 +33,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Int, Key, PyTree
 
+from plurax.execute.backends.backend import Backend
 from plurax.execute.backends.sharded import ShardedBackend
 from plurax.execute.gradient import Totals
 from plurax.execute.initial_state import initial
@@ -63,17 +64,19 @@ from plurax.state import TrainState
 from plurax.task import Task
 
 
-class PipelinedBackend:
+class PipelinedBackend(Backend):
     """A task's functions on the stages of one device, and the placement of the state.
 
     **Arguments:** `task`, `optimizer`, `plan`, `mesh` and `rows`, as `ShardedBackend`'s.
 
-    **Attributes:** `schedule`; `state`, the `StagedState`; `records`, the collectives of a step by
+    **Attributes:** `schedule`; `layout`, the `StagedState`; `records`, the collectives of a step by
     its parts, complete once the step has been traced.
 
     Raises `PlanError` if the network cannot be cut into as many stages or the schedule is not
     legal, and if a stateful model's schedule runs forwards out of order.
     """
+
+    layout: StagedState
 
     def __init__(
         self,
@@ -84,6 +87,7 @@ class PipelinedBackend:
         rows: PyTree,
     ) -> None:
         self.task, self.optimizer, self.plan, self._mesh = task, optimizer, plan, mesh
+        self.manual_axes = frozenset(mesh.axis_names)
         self.schedule = make_schedule(plan.schedule, plan.pipeline, plan.microbatches, plan.chunks)
         depth = task.stack.depth if task.stack is not None else 0
         dealing = LayerAssignment(depth, plan.pipeline, plan.chunks)
@@ -104,7 +108,7 @@ class PipelinedBackend:
         homes = network.homes(count, plan.pipeline)
         uses = [[leaf in edge.leaves for edge in network.edges.values()] for leaf in range(count)]
         self._many = [sum(used) > 1 for used in uses]
-        self.state = StagedState(self._base.state, homes, dealing, layered, mesh)
+        self.layout = StagedState(self._base.layout, homes, dealing, layered, mesh)
         self._layers = layered
         self.records = self._base.records
 
@@ -132,17 +136,18 @@ class PipelinedBackend:
 
     def own(self, state: TrainState) -> TrainState:
         """Return this device's part of a replicated state."""
-        return self.state.staged(self._base.own(self.state.dealt(state)))
+        return self.layout.staged(self._base.own(self.layout.dealt(state)))
 
     # --- What a device does -------------------------------------------------------------------
 
-    def step(self, *, freeze: bool = False) -> Step:
+    def step(self, *, freeze: bool = False, split: bool = True) -> Step:
         """Return `(state, rows, count) -> (state, metrics)` on one device."""
+        assert split, "microbatches of a pipeline have one size"
         return make_step(self._total(), self._update, self._norm, freeze=freeze)
 
-    def collectives(self) -> list[Record]:
+    def planned_collectives(self) -> list[Record]:
         """Return the collectives of a step; empty until the step has been traced."""
-        return self._base.collectives()
+        return self._base.planned_collectives()
 
     def _total(self) -> BatchTotals:
         """Return the function of a whole batch's totals and gradients, reduced."""
@@ -212,7 +217,7 @@ class PipelinedBackend:
         which a microbatch's gradient is computed.
         """
         base, zero = self._base, self.plan.zero
-        tree = base.state.shards if zero >= 2 else base.state.shardings.params
+        tree = base.layout.shards if zero >= 2 else base.layout.shardings.params
         goals: list[TensorSharding | None] = []
         for sharding, layer, many in zip(
             jax.tree.leaves(tree, is_leaf=is_sharding), self._layers, self._many, strict=True
@@ -224,14 +229,16 @@ class PipelinedBackend:
 
     def _trained(self, params: Staged) -> StageParams:
         """Return this device's parameters for the executor."""
-        base, homes = self._base, self.state.params
-        shardings = jax.tree.leaves(base.expanded(base.state.shardings.params), is_leaf=is_sharding)
+        base, homes = self._base, self.layout.params
+        shardings = jax.tree.leaves(
+            base.expanded(base.layout.shardings.params), is_leaf=is_sharding
+        )
         values: list[ShardedValue | None] = []
         forms = []
         for place, (array, leaf, one) in enumerate(
             zip(
                 homes.values(params),
-                jax.tree.leaves(base.state.like.params),
+                jax.tree.leaves(base.layout.like.params),
                 shardings,
                 strict=True,
             )
@@ -251,9 +258,9 @@ class PipelinedBackend:
 
         Returns totals whose `grads` are `Staged`: each gradient in its shard, on its device.
         """
-        base, homes = self._base, self.state.shards
+        base, homes = self._base, self.layout.shards
         divider = base.divider()
-        targets = jax.tree.leaves(base.expanded(base.state.shards), is_leaf=is_sharding)
+        targets = jax.tree.leaves(base.expanded(base.layout.shards), is_leaf=is_sharding)
         values, goals = [], []
         for array, form in zip(sums["aux"], run.pieces.aux, strict=True):
             values.append(self._terms(array, form, {"pipeline"}))
@@ -264,7 +271,7 @@ class PipelinedBackend:
                 # The spec is that of one layer; the sums have a leading dim over all layers, split
                 # over `pipeline`.
                 array, form = sums["layers"][place], run.pieces.grads[place]
-                whole = (self.state.dealing.devices * array.shape[0], *form.shape)
+                whole = (self.layout.dealing.devices * array.shape[0], *form.shape)
                 one = TensorSharding((("pipeline",), *form.sharding.dims), form.sharding.partial)
                 stacked = ValueSpec(form.local, whole, one, form.data_varying, form.is_param)
                 values.append(self._terms(array, stacked, set()))
@@ -292,7 +299,7 @@ class PipelinedBackend:
 
         Runs in that device's branch; returns the buffers that device has.
         """
-        homes = self.state.shards
+        homes = self.layout.shards
         packings = run.pieces.grad_packings
 
         def branch(device: int) -> dict[str, Array]:
@@ -323,7 +330,7 @@ class PipelinedBackend:
 
         divider = self._base.divider()
         inputs = self._inputs(
-            grads, self.state.shards, self._base.state.like.params, self._base.state.shards
+            grads, self.layout.shards, self._base.layout.like.params, self._base.layout.shards
         )
         stage = self._stage()
         there = StageUpdate(norm, inputs, [None], divider, stage, self.plan.pipeline)
@@ -336,13 +343,13 @@ class PipelinedBackend:
         self, grads: Staged, opt_state: Staged, params: Staged, loss: Array
     ) -> tuple[Staged, Staged]:
         """Run the optimizer's update, each parameter on the device that has it."""
-        base, state = self._base, self.state
+        base, layout = self._base, self.layout
         divider, stage = base.divider(), base.divider(stage=True)
-        like, shardings = base.state.like, base.state.shardings
+        like, shardings = base.layout.like, base.layout.shardings
         inputs = [
-            *self._inputs(grads, state.shards, like.params, base.state.shards),
-            *self._inputs(opt_state, state.opt_state, like.opt_state, shardings.opt_state),
-            *self._inputs(params, state.params, like.params, shardings.params),
+            *self._inputs(grads, layout.shards, like.params, base.layout.shards),
+            *self._inputs(opt_state, layout.opt_state, like.opt_state, shardings.opt_state),
+            *self._inputs(params, layout.params, like.params, shardings.params),
             ShardedValue(loss, (), TensorSharding(())),
         ]
         whole = whole_update(self.optimizer)
@@ -351,17 +358,19 @@ class PipelinedBackend:
         def fun(*leaves: Array) -> list[Any]:
             return jax.tree.leaves(whole(*jax.tree.unflatten(structure, leaves)))
 
-        homes = [None if h == ON_ALL else h for h in (*state.params.homes, *state.opt_state.homes)]
+        homes = [
+            None if h == ON_ALL else h for h in (*layout.params.homes, *layout.opt_state.homes)
+        ]
         goals = jax.tree.leaves(
             base.expanded((shardings.params, shardings.opt_state)), is_leaf=is_sharding
         )
-        count = len(state.params.homes)
+        count = len(layout.params.homes)
 
         def written(device: int, arrays: list[Array]) -> tuple[Any, Any]:
-            cut = len(state.params.own(device))
+            cut = len(layout.params.own(device))
             return (
-                state.params.written(device, arrays[:cut]),
-                state.opt_state.written(device, arrays[cut:]),
+                layout.params.written(device, arrays[:cut]),
+                layout.opt_state.written(device, arrays[cut:]),
             )
 
         there = StageUpdate(fun, inputs, homes, divider, stage, self.plan.pipeline)
@@ -412,7 +421,7 @@ class PipelinedBackend:
                 self.task, self.plan, self._like, _first(rows), self._stage()
             )
             if not self._in_stages(network):
-                whole = self.state.params.gathered(params)
+                whole = self.layout.params.gathered(params)
                 return self._base.evaluate()(whole, model_state, batch, count)
             run = self._forward(network, params, rows, model_state)
             values = [
@@ -439,7 +448,7 @@ class PipelinedBackend:
                 self.task, self.plan, self._like, _first(rows), self._stage()
             )
             if not self._in_stages(network):
-                whole = self.state.params.gathered(params)
+                whole = self.layout.params.gathered(params)
                 return self._base.predict()(whole, model_state, inputs)
             run = self._forward(network, params, rows, model_state, stacked=True)
             # Only the last stage has outputs; the other devices have zeros.
@@ -455,7 +464,7 @@ class PipelinedBackend:
 
         It may be cut at other places than the loss, by which the parameters were placed.
         """
-        homes = [None if home == ON_ALL else home for home in self.state.params.homes]
+        homes = [None if home == ON_ALL else home for home in self.layout.params.homes]
         return network is not None and network.uses_at(homes, self.plan.pipeline)
 
     def _forward(

@@ -37,6 +37,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from plurax import errors, tree
+from plurax.execute.backends.backend import Backend
 from plurax.execute.evaluate import device_evaluation
 from plurax.execute.gradient import Totals, evaluation, gradient
 from plurax.execute.initial_state import new_state
@@ -60,28 +61,25 @@ from plurax.state import TrainState
 from plurax.task import Task
 
 
-def needs_partitioner(task: Task, plan: Plan) -> bool:
-    """Return whether a plan needs the partitioner: if it splits anything but independent rows."""
-    return plan.partitioned or (task.coupled and plan.data > 1)
-
-
-class ShardedBackend:
+class ShardedBackend(Backend):
     """A task's functions on the shards of one device, and the shardings of the state.
 
     **Arguments:**
 
     - `task`, `optimizer`, `plan`, `mesh`.
-    - `rows`: the rows of one microbatch as `jax.ShapeDtypeStruct`s, as `microbatch` returns them.
+    - `rows`: the rows of one microbatch as `jax.ShapeDtypeStruct`s.
     - `dealt`: in a pipeline, the function that orders the layers of a state by stage.
     - `layered`: in a pipeline, for each parameter whether layers are stacked in it.
 
-    **Attributes:** `state`, the `StateShardings`; `axes`, the mesh axes with more than one device;
+    **Attributes:** `layout`, the `StateShardings`; `axes`, the mesh axes with more than one device;
     `stage_axes`, the same without `pipeline`; `records`, the collectives of a step by its parts,
     complete once the step has been traced.
 
     Raises `PlanError` if the plan asks for `batch_dim="minor"`, if a rule of the plan matches
     nothing, or if nothing uses the axis `tensor`.
     """
+
+    layout: StateShardings
 
     def __init__(
         self,
@@ -97,6 +95,7 @@ class ShardedBackend:
         if plan.batch_dim == "minor":
             raise errors.plan_minor_divided()
         self.task, self.optimizer, self.plan = task, optimizer, plan
+        self.manual_axes = frozenset(mesh.axis_names)
         sizes = {axis: mesh.shape[axis] for axis in _AXES if mesh.shape[axis] > 1}
         self._mesh: Mesh | None = mesh
         self._data = mesh.shape["data"]
@@ -108,7 +107,7 @@ class ShardedBackend:
         stacked = stacks(jaxpr, like.params)
         if dealt is not None:
             like = jax.eval_shape(dealt, like)
-        self.state = StateShardings(like, plan, rules, sizes, stacked, layered)
+        self.layout = StateShardings(like, plan, rules, sizes, stacked, layered)
         annotations = (e for e in all_equations(jaxpr) if e.primitive.name == "annotate")
         tags = {eqn.params["tag"] for eqn in annotations}
         names = sorted({tag.name for tag in tags if isinstance(tag, Named)})
@@ -148,7 +147,7 @@ class ShardedBackend:
             whole = ShardedValue(array, array.shape, TensorSharding.replicated(array.ndim))
             return self.divider().move(whole, target).array
 
-        return jax.tree.map(cut, state, self.state.shardings)
+        return jax.tree.map(cut, state, self.layout.shardings)
 
     # --- What a device does -------------------------------------------------------------------
 
@@ -159,7 +158,7 @@ class ShardedBackend:
         """
         return make_step(self._total(split), self._update, self._norm, freeze=freeze)
 
-    def collectives(self) -> list[Record]:
+    def planned_collectives(self) -> list[Record]:
         """Return the collectives of a step; empty until the step has been traced."""
         return [record for part in self.records.values() for record in part]
 
@@ -191,7 +190,7 @@ class ShardedBackend:
             def wanted(shapes: tuple[Totals, PyTree]) -> tuple[Totals, PyTree]:
                 none = jax.tree.map(lambda _: None, shapes)
                 totals: Totals = none[0]
-                goals = self.state.shards if self.plan.zero >= 2 else self.state.shardings.params
+                goals = self.layout.shards if self.plan.zero >= 2 else self.layout.shardings.params
                 return totals._replace(grads=self.expanded(goals)), none[1]
 
             own = (self._split if split else _whole) if self.task.coupled else _varying
@@ -214,7 +213,7 @@ class ShardedBackend:
         divider = self.divider()
         (kind,) = kinds
         whole = jax.tree.map(lambda _: TensorSharding(()), totals._replace(grads=()))
-        targets = whole._replace(grads=self.expanded(self.state.shards))
+        targets = whole._replace(grads=self.expanded(self.layout.shards))
         leaves, structure = jax.tree.flatten(totals)
         values = []
         for array, (shape, sharding, data_varying, _) in zip(
@@ -239,7 +238,7 @@ class ShardedBackend:
             lines = "".join(f"\n  {name}: {note}" for name, note in new.items())
             warnings.warn(f"some tensors are not split as the rules say:{lines}",
                           errors.ShardingWarning, stacklevel=2)  # fmt: skip
-        self.warn_of(self.collectives())
+        self.warn_of(self.planned_collectives())
 
     def warn_of(self, records: Sequence[Record]) -> None:
         """Warn once per source line where tensors are gathered for an operation without a rule."""
@@ -258,7 +257,7 @@ class ShardedBackend:
         sums: dict[tuple[str, ...], Array] = {}
         for array, sharding in zip(
             jax.tree.leaves(grads),
-            jax.tree.leaves(self.expanded(self.state.shards), is_leaf=is_sharding),
+            jax.tree.leaves(self.expanded(self.layout.shards), is_leaf=is_sharding),
             strict=True,
         ):
             # Squares of shards split over the same axes are added up before they are communicated.
@@ -277,12 +276,12 @@ class ShardedBackend:
     ) -> tuple[PyTree, PyTree]:
         divider = self.divider()
         args = (
-            self._values(grads, self.state.like.params, self.state.shards),
-            self._values(opt_state, self.state.like.opt_state, self.state.shardings.opt_state),
+            self._values(grads, self.layout.like.params, self.layout.shards),
+            self._values(opt_state, self.layout.like.opt_state, self.layout.shardings.opt_state),
             self._parameters(params),
             _whole(loss),
         )
-        goals = self.expanded((self.state.shardings.params, self.state.shardings.opt_state))
+        goals = self.expanded((self.layout.shardings.params, self.layout.shardings.opt_state))
         values = partition(whole_update(self.optimizer), divider, args, lambda _: goals)
         self.records["update"] = divider.records
         self.warn_of_gathers()
@@ -376,7 +375,7 @@ class ShardedBackend:
 
     def _parameters(self, params: PyTree) -> PyTree:
         return self._values(
-            params, self.state.like.params, self.state.shardings.params, is_param=True
+            params, self.layout.like.params, self.layout.shardings.params, is_param=True
         )
 
     def _values(
@@ -392,21 +391,6 @@ class ShardedBackend:
 
 _AXES = ("data", "pipeline", "tensor")
 _GATHERS = ("all-gather", "all-to-all")
-
-
-def microbatch(batch: PyTree, plan: Plan, *, coupled: bool = False) -> PyTree:
-    """Return the rows of one microbatch as `jax.ShapeDtypeStruct`s.
-
-    The rows are those of one device, or with `coupled` (a loss that couples examples) those of all
-    devices together. `batch` is the whole batch; its size is padded as the plan pads it.
-    """
-    devices = 1 if coupled else plan.data
-
-    def part(leaf: Any) -> jax.ShapeDtypeStruct:
-        rows = plan.padded_size(leaf.shape[0]) // (devices * plan.microbatches)
-        return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
-
-    return jax.tree.map(part, batch)
 
 
 def _whole(arrays: PyTree) -> PyTree:

@@ -14,7 +14,8 @@ on stage 1, all float32; `Staged` on each device, and as global arrays:
               device 0    [0:800] the embedding
               device 1    [0:80] the head, the rest unused
 
-`pad` brings a state of whole tensors, as a checkpoint has it, to this form; `unpad` brings it back.
+`from_canonical` brings a state of whole tensors, as a checkpoint has it, to this form;
+`to_canonical` brings it back.
 """
 
 import dataclasses
@@ -30,7 +31,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
-from plurax.execute.layouts.state_shardings import ParameterInfo, StateShardings
+from plurax.execute.layouts.parameter_info import ParameterInfo
+from plurax.execute.layouts.state_layout import StateLayout
+from plurax.execute.layouts.state_shardings import StateShardings
 from plurax.pipeline.packing import Packing, empty, longest
 from plurax.pipeline.stage_update import broadcast_from_stage
 from plurax.pipeline.stages import LayerAssignment
@@ -140,7 +143,7 @@ class StagePlacement:
         return lax.switch(at, [lambda d=d: branch(d) for d in range(len(self.packings))])
 
 
-class StagedState:
+class StagedState(StateLayout):
     """The placement of a pipeline's state, and the conversions to and from whole tensors.
 
     **Arguments:**
@@ -154,7 +157,7 @@ class StagedState:
     **Attributes:** `params`, `opt_state` and `shards` (of the gradients), each a `StagePlacement`.
     """
 
-    is_padded = True
+    is_canonical = False
 
     def __init__(
         self,
@@ -187,16 +190,21 @@ class StagedState:
         self.shards = of(like.params, inner.shards, given)
         self.opt_state = of(like.opt_state, shardings.opt_state, kept)
 
-    # --- The interface of a program -----------------------------------------------------------
+    # --- The contract -------------------------------------------------------------------------
 
     @property
     def specs(self) -> TrainState:
         """The state's `PartitionSpec`s."""
         return self._with(self.inner.specs, self._staged_specs)
 
-    def abstract_state(self, mesh: Mesh) -> TrainState:
+    @functools.cached_property
+    def canonical(self) -> TrainState:
+        """The whole tensors, layers in order, as `jax.ShapeDtypeStruct`s."""
+        return jax.eval_shape(self.undealt, self.inner.like)
+
+    def abstract(self, mesh: Mesh) -> TrainState:
         """Return the packed state as global `jax.ShapeDtypeStruct`s with shardings on `mesh`."""
-        whole = self.inner.abstract_state(mesh)
+        whole = self.inner.abstract(mesh)
 
         def staged(homes: StagePlacement, tree: PyTree) -> Staged:
             ways = mesh.shape["data"] * mesh.shape["pipeline"] * mesh.shape["tensor"]
@@ -212,16 +220,16 @@ class StagedState:
 
         return self._with(whole, staged)
 
-    def tree_like(self, mesh: Mesh) -> TrainState:
+    def _unpacked(self, mesh: Mesh) -> TrainState:
         """Return the state as global `jax.ShapeDtypeStruct`s on `mesh`, before it is packed."""
-        return self.inner.abstract_state(mesh)
+        return self.inner.abstract(mesh)
 
-    def pad(self, state: TrainState) -> TrainState:
+    def from_canonical(self, state: TrainState) -> TrainState:
         """Bring a state of whole tensors, layers in order, to the form that devices store."""
-        filled = self.inner.pad(self.dealt(state))
+        filled = self.inner.from_canonical(self.dealt(state))
         return self._mapped(self.staged, self.inner.specs, self.specs)(filled)
 
-    def unpad(self, state: TrainState) -> TrainState:
+    def to_canonical(self, state: TrainState) -> TrainState:
         """Return the state as whole tensors, layers in order."""
         return self._cut(state)
 
@@ -229,7 +237,7 @@ class StagedState:
     def _cut(self) -> Callable[[TrainState], TrainState]:
         def cut(state: TrainState) -> TrainState:
             whole = self._mapped(self.gathered, self.specs, self.inner.specs)(state)
-            return self.undealt(self.inner.unpad(whole))
+            return self.undealt(self.inner.to_canonical(whole))
 
         return jax.jit(cut)
 

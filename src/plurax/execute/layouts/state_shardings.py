@@ -2,7 +2,7 @@
 
 Each leaf of the state needs a sharding: parameters by the plan's rules, gradients and optimizer
 state by the ZeRO stage as well, all others replicated. `NamedSharding` needs dims that the number
-of shards divides, so other dims are padded with zeros; `unpad` cuts the padding off again.
+of shards divides, so other dims are padded with zeros; `to_canonical` cuts the padding off again.
 
 Example: a parameter `f32[10, 6]` under a rule `(None, "tensor")`, with `data=4, tensor=2`:
 
@@ -28,6 +28,8 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
 from plurax import tree
+from plurax.execute.layouts.parameter_info import ParameterInfo
+from plurax.execute.layouts.state_layout import StateLayout
 from plurax.jaxpr.compat import REMAT, Scan, is_call
 from plurax.jaxpr.interpret import interpret
 from plurax.plan import Plan
@@ -44,64 +46,7 @@ from plurax.sharding.spec import AxisSizes, TensorSharding
 from plurax.state import TrainState
 
 
-@dataclasses.dataclass(frozen=True)
-class ParameterInfo:
-    """The sharding and size of a parameter, a row of a report.
-
-    **Fields:**
-
-    - `path`: the parameter's name.
-    - `shape`, `dtype`: of the whole tensor.
-    - `sharding`; `shard`: the shape of one device's shard.
-    - `optimizer`: the sharding of the optimizer state of its shape, such as Adam's moments.
-    - `bytes`, `optimizer_bytes`: of one such tensor on one device.
-    - `note`: why the sharding is another than the rule's, or how the tensor is padded; or empty.
-    - `home`: the device of the pipeline that alone has it, or None.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    sharding: TensorSharding
-    shard: tuple[int, ...]
-    optimizer: TensorSharding
-    bytes: int
-    optimizer_bytes: int
-    note: str = ""
-    home: int | None = None
-
-    @classmethod
-    def of(
-        cls,
-        path: str,
-        leaf: Any,
-        sharding: TensorSharding,
-        kept: TensorSharding,
-        axes: AxisSizes,
-        note: str = "",
-    ) -> "ParameterInfo":
-        """Return the row of a leaf, its optimizer state sharded as `kept`."""
-        size = leaf.dtype.itemsize
-        return cls(
-            path=path,
-            shape=tuple(leaf.shape),
-            dtype=str(leaf.dtype),
-            sharding=sharding,
-            shard=sharding.shard_shape(leaf.shape, axes),
-            optimizer=kept,
-            bytes=sharding.shard_bytes(leaf.shape, size, axes),
-            optimizer_bytes=kept.shard_bytes(leaf.shape, size, axes),
-            note=note,
-        )
-
-    @classmethod
-    def whole(cls, path: str, leaf: Any) -> "ParameterInfo":
-        """Return the row of a replicated parameter."""
-        sharding = TensorSharding.replicated(len(leaf.shape))
-        return cls.of(path, leaf, sharding, sharding, {})
-
-
-class StateShardings:
+class StateShardings(StateLayout):
     """The sharding of each tensor of the training state, and padding to it.
 
     **Arguments:**
@@ -199,15 +144,20 @@ class StateShardings:
         """The state's `PartitionSpec`s."""
         return jax.tree.map(lambda sharding: sharding.spec, self.shardings, is_leaf=is_sharding)
 
+    @property
+    def canonical(self) -> TrainState:
+        """The whole tensors as `jax.ShapeDtypeStruct`s."""
+        return self.like
+
     @functools.cached_property
-    def is_padded(self) -> bool:
-        """Whether any tensor is padded because its shards do not divide it."""
+    def is_canonical(self) -> bool:
+        """Whether the shards of every tensor divide it, so that none is padded."""
         leaves = self._pairs(self.like, self.shardings)
-        return any(
+        return not any(
             sharding.indivisible_dims(leaf.shape, self._axes) for _, leaf, sharding in leaves
         )
 
-    def abstract_state(self, mesh: Mesh) -> TrainState:
+    def abstract(self, mesh: Mesh) -> TrainState:
         """Return the padded state as global `jax.ShapeDtypeStruct`s with shardings on `mesh`."""
 
         def place(leaf: Any, sharding: TensorSharding) -> jax.ShapeDtypeStruct:
@@ -217,10 +167,7 @@ class StateShardings:
 
         return jax.tree.map(place, self.like, self.shardings)
 
-    # `StagedState` packs leaves into buffers and so distinguishes the two.
-    tree_like = abstract_state
-
-    def pad(self, state: TrainState) -> TrainState:
+    def from_canonical(self, state: TrainState) -> TrainState:
         """Pad a state of whole tensors with zeros where shards do not divide a dim."""
 
         def fill(leaf: Array, sharding: TensorSharding) -> Array:
@@ -232,7 +179,7 @@ class StateShardings:
 
         return jax.tree.map(fill, state, self.shardings)
 
-    def unpad(self, state: TrainState) -> TrainState:
+    def to_canonical(self, state: TrainState) -> TrainState:
         """Cut the padding off a state."""
 
         def crop(leaf: Array, like: Any) -> Array:

@@ -1,0 +1,51 @@
+"""Choose the backend that a task and a plan need."""
+
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from plurax.execute.backends.backend import Backend
+from plurax.execute.backends.pipelined import PipelinedBackend
+from plurax.execute.backends.replicated import ReplicatedBackend
+from plurax.execute.backends.sharded import ShardedBackend
+from plurax.plan import Plan
+from plurax.task import Task
+
+
+def needs_partitioner(task: Task, plan: Plan) -> bool:
+    """Return whether a plan needs the partitioner: if it splits anything but independent rows."""
+    return plan.partitioned or (task.coupled and plan.data > 1)
+
+
+def make_backend(
+    task: Task, optimizer: optax.GradientTransformation, plan: Plan, mesh: Mesh, batch: PyTree
+) -> Backend:
+    """Return the backend for a task under a plan.
+
+    `batch` is a batch of the largest size as `jax.ShapeDtypeStruct`s, not padded. Raises
+    `PlanError` where the plan does not fit the task.
+    """
+    if not needs_partitioner(task, plan):
+        # A plan that splits only the batch runs the task's functions unchanged: XLA may fuse them.
+        return ReplicatedBackend(task, optimizer, plan)
+    rows = microbatch(batch, plan, coupled=task.coupled)
+    kind = PipelinedBackend if plan.pipeline > 1 else ShardedBackend
+    return kind(task, optimizer, plan, mesh, rows)
+
+
+def microbatch(batch: PyTree, plan: Plan, *, coupled: bool = False) -> PyTree:
+    """Return the rows of one microbatch as `jax.ShapeDtypeStruct`s.
+
+    The rows are those of one device, or with `coupled` (a loss that couples examples) those of all
+    devices together. `batch` is the whole batch; its size is padded as the plan pads it.
+    """
+    devices = 1 if coupled else plan.data
+
+    def part(leaf: Any) -> jax.ShapeDtypeStruct:
+        rows = plan.padded_size(leaf.shape[0]) // (devices * plan.microbatches)
+        return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
+
+    return jax.tree.map(part, batch)

@@ -1,0 +1,74 @@
+"""A training step with the whole network on every device; only the batch is split.
+
+The task's functions run unchanged, so XLA may fuse all of them. One device runs:
+
+    for each microbatch: loss and gradient on its rows
+    all-reduce the sums over `data`, once
+    the update, the same on every device
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jaxtyping import PyTree
+
+from plurax.execute.backends.backend import Backend
+from plurax.execute.evaluate import device_evaluation
+from plurax.execute.gradient import Totals, evaluation, gradient
+from plurax.execute.initial_state import new_state
+from plurax.execute.layouts.state_shardings import StateShardings
+from plurax.execute.predict import device_predict
+from plurax.execute.step import Step, make_step, whole_update
+from plurax.execute.totals import coupled_totals, device_totals, uneven_totals
+from plurax.partition.partitioner import Record
+from plurax.plan import Plan
+from plurax.sharding.rules import Rules
+from plurax.state import TrainState
+from plurax.task import Task
+
+
+class ReplicatedBackend(Backend):
+    """A task's functions on one device that has all of the network. See `Backend`."""
+
+    manual_axes = frozenset({"data"})
+
+    def __init__(self, task: Task, optimizer: optax.GradientTransformation, plan: Plan) -> None:
+        self.task, self.optimizer, self.plan = task, optimizer, plan
+        like = jax.eval_shape(lambda: new_state(task, optimizer, jax.random.key(0)))
+        stacked = [False] * len(jax.tree.leaves(like.params))
+        self.layout = StateShardings(like, plan, Rules((), {}), {}, stacked)
+
+    def of(self, task: Task, optimizer: optax.GradientTransformation) -> "ReplicatedBackend":
+        """Return a copy for another member of a population."""
+        other = copy.copy(self)
+        other.task, other.optimizer = task, optimizer
+        return other
+
+    def own(self, state: TrainState) -> TrainState:
+        """Return the state: every device has all of it."""
+        return state
+
+    def step(self, *, freeze: bool = False, split: bool = True) -> Step:
+        """Return `(state, rows, count) -> (state, metrics)` on one device."""
+        plan = self.plan
+        fun = gradient(self.task, plan.precision, plan.batch_dim, plan.remat, ordered=True)
+        if not self.task.coupled:
+            totals = device_totals(fun, plan.data, plan.microbatches)
+        else:
+            totals = (coupled_totals if split else uneven_totals)(fun, plan.microbatches)
+        return make_step(totals, whole_update(self.optimizer), freeze=freeze)
+
+    def evaluate(self) -> Callable[[PyTree, PyTree, PyTree, Any], Totals]:
+        """Return `(params, model_state, rows, count) -> totals` on one device."""
+        return device_evaluation(evaluation(self.task, self.plan.precision), self.plan.data)
+
+    def predict(self) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
+        """Return `(params, model_state, inputs) -> outputs` on one device, for its own rows."""
+        return device_predict(self.task, self.plan.precision)
+
+    def planned_collectives(self) -> list[Record]:
+        """Return nothing: the only collective is the sum over `data`, which is not planned."""
+        return []

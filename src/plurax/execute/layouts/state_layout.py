@@ -1,0 +1,77 @@
+"""The contract of a state layout: how a program stores the training state on its devices.
+
+The *canonical* state has the tensors as the task and the optimizer return them, and it is what
+checkpoints hold. The *stored* state is what the compiled program takes: dims padded to the number
+of shards, layers ordered by stage, tensors packed into buffers. A plan changes only the stored
+form, so a checkpoint of one plan opens under any other.
+
+Example: a parameter `f32[10, 6]` under `Plan(data=4, zero=3)`:
+
+    canonical    f32[10, 6]
+    stored       f32[12, 6], P("data"): f32[3, 6] on each device, two rows of zeros
+"""
+
+import abc
+
+import jax
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from plurax.execute.initial_state import check_state
+from plurax.execute.layouts.parameter_info import ParameterInfo
+from plurax.mesh import replicated
+from plurax.state import TrainState
+
+
+class StateLayout(abc.ABC):
+    """How a program stores the training state, and the way from and to the canonical form."""
+
+    @property
+    @abc.abstractmethod
+    def specs(self) -> TrainState:
+        """The `PartitionSpec`s of the stored state."""
+
+    @property
+    @abc.abstractmethod
+    def canonical(self) -> TrainState:
+        """The canonical state as `jax.ShapeDtypeStruct`s."""
+
+    @property
+    @abc.abstractmethod
+    def is_canonical(self) -> bool:
+        """Whether the stored state has the canonical shapes, so that nothing is converted."""
+
+    @abc.abstractmethod
+    def abstract(self, mesh: Mesh) -> TrainState:
+        """Return the stored state as global `jax.ShapeDtypeStruct`s with shardings on `mesh`."""
+
+    @abc.abstractmethod
+    def from_canonical(self, state: TrainState) -> TrainState:
+        """Return the stored form of a canonical state; to be called under `jax.jit`."""
+
+    @abc.abstractmethod
+    def to_canonical(self, state: TrainState) -> TrainState:
+        """Return the canonical form of a stored state."""
+
+    @abc.abstractmethod
+    def parameters(self) -> list[ParameterInfo]:
+        """Return the sharding and size of each parameter."""
+
+    def canonical_shardings(self, mesh: Mesh) -> PyTree:
+        """Return shardings for the canonical state: the stored ones, replicated where shapes
+        differ."""
+        return jax.tree.map(
+            lambda canonical, stored: (
+                stored.sharding if canonical.shape == stored.shape else replicated(mesh)
+            ),
+            self.canonical,
+            self._unpacked(mesh),
+        )
+
+    def _unpacked(self, mesh: Mesh) -> TrainState:
+        """Return `abstract`, with a leaf for each canonical leaf."""
+        return self.abstract(mesh)
+
+    def check(self, state: TrainState) -> None:
+        """Raise `BatchError` where a canonical state has other structure, shapes or dtypes."""
+        check_state(state, self.canonical)

@@ -1,0 +1,59 @@
+"""Lower a program's step and loop: trace them for abstract states, data and rows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from plurax.execute.placement import Placement
+from plurax.execute.step_functions import StepFunctions
+from plurax.mesh import replicated
+
+COUNT = jax.ShapeDtypeStruct((), jnp.int32)
+"""A number of examples or steps, as the compiled functions take it."""
+
+
+def lower_step(functions: StepFunctions, placement: Placement) -> jax.stages.Lowered:
+    """Lower a step for batches of a placement's shapes."""
+    return _jitted(functions, functions.step).lower(*_state(functions), placement.abstract(), COUNT)
+
+
+def lower_loop(
+    functions: StepFunctions, data: PyTree, order: tuple[Any, ...] = ()
+) -> jax.stages.Lowered:
+    """Lower a loop over abstract data (see `abstract_data`) in an order on the devices."""
+    loop = _jitted(functions, functions.loop)
+    return loop.lower(*_state(functions), data, *abstract(order), COUNT, COUNT)
+
+
+def abstract(values: PyTree) -> PyTree:
+    """Return arrays on devices as `jax.ShapeDtypeStruct`s with their shardings."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), values
+    )
+
+
+def abstract_data(data: PyTree, mesh: Mesh) -> PyTree:
+    """Return the shapes and dtypes of a data set, replicated over the mesh."""
+    whole = replicated(mesh)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype), sharding=whole
+        ),
+        data,
+    )
+
+
+def _state(functions: StepFunctions) -> tuple[Any, ...]:
+    return functions.layout.abstract(functions.mesh), *abstract(functions.arguments)
+
+
+def _jitted(functions: StepFunctions, fun: Callable[..., Any]) -> Any:
+    """Return a jitted step or loop that donates its state and keeps the state's shardings."""
+    like = functions.layout.abstract(functions.mesh)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
+    return jax.jit(fun, donate_argnums=0, out_shardings=(shardings, functions.metrics_sharding))

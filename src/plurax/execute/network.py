@@ -1,0 +1,99 @@
+"""The functions of one network on all devices of a mesh.
+
+A backend gives the functions of one device; `Network` runs them on every device, with the state
+split as the layout says and rows split over `data`. Example, `Plan(data=2)`, a batch of 8 rows:
+
+    argument    global       on one device
+    state       (10, 6)      (10, 6)     replicated
+    rows        (8, 3)       (4, 3)      P("data")
+    count       ()           ()          8, or fewer where the last rows are padding
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
+
+from plurax.execute.backends.choose import make_backend
+from plurax.execute.epoch_loop import make_loop
+from plurax.execute.gradient import Totals
+from plurax.execute.initial_state import new_state
+from plurax.execute.step import Metrics, Step
+from plurax.execute.step_functions import StepFunctions
+from plurax.mesh import on_devices, replicated, split_rows, within
+from plurax.plan import Plan
+from plurax.state import TrainState
+from plurax.task import Task
+
+
+class Network(StepFunctions):
+    """The functions of one network.
+
+    **Arguments:** `task`, `optimizer`, `plan`, `mesh`; `batch`, of the largest size as
+    `jax.ShapeDtypeStruct`s; `rows`, the sharding of a step's rows: split over `data`, or replicated
+    where they do not divide.
+    """
+
+    arguments = ()
+
+    def __init__(
+        self,
+        task: Task,
+        optimizer: optax.GradientTransformation,
+        plan: Plan,
+        mesh: Mesh,
+        batch: PyTree,
+        rows: NamedSharding,
+    ) -> None:
+        self.task, self.optimizer, self.plan, self.mesh = task, optimizer, plan, mesh
+        self.backend = make_backend(task, optimizer, plan, mesh, batch)
+        self.layout = self.backend.layout
+        self.metrics_sharding, self.outputs_sharding = replicated(mesh), split_rows(mesh)
+        self._rows = rows
+
+    def init(self, key: Any) -> TrainState:
+        """Return a fresh stored state for the key of a seed."""
+        return self.layout.from_canonical(new_state(self.task, self.optimizer, key))
+
+    @property
+    def _step(self) -> Step:
+        split = self._rows != replicated(self.mesh)
+        step = self.backend.step(split=split)
+        return self._on_devices(step, "sr." if split else "s..", "s.")
+
+    def step(self, state: TrainState, rows: PyTree, count: Any) -> tuple[TrainState, Metrics]:
+        """Update the state once from `rows`, leaves `(N, ...)`, of which `count` are real."""
+        return self._step(state, rows, count)
+
+    def loop(
+        self, state: TrainState, data: PyTree, rows: Any, counts: Any, first: Any, stop: Any
+    ) -> tuple[TrainState, Metrics]:
+        """Run steps `first` to `stop` of an epoch. See `make_loop`."""
+        return make_loop(self._step, self._rows)(state, data, rows, counts, first, stop)
+
+    def evaluate(self, params: PyTree, model_state: PyTree, rows: PyTree, count: Any) -> Totals:
+        """Return the totals of `rows`, of which `count` are real, without gradient."""
+        evaluate = self._on_devices(self.backend.evaluate(), "pmr.", ".")
+        totals: Totals = evaluate(params, model_state, rows, count)
+        return totals
+
+    def predict(self, params: PyTree, model_state: PyTree, rows: PyTree) -> PyTree:
+        """Return the outputs of `rows`, split over `data`."""
+        return self._on_devices(self.backend.predict(), "pmr", "r")(params, model_state, rows)
+
+    def _on_devices(self, fun: Callable[..., Any], takes: str, gives: str) -> Callable[..., Any]:
+        """Run `fun` on every device, its arguments and results split by kind.
+
+        Letters of `takes` and `gives`: `s`, state; `p`, parameters; `m`, model state; `r`, rows
+        split over `data`; `.`, replicated.
+        """
+        axes = self.backend.manual_axes
+        specs = self.layout.specs
+        kinds = {"s": specs, "p": specs.params, "m": specs.model_state, "r": P("data"), ".": P()}
+        if any(self.mesh.shape[axis] > 1 for axis in axes) or axes == set(self.mesh.axis_names):
+            fun = on_devices(fun, self.mesh, set(axes), kinds, takes, gives)
+        # On a mesh of one device XLA finds no mesh, but a model may name its axes.
+        return within(self.mesh, fun) if self.mesh.size == 1 else fun

@@ -1,0 +1,68 @@
+"""The contract between a program and what it compiles: the functions of a step over whole arrays.
+
+`Network` has the functions of one network, `Population` those of many. `Program` compiles them,
+places batches and states, and calls them. Every function takes `arguments` after the state: what
+all calls pass unchanged, such as the members' seeds and hyperparameters.
+
+                 one network                          a population of K members
+    init         (key) -> state                       (members) -> states, leaves (K, ...)
+    step         (state, rows, count)                 (states, members, rows, count)
+                   -> state, metrics ()                 -> states, metrics (K,)
+    loop         (state, data, rows, counts, ...)     (states, members, data, ...)
+                   -> state, metrics (S,)               -> states, metrics (K, calls)
+    evaluate     (params, model_state, rows, count)   (params, model_state, members, rows, count)
+    predict      (params, model_state, rows)          (params, model_state, members, rows)
+"""
+
+import abc
+from typing import Any
+
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import PyTree
+
+from plurax.execute.backends.backend import Backend
+from plurax.execute.gradient import Totals
+from plurax.execute.layouts.state_layout import StateLayout
+from plurax.execute.step import Metrics
+from plurax.plan import Plan
+from plurax.state import TrainState
+
+
+class StepFunctions(abc.ABC):
+    """The functions of a program. See the module's table.
+
+    **Attributes:** `plan`; `mesh`; `backend`, of one network; `layout`, of the state;
+    `metrics_sharding`, of the metrics of a step or loop; `outputs_sharding`, of predictions.
+    """
+
+    plan: Plan
+    mesh: Mesh
+    backend: Backend
+    layout: StateLayout
+    metrics_sharding: NamedSharding
+    outputs_sharding: NamedSharding
+
+    @property
+    @abc.abstractmethod
+    def arguments(self) -> tuple[PyTree, ...]:
+        """Arrays on the devices that follow the state in every call."""
+
+    @abc.abstractmethod
+    def init(self, *arguments: Any) -> TrainState:
+        """Return a fresh stored state."""
+
+    @abc.abstractmethod
+    def step(self, state: TrainState, *arguments: Any) -> tuple[TrainState, Metrics]:
+        """Update the state once: `(state, *arguments, rows, count)`, `count` of the rows real."""
+
+    @abc.abstractmethod
+    def loop(self, state: TrainState, *arguments: Any) -> tuple[TrainState, Metrics]:
+        """Run many steps: `(state, *arguments, data, *order, first, stop)`."""
+
+    @abc.abstractmethod
+    def evaluate(self, params: PyTree, model_state: PyTree, *arguments: Any) -> Totals:
+        """Return totals without gradient: `(params, model_state, *arguments, rows, count)`."""
+
+    @abc.abstractmethod
+    def predict(self, params: PyTree, model_state: PyTree, *arguments: Any) -> PyTree:
+        """Return outputs, rows leading: `(params, model_state, *arguments, rows)`."""
