@@ -17,17 +17,24 @@ equation is evaluated on shards.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jaxtyping import Array
 
 from plurax.sharding.spec import TensorSharding
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["array"],
+    meta_fields=["shape", "sharding", "data_varying", "is_param"],
+)
 @dataclasses.dataclass(frozen=True)
 class ShardedValue:
-    """A tensor of a partitioned function.
+    """A tensor of a partitioned function: a pytree with one leaf, this device's shard.
 
     **Fields:**
 

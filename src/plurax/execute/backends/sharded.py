@@ -163,25 +163,15 @@ class ShardedBackend(Backend):
         return [record for part in self.records.values() for record in part]
 
     def _total(self, split: bool = True) -> BatchTotals:
-        kinds: list[Any] = []
-        fun = self._gradient(kinds, split)
-        microbatches = self.plan.microbatches
-
-        def reduce(totals: Totals) -> Totals:
-            return self._reduced(totals, kinds)
-
+        fun, microbatches = self._gradient(split), self.plan.microbatches
         if not self.task.coupled:
-            return device_totals(fun, self._data, microbatches, reduce)
+            return device_totals(fun, self._data, microbatches, self._reduced)
         if split:
-            return coupled_totals(fun, microbatches, reduce, self._data)
-        return uneven_totals(fun, microbatches, reduce)
+            return coupled_totals(fun, microbatches, self._reduced, self._data)
+        return uneven_totals(fun, microbatches, self._reduced)
 
-    def _gradient(self, kinds: list[Any], split: bool) -> Callable[[PyTree, PyTree, Rows], Any]:
-        """Return the gradient function of one microbatch.
-
-        Tracing it stores the kinds of its results in `kinds`: shape, sharding and whether they
-        depend on the device's rows. `_reduced` needs them, and arrays do not have them.
-        """
+    def _gradient(self, split: bool) -> Callable[[PyTree, PyTree, Rows], Any]:
+        """Return the gradient function of one microbatch; its totals are `ShardedValue`s."""
         fun = gradient(self.task, self.plan.precision, remat=self.plan.remat)
 
         def run(params: PyTree, model_state: PyTree, rows: Rows) -> tuple[Totals, PyTree]:
@@ -201,31 +191,29 @@ class ShardedBackend(Backend):
             values, states = partition(fun, divider, args, wanted, tight=tight)
             states = jax.tree.map(divider.whole, states, is_leaf=is_sharded_value)
             self.records["gradient"] = divider.records
-            kinds[:] = [
-                jax.tree.map(lambda v: (v.shape, *v.kind), values, is_leaf=is_sharded_value)
-            ]
-            return _arrays(values), _arrays(states)
+            return values, _arrays(states)
 
         return run
 
-    def _reduced(self, totals: Totals, kinds: list[Any]) -> Totals:
+    def _reduced(self, totals: Totals) -> Totals:
         """Reduce the sums of all microbatches over devices, to the shards of the gradients."""
         divider = self.divider()
-        (kind,) = kinds
-        whole = jax.tree.map(lambda _: TensorSharding(()), totals._replace(grads=()))
+        whole = jax.tree.map(
+            lambda _: TensorSharding(()), totals._replace(grads=()), is_leaf=is_sharded_value
+        )
         targets = whole._replace(grads=self.expanded(self.layout.shards))
-        leaves, structure = jax.tree.flatten(totals)
-        values = []
-        for array, (shape, sharding, data_varying, _) in zip(
-            leaves, jax.tree.leaves(kind, is_leaf=_is_kind), strict=True
-        ):
-            # Every device has summed other rows: what depends on them is a partial sum over `data`.
-            terms = sharding.partial | ({"data"} if data_varying and self._data > 1 else set())
-            values.append(ShardedValue(array, shape, TensorSharding(sharding.dims, terms)))
-        sums = reduced(values, jax.tree.leaves(targets, is_leaf=is_sharding), divider)
+        leaves, structure = jax.tree.flatten(totals, is_leaf=is_sharded_value)
+        goals = jax.tree.leaves(targets, is_leaf=is_sharding)
+        sums = reduced([self._sum_over_rows(value) for value in leaves], goals, divider)
         self.records["reduction"] = divider.records
         self.warn()
         return jax.tree.unflatten(structure, sums)
+
+    def _sum_over_rows(self, value: ShardedValue) -> ShardedValue:
+        """Return a device's sum as a partial sum over `data` if it depends on the device's rows."""
+        over = {"data"} if value.data_varying and self._data > 1 else set()
+        sharding = TensorSharding(value.sharding.dims, value.sharding.partial | over)
+        return ShardedValue(value.array, value.shape, sharding)
 
     def warn(self) -> None:
         """Warn once of each tensor that is not sharded as its rule says.
@@ -306,30 +294,24 @@ class ShardedBackend(Backend):
 
     def evaluate(self) -> Callable[[PyTree, PyTree, PyTree, Any], Totals]:
         """Return `(params, model_state, rows, count) -> totals` on shards, without gradient."""
-        kinds: list[Any] = []
         fun = evaluation(self.task, self.plan.precision)
 
         def run(params: PyTree, model_state: PyTree, rows: Rows) -> Totals:
             args = (self._parameters(params), _whole(model_state), _varying(rows))
             divider = self.divider()
-            values = partition(fun, divider, args)
+            values: Totals = partition(fun, divider, args)
             self.warn_of(divider.records)
-            kinds[:] = [
-                jax.tree.map(lambda v: (v.shape, *v.kind), values, is_leaf=is_sharded_value)
-            ]
-            return _arrays(values)
+            return values
 
         def reduced(totals: Totals) -> Totals:
-            (kind,) = kinds
-            return jax.tree.map(self._summed, totals, kind)
+            return jax.tree.map(self._summed, totals, is_leaf=is_sharded_value)
 
         return device_evaluation(run, self._data, reduced)
 
-    def _summed(self, array: Array, kind: Any) -> Array:
-        _, sharding, data_varying, _ = kind
-        axes = set(self.axes.mesh_axes(sorted(sharding.partial)))
-        axes |= {"data"} if data_varying and self._data > 1 else set()
-        return lax.psum(array, tuple(sorted(axes))) if axes else array
+    def _summed(self, value: ShardedValue) -> Array:
+        partial = self._sum_over_rows(value).sharding.partial
+        axes = tuple(sorted(self.axes.mesh_axes(sorted(partial))))
+        return lax.psum(value.array, axes) if axes else value.array
 
     def predict(self) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
         """Return `(params, model_state, inputs) -> outputs` on shards, for this device's rows."""
@@ -408,10 +390,6 @@ def _varying(arrays: PyTree) -> PyTree:
 
 def _arrays(values: PyTree) -> PyTree:
     return jax.tree.map(lambda value: value.array, values, is_leaf=is_sharded_value)
-
-
-def _is_kind(node: Any) -> bool:
-    return isinstance(node, tuple) and len(node) == 4 and isinstance(node[1], TensorSharding)
 
 
 def _uses_tensor(plan: Plan, tags: set[Tag], jaxpr: Any) -> bool:
