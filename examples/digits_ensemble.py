@@ -141,11 +141,11 @@ def report(made: px.Experiment, result: px.Fit, directory: Path) -> Iterator[Pat
     found = px.sweep(made.task, made.optimizer, made.data, members=settings, plan=plan,
                      evaluation=made.evaluation, report_every=made.epochs,
                      **{**common, "progress": True})  # fmt: skip
-    best = found.best("eval_accuracy", largest=True)
+    best = found.best("eval_accuracy", mode="max")
     print("best setting:", {name: f"{best[name]:.3g}" for name in (*SWEEP, "eval_accuracy")})
     found.save_csv(directory / "sweep.csv")
     px.ensemble.draw_parallel(
-        found.rows, list(SWEEP), "eval_accuracy", directory / "sweep.png", largest=True
+        found.rows, list(SWEEP), "eval_accuracy", directory / "sweep.png", mode="max"
     )
     yield directory / "sweep.csv"
     yield directory / "sweep.png"

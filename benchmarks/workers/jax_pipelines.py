@@ -101,7 +101,7 @@ def _bubbles(plan: px.Plan) -> dict[str, float]:
     gradient of the weights taking as long as each other, and nothing to hand on."""
     if plan.pipeline == 1:
         return {}
-    schedule = make_schedule(plan.schedule, plan.pipeline, plan.microbatches, plan.chunks)
+    schedule = make_schedule(plan.schedule, plan.pipeline, plan.microbatches, plan.virtual_stages)
     return {
         "bubble": simulate(schedule).bubble,
         "bubble_in_step": simulate(schedule, lockstep=True).bubble,

@@ -143,13 +143,13 @@ data=1 means 'not used'.
         return self.tensor > 1 or self.pipeline > 1 or zero
 
     @property
-    def pipeline_pieces(self) -> int:
+    def forward_microbatches(self) -> int:
         """The number of microbatches of a pipeline's forward-only call; 1 without a pipeline."""
         return self.microbatches if self.pipeline > 1 else 1
 
     @property
-    def chunks(self) -> int:
-        """The number of stages on each device of the pipeline."""
+    def virtual_stages(self) -> int:
+        """The number of stages on each device of the pipeline, as Megatron's virtual stages."""
         if self.stages is not None:
             return self.stages // self.pipeline
         return 2 if self.schedule == "interleaved" else 1
@@ -258,7 +258,7 @@ data=1 means 'not used'.
             named = self.schedule if isinstance(self.schedule, str) else "written by hand"
             lines.append(
                 f"  pipeline={self.pipeline}: the layers are split into "
-                f"{self.pipeline * self.chunks} stages on {self.pipeline} devices;\n"
+                f"{self.pipeline * self.virtual_stages} stages on {self.pipeline} devices;\n"
                 f"    the schedule is {named}."
             )
         if self.tensor > 1:

@@ -6,9 +6,11 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from plurax import errors
+
+Mode = Literal["min", "max"]
 
 
 def whole_number(value: object, least: int = 1) -> int | None:
@@ -27,6 +29,14 @@ def whole_number(value: object, least: int = 1) -> int | None:
     except TypeError:
         return None
     return number if number >= least else None
+
+
+def sign_of_mode(mode: object) -> int:
+    """1 where the smallest score is the best, `"min"`, -1 for `"max"`. Raises `MembersError`."""
+    signs = {"min": 1, "max": -1}
+    if not isinstance(mode, str) or mode not in signs:
+        raise errors.mode_unknown(mode)
+    return signs[mode]
 
 
 def check_seed(seed: object) -> int:

@@ -201,7 +201,7 @@ def test_plans_of_schedules():
         px.Plan(pipeline=2, schedule="1f2b")
     with pytest.raises(px.PlanError, match="every device needs the same number of stages"):
         px.Plan(pipeline=2, stages=3)
-    assert px.Plan(pipeline=2, schedule="interleaved").chunks == 2
+    assert px.Plan(pipeline=2, schedule="interleaved").virtual_stages == 2
     assert "6 stages on 3 devices" in px.Plan(pipeline=3, stages=6).explain()
 
 

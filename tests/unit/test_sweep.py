@@ -120,9 +120,11 @@ def test_a_bucket_is_the_population_trained_alone(table):
 def test_best(table):
     found, _ = table
     assert found.best()["eval_loss"] == min(row["eval_loss"] for row in found.rows)
-    assert found.best("loss", largest=True)["loss"] == max(row["loss"] for row in found.rows)
+    assert found.best("loss", mode="max")["loss"] == max(row["loss"] for row in found.rows)
     with pytest.raises(px.MembersError, match=r"there is no metric 'accuracy'; there are"):
         found.best("accuracy")
+    with pytest.raises(px.MembersError, match=r"mode='largest': choose 'min' where the smallest"):
+        found.best("loss", mode="largest")
     with pytest.raises(px.MembersError, match=r"this is not a row of this sweep"):
         found.state({"width": 5, "batch_size": 16, "member": 0})
 
@@ -179,8 +181,8 @@ def test_a_sweep_that_is_all_frozen():
 def test_the_order_of_scores():
     """The best first; then what is not finite and who is frozen, as they come."""
     scores, skipped = [2.0, 1.0, math.nan, 0.5, 1.0, math.inf, 9.0], np.array([0, 0, 0, 1, 0, 0, 2])
-    assert halving_._ranked(scores, skipped, largest=False) == [1, 4, 0, 2, 3, 5, 6]
-    assert halving_._ranked(scores, skipped, largest=True) == [0, 1, 4, 2, 3, 5, 6]
+    assert halving_._ranked(scores, skipped, sign=1) == [1, 4, 0, 2, 3, 5, 6]
+    assert halving_._ranked(scores, skipped, sign=-1) == [0, 1, 4, 2, 3, 5, 6]
 
 
 @pytest.mark.parametrize(
@@ -254,7 +256,7 @@ def test_the_table_has_every_candidate(halved):
 
 
 def test_halving_by_the_training_metric_and_its_errors():
-    found = halving(evaluation=None, metric="accuracy", largest=True, epochs=3)
+    found = halving(evaluation=None, metric="accuracy", mode="max", epochs=3)
     scores = found.rungs[0].scores
     assert found.rungs[1].members[0] == int(np.argmax(scores))
     with pytest.raises(px.MembersError, match=r"needs 1 <= first <= epochs and a reduction"):
@@ -285,21 +287,23 @@ def hyper_task(**metrics):
     return task
 
 
-@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("mode", ["max", "min"])
 @pytest.mark.parametrize("slots", [None, 3])
-def test_frozen_members_are_the_first_to_go(largest, slots):
+def test_frozen_members_are_the_first_to_go(mode, slots):
     """Ranked by hand: the frozen have the best score of all, and it is finite."""
-    score = [5.0, 99.0, 3.0, 8.0, 98.0, 1.0, 4.0] if largest else [5, -9, 3, 8, -8, 1, 4]
+    score = [5.0, 99.0, 3.0, 8.0, 98.0, 1.0, 4.0] if mode == "max" else [5, -9, 3, 8, -8, 1, 4]
     members = px.Members(7, {"score": score, "bad": [0, 1, 0, 0, 1, 0, 0]})
     with pytest.warns(NonFiniteWarning, match="are frozen") as told:
         found = px.ensemble.successive_halving(
             hyper_task(merit="score"), optax.sgd(1e-2), ROWS, members=members, epochs=4, first=1,
             reduction=2, slots=slots, batch_size=16, evaluation=ROWS, metric="merit",
-            largest=largest, plan=PLAN, progress=False,
+            mode=mode, plan=PLAN, progress=False,
         )  # fmt: skip
     assert {one.filename for one in told} == {__file__}
     # Of 7 stay 4, of 4 stay 2: one in two, rounded up.
-    best, stay, left = ([3, 0, 6, 2], [3, 0], [5, 1, 4]) if largest else ([5, 2, 6, 0], [5, 2], [3])
+    best, stay, left = (
+        ([3, 0, 6, 2], [3, 0], [5, 1, 4]) if mode == "max" else ([5, 2, 6, 0], [5, 2], [3])
+    )
     assert [rung.members for rung in found.rungs] == [list(range(7)), best, stay]
     assert found.rungs[0].scores == pytest.approx(score)
     assert [row["member"] for row in found.members.table()] == stay
@@ -340,8 +344,8 @@ def test_best_is_never_a_frozen_member():
     ]
     found = Sweep(rows, [])
     assert found.best()["member"] == 2
-    assert found.best("accuracy", largest=True)["member"] == 0
-    assert found.best("loss", largest=True)["member"] == 0
+    assert found.best("accuracy", mode="max")["member"] == 0
+    assert found.best("loss", mode="max")["member"] == 0
 
 
 # --- How many fit -----------------------------------------------------------------------------

@@ -236,7 +236,7 @@ def _tuned(made: experiment.Experiment, options: Show, plan: Plan, path: Path) -
 
 
 def _costs(program: Program, plan: Plan) -> Costs:
-    schedule = make_schedule(plan.schedule, plan.pipeline, plan.microbatches, plan.chunks)
+    schedule = make_schedule(plan.schedule, plan.pipeline, plan.microbatches, plan.virtual_stages)
     planned = program.planned_collectives() if program.members is None else None
     return Costs.of(schedule, planned or program.collectives(), program.memory())
 

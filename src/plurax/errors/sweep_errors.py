@@ -24,6 +24,13 @@ def sweep_no_metric(name: str, known: Iterable[str]) -> MembersError:
     return MembersError(f"there is no metric {name!r}; there are {', '.join(known)}.")
 
 
+def mode_unknown(given: object) -> MembersError:
+    return MembersError(
+        f"mode={given!r}: choose 'min' where the smallest metric is the best (a loss), or 'max' "
+        "(an accuracy)."
+    )
+
+
 def sweep_all_frozen(count: int) -> MembersError:
     return MembersError(
         f"all {count} members of the sweep are frozen: loss or gradient was not finite in each. "

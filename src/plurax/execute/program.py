@@ -110,7 +110,7 @@ class Program:
             chosen = choose_plan(self._population, plan, self._lower_most_run)
             self.chose = chosen != plan
             self._functions = self._population(chosen)
-        self._predictor = Predictor(self._compile_predict, mesh, plan.pipeline_pieces)
+        self._predictor = Predictor(self._compile_predict, mesh, plan.forward_microbatches)
 
     @property
     def plan(self) -> Plan:

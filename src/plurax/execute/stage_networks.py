@@ -166,7 +166,7 @@ def stack_network(
 
     Raises `PlanError` if there are fewer layers than stages.
     """
-    stages = plan.pipeline * plan.chunks
+    stages = plan.pipeline * plan.virtual_stages
     if stack.depth < stages:
         raise errors.too_few_layers(stack.depth, plan.pipeline, stages)
     params = like[0]
@@ -240,7 +240,7 @@ def _cut(
 ) -> StagedNetwork:
     params, model_state = like
     count, states = len(jax.tree.leaves(params)), list(tree.named_leaves(model_state))
-    stages, outputs = plan.pipeline * plan.chunks, jax.tree.structure(shapes[:2])
+    stages, outputs = plan.pipeline * plan.virtual_stages, jax.tree.structure(shapes[:2])
     network = Cut(closed, count, states, outputs, stages, divider).network()
     if not remat or plan.remat == "none":
         return network

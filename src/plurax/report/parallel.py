@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Float
 
 from plurax.report.picture import new_figure, saved
+from plurax.validate import Mode, sign_of_mode
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -19,7 +20,7 @@ def draw_parallel(
     metric: str,
     path: str | Path | None = None,
     *,
-    largest: bool = False,
+    mode: Mode = "min",
 ) -> "matplotlib.figure.Figure":
     """Draw one line per row across one axis per name, coloured by the metric; the best is thick.
 
@@ -40,9 +41,9 @@ def draw_parallel(
     from matplotlib.colors import Normalize
 
     axis = figure.subplots()
-    place = places_RA[:, -1] if not largest else 1 - places_RA[:, -1]
+    rank = places_RA[:, -1] if sign_of_mode(mode) > 0 else 1 - places_RA[:, -1]
     colors = ScalarMappable(Normalize(0, 1.1), cmap="viridis")
-    order = np.argsort(np.where(finite, -place, -np.inf))  # the best is drawn last
+    order = np.argsort(np.where(finite, -rank, -np.inf))  # the best is drawn last
     best = order[-1]
     across = np.arange(len(names))
     for row in order:
@@ -50,7 +51,7 @@ def draw_parallel(
             axis.plot(across[:-1], places_RA[row, :-1], ":", color="#999999", linewidth=0.8)
             continue
         width = 2.6 if row == best else 0.8
-        axis.plot(across, places_RA[row], color=colors.to_rgba(place[row]), linewidth=width,
+        axis.plot(across, places_RA[row], color=colors.to_rgba(rank[row]), linewidth=width,
                   alpha=1.0 if row == best else 0.55)  # fmt: skip
     for x, (name, column, log) in enumerate(zip(names, values_RA.T, logs, strict=True)):
         axis.axvline(x, color="black", linewidth=0.8)

@@ -41,7 +41,7 @@ from plurax.train.epoch_metrics import MembersMetrics, warn_frozen
 from plurax.train.iterate import train_iter
 from plurax.train.progress import new_console
 from plurax.train.restore import make_program, with_resampling
-from plurax.validate import whole_number
+from plurax.validate import Mode, sign_of_mode, whole_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Halving:
         """Return one row per candidate: number, seed, hyperparameters, epochs, last score."""
         last: dict[int, tuple[int, float]] = {}
         for rung in self.rungs:
-            for number, score in zip(rung.members, rung.scores, strict=True):
-                last[number] = (rung.epochs, score)
+            for member, score in zip(rung.members, rung.scores, strict=True):
+                last[member] = (rung.epochs, score)
         everyone = dataclasses.replace(self.members, numbers=tuple(sorted(last)))
         return [
             {**row, "epochs": last[row["member"]][0], "score": last[row["member"]][1]}
@@ -95,7 +95,7 @@ def successive_halving(
     slots: int | None = None,
     evaluation: PyTree = None,
     metric: str = "loss",
-    largest: bool = False,
+    mode: Mode = "min",
     plan: Plan = Plan(),  # noqa: B008  frozen
     shuffle: bool = True,
     progress: bool = True,
@@ -120,11 +120,12 @@ def successive_halving(
     - `reduction`: one candidate in `reduction` continues.
     - `slots`: members trained at a time; default all.
     - `metric`: of the evaluation, or without one of the last epoch of training; members are ranked
-      by it, ascending, or with `largest` descending. Frozen members come last.
+      by it, ascending, or with `mode="max"` descending. Frozen members come last.
 
-    Raises the errors of `fit`, and `MembersError` for budgets or slots that cannot be.
+    Raises the errors of `fit`, and `MembersError` for invalid budgets, slots or `mode`.
     """
     check_population(task, optimizer, plan, members)
+    sign = sign_of_mode(mode)
     few = members.take(range(_width(members, first, epochs, reduction, slots)))
     source, like = as_data(data, batch_size=batch_size, seed=0, shuffle=shuffle, ragged="pad")
     read = with_resampling(members, source)
@@ -156,11 +157,11 @@ def successive_halving(
         state = join_members(*parts)
         rungs.append(Rung(budget, candidates, scores, sum(seconds)))
         skipped = np.asarray(state.skipped)
-        frozen = _told_of({candidates[i] for i in np.flatnonzero(skipped)}, frozen, members, budget)
-        order = _ranked(scores, skipped, largest)
+        frozen = _warn_of({candidates[i] for i in np.flatnonzero(skipped)}, frozen, members, budget)
+        order = _ranked(scores, skipped, sign)
         keep = order if budget == epochs else order[: math.ceil(len(order) / reduction)]
-        told = f"{metric} best {scores[order[0]]:.4f}, {len(keep)} stay"
-        console.print(f"{budget} epochs: {len(candidates)} members in {sum(seconds):.2f} s, {told}")
+        best = f"{metric} best {scores[order[0]]:.4f}, {len(keep)} stay"
+        console.print(f"{budget} epochs: {len(candidates)} members in {sum(seconds):.2f} s, {best}")
         candidates, state = [candidates[i] for i in keep], take_members(state, keep)
     assert state is not None
     return Halving(stay := members.take(candidates), state, made.of(stay), rungs)
@@ -168,8 +169,8 @@ def successive_halving(
 
 def _width(members: Members, first: Any, epochs: Any, reduction: Any, slots: Any) -> int:
     """Return how many members train at a time. Raises `MembersError` for invalid numbers."""
-    numbers = whole_number(first), whole_number(epochs), whole_number(reduction, 2)
-    if None in numbers or first > epochs:
+    given = whole_number(first), whole_number(epochs), whole_number(reduction, 2)
+    if None in given or first > epochs:
         raise errors.halving_wrong_budget(first, epochs, reduction)
     width = members.count if slots is None else whole_number(slots)
     if width is None:
@@ -177,20 +178,20 @@ def _width(members: Members, first: Any, epochs: Any, reduction: Any, slots: Any
     return min(width, members.count)
 
 
-def _told_of(now: set[int], before: set[int], members: Members, budget: int) -> set[int]:
+def _warn_of(now: set[int], before: set[int], members: Members, budget: int) -> set[int]:
     """Warn of newly frozen members; return all that are frozen."""
     if new := sorted(now - before):
         warn_frozen(members, new, f"within {budget} epochs", stacklevel=4)
     return now | before
 
 
-def _budgets(first: int, epochs: int, reduction: int) -> list[int]:
-    """Return first, first * reduction, ..., and at last epochs.
+def _budgets(start: int, epochs: int, reduction: int) -> list[int]:
+    """Return start, start * reduction, ..., and at last epochs.
 
     >>> _budgets(1, 20, 3)
     [1, 3, 9, 20]
     """
-    budgets = [first]
+    budgets = [start]
     while budgets[-1] < epochs:
         budgets.append(min(budgets[-1] * reduction, epochs))
     return budgets
@@ -209,21 +210,21 @@ def _train(
     members = program.members
     assert members is not None
     state, seconds = program.place(state), []
-    tally = MembersMetrics(members)
-    for turn in train_iter(program, state, source, start=Position(reached), epochs=budget):
-        state = turn.state
-        tally.add(turn, settle_all=True)
-        seconds.append(turn.seconds)
-        if turn.epoch_done and turn.position.epoch < budget:
-            tally = MembersMetrics(members)
-    means = tally.means() if evaluation is None else program.evaluate(state, evaluation)
+    metrics = MembersMetrics(members)
+    for output in train_iter(program, state, source, start=Position(reached), epochs=budget):
+        state = output.state
+        metrics.add(output, settle_all=True)
+        seconds.append(output.seconds)
+        if output.epoch_done and output.position.epoch < budget:
+            metrics = MembersMetrics(members)
+    means = metrics.means() if evaluation is None else program.evaluate(state, evaluation)
     if metric not in means:
         raise errors.sweep_no_metric(metric, means)
     return program.to_canonical(state), np.asarray(means[metric]).tolist(), sum(seconds)
 
 
-def _ranked(scores: list[float], skipped: np.ndarray, largest: bool) -> list[int]:
+def _ranked(scores: list[float], skipped: np.ndarray, sign: int) -> list[int]:
     """Return indices from the best to the worst; frozen members and NaN last."""
-    values = np.asarray(scores) * (-1 if largest else 1)
+    values = np.asarray(scores) * sign
     values = np.where((skipped > 0) | ~np.isfinite(values), np.inf, values)
     return [int(index) for index in np.argsort(values, kind="stable")]

@@ -32,6 +32,7 @@ from plurax.state import TrainState
 from plurax.task import Task
 from plurax.train.fit import Fit, fit
 from plurax.train.progress import new_console
+from plurax.validate import Mode, sign_of_mode
 
 Row = dict[str, Any]
 
@@ -51,17 +52,17 @@ class Sweep:
     rows: list[Row]
     fits: list[tuple[Hyper, Fit]]
 
-    def best(self, metric: str | None = None, *, largest: bool = False) -> Row:
-        """Return the row with the smallest (or largest) metric among members that are not frozen.
+    def best(self, metric: str | None = None, *, mode: Mode = "min") -> Row:
+        """Return the row with the smallest metric (`mode="max"`: largest) of members not frozen.
 
         The default metric is `eval_loss`, or `loss` where nothing was evaluated. Raises
-        `MembersError` for an unknown metric, and where nothing was trained.
+        `MembersError` for an unknown metric or mode, and where nothing was trained.
         """
-        metric = self.metric(metric)
+        metric, sign = self.metric(metric), sign_of_mode(mode)
         rows = [row for row in self.rows if not row["frozen"] and np.isfinite(row[metric])]
         if not rows:
             raise errors.sweep_all_frozen(len(self.rows))
-        return (max if largest else min)(rows, key=lambda row: row[metric])
+        return min(rows, key=lambda row: sign * row[metric])
 
     def metric(self, name: str | None = None) -> str:
         """Return the metric of that name, or the default one. Raises `MembersError`."""

@@ -88,9 +88,11 @@ class PipelinedBackend(Backend):
     ) -> None:
         self.task, self.optimizer, self.plan, self._mesh = task, optimizer, plan, mesh
         self.manual_axes = frozenset(mesh.axis_names)
-        self.schedule = make_schedule(plan.schedule, plan.pipeline, plan.microbatches, plan.chunks)
+        self.schedule = make_schedule(
+            plan.schedule, plan.pipeline, plan.microbatches, plan.virtual_stages
+        )
         depth = task.stack.depth if task.stack is not None else 0
-        dealing = LayerAssignment(depth, plan.pipeline, plan.chunks)
+        dealing = LayerAssignment(depth, plan.pipeline, plan.virtual_stages)
         layered = self._layered(task)
         self._base = ShardedBackend(
             task, optimizer, plan, mesh, rows,
