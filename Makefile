@@ -2,10 +2,14 @@
 PYTHON ?= python3
 VENV ?= $(if $(filter-out python3,$(PYTHON)),.venv-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'),.venv)
 RUN := $(VENV)/bin
+# The first Python 3.12 that runs here, for the newest JAX: on the path, or kept by pyenv or uv.
+NEWEST = $(shell for python in python3.12 "$$(pyenv prefix 3.12 2>/dev/null)/bin/python3.12" \
+  "$$(uv python find --no-python-downloads 3.12 2>/dev/null)"; do \
+  "$$python" -c "" 2>/dev/null && echo "$$python" && break; done)
 PEERS := .venv-peers
 MUTANTS := .venv-mutants
 
-.PHONY: help setup demo test test-all test-mutants lint format bench docs constraints clean
+.PHONY: help setup demo test test-newest test-all test-mutants lint format bench docs constraints clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -24,8 +28,17 @@ demo: setup ## real handwritten digits on all cores, then a hundred networks at 
 	$(RUN)/plurax train examples/digits.py --devices cores --output runs/digits
 	$(RUN)/plurax train examples/spirals.py --devices cores --output runs/spirals
 
-test: setup ## run the tests
-	$(RUN)/python -m pytest -n 2 --dist loadgroup
+test: setup ## run the tests, or those in TESTS="tests/unit/test_plan.py ..."
+	$(RUN)/python -m pytest -n 2 --dist loadgroup $(TESTS)
+
+test-newest: TESTS = $(addprefix tests/unit/test_,$(addsuffix .py,jaxpr batch_minor sharding \
+  drawn_programs schedules stages)) tests/hlo/test_stages_hlo.py
+test-newest: ## the tests of jaxpr, partition and pipeline on Python 3.12, with the newest JAX
+	@python="$(NEWEST)"; if [ -n "$$python" ]; then \
+	  $(MAKE) PYTHON="$$python" TESTS="$(TESTS)" test; \
+	else \
+	  echo "NOT TESTED on the newest JAX: there is no Python 3.12 on this machine"; \
+	fi
 
 test-all: setup ## the tests, the slow ones too, with many more draws
 	PLURAX_TEST_PROFILE=all $(RUN)/python -m pytest -n 2 --dist loadgroup -m ''
