@@ -74,8 +74,8 @@ def test_every_schedule_keeps_the_contract(name, p, m, v):
 def test_no_slot_holds_two_things(name, p, m, v):
     """Replay the table: what is read is what was put there for it, and no slot is one too many."""
     schedule = make_schedule(name, p, m, v)
-    edges = [0, schedule.stages - 1]
-    table = make_slot_table(schedule, edges)
+    fn_stages = [0, schedule.stages - 1]
+    table = make_slot_table(schedule, fn_stages)
     held, most = {}, dict.fromkeys(table.slots, 0)
 
     def put(store, device, slot, what):
@@ -94,9 +94,9 @@ def test_no_slot_holds_two_things(name, p, m, v):
                 continue
             assert (at["kind"], at["microbatch"], at["chunk"]) == (KINDS[work.kind], *work[1:])
             one = (device, work.microbatch, work.chunk)
-            is_edge = schedule.stage(device, work) in edges
-            stores = ["kept"] + ["edge"] * is_edge
-            lefts = ["left"] + ["edge_left"] * is_edge
+            has_fn = schedule.stage(device, work) in fn_stages
+            stores = ["layer_residuals"] + ["fn_residuals"] * has_fn
+            weights = ["layer_weight_residuals"] + ["fn_weight_residuals"] * has_fn
             last = schedule.stages - 1
             if work.kind == "F":
                 if schedule.stage(device, work) > 0:
@@ -110,7 +110,7 @@ def test_no_slot_holds_two_things(name, p, m, v):
                     assert held[store, device, at[store]] == one
                     if work.kind == "W" or not schedule.split:
                         del held[store, device, at[store]]
-            for store in lefts:
+            for store in weights:
                 if schedule.split and work.kind == "B":
                     put(store, device, at[store], one)
                 if work.kind == "W":
@@ -141,13 +141,15 @@ def test_the_table_of_two_devices():
         [dict.fromkeys(FIELDS, 0) | fields for fields in tick] for tick in expected
     ]  # fmt: skip
     assert table.columns.tolist() == [[[*one.values()] for one in tick] for tick in rows]
-    assert table.slots == {"kept": 1, "left": 0, "edge": 1, "edge_left": 0, "x": 1, "cotangent": 1}
+    weights = {"layer_weight_residuals": 0, "fn_weight_residuals": 0}
+    residuals = {"layer_residuals": 1, "fn_residuals": 1, **weights}
+    assert table.slots == {**residuals, "x": 1, "cotangent": 1}
 
 
 def test_slots_do_not_grow_with_microbatches():
     few, many = (make_slot_table(one_f_one_b(4, m), [0, 3]).slots for m in (8, 64))
     assert few == many
-    assert few["kept"] == 4
+    assert few["layer_residuals"] == 4
 
 
 def test_lockstep_costs_nothing_where_all_work_takes_as_long():
@@ -215,5 +217,5 @@ def test_layers_are_dealt_out_evenly(depth, devices, chunks):
     assert sorted(n for n in layers if n >= 0) == list(range(depth))
     for stage, (start, count) in enumerate(zip(dealing.starts, dealing.counts, strict=True)):
         chunk, device = divmod(stage, devices)
-        place = (device * chunks + chunk) * dealing.most
+        place = (device * chunks + chunk) * dealing.max_layers
         assert layers[place : place + count] == list(range(start, start + count))

@@ -246,7 +246,7 @@ def _cut(
         return network
     edges = {
         stage: dataclasses.replace(edge, fun=rematerialized(edge.fun, plan.remat))
-        for stage, edge in network.edges.items()
+        for stage, edge in network.stage_fns.items()
     }
     return StagedNetwork(edges, None, stages)
 

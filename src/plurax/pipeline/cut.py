@@ -85,7 +85,7 @@ class Cut:
     - `states`: the names of the leaves of `model_state`, its next inputs.
     - `outputs`: the tree structure of `(y, aux)`.
     - `stages`: the number of stages.
-    - `divider`: a `Partitioner` with the mesh in which the function was traced.
+    - `partitioner`: a `Partitioner` with the mesh in which the function was traced.
 
     Raises `PlanError` where there are too few boundaries, a boundary is in a loop or a branch, a
     tensor that crosses is not floating, or several stages use a leaf of model state that changes.
@@ -98,11 +98,11 @@ class Cut:
         states: Sequence[str],
         outputs: Any,
         stages: int,
-        divider: Partitioner,
+        partitioner: Partitioner,
     ) -> None:
         body, consts = open_jaxpr(closed)
         avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body.invars]
-        flat, _ = divider.traced(lambda *args: inlined(body, consts, args, every=False), *avals)
+        flat, _ = partitioner.traced(lambda *args: inlined(body, consts, args, every=False), *avals)
         self._jaxpr, self._consts = open_jaxpr(flat)
         self._count, self._outputs = count, outputs
         first = count + len(states)
@@ -113,19 +113,19 @@ class Cut:
         # A leaf that the function returns as it came is not written.
         self._new = {n: a for n, a in enumerate(new) if a is not old[n]}
         depths = self._depths()
-        pieces = 1 + max(depths.values(), default=0)
-        if pieces < stages:
-            raise errors.too_few_boundaries(pieces, stages)
-        self._stage = {var: depth * stages // pieces for var, depth in depths.items()}
+        parts = 1 + max(depths.values(), default=0)
+        if parts < stages:
+            raise errors.too_few_boundaries(parts, stages)
+        self._stage = {var: depth * stages // parts for var, depth in depths.items()}
         self.stages = stages
-        self._handed = self._handed_on()
+        self._boundaries = self._crossing()
         self._writer = self._writers()
         self._check_states(states)
 
     def network(self) -> StagedNetwork:
         """Return the network: one `StageFn` per stage, no layers."""
-        edges = {stage: self._edge(stage) for stage in range(self.stages)}
-        return StagedNetwork(edges, None, self.stages)
+        stage_fns = {stage: self._stage_fn(stage) for stage in range(self.stages)}
+        return StagedNetwork(stage_fns, None, self.stages)
 
     def _depths(self) -> dict[Any, int]:
         """Return the number of boundaries before each variable that belongs to a stage.
@@ -155,14 +155,14 @@ class Cut:
         deepen(eqns)
         # Not the equations for the new model state alone.
         results = needed(eqns, self._results, set())
-        self._put_off(depth, results)
+        self._move_to_readers(depth, results)
         among = set(map(id, results))
         # Those for the new model state alone may read variables that
-        # `_put_off` has moved.
+        # `_move_to_readers` has moved.
         deepen([eqn for eqn in eqns if id(eqn) not in among])
         return depth
 
-    def _put_off(self, depth: dict[Any, int], eqns: Sequence[Any]) -> None:
+    def _move_to_readers(self, depth: dict[Any, int], eqns: Sequence[Any]) -> None:
         """Move variables before the first boundary to the stage that first reads them.
 
         The second input of a decoder, say, depends on an embedding and on rows and is behind no
@@ -181,7 +181,7 @@ class Cut:
             for atom in variables(eqn.invars):
                 first[atom] = min(first.get(atom, at), at)
 
-    def _handed_on(self) -> list[list[Any]]:
+    def _crossing(self) -> list[list[Any]]:
         """Return for each cut the variables that cross it: computed before, read behind.
 
         Raises `PlanError` where one is not floating: it would have no cotangent to send back.
@@ -208,42 +208,44 @@ class Cut:
         """
         writer = {n: self._stage[a] for n, a in self._new.items() if _in(a, self._stage)}
         # To compute a leaf in a stage may make that stage read others: repeat until all are found.
-        while left := [n for n in self._new if n not in writer]:
-            read = [self._work(stage, writer)[2] for stage in range(self.stages)]
+        while unassigned := [n for n in self._new if n not in writer]:
+            read = [self._stage_eqns(stage, writer)[2] for stage in range(self.stages)]
             found = {
                 n: next((at for at, there in enumerate(read) if self._states[n] in there), None)
-                for n in left
+                for n in unassigned
             }
             known = {n: at for n, at in found.items() if at is not None}
-            writer |= known or dict.fromkeys(left, 0)
+            writer |= known or dict.fromkeys(unassigned, 0)
         return writer
 
     def _check_states(self, names: Sequence[str]) -> None:
         """Raise `PlanError` where another stage than its writer reads a leaf that changes."""
-        read = [self._work(stage, self._writer)[2] for stage in range(self.stages)]
+        read = [self._stage_eqns(stage, self._writer)[2] for stage in range(self.stages)]
         for leaf, writer in self._writer.items():
             readers = {at for at, there in enumerate(read) if self._states[leaf] in there}
             if readers - {writer}:
                 raise errors.state_of_several_stages(names[leaf], writer, sorted(readers))
 
-    def _work(self, stage: int, writer: Mapping[int, int]) -> tuple[list[Any], list[Any], set[Any]]:
+    def _stage_eqns(
+        self, stage: int, writer: Mapping[int, int]
+    ) -> tuple[list[Any], list[Any], set[Any]]:
         """Return a stage's results, the equations that compute them, and all variables read."""
-        before = set(self._handed[stage - 1]) if stage > 0 else set()
-        results = list(self._results if stage == self.stages - 1 else self._handed[stage])
+        before = set(self._boundaries[stage - 1]) if stage > 0 else set()
+        results = list(self._results if stage == self.stages - 1 else self._boundaries[stage])
         results += [self._new[leaf] for leaf, at in sorted(writer.items()) if at == stage]
         eqns = needed(self._jaxpr.eqns, results, before)
         read = [atom for eqn in eqns for atom in eqn.invars]
         return results, eqns, set(variables([*results, *read]))
 
-    def _edge(self, stage: int) -> StageFn:
-        results, eqns, read = self._work(stage, self._writer)
+    def _stage_fn(self, stage: int) -> StageFn:
+        results, eqns, read = self._stage_eqns(stage, self._writer)
         params = self._jaxpr.invars[: self._count]
-        leaves = tuple(place for place, var in enumerate(params) if var in read)
-        reads = tuple(place for place, var in enumerate(self._states) if var in read)
+        leaves = tuple(index for index, var in enumerate(params) if var in read)
+        reads = tuple(index for index, var in enumerate(self._states) if var in read)
         writes = tuple(leaf for leaf, at in sorted(self._writer.items()) if at == stage)
         inputs = [
             *(params[leaf] for leaf in leaves),
-            *(self._handed[stage - 1] if stage > 0 else []),
+            *(self._boundaries[stage - 1] if stage > 0 else []),
             *self._rows,
             *(self._states[leaf] for leaf in reads),
         ]

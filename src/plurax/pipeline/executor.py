@@ -21,8 +21,8 @@ With two float32 layers per device and a boundary activation of shape `(4, 16)`,
 
     x, cotangent               {"float32": (64,)}     what it sends at the end of the tick
     arrived_x, ..._cotangent   {"float32": (2, 64)}   1 slot, and a last row that is never read
-    kept                       {"float32": (4, r)}    2 slots * 2 layers; r numbers per residual row
-    layers                     {leaf: (2, *shape)}    gradient sums, one row for each layer
+    layer_residuals            {"float32": (4, r)}    2 slots * 2 layers; r numbers per residual row
+    layer_sums                 {leaf: (2, *shape)}    gradient sums, one row for each layer
 
 Each action runs in a `fori_loop` with a trip count of 0 or 1. A `lax.cond` would copy every buffer
 that it does not change; XLA updates the carry of a loop in place. The loops over ticks and layers
@@ -42,13 +42,13 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from plurax.partition.partitioner import Partitioner, Record
-from plurax.pipeline.packing import Buffers, empty, longest
+from plurax.pipeline.packing import Buffers, max_lengths, zeros
 from plurax.pipeline.schedule import Schedule
 from plurax.pipeline.slots import FIELDS, KIND, make_slot_table
 from plurax.pipeline.stage_vjp import Inputs, Values
 from plurax.pipeline.stage_vjps import StageVjps
 from plurax.pipeline.stages import LayerAssignment, StagedNetwork
-from plurax.pipeline.value_spec import StageParams, ValueSpec, arrays_of, whole_value
+from plurax.pipeline.value_spec import StageParams, ValueSpec, replicated_value
 from plurax.sharding.spec import TensorSharding
 
 Carry = dict[str, Any]
@@ -65,8 +65,8 @@ class ScheduleExecutor:
     - `schedule`: the `Schedule`; it has as many stages as the network.
     - `trained`: this device's parameters.
     - `rows`: tree of this device's arrays `(microbatches, rows, ...)`.
-    - `divider`: `divider(trips)` returns a `Partitioner` for a `StageVjp` that runs `trips` times
-      per step.
+    - `partitioner`: `partitioner(trips)` returns a `Partitioner` for a `StageVjp` that runs `trips`
+      times per step.
     - `goals`: for each parameter the sharding in which each microbatch's gradient is summed (for
       stacked parameters: the sharding of one layer), or None for the sharding in which the VJP
       returns it. `goals=None` runs forwards only.
@@ -87,7 +87,7 @@ class ScheduleExecutor:
         schedule: Schedule,
         trained: StageParams,
         rows: PyTree,
-        divider: Callable[[int], Partitioner],
+        partitioner: Callable[[int], Partitioner],
         goals: Sequence[TensorSharding | None] | None = None,
         *,
         stacked: bool = False,
@@ -98,20 +98,20 @@ class ScheduleExecutor:
         self._live = live
         self.network, self.schedule, self.trained = network, schedule, trained
         self._stacked = stacked
-        self.table = make_slot_table(schedule, sorted(network.edges))
+        self.table = make_slot_table(schedule, sorted(network.stage_fns))
         self.device = lax.axis_index("pipeline")
-        self.sends = Partitioner(divider(1).axes, trips=len(self.table.columns))
+        self.sends = Partitioner(partitioner(1).axes, trips=len(self.table.columns))
         layers = network.layers
-        self.dealing = LayerAssignment(
+        self.assignment = LayerAssignment(
             layers.depth if layers else 0, schedule.devices, schedule.chunks
         )
-        self.pieces = StageVjps(network, schedule, trained, rows, divider, goals, joint, states)
+        self.vjps = StageVjps(network, schedule, trained, rows, partitioner, goals, joint, states)
 
     @property
     def records(self) -> list[Record]:
         """Return the collectives of all stage functions and of the sends between devices."""
-        walked = [*self.pieces.dividers, self.sends]
-        return [record for divider in walked for record in divider.records]
+        every = [*self.vjps.partitioners, self.sends]
+        return [record for partitioner in every for record in partitioner.records]
 
     # --- Running ------------------------------------------------------------------------------
 
@@ -123,9 +123,9 @@ class ScheduleExecutor:
         - `aux`: the sums (or stacks) of the last stage's `aux`; zeros on the other devices.
         - `states`: the leaves of the model state; each device has new values only in the leaves
           that its stages write.
-        - `layers`: gradient sums of stacked parameters, `{leaf: (layers per device, ...)}`.
-        - `shared`: gradient sums of parameters that are on all devices, `{leaf: ...}`.
-        - `homed`: flat buffers with the gradient sums of parameters that only this device has.
+        - `layer_sums`: gradient sums of stacked parameters, `{leaf: (layers per device, ...)}`.
+        - `shared_sums`: gradient sums of parameters that are on all devices, `{leaf: ...}`.
+        - `homed_sums`: flat buffers with the gradient sums of parameters that only this device has.
 
         Gradient sums are float32 or wider; the three gradient entries exist only with `goals`.
         """
@@ -134,17 +134,16 @@ class ScheduleExecutor:
         return end
 
     def _start(self) -> Carry:
-        slots, dealing = self.table.slots, self.dealing
-        between = longest(self.pieces.between)
-        kept, left = self.pieces.layer_packings
+        slots, vjps = self.table.slots, self.vjps
+        boundary = max_lengths(one.lengths for one in self.vjps.boundaries[:-1])
         carry: Carry = {
-            "aux": [self._empty_aux(form) for form in self.pieces.aux],
-            "x": empty(between),
+            "aux": [self._zero_aux(spec) for spec in self.vjps.aux],
+            "x": zeros(boundary),
             # One row more than slots: a device to which nothing is sent writes there.
-            "arrived_x": empty(between, slots["x"] + 1),
-            "states": list(self.pieces.states),
+            "arrived_x": zeros(boundary, slots["x"] + 1),
+            "states": list(self.vjps.states),
         }
-        if not self.pieces.backward:
+        if not self.vjps.backward:
             return carry
         layers = self.network.layers.leaves if self.network.layers else ()
         shared = [
@@ -152,50 +151,61 @@ class ScheduleExecutor:
             for leaf, home in enumerate(self.trained.homes)
             if home is None and leaf not in layers
         ]
-        rows = dealing.most * dealing.chunks
+        most = self.assignment.max_layers
+        rows = most * self.assignment.chunks
+        residuals, weight_residuals = (
+            vjps.layer_residuals.lengths,
+            vjps.layer_weight_residuals.lengths,
+        )
         return carry | {
-            "cotangent": empty(between),
-            "arrived_cotangent": empty(between, slots["cotangent"] + 1),
-            "kept": empty(kept.lengths, slots["kept"] * dealing.most),
-            "left": empty(left.lengths, slots["left"] * dealing.most),
-            "edge": empty(longest(list(self.pieces.kept_packings.values())), slots["edge"]),
-            "edge_left": empty(
-                longest(list(self.pieces.left_packings.values())), slots["edge_left"]
+            "cotangent": zeros(boundary),
+            "arrived_cotangent": zeros(boundary, slots["cotangent"] + 1),
+            "layer_residuals": zeros(residuals, slots["layer_residuals"] * most),
+            "layer_weight_residuals": zeros(
+                weight_residuals, slots["layer_weight_residuals"] * most
+            ),
+            "fn_residuals": zeros(
+                max_lengths(one.lengths for one in vjps.residuals.values()), slots["fn_residuals"]
+            ),
+            "fn_weight_residuals": zeros(
+                max_lengths(one.lengths for one in vjps.weight_residuals.values()),
+                slots["fn_weight_residuals"],
             ),
             # Gradients: one sum per layer of this device, one per parameter of all devices, and
             # flat buffers for parameters of this device only: their shapes differ by device.
-            "layers": {leaf: _zeros(self.pieces.grads[leaf].local, rows) for leaf in layers},
-            "shared": {leaf: _zeros(self.pieces.grads[leaf].local) for leaf in shared},
-            "homed": empty(longest(self.pieces.grad_packings), wide=True),
+            "layer_sums": {leaf: _zeros(vjps.grads[leaf].local, rows) for leaf in layers},
+            "shared_sums": {leaf: _zeros(vjps.grads[leaf].local) for leaf in shared},
+            "homed_sums": zeros(max_lengths(one.lengths for one in vjps.grad_packings), wide=True),
         }
 
     def _tick(self, carry: Carry, columns: Array) -> Carry:
         row = lax.dynamic_index_in_dim(columns, self.device, keepdims=False)
-        at = dict(zip(FIELDS, row, strict=True))
-        at["stage"] = at["chunk"] * self.schedule.devices + self.device
+        action = dict(zip(FIELDS, row, strict=True))
+        action["stage"] = action["chunk"] * self.schedule.devices + self.device
         # Each action reads and overwrites `x` or `cotangent` in place, so the tick starts by
         # loading its slot. On an idle tick this loads any slot, and nobody reads the result.
-        carry = {**carry, "x": _row(carry["arrived_x"], at["x"])}
-        carry = self._along(carry, at, KIND["F"], self._edge_forward, self._layer_forward)
-        if self.pieces.backward:
-            carry["cotangent"] = _row(carry["arrived_cotangent"], at["cotangent"])
+        carry = {**carry, "x": _row(carry["arrived_x"], action["x"])}
+        carry = self._run_action(carry, action, KIND["F"], self._fn_forward, self._layer_forward)
+        if self.vjps.backward:
+            carry["cotangent"] = _row(carry["arrived_cotangent"], action["cotangent"])
             back = (
-                (self._edge_input, self._layer_input)
+                (self._fn_input_gradient, self._layer_input_gradient)
                 if self.schedule.split
-                else (self._edge_back, self._layer_back)
+                else (self._fn_backward, self._layer_backward)
             )
-            carry = self._along(carry, at, KIND["B"], *back, reverse=True)
+            carry = self._run_action(carry, action, KIND["B"], *back, reverse=True)
             if self.schedule.split:
-                carry = self._along(carry, at, KIND["W"], self._edge_weight, self._layer_weight)
-        return self._exchanged(carry, at)
+                weight = self._fn_weight_gradient, self._layer_weight_gradient
+                carry = self._run_action(carry, action, KIND["W"], *weight)
+        return self._exchange(carry, action)
 
-    def _along(
+    def _run_action(
         self,
         carry: Carry,
-        at: Carry,
+        action: Carry,
         kind: int,
-        edge: Callable[[Carry, Carry, int], Carry],
-        layer: Callable[[Carry, Carry, Array], Carry],
+        run_fn: Callable[[Carry, Carry, int], Carry],
+        run_layer: Callable[[Carry, Carry, Array], Carry],
         *,
         reverse: bool = False,
     ) -> Carry:
@@ -204,54 +214,56 @@ class ScheduleExecutor:
         The parts are, in order: a `StageFn` before the layers (an embedding), the layers, and a
         `StageFn` after them (a head). `reverse` runs them in reverse order, for B.
         """
-        mine = at["kind"] == kind
+        mine = action["kind"] == kind
         if self._live is not None:
-            mine &= at["microbatch"] < self._live
+            mine &= action["microbatch"] < self._live
 
-        def edges(carry: Carry, after: bool) -> Carry:
-            for stage, one in self.network.edges.items():
-                if one.after == after:
-                    here = mine & (at["stage"] == stage)
-                    carry = _times(here, functools.partial(_of_stage, edge, at, stage), carry)
+        def run_fns(carry: Carry, after: bool) -> Carry:
+            for stage, stage_fn in self.network.stage_fns.items():
+                if stage_fn.after == after:
+                    here = mine & (action["stage"] == stage)
+                    carry = _repeat(
+                        here, functools.partial(_on_stage, run_fn, action, stage), carry
+                    )
             return carry
 
-        carry = edges(carry, after=reverse)
+        carry = run_fns(carry, after=reverse)
         if self.network.layers is not None:
-            count = jnp.asarray(self.dealing.counts, jnp.int32)[at["stage"]]
+            count = jnp.asarray(self.assignment.counts, jnp.int32)[action["stage"]]
 
-            def turn(carry: Carry, i: Array) -> Carry:
-                return layer(carry, at, count - 1 - i if reverse else i)
+            def run_one(carry: Carry, i: Array) -> Carry:
+                return run_layer(carry, action, count - 1 - i if reverse else i)
 
             # Stages may differ by one layer, so the trip count is data as well.
-            carry = _times(jnp.where(mine, count, 0), turn, carry)
-        return edges(carry, after=not reverse)
+            carry = _repeat(jnp.where(mine, count, 0), run_one, carry)
+        return run_fns(carry, after=not reverse)
 
-    def _exchanged(self, carry: Carry, at: Carry) -> Carry:
+    def _exchange(self, carry: Carry, action: Carry) -> Carry:
         """Send `x` and the cotangent to the neighbours; store what arrives in its slot.
 
         The table was computed ahead, so the receiver knows the slot without a message: the field
         `arriving_x` of this tick, from which a later tick's field `x` reads.
         """
         devices, chunks = self.schedule.devices, self.schedule.chunks
-        on = [(d, d + 1) for d in range(devices - 1)]
+        forward = [(d, d + 1) for d in range(devices - 1)]
         if chunks > 1:
             # The last device's chunk c feeds the first device's chunk c + 1.
-            on.append((devices - 1, 0))
-        ways = {"x": on, "cotangent": [(b, a) for a, b in on]}
+            forward.append((devices - 1, 0))
+        directions = {"x": forward, "cotangent": [(b, a) for a, b in forward]}
         carry = dict(carry)
-        for name, pairs in ways.items():
-            if name == "cotangent" and not self.pieces.backward:
+        for name, pairs in directions.items():
+            if name == "cotangent" and not self.vjps.backward:
                 continue
             arrived = dict(carry[f"arrived_{name}"])
             for dtype, buffer in carry[name].items():
-                made = lax.ppermute(buffer, "pipeline", pairs)
-                size = made.size * made.dtype.itemsize
+                received = lax.ppermute(buffer, "pipeline", pairs)
+                size = received.size * received.dtype.itemsize
                 self.sends.records.append(
                     Record("collective-permute", ("pipeline",), size, float(size),
                            len(self.table.columns))
                 )  # fmt: skip
-                where = (at[f"arriving_{name}"], jnp.int32(0))
-                arrived[dtype] = lax.dynamic_update_slice(arrived[dtype], made[None], where)
+                where = (action[f"arriving_{name}"], jnp.int32(0))
+                arrived[dtype] = lax.dynamic_update_slice(arrived[dtype], received[None], where)
             carry[f"arrived_{name}"] = arrived
         return carry
 
@@ -259,207 +271,210 @@ class ScheduleExecutor:
 
     def _x(self, carry: Carry, stage: int, name: str = "x") -> Values:
         """Unpack the tensors at the boundary behind `stage` from the buffers `x` or `cotangent`."""
-        arrays = self.pieces.between[stage].read(carry[name])
-        return [form.value(a) for form, a in zip(self.pieces.handed[stage], arrays, strict=True)]
+        return self.vjps.boundaries[stage].read(carry[name])
 
-    def _edge_inputs(self, carry: Carry, at: Carry, stage: int) -> Inputs:
-        edge = self.network.edges[stage]
+    def _fn_inputs(self, carry: Carry, action: Carry, stage: int) -> Inputs:
+        params = self.trained.used(self.network.stage_fns[stage])
         x = self._x(carry, stage - 1) if stage > 0 else []
-        return Inputs(self.trained.used(edge), x, self.pieces.rows(at["microbatch"]))
+        return Inputs(params, x, self.vjps.rows(action["microbatch"]))
 
-    def _edge_forward(self, carry: Carry, at: Carry, stage: int) -> Carry:
-        piece, inputs = self.pieces.edges[stage], self._edge_inputs(carry, at, stage)
-        edge, last = self.network.edges[stage], stage == self.network.stages - 1
+    def _fn_forward(self, carry: Carry, action: Carry, stage: int) -> Carry:
+        vjp, inputs = self.vjps.stage_fns[stage], self._fn_inputs(carry, action, stage)
+        stage_fn, last = self.network.stage_fns[stage], stage == self.network.stages - 1
         # Only forwards read model state from the carry: by the time of B, later microbatches have
         # changed it, and the residuals contain what B needs of it.
-        states = [whole_value(carry["states"][leaf]) for leaf in edge.reads]
+        states = [replicated_value(carry["states"][leaf]) for leaf in stage_fn.reads]
         inputs = inputs._replace(rest=[*inputs.rest, *states])
         # The last stage's `y` is the loss; no stage receives it.
-        wanted = None if last else [form.sharding for form in self.pieces.handed[stage]]
-        y, aux, kept = piece.forward(inputs, wanted, keep=self.pieces.backward)
+        wanted = None if last else self.vjps.boundaries[stage].shardings
+        y, aux, residuals = vjp.forward(inputs, wanted, keep=self.vjps.backward)
         carry = {**carry, "states": list(carry["states"])}
-        count = len(aux) - len(edge.writes)
-        for leaf, value in zip(edge.writes, aux[count:], strict=True):
+        count = len(aux) - len(stage_fn.writes)
+        for leaf, value in zip(stage_fn.writes, aux[count:], strict=True):
             carry["states"][leaf] = value.array
         if last:
-            carry["aux"] = self._with_aux(carry["aux"], aux[:count], at)
+            carry["aux"] = self._add_aux(carry["aux"], aux[:count], action)
         else:
-            carry["x"] = self.pieces.between[stage].write(carry["x"], arrays_of(y))
-        if self.pieces.backward:
-            packing = self.pieces.kept_packings[stage]
-            carry["edge"] = packing.write_row(carry["edge"], at["edge"], arrays_of(kept))
+            carry["x"] = self.vjps.boundaries[stage].write(carry["x"], y)
+        if self.vjps.backward:
+            packed, slot = self.vjps.residuals[stage], action["fn_residuals"]
+            carry["fn_residuals"] = packed.write_row(carry["fn_residuals"], slot, residuals)
         return carry
 
-    def _empty_aux(self, form: ValueSpec) -> Array:
+    def _zero_aux(self, spec: ValueSpec) -> Array:
         """Return the zeros in which `aux` is summed, or stacked by microbatch."""
         if self._stacked:
-            return jnp.zeros((self.schedule.microbatches, *form.shape), form.local.dtype)
-        return _zeros(form.local)
+            return jnp.zeros((self.schedule.microbatches, *spec.shape), spec.local.dtype)
+        return _zeros(spec.local)
 
-    def _with_aux(self, sums: list[Array], aux: Values, at: Carry) -> list[Array]:
+    def _add_aux(self, sums: list[Array], aux: Values, action: Carry) -> list[Array]:
         if self._stacked:
-            divider = self.pieces.edges[self.network.stages - 1].divider
-            whole = [divider.move(v, TensorSharding.replicated(len(v.shape))) for v in aux]
+            partitioner = self.vjps.stage_fns[self.network.stages - 1].partitioner
+            whole = [partitioner.move(v, TensorSharding.replicated(len(v.shape))) for v in aux]
             return [
-                lax.dynamic_update_index_in_dim(a, value.array, at["microbatch"], 0)
+                lax.dynamic_update_index_in_dim(a, value.array, action["microbatch"], 0)
                 for a, value in zip(sums, whole, strict=True)
             ]
         return [a + value.array.astype(a.dtype) for a, value in zip(sums, aux, strict=True)]
 
-    def _edge_kept(self, carry: Carry, at: Carry, stage: int) -> Values:
-        arrays = self.pieces.kept_packings[stage].read_row(carry["edge"], at["edge"])
-        return [form.value(a) for form, a in zip(self.pieces.kept[stage], arrays, strict=True)]
+    def _fn_residuals(self, carry: Carry, action: Carry, stage: int) -> Values:
+        packed = self.vjps.residuals[stage]
+        return packed.read_row(carry["fn_residuals"], action["fn_residuals"])
 
-    def _edge_cotangent(self, carry: Carry, stage: int) -> Values:
+    def _fn_cotangent(self, carry: Carry, stage: int) -> Values:
         if stage == self.network.stages - 1:
-            return self.pieces.loss_cotangent(self.pieces.edges[stage])
+            return self.vjps.loss_cotangent(self.vjps.stage_fns[stage])
         return self._x(carry, stage, "cotangent")
 
-    def _edge_back(self, carry: Carry, at: Carry, stage: int) -> Carry:
+    def _fn_backward(self, carry: Carry, action: Carry, stage: int) -> Carry:
         """Run B where the schedule has no W: the gradients of parameters and input together."""
-        inputs = self._edge_inputs(carry, at, stage)
-        grads, dx = self.pieces.edges[stage].backward(
+        inputs = self._fn_inputs(carry, action, stage)
+        grads, dx = self.vjps.stage_fns[stage].backward(
             inputs,
-            self._edge_kept(carry, at, stage),
-            self._edge_cotangent(carry, stage),
-            self.pieces.edge_shardings(stage),
-            self.pieces.edge_goals(stage),
+            self._fn_residuals(carry, action, stage),
+            self._fn_cotangent(carry, stage),
+            self.vjps.input_shardings(stage),
+            self.vjps.stage_fn_goals(stage),
         )
-        return self._handed_back(self._edge_added(carry, stage, grads), stage, dx)
+        return self._send_back(self._add_fn_gradients(carry, stage, grads), stage, dx)
 
-    def _edge_input(self, carry: Carry, at: Carry, stage: int) -> Carry:
+    def _fn_input_gradient(self, carry: Carry, action: Carry, stage: int) -> Carry:
         """Run B of a split backward: the input's gradient; store the weight residuals."""
-        inputs = self._edge_inputs(carry, at, stage)
-        dx, left = self.pieces.edges[stage].input_gradient(
+        inputs = self._fn_inputs(carry, action, stage)
+        dx, weight_residuals = self.vjps.stage_fns[stage].input_gradient(
             inputs,
-            self._edge_kept(carry, at, stage),
-            self._edge_cotangent(carry, stage),
-            self.pieces.edge_shardings(stage),
+            self._fn_residuals(carry, action, stage),
+            self._fn_cotangent(carry, stage),
+            self.vjps.input_shardings(stage),
         )
-        carry = dict(carry)
-        packing = self.pieces.left_packings[stage]
-        carry["edge_left"] = packing.write_row(carry["edge_left"], at["edge_left"], arrays_of(left))
-        return self._handed_back(carry, stage, dx)
+        packed, slot = self.vjps.weight_residuals[stage], action["fn_weight_residuals"]
+        stored = packed.write_row(carry["fn_weight_residuals"], slot, weight_residuals)
+        return self._send_back({**carry, "fn_weight_residuals": stored}, stage, dx)
 
-    def _edge_weight(self, carry: Carry, at: Carry, stage: int) -> Carry:
+    def _fn_weight_gradient(self, carry: Carry, action: Carry, stage: int) -> Carry:
         """Run W: the parameters' gradients, from the residuals and the weight residuals."""
-        arrays = self.pieces.left_packings[stage].read_row(carry["edge_left"], at["edge_left"])
-        left = [form.value(a) for form, a in zip(self.pieces.left[stage], arrays, strict=True)]
-        grads = self.pieces.edges[stage].weight_gradient(
-            self._edge_inputs(carry, at, stage),
-            self._edge_kept(carry, at, stage),
-            left,
-            self.pieces.edge_goals(stage),
+        packed, slot = self.vjps.weight_residuals[stage], action["fn_weight_residuals"]
+        grads = self.vjps.stage_fns[stage].weight_gradient(
+            self._fn_inputs(carry, action, stage),
+            self._fn_residuals(carry, action, stage),
+            packed.read_row(carry["fn_weight_residuals"], slot),
+            self.vjps.stage_fn_goals(stage),
         )
-        return self._edge_added(carry, stage, grads)
+        return self._add_fn_gradients(carry, stage, grads)
 
-    def _handed_back(self, carry: Carry, stage: int, dx: Values) -> Carry:
+    def _send_back(self, carry: Carry, stage: int, dx: Values) -> Carry:
         """Write the gradient of a stage's input to the buffer that is sent at the tick's end."""
         if stage == 0:
             return carry
-        new = self.pieces.between[stage - 1].write(carry["cotangent"], arrays_of(dx))
+        new = self.vjps.boundaries[stage - 1].write(carry["cotangent"], dx)
         return {**carry, "cotangent": new}
 
-    def _edge_added(self, carry: Carry, stage: int, grads: Values) -> Carry:
+    def _add_fn_gradients(self, carry: Carry, stage: int, grads: Values) -> Carry:
         """Add a microbatch's gradients of a stage function's parameters to the sums."""
-        shared, homed = dict(carry["shared"]), carry["homed"]
-        packing = self.pieces.grad_packings[stage % self.schedule.devices]
-        for leaf, grad in zip(self.network.edges[stage].leaves, grads, strict=True):
+        shared, homed = dict(carry["shared_sums"]), carry["homed_sums"]
+        packing = self.vjps.grad_packings[stage % self.schedule.devices]
+        for leaf, grad in zip(self.network.stage_fns[stage].leaves, grads, strict=True):
             if self.trained.homes[leaf] is None:
                 shared[leaf] = shared[leaf] + grad.array.astype(shared[leaf].dtype)
             else:
-                homed = packing.add(homed, [grad.array], [self.trained.place(leaf)])
-        return {**carry, "shared": shared, "homed": homed}
+                homed = packing.add(homed, [grad.array], [self.trained.packing_index(leaf)])
+        return {**carry, "shared_sums": shared, "homed_sums": homed}
 
     # --- One layer ----------------------------------------------------------------------------
 
-    def _layer_inputs(self, carry: Carry, at: Carry, k: Array, x: Values) -> Inputs:
-        number = jnp.asarray(self.dealing.starts, jnp.int32)[at["stage"]] + k
-        rest = [*self.pieces.rows(at["microbatch"]), whole_value(number)]
-        return Inputs(self.pieces.layer_values(self._layer_row(at, k)), x, rest)
+    def _layer_inputs(self, carry: Carry, action: Carry, k: Array, x: Values) -> Inputs:
+        index = jnp.asarray(self.assignment.starts, jnp.int32)[action["stage"]] + k
+        rest = [*self.vjps.rows(action["microbatch"]), replicated_value(index)]
+        return Inputs(self.vjps.layer_values(self._layer_row(action, k)), x, rest)
 
-    def _layer_row(self, at: Carry, k: Array) -> Array:
+    def _layer_row(self, action: Carry, k: Array) -> Array:
         """Return the row of the stage's `k`-th layer in this device's stacked parameters."""
-        return at["chunk"] * self.dealing.most + k
+        return action["chunk"] * self.assignment.max_layers + k
 
-    def _layer_forward(self, carry: Carry, at: Carry, k: Array) -> Carry:
-        assert self.pieces.layer is not None
-        inputs = self._layer_inputs(carry, at, k, self._x(carry, 0))
-        shardings = [form.sharding for form in self.pieces.handed[0]]
-        y, _, kept = self.pieces.layer.forward(inputs, shardings, keep=self.pieces.backward)
-        carry = {**carry, "x": self.pieces.between[0].write(carry["x"], arrays_of(y))}
-        if self.pieces.backward:
-            packing, slot = self.pieces.layer_packings[0], at["kept"] * self.dealing.most + k
-            carry["kept"] = packing.write_row(carry["kept"], slot, arrays_of(kept))
+    def _layer_slot(self, store: str, action: Carry, k: Array) -> Array:
+        """Return the row of the stage's `k`-th layer in a store: a slot has a row per layer."""
+        return action[store] * self.assignment.max_layers + k
+
+    def _layer_forward(self, carry: Carry, action: Carry, k: Array) -> Carry:
+        assert self.vjps.layer is not None
+        boundary = self.vjps.boundaries[0]
+        inputs = self._layer_inputs(carry, action, k, self._x(carry, 0))
+        y, _, residuals = self.vjps.layer.forward(
+            inputs, boundary.shardings, keep=self.vjps.backward
+        )
+        carry = {**carry, "x": boundary.write(carry["x"], y)}
+        if self.vjps.backward:
+            slot = self._layer_slot("layer_residuals", action, k)
+            carry["layer_residuals"] = self.vjps.layer_residuals.write_row(
+                carry["layer_residuals"], slot, residuals
+            )
         return carry
 
-    def _layer_kept(self, carry: Carry, at: Carry, k: Array) -> Values:
-        slot = at["kept"] * self.dealing.most + k
-        arrays = self.pieces.layer_packings[0].read_row(carry["kept"], slot)
-        return [form.value(a) for form, a in zip(self.pieces.layer_kept, arrays, strict=True)]
+    def _layer_residuals(self, carry: Carry, action: Carry, k: Array) -> Values:
+        slot = self._layer_slot("layer_residuals", action, k)
+        return self.vjps.layer_residuals.read_row(carry["layer_residuals"], slot)
 
-    def _layer_back(self, carry: Carry, at: Carry, k: Array) -> Carry:
-        layers = self.network.layers
-        assert layers is not None
-        assert self.pieces.layer is not None
-        grads, dx = self.pieces.layer.backward(
-            self._layer_inputs(carry, at, k, []),
-            self._layer_kept(carry, at, k),
+    def _layer_backward(self, carry: Carry, action: Carry, k: Array) -> Carry:
+        """Run B where the schedule has no W, for one layer."""
+        assert self.vjps.layer is not None
+        boundary = self.vjps.boundaries[0]
+        grads, dx = self.vjps.layer.backward(
+            self._layer_inputs(carry, action, k, []),
+            self._layer_residuals(carry, action, k),
             self._x(carry, 0, "cotangent"),
-            [form.sharding for form in self.pieces.handed[0]],
-            self.pieces.layer_goals,
+            boundary.shardings,
+            self.vjps.layer_goals,
         )
-        carry = {
-            **carry,
-            "cotangent": self.pieces.between[0].write(carry["cotangent"], arrays_of(dx)),
-        }
-        return self._layer_added(carry, at, k, grads)
+        carry = {**carry, "cotangent": boundary.write(carry["cotangent"], dx)}
+        return self._add_layer_gradients(carry, action, k, grads)
 
-    def _layer_input(self, carry: Carry, at: Carry, k: Array) -> Carry:
-        assert self.pieces.layer is not None
-        dx, left = self.pieces.layer.input_gradient(
-            self._layer_inputs(carry, at, k, []),
-            self._layer_kept(carry, at, k),
+    def _layer_input_gradient(self, carry: Carry, action: Carry, k: Array) -> Carry:
+        """Run B of a split backward for one layer; store the weight residuals."""
+        assert self.vjps.layer is not None
+        boundary = self.vjps.boundaries[0]
+        dx, weight_residuals = self.vjps.layer.input_gradient(
+            self._layer_inputs(carry, action, k, []),
+            self._layer_residuals(carry, action, k),
             self._x(carry, 0, "cotangent"),
-            [form.sharding for form in self.pieces.handed[0]],
+            boundary.shardings,
         )
-        slot = at["left"] * self.dealing.most + k
-        new = self.pieces.layer_packings[1].write_row(carry["left"], slot, arrays_of(left))
-        back = self.pieces.between[0].write(carry["cotangent"], arrays_of(dx))
-        return {**carry, "cotangent": back, "left": new}
-
-    def _layer_weight(self, carry: Carry, at: Carry, k: Array) -> Carry:
-        layers = self.network.layers
-        assert layers is not None
-        assert self.pieces.layer is not None
-        slot = at["left"] * self.dealing.most + k
-        arrays = self.pieces.layer_packings[1].read_row(carry["left"], slot)
-        grads = self.pieces.layer.weight_gradient(
-            self._layer_inputs(carry, at, k, []),
-            self._layer_kept(carry, at, k),
-            [form.value(a) for form, a in zip(self.pieces.layer_left, arrays, strict=True)],
-            self.pieces.layer_goals,
+        slot = self._layer_slot("layer_weight_residuals", action, k)
+        stored = self.vjps.layer_weight_residuals.write_row(
+            carry["layer_weight_residuals"], slot, weight_residuals
         )
-        return self._layer_added(carry, at, k, grads)
+        cotangent = boundary.write(carry["cotangent"], dx)
+        return {**carry, "cotangent": cotangent, "layer_weight_residuals": stored}
 
-    def _layer_added(self, carry: Carry, at: Carry, k: Array, grads: Values) -> Carry:
+    def _layer_weight_gradient(self, carry: Carry, action: Carry, k: Array) -> Carry:
+        """Run W for one layer."""
+        assert self.vjps.layer is not None
+        slot = self._layer_slot("layer_weight_residuals", action, k)
+        grads = self.vjps.layer.weight_gradient(
+            self._layer_inputs(carry, action, k, []),
+            self._layer_residuals(carry, action, k),
+            self.vjps.layer_weight_residuals.read_row(carry["layer_weight_residuals"], slot),
+            self.vjps.layer_goals,
+        )
+        return self._add_layer_gradients(carry, action, k, grads)
+
+    def _add_layer_gradients(self, carry: Carry, action: Carry, k: Array, grads: Values) -> Carry:
         """Add a microbatch's gradients of one layer to that layer's row of the sums."""
         assert self.network.layers is not None
-        sums, row = dict(carry["layers"]), self._layer_row(at, k)
+        sums, row = dict(carry["layer_sums"]), self._layer_row(action, k)
         for leaf, grad in zip(self.network.layers.leaves, grads, strict=True):
             old = lax.dynamic_index_in_dim(sums[leaf], row, keepdims=False)
             new = old + grad.array.astype(old.dtype)
             sums[leaf] = lax.dynamic_update_index_in_dim(sums[leaf], new, row, 0)
-        return {**carry, "layers": sums}
+        return {**carry, "layer_sums": sums}
 
 
-def _of_stage(
-    edge: Callable[[Carry, Carry, int], Carry], at: Carry, stage: int, carry: Carry, _: Array
+def _on_stage(
+    run_fn: Callable[[Carry, Carry, int], Carry], action: Carry, stage: int, carry: Carry, _: Array
 ) -> Carry:
-    return edge(carry, at, stage)
+    return run_fn(carry, action, stage)
 
 
-def _times(count: Array, body: Callable[[Carry, Array], Carry], carry: Carry) -> Carry:
+def _repeat(count: Array, body: Callable[[Carry, Array], Carry], carry: Carry) -> Carry:
     """Apply `body(carry, i)` for `i < count`; `count` may be 0 and may differ between devices."""
     count = jnp.asarray(count, jnp.int32)
     result: Carry = lax.fori_loop(jnp.int32(0), count, lambda i, c: body(c, i), carry)

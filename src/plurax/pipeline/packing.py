@@ -9,7 +9,7 @@ Example: device 0 has `f32[100, 8]` and `i32[4]`, device 1 has `f32[8, 10]` and 
 
     Packing of device 0    lengths {"float32": 800, "int32": 4}
     Packing of device 1    lengths {"float32": 90}
-    buffers on both        float32 (800,), int32 (4,)      `longest`, `empty`
+    buffers on both        float32 (800,), int32 (4,)      `max_lengths`, `zeros`
     device 1               float32[0:80] -> (8, 10), float32[80:90] -> (10,), the rest unused
 
 Buffers of shape `(rows, length)` store one such packing per row: the slots of residuals.
@@ -54,15 +54,15 @@ class Packing:
             self.lengths[name] = offset + math.prod(data.shape)
 
     def read(
-        self, buffers: Mapping[str, Array], places: Sequence[int] | None = None
+        self, buffers: Mapping[str, Array], indices: Sequence[int] | None = None
     ) -> list[Array]:
-        """Return the tensors in buffers of at least these lengths, or only those of `places`.
+        """Return the tensors in buffers of at least these lengths, or only those of `indices`.
 
         The tensors have the dtype of the buffer, which is wider where it contains gradient sums.
         """
         found = []
-        for place in range(len(self.leaves)) if places is None else places:
-            leaf, (name, offset, shape) = self.leaves[place], self._at[place]
+        for index in range(len(self.leaves)) if indices is None else indices:
+            leaf, (name, offset, shape) = self.leaves[index], self._at[index]
             flat = lax.slice(buffers[name], (offset,), (offset + math.prod(shape),))
             # Not cast to the leaf's dtype: a buffer of gradient sums is float32 for bfloat16 too.
             array = flat.reshape(shape)
@@ -98,14 +98,14 @@ class Packing:
             found.append(array)
         return found
 
-    def add(self, buffers: Buffers, arrays: Sequence[Array], places: Sequence[int]) -> Buffers:
-        """Return the buffers with `arrays` added to the tensors of `places`, in the buffers' dtype.
+    def add(self, buffers: Buffers, arrays: Sequence[Array], indices: Sequence[int]) -> Buffers:
+        """Return the buffers with arrays added to the tensors `leaves[i]` for `i` in `indices`.
 
-        A place is a tensor's index in `leaves`.
+        The sums have the buffers' dtypes.
         """
         buffers = dict(buffers)
-        for array, place in zip(arrays, places, strict=True):
-            name, offset, shape = self._at[place]
+        for array, index in zip(arrays, indices, strict=True):
+            name, offset, shape = self._at[index]
             size = (math.prod(shape),)
             old = lax.dynamic_slice(buffers[name], (offset,), size)
             new = old + array.ravel().astype(old.dtype)
@@ -113,16 +113,16 @@ class Packing:
         return buffers
 
 
-def longest(packings: Iterable[Packing]) -> Lengths:
-    """Return by dtype the length of buffers in which each of the packings fits."""
-    lengths: Lengths = {}
-    for packing in packings:
-        for name, length in packing.lengths.items():
-            lengths[name] = max(length, lengths.get(name, 0))
-    return lengths
+def max_lengths(lengths: Iterable[Lengths]) -> Lengths:
+    """Return by dtype the length of buffers in which packings of each of these lengths fit."""
+    longest: Lengths = {}
+    for one in lengths:
+        for name, length in one.items():
+            longest[name] = max(length, longest.get(name, 0))
+    return longest
 
 
-def empty(lengths: Lengths, rows: int | None = None, *, wide: bool = False) -> Buffers:
+def zeros(lengths: Lengths, rows: int | None = None, *, wide: bool = False) -> Buffers:
     """Return buffers of zeros, `(length,)` or `(rows, length)`; with `wide` float32 or wider."""
     shape = () if rows is None else (rows,)
     return {

@@ -7,7 +7,8 @@ each stored value gets a slot of such a buffer as a register allocator would giv
 again once its value has been used for the last time. The memory of 1F1B is then independent of the
 number of microbatches.
 
-Example: device 0 of 2 under 1F1B with 3 microbatches. Its residuals, in the store `kept`:
+Example: device 0 of 2 under 1F1B with 3 microbatches. Its residuals, in the store
+`layer_residuals`:
 
     tick            0    1    2    3    4    5    6    7
     action          F0   F1   -    B0   F2   B1   -    B2
@@ -15,11 +16,11 @@ Example: device 0 of 2 under 1F1B with 3 microbatches. Its residuals, in the sto
     microbatch 1         [ slot 1  ------------- ]             ticks 1 to 5
     microbatch 2                        [ slot 0  ------ ]     ticks 4 to 7: slot 0 is free again
 
-    columns[:, 0, FIELDS.index("kept")] = [0, 1, 0, 0, 0, 1, 0, 0]     on idle ticks, any slot
-    slots["kept"] = 2
+    columns[:, 0, FIELDS.index("layer_residuals")] = [0, 1, 0, 0, 0, 1, 0, 0]    idle: any slot
+    slots["layer_residuals"] = 2
 
-With 4 devices, `slots["kept"]` is 4 under 1F1B for 8 and for 64 microbatches, and 8 and 64 under
-GPipe.
+With 4 devices, `slots["layer_residuals"]` is 4 under 1F1B for 8 and for 64 microbatches, and 8 and
+64 under GPipe.
 
 Source: linear scan register allocation (Poletto & Sarkar 1999,
 https://doi.org/10.1145/330249.330250); for intervals known ahead, without spilling, it uses the
@@ -37,15 +38,16 @@ FIELDS = (
     "kind",  # 0 idle, 1 F, 2 B, 3 W
     "microbatch",
     "chunk",
-    "kept",  # slot of the residuals of a stage's layers
-    "left",  # slot of the weight residuals of a stage's layers
-    "edge",  # slot of the residuals of a `StageFn`: embedding, head, marked stage
-    "edge_left",  # slot of the weight residuals of a `StageFn`
+    "layer_residuals",  # slot of the residuals of a stage's layers
+    "layer_weight_residuals",  # slot of the weight residuals of a stage's layers
+    "fn_residuals",  # slot of the residuals of a `StageFn`: embedding, head, marked stage
+    "fn_weight_residuals",  # slot of the weight residuals of a `StageFn`
     "x",  # slot of the boundary activation that F reads
     "cotangent",  # slot of the cotangent that B reads
     "arriving_x",  # slot for what arrives at the end of the tick; `slots["x"]` if nothing does
     "arriving_cotangent",
 )
+STORES = FIELDS[3:9]
 KIND = {"F": 1, "B": 2, "W": 3}
 
 Interval = tuple[float, float]
@@ -56,31 +58,30 @@ class SlotTable:
     """A schedule as integers.
 
     **Fields:** `columns`, int32 `(ticks, devices, fields)`, with the fields in the order of
-    `FIELDS`; `slots`, the number of slots of each store (`kept`, `left`, `edge`, `edge_left`, `x`,
-    `cotangent`), the same on all devices.
+    `FIELDS`; `slots`, the number of slots of each store in `STORES`, the same on all devices.
     """
 
     columns: np.ndarray
     slots: dict[str, int]
 
 
-def make_slot_table(schedule: Schedule, edges: Sequence[int]) -> SlotTable:
+def make_slot_table(schedule: Schedule, fn_stages: Sequence[int]) -> SlotTable:
     """Return the table of a schedule.
 
-    `edges` are the stages that have a `StageFn`, whose residuals are stored apart from the layers'.
+    `fn_stages` are the stages that have a `StageFn`: its residuals are not stored with the layers'.
     Raises `PlanError` where devices of the schedule wait for each other for ever.
     """
     at = {
-        (device, work): tick
+        (device, action): tick
         for tick, column in enumerate(ticks(schedule))
-        for device, work in enumerate(column)
-        if work is not None
+        for device, action in enumerate(column)
+        if action is not None
     }
     length = 1 + max(at.values())
     # While filling in, 0 is "no slot" and slot n is n + 1.
     columns = np.zeros((length, schedule.devices, len(FIELDS)), np.int32)
     slots: dict[str, int] = {}
-    for store, (starts, uses) in _stores(schedule, at, edges).items():
+    for store, (starts, uses) in _stores(schedule, at, fn_stages).items():
         slots[store] = 0
         for device in range(schedule.devices):
             intervals = {key: span for (where, key), span in starts.items() if where == device}
@@ -93,16 +94,16 @@ def make_slot_table(schedule: Schedule, edges: Sequence[int]) -> SlotTable:
     # A device to which nothing is sent still receives zeros from `ppermute`: it writes them to one
     # more row, behind the slots.
     for store, field in (("x", "arriving_x"), ("cotangent", "arriving_cotangent")):
-        place = FIELDS.index(field)
-        arriving = columns[:, :, place]
-        columns[:, :, place] = np.where(arriving == 0, slots[store] + 1, arriving)
+        index = FIELDS.index(field)
+        arriving = columns[:, :, index]
+        columns[:, :, index] = np.where(arriving == 0, slots[store] + 1, arriving)
     # Count slots from 0 again. "No slot" becomes slot 0: an action that has none does not use what
     # is read there.
     for field in FIELDS[3:]:
-        place = FIELDS.index(field)
-        columns[:, :, place] = np.maximum(columns[:, :, place] - 1, 0)
-    for (device, work), tick in at.items():
-        columns[tick, device, :3] = KIND[work.kind], work.microbatch, work.chunk
+        index = FIELDS.index(field)
+        columns[:, :, index] = np.maximum(columns[:, :, index] - 1, 0)
+    for (device, action), tick in at.items():
+        columns[tick, device, :3] = KIND[action.kind], action.microbatch, action.chunk
     return SlotTable(columns, slots)
 
 
@@ -111,7 +112,7 @@ Store = tuple[dict[Key, Interval], dict[Key, list[tuple[int, str]]]]
 
 
 def _stores(
-    schedule: Schedule, at: dict[tuple[int, Action], int], edges: Sequence[int]
+    schedule: Schedule, at: dict[tuple[int, Action], int], fn_stages: Sequence[int]
 ) -> dict[str, Store]:
     """Return each store's values: when each is stored, and which table entries name its slot.
 
@@ -120,33 +121,30 @@ def _stores(
     `t + 0.5`, so that it may take the slot of what tick `t` reads. Its table entries are pairs of
     tick and field.
     """
-    stores: dict[str, Store] = {
-        name: ({}, {}) for name in ("kept", "left", "edge", "edge_left", "x", "cotangent")
-    }
+    stores: dict[str, Store] = {name: ({}, {}) for name in STORES}
 
     def put(name: str, key: Key, span: Interval, uses: list[tuple[int, str]]) -> None:
         stores[name][0][key] = span
         stores[name][1][key] = uses
 
     last = "W" if schedule.split else "B"
-    for (device, work), tick in at.items():
-        key = (device, work)
-        if work.kind == "F":
+    for (device, action), tick in at.items():
+        key = (device, action)
+        own = ["layer"] + ["fn"] * (schedule.stage(device, action) in fn_stages)
+        if action.kind == "F":
             # B and W both read the residuals of F. A schedule of forwards alone has neither.
-            done = [at.get((device, work._replace(kind=kind))) for kind in ("B", last)]
+            done = [at.get((device, action._replace(kind=kind))) for kind in ("B", last)]
             used = [tick, *(t for t in done if t is not None)]
-            put("kept", key, (tick, max(used)), [(t, "kept") for t in used])
-            if schedule.stage(device, work) in edges:
-                put("edge", key, (tick, max(used)), [(t, "edge") for t in used])
-        if work.kind == "B" and schedule.split:
-            end = at[device, work._replace(kind="W")]
-            put("left", key, (tick, end), [(t, "left") for t in (tick, end)])
-            if schedule.stage(device, work) in edges:
-                put("edge_left", key, (tick, end), [(t, "edge_left") for t in (tick, end)])
-        for other, need in schedule.dependencies(device, work):
+            for name in (f"{part}_residuals" for part in own):
+                put(name, key, (tick, max(used)), [(t, name) for t in used])
+        if action.kind == "B" and schedule.split:
+            end = at[device, action._replace(kind="W")]
+            for name in (f"{part}_weight_residuals" for part in own):
+                put(name, key, (tick, end), [(t, name) for t in (tick, end)])
+        for other, need in schedule.dependencies(device, action):
             # F depends on the previous stage's F, and B on the next stage's B: these are sends.
-            if need.kind == work.kind:
-                name = "x" if work.kind == "F" else "cotangent"
+            if need.kind == action.kind:
+                name = "x" if action.kind == "F" else "cotangent"
                 sent = at[other, need]
                 put(name, key, (sent + 0.5, tick), [(sent, f"arriving_{name}"), (tick, name)])
     return stores

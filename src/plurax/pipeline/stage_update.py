@@ -45,7 +45,7 @@ from plurax.partition.values import ShardedValue, ValueVersions
 from plurax.pipeline.cut import inlined
 from plurax.sharding.spec import TensorSharding
 
-NUMBERS = 1
+MAX_CROSSING = 1
 """Maximal number of elements of a tensor that crosses from one device to all."""
 
 
@@ -71,8 +71,9 @@ class StageUpdate:
     - `fun`: `fun(*leaves) -> leaves`, of whole tensors.
     - `inputs`: for each leaf a `ShardedValue` (on all devices) or a `StageTensor` (on one).
     - `homes`: for each result the device that needs it, None for all devices.
-    - `divider`: a `Partitioner` over all mesh axes, for equations that all devices compute.
-    - `stage`: a `Partitioner` without the axis `pipeline`, for equations that one device computes.
+    - `partitioner`: a `Partitioner` over all mesh axes, for equations that all devices compute.
+    - `stage_partitioner`: a `Partitioner` without the axis `pipeline`, for equations that one
+      device computes.
     - `devices`: the size of the axis `pipeline`.
 
     Raises `PlanError` where an equation reads tensors (of more than one element) of several
@@ -84,22 +85,23 @@ class StageUpdate:
         fun: Callable[..., Sequence[Any]],
         inputs: Sequence[ShardedValue | StageTensor],
         homes: Sequence[int | None],
-        divider: Partitioner,
-        stage: Partitioner,
+        partitioner: Partitioner,
+        stage_partitioner: Partitioner,
         devices: int,
     ) -> None:
-        self.divider, self.stage, self.devices = divider, stage, devices
+        self.partitioner, self.stage_partitioner = partitioner, stage_partitioner
+        self.devices = devices
         self._inputs, self._homes = inputs, homes
-        closed, _ = divider.traced(lambda *leaves: list(fun(*leaves)), *map(_like, inputs))
+        closed, _ = partitioner.traced(lambda *leaves: list(fun(*leaves)), *map(_like, inputs))
         body, consts = open_jaxpr(closed)
         avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body.invars]
         # A call (`jit`) around the update of all parameters would be one equation on all devices.
-        flat, _ = divider.traced(lambda *args: inlined(body, consts, args, every=True), *avals)
+        flat, _ = partitioner.traced(lambda *args: inlined(body, consts, args, every=True), *avals)
         self._jaxpr, self._consts = open_jaxpr(flat)
         # A case may contain another `cond`, which appears once the outer one is replaced.
         while several := self._branches_of_several():
             selecting = functools.partial(_selecting, self._jaxpr, self._consts, several)
-            flat, _ = divider.traced(selecting, *avals)
+            flat, _ = partitioner.traced(selecting, *avals)
             self._jaxpr, self._consts = open_jaxpr(flat)
         self._label()
 
@@ -111,7 +113,7 @@ class StageUpdate:
                 homes[var] = frozenset([given.device])
         several = set()
         for eqn in self._jaxpr.eqns:
-            read = [a for a in variables(eqn.invars) if a.aval.size > NUMBERS]
+            read = [a for a in variables(eqn.invars) if a.aval.size > MAX_CROSSING]
             at = frozenset[int]().union(*(homes.get(atom, ()) for atom in read))
             homes.update(dict.fromkeys(eqn.outvars, at))
             if eqn.primitive.name == "cond" and len(at) > 1:
@@ -133,29 +135,29 @@ class StageUpdate:
         self._crossing: dict[Any, int] = {}
 
         def crosses(atom: Any, eqn: Any) -> None:
-            if atom.aval.size > NUMBERS:
+            if atom.aval.size > MAX_CROSSING:
                 raise errors.optimizer_needs_stages(eqn.primitive.name if eqn else "the result")
             self._crossing[atom] = rounds.get(atom, 0)
 
         for eqn in self._jaxpr.eqns:
             read = variables(eqn.invars)
-            places = {home[a] for a in read if a in home}
+            devices = {home[a] for a in read if a in home}
             at = max((rounds.get(a, 0) for a in read), default=0)
-            small = all(a.aval.size <= NUMBERS for a in read if a in home)
+            small = all(a.aval.size <= MAX_CROSSING for a in read if a in home)
             mixed = any(a not in home for a in read)
             # An equation on scalars of one device and on a value of all devices (`norm + eps`)
             # is computed on all devices: its result is then at hand for every later reader, and
             # the scalars cross now or never. A tensor of one device keeps the equation there.
-            if len(places) > 1 or (places and small and mixed):
+            if len(devices) > 1 or (devices and small and mixed):
                 for atom in read:
                     if atom in home:
                         crosses(atom, eqn)
                         at = max(at, rounds.get(atom, 0) + 1)
-                places = set()
+                devices = set()
             for var in eqn.outvars:
                 rounds[var] = at
-                if places:
-                    (home[var],) = places
+                if devices:
+                    (home[var],) = devices
         for atom, wanted in zip(self._jaxpr.outvars, self._homes, strict=True):
             if not isinstance(atom, Literal) and atom in home and home[atom] != wanted:
                 crosses(atom, None)
@@ -171,46 +173,46 @@ class StageUpdate:
     def __call__(
         self,
         goals: Sequence[TensorSharding],
-        written: Callable[[int, list[Array]], Any] | None,
+        pack: Callable[[int, list[Array]], Any] | None,
     ) -> tuple[list[ShardedValue | None], Any]:
         """Evaluate the function on this device's shards.
 
-        **Arguments:** `goals`, a sharding for each result; `written(device, arrays)`, which packs
+        **Arguments:** `goals`, a sharding for each result; `pack(device, arrays)`, which packs
         the results of a device in that device's branch (buffers of one shape on all devices), or
         None where all results are on all devices.
 
         **Returns:** a list with the `ShardedValue` of each result that is on all devices and None
-        for each other; and what `written` returned for this device, or None.
+        for each other; and what `pack` returned for this device, or None.
 
         Raises `PlanError` where one device needs a tensor that is sharded over `pipeline` or still
         a partial sum.
         """
         known = dict(
-            zip(self._jaxpr.constvars, map(self.divider.constant, self._consts), strict=True)
+            zip(self._jaxpr.constvars, map(self.partitioner.constant, self._consts), strict=True)
         )
         for var, given in zip(self._jaxpr.invars, self._inputs, strict=True):
             if isinstance(given, ShardedValue):
                 known[var] = ValueVersions(given)
-        self._settle(known, [var for var in self._jaxpr.invars if var in known])
+        self._replicate_for_readers(known, [var for var in self._jaxpr.invars if var in known])
         # All devices run the rounds together. Equations of single devices are evaluated where they
         # are needed: for the scalars that cross after a round, and for the results at the end.
         last = max([*self._rounds.values(), *(n + 1 for n in self._crossing.values())], default=0)
-        for number in range(last + 1):
+        for round_ in range(last + 1):
             eqns = [
                 eqn
                 for eqn in self._jaxpr.eqns
-                if self._rounds[eqn.outvars[0]] == number and eqn.outvars[0] not in self._home
+                if self._rounds[eqn.outvars[0]] == round_ and eqn.outvars[0] not in self._home
             ]
             results = [var for eqn in eqns for var in eqn.outvars if not _dropped(var)]
-            cells = self.divider.evaluate_part(eqns, known, results)
+            cells = self.partitioner.evaluate_part(eqns, known, results)
             known.update(zip(results, cells, strict=True))
-            self._settle(known, results)
-            crossing = [var for var, at in self._crossing.items() if at == number]
+            self._replicate_for_readers(known, results)
+            crossing = [var for var, at in self._crossing.items() if at == round_]
             if crossing:
-                known.update(zip(crossing, self._told(crossing, known), strict=True))
-        return self._results(known, goals, written)
+                known.update(zip(crossing, self._broadcast(crossing, known), strict=True))
+        return self._results(known, goals, pack)
 
-    def _settle(self, known: dict[Any, ValueVersions], results: list[Any]) -> None:
+    def _replicate_for_readers(self, known: dict[Any, ValueVersions], results: list[Any]) -> None:
         """Replicate what a single device reads later, while all devices take part.
 
         Equations of a single device run inside a branch of `lax.switch`, where a collective over
@@ -220,20 +222,22 @@ class StageUpdate:
             reader = self._readers.get(var)
             if reader is None or known[var].deferred:
                 continue
-            if var.aval.size <= NUMBERS:
+            if var.aval.size <= MAX_CROSSING:
                 whole = TensorSharding.replicated(len(var.aval.shape))
-                known[var] = ValueVersions(self.divider.reshard(known[var], whole))
+                known[var] = ValueVersions(self.partitioner.reshard(known[var], whole))
             elif "pipeline" in (used := known[var].value.sharding).axes or used.partial:
                 raise errors.optimizer_needs_stages(reader)
 
-    def _told(self, crossing: list[Any], known: dict[Any, ValueVersions]) -> list[ValueVersions]:
+    def _broadcast(
+        self, crossing: list[Any], known: dict[Any, ValueVersions]
+    ) -> list[ValueVersions]:
         """Broadcast scalars, each computed on one device, to all devices in one reduction."""
 
         def branch(device: int) -> list[Array]:
             own = [var for var in crossing if self._home[var] == device]
-            cells = iter(self._there(device, known, own))
+            cells = iter(self._on_one(device, known, own))
             return [
-                self.stage.reshard(
+                self.stage_partitioner.reshard(
                     next(cells), TensorSharding.replicated(len(var.aval.shape))
                 ).array
                 if self._home[var] == device
@@ -241,41 +245,41 @@ class StageUpdate:
                 for var in crossing
             ]
 
-        numbers = broadcast_from_stage(self._on_each(branch))
-        for array in numbers:
-            self.divider.record_all_reduce(["pipeline"], array)
+        scalars = broadcast_from_stage(self._on_each(branch))
+        for array in scalars:
+            self.partitioner.record_all_reduce(["pipeline"], array)
         return [
             ValueVersions(ShardedValue(a, a.shape, TensorSharding.replicated(a.ndim)))
-            for a in numbers
+            for a in scalars
         ]
 
     def _results(
         self,
         known: dict[Any, ValueVersions],
         goals: Sequence[TensorSharding],
-        written: Callable[[int, list[Array]], Any] | None,
+        pack: Callable[[int, list[Array]], Any] | None,
     ) -> tuple[list[ShardedValue | None], Any]:
         """Evaluate the results of each device in its branch, and reshard those of all devices."""
         atoms = self._jaxpr.outvars
 
         def branch(device: int) -> Any:
-            assert written is not None
-            own = [place for place, home in enumerate(self._homes) if home == device]
-            cells = self._there(device, known, [atoms[place] for place in own])
-            values = self.stage.finish(cells, [goals[place] for place in own])
-            return written(device, [value.array for value in values])
+            assert pack is not None
+            own = [index for index, home in enumerate(self._homes) if home == device]
+            cells = self._on_one(device, known, [atoms[index] for index in own])
+            values = self.stage_partitioner.finish(cells, [goals[index] for index in own])
+            return pack(device, [value.array for value in values])
 
-        homed = None if written is None else self._on_each(branch)
-        shared = [place for place, home in enumerate(self._homes) if home is None]
+        packed = None if pack is None else self._on_each(branch)
+        shared = [index for index, home in enumerate(self._homes) if home is None]
         cells = [
-            self.divider.constant(atom.val) if isinstance(atom, Literal) else known[atom]
-            for atom in (atoms[place] for place in shared)
+            self.partitioner.constant(atom.val) if isinstance(atom, Literal) else known[atom]
+            for atom in (atoms[index] for index in shared)
         ]
-        values = self.divider.finish(cells, [goals[place] for place in shared])
+        values = self.partitioner.finish(cells, [goals[index] for index in shared])
         found = dict(zip(shared, values, strict=True))
-        return [found.get(place) for place in range(len(atoms))], homed
+        return [found.get(index) for index in range(len(atoms))], packed
 
-    def _there(
+    def _on_one(
         self, device: int, known: dict[Any, ValueVersions], results: Sequence[Any]
     ) -> list[ValueVersions]:
         """Compute results on one device, from the values of all devices and that device's tensors.
@@ -288,7 +292,7 @@ class StageUpdate:
             if isinstance(given, StageTensor) and given.device == device:
                 here[var] = ValueVersions(given.read())
         eqns = [eqn for eqn in self._jaxpr.eqns if self._home.get(eqn.outvars[0]) == device]
-        return self.stage.evaluate_part(eqns, here, results)
+        return self.stage_partitioner.evaluate_part(eqns, here, results)
 
     def _on_each(self, branch: Callable[[int], Any]) -> Any:
         """Run `branch(d)` on device `d` of the pipeline; the branches return the same shapes."""

@@ -60,7 +60,7 @@ class StageVjp:
 
     - `fun`: `fun(params, x, rest) -> (y, aux)`, of whole tensors; `y` must be floating.
     - `params`, `x`, `rest`: its arguments as trees of `jax.ShapeDtypeStruct`s of whole tensors.
-    - `divider`: the `Partitioner` that evaluates its equations on this device's shards.
+    - `partitioner`: the `Partitioner` that evaluates its equations on this device's shards.
     - `reads`, `writes`: the last `reads` leaves of `rest` and the last `writes` leaves of `aux` are
       model state. By the time of the backward pass the state has changed, so the residuals include
       what the backward pass needs of it.
@@ -74,55 +74,57 @@ class StageVjp:
         params: PyTree,
         x: PyTree,
         rest: PyTree,
-        divider: Partitioner,
+        partitioner: Partitioner,
         *,
         reads: int = 0,
         writes: int = 0,
     ) -> None:
-        self.divider, self._reads, self._writes = divider, reads, writes
+        self.partitioner, self._reads, self._writes = partitioner, reads, writes
         self.sizes = tuple(len(jax.tree.leaves(part)) for part in (params, x, rest))
         structure: Any = None
 
         def forward(params: PyTree, x: PyTree, rest: PyTree) -> Any:
             nonlocal structure
             y, back, aux = jax.vjp(lambda p, x: fun(p, x, rest), params, x, has_aux=True)
-            needed, structure = jax.tree.flatten(back)
-            return y, aux, needed
+            # `jax.vjp`'s function is a pytree: its leaves are all that the backward pass needs.
+            leaves, structure = jax.tree.flatten(back)
+            return y, aux, leaves
 
-        def backward(needed: Sequence[Any], cotangent: PyTree) -> Any:
-            return jax.tree.unflatten(structure, needed)(cotangent)
+        def backward(leaves: Sequence[Any], cotangent: PyTree) -> Any:
+            return jax.tree.unflatten(structure, leaves)(cotangent)
 
-        closed, (self.y, self.aux, needed) = divider.traced(forward, params, x, rest)
-        back, _ = divider.traced(backward, needed, self.y)
+        closed, (self.y, self.aux, leaves) = partitioner.traced(forward, params, x, rest)
+        backward_jaxpr, _ = partitioner.traced(backward, leaves, self.y)
         self._forward, self._constants = open_jaxpr(closed)
-        self._backward, self._back_constants = open_jaxpr(back)
+        self._backward, self._back_constants = open_jaxpr(backward_jaxpr)
         self._count = len(jax.tree.leaves((self.y, self.aux)))
         self._needed = self._forward.outvars[self._count :]
-        kept, self._again = self._sorted()
-        self._kept = list(kept)
-        self._cut()
+        residuals, self._recomputed = self._choose_residuals()
+        self._residuals = list(residuals)
+        self._split_backward()
 
-    def _sorted(self) -> tuple[dict[Any, None], list[Any]]:
+    def _choose_residuals(self) -> tuple[dict[Any, None], list[Any]]:
         """Split what the backward pass needs into residuals and variables to recompute.
 
         Returns the residuals as the keys of a dict (it keeps their order), and the others.
         """
-        trained, handed, rest = self._groups()
-        depends = dependent(self._forward.eqns, handed + rest)
-        there = {*trained, *rest[: len(rest) - self._reads], *self._forward.constvars}
-        stored = [atom for atom in variables(self._needed) if atom not in there]
-        kept = {atom: None for atom in stored if atom in depends}
-        again = [atom for atom in dict.fromkeys(stored) if atom not in kept]
-        # Recompute the result of a cheap operation whose operands are residuals or at hand: that
+        params, x, rest = self._groups()
+        depends = dependent(self._forward.eqns, x + rest)
+        # The device still has these when the backward pass runs; model state has changed by then.
+        available = {*params, *rest[: len(rest) - self._reads], *self._forward.constvars}
+        missing = [atom for atom in variables(self._needed) if atom not in available]
+        residuals = {atom: None for atom in missing if atom in depends}
+        recomputed = [atom for atom in dict.fromkeys(missing) if atom not in residuals]
+        # Recompute the result of a cheap operation whose operands are residuals or available: that
         # costs less than to store and load it. Backwards, so that an operand is still a residual
         # when its reader is looked at.
         for eqn in reversed(self._forward.eqns):
-            if len(eqn.outvars) == 1 and eqn.outvars[0] in kept and is_cheap(eqn):
+            if len(eqn.outvars) == 1 and eqn.outvars[0] in residuals and is_cheap(eqn):
                 read = variables(eqn.invars)
-                if all(a in kept or a in there or a not in depends for a in read):
-                    del kept[eqn.outvars[0]]
-                    again.append(eqn.outvars[0])
-        return kept, again
+                if all(a in residuals or a in available or a not in depends for a in read):
+                    del residuals[eqn.outvars[0]]
+                    recomputed.append(eqn.outvars[0])
+        return residuals, recomputed
 
     def _groups(self) -> tuple[list[Any], list[Any], list[Any]]:
         """Return the forward jaxpr's variables of params, x and rest."""
@@ -130,22 +132,22 @@ class StageVjp:
         inputs = list(self._forward.invars)
         return inputs[:first], inputs[first : first + second], inputs[first + second :]
 
-    def _cut(self) -> None:
+    def _split_backward(self) -> None:
         """Split the backward equations: those that the input's gradient needs, and the others.
 
-        Sets `_first` and `_second`, and `_left`, the weight residuals: the variables that the
-        second part reads and the first part (or the cotangent) provides.
+        Sets `_input_eqns`, `_weight_eqns` and `_weight_residuals`: the variables that the second
+        part reads and the first part (or the cotangent) provides.
         """
         params = self.sizes[0]
         outputs = self._backward.outvars
-        self._weights, self._inputs = outputs[:params], outputs[params:]
-        self._first = needed(self._backward.eqns, self._inputs, set())
-        first = set(map(id, self._first))
-        self._second = [eqn for eqn in self._backward.eqns if id(eqn) not in first]
-        read = [a for eqn in self._second for a in eqn.invars] + list(self._weights)
-        made = {var for eqn in self._first for var in eqn.outvars}
-        made |= set(self._backward.invars[len(self._needed) :])
-        self._left = [var for var in dict.fromkeys(variables(read)) if var in made]
+        self._param_grads, self._input_grads = outputs[:params], outputs[params:]
+        self._input_eqns = needed(self._backward.eqns, self._input_grads, set())
+        first = set(map(id, self._input_eqns))
+        self._weight_eqns = [eqn for eqn in self._backward.eqns if id(eqn) not in first]
+        read = [a for eqn in self._weight_eqns for a in eqn.invars] + list(self._param_grads)
+        given = {var for eqn in self._input_eqns for var in eqn.outvars}
+        given |= set(self._backward.invars[len(self._needed) :])
+        self._weight_residuals = [var for var in dict.fromkeys(variables(read)) if var in given]
 
     # --- Evaluating ---------------------------------------------------------------------------
 
@@ -159,28 +161,26 @@ class StageVjp:
         `aux` is replicated.
         """
         size = len(jax.tree.leaves(self.y))
-        handed = [] if wanted is None else self._forward.outvars[:size]
+        y = [] if wanted is None else self._forward.outvars[:size]
         aux = self._forward.outvars[size : self._count]
-        results = [*handed, *aux, *(self._kept if keep else ())]
-        cells = self.divider.evaluate_part(self._forward.eqns, self._known(inputs), results)
-        front, behind = cells[: len(handed)], cells[len(handed) :]
-        rest = [self.divider.value(cell) for cell in behind]
-        for place in range(len(aux) - self._writes, len(aux)):
-            rest[place] = self.divider.reshard(
-                behind[place], TensorSharding.replicated(len(behind[place].shape))
+        results = [*y, *aux, *(self._residuals if keep else ())]
+        cells = self.partitioner.evaluate_part(self._forward.eqns, self._known(inputs), results)
+        y_cells, others = cells[: len(y)], cells[len(y) :]
+        rest = [self.partitioner.value(cell) for cell in others]
+        for index in range(len(aux) - self._writes, len(aux)):
+            rest[index] = self.partitioner.reshard(
+                others[index], TensorSharding.replicated(len(others[index].shape))
             )
         if wanted:
-            made = [
-                self.divider.reshard(cell, one) for cell, one in zip(front, wanted, strict=True)
-            ]
+            y_values = self._reshard(y_cells, wanted)
         else:
-            made = [self.divider.reduced(cell) for cell in front]
-        return made, rest[: len(aux)], rest[len(aux) :]
+            y_values = [self.partitioner.reduced(cell) for cell in y_cells]
+        return y_values, rest[: len(aux)], rest[len(aux) :]
 
     def backward(
         self,
         inputs: Inputs,
-        kept: Values,
+        residuals: Values,
         cotangent: Values,
         shardings: Sequence[TensorSharding],
         goals: Sequence[TensorSharding | None],
@@ -190,78 +190,82 @@ class StageVjp:
         `shardings` are those of the gradients of x; `goals` those of the params, None for the
         sharding in which a gradient is computed, possibly a partial sum. `inputs.x` is not read.
         """
-        known = self._back_known(inputs, kept, cotangent)
-        results = [*self._weights, *self._inputs]
-        wanted = [*goals, *[None] * len(self._inputs)]
-        cells = self.divider.evaluate_part(self._backward.eqns, known, results, wanted)
-        count = len(self._weights)
-        return self.divider.finish(cells[:count], goals), self._handed(cells[count:], shardings)
+        known = self._back_known(inputs, residuals, cotangent)
+        results = [*self._param_grads, *self._input_grads]
+        wanted = [*goals, *[None] * len(self._input_grads)]
+        cells = self.partitioner.evaluate_part(self._backward.eqns, known, results, wanted)
+        count = len(self._param_grads)
+        grads = self.partitioner.finish(cells[:count], goals)
+        return grads, self._reshard(cells[count:], shardings)
 
     def input_gradient(
-        self, inputs: Inputs, kept: Values, cotangent: Values, shardings: Sequence[TensorSharding]
+        self,
+        inputs: Inputs,
+        residuals: Values,
+        cotangent: Values,
+        shardings: Sequence[TensorSharding],
     ) -> tuple[Values, Values]:
         """Evaluate B of a split backward; return the gradients of x and the weight residuals."""
-        known = self._back_known(inputs, kept, cotangent)
-        results = [*self._inputs, *self._left]
-        cells = self.divider.evaluate_part(self._first, known, results)
-        count = len(self._inputs)
-        return self._handed(cells[:count], shardings), [
-            self.divider.value(cell) for cell in cells[count:]
-        ]
+        known = self._back_known(inputs, residuals, cotangent)
+        results = [*self._input_grads, *self._weight_residuals]
+        cells = self.partitioner.evaluate_part(self._input_eqns, known, results)
+        count = len(self._input_grads)
+        weight_residuals = [self.partitioner.value(cell) for cell in cells[count:]]
+        return self._reshard(cells[:count], shardings), weight_residuals
 
     def weight_gradient(
-        self, inputs: Inputs, kept: Values, left: Values, goals: Sequence[TensorSharding | None]
+        self,
+        inputs: Inputs,
+        residuals: Values,
+        weight_residuals: Values,
+        goals: Sequence[TensorSharding | None],
     ) -> Values:
         """Evaluate W of a split backward; return the gradients of params, sharded as `goals`.
 
-        A goal None keeps the sharding in which the gradient is computed. `left` are the weight
-        residuals that `input_gradient` returned.
+        A goal None keeps the sharding in which the gradient is computed. `weight_residuals` are
+        those that `input_gradient` returned.
         """
-        known = self._back_known(inputs, kept, [])
-        known.update(zip(self._left, map(ValueVersions, left), strict=True))
-        cells = self.divider.evaluate_part(self._second, known, list(self._weights), goals)
-        return self.divider.finish(cells, goals)
+        known = self._back_known(inputs, residuals, [])
+        known.update(zip(self._weight_residuals, map(ValueVersions, weight_residuals), strict=True))
+        results = list(self._param_grads)
+        cells = self.partitioner.evaluate_part(self._weight_eqns, known, results, goals)
+        return self.partitioner.finish(cells, goals)
 
     def _known(self, inputs: Inputs) -> dict[Any, ValueVersions]:
         """Return the values of the forward jaxpr's constants and inputs."""
-        known = dict(
-            zip(self._forward.constvars, map(self.divider.constant, self._constants), strict=True)
-        )
+        constants = map(self.partitioner.constant, self._constants)
+        known = dict(zip(self._forward.constvars, constants, strict=True))
         for group, values in zip(self._groups(), inputs, strict=True):
             # Not strict: a backward pass gets neither x nor model state, only residuals of them.
             known.update(zip(group, map(ValueVersions, values), strict=False))
         return known
 
     def _back_known(
-        self, inputs: Inputs, kept: Values, cotangent: Values
+        self, inputs: Inputs, residuals: Values, cotangent: Values
     ) -> dict[Any, ValueVersions]:
         """Return the values of the backward jaxpr's inputs; recompute those that are no residuals.
 
         The cotangent may be empty: W gets weight residuals instead.
         """
-        there = self._known(inputs._replace(x=[]))
-        there.update(zip(self._kept, map(ValueVersions, kept), strict=True))
-        if self._again:
-            again = self.divider.evaluate_part(self._forward.eqns, there, self._again)
-            there.update(zip(self._again, again, strict=True))
-        known = dict(
-            zip(
-                self._backward.constvars,
-                map(self.divider.constant, self._back_constants),
-                strict=True,
-            )
-        )
+        forward = self._known(inputs._replace(x=[]))
+        forward.update(zip(self._residuals, map(ValueVersions, residuals), strict=True))
+        if self._recomputed:
+            eqns, results = self._forward.eqns, self._recomputed
+            recomputed = self.partitioner.evaluate_part(eqns, forward, results)
+            forward.update(zip(results, recomputed, strict=True))
+        constants = map(self.partitioner.constant, self._back_constants)
+        known = dict(zip(self._backward.constvars, constants, strict=True))
         count = len(self._needed)
         for var, atom in zip(self._backward.invars[:count], self._needed, strict=True):
             is_constant = isinstance(atom, Literal)
-            known[var] = self.divider.constant(atom.val) if is_constant else there[atom]
+            known[var] = self.partitioner.constant(atom.val) if is_constant else forward[atom]
         known.update(
             zip(self._backward.invars[count:], map(ValueVersions, cotangent), strict=False)
         )
         return known
 
-    def _handed(
+    def _reshard(
         self, cells: Sequence[ValueVersions], shardings: Sequence[TensorSharding]
     ) -> Values:
-        """Reshard the gradients of x to the shardings in which they are sent back."""
-        return [self.divider.reshard(cell, one) for cell, one in zip(cells, shardings, strict=True)]
+        pairs = zip(cells, shardings, strict=True)
+        return [self.partitioner.reshard(cell, sharding) for cell, sharding in pairs]

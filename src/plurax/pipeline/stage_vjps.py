@@ -9,13 +9,15 @@ reaches the program.
 Example: an embedding on stage 0, four equal layers, a head on stage 1; two devices, microbatches of
 4 rows, width 16, 10 classes, everything float32:
 
-    handed            stage 0: [f32[4, 16]]       the boundary activation, one spec per tensor
-    kept              {0: [...], 1: [...]}        residuals of the embedding and of the head
-    layer_kept        [f32[4, 16], f32[4, 64]]    residuals of one layer; all layers have the same
-    left, layer_left  the same for W              only where the schedule splits the backward pass
-    grads             {leaf: f32[16, 64], ...}    one microbatch's gradient of each parameter
-    between           [Packing]                   handed, flat: {"float32": 64}
-    kept_packings     {0: Packing, 1: Packing}    kept, flat; buffers as long as the longer of both
+    boundaries         stage 0: [f32[4, 16]]        the activation sent, one spec per tensor
+    residuals          {0: [...], 1: [...]}         of the embedding and of the head
+    layer_residuals    [f32[4, 16], f32[4, 64]]     of one layer; all layers have the same
+    weight_residuals,  the same for W               only where the schedule splits the backward pass
+      layer_weight_residuals
+    grads              {leaf: f32[16, 64], ...}     one microbatch's gradient of each parameter
+
+Boundaries and residuals are `PackedSpecs`, which read and write them in flat buffers:
+`boundaries[0]` has 64 numbers, and the buffer of `residuals` is as long as the longer of both.
 
 All layers share one `StageVjp`: the executor runs it in a loop over the stage's layers.
 """
@@ -34,7 +36,7 @@ from plurax.pipeline.packing import Packing
 from plurax.pipeline.schedule import Schedule
 from plurax.pipeline.stage_vjp import Inputs, StageVjp, Values
 from plurax.pipeline.stages import StagedNetwork, StageFn
-from plurax.pipeline.value_spec import StageParams, ValueSpec, made, shapes, whole_value
+from plurax.pipeline.value_spec import PackedSpecs, StageParams, ValueSpec, replicated_value, shapes
 from plurax.sharding.spec import TensorSharding
 
 
@@ -47,15 +49,14 @@ class StageVjps:
 
     **Attributes:**
 
-    - `edges`: for each stage with a `StageFn`, its `StageVjp`; `layer`: the `StageVjp` of a layer.
-    - `handed`: for each stage the `ValueSpec`s of the tensors it passes to the next one.
-    - `kept`, `layer_kept`: `ValueSpec`s of the residuals of each `StageFn` and of one layer.
-    - `left`, `layer_left`: `ValueSpec`s of the weight residuals, which B stores for W.
-    - `between`, `kept_packings`, `left_packings`, `layer_packings`: the `Packing`s of the above;
-      `layer_packings` is a pair, of residuals and weight residuals.
+    - `stage_fns`: for each stage with a `StageFn`, its `StageVjp`; `layer`: a layer's `StageVjp`.
+    - `boundaries`: for each stage the `PackedSpecs` of the tensors it passes to the next one.
+    - `residuals`, `layer_residuals`: those of the residuals of each `StageFn` and of one layer.
+    - `weight_residuals`, `layer_weight_residuals`: those of the weight residuals, which B stores
+      for W.
     - `grads`: for each parameter the `ValueSpec` of one microbatch's gradient.
     - `aux`, `aux_structure`: `ValueSpec`s and tree structure of the last stage's `aux`.
-    - `dividers`: the partitioners, which record the collectives.
+    - `partitioners`: the partitioners, which record the collectives.
     - `backward`: whether there are backward passes.
     """
 
@@ -65,7 +66,7 @@ class StageVjps:
         schedule: Schedule,
         trained: StageParams,
         rows: PyTree,
-        divider: Callable[[int], Partitioner],
+        partitioner: Callable[[int], Partitioner],
         goals: Sequence[TensorSharding | None] | None,
         joint: int | None = None,
         states: Sequence[Array] = (),
@@ -75,86 +76,91 @@ class StageVjps:
         self.backward = goals is not None
         self.states = states
         self._goals = goals or [None] * len(trained.homes)
-        self.edges: dict[int, StageVjp] = {}
+        self.stage_fns: dict[int, StageVjp] = {}
         self.layer: StageVjp | None = None
-        self.dividers: list[Partitioner] = []
-        jax.eval_shape(lambda: self._probe(divider))
-        for one in self.dividers:
+        self.partitioners: list[Partitioner] = []
+        jax.eval_shape(lambda: self._probe(partitioner))
+        for one in self.partitioners:
             # The probe's collectives are not part of the program.
             one.records.clear()
-        self._pack()
 
-    def _probe(self, divider: Callable[[int], Partitioner]) -> None:
+    def _probe(self, partitioner: Callable[[int], Partitioner]) -> None:
         """Differentiate the stages, and record the specs of boundaries and residuals."""
         m, stages = self.schedule.microbatches, self.network.stages
         rows = self.rows(jnp.zeros((), jnp.int32))
-        self.handed: list[list[ValueSpec]] = []
-        self.kept: dict[int, list[ValueSpec]] = {}
-        self.left: dict[int, list[ValueSpec]] = {}
-        self.layer_kept: list[ValueSpec] = []
-        self.layer_left: list[ValueSpec] = []
+        self.boundaries: list[PackedSpecs] = []
+        self.residuals: dict[int, PackedSpecs] = {}
+        self.weight_residuals: dict[int, PackedSpecs] = {}
+        self.layer_residuals = PackedSpecs([])
+        self.layer_weight_residuals = PackedSpecs([])
         self.grads: dict[int, ValueSpec] = {}
         x: Values = []
         like: Any = ()
         for stage in range(stages):
-            edge = self.network.edges.get(stage)
-            if edge is not None and not edge.after:
-                x, like = self._probe_edge(stage, edge, x, like, rows, divider(m))
+            stage_fn = self.network.stage_fns.get(stage)
+            if stage_fn is not None and not stage_fn.after:
+                x, like = self._probe_stage_fn(stage, stage_fn, x, like, rows, partitioner(m))
             if self.network.layers is not None:
                 # The most layers on a device: each runs once per microbatch.
                 most = -(-self.network.layers.depth // stages) * self.schedule.chunks
-                x = self._probe_layer(x, like, rows, divider(m * most))
-            if edge is not None and edge.after:
-                x, like = self._probe_edge(stage, edge, x, like, rows, divider(m))
-            self.handed.append([ValueSpec.of(value) for value in x])
+                x = self._probe_layer(x, like, rows, partitioner(m * most))
+            if stage_fn is not None and stage_fn.after:
+                x, like = self._probe_stage_fn(stage, stage_fn, x, like, rows, partitioner(m))
+            self.boundaries.append(_packed(x))
         if self.network.layers is not None:
             # Every boundary has the sharding that a layer returns. If the embedding returns
             # another, its forward reshards the result.
-            self.handed = [self.handed[0]] * stages
+            self.boundaries = [self.boundaries[0]] * stages
         if self.backward:
             self._probe_back(rows)
 
-    def _probe_edge(
-        self, stage: int, edge: StageFn, x: Values, like: Any, rows: Values, divider: Partitioner
+    def _probe_stage_fn(
+        self,
+        stage: int,
+        stage_fn: StageFn,
+        x: Values,
+        like: Any,
+        rows: Values,
+        partitioner: Partitioner,
     ) -> tuple[Values, Any]:
         """Differentiate a `StageFn`; return its output and the shapes of the whole tensors."""
-        params = self.trained.used(edge)
-        states = [whole_value(self.states[leaf]) for leaf in edge.reads]
+        params = self.trained.used(stage_fn)
+        states = [replicated_value(self.states[leaf]) for leaf in stage_fn.reads]
         rest = (self._rows_like(), shapes(states)) if states else self._rows_like()
-        piece = StageVjp(
-            edge.fun, shapes(params), like, rest, divider,
-            reads=len(edge.reads), writes=len(edge.writes),
+        vjp = StageVjp(
+            stage_fn.fun, shapes(params), like, rest, partitioner,
+            reads=len(stage_fn.reads), writes=len(stage_fn.writes),
         )  # fmt: skip
-        self.dividers.append(divider)
-        self.edges[stage] = piece
+        self.partitioners.append(partitioner)
+        self.stage_fns[stage] = vjp
         last = stage == self.network.stages - 1
         wanted = None if last else ()
         inputs = Inputs(params, x, [*rows, *states])
-        y, aux, kept = piece.forward(inputs, wanted, keep=self.backward)
-        self.kept[stage] = [ValueSpec.of(value) for value in kept]
+        y, aux, residuals = vjp.forward(inputs, wanted, keep=self.backward)
+        self.residuals[stage] = _packed(residuals)
         if last:
-            self.aux = [ValueSpec.of(value) for value in aux[: len(aux) - len(edge.writes)]]
-            self.aux_structure = jax.tree.structure(piece.aux[0] if edge.writes else piece.aux)
-        return y, piece.y
+            self.aux = [ValueSpec.of(value) for value in aux[: len(aux) - len(stage_fn.writes)]]
+            self.aux_structure = jax.tree.structure(vjp.aux[0] if stage_fn.writes else vjp.aux)
+        return y, vjp.y
 
-    def _probe_layer(self, x: Values, like: Any, rows: Values, divider: Partitioner) -> Values:
+    def _probe_layer(self, x: Values, like: Any, rows: Values, partitioner: Partitioner) -> Values:
         """Differentiate a layer, at the first stage that has one; return its output."""
         if self.layer is not None:
             return x
         layers = self.network.layers
         assert layers is not None
-        params, number = self.layer_values(jnp.zeros((), jnp.int32)), whole_value(jnp.int32(0))
+        params, index = self.layer_values(jnp.zeros((), jnp.int32)), replicated_value(jnp.int32(0))
         rest = (self._rows_like(), jax.ShapeDtypeStruct((), jnp.int32))
-        self.layer = piece = StageVjp(layers.fun, shapes(params), like, rest, divider)
-        self.dividers.append(divider)
-        inputs = Inputs(params, x, [*rows, number])
+        self.layer = vjp = StageVjp(layers.fun, shapes(params), like, rest, partitioner)
+        self.partitioners.append(partitioner)
+        inputs = Inputs(params, x, [*rows, index])
         # A layer's output is the next layer's input, so both need one sharding: take that of the
         # output, and find the residuals for an input in that sharding.
-        y, _, _ = piece.forward(inputs, (), keep=False)
+        y, _, _ = vjp.forward(inputs, (), keep=False)
         shardings = [value.sharding for value in y]
-        x = [piece.divider.move(a, sharding) for a, sharding in zip(x, shardings, strict=True)]
-        y, _, kept = piece.forward(inputs._replace(x=x), shardings, keep=self.backward)
-        self.layer_kept = [ValueSpec.of(value) for value in kept]
+        x = [vjp.partitioner.move(a, sharding) for a, sharding in zip(x, shardings, strict=True)]
+        y, _, residuals = vjp.forward(inputs._replace(x=x), shardings, keep=self.backward)
+        self.layer_residuals = _packed(residuals)
         return y
 
     def _probe_back(self, rows: Values) -> None:
@@ -164,54 +170,42 @@ class StageVjps:
         """
 
         def back(
-            piece: StageVjp, inputs: Inputs, kept: list[ValueSpec], cotangent: Values,
+            vjp: StageVjp, inputs: Inputs, residuals: PackedSpecs, cotangent: Values,
             shardings: list[TensorSharding], goals: Sequence[TensorSharding | None],
             leaves: Sequence[int],
-        ) -> list[ValueSpec]:  # fmt: skip
-            there = made(kept)
-            left: Values = []
+        ) -> PackedSpecs:  # fmt: skip
+            stored, weight_residuals = residuals.zeros(), list[ShardedValue]()
             if self.schedule.split:
-                _, left = piece.input_gradient(inputs, there, cotangent, shardings)
-                grads = piece.weight_gradient(inputs, there, left, goals)
+                _, weight_residuals = vjp.input_gradient(inputs, stored, cotangent, shardings)
+                grads = vjp.weight_gradient(inputs, stored, weight_residuals, goals)
             else:
-                grads, _ = piece.backward(inputs, there, cotangent, shardings, goals)
+                grads, _ = vjp.backward(inputs, stored, cotangent, shardings, goals)
             self.grads.update(zip(leaves, map(ValueSpec.of, grads), strict=True))
-            return [ValueSpec.of(value) for value in left]
+            return _packed(weight_residuals)
 
-        for stage, edge in self.network.edges.items():
+        for stage, stage_fn in self.network.stage_fns.items():
             last = stage == self.network.stages - 1
-            piece, inputs = self.edges[stage], Inputs(self.trained.used(edge), [], rows)
-            cotangent = self.loss_cotangent(piece) if last else made(self.handed[stage])
-            goals = self.edge_goals(stage)
-            self.left[stage] = back(
-                piece, inputs, self.kept[stage], cotangent, self.edge_shardings(stage), goals,
-                edge.leaves,
+            vjp, inputs = self.stage_fns[stage], Inputs(self.trained.used(stage_fn), [], rows)
+            cotangent = self.loss_cotangent(vjp) if last else self.boundaries[stage].zeros()
+            goals = self.stage_fn_goals(stage)
+            self.weight_residuals[stage] = back(
+                vjp, inputs, self.residuals[stage], cotangent, self.input_shardings(stage), goals,
+                stage_fn.leaves,
             )  # fmt: skip
         layers = self.network.layers
         if layers is not None and self.layer is not None:
-            number = whole_value(jnp.int32(0))
-            inputs = Inputs(self.layer_values(jnp.int32(0)), [], [*rows, number])
-            shardings = [form.sharding for form in self.handed[0]]
-            goals = self.layer_goals
-            self.layer_left = back(
-                self.layer, inputs, self.layer_kept, made(self.handed[0]), shardings, goals,
-                layers.leaves,
+            index, boundary = replicated_value(jnp.int32(0)), self.boundaries[0]
+            inputs = Inputs(self.layer_values(jnp.int32(0)), [], [*rows, index])
+            self.layer_weight_residuals = back(
+                self.layer, inputs, self.layer_residuals, boundary.zeros(), boundary.shardings,
+                self.layer_goals, layers.leaves,
             )  # fmt: skip
 
-    def _pack(self) -> None:
-        """Lay boundary activations and residuals out in flat buffers."""
-
-        def packing(forms: list[ValueSpec]) -> Packing:
-            return Packing([form.local for form in forms])
-
-        self.between = [packing(forms) for forms in self.handed[:-1]]
-        self.kept_packings = {stage: packing(forms) for stage, forms in self.kept.items()}
-        self.left_packings = {stage: packing(forms) for stage, forms in self.left.items()}
-        self.layer_packings = packing(self.layer_kept), packing(self.layer_left)
-
-    def loss_cotangent(self, piece: StageVjp) -> Values:
+    def loss_cotangent(self, vjp: StageVjp) -> Values:
         """Return the cotangent of the loss, ones, with which the backward pass begins."""
-        return [whole_value(jnp.ones(leaf.shape, leaf.dtype)) for leaf in jax.tree.leaves(piece.y)]
+        return [
+            replicated_value(jnp.ones(leaf.shape, leaf.dtype)) for leaf in jax.tree.leaves(vjp.y)
+        ]
 
     def _rows_like(self) -> PyTree:
         """Return the shapes of a microbatch's rows, with `joint` those of all devices together."""
@@ -256,7 +250,7 @@ class StageVjps:
             Packing(
                 [
                     jax.ShapeDtypeStruct(
-                        self.grads[leaf].local.shape, self.trained.forms[leaf].local.dtype
+                        self.grads[leaf].local.shape, self.trained.specs[leaf].local.dtype
                     )
                     for leaf, home in enumerate(self.trained.homes)
                     if home == device
@@ -265,16 +259,20 @@ class StageVjps:
             for device in range(self.schedule.devices)
         ]
 
-    def edge_shardings(self, stage: int) -> list[TensorSharding]:
+    def input_shardings(self, stage: int) -> list[TensorSharding]:
         """Return the shardings in which a stage sends back the gradients of its input."""
-        return [form.sharding for form in self.handed[stage - 1]] if stage > 0 else []
+        return self.boundaries[stage - 1].shardings if stage > 0 else []
 
-    def edge_goals(self, stage: int) -> list[TensorSharding | None]:
+    def stage_fn_goals(self, stage: int) -> list[TensorSharding | None]:
         """Return the goal shardings of the gradients of a `StageFn`'s parameters."""
-        return [self._goals[leaf] for leaf in self.network.edges[stage].leaves]
+        return [self._goals[leaf] for leaf in self.network.stage_fns[stage].leaves]
 
     @property
     def layer_goals(self) -> list[TensorSharding | None]:
         """Return the goal shardings of the gradients of one layer's parameters."""
         layers = self.network.layers
         return [self._goals[leaf] for leaf in layers.leaves] if layers else []
+
+
+def _packed(values: Values) -> PackedSpecs:
+    return PackedSpecs([ValueSpec.of(value) for value in values])

@@ -64,11 +64,11 @@ class Layers:
 class StagedNetwork:
     """A network cut into stages.
 
-    **Fields:** `edges`, the `StageFn` of each stage that has one; `layers`, those of a stack, or
-    None; `stages`, their number.
+    **Fields:** `stage_fns`, the `StageFn` of each stage that has one; `layers`, those of a stack,
+    or None; `stages`, their number.
     """
 
-    edges: Mapping[int, StageFn]
+    stage_fns: Mapping[int, StageFn]
     layers: Layers | None
     stages: int
 
@@ -79,8 +79,8 @@ class StagedNetwork:
         parameter that no stage uses is on device 0.
         """
         used: list[set[int]] = [set() for _ in range(count)]
-        for stage, edge in self.edges.items():
-            for leaf in edge.leaves:
+        for stage, stage_fn in self.stage_fns.items():
+            for leaf in stage_fn.leaves:
                 used[leaf].add(stage % devices)
         layered = set(self.layers.leaves) if self.layers else set()
         return [
@@ -92,8 +92,8 @@ class StagedNetwork:
         """Return whether each stage finds its parameters on its device, under these `homes`."""
         return all(
             homes[leaf] in (None, stage % devices)
-            for stage, edge in self.edges.items()
-            for leaf in edge.leaves
+            for stage, stage_fn in self.stage_fns.items()
+            for leaf in stage_fn.leaves
         )
 
 
@@ -101,7 +101,8 @@ class StagedNetwork:
 class LayerAssignment:
     """The assignment of layers to stages: in order, as even as possible, earlier stages first.
 
-    Every device has `most` rows for each of its `chunks` stages; rows without a layer are padding.
+    Every device has `max_layers` rows for each of its `chunks` stages; rows without a layer are
+    padding.
 
     >>> LayerAssignment(depth=5, devices=2, chunks=2).layers
     [0, 1, 3, -1, 2, -1, 4, -1]
@@ -117,7 +118,7 @@ class LayerAssignment:
         return self.devices * self.chunks
 
     @property
-    def most(self) -> int:
+    def max_layers(self) -> int:
         """The largest number of layers of a stage."""
         return -(-self.depth // self.stages)
 
@@ -136,13 +137,13 @@ class LayerAssignment:
     @property
     def layers(self) -> list[int]:
         """The layer in each row, device by device; -1 for padding."""
-        places = []
+        rows = []
         for device in range(self.devices):
             for chunk in range(self.chunks):
                 stage = chunk * self.devices + device
                 own = [self.starts[stage] + k for k in range(self.counts[stage])]
-                places += own + [-1] * (self.most - len(own))
-        return places
+                rows += own + [-1] * (self.max_layers - len(own))
+        return rows
 
     @property
     def even(self) -> bool:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from plurax.partition.values import ShardedValue
-from plurax.pipeline.packing import Buffers, Packing, empty
+from plurax.pipeline.packing import Buffers, Packing, zeros
 from plurax.pipeline.stage_vjp import Values
 from plurax.pipeline.stages import StageFn
 from plurax.sharding.spec import TensorSharding
@@ -45,6 +45,42 @@ class ValueSpec:
         return ShardedValue(array, self.shape, self.sharding, self.data_varying, self.is_param)
 
 
+class PackedSpecs:
+    """The specs of some values and their offsets in flat buffers (see `packing.py`).
+
+    **Attributes:** `specs`; `shardings` of the values; `lengths` of the buffers, by dtype.
+    """
+
+    def __init__(self, specs: Sequence[ValueSpec]) -> None:
+        self.specs = list(specs)
+        self.shardings = [spec.sharding for spec in specs]
+        self._packing = Packing([spec.local for spec in specs])
+        self.lengths = self._packing.lengths
+
+    def read(self, buffers: Buffers) -> Values:
+        """Return the values in buffers of at least these lengths."""
+        return self._values(self._packing.read(buffers))
+
+    def write(self, buffers: Buffers, values: Values) -> Buffers:
+        """Return the buffers with the values written at their offsets."""
+        return self._packing.write(buffers, arrays_of(values))
+
+    def read_row(self, buffers: Buffers, row: Any) -> Values:
+        """Return the values in row `row` of buffers `(rows, length)`."""
+        return self._values(self._packing.read_row(buffers, row))
+
+    def write_row(self, buffers: Buffers, row: Any, values: Values) -> Buffers:
+        """Return buffers `(rows, length)` with the values written in row `row`."""
+        return self._packing.write_row(buffers, row, arrays_of(values))
+
+    def zeros(self) -> Values:
+        """Return values of these specs, all zero, to trace functions with."""
+        return self.read(zeros(self.lengths))
+
+    def _values(self, arrays: Sequence[Array]) -> Values:
+        return [spec.value(array) for spec, array in zip(self.specs, arrays, strict=True)]
+
+
 @dataclasses.dataclass(frozen=True)
 class StageParams:
     """The parameters that one device of a pipeline has.
@@ -59,32 +95,32 @@ class StageParams:
       None where it is on one device only.
     - `homes`: for each parameter the one device that has it; None where all do.
     - `packings`: for each device the `Packing` of the parameters that only it has.
-    - `forms`: for each parameter its `ValueSpec`.
+    - `specs`: for each parameter its `ValueSpec`.
     - `homed`: this device's flat buffers, laid out by its packing.
     """
 
     values: Sequence[ShardedValue | None]
     homes: Sequence[int | None]
     packings: Sequence[Packing]
-    forms: Sequence[ValueSpec]
+    specs: Sequence[ValueSpec]
     homed: Buffers
 
-    def place(self, leaf: int) -> int:
+    def packing_index(self, leaf: int) -> int:
         """Return the index of a parameter in the packing of its device."""
         home = self.homes[leaf]
         return sum(1 for other in self.homes[:leaf] if other == home)
 
-    def used(self, edge: StageFn) -> Values:
+    def used(self, stage_fn: StageFn) -> Values:
         """Return the parameters of a `StageFn`; valid on its device only."""
         values = []
-        for leaf in edge.leaves:
+        for leaf in stage_fn.leaves:
             value, home = self.values[leaf], self.homes[leaf]
             if value is None:
                 assert home is not None
                 # Every device traces this read, at the offset that `home` uses: elsewhere it
                 # returns meaningless numbers, and the stage runs zero times.
-                (array,) = self.packings[home].read(self.homed, [self.place(leaf)])
-                value = self.forms[leaf].value(array)
+                (array,) = self.packings[home].read(self.homed, [self.packing_index(leaf)])
+                value = self.specs[leaf].value(array)
             values.append(value)
         return values
 
@@ -94,14 +130,7 @@ def shapes(values: Values) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(value.shape, value.array.dtype) for value in values]
 
 
-def made(forms: Sequence[ValueSpec]) -> Values:
-    """Return values of some specs, all zero, to trace functions with."""
-    packing = Packing([form.local for form in forms])
-    arrays = packing.read(empty(packing.lengths))
-    return [form.value(array) for form, array in zip(forms, arrays, strict=True)]
-
-
-def whole_value(array: Any) -> ShardedValue:
+def replicated_value(array: Any) -> ShardedValue:
     """Return an array as a replicated value."""
     array = jnp.asarray(array)
     return ShardedValue(array, array.shape, TensorSharding.replicated(array.ndim))

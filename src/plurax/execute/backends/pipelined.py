@@ -13,9 +13,9 @@ Example: `Plan(data=2, pipeline=2, microbatches=4)`, an embedding `f32[100, 16]`
 shares, 6 layers with kernels stacked as `f32[6, 16, 16]`, and the head's bias `f32[100]`:
 
     parameter    on device                  gradient sum of a device          reduced over
-    embedding    all (two stages use it)    "shared", f32[100, 16]            data, pipeline
-    kernels      3 layers on each           "layers", f32[3, 16, 16]          data
-    bias         1 only                     "homed", f32[100] on both         data
+    embedding    all (two stages use it)    "shared_sums", f32[100, 16]       data, pipeline
+    kernels      3 layers on each           "layer_sums", f32[3, 16, 16]      data
+    bias         1 only                     "homed_sums", f32[100] on both    data
 
 Device 0 carries a buffer of the bias's length too, because an SPMD program has one shape for all;
 only device 1 reads it. Microbatches do not add reductions: each gradient is reduced once per step.
@@ -52,7 +52,7 @@ from plurax.execute.totals import BatchTotals, dealt
 from plurax.partition.partitioner import Partitioner, Record
 from plurax.partition.values import ShardedValue
 from plurax.pipeline.executor import ScheduleExecutor
-from plurax.pipeline.packing import Packing, empty
+from plurax.pipeline.packing import Packing, zeros
 from plurax.pipeline.schedule import Schedule, check_forwards_in_order, make_schedule
 from plurax.pipeline.stage_update import StageTensor, StageUpdate, broadcast_from_stage
 from plurax.pipeline.stages import LayerAssignment, StagedNetwork
@@ -105,10 +105,12 @@ class PipelinedBackend(Backend):
         self._like = jax.eval_shape(functools.partial(initial, task), jax.random.key(0))
         # Cut the loss once now: which stages use a parameter decides on which device it is stored.
         network = training_network(task, plan, self._like, Rows(rows, keys, mask), self._stage())
-        if any(edge.writes for edge in network.edges.values()):
+        if any(edge.writes for edge in network.stage_fns.values()):
             check_forwards_in_order(self.schedule)
         homes = network.homes(count, plan.pipeline)
-        uses = [[leaf in edge.leaves for edge in network.edges.values()] for leaf in range(count)]
+        uses = [
+            [leaf in edge.leaves for edge in network.stage_fns.values()] for leaf in range(count)
+        ]
         self._many = [sum(used) > 1 for used in uses]
         self.layout = StagedState(self._base.layout, homes, dealing, layered, mesh)
         self._layers = layered
@@ -173,17 +175,17 @@ class PipelinedBackend(Backend):
             )  # fmt: skip
             sums = run()
             self.records["gradient"] = run.records
-            return self._reduced(run, sums), self._told(network, sums["states"], model_state)
+            return self._reduced(run, sums), self._broadcast(network, sums["states"], model_state)
 
         return local
 
-    def _told(self, network: StagedNetwork, states: list[Array], like: PyTree) -> PyTree:
+    def _broadcast(self, network: StagedNetwork, states: list[Array], like: PyTree) -> PyTree:
         """Broadcast each leaf of the model state from the device of its stage to all stages."""
         divider, here = self._base.divider(), lax.axis_index("pipeline")
-        for stage, edge in network.edges.items():
+        for stage, edge in network.stage_fns.items():
             # A broadcast is a sum with zeros, and random keys cannot be added: pack them as uint32.
             packing = Packing([states[leaf] for leaf in edge.writes])
-            own = packing.write(empty(packing.lengths), [states[leaf] for leaf in edge.writes])
+            own = packing.write(zeros(packing.lengths), [states[leaf] for leaf in edge.writes])
             mine = here == stage % self.plan.pipeline
             told = broadcast_from_stage(
                 {n: jnp.where(mine, a, jnp.zeros_like(a)) for n, a in own.items()}
@@ -264,7 +266,7 @@ class PipelinedBackend(Backend):
         divider = base.divider()
         targets = jax.tree.leaves(base.expanded(base.layout.shards), is_leaf=is_sharding)
         values, goals = [], []
-        for array, form in zip(sums["aux"], run.pieces.aux, strict=True):
+        for array, form in zip(sums["aux"], run.vjps.aux, strict=True):
             values.append(self._terms(array, form, {"pipeline"}))
             goals.append(TensorSharding.replicated(array.ndim))
         on_all = [place for place, home in enumerate(homes.homes) if home == ON_ALL]
@@ -272,23 +274,23 @@ class PipelinedBackend(Backend):
             if self._layers[place]:
                 # The spec is that of one layer; the sums have a leading dim over all layers, split
                 # over `pipeline`.
-                array, form = sums["layers"][place], run.pieces.grads[place]
+                array, form = sums["layer_sums"][place], run.vjps.grads[place]
                 whole = (self.layout.dealing.devices * array.shape[0], *form.shape)
                 one = TensorSharding((("pipeline",), *form.sharding.dims), form.sharding.partial)
                 stacked = ValueSpec(form.local, whole, one, form.data_varying, form.is_param)
                 values.append(self._terms(array, stacked, set()))
             else:
                 values.append(
-                    self._terms(sums["shared"][place], run.pieces.grads[place], {"pipeline"})
+                    self._terms(sums["shared_sums"][place], run.vjps.grads[place], {"pipeline"})
                 )
             goals.append(targets[place])
         found = reduced(values, goals, divider)
-        totals: Totals = jax.tree.unflatten(run.pieces.aux_structure, found[: len(run.pieces.aux)])
+        totals: Totals = jax.tree.unflatten(run.vjps.aux_structure, found[: len(run.vjps.aux)])
         stage = self._stage()
-        homed = self._homed_reduced(run, sums["homed"], targets, stage)
+        homed = self._homed_reduced(run, sums["homed_sums"], targets, stage)
         self.records["reduction"] = divider.records + stage.records
         base.warn()
-        return totals._replace(grads=Staged(tuple(found[len(run.pieces.aux) :]), homed))
+        return totals._replace(grads=Staged(tuple(found[len(run.vjps.aux) :]), homed))
 
     def _homed_reduced(
         self,
@@ -302,13 +304,13 @@ class PipelinedBackend(Backend):
         Runs in that device's branch; returns the buffers that device has.
         """
         homes = self.layout.shards
-        packings = run.pieces.grad_packings
+        packings = run.vjps.grad_packings
 
         def branch(device: int) -> dict[str, Array]:
             own = homes.own(device)
             arrays = packings[device].read(sums)
             values = [
-                self._terms(array, run.pieces.grads[place], set())
+                self._terms(array, run.vjps.grads[place], set())
                 for array, place in zip(arrays, own, strict=True)
             ]
             found = reduced(values, [targets[place] for place in own], divider)
@@ -428,11 +430,11 @@ class PipelinedBackend(Backend):
             run = self._forward(network, params, rows, model_state)
             values = [
                 self._terms(array, form, {"pipeline"})
-                for array, form in zip(run()["aux"], run.pieces.aux, strict=True)
+                for array, form in zip(run()["aux"], run.vjps.aux, strict=True)
             ]
             goals = [TensorSharding.replicated(value.array.ndim) for value in values]
             found = reduced(values, goals, self._base.divider())
-            totals: Totals = jax.tree.unflatten(run.pieces.aux_structure, found)
+            totals: Totals = jax.tree.unflatten(run.vjps.aux_structure, found)
             return totals
 
         return local
@@ -456,7 +458,7 @@ class PipelinedBackend(Backend):
             # Only the last stage has outputs; the other devices have zeros.
             outputs = broadcast_from_stage(run()["aux"])
             return jax.tree.unflatten(
-                run.pieces.aux_structure, [a.reshape(-1, *a.shape[2:]) for a in outputs]
+                run.vjps.aux_structure, [a.reshape(-1, *a.shape[2:]) for a in outputs]
             )
 
         return local

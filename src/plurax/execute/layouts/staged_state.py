@@ -34,7 +34,7 @@ from jaxtyping import Array, PyTree
 from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.execute.layouts.state_layout import StateLayout
 from plurax.execute.layouts.state_shardings import StateShardings
-from plurax.pipeline.packing import Packing, empty, longest
+from plurax.pipeline.packing import Packing, max_lengths, zeros
 from plurax.pipeline.stage_update import broadcast_from_stage
 from plurax.pipeline.stages import LayerAssignment
 from plurax.sharding.rules import filled_shape, match_opt_state_to_params
@@ -77,7 +77,7 @@ class StagePlacement:
             Packing([leaf for leaf, home in zip(leaves, homes, strict=True) if home == device])
             for device in range(devices)
         ]
-        self.lengths = longest(self.packings)
+        self.lengths = max_lengths(one.lengths for one in self.packings)
 
     def own(self, device: int) -> list[int]:
         """Return the indices of the leaves that only `device` has."""
@@ -103,7 +103,7 @@ class StagePlacement:
     ) -> dict[str, Array]:
         """Return a device's buffers with the leaves that only it has; with `wide` for sums, in
         float32 or wider."""
-        return self.packings[device].write(empty(self.lengths, wide=wide), arrays)
+        return self.packings[device].write(zeros(self.lengths, wide=wide), arrays)
 
     def gathered(self, staged: Staged) -> PyTree:
         """Broadcast each stage's leaves to all stages; return the tree with all leaves.
