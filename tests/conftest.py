@@ -1,5 +1,7 @@
 """Every test sees eight virtual CPU devices; warnings are errors (pyproject.toml)."""
 
+import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -44,13 +46,16 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = (
 )
 
 import jax
+import optax
 import pytest
 from hypothesis import settings
 from matplotlib.figure import Figure
 
 import plurax as px
+from tests.typecheck import check_public_names
 
 px.virtual_devices(8)
+check_public_names()
 
 CACHE = Path(os.environ["PLURAX_TEST_CACHE"])
 MAX_BYTES = 2_000_000_000
@@ -97,6 +102,35 @@ def x64() -> Iterator[None]:
     jax.config.update("jax_enable_x64", True)
     yield
     jax.config.update("jax_enable_x64", False)
+
+
+@pytest.fixture
+def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No implicit promotion of dtypes or ranks in the library; a user's code is left alone."""
+    compile = px.compile
+    monkeypatch.setattr(
+        px, "compile", lambda task, tx, *a, **k: compile(lenient(task), lenient(tx), *a, **k)
+    )
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+def lenient(code: Any) -> Any:
+    """A task, an optimizer or a function that makes one, under JAX's own rules of promotion."""
+    if isinstance(code, px.Task):
+        names = ("init", "loss", "predict", "evaluate", "weight")
+        given = {name: getattr(code, name) for name in names}
+        return dataclasses.replace(code, **{k: lenient(f) for k, f in given.items() if f})
+    if isinstance(code, tuple):  # an optimizer: init and update
+        return type(code)(*map(lenient, code))
+
+    @functools.wraps(code)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            made = code(*args, **kwargs)
+        return lenient(made) if isinstance(made, px.Task | optax.GradientTransformation) else made
+
+    return run
 
 
 @pytest.fixture

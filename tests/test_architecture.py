@@ -8,7 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from jaxtyping import Float, Int, TypeCheckError
+
+import plurax as px
+from tests.typecheck import checked
 
 REPOSITORY = Path(__file__).parents[1]
 SOURCE = REPOSITORY / "src" / "plurax"
@@ -193,3 +198,20 @@ def test_nothing_names_a_machine_or_a_registry():
     named = [rf"/(?:{homes})/\w", "//" + r"[^ ]*/" + "simple", "--" + "index" + "-url"]
     for path in [*FILES, *(REPOSITORY / "examples").glob("*.py"), REPOSITORY / "constraints.txt"]:
         assert not re.search("|".join(named), path.read_text()), path
+
+
+def test_public_functions_are_checked_against_their_annotations():
+    @checked
+    def mean(rows: Float[np.ndarray, "N C"], labels: Int[np.ndarray, "N"]) -> float:
+        if not len(rows):
+            raise px.BatchError("no rows")
+        return float(rows.mean()) if labels.all() else "none"
+
+    rows, labels = np.ones((2, 3)), np.ones(2, int)
+    assert mean(rows, labels) == 1
+    for wrong in ((rows, np.ones(3, int)), (rows, labels * 1.0), (rows, labels * 0)):
+        with pytest.raises(TypeCheckError):
+            mean(*wrong)
+    with pytest.raises(px.BatchError, match="no rows"):  # refused in our own words
+        mean(np.ones((0, 2), int), labels)
+    assert all(hasattr(one, "__wrapped__") for one in (px.fit, px.Plan.load, px.Members.take))

@@ -125,7 +125,7 @@ class Members:
     4
     """
 
-    seeds: int | Sequence[int] | None = None
+    seeds: int | Iterable[int] | None = None
     hyper: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     resample: Resample = Everything()  # noqa: RUF009  frozen
     draw_seed: int = 0

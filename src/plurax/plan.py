@@ -7,7 +7,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from plurax import errors
 from plurax.validate import whole_number
@@ -17,6 +17,11 @@ Precision = Literal["float32", "bfloat16"]
 BatchDim = Literal["major", "minor"]
 
 Shardings = tuple[tuple[str, tuple[Any, ...]], ...]
+
+if TYPE_CHECKING:
+    GivenShardings = Shardings | Mapping[str, Any]
+else:
+    GivenShardings = object  # or the command line would look for an option in it
 
 Remat = Literal["none", "dots", "full", "offload"]
 
@@ -75,7 +80,7 @@ data=1 means 'not used'.
     stages: int | None = None
     """Stages into which the layers are split, a multiple of `pipeline`. None: one for each device,
     two for the schedule `interleaved`."""
-    schedule: ScheduleName | tuple[str, ...] = "1f1b"
+    schedule: ScheduleName | Sequence[str] = "1f1b"
     """The order in which the devices of a pipeline process the microbatches: a name, or by hand one
     line for each device, like `F0 F1 B0 B1`."""
 
@@ -93,7 +98,7 @@ data=1 means 'not used'.
     """What the backward pass recomputes instead of storing it: nothing; all but matrix products
     (`dots`); all but the layers' inputs (`full`); or matrix products are stored in the host's
     memory (`offload`)."""
-    shardings: Shardings = ()
+    shardings: GivenShardings = ()
     """The shardings of parameters and named activations, as a dict: pattern -> one entry for each
     dim: None for a dim that is not split, the name of a mesh axis, or several; a leading `...`
     stands for any number of such dims. The first pattern that matches a parameter's path or an
@@ -130,6 +135,11 @@ data=1 means 'not used'.
             raise errors.plan_offload_in_stages(self.pipeline)
         if self.batch_dim == "minor" and self.partitioned:
             raise errors.plan_minor_divided()
+
+    @property
+    def rules(self) -> Shardings:
+        """`shardings` as pairs of a pattern and its entries, each pattern once."""
+        return _rules(self.shardings)
 
     @property
     def axes(self) -> dict[str, int]:
@@ -290,7 +300,7 @@ data=1 means 'not used'.
         ]
         if self.shardings:
             lines += ["", "[shardings]"]
-            for pattern, entries in self.shardings:
+            for pattern, entries in self.rules:
                 values = ", ".join(_toml_entry(entry) for entry in entries)
                 lines.append(f"{_toml_text(pattern)} = [{values}]")
         return "\n".join(lines) + "\n"

@@ -29,7 +29,7 @@ Source: J. Black and P. Rogaway, "Ciphers with arbitrary finite domains", CT-RSA
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,7 @@ ROUNDS = 10
 Word = UInt32[Array, "..."]
 
 
+@runtime_checkable
 class Resample(Protocol):
     """How a member draws its rows. Frozen and comparable; checkpoints save its `repr`."""
 

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -21,6 +22,16 @@ def path_name(path: tuple[Any, ...]) -> str:
 def named_leaves(tree: PyTree) -> dict[str, Any]:
     """Leaves by path."""
     return {path_name(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def sum_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
+    """Return the dtype in which values of `dtype` are summed: float32 or wider.
+
+    >>> str(sum_dtype("bfloat16")), str(sum_dtype("float64")), str(sum_dtype("int32"))
+    ('float32', 'float64', 'float32')
+    """
+    with jax.numpy_dtype_promotion("standard"):  # also where a user has set it to be strict
+        return jnp.promote_types(dtype, jnp.float32)
 
 
 def byte_count(tree: PyTree) -> int:

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from plurax.tree import sum_dtype
+
 Total = TypeVar("Total")
 
 
@@ -51,16 +53,12 @@ def accumulate(
             return (jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, part), state), None
 
         shapes, _ = jax.eval_shape(lambda: traced(state, jax.tree.map(lambda x: x[0], rows)))
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, _wide(s.dtype)), shapes)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, sum_dtype(s.dtype)), shapes)
         (total, state), _ = jax.lax.scan(body, (zeros, state), rows)
         return total, state
 
     return run
 
 
-def _wide(dtype: jnp.dtype) -> jnp.dtype:
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def _widen(value: jax.Array) -> jax.Array:
-    return value.astype(_wide(value.dtype))
+    return value.astype(sum_dtype(value.dtype))

@@ -24,6 +24,7 @@ from plurax.jaxpr.batch_minor import batch_minor
 from plurax.jaxpr.remat import order_recomputation, rematerialized
 from plurax.plan import BatchDim, Precision, Remat
 from plurax.task import Task
+from plurax.tree import sum_dtype
 from plurax.validate import place_of
 
 RESERVED = frozenset({"loss", "weight", "grad_norm", "examples", "skipped"})
@@ -105,7 +106,7 @@ def weighted_sums(
     losses: Float[Array, "N"], metrics: dict[str, Array], weight: Array | None, rows: Rows
 ) -> Totals:
     """Return the weighted sums over the real rows, in float32 or wider; `grads` is `()`."""
-    dtype = jnp.promote_types(losses.dtype, jnp.float32)
+    dtype = sum_dtype(losses.dtype)
     weights = jnp.ones(rows.mask.shape, dtype) if weight is None else weight.astype(dtype)
 
     def total(values: Array) -> Array:

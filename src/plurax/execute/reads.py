@@ -105,7 +105,7 @@ class Reads:
         index_S = index - index % self.block + jnp.arange(self.block, dtype=jnp.int32)
         first = jax.lax.axis_index("data") * self.size if self.split > 1 else 0
         place_B = first + jnp.arange(self.size, dtype=jnp.int32)
-        place_SB = place_B % self.count(index_S)[:, None]
+        place_SB = place_B[None, :] % self.count(index_S)[:, None]
         return stream_row(
             reading.resample,
             reading.count,

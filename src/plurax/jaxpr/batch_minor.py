@@ -228,7 +228,7 @@ def _few_terms(big_SB: Array, small_SG: Array) -> Array | None:
     """
     terms, rows = small_SG.shape
     if terms <= FEW:
-        products = [small_SG[k][:, None] * big_SB[k] for k in range(terms)]
+        products = [small_SG[k][:, None] * big_SB[k][None, :] for k in range(terms)]
         return functools.reduce(jnp.add, products)
     if rows <= FEW:
         return jnp.stack([jnp.sum(small_SG[:, k, None] * big_SB, axis=0) for k in range(rows)])

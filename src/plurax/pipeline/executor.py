@@ -50,6 +50,7 @@ from plurax.pipeline.stage_vjps import StageVjps
 from plurax.pipeline.stages import LayerAssignment, StagedNetwork
 from plurax.pipeline.value_spec import StageParams, ValueSpec, replicated_value
 from plurax.sharding.spec import TensorSharding
+from plurax.tree import sum_dtype
 
 Carry = dict[str, Any]
 
@@ -487,5 +488,5 @@ def _row(buffers: Buffers, row: Any) -> Buffers:
 
 def _zeros(local: jax.ShapeDtypeStruct, rows: int | None = None) -> Array:
     """Return zeros to sum arrays of shape `local` in, or `rows` of them; float32 or wider."""
-    dtype = jnp.promote_types(local.dtype, jnp.float32)
+    dtype = sum_dtype(local.dtype)
     return jnp.zeros(local.shape if rows is None else (rows, *local.shape), dtype)

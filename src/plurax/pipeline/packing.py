@@ -24,6 +24,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from plurax.tree import sum_dtype
+
 Buffers = dict[str, Array]
 Lengths = dict[str, int]
 
@@ -126,7 +128,7 @@ def zeros(lengths: Lengths, rows: int | None = None, *, wide: bool = False) -> B
     """Return buffers of zeros, `(length,)` or `(rows, length)`; with `wide` float32 or wider."""
     shape = () if rows is None else (rows,)
     return {
-        name: jnp.zeros((*shape, length), jnp.promote_types(name, "float32") if wide else name)
+        name: jnp.zeros((*shape, length), sum_dtype(name) if wide else name)
         for name, length in lengths.items()
     }
 

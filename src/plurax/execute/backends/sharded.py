@@ -99,7 +99,7 @@ class ShardedBackend(Backend):
         sizes = {axis: mesh.shape[axis] for axis in _AXES if mesh.shape[axis] > 1}
         self._mesh: Mesh | None = mesh
         self._data = mesh.shape["data"]
-        rules = Rules(plan.shardings, {a: n for a, n in sizes.items() if a == "tensor"})
+        rules = Rules(plan.rules, {a: n for a, n in sizes.items() if a == "tensor"})
         fresh = functools.partial(new_state, task, optimizer)
         like: TrainState = jax.eval_shape(lambda: fresh(jax.random.key(0)))
         jaxpr = self._loss_jaxpr(like, rows)
@@ -394,7 +394,7 @@ def _arrays(values: PyTree) -> PyTree:
 
 def _uses_tensor(plan: Plan, tags: set[Tag], jaxpr: Any) -> bool:
     """Return whether anything uses `tensor`: a rule, an annotation or the model's own code."""
-    by_rule = any("tensor" in _names(entries) for _, entries in plan.shardings)
+    by_rule = any("tensor" in _names(entries) for _, entries in plan.rules)
     by_mark = any(isinstance(tag, Split) for tag in tags)
     # The backward pass of a `custom_vjp` is not visible here, and may use the axis itself.
     by_hand = ("shard_map", "sharding_constraint", "custom_vjp_call")
