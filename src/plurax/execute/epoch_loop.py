@@ -1,9 +1,11 @@
 """Run many steps in one compiled loop over data that stay on the devices."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Int, PyTree
 
@@ -14,6 +16,25 @@ Loop = Callable[
     [TrainState, PyTree, Int[Array, "S N"], Int[Array, "S"], Int[Array, ""], Int[Array, ""]],
     tuple[TrainState, Metrics],
 ]
+
+
+def equal_sizes(
+    rows: Int[np.ndarray, "S B"], counts: Int[np.ndarray, "S"]
+) -> Iterator[tuple[int, Int[np.ndarray, "T size"], int, int]]:
+    """Split an epoch where the batch size changes.
+
+    Yields, for each run of equal sizes: the size, the rows of its steps without padding, its first
+    step and its end.
+
+    >>> rows, counts = np.array([[0, 1], [2, 3], [4, 4]]), np.array([2, 2, 1])
+    >>> [(size, rows.tolist(), start, end) for size, rows, start, end in equal_sizes(rows, counts)]
+    [(2, [[0, 1], [2, 3]], 0, 2), (1, [[4]], 2, 3)]
+    """
+    rows, counts = np.asarray(rows), np.asarray(counts)
+    edges = [0, *(np.flatnonzero(np.diff(counts)) + 1).tolist(), len(counts)]
+    for start, end in itertools.pairwise(edges):
+        size = int(counts[start])
+        yield size, rows[start:end, :size], start, end
 
 
 def make_loop(step: Step, where: NamedSharding) -> Loop:

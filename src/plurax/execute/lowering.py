@@ -19,14 +19,16 @@ COUNT = jax.ShapeDtypeStruct((), jnp.int32)
 
 def lower_step(functions: StepFunctions, placement: Placement) -> jax.stages.Lowered:
     """Lower a step for batches of a placement's shapes."""
-    return _jitted(functions, functions.step).lower(*_state(functions), placement.abstract(), COUNT)
+    return jitted_update(functions, functions.step).lower(
+        *_state(functions), placement.abstract(), COUNT
+    )
 
 
 def lower_loop(
     functions: StepFunctions, data: PyTree, order: tuple[Any, ...] = ()
 ) -> jax.stages.Lowered:
     """Lower a loop over abstract data (see `abstract_data`) in an order on the devices."""
-    loop = _jitted(functions, functions.loop)
+    loop = jitted_update(functions, functions.loop)
     return loop.lower(*_state(functions), data, *abstract(order), COUNT, COUNT)
 
 
@@ -52,8 +54,8 @@ def _state(functions: StepFunctions) -> tuple[Any, ...]:
     return functions.layout.abstract(functions.mesh), *abstract(functions.arguments)
 
 
-def _jitted(functions: StepFunctions, fun: Callable[..., Any]) -> Any:
-    """Return a jitted step or loop that donates its state and keeps the state's shardings."""
+def jitted_update(functions: StepFunctions, fun: Callable[..., Any]) -> Any:
+    """Return `fun`, jitted: it donates its state and returns one of the same shardings."""
     like = functions.layout.abstract(functions.mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
     return jax.jit(fun, donate_argnums=0, out_shardings=(shardings, functions.metrics_sharding))

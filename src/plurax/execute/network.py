@@ -21,7 +21,7 @@ from plurax.execute.backends.choose import make_backend
 from plurax.execute.epoch_loop import make_loop
 from plurax.execute.gradient import Totals
 from plurax.execute.initial_state import new_state
-from plurax.execute.step import Metrics, Step
+from plurax.execute.step import Gradients, Metrics, Step, gradient_specs
 from plurax.execute.step_functions import StepFunctions
 from plurax.mesh import on_devices, replicated, split_rows, within
 from plurax.plan import Plan
@@ -59,10 +59,28 @@ class Network(StepFunctions):
         return self.layout.from_canonical(new_state(self.task, self.optimizer, key))
 
     @property
+    def _split(self) -> bool:
+        return self._rows != replicated(self.mesh)
+
+    @property
     def _step(self) -> Step:
-        split = self._rows != replicated(self.mesh)
-        step = self.backend.step(split=split)
-        return self._on_devices(step, "sr." if split else "s..", "s.")
+        step = self.backend.step(split=self._split)
+        return self._on_devices(step, "sr." if self._split else "s..", "s.")
+
+    def gradients(self, state: TrainState, rows: PyTree, count: Any) -> Gradients:
+        """Return the sums over `rows`, leaves `(N, ...)`, of which `count` are real."""
+        fun = self.backend.gradients(split=self._split)
+        sums: Gradients = self._on_devices(fun, "sr." if self._split else "s..", "g")(
+            state, rows, count
+        )
+        return sums
+
+    def apply(self, state: TrainState, sums: Gradients) -> tuple[TrainState, Metrics]:
+        """Update the state from the sums over a batch."""
+        updated: tuple[TrainState, Metrics] = self._on_devices(self.backend.apply(), "sg", "s.")(
+            state, sums
+        )
+        return updated
 
     def step(self, state: TrainState, rows: PyTree, count: Any) -> tuple[TrainState, Metrics]:
         """Update the state once from `rows`, leaves `(N, ...)`, of which `count` are real."""
@@ -87,12 +105,15 @@ class Network(StepFunctions):
     def _on_devices(self, fun: Callable[..., Any], takes: str, gives: str) -> Callable[..., Any]:
         """Run `fun` on every device, its arguments and results split by kind.
 
-        Letters of `takes` and `gives`: `s`, state; `p`, parameters; `m`, model state; `r`, rows
-        split over `data`; `.`, replicated.
+        Letters of `takes` and `gives`: `s`, state; `p`, parameters; `m`, model state; `g`,
+        gradients; `r`, rows split over `data`; `.`, replicated.
         """
-        axes = self.backend.manual_axes
-        specs = self.layout.specs
-        kinds = {"s": specs, "p": specs.params, "m": specs.model_state, "r": P("data"), ".": P()}
+        axes, specs = self.backend.manual_axes, self.layout.specs
+        sums = gradient_specs(P(), self.layout.gradient_specs, specs.model_state)
+        kinds = {
+            "s": specs, "p": specs.params, "m": specs.model_state, "g": sums,
+            "r": P("data"), ".": P(),
+        }  # fmt: skip
         if any(self.mesh.shape[axis] > 1 for axis in axes) or axes == set(self.mesh.axis_names):
             fun = on_devices(fun, self.mesh, set(axes), kinds, takes, gives)
         # On a mesh of one device XLA finds no mesh, but a model may name its axes.

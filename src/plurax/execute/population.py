@@ -46,7 +46,7 @@ from plurax.execute.layouts.members_layout import MembersLayout
 from plurax.execute.placement import leading_dim
 from plurax.execute.reads import EpochSpec, Reads
 from plurax.execute.rows import Rows
-from plurax.execute.step import Metrics
+from plurax.execute.step import Gradients, Metrics, gradient_specs
 from plurax.execute.step_functions import StepFunctions
 from plurax.members import Hyper, MemberArrays, Members
 from plurax.mesh import on_devices, within
@@ -83,6 +83,17 @@ def task_and_optimizer(task: Task | HyperFn, optimizer: Any, hyper: Hyper) -> Ta
     if not isinstance(optimizer, optax.GradientTransformation):
         made_optimizer = _call("optimizer", optimizer, hyper)
     return TaskAndOptimizer(made_task, made_optimizer)
+
+
+def example_network(
+    task: Task | HyperFn, optimizer: Any, members: Members | None
+) -> TaskAndOptimizer:
+    """Return the task and the optimizer of one network, or of the first member."""
+    if members is None:
+        assert isinstance(task, Task)
+        return TaskAndOptimizer(task, optimizer)
+    hyper = {name: jnp.asarray(value) for name, value in members.hyper_of(0).items()}
+    return task_and_optimizer(task, optimizer, hyper)
 
 
 def _call(what: str, maker: HyperFn, hyper: Hyper) -> Any:
@@ -126,7 +137,7 @@ class Population(StepFunctions):
         self._task, self._optimizer = task, optimizer
         self.plan, self.mesh, self.members, self._reading = plan, mesh, members, reads
         self._hyper = {name: jnp.asarray(value) for name, value in members.hyper_of(0).items()}
-        self.example = self.make(self._hyper)
+        self.example = example_network(task, optimizer, members)
         self._microbatch = microbatch(batch, plan, coupled=self.example.task.coupled)
         self.backend = make_backend(*self.example, plan, mesh, batch)
         self.layout = MembersLayout(self.backend.layout, members.count, mesh)
@@ -217,6 +228,33 @@ class Population(StepFunctions):
             return self._backend(member).step(freeze=True)(state, batch, count)
 
         return self._spread(self._chunked(one), "smd.", "sm")(state, cohort, batch, count)
+
+    def gradients(
+        self, state: TrainState, cohort: MemberArrays, batch: PyTree, count: Int[Array, ""]
+    ) -> Gradients:
+        """Return every member's sums over the same batch, leaves `(K, ...)`."""
+
+        def one(state: TrainState, member: MemberArrays, batch: PyTree, count: Array) -> Any:
+            return (), self._backend(member).gradients()(state, batch, count)
+
+        fun = self._spread(self._chunked(one, keep=False), "smd.", "mg")
+        sums: Gradients = fun(state, cohort, batch, count)[1]
+        return sums
+
+    def apply(
+        self, state: TrainState, cohort: MemberArrays, sums: Gradients
+    ) -> tuple[TrainState, Metrics]:
+        """Update every member from its sums."""
+
+        def one(pair: tuple[TrainState, Gradients], member: MemberArrays) -> Any:
+            state, metrics = self._backend(member).apply(freeze=True)(*pair)
+            return (state, pair[1]), metrics
+
+        def all_(state: TrainState, sums: Gradients, cohort: MemberArrays) -> Any:
+            (state, _), metrics = self._chunked(one)((state, sums), cohort)
+            return state, metrics
+
+        return self._spread(all_, "sgm", "sm")(state, sums, cohort)
 
     def loop(
         self,
@@ -361,13 +399,16 @@ class Population(StepFunctions):
     def _spread(self, fun: Callable[..., Any], takes: str, gives: str) -> Callable[..., Any]:
         """Run `fun` on every device, its arguments and results split by kind.
 
-        Letters of `takes` and `gives`: `s`, states; `p`, their parameters and model states; `m`,
-        split over `member`; `d`, rows split over `data`; `o`, outputs; `.`, replicated.
+        Letters of `takes` and `gives`: `s`, states; `p`, their parameters and model states; `g`,
+        gradients; `m`, split over `member`; `d`, rows split over `data`; `o`, outputs; `.`,
+        replicated.
         """
         if self.mesh.size == 1:
             return fun
-        specs = self.layout.specs
+        specs, members = self.layout.specs, P("member")
+        sums = gradient_specs(members, self.layout.gradient_specs, specs.model_state)
         kinds = {
+            "g": sums,
             "s": specs, "p": (specs.params, specs.model_state), "m": P("member"),
             "d": P("data"), "o": P("data", "member"), ".": P(),
         }  # fmt: skip

@@ -8,7 +8,6 @@ called; `compile` compiles the step.
 import copy
 import dataclasses
 import functools
-import itertools
 import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,17 +26,25 @@ from plurax.execute.array_data import ArrayData
 from plurax.execute.autotune import Candidate
 from plurax.execute.choose_chunk import choose_plan, measure_plan
 from plurax.execute.dispatch_limiter import DispatchLimiter
+from plurax.execute.epoch_loop import equal_sizes
 from plurax.execute.evaluate import check_evaluation, evaluation_placement, weighted_means
 from plurax.execute.gradient import Totals
 from plurax.execute.initial_state import check_place, check_state, new_state, same_shapes
 from plurax.execute.layouts.parameter_info import ParameterInfo
-from plurax.execute.lowering import COUNT, abstract, abstract_data, lower_loop, lower_step
+from plurax.execute.lowering import (
+    COUNT,
+    abstract,
+    abstract_data,
+    jitted_update,
+    lower_loop,
+    lower_step,
+)
 from plurax.execute.mask import MaskWarning, mask_not_read, reads_mask
 from plurax.execute.network import Network
 from plurax.execute.placement import Placed, Placement, device_data, is_arrays, leading_dim
-from plurax.execute.population import HyperFn, Population, TaskAndOptimizer, task_and_optimizer
+from plurax.execute.population import HyperFn, Population, example_network
 from plurax.execute.predict import Predictor
-from plurax.execute.step import Metrics
+from plurax.execute.step import Gradients, Metrics
 from plurax.execute.step_functions import StepFunctions
 from plurax.members import Members
 from plurax.mesh import replicated, split_rows, within
@@ -89,7 +96,7 @@ class Program:
         self._in_flight = DispatchLimiter(mesh)
         self._compiled: dict[Any, jax.stages.Compiled] = {}
         self._of_size: dict[int, Program] = {}
-        self._example = _example(task, optimizer, members)
+        self._example = example_network(task, optimizer, members)
         # A coupled loss (one that mixes examples, such as batch norm) must ignore padding rows by
         # its mask; if it does not, only batches that need no padding are valid.
         self._pads = exact or not self._example.task.coupled or self._reads_mask()
@@ -227,6 +234,36 @@ class Program:
         program = self if self._pads else self._for_size(self._placement.check(batch))
         return program._step(state, program._placement.fill(batch))
 
+    def gradients(self, state: TrainState, batch: PyTree) -> Gradients:
+        """Return the first half of `step`: the sums over a batch, reduced over devices.
+
+        The state is not donated. The mean gradient is `grads / weight`; under ZeRO it lies in
+        shards, and in a pipeline in the buffers of the stages.
+        """
+        program = self if self._pads else self._for_size(self._placement.check(batch))
+        gradients, _ = program._halves
+        arguments = (*self._functions.arguments, *program._placement.fill(batch))
+        sums: Gradients = gradients(self.from_canonical(state), *arguments)
+        return sums
+
+    def apply(self, state: TrainState, gradients: Gradients) -> tuple[TrainState, Metrics]:
+        """Return the second half of `step`: the state, updated from `gradients`, and the metrics.
+
+        The state is donated. `apply(state, gradients(state, batch))` is `step(state, batch)`, bit
+        for bit.
+        """
+        if state.step.is_deleted():
+            raise errors.state_was_donated()
+        _, apply = self._halves
+        arguments = (*self._functions.arguments, gradients)
+        state, metrics = apply(self.from_canonical(state), *arguments)
+        return state, metrics if self.members is None else self._cut(metrics)
+
+    @functools.cached_property
+    def _halves(self) -> tuple[Any, Any]:
+        functions = self._functions
+        return jax.jit(functions.gradients), jitted_update(functions, functions.apply)
+
     def place_batch(self, batch: PyTree) -> Placed:
         """Put a batch on the devices ahead of its step, for `step_placed`. Raises `BatchError`."""
         program = self if self._pads else self._for_size(self._placement.check(batch))
@@ -278,16 +315,10 @@ class Program:
         return state, found
 
     def _by_size(self, epoch: tuple[Any, ...]) -> Iterator[tuple["Program", Placed, int, int]]:
-        """Split an epoch where the batch size changes.
-
-        Yields, for each run of equal sizes: its program, its order, its first step and its end.
-        """
-        rows, sizes = map(np.asarray, epoch)
-        edges = [0, *(np.flatnonzero(np.diff(sizes)) + 1).tolist(), len(sizes)]
-        for start, end in itertools.pairwise(edges):
-            program = self._for_size(int(sizes[start]))
-            part = rows[start:end, : sizes[start]]
-            yield program, program.place_epoch(part, sizes[start:end]), start, end
+        """Yield, for each run of equal batch sizes of an epoch: its program, order, start, end."""
+        for size, rows, start, end in equal_sizes(*epoch):
+            program = self._for_size(size)
+            yield program, program.place_epoch(rows, np.full(end - start, size)), start, end
 
     def compile_loop(self, data: PyTree, order: tuple[Any, ...] = ()) -> jax.stages.Compiled:
         """Return the compiled loop for data and orders of these shapes."""
@@ -557,15 +588,6 @@ class Program:
     @property
     def _state_shardings(self) -> PyTree:
         return jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
-
-
-def _example(task: Task | HyperFn, optimizer: Any, members: Members | None) -> TaskAndOptimizer:
-    """Return the task and the optimizer of one network, or of the first member."""
-    if members is None:
-        assert isinstance(task, Task)
-        return TaskAndOptimizer(task, optimizer)
-    hyper = {name: jnp.asarray(value) for name, value in members.hyper_of(0).items()}
-    return task_and_optimizer(task, optimizer, hyper)
 
 
 def _loop_key(data: PyTree, order: tuple[Any, ...]) -> Any:

@@ -1,12 +1,14 @@
-"""Build one training step as a pure function: totals, guard against NaN, update."""
+"""The two halves of a training step, as pure functions: sum the gradients, apply them."""
 
 import re
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int, PyTree
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, PyTree
 
 from plurax import errors
 from plurax.execute.totals import BatchTotals
@@ -59,21 +61,55 @@ _WANTED = re.compile(
 """Matches Python's message for a missing argument, and optax's."""
 
 
-def make_step(
-    total: BatchTotals,
+class Gradients(NamedTuple):
+    """Sums over a batch, reduced over devices: what a step's update needs.
+
+    **Fields:**
+
+    - `weight`, `loss`, `metrics`: scalars, sums of the rows' weights and weighted sums.
+    - `grads`: the gradient of `loss`, in the program's stored form (in shards, under ZeRO). The
+      mean gradient is `grads / weight`.
+    - `model_state`: after the batch.
+    - `examples`: how many rows are real.
+    """
+
+    weight: Float[Array, ""]
+    loss: Float[Array, ""]
+    metrics: Metrics
+    grads: PyTree
+    model_state: PyTree
+    examples: Int[Array, ""]
+
+
+def gradient_specs(scalar: PartitionSpec, grads: PyTree, model_state: PyTree) -> Any:
+    """Return the `PartitionSpec`s of `Gradients` whose sums all have the spec `scalar`."""
+    specs: dict[str, Any] = dict.fromkeys(Gradients._fields, scalar)
+    return Gradients(**{**specs, "grads": grads, "model_state": model_state})
+
+
+def make_gradients(total: BatchTotals) -> Callable[[TrainState, PyTree, Array], Gradients]:
+    """Return `(state, batch, count) -> gradients`; the first `count` rows of `batch` are real."""
+
+    def gradients(state: TrainState, batch: PyTree, count: Int[Array, ""]) -> Gradients:
+        key = jax.random.fold_in(state.key, state.step)
+        totals, model_state = total(state.params, state.model_state, batch, key, count)
+        return Gradients(*totals, model_state=model_state, examples=count)
+
+    return gradients
+
+
+def make_apply(
     update: Update,
     norm: Callable[[PyTree], Array] | None = None,
     *,
     freeze: bool = False,
-) -> Step:
-    """Return `(state, batch, count) -> (state, metrics)`.
+) -> Callable[[TrainState, Gradients], tuple[TrainState, Metrics]]:
+    """Return `(state, gradients) -> (state, metrics)`.
 
-    The first `count` rows of `batch` are real. As a program:
+    As a program:
 
-        totals = total(params, batch)      # sums of weight * (loss, metrics, gradient)
         if loss and gradient norm are finite:
-            grads = totals.grads / totals.weight
-            params, opt_state = update(grads, opt_state, params, loss)
+            params, opt_state = update(grads / weight, opt_state, params, loss / weight)
 
     `norm(grads)` computes the global norm, by default of unsharded tensors. With `freeze`, no
     update follows the first that was left out.
@@ -84,13 +120,11 @@ def make_step(
     """
     norm_of = norm or _norm
 
-    def step(state: TrainState, batch: PyTree, count: Int[Array, ""]) -> tuple[TrainState, Metrics]:
-        key = jax.random.fold_in(state.key, state.step)
-        totals, model_state = total(state.params, state.model_state, batch, key, count)
+    def apply(state: TrainState, sums: Gradients) -> tuple[TrainState, Metrics]:
         # Multiply by one reciprocal: XLA would write the quotient of every gradient to memory.
-        scale = 1 / totals.weight
-        loss = totals.loss * scale
-        norm = norm_of(totals.grads) * scale
+        scale = 1 / sums.weight
+        loss = sums.loss * scale
+        norm = norm_of(sums.grads) * scale
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         if freeze:
             finite &= state.skipped == 0
@@ -98,11 +132,9 @@ def make_step(
 
         def updated() -> PyTree:
             grads = jax.tree.map(
-                lambda g, p: (g * scale.astype(g.dtype)).astype(p.dtype),
-                totals.grads,
-                state.params,
+                lambda g, p: (g * scale.astype(g.dtype)).astype(p.dtype), sums.grads, state.params
             )
-            new = (*update(grads, state.opt_state, state.params, loss), model_state)
+            new = (*update(grads, state.opt_state, state.params, loss), sums.model_state)
             return jax.tree.map(lambda n, o: jnp.asarray(n, o.dtype), new, old)
 
         # `cond`, not `where`: a select after the update would copy the optimizer state.
@@ -110,10 +142,10 @@ def make_step(
         skipped = 1 - finite.astype(jnp.int32)
         metrics = {
             "loss": loss,
-            **{name: value * scale for name, value in totals.metrics.items()},
+            **{name: value * scale for name, value in sums.metrics.items()},
             "grad_norm": norm,
-            "weight": totals.weight,
-            "examples": count,
+            "weight": sums.weight,
+            "examples": sums.examples,
             "skipped": skipped,
         }
         state = TrainState(
@@ -126,7 +158,7 @@ def make_step(
         )
         return state, metrics
 
-    return step
+    return apply
 
 
 def _norm(grads: PyTree) -> Array:

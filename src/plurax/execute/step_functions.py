@@ -23,7 +23,7 @@ from jaxtyping import PyTree
 from plurax.execute.backends.backend import Backend
 from plurax.execute.gradient import Totals
 from plurax.execute.layouts.state_layout import StateLayout
-from plurax.execute.step import Metrics
+from plurax.execute.step import Gradients, Metrics
 from plurax.plan import Plan
 from plurax.state import TrainState
 
@@ -54,6 +54,14 @@ class StepFunctions(abc.ABC):
     @abc.abstractmethod
     def step(self, state: TrainState, *arguments: Any) -> tuple[TrainState, Metrics]:
         """Update the state once: `(state, *arguments, rows, count)`, `count` of the rows real."""
+
+    @abc.abstractmethod
+    def gradients(self, state: TrainState, *arguments: Any) -> Gradients:
+        """Return the first half of a step: `(state, *arguments, rows, count)`."""
+
+    @abc.abstractmethod
+    def apply(self, state: TrainState, *arguments: Any) -> tuple[TrainState, Metrics]:
+        """Return the second half of a step: `(state, *arguments, gradients)`."""
 
     @abc.abstractmethod
     def loop(self, state: TrainState, *arguments: Any) -> tuple[TrainState, Metrics]:

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from typing import Any
 
 import optax
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from plurax.execute.gradient import Totals
 from plurax.execute.layouts.state_layout import StateLayout
-from plurax.execute.step import Step
+from plurax.execute.step import Gradients, Metrics, Step
 from plurax.partition.partitioner import Record
 from plurax.state import TrainState
 from plurax.task import Task
@@ -50,12 +50,22 @@ class Backend(abc.ABC):
         """Return this device's part of a replicated state."""
 
     @abc.abstractmethod
-    def step(self, *, freeze: bool = False, split: bool = True) -> Step:
-        """Return `(state, rows, count) -> (state, metrics)` on one device.
+    def gradients(self, *, split: bool = True) -> Callable[[TrainState, PyTree, Array], Gradients]:
+        """Return `(state, rows, count) -> gradients` on one device, reduced over all.
 
         `rows` are this device's; with `split=False` (a coupled loss only) those of all devices.
-        With `freeze`, no update follows the first that was left out.
         """
+
+    @abc.abstractmethod
+    def apply(
+        self, *, freeze: bool = False
+    ) -> Callable[[TrainState, Gradients], tuple[TrainState, Metrics]]:
+        """Return `(state, gradients) -> (state, metrics)` on one device. See `make_apply`."""
+
+    def step(self, *, freeze: bool = False, split: bool = True) -> Step:
+        """Return `(state, rows, count) -> (state, metrics)`: `gradients`, then `apply`."""
+        gradients, apply = self.gradients(split=split), self.apply(freeze=freeze)
+        return lambda state, rows, count: apply(state, gradients(state, rows, count))
 
     @abc.abstractmethod
     def evaluate(self) -> Callable[[PyTree, PyTree, PyTree, Any], Totals]:

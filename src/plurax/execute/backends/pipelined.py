@@ -47,7 +47,7 @@ from plurax.execute.layouts.staged_state import (
 from plurax.execute.reduction import reduced
 from plurax.execute.rows import Rows, index_device_rows
 from plurax.execute.stage_networks import evaluating_network, predicting_network, training_network
-from plurax.execute.step import Step, make_step, whole_update
+from plurax.execute.step import Gradients, Metrics, make_apply, make_gradients, whole_update
 from plurax.execute.totals import BatchTotals, dealt
 from plurax.partition.partitioner import Partitioner, Record
 from plurax.partition.values import ShardedValue
@@ -144,10 +144,16 @@ class PipelinedBackend(Backend):
 
     # --- What a device does -------------------------------------------------------------------
 
-    def step(self, *, freeze: bool = False, split: bool = True) -> Step:
-        """Return `(state, rows, count) -> (state, metrics)` on one device."""
+    def gradients(self, *, split: bool = True) -> Callable[[TrainState, PyTree, Array], Gradients]:
+        """Return `(state, rows, count) -> gradients` on one device, each reduced to its stage."""
         assert split, "microbatches of a pipeline have one size"
-        return make_step(self._total(), self._update, self._norm, freeze=freeze)
+        return make_gradients(self._total())
+
+    def apply(
+        self, *, freeze: bool = False
+    ) -> Callable[[TrainState, Gradients], tuple[TrainState, Metrics]]:
+        """Return `(state, gradients) -> (state, metrics)`, each parameter where it is stored."""
+        return make_apply(self._update, self._norm, freeze=freeze)
 
     def planned_collectives(self) -> list[Record]:
         """Return the collectives of a step; empty until the step has been traced."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import optax
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from plurax.execute.backends.backend import Backend
 from plurax.execute.evaluate import device_evaluation
@@ -21,7 +21,7 @@ from plurax.execute.gradient import Totals, evaluation, gradient
 from plurax.execute.initial_state import new_state
 from plurax.execute.layouts.state_shardings import StateShardings
 from plurax.execute.predict import device_predict
-from plurax.execute.step import Step, make_step, whole_update
+from plurax.execute.step import Gradients, Metrics, make_apply, make_gradients, whole_update
 from plurax.execute.totals import coupled_totals, device_totals, uneven_totals
 from plurax.partition.partitioner import Record
 from plurax.plan import Plan
@@ -51,15 +51,21 @@ class ReplicatedBackend(Backend):
         """Return the state: every device has all of it."""
         return state
 
-    def step(self, *, freeze: bool = False, split: bool = True) -> Step:
-        """Return `(state, rows, count) -> (state, metrics)` on one device."""
+    def gradients(self, *, split: bool = True) -> Callable[[TrainState, PyTree, Array], Gradients]:
+        """Return `(state, rows, count) -> gradients` on one device, reduced over all."""
         plan = self.plan
         fun = gradient(self.task, plan.precision, plan.batch_dim, plan.remat, ordered=True)
         if not self.task.coupled:
             totals = device_totals(fun, plan.data, plan.microbatches)
         else:
             totals = (coupled_totals if split else uneven_totals)(fun, plan.microbatches)
-        return make_step(totals, whole_update(self.optimizer), freeze=freeze)
+        return make_gradients(totals)
+
+    def apply(
+        self, *, freeze: bool = False
+    ) -> Callable[[TrainState, Gradients], tuple[TrainState, Metrics]]:
+        """Return `(state, gradients) -> (state, metrics)`, the same on every device."""
+        return make_apply(whole_update(self.optimizer), freeze=freeze)
 
     def evaluate(self) -> Callable[[PyTree, PyTree, PyTree, Any], Totals]:
         """Return `(params, model_state, rows, count) -> totals` on one device."""

@@ -46,7 +46,7 @@ from plurax.execute.mask import loss_arguments
 from plurax.execute.predict import device_predict
 from plurax.execute.reduction import reduced
 from plurax.execute.rows import Rows
-from plurax.execute.step import Step, make_step, whole_update
+from plurax.execute.step import Gradients, Metrics, make_apply, make_gradients, whole_update
 from plurax.execute.totals import BatchTotals, coupled_totals, device_totals, uneven_totals
 from plurax.jaxpr.interpret import all_equations, holds
 from plurax.mesh import within
@@ -151,12 +151,15 @@ class ShardedBackend(Backend):
 
     # --- What a device does -------------------------------------------------------------------
 
-    def step(self, *, freeze: bool = False, split: bool = True) -> Step:
-        """Return `(state, rows, count) -> (state, metrics)` on one device's shards.
+    def gradients(self, *, split: bool = True) -> Callable[[TrainState, PyTree, Array], Gradients]:
+        """Return `(state, rows, count) -> gradients` on shards, each reduced to its own."""
+        return make_gradients(self._total(split))
 
-        `rows` are this device's; with `split=False` (a coupled loss only) those of all devices.
-        """
-        return make_step(self._total(split), self._update, self._norm, freeze=freeze)
+    def apply(
+        self, *, freeze: bool = False
+    ) -> Callable[[TrainState, Gradients], tuple[TrainState, Metrics]]:
+        """Return `(state, gradients) -> (state, metrics)` on this device's shards."""
+        return make_apply(self._update, self._norm, freeze=freeze)
 
     def planned_collectives(self) -> list[Record]:
         """Return the collectives of a step; empty until the step has been traced."""

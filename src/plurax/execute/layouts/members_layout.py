@@ -37,9 +37,12 @@ class MembersLayout(StateLayout):
     @property
     def specs(self) -> TrainState:
         """The `PartitionSpec`s of the stored states."""
-        return jax.tree.map(
-            lambda spec: P("member", *spec), self._inner.specs, is_leaf=lambda x: isinstance(x, P)
-        )
+        return _of_members(self._inner.specs)
+
+    @property
+    def gradient_specs(self) -> PyTree:
+        """The `PartitionSpec`s of reduced gradients."""
+        return _of_members(self._inner.gradient_specs)
 
     @property
     def canonical(self) -> TrainState:
@@ -94,6 +97,11 @@ class MembersLayout(StateLayout):
         if state.step.shape[0] != self.count:
             raise errors.members_in_state(state.step.shape[0], self.count)
         super().check(state)
+
+
+def _of_members(specs: Any) -> Any:
+    """Return a tree of `PartitionSpec`s for leaves with a leading dim of members."""
+    return jax.tree.map(lambda spec: P("member", *spec), specs, is_leaf=lambda x: isinstance(x, P))
 
 
 def _many(count: int, one: Any) -> Any:

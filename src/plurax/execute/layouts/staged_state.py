@@ -197,6 +197,11 @@ class StagedState(StateLayout):
         """The state's `PartitionSpec`s."""
         return self._with(self.inner.specs, self._staged_specs)
 
+    @property
+    def gradient_specs(self) -> Staged:
+        """The `PartitionSpec`s of reduced gradients."""
+        return self._staged_specs(self.shards, self.inner.gradient_specs)
+
     @functools.cached_property
     def canonical(self) -> TrainState:
         """The whole tensors, layers in order, as `jax.ShapeDtypeStruct`s."""

@@ -33,6 +33,11 @@ class StateLayout(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def gradient_specs(self) -> PyTree:
+        """The `PartitionSpec`s of reduced gradients, a tree like the stored parameters."""
+
+    @property
+    @abc.abstractmethod
     def canonical(self) -> TrainState:
         """The canonical state as `jax.ShapeDtypeStruct`s."""
 

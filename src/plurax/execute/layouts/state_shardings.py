@@ -145,6 +145,11 @@ class StateShardings(StateLayout):
         return jax.tree.map(lambda sharding: sharding.spec, self.shardings, is_leaf=is_sharding)
 
     @property
+    def gradient_specs(self) -> PyTree:
+        """The `PartitionSpec`s of reduced gradients."""
+        return jax.tree.map(lambda sharding: sharding.spec, self.shards, is_leaf=is_sharding)
+
+    @property
     def canonical(self) -> TrainState:
         """The whole tensors as `jax.ShapeDtypeStruct`s."""
         return self.like
