@@ -249,8 +249,9 @@ class Program:
     def apply(self, state: TrainState, gradients: Gradients) -> tuple[TrainState, Metrics]:
         """Return the second half of `step`: the state, updated from `gradients`, and the metrics.
 
-        The state is donated. `apply(state, gradients(state, batch))` is `step(state, batch)`, bit
-        for bit.
+        The state is donated. `apply(state, gradients(state, batch))` gives the state of
+        `step(state, batch)`, bit for bit. (Of a pipeline the metric `grad_norm` may differ in its
+        last bit: XLA adds up the stages' squares in another order.)
         """
         if state.step.is_deleted():
             raise errors.state_was_donated()
