@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import plurax as px
+from plurax.execute.layouts.state_shardings import stacks
 from plurax.jaxpr import compat
 from plurax.jaxpr.compat import Scan, is_call
 from plurax.jaxpr.interpret import all_equations, interpret
@@ -343,3 +344,14 @@ def test_collectives_by_hand(collective):
     options = {"mesh": two_devices(), "in_specs": P("a"), "out_specs": P(), "check_vma": False}
     got, expected = (jax.jit(jax.shard_map(fun, **options))(X) for fun in (local, collective))
     np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("call", [lambda fun: fun, jax.jit, jax.checkpoint])
+def test_stacked_parameters_are_found_in_calls(call):
+    def loss(params, x):
+        stack = params["stack"].astype(jnp.bfloat16)
+        return call(lambda s, x: lax.scan(lambda h, w: (h * w, None), x, s)[0])(stack, x)
+
+    params = {"other": jnp.ones((3, 4)), "stack": jnp.ones((3, 4))}
+    closed = jax.make_jaxpr(loss)(params, jnp.ones(4, jnp.bfloat16))
+    assert stacks(closed.jaxpr, params) == [False, True]

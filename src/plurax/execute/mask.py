@@ -24,7 +24,7 @@ from jax.extend.core import Jaxpr
 from jaxtyping import PyTree
 
 from plurax.execute.gradient import split_output
-from plurax.jaxpr.compat import REMAT, is_call
+from plurax.jaxpr.compat import is_call_or_remat
 from plurax.jaxpr.interpret import interpret
 from plurax.state import TrainState
 from plurax.task import Task
@@ -91,6 +91,6 @@ def _depends(jaxpr: Jaxpr, given: Sequence[bool]) -> list[bool]:
         [False] * len(jaxpr.constvars),
         given,
         default=lambda eqn, inputs: [any(inputs)] * len(eqn.outvars),
-        inline=lambda eqn: is_call(eqn) or eqn.primitive.name in REMAT,
+        inline=is_call_or_remat,
         lift=lambda _: False,
     )

@@ -129,6 +129,11 @@ def is_call(eqn: Any) -> bool:
     return eqn.primitive.name in INLINED
 
 
+def is_call_or_remat(eqn: Any) -> bool:
+    """Whether an equation is a call that can be evaluated in place where nothing is recomputed."""
+    return eqn.primitive.name in INLINED or eqn.primitive.name in REMAT
+
+
 def is_recomputed(eqn: Any) -> bool:
     """Whether an equation is the part of a `jax.checkpoint` that the backward pass recomputes."""
     params = eqn.params

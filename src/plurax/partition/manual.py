@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend.core import Jaxpr
 from jaxtyping import Array
 
-from plurax.jaxpr.compat import REMAT, Scan, is_call, open_jaxpr
+from plurax.jaxpr.compat import Scan, is_call_or_remat, open_jaxpr
 from plurax.jaxpr.interpret import Handler, bind, interpret
 
 
@@ -30,11 +30,7 @@ def eval_manual_body(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Array])
 
     **Returns:** one device's shards of the results.
     """
-
-    def inline(eqn: Any) -> bool:
-        return is_call(eqn) or eqn.primitive.name in REMAT
-
-    return interpret(jaxpr, consts, args, _HANDLERS, inline=inline)
+    return interpret(jaxpr, consts, args, _HANDLERS, inline=is_call_or_remat)
 
 
 def _scan(eqn: Any, inputs: list[Any]) -> list[Any]:

@@ -58,7 +58,7 @@ class Action(NamedTuple):
 class Schedule:
     """The actions of each device of a pipeline, in order.
 
-    **Fields:** `name`; `work`, for each device its `Action`s.
+    **Fields:** `name`; `actions`, for each device its `Action`s.
 
     >>> print(one_f_one_b(devices=2, microbatches=3))
     F0 F1 B0 F2 B1 B2
@@ -66,7 +66,7 @@ class Schedule:
     """
 
     name: str
-    work: tuple[tuple[Action, ...], ...]
+    actions: tuple[tuple[Action, ...], ...]
 
     @classmethod
     def parse(cls, lines: Sequence[str], name: str = "by hand") -> "Schedule":
@@ -76,17 +76,17 @@ class Schedule:
     @property
     def devices(self) -> int:
         """Number of devices of the pipeline."""
-        return len(self.work)
+        return len(self.actions)
 
     @functools.cached_property
     def microbatches(self) -> int:
         """Number of microbatches."""
-        return 1 + max((work.microbatch for line in self.work for work in line), default=-1)
+        return 1 + max((action.microbatch for line in self.actions for action in line), default=-1)
 
     @functools.cached_property
     def chunks(self) -> int:
         """Number of stages per device."""
-        return 1 + max((work.chunk for line in self.work for work in line), default=-1)
+        return 1 + max((action.chunk for line in self.actions for action in line), default=-1)
 
     @property
     def stages(self) -> int:
@@ -96,30 +96,30 @@ class Schedule:
     @functools.cached_property
     def split(self) -> bool:
         """Whether the backward pass is split into B (of the input) and W (of the weights)."""
-        return any(work.kind == "W" for line in self.work for work in line)
+        return any(action.kind == "W" for line in self.actions for action in line)
 
-    def stage(self, device: int, work: Action) -> int:
+    def stage(self, device: int, action: Action) -> int:
         """Return the stage of an action on a device."""
-        return work.chunk * self.devices + device
+        return action.chunk * self.devices + device
 
-    def dependencies(self, device: int, work: Action) -> Iterator[tuple[int, Action]]:
+    def dependencies(self, device: int, action: Action) -> Iterator[tuple[int, Action]]:
         """Yield the actions that must be done before an action, as pairs `(device, action)`."""
-        stage = self.stage(device, work)
-        if work.kind == "F" and stage > 0:
-            yield self._at(stage - 1, "F", work.microbatch)
-        if work.kind == "B":
-            yield device, work._replace(kind="F")
+        stage = self.stage(device, action)
+        if action.kind == "F" and stage > 0:
+            yield self._at(stage - 1, "F", action.microbatch)
+        if action.kind == "B":
+            yield device, action._replace(kind="F")
             if stage < self.stages - 1:
-                yield self._at(stage + 1, "B", work.microbatch)
-        if work.kind == "W":
-            yield device, work._replace(kind="B")
+                yield self._at(stage + 1, "B", action.microbatch)
+        if action.kind == "W":
+            yield device, action._replace(kind="B")
 
     def _at(self, stage: int, kind: str, microbatch: int) -> tuple[int, Action]:
         chunk, device = divmod(stage, self.devices)
         return device, Action(kind, microbatch, chunk)
 
     def __str__(self) -> str:
-        return "\n".join(" ".join(map(str, line)) for line in self.work)
+        return "\n".join(" ".join(map(str, line)) for line in self.actions)
 
 
 # --- The schedules that have a name ---------------------------------------------------------------
@@ -163,16 +163,16 @@ def interleaved(devices: int, microbatches: int, chunks: int) -> Schedule:
         raise errors.schedule_indivisible("interleaved", devices, microbatches)
     total = microbatches * chunks
 
-    def work(kind: str, number: int) -> Action:
+    def action(kind: str, index: int) -> Action:
         # A device runs `devices` microbatches through one chunk, then the same ones through the
         # next: the last device's output of a chunk is then back at device 0 when it needs it.
-        round_, place = divmod(number, devices * chunks)
-        chunk, inside = divmod(place, devices)
+        round_, rest = divmod(index, devices * chunks)
+        chunk, inside = divmod(rest, devices)
         last = chunks - 1 - chunk if kind == "B" else chunk
         return Action(kind, round_ * devices + inside, last)
 
-    forward = tuple(work("F", number) for number in range(total))
-    backward = tuple(work("B", number) for number in range(total))
+    forward = tuple(action("F", index) for index in range(total))
+    backward = tuple(action("B", index) for index in range(total))
     lines = []
     for device in range(devices):
         warm = min(total, 2 * (devices - device - 1) + (chunks - 1) * devices)
@@ -194,11 +194,11 @@ def zb_h1(devices: int, microbatches: int, chunks: int = 1) -> Schedule:
         turns = _in_turns(_numbered("F", microbatches), _numbered("B", microbatches), warm)
         line: list[Action] = []
         done = 0
-        for work in turns:
-            line.append(work)
+        for action in turns:
+            line.append(action)
             # Later devices receive cotangents sooner, so they have B's to do first; their W's wait
             # for the end, where the device would otherwise be idle.
-            if work.kind == "B" and work.microbatch >= device:
+            if action.kind == "B" and action.microbatch >= device:
                 line.append(Action("W", done))
                 done += 1
         line += [Action("W", m) for m in range(done, microbatches)]
@@ -244,16 +244,16 @@ def check_schedule(schedule: Schedule, *, stored: int | None = None) -> None:
     also that no device stores more than `stored` activations at a time (see `live_activations`).
     """
     kinds = KINDS if schedule.split else KINDS[:2]
-    for device, line in enumerate(schedule.work):
+    for device, line in enumerate(schedule.actions):
         seen: set[Action] = set()
-        for work in line:
-            if work in seen:
-                raise errors.schedule_twice(device, str(work))
-            own = [need for at, need in schedule.dependencies(device, work) if at == device]
+        for action in line:
+            if action in seen:
+                raise errors.schedule_twice(device, str(action))
+            own = [need for at, need in schedule.dependencies(device, action) if at == device]
             for need in own:
                 if need not in seen and need in line:
-                    raise errors.schedule_out_of_order(device, str(work), str(need))
-            seen.add(work)
+                    raise errors.schedule_out_of_order(device, str(action), str(need))
+            seen.add(action)
         for chunk in range(schedule.chunks):
             for microbatch in range(schedule.microbatches):
                 for kind in kinds:
@@ -272,15 +272,15 @@ def check_forwards_in_order(schedule: Schedule) -> None:
     Required by stateful models, where a microbatch's forward reads the model state that the
     previous microbatch's forward wrote.
     """
-    for device, line in enumerate(schedule.work):
+    for device, line in enumerate(schedule.actions):
         last: dict[int, Action] = {}
-        for work in line:
-            if work.kind != "F":
+        for action in line:
+            if action.kind != "F":
                 continue
-            before = last.get(work.chunk)
-            if before is not None and before.microbatch > work.microbatch:
-                raise errors.schedule_forwards_out_of_order(device, str(work), str(before))
-            last[work.chunk] = work
+            before = last.get(action.chunk)
+            if before is not None and before.microbatch > action.microbatch:
+                raise errors.schedule_forwards_out_of_order(device, str(action), str(before))
+            last[action.chunk] = action
 
 
 def ticks(schedule: Schedule) -> list[tuple[Action | None, ...]]:
@@ -293,18 +293,20 @@ def ticks(schedule: Schedule) -> list[tuple[Action | None, ...]]:
     at = [0] * schedule.devices
     done: set[tuple[int, Action]] = set()
     columns: list[tuple[Action | None, ...]] = []
-    while any(place < len(line) for place, line in zip(at, schedule.work, strict=True)):
+    while any(index < len(line) for index, line in zip(at, schedule.actions, strict=True)):
         column: list[Action | None] = []
-        for device, line in enumerate(schedule.work):
-            work = line[at[device]] if at[device] < len(line) else None
-            ready = work is not None and all(n in done for n in schedule.dependencies(device, work))
-            column.append(work if ready else None)
+        for device, line in enumerate(schedule.actions):
+            action = line[at[device]] if at[device] < len(line) else None
+            ready = action is not None and all(
+                n in done for n in schedule.dependencies(device, action)
+            )
+            column.append(action if ready else None)
         if not any(column):
             raise errors.schedule_deadlock(_waiting(schedule, at, done))
         # Only now: an action must not depend on another of the same tick.
-        for device, work in enumerate(column):
-            if work is not None:
-                done.add((device, work))
+        for device, action in enumerate(column):
+            if action is not None:
+                done.add((device, action))
                 at[device] += 1
         columns.append(tuple(column))
     return columns
@@ -319,12 +321,12 @@ def live_activations(schedule: Schedule) -> list[int]:
     """
     last = "W" if schedule.split else "B"
     most = []
-    for line in schedule.work:
+    for line in schedule.actions:
         held = peak = 0
-        for work in line:
-            held += work.kind == "F"
+        for action in line:
+            held += action.kind == "F"
             peak = max(peak, held)
-            held -= work.kind == last
+            held -= action.kind == last
         most.append(peak)
     return most
 
@@ -332,12 +334,12 @@ def live_activations(schedule: Schedule) -> list[int]:
 def _waiting(schedule: Schedule, at: list[int], done: set[tuple[int, Action]]) -> list[str]:
     """Return a line for each device that waits, with the action it waits for."""
     lines = []
-    for device, line in enumerate(schedule.work):
+    for device, line in enumerate(schedule.actions):
         if at[device] < len(line):
-            work = line[at[device]]
-            for other, need in schedule.dependencies(device, work):
+            action = line[at[device]]
+            for other, need in schedule.dependencies(device, action):
                 if (other, need) not in done:
-                    lines.append(f"device {device} is at {work}, waiting for {need} of {other}")
+                    lines.append(f"device {device} is at {action}, waiting for {need} of {other}")
     return lines
 
 
@@ -350,8 +352,8 @@ def _in_turns(
 ) -> tuple[Action, ...]:
     """Return `warm` forwards, then forwards and backwards alternating, then the other backwards."""
     line = list(forward[:warm])
-    for number, work in enumerate(forward[warm:]):
-        line += [work, backward[number]]
+    for index, action in enumerate(forward[warm:]):
+        line += [action, backward[index]]
     return tuple(line + list(backward[len(forward) - warm :]))
 
 

@@ -10,7 +10,7 @@ class Span(NamedTuple):
     """An action of a device, from `start` to `end`."""
 
     device: int
-    work: Action
+    action: Action
     start: float
     end: float
 
@@ -73,14 +73,14 @@ def simulate(
     spans = []
     for column in ticks(schedule):
         begin = max(free) if lockstep else 0.0
-        for device, work in enumerate(column):
-            if work is None:
+        for device, action in enumerate(column):
+            if action is None:
                 continue
             arrived = [
                 ended[other, need] + (exchange if other != device else 0.0)
-                for other, need in schedule.dependencies(device, work)
+                for other, need in schedule.dependencies(device, action)
             ]
             start = max([free[device], begin, *arrived])
-            free[device] = ended[device, work] = start + takes[work.kind]
-            spans.append(Span(device, work, start, free[device]))
+            free[device] = ended[device, action] = start + takes[action.kind]
+            spans.append(Span(device, action, start, free[device]))
     return Timeline(schedule, tuple(spans), tuple(live_activations(schedule)))

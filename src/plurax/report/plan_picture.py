@@ -158,8 +158,8 @@ def _draw_timeline(axis: "Axes", timeline: Timeline, name: str, end: float, inch
         alike: dict[tuple[str, int], list[tuple[float, float]]] = {}
         for block in line:
             left, width = block.start / chunks, (block.end - block.start) / chunks
-            alike.setdefault((block.work.kind, block.work.chunk), []).append((left, width))
-            label = str(block.work.microbatch)
+            alike.setdefault((block.action.kind, block.action.chunk), []).append((left, width))
+            label = str(block.action.microbatch)
             if DIGIT * len(label) <= points:
                 axis.text(left + width / 2, device, label, ha="center", va="center", fontsize=6)
         for (kind, chunk), boxes in alike.items():

@@ -36,7 +36,7 @@ class Block(NamedTuple):
 
     start: int
     end: int
-    work: Action
+    action: Action
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +88,11 @@ Compared = Mapping[str, Costs | str]
 
 def blocks(timeline: Timeline) -> list[list[Block]]:
     """Return each device's actions, in order."""
-    lines: list[list[Block]] = [[] for _ in timeline.schedule.work]
+    lines: list[list[Block]] = [[] for _ in timeline.schedule.actions]
     chunks = timeline.schedule.chunks
     for span in timeline.spans:
         start, end = round(span.start * chunks), round(span.end * chunks)
-        lines[span.device].append(Block(start, end, span.work))
+        lines[span.device].append(Block(start, end, span.action))
     return lines
 
 
@@ -144,7 +144,7 @@ def _length(timeline: Timeline) -> int:
 
 
 def _label_width(schedule: Schedule) -> int:
-    return max(len(str(work)) for line in schedule.work for work in line)
+    return max(len(str(action)) for line in schedule.actions for action in line)
 
 
 def _exact(line: Sequence[Block], end: int, per: float, labelled: bool) -> Text:
@@ -152,9 +152,9 @@ def _exact(line: Sequence[Block], end: int, per: float, labelled: bool) -> Text:
     text, at, each = Text(), 0, int(per)
     for block in line:
         text.append(IDLE * ((block.start - at) * each), style="dim")
-        label = str(block.work) if labelled else block.work.kind
+        label = str(block.action) if labelled else block.action.kind
         columns = (block.end - block.start) * each
-        text.append(label.ljust(columns, "─"), style=_style(block.work.kind))
+        text.append(label.ljust(columns, "─"), style=_style(block.action.kind))
         at = block.end
     return text.append(IDLE * ((end - at) * each), style="dim")
 
@@ -171,7 +171,7 @@ def _scaled(line: Sequence[Block], end: int, per: float, _labelled: bool) -> Tex
         start, stop = block.start * count / end, block.end * count / end
         for column in range(int(start), min(count, int(stop) + 1)):
             part = max(0.0, min(stop, column + 1) - max(start, column))
-            shares[column][block.work.kind] += part
+            shares[column][block.action.kind] += part
     text, owed = Text(), dict.fromkeys([*COLOURS, IDLE], 0.0)
     for share in shares:
         share[IDLE] = max(0.0, 1 - sum(share.values()))

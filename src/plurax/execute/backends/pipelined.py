@@ -488,7 +488,7 @@ class PipelinedBackend(Backend):
     ) -> ScheduleExecutor:
         """Return an executor of the schedule's forwards alone."""
         work = tuple(
-            tuple(work for work in line if work.kind == "F") for line in self.schedule.work
+            tuple(action for action in line if action.kind == "F") for line in self.schedule.actions
         )
         schedule = Schedule("forward", work)
         trained = self._trained(params)

@@ -30,7 +30,7 @@ from jaxtyping import Array, PyTree
 from plurax import tree
 from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.execute.layouts.state_layout import StateLayout
-from plurax.jaxpr.compat import REMAT, Scan, is_call
+from plurax.jaxpr.compat import Scan, is_call_or_remat
 from plurax.jaxpr.interpret import interpret
 from plurax.plan import Plan
 from plurax.sharding.rules import (
@@ -216,7 +216,7 @@ def stacks(jaxpr: Any, params: PyTree) -> list[bool]:
         range(len(jaxpr.invars)),
         {"scan": scan, "convert_element_type": same, "annotate": same},
         default=lambda eqn, inputs: [None] * len(eqn.outvars),
-        inline=lambda eqn: is_call(eqn) or eqn.primitive.name in REMAT,
+        inline=is_call_or_remat,
         lift=lambda _: None,
     )
     return [index in stacked for index in range(len(jax.tree.leaves(params)))]
