@@ -41,7 +41,8 @@ PUBLIC = {
         verify virtual_devices adapters analysis ensemble pipeline sharding train""",
     "plurax.adapters": "equinox linen nnx",
     "plurax.analysis": """
-        Collective Difference FastestBatchSize MaxBatchSize Memory Record Verification""",
+        Collective Difference FastestBatchSize MaxBatchSize Memory Planned PlannedMemory Record
+        Verification planned""",
     "plurax.ensemble": """
         Calibration Classification Halving MaxMembers Regression Rung Sweep Tuning accuracy
         bootstrap brier calibration combine_classification combine_regression draw_confidence

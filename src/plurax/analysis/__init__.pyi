@@ -1,5 +1,8 @@
 from plurax.analysis.batch_size import FastestBatchSize as FastestBatchSize
 from plurax.analysis.batch_size import MaxBatchSize as MaxBatchSize
+from plurax.analysis.plan_ahead import Planned as Planned
+from plurax.analysis.plan_ahead import PlannedMemory as PlannedMemory
+from plurax.analysis.plan_ahead import planned as planned
 from plurax.analysis.verify import Difference as Difference
 from plurax.analysis.verify import Verification as Verification
 from plurax.hlo import Collective as Collective
