@@ -3,11 +3,11 @@
 from hypothesis import settings
 
 
-def draws(count, **options):
-    """Settings with `count` examples in a default run, and five times as many in `make test-all`.
+def draws(count, times=5, **options):
+    """Settings with `count` examples in a default run, and `times` as many in `make test-all`.
 
     A test that asks for a number of its own would draw as few there.
     """
     usual = settings.get_profile("default").max_examples
-    times = settings().max_examples // usual
-    return settings(max_examples=count * times, **options)
+    many = settings().max_examples > usual
+    return settings(max_examples=count * (times if many else 1), **options)

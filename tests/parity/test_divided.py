@@ -66,6 +66,29 @@ def plans(draw, name, devices=8):
     )  # fmt: skip
 
 
+DRAWN = {
+    "data": ("perceptron", {"data": 7, "microbatches": 2, "remat": "full", "bucket_bytes": 1}),
+    "tensor": ("convolutional", {"tensor": 4, "microbatches": 3, "zero": 1}),
+    "zero 1": ("transformer", {"data": 4, "microbatches": 3, "zero": 1, "bucket_bytes": 3000}),
+    "zero 2": ("transformer", {"data": 3, "tensor": 2, "microbatches": 2, "zero": 2,
+                               "remat": "dots"}),
+    "zero 3": ("convolutional", {"data": 6, "zero": 3, "bucket_bytes": 3000}),
+    "everything": ("perceptron", {"data": 2, "tensor": 3, "microbatches": 3, "zero": 3,
+                                  "remat": "full"}),
+}  # fmt: skip
+"""Of what `plans` draws: each parallelism, ZeRO, remat and bucket, some of them together."""
+
+
+@pytest.mark.filterwarnings("ignore::plurax.ShardingWarning")
+@pytest.mark.parametrize("case", DRAWN)
+def test_plans_in_float64(x64, case):
+    name, fields = DRAWN[case]
+    plan = px.Plan(**fields, shardings=NETWORKS[name][2][-1])
+    got = trained(name, plan, jnp.float64)
+    assert models.max_rel_error(got, on_one_device(name, jnp.float64)) < 1e-10
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::plurax.ShardingWarning")
 @pytest.mark.parametrize("name", NETWORKS)
 @given(st.data())

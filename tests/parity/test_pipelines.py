@@ -70,19 +70,25 @@ def plan_of(schedule, stages, **more):
     )
 
 
-def cases(*others):
+def cases(*others, rare=()):
     """Each schedule with each of `others`, the networks in turns; the rest under `make test-all`.
 
-    Every two of schedule, network and number of stages meet in a run by default.
+    Every two of schedule, network and number of stages meet in a run by default, but for the pairs
+    of schedule and number in `rare`.
     """
     for i, schedule in enumerate(SCHEDULES):
         for j, other in enumerate(others):
             for k, name in enumerate(NETWORKS):
-                marks = [] if k == (i + j) % len(NETWORKS) else pytest.mark.slow
+                usual = k == (i + j) % len(NETWORKS) and (schedule, other) not in rare
+                marks = [] if usual else pytest.mark.slow
                 yield pytest.param(name, schedule, other, marks=marks)
 
 
-@pytest.mark.parametrize(("name", "schedule", "stages"), list(cases(2, 3, 4, 8)))
+# Many stages: one schedule with two on a device, one with split backward passes.
+MANY_STAGES = [("gpipe", 8), ("1f1b", 8)]
+
+
+@pytest.mark.parametrize(("name", "schedule", "stages"), list(cases(2, 3, 4, 8, rare=MANY_STAGES)))
 def test_every_schedule(x64, name, schedule, stages):
     """No number of stages divides the 11 layers; the last batch fills one of four microbatches."""
     whole = stages == 2
@@ -90,7 +96,7 @@ def test_every_schedule(x64, name, schedule, stages):
     assert max_rel_error(got, name, jnp.float64) < 1e-10
 
 
-@pytest.mark.parametrize(("name", "schedule", "stages"), list(cases(4)))
+@pytest.mark.parametrize(("name", "schedule", "stages"), list(cases(4, rare=[("gpipe", 4)])))
 def test_every_schedule_in_float32(name, schedule, stages):
     plan = plan_of(schedule, stages)
     got = trained(name, plan, jnp.float32, everything=False)
@@ -125,6 +131,30 @@ def hybrids(draw, name):
     )
 
 
+HYBRIDS = {
+    "interleaved": ("transformer", {"data": 2, "pipeline": 2, "tensor": 2, "stages": 4, "zero": 3,
+                                    "schedule": "interleaved", "remat": "dots"}),
+    "gpipe": ("perceptron", {"data": 3, "pipeline": 2, "schedule": "gpipe", "zero": 2,
+                             "microbatches": 3, "remat": "full"}),
+    "zb-h1": ("perceptron", {"pipeline": 3, "tensor": 2, "schedule": "zb-h1"}),
+    "1f1b": ("marked", {"data": 2, "pipeline": 4, "schedule": "1f1b", "zero": 3,
+                        "microbatches": 3, "remat": "full"}),
+    "a stage a device": ("marked", {"pipeline": 2, "tensor": 3, "schedule": "interleaved",
+                                    "zero": 1, "microbatches": 4, "remat": "dots"}),
+}  # fmt: skip
+"""Of what `hybrids` draws: each schedule, ZeRO and remat, with `data`, with `tensor`, with both."""
+
+
+@pytest.mark.filterwarnings("ignore::plurax.ShardingWarning")
+@pytest.mark.parametrize("case", HYBRIDS)
+def test_hybrids(x64, case):
+    name, fields = HYBRIDS[case]
+    plan = px.Plan(**{"microbatches": 2, **fields}, shardings=NETWORKS[name][1])
+    got = trained(name, plan, jnp.float64, everything=False)
+    assert max_rel_error(got, name, jnp.float64) < 1e-10
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::plurax.ShardingWarning")
 @pytest.mark.parametrize("name", NETWORKS)
 @given(st.data())

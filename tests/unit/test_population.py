@@ -378,23 +378,23 @@ def compilations(run):
 
 def test_what_is_compiled_is_used_again():
     """The same task, optimizer, plan and shapes: other seeds and rates in the same programs."""
-    task = dataclasses.replace(TASK)  # not compiled yet
-    first = px.fit(task, adam, ROWS, members=MEMBERS, plan=PLAN, batch_size=16, progress=False)
+    task = dataclasses.replace(LINEAR)  # not compiled yet
+    first = px.fit(task, sgd, ROWS, members=MEMBERS, plan=PLAN, batch_size=16, progress=False)
     other = px.Members(
         [9, 8, 7, 6, 5], {"rate": px.ensemble.uniform(0.01, 0.02)}, px.ensemble.bootstrap()
     )
     kind = {"plan": PLAN, "batch_size": 16, "progress": False}
-    assert compilations(lambda: px.fit(task, adam, ROWS, members=other, **kind)) == 0
-    again = px.fit(task, adam, ROWS, members=MEMBERS, **kind)
+    assert compilations(lambda: px.fit(task, sgd, ROWS, members=other, **kind)) == 0
+    again = px.fit(task, sgd, ROWS, members=MEMBERS, **kind)
     assert models.same_bits(again.state.params, first.state.params)
-    fresh = px.fit(dataclasses.replace(TASK), adam, ROWS, members=MEMBERS, **kind)
+    fresh = px.fit(dataclasses.replace(LINEAR), sgd, ROWS, members=MEMBERS, **kind)
     assert models.same_bits(fresh.state.params, first.state.params)
 
 
 def test_what_was_compiled_for_something_else_is_not_used():
-    task = dataclasses.replace(TASK)
+    task = dataclasses.replace(LINEAR)
     kind = {"plan": PLAN, "batch_size": 16, "progress": False}
-    first = px.fit(task, adam, ROWS, members=MEMBERS, **kind)
+    first = px.fit(task, sgd, ROWS, members=MEMBERS, **kind)
     for change in (
         {"members": MEMBERS.take([0, 1])},
         {"members": dataclasses.replace(MEMBERS, resample=px.ensemble.kfold(3))},
@@ -402,20 +402,19 @@ def test_what_was_compiled_for_something_else_is_not_used():
         {"plan": dataclasses.replace(PLAN, batch_dim="minor")},
         {"shuffle": False},
     ):
-        result = px.fit(task, adam, ROWS, **{"members": MEMBERS, **kind, **change})
-        alone = px.fit(
-            dataclasses.replace(TASK), adam, ROWS, **{"members": MEMBERS, **kind, **change}
-        )
+        result = px.fit(task, sgd, ROWS, **{"members": MEMBERS, **kind, **change})
+        fresh = dataclasses.replace(LINEAR)
+        alone = px.fit(fresh, sgd, ROWS, **{"members": MEMBERS, **kind, **change})
         assert models.same_bits(result.state.params, alone.state.params), change
         assert not models.same_bits(result.state.params, first.state.params) or "plan" in change
-    rule = lambda hyper: optax.sgd(hyper["rate"])  # noqa: E731
+    rule = lambda hyper: optax.adam(hyper["rate"])  # noqa: E731
     result = px.fit(task, rule, ROWS, members=MEMBERS, **kind)
     assert not models.same_bits(result.state.params, first.state.params)
 
 
 def test_compiled_programs_go_with_their_task():
-    task = dataclasses.replace(TASK)
-    program = px.fit(task, adam, ROWS, members=MEMBERS, plan=PLAN, batch_size=16,
+    task = dataclasses.replace(LINEAR)
+    program = px.fit(task, sgd, ROWS, members=MEMBERS, plan=PLAN, batch_size=16,
                      progress=False).program  # fmt: skip
     assert copy.deepcopy(task) == task
     kept = weakref.ref(program)

@@ -20,10 +20,26 @@ PLANS = {
 """Name: the fields of the plan; rules are the model's."""
 
 
-def chosen(models):
-    """The pairs of a default run: two plans for each model, all plans with several models."""
-    names = list(PLANS)
-    half = len(names) // 2
-    return {
-        (model, names[(n + k) % len(names)]) for n, model in enumerate(models) for k in (0, half)
-    }
+DEFAULT = {
+    "data": ("spiking", "contrastive"),
+    "zero 1": ("recommender", "batch norm"),
+    "zero 2": ("pinn", "unet"),
+    "zero 3": ("neural ode", "gru"),
+    "tensor": ("equilibrium", "vision transformer"),
+    "dots": ("branch", "bilstm"),
+    "full": ("graph", "experts"),
+    "pipeline": ("autoregressive", "batch norm"),
+    "pipeline and zero": ("spiking", "contrastive"),
+    "pipeline and tensor": ("fourier", "diffusion"),
+    "tensor and zero": ("pinn", "fourier"),
+    "everything": ("neural ode", "diffusion"),
+    "members": ("equilibrium", "state space"),
+    "members minor": ("branch", "experts"),
+    "members and zero": ("autoregressive", "graph"),
+}
+"""Of each plan the networks of a default run: networks that take long to trace stand once."""
+
+
+def chosen():
+    """Return the pairs of network and plan of a default run."""
+    return {(model, plan) for plan, models in DEFAULT.items() for model in models}
