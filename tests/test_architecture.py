@@ -22,7 +22,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # Each floor may import from those above it in this list. Within a floor, a room may import from the
 # rooms before it.
 FLOORS = [
-    ["lazy", "tree", "errors", "validate", "user_frames"],
+    ["lazy", "notebook", "tree", "errors", "validate", "user_frames"],
     ["resample", "plan", "state", "task", "members"],
     ["mesh", "hlo", "jaxpr"],
     ["sharding", "partition", "pipeline"],

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from plurax import errors
+from plurax.notebook import html_table
 from plurax.validate import whole_number
 
 Precision = Literal["float32", "bfloat16"]
@@ -192,6 +193,16 @@ data=1 means 'not used'.
             if (value := getattr(self, field.name)) != field.default
         )
         return f"Plan({', '.join(changed)})"
+
+    def _repr_html_(self) -> str:
+        used = [
+            (field.name, getattr(self, field.name))
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default and field.name != "shardings"
+        ]
+        rules = [(f"shardings[{pattern!r}]", entries) for pattern, entries in self.rules]
+        title = f"Plan on {self.devices} device{'s' if self.devices > 1 else ''}"
+        return html_table(title, ["field", "value"], [*used, *rules])
 
     def sizes_text(self) -> str:
         """Return the fields that differ from the default, without the sharding rules, as text."""

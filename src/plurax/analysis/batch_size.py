@@ -26,8 +26,10 @@ from plurax import errors
 from plurax.execute.placement import leading_dim
 from plurax.execute.program import Program
 from plurax.mesh import make_mesh, memory_budget
+from plurax.notebook import html_table
 from plurax.plan import Plan
 from plurax.task import Task
+from plurax.tree import human_bytes
 
 MAX_COMPILATIONS = 10
 KNEE = 0.95
@@ -60,6 +62,16 @@ class MaxBatchSize:
 
     def __index__(self) -> int:
         return self.size
+
+    def _repr_html_(self) -> str:
+        sizes = [(self.size, self.bytes, "yes"), (self.next_size, self.next_bytes, "no")]
+        rows = [
+            (size, "not compiled" if peak is None else human_bytes(peak), fits)
+            for size, peak, fits in sizes
+        ]
+        budget = f"budget {human_bytes(self.budget)} per device, {self.compilations} programs"
+        title = f"MaxBatchSize {self.size:,}: {budget} compiled"
+        return html_table(title, ["batch size", "peak per device", "fits"], rows)
 
 
 def max_batch_size(

@@ -26,6 +26,7 @@ from jaxtyping import PyTree
 from plurax import errors, tree
 from plurax.execute.check import check_kinds
 from plurax.execute.compile import compile as compile_
+from plurax.notebook import html_table
 from plurax.plan import Plan
 from plurax.task import Task
 from plurax.validate import whole_number
@@ -38,6 +39,8 @@ ROUNDINGS = 64
 """The number of roundings allowed, for a dtype of at least 32 bits."""
 FEW_ROUNDINGS = 4
 """The same for a shorter dtype, where 64 roundings would hide a missing term."""
+
+_MARK = {True: "yes", False: "NO"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +95,19 @@ class Verification:
     def ok(self) -> bool:
         """Whether the plan computes what one device computes."""
         return self.first is None
+
+    def __repr__(self) -> str:
+        wrong = sum(not difference.ok for difference in self.differences)
+        found = f"{wrong} of {len(self.differences)} tensors differ"
+        return f"Verification(Plan({self.plan.sizes_text()}), {self.steps} steps: {found})"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (one.where, one.path, f"{one.error:.1e}", f"{one.tolerance:.1e}", _MARK[one.ok])
+            for one in self.differences
+        ]
+        columns = ["tensor", "path", "difference", "allowed", "same"]
+        return html_table(repr(self), columns, rows)
 
     def __str__(self) -> str:
         worst = max(self.differences, key=lambda difference: difference.error)

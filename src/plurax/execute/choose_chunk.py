@@ -1,7 +1,8 @@
 """Choose a population's chunk and batch dim: from shapes and the device, or by measuring.
 
 `fit` and `compile` use `choose_plan`: the rule of `chunk_rule.py`, then a look at the compiled
-program's peak memory where the estimate comes near the budget. `plurax.tune` uses `measure_plan`.
+program's peak memory where the estimate comes near the budget. `plurax.ensemble.tune` uses
+`measure_plan`.
 """
 
 import dataclasses

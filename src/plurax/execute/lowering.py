@@ -59,3 +59,9 @@ def jitted_update(functions: StepFunctions, fun: Callable[..., Any]) -> Any:
     like = functions.layout.abstract(functions.mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
     return jax.jit(fun, donate_argnums=0, out_shardings=(shardings, functions.metrics_sharding))
+
+
+def loop_key(data: PyTree, order: tuple[Any, ...]) -> Any:
+    """Return the key of a compiled loop: the structure and shapes of its data and order."""
+    leaves, structure = jax.tree.flatten((data, *order))
+    return ("loop", structure, *(leaf.shape for leaf in leaves))

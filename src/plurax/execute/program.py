@@ -36,6 +36,7 @@ from plurax.execute.lowering import (
     abstract,
     abstract_data,
     jitted_update,
+    loop_key,
     lower_loop,
     lower_step,
 )
@@ -46,6 +47,7 @@ from plurax.execute.population import HyperFn, Population, example_network
 from plurax.execute.predict import Predictor
 from plurax.execute.step import Gradients, Metrics
 from plurax.execute.step_functions import StepFunctions
+from plurax.execute.summary import as_table, in_a_line, summary
 from plurax.members import Members
 from plurax.mesh import replicated, split_rows, within
 from plurax.partition.partitioner import Record
@@ -181,7 +183,7 @@ class Program:
             if self.data is not None:
                 # The loop runs next. A compilation uses one core: compile both at the same time.
                 data = abstract_data(self.data.arrays, self.mesh)
-                if (key := _loop_key(data, ())) not in self._compiled:
+                if (key := loop_key(data, ())) not in self._compiled:
                     lowered[key] = lower_loop(self._functions, data)
             with ThreadPoolExecutor(len(lowered)) as pool:
                 started = {key: pool.submit(one.compile) for key, one in lowered.items()}
@@ -327,7 +329,7 @@ class Program:
             first, *_ = [one.compile_loop(data, part) for one, part, *_ in self._by_size(order)]
             return first
         data = abstract_data(data, self.mesh)
-        key = _loop_key(data, order)
+        key = loop_key(data, order)
         if key not in self._compiled:
             self._compiled[key] = lower_loop(self._functions, data, order).compile()
         return self._compiled[key]
@@ -445,7 +447,7 @@ class Program:
         """The compiled step; of members that read data themselves the loop, once compiled."""
         if self.data is None or self.members is None:
             return self.compiled_step
-        key = _loop_key(abstract_data(self.data.arrays, self.mesh), ())
+        key = loop_key(abstract_data(self.data.arrays, self.mesh), ())
         return self._compiled.get(key) or self.compiled_step
 
     def hlo(self) -> str:
@@ -491,12 +493,19 @@ class Program:
             self._functions.layout.canonical_shardings(self.mesh),
         )
 
+    def __repr__(self) -> str:
+        return in_a_line(summary(self, self._compiled.get("step")))
+
+    def _repr_html_(self) -> str:
+        return as_table(summary(self, self._compiled.get("step")))
+
     # --- A population's chunk and batch dim ---------------------------------------------------
 
     def choice_text(self) -> str:
         """Return a sentence that names the chosen `chunk` and `batch_dim`, and the method."""
         chosen = f"chunk={self.plan.chunk}, batch_dim={self.plan.batch_dim}"
-        return f"{chosen}: chosen from the shapes and the device (plurax.tune measures instead)"
+        how = "from the shapes and the device (plurax.ensemble.tune measures instead)"
+        return f"{chosen}: chosen {how}"
 
     def measure(self, plan: Plan, arrays: PyTree) -> tuple[Plan, list[Candidate]]:
         """Measure a plan's open choices by timing the loop over `arrays`, or if None the step.
@@ -589,9 +598,3 @@ class Program:
     @property
     def _state_shardings(self) -> PyTree:
         return jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
-
-
-def _loop_key(data: PyTree, order: tuple[Any, ...]) -> Any:
-    """Return the key of a compiled loop: the structure and shapes of its data and order."""
-    leaves, structure = jax.tree.flatten((data, *order))
-    return ("loop", structure, *(leaf.shape for leaf in leaves))

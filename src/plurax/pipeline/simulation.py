@@ -3,6 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
+from plurax.notebook import html_table
 from plurax.pipeline.schedule import Action, Schedule, live_activations, ticks
 
 
@@ -38,6 +39,21 @@ class Timeline:
         """Idle time as a part of all devices' time, 0 to 1."""
         busy = sum(span.end - span.start for span in self.spans)
         return 1 - busy / (self.length * self.schedule.devices)
+
+    def __repr__(self) -> str:
+        schedule = self.schedule
+        sizes = f"{schedule.devices} devices, {schedule.microbatches} microbatches"
+        return f"Timeline({schedule.name}, {sizes}: length {self.length:g}, {self.bubble:.1%} idle)"
+
+    def _repr_html_(self) -> str:
+        busy = [0.0] * self.schedule.devices
+        for span in self.spans:
+            busy[span.device] += span.end - span.start
+        rows = [
+            (device, time, f"{1 - time / self.length:.1%}", self.stored[device])
+            for device, time in enumerate(busy)
+        ]
+        return html_table(repr(self), ["device", "busy", "idle", "stored activations"], rows)
 
 
 def simulate(

@@ -12,7 +12,6 @@ from plurax.pipeline.schedule import Schedule
 from plurax.pipeline.simulation import Timeline, simulate
 from plurax.report.picture import new_figure, saved
 from plurax.report.shards import kinds_of_memory
-from plurax.report.tables import human_bytes
 from plurax.report.timeline import (
     COLOURS,
     Compared,
@@ -23,6 +22,7 @@ from plurax.report.timeline import (
     percent,
     stages_of,
 )
+from plurax.tree import human_bytes
 
 if TYPE_CHECKING:
     import matplotlib.figure

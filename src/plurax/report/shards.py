@@ -10,8 +10,8 @@ from rich.text import Text
 from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.hlo import Collective, Memory
 from plurax.partition.partitioner import Record
-from plurax.report.tables import human_bytes
 from plurax.sharding.spec import TensorSharding
+from plurax.tree import human_bytes
 
 Key = tuple[str, str]
 

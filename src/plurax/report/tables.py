@@ -8,20 +8,7 @@ from rich.table import Table
 
 from plurax.hlo import Collective, Memory
 from plurax.plan import Plan
-
-
-def human_bytes(count: float) -> str:
-    """Format bytes for people, in powers of 1024.
-
-    >>> human_bytes(512), human_bytes(1536), human_bytes(3 * 1024**3)
-    ('512 B', '1.5 KiB', '3.0 GiB')
-    """
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    for unit in units[:-1]:
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} {units[-1]}"
+from plurax.tree import human_bytes
 
 
 def plan_report(

@@ -23,7 +23,7 @@ from plurax.hlo import Collective, Memory
 from plurax.partition.partitioner import Record
 from plurax.pipeline.schedule import Action, Schedule
 from plurax.pipeline.simulation import Timeline, simulate
-from plurax.report.tables import human_bytes
+from plurax.tree import human_bytes
 
 COLOURS = {"F": "#56b4e9", "B": "#e69f00", "W": "#2fb48c"}
 IDLE = "·"

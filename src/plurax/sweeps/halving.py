@@ -69,6 +69,10 @@ class Halving:
     program: Program
     rungs: list[Rung]
 
+    def __repr__(self) -> str:
+        first = len(self.rungs[0].members) if self.rungs else 0
+        return f"Halving({self.members.count} of {first} members, {len(self.rungs)} rungs)"
+
     def table(self) -> list[dict[str, Any]]:
         """Return one row per candidate: number, seed, hyperparameters, epochs, last score."""
         last: dict[int, tuple[int, float]] = {}

@@ -52,6 +52,9 @@ class Sweep:
     rows: list[Row]
     fits: list[tuple[Hyper, Fit]]
 
+    def __repr__(self) -> str:
+        return f"Sweep({len(self.rows)} members in {len(self.fits)} buckets)"
+
     def best(self, metric: str | None = None, *, mode: Mode = "min") -> Row:
         """Return the row with the smallest metric (`mode="max"`: largest) of members not frozen.
 

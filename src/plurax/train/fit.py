@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from plurax.execute.memory_error import out_of_memory_said
 from plurax.execute.population import HyperFn
 from plurax.execute.program import Program
 from plurax.members import Members
+from plurax.notebook import html_table
 from plurax.plan import Plan
 from plurax.state import TrainState
 from plurax.task import Task
@@ -39,6 +41,8 @@ from plurax.train.restore import (
 )
 from plurax.train.run_folder import check_same_run, epoch_length, move_run_aside, save_plan
 from plurax.validate import check_seed, local_path, whole_number
+
+SHOWN_ROWS = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +63,21 @@ class Fit:
     program: Program
     history: list[Row]
     interrupted: str | None = None
+
+    def __repr__(self) -> str:
+        last = self.history[-1] if self.history else {}
+        parts = [f"{len(self.history)} epochs"]
+        parts += [f"{name}={last[name]:.4g}" for name in ("loss", "eval_loss") if name in last]
+        parts += [f"interrupted={self.interrupted!r}"] if self.interrupted else []
+        return f"Fit({', '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        shown = self.history[-SHOWN_ROWS:]
+        columns = [name for name, value in (shown or [{}])[-1].items() if isinstance(value, Real)]
+        rows = [[row.get(name, "") for name in columns] for row in shown]
+        left_out = len(self.history) - len(shown)
+        note = f", the last {len(shown)} shown" if left_out else ""
+        return html_table(f"{self!r}{note}", columns, rows)
 
 
 def fit(

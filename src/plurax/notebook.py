@@ -1,0 +1,27 @@
+"""Small HTML tables: what a notebook shows of a plan, a program or a result (`_repr_html_`)."""
+
+import html
+from collections.abc import Iterable, Sequence
+
+
+def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table with a title; every text is escaped, and numbers are on the right.
+
+    >>> html_table("sizes", ["name", "bytes"], [["a<b", 12]]).count("&lt;")
+    1
+    """
+    head = "".join(_cell("th", column) for column in columns)
+    body = "".join(
+        "<tr>" + "".join(_cell("td", value) for value in row) + "</tr>\n" for row in rows
+    )
+    return (
+        f'<table>\n<caption style="text-align:left">{html.escape(title)}</caption>\n'
+        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>"
+    )
+
+
+def _cell(tag: str, value: object) -> str:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    side = "right" if number else "left"
+    return f'<{tag} style="text-align:{side}">{html.escape(text)}</{tag}>'
