@@ -4,6 +4,7 @@ What a device's rows meet may be split over `data`, over `tensor`, or whole, and
 partitioner's own assertions may be reached.
 """
 
+import dataclasses
 import functools
 
 import hypothesis.strategies as st
@@ -15,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
-from tests import models
+from tests import models, planning
 
 from plurax.jaxpr.compat import inner_jaxprs
 from plurax.jaxpr.remat import rematerialized
@@ -181,8 +182,16 @@ def parameters():
     return {name: jnp.asarray(rng.normal(size=shape)) for name, shape in SHAPES.items()}
 
 
+def without_array(value):
+    like = jax.ShapeDtypeStruct(value.array.shape, value.array.dtype)
+    return dataclasses.replace(value, array=like)
+
+
 def on_shards(fun, shardings):
-    """`fun` of whole parameters and all rows, evaluated on four devices; its records."""
+    """`fun` of whole parameters and all rows, evaluated on four devices; its records.
+
+    Planned without executing anything, it has the same results and collectives.
+    """
     axes, records = Axes(SIZES), []
     mesh = Mesh(
         np.asarray(jax.devices()[:4]).reshape(2, 2), tuple(SIZES),
@@ -205,6 +214,9 @@ def on_shards(fun, shardings):
         args = (jax.tree.map(split, params, shardings), jax.tree.map(own, rows))
         sums = partition(fun, divider, args)
         records[:] = divider.records
+        specs = jax.tree.map(without_array, args, is_leaf=is_sharded_value)
+        plan = planning.planned(fun, Partitioner(axes, mesh=mesh), specs)
+        assert plan == (planning.facts(sums), records)
 
         def whole(value):
             terms = value.sharding.partial | ({"data"} if value.data_varying else set())

@@ -12,7 +12,7 @@ from hypothesis import given
 from jax.experimental.compute_on import compute_on
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
-from tests import models
+from tests import models, planning
 from tests.draws import draws
 
 import plurax as px
@@ -20,7 +20,7 @@ from plurax import hlo as inspect
 from plurax.jaxpr.batch_minor import batch_minor
 from plurax.jaxpr.compat import inner_jaxprs
 from plurax.jaxpr.remat import rematerialized
-from plurax.partition.partitioner import Partitioner, partition
+from plurax.partition.partitioner import Partitioner, partition, plan_partition
 from plurax.partition.values import ShardedValue, is_sharded_value
 from plurax.pipeline.cut import inlined
 from plurax.sharding.axes import Axes
@@ -188,12 +188,15 @@ def test_parts_of_an_axis_move_in_groups():
 
 
 def shared(fun, args, shardings=None, count=4, parts=None, named=None):
-    """The results of a partitioned function, gathered; its collectives; its results' shardings."""
+    """The results of a partitioned function, gathered; its collectives; its results' shardings.
+
+    Planned without executing anything, the function has the same results and collectives.
+    """
     axes = Axes({"tensor": count}, parts)
-    records, ends = [], []
+    records, ends, executed = [], [], []
 
     def local(*arrays):
-        divider = Partitioner(axes, named, mesh=mesh_of({"tensor": count}))
+        divider = Partitioner(axes, named, mesh=mesh)
         whole = [
             ShardedValue(array, array.shape, TensorSharding.replicated(array.ndim))
             for array in arrays
@@ -201,6 +204,7 @@ def shared(fun, args, shardings=None, count=4, parts=None, named=None):
         targets = shardings or [value.sharding for value in whole]
         values = map(divider.move, whole, targets)
         out = partition(fun, divider, tuple(values))
+        executed[:] = planning.facts(out), list(divider.records)
         out = jax.tree.map(
             lambda v: divider.move(v, TensorSharding(v.sharding.dims)),
             out,
@@ -216,7 +220,18 @@ def shared(fun, args, shardings=None, count=4, parts=None, named=None):
 
     mesh = mesh_of({"tensor": count})
     run = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    return jax.jit(run)(*args), records, ends
+    results = jax.jit(run)(*args)
+    partitioner = Partitioner(axes, named, mesh=mesh)
+    specs = [
+        partitioner.context.spec(one.shape, one.dtype, sharding)
+        for one, sharding in zip(
+            map(jax.typeof, args),
+            shardings or map(TensorSharding.replicated, map(jnp.ndim, args)),
+            strict=True,
+        )
+    ]
+    assert planning.planned(fun, partitioner, tuple(specs)) == tuple(executed)
+    return results, records, ends
 
 
 def assert_same(got, expected):
@@ -325,6 +340,14 @@ TABLE = RNG.normal(size=(8, 12))
 IMAGE = RNG.normal(size=(4, 6, 6, 8))
 INDEX = np.array([[0], [3], [7], [3], [9], [-1]], np.int32)
 S = TensorSharding.of
+
+
+def read_in_a_loop(table):
+    return jax.lax.scan(
+        lambda c, i: (c + (table[i] * table).sum(), table.sum(0)), 0.0, jnp.arange(3)
+    )
+
+
 OPERATIONS = {
     "add": (lambda x, y: x + y, (TABLE, TABLE), (S("tensor", None), S(None, "tensor"))),
     "spread": (lambda x: x - x.max(1, keepdims=True), (TABLE,), (S(None, "tensor"),)),
@@ -472,6 +495,13 @@ OPERATIONS = {
         (S("tensor", None),)),
     "triangular": (lambda x: jnp.tril(x), (TABLE,), (S("tensor", None),)),
     "inverse": (lambda x: jnp.linalg.inv(x[:, :8]), (TABLE,), (S("tensor", None),)),
+    # Created in the loop's body for the first time, and again after it.
+    "flat in a loop": (
+        lambda x: (read_in_a_loop(x.ravel()), x.ravel() * 2), (TABLE,),
+        (S(None, "tensor"),)),
+    "added rows in a loop": (
+        lambda x: read_in_a_loop(jnp.zeros((8, 12)).at[INDEX[:2, 0]].add(x[:2])), (TABLE,),
+        (S(None, "tensor"),)),
     "pinned": (
         lambda x: jax.lax.with_sharding_constraint(x, P(None, "tensor")) * 2, (TABLE,),
         (S("tensor", None),)),
@@ -607,6 +637,19 @@ def test_a_maximum_over_devices_is_recorded(x64):
     assert [(r.kind, r.axes, r.bytes, r.bytes_sent, r.trips) for r in records] == [
         ("all-reduce", ("tensor",), 8, 12.0, 1)
     ]
+
+
+def test_what_is_read_from_parameters_and_constants_alone_counts_as_one():
+    """Where rows are one dim split over `data`, anything else would be taken for rows."""
+    partitioner = Partitioner(Axes({"data": 2}), joint=True)
+    table = partitioner.context.spec(TABLE.shape, np.float32, S("data", None), is_param=True)
+
+    def fun(table):
+        rows = table[INDEX[:4, 0]]
+        return rows, jnp.zeros(TABLE.shape, rows.dtype).at[INDEX[:4, 0]].add(rows)
+
+    values, _ = plan_partition(fun, partitioner, (table,))
+    assert [value.is_param for value in values] == [True, True]
 
 
 def test_what_is_gathered_for_want_of_a_rule_is_known_by_its_line():
