@@ -84,7 +84,7 @@ class Resharder:
         self.records: list[Record] = []
         self._executor: Executor = EmitOperations()
         self._trips = trips
-        self._operation = ""
+        self._eqn: Any = None
 
     # --- Executing, or only following shapes ------------------------------------------------------
 
@@ -177,10 +177,9 @@ class Resharder:
             # A slice is local.
             if step.kind != "slice":
                 over = self.axes.mesh_axes(step.axes)
+                by = "" if self._eqn is None else _named(self._eqn)
                 self.records.append(
-                    Record(
-                        step.kind, over, step.bytes, step.bytes_sent, self._trips, self._operation
-                    )
+                    Record(step.kind, over, step.bytes, step.bytes_sent, self._trips, by)
                 )
         spec = self.context.spec(
             value.shape, value.dtype, target, value.data_varying, value.is_param
@@ -245,11 +244,11 @@ class Resharder:
     @contextlib.contextmanager
     def needed_by(self, eqn: Any) -> Iterator[None]:
         """Record collectives within as those of an equation's operands."""
-        self._operation = _named(eqn)
+        self._eqn = eqn
         try:
             yield
         finally:
-            self._operation = ""
+            self._eqn = None
 
     @contextlib.contextmanager
     def apart(self, data_varying: bool) -> Iterator[None]:

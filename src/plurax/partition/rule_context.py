@@ -83,6 +83,8 @@ class RuleContext:
 
     def steps(self, value: ShardedValue, target: TensorSharding) -> list[ReshardStep]:
         """Return the steps that reshard a value."""
+        if value.sharding == target:
+            return []
         avoid = frozenset({"data"}) if value.data_varying else frozenset()
         size: int = value.dtype.itemsize
         return plan_reshard(value.sharding, target, value.shape, size, self.axes, avoid)
@@ -99,4 +101,6 @@ class RuleContext:
         A partial sum cannot be restored: only versions that still are one can be left one.
         """
         able = [one for one in versions.values if target.partial <= one.sharding.partial]
+        if len(able) == 1:
+            return able[0]
         return min(able, key=lambda one: wire_bytes(self.steps(one, target)))
