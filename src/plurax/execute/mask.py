@@ -72,12 +72,12 @@ def reads_mask(task: Task, like: TrainState, batch: PyTree, loss: Callable[..., 
     closed, shapes = jax.make_jaxpr(checked, return_shape=True)(*args)
     count = len(closed.jaxpr.invars)
     rows = len(jax.tree.leaves(args[:-2])) - len(jax.tree.leaves(args[-3]))
-    by_mask = _depends(closed.jaxpr, [place == count - 1 for place in range(count)])
-    by_rows = _depends(closed.jaxpr, [place >= rows for place in range(count)])
+    by_mask = _depends(closed.jaxpr, [index == count - 1 for index in range(count)])
+    by_rows = _depends(closed.jaxpr, [index >= rows for index in range(count)])
     results = range(len(by_mask))
     losses = jax.tree.leaves(shapes[0])
     first = len(jax.tree.leaves(shapes[:2]))
-    needed = [place < len(losses) or (place >= first and by_rows[place]) for place in results]
+    needed = [index < len(losses) or (index >= first and by_rows[index]) for index in results]
     return all(read or not need for read, need in zip(by_mask, needed, strict=True))
 
 

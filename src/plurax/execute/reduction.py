@@ -14,7 +14,7 @@ from plurax.sharding.spec import TensorSharding
 
 
 def reduced(
-    values: Sequence[ShardedValue], targets: Sequence[TensorSharding], divider: Partitioner
+    values: Sequence[ShardedValue], targets: Sequence[TensorSharding], partitioner: Partitioner
 ) -> list[Array]:
     """Reduce values that are partial sums (`sharding.partial`) to the target shardings.
 
@@ -30,21 +30,21 @@ def reduced(
     """
     results: list[Any] = [None] * len(values)
     together: dict[tuple[str, ...], list[int]] = {}
-    for place, (value, target) in enumerate(zip(values, targets, strict=True)):
+    for index, (value, target) in enumerate(zip(values, targets, strict=True)):
         moves = plan_reshard(
-            value.sharding, target, value.shape, value.array.dtype.itemsize, divider.axes
+            value.sharding, target, value.shape, value.array.dtype.itemsize, partitioner.axes
         )
         if [move.kind for move in moves] == ["all-reduce"]:
-            together.setdefault(moves[0].axes, []).append(place)
-        results[place] = value if moves else value.array
-    for axes, places in together.items():
-        names, groups = divider.axes.group(axes)
-        sums = lax.psum([values[p].array for p in places], names, axis_index_groups=groups)
-        for place, array in zip(places, sums, strict=True):
-            results[place] = array
-            divider.record_all_reduce(axes, array)
-    rest = [place for place, result in enumerate(results) if isinstance(result, ShardedValue)]
-    moved = bucketed(divider, [values[p] for p in rest], [targets[p] for p in rest])
-    for place, value in zip(rest, moved, strict=True):
-        results[place] = value.array
+            together.setdefault(moves[0].axes, []).append(index)
+        results[index] = value if moves else value.array
+    for axes, indices in together.items():
+        names, groups = partitioner.axes.group(axes)
+        sums = lax.psum([values[p].array for p in indices], names, axis_index_groups=groups)
+        for index, array in zip(indices, sums, strict=True):
+            results[index] = array
+            partitioner.record_all_reduce(axes, array)
+    rest = [index for index, result in enumerate(results) if isinstance(result, ShardedValue)]
+    moved = bucketed(partitioner, [values[p] for p in rest], [targets[p] for p in rest])
+    for index, value in zip(rest, moved, strict=True):
+        results[index] = value.array
     return results

@@ -56,7 +56,7 @@ def totals_of(task: Task, output: Any, rows: Rows, where: str) -> tuple[Any, Tot
 
 
 def training_network(
-    task: Task, plan: Plan, like: PyTree, rows: Rows, divider: Partitioner
+    task: Task, plan: Plan, like: PyTree, rows: Rows, partitioner: Partitioner
 ) -> StagedNetwork:
     """Return the network whose last stage computes a microbatch's loss sum and totals.
 
@@ -65,7 +65,7 @@ def training_network(
     - `task`, `plan`.
     - `like`: the pair `(params, model_state)` as `jax.ShapeDtypeStruct`s of whole tensors.
     - `rows`: one microbatch's rows as `jax.ShapeDtypeStruct`s.
-    - `divider`: a `Partitioner` with the mesh in which the task is traced.
+    - `partitioner`: a `Partitioner` with the mesh in which the task is traced.
 
     Raises `PlanError` if the model cannot be cut into as many stages as the plan has.
     """
@@ -86,11 +86,11 @@ def training_network(
         losses, metrics, new = split_output(task, output, model_state, rows.mask.shape[0])
         return *totals_of(task, (losses, metrics), rows, "Task.loss"), new
 
-    return marked_network(total, plan, like, rows, divider, remat=True)
+    return marked_network(total, plan, like, rows, partitioner, remat=True)
 
 
 def evaluating_network(
-    task: Task, plan: Plan, like: PyTree, rows: Rows, divider: Partitioner
+    task: Task, plan: Plan, like: PyTree, rows: Rows, partitioner: Partitioner
 ) -> StagedNetwork | None:
     """Return the network whose last stage computes the totals of evaluation.
 
@@ -110,11 +110,11 @@ def evaluating_network(
         totals = evaluate(params, model_state, rows)
         return totals.loss, totals, ()
 
-    return _if_marked(total, plan, like, rows, divider)
+    return _if_marked(total, plan, like, rows, partitioner)
 
 
 def predicting_network(
-    task: Task, plan: Plan, like: PyTree, inputs: PyTree, divider: Partitioner
+    task: Task, plan: Plan, like: PyTree, inputs: PyTree, partitioner: Partitioner
 ) -> StagedNetwork | None:
     """Return the network whose last stage computes the outputs of prediction.
 
@@ -142,7 +142,7 @@ def predicting_network(
     def outputs(params: PyTree, model_state: PyTree, inputs: PyTree) -> tuple[Any, ...]:
         return (), predict(params, model_state, inputs), ()
 
-    return _if_marked(outputs, plan, like, inputs, divider)
+    return _if_marked(outputs, plan, like, inputs, partitioner)
 
 
 def stack_network(
@@ -211,7 +211,7 @@ def marked_network(
     plan: Plan,
     like: PyTree,
     rows: Any,
-    divider: Partitioner,
+    partitioner: Partitioner,
     *,
     remat: bool = False,
 ) -> StagedNetwork:
@@ -219,8 +219,8 @@ def marked_network(
 
     Raises `PlanError` as `Cut` does.
     """
-    closed, shapes = divider.traced(total, *like, rows)
-    return _cut(closed, shapes, plan, like, divider, remat=remat)
+    closed, shapes = partitioner.traced(total, *like, rows)
+    return _cut(closed, shapes, plan, like, partitioner, remat=remat)
 
 
 def _if_marked(
@@ -228,25 +228,31 @@ def _if_marked(
     plan: Plan,
     like: PyTree,
     rows: Any,
-    divider: Partitioner,
+    partitioner: Partitioner,
 ) -> StagedNetwork | None:
     """Trace and cut a function, or return None if it has no stage boundaries."""
-    closed, shapes = divider.traced(total, *like, rows)
-    return _cut(closed, shapes, plan, like, divider) if has_boundaries(closed.jaxpr) else None
+    closed, shapes = partitioner.traced(total, *like, rows)
+    return _cut(closed, shapes, plan, like, partitioner) if has_boundaries(closed.jaxpr) else None
 
 
 def _cut(
-    closed: Any, shapes: Any, plan: Plan, like: PyTree, divider: Partitioner, *, remat: bool = False
+    closed: Any,
+    shapes: Any,
+    plan: Plan,
+    like: PyTree,
+    partitioner: Partitioner,
+    *,
+    remat: bool = False,
 ) -> StagedNetwork:
     params, model_state = like
     count, states = len(jax.tree.leaves(params)), list(tree.named_leaves(model_state))
     stages, outputs = plan.pipeline * plan.virtual_stages, jax.tree.structure(shapes[:2])
-    network = Cut(closed, count, states, outputs, stages, divider).network()
+    network = Cut(closed, count, states, outputs, stages, partitioner).network()
     if not remat or plan.remat == "none":
         return network
     edges = {
-        stage: dataclasses.replace(edge, fun=rematerialized(edge.fun, plan.remat))
-        for stage, edge in network.stage_fns.items()
+        stage: dataclasses.replace(stage_fn, fun=rematerialized(stage_fn.fun, plan.remat))
+        for stage, stage_fn in network.stage_fns.items()
     }
     return StagedNetwork(edges, None, stages)
 

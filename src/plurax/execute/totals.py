@@ -71,15 +71,15 @@ def coupled_totals(
     Microbatches without a real example are skipped.
     """
 
-    def one(params: PyTree, state: PyTree, part: Rows, number: Array, count: Array) -> Any:
+    def one(params: PyTree, state: PyTree, part: Rows, microbatch: Array, count: Array) -> Any:
         if microbatches == 1:
             return fun(params, state, part)
         # Example `m` is the first of microbatch `m`, so the microbatch is empty if `m >= count`.
         # All devices agree on the predicate, as collectives inside `fun` require.
-        return _where_any(number < count, lambda s: fun(params, s, part), state)
+        return _where_any(microbatch < count, lambda s: fun(params, s, part), state)
 
     def split(leaf: Array) -> Array:
-        return dealt(leaf, microbatches)
+        return round_robin(leaf, microbatches)
 
     return _in_microbatches(one, split, axis_size, microbatches, reduce or (lambda totals: totals))
 
@@ -163,7 +163,7 @@ def data_parallel(fun: Gradient, mesh: Mesh, microbatches: int) -> BatchTotals:
     )
 
 
-def dealt(leaf: Array, microbatches: int) -> Array:
+def round_robin(leaf: Array, microbatches: int) -> Array:
     """Split rows `(N, ...)` round-robin into `(microbatches, N / microbatches, ...)`.
 
     The reshape to (size, microbatches) keeps each device's rows on the device.

@@ -48,7 +48,7 @@ from plurax.execute.reduction import reduced
 from plurax.execute.rows import Rows, index_device_rows
 from plurax.execute.stage_networks import evaluating_network, predicting_network, training_network
 from plurax.execute.step import Gradients, Metrics, make_apply, make_gradients, whole_update
-from plurax.execute.totals import BatchTotals, dealt
+from plurax.execute.totals import BatchTotals, round_robin
 from plurax.partition.partitioner import Partitioner, Record
 from plurax.partition.values import ShardedValue
 from plurax.pipeline.executor import ScheduleExecutor
@@ -92,11 +92,11 @@ class PipelinedBackend(Backend):
             plan.schedule, plan.pipeline, plan.microbatches, plan.virtual_stages
         )
         depth = task.stack.depth if task.stack is not None else 0
-        dealing = LayerAssignment(depth, plan.pipeline, plan.virtual_stages)
+        assignment = LayerAssignment(depth, plan.pipeline, plan.virtual_stages)
         layered = self._layered(task)
         self._base = ShardedBackend(
             task, optimizer, plan, mesh, rows,
-            dealt=lambda state: assign_layers(state, layered, dealing), layered=layered,
+            order_layers=lambda state: assign_layers(state, layered, assignment), layered=layered,
         )  # fmt: skip
         count = len(layered)
         size = jax.tree.leaves(rows)[0].shape[0]
@@ -105,14 +105,15 @@ class PipelinedBackend(Backend):
         self._like = jax.eval_shape(functools.partial(initial, task), jax.random.key(0))
         # Cut the loss once now: which stages use a parameter decides on which device it is stored.
         network = training_network(task, plan, self._like, Rows(rows, keys, mask), self._stage())
-        if any(edge.writes for edge in network.stage_fns.values()):
+        if any(stage_fn.writes for stage_fn in network.stage_fns.values()):
             check_forwards_in_order(self.schedule)
         homes = network.homes(count, plan.pipeline)
         uses = [
-            [leaf in edge.leaves for edge in network.stage_fns.values()] for leaf in range(count)
+            [leaf in stage_fn.leaves for stage_fn in network.stage_fns.values()]
+            for leaf in range(count)
         ]
         self._many = [sum(used) > 1 for used in uses]
-        self.layout = StagedState(self._base.layout, homes, dealing, layered, mesh)
+        self.layout = StagedState(self._base.layout, homes, assignment, layered, mesh)
         self._layers = layered
         self.records = self._base.records
 
@@ -140,7 +141,7 @@ class PipelinedBackend(Backend):
 
     def own(self, state: TrainState) -> TrainState:
         """Return this device's part of a replicated state."""
-        return self.layout.staged(self._base.own(self.layout.dealt(state)))
+        return self.layout.staged(self._base.own(self.layout.by_device(state)))
 
     # --- What a device does -------------------------------------------------------------------
 
@@ -187,20 +188,20 @@ class PipelinedBackend(Backend):
 
     def _broadcast(self, network: StagedNetwork, states: list[Array], like: PyTree) -> PyTree:
         """Broadcast each leaf of the model state from the device of its stage to all stages."""
-        divider, here = self._base.divider(), lax.axis_index("pipeline")
-        for stage, edge in network.stage_fns.items():
+        partitioner, here = self._base.partitioner(), lax.axis_index("pipeline")
+        for stage, stage_fn in network.stage_fns.items():
             # A broadcast is a sum with zeros, and random keys cannot be added: pack them as uint32.
-            packing = Packing([states[leaf] for leaf in edge.writes])
-            own = packing.write(zeros(packing.lengths), [states[leaf] for leaf in edge.writes])
+            packing = Packing([states[leaf] for leaf in stage_fn.writes])
+            own = packing.write(zeros(packing.lengths), [states[leaf] for leaf in stage_fn.writes])
             mine = here == stage % self.plan.pipeline
-            told = broadcast_from_stage(
+            broadcast = broadcast_from_stage(
                 {n: jnp.where(mine, a, jnp.zeros_like(a)) for n, a in own.items()}
             )
-            for array in told.values():
-                divider.record_all_reduce(["pipeline"], array)
-            for leaf, array in zip(edge.writes, packing.read(told), strict=True):
+            for array in broadcast.values():
+                partitioner.record_all_reduce(["pipeline"], array)
+            for leaf, array in zip(stage_fn.writes, packing.read(broadcast), strict=True):
                 states[leaf] = array
-        self.records["model state"] = divider.records
+        self.records["model state"] = partitioner.records
         return jax.tree.unflatten(jax.tree.structure(like), states)
 
     def _numbered(self, batch: PyTree, key: Any, count: Any) -> Rows:
@@ -214,11 +215,11 @@ class PipelinedBackend(Backend):
         """
         m = self.plan.microbatches
         if coupled:
-            return jax.tree.map(lambda leaf: dealt(leaf, m), rows)
+            return jax.tree.map(lambda leaf: round_robin(leaf, m), rows)
         return jax.tree.map(lambda leaf: leaf.reshape(m, -1, *leaf.shape[1:]), rows)
 
     def _stage(self, trips: int = 1, *, joint: bool = False) -> Partitioner:
-        return self._base.divider(trips, stage=True, joint=joint)
+        return self._base.partitioner(trips, stage=True, joint=joint)
 
     def _goals(self) -> list[TensorSharding | None]:
         """Return the sharding in which each parameter's gradient is summed over microbatches.
@@ -244,8 +245,8 @@ class PipelinedBackend(Backend):
             base.expanded(base.layout.shardings.params), is_leaf=is_sharding
         )
         values: list[ShardedValue | None] = []
-        forms = []
-        for place, (array, leaf, one) in enumerate(
+        specs = []
+        for index, (array, leaf, one) in enumerate(
             zip(
                 homes.values(params),
                 jax.tree.leaves(base.layout.like.params),
@@ -253,13 +254,13 @@ class PipelinedBackend(Backend):
                 strict=True,
             )
         ):
-            home, at = homes.place(place)
+            home, at = homes.locate(index)
             # Every device traces all stages, so it needs the shapes of all parameters.
             local = homes.packings[home].leaves[at] if home != ON_ALL else _struct(array)
-            forms.append(ValueSpec(local, leaf.shape, one, False, True))
-            values.append(None if array is None else forms[-1].value(array))
+            specs.append(ValueSpec(local, leaf.shape, one, False, True))
+            values.append(None if array is None else specs[-1].value(array))
         given = [None if home == ON_ALL else home for home in homes.homes]
-        return StageParams(values, given, homes.packings, forms, params.homed)
+        return StageParams(values, given, homes.packings, specs, params.stage_buffers)
 
     # --- Reduction ----------------------------------------------------------------------------
 
@@ -269,41 +270,41 @@ class PipelinedBackend(Backend):
         Returns totals whose `grads` are `Staged`: each gradient in its shard, on its device.
         """
         base, homes = self._base, self.layout.shards
-        divider = base.divider()
+        partitioner = base.partitioner()
         targets = jax.tree.leaves(base.expanded(base.layout.shards), is_leaf=is_sharding)
         values, goals = [], []
-        for array, form in zip(sums["aux"], run.vjps.aux, strict=True):
-            values.append(self._terms(array, form, {"pipeline"}))
+        for array, spec in zip(sums["aux"], run.vjps.aux, strict=True):
+            values.append(self._terms(array, spec, {"pipeline"}))
             goals.append(TensorSharding.replicated(array.ndim))
-        on_all = [place for place, home in enumerate(homes.homes) if home == ON_ALL]
-        for place in on_all:
-            if self._layers[place]:
+        on_all = [index for index, home in enumerate(homes.homes) if home == ON_ALL]
+        for index in on_all:
+            if self._layers[index]:
                 # The spec is that of one layer; the sums have a leading dim over all layers, split
                 # over `pipeline`.
-                array, form = sums["layer_sums"][place], run.vjps.grads[place]
-                whole = (self.layout.dealing.devices * array.shape[0], *form.shape)
-                one = TensorSharding((("pipeline",), *form.sharding.dims), form.sharding.partial)
-                stacked = ValueSpec(form.local, whole, one, form.data_varying, form.is_param)
+                array, spec = sums["layer_sums"][index], run.vjps.grads[index]
+                whole = (self.layout.assignment.devices * array.shape[0], *spec.shape)
+                one = TensorSharding((("pipeline",), *spec.sharding.dims), spec.sharding.partial)
+                stacked = ValueSpec(spec.local, whole, one, spec.data_varying, spec.is_param)
                 values.append(self._terms(array, stacked, set()))
             else:
                 values.append(
-                    self._terms(sums["shared_sums"][place], run.vjps.grads[place], {"pipeline"})
+                    self._terms(sums["shared_sums"][index], run.vjps.grads[index], {"pipeline"})
                 )
-            goals.append(targets[place])
-        found = reduced(values, goals, divider)
+            goals.append(targets[index])
+        found = reduced(values, goals, partitioner)
         totals: Totals = jax.tree.unflatten(run.vjps.aux_structure, found[: len(run.vjps.aux)])
         stage = self._stage()
-        homed = self._homed_reduced(run, sums["homed_sums"], targets, stage)
-        self.records["reduction"] = divider.records + stage.records
+        stage_buffers = self._reduce_stage_buffers(run, sums["homed_sums"], targets, stage)
+        self.records["reduction"] = partitioner.records + stage.records
         base.warn()
-        return totals._replace(grads=Staged(tuple(found[len(run.vjps.aux) :]), homed))
+        return totals._replace(grads=Staged(tuple(found[len(run.vjps.aux) :]), stage_buffers))
 
-    def _homed_reduced(
+    def _reduce_stage_buffers(
         self,
         run: ScheduleExecutor,
         sums: Any,
         targets: Sequence[TensorSharding],
-        divider: Partitioner,
+        partitioner: Partitioner,
     ) -> dict[str, Array]:
         """Reduce over `data` the gradient sums of parameters that one stage's device has.
 
@@ -316,19 +317,19 @@ class PipelinedBackend(Backend):
             own = homes.own(device)
             arrays = packings[device].read(sums)
             values = [
-                self._terms(array, run.vjps.grads[place], set())
-                for array, place in zip(arrays, own, strict=True)
+                self._terms(array, run.vjps.grads[index], set())
+                for array, index in zip(arrays, own, strict=True)
             ]
-            found = reduced(values, [targets[place] for place in own], divider)
+            found = reduced(values, [targets[index] for index in own], partitioner)
             return homes.written(device, found, wide=True)
 
         return homes.on_each(branch) if homes.lengths else {}
 
-    def _terms(self, array: Array, form: ValueSpec, more: set[str]) -> ShardedValue:
+    def _terms(self, array: Array, spec: ValueSpec, more: set[str]) -> ShardedValue:
         """Return a device's sum as a partial sum over `data`, if it has varied rows, and `more`."""
-        terms = form.sharding.partial | more
-        terms |= {"data"} if form.data_varying and self.plan.data > 1 else set()
-        return ShardedValue(array, form.shape, TensorSharding(form.sharding.dims, frozenset(terms)))
+        terms = spec.sharding.partial | more
+        terms |= {"data"} if spec.data_varying and self.plan.data > 1 else set()
+        return ShardedValue(array, spec.shape, TensorSharding(spec.sharding.dims, frozenset(terms)))
 
     # --- The update ---------------------------------------------------------------------------
 
@@ -338,14 +339,14 @@ class PipelinedBackend(Backend):
         def norm(*leaves: Array) -> list[Array]:
             return [jnp.sqrt(sum(jnp.sum(jnp.square(jnp.abs(leaf))) for leaf in leaves))]
 
-        divider = self._base.divider()
+        partitioner = self._base.partitioner()
         inputs = self._inputs(
             grads, self.layout.shards, self._base.layout.like.params, self._base.layout.shards
         )
         stage = self._stage()
-        there = StageUpdate(norm, inputs, [None], divider, stage, self.plan.pipeline)
+        there = StageUpdate(norm, inputs, [None], partitioner, stage, self.plan.pipeline)
         (found,), _ = there([TensorSharding(())], None)
-        self.records["norm"] = divider.records + stage.records
+        self.records["norm"] = partitioner.records + stage.records
         assert found is not None
         return found.array
 
@@ -354,7 +355,7 @@ class PipelinedBackend(Backend):
     ) -> tuple[Staged, Staged]:
         """Run the optimizer's update, each parameter on the device that has it."""
         base, layout = self._base, self.layout
-        divider, stage = base.divider(), base.divider(stage=True)
+        partitioner, stage = base.partitioner(), base.partitioner(stage=True)
         like, shardings = base.layout.like, base.layout.shardings
         inputs = [
             *self._inputs(grads, layout.shards, like.params, base.layout.shards),
@@ -383,15 +384,17 @@ class PipelinedBackend(Backend):
                 layout.opt_state.written(device, arrays[cut:]),
             )
 
-        there = StageUpdate(fun, inputs, homes, divider, stage, self.plan.pipeline)
-        common, homed = there(goals, written)
-        self.records["update"] = divider.records + stage.records
+        there = StageUpdate(fun, inputs, homes, partitioner, stage, self.plan.pipeline)
+        common, stage_buffers = there(goals, written)
+        self.records["update"] = partitioner.records + stage.records
         base.warn_of_gathers()
 
         def rest(values: Sequence[ShardedValue | None]) -> tuple[Array, ...]:
             return tuple(value.array for value in values if value is not None)
 
-        return Staged(rest(common[:count]), homed[0]), Staged(rest(common[count:]), homed[1])
+        return Staged(rest(common[:count]), stage_buffers[0]), Staged(
+            rest(common[count:]), stage_buffers[1]
+        )
 
     def _inputs(
         self, staged: Staged, homes: StagePlacement, like: PyTree, shardings: PyTree
@@ -399,18 +402,18 @@ class PipelinedBackend(Backend):
         """Return the leaves of a staged tree as inputs of a `StageUpdate`."""
         inputs: list[ShardedValue | StageTensor] = []
         shardings = jax.tree.leaves(self._base.expanded(shardings), is_leaf=is_sharding)
-        for place, (array, leaf, one) in enumerate(
+        for index, (array, leaf, one) in enumerate(
             zip(homes.values(staged), jax.tree.leaves(like), shardings, strict=True)
         ):
             if array is not None:
                 inputs.append(ShardedValue(array, leaf.shape, one))
                 continue
-            home, at = homes.place(place)
+            home, at = homes.locate(index)
 
             def read(
                 home: int = home, at: int = at, leaf: Any = leaf, one: Any = one
             ) -> ShardedValue:
-                (there,) = homes.packings[home].read(staged.homed, [at])
+                (there,) = homes.packings[home].read(staged.stage_buffers, [at])
                 return ShardedValue(there, leaf.shape, one)
 
             inputs.append(StageTensor(home, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), read))
@@ -435,11 +438,11 @@ class PipelinedBackend(Backend):
                 return self._base.evaluate()(whole, model_state, batch, count)
             run = self._forward(network, params, rows, model_state)
             values = [
-                self._terms(array, form, {"pipeline"})
-                for array, form in zip(run()["aux"], run.vjps.aux, strict=True)
+                self._terms(array, spec, {"pipeline"})
+                for array, spec in zip(run()["aux"], run.vjps.aux, strict=True)
             ]
             goals = [TensorSharding.replicated(value.array.ndim) for value in values]
-            found = reduced(values, goals, self._base.divider())
+            found = reduced(values, goals, self._base.partitioner())
             totals: Totals = jax.tree.unflatten(run.vjps.aux_structure, found)
             return totals
 

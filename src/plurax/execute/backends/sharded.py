@@ -68,7 +68,7 @@ class ShardedBackend(Backend):
 
     - `task`, `optimizer`, `plan`, `mesh`.
     - `rows`: the rows of one microbatch as `jax.ShapeDtypeStruct`s.
-    - `dealt`: in a pipeline, the function that orders the layers of a state by stage.
+    - `order_layers`: in a pipeline, the function that orders the layers of a state by stage.
     - `layered`: in a pipeline, for each parameter whether layers are stacked in it.
 
     **Attributes:** `layout`, the `StateShardings`; `axes`, the mesh axes with more than one device;
@@ -89,7 +89,7 @@ class ShardedBackend(Backend):
         mesh: Mesh,
         rows: PyTree,
         *,
-        dealt: Callable[[TrainState], TrainState] | None = None,
+        order_layers: Callable[[TrainState], TrainState] | None = None,
         layered: Sequence[bool] = (),
     ) -> None:
         if plan.batch_dim == "minor":
@@ -105,8 +105,8 @@ class ShardedBackend(Backend):
         jaxpr = self._loss_jaxpr(like, rows)
         self._rules = rules
         stacked = stacks(jaxpr, like.params)
-        if dealt is not None:
-            like = jax.eval_shape(dealt, like)
+        if order_layers is not None:
+            like = jax.eval_shape(order_layers, like)
         self.layout = StateShardings(like, plan, rules, sizes, stacked, layered)
         annotations = (e for e in all_equations(jaxpr) if e.primitive.name == "annotate")
         tags = {eqn.params["tag"] for eqn in annotations}
@@ -122,7 +122,7 @@ class ShardedBackend(Backend):
         inner = {axis: size for axis, size in sizes.items() if axis != "pipeline"}
         self.stage_axes = Axes(inner, parts, permutes=plan.pipeline == 1)
         self.records: dict[str, list[Record]] = {}
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def _loss_jaxpr(self, like: TrainState, rows: PyTree) -> Any:
         loss = within(self._mesh, self.task.loss) if self._mesh else self.task.loss
@@ -145,7 +145,7 @@ class ShardedBackend(Backend):
         def cut(array: Array, sharding: TensorSharding) -> Array:
             target = self.axes.expanded(sharding)
             whole = ShardedValue(array, array.shape, TensorSharding.replicated(array.ndim))
-            return self.divider().move(whole, target).array
+            return self.partitioner().move(whole, target).array
 
         return jax.tree.map(cut, state, self.layout.shardings)
 
@@ -178,7 +178,7 @@ class ShardedBackend(Backend):
         fun = gradient(self.task, self.plan.precision, remat=self.plan.remat)
 
         def run(params: PyTree, model_state: PyTree, rows: Rows) -> tuple[Totals, PyTree]:
-            divider = self.divider(self.plan.microbatches, joint=self.task.coupled)
+            partitioner = self.partitioner(self.plan.microbatches, joint=self.task.coupled)
 
             def wanted(shapes: tuple[Totals, PyTree]) -> tuple[Totals, PyTree]:
                 none = jax.tree.map(lambda _: None, shapes)
@@ -191,24 +191,24 @@ class ShardedBackend(Backend):
             # Below ZeRO-2 a gradient stays a partial sum until all microbatches are added up, so
             # that it is reduced once per step.
             tight = self.plan.zero >= 2
-            values, states = partition(fun, divider, args, wanted, tight=tight)
-            states = jax.tree.map(divider.whole, states, is_leaf=is_sharded_value)
-            self.records["gradient"] = divider.records
+            values, states = partition(fun, partitioner, args, wanted, tight=tight)
+            states = jax.tree.map(partitioner.whole, states, is_leaf=is_sharded_value)
+            self.records["gradient"] = partitioner.records
             return values, _arrays(states)
 
         return run
 
     def _reduced(self, totals: Totals) -> Totals:
         """Reduce the sums of all microbatches over devices, to the shards of the gradients."""
-        divider = self.divider()
+        partitioner = self.partitioner()
         whole = jax.tree.map(
             lambda _: TensorSharding(()), totals._replace(grads=()), is_leaf=is_sharded_value
         )
         targets = whole._replace(grads=self.expanded(self.layout.shards))
         leaves, structure = jax.tree.flatten(totals, is_leaf=is_sharded_value)
         goals = jax.tree.leaves(targets, is_leaf=is_sharding)
-        sums = reduced([self._sum_over_rows(value) for value in leaves], goals, divider)
-        self.records["reduction"] = divider.records
+        sums = reduced([self._sum_over_rows(value) for value in leaves], goals, partitioner)
+        self.records["reduction"] = partitioner.records
         self.warn()
         return jax.tree.unflatten(structure, sums)
 
@@ -223,8 +223,8 @@ class ShardedBackend(Backend):
 
         Called after the gradient has been traced, because only then are the activations known.
         """
-        new = {name: note for name, note in self._rules.notes.items() if name not in self._said}
-        self._said.update(new)
+        new = {name: note for name, note in self._rules.notes.items() if name not in self._warned}
+        self._warned.update(new)
         if new:
             lines = "".join(f"\n  {name}: {note}" for name, note in new.items())
             warnings.warn(f"some tensors are not split as the rules say:{lines}",
@@ -238,8 +238,8 @@ class ShardedBackend(Backend):
             if one.without_rule is not None:
                 sizes[one.without_rule] = sizes.get(one.without_rule, 0) + one.bytes
         for (operation, where), size in sizes.items():
-            if f"{operation} at {where}" not in self._said:
-                self._said.add(f"{operation} at {where}")
+            if f"{operation} at {where}" not in self._warned:
+                self._warned.add(f"{operation} at {where}")
                 text = errors.gathered_whole(operation, size, where)
                 warnings.warn(text, errors.ShardingWarning, stacklevel=2)
 
@@ -254,18 +254,18 @@ class ShardedBackend(Backend):
             # Squares of shards split over the same axes are added up before they are communicated.
             axes = self.axes.mesh_axes(sharding.axes)
             sums[axes] = sums.get(axes, 0) + jnp.sum(jnp.square(jnp.abs(array)))
-        divider = self.divider()
+        partitioner = self.partitioner()
         for axes, part in sums.items():
             if axes:
                 sums[axes] = lax.psum(part, axes)
-                divider.record_all_reduce(self.axes.expand_all(axes), part)
-        self.records["norm"] = divider.records
+                partitioner.record_all_reduce(self.axes.expand_all(axes), part)
+        self.records["norm"] = partitioner.records
         return jnp.sqrt(sum(sums.values()))
 
     def _update(
         self, grads: PyTree, opt_state: PyTree, params: PyTree, loss: Array
     ) -> tuple[PyTree, PyTree]:
-        divider = self.divider()
+        partitioner = self.partitioner()
         args = (
             self._values(grads, self.layout.like.params, self.layout.shards),
             self._values(opt_state, self.layout.like.opt_state, self.layout.shardings.opt_state),
@@ -273,11 +273,11 @@ class ShardedBackend(Backend):
             _whole(loss),
         )
         goals = self.expanded((self.layout.shardings.params, self.layout.shardings.opt_state))
-        values = partition(whole_update(self.optimizer), divider, args, lambda _: goals)
-        self.records["update"] = divider.records
+        values = partition(whole_update(self.optimizer), partitioner, args, lambda _: goals)
+        self.records["update"] = partitioner.records
         self.warn_of_gathers()
         # `warn_of_gathers` has reported all gathers over `data` already.
-        self.warn_of([one for one in divider.records if "data" not in one.axes])
+        self.warn_of([one for one in partitioner.records if "data" not in one.axes])
         return _arrays(values)
 
     def warn_of_gathers(self) -> None:
@@ -286,8 +286,8 @@ class ShardedBackend(Backend):
         for one in self.records["update"]:
             if one.operation and one.kind in _GATHERS and "data" in one.axes:
                 sizes[one.operation] = sizes.get(one.operation, 0) + one.bytes * one.trips
-        if self.plan.zero and sizes and "update" not in self._said:
-            self._said.add("update")
+        if self.plan.zero and sizes and "update" not in self._warned:
+            self._warned.add("update")
             lines = "".join(f"\n  {name}: {size:,} bytes" for name, size in sizes.items())
             warnings.warn(
                 "the optimizer's update needs whole tensors that lie in shards: each device "
@@ -301,9 +301,9 @@ class ShardedBackend(Backend):
 
         def run(params: PyTree, model_state: PyTree, rows: Rows) -> Totals:
             args = (self._parameters(params), _whole(model_state), _varying(rows))
-            divider = self.divider()
-            values: Totals = partition(fun, divider, args)
-            self.warn_of(divider.records)
+            partitioner = self.partitioner()
+            values: Totals = partition(fun, partitioner, args)
+            self.warn_of(partitioner.records)
             return values
 
         def reduced(totals: Totals) -> Totals:
@@ -326,16 +326,18 @@ class ShardedBackend(Backend):
             def wanted(shapes: PyTree) -> PyTree:
                 return jax.tree.map(lambda leaf: TensorSharding.replicated(len(leaf.shape)), shapes)
 
-            divider = self.divider()
-            values = partition(fun, divider, args, wanted)
-            self.warn_of(divider.records)
+            partitioner = self.partitioner()
+            values = partition(fun, partitioner, args, wanted)
+            self.warn_of(partitioner.records)
             return _arrays(values)
 
         return run
 
     # --- Values -------------------------------------------------------------------------------
 
-    def divider(self, trips: int = 1, *, stage: bool = False, joint: bool = False) -> Partitioner:
+    def partitioner(
+        self, trips: int = 1, *, stage: bool = False, joint: bool = False
+    ) -> Partitioner:
         """Return a `Partitioner` over all mesh axes, or with `stage` over those without `pipeline`.
 
         `trips` is how often per step its equations run; with `joint` the rows are one dim sharded

@@ -9,10 +9,11 @@ on all devices as the longest stage needs. Parameters that several stages use ar
 Example: 2 devices, embedding `f32[100, 8]` on stage 0, 5 layers `f32[5, 8, 8]`, head `f32[8, 10]`
 on stage 1, all float32; `Staged` on each device, and as global arrays:
 
-    rest    layers    f32[3, 8, 8] per device    global f32[6, 8, 8], P("pipeline"), one row of 0
-    homed   float32   f32[800] per device        global f32[1600], `EVERYWHERE`
-              device 0    [0:800] the embedding
-              device 1    [0:80] the head, the rest unused
+    rest            layers    f32[3, 8, 8] per device    global f32[6, 8, 8], P("pipeline")
+                                                         one row of zeros
+    stage_buffers   float32   f32[800] per device        global f32[1600], `EVERYWHERE`
+                      device 0    [0:800] the embedding
+                      device 1    [0:80] the head, the rest unused
 
 `from_canonical` brings a state of whole tensors, as a checkpoint has it, to this form;
 `to_canonical` brings it back.
@@ -52,12 +53,12 @@ EVERYWHERE = P(("data", "pipeline", "tensor"))
 class Staged:
     """A tree like the parameters in the form that the devices of a pipeline store.
 
-    **Fields:** `rest`, the leaves that are on all devices or split over them, in order; `homed`, by
-    dtype a flat buffer with the leaves that only this device has.
+    **Fields:** `rest`, the leaves that are on all devices or split over them, in order;
+    `stage_buffers`, by dtype a flat buffer with the leaves that only this device has.
     """
 
     rest: tuple[Any, ...]
-    homed: dict[str, Any]
+    stage_buffers: dict[str, Any]
 
 
 class StagePlacement:
@@ -81,9 +82,9 @@ class StagePlacement:
 
     def own(self, device: int) -> list[int]:
         """Return the indices of the leaves that only `device` has."""
-        return [place for place, home in enumerate(self.homes) if home == device]
+        return [index for index, home in enumerate(self.homes) if home == device]
 
-    def place(self, leaf: int) -> tuple[int, int]:
+    def locate(self, leaf: int) -> tuple[int, int]:
         """Return the device of a leaf and its index in that device's packing."""
         home = self.homes[leaf]
         return home, self.homes[:leaf].count(home)
@@ -93,7 +94,7 @@ class StagePlacement:
         leaves = jax.tree.leaves(tree)
 
         def branch(device: int) -> dict[str, Array]:
-            return self.written(device, [leaves[place] for place in self.own(device)])
+            return self.written(device, [leaves[index] for index in self.own(device)])
 
         rest = tuple(a for a, home in zip(leaves, self.homes, strict=True) if home == ON_ALL)
         return Staged(rest, self.on_each(branch) if self.lengths else {})
@@ -111,25 +112,25 @@ class StagePlacement:
         Leaves split over `pipeline` stay split.
         """
         shapes = {
-            place: self.packings[home].leaves[at]
-            for place in range(len(self.homes))
-            for home, at in [self.place(place)]
+            index: self.packings[home].leaves[at]
+            for index in range(len(self.homes))
+            for home, at in [self.locate(index)]
             if home != ON_ALL
         }
 
         def branch(device: int) -> dict[int, Array]:
             found = dict(
-                zip(self.own(device), self.packings[device].read(staged.homed), strict=True)
+                zip(self.own(device), self.packings[device].read(staged.stage_buffers), strict=True)
             )
             return {
-                place: found.get(place, jnp.zeros(like.shape, like.dtype))
-                for place, like in shapes.items()
+                index: found.get(index, jnp.zeros(like.shape, like.dtype))
+                for index, like in shapes.items()
             }
 
         # Every device passes its leaves and zeros for the others'; the sum over `pipeline` has all.
-        told = broadcast_from_stage(self.on_each(branch)) if shapes else {}
+        broadcast = broadcast_from_stage(self.on_each(branch)) if shapes else {}
         rest = iter(staged.rest)
-        leaves = [told[p] if p in told else next(rest) for p in range(len(self.homes))]
+        leaves = [broadcast[p] if p in broadcast else next(rest) for p in range(len(self.homes))]
         return jax.tree.unflatten(self.structure, leaves)
 
     def values(self, staged: Staged) -> list[Array | None]:
@@ -150,7 +151,7 @@ class StagedState(StateLayout):
 
     - `inner`: the shardings over the other mesh axes, of a state whose layers are ordered by stage.
     - `homes`: for each parameter the one device that has it, or None.
-    - `dealing`: the assignment of layers to stages.
+    - `assignment`: the assignment of layers to stages.
     - `layered`: for each parameter whether layers are stacked in it.
     - `mesh`: the mesh.
 
@@ -163,11 +164,11 @@ class StagedState(StateLayout):
         self,
         inner: StateShardings,
         homes: Sequence[int | None],
-        dealing: LayerAssignment,
+        assignment: LayerAssignment,
         layered: Sequence[bool],
         mesh: Mesh,
     ) -> None:
-        self.inner, self.dealing, self.mesh = inner, dealing, mesh
+        self.inner, self.assignment, self.mesh = inner, assignment, mesh
         self._layered = layered
         sizes = {axis: mesh.shape[axis] for axis in mesh.axis_names}
         like, shardings = inner.like, inner.shardings
@@ -183,8 +184,8 @@ class StagedState(StateLayout):
             filled = filled_shape(leaf.shape, one, sizes)
             return jax.ShapeDtypeStruct(one.shard_shape(filled, sizes), leaf.dtype)
 
-        def of(tree: PyTree, lying: PyTree, at: Sequence[int]) -> StagePlacement:
-            return StagePlacement(jax.tree.map(local, tree, lying), at, devices)
+        def of(tree: PyTree, shardings: PyTree, at: Sequence[int]) -> StagePlacement:
+            return StagePlacement(jax.tree.map(local, tree, shardings), at, devices)
 
         self.params = of(like.params, shardings.params, given)
         self.shards = of(like.params, inner.shards, given)
@@ -205,7 +206,7 @@ class StagedState(StateLayout):
     @functools.cached_property
     def canonical(self) -> TrainState:
         """The whole tensors, layers in order, as `jax.ShapeDtypeStruct`s."""
-        return jax.eval_shape(self.undealt, self.inner.like)
+        return jax.eval_shape(self.in_order, self.inner.like)
 
     def abstract(self, mesh: Mesh) -> TrainState:
         """Return the packed state as global `jax.ShapeDtypeStruct`s with shardings on `mesh`."""
@@ -215,13 +216,13 @@ class StagedState(StateLayout):
             ways = mesh.shape["data"] * mesh.shape["pipeline"] * mesh.shape["tensor"]
             leaves = jax.tree.leaves(tree)
             rest = tuple(a for a, h in zip(leaves, homes.homes, strict=True) if h == ON_ALL)
-            homed = {
+            stage_buffers = {
                 name: jax.ShapeDtypeStruct(
                     (ways * length,), name, sharding=NamedSharding(mesh, EVERYWHERE)
                 )
                 for name, length in homes.lengths.items()
             }
-            return Staged(rest, homed)
+            return Staged(rest, stage_buffers)
 
         return self._with(whole, staged)
 
@@ -231,7 +232,7 @@ class StagedState(StateLayout):
 
     def from_canonical(self, state: TrainState) -> TrainState:
         """Bring a state of whole tensors, layers in order, to the form that devices store."""
-        filled = self.inner.from_canonical(self.dealt(state))
+        filled = self.inner.from_canonical(self.by_device(state))
         return self._mapped(self.staged, self.inner.specs, self.specs)(filled)
 
     def to_canonical(self, state: TrainState) -> TrainState:
@@ -242,16 +243,16 @@ class StagedState(StateLayout):
     def _cut(self) -> Callable[[TrainState], TrainState]:
         def cut(state: TrainState) -> TrainState:
             whole = self._mapped(self.gathered, self.specs, self.inner.specs)(state)
-            return self.undealt(self.inner.to_canonical(whole))
+            return self.in_order(self.inner.to_canonical(whole))
 
         return jax.jit(cut)
 
     def parameters(self) -> list[ParameterInfo]:
         """Return the sharding, size and device of each parameter."""
-        return [self._at_home(place, one) for place, one in enumerate(self.inner.parameters())]
+        return [self._with_home(index, one) for index, one in enumerate(self.inner.parameters())]
 
-    def _at_home(self, place: int, one: ParameterInfo) -> ParameterInfo:
-        home = self.params.homes[place]
+    def _with_home(self, index: int, one: ParameterInfo) -> ParameterInfo:
+        home = self.params.homes[index]
         if home == ON_ALL:
             return one
         text = f"on device {home} of the pipeline"
@@ -270,13 +271,13 @@ class StagedState(StateLayout):
 
     # --- Layers -------------------------------------------------------------------------------
 
-    def dealt(self, state: TrainState) -> TrainState:
+    def by_device(self, state: TrainState) -> TrainState:
         """Return the state with its layers ordered by device and padded with zeros."""
-        return assign_layers(state, self._layered, self.dealing)
+        return assign_layers(state, self._layered, self.assignment)
 
-    def undealt(self, state: TrainState) -> TrainState:
+    def in_order(self, state: TrainState) -> TrainState:
         """Return the state with its layers in order, without padding."""
-        return assign_layers(state, self._layered, self.dealing, back=True)
+        return assign_layers(state, self._layered, self.assignment, back=True)
 
     # --- Inside -------------------------------------------------------------------------------
 
@@ -299,25 +300,27 @@ class StagedState(StateLayout):
 
 
 def assign_layers(
-    state: TrainState, layered: Sequence[bool], dealing: LayerAssignment, *, back: bool = False
+    state: TrainState, layered: Sequence[bool], assignment: LayerAssignment, *, back: bool = False
 ) -> TrainState:
     """Order the stacked layers of a state by device, with padding; or, with `back`, undo that.
 
     With 5 layers, 2 devices and 1 chunk, rows `[0 1 2 | 3 4 -]`: a leaf `(5, ...)` becomes
     `(6, ...)`, its last row zeros. The optimizer state's leaves follow their parameters.
     """
-    if dealing.depth == 0 or dealing.even:
+    if assignment.depth == 0 or assignment.even:
         return state
-    places = np.asarray(dealing.layers)
+    indices = np.asarray(assignment.layers)
     # The row of each layer: rows sorted by their layer, padding last and cut off.
-    order = np.argsort(np.where(places < 0, len(places), places), kind="stable")[: dealing.depth]
+    order = np.argsort(np.where(indices < 0, len(indices), indices), kind="stable")[
+        : assignment.depth
+    ]
 
     def move(leaf: Any) -> Any:
         if back:
             return leaf[order]
         # Padding is zeros, not a copy of a layer, so that norms over all rows count no layer twice.
-        there = (places >= 0).reshape(-1, *[1] * (leaf.ndim - 1))
-        return jnp.where(there, leaf[np.maximum(places, 0)], jnp.zeros((), leaf.dtype))
+        there = (indices >= 0).reshape(-1, *[1] * (leaf.ndim - 1))
+        return jnp.where(there, leaf[np.maximum(indices, 0)], jnp.zeros((), leaf.dtype))
 
     def moved(leaf: Any, number: int) -> Any:
         return move(leaf) if number >= 0 and layered[number] else leaf
