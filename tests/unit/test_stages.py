@@ -213,6 +213,10 @@ def layer(apply):
     return (lambda key: jnp.ones((5, 5)), apply)
 
 
+def never(*args):
+    raise AssertionError("refused before anything is applied")
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -220,8 +224,8 @@ def layer(apply):
         ({"block": layer(lambda w, x, batch, keys: x[:, :2])}, "layer must return the shapes"),
         ({"tied": ["table"]}, "parameters are tied by name"),
         (
-            {"tied": ["table"], "embed": (lambda key: {"a": jnp.ones(1)}, None),
-             "head": (lambda key: {}, None)},
+            {"tied": ["table"], "embed": (lambda key: {"a": jnp.ones(1)}, never),
+             "head": (lambda key: {}, never)},
             "the parameters of `embed` are 'a'",
         ),
     ],
