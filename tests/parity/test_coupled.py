@@ -482,7 +482,7 @@ def test_a_mask_that_is_not_read_has_no_filled_rows(x64, name, kind):
     with pytest.warns(px.MaskWarning, match="does not read its mask, so a batch of 7") as said:
         got = trained(task, batch, plan, sizes)
     assert len(said) == 1
-    assert ("every device takes all of its rows" in str(said[0].message)) == (kind != "one device")
+    assert ("device computes all of its rows" in str(said[0].message)) == (kind != "one device")
     assert models.max_rel_error(got, by_hand(task, batch, sizes, plan.microbatches)) < 1e-10
 
 

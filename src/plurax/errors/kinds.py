@@ -10,7 +10,7 @@ class PlanError(PluraxError):
 
 
 class ShardingWarning(UserWarning):
-    """A tensor does not lie as a rule says, or is gathered whole for an operation."""
+    """A tensor is not sharded as a rule says, or is gathered for an operation without a rule."""
 
 
 class TaskError(PluraxError):

@@ -34,13 +34,15 @@ class MaskWarning(UserWarning):
     """Warns that a batch needs a program for its exact size: the loss does not read its mask."""
 
 
-def mask_not_read(size: int, largest: int, unit: int) -> str:
+def mask_not_read(size: int, max_size: int, unit: int) -> str:
     """Return the text of the warning for a batch that needs a program for its exact size."""
     said = (
         f"the coupled loss of this task does not read its mask, so a batch of {size} examples is "
-        f"not filled up to {largest}: a program was compiled for its size"
+        f"not padded to {max_size}: a program was compiled for its size"
     )
-    whole = f"{unit} (data × microbatches) does not divide it: every device takes all of its rows"
+    whole = (
+        f"{unit} (data × microbatches) does not divide it: every device computes all of its rows"
+    )
     return f"{said}. {whole}." if size % unit else f"{said}."
 
 

@@ -56,8 +56,8 @@ class Costs:
         cls, schedule: Schedule, sent: Sequence[Collective] | Sequence[Record], memory: Memory
     ) -> "Costs":
         """Return the costs, from a step's planned or compiled communication."""
-        handed = [r for r in sent if (r.kind, r.axes) == ("collective-permute", ("pipeline",))]
-        return cls(schedule, sum(r.bytes * (r.trips or 1) for r in handed), memory)
+        sends = [r for r in sent if (r.kind, r.axes) == ("collective-permute", ("pipeline",))]
+        return cls(schedule, sum(r.bytes * (r.trips or 1) for r in sends), memory)
 
     @functools.cached_property
     def ideal(self) -> Timeline:

@@ -290,8 +290,8 @@ class ShardedBackend(Backend):
             self._warned.add("update")
             lines = "".join(f"\n  {name}: {size:,} bytes" for name, size in sizes.items())
             warnings.warn(
-                "the optimizer's update needs whole tensors that lie in shards: each device "
-                f"gathers them, for the time of the update, in every step:{lines}",
+                "the optimizer's update needs whole tensors that are sharded: each device "
+                f"gathers them during the update of every step:{lines}",
                 errors.ShardingWarning, stacklevel=2,
             )  # fmt: skip
 

@@ -118,7 +118,7 @@ class StateShardings(StateLayout):
         for path, leaf, sharding in self._pairs(self.like.params, self.shards):
             for dim in sharding.indivisible_dims(leaf.shape, self._axes):
                 n = filled_shape(leaf.shape, sharding, self._axes)[dim]
-                filled[path] = f"dim {dim} is filled up from {leaf.shape[dim]} to {n}"
+                filled[path] = f"dim {dim} is padded from {leaf.shape[dim]} to {n}"
         return {**self._rules.notes, **filled}
 
     def parameters(self) -> list[ParameterInfo]:
