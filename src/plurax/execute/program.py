@@ -283,7 +283,7 @@ class Program:
 
     def loop(
         self, state: TrainState, data: PyTree, order: tuple[Any, ...], first: int, stop: int
-    ) -> tuple[TrainState, Metrics]:
+    ) -> tuple[TrainState, dict[str, Any]]:
         """Run steps `first` to `stop` in one compiled loop over data on the devices.
 
         **Arguments:**
@@ -304,7 +304,7 @@ class Program:
 
     def _loop_by_size(
         self, state: TrainState, data: PyTree, epoch: tuple[Any, ...], first: int, stop: int
-    ) -> tuple[TrainState, Metrics]:
+    ) -> tuple[TrainState, dict[str, Any]]:
         """Run `loop` for a loss that allows no padding: a program for each run of equal sizes."""
         found: dict[str, Any] = {}
         for program, order, start, end in self._by_size(epoch):
