@@ -86,7 +86,7 @@ def uncached(request: pytest.FixtureRequest) -> bool:
     if os.environ.get("PLURAX_TEST_UNCACHED"):
         return True
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:xdist", request.node.nodeid],
+        [sys.executable, "-m", "pytest", "-p", "no:xdist", "-m", "", request.node.nodeid],
         cwd=request.config.rootpath,
         capture_output=True,
         text=True,

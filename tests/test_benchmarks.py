@@ -22,6 +22,7 @@ def quick(group, output):
     return json.loads(written.read_text())["rows"]
 
 
+@pytest.mark.slow
 def test_a_quick_measurement_writes_both_sides(tmp_path):
     rows = quick("accumulation", tmp_path)
     assert rows

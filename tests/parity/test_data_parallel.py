@@ -58,13 +58,13 @@ def check(plan, reference, kind, dtype, counts):
 
 @pytest.mark.usefixtures("x64")
 @given(plan=plans, counts=sizes, weighted=st.booleans())
-@draws(16)
+@draws(8, times=10)
 def test_float64(plan, counts, weighted):
     check(plan, px.Plan(), "weighted" if weighted else "plain", "float64", counts)
 
 
 @given(plan=plans, counts=sizes, weighted=st.booleans())
-@draws(8)
+@draws(4, times=10)
 def test_float32(plan, counts, weighted):
     check(plan, px.Plan(), "weighted" if weighted else "plain", "float32", counts)
 
@@ -81,7 +81,7 @@ def test_every_device_count_with_one_example(data):
     counts=sizes,
     kind=st.sampled_from(("normed", "contrastive")),
 )
-@draws(10)
+@draws(5, times=10)
 def test_coupled_losses_see_the_whole_microbatch(plan, counts, kind):
     check(plan, px.Plan(microbatches=plan.microbatches), kind, "float64", counts)
 

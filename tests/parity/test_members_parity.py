@@ -107,9 +107,16 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize("resample", ["everything", "bootstrap"])
-def test_among_others_equals_alone(x64, plan, resample):
+def each_plan():
+    """Each plan with every resampling, by default with one of them in turns."""
+    for i, plan in enumerate(PLANS):
+        for j, resample in enumerate(["everything", "bootstrap"]):
+            marks = [] if j == i % 2 else pytest.mark.slow
+            yield pytest.param(resample, plan, marks=marks, id=f"{resample}-{plan}")
+
+
+@pytest.mark.parametrize(("resample", "plan"), [*each_plan()])
+def test_among_others_equals_alone(x64, resample, plan):
     plan = px.Plan(**{**vars(plan), "batch_dim": plan.batch_dim or "major"})
     state = among(population(resample), plan)
     for member in range(K):
@@ -143,10 +150,11 @@ def test_coupled_and_stateful_members(x64, kind, plan):
     members = px.Members(3, resample=px.ensemble.bootstrap())
     rows = models.data(COUNT, dtype=np.float64)
     state = among(members, plan, task, models.optimizer(), rows)
+    one = px.Plan(microbatches=plan.microbatches)
+    batch = models.cut(rows, BATCH)
+    program = Program(task, models.optimizer(), one, batch, make_mesh(one))
     for member in range(3):
         source = ArrayData(rows, BATCH, member, resample=members.resample, member=member)
-        one = px.Plan(microbatches=plan.microbatches)
-        program = Program(task, models.optimizer(), one, source.example_batch(), make_mesh(one))
         turns = px.train.train_iter(program, program.init(member), source, epochs=50,
                             checkpoint_every=STEPS)  # fmt: skip
         after = next(turn.state for turn in turns if turn.step == STEPS)

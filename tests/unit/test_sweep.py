@@ -241,7 +241,7 @@ def test_the_work_shrinks(halved):
     assert [rung.epochs for rung in halved.rungs] == [1, 3, 9]
 
 
-@pytest.mark.parametrize("slots", [2, 4])
+@pytest.mark.parametrize("slots", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_fewer_slots_choose_the_same(halved, slots):
     turns = halving(slots=slots)
     assert [rung.members for rung in turns.rungs] == [rung.members for rung in halved.rungs]
@@ -287,9 +287,16 @@ def hyper_task(**metrics):
     return task
 
 
-@pytest.mark.parametrize("mode", ["max", "min"])
-@pytest.mark.parametrize("slots", [None, 3])
-def test_frozen_members_are_the_first_to_go(mode, slots):
+@pytest.mark.parametrize(
+    ("slots", "mode"),
+    [
+        (None, "max"),
+        (3, "min"),
+        pytest.param(None, "min", marks=pytest.mark.slow),
+        pytest.param(3, "max", marks=pytest.mark.slow),
+    ],
+)
+def test_frozen_members_are_the_first_to_go(slots, mode):
     """Ranked by hand: the frozen have the best score of all, and it is finite."""
     score = [5.0, 99.0, 3.0, 8.0, 98.0, 1.0, 4.0] if mode == "max" else [5, -9, 3, 8, -8, 1, 4]
     members = px.Members(7, {"score": score, "bad": [0, 1, 0, 0, 1, 0, 0]})

@@ -48,12 +48,12 @@ SPLIT = (jax.P(None, "tensor"), jax.P("tensor", None))
 
 def test_by_hand_and_right():
     task = by_hand(lambda x, w: jax.lax.psum(x @ w, "tensor"), SPLIT)
-    assert px.verify(task, models.optimizer(), px.Plan(tensor=2), models.data(8)).ok
+    assert px.verify(task, optax.adam(1e-2), px.Plan(tensor=2), models.data(8)).ok
 
 
 def test_a_missing_reduction_is_found():
     task = by_hand(lambda x, w: x @ w, SPLIT)
-    result = px.verify(task, models.optimizer(), px.Plan(tensor=2), models.data(8), steps=1)
+    result = px.verify(task, optax.sgd(0.1), px.Plan(tensor=2), models.data(8), steps=1)
     assert not result.ok
     assert result.first.where == "loss"
     assert "does NOT compute what one device computes" in str(result)
@@ -82,7 +82,7 @@ def test_a_fault_in_one_gradient_names_its_parameter():
         return jnp.sum(product(hidden, params["out"]) ** 2, axis=1)
 
     task = px.Task(init=models.init, loss=loss)
-    result = px.verify(task, models.optimizer(), px.Plan(tensor=2), models.data(8), steps=1)
+    result = px.verify(task, optax.sgd(0.1), px.Plan(tensor=2), models.data(8), steps=1)
     assert (result.first.where, result.first.path) == ("gradient", "out")
     wrong = [d.path for d in result.differences if d.where == "gradient" and not d.ok]
     assert wrong == ["out"]
@@ -107,7 +107,7 @@ def test_a_wrong_rule_by_hand_is_found():
         return jnp.sum((hidden @ params["out"]) ** 2, axis=1)
 
     task = px.Task(init=models.init, loss=loss)
-    result = px.verify(task, models.optimizer(), px.Plan(tensor=2), models.data(8), steps=1)
+    result = px.verify(task, optax.sgd(0.1), px.Plan(tensor=2), models.data(8), steps=1)
     assert (result.first.where, result.first.path) == ("loss", "of the first step")
     wrong = {d.path for d in result.differences if d.where == "gradient" and not d.ok}
     assert wrong == {"hidden", "bias", "out"}
@@ -123,9 +123,9 @@ def test_a_missing_reduction_is_found_in_bfloat16():
     """And a right one passes, its tolerance being far from what is missing."""
     plan = px.Plan(tensor=2, data=2, precision="bfloat16")
     wrong = by_hand(lambda x, w: x @ w, SPLIT)
-    assert not px.verify(wrong, models.optimizer(), plan, models.data(8), steps=1).ok
+    assert not px.verify(wrong, optax.sgd(0.1), plan, models.data(8), steps=1).ok
     right = by_hand(lambda x, w: jax.lax.psum(x @ w, "tensor"), SPLIT)
-    result = px.verify(right, models.optimizer(), plan, models.data(8), steps=1)
+    result = px.verify(right, optax.sgd(0.1), plan, models.data(8), steps=1)
     assert result.ok, result
     assert max(d.tolerance for d in result.differences) < 0.25, result.differences
     assert "times what bfloat16 itself changes on one device" in str(result)
