@@ -433,9 +433,9 @@ def plan_partition(
     >>> axes = Axes({"data": 128, "tensor": 8})
     >>> partitioner = Partitioner(axes)
     >>> spec = partitioner.context.spec
-    >>> x = spec((4, 16), jnp.float32, TensorSharding.of(None, "tensor"), data_varying=True)
-    >>> w = spec((16, 32), jnp.float32, TensorSharding.of("tensor", "data"), is_param=True)
-    >>> y, records = plan_partition(lambda x, w: jnp.tanh(x @ w), partitioner, (x, w))
+    >>> x = spec((4, 16), jax.numpy.float32, TensorSharding.of(None, "tensor"), data_varying=True)
+    >>> w = spec((16, 32), jax.numpy.float32, TensorSharding.of("tensor", "data"), is_param=True)
+    >>> y, records = plan_partition(lambda x, w: jax.numpy.tanh(x @ w), partitioner, (x, w))
     >>> y.sharding, y.array.shape
     (TensorSharding(None, None), (4, 32))
     >>> [(record.kind, record.axes, record.bytes) for record in records]
