@@ -49,13 +49,13 @@ def order_after(
       parameters, which are kept in memory anyway.
     """
     free = free_on_cpu or [False] * len(arrays)
-    here = [place for place, array in enumerate(arrays) if not _on_host(array)]
+    here = [index for index, array in enumerate(arrays) if not _on_host(array)]
     if not here:
         return list(arrays)
-    chosen = (arrays[place] for place in here)
-    tied = order_after_p.bind(*chosen, by, free_on_cpu=tuple(free[place] for place in here))
+    chosen = (arrays[index] for index in here)
+    tied = order_after_p.bind(*chosen, by, free_on_cpu=tuple(free[index] for index in here))
     held = dict(zip(here, tied, strict=True))
-    return [held.get(place, array) for place, array in enumerate(arrays)]
+    return [held.get(index, array) for index, array in enumerate(arrays)]
 
 
 def pick_dependency(arrays: Sequence[Array]) -> Array:
@@ -73,9 +73,9 @@ def order_after_cotangent(arrays: Sequence[Array], free_on_cpu: Sequence[bool]) 
     The cotangent is the last non-empty floating-point input; it is returned as it is.
     """
     by = pick_dependency(arrays[::-1])
-    last = max(place for place, array in enumerate(arrays) if array is by)
-    others = [place for place in range(len(arrays)) if place != last]
-    tied = order_after([arrays[p] for p in others], by, [free_on_cpu[p] for p in others])
+    last = max(index for index, array in enumerate(arrays) if array is by)
+    others = [index for index in range(len(arrays)) if index != last]
+    tied = order_after([arrays[i] for i in others], by, [free_on_cpu[i] for i in others])
     tied.insert(last, by)
     return tied
 

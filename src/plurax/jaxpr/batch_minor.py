@@ -144,8 +144,8 @@ def _broadcast(
         if not batched or (0 in dimensions and value.array.ndim > 1):
             return None
         order = list(dimensions)
-    places = [len(shape) - 1 if d == 0 else d - 1 for d in order]
-    return Stored(lax.broadcast_in_dim(value.array, (*shape[1:], shape[0]), places), True)
+    stored_dims = [len(shape) - 1 if d == 0 else d - 1 for d in order]
+    return Stored(lax.broadcast_in_dim(value.array, (*shape[1:], shape[0]), stored_dims), True)
 
 
 def _reduce(equation: Any, value: Stored) -> Stored:
@@ -179,15 +179,15 @@ def _dot(left: Stored, right: Stored, params: Any) -> Stored | None:
     if left_batch or right_batch:
         return None
 
-    # Dims are those of the written order; `place` gives their position in the stored order.
-    def place(value: Stored, dim: int) -> int:
+    # Dims are those of the written order; `stored_dim` gives their position in the stored order.
+    def stored_dim(value: Stored, dim: int) -> int:
         return (dim - 1) % value.array.ndim if value.batch_last else dim
 
     def free(side: str, value: Stored, summed: Sequence[int]) -> list[tuple[str, int]]:
         return [(side, d) for d in range(value.array.ndim) if d not in summed]
 
     def stored_order(labels: list[tuple[str, int]], value: Stored) -> list[tuple[str, int]]:
-        return sorted(labels, key=lambda label: place(value, label[1]))
+        return sorted(labels, key=lambda label: stored_dim(value, label[1]))
 
     left_free, right_free = free("l", left, left_sum), free("r", right, right_sum)
     written = [*left_free, *right_free]
@@ -195,8 +195,8 @@ def _dot(left: Stored, right: Stored, params: Any) -> Stored | None:
     batch_first = len(written) > 1 and written[0][1] == 0 and side[written[0][0]].batch_last
     wanted = [*written[1:], written[0]] if batch_first else written
     l_stored, r_stored = stored_order(left_free, left), stored_order(right_free, right)
-    l_dims = [place(left, d) for d in left_sum]
-    r_dims = [place(right, d) for d in right_sum]
+    l_dims = [stored_dim(left, d) for d in left_sum]
+    r_dims = [stored_dim(right, d) for d in right_sum]
     options: dict[str, Any] = {key: params[key] for key in ("precision", "preferred_element_type")}
     dtype = params["preferred_element_type"] or left.array.dtype
     # Only a matrix by a matrix is written out, and only at the default precision.

@@ -269,8 +269,8 @@ class Cut:
         return part
 
 
-def _in(atom: Any, variables: Mapping[Any, Any]) -> bool:
-    return not isinstance(atom, Literal) and atom in variables
+def _in(atom: Any, known: Mapping[Any, Any]) -> bool:
+    return not isinstance(atom, Literal) and atom in known
 
 
 def _is_boundary(eqn: Any) -> bool:
