@@ -1,58 +1,54 @@
 """An experiment: what the command line trains, defined by a Python file."""
 
-import dataclasses
 import inspect
 import runpy
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
-
-import optax
-from jaxtyping import PyTree
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from plurax import errors
-from plurax.execute.array_data import Ragged
-from plurax.execute.population import HyperFn
 from plurax.members import Members
 from plurax.plan import Plan
-from plurax.task import Task
+from plurax.train.fit import fit
 from plurax.user_frames import told
 
+P = ParamSpec("P")
 
-@dataclasses.dataclass(frozen=True)
+
+def _takes(
+    function: Callable[P, Any],
+) -> Callable[[Callable[..., None]], Callable[Concatenate["Experiment", P], None]]:
+    """Give a constructor the arguments of `function`, for type checkers and `help`."""
+
+    def decorate(init: Callable[..., None]) -> Callable[Concatenate["Experiment", P], None]:
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        parameters = inspect.signature(function).parameters.values()
+        init.__signature__ = inspect.Signature([own, *parameters])  # type: ignore[attr-defined]
+        return init
+
+    return decorate
+
+
 class Experiment:
     """What `plurax train FILE` trains: the result of the file's `experiment()`.
 
-    The fields are the arguments of `plurax.fit`; the command line overrides those it names.
+    It takes the arguments of `plurax.fit` and has them as attributes; the command line overrides
+    those it names. Raises `ExperimentError` for others.
     """
 
-    task: Task | HyperFn
-    """What is trained; with members perhaps a function of a member's hyperparameters."""
-    optimizer: optax.GradientTransformation | HyperFn
-    """By which rule; with members perhaps a function of a member's hyperparameters."""
-    data: PyTree | Iterable[PyTree]
-    """Arrays in a tree, a Grain dataset of batches, or an iterable of batches."""
-    batch_size: int | None = None
-    """Examples of a step; needed for arrays."""
-    epochs: int = 1
-    """Passes over the data."""
-    plan: Plan = Plan()  # noqa: RUF009  frozen
-    """How training is spread over devices."""
-    members: Members | None = None
-    """A population to train instead of one network."""
-    evaluation: PyTree | Iterable[PyTree] | None = None
-    """Data to evaluate on after each epoch."""
-    seed: int = 0
-    """Of initialisation, dropout and order."""
-    shuffle: bool = True
-    """Whether arrays are taken in a new order each epoch."""
-    ragged: Ragged = "pad"
-    """What to do with a smaller last batch."""
-    report_every: int = 1
-    """Epochs between rows of history, evaluations and checkpoints."""
-    checkpoint_every: int | None = None
-    """Steps between checkpoints, besides those."""
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    @_takes(fit)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        try:
+            bound = inspect.signature(fit).bind(*args, **options)
+        except TypeError as error:
+            raise errors.experiment_wrong_arguments(str(error)) from None
+        bound.apply_defaults()
+        vars(self).update(bound.arguments)
 
 
 Report = Callable[[Experiment, Any, Path], Iterable[Path]]

@@ -1,5 +1,6 @@
 """The command line as a user meets it: help, training, plans, predictions, mistakes."""
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ from tests.pictures import panels
 
 import plurax as px
 from plurax.cli import commands as cli
+from plurax.cli.options import NO_OPTIONS, argument_texts
+from plurax.train.fit import fit
 
 EXPERIMENT = """
 import optax, plurax as px
@@ -60,6 +63,26 @@ def test_help_of_a_file_shows_its_defaults(workplace, capsys):
         assert option in out
     assert "(default: 2)" in out
     assert "(default: 0.01)" in out
+
+
+def test_every_argument_of_fit_is_an_option_in_its_own_words(workplace, capsys):
+    """But for values of Python. With the first sentence that the docstring has of it."""
+    _, out, _ = run(capsys, "train", "small.py", "--help")
+    said = " ".join(out.replace("│", " ").split())
+    names = set(inspect.signature(fit).parameters) - NO_OPTIONS
+    assert len(names) > 10
+    for name in names:
+        text = argument_texts(fit)[name]
+        assert f"--{name.replace('_', '-')}" in said
+        assert text in said
+    assert set(inspect.signature(fit).parameters) == set(vars(px.Experiment(1, 2, 3)))
+
+
+def test_an_experiment_takes_the_arguments_of_fit():
+    made = px.Experiment("task", "optimizer", "data", epochs=3)
+    assert (made.task, made.data, made.epochs, made.ragged) == ("task", "data", 3, "pad")
+    with pytest.raises(px.ExperimentError, match=r"argument 'epoch'; its arguments are those of"):
+        px.Experiment("task", "optimizer", "data", epoch=3)
 
 
 def test_train_writes_what_it_says(workplace, capsys, drawn):

@@ -23,7 +23,7 @@ from plurax.cli.arguments import (
     shrink_data_axis,
     start_devices,
 )
-from plurax.cli.options import Common, Population, Predict, Show, Train, Verify
+from plurax.cli.options import Common, Population, Predict, Show, Verify, fit_options, train_class
 from plurax.execute.placement import chunks, leading_dim
 from plurax.execute.program import Program
 from plurax.members import Members
@@ -112,19 +112,8 @@ def _train(arguments: list[str]) -> int:
     if members is not None:
         console.print(f"{members.count} members: {_of_members(members)}", markup=False)
     console.print(plan.explain(options.batch_size), markup=False)
-    result = fit(
-        **_trained(made, options, plan, members),
-        epochs=options.epochs,
-        seed=options.seed,
-        evaluation=made.evaluation,
-        ragged=options.ragged,
-        output=options.output,
-        resume=options.resume,
-        restart=options.restart,
-        report_every=options.report_every,
-        checkpoint_every=options.checkpoint_every,
-        progress=options.progress,
-    )
+    chosen = {name: getattr(options, name) for name in fit_options()}
+    result = fit(**{**vars(made), **chosen, "plan": plan, "members": members})
     written = ["metrics.jsonl", "tensorboard/", "checkpoints/", "plan.toml"]
     rows = list(read_rows(options.output / "metrics.jsonl"))
     if any(row["kind"] == "epoch" for row in rows):
@@ -277,16 +266,10 @@ def _verify(arguments: list[str]) -> int:
 # --- Options, with the experiment's own values as defaults ------------------------------------
 
 
-def _train_options(file: Path, made: experiment.Experiment) -> Train:
-    return Train(
-        **_common(made),
-        epochs=made.epochs,
-        seed=made.seed,
-        ragged=made.ragged,
-        report_every=made.report_every,
-        checkpoint_every=made.checkpoint_every,
-        output=Path("runs") / file.stem,
-    )
+def _train_options(file: Path, made: experiment.Experiment) -> Common:
+    own = {name: getattr(made, name) for name in fit_options()}
+    output = Path(made.output or Path("runs") / file.stem)
+    return train_class()(**{**own, **_common(made), "output": output})
 
 
 def _predict_options(file: Path, made: experiment.Experiment) -> Predict:

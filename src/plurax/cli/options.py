@@ -1,16 +1,18 @@
 """Define the options of the commands; the fields' docstrings are their help."""
 
 import dataclasses
+import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
-from plurax.execute.array_data import Ragged
 from plurax.members import Members
 from plurax.plan import Plan
 from plurax.resample import Everything, Resample, bootstrap, kfold
+from plurax.train.fit import fit
 
 Devices = Annotated[
     str | None,
@@ -69,28 +71,44 @@ class Common:
         return Plan.load(self.plan_file) if self.plan_file else self.plan
 
 
-@dataclasses.dataclass(frozen=True)
-class Train(Common):
-    """Train the experiment, with checkpoints, metrics and curves in the output directory."""
+NO_OPTIONS = frozenset(["task", "optimizer", "data", "evaluation", "plan", "members", "devices"])
+"""Arguments of `fit` that are values of Python, or that `Common` has in another form."""
 
-    epochs: int
-    """Passes over the data."""
-    seed: int
-    """Seed of initialisation, dropout and order."""
-    ragged: Ragged
-    """Treatment of a smaller last batch."""
-    report_every: int
-    """Epochs between rows of history, evaluations and checkpoints."""
-    checkpoint_every: int | None
-    """Steps between additional checkpoints."""
-    output: Path
-    """Directory for checkpoints, metrics, curves and the plan."""
-    resume: bool = False
-    """Continue from the newest checkpoint in the output directory."""
-    restart: bool = False
-    """Start from scratch in an output directory that holds a run, which is moved to before.1."""
-    progress: bool = True
-    """Show progress."""
+
+def fit_options() -> dict[str, Any]:
+    """Return the other arguments of `fit`: their types and, as help, the words of its docstring.
+
+    An argument that `fit` gets is an option of `plurax train` without another line.
+    """
+    signature = inspect.signature(fit, eval_str=True)
+    kinds = {name: one.annotation for name, one in signature.parameters.items()}
+    kinds["output"] = Path  # the command always writes
+    texts = argument_texts(fit)
+    return {
+        name: Annotated[kind, tyro.conf.arg(help=texts[name])]
+        for name, kind in kinds.items()
+        if name not in NO_OPTIONS
+    }
+
+
+def argument_texts(function: Callable[..., Any]) -> dict[str, str]:
+    """Return what a docstring says of each argument, in lines like "- `name`: text"."""
+    items = re.findall(
+        r"^- `(\w+)`: (.*?)(?=^- `|\n\n)", inspect.getdoc(function) or "", re.MULTILINE | re.DOTALL
+    )
+    texts = {name: " ".join(text.split()) for name, text in items}
+    return {name: text[0].upper() + text[1:] for name, text in texts.items()}
+
+
+def train_class() -> type[Common]:
+    """Return the options of `plurax train`."""
+    made = dataclasses.make_dataclass(
+        "Train", fit_options().items(), bases=(Common,), frozen=True, kw_only=True
+    )
+    made.__doc__ = (
+        "Train the experiment, with checkpoints, metrics and curves in the output directory."
+    )
+    return made
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,6 +33,12 @@ def experiment_missing_function(path: str) -> ExperimentError:
     )
 
 
+def experiment_wrong_arguments(said: str) -> ExperimentError:
+    return ExperimentError(
+        f"plurax.Experiment: {said}; its arguments are those of plurax.fit, by the same names."
+    )
+
+
 def experiment_wrong_type(path: str, kind: str) -> ExperimentError:
     return ExperimentError(
         f"{path}: experiment() returned {kind}; it must return plurax.Experiment(...)."

@@ -114,7 +114,7 @@ def fit(
     - `members`: a population to train instead of one network.
     - `epochs`: passes over the data.
     - `batch_size`: examples per step; required for arrays, else taken from the first batch.
-    - `seed`: of initialisation, dropout and order; with it training repeats bit for bit. For
+    - `seed`: seed of initialisation, dropout and order; with it training repeats bit for bit. For
       members, each member's seed is used instead.
     - `evaluation`: data to evaluate on after each epoch, over all examples exactly.
     - `shuffle`: whether arrays are read in a new order each epoch.
