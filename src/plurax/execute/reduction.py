@@ -1,5 +1,6 @@
 """Reduce partial sums over devices, all that share axes in one collective."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,13 +39,24 @@ def reduced(
             together.setdefault(moves[0].axes, []).append(index)
         results[index] = value if moves else value.array
     for axes, indices in together.items():
-        names, groups = partitioner.axes.group(axes)
-        sums = lax.psum([values[p].array for p in indices], names, axis_index_groups=groups)
-        for index, array in zip(indices, sums, strict=True):
-            results[index] = array
-            partitioner.record_all_reduce(axes, array)
+        some = [values[index] for index in indices]
+        specs = [
+            partitioner.context.spec(value.shape, value.dtype, targets[index])
+            for index, value in zip(indices, some, strict=True)
+        ]
+        psum = functools.partial(_psum, *partitioner.axes.group(axes))
+        sums = partitioner.run(psum, [value.array for value in some], specs)
+        for index, value in zip(indices, sums, strict=True):
+            results[index] = value.array
+            partitioner.record_all_reduce(axes, value.array)
     rest = [index for index, result in enumerate(results) if isinstance(result, ShardedValue)]
     moved = bucketed(partitioner, [values[p] for p in rest], [targets[p] for p in rest])
     for index, value in zip(rest, moved, strict=True):
         results[index] = value.array
     return results
+
+
+def _psum(names: Any, groups: Any, *arrays: Array) -> Sequence[Array]:
+    """Add up arrays over mesh axes in one collective."""
+    sums: Sequence[Array] = lax.psum(list(arrays), names, axis_index_groups=groups)
+    return sums

@@ -33,6 +33,7 @@ from jaxtyping import Array
 
 from plurax.jaxpr.barrier import order_after
 from plurax.jaxpr.compat import ELEMENTWISE, REMAT, called_jaxpr, is_call
+from plurax.partition.resharder import Resharder
 from plurax.partition.values import ShardedValue, ValueVersions, over_data
 from plurax.sharding.reshard import ReshardStep, pad_dim
 from plurax.sharding.spec import TensorSharding
@@ -65,7 +66,7 @@ class Use:
 class Gathers:
     """The buckets in which the parameters of some equations are gathered.
 
-    **Arguments:** `partitioner`; `eqns`, in order; `known`, the variables that have
+    **Arguments:** `resharder`; `eqns`, in order; `known`, the variables that have
     values before them.
 
     **Attributes:** `eqns`, reordered: those that use parameters alone, such as casts, come first,
@@ -73,11 +74,11 @@ class Gathers:
     """
 
     def __init__(
-        self, partitioner: Any, eqns: Sequence[Any], known: Mapping[Any, ValueVersions]
+        self, resharder: Resharder, eqns: Sequence[Any], known: Mapping[Any, ValueVersions]
     ) -> None:
-        self._partitioner = partitioner
-        self.eqns, uses = _uses(partitioner, eqns, known)
-        self._buckets = _packed(uses, partitioner.bucket_bytes)
+        self._resharder = resharder
+        self.eqns, uses = _uses(resharder, eqns, known)
+        self._buckets = _packed(uses, resharder.bucket_bytes)
         self._bucket_of = {
             (use.index, use.var): number
             for number, bucket in enumerate(self._buckets)
@@ -115,33 +116,33 @@ class Gathers:
     def _gather(self, number: int, here: Mapping[Any, ValueVersions], by: Array) -> None:
         """Gather the parameters of one bucket."""
         # Since the buckets were planned, an equation may have created a whole version.
-        uses = [u for u in self._buckets[number] if _needs_gather(self._partitioner, here[u.var])]
+        uses = [u for u in self._buckets[number] if _needs_gather(self._resharder, here[u.var])]
         values = [here[use.var].value for use in uses]
         goals = [value.sharding.without(["data"]) for value in values]
-        moved = together(self._partitioner, values, goals, by=by)
+        moved = together(self._resharder, values, goals, by=by)
         for use, value in zip(uses, moved, strict=True):
             self._gathered[number, use.var] = value
 
 
-def _needs_gather(partitioner: Any, versions: ValueVersions) -> bool:
+def _needs_gather(resharder: Resharder, versions: ValueVersions) -> bool:
     """Whether a variable is a parameter of which only shards over `data` exist."""
     if versions.deferred is not None or versions.is_zero or versions.data_varying:
         return False
     if not all(over_data(value.sharding) for value in versions.values):
         return False  # a whole version exists already
-    return bool(partitioner.context.of_parameters(versions.value))
+    return resharder.context.of_parameters(versions.value)
 
 
 def _uses(
-    partitioner: Any, eqns: Sequence[Any], known: Mapping[Any, ValueVersions]
+    resharder: Resharder, eqns: Sequence[Any], known: Mapping[Any, ValueVersions]
 ) -> tuple[list[Any], list[Use]]:
     """Return the reordered equations, and where they need split parameters whole."""
     # `roots`: variables computed from one split parameter alone, and that parameter.
-    roots = {var: var for var, one in known.items() if _needs_gather(partitioner, one)}
+    roots = {var: var for var, one in known.items() if _needs_gather(resharder, one)}
     batch = {
         var
         for var, one in known.items()
-        if one.data_varying or (one.deferred is None and partitioner.context.of_rows(one.value))
+        if one.data_varying or (one.deferred is None and resharder.context.of_rows(one.value))
     }
     early, rest, ready = [], [], set(known)
     for eqn in eqns:
@@ -235,7 +236,7 @@ def _repetition(likes: Sequence[Hashable], first: int, last: int) -> int:
 
 
 def together(
-    partitioner: Any,
+    resharder: Resharder,
     values: Sequence[ShardedValue],
     goals: Sequence[TensorSharding],
     *,
@@ -253,20 +254,20 @@ def together(
     # In the order of computation: a bucket can be sent as soon as its last tensor is known.
     for index in sorted(range(len(values)), key=lambda i: order[i] if order else i):
         value = values[index]
-        steps = partitioner.context.steps(value, goals[index])
+        steps = resharder.context.steps(value, goals[index])
         # A path of several steps, or over other axes, runs on its own.
         if len(steps) != 1 or steps[0].kind not in _FLAT or tuple(steps[0].axes) != ("data",):
-            results[index] = partitioner.move(_tied(partitioner, value, by), goals[index])
+            results[index] = resharder.move(_tied(resharder, value, by), goals[index])
             continue
         # One buffer has one dtype and one collective.
         groups.setdefault((steps[0].kind, value.dtype), []).append(index)
         likes[index] = value.array.shape, steps[0].dim
     for (kind, _), indices in groups.items():
         sizes = [_size(values[index]) for index in indices]
-        for bucket in packed([likes[i] for i in indices], sizes, partitioner.bucket_bytes):
+        for bucket in packed([likes[i] for i in indices], sizes, resharder.bucket_bytes):
             pack = [indices[number] for number in bucket]
             some = [values[index] for index in pack]
-            moved = _packed_move(partitioner, some, [goals[index] for index in pack], kind, by)
+            moved = _packed_move(resharder, some, [goals[index] for index in pack], kind, by)
             for index, value in zip(pack, moved, strict=True):
                 results[index] = value
     return results
@@ -277,16 +278,15 @@ def _size(value: ShardedValue) -> int:
     return math.prod(value.shape) * int(value.dtype.itemsize)
 
 
-def _tied(partitioner: Any, value: ShardedValue, by: Array | None) -> ShardedValue:
+def _tied(resharder: Resharder, value: ShardedValue, by: Array | None) -> ShardedValue:
     """Return the value with a data dependency on `by`."""
     if by is None:
         return value
-    tied: ShardedValue = partitioner.order_after([value], by)[0]
-    return tied
+    return resharder.order_after([value], by)[0]
 
 
 def _packed_move(
-    partitioner: Any,
+    resharder: Resharder,
     values: list[ShardedValue],
     goals: list[TensorSharding],
     kind: str,
@@ -294,16 +294,16 @@ def _packed_move(
 ) -> list[ShardedValue]:
     """Reshard values of one dtype by one collective over a flat buffer."""
     if len(values) == 1:
-        return [partitioner.move(_tied(partitioner, values[0], by), goals[0])]
-    context = partitioner.context
+        return [resharder.move(_tied(resharder, values[0], by), goals[0])]
+    context = resharder.context
     steps = [context.steps(value, goal)[0] for value, goal in zip(values, goals, strict=True)]
     specs = [
         context.spec(value.shape, value.dtype, goal, value.data_varying, value.is_param)
         for value, goal in zip(values, goals, strict=True)
     ]
     move = functools.partial(_FLAT[kind], specs, steps, context.axes.size(["data"]), by)
-    moved: list[ShardedValue] = partitioner.run(move, [value.array for value in values], specs)
-    partitioner.record_together(steps)
+    moved = resharder.run(move, [value.array for value in values], specs)
+    resharder.record_together(steps)
     return moved
 
 

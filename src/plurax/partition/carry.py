@@ -25,6 +25,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
+from plurax.partition.resharder import Resharder
 from plurax.partition.values import ShardedValue, ValueVersions
 from plurax.sharding.spec import TensorSharding
 
@@ -34,7 +35,7 @@ Kind = tuple[TensorSharding, bool, bool]
 class Carry:
     """The shardings and arrays that a loop carries.
 
-    **Arguments:** `partitioner`; `variables` of the loop's body that hold the carry; `inputs`, the
+    **Arguments:** `resharder`; `variables` of the loop's body that hold the carry; `inputs`, the
     initial values.
 
     **Attributes:** `kinds`, for each value its sharding, `data_varying` and `is_param` at the start
@@ -43,9 +44,9 @@ class Carry:
     """
 
     def __init__(
-        self, partitioner: Any, variables: Sequence[Any], inputs: Sequence[ValueVersions]
+        self, resharder: Resharder, variables: Sequence[Any], inputs: Sequence[ValueVersions]
     ) -> None:
-        self._partitioner, self._inputs = partitioner, inputs
+        self._resharder, self._inputs = resharder, inputs
         self._avals = [var.aval for var in variables]
         self.kinds: list[Kind | None] = [self._first_kind(versions) for versions in inputs]
         self._forced: list[TensorSharding | None] = [None] * len(inputs)
@@ -58,7 +59,7 @@ class Carry:
         """Return the input's kind, reduced: a partial sum is reduced before the loop."""
         if versions.deferred is not None and versions.deferred.zero:
             return None
-        sharding, data_varying, is_param = self._partitioner.value(versions).kind
+        sharding, data_varying, is_param = self._resharder.value(versions).kind
         return TensorSharding(sharding.dims), data_varying, is_param
 
     def vary(self) -> None:
@@ -73,10 +74,10 @@ class Carry:
         Never true for values of the batch: each device keeps its own rows.
         """
         kinds = [kind for kind in self.kinds if kind is not None]
-        if any(data_varying for _, data_varying, _ in kinds) or self._partitioner.joint:
+        if any(data_varying for _, data_varying, _ in kinds) or self._resharder.joint:
             return False
         once = sum(
-            self._partitioner.context.cost(versions, kind[0].without(["data"]))
+            self._resharder.context.cost(versions, kind[0].without(["data"]))
             for versions, kind in zip(self._inputs, self.kinds, strict=True)
             if kind is not None
         )
@@ -94,7 +95,7 @@ class Carry:
         shapes = []
         for aval, kind in zip(self._avals, self.kinds, strict=True):
             sharding = TensorSharding.replicated(len(aval.shape)) if kind is None else kind[0]
-            shapes.append(self._partitioner.context.spec(aval.shape, aval.dtype, sharding).array)
+            shapes.append(self._resharder.context.spec(aval.shape, aval.dtype, sharding).array)
         return shapes
 
     def start(self) -> list[Array]:
@@ -107,7 +108,7 @@ class Carry:
                 if kind is None
                 else TensorSharding(kind[0].dims)
             )
-            arrays.append(self._partitioner.reshard(versions, sharding).array)
+            arrays.append(self._resharder.reshard(versions, sharding).array)
         return arrays
 
     def received(self, arrays: Sequence[Array]) -> list[ValueVersions]:
@@ -116,7 +117,7 @@ class Carry:
         for aval, kind, array in zip(self._avals, self.kinds, arrays, strict=True):
             shape = tuple(aval.shape)
             if kind is None:
-                carry.append(ValueVersions(self._partitioner.zeros(shape, array.dtype)))
+                carry.append(ValueVersions(self._resharder.zeros(shape, array.dtype)))
             else:
                 carry.append(ValueVersions(ShardedValue(array, shape, *kind)))
         return carry
@@ -126,7 +127,7 @@ class Carry:
         values = []
         for versions, kind, forced in zip(results, self.kinds, self._forced, strict=True):
             if kind is None:
-                values.append(self._partitioner.value(versions))
+                values.append(self._resharder.value(versions))
                 continue
             sharding, data_varying, is_param = kind
             target = forced
@@ -136,11 +137,11 @@ class Carry:
                 target = (
                     TensorSharding(sharding.dims)
                     if deferred is not None and deferred.free is None
-                    else self._partitioner.value(versions).sharding
+                    else self._resharder.value(versions).sharding
                 )
             # The body may return a constant for a value that is data-varying at the start.
             target = target.without(["data"]) if data_varying else target
-            value = self._partitioner.reshard(versions, target)
+            value = self._resharder.reshard(versions, target)
             values.append(
                 dataclasses.replace(
                     value,

@@ -128,7 +128,7 @@ def zero_sharding(
     return sharding.with_dim(min(free, key=lambda dim: filled[dim]), ("data",))
 
 
-def filled_shape(
+def padded_shape(
     shape: Sequence[int], sharding: TensorSharding, axes: AxisSizes
 ) -> tuple[int, ...]:
     """Return the shape of a tensor padded so that its shards divide it."""

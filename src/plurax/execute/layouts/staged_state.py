@@ -38,7 +38,7 @@ from plurax.execute.layouts.state_shardings import StateShardings
 from plurax.pipeline.packing import Packing, max_lengths, zeros
 from plurax.pipeline.stage_update import broadcast_from_stage
 from plurax.pipeline.stages import LayerAssignment
-from plurax.sharding.rules import filled_shape, match_opt_state_to_params
+from plurax.sharding.rules import match_opt_state_to_params, padded_shape
 from plurax.state import TrainState
 
 ON_ALL = -1
@@ -181,7 +181,7 @@ class StagedState(StateLayout):
 
         def local(leaf: Any, one: Any) -> jax.ShapeDtypeStruct:
             # A device stores its shard of the padded tensor.
-            filled = filled_shape(leaf.shape, one, sizes)
+            filled = padded_shape(leaf.shape, one, sizes)
             return jax.ShapeDtypeStruct(one.shard_shape(filled, sizes), leaf.dtype)
 
         def of(tree: PyTree, shardings: PyTree, at: Sequence[int]) -> StagePlacement:

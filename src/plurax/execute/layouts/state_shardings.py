@@ -35,10 +35,10 @@ from plurax.jaxpr.interpret import interpret
 from plurax.plan import Plan
 from plurax.sharding.rules import (
     Rules,
-    filled_shape,
     is_sharding,
     match_opt_state_to_params,
     opt_state_shardings,
+    padded_shape,
     parameter_shardings,
     zero_sharding,
 )
@@ -117,7 +117,7 @@ class StateShardings(StateLayout):
         filled = {}
         for path, leaf, sharding in self._pairs(self.like.params, self.shards):
             for dim in sharding.indivisible_dims(leaf.shape, self._axes):
-                n = filled_shape(leaf.shape, sharding, self._axes)[dim]
+                n = padded_shape(leaf.shape, sharding, self._axes)[dim]
                 filled[path] = f"dim {dim} is padded from {leaf.shape[dim]} to {n}"
         return {**self._rules.notes, **filled}
 
@@ -166,7 +166,7 @@ class StateShardings(StateLayout):
         """Return the padded state as global `jax.ShapeDtypeStruct`s with shardings on `mesh`."""
 
         def place(leaf: Any, sharding: TensorSharding) -> jax.ShapeDtypeStruct:
-            shape = filled_shape(leaf.shape, sharding, self._axes)
+            shape = padded_shape(leaf.shape, sharding, self._axes)
             where = NamedSharding(mesh, sharding.spec)
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where)
 
@@ -176,7 +176,7 @@ class StateShardings(StateLayout):
         """Pad a state of whole tensors with zeros where shards do not divide a dim."""
 
         def fill(leaf: Array, sharding: TensorSharding) -> Array:
-            shape = filled_shape(leaf.shape, sharding, self._axes)
+            shape = padded_shape(leaf.shape, sharding, self._axes)
             if shape == leaf.shape:
                 return leaf
             edges = [(0, new - old, 0) for new, old in zip(shape, leaf.shape, strict=True)]
