@@ -14,9 +14,14 @@ from typing import Any
 import jax
 import numpy as np
 from beartype import BeartypeConf, FrozenDict, beartype
+from beartype._check.code import codemain
 from jaxtyping import Int, TypeCheckError, jaxtyped
 
 import plurax as px
+
+# beartype draws which items it checks: from a generator of its own, as Hypothesis watches Python's,
+# and to keep and set that one's state at every call takes longer than the check.
+codemain.getrandbits = random.Random(0).getrandbits  # type: ignore[attr-defined]
 
 # Numbers of NumPy and JAX are numbers, and an int is a float.
 WHOLE = int | np.integer | Int[np.ndarray | jax.Array, ""]
@@ -55,13 +60,10 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        drawn = random.getstate()
         try:
             return typed(*args, **kwargs)
         except TypeCheckError:
             function(*args, **kwargs)  # a mistake is refused here, in our own words
             raise
-        finally:
-            random.setstate(drawn)  # beartype draws which items it checks; Hypothesis would object
 
     return run

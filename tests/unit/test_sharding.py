@@ -122,7 +122,7 @@ def moved(source, target, moves, axes=AXES):
 
 
 @given(shardings(partial=True), shardings())
-@draws(25)
+@draws(15, times=9)
 def test_resharding_is_right_and_costs_what_it_says(source, target):
     moves = plan_reshard(source, target, SHAPE, 4, AXES)
     got, whole, found = moved(source, target, moves)
@@ -136,7 +136,7 @@ PARTS = Axes({"a": 2, "b": 4}, {"b": (2, 2)})
 
 
 @given(shardings(tuple(PARTS.sizes), partial=True), shardings(tuple(PARTS.sizes)))
-@draws(200)
+@draws(40, times=25)
 def test_each_move_is_one_collective_where_axes_are_used_in_parts(source, target):
     for move in plan_reshard(source, target, SHAPE, 4, PARTS):
         if move.kind not in ("slice", "collective-permute"):
@@ -144,7 +144,7 @@ def test_each_move_is_one_collective_where_axes_are_used_in_parts(source, target
 
 
 @given(shardings(partial=True), shardings())
-@draws(200)
+@draws(40, times=25)
 def test_resharding_never_costs_more_than_gathering_all(source, target):
     moves = plan_reshard(source, target, SHAPE, 4, AXES)
     whole = plan_reshard(source, TensorSharding.replicated(3), SHAPE, 4, AXES)
