@@ -24,7 +24,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 FLOORS = [
     ["lazy", "notebook", "tree", "errors", "validate", "user_frames"],
     ["resample", "plan", "state", "task", "members"],
-    ["mesh", "hlo", "jaxpr"],
+    ["collective", "mesh", "hlo", "jaxpr"],
     ["sharding", "partition", "pipeline"],
     ["execute"],
     ["adapters", "analysis", "ensemble"],
@@ -41,7 +41,7 @@ PUBLIC = {
         verify virtual_devices adapters analysis ensemble pipeline sharding train""",
     "plurax.adapters": "equinox linen nnx",
     "plurax.analysis": """
-        Collective Difference FastestBatchSize MaxBatchSize Memory Planned PlannedMemory Record
+        Collective Difference FastestBatchSize MaxBatchSize Memory Planned PlannedMemory
         Verification planned""",
     "plurax.ensemble": """
         Calibration Classification Halving MaxMembers Regression Rung Sweep Tuning accuracy

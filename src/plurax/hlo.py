@@ -27,46 +27,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from plurax.collective import Collective, ring_bytes_sent
+
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """One collective of a compiled program.
-
-    **Fields:**
-
-    - `kind`: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `collective-permute`.
-    - `axes`: the mesh axes it runs over.
-    - `bytes`: of its result on one device, each time it runs.
-    - `in_loop`: whether it is in the body of a loop.
-    - `trips`: how often it runs in one call; None where the loop's length is not known statically.
-    - `devices`: the number of devices in one of its groups.
-    - `equivalent_kind`: `reduce-scatter` for an all-reduce of which each device reads only a slice,
-      which compilers without reduce-scatter emit; else None. `bytes` are then those of the slice.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    bytes: int
-    in_loop: bool
-    trips: int | None
-    devices: int = dataclasses.field(default=1, repr=False)
-    equivalent_kind: str | None = dataclasses.field(default=None, repr=False)
-
-    @property
-    def bytes_sent(self) -> float:
-        """Bytes that each device sends each time, by the ring algorithm."""
-        n = self.devices
-        kind = self.equivalent_kind or self.kind
-        shares = {
-            "all-reduce": 2 * (n - 1) / n,
-            "all-gather": (n - 1) / n,
-            "reduce-scatter": float(n - 1),
-            "all-to-all": (n - 1) / n,
-            "collective-permute": 1.0,
-        }
-        return self.bytes * shares[kind]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,16 +97,17 @@ def _walk(
             size = _result_bytes(_result_of_start(match[1], match[2]) if match[3] else match[1])
             axes, devices = _axes(line, mesh), _group_size(line, mesh)
             kept = _kept_slice(line, lines, bodies) if match[2] == "all-reduce" else None
+            equivalent = "reduce-scatter" if kept else None
             if devices > 1:
                 found.append(
                     Collective(
                         match[2],
                         axes,
-                        kept or size,
-                        in_loop,
-                        trips,
-                        devices,
-                        "reduce-scatter" if kept else None,
+                        bytes=kept or size,
+                        bytes_sent=ring_bytes_sent(equivalent or match[2], kept or size, devices),
+                        in_loop=in_loop,
+                        trips=trips,
+                        equivalent_kind=equivalent,
                     )
                 )
         if re.search(r"\bwhile\(", line):

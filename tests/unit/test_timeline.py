@@ -8,8 +8,8 @@ from tests.pictures import legend, panels
 
 import plurax as px
 from plurax.cli import commands as cli
-from plurax.hlo import Collective, Memory
-from plurax.partition.partitioner import Record
+from plurax.collective import Collective
+from plurax.hlo import Memory
 from plurax.pipeline.schedule import SCHEDULES, make_schedule
 from plurax.report.plan_picture import draw_plan
 from plurax.report.timeline import Costs, compared_schedules_table, timeline_report
@@ -92,9 +92,9 @@ def test_a_long_schedule_is_scaled_and_says_so(name, width):
 def test_bytes_exchanged_are_those_between_stages():
     schedule = make_schedule("gpipe", 2, 2)
     planned = [
-        Record("collective-permute", ("pipeline",), 100, 100.0, 6),
-        Record("collective-permute", ("tensor",), 7, 7.0, 1),
-        Record("all-reduce", ("pipeline",), 9, 9.0, 1),
+        Collective("collective-permute", ("pipeline",), 100, 100.0, True, 6),
+        Collective("collective-permute", ("tensor",), 7, 7.0, False, 1),
+        Collective("all-reduce", ("pipeline",), 9, 9.0, False, 1),
     ]
     assert Costs.of(schedule, planned, MEMORY).exchanged == 600
 
@@ -123,7 +123,7 @@ def test_a_pipeline_is_drawn(tmp_path, compare, drawn):
         "interleaved": costs("interleaved", 2, 4, chunks=2),
         "zb-h1": "too few layers",
     }
-    found = [Collective("collective-permute", ("pipeline",), 100, True, 10, 2)]
+    found = [Collective("collective-permute", ("pipeline",), 100, 100.0, True, 10)]
     path = tmp_path / "plan.png"
     draw_plan("a plan", [], MEMORY, found, path, own, compared if compare else None)
     *above, memory, sent = panels(drawn["plan.png"])

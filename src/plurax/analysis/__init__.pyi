@@ -5,6 +5,5 @@ from plurax.analysis.plan_ahead import PlannedMemory as PlannedMemory
 from plurax.analysis.plan_ahead import planned as planned
 from plurax.analysis.verify import Difference as Difference
 from plurax.analysis.verify import Verification as Verification
-from plurax.hlo import Collective as Collective
+from plurax.collective import Collective as Collective
 from plurax.hlo import Memory as Memory
-from plurax.partition.partitioner import Record as Record

@@ -19,13 +19,13 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from plurax.collective import Collective
 from plurax.execute.check import check_kinds
 from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.execute.lowering import COUNT
 from plurax.execute.network import Network
 from plurax.execute.placement import Placement, leading_dim
 from plurax.mesh import split_rows
-from plurax.partition.partitioner import Record
 from plurax.plan import MESH_AXES, Plan
 from plurax.task import Task
 
@@ -58,7 +58,7 @@ class Planned:
     """
 
     shardings: list[ParameterInfo]
-    collectives: list[Record]
+    collectives: list[Collective]
     memory: PlannedMemory
 
 

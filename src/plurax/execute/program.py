@@ -22,6 +22,7 @@ from jaxtyping import Int, PyTree
 
 from plurax import errors
 from plurax import hlo as compiled_hlo
+from plurax.collective import Collective
 from plurax.execute.array_data import ArrayData
 from plurax.execute.autotune import Candidate
 from plurax.execute.choose_chunk import choose_plan, measure_plan
@@ -50,7 +51,6 @@ from plurax.execute.step_functions import StepFunctions
 from plurax.execute.summary import as_table, in_a_line, summary
 from plurax.members import Members
 from plurax.mesh import replicated, split_rows, within
-from plurax.partition.partitioner import Record
 from plurax.plan import Plan
 from plurax.state import TrainState
 from plurax.task import Task
@@ -454,14 +454,14 @@ class Program:
         """Return the text of `compiled`."""
         return self.compiled.as_text() or ""
 
-    def collectives(self) -> list[compiled_hlo.Collective]:
+    def collectives(self) -> list[Collective]:
         """Return the collectives of one step, read from the compiled program.
 
         None is over the mesh axis `member`.
         """
         return compiled_hlo.collectives(self.hlo(), self.mesh)
 
-    def planned_collectives(self) -> list[Record]:
+    def planned_collectives(self) -> list[Collective]:
         """Return the collectives that the partitioner inserts in one step, before XLA compiles.
 
         Empty for a plan that splits nothing but the batch. Collectives in a `jax.shard_map` of the

@@ -39,6 +39,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from plurax import errors
+from plurax.collective import Collective
 from plurax.jaxpr.barrier import order_after_cotangent, pick_dependency
 from plurax.jaxpr.compat import REMAT, called_jaxpr, is_call, is_recomputed, open_jaxpr
 from plurax.jaxpr.interpret import holds
@@ -49,7 +50,6 @@ from plurax.partition.buckets import Gathers, computed_at, inlined, together
 from plurax.partition.loops import Loop, While
 from plurax.partition.manual import eval_manual_body
 from plurax.partition.operators import RULES, by_default
-from plurax.partition.resharder import Record as Record
 from plurax.partition.resharder import Resharder
 from plurax.partition.values import (
     DeferredValue,
@@ -419,7 +419,7 @@ def plan_partition(
     wanted: Callable[[PyTree], PyTree] | None = None,
     *,
     tight: bool = True,
-) -> tuple[PyTree, list[Record]]:
+) -> tuple[PyTree, list[Collective]]:
     """Return the shardings and collectives of `partition` without executing any operation.
 
     **Arguments:** as `partition`'s. The arrays of the `ShardedValue`s in `args` may be

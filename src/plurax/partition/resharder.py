@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from plurax.collective import Collective
 from plurax.jaxpr.barrier import order_after
 from plurax.partition.executors import EmitOperations, Executor, FollowShapes
 from plurax.partition.rule_context import RuleContext
@@ -35,32 +36,6 @@ from plurax.partition.values import (
 from plurax.sharding.axes import Axes
 from plurax.sharding.reshard import ReshardStep, apply_moves
 from plurax.sharding.spec import TensorSharding
-
-
-@dataclasses.dataclass(frozen=True)
-class Record:
-    """A collective of a partitioned function.
-
-    **Fields:**
-
-    - `kind`: as in `ReshardStep`.
-    - `axes`: the mesh axes it runs over.
-    - `bytes`: of its result on one device.
-    - `bytes_sent`: by one device.
-    - `trips`: how often it runs.
-    - `operation`: the equation that needs the resharded operand, and its enclosing function; "" if
-      the collective belongs to no single equation.
-    - `without_rule`: if it gathers for an operation that has no rule, that operation's name and its
-      line in the model's code.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    bytes: int
-    bytes_sent: float
-    trips: int
-    operation: str = ""
-    without_rule: tuple[str, str] | None = None
 
 
 class Resharder:
@@ -81,7 +56,7 @@ class Resharder:
         self, axes: Axes, *, joint: bool = False, bucket_bytes: int = 1, trips: int = 1
     ) -> None:
         self.axes, self.joint, self.bucket_bytes = axes, joint, bucket_bytes
-        self.records: list[Record] = []
+        self.records: list[Collective] = []
         self._executor: Executor = EmitOperations()
         self._trips = trips
         self._eqn: Any = None
@@ -89,7 +64,7 @@ class Resharder:
     # --- Executing, or only following shapes ------------------------------------------------------
 
     @contextlib.contextmanager
-    def planning(self) -> Iterator[list[Record]]:
+    def planning(self) -> Iterator[list[Collective]]:
         """Execute nothing within: shards are `jax.ShapeDtypeStruct`s. Yields the collectives."""
         executor, records = self._executor, self.records
         self._executor, self.records = FollowShapes(), []
@@ -178,9 +153,7 @@ class Resharder:
             if step.kind != "slice":
                 over = self.axes.mesh_axes(step.axes)
                 by = "" if self._eqn is None else _named(self._eqn)
-                self.records.append(
-                    Record(step.kind, over, step.bytes, step.bytes_sent, self._trips, by)
-                )
+                self._record(step.kind, over, step.bytes, step.bytes_sent, by)
         spec = self.context.spec(
             value.shape, value.dtype, target, value.data_varying, value.is_param
         )
@@ -223,13 +196,19 @@ class Resharder:
         """Record an all-reduce that the caller emits itself."""
         n, size = self.axes.size(axes), array.size * array.dtype.itemsize
         bytes_sent, at = 2 * size * (n - 1) / n, self.axes.mesh_axes(axes)
-        self.records.append(Record("all-reduce", at, size, bytes_sent, self._trips))
+        self._record("all-reduce", at, size, bytes_sent)
 
     def record_together(self, steps: Sequence[ReshardStep]) -> None:
         """Record one collective that performs several steps in one buffer."""
         first, axes = steps[0], self.axes.mesh_axes(steps[0].axes)
         size, bytes_sent = sum(step.bytes for step in steps), sum(step.bytes_sent for step in steps)
-        self.records.append(Record(first.kind, axes, size, bytes_sent, self._trips))
+        self._record(first.kind, axes, size, bytes_sent)
+
+    def _record(
+        self, kind: str, axes: tuple[str, ...], size: int, bytes_sent: float, operation: str = ""
+    ) -> None:
+        trips = self._trips
+        self.records.append(Collective(kind, axes, size, bytes_sent, trips != 1, trips, operation))
 
     @contextlib.contextmanager
     def repeated(self, trips: int) -> Iterator[None]:

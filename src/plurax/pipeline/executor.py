@@ -41,7 +41,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from plurax.partition.partitioner import Partitioner, Record
+from plurax.collective import Collective
+from plurax.partition.partitioner import Partitioner
 from plurax.pipeline.packing import Buffers, max_lengths, zeros
 from plurax.pipeline.schedule import Schedule
 from plurax.pipeline.slots import FIELDS, KIND, make_slot_table
@@ -109,7 +110,7 @@ class ScheduleExecutor:
         self.vjps = StageVjps(network, schedule, trained, rows, partitioner, goals, joint, states)
 
     @property
-    def records(self) -> list[Record]:
+    def records(self) -> list[Collective]:
         """Return the collectives of all stage functions and of the sends between devices."""
         every = [*self.vjps.partitioners, self.sends]
         return [record for partitioner in every for record in partitioner.records]
@@ -260,8 +261,10 @@ class ScheduleExecutor:
                 received = lax.ppermute(buffer, "pipeline", pairs)
                 size = received.size * received.dtype.itemsize
                 self.sends.records.append(
-                    Record("collective-permute", ("pipeline",), size, float(size),
-                           len(self.table.columns))
+                    Collective(
+                        "collective-permute", ("pipeline",), size, float(size), in_loop=True,
+                        trips=len(self.table.columns),
+                    )
                 )  # fmt: skip
                 where = (action[f"arriving_{name}"], jnp.int32(0))
                 arrived[dtype] = lax.dynamic_update_slice(arrived[dtype], received[None], where)

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from plurax.collective import Collective
 from plurax.execute.layouts.parameter_info import ParameterInfo
-from plurax.hlo import Collective, Memory
-from plurax.partition.partitioner import Record
+from plurax.hlo import Memory
 from plurax.pipeline.schedule import Schedule
 from plurax.pipeline.simulation import Timeline, simulate
 from plurax.report.picture import new_figure, saved
@@ -47,7 +47,7 @@ def draw_plan(
     title: str,
     parameters: Sequence[ParameterInfo],
     memory: Memory,
-    sent: Sequence[Collective] | Sequence[Record],
+    sent: Sequence[Collective],
     path: str | Path | None = None,
     pipeline: Costs | None = None,
     compared: Compared | None = None,
@@ -235,11 +235,11 @@ def _draw_memory(
         right.axis("off")
 
 
-def _wires(sent: Sequence[Collective] | Sequence[Record]) -> dict[str, float]:
+def _wires(sent: Sequence[Collective]) -> dict[str, float]:
     """Return the bytes that a device sends, by collective and axis."""
     wires: dict[str, float] = {}
     for one in sent:
-        kind = one.equivalent_kind or one.kind if isinstance(one, Collective) else one.kind
+        kind = one.equivalent_kind or one.kind
         name = f"{kind}\nover {', '.join(one.axes)}"
         wires[name] = wires.get(name, 0.0) + one.bytes_sent * (one.trips or 1)
     return wires

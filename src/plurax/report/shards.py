@@ -7,9 +7,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from plurax.collective import Collective
 from plurax.execute.layouts.parameter_info import ParameterInfo
-from plurax.hlo import Collective, Memory
-from plurax.partition.partitioner import Record
+from plurax.hlo import Memory
 from plurax.sharding.spec import TensorSharding
 from plurax.tree import human_bytes
 
@@ -74,7 +74,7 @@ def _axes(sharding: TensorSharding) -> str:
     return ", ".join(split) or "whole"
 
 
-def compared_table(planned: Sequence[Record], found: Sequence[Collective]) -> RenderableType:
+def compared_table(planned: Sequence[Collective], found: Sequence[Collective]) -> RenderableType:
     """Return a table of a step's planned communication beside that of the compiled step.
 
     A "?" stands for a loop whose length is not in the compiled text because it depends on the
@@ -95,7 +95,7 @@ def compared_table(planned: Sequence[Record], found: Sequence[Collective]) -> Re
         table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     plan_bytes: Counter[Key] = Counter()
     for record in planned:
-        plan_bytes[record.kind, ", ".join(record.axes)] += record.bytes * record.trips
+        plan_bytes[record.kind, ", ".join(record.axes)] += record.bytes * (record.trips or 1)
     counts: Counter[Key] = Counter()
     looped: Counter[Key] = Counter()
     sizes: Counter[Key] = Counter()

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from plurax.hlo import Collective, Memory
+from plurax.collective import Collective
+from plurax.hlo import Memory
 from plurax.plan import Plan
 from plurax.tree import human_bytes
 

@@ -19,8 +19,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from plurax.hlo import Collective, Memory
-from plurax.partition.partitioner import Record
+from plurax.collective import Collective
+from plurax.hlo import Memory
 from plurax.pipeline.schedule import Action, Schedule
 from plurax.pipeline.simulation import Timeline, simulate
 from plurax.tree import human_bytes
@@ -52,9 +52,7 @@ class Costs:
     memory: Memory
 
     @classmethod
-    def of(
-        cls, schedule: Schedule, sent: Sequence[Collective] | Sequence[Record], memory: Memory
-    ) -> "Costs":
+    def of(cls, schedule: Schedule, sent: Sequence[Collective], memory: Memory) -> "Costs":
         """Return the costs, from a step's planned or compiled communication."""
         sends = [r for r in sent if (r.kind, r.axes) == ("collective-permute", ("pipeline",))]
         return cls(schedule, sum(r.bytes * (r.trips or 1) for r in sends), memory)

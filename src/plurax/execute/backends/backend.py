@@ -20,10 +20,10 @@ from typing import Any
 import optax
 from jaxtyping import Array, PyTree
 
+from plurax.collective import Collective
 from plurax.execute.gradient import Totals
 from plurax.execute.layouts.state_layout import StateLayout
 from plurax.execute.step import Gradients, Metrics, Step
-from plurax.partition.partitioner import Record
 from plurax.state import TrainState
 from plurax.task import Task
 
@@ -76,5 +76,5 @@ class Backend(abc.ABC):
         """Return `(params, model_state, inputs) -> outputs` on one device, for its own rows."""
 
     @abc.abstractmethod
-    def planned_collectives(self) -> list[Record]:
+    def planned_collectives(self) -> list[Collective]:
         """Return the collectives of a step that the partitioner inserts, once it is traced."""

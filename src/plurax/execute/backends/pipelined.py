@@ -33,6 +33,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Int, Key, PyTree
 
+from plurax.collective import Collective
 from plurax.execute.backends.backend import Backend
 from plurax.execute.backends.sharded import ShardedBackend
 from plurax.execute.gradient import Totals
@@ -49,7 +50,7 @@ from plurax.execute.rows import Rows, index_device_rows
 from plurax.execute.stage_networks import evaluating_network, predicting_network, training_network
 from plurax.execute.step import Gradients, Metrics, make_apply, make_gradients, whole_update
 from plurax.execute.totals import BatchTotals, round_robin
-from plurax.partition.partitioner import Partitioner, Record
+from plurax.partition.partitioner import Partitioner
 from plurax.partition.values import ShardedValue
 from plurax.pipeline.executor import ScheduleExecutor
 from plurax.pipeline.packing import Packing, zeros
@@ -156,7 +157,7 @@ class PipelinedBackend(Backend):
         """Return `(state, gradients) -> (state, metrics)`, each parameter where it is stored."""
         return make_apply(self._update, self._norm, freeze=freeze)
 
-    def planned_collectives(self) -> list[Record]:
+    def planned_collectives(self) -> list[Collective]:
         """Return the collectives of a step; empty until the step has been traced."""
         return self._base.planned_collectives()
 

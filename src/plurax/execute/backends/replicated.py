@@ -15,6 +15,7 @@ import jax
 import optax
 from jaxtyping import Array, PyTree
 
+from plurax.collective import Collective
 from plurax.execute.backends.backend import Backend
 from plurax.execute.evaluate import device_evaluation
 from plurax.execute.gradient import Totals, evaluation, gradient
@@ -23,7 +24,6 @@ from plurax.execute.layouts.state_shardings import StateShardings
 from plurax.execute.predict import device_predict
 from plurax.execute.step import Gradients, Metrics, make_apply, make_gradients, whole_update
 from plurax.execute.totals import coupled_totals, device_totals, uneven_totals
-from plurax.partition.partitioner import Record
 from plurax.plan import Plan
 from plurax.sharding.rules import Rules
 from plurax.state import TrainState
@@ -75,6 +75,6 @@ class ReplicatedBackend(Backend):
         """Return `(params, model_state, inputs) -> outputs` on one device, for its own rows."""
         return device_predict(self.task, self.plan.precision)
 
-    def planned_collectives(self) -> list[Record]:
+    def planned_collectives(self) -> list[Collective]:
         """Return nothing: the only collective is the sum over `data`, which is not planned."""
         return []

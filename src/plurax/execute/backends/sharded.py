@@ -37,6 +37,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from plurax import errors, tree
+from plurax.collective import Collective
 from plurax.execute.backends.backend import Backend
 from plurax.execute.evaluate import device_evaluation
 from plurax.execute.gradient import Totals, evaluation, gradient
@@ -50,7 +51,7 @@ from plurax.execute.step import Gradients, Metrics, make_apply, make_gradients, 
 from plurax.execute.totals import BatchTotals, coupled_totals, device_totals, uneven_totals
 from plurax.jaxpr.interpret import all_equations, holds
 from plurax.mesh import within
-from plurax.partition.partitioner import Partitioner, Record, partition
+from plurax.partition.partitioner import Partitioner, partition
 from plurax.partition.values import ShardedValue, is_sharded_value, shard_of_rows
 from plurax.plan import Plan
 from plurax.sharding.annotations import Named, Split, Tag
@@ -121,7 +122,7 @@ class ShardedBackend(Backend):
         # Only the devices of one stage run its equations: no collective there spans `pipeline`.
         inner = {axis: size for axis, size in sizes.items() if axis != "pipeline"}
         self.stage_axes = Axes(inner, parts, permutes=plan.pipeline == 1)
-        self.records: dict[str, list[Record]] = {}
+        self.records: dict[str, list[Collective]] = {}
         self._warned: set[str] = set()
 
     def _loss_jaxpr(self, like: TrainState, rows: PyTree) -> Any:
@@ -161,7 +162,7 @@ class ShardedBackend(Backend):
         """Return `(state, gradients) -> (state, metrics)` on this device's shards."""
         return make_apply(self._update, self._norm, freeze=freeze)
 
-    def planned_collectives(self) -> list[Record]:
+    def planned_collectives(self) -> list[Collective]:
         """Return the collectives of a step; empty until the step has been traced."""
         return [record for part in self.records.values() for record in part]
 
@@ -231,7 +232,7 @@ class ShardedBackend(Backend):
                           errors.ShardingWarning, stacklevel=2)  # fmt: skip
         self.warn_of(self.planned_collectives())
 
-    def warn_of(self, records: Sequence[Record]) -> None:
+    def warn_of(self, records: Sequence[Collective]) -> None:
         """Warn once per source line where tensors are gathered for an operation without a rule."""
         sizes: dict[tuple[str, str], int] = {}
         for one in records:
@@ -285,7 +286,7 @@ class ShardedBackend(Backend):
         sizes: dict[str, int] = {}
         for one in self.records["update"]:
             if one.operation and one.kind in _GATHERS and "data" in one.axes:
-                sizes[one.operation] = sizes.get(one.operation, 0) + one.bytes * one.trips
+                sizes[one.operation] = sizes.get(one.operation, 0) + one.bytes * (one.trips or 1)
         if self.plan.zero and sizes and "update" not in self._warned:
             self._warned.add("update")
             lines = "".join(f"\n  {name}: {size:,} bytes" for name, size in sizes.items())

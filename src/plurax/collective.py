@@ -1,0 +1,53 @@
+"""A collective of a step: planned by the partitioner, or read from the compiled program."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a step.
+
+    **Fields:**
+
+    - `kind`: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `collective-permute`.
+    - `axes`: the mesh axes it runs over.
+    - `bytes`: of its result on one device, each time it runs.
+    - `bytes_sent`: by each device, each time it runs.
+    - `in_loop`: whether it is in the body of a loop.
+    - `trips`: how often it runs in one call; None where the loop's length is not known statically.
+    - `operation`: if planned, the equation that needs the resharded operand, and its enclosing
+      function; "" if the collective belongs to no single equation.
+    - `without_rule`: if planned for an operation that has no rule, that operation's name and its
+      line in the model's code.
+    - `equivalent_kind`: if compiled, `reduce-scatter` for an all-reduce of which each device reads
+      only a slice, which compilers without reduce-scatter emit; else None. `bytes` are then those
+      of the slice.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    bytes_sent: float = dataclasses.field(repr=False)
+    in_loop: bool
+    trips: int | None
+    operation: str = dataclasses.field(default="", repr=False)
+    without_rule: tuple[str, str] | None = dataclasses.field(default=None, repr=False)
+    equivalent_kind: str | None = dataclasses.field(default=None, repr=False)
+
+
+def ring_bytes_sent(kind: str, size: int, devices: int) -> float:
+    """Return the bytes that each of some devices sends by the ring algorithm.
+
+    `size` is the bytes of the result on one device.
+
+    >>> ring_bytes_sent("all-reduce", 1024, 4), ring_bytes_sent("reduce-scatter", 256, 4)
+    (1536.0, 768.0)
+    """
+    shares = {
+        "all-reduce": 2 * (devices - 1) / devices,
+        "all-gather": (devices - 1) / devices,
+        "reduce-scatter": float(devices - 1),
+        "all-to-all": (devices - 1) / devices,
+        "collective-permute": 1.0,
+    }
+    return size * shares[kind]
