@@ -15,13 +15,14 @@ import jax
 import numpy as np
 from beartype import BeartypeConf, FrozenDict, beartype
 from beartype._check.code import codemain
+from beartype.roar import BeartypeCallHintViolation
 from jaxtyping import Int, TypeCheckError, jaxtyped
 
 import plurax as px
 
 # beartype draws which items it checks: from a generator of its own, as Hypothesis watches Python's,
 # and to keep and set that one's state at every call takes longer than the check.
-codemain.getrandbits = random.Random(0).getrandbits  # type: ignore[attr-defined]
+codemain.getrandbits = random.Random(0).getrandbits
 
 # Numbers of NumPy and JAX are numbers, and an int is a float.
 WHOLE = int | np.integer | Int[np.ndarray | jax.Array, ""]
@@ -56,13 +57,15 @@ def check_methods(cls: type) -> None:
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    typed = jaxtyped(function, typechecker=TYPECHECKER)
+    # Only shapes need jaxtyping's bookkeeping, which takes far longer than the check itself.
+    shapes = any("jaxtyping" in repr(hint) for hint in function.__annotations__.values())
+    typed = jaxtyped(function, typechecker=TYPECHECKER) if shapes else TYPECHECKER(function)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return typed(*args, **kwargs)
-        except TypeCheckError:
+        except (TypeCheckError, BeartypeCallHintViolation):
             function(*args, **kwargs)  # a mistake is refused here, in our own words
             raise
 
