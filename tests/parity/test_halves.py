@@ -74,3 +74,14 @@ def test_sums_that_are_not_finite_update_nothing():
     state, metrics = made.apply(state, sums._replace(loss=sums.loss * jnp.nan))
     assert int(metrics["skipped"]) == 1
     assert models.same_bits(state.params, before)
+
+
+@pytest.mark.parametrize("name", ["one device", "members"])
+def test_inference_refuses_a_state_of_another_network(name):
+    made = program(name)
+    members = None if made.members is None else px.Members(3)
+    other = px.compile(STACK(), models.optimizer(), made.plan, models.data(13), members=members)
+    state = other.init()
+    for use in (made.predict, made.evaluate, made.step):
+        with pytest.raises(px.BatchError, match="the state does not"):
+            use(state, ROWS)
