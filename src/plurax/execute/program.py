@@ -239,8 +239,8 @@ class Program:
     def gradients(self, state: TrainState, batch: PyTree) -> Gradients:
         """Return the first half of `step`: the sums over a batch, reduced over devices.
 
-        The state is not donated. The mean gradient is `grads / weight`; under ZeRO it lies in
-        shards, and in a pipeline in the buffers of the stages.
+        The state is not donated. The mean gradient is `grads / weight`; under ZeRO it is sharded,
+        and in a pipeline packed into the buffers of the stages.
         """
         program = self if self._pads else self._for_size(self._placement.check(batch))
         gradients, _ = program._halves
