@@ -11,7 +11,7 @@ from plurax import errors
 from plurax.members import Members
 from plurax.plan import Plan
 from plurax.train.fit import fit
-from plurax.user_frames import told
+from plurax.user_frames import describe_error
 
 P = ParamSpec("P")
 
@@ -73,9 +73,9 @@ def load(path: str | Path) -> tuple[Callable[..., Experiment], Report | None]:
     except errors.PluraxError:
         raise
     except SystemExit as error:
-        raise errors.experiment_exits(str(path), told(error)) from None
+        raise errors.experiment_exits(str(path), describe_error(error)) from None
     except Exception as error:
-        raise errors.experiment_failed(str(path), told(error)) from None
+        raise errors.experiment_failed(str(path), describe_error(error)) from None
     function = names.get("experiment")
     if not callable(function):
         raise errors.experiment_missing_function(str(path))
@@ -84,7 +84,7 @@ def load(path: str | Path) -> tuple[Callable[..., Experiment], Report | None]:
         try:
             made = function(**arguments)
         except SystemExit as error:
-            raise errors.experiment_exits(str(path), told(error)) from None
+            raise errors.experiment_exits(str(path), describe_error(error)) from None
         if not isinstance(made, Experiment):
             raise errors.experiment_wrong_type(str(path), type(made).__name__)
         # The options of the command line are made of these two.
@@ -98,7 +98,7 @@ def load(path: str | Path) -> tuple[Callable[..., Experiment], Report | None]:
         # Annotations may be strings, which mean something in the file alone.
         signature = inspect.signature(function, eval_str=True)
     except Exception as error:
-        raise errors.experiment_failed(str(path), told(error)) from None
+        raise errors.experiment_failed(str(path), describe_error(error)) from None
     checked.__signature__ = signature  # type: ignore[attr-defined]
     checked.__doc__ = function.__doc__
     report = names.get("report")

@@ -33,7 +33,7 @@ def is_users(error: BaseException) -> bool:
     return bool(known) and _is_users(known[-1].filename)
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An error as a user should see it: the message, and the lines of their files that led there.
 
     Of an error of plurax the innermost line is enough, for the message says the rest.

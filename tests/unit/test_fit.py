@@ -111,15 +111,15 @@ def optax_zero():
 
 
 def test_what_a_checkpoint_keeps_of_an_epoch_is_a_snapshot():
-    """It is written in the background while the tally goes on."""
+    """It is written in the background while training goes on."""
     metrics = {name: np.ones(2) for name in ("loss", "weight", "examples")}
     steps = StepOutput(None, 2, metrics | {"skipped": np.zeros(2)}, 0.1, Position(0, 2), False)
-    tally = NetworkMetrics()
-    tally.add(steps, settle_all=True)
-    saved = tally.to_json()
+    epoch_metrics = NetworkMetrics()
+    epoch_metrics.add(steps, fetch_all=True)
+    saved = epoch_metrics.to_json()
     before = json.dumps(saved)
-    tally.add(steps, settle_all=True)
-    NetworkMetrics(saved).add(steps, settle_all=True)
+    epoch_metrics.add(steps, fetch_all=True)
+    NetworkMetrics(saved).add(steps, fetch_all=True)
     assert json.dumps(saved) == before
 
 
@@ -426,17 +426,17 @@ def test_throughput_is_by_the_wall_clock_without_the_first_call(monkeypatch):
             None, step, {**metrics, "examples": Late()}, 0.001, Position(0, step), done
         )
 
-    tally = NetworkMetrics()
-    tally.add(turn(1), settle_all=False)
-    assert tally.examples_per_second == pytest.approx(16 / 10.001)
+    epoch_metrics = NetworkMetrics()
+    epoch_metrics.add(turn(1), fetch_all=False)
+    assert epoch_metrics.examples_per_second == pytest.approx(16 / 10.001)
     now[0] += 5.0  # the log, the user's own loop
     for step in (2, 3, 4):
-        tally.add(turn(step), settle_all=step == 4)
-    assert tally.examples_per_second == pytest.approx(3 * 16 / 35.0)
-    row = tally.epoch_row(4, 1, None)
+        epoch_metrics.add(turn(step), fetch_all=step == 4)
+    assert epoch_metrics.examples_per_second == pytest.approx(3 * 16 / 35.0)
+    row = epoch_metrics.epoch_row(4, 1, None)
     assert row["seconds"] == pytest.approx(45.001)
-    resumed = NetworkMetrics(json.loads(json.dumps(tally.to_json())))
-    resumed.add(turn(5), settle_all=True)
+    resumed = NetworkMetrics(json.loads(json.dumps(epoch_metrics.to_json())))
+    resumed.add(turn(5), fetch_all=True)
     assert resumed.examples_per_second == pytest.approx(3 * 16 / 35.0)
 
 
@@ -543,13 +543,13 @@ def test_memory_stays_flat_over_many_steps(resident):
     data, size = (models.data(2000), 2) if resident else (Rows(), None)
     program = px.compile(TASK, models.optimizer(), px.Plan(), models.cut(ROWS, 2))
     source = ArrayData(data, size) if resident else StreamData(data, 2)
-    tally = NetworkMetrics()
+    epoch_metrics = NetworkMetrics()
     epochs = 200 if resident else 100
     for steps in train_iter(program, program.init(), source, epochs=epochs):
-        tally.step_rows(tally.add(steps, settle_all=True)[-1])
+        epoch_metrics.step_rows(epoch_metrics.add(steps, fetch_all=True)[-1])
         taken = steps.step
         if steps.epoch_done:
-            tally = tally.fresh()
+            epoch_metrics = epoch_metrics.fresh()
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             bytes_used.append(pages * os.sysconf("SC_PAGE_SIZE"))
     assert taken == 200_000

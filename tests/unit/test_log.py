@@ -156,7 +156,7 @@ def test_means_of_an_epoch_do_not_depend_on_how_its_steps_are_grouped(sizes):
             turn = {name: select(value)[..., start : start + size]
                     for name, value in metrics.items()}  # fmt: skip
             start += size
-            tally.add(StepOutput(None, start, turn, 0.1, Position(), False), settle_all=True)
+            tally.add(StepOutput(None, start, turn, 0.1, Position(), False), fetch_all=True)
         return tally.means()["loss"]
 
     def one(value):

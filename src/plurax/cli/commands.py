@@ -43,7 +43,7 @@ from plurax.train.fit import fit
 from plurax.train.log import read_rows
 from plurax.train.restore import make_program, restore, with_resampling
 from plurax.train.tune import tune
-from plurax.user_frames import is_users, told
+from plurax.user_frames import describe_error, is_users
 from plurax.validate import local_path
 
 T = TypeVar("T")
@@ -95,12 +95,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("\nSIGINT: stopped before the first step; nothing was trained.", file=sys.stderr)
         raise SystemExit(130) from None
     except errors.PluraxError as error:
-        print(f"error: {told(error)}", file=sys.stderr)
+        print(f"error: {describe_error(error)}", file=sys.stderr)
         raise SystemExit(2) from None
     except Exception as error:
         if not is_users(error):
             raise
-        print(f"error: {errors.user_code_failed(told(error))}", file=sys.stderr)
+        print(f"error: {errors.user_code_failed(describe_error(error))}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
@@ -147,7 +147,9 @@ def _predict(arguments: list[str]) -> int:
             raise
         data = tree.describe(next(chunks(made.data, 1)), batch_dim=True)
         given = tree.describe(inputs)
-        raise errors.predict_failed(told(error), str(options.inputs), given, data) from None
+        raise errors.predict_failed(
+            describe_error(error), str(options.inputs), given, data
+        ) from None
     outputs = jax.tree.map(_of_numpy, outputs)
     path = _written(options.predictions, lambda path: _write_arrays(path, outputs))
     print(f"wrote {path}:\n{tree.describe(outputs)}")

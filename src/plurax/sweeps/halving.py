@@ -217,7 +217,7 @@ def _train(
     metrics = MembersMetrics(members)
     for output in train_iter(program, state, source, start=Position(reached), epochs=budget):
         state = output.state
-        metrics.add(output, settle_all=True)
+        metrics.add(output, fetch_all=True)
         seconds.append(output.seconds)
         if output.epoch_done and output.position.epoch < budget:
             metrics = MembersMetrics(members)

@@ -66,20 +66,20 @@ class EpochMetrics(abc.ABC):
         values = {"sums": dict(self.sums), **{name: getattr(self, name) for name in names}}
         return jax.tree.map(lambda v: v.tolist() if hasattr(v, "tolist") else v, values)
 
-    def add(self, steps: StepOutput, *, settle_all: bool) -> list[StepOutput]:
+    def add(self, steps: StepOutput, *, fetch_all: bool) -> list[StepOutput]:
         """Queue the output of a call; return the outputs whose metrics are now on the host."""
         self._waiting.append(steps)
         if self._since is None:
             # Wait for the run's first call, and leave it out of the throughput: it may compile.
             asked, before = time.monotonic(), self.examples
-            settled = self.fetch()
+            fetched = self.fetch()
             self.untimed_seconds += steps.seconds + time.monotonic() - asked
             self.untimed += self.examples - before
             self.start()
-            return settled
-        settled = self.fetch(0 if settle_all else FETCH_AFTER)
+            return fetched
+        fetched = self.fetch(0 if fetch_all else FETCH_AFTER)
         self._take_time()
-        return settled
+        return fetched
 
     def start(self) -> None:
         """Start the clock of an epoch, once the previous epoch has been reported."""
@@ -93,14 +93,14 @@ class EpochMetrics(abc.ABC):
 
     def fetch(self, waiting: int = 0) -> list[StepOutput]:
         """Fetch and count the queued outputs except the last `waiting`, and return them."""
-        settled = []
+        fetched = []
         while len(self._waiting) > waiting:
             steps = self._waiting.popleft()
             host = jax.tree.map(self._by_step, jax.device_get(steps.metrics))
             steps = dataclasses.replace(steps, metrics=host)
             self._count(host)
-            settled.append(steps)
-        return settled
+            fetched.append(steps)
+        return fetched
 
     def _count(self, metrics: dict[str, np.ndarray]) -> None:
         """Add metrics `(..., k)` to the sums `(...)`."""
@@ -249,9 +249,9 @@ class MembersMetrics(EpochMetrics):
 
     def fresh(self) -> "MembersMetrics":
         """Return empty metrics; a frozen member stays frozen and is warned of once."""
-        tally = MembersMetrics(self._members)
-        tally._frozen = self._frozen
-        return tally
+        fresh = MembersMetrics(self._members)
+        fresh._frozen = self._frozen
+        return fresh
 
     def _by_step(self, metric: np.ndarray) -> np.ndarray:
         return metric[:, None] if metric.ndim == 1 else metric

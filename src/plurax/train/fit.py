@@ -163,7 +163,7 @@ def fit(
                "ragged": ragged, "epoch_length": epoch_length(source)}  # fmt: skip
         if checkpoints and restart:
             move_run_aside(checkpoints)
-        state, position, tally = _start(program, checkpoints, source, seed, run, resume)
+        state, position, metrics = _start(program, checkpoints, source, seed, run, resume)
         first = state.steps_taken
         log = _open_log(stack, output, program.plan, first if resume else None)
         stop = stack.enter_context(_StopSignals())
@@ -196,24 +196,24 @@ def fit(
             report = steps.epoch_done and (at_epoch % report_every == 0 or at_epoch == epochs)
             due = checkpoint_every is not None and steps.step % checkpoint_every == 0
             save = checkpoints is not None and (report or due or stopping is not None)
-            for settled in tally.add(steps, settle_all=report or save):
-                for row in tally.step_rows(settled):
+            for fetched in metrics.add(steps, fetch_all=report or save):
+                for row in metrics.step_rows(fetched):
                     if log:
                         log.write(row)
-            bar.advance(steps.step, at_epoch, tally.summary(), tally.examples_per_second)
-            tally.warn_not_finite(steps.step)
+            bar.advance(steps.step, at_epoch, metrics.summary(), metrics.examples_per_second)
+            metrics.warn_not_finite(steps.step)
             if report:
                 means = None if evaluation is None else program.evaluate(state, evaluation)
-                row = tally.epoch_row(steps.step, at_epoch, means)
+                row = metrics.epoch_row(steps.step, at_epoch, means)
                 history.append(row)
                 bar.epoch(row)
                 if log:
                     log.write(row)
-                tally = tally.fresh()
+                metrics = metrics.fresh()
             if log and save:
                 log.flush()  # no checkpoint is ever ahead of its log
             if checkpoints is not None and save:
-                meta = {"position": steps.position.to_json(), "tally": tally.to_json()}
+                meta = {"position": steps.position.to_json(), "tally": metrics.to_json()}
                 checkpoints.save(
                     program.to_canonical(state), {**run, **meta, **members_meta(program)}
                 )
@@ -223,7 +223,7 @@ def fit(
             if bar.closed:
                 stop.name = stop.name or "SIGPIPE"
             if report:
-                tally.start()
+                metrics.start()
         if checkpoints:
             checkpoints.wait()
     return Fit(program.to_canonical(state), program, history, stop.name)
@@ -344,7 +344,7 @@ def _check_saveable(state: TrainState) -> None:
             raise errors.leaf_not_saveable(path, f"{leaf.dtype}{list(leaf.shape)}")
 
 
-def _new_tally(program: Program, saved: dict[str, Any] | None = None) -> EpochMetrics:
+def _new_metrics(program: Program, saved: dict[str, Any] | None = None) -> EpochMetrics:
     if program.members is not None:
         return MembersMetrics(program.members, saved)
     return NetworkMetrics(saved)
@@ -363,10 +363,10 @@ def _start(
         if restored is not None:
             state, meta = restored
             check_same_run(str(checkpoints.directory), meta, run)
-            tally = _new_tally(program, meta["tally"])
-            return state, Position.from_json(meta["position"]), tally
+            metrics = _new_metrics(program, meta["tally"])
+            return state, Position.from_json(meta["position"]), metrics
     state = program.init(seed if program.members is None else None)
-    return state, Position(), _new_tally(program)
+    return state, Position(), _new_metrics(program)
 
 
 def _open_log(
