@@ -216,3 +216,10 @@ def test_public_functions_are_checked_against_their_annotations():
     with pytest.raises(px.BatchError, match="no rows"):  # refused in our own words
         mean(np.ones((0, 2), int), labels)
     assert all(hasattr(one, "__wrapped__") for one in (px.fit, px.Plan.load, px.Members.take))
+
+
+def test_a_name_that_is_elsewhere_is_pointed_at():
+    with pytest.raises(AttributeError, match=r"'bootstrap'; it is plurax\.ensemble\.bootstrap$"):
+        px.bootstrap  # noqa: B018
+    with pytest.raises(AttributeError, match=r"has no attribute 'nothing'$"):
+        px.nothing  # noqa: B018

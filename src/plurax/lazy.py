@@ -30,14 +30,16 @@ def public_names(
 
     `package` is its name. The stub beside the file has only `from module import name as name`.
     """
-    stub = ast.parse(Path(file).with_suffix(".pyi").read_text())
-    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
-    modules = {alias.name: node.module for node in imports for alias in node.names}
+    modules = _names(Path(file).with_suffix(".pyi"))
 
     def get(name: str) -> Any:
         module = modules.get(name)
         if module is None:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            said = f"module {package!r} has no attribute {name!r}"
+            for stub in Path(file).parent.glob("*/__init__.pyi"):
+                if name in _names(stub):
+                    said += f"; it is {package}.{stub.parent.name}.{name}"
+            raise AttributeError(said)
         if module == package:  # a package inside this one
             return importlib.import_module(f"{package}.{name}")
         value = getattr(importlib.import_module(module), name)
@@ -45,3 +47,10 @@ def public_names(
         return value
 
     return get, lambda: sorted(modules), sorted(modules)
+
+
+def _names(stub: Path) -> dict[str, str | None]:
+    """Return the public names of a package, each with its module, from the package's stub."""
+    body = ast.parse(stub.read_text()).body
+    imports = [node for node in body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: node.module for node in imports for alias in node.names}

@@ -684,6 +684,12 @@ def test_one_network_has_no_members_to_exchange_and_no_data_of_its_own():
         px.compile(TASK, models.optimizer(), px.Plan(), batch, data=px.train.ArrayData(ROWS, 16))
 
 
+def test_data_of_members_are_arrays_with_an_order():
+    batch = models.cut(ROWS, 16)
+    with pytest.raises(px.MembersError, match="takes arrays and the order in which members read"):
+        px.compile(TASK, models.optimizer(), PLAN, batch, members=px.Members(2), data=ROWS)
+
+
 def test_a_program_keeps_the_shapes_of_its_data_and_not_the_data():
     data = px.train.ArrayData(ROWS, 16)
     program = px.compile(TASK, models.optimizer(), PLAN, data.example_batch(),

@@ -154,6 +154,13 @@ def state_of_one_network() -> MembersError:
     )
 
 
+def data_not_array_data(kind: str) -> MembersError:
+    return MembersError(
+        f"compile(data=...) takes arrays and the order in which members read them, and this is a "
+        f"{kind}. Write data=plurax.train.ArrayData(arrays, batch_size)."
+    )
+
+
 def data_without_members() -> MembersError:
     return MembersError(
         "compile(data=...) is for members, each of which reads the arrays in its own order. For "

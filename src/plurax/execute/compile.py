@@ -67,6 +67,8 @@ def compile(
         return program
     if members is None:
         raise errors.data_without_members()
+    if not isinstance(data, ArrayData):
+        raise errors.data_not_array_data(type(data).__name__)
     data = data.read_by(members)
     program = Program(task, optimizer, plan, batch, mesh, members, data)
     program.compile_loop(data.arrays)
