@@ -28,14 +28,15 @@ Lower = Callable[[Population], jax.stages.Lowered]
 """Lowers the program that training will run most: the loop over resident data, or the step."""
 
 
-def choose_plan(make: Callable[[Plan], Population], plan: Plan, lower: Lower) -> Plan:
-    """Return the plan with `chunk` and `batch_dim` chosen, its step within the memory budget."""
+def choose_plan(make: Callable[[Plan], Population], plan: Plan, lower: Lower) -> Population:
+    """Return the population under the plan with `chunk` and `batch_dim` chosen, its step within the
+    memory budget."""
     population = make(plan)
     if needs_partitioner(population.example.task, plan):
         # `batch_dim="minor"` is for unpartitioned members; a partitioned step keeps major.
         plan = dataclasses.replace(plan, batch_dim=plan.batch_dim or "major")
     if plan.chunk is not None and plan.batch_dim is not None:
-        return plan
+        return population if population.plan == plan else make(plan)
     mesh = population.mesh
     members, work = population.layout.slots // plan.member, population.work()
     chosen = choose_chunk(plan, members, work, mesh.devices.flat[0].platform)
@@ -49,7 +50,7 @@ def choose_plan(make: Callable[[Plan], Population], plan: Plan, lower: Lower) ->
         and compiled_hlo.memory(lower(make(chosen)).compile()).peak > budget
     ):
         chosen = dataclasses.replace(chosen, chunk=even_chunk(members, max(1, chunk // 4)))
-    return chosen
+    return make(chosen)
 
 
 def measure_plan(

@@ -116,9 +116,8 @@ class Program:
         else:
             if data is not None:
                 self._check_size(data.draws % self.batch_size)
-            chosen = choose_plan(self._population, plan, self._lower_most_run)
-            self.chose = chosen != plan
-            self._functions = self._population(chosen)
+            self._functions = choose_plan(self._population, plan, self._lower_most_run)
+            self.chose = self._functions.plan != plan
         self._predictor = Predictor(self._compile_predict, mesh, plan.forward_microbatches)
 
     @property
