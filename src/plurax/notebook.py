@@ -24,4 +24,4 @@ def _cell(tag: str, value: object) -> str:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     side = "right" if number else "left"
-    return f'<{tag} style="text-align:{side}">{html.escape(text)}</{tag}>'
+    return f'<{tag} style="text-align:{side};padding:0 .5em">{html.escape(text)}</{tag}>'

@@ -3,7 +3,7 @@
 The step is traced over a `jax.sharding.AbstractMesh`, which has the axes of the plan and no
 devices. Tracing decides every sharding and every collective, and the shapes on one device; only
 XLA's temporaries are not known yet. Example: `Plan(data=128, tensor=8, zero=3)` and 4 layers of
-512 x 512 with Adam, 1,024 devices, read on a laptop in half a second:
+512 x 512 with Adam, 1,024 devices, read on a laptop:
 
     a kernel       f32[512, 512]   (data, tensor)   f32[4, 64] on each device, and Adam's moments
     collectives    all-gather over data of each bucket of kernels, ... , all-reduce over tensor
