@@ -395,7 +395,7 @@ def _rule(pattern: str, entries: Sequence[Any]) -> tuple[Any, ...]:
     return entries
 
 
-_ENTRIES = {"whole": None, "...": ...}
+_ENTRIES = {"replicated": None, "...": ...}
 """The TOML spelling of entries that TOML has no value for."""
 
 
@@ -437,7 +437,7 @@ def _toml_text(text: str) -> str:
 
 def _toml_entry(entry: Any) -> str:
     if entry is None:
-        return '"whole"'
+        return '"replicated"'
     if entry is ...:
         return '"..."'
     if isinstance(entry, tuple):

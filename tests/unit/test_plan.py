@@ -72,13 +72,15 @@ def test_padded_size_is_the_next_multiple(plan, size):
 
 
 def test_save_and_load(tmp_path):
-    plan = Plan(data=4, microbatches=8, precision="bfloat16")
+    rules = {"*/in": (..., None, "tensor")}
+    plan = Plan(data=4, microbatches=8, precision="bfloat16", shardings=rules)
     plan.save(tmp_path / "plan.toml")
     assert Plan.load(tmp_path / "plan.toml") == plan
     assert (tmp_path / "plan.toml").read_text() == (
         'data = 4\nmicrobatches = 8\nprecision = "bfloat16"\nmember = 1\n'
         'pipeline = 1\nschedule = "1f1b"\ntensor = 1\nzero = 0\n'
         'bucket_bytes = 25000000\nremat = "none"\n'
+        '\n[shardings]\n"*/in" = ["...", "replicated", "tensor"]\n'
     )
 
 
@@ -202,6 +204,10 @@ def test_toml_that_is_none(tmp_path):
         ("[shardings]\na = 3", "a rule has one entry for each dim in a tuple"),
         ("[shardings]\na = [3]", "rules split dims over 'tensor', and not over 3"),
         ('[shardings]\na = ["data"]', "rules split dims over 'tensor', and not over 'data'"),
+        (
+            '[shardings]\na = ["whole"]',
+            "For a dim that is not split write None, which is 'replicated'",
+        ),
         ("[shardings]\na = [{b = 1}]", "rules split dims over 'tensor', and not over {'b': 1}"),
         ('[shardings]\na = ["tensor", "..."]', "and not over Ellipsis"),
         ("data = 4\ndata = 2", "is not a plan in TOML (Cannot overwrite a value"),

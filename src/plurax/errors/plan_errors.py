@@ -73,8 +73,8 @@ def plan_rule_not_a_spec(pattern: str, entries: object) -> PlanError:
 def plan_rule_unknown_axis(pattern: str, entries: tuple[object, ...], name: object) -> PlanError:
     return PlanError(
         f"Plan(shardings={{{pattern!r}: {entries!r}}}): rules split dims over 'tensor', and "
-        f"not over {name!r}. None leaves a dim unsplit, and ... may come first. To split "
-        "parameters over `data`, use zero=3."
+        f"not over {name!r}. For a dim that is not split write None, which is 'replicated' in a "
+        "TOML file; ... may come first. To split parameters over `data`, use zero=3."
     )
 
 

@@ -71,7 +71,7 @@ def _dims(shape: Sequence[int]) -> str:
 def _axes(sharding: TensorSharding) -> str:
     """Return the split dims and their mesh axes as text."""
     split = [f"{d}: {' '.join(axes)}" for d, axes in enumerate(sharding.dims) if axes]
-    return ", ".join(split) or "whole"
+    return ", ".join(split) or "replicated"
 
 
 def compared_table(planned: Sequence[Collective], found: Sequence[Collective]) -> RenderableType:
