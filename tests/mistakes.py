@@ -99,7 +99,7 @@ PYTHON = {
          "MembersError", "the members are a int; write members=plurax.Members(3)."),
         ("px.ensemble.successive_halving(task, optimizer, data, members=px.Members(3), "
          "batch_size=8, epochs='9')", "MembersError",
-         "epochs='9', reduction=3): needs 1 <= first <= epochs"),
+         "epochs='9', reduction=3): needs 1 <= min_epochs <= epochs"),
         ("px.ensemble.successive_halving(task, optimizer, data, members=px.Members(3), "
          "batch_size=8, epochs=9, slots=0)", "MembersError",
          "slots=0): give how many members train at a time"),

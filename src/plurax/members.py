@@ -82,11 +82,11 @@ def grid(**choices: Sequence[Any]) -> Grid:
 class MemberArrays(NamedTuple):
     """Members as arrays `(K,)`, of NumPy or on devices: a pytree passed to a compiled program.
 
-    **Fields:** `numbers`, the member's number in the population; `seeds`; `sizes`, draws in a pass
+    **Fields:** `indices`, each member's index in the population; `seeds`; `sizes`, draws in a pass
     of its data, all uint32; `hyper`, by name.
     """
 
-    numbers: Any
+    indices: Any
     seeds: Any
     sizes: Any
     hyper: dict[str, Any]
@@ -100,7 +100,7 @@ class MemberArrays(NamedTuple):
 class Members:
     """A population of networks, trained together in one program.
 
-    A member depends on its number, its seed and its hyperparameters alone, not on the other
+    A member depends on its index, its seed and its hyperparameters alone, not on the other
     members: a population can grow, and any member can be trained alone.
 
     **Fields:**
@@ -114,7 +114,7 @@ class Members:
     - `resample`: `bootstrap()`, `kfold(n)` or `subsample(sizes)`; by default each member reads all
       rows.
     - `draw_seed`: the seed of drawn hyperparameters.
-    - `numbers`: which members of this population; default all. `take` sets it.
+    - `indices`: only these members of the population; default all. `take` sets it.
 
     Raises `MembersError`.
 
@@ -129,7 +129,7 @@ class Members:
     hyper: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     resample: Resample = Everything()  # noqa: RUF009  frozen
     draw_seed: int = 0
-    numbers: tuple[int, ...] | None = None
+    indices: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seeds", _kept_seeds(self.seeds))
@@ -137,7 +137,7 @@ class Members:
         if not isinstance(self.hyper, Mapping):
             raise errors.hyper_not_named(self.hyper)
         seeds = self._seeds()
-        if not seeds or self.numbers == ():
+        if not seeds or self.indices == ():
             raise errors.members_none()
         for seed in seeds:
             number = whole_number(seed, 0)
@@ -146,9 +146,9 @@ class Members:
         for name, values in {} if isinstance(self.hyper, Grid) else self.hyper.items():
             if _is_list(values) and len(values) != self._all:
                 raise errors.hyper_wrong_length(name, len(values), self._all)
-        for number in self.numbers or ():
-            if not 0 <= number < self._all:
-                raise errors.member_not_there(number, self._all)
+        for index in self.indices or ():
+            if not 0 <= index < self._all:
+                raise errors.member_not_there(index, self._all)
 
     def _seeds(self) -> list[int]:
         if self.seeds is None:
@@ -165,28 +165,29 @@ class Members:
         settings = len(self.hyper.settings()) if isinstance(self.hyper, Grid) else 1
         return settings * len(self._seeds())
 
-    def _numbers(self) -> np.ndarray:
-        return np.arange(self._all) if self.numbers is None else np.asarray(self.numbers)
+    def _indices(self) -> np.ndarray:
+        return np.arange(self._all) if self.indices is None else np.asarray(self.indices)
 
     @property
     def count(self) -> int:
         """The number of members."""
-        return self._all if self.numbers is None else len(self.numbers)
+        return self._all if self.indices is None else len(self.indices)
 
     def take(self, indices: Sequence[int]) -> "Members":
-        """Return the members at some indices; numbers, seeds and hyperparameters are unchanged.
+        """Return some of these members; their seeds and hyperparameters are unchanged.
 
-        Raises `MembersError` for an index out of range.
+        Index 0 is the first of these members, whatever its index in the population. Raises
+        `MembersError` for an index out of range.
 
         >>> Members(100).take([40]).seed_of(0)
         40
         """
-        numbers = self._numbers()
-        for index in indices:
-            number = whole_number(index, 0)
-            if number is None or number >= len(numbers):
-                raise errors.member_not_there(index, len(numbers))
-        return dataclasses.replace(self, numbers=tuple(int(numbers[i]) for i in indices))
+        population = self._indices()
+        for given in indices:
+            index = whole_number(given, 0)
+            if index is None or index >= len(population):
+                raise errors.member_not_there(given, len(population))
+        return dataclasses.replace(self, indices=tuple(int(population[i]) for i in indices))
 
     def hyper_table(self) -> dict[str, np.ndarray]:
         """Return each hyperparameter's values, shape `(count,)`. Raises `MembersError`."""
@@ -195,7 +196,7 @@ class Members:
             columns = {name: [one[name] for one in settings] for name in self.hyper}
         else:
             columns = dict(self.hyper)
-        return {name: self._column(name, values)[self._numbers()]
+        return {name: self._column(name, values)[self._indices()]
                 for name, values in columns.items()}  # fmt: skip
 
     def _column(self, name: str, values: Any) -> np.ndarray:
@@ -210,7 +211,7 @@ class Members:
         return column
 
     def hyper_of(self, member: int) -> Hyper:
-        """Return the hyperparameters of the member at an index, as Python numbers."""
+        """Return the hyperparameters of the member at a position, as Python numbers."""
         return {name: values[member].item() for name, values in self.hyper_table().items()}
 
     @property
@@ -219,35 +220,35 @@ class Members:
         return {name: jnp.asarray(value).dtype for name, value in self.hyper_of(0).items()}
 
     def seed_of(self, member: int) -> int:
-        """Return the seed of the member at an index."""
+        """Return the seed of the member at a position."""
         seeds = self._seeds()
-        return int(seeds[int(self._numbers()[member]) % len(seeds)])
+        return int(seeds[int(self._indices()[member]) % len(seeds)])
 
     def epoch_length(self, rows: int) -> int:
         """Return the draws in an epoch over data of `rows` rows: the longest pass of any member."""
-        return max(self.resample.size(rows, int(number)) for number in self._numbers())
+        return max(self.resample.size(rows, int(index)) for index in self._indices())
 
     def cohort(self, rows: int) -> MemberArrays:
         """Return all members as arrays, for data of `rows` rows. Raises `BatchError`."""
-        numbers, seeds = self._numbers(), np.asarray(self._seeds())
+        indices, seeds = self._indices(), np.asarray(self._seeds())
         return MemberArrays(
-            numbers.astype(np.uint32),
-            seeds[numbers % len(seeds)].astype(np.uint32),
-            np.asarray([self.resample.size(rows, int(number)) for number in numbers], np.uint32),
+            indices.astype(np.uint32),
+            seeds[indices % len(seeds)].astype(np.uint32),
+            np.asarray([self.resample.size(rows, int(index)) for index in indices], np.uint32),
             {name: _canonical(name, values) for name, values in self.hyper_table().items()},
         )
 
     def table(self) -> list[dict[str, Any]]:
-        """Return the number, seed and hyperparameters of each member, one dict per member."""
-        numbers, seeds = self._numbers(), self._seeds()
+        """Return the index, seed and hyperparameters of each member, one dict per member."""
+        indices, seeds = self._indices(), self._seeds()
         hyper = {name: column.tolist() for name, column in self.hyper_table().items()}
         return [
             {
-                "member": int(number),
-                "seed": int(seeds[number % len(seeds)]),
-                **{name: column[index] for name, column in hyper.items()},
+                "member": int(index),
+                "seed": int(seeds[index % len(seeds)]),
+                **{name: column[position] for name, column in hyper.items()},
             }
-            for index, number in enumerate(numbers)
+            for position, index in enumerate(indices)
         ]
 
 

@@ -88,7 +88,7 @@ def test_the_search_is_exact_and_short(fixed, slope, bend, steps, answer):
 
 def test_the_fastest_batch_has_a_curve_and_a_knee():
     found = px.fastest_batch_size(
-        LINEAR, optax.sgd(0.1), px.Plan(data=2), ROWS, largest=64, repeats=2
+        LINEAR, optax.sgd(0.1), px.Plan(data=2), ROWS, max_size=64, repeats=2
     )
     sizes = [point.size for point in found.curve]
     assert sizes == [2 * 2**k for k in range(len(sizes))]

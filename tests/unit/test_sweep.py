@@ -259,9 +259,9 @@ def test_halving_by_the_training_metric_and_its_errors():
     found = halving(evaluation=None, metric="accuracy", mode="max", epochs=3)
     scores = found.rungs[0].scores
     assert found.rungs[1].members[0] == int(np.argmax(scores))
-    with pytest.raises(px.MembersError, match=r"needs 1 <= first <= epochs and a reduction"):
-        halving(first=0)
-    with pytest.raises(px.MembersError, match=r"needs 1 <= first <= epochs and a reduction"):
+    with pytest.raises(px.MembersError, match=r"needs 1 <= min_epochs <= epochs and a reduction"):
+        halving(min_epochs=0)
+    with pytest.raises(px.MembersError, match=r"needs 1 <= min_epochs <= epochs and a reduction"):
         halving(reduction=1)
     with pytest.raises(px.MembersError, match=r"there is no metric 'none'"):
         halving(metric="none")
@@ -303,8 +303,8 @@ def test_frozen_members_are_the_first_to_go(slots, mode):
     with pytest.warns(NonFiniteWarning, match="are frozen") as told:
         # The warning names the caller's line: here without the check of its annotations.
         found = px.ensemble.successive_halving.__wrapped__(
-            hyper_task(merit="score"), optax.sgd(1e-2), ROWS, members=members, epochs=4, first=1,
-            reduction=2, slots=slots, batch_size=16, evaluation=ROWS, metric="merit",
+            hyper_task(merit="score"), optax.sgd(1e-2), ROWS, members=members, epochs=4,
+            min_epochs=1, reduction=2, slots=slots, batch_size=16, evaluation=ROWS, metric="merit",
             mode=mode, plan=PLAN, progress=False,
         )  # fmt: skip
     assert {one.filename for one in told} == {__file__}
@@ -322,8 +322,8 @@ def test_where_all_are_frozen_the_survivors_are_too():
     members = px.Members(3, {"score": [1.0, 2.0, 3.0], "bad": 1})
     with pytest.warns(NonFiniteWarning, match="3 of 3 members"):
         found = px.ensemble.successive_halving(
-            hyper_task(merit="score"), optax.sgd(1e-2), ROWS, members=members, epochs=2, first=1,
-            reduction=2, batch_size=16, plan=PLAN, progress=False,
+            hyper_task(merit="score"), optax.sgd(1e-2), ROWS, members=members, epochs=2,
+            min_epochs=1, reduction=2, batch_size=16, plan=PLAN, progress=False,
         )  # fmt: skip
     assert np.isnan(found.rungs[-1].scores).all()
     assert (np.asarray(found.state.skipped) > 0).all()

@@ -237,14 +237,14 @@ def fastest_batch_size(
     plan: Plan,
     example: PyTree,
     *,
-    largest: int | None = None,
+    max_size: int | None = None,
     memory: int | None = None,
     repeats: int = 5,
     devices: Sequence[jax.Device] | None = None,
 ) -> FastestBatchSize:
     """Measure training throughput over batch sizes, and find the knee of the curve.
 
-    Sizes double from the plan's smallest up to `largest` (default: `max_batch_size`), and the
+    Sizes double from the plan's smallest up to `max_size` (default: `max_batch_size`), and the
     measurement ends early once two sizes in a row bring no gain.
 
     **Arguments:** as for `max_batch_size`; `example` needs real arrays, whose rows are repeated to
@@ -252,12 +252,12 @@ def fastest_batch_size(
     """
     mesh = make_mesh(plan, devices)
     unit = plan.data * plan.microbatches
-    if largest is None:
+    if max_size is None:
         found = max_batch_size(task, optimizer, plan, example, memory=memory, devices=devices)
-        largest = found.size
+        max_size = found.size
     curve: list[Throughput] = []
     size = unit
-    while size <= max(largest, unit) and not _flat(curve):
+    while size <= max(max_size, unit) and not _flat(curve):
         rows = np.arange(size) % leading_dim(example)
         batch = jax.tree.map(lambda leaf: np.asarray(leaf)[rows], example)  # noqa: B023
         program = Program(task, optimizer, plan, batch, mesh)

@@ -49,10 +49,11 @@ def needs_pandas() -> MembersError:
     )
 
 
-def halving_wrong_budget(first: object, epochs: object, reduction: object) -> MembersError:
+def halving_wrong_budget(min_epochs: object, epochs: object, reduction: object) -> MembersError:
     return MembersError(
-        f"successive_halving(first={first!r}, epochs={epochs!r}, reduction={reduction!r}): needs "
-        "1 <= first <= epochs and a reduction of at least 2, whole numbers."
+        f"successive_halving(min_epochs={min_epochs!r}, epochs={epochs!r}, "
+        f"reduction={reduction!r}): needs 1 <= min_epochs <= epochs and a reduction of at least 2, "
+        "whole numbers."
     )
 
 

@@ -111,7 +111,7 @@ class Reads:
             reading.count,
             jnp.uint32(reading.count) if isinstance(reading.resample, Everything) else member.sizes,
             member.seeds,
-            member.numbers,
+            member.indices,
             (t // reading.steps).astype(jnp.uint32),
             (index_S[:, None] * reading.batch_size + place_SB).astype(jnp.uint32),
             shuffle=reading.reorders,

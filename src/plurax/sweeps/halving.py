@@ -3,7 +3,8 @@
 Problem. Most candidates of a sweep are recognizably bad after a few epochs; training all to the end
 wastes the budget. Each rung trains the candidates up to a budget, keeps the best one in `reduction`
 and multiplies the budget. States of survivors are gathered into a smaller population, so memory and
-compute shrink with them. Example, 27 candidates, `first=1, epochs=9, reduction=3, slots=12`:
+compute shrink with them. Example, 27
+candidates, `min_epochs=1, epochs=9, reduction=3, slots=12`:
 
     rung   epochs   candidates   groups of one size, at most 12   kept
     0      0 -> 1   27           3 x 9                            9
@@ -46,8 +47,8 @@ from plurax.validate import Mode, sign_of_mode, whole_number
 
 @dataclasses.dataclass(frozen=True)
 class Rung:
-    """One rung: `members`, their numbers, trained to `epochs`; `scores`, one for each of them;
-    `seconds` of training, without compilation.
+    """One rung: `members`, their indices in the population, trained to `epochs`; `scores`, one
+    for each of them; `seconds` of training, without compilation.
     """
 
     epochs: int
@@ -74,12 +75,12 @@ class Halving:
         return f"Halving({self.members.count} of {first} members, {len(self.rungs)} rungs)"
 
     def table(self) -> list[dict[str, Any]]:
-        """Return one row per candidate: number, seed, hyperparameters, epochs, last score."""
+        """Return one row per candidate: index, seed, hyperparameters, epochs, last score."""
         last: dict[int, tuple[int, float]] = {}
         for rung in self.rungs:
             for member, score in zip(rung.members, rung.scores, strict=True):
                 last[member] = (rung.epochs, score)
-        everyone = dataclasses.replace(self.members, numbers=tuple(sorted(last)))
+        everyone = dataclasses.replace(self.members, indices=tuple(sorted(last)))
         return [
             {**row, "epochs": last[row["member"]][0], "score": last[row["member"]][1]}
             for row in everyone.table()
@@ -94,7 +95,7 @@ def successive_halving(
     members: Members,
     batch_size: int,
     epochs: int,
-    first: int = 1,
+    min_epochs: int = 1,
     reduction: int = 3,
     slots: int | None = None,
     evaluation: PyTree = None,
@@ -110,7 +111,7 @@ def successive_halving(
     After K. Jamieson and A. Talwalkar, "Non-stochastic best arm identification and hyperparameter
     optimization", AISTATS 2016:
 
-        for budget in first, first * reduction, ..., epochs:
+        for budget in min_epochs, min_epochs * reduction, ..., epochs:
             train the candidates up to the budget
             candidates = the best of them, one in `reduction`
 
@@ -120,7 +121,7 @@ def successive_halving(
 
     **Arguments:** as for `fit`, and
 
-    - `epochs`: of the survivors; `first`: before the first halving.
+    - `epochs`: of the survivors; `min_epochs`: of every candidate, before the first halving.
     - `reduction`: one candidate in `reduction` continues.
     - `slots`: members trained at a time; default all.
     - `metric`: of the evaluation, or without one of the last epoch of training; members are ranked
@@ -130,7 +131,7 @@ def successive_halving(
     """
     check_population(task, optimizer, plan, members)
     sign = sign_of_mode(mode)
-    few = members.take(range(_width(members, first, epochs, reduction, slots)))
+    few = members.take(range(_width(members, min_epochs, epochs, reduction, slots)))
     source, like = as_data(data, batch_size=batch_size, seed=0, shuffle=shuffle, ragged="pad")
     read = with_resampling(members, source)
     if not isinstance(read, ArrayData):
@@ -143,7 +144,7 @@ def successive_halving(
     state: TrainState | None = None
     rungs: list[Rung] = []
     frozen: set[int] = set()
-    for reached, budget in itertools.pairwise([0, *_budgets(first, epochs, reduction)]):
+    for reached, budget in itertools.pairwise([0, *_budgets(min_epochs, epochs, reduction)]):
         # Groups of one size, so that each rung compiles once.
         size = math.ceil(len(candidates) / math.ceil(len(candidates) / few.count))
         made = made.of(members.take(candidates[:size]))
@@ -171,11 +172,11 @@ def successive_halving(
     return Halving(stay := members.take(candidates), state, made.of(stay), rungs)
 
 
-def _width(members: Members, first: Any, epochs: Any, reduction: Any, slots: Any) -> int:
+def _width(members: Members, min_epochs: Any, epochs: Any, reduction: Any, slots: Any) -> int:
     """Return how many members train at a time. Raises `MembersError` for invalid numbers."""
-    given = whole_number(first), whole_number(epochs), whole_number(reduction, 2)
-    if None in given or first > epochs:
-        raise errors.halving_wrong_budget(first, epochs, reduction)
+    given = whole_number(min_epochs), whole_number(epochs), whole_number(reduction, 2)
+    if None in given or min_epochs > epochs:
+        raise errors.halving_wrong_budget(min_epochs, epochs, reduction)
     width = members.count if slots is None else whole_number(slots)
     if width is None:
         raise errors.halving_wrong_slots(slots)
