@@ -1,12 +1,14 @@
 """Partition a traced function: compute its result on the shards of one device.
 
-A model is written for whole tensors; a device holds shards of them. `partition` evaluates the
-function's equations one by one: an operator rule decides which input shardings it needs and which
-sharding its result has; an input with another sharding is resharded by the cheapest sequence of
-collectives; then the operation is executed on the shards. Call it inside `jax.shard_map`, after
-differentiation, so that the backward pass is partitioned by the same rules.
+A model is written for whole tensors; a device holds shards of them. `partition` traces the function
+and evaluates its equations one by one. The operator's rule, a function in `partition/operators/`
+(to add one, list it there in `RULES`; nothing changes here), decides which input shardings the
+operation needs and which sharding its result has; an input with another sharding is resharded by
+the cheapest sequence of collectives; then the operation is executed on the shards. Call `partition`
+inside `jax.shard_map`, after differentiation, so that the same rules partition the backward pass.
 
-Mesh data=2, tensor=2; float32; a batch of 8 rows, so each device has x with shape (4, 16).
+Example: mesh data=2, tensor=2; float32; 8 rows in the batch, 4 on each device. Shapes count one
+device's rows, but whole features: only `tensor` stands in the shardings.
 
     equation      shapes              sharding of the result              on one device
     h = x @ w0    (4, 16) @ (16, 32)  w0 (None, tensor): (None, tensor)   (4, 16) @ (16, 16)
@@ -20,9 +22,11 @@ operations and is reduced once, directly into the sharding that its reader needs
 The shardings of the arguments, the annotations in the function and the wanted result shardings are
 given. All others are chosen to send the fewest bytes, with a preference for not moving parameters.
 
-Each device has its own rows along the mesh axis `data`: values that depend on them are
-`data_varying`, and their `shape` counts one device's rows. Parameters may be split over `data`
+Values that depend on a device's own rows are `data_varying`. Parameters may be split over `data`
 (ZeRO): they are gathered at each use with a data-varying value and dropped afterwards.
+
+`Partitioner._equation` decides what is not an operator: calls, loops (`partition/loops.py`),
+branches (`partition/branches.py`), annotations, and the model's own `jax.shard_map`.
 
 `plan_partition` does the same without executing anything: it returns the results' shardings and the
 collectives, for a mesh of any size, outside of `jax.shard_map`.
@@ -91,7 +95,9 @@ class Partitioner(Resharder):
         self._annotations = AnnotationResolver(
             axes, named or (lambda name, shape: None), self.value
         )
+        # The calls (`jit`, `custom_jvp`) that enclose the equation, outermost first.
         self._calls: list[Any] = []
+        # Parameters that a bucket has gathered for the equation, by the `id` of their versions.
         self._ready: dict[int, ShardedValue] = {}
 
     def _gathered_for(self, eqn: Any, first: int) -> None:
@@ -298,7 +304,7 @@ class Partitioner(Resharder):
         )
         return [ValueVersions(value) for value in tied]
 
-    # --- Loops, and shard_map by hand ----------------------------------------------------------
+    # --- Loops, and the model's own shard_map --------------------------------------------------
 
     def _scan(
         self, eqn: Any, inputs: list[ValueVersions], goals: list[TensorSharding | None]
@@ -448,7 +454,7 @@ def plan_partition(
 def _live(
     equations: Sequence[Any], results: Sequence[Any], known: Mapping[Any, ValueVersions]
 ) -> tuple[list[Any], dict[Any, int]]:
-    """Return the equations on which results depend, and how often each variable is read."""
+    """Return the equations on which results depend, and how many of these read each variable."""
     uses: dict[Any, int] = {}
 
     def read(atoms: Sequence[Any]) -> None:

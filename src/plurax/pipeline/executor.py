@@ -6,10 +6,15 @@ slots that they read and write, are therefore data: an int32 table `(ticks, devi
 (`pipeline/slots.py`). One `lax.scan` over the ticks reads this device's row and runs:
 
     for each tick:
-        F: read x from its slot; apply the stage; store the residuals in their slot
-        B: read the cotangent from its slot; apply the stage's VJP; add the gradients to the sums
-        W: (split backward only) read the weight residuals; add the weights' gradients to the sums
+        F: read x, the boundary activation; apply the stage; store the residuals in their slot
+        B: read the cotangent; apply the stage's VJP; add the parameters' gradients to the sums
+        W: only in schedules that split the backward pass, where B computes the gradient of x only:
+           compute the parameters' gradients, and add them to the sums
         ppermute x to the next device and the cotangent to the previous one
+
+A new schedule needs no change here. A new kind of action needs its dependencies in `schedule.py`,
+its slots in `slots.py`, and here two methods, for a stage function and for a layer, that `_tick`
+runs.
 
 Example: the 1F1B schedule with 2 devices and 3 microbatches takes 8 ticks:
 
@@ -213,7 +218,8 @@ class ScheduleExecutor:
     ) -> Carry:
         """Run this tick's action on the parts of its stage if the action is of this `kind`.
 
-        The parts are, in order: a `StageFn` before the layers (an embedding), the layers, and a
+        The parts are, in order: a `StageFn` before the layers (an embedding), by
+        `run_fn(carry, action, stage)`; the layers, each by `run_layer(carry, action, k)`; and a
         `StageFn` after them (a head). `reverse` runs them in reverse order, for B.
         """
         mine = action["kind"] == kind

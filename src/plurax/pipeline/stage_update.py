@@ -1,10 +1,10 @@
-"""Evaluate a function of tensors that are on different devices of a pipeline: the update.
+"""Evaluate an optimizer's update where each stage's tensors are on another device of a pipeline.
 
-An optimizer's update is one function of all parameters, gradients and optimizer state, but on a
-pipeline a stage's tensors exist only on that stage's device. `StageUpdate` traces the function for
-whole tensors and assigns each equation to a device. An equation that reads tensors of one stage is
-computed on that stage's device; the others are computed on all devices. Only scalars cross stages,
-such as partial squared norms.
+The update is one function of all parameters, gradients and optimizer state. `StageUpdate` traces it
+for whole tensors and assigns each equation to a device. An equation that reads tensors of one stage
+is computed on that stage's device; the others are computed on all devices. Only scalars cross
+stages, such as partial squared norms. So an optimizer with a norm over all stages needs no code of
+its own; one that needs a tensor of another stage raises `PlanError` (see `MAX_CROSSING`).
 
 Example: `optax.clip_by_global_norm(1.0)` with `w0: f32[8, 4]` on device 0 and `w1: f32[4, 2]` on
 device 1:

@@ -12,8 +12,8 @@ Example: an embedding on stage 0, four equal layers, a head on stage 1; two devi
     boundaries         stage 0: [f32[4, 16]]        the activation sent, one spec per tensor
     residuals          {0: [...], 1: [...]}         of the embedding and of the head
     layer_residuals    [f32[4, 16], f32[4, 64]]     of one layer; all layers have the same
-    weight_residuals,  the same for W               only where the schedule splits the backward pass
-      layer_weight_residuals
+    weight_residuals,  as the two above             what B stores for W, in schedules that compute
+      layer_weight_residuals                        the parameters' gradients apart from B
     grads              {leaf: f32[16, 64], ...}     one microbatch's gradient of each parameter
 
 Boundaries and residuals are `PackedSpecs`, which read and write them in flat buffers:
