@@ -48,13 +48,14 @@ from jaxtyping import Array, PyTree
 
 from plurax.collective import Collective
 from plurax.partition.partitioner import Partitioner
+from plurax.partition.values import ShardedValue
 from plurax.pipeline.packing import Buffers, max_lengths, zeros
 from plurax.pipeline.schedule import Schedule
 from plurax.pipeline.slots import FIELDS, KIND, make_slot_table
+from plurax.pipeline.stage_values import StageParams, replicated_value
 from plurax.pipeline.stage_vjp import Inputs, Values
 from plurax.pipeline.stage_vjps import StageVjps
 from plurax.pipeline.stages import LayerAssignment, StagedNetwork
-from plurax.pipeline.value_spec import StageParams, ValueSpec, replicated_value
 from plurax.sharding.spec import TensorSharding
 from plurax.tree import sum_dtype
 
@@ -180,8 +181,8 @@ class ScheduleExecutor:
             ),
             # Gradients: one sum per layer of this device, one per parameter of all devices, and
             # flat buffers for parameters of this device only: their shapes differ by device.
-            "layer_sums": {leaf: _zeros(vjps.grads[leaf].local, rows) for leaf in layers},
-            "shared_sums": {leaf: _zeros(vjps.grads[leaf].local) for leaf in shared},
+            "layer_sums": {leaf: _zeros(vjps.grads[leaf].array, rows) for leaf in layers},
+            "shared_sums": {leaf: _zeros(vjps.grads[leaf].array) for leaf in shared},
             "homed_sums": zeros(max_lengths(one.lengths for one in vjps.grad_packings), wide=True),
         }
 
@@ -311,11 +312,11 @@ class ScheduleExecutor:
             carry["fn_residuals"] = packed.write_row(carry["fn_residuals"], slot, residuals)
         return carry
 
-    def _zero_aux(self, spec: ValueSpec) -> Array:
+    def _zero_aux(self, spec: ShardedValue) -> Array:
         """Return the zeros in which `aux` is summed, or stacked by microbatch."""
         if self._stacked:
-            return jnp.zeros((self.schedule.microbatches, *spec.shape), spec.local.dtype)
-        return _zeros(spec.local)
+            return jnp.zeros((self.schedule.microbatches, *spec.shape), spec.dtype)
+        return _zeros(spec.array)
 
     def _add_aux(self, sums: list[Array], aux: Values, action: Carry) -> list[Array]:
         if self._stacked:

@@ -2,9 +2,9 @@
 
 The executor's scan needs carry buffers of fixed shapes before its first tick, yet the shapes and
 shardings of boundary activations and residuals are known only once the partitioner has evaluated
-each stage. So `StageVjps` evaluates every stage once under `jax.eval_shape`, first forwards from
-stage to stage, then backwards, and records a `ValueSpec` of each result. No operation of this probe
-reaches the program.
+each stage. So `StageVjps` plans every stage once (`Partitioner.planning`), first forwards from
+stage to stage, then backwards, and keeps the spec of each result: a `ShardedValue` without its
+array. Nothing of this reaches the program.
 
 Example: an embedding on stage 0, four equal layers, a head on stage 1; two devices, microbatches of
 4 rows, width 16, 10 classes, everything float32:
@@ -16,7 +16,7 @@ Example: an embedding on stage 0, four equal layers, a head on stage 1; two devi
       layer_weight_residuals                        the parameters' gradients apart from B
     grads              {leaf: f32[16, 64], ...}     one microbatch's gradient of each parameter
 
-Boundaries and residuals are `PackedSpecs`, which read and write them in flat buffers:
+Boundaries and residuals are `PackedValues`, which read and write them in flat buffers:
 `boundaries[0]` has 64 numbers, and the buffer of `residuals` is as long as the longer of both.
 
 All layers share one `StageVjp`: the executor runs it in a loop over the stage's layers.
@@ -34,9 +34,9 @@ from plurax.partition.partitioner import Partitioner
 from plurax.partition.values import ShardedValue, shard_of_rows
 from plurax.pipeline.packing import Packing
 from plurax.pipeline.schedule import Schedule
+from plurax.pipeline.stage_values import PackedValues, StageParams, replicated_value
 from plurax.pipeline.stage_vjp import Inputs, StageVjp, Values
 from plurax.pipeline.stages import StagedNetwork, StageFn
-from plurax.pipeline.value_spec import PackedSpecs, StageParams, ValueSpec, replicated_value, shapes
 from plurax.sharding.spec import TensorSharding
 
 
@@ -50,12 +50,12 @@ class StageVjps:
     **Attributes:**
 
     - `stage_fns`: for each stage with a `StageFn`, its `StageVjp`; `layer`: a layer's `StageVjp`.
-    - `boundaries`: for each stage the `PackedSpecs` of the tensors it passes to the next one.
+    - `boundaries`: for each stage the `PackedValues` of the tensors it passes to the next one.
     - `residuals`, `layer_residuals`: those of the residuals of each `StageFn` and of one layer.
     - `weight_residuals`, `layer_weight_residuals`: those of the weight residuals, which B stores
       for W.
-    - `grads`: for each parameter the `ValueSpec` of one microbatch's gradient.
-    - `aux`, `aux_structure`: `ValueSpec`s and tree structure of the last stage's `aux`.
+    - `grads`: for each parameter the spec of one microbatch's gradient.
+    - `aux`, `aux_structure`: specs and tree structure of the last stage's `aux`.
     - `partitioners`: the partitioners, which record the collectives.
     - `backward`: whether there are backward passes.
     """
@@ -79,42 +79,39 @@ class StageVjps:
         self.stage_fns: dict[int, StageVjp] = {}
         self.layer: StageVjp | None = None
         self.partitioners: list[Partitioner] = []
-        jax.eval_shape(lambda: self._probe(partitioner))
-        for one in self.partitioners:
-            # The probe's collectives are not part of the program.
-            one.records.clear()
+        self._plan(partitioner)
 
-    def _probe(self, partitioner: Callable[[int], Partitioner]) -> None:
+    def _plan(self, partitioner: Callable[[int], Partitioner]) -> None:
         """Differentiate the stages, and record the specs of boundaries and residuals."""
         m, stages = self.schedule.microbatches, self.network.stages
-        rows = self.rows(jnp.zeros((), jnp.int32))
-        self.boundaries: list[PackedSpecs] = []
-        self.residuals: dict[int, PackedSpecs] = {}
-        self.weight_residuals: dict[int, PackedSpecs] = {}
-        self.layer_residuals = PackedSpecs([])
-        self.layer_weight_residuals = PackedSpecs([])
-        self.grads: dict[int, ValueSpec] = {}
+        rows = jax.eval_shape(lambda: self.rows(0))
+        self.boundaries: list[PackedValues] = []
+        self.residuals: dict[int, PackedValues] = {}
+        self.weight_residuals: dict[int, PackedValues] = {}
+        self.layer_residuals = PackedValues([])
+        self.layer_weight_residuals = PackedValues([])
+        self.grads: dict[int, ShardedValue] = {}
         x: Values = []
         like: Any = ()
         for stage in range(stages):
             stage_fn = self.network.stage_fns.get(stage)
             if stage_fn is not None and not stage_fn.after:
-                x, like = self._probe_stage_fn(stage, stage_fn, x, like, rows, partitioner(m))
+                x, like = self._plan_stage_fn(stage, stage_fn, x, like, rows, partitioner(m))
             if self.network.layers is not None:
                 # The most layers on a device: each runs once per microbatch.
                 most = -(-self.network.layers.depth // stages) * self.schedule.chunks
-                x = self._probe_layer(x, like, rows, partitioner(m * most))
+                x = self._plan_layer(x, like, rows, partitioner(m * most))
             if stage_fn is not None and stage_fn.after:
-                x, like = self._probe_stage_fn(stage, stage_fn, x, like, rows, partitioner(m))
-            self.boundaries.append(_packed(x))
+                x, like = self._plan_stage_fn(stage, stage_fn, x, like, rows, partitioner(m))
+            self.boundaries.append(PackedValues(x))
         if self.network.layers is not None:
             # Every boundary has the sharding that a layer returns. If the embedding returns
             # another, its forward reshards the result.
             self.boundaries = [self.boundaries[0]] * stages
         if self.backward:
-            self._probe_back(rows)
+            self._plan_back(rows)
 
-    def _probe_stage_fn(
+    def _plan_stage_fn(
         self,
         stage: int,
         stage_fn: StageFn,
@@ -124,11 +121,15 @@ class StageVjps:
         partitioner: Partitioner,
     ) -> tuple[Values, Any]:
         """Differentiate a `StageFn`; return its output and the shapes of the whole tensors."""
-        params = self.trained.used(stage_fn)
-        states = [replicated_value(self.states[leaf]) for leaf in stage_fn.reads]
-        rest = (self._rows_like(), shapes(states)) if states else self._rows_like()
+        params, states = jax.eval_shape(
+            lambda: (
+                self.trained.used(stage_fn),
+                [replicated_value(self.states[leaf]) for leaf in stage_fn.reads],
+            )
+        )
+        rest = (self._rows_like(), _whole(states)) if states else self._rows_like()
         vjp = StageVjp(
-            stage_fn.fun, shapes(params), like, rest, partitioner,
+            stage_fn.fun, _whole(params), like, rest, partitioner,
             reads=len(stage_fn.reads), writes=len(stage_fn.writes),
         )  # fmt: skip
         self.partitioners.append(partitioner)
@@ -136,69 +137,80 @@ class StageVjps:
         last = stage == self.network.stages - 1
         wanted = None if last else ()
         inputs = Inputs(params, x, [*rows, *states])
-        y, aux, residuals = vjp.forward(inputs, wanted, keep=self.backward)
-        self.residuals[stage] = _packed(residuals)
+        with partitioner.planning():
+            y, aux, residuals = vjp.forward(inputs, wanted, keep=self.backward)
+        self.residuals[stage] = PackedValues(residuals)
         if last:
-            self.aux = [ValueSpec.of(value) for value in aux[: len(aux) - len(stage_fn.writes)]]
+            self.aux = aux[: len(aux) - len(stage_fn.writes)]
             self.aux_structure = jax.tree.structure(vjp.aux[0] if stage_fn.writes else vjp.aux)
         return y, vjp.y
 
-    def _probe_layer(self, x: Values, like: Any, rows: Values, partitioner: Partitioner) -> Values:
+    def _plan_layer(self, x: Values, like: Any, rows: Values, partitioner: Partitioner) -> Values:
         """Differentiate a layer, at the first stage that has one; return its output."""
         if self.layer is not None:
             return x
         layers = self.network.layers
         assert layers is not None
-        params, index = self.layer_values(jnp.zeros((), jnp.int32)), replicated_value(jnp.int32(0))
+        inputs = self._layer_inputs(x, rows)
         rest = (self._rows_like(), jax.ShapeDtypeStruct((), jnp.int32))
-        self.layer = vjp = StageVjp(layers.fun, shapes(params), like, rest, partitioner)
+        self.layer = vjp = StageVjp(layers.fun, _whole(inputs.params), like, rest, partitioner)
         self.partitioners.append(partitioner)
-        inputs = Inputs(params, x, [*rows, index])
         # A layer's output is the next layer's input, so both need one sharding: take that of the
         # output, and find the residuals for an input in that sharding.
-        y, _, _ = vjp.forward(inputs, (), keep=False)
-        shardings = [value.sharding for value in y]
-        x = [vjp.partitioner.move(a, sharding) for a, sharding in zip(x, shardings, strict=True)]
-        y, _, residuals = vjp.forward(inputs._replace(x=x), shardings, keep=self.backward)
-        self.layer_residuals = _packed(residuals)
+        with partitioner.planning():
+            y, _, _ = vjp.forward(inputs, (), keep=False)
+            shardings = [value.sharding for value in y]
+            x = [partitioner.move(a, sharding) for a, sharding in zip(x, shardings, strict=True)]
+            y, _, residuals = vjp.forward(inputs._replace(x=x), shardings, keep=self.backward)
+        self.layer_residuals = PackedValues(residuals)
         return y
 
-    def _probe_back(self, rows: Values) -> None:
+    def _layer_inputs(self, x: Values, rows: Values) -> Inputs:
+        """Return the specs of a layer's inputs."""
+        params, index = jax.eval_shape(
+            lambda: (self.layer_values(0), replicated_value(jnp.int32(0)))
+        )
+        return Inputs(params, x, [*rows, index])
+
+    def _plan_back(self, rows: Values) -> None:
         """Record the specs of the gradients and of the weight residuals.
 
         Runs after all forwards: a cotangent arrives in the sharding of the boundary activation.
         """
 
         def back(
-            vjp: StageVjp, inputs: Inputs, residuals: PackedSpecs, cotangent: Values,
+            vjp: StageVjp, inputs: Inputs, residuals: PackedValues, cotangent: Values,
             shardings: list[TensorSharding], goals: Sequence[TensorSharding | None],
             leaves: Sequence[int],
-        ) -> PackedSpecs:  # fmt: skip
-            stored, weight_residuals = residuals.zeros(), list[ShardedValue]()
-            if self.schedule.split:
-                _, weight_residuals = vjp.input_gradient(inputs, stored, cotangent, shardings)
-                grads = vjp.weight_gradient(inputs, stored, weight_residuals, goals)
-            else:
-                grads, _ = vjp.backward(inputs, stored, cotangent, shardings, goals)
-            self.grads.update(zip(leaves, map(ValueSpec.of, grads), strict=True))
-            return _packed(weight_residuals)
+        ) -> PackedValues:  # fmt: skip
+            stored, weight_residuals = residuals.specs, list[ShardedValue]()
+            with vjp.partitioner.planning():
+                if self.schedule.split:
+                    _, weight_residuals = vjp.input_gradient(inputs, stored, cotangent, shardings)
+                    grads = vjp.weight_gradient(inputs, stored, weight_residuals, goals)
+                else:
+                    grads, _ = vjp.backward(inputs, stored, cotangent, shardings, goals)
+            self.grads.update(zip(leaves, grads, strict=True))
+            return PackedValues(weight_residuals)
 
         for stage, stage_fn in self.network.stage_fns.items():
-            last = stage == self.network.stages - 1
-            vjp, inputs = self.stage_fns[stage], Inputs(self.trained.used(stage_fn), [], rows)
-            cotangent = self.loss_cotangent(vjp) if last else self.boundaries[stage].zeros()
-            goals = self.stage_fn_goals(stage)
+            vjp, goals = self.stage_fns[stage], self.stage_fn_goals(stage)
+            params, cotangent = jax.eval_shape(
+                lambda s=stage_fn, v=vjp: (self.trained.used(s), self.loss_cotangent(v))
+            )
+            if stage < self.network.stages - 1:
+                cotangent = self.boundaries[stage].specs
+            inputs = Inputs(params, [], rows)
             self.weight_residuals[stage] = back(
                 vjp, inputs, self.residuals[stage], cotangent, self.input_shardings(stage), goals,
                 stage_fn.leaves,
             )  # fmt: skip
         layers = self.network.layers
         if layers is not None and self.layer is not None:
-            index, boundary = replicated_value(jnp.int32(0)), self.boundaries[0]
-            inputs = Inputs(self.layer_values(jnp.int32(0)), [], [*rows, index])
+            boundary = self.boundaries[0]
             self.layer_weight_residuals = back(
-                self.layer, inputs, self.layer_residuals, boundary.zeros(), boundary.shardings,
-                self.layer_goals, layers.leaves,
+                self.layer, self._layer_inputs([], rows), self.layer_residuals, boundary.specs,
+                boundary.shardings, self.layer_goals, layers.leaves,
             )  # fmt: skip
 
     def loss_cotangent(self, vjp: StageVjp) -> Values:
@@ -234,7 +246,6 @@ class StageVjps:
         values = []
         for leaf in layers.leaves:
             stacked = self.trained.values[leaf]
-            assert stacked is not None
             array = lax.dynamic_index_in_dim(stacked.array, row, keepdims=False)
             sharding = TensorSharding(stacked.sharding.dims[1:])
             values.append(ShardedValue(array, stacked.shape[1:], sharding, is_param=True))
@@ -250,7 +261,7 @@ class StageVjps:
             Packing(
                 [
                     jax.ShapeDtypeStruct(
-                        self.grads[leaf].local.shape, self.trained.specs[leaf].local.dtype
+                        self.grads[leaf].array.shape, self.trained.values[leaf].dtype
                     )
                     for leaf, home in enumerate(self.trained.homes)
                     if home == device
@@ -274,5 +285,6 @@ class StageVjps:
         return [self._goals[leaf] for leaf in layers.leaves] if layers else []
 
 
-def _packed(values: Values) -> PackedSpecs:
-    return PackedSpecs([ValueSpec.of(value) for value in values])
+def _whole(values: Values) -> list[jax.ShapeDtypeStruct]:
+    """Return the shapes and dtypes of the whole tensors."""
+    return [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values]

@@ -22,6 +22,7 @@ only device 1 reads it. Microbatches do not add reductions: each gradient is red
 """
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
@@ -56,8 +57,8 @@ from plurax.pipeline.executor import ScheduleExecutor
 from plurax.pipeline.packing import Packing, zeros
 from plurax.pipeline.schedule import Schedule, check_forwards_in_order, make_schedule
 from plurax.pipeline.stage_update import StageTensor, StageUpdate, broadcast_from_stage
+from plurax.pipeline.stage_values import StageParams
 from plurax.pipeline.stages import LayerAssignment, StagedNetwork
-from plurax.pipeline.value_spec import StageParams, ValueSpec
 from plurax.plan import Plan
 from plurax.sharding.rules import is_sharding
 from plurax.sharding.spec import TensorSharding
@@ -245,8 +246,7 @@ class PipelinedBackend(Backend):
         shardings = jax.tree.leaves(
             base.expanded(base.layout.shardings.params), is_leaf=is_sharding
         )
-        values: list[ShardedValue | None] = []
-        specs = []
+        values = []
         for index, (array, leaf, one) in enumerate(
             zip(
                 homes.values(params),
@@ -256,12 +256,11 @@ class PipelinedBackend(Backend):
             )
         ):
             home, at = homes.locate(index)
-            # Every device traces all stages, so it needs the shapes of all parameters.
-            local = homes.packings[home].leaves[at] if home != ON_ALL else _struct(array)
-            specs.append(ValueSpec(local, leaf.shape, one, False, True))
-            values.append(None if array is None else specs[-1].value(array))
+            # Every device traces all stages, so it needs the specs of all parameters.
+            here = homes.packings[home].leaves[at] if array is None else array
+            values.append(ShardedValue(here, leaf.shape, one, is_param=True))
         given = [None if home == ON_ALL else home for home in homes.homes]
-        return StageParams(values, given, homes.packings, specs, params.stage_buffers)
+        return StageParams(values, given, homes.packings, params.stage_buffers)
 
     # --- Reduction ----------------------------------------------------------------------------
 
@@ -285,7 +284,7 @@ class PipelinedBackend(Backend):
                 array, spec = sums["layer_sums"][index], run.vjps.grads[index]
                 whole = (self.layout.assignment.devices * array.shape[0], *spec.shape)
                 one = TensorSharding((("pipeline",), *spec.sharding.dims), spec.sharding.partial)
-                stacked = ValueSpec(spec.local, whole, one, spec.data_varying, spec.is_param)
+                stacked = dataclasses.replace(spec, shape=whole, sharding=one)
                 values.append(self._terms(array, stacked, set()))
             else:
                 values.append(
@@ -326,7 +325,7 @@ class PipelinedBackend(Backend):
 
         return homes.on_each(branch) if homes.lengths else {}
 
-    def _terms(self, array: Array, spec: ValueSpec, more: set[str]) -> ShardedValue:
+    def _terms(self, array: Array, spec: ShardedValue, more: set[str]) -> ShardedValue:
         """Return a device's sum as a partial sum over `data`, if it has varied rows, and `more`."""
         terms = spec.sharding.partial | more
         terms |= {"data"} if spec.data_varying and self.plan.data > 1 else set()
@@ -508,7 +507,3 @@ def _first(rows: PyTree, devices: int = 1) -> PyTree:
         lambda leaf: jax.ShapeDtypeStruct((devices * leaf.shape[1], *leaf.shape[2:]), leaf.dtype),
         rows,
     )
-
-
-def _struct(array: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype)
