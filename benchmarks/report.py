@@ -1,4 +1,4 @@
-"""The table and the chart of `docs/performance.md`, from the results.
+"""The tables and the pictures of `docs/performance.md`, from the results.
 
     python -m benchmarks.report [RESULTS.json ...]
 
@@ -24,7 +24,7 @@ from benchmarks.harness import ROOT
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 PAGE = ROOT / "docs" / "performance.md"
 README = ROOT / "README.md"
-CHART = ROOT / "docs" / "assets" / "benchmarks.png"
+ASSETS = ROOT / "docs" / "assets"
 TITLES = {
     "step": "A training step",
     "accumulation": "Gradient accumulation",
@@ -37,21 +37,25 @@ TITLES = {
     "compile": "Compiling, and what a step costs the host",
 }
 COLOURS = {True: "#0072B2", False: "#D55E00", None: "#999999"}
-TARGET = "#000000"
+OCTAVES = (0.25, 0.5, 1, 2, 4, 8, 16)
+LINES = (("#0072B2", "o"), ("#009E73", "s"), ("#D55E00", "^"), ("#000000", "D"))
+"""The colour and the marker of each peer of populations."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("results", nargs="*", type=Path)
     parser.add_argument("--page", type=Path, default=PAGE)
-    parser.add_argument("--chart", type=Path, default=CHART)
+    parser.add_argument("--pictures", type=Path, default=ASSETS)
     options = parser.parse_args()
     if options.results:
         results = [json.loads(path.read_text()) for path in options.results]
     else:
         results = newest(ROOT / "benchmarks" / "results")
-    options.chart.parent.mkdir(parents=True, exist_ok=True)
-    draw(results, options.chart)
+    options.pictures.mkdir(parents=True, exist_ok=True)
+    plt.rc("font", size=12)
+    draw(results, options.pictures / "benchmarks.png")
+    draw_members(results, options.pictures / "benchmarks-members.png")
     fill(options.page, "\n\n".join(table(result) for result in results))
     if options.page == PAGE:
         fill(README, headlines(results))
@@ -194,87 +198,114 @@ def _mark(row: dict[str, Any]) -> str:
     return {True: "yes", False: "**no**", None: ""}[row["reached"]]
 
 
-# ---- the chart ---------------------------------------------------------------------------------
+# ---- the pictures ------------------------------------------------------------------------------
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """Horizontal bars of speed, a tick at each target; the panels of each machine.
+    """A dot for each comparison, in one line for each peer, on a logarithmic axis.
 
-    Populations, whose speeds span factors of hundreds, have a panel of their own.
+    The dots of a peer are what the tables have in as many rows. Populations have a picture of
+    their own: what counts there is the number of networks.
     """
-    panels: list[tuple[str, bool, list[dict[str, Any]]]] = []
-    for result in results:
-        title = f"{machine.label(result['machine'])}, {result['date']}"
-        compared = [row for row in result["rows"] if row["row"] == "comparison"]
-        for wide in (False, True):
-            rows = [row for row in compared if (row["group"] == "members") == wide]
-            panels += [(title, wide, rows)] * bool(rows)
-    heights = [0.34 * len(rows) + 0.9 for _, _, rows in panels]
-    figure, axes = plt.subplots(
-        len(panels),
-        1,
-        figsize=(11, sum(heights) + 0.6),
-        height_ratios=heights,
-        squeeze=False,
-        layout="constrained",
-    )
-    for (title, wide, rows), (axis,) in zip(panels, axes, strict=True):
-        (_wide_panel if wide else _panel)(axis, rows)
-        axis.set_title(title, fontsize=11, loc="left")
-    figure.savefig(path, dpi=110)
+    lines: list[tuple[str, list[dict[str, Any]]]] = []
+    for group, title in TITLES.items():
+        for result in results if group != "members" else ():
+            peers: dict[str, list[dict[str, Any]]] = {}
+            for row in _compared(result, group):
+                peers.setdefault(row["against"], []).append(row)
+            if peers:
+                lines.append((f"{title}: {machine.label(result['machine'])}", []))
+                lines += peers.items()
+    if not lines:
+        return
+    speeds = [row["speed"] for _, rows in lines for row in rows]
+    height = 0.29 * len(lines) + 1.2
+    figure, axis = plt.subplots(figsize=(9, height))
+    figure.subplots_adjust(left=0.4, right=0.83, bottom=0.75 / height, top=1 - 0.45 / height)
+    axis.set_xscale("log")
+    axis.set_xlim(0.85 * min(speeds), 1.15 * max(speeds))
+    axis.set_ylim(len(lines) - 0.4, -0.6)
+    axis.axvspan(axis.get_xlim()[0], 1, color="#F0F0F0", zorder=0)
+    axis.axvline(1, color="black", linewidth=1.2, zorder=1)
+    for place, (text, rows) in enumerate(lines):
+        _line(axis, place, text, rows)
+    for reached, words in ((True, "target reached"), (False, "missed"), (None, "none set")):
+        axis.plot([], [], "o", color=COLOURS[reached], label=words)
+    figure.legend(loc="upper center", ncols=3, frameon=False)
+    axis.set_yticks([])
+    axis.set_xticks([tick for tick in OCTAVES if min(speeds) < tick < 1.15 * max(speeds)])
+    axis.minorticks_off()
+    axis.xaxis.set_major_formatter("{x:g} ×")
+    axis.set_xlabel("slower    ←    times as fast as the peer    →    faster")
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
-def _panel(axis: plt.Axes, rows: list[dict[str, Any]]) -> None:
-    """Bars from 0, cut off where they are longest."""
-    numbers = [row["speed"] for row in rows] + [row["target"] or 0.0 for row in rows]
-    edge = 1.12 * min(4.0, max(numbers))
-    axis.set_xlim(0, edge)
-    _bars(axis, rows, 0.0, edge)
-    axis.set_xlabel("how many times as fast as the other (black tick: target)")
-
-
-def _wide_panel(axis: plt.Axes, rows: list[dict[str, Any]]) -> None:
-    """Bars to either side of 1, on a logarithmic axis."""
-    numbers = [row["speed"] for row in rows] + [row["target"] or 1.0 for row in rows]
-    edge = 2 * max(numbers)
-    axis.set_xscale("log")
-    lowest = min(numbers + [row["spread"][0] for row in rows])
-    axis.set_xlim(min(0.5, 0.8 * lowest), edge)
-    _bars(axis, rows, 1.0, edge)
-    axis.xaxis.set_major_formatter("{x:g}")
-    axis.set_xlabel("how many times as fast as the other (black tick: target; grey: none set)")
-
-
-def _bars(axis: plt.Axes, rows: list[dict[str, Any]], start: float, edge: float) -> None:
-    places = range(len(rows))
-    colours = [COLOURS[row["reached"]] for row in rows]
-    lengths = [min(row["speed"], edge) - start for row in rows]
-    axis.barh(places, lengths, 0.62, left=start, color=colours)
-    for place, row in zip(places, rows, strict=True):
-        low, high = row["spread"]
-        if row["plurax"]["repeats"] > 1 and low < edge:
-            axis.plot([low, min(high, edge)], [place, place], color="white", linewidth=1.5)
-            axis.plot([low, min(high, edge)], [place, place], color="black", linewidth=0.7)
-        target = row["target"]
-        if target is not None:
-            axis.plot([target] * 2, [place - 0.42, place + 0.42], color=TARGET, linewidth=2.2)
-        axis.annotate(
-            f"{_speed(row['speed'])} ×",
-            (min(max(row["speed"], high, target or start), edge), place),
-            (6, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-            annotation_clip=False,
+def _line(axis: plt.Axes, place: int, text: str, rows: list[dict[str, Any]]) -> None:
+    """A peer's name, its dots and their range; without rows a heading, `title: machine`."""
+    beside = axis.get_yaxis_transform()
+    if not rows:
+        title, where = text.split(": ")
+        axis.text(-0.91, place, title, transform=beside, va="center", weight="bold")
+        axis.text(
+            1.38, place, where, transform=beside, va="center", ha="right", color="#666666"
+        ).set_fontsize(10.5)
+        return
+    speeds = [row["speed"] for row in rows]
+    low, high = _speed(min(speeds)), _speed(max(speeds))
+    axis.text(-0.02, place, text, transform=beside, va="center", ha="right")
+    axis.text(1.02, place, f"{low} ×" if low == high else f"{low} to {high} ×",
+              transform=beside, va="center")  # fmt: skip
+    axis.axhline(place, color="#DDDDDD", linewidth=0.8, zorder=0)
+    axis.plot([min(speeds), max(speeds)], [place] * 2, color="#444444", linewidth=1.5, zorder=2)
+    for row in rows:
+        axis.plot(
+            row["speed"], place, "o", color=COLOURS[row["reached"]], markersize=7, mec="white"
         )
-    axis.axvline(1.0, color="#999999", linewidth=0.8, zorder=0)
-    axis.set_yticks(
-        places, [f"{row['group']}: {row['name']}\nagainst {row['against']}" for row in rows]
+
+
+def draw_members(results: list[dict[str, Any]], path: Path) -> None:
+    """Speed over the number of networks, a panel for each population and a line for each peer."""
+    panels: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        for row in _compared(result, "members"):
+            facts = row["facts"]
+            title = f"{facts['case']}: {facts['parameters']:,} parameters"
+            panels.setdefault(f"{title}\n{machine.label(result['machine'])}", []).append(row)
+    if not panels:
+        return
+    peers = list(dict.fromkeys(row["against"] for rows in panels.values() for row in rows))
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(9, 4.6), sharey=True, squeeze=False, layout="constrained"
     )
-    axis.tick_params(axis="y", labelsize=7.5, length=0)
-    axis.set_ylim(len(rows) - 0.4, -0.6)
-    axis.spines[["top", "right", "left"]].set_visible(False)
+    for (title, rows), axis in zip(panels.items(), axes[0], strict=True):
+        for peer, (colour, marker) in zip(peers, LINES, strict=False):
+            points = sorted(
+                (row["facts"]["members"], row["speed"]) for row in rows if row["against"] == peer
+            )
+            axis.loglog(
+                *zip(*points, strict=True), color=colour, marker=marker, linewidth=2, label=peer
+            )
+        axis.axhline(1, color="black", linewidth=1.2, zorder=1.9)
+        axis.set_title(title, fontsize=12)
+        axis.set_xlabel("networks")
+        axis.xaxis.set_major_formatter("{x:,.0f}")
+        axis.yaxis.set_major_formatter("{x:g} ×")
+        axis.minorticks_off()
+        axis.grid(color="#DDDDDD", linewidth=0.8)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("times as fast as the peer")
+    handles = axes[0][0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=2, frameon=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _compared(result: dict[str, Any], group: str) -> list[dict[str, Any]]:
+    """The comparisons of a group."""
+    return [row for row in result["rows"] if (row["row"], row["group"]) == ("comparison", group)]
 
 
 if __name__ == "__main__":
