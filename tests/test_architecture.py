@@ -23,7 +23,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # rooms before it.
 FLOORS = [
     ["lazy", "notebook", "tree", "errors", "validate", "user_frames"],
-    ["resample", "plan", "state", "task", "members"],
+    ["resample", "plan", "machine", "state", "task", "members"],
     ["collective", "mesh", "hlo", "jaxpr"],
     ["sharding", "partition", "pipeline"],
     ["execute"],
@@ -35,13 +35,14 @@ ORDER = [name for rooms in FLOORS for name in rooms]
 PUBLIC = {
     "plurax": """
         BatchError CheckpointError Checkpoints DamagedCheckpointWarning Experiment
-        ExperimentError Fit MaskWarning Members MembersError MissingPackageError
-        NonFiniteWarning Plan PlanError PluraxError Program ShardingWarning Task TaskError compile
-        fastest_batch_size fit max_batch_size name per_example shard stack stage_boundary sweep
-        verify virtual_devices adapters analysis ensemble pipeline sharding train""",
+        ExperimentError Fit Machine MachineError MaskWarning Members MembersError
+        MissingPackageError NonFiniteWarning Plan PlanError PluraxError Program ShardingWarning Task
+        TaskError compile fastest_batch_size fit max_batch_size name per_example shard stack
+        stage_boundary sweep verify virtual_devices adapters analysis ensemble pipeline sharding
+        train""",
     "plurax.adapters": "equinox linen nnx",
     "plurax.analysis": """
-        Collective Difference FastestBatchSize MaxBatchSize Memory Planned PlannedMemory
+        Collective Difference FastestBatchSize Level MaxBatchSize Memory Planned PlannedMemory
         Verification planned""",
     "plurax.ensemble": """
         Calibration Classification Halving MaxMembers Regression Rung Sweep Tuning accuracy

@@ -10,6 +10,7 @@ from plurax.analysis.verify import verify as verify
 from plurax.errors.kinds import BatchError as BatchError
 from plurax.errors.kinds import CheckpointError as CheckpointError
 from plurax.errors.kinds import ExperimentError as ExperimentError
+from plurax.errors.kinds import MachineError as MachineError
 from plurax.errors.kinds import MembersError as MembersError
 from plurax.errors.kinds import MissingPackageError as MissingPackageError
 from plurax.errors.kinds import PlanError as PlanError
@@ -20,6 +21,7 @@ from plurax.execute.compile import compile as compile
 from plurax.execute.mask import MaskWarning as MaskWarning
 from plurax.execute.program import Program as Program
 from plurax.experiment import Experiment as Experiment
+from plurax.machine import Machine as Machine
 from plurax.members import Members as Members
 from plurax.mesh import virtual_devices as virtual_devices
 from plurax.plan import Plan as Plan

@@ -21,6 +21,14 @@ TEXTS = Path(__file__).with_name("error_texts.txt")
 # What a builder is given where its annotations do not say enough, or its text has several forms.
 GIVEN: dict[str, list[dict[str, object]]] = {
     "folder_in_use": [{"owner": None}, {"owner": {"host": "node7", "pid": 4711}}],
+    "machine_not_a_number": [
+        {"where": "Level('node')", "field": "latency", "value": -1.0, "positive": False},
+        {"where": "Level('node')", "field": "bandwidth", "value": 0.0, "positive": True},
+    ],
+    "machine_preset_unknown": [
+        {"name": "8xA100", "known": ["8xA100-80GB"]},
+        {"name": "abacus", "known": ["8xA100-80GB"]},
+    ],
     "members_not_grown": [{"before": 2, "now": 3}, {"before": 0, "now": 3}],
     "plan_field_not_positive": [
         {"field": "data", "value": 0},

@@ -7,3 +7,4 @@ from plurax.analysis.verify import Difference as Difference
 from plurax.analysis.verify import Verification as Verification
 from plurax.collective import Collective as Collective
 from plurax.hlo import Memory as Memory
+from plurax.machine import Level as Level

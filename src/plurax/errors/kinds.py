@@ -33,5 +33,9 @@ class ExperimentError(PluraxError):
     """A file given to the command line that does not define a usable experiment."""
 
 
+class MachineError(PluraxError):
+    """A description of a machine that no estimate can use."""
+
+
 class MissingPackageError(PluraxError, ImportError):
     """A package that only some features need, and that is not installed."""

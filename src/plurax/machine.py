@@ -1,0 +1,442 @@
+"""Describe a machine: what its devices compute, hold and send, in seconds. Imports no JAX.
+
+Plans are compared in seconds, so every cost of a step becomes seconds here, of three kinds:
+
+    products     m × n × k multiply-adds at the peak rate of their dtype, less what small dims lose
+    traffic      bytes read from and written to the device's memory
+    collectives  bytes sent over the links, and a latency for each message that waits for another
+
+Links come in levels, innermost first. Four nodes of eight devices, 300 GB/s inside a node and
+25 GB/s for each device between nodes, are
+
+    Level("node", 8, 300e9, 3.4e-6), Level("cluster", 32, 25e9, 14e-6)
+
+The devices of a mesh are numbered in mesh order, the last axis fastest, and device `i` is in node
+`i // 8`. A group of a collective is `group_size` devices that are `stride` apart: on the mesh
+(data=4, tensor=8), the groups over `tensor` are 8 devices 1 apart, in one node each; those over
+`data` are 4 devices 8 apart, one in each node. Eight such groups leave every node at once, and
+each device has its own 25 GB/s. One group of all 32 devices has 8 members in every node, and a
+ring leaves a node once for the data of all of them: 8 × 25 GB/s. That is what collective libraries
+do with one ring for each network card.
+"""
+
+import dataclasses
+import importlib.resources
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from plurax import errors
+from plurax.notebook import html_table
+from plurax.validate import whole_number
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """One level of links between the devices of a machine.
+
+    **Fields:**
+
+    - `name`: what it joins: `node`, `cluster`.
+    - `devices`: the number of devices that one group of this level holds.
+    - `bandwidth`: bytes per second that each device sends while all of them send.
+    - `latency`: seconds from sending a message to its arrival, as bytes go to none.
+
+    Raises `MachineError` for a value that no link has.
+    """
+
+    name: str
+    devices: int
+    bandwidth: float
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        where = f"Level({self.name!r})"
+        devices = whole_number(self.devices, 2)
+        if devices is None:
+            raise errors.machine_devices_not_whole(where, self.devices, 2)
+        object.__setattr__(self, "devices", devices)
+        _set_number(self, where, "bandwidth", positive=True)
+        _set_number(self, where, "latency")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Machine:
+    """The rates, the memory and the links of the devices that a plan runs on.
+
+    A machine is a value, as a plan is: frozen, comparable, hashable, saved as TOML and edited by
+    hand. All devices are alike. `Machine.preset` has published hardware, `Machine.load` reads a
+    file.
+
+    Raises `MachineError` for a value that no machine has.
+
+    >>> machine = Machine.preset("8xA100-80GB", nodes=4)
+    >>> machine.devices, machine.memory
+    (32, 80000000000)
+    >>> machine == Machine.from_toml(machine.to_toml())
+    True
+    >>> round(1e3 * machine.product_seconds(4096, 4096, 4096, "bfloat16"), 3)  # milliseconds
+    0.564
+    """
+
+    name: str
+    """What the machine is called in tables."""
+    flops: Mapping[str, float] = dataclasses.field(hash=False)
+    """The peak rate of one device in matrix products, for each dtype by its name: floating-point
+    operations per second, a multiply-add being two."""
+    memory: float
+    """The bytes that one device can hold."""
+    memory_bandwidth: float
+    """The bytes per second that one device reads and writes in its own memory."""
+    levels: Sequence[Level] = ()
+    """The links between devices, innermost level first; none for one device."""
+    overhead: float = 0.0
+    """The seconds that starting an operation costs a device, whatever its size."""
+    efficiency: float = 1.0
+    """The share of all these rates that a program reaches at its best: 1 where they are measured,
+    0.8 where they are published peaks."""
+    half_dim: float = 0.0
+    """The smallest dim of a matrix product at which half of that is reached; see
+    `product_seconds`."""
+
+    def __post_init__(self) -> None:
+        where = f"Machine({self.name!r})"
+        object.__setattr__(self, "flops", _flops(where, self.flops))
+        for field in ("memory", "memory_bandwidth", "efficiency"):
+            _set_number(self, where, field, positive=True)
+        for field in ("overhead", "half_dim"):
+            _set_number(self, where, field)
+        object.__setattr__(self, "memory", int(self.memory))
+        if self.efficiency > 1:
+            raise errors.machine_efficiency_above_one(where, self.efficiency)
+        object.__setattr__(self, "levels", tuple(self.levels))
+        for inner, outer in zip(self.levels, self.levels[1:], strict=False):
+            if outer.devices % inner.devices or outer.devices == inner.devices:
+                raise errors.machine_levels_do_not_nest(
+                    where, inner.name, inner.devices, outer.name, outer.devices
+                )
+
+    # --- Seconds ----------------------------------------------------------------------------------
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return self.levels[-1].devices if self.levels else 1
+
+    def product_seconds(self, m: int, n: int, k: int, dtype: str, batch: int = 1) -> float:
+        """Return the seconds of `batch` products (m, k) × (k, n) on one device.
+
+        Small dims leave most of a matrix unit idle. Of the peak, a product reaches
+        `efficiency * d / (half_dim + d)`, where `d` is the smallest of m, n and k. Reading the
+        operands is not in it (`traffic_seconds`), nor is `overhead`.
+
+        - `dtype`: a name. For one without a rate, that of a dtype as wide; else the slowest rate.
+
+        >>> machine = Machine("two", {"float32": 1e12}, 10**9, 1e11, half_dim=100)
+        >>> machine.product_seconds(1000, 1000, 100, "float32")  # 2e8 operations at half of 1e12
+        0.0004
+        """
+        smallest = min(m, n, k)
+        if smallest == 0:
+            return 0.0
+        reached = self.efficiency * smallest / (self.half_dim + smallest)
+        return 2.0 * batch * m * n * k / (reached * self._peak(dtype))
+
+    def traffic_seconds(self, bytes: float) -> float:
+        """Return the seconds in which a device reads or writes some bytes of its memory."""
+        return bytes / (self.efficiency * self.memory_bandwidth)
+
+    def collective_seconds(
+        self,
+        kind: str,
+        bytes_sent: float,
+        group_size: int,
+        stride: int = 1,
+        *,
+        mesh_devices: int | None = None,
+    ) -> float:
+        """Return the seconds of a collective, run by all groups of a mesh at once.
+
+        The slowest level that a group spans bounds it. Inside the innermost level each device
+        sends `bytes_sent`. At the next, the members of a group in one node leave it together, each
+        over its own links, and share what the ring sends between nodes. An `all-to-all` sends each
+        device's part of what leaves the node; a `collective-permute` may send all of it.
+
+        Latency counts once for each doubling of the members of a level, as in trees and recursive
+        halving, twice for `all-reduce`; once in all for `collective-permute`.
+
+        - `kind`, `bytes_sent`: as in `plurax.analysis.Collective`.
+        - `group_size`, `stride`: a group is that many devices, that far apart in mesh order.
+        - `mesh_devices`: devices of the mesh; default all of the machine.
+
+        Raises `MachineError` for a group or a mesh that is larger than the machine.
+
+        >>> levels = (Level("node", 8, 300e9), Level("cluster", 32, 25e9))
+        >>> machine = Machine("four nodes", {"float32": 1e12}, 10**9, 1e11, levels)
+        >>> [machine.collective_seconds("all-gather", 3e9, *group) for group in ((8, 1), (4, 8))]
+        [0.01, 0.12]
+        >>> machine.collective_seconds("all-gather", 3e9, 32)  # 8 members share 8 × 25 GB/s
+        0.015
+        """
+        if group_size == 1:
+            return 0.0
+        mesh_devices = self.devices if mesh_devices is None else mesh_devices
+        needed = max(mesh_devices, (group_size - 1) * stride + 1)
+        if needed > self.devices:
+            raise errors.machine_too_small(self.name, self.devices, needed)
+        seconds, waits, inside = 0.0, 0.0, 1  # members of a group inside the last level
+        for level in self.levels:
+            members = _fewest_members(level.devices, group_size, stride, mesh_devices)
+            if members > inside:
+                sent = bytes_sent
+                if kind == "all-to-all":
+                    sent *= (group_size - inside) / (group_size - 1)
+                elif kind != "collective-permute":
+                    sent /= inside
+                seconds = max(seconds, sent / (self.efficiency * level.bandwidth))
+                wait = level.latency * math.ceil(math.log2(math.ceil(members / inside)))
+                waits = level.latency if kind == "collective-permute" else waits + wait
+                inside = members
+        return seconds + (2 * waits if kind == "all-reduce" else waits)
+
+    def _peak(self, dtype: str) -> float:
+        """Return the peak rate for products of a dtype."""
+        if dtype in self.flops:
+            return self.flops[dtype]
+        width = WIDTHS.get(dtype)
+        alike = [rate for name, rate in self.flops.items() if WIDTHS[name] == width]
+        return max(alike) if alike else min(self.flops.values())
+
+    # --- Text, files and presets ------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        fields = (
+            f"{field.name}={value!r}"
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        )
+        return f"Machine({', '.join(fields)})"
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                f"{self.name}: {self.devices} device{'s' if self.devices > 1 else ''}",
+                *(f"  {name}: {value}" for name, value in self._rows()),
+            ]
+        )
+
+    def _repr_html_(self) -> str:
+        title = f"{self.name}: {self.devices} device{'s' if self.devices > 1 else ''}"
+        return html_table(title, ["", "each device"], self._rows())
+
+    def _rows(self) -> list[tuple[str, str]]:
+        """Return what one device does, as names and texts."""
+        shares = [
+            f"{self.efficiency:.0%} of these rates" if self.efficiency < 1 else "",
+            f"half of it at a smallest dim of {self.half_dim:g}" if self.half_dim else "",
+        ]
+        rows = [
+            *((f"products in {dtype}", _si(rate, "flop/s")) for dtype, rate in self.flops.items()),
+            ("memory", f"{_si(self.memory, 'B')}, {_si(self.memory_bandwidth, 'B/s')}"),
+            *(
+                (
+                    f"{level.name} of {level.devices}",
+                    f"{_si(level.bandwidth, 'B/s')}, latency {_si(level.latency, 's')}",
+                )
+                for level in self.levels
+            ),
+            ("overhead of an operation", _si(self.overhead, "s")),
+            ("reached at best", ", ".join(filter(None, shares))),
+        ]
+        return [(name, value) for name, value in rows if value]
+
+    def to_toml(self) -> str:
+        """Return the machine as TOML, with all fields."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plain = [name for name in values if name not in ("flops", "levels")]
+        lines = [f"{name} = {_toml_value(values[name])}" for name in plain]
+        lines += ["", "[flops]"]
+        lines += [f"{dtype} = {_toml_value(rate)}" for dtype, rate in self.flops.items()]
+        for level in self.levels:
+            lines += ["", "[[levels]]"]
+            lines += [f"{k} = {_toml_value(v)}" for k, v in dataclasses.asdict(level).items()]
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def from_toml(cls, text: str, *, source: str = "the machine") -> "Machine":
+        """Parse a machine from TOML. Raises `MachineError`, which names `source`."""
+        try:
+            values: dict[str, Any] = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise errors.machine_not_toml(source, str(error)) from None
+        try:
+            levels = values.get("levels", [])
+            if not isinstance(levels, list) or not all(isinstance(one, dict) for one in levels):
+                raise errors.machine_levels_not_tables(levels)
+            return _build(cls, {**values, "levels": [_build(Level, one) for one in levels]})
+        except errors.MachineError as error:
+            raise errors.machine_in_a_file(source, error) from None
+
+    def save(self, path: str | Path) -> None:
+        """Write the machine to a TOML file."""
+        Path(path).write_text(self.to_toml(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Machine":
+        """Read a machine from a TOML file. Raises `MachineError`."""
+        try:
+            # Some editors begin a file with a byte order mark, which is not TOML.
+            text = Path(path).read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise errors.machine_not_toml(str(path), str(error)) from None
+        return cls.from_toml(text, source=str(path))
+
+    @classmethod
+    def preset(cls, name: str, nodes: int = 1) -> "Machine":
+        """Return published hardware by name: so many devices of a kind in each of `nodes` nodes.
+
+        `8xA100-80GB` is a node of eight, `4xA100-80GB` half of one, `A100-80GB` one device.
+        `Machine.presets()` lists the largest nodes. Sources are beside the values, in
+        `presets.toml` of this package.
+
+        Raises `MachineError` for a name that is not there, and one that lists those that are.
+
+        >>> Machine.preset("V100-32GB").devices, Machine.preset("8xTPU-v5e", nodes=2).devices
+        (1, 16)
+        """
+        hardware = _presets()
+        found = re.fullmatch(r"(?:(\d+)x)?(.+)", name)
+        kind, count = (found[2], int(found[1] or 1)) if found else (name, 1)
+        if kind not in hardware:
+            raise errors.machine_preset_unknown(name, cls.presets())
+        if whole_number(nodes) is None:
+            raise errors.machine_devices_not_whole("nodes", nodes, 1)
+        device = hardware[kind]
+        in_node, network = device.pop("node"), device.pop("network")
+        largest = in_node[-1]["devices"]
+        if not 1 <= count <= largest:
+            raise errors.machine_preset_too_large(name, kind, largest)
+        levels = [Level(**one) for one in in_node if one["devices"] < count]
+        if count > 1:
+            last = in_node[len(levels)]
+            levels.append(Level(**{**last, "devices": count}))
+        if nodes > 1:
+            levels.append(Level(devices=nodes * count, **network))
+        title = f"{nodes} nodes of {name}" if nodes > 1 else name
+        return cls(name=title, levels=levels, **device)
+
+    @classmethod
+    def presets(cls) -> list[str]:
+        """Return the names for `preset`, of whole nodes.
+
+        >>> "8xA100-80GB" in Machine.presets()
+        True
+        """
+        return [f"{one['node'][-1]['devices']}x{kind}" for kind, one in _presets().items()]
+
+
+WIDTHS = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1,
+}  # fmt: skip
+"""The dtypes that a machine may have a rate for, and their bytes."""
+
+
+def _fewest_members(devices: int, group_size: int, stride: int, mesh_devices: int) -> int:
+    """Return how many members of a group share a block of `devices`, in the group with fewest.
+
+    >>> _fewest_members(8, 4, 8, 32), _fewest_members(8, 32, 1, 32), _fewest_members(8, 4, 2, 32)
+    (1, 8, 4)
+
+    Groups of 6 do not fit nodes of 8: devices 6 and 7 are in another node than 8 to 11.
+
+    >>> _fewest_members(8, 6, 1, 24), _fewest_members(8, 6, 1, 6)
+    (2, 6)
+    """
+    extent = group_size * stride
+    if mesh_devices <= devices or devices % extent == 0:
+        return group_size
+    if stride >= devices:
+        return 1
+    if extent % devices == 0 and devices % stride == 0:
+        return devices // stride
+    fewest = group_size
+    for start in range(mesh_devices):
+        if start % extent < stride:
+            blocks = [(start + i * stride) // devices for i in range(group_size)]
+            fewest = min(fewest, *map(blocks.count, {*blocks}))
+    return fewest
+
+
+def _flops(where: str, given: Any) -> dict[str, float]:
+    """Return rates by dtype. Raises `MachineError`."""
+    if not isinstance(given, Mapping) or not given:
+        raise errors.machine_flops_not_rates(where, given)
+    rates = {}
+    for dtype, rate in given.items():
+        if dtype not in WIDTHS:
+            raise errors.machine_unknown_dtype(where, dtype, WIDTHS)
+        rates[dtype] = _number(where, f"flops[{dtype!r}]", rate, positive=True)
+    return rates
+
+
+def _set_number(value: object, where: str, field: str, *, positive: bool = False) -> None:
+    """Make a field of a frozen value a finite number. Raises `MachineError`."""
+    number = _number(where, field, getattr(value, field), positive=positive)
+    object.__setattr__(value, field, number)
+
+
+def _number(where: str, field: str, value: object, *, positive: bool = False) -> float:
+    """Return a finite number of at least 0, or above 0 if `positive`. Raises `MachineError`."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        number = float(value)
+        if number > 0 or (number == 0 and not positive):
+            return number
+    raise errors.machine_not_a_number(where, field, value, positive=positive)
+
+
+def _build(cls: type, values: dict[str, Any]) -> Any:
+    """Return a dataclass from the values of a table. Raises `MachineError` for other keys."""
+    fields = dataclasses.fields(cls)
+    known = [field.name for field in fields]
+    for key in values:
+        if key not in known:
+            raise errors.machine_unknown_key(cls.__name__, key, known)
+    for field in fields:
+        if field.default is dataclasses.MISSING and field.name not in values:
+            raise errors.machine_missing_key(cls.__name__, field.name)
+    return cls(**values)
+
+
+def _presets() -> dict[str, dict[str, Any]]:
+    """Return the table of published hardware."""
+    text = importlib.resources.files("plurax").joinpath("presets.toml").read_text("utf-8")
+    return tomllib.loads(text)
+
+
+def _toml_value(value: float | str) -> str:
+    """Return a value in TOML: `2.039e+12` rather than thirteen digits, and exactly the number."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+    if value == 0 or 1e-3 <= value < 1e5:
+        return repr(value)
+    text = f"{Decimal(repr(value)).normalize():e}"
+    return text if isinstance(value, float) else str(value)
+
+
+def _si(value: float, unit: str) -> str:
+    """Return a number with a prefix of the SI.
+
+    >>> _si(2.039e12, "B/s"), _si(3.4e-6, "s"), _si(0, "s")
+    ('2.04 TB/s', '3.4 µs', '')
+    """
+    if value == 0:
+        return ""
+    power = min(5, max(-3, math.floor(math.log10(value) / 3)))
+    prefix = ("n", "µ", "m", "", "k", "M", "G", "T", "P")[power + 3]
+    return f"{value / 1000.0**power:.3g} {prefix}{unit}"
