@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from plurax import errors
 from plurax.notebook import html_table
+from plurax.strategies import Strategies
 from plurax.validate import whole_number
 
 Precision = Literal["float32", "bfloat16"]
@@ -21,8 +22,10 @@ Shardings = tuple[tuple[str, tuple[Any, ...]], ...]
 
 if TYPE_CHECKING:
     GivenShardings = Shardings | Mapping[str, Any]
+    GivenStrategies = Strategies | Any
 else:
-    GivenShardings = object  # or the command line would look for an option in it
+    # Objects, or the command line would look for options in them.
+    GivenShardings = GivenStrategies = object
 
 Remat = Literal["none", "dots", "full", "offload"]
 
@@ -104,9 +107,16 @@ data=1 means 'not used'.
     dim: None for a dim that is not split, the name of a mesh axis, or several; a leading `...`
     stands for any number of such dims. The first pattern that matches a parameter's path or an
     activation's name counts."""
+    strategies: GivenStrategies = None
+    """The shard strategies of single equations, where a search found another one than the default
+    (see `plurax.strategies`); they hold for one model."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shardings", _rules(self.shardings))
+        if self.strategies is not None:
+            object.__setattr__(self, "strategies", Strategies.of(self.strategies))
+            if self.pipeline > 1 and len(self.strategies):
+                raise errors.plan_strategies_in_stages(self.pipeline)
         for field in (
             "data", "microbatches", "member", "chunk", "pipeline", "stages", "tensor",
             "bucket_bytes",

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from plurax import errors
 from plurax.partition.values import ShardedValue, ValueVersions
-from plurax.sharding.annotations import Boundary, Named, Split, Tag
+from plurax.sharding.annotations import Boundary, Named, Pinned, Split, Tag
 from plurax.sharding.axes import Axes
 from plurax.sharding.spec import TensorSharding
 
@@ -59,6 +59,8 @@ class AnnotationResolver:
         """Return the sharding for an annotated value or its cotangent; None for no constraint."""
         if isinstance(tag, Boundary):
             return None
+        if isinstance(tag, Pinned):
+            return self._with_rows(versions, self._pinned_by_plan(versions, tag.sharding))
         if transposed:
             return self._back(versions, tag)
         target = self._forward(versions, tag, batch)
@@ -113,6 +115,20 @@ class AnnotationResolver:
                 both = target.with_dim(dim, ("data", *rest))
                 fits = not both.indivisible_dims(versions.shape, self._axes.sizes)
                 target = both if fits else target.with_dim(dim, ("data",))
+        return target
+
+    def _pinned_by_plan(
+        self, versions: ValueVersions, sharding: TensorSharding
+    ) -> TensorSharding:
+        """Return a sharding that the plan pins, over the axes of this mesh.
+
+        A sum that is reduced already stays so, and a dim that the shards do not divide is whole.
+        """
+        dims = tuple(tuple(a for a in entry if a in self._axes.sizes) for entry in sharding.dims)
+        partial = sharding.partial & self._first(versions).sharding.partial
+        target = TensorSharding(dims, partial)
+        for dim in target.indivisible_dims(versions.shape, self._axes.sizes):
+            target = target.with_dim(dim, ())
         return target
 
     def _assigned(self, tag: Split) -> dict[int, tuple[str, ...]]:

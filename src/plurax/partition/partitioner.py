@@ -62,6 +62,7 @@ from plurax.partition.values import (
     is_sharded_value,
     over_data,
 )
+from plurax.sharding.annotations import Pinned
 from plurax.sharding.axes import Axes
 from plurax.sharding.spec import TensorSharding
 
@@ -218,10 +219,16 @@ class Partitioner(Resharder):
             return Branches(self, eqn, inputs).run()
         if name in ("annotate", "sharding_constraint"):
             target = self._annotations.of(eqn, inputs[0])
-            return [inputs[0] if target is None else ValueVersions(self.reshard(inputs[0], target))]
+            if target is None:
+                return [inputs[0]]
+            # A reader that finds all its operands pinned takes them as they are given.
+            pinned = isinstance(eqn.params.get("tag"), Pinned)
+            return [ValueVersions(self.reshard(inputs[0], target), pinned=pinned)]
         if name == "shard_map":
             return self._by_hand(eqn, self.together(inputs))
-        decision = RULES.get(name, by_default)(self.context, eqn, self.together(inputs))
+        as_given = any(versions.pinned for versions in inputs)
+        context = dataclasses.replace(self.context, as_given=as_given)
+        decision = RULES.get(name, by_default)(context, eqn, self.together(inputs))
         if isinstance(decision, DeferredValue):
             return [ValueVersions(decision)]
         first = len(self.records)

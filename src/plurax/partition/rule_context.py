@@ -22,7 +22,8 @@ class RuleContext:
     """The axes of the mesh for operator rules, and the cost of resharding over them.
 
     **Fields:** `axes`, over which tensors are split; `joint`, whether the batch is one dim split
-    over `data`.
+    over `data`; `as_given`, whether a rule that can compute from the operands' shardings as they
+    are does so, whatever it sends.
 
     >>> context = RuleContext(Axes({"tensor": 4}))
     >>> value = context.spec((8, 64), jnp.float32, TensorSharding.of(None, "tensor"))
@@ -34,6 +35,7 @@ class RuleContext:
 
     axes: Axes
     joint: bool = False
+    as_given: bool = False
 
     def spec(
         self,

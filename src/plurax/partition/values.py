@@ -134,10 +134,11 @@ class ValueVersions:
     """One variable's value, in each sharding to which it has been brought.
 
     **Attributes:** `values`, the versions, the first one as computed; `uses`, the number of
-    equations that read the variable.
+    equations that read the variable; `pinned`, whether the plan pins this sharding for its reader.
     """
 
-    def __init__(self, value: Output, uses: int = 1) -> None:
+    def __init__(self, value: Output, uses: int = 1, *, pinned: bool = False) -> None:
+        self.pinned = pinned
         self._deferred = value if isinstance(value, DeferredValue) else None
         self.values = [] if isinstance(value, DeferredValue) else [value]
         self.uses = uses

@@ -25,6 +25,7 @@ from jaxtyping import Array, PyTree
 
 from plurax import errors
 from plurax.sharding.factors import factors
+from plurax.sharding.spec import TensorSharding
 
 Strategy = Sequence[Sequence[int] | None]
 
@@ -48,6 +49,16 @@ class Split:
         self.num_shards = num_shards
 
 
+class Pinned:
+    """The annotation of an operand of an equation whose shard strategy a plan pins.
+
+    **Attributes:** `sharding`, over mesh axes other than `data`.
+    """
+
+    def __init__(self, sharding: TensorSharding) -> None:
+        self.sharding = sharding
+
+
 class Boundary:
     """The annotation of `stage_boundary`.
 
@@ -55,7 +66,7 @@ class Boundary:
     """
 
 
-Tag = Named | Split | Boundary
+Tag = Named | Split | Pinned | Boundary
 
 # The identity. `batch`: the dims that vmap added. `transposed`: whether the value is a cotangent.
 annotate_p = Primitive("annotate")

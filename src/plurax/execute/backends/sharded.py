@@ -52,6 +52,7 @@ from plurax.execute.totals import BatchTotals, coupled_totals, device_totals, un
 from plurax.jaxpr.interpret import all_equations, holds
 from plurax.mesh import within
 from plurax.partition.partitioner import Partitioner, partition
+from plurax.partition.pins import with_strategies
 from plurax.partition.values import ShardedValue, is_sharded_value, shard_of_rows
 from plurax.plan import Plan
 from plurax.sharding.annotations import Named, Split, Tag
@@ -177,6 +178,7 @@ class ShardedBackend(Backend):
     def _gradient(self, split: bool) -> Callable[[PyTree, PyTree, Rows], Any]:
         """Return the gradient function of one microbatch; its totals are `ShardedValue`s."""
         fun = gradient(self.task, self.plan.precision, remat=self.plan.remat)
+        fun = with_strategies(fun, self.plan.strategies)
 
         def run(params: PyTree, model_state: PyTree, rows: Rows) -> tuple[Totals, PyTree]:
             partitioner = self.partitioner(self.plan.microbatches, joint=self.task.coupled)
@@ -401,6 +403,7 @@ def _arrays(values: PyTree) -> PyTree:
 def _uses_tensor(plan: Plan, tags: set[Tag], jaxpr: Any) -> bool:
     """Return whether anything uses `tensor`: a rule, an annotation or the model's own code."""
     by_rule = any("tensor" in _names(entries) for _, entries in plan.rules)
+    by_rule = by_rule or plan.strategies is not None
     by_mark = any(isinstance(tag, Split) for tag in tags)
     # The backward pass of a `custom_vjp` is not visible here, and may use the axis itself.
     by_hand = ("shard_map", "sharding_constraint", "custom_vjp_call")

@@ -1,0 +1,197 @@
+"""Pin shard strategies: annotate the operands of single equations of a traced function.
+
+A plan may say how single equations are computed (`plurax.strategies`). `with_strategies` puts
+those shardings into the function itself, as annotations that the partitioner obeys like a model's
+own; the partitioner needs no other mechanism.
+
+    mesh tensor=4; x (8, 64) is replicated, w (64, 32) is (tensor, None)
+
+    the function             pinned "0 dot_general" to ((None, None), (None, "tensor"))
+    h = dot_general x w      a = annotate[(None, None)] x
+                             b = annotate[(None, tensor)] w         an all-to-all of w
+                             h = dot_general a b                    (None, tensor), nothing reduced
+
+An operand of a loop is annotated before the loop; a carry at the end of the body too, so that it
+keeps its sharding; a stacked result at the end of the body.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.extend.core import Literal, jaxpr_as_fun
+from jaxtyping import PyTree
+
+from plurax import errors
+from plurax.jaxpr.compat import INLINED, REMAT, Scan, called_jaxpr, open_jaxpr
+from plurax.sharding.annotations import Pinned, annotate_p
+from plurax.sharding.spec import TensorSharding
+from plurax.strategies import Entries, Strategies, Strategy, axes_of
+
+
+def with_strategies(
+    fun: Callable[..., PyTree], strategies: Strategies | None
+) -> Callable[..., PyTree]:
+    """Return a function in which the operands of some equations are annotated.
+
+    Raises `PlanError` when the function is traced and is not the one the strategies were found for.
+    """
+    if strategies is None:
+        return fun
+
+    def pinned(*args: PyTree) -> PyTree:
+        closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+        check(closed.jaxpr, strategies)
+        given = {one.path: one for one in strategies.equations}
+        rewritten = closed.replace(jaxpr=_rewritten(closed.jaxpr, given, ""))
+        out = jaxpr_as_fun(rewritten)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+    return pinned
+
+
+def equations(jaxpr: Any, inside: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the path and the equation of each equation, those inside calls and scans included."""
+    for index, eqn in enumerate(jaxpr.eqns):
+        yield f"{inside}{index}", eqn
+        if (body := _body(eqn)) is not None:
+            yield from equations(body, f"{inside}{index}/")
+
+
+def traced_as(jaxpr: Any) -> str:
+    """Return 16 hex digits that identify a traced function.
+
+    They are a hash of the operators and the ranks of their operands, in order: neither another
+    number of rows nor another width changes them, another layer or precision does.
+    """
+    text = hashlib.sha256()
+    for path, eqn in equations(jaxpr):
+        ranks = [
+            (len(var.aval.shape), str(var.aval.dtype))
+            for var in (*eqn.invars, *eqn.outvars)
+            if hasattr(var.aval, "shape")
+        ]
+        text.update(f"{path} {eqn.primitive.name} {ranks}\n".encode())
+    return text.hexdigest()[:16]
+
+
+def check(jaxpr: Any, strategies: Strategies) -> None:
+    """Raise `PlanError` if the strategies were found for another function."""
+    found = {path: eqn for path, eqn in equations(jaxpr)}
+    for one in strategies.equations:
+        eqn = found.get(_equation(one.path))
+        if eqn is None or eqn.primitive.name != one.operator:
+            name = None if eqn is None else eqn.primitive.name
+            raise errors.strategy_of_another_model(one.equation, one.where, name)
+        slots = _operands(eqn, one)
+        if len(slots) != len(one.inputs) or any(
+            entries and len(axes_of(entries)[0]) != len(atom.aval.shape)
+            for atom, entries in zip(slots, one.inputs, strict=False)
+        ):
+            shapes = [tuple(atom.aval.shape) for atom in slots]
+            raise errors.strategy_does_not_fit(one.equation, one.inputs, shapes)
+    if traced_as(jaxpr) != strategies.traced:
+        raise errors.strategies_of_another_model(strategies.traced, traced_as(jaxpr))
+
+
+def _body(eqn: Any) -> Any:
+    """Return the jaxpr of a call or a scan, or None."""
+    if eqn.primitive.name in INLINED or eqn.primitive.name in REMAT:
+        return called_jaxpr(eqn)[0]
+    return Scan.of(eqn).body if eqn.primitive.name == "scan" else None
+
+
+def _equation(path: str) -> str:
+    """Return the path of an equation, without the operand of a loop."""
+    head, _, last = path.rpartition("/")
+    return path if last.isdigit() else head
+
+
+def _operands(eqn: Any, one: Strategy) -> list[Any]:
+    """Return the atoms, of an equation or in the body of its loop, that a strategy speaks of."""
+    kind = one.path.rpartition("/")[2]
+    if kind.isdigit():
+        return list(eqn.invars)
+    if eqn.primitive.name != "scan":
+        return []
+    scan = Scan.of(eqn)
+    groups = dict(zip(("const", "carry", "row"), scan.split(scan.body.invars), strict=True))
+    groups["stack"] = list(scan.body.outvars[scan.num_carry :])
+    name = kind.rstrip("0123456789")
+    return groups[name][int(kind[len(name) :]) :][:1]
+
+
+def _rewritten(jaxpr: Any, given: Mapping[str, Strategy], inside: str) -> Any:
+    """Return the jaxpr with annotations before the equations that `given` names."""
+    eqns = []
+    for index, eqn in enumerate(jaxpr.eqns):
+        path = f"{inside}{index}"
+        body = _body(eqn)
+        if body is not None and any(one.startswith(f"{path}/") for one in given):
+            eqn = _with_body(eqn, _rewritten(body, given, f"{path}/"))
+        if eqn.primitive.name == "scan":
+            eqn = _loop(eqns, eqn, given, path)
+        elif path in given:
+            atoms = [
+                _annotated(eqns, eqn, atom, entries)
+                for atom, entries in zip(eqn.invars, given[path].inputs, strict=True)
+            ]
+            eqn = eqn.replace(invars=atoms)
+        eqns.append(eqn)
+    return jaxpr.replace(eqns=eqns)
+
+
+def _loop(before: list[Any], eqn: Any, given: Mapping[str, Strategy], path: str) -> Any:
+    """Return a scan with its operands and results annotated."""
+    scan = Scan.of(eqn)
+    pinned = {
+        kind: [
+            given[f"{path}/{kind}{index}"].inputs[0] if f"{path}/{kind}{index}" in given else ()
+            for index in range(count)
+        ]
+        for kind, count in (
+            ("const", scan.num_consts),
+            ("carry", scan.num_carry),
+            ("row", len(eqn.invars) - scan.num_consts - scan.num_carry),
+            ("stack", len(eqn.outvars) - scan.num_carry),
+        )
+    }
+    # Only zeros start as a partial sum, and they start as any sharding that the body returns.
+    starts = [() if axes_of(one)[1] else one for one in pinned["carry"]]
+    rows = [(None, *one) if one else () for one in pinned["row"]]
+    operands = [
+        _annotated(before, eqn, atom, entries)
+        for atom, entries in zip(eqn.invars, (*pinned["const"], *starts, *rows), strict=True)
+    ]
+    ends: list[Any] = []
+    results = [
+        _annotated(ends, eqn, atom, entries)
+        for atom, entries in zip(
+            scan.body.outvars, (*pinned["carry"], *pinned["stack"]), strict=True
+        )
+    ]
+    body = scan.body.replace(eqns=[*scan.body.eqns, *ends], outvars=results)
+    return _with_body(eqn.replace(invars=operands), body)
+
+
+def _with_body(eqn: Any, body: Any) -> Any:
+    """Return a call or a scan that evaluates another jaxpr."""
+    key = {**INLINED, **REMAT, "scan": "jaxpr"}[eqn.primitive.name]
+    old = eqn.params[key]
+    # An open jaxpr stays open: `checkpoint` takes one.
+    new = body if open_jaxpr(old)[0] is old else old.replace(jaxpr=body)
+    return eqn.replace(params={**eqn.params, key: new})
+
+
+def _annotated(eqns: list[Any], eqn: Any, atom: Any, entries: Entries) -> Any:
+    """Append the annotation of a variable to `eqns`, and return the annotated variable."""
+    if not entries or isinstance(atom, Literal):
+        return atom
+    tag = Pinned(TensorSharding(*axes_of(entries)))
+    like = jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+    # Traced, because variables can be created by tracing alone.
+    traced = jax.make_jaxpr(lambda x: annotate_p.bind(x, tag=tag, batch=(), transposed=False))(like)
+    (annotation,) = traced.jaxpr.eqns
+    eqns.append(annotation.replace(invars=[atom], source_info=eqn.source_info, ctx=eqn.ctx))
+    return annotation.outvars[0]

@@ -1,0 +1,148 @@
+"""The shard strategies of single equations, as a plan pins them. Imports no JAX.
+
+The shardings of parameters do not say everything: from the same parameters, an equation may be
+computed in several ways, and the partitioner's default is not always the best of the whole step.
+Where a search found another one, the plan says so, one entry for each equation:
+
+    [strategies]
+    traced = "3b1f09a2c4d5e6f7"
+
+    [[strategies.equations]]
+    equation = "14/3 dot_general"
+    inputs = [["replicated", "tensor"], ["tensor", "replicated"]]
+    where = "language_model.py:33 (block)"
+
+`equation` is the path of the equation in the differentiated loss, the index in each enclosing call
+and loop, and its operator; `14/const0`, `14/row1`, `14/carry0` and `14/stack2` are operands and
+results of the loop that is equation 14. `inputs` has for each operand the entries of its dims, as a
+sharding rule has, and last "partial:tensor" for a sum of which each device keeps its term; `[]`
+leaves the operand open. `traced` identifies the differentiated loss: strategies found for another
+model, or by another version of JAX, are refused.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from plurax import errors
+
+Entries = tuple[Any, ...]
+"""For each dim None, an axis or a tuple of axes; then `"partial:AXIS"` for partial sums."""
+
+REPLICATED = "replicated"
+"""How TOML spells None, the entry of a dim that is not split."""
+
+PARTIAL = "partial:"
+_EQUATION = re.compile(r"\d+(/\d+)*(/(const|row|carry|stack)\d+)? \S+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """The shard strategy of one equation.
+
+    **Fields:**
+
+    - `equation`: its path and its operator, such as `"14/3 dot_general"`.
+    - `inputs`: for each operand its entries; `()` leaves an operand open.
+    - `where`: the line of the model's code, for the reader.
+
+    >>> Strategy("14/3 dot_general", ((None, "tensor"), ("tensor", None)))
+    Strategy(equation='14/3 dot_general', inputs=((None, 'tensor'), ('tensor', None)), where='')
+    """
+
+    equation: str
+    inputs: tuple[Entries, ...]
+    where: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.equation, str) or not _EQUATION.fullmatch(self.equation):
+            raise errors.strategy_not_an_equation(self.equation)
+        if not isinstance(self.inputs, Sequence) or isinstance(self.inputs, str):
+            raise errors.strategy_wrong_entries(self.equation, self.inputs)
+        entries = tuple(_entries(self.equation, one) for one in self.inputs)
+        object.__setattr__(self, "inputs", entries)
+        object.__setattr__(self, "where", str(self.where))
+
+    @property
+    def path(self) -> str:
+        """The path of the equation, or of the operand of a loop."""
+        return self.equation.partition(" ")[0]
+
+    @property
+    def operator(self) -> str:
+        """The name of the equation's primitive; of a loop's operand `scan`."""
+        return self.equation.partition(" ")[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategies:
+    """The strategies that a plan pins.
+
+    **Fields:** `traced`, identifies the differentiated loss; `equations`, the `Strategy` of each
+    equation where it is not the default.
+    """
+
+    traced: str
+    equations: tuple[Strategy, ...]
+
+    def __post_init__(self) -> None:
+        given = self.equations
+        if not isinstance(self.traced, str) or not isinstance(given, Sequence):
+            raise errors.strategies_not_a_table(self)
+        made = (Strategy(**one) if isinstance(one, Mapping) else one for one in given)
+        try:
+            object.__setattr__(self, "equations", tuple(made))
+        except TypeError:
+            raise errors.strategies_not_a_table(given) from None
+
+    @classmethod
+    def of(cls, given: Any) -> "Strategies":
+        """Return strategies, or those of a table read from TOML. Raises `PlanError`."""
+        if isinstance(given, cls):
+            return given
+        if not isinstance(given, Mapping) or set(given) != {"traced", "equations"}:
+            raise errors.strategies_not_a_table(given)
+        return cls(**given)
+
+    def __len__(self) -> int:
+        return len(self.equations)
+
+
+def axes_of(entries: Entries) -> tuple[tuple[tuple[str, ...], ...], frozenset[str]]:
+    """Return the axes of each dim, and those over which the value is a partial sum.
+
+    >>> axes_of((None, "tensor", "partial:data"))
+    (((), ('tensor',)), frozenset({'data'}))
+    """
+    partial = [e for e in entries if isinstance(e, str) and e.startswith(PARTIAL)]
+    dims = entries[: len(entries) - len(partial)]
+    return tuple(_names(entry) for entry in dims), frozenset(e[len(PARTIAL) :] for e in partial)
+
+
+def entries_of(dims: Sequence[tuple[str, ...]], partial: frozenset[str]) -> Entries:
+    """Return the entries of a sharding: the inverse of `axes_of`.
+
+    >>> entries_of(((), ("tensor",)), frozenset({"data"}))
+    (None, 'tensor', 'partial:data')
+    """
+    given = (None if not dim else dim[0] if len(dim) == 1 else dim for dim in dims)
+    return (*given, *(PARTIAL + axis for axis in sorted(partial)))
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _entries(equation: str, given: Any) -> Entries:
+    """Return the entries of one operand. Raises `PlanError` for other values."""
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise errors.strategy_wrong_entries(equation, given)
+    entries = []
+    for entry in given:
+        several = isinstance(entry, list | tuple)
+        for name in entry if several else (entry,):
+            if name is not None and not isinstance(name, str):
+                raise errors.strategy_wrong_entries(equation, given)
+        entries.append(tuple(entry) if several else None if entry == REPLICATED else entry)
+    return tuple(entries)
