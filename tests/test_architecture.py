@@ -23,7 +23,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # rooms before it.
 FLOORS = [
     ["lazy", "notebook", "tree", "errors", "validate", "user_frames"],
-    ["resample", "plan", "machine", "state", "task", "members"],
+    ["resample", "strategies", "plan", "machine", "state", "task", "members"],
     ["collective", "mesh", "hlo", "jaxpr"],
     ["sharding", "partition", "pipeline"],
     ["execute"],

@@ -115,7 +115,7 @@ data=1 means 'not used'.
         object.__setattr__(self, "shardings", _rules(self.shardings))
         if self.strategies is not None:
             object.__setattr__(self, "strategies", Strategies.of(self.strategies))
-            if self.pipeline > 1 and len(self.strategies):
+            if self.pipeline > 1:
                 raise errors.plan_strategies_in_stages(self.pipeline)
         for field in (
             "data", "microbatches", "member", "chunk", "pipeline", "stages", "tensor",
@@ -208,15 +208,17 @@ data=1 means 'not used'.
         used = [
             (field.name, getattr(self, field.name))
             for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default and field.name != "shardings"
+            if getattr(self, field.name) != field.default and field.name not in _TABLES
         ]
         rules = [(f"shardings[{pattern!r}]", entries) for pattern, entries in self.rules]
+        if self.strategies is not None:
+            rules += [(one.equation, one.inputs) for one in self.strategies.equations]
         title = f"Plan on {self.devices} device{'s' if self.devices > 1 else ''}"
         return html_table(title, ["field", "value"], [*used, *rules])
 
     def sizes_text(self) -> str:
         """Return the fields that differ from the default, without the sharding rules, as text."""
-        short = dataclasses.replace(self, shardings=())
+        short = dataclasses.replace(self, shardings=(), strategies=None)
         return repr(short).removeprefix("Plan(").removesuffix(")") or "one device"
 
     def explain(self, batch_size: int | None = None) -> str:
@@ -297,6 +299,11 @@ data=1 means 'not used'.
                 f"  tensor={self.tensor}: tensors and operators are split over {self.tensor} "
                 f"devices,\n    by {len(self.shardings)} rules and the annotations in the model."
             )
+        if self.strategies is not None and len(self.strategies):
+            lines.append(
+                f"  strategies: {len(self.strategies)} equations are computed in another way than "
+                "the default."
+            )
         if self.zero:
             lines.append(f"  zero={self.zero}: {_ZERO[self.zero]}")
         if self.remat != "none":
@@ -317,13 +324,21 @@ data=1 means 'not used'.
         lines = [
             f"{field.name} = {_toml_value(getattr(self, field.name))}"
             for field in dataclasses.fields(self)
-            if getattr(self, field.name) is not None and field.name != "shardings"
+            if getattr(self, field.name) is not None and field.name not in _TABLES
         ]
         if self.shardings:
             lines += ["", "[shardings]"]
             for pattern, entries in self.rules:
                 values = ", ".join(_toml_entry(entry) for entry in entries)
                 lines.append(f"{_toml_text(pattern)} = [{values}]")
+        if self.strategies is not None:
+            lines += ["", "[strategies]", f"traced = {_toml_text(self.strategies.traced)}"]
+            if not self.strategies.equations:
+                lines.append("equations = []")
+            for one in self.strategies.equations:
+                lines += ["", "[[strategies.equations]]", f"equation = {_toml_text(one.equation)}"]
+                lines.append(f"inputs = {_toml_entry(one.inputs)}")
+                lines += [f"where = {_toml_text(one.where)}"] if one.where else []
         return "\n".join(lines) + "\n"
 
     @classmethod
@@ -358,6 +373,9 @@ data=1 means 'not used'.
             raise errors.plan_not_toml(str(path), str(error)) from None
         return cls.from_toml(text, source=str(path))
 
+
+_TABLES = ("shardings", "strategies")
+"""The fields that are tables in TOML."""
 
 _ZERO = {
     1: "the optimizer's state is split over data.",

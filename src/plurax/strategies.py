@@ -58,7 +58,7 @@ class Strategy:
     def __post_init__(self) -> None:
         if not isinstance(self.equation, str) or not _EQUATION.fullmatch(self.equation):
             raise errors.strategy_not_an_equation(self.equation)
-        if not isinstance(self.inputs, Sequence) or isinstance(self.inputs, str):
+        if not isinstance(self.inputs, list | tuple):
             raise errors.strategy_wrong_entries(self.equation, self.inputs)
         entries = tuple(_entries(self.equation, one) for one in self.inputs)
         object.__setattr__(self, "inputs", entries)
@@ -89,12 +89,14 @@ class Strategies:
     def __post_init__(self) -> None:
         given = self.equations
         if not isinstance(self.traced, str) or not isinstance(given, Sequence):
-            raise errors.strategies_not_a_table(self)
-        made = (Strategy(**one) if isinstance(one, Mapping) else one for one in given)
+            raise errors.strategies_not_a_table(given)
         try:
-            object.__setattr__(self, "equations", tuple(made))
+            made = [Strategy(**one) if isinstance(one, Mapping) else one for one in given]
         except TypeError:
             raise errors.strategies_not_a_table(given) from None
+        if not all(isinstance(one, Strategy) for one in made):
+            raise errors.strategies_not_a_table(given)
+        object.__setattr__(self, "equations", tuple(made))
 
     @classmethod
     def of(cls, given: Any) -> "Strategies":

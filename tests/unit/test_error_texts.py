@@ -53,6 +53,10 @@ GIVEN: dict[str, list[dict[str, object]]] = {
     ],
     "schedule_of_other_sizes": [{"found": (2, 4, 1), "wanted": (2, 8, 1)}],
     "sharding_indivisible": [{"shape": (6, 7), "dim": 1, "num_shards": 2}],
+    "strategy_of_another_model": [
+        {"equation": "14/3 add", "where": "model.py:3 (f)", "found": "mul"},
+        {"equation": "14/3 add", "where": "", "found": None},
+    ],
     "strategy_indivisible": [
         {"strategy": ((None, 2), (2, None)), "place": 1, "shape": (7, 3), "dim": 0}
     ],

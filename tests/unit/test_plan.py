@@ -210,6 +210,25 @@ def test_toml_that_is_none(tmp_path):
         ),
         ("[shardings]\na = [{b = 1}]", "rules split dims over 'tensor', and not over {'b': 1}"),
         ('[shardings]\na = ["tensor", "..."]', "and not over Ellipsis"),
+        ("strategies = 3", "the strategies of equations are a table with `traced`"),
+        ('[strategies]\ntraced = "0a"', "the strategies of equations are a table with `traced`"),
+        ('[strategies]\ntraced = "0a"\nequations = [3]', "the strategies of equations are a table"),
+        (
+            '[strategies]\ntraced = "0a"\nequations = [{equation = "14"}]',
+            "the strategies of equations are a table",
+        ),
+        (
+            '[strategies]\ntraced = "0a"\nequations = [{equation = "add", inputs = []}]',
+            "an equation is a path and an operator",
+        ),
+        (
+            '[strategies]\ntraced = "0a"\nequations = [{equation = "3 add", inputs = "tensor"}]',
+            "give a list for each operand",
+        ),
+        (
+            '[strategies]\ntraced = "0a"\nequations = [{equation = "3 add", inputs = [[3]]}]',
+            "give a list for each operand",
+        ),
         ("data = 4\ndata = 2", "is not a plan in TOML (Cannot overwrite a value"),
         ("data 4", "is not a plan in TOML (Expected '=' after a key"),
         ("tensors = 4", "'tensors' is not a field of a plan. Did you mean 'tensor'?"),

@@ -174,3 +174,59 @@ def devices_already_started(wanted: int, have: int) -> PlanError:
         "cannot change their number. Call it before the first array, random key or "
         "jax.devices() of the process."
     )
+
+
+def plan_strategies_in_stages(pipeline: int) -> PlanError:
+    return PlanError(
+        f"Plan(pipeline={pipeline}, strategies=...): the strategies are of the equations of the "
+        "whole differentiated loss, and a pipeline differentiates stage by stage. Remove "
+        "[strategies]; the shardings of parameters hold in a pipeline too."
+    )
+
+
+def strategies_not_a_table(given: object) -> PlanError:
+    return PlanError(
+        f"Plan(strategies={given!r}): the strategies of equations are a table with `traced`, which "
+        "identifies the model, and `equations`, a list of tables with `equation` and `inputs`. A "
+        "search writes them; to do without, remove [strategies]."
+    )
+
+
+def strategy_not_an_equation(given: object) -> PlanError:
+    return PlanError(
+        f"the plan has a strategy for equation {given!r}: an equation is a path and an operator, "
+        "such as '14/3 dot_general', or an operand of a loop, such as '14/carry0 scan'."
+    )
+
+
+def strategy_wrong_entries(equation: str, given: object) -> PlanError:
+    return PlanError(
+        f"the plan's strategy of equation {equation!r} has the inputs {given!r}: give a list for "
+        'each operand, with "replicated" or the name of a mesh axis for each dim, or [] to leave '
+        "the operand open."
+    )
+
+
+def strategy_of_another_model(equation: str, where: str, found: str | None) -> PlanError:
+    at = f" at {where}" if where else ""
+    there = "has no such equation" if found is None else f"has a {found} there"
+    return PlanError(
+        f"the plan has a strategy for equation {equation}{at}, and the differentiated loss "
+        f"{there}: the strategies were found for another model, another precision or remat, or by "
+        "another version of JAX. Search again, or remove [strategies]."
+    )
+
+
+def strategies_of_another_model(wanted: str, found: str) -> PlanError:
+    return PlanError(
+        f"the plan's strategies were found for a differentiated loss {wanted}, and this one is "
+        f"{found}: another model, another precision or remat, or another version of JAX. Search "
+        "again, or remove [strategies]."
+    )
+
+
+def strategy_does_not_fit(equation: str, inputs: object, shapes: object) -> PlanError:
+    return PlanError(
+        f"the plan's strategy of equation {equation} has the inputs {inputs!r}, and the operands "
+        f"have the shapes {shapes}: give one list for each operand with one entry for each dim."
+    )

@@ -30,6 +30,15 @@ class Rows(NamedTuple):
     mask: Bool[Array, "N"]
 
 
+def abstract_rows(batch: PyTree) -> Rows:
+    """Return rows as `jax.ShapeDtypeStruct`s, for a batch of such with leaves `(N, ...)`."""
+    size = jax.tree.leaves(batch)[0].shape[0]
+    rows: Rows = jax.eval_shape(
+        lambda: Rows((), jax.random.split(jax.random.key(0), size), jnp.ones(size, jnp.bool_))
+    )
+    return rows._replace(batch=batch)
+
+
 def index_rows(
     batch: PyTree, key: Key[Array, ""], count: Int[Array, ""], first: Int[Array, ""] | int = 0
 ) -> Rows:

@@ -117,9 +117,7 @@ class AnnotationResolver:
                 target = both if fits else target.with_dim(dim, ("data",))
         return target
 
-    def _pinned_by_plan(
-        self, versions: ValueVersions, sharding: TensorSharding
-    ) -> TensorSharding:
+    def _pinned_by_plan(self, versions: ValueVersions, sharding: TensorSharding) -> TensorSharding:
         """Return a sharding that the plan pins, over the axes of this mesh.
 
         A sum that is reduced already stays so, and a dim that the shards do not divide is whole.

@@ -78,7 +78,7 @@ def traced_as(jaxpr: Any) -> str:
 
 def check(jaxpr: Any, strategies: Strategies) -> None:
     """Raise `PlanError` if the strategies were found for another function."""
-    found = {path: eqn for path, eqn in equations(jaxpr)}
+    found = dict(equations(jaxpr))
     for one in strategies.equations:
         eqn = found.get(_equation(one.path))
         if eqn is None or eqn.primitive.name != one.operator:
@@ -124,7 +124,7 @@ def _operands(eqn: Any, one: Strategy) -> list[Any]:
 
 def _rewritten(jaxpr: Any, given: Mapping[str, Strategy], inside: str) -> Any:
     """Return the jaxpr with annotations before the equations that `given` names."""
-    eqns = []
+    eqns: list[Any] = []
     for index, eqn in enumerate(jaxpr.eqns):
         path = f"{inside}{index}"
         body = _body(eqn)

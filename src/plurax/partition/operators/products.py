@@ -163,10 +163,15 @@ def _matching_cost(
     split: dict[Any, tuple[str, ...]],
     out: Any,
 ) -> tuple[float, float, float]:
-    """Return a sort key: bytes to reshard parameters, all bytes with the reduction, -shards."""
+    """Return a sort key: bytes to reshard parameters, all bytes with the reduction, -shards.
+
+    Where operands are taken as given, it starts with the number of those that are not.
+    """
     moved, of_params = 0.0, 0.0
     for versions, label in zip(inputs, labels, strict=True):
         target = _as_labelled(versions, label, split)
+        if context.as_given:
+            of_params += context.first(versions).sharding != target
         # Shards with padding are not allowed: the padding would enter the contraction.
         if target.indivisible_dims(versions.shape, context.axes.sizes):
             return math.inf, math.inf, 0.0
