@@ -228,7 +228,7 @@ class Members:
         """Return the draws in an epoch over data of `rows` rows: the longest pass of any member."""
         return max(self.resample.size(rows, int(index)) for index in self._indices())
 
-    def cohort(self, rows: int) -> MemberArrays:
+    def arrays(self, rows: int) -> MemberArrays:
         """Return all members as arrays, for data of `rows` rows. Raises `BatchError`."""
         indices, seeds = self._indices(), np.asarray(self._seeds())
         return MemberArrays(

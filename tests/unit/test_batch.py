@@ -264,7 +264,7 @@ def test_members_are_given_no_wrapped_integers_either(resident):
         px.fit(SUM, optax.sgd(0.0), {"n": np.array([1, 2**33 + 5])}, members=px.Members(2),
                plan=plan, batch_size=2, resident=resident, progress=False)  # fmt: skip
     with pytest.raises(px.MembersError, match="hyperparameter 'n' holds 8589934597 as int64"):
-        px.Members(1, {"n": [2**33 + 5]}).cohort(1)
+        px.Members(1, {"n": [2**33 + 5]}).arrays(1)
 
 
 def test_values_that_fit_in_32_bits_are_exact():

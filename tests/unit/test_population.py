@@ -87,7 +87,7 @@ def test_a_member_stays_what_it_is_when_taken():
     taken = MEMBERS.take([4, 1])
     assert taken.table() == [MEMBERS.table()[4], MEMBERS.table()[1]]
     assert taken.take([1]).table() == [MEMBERS.table()[1]]
-    assert taken.cohort(50).indices.tolist() == [4, 1]
+    assert taken.arrays(50).indices.tolist() == [4, 1]
 
 
 @pytest.mark.parametrize(

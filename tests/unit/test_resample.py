@@ -241,7 +241,7 @@ def test_members_on_a_device_read_what_one_network_reads(
     length = members.epoch_length(30)
     steps = -(-length // batch)
     reads = Reads(ArrayData(data, batch, shuffle=shuffle).read_by(members).epoch_spec, batch, 1)
-    cohort = members.cohort(30)
+    arrays = members.arrays(30)
     at = jax.jit(lambda member, t: reads.block_rows(member, t)[t % steps % reads.block])
     for k in range(4):
         source = ArrayData(data, batch, members.seed_of(k), shuffle, resample=resample, member=k,
@@ -250,7 +250,7 @@ def test_members_on_a_device_read_what_one_network_reads(
             rows, counts = source.epoch_order(t // steps)
             real = counts[t % steps]
             assert int(reads.count(jnp.int32(t % steps))) == real
-            read = at(cohort.take(k), jnp.int32(t))
+            read = at(arrays.take(k), jnp.int32(t))
             assert read[:real].tolist() == rows[t % steps][:real].tolist()
 
 

@@ -161,17 +161,17 @@ class Population(StepFunctions):
             return jax.ShapeDtypeStruct((count, *x.shape), x.dtype, sharding=self.metrics_sharding)
 
         word = jax.ShapeDtypeStruct((), np.uint32)
-        cohort = jax.tree.map(many, MemberArrays(word, word, word, self._hyper))
-        other.__dict__["arguments"] = (cohort,)
+        arrays = jax.tree.map(many, MemberArrays(word, word, word, self._hyper))
+        other.__dict__["arguments"] = (arrays,)
         return other
 
     @functools.cached_property
     def arguments(self) -> tuple[MemberArrays]:
         """The members as arrays `(slots,)` on the devices; repeated members fill the slots."""
-        cohort = self.members.cohort(self._reading.count if self._reading else ANY_ROWS)
+        arrays = self.members.arrays(self._reading.count if self._reading else ANY_ROWS)
         # Repeated members compute valid numbers; their results are cut from every output.
         filled = np.arange(self.layout.slots) % self.members.count
-        return (jax.device_put(cohort.take(filled), self.metrics_sharding),)
+        return (jax.device_put(arrays.take(filled), self.metrics_sharding),)
 
     # --- One member ---------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class Population(StepFunctions):
 
     # --- The population -----------------------------------------------------------------------
 
-    def init(self, cohort: MemberArrays) -> TrainState:
+    def init(self, arrays: MemberArrays) -> TrainState:
         """Return fresh states of all members, leaves `(K, ...)`."""
 
         def fresh(member: MemberArrays) -> TrainState:
@@ -212,10 +212,10 @@ class Population(StepFunctions):
 
         # `lax.map` rather than `vmap`: only one member's temporaries exist at a time, and the body
         # for one member compiles in half the time of the body for many.
-        return self._spread(lambda cohort: jax.lax.map(fresh, cohort), "m", "s")(cohort)
+        return self._spread(lambda arrays: jax.lax.map(fresh, arrays), "m", "s")(arrays)
 
     def step(
-        self, state: TrainState, cohort: MemberArrays, batch: PyTree, count: Int[Array, ""]
+        self, state: TrainState, arrays: MemberArrays, batch: PyTree, count: Int[Array, ""]
     ) -> tuple[TrainState, Metrics]:
         """Update every member once from the same batch. Metrics have shape `(K,)`.
 
@@ -227,10 +227,10 @@ class Population(StepFunctions):
         ) -> tuple[TrainState, Metrics]:
             return self._backend(member).step(freeze=True)(state, batch, count)
 
-        return self._spread(self._chunked(one), "smd.", "sm")(state, cohort, batch, count)
+        return self._spread(self._chunked(one), "smd.", "sm")(state, arrays, batch, count)
 
     def gradients(
-        self, state: TrainState, cohort: MemberArrays, batch: PyTree, count: Int[Array, ""]
+        self, state: TrainState, arrays: MemberArrays, batch: PyTree, count: Int[Array, ""]
     ) -> Gradients:
         """Return every member's sums over the same batch, leaves `(K, ...)`."""
 
@@ -238,11 +238,11 @@ class Population(StepFunctions):
             return (), self._backend(member).gradients()(state, batch, count)
 
         fun = self._spread(self._chunked(one, keep=False), "smd.", "mg")
-        sums: Gradients = fun(state, cohort, batch, count)[1]
+        sums: Gradients = fun(state, arrays, batch, count)[1]
         return sums
 
     def apply(
-        self, state: TrainState, cohort: MemberArrays, sums: Gradients
+        self, state: TrainState, arrays: MemberArrays, sums: Gradients
     ) -> tuple[TrainState, Metrics]:
         """Update every member from its sums."""
 
@@ -250,16 +250,16 @@ class Population(StepFunctions):
             state, metrics = self._backend(member).apply(freeze=True)(*pair)
             return (state, pair[1]), metrics
 
-        def all_(state: TrainState, sums: Gradients, cohort: MemberArrays) -> Any:
-            (state, _), metrics = self._chunked(one)((state, sums), cohort)
+        def all_(state: TrainState, sums: Gradients, arrays: MemberArrays) -> Any:
+            (state, _), metrics = self._chunked(one)((state, sums), arrays)
             return state, metrics
 
-        return self._spread(all_, "sgm", "sm")(state, sums, cohort)
+        return self._spread(all_, "sgm", "sm")(state, sums, arrays)
 
     def loop(
         self,
         state: TrainState,
-        cohort: MemberArrays,
+        arrays: MemberArrays,
         data: PyTree,
         first: Int[Array, ""],
         stop: Int[Array, ""],
@@ -307,13 +307,13 @@ class Population(StepFunctions):
             state, metrics, _ = jax.lax.fori_loop(first, stop, body, (state, empty, rows))
             return state, metrics
 
-        return self._spread(self._chunked(one), "sm...", "sm")(state, cohort, data, first, stop)
+        return self._spread(self._chunked(one), "sm...", "sm")(state, arrays, data, first, stop)
 
     def evaluate(
         self,
         params: PyTree,
         model_state: PyTree,
-        cohort: MemberArrays,
+        arrays: MemberArrays,
         batch: PyTree,
         count: Int[Array, ""],
     ) -> Totals:
@@ -326,10 +326,10 @@ class Population(StepFunctions):
 
         chunked = self._chunked(one, keep=False)
         states = (params, model_state)
-        return self._spread(chunked, "pmd.", "mm")(states, cohort, batch, count)[1]
+        return self._spread(chunked, "pmd.", "mm")(states, arrays, batch, count)[1]
 
     def predict(
-        self, params: PyTree, model_state: PyTree, cohort: MemberArrays, inputs: PyTree
+        self, params: PyTree, model_state: PyTree, arrays: MemberArrays, inputs: PyTree
     ) -> PyTree:
         """Return every member's outputs for the same inputs: leaves `(B, K, ...)`, rows leading."""
 
@@ -338,34 +338,34 @@ class Population(StepFunctions):
         ) -> tuple[Any, PyTree]:
             return (), self._backend(member).predict()(*states, inputs)
 
-        def rows_first(states: Any, cohort: MemberArrays, inputs: PyTree) -> PyTree:
-            _, outputs = self._chunked(one, keep=False)(states, cohort, inputs)
+        def rows_first(states: Any, arrays: MemberArrays, inputs: PyTree) -> PyTree:
+            _, outputs = self._chunked(one, keep=False)(states, arrays, inputs)
             return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), outputs)
 
         # Rows lead so that the host can copy outputs chunk by chunk, as for one network
         # (`predict.py`).
-        return self._spread(rows_first, "pmd", "o")((params, model_state), cohort, inputs)
+        return self._spread(rows_first, "pmd", "o")((params, model_state), arrays, inputs)
 
     # --- Spreading ----------------------------------------------------------------------------
 
     def _chunked(
         self, one: Callable[..., tuple[Any, PyTree]], *, keep: bool = True
     ) -> Callable[..., tuple[Any, PyTree]]:
-        """Return `(state, cohort, *shared) -> (state, results)` over all members of a device.
+        """Return `(state, arrays, *shared) -> (state, results)` over all members of a device.
 
         It runs `plan.chunk` members at a time and writes each chunk's states back into the arrays
         they came from. With `keep=False`, `one` returns no state and the states are not written.
         """
 
-        def run(state: PyTree, cohort: MemberArrays, *shared: Any) -> tuple[PyTree, PyTree]:
-            members = cohort.seeds.shape[0]
+        def run(state: PyTree, arrays: MemberArrays, *shared: Any) -> tuple[PyTree, PyTree]:
+            members = arrays.seeds.shape[0]
             chunk = min(self.plan.chunk or members, members)
 
             def some(first: Any, size: int, state: PyTree) -> tuple[PyTree, PyTree]:
                 def cut(leaf: Array) -> Array:
                     return jax.lax.dynamic_slice_in_dim(leaf, first, size)
 
-                part = jax.tree.map(cut, (state, cohort))
+                part = jax.tree.map(cut, (state, arrays))
                 # `shared` (batch, data, step numbers) has no member dim and is closed over, not
                 # mapped.
                 return jax.vmap(lambda s, m: one(s, m, *shared))(*part)

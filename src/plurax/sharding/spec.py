@@ -20,7 +20,7 @@ class TensorSharding:
     **Fields:**
 
     - `dims`: for each dim of the tensor the mesh axes it is split over, major to minor; `()` where
-      it is whole. Each axis splits at most one dim; over axes that split none, the tensor is
+      it is not split. Each axis splits at most one dim; over axes that split none, the tensor is
       replicated.
     - `partial`: mesh axes over which each device holds one term of a sum that is not reduced yet.
 
