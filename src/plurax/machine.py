@@ -20,13 +20,16 @@ ring leaves a node once for the data of all of them: 8 × 25 GB/s. That is what 
 do with one ring for each network card.
 """
 
+import bisect
+import collections
 import dataclasses
 import importlib.resources
+import itertools
 import json
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -70,8 +73,8 @@ class Machine:
     """The rates, the memory and the links of the devices that a plan runs on.
 
     A machine is a value, as a plan is: frozen, comparable, hashable, saved as TOML and edited by
-    hand. All devices are alike. `Machine.preset` has published hardware, `Machine.load` reads a
-    file.
+    hand. `Machine.preset` has published hardware, `Machine.load` reads a file. Its devices are
+    alike, unless `Machine.uneven` made it.
 
     Raises `MachineError` for a value that no machine has.
 
@@ -103,6 +106,9 @@ class Machine:
     half_dim: float = 0.0
     """The smallest dim of a matrix product at which half of that is reached; see
     `product_seconds`."""
+    groups: Sequence[tuple[int, "Machine"]] = ()
+    """If devices differ, all of them in mesh order: how many, and one such device as a machine. The
+    other fields are then those of the slowest and smallest. Empty if all are alike."""
 
     def __post_init__(self) -> None:
         where = f"Machine({self.name!r})"
@@ -115,11 +121,17 @@ class Machine:
         if self.efficiency > 1:
             raise errors.machine_efficiency_above_one(where, self.efficiency)
         object.__setattr__(self, "levels", tuple(self.levels))
+        if not all(isinstance(level, Level) for level in self.levels):
+            raise errors.machine_not_levels(where, self.levels)
         for inner, outer in zip(self.levels, self.levels[1:], strict=False):
             if outer.devices % inner.devices or outer.devices == inner.devices:
                 raise errors.machine_levels_do_not_nest(
                     where, inner.name, inner.devices, outer.name, outer.devices
                 )
+        object.__setattr__(self, "groups", _groups(where, self.groups))
+        counts = [count for count, _ in self.groups]
+        if counts and sum(counts) != self.devices:
+            raise errors.machine_groups_do_not_add_up(where, counts, self.devices)
 
     # --- Seconds ----------------------------------------------------------------------------------
 
@@ -212,6 +224,60 @@ class Machine:
         alike = [rate for name, rate in self.flops.items() if WIDTHS[name] == width]
         return max(alike) if alike else min(self.flops.values())
 
+    # --- Devices that differ ----------------------------------------------------------------------
+
+    @classmethod
+    def uneven(
+        cls, name: str, groups: Sequence[tuple[int, "Machine"]], levels: Sequence[Level]
+    ) -> "Machine":
+        """Return a machine whose devices differ: so many of each kind, in mesh order.
+
+        Each kind is a machine of one device. The machine's own rates and memory are those of the
+        slowest and the smallest, so that what they allow, every device can do; `rates_of` has those
+        of some devices.
+
+        Raises `MachineError` where the groups do not add up to the devices of the levels.
+
+        >>> kinds = [(8, Machine.preset("A100-80GB")), (8, Machine.preset("V100-32GB"))]
+        >>> machine = Machine.uneven("lab", kinds, [Level("cluster", 16, 6.25e9)])
+        >>> machine.memory, machine.rates_of(range(8)).memory
+        (32000000000, 80000000000)
+        """
+        groups = _groups(f"Machine({name!r})", groups)
+        kinds = [kind for _, kind in groups]
+        return cls(
+            name=name,
+            flops={
+                dtype: min(kind._peak(dtype) for kind in kinds)
+                for dtype in WIDTHS
+                if any(dtype in kind.flops for kind in kinds)
+            },
+            memory=min(kind.memory for kind in kinds),
+            memory_bandwidth=min(kind.memory_bandwidth for kind in kinds),
+            levels=levels,
+            overhead=max(kind.overhead for kind in kinds),
+            efficiency=min(kind.efficiency for kind in kinds),
+            half_dim=max(kind.half_dim for kind in kinds),
+            groups=groups,
+        )
+
+    def rates_of(self, devices: Iterable[int]) -> "Machine":
+        """Return the machine whose rates and memory some devices have, by their mesh order.
+
+        Raises `MachineError` if they differ. `data` and `tensor` give every device the same share
+        of the work, so the devices of one pipeline stage must be alike; those of different stages
+        need not be.
+        """
+        if not self.groups:
+            return self
+        ends = list(itertools.accumulate(count for count, _ in self.groups))
+        held = collections.Counter(bisect.bisect_right(ends, device) for device in devices)
+        kinds = {index: self.groups[index][1] for index in sorted(held)}
+        if len({*kinds.values()}) > 1:
+            counts = [(held[index], kind.name) for index, kind in kinds.items()]
+            raise errors.machine_devices_differ(self.name, counts)
+        return next(iter(kinds.values()))
+
     # --- Text, files and presets ------------------------------------------------------------------
 
     def __repr__(self) -> str:
@@ -223,19 +289,23 @@ class Machine:
         return f"Machine({', '.join(fields)})"
 
     def __str__(self) -> str:
-        return "\n".join(
-            [
-                f"{self.name}: {self.devices} device{'s' if self.devices > 1 else ''}",
-                *(f"  {name}: {value}" for name, value in self._rows()),
-            ]
-        )
+        return "\n".join([self._title(), *(f"  {name}: {value}" for name, value in self._rows())])
 
     def _repr_html_(self) -> str:
-        title = f"{self.name}: {self.devices} device{'s' if self.devices > 1 else ''}"
-        return html_table(title, ["", "each device"], self._rows())
+        return html_table(self._title(), ["", ""], self._rows())
+
+    def _title(self) -> str:
+        return f"{self.name}: {self.devices} device{'s' if self.devices > 1 else ''}"
 
     def _rows(self) -> list[tuple[str, str]]:
-        """Return what one device does, as names and texts."""
+        """Return what devices and links do, as names and texts."""
+        if self.groups:
+            kinds = [
+                (f"{count} × {kind.name}: {name}", value)
+                for count, kind in self.groups
+                for name, value in kind._rows()
+            ]
+            return [*kinds, *self._link_rows()]
         shares = [
             f"{self.efficiency:.0%} of these rates" if self.efficiency < 1 else "",
             f"half of it at a smallest dim of {self.half_dim:g}" if self.half_dim else "",
@@ -243,25 +313,31 @@ class Machine:
         rows = [
             *((f"products in {dtype}", _si(rate, "flop/s")) for dtype, rate in self.flops.items()),
             ("memory", f"{_si(self.memory, 'B')}, {_si(self.memory_bandwidth, 'B/s')}"),
-            *(
-                (
-                    f"{level.name} of {level.devices}",
-                    f"{_si(level.bandwidth, 'B/s')}, latency {_si(level.latency, 's')}",
-                )
-                for level in self.levels
-            ),
+            *self._link_rows(),
             ("overhead of an operation", _si(self.overhead, "s")),
             ("reached at best", ", ".join(filter(None, shares))),
         ]
         return [(name, value) for name, value in rows if value]
 
+    def _link_rows(self) -> list[tuple[str, str]]:
+        return [
+            (
+                f"{level.name} of {level.devices}",
+                ", latency ".join(
+                    filter(None, [_si(level.bandwidth, "B/s"), _si(level.latency, "s")])
+                ),
+            )
+            for level in self.levels
+        ]
+
     def to_toml(self) -> str:
         """Return the machine as TOML, with all fields."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        plain = [name for name in values if name not in ("flops", "levels")]
-        lines = [f"{name} = {_toml_value(values[name])}" for name in plain]
-        lines += ["", "[flops]"]
-        lines += [f"{dtype} = {_toml_value(rate)}" for dtype, rate in self.flops.items()]
+        if self.groups:
+            lines = [f"name = {_toml_value(self.name)}"]
+            for count, kind in self.groups:
+                lines += ["", "[[groups]]", f"devices = {count}", *_toml_device(kind, "groups.")]
+        else:
+            lines = _toml_device(self)
         for level in self.levels:
             lines += ["", "[[levels]]"]
             lines += [f"{k} = {_toml_value(v)}" for k, v in dataclasses.asdict(level).items()]
@@ -275,10 +351,16 @@ class Machine:
         except tomllib.TOMLDecodeError as error:
             raise errors.machine_not_toml(source, str(error)) from None
         try:
-            levels = values.get("levels", [])
-            if not isinstance(levels, list) or not all(isinstance(one, dict) for one in levels):
-                raise errors.machine_levels_not_tables(levels)
-            return _build(cls, {**values, "levels": [_build(Level, one) for one in levels]})
+            levels = [_build(Level, one) for one in _tables(values, "levels")]
+            groups = [_group(one) for one in _tables(values, "groups")]
+            if not groups:
+                return _build(cls, {**values, "levels": levels, "groups": ()})
+            for key in values:
+                if key not in ("name", "levels", "groups"):
+                    raise errors.machine_key_in_groups(key)
+            if "name" not in values:
+                raise errors.machine_missing_key("Machine", "name")
+            return cls.uneven(values["name"], groups, levels)
         except errors.MachineError as error:
             raise errors.machine_in_a_file(source, error) from None
 
@@ -413,10 +495,48 @@ def _build(cls: type, values: dict[str, Any]) -> Any:
     return cls(**values)
 
 
+def _group(values: dict[str, Any]) -> tuple[int, Machine]:
+    """Return some devices and their kind from a table of a file. Raises `MachineError`."""
+    if "devices" not in values:
+        raise errors.machine_missing_key("group", "devices")
+    kind = {key: value for key, value in values.items() if key != "devices"}
+    return values["devices"], _build(Machine, kind)
+
+
+def _groups(where: str, given: Sequence[tuple[int, Machine]]) -> tuple[tuple[int, Machine], ...]:
+    """Return groups of devices, each of one kind. Raises `MachineError`."""
+    groups = []
+    for count, kind in given:
+        number = whole_number(count)
+        if number is None:
+            raise errors.machine_devices_not_whole(where, count, 1)
+        if kind.levels or kind.groups:
+            raise errors.machine_kind_not_one_device(where, kind.name, kind.devices)
+        groups.append((number, kind))
+    return tuple(groups)
+
+
+def _tables(values: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """Return the tables of an array of tables, none if there is none. Raises `MachineError`."""
+    tables = values.get(key, [])
+    if not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
+        raise errors.machine_not_tables(key, tables)
+    return tables
+
+
 def _presets() -> dict[str, dict[str, Any]]:
     """Return the table of published hardware."""
     text = importlib.resources.files("plurax").joinpath("presets.toml").read_text("utf-8")
     return tomllib.loads(text)
+
+
+def _toml_device(machine: Machine, prefix: str = "") -> list[str]:
+    """Return the lines of TOML that say what one device of a machine does."""
+    fields = [field.name for field in dataclasses.fields(Machine)]
+    plain = [name for name in fields if name not in ("flops", "levels", "groups")]
+    lines = [f"{name} = {_toml_value(getattr(machine, name))}" for name in plain]
+    lines += ["", f"[{prefix}flops]"]
+    return [*lines, *(f"{dtype} = {_toml_value(rate)}" for dtype, rate in machine.flops.items())]
 
 
 def _toml_value(value: float | str) -> str:

@@ -20,22 +20,30 @@ numbers = st.just(0.0) | positive
 names = st.text(st.characters(exclude_categories=["Cs"]))
 
 
+kinds = st.builds(
+    Machine,
+    name=names,
+    flops=st.dictionaries(st.sampled_from([*WIDTHS]), positive, min_size=1),
+    memory=st.integers(1, 10**14),
+    memory_bandwidth=positive,
+    overhead=numbers,
+    efficiency=st.floats(1e-9, 1.0),
+    half_dim=numbers,
+)
+
+
 @st.composite
 def machines(draw):
     levels, devices = [], 1
     for _ in range(draw(st.integers(0, 3))):
         devices *= draw(st.integers(2, 9))
         levels.append(Level(draw(names), devices, draw(positive), draw(numbers)))
-    return Machine(
-        name=draw(names),
-        flops=draw(st.dictionaries(st.sampled_from([*WIDTHS]), positive, min_size=1)),
-        memory=draw(st.integers(1, 10**14)),
-        memory_bandwidth=draw(positive),
-        levels=levels,
-        overhead=draw(numbers),
-        efficiency=draw(st.floats(1e-9, 1.0)),
-        half_dim=draw(numbers),
-    )
+    machine = dataclasses.replace(draw(kinds), levels=levels)
+    if devices == 1 or draw(st.booleans()):
+        return machine
+    first = draw(st.integers(1, devices - 1))
+    groups = [(first, draw(kinds)), (devices - first, draw(kinds))]
+    return Machine.uneven(machine.name, groups, levels)
 
 
 # --- Values ---------------------------------------------------------------------------------------
@@ -171,6 +179,34 @@ def test_members_in_a_node_are_counted(group_size, stride, blocks, node):
     assert seconds == pytest.approx(0 if fewest == group_size else 1 / fewest, abs=1e-20)
 
 
+# --- Devices that differ --------------------------------------------------------------------------
+
+FAST = Machine("fast", {"float32": 4e12, "bfloat16": 8e12}, 80e9, 2e12, efficiency=0.9, half_dim=50)
+SLOW = Machine("slow", {"float32": 1e12}, 32e9, 3e12, overhead=1e-6)
+LAB = Machine.uneven("lab", [(8, FAST), (8, SLOW), (16, FAST)], (NODE, CLUSTER))
+
+
+def test_an_uneven_machine_is_as_fast_as_its_slowest_device():
+    assert LAB.flops == {"float32": 1e12, "bfloat16": 1e12}
+    assert (LAB.memory, LAB.memory_bandwidth, LAB.overhead) == (32e9, 2e12, 1e-6)
+    assert (LAB.efficiency, LAB.half_dim, LAB.devices) == (0.9, 50, 32)
+    assert "8 × slow: memory: 32 GB, 3 TB/s" in str(LAB)
+
+
+def test_the_devices_of_a_stage_must_be_alike():
+    assert LAB.rates_of(range(8)) == FAST
+    assert LAB.rates_of([8, 15, 12]) == SLOW
+    assert LAB.rates_of([*range(4), *range(16, 32)]) == FAST  # two groups of one kind
+    assert PLAIN.rates_of([0, 31]) == PLAIN
+    with pytest.raises(MachineError, match="lab: 1 × fast and 8 × slow would share one stage, and"):
+        LAB.rates_of(range(7, 16))
+
+
+def test_the_kind_of_a_group_is_one_device():
+    with pytest.raises(MachineError, match="'plain' of a group is a machine of 32 devices"):
+        Machine.uneven("m", [(32, PLAIN)], (NODE, CLUSTER))
+
+
 # --- Presets --------------------------------------------------------------------------------------
 
 
@@ -203,6 +239,7 @@ def test_what_the_presets_are():
 
 LEVEL = "[[levels]]\nname = 'node'\ndevices = 8\nbandwidth = 1e9\n"
 MACHINE = "name = 'm'\nmemory = 1e9\nmemory_bandwidth = 1e10\nflops = {float32 = 1e12}\n"
+GROUP = "[[groups]]\ndevices = 2\n" + MACHINE
 
 
 @pytest.mark.parametrize(
@@ -224,7 +261,14 @@ MACHINE = "name = 'm'\nmemory = 1e9\nmemory_bandwidth = 1e10\nflops = {float32 =
         (MACHINE + LEVEL.replace("8", "1"), "1 is not a number of devices or nodes; g"),
         (MACHINE + LEVEL + LEVEL, "level 'node' of 8 devices does not hold whole groups of level"),
         (MACHINE + LEVEL.replace("1e9", "nan"), "Level('node'): bandwidth=nan, and must be"),
-        (MACHINE + "levels = 8\n", "levels=8; a level is a table of its own"),
+        (MACHINE + "levels = 8\n", "levels=8, and must be tables, one [[levels]] for each"),
+        (MACHINE + LEVEL + GROUP, "'memory' is beside [[groups]]. Where devices differ, each "),
+        ("name = 'm'\n" + LEVEL + GROUP, "its groups have 2 devices and its levels 8; give every"),
+        ("name = 'm'\n" + LEVEL + GROUP.replace("devices = 2", "devices = '2'"),
+         "'2' is not a number of devices or nodes"),
+        (LEVEL + GROUP.replace("devices = 2", "devices = 8"), "a Machine needs 'name', which is"),
+        (LEVEL + GROUP + "levels = [{name = 'a'}]\n", "and must be levels of links"),
+        (LEVEL + GROUP.replace("devices = 2\n", ""), "a group needs 'devices', which is missing"),
         ("name = \n", "is not a machine in TOML"),
     ],
 )  # fmt: skip

@@ -53,11 +53,49 @@ def machine_levels_do_not_nest(
     )
 
 
-def machine_levels_not_tables(given: object) -> MachineError:
+def machine_not_levels(where: str, given: Iterable[object]) -> MachineError:
     return MachineError(
-        f"levels={given!r}; a level is a table of its own:\n\n"
+        f"{where}: levels={given!r}, and must be levels of links: "
+        "[plurax.analysis.Level('node', 8, bandwidth=300e9, latency=3.4e-6)]."
+    )
+
+
+def machine_not_tables(key: str, given: object) -> MachineError:
+    return MachineError(
+        f"{key}={given!r}, and must be tables, one [[{key}]] for each. A level is:\n\n"
         '    [[levels]]\n    name = "node"\n    devices = 8\n    bandwidth = 300e9\n'
         "    latency = 3.4e-6"
+    )
+
+
+def machine_key_in_groups(key: str) -> MachineError:
+    return MachineError(
+        f"{key!r} is beside [[groups]]. Where devices differ, each group has its own: write "
+        f"{key!r} into every [[groups]]."
+    )
+
+
+def machine_groups_do_not_add_up(where: str, counts: Iterable[int], devices: int) -> MachineError:
+    total = " + ".join(map(str, counts))
+    return MachineError(
+        f"{where}: its groups have {total} devices and its levels {devices}; give every device in "
+        "one group."
+    )
+
+
+def machine_kind_not_one_device(where: str, kind: str, devices: int) -> MachineError:
+    return MachineError(
+        f"{where}: the kind {kind!r} of a group is a machine of {devices} devices, and must be one "
+        "device: plurax.Machine.preset('A100-80GB'). The links are the whole machine's levels."
+    )
+
+
+def machine_devices_differ(name: str, counts: Iterable[tuple[int, str]]) -> MachineError:
+    kinds = " and ".join(f"{count} × {kind}" for count, kind in counts)
+    return MachineError(
+        f"{name}: {kinds} would share one stage, and `data` and `tensor` give every device of a "
+        "stage the same share of the work: all would wait for the slowest. Put devices that differ "
+        "into different stages, with `pipeline`, or plan for one kind of them."
     )
 
 
