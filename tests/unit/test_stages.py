@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import io_callback
 from tests import models
 
 import plurax as px
@@ -244,3 +245,93 @@ def test_stacks_that_cannot_be(change, match):
 
     with pytest.raises(px.TaskError, match=match):
         use()
+
+
+HEARD = []
+
+
+def hear(name, value):
+    jax.debug.callback(lambda v: HEARD.append((name, round(float(v), 3))), value.sum())
+
+
+def answer(value):
+    HEARD.append(("answered", float(value)))
+    return np.float32(2)
+
+
+def heard(task, plan, optimizer=None):
+    """Return what the callbacks of one step were given, and the program."""
+    batch = models.data(8)
+    program = px.compile(task, optimizer or optax.sgd(0.0), plan, batch)
+    HEARD.clear()
+    jax.block_until_ready(program.step(program.init(0), batch))
+    jax.effects_barrier()
+    return sorted(HEARD), program
+
+
+def square(key):
+    return jnp.eye(5)
+
+
+def heard_embed(params, batch, keys):
+    hear("embed", batch["x"])
+    return batch["x"] @ params
+
+
+def heard_block(params, x, batch, keys):
+    hear("block", x)
+    return x @ params
+
+
+def heard_head(params, x, batch, keys):
+    losses = jnp.tanh(x @ params).sum(1)
+    hear("losses", losses)
+    return losses
+
+
+def heard_loss(params, batch, keys):
+    shape = jax.ShapeDtypeStruct((), jnp.float32)
+    answered = io_callback(answer, shape, jax.lax.stop_gradient(jnp.sum(params["a"])))
+    x = heard_block(params["a"], heard_embed(params["a"], batch, keys), batch, keys)
+    x = px.stage_boundary(x * answered)
+    hear("rows", batch["x"])
+    hear("parameters", params["b"])
+    hear("constant", jnp.ones(()))
+    return heard_head(params["b"], x * answered, batch, keys)
+
+
+EFFECTS = {
+    "stack": px.stack(
+        embed=(square, heard_embed), block=(square, heard_block), head=(square, heard_head), depth=2
+    ),
+    "marked": px.Task(init=lambda key: {"a": square(key), "b": square(key)}, loss=heard_loss),
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize(("name", "count"), [("stack", 4), ("marked", 7)])
+def test_what_a_stage_prints_is_printed_once(name, count, schedule):
+    """Once per microbatch, as on one device: not in the backward pass, not by each stage."""
+    expected, _ = heard(EFFECTS[name], px.Plan(microbatches=4))
+    plan = px.Plan(pipeline=2, microbatches=4, schedule=schedule)
+    found, program = heard(EFFECTS[name], plan)
+    assert len(found) == 4 * count
+    assert found == expected
+    # To print a parameter moves it to no other device.
+    notes = {one.path: one.note for one in program.shardings}
+    assert notes.get("b", "on device 1 of the pipeline") == "on device 1 of the pipeline"
+
+
+def test_what_an_optimizer_prints():
+    """The device of a stage prints that stage's tensors; each device prints what all have."""
+
+    def update(grads, count, params=None):
+        hear("count", count)
+        hear("leaf", grads["second"])
+        hear("norm", optax.tree.norm(grads))
+        return grads, count + 1
+
+    optimizer = optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
+    (count, leaf, norm), _ = heard(marked(1), px.Plan(), optimizer)
+    found, _ = heard(marked(1), px.Plan(pipeline=2), optimizer)
+    assert found == [count, count, leaf, norm, norm]

@@ -22,7 +22,7 @@ https://docs.jax.dev/en/latest/notebooks/Writing_custom_interpreters_in_Jax.html
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -188,12 +188,20 @@ def dependent(eqns: Sequence[Any], given: Sequence[Any]) -> set[Any]:
     return found
 
 
-def needed(eqns: Sequence[Any], results: Sequence[Any], known: set[Any]) -> list[Any]:
-    """Return the equations on which `results` depend, given the variables `known`."""
-    wanted = set(variables(results)) - known
+def needed(
+    eqns: Sequence[Any],
+    results: Sequence[Any],
+    known: Container[Any],
+    effects: Container[int] = (),
+) -> list[Any]:
+    """Return the equations on which `results` depend, given the variables `known`.
+
+    Those whose `id` is in `effects` are needed too: what they do is no result.
+    """
+    wanted = {atom for atom in variables(results) if atom not in known}
     found = []
     for eqn in reversed(eqns):
-        if not wanted.isdisjoint(eqn.outvars):
+        if id(eqn) in effects or not wanted.isdisjoint(eqn.outvars):
             found.append(eqn)
-            wanted |= set(variables(eqn.invars)) - known
+            wanted.update(atom for atom in variables(eqn.invars) if atom not in known)
     return found[::-1]

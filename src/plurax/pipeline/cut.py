@@ -20,6 +20,9 @@ Example, with two stages and microbatches of 4 rows:
 A variable that stage 0 computes and stage 2 reads crosses both cuts, through stage 1. With more
 boundaries than cuts, neighbouring parts are merged: 4 parts on 2 stages become 2 and 2.
 
+Effects (`jax.debug.print`): an equation with an effect is in one stage, that of its operands. If
+those depend on no parameter or on no row, it is in the stage that reads most of the same inputs.
+
 Model state: one stage reads and writes each leaf that changes, so the leaf's updates follow that
 stage's microbatches. Equations that only the new model state depends on are in the stage of what
 they read, the earliest possible one. A leaf that never changes may be read by any stage.
@@ -118,8 +121,10 @@ class Cut:
             raise errors.too_few_boundaries(parts, stages)
         self._stage = {var: depth * stages // parts for var, depth in depths.items()}
         self.stages = stages
+        self._effects = self._effects_on_stages()
         self._boundaries = self._crossing()
         self._writer = self._writers()
+        self._effects |= self._other_effects()
         self._check_states(states)
 
     def network(self) -> StagedNetwork:
@@ -130,11 +135,13 @@ class Cut:
     def _depths(self) -> dict[Any, int]:
         """Return the number of boundaries before each variable that belongs to a stage.
 
-        Those are the variables that depend on a parameter and on a row; others have no entry.
+        Those are the variables that depend on a parameter and on a row, or on the result of an
+        effect, which must happen once; others have no entry.
         """
         eqns = self._jaxpr.eqns
         trained = dependent(eqns, self._jaxpr.invars[: self._count])
-        streamed = trained & dependent(eqns, self._rows)
+        effects = [var for eqn in eqns if eqn.effects for var in eqn.outvars]
+        streamed = trained & dependent(eqns, self._rows) | dependent(eqns, effects)
         marked: dict[int, list[Any]] = {}
         for eqn in filter(_is_boundary, eqns):
             marked.setdefault(id(eqn.params["tag"]), []).extend(variables(eqn.invars))
@@ -189,6 +196,7 @@ class Cut:
         last = dict.fromkeys(variables(self._results), self.stages - 1)
         for eqn in self._jaxpr.eqns:
             at = max((self._stage[v] for v in eqn.outvars if v in self._stage), default=0)
+            at = self._effects.get(id(eqn), at)
             for atom in variables(eqn.invars):
                 last[atom] = max(last.get(atom, 0), at)
         cuts = [
@@ -199,6 +207,32 @@ class Cut:
             if not jax.numpy.issubdtype(var.aval.dtype, jax.numpy.floating):
                 raise errors.boundary_not_floating(str(var.aval.dtype), var.aval.shape)
         return cuts
+
+    def _effects_on_stages(self) -> dict[int, int]:
+        """Return, by `id`, the stage of each equation with an effect on variables of stages."""
+        found = {}
+        for eqn in self._jaxpr.eqns:
+            at = [
+                self._stage[a] for a in variables([*eqn.invars, *eqn.outvars]) if a in self._stage
+            ]
+            if eqn.effects and at:
+                found[id(eqn)] = max(at)
+        return found
+
+    def _other_effects(self) -> dict[int, int]:
+        """Return the stages of the other effects: where most of what they read is read anyway.
+
+        A parameter that two stages read would be stored on both of their devices.
+        """
+        eqns = self._jaxpr.eqns
+        inputs = [self._stage_eqns(stage, self._writer)[2] for stage in range(self.stages)]
+        found = {}
+        for eqn in eqns:
+            if eqn.effects and id(eqn) not in self._effects:
+                before = needed(eqns, eqn.invars, ())
+                read = set(variables([a for one in (*before, eqn) for a in one.invars]))
+                found[id(eqn)] = max(range(self.stages), key=lambda at: len(read & inputs[at]))
+        return found
 
     def _writers(self) -> dict[int, int]:
         """Return for each leaf of model state that changes the stage that writes it.
@@ -233,7 +267,8 @@ class Cut:
         before = set(self._boundaries[stage - 1]) if stage > 0 else set()
         results = list(self._results if stage == self.stages - 1 else self._boundaries[stage])
         results += [self._new[leaf] for leaf, at in sorted(writer.items()) if at == stage]
-        eqns = needed(self._jaxpr.eqns, results, before)
+        effects = {eqn for eqn, at in self._effects.items() if at == stage}
+        eqns = needed(self._jaxpr.eqns, results, before, effects)
         read = [atom for eqn in eqns for atom in eqn.invars]
         return results, eqns, set(variables([*results, *read]))
 

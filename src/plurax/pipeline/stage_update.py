@@ -39,7 +39,7 @@ from jaxtyping import Array
 
 from plurax import errors
 from plurax.jaxpr.compat import open_jaxpr
-from plurax.jaxpr.interpret import bind, interpret, variables
+from plurax.jaxpr.interpret import bind, interpret, needed, variables
 from plurax.partition.partitioner import Partitioner
 from plurax.partition.values import ShardedValue, ValueVersions
 from plurax.pipeline.cut import inlined
@@ -123,9 +123,10 @@ class StageUpdate:
     def _label(self) -> None:
         """Assign each variable a device (or all) and a round, and find the scalars that cross.
 
-        `_home` has the device of each variable that one device computes; `_crossing` maps each
-        scalar that crosses to the round in which it is computed; `_readers` maps each variable
-        that is on all devices and that a single device reads to the reading operation's name.
+        `_home` has the device of each variable that one device computes, `_at` by `id` the device
+        (or None) and the round of each equation; `_crossing` maps each scalar that crosses to the
+        round in which it is computed; `_readers` maps each variable that is on all devices and that
+        a single device reads to the reading operation's name.
         """
         home: dict[Any, int] = {}
         rounds: dict[Any, int] = {}
@@ -133,6 +134,7 @@ class StageUpdate:
             if isinstance(given, StageTensor):
                 home[var] = given.device
         self._crossing: dict[Any, int] = {}
+        self._at: dict[int, tuple[int | None, int]] = {}
 
         def crosses(atom: Any, eqn: Any) -> None:
             if atom.aval.size > MAX_CROSSING:
@@ -154,18 +156,19 @@ class StageUpdate:
                         crosses(atom, eqn)
                         at = max(at, rounds.get(atom, 0) + 1)
                 devices = set()
-            for var in eqn.outvars:
-                rounds[var] = at
-                if devices:
-                    (home[var],) = devices
+            device = next(iter(devices), None)
+            self._at[id(eqn)] = device, at
+            rounds.update(dict.fromkeys(eqn.outvars, at))
+            if device is not None:
+                home.update(dict.fromkeys(eqn.outvars, device))
         for atom, wanted in zip(self._jaxpr.outvars, self._homes, strict=True):
             if not isinstance(atom, Literal) and atom in home and home[atom] != wanted:
                 crosses(atom, None)
-        self._home, self._rounds = home, rounds
+        self._home = home
         self._readers = {
             atom: eqn.primitive.name
             for eqn in self._jaxpr.eqns
-            if eqn.outvars[0] in home
+            if self._at[id(eqn)][0] is not None
             for atom in variables(eqn.invars)
             if atom not in home
         }
@@ -196,13 +199,9 @@ class StageUpdate:
         self._replicate_for_readers(known, [var for var in self._jaxpr.invars if var in known])
         # All devices run the rounds together. Equations of single devices are evaluated where they
         # are needed: for the scalars that cross after a round, and for the results at the end.
-        last = max([*self._rounds.values(), *(n + 1 for n in self._crossing.values())], default=0)
-        for round_ in range(last + 1):
-            eqns = [
-                eqn
-                for eqn in self._jaxpr.eqns
-                if self._rounds[eqn.outvars[0]] == round_ and eqn.outvars[0] not in self._home
-            ]
+        rounds = [*(at for _, at in self._at.values()), *(n + 1 for n in self._crossing.values())]
+        for round_ in range(max(rounds, default=0) + 1):
+            eqns = [eqn for eqn in self._jaxpr.eqns if self._at[id(eqn)] == (None, round_)]
             results = [var for eqn in eqns for var in eqn.outvars if not _dropped(var)]
             cells = self.partitioner.evaluate_part(eqns, known, results)
             known.update(zip(results, cells, strict=True))
@@ -235,7 +234,7 @@ class StageUpdate:
 
         def branch(device: int) -> list[Array]:
             own = [var for var in crossing if self._home[var] == device]
-            cells = iter(self._on_one(device, known, own))
+            cells = iter(self._on_one(device, known, own, effects=False))
             return [
                 self.stage_partitioner.reshard(
                     next(cells), TensorSharding.replicated(len(var.aval.shape))
@@ -280,18 +279,24 @@ class StageUpdate:
         return [found.get(index) for index in range(len(atoms))], packed
 
     def _on_one(
-        self, device: int, known: dict[Any, ValueVersions], results: Sequence[Any]
+        self,
+        device: int,
+        known: dict[Any, ValueVersions],
+        results: Sequence[Any],
+        *,
+        effects: bool = True,
     ) -> list[ValueVersions]:
         """Compute results on one device, from the values of all devices and that device's tensors.
 
-        To be called in that device's branch.
+        To be called in that device's branch, once with `effects` (`jax.debug.print`).
         """
         # The branch reshards its own copies: an array traced in one branch must not escape from it.
         here = {var: cell.fresh() for var, cell in known.items()}
         for var, given in zip(self._jaxpr.invars, self._inputs, strict=True):
             if isinstance(given, StageTensor) and given.device == device:
                 here[var] = ValueVersions(given.read())
-        eqns = [eqn for eqn in self._jaxpr.eqns if self._home.get(eqn.outvars[0]) == device]
+        eqns = [eqn for eqn in self._jaxpr.eqns if self._at[id(eqn)][0] == device]
+        eqns = eqns if effects else needed(eqns, results, here)
         return self.stage_partitioner.evaluate_part(eqns, here, results)
 
     def _on_each(self, branch: Callable[[int], Any]) -> Any:

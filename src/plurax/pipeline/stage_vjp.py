@@ -109,7 +109,9 @@ class StageVjp:
         Returns the residuals as the keys of a dict (it keeps their order), and the others.
         """
         params, x, rest = self._groups()
-        depends = dependent(self._forward.eqns, x + rest)
+        # An effect must not happen again in the backward pass.
+        effects = [var for eqn in self._forward.eqns if eqn.effects for var in eqn.outvars]
+        depends = dependent(self._forward.eqns, [*x, *rest, *effects])
         # The device still has these when the backward pass runs; model state has changed by then.
         available = {*params, *rest[: len(rest) - self._reads], *self._forward.constvars}
         missing = [atom for atom in variables(self._needed) if atom not in available]
@@ -250,7 +252,8 @@ class StageVjp:
         forward = self._known(inputs._replace(x=[]))
         forward.update(zip(self._residuals, map(ValueVersions, residuals), strict=True))
         if self._recomputed:
-            eqns, results = self._forward.eqns, self._recomputed
+            results = self._recomputed
+            eqns = needed(self._forward.eqns, results, forward)
             recomputed = self.partitioner.evaluate_part(eqns, forward, results)
             forward.update(zip(results, recomputed, strict=True))
         constants = map(self.partitioner.constant, self._back_constants)
