@@ -1,0 +1,1 @@
+"""Find a plan: the shard strategies of a step, their costs, and solvers."""

@@ -1,0 +1,248 @@
+"""What a strategy costs, and what it costs to reshard a value: seconds, or bytes sent.
+
+All solvers minimise one number: the sum over the nodes of the cost of the chosen strategy, and over
+the values of the cost of each sharding that some reader needs and the producer does not give. Here
+is the only place that says what these are.
+
+    node               seconds per step
+    a matrix product   trips x the longer of its operations and its memory traffic
+    another equation   trips x its memory traffic, and the all-reduces within it
+    a parameter        the reduction of its gradient over `data`, and its update
+
+    parameter of P bytes on one device, plan.data = n                     sent by each device
+    zero 0             all-reduce, once                                   2 (n-1)/n P
+    zero 1             reduce-scatter and all-gather, once                2 (n-1)/n P
+    zero 2, m microbatches   reduce-scatter m times, all-gather once      (m + 1) (n-1)/n P
+    zero 3, m microbatches   all-gather 2 m times, reduce-scatter m       3 m (n-1)/n P
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import optax
+from jaxtyping import PyTree
+
+from plurax import tree
+from plurax.machine import Machine
+from plurax.plan import Plan
+from plurax.search.graph import Graph, Node
+from plurax.search.shard_strategies import ShardStrategy, Tensor
+from plurax.sharding.axes import Axes
+from plurax.sharding.reshard import ReshardStep, plan_reshard
+from plurax.sharding.rules import match_opt_state_to_params
+from plurax.sharding.spec import TensorSharding
+
+
+class Costs(Protocol):
+    """What solvers minimise. A cost of infinity forbids."""
+
+    @property
+    def scale(self) -> float:
+        """The factor by which costs become numbers that suit a solver: microseconds."""
+        ...
+
+    def strategy(self, graph: Graph, node: Node, strategy: ShardStrategy) -> float:
+        """Return the cost of a node's strategy in one step."""
+        ...
+
+    def reshard(
+        self, axes: Axes, tensor: Tensor, source: TensorSharding, target: TensorSharding
+    ) -> float:
+        """Return the cost of resharding a value once."""
+        ...
+
+
+def reshard_steps(
+    axes: Axes, tensor: Tensor, source: TensorSharding, target: TensorSharding
+) -> Sequence[ReshardStep] | None:
+    """Return the steps of a reshard, none for zeros; None if it is impossible.
+
+    A sum that is not partial cannot become partial.
+    """
+    if source == target or tensor.zero:
+        return []
+    if not target.partial <= source.partial:
+        return None
+    return plan_reshard(source, target, tensor.shape, tensor.itemsize, axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class BytesSent:
+    """Costs in bytes that each device sends, for comparison with the collectives of a plan.
+
+    **Fields:** `split_products`, whether matrix products must be split as far as they can be.
+    Otherwise a step on replicated values sends nothing, and is the cheapest.
+
+    Among equal bytes, fewer operations and less memory traffic cost less.
+    """
+
+    split_products: bool = True
+
+    @property
+    def scale(self) -> float:
+        """A byte is sent in a nanosecond."""
+        return 1e-3
+
+    def strategy(self, graph: Graph, node: Node, strategy: ShardStrategy) -> float:
+        """Return the bytes sent within an operation."""
+        if self.split_products and strategy.flops:
+            least = min(one.flops for one in node.strategies)
+            if strategy.flops > least:
+                return math.inf
+        extra = 1e-9 * strategy.flops + 1e-6 * strategy.traffic
+        return node.trips * (strategy.bytes_sent + extra)
+
+    def reshard(
+        self, axes: Axes, tensor: Tensor, source: TensorSharding, target: TensorSharding
+    ) -> float:
+        """Return the bytes sent to reshard a value."""
+        steps = reshard_steps(axes, tensor, source, target)
+        return math.inf if steps is None else sum(step.bytes_sent for step in steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Seconds:
+    """Costs in seconds on a machine.
+
+    **Fields:** `machine`; `plan`, of which `data`, `zero`, `microbatches` and `pipeline` count;
+    `state_ratios`, for each parameter the bytes of its optimizer state by its own bytes.
+    """
+
+    machine: Machine
+    plan: Plan = dataclasses.field(default_factory=Plan)
+    state_ratios: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def scale(self) -> float:
+        """Microseconds."""
+        return 1e6
+
+    def strategy(self, graph: Graph, node: Node, strategy: ShardStrategy) -> float:
+        """Return the seconds of a node in one step."""
+        if node.kind == "parameter":
+            return self._parameter(graph, node.path, strategy.outputs[0])
+        seconds = self.machine.traffic_seconds(strategy.traffic)
+        if strategy.product is not None:
+            m, n, k, batch = strategy.product
+            product = self.machine.product_seconds(m, n, k, strategy.dtype, batch)
+            seconds = max(seconds, product)
+        for over, sent in strategy.all_reduces:
+            seconds += self._collective(graph.axes, "all-reduce", sent, over)
+        return node.trips * seconds
+
+    def reshard(
+        self, axes: Axes, tensor: Tensor, source: TensorSharding, target: TensorSharding
+    ) -> float:
+        """Return the seconds to reshard a value; a slice costs nothing."""
+        steps = reshard_steps(axes, tensor, source, target)
+        if steps is None:
+            return math.inf
+        return sum(
+            self._collective(axes, step.kind, step.bytes_sent, step.axes)
+            for step in steps
+            if step.kind != "slice"
+        )
+
+    def _collective(self, axes: Axes, kind: str, sent: float, over: Sequence[str]) -> float:
+        names = list(axes.sizes)
+        minor = max(names.index(axis) for axis in over)
+        stride = axes.size(names[minor + 1 :])
+        return self.machine.collective_seconds(
+            kind, sent, axes.size(over), stride, mesh_devices=self._devices(axes)
+        )
+
+    def _devices(self, axes: Axes) -> int:
+        return self.plan.data * self.plan.pipeline * axes.size(list(axes.sizes))
+
+    def _parameter(self, graph: Graph, path: str, sharding: TensorSharding) -> float:
+        """Return the seconds of a parameter's gradient over `data` and of its update."""
+        plan, tensor = self.plan, graph.parameters[path]
+        size = sharding.shard_bytes(tensor.shape, tensor.itemsize, graph.axes.sizes)
+        n, times = plan.data, plan.microbatches
+        # Read and write the parameter and its state, read the gradient.
+        update = size * (3 + 2 * self.state_ratios.get(path, 0.0)) / (n if plan.zero else 1)
+        seconds = self.machine.traffic_seconds(update)
+        for kind, count in _REDUCTION[plan.zero].items() if n > 1 else ():
+            repeated = count * (times if kind in _PER_MICROBATCH[plan.zero] else 1)
+            sent = size * (n - 1) / n * (2 if kind == "all-reduce" else 1)
+            seconds += repeated * self.machine.collective_seconds(
+                kind,
+                sent,
+                n,
+                plan.pipeline * graph.axes.size(list(graph.axes.sizes)),
+                mesh_devices=self._devices(graph.axes),
+            )
+        return seconds
+
+
+_REDUCTION: dict[int, dict[str, int]] = {
+    0: {"all-reduce": 1},
+    1: {"reduce-scatter": 1, "all-gather": 1},
+    2: {"reduce-scatter": 1, "all-gather": 1},
+    3: {"reduce-scatter": 1, "all-gather": 2},
+}
+"""For each ZeRO stage, the collectives over `data` of a parameter, and how many."""
+
+_PER_MICROBATCH: dict[int, frozenset[str]] = {
+    0: frozenset(),
+    1: frozenset(),
+    2: frozenset({"reduce-scatter"}),
+    3: frozenset({"reduce-scatter", "all-gather"}),
+}
+"""Those of them that run for every microbatch."""
+
+
+def state_ratios(optimizer: optax.GradientTransformation, params: PyTree) -> dict[str, float]:
+    """Return for each parameter the bytes of its optimizer state by its own bytes.
+
+    `params` are arrays or `jax.ShapeDtypeStruct`s.
+    """
+    state = jax.eval_shape(optimizer.init, params)
+    paths = list(tree.named_leaves(params))
+    sizes = [_bytes(leaf) for leaf in jax.tree.leaves(params)]
+    held = [0.0] * len(paths)
+    owners = jax.tree.leaves(match_opt_state_to_params(state, params))
+    for leaf, owner in zip(jax.tree.leaves(state), owners, strict=True):
+        if owner >= 0:
+            held[owner] += _bytes(leaf)
+    return {
+        path: own / size if size else 0.0
+        for path, own, size in zip(paths, held, sizes, strict=True)
+    }
+
+
+def _bytes(leaf: Any) -> int:
+    return math.prod(leaf.shape) * leaf.dtype.itemsize
+
+
+def memory_of(
+    graph: Graph, plan: Plan | None = None, state_ratios: Mapping[str, float] | None = None
+) -> list[list[float]]:
+    """Return for each node and strategy the bytes on one device that live through a step.
+
+    Parameters, their gradients and their optimizer state; and what the forward pass keeps for the
+    backward pass, of one microbatch.
+    """
+    plan, ratios = plan or Plan(), state_ratios or {}
+    split = [plan.data if plan.zero >= stage else 1 for stage in (3, 2, 1)]
+    memory = [[0.0] * len(node.strategies) for node in graph.nodes]
+    for index, node in enumerate(graph.nodes):
+        if node.kind != "parameter":
+            continue
+        copies = 1 / split[0] + 1 / split[1] + ratios.get(node.path, 0.0) / split[2]
+        for choice, strategy in enumerate(node.strategies):
+            size = _shard_bytes(graph, graph.parameters[node.path], strategy.outputs[0])
+            memory[index][choice] += copies * size
+    for value in graph.values:
+        if value.kept:
+            for choice, strategy in enumerate(graph.nodes[value.node].strategies):
+                sharding = strategy.outputs[value.output]
+                memory[value.node][choice] += _shard_bytes(graph, value.tensor, sharding)
+    return memory
+
+
+def _shard_bytes(graph: Graph, tensor: Tensor, sharding: TensorSharding) -> int:
+    return sharding.shard_bytes(tensor.shape, tensor.itemsize, graph.axes.sizes)

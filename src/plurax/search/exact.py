@@ -1,0 +1,206 @@
+"""The best choice of strategies, proven: an integer program, solved by HiGHS.
+
+Alpa and others solve this as an integer program with a binary variable for each pair of strategies
+of two nodes that share an edge. Here the variables of an edge are a flow between shardings, of
+which there are few, and the flow's marginals are exactly the strategies chosen at both ends:
+
+    x[n, k] = 1         node n has strategy k; for each node they sum to 1
+    z[v, r, s, d]       of value v, reader r takes sharding d and the producer gives s
+    sum over d of z[v, r, s, d] = sum of x[producer, k] over the strategies k that give s
+    sum over s of z[v, r, s, d] = sum of x[r, k] over the strategies k that take d
+    y[v, s, d] >= z[v, r, s, d] for each reader r; y is what is paid: one copy for all readers
+
+Only x must be whole numbers. With exact marginals the linear relaxation has, on the graphs of
+transformers, mostly whole solutions, so that it is both the answer and the proof. Reshards that are
+impossible have no variable; no cost is a big number.
+
+    x (64, 128) replicated, read by two products whose weights are split by columns: y[x, R, R] = 0
+    h partial={tensor}, read by add (None, None) and by tanh (None, None): one all-reduce is paid
+
+Zheng et al. 2022, "Alpa", section 4, https://arxiv.org/abs/2201.12023; the marginals are those of
+the local polytope of Markov random fields.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from plurax import errors
+from plurax.search.costs import Costs
+from plurax.search.graph import Graph, GraphValue, Use
+from plurax.search.problem import Pins, Problem, Solution
+from plurax.sharding.spec import TensorSharding
+
+Columns = dict[TensorSharding, list[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """A limit on memory: `bytes`, and for each node and strategy the bytes that it needs."""
+
+    bytes: float
+    memory: Sequence[Sequence[float]]
+
+
+def solve(
+    graph: Graph,
+    costs: Costs,
+    pinned: Pins | None = None,
+    *,
+    budget: Budget | None = None,
+    seconds: float = 60.0,
+) -> Solution:
+    """Return the cheapest choice, with the proof of how far from it another could be.
+
+    **Arguments:** `pinned`, for some nodes the shardings of their inputs; `budget`, of memory;
+    `seconds`, after which the best choice found so far is returned, with its bound.
+
+    Raises `PlanError` if the pins contradict each other, or nothing fits the budget.
+    """
+    problem = Problem(graph, costs, pinned)
+    started = time.perf_counter()
+    program = _Program(problem, budget)
+    relaxed = program.run(whole=False, seconds=seconds)
+    best = relaxed
+    if relaxed.status != 2 and (relaxed.x is None or program.fractional(relaxed.x)):
+        best = program.run(whole=True, seconds=seconds)
+    if best.x is None:
+        if budget is not None:
+            raise errors.nothing_fits(budget.bytes)
+        raise errors.pins_contradict(sorted(pinned or ()))
+    bound = best.fun if best is relaxed else best.mip_dual_bound
+    return problem.solution(
+        program.choice(best.x),
+        bound=bound / costs.scale,
+        variables=program.size,
+        solve_seconds=time.perf_counter() - started,
+    )
+
+
+def lower_bound(
+    graph: Graph, costs: Costs, pinned: Pins | None = None, *, budget: Budget | None = None
+) -> float:
+    """Return the cost of the linear relaxation: no choice costs less."""
+    problem = Problem(graph, costs, pinned)
+    relaxed = _Program(problem, budget).run(whole=False, seconds=60.0)
+    return math.inf if relaxed.x is None else relaxed.fun / costs.scale
+
+
+class _Program:
+    """The variables and constraints of a problem."""
+
+    def __init__(self, problem: Problem, budget: Budget | None) -> None:
+        self._problem = problem
+        self._costs: list[float] = []
+        self._entries: list[tuple[int, int, float]] = []
+        self._lower: list[float] = []
+        self._upper: list[float] = []
+        self._columns = [
+            {choice: self._variable(problem.node_costs[node][choice]) for choice in allowed}
+            for node, allowed in enumerate(problem.allowed)
+        ]
+        self._whole = len(self._costs)
+        for columns in self._columns:
+            self._row([(column, 1.0) for column in columns.values()], 1, 1)
+        for value in problem.graph.values:
+            self._value(value)
+        if budget is not None:
+            self._limit(budget)
+
+    @property
+    def size(self) -> int:
+        """The number of variables."""
+        return len(self._costs)
+
+    def _variable(self, cost: float) -> int:
+        self._costs.append(cost * self._problem.costs.scale)
+        return len(self._costs) - 1
+
+    def _row(self, entries: Sequence[tuple[int, float]], lower: float, upper: float) -> None:
+        row = len(self._lower)
+        self._entries += [(row, column, factor) for column, factor in entries]
+        self._lower.append(lower)
+        self._upper.append(upper)
+
+    def _value(self, value: GraphValue) -> None:
+        """Add the flow of a value from its producer to each reader."""
+        nodes, reshard = self._problem.graph.nodes, self._problem.reshard
+        given: Columns = {}
+        for choice, column in self._columns[value.node].items():
+            sharding = nodes[value.node].strategies[choice].outputs[value.output]
+            given.setdefault(sharding, []).append(column)
+        paid: dict[Any, int] = {}
+        # A carry that is returned as it came has one sharding in any case.
+        uses = [use for use in value.uses if use.node != value.node]
+        for use in uses:
+            taken = self._taken(use)
+            flow: dict[tuple[TensorSharding, TensorSharding], int] = {}
+            for s in given:
+                for d in taken:
+                    cost = use.trips * reshard(value.tensor, s, d)
+                    if cost == math.inf:
+                        continue
+                    shared = len(uses) > 1 and cost > 0
+                    flow[s, d] = self._variable(0.0 if shared else cost)
+                    if shared:
+                        key = (s, d, use.trips)
+                        if key not in paid:
+                            paid[key] = self._variable(cost)
+                        self._row([(paid[key], 1.0), (flow[s, d], -1.0)], 0, np.inf)
+            for s, columns in given.items():
+                out = [(flow[s, d], 1.0) for d in taken if (s, d) in flow]
+                self._row(out + [(column, -1.0) for column in columns], 0, 0)
+            for d, columns in taken.items():
+                into = [(flow[s, d], 1.0) for s in given if (s, d) in flow]
+                self._row(into + [(column, -1.0) for column in columns], 0, 0)
+
+    def _taken(self, use: Use) -> Columns:
+        """Return the columns of a reader's strategies by the sharding that they take."""
+        taken: Columns = {}
+        for choice, column in self._columns[use.node].items():
+            sharding = self._problem.graph.nodes[use.node].strategies[choice].inputs[use.input]
+            taken.setdefault(sharding, []).append(column)
+        return taken
+
+    def _limit(self, budget: Budget) -> None:
+        """Add the limit on memory, in thousandths of it."""
+        unit = max(budget.bytes, 1.0) / 1e3
+        entries = [
+            (column, budget.memory[node][choice] / unit)
+            for node, columns in enumerate(self._columns)
+            for choice, column in columns.items()
+            if budget.memory[node][choice]
+        ]
+        self._row(entries, 0, budget.bytes / unit)
+
+    def run(self, *, whole: bool, seconds: float) -> Any:
+        """Solve the program, or with `whole=False` its linear relaxation."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_matrix
+
+        rows, columns, factors = zip(*self._entries, strict=True)
+        matrix = csr_matrix((factors, (rows, columns)), shape=(len(self._lower), self.size))
+        integrality = np.zeros(self.size)
+        integrality[: self._whole] = 1 if whole else 0
+        return milp(
+            np.asarray(self._costs),
+            constraints=LinearConstraint(matrix, self._lower, self._upper),
+            bounds=Bounds(0, 1),
+            integrality=integrality,
+            options={"time_limit": seconds, "mip_rel_gap": 1e-6},
+        )
+
+    def fractional(self, x: Any) -> bool:
+        """Whether some node has parts of several strategies."""
+        chosen = x[: self._whole]
+        return bool(np.any((chosen > 1e-6) & (chosen < 1 - 1e-6)))
+
+    def choice(self, x: Any) -> list[int]:
+        """Return for each node the strategy that a solution gives it."""
+        return [
+            max((x[at], choice) for choice, at in columns.items())[1] for columns in self._columns
+        ]

@@ -1,0 +1,509 @@
+"""The graph of a step: equations, loop boundaries and parameters, with their shard strategies.
+
+The nodes are the live equations of the differentiated loss of one microbatch, with calls evaluated
+in place, and identities where a sharding is decided without an equation:
+
+    node          inputs -> outputs            decides
+    an equation   operands -> results          how it is computed
+    const         a loop's constant -> inside  its sharding in every iteration
+    row           a stack -> one row           the sharding of the stack, leading dim replicated
+    carry         start, end of an iteration   one sharding for the start, each iteration and the
+                  -> inside, after the loop    end
+    stack         a row -> the stack           the sharding of the stacked results
+    parameter     gradient -> parameter        the sharding in which both are stored
+    argument      -> a batch leaf              replicated: it is one device's rows
+    output        a total ->                   replicated
+
+A loop's body is in the graph once, and `trips` says how often its equations run. Nodes are found by
+`path`: the index of an equation in each enclosing call and loop, as `14/3`, then `14/const0`,
+`14/row2`, `14/carry1` and `14/stack0`; parameters by their name.
+
+A value is produced by one node and read by others. If a reader takes another sharding, the value is
+resharded, once for all readers of that sharding. Zeros are created in any sharding: they are no
+values of the graph, and their readers have no input there.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+from jax.sharding import AbstractMesh, AxisType
+from jaxtyping import PyTree
+
+from plurax import tree
+from plurax.errors import PlanError
+from plurax.execute.gradient import gradient
+from plurax.execute.initial_state import initial
+from plurax.execute.placement import leading_dim
+from plurax.execute.rows import Rows, index_rows
+from plurax.jaxpr.compat import REMAT, Scan, called_jaxpr, is_call_or_remat, is_recomputed
+from plurax.mesh import within
+from plurax.partition.annotation_resolver import AnnotationResolver, NameRule
+from plurax.partition.rule_context import RuleContext
+from plurax.partition.values import ShardedValue, ValueVersions
+from plurax.plan import MESH_AXES, Plan
+from plurax.search.shard_strategies import ShardStrategy, StrategyFinder, Tensor, every_sharding
+from plurax.sharding.axes import Axes
+from plurax.sharding.rules import Rules
+from plurax.sharding.spec import TensorSharding
+from plurax.task import Task
+
+_LINEAR = frozenset(["neg", "convert_element_type", "copy", "real", "imag", "conj", "name"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """A reader of a value: the index of the node, which of its inputs, and how often per step."""
+
+    node: int
+    input: int
+    trips: float
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphValue:
+    """A value: its shape and dtype, the node and output that produce it, and its readers.
+
+    `kept` says whether it is kept from the forward to the backward pass.
+    """
+
+    tensor: Tensor
+    node: int
+    output: int
+    uses: tuple[Use, ...]
+    kept: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A node of the graph.
+
+    **Fields:** `kind`, as in the table above, or the operator of an equation; `path`; `strategies`,
+    of which one is chosen; `trips`, how often it runs per step.
+    """
+
+    kind: str
+    path: str
+    strategies: tuple[ShardStrategy, ...]
+    trips: float
+
+    @property
+    def decides(self) -> bool:
+        """Whether it is an equation, or a boundary of a loop."""
+        return self.kind not in (*_GIVEN, "output")
+
+    def pin(self, choice: int) -> tuple[TensorSharding, ...]:
+        """Return the shardings that say a strategy in a plan: those of the inputs.
+
+        Of a loop's boundary, one: of a `row` and of a `stack` that of one row.
+        """
+        strategy = self.strategies[choice]
+        if self.kind in _BOUNDARIES:
+            return (strategy.inputs if self.kind == "stack" else strategy.outputs)[:1]
+        return strategy.inputs
+
+
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """The graph of a step.
+
+    **Fields:** `axes` of the mesh; `searched`, the axes over which operators may be split; `nodes`;
+    `values` that are read by some node; `parameters`, for each parameter's path its shape and
+    dtype.
+    """
+
+    axes: Axes
+    searched: tuple[str, ...]
+    nodes: tuple[Node, ...]
+    values: tuple[GraphValue, ...]
+    parameters: Mapping[str, Tensor]
+
+    def index(self, name: str) -> int:
+        """Return the index of a node by the name of its parameter or the path of its equation.
+
+        A path may be followed by the operator, `"14/3 dot_general"`: a parameter may be called 14.
+        Raises `KeyError` if there is none.
+        """
+        found = [
+            (node.kind != "parameter", index)
+            for index, node in enumerate(self.nodes)
+            if name in (node.path, f"{node.path} {node.kind}")
+        ]
+        if not found:
+            raise KeyError(name)
+        return min(found)[1]
+
+    @property
+    def num_strategies(self) -> int:
+        """The number of strategies of all nodes."""
+        return sum(len(node.strategies) for node in self.nodes)
+
+
+def graph_of(
+    fun: Callable[..., tuple[Any, PyTree]],
+    args: tuple[PyTree, PyTree, PyTree],
+    axes: Axes,
+    *,
+    searched: Sequence[str] = ("tensor",),
+    trips: int = 1,
+    named: NameRule | None = None,
+) -> Graph:
+    """Return the graph of a task's gradient.
+
+    **Arguments:**
+
+    - `fun`: `(params, model_state, rows) -> (totals, model_state)`, whose totals end with the
+      gradient, as `plurax.execute.gradient.gradient` returns it; it is traced once.
+    - `args`: its arguments as `jax.ShapeDtypeStruct`s, `rows` those of one device's microbatch.
+    - `axes`, of the mesh; `searched`, those over which operators may be split.
+    - `trips`: microbatches per step.
+    - `named`: a function from an annotation's name and shape to its sharding, or None.
+    """
+    closed, (totals, state) = jax.make_jaxpr(fun, return_shape=True)(*args)
+    builder = _Builder(axes, searched, named)
+    params = tree.named_leaves(args[0])
+    others = len(jax.tree.leaves(args[1:]))
+    inputs: list[_Value] = [builder.value(_tensor(leaf)) for leaf in params.values()]
+    inputs += [builder.value(_tensor(leaf)) for leaf in jax.tree.leaves(args[1:])]
+    assert len(inputs) == len(params) + others == len(closed.jaxpr.invars)
+    results = builder.evaluate(closed.jaxpr, closed.consts, inputs, "", trips)
+    sums, states = len(jax.tree.leaves(totals)), len(jax.tree.leaves(state))
+    grads = results[sums - len(params) : sums]
+    for (path, _), value, grad in zip(params.items(), inputs, grads, strict=False):
+        builder.parameter(path, value, grad)
+    for index, value in enumerate(inputs[len(params) :]):
+        builder.fixed("argument", f"argument{index}", [], [value], trips)
+    # Totals are reduced once per step; model state is replicated after each microbatch.
+    for index, value in enumerate(results[: sums - len(params)]):
+        builder.fixed("output", f"output{index}", [value], [], 1)
+    for index, value in enumerate(results[sums : sums + states]):
+        builder.fixed("output", f"state{index}", [value], [], trips)
+    shapes = {path: value.tensor for path, value in zip(params, inputs, strict=False)}
+    return Graph(axes, tuple(searched), tuple(builder.nodes), builder.read_values(), shapes)
+
+
+def graph_of_step(task: Task, plan: Plan, batch: PyTree) -> Graph:
+    """Return the graph of one device's microbatch under a plan, to be split over `tensor`.
+
+    **Arguments:** `batch`: arrays or `jax.ShapeDtypeStruct`s, of all devices. Of the plan `data`,
+    `microbatches` and `tensor` count, `precision` and `remat`, and its `shardings` for annotations;
+    its shardings for parameters do not: these are what is searched.
+    """
+    sizes = tuple(plan.axes[axis] for axis in MESH_AXES)
+    # Typed Any: it takes the place of a `Mesh`, of which tracing reads only the axes.
+    mesh: Any = AbstractMesh(sizes, MESH_AXES, (AxisType.Auto,) * len(sizes))
+    size = plan.padded_size(leading_dim(batch)) // (plan.data * plan.microbatches)
+
+    def rows(batch: PyTree) -> Rows:
+        key = jax.random.key(0)
+        cut = jax.tree.map(lambda x: jnp.zeros((size, *x.shape[1:]), x.dtype), batch)
+        return index_rows(cut, key, jnp.int32(size))
+
+    params, model_state = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
+        jax.eval_shape(lambda: initial(task, jax.random.key(0))),
+    )
+    args = (params, model_state, jax.eval_shape(rows, batch))
+    axes = Axes({"tensor": plan.tensor}, permutes=plan.pipeline == 1)
+    rules = Rules(plan.rules, {"tensor": plan.tensor})
+    return graph_of(
+        within(mesh, gradient(task, plan.precision, remat=plan.remat)),
+        args,
+        axes,
+        trips=plan.microbatches,
+        named=rules.find,
+    )
+
+
+class _Value:
+    """A value while the graph is built.
+
+    **Attributes:** `root`, the value itself, or the value of which it is an alias; `producer`, the
+    node and output that produce a root; `uses`; `backward`, whether the backward pass computes it;
+    `kept`, of a root, whether the backward pass reads what the forward pass computed.
+    """
+
+    def __init__(self, tensor: Tensor, backward: bool, root: "_Value | None" = None) -> None:
+        self.tensor, self.backward, self.root = tensor, backward, root or self
+        self.producer: tuple[int, int] | None = None
+        self.uses: list[Use] = []
+        self.kept = False
+
+
+class _Builder:
+    """Collects nodes and values in the order of evaluation."""
+
+    def __init__(self, axes: Axes, searched: Sequence[str], named: NameRule | None) -> None:
+        self.axes, self.searched = axes, tuple(searched)
+        self.nodes: list[Node] = []
+        self._values: list[_Value] = []
+        self._finder = StrategyFinder(axes, searched)
+        self._named = named or (lambda name, shape: None)
+        self._context = RuleContext(axes)
+        self._obeyed: set[Any] = set()
+        self._backward = False
+
+    # --- Values and nodes -------------------------------------------------------------------------
+
+    def value(self, tensor: Tensor) -> _Value:
+        """Return a new value."""
+        value = _Value(tensor, self._backward)
+        self._values.append(value)
+        return value
+
+    def node(
+        self,
+        kind: str,
+        path: str,
+        inputs: Sequence[_Value],
+        outputs: Sequence[_Value],
+        strategies: Sequence[ShardStrategy],
+        trips: float,
+        input_trips: Sequence[float] = (),
+    ) -> None:
+        """Add a node; `input_trips` are how often its inputs are read, if not all `trips` times."""
+        index = len(self.nodes)
+        self.nodes.append(Node(kind, path, tuple(strategies), trips))
+        for number, value in enumerate(inputs):
+            times = input_trips[number] if input_trips else trips
+            if not value.tensor.zero:
+                value.uses.append(Use(index, number, times))
+                value.root.kept |= self._backward and not value.root.backward
+        for number, value in enumerate(outputs):
+            value.producer = (index, number)
+
+    def fixed(
+        self, kind: str, path: str, inputs: list[_Value], outputs: list[_Value], trips: float
+    ) -> None:
+        """Add a node whose inputs and outputs are replicated."""
+        strategy = ShardStrategy(tuple(map(_whole, inputs)), tuple(map(_whole, outputs)))
+        self.node(kind, path, inputs, outputs, [strategy], trips)
+
+    def parameter(self, path: str, value: _Value, grad: _Value) -> None:
+        """Add a parameter, stored as it is chosen; its gradient comes to it once a step."""
+        choices = self._every(value.tensor)
+        strategies = [ShardStrategy((one,), (one,)) for one in choices]
+        self.node("parameter", path, [grad], [value], strategies, 1)
+
+    def read_values(self) -> tuple[GraphValue, ...]:
+        """Return the values that some node reads."""
+        values, seen = [], set()
+        for value in self._values:
+            producer = value.root.producer
+            if producer is None or not value.uses:
+                continue
+            # A value and its aliases are kept once.
+            kept = value.root.kept and producer not in seen
+            seen.add(producer)
+            kept &= self.nodes[producer[0]].kind not in _GIVEN
+            values.append(GraphValue(value.tensor, *producer, tuple(value.uses), kept))
+        return tuple(values)
+
+    def _every(self, tensor: Tensor, *, partial: bool = False) -> tuple[TensorSharding, ...]:
+        if jnp.issubdtype(tensor.dtype, jax.dtypes.prng_key):
+            return (TensorSharding.replicated(len(tensor.shape)),)
+        return every_sharding(tensor.shape, self.axes, self.searched, partial=partial)
+
+    # --- Equations --------------------------------------------------------------------------------
+
+    def evaluate(
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[_Value], inside: str, trips: float
+    ) -> list[_Value]:
+        """Add the live equations of a jaxpr, and return its results."""
+        known = dict(zip(jaxpr.invars, args, strict=True))
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            known[var] = self._constant(const, trips)
+
+        def read(atom: Any) -> _Value:
+            return self._constant(atom.val, trips) if isinstance(atom, Literal) else known[atom]
+
+        for index, eqn in _live(jaxpr):
+            inputs = [read(atom) for atom in eqn.invars]
+            before = self._backward
+            # Differentiation marks what it transposes.
+            self._backward |= "transpose(" in str(eqn.source_info.name_stack)
+            outputs = self._equation(eqn, inputs, f"{inside}{index}", trips)
+            self._backward = before
+            known.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _constant(self, given: Any, trips: float) -> _Value:
+        """Return a constant; numeric scalars that are zero may be created in any sharding."""
+        known = isinstance(given, np.ndarray | np.generic | int | float)
+        zero = known and not np.shape(given) and not given and not isinstance(given, bool)
+        tensor = _tensor(jax.typeof(given))
+        value = self.value(dataclasses.replace(tensor, zero=bool(zero)))
+        if not zero:
+            self.fixed("constant", f"constant{len(self.nodes)}", [], [value], trips)
+        return value
+
+    def _equation(self, eqn: Any, inputs: list[_Value], path: str, trips: float) -> list[_Value]:
+        name = eqn.primitive.name
+        if is_call_or_remat(eqn):
+            if name in REMAT and is_recomputed(eqn):
+                inputs = [self._alias(value) for value in inputs]
+            return self.evaluate(*called_jaxpr(eqn), inputs, f"{path}/", trips)
+        if name == "scan":
+            return self._scan(eqn, inputs, path, trips)
+        if name in ("annotate", "sharding_constraint"):
+            return self._annotation(eqn, inputs[0], path, trips)
+        tensors = [_tensor(var.aval) for var in eqn.outvars]
+        if inputs and inputs[0].tensor.zero and (name in _LINEAR or name == "broadcast_in_dim"):
+            return [self.value(dataclasses.replace(one, zero=True)) for one in tensors]
+        outputs = [self.value(one) for one in tensors]
+        strategies = self._finder.of(eqn, [value.tensor for value in inputs])
+        if name == "shard_map":
+            strategies = (self._by_hand(eqn),)
+        self.node(name, path, inputs, outputs, strategies, trips)
+        return outputs
+
+    def _alias(self, value: _Value) -> _Value:
+        """Return a value as it enters a recomputed part, where it is resharded once more.
+
+        The partitioner orders its inputs after the cotangent, so that copies made before cannot be
+        used within.
+        """
+        alias = _Value(value.tensor, value.backward, value.root)
+        self._values.append(alias)
+        return alias
+
+    def _annotation(self, eqn: Any, value: _Value, path: str, trips: float) -> list[_Value]:
+        """Fix the sharding of an annotated value; that of its cotangent stays open."""
+        tag, transposed = eqn.params.get("tag"), eqn.params.get("transposed", False)
+        every = self._every(value.tensor)
+        if transposed and tag not in self._obeyed:
+            return [value]
+        if not transposed:
+            every = self._obeying(eqn, value, every)
+            if not every:
+                return [value]
+            self._obeyed.add(tag)
+        out = self.value(dataclasses.replace(value.tensor, zero=False))
+        strategies = [ShardStrategy((one,), (one,)) for one in every]
+        self.node(eqn.primitive.name, path, [value], [out], strategies, trips)
+        return [out]
+
+    def _obeying(
+        self, eqn: Any, value: _Value, every: Sequence[TensorSharding]
+    ) -> tuple[TensorSharding, ...]:
+        """Return the shardings that an annotation leaves as they are; none if it says nothing."""
+        resolver = AnnotationResolver(self.axes, self._named, _first)
+        tensor, found = value.tensor, []
+        for one in every:
+            given = ValueVersions(self._context.spec(tensor.shape, tensor.dtype, one))
+            try:
+                target = resolver.of(eqn, given)
+            except PlanError:
+                # The constraint uses an axis that this sharding has on an open dim.
+                continue
+            if target is None:
+                return ()
+            found.append(target)
+        # Several, where an entry of the constraint is left open.
+        return tuple(dict.fromkeys(found))
+
+    def _by_hand(self, eqn: Any) -> ShardStrategy:
+        """Return the only strategy of a model's own `jax.shard_map`."""
+
+        def known(spec: Any, var: Any) -> TensorSharding:
+            given = TensorSharding.from_spec(spec, len(var.aval.shape))
+            dims = (tuple(a for a in entry if a in self.axes.mesh) for entry in given.dims)
+            return self.axes.expanded(TensorSharding(tuple(dims)))
+
+        params = eqn.params
+        return ShardStrategy(
+            tuple(map(known, params["in_specs"], eqn.invars)),
+            tuple(map(known, params["out_specs"], eqn.outvars)),
+        )
+
+    # --- Loops ------------------------------------------------------------------------------------
+
+    def _scan(self, eqn: Any, inputs: list[_Value], path: str, trips: float) -> list[_Value]:
+        """Add a loop's boundaries and its body, once."""
+        scan = Scan.of(eqn)
+        consts, starts, stacks = scan.split(inputs)
+        within = trips * scan.length
+        args = [self._const(value, f"{path}/const{i}", trips) for i, value in enumerate(consts)]
+        carried = [self.value(dataclasses.replace(one.tensor, zero=False)) for one in starts]
+        rows = [self._row(value, f"{path}/row{i}", trips) for i, value in enumerate(stacks)]
+        results = self.evaluate(
+            scan.body, scan.body_consts, [*args, *carried, *rows], f"{path}/", within
+        )
+        ends = results[: scan.num_carry]
+        outputs = []
+        for index, (start, inner, end) in enumerate(zip(starts, carried, ends, strict=True)):
+            after = self.value(inner.tensor)
+            # Only zeros can start as a partial sum.
+            partial = start.tensor.zero and start.tensor.floating
+            strategies = [
+                ShardStrategy((one, one), (one, one))
+                for one in self._every(inner.tensor, partial=partial)
+            ]
+            where = f"{path}/carry{index}"
+            self.node(
+                "carry", where, [start, end], [inner, after], strategies, trips, [trips, within]
+            )
+            outputs.append(after)
+        for index, row in enumerate(results[scan.num_carry :]):
+            outputs.append(self._stack(row, scan.length, f"{path}/stack{index}", within))
+        return outputs
+
+    def _const(self, value: _Value, path: str, trips: float) -> _Value:
+        """Return a constant of a loop as its body sees it: reduced, and resharded before it."""
+        inner = self.value(value.tensor)
+        if not value.tensor.zero:
+            strategies = [ShardStrategy((one,), (one,)) for one in self._every(value.tensor)]
+            self.node("const", path, [value], [inner], strategies, trips)
+        return inner
+
+    def _row(self, value: _Value, path: str, trips: float) -> _Value:
+        """Return one row of a stacked input, whose leading dim is replicated."""
+        tensor = Tensor(value.tensor.shape[1:], value.tensor.dtype)
+        inner = self.value(tensor)
+        strategies = [
+            ShardStrategy((TensorSharding(((), *one.dims)),), (one,)) for one in self._every(tensor)
+        ]
+        self.node("row", path, [value], [inner], strategies, trips)
+        return inner
+
+    def _stack(self, row: _Value, length: int, path: str, within: float) -> _Value:
+        """Return a stacked result; its rows may stay partial sums."""
+        tensor = row.tensor
+        out = self.value(Tensor((length, *tensor.shape), tensor.dtype))
+        strategies = [
+            ShardStrategy((one,), (TensorSharding(((), *one.dims), one.partial),))
+            for one in self._every(tensor, partial=tensor.floating)
+        ]
+        self.node("stack", path, [row], [out], strategies, within)
+        return out
+
+
+_BOUNDARIES = ("const", "row", "carry", "stack")
+_GIVEN = ("parameter", "argument", "constant")
+
+
+def _first(versions: ValueVersions) -> ShardedValue:
+    return versions.value
+
+
+def _whole(value: _Value) -> TensorSharding:
+    return TensorSharding.replicated(len(value.tensor.shape))
+
+
+def _tensor(like: Any) -> Tensor:
+    return Tensor(tuple(like.shape), like.dtype)
+
+
+def _live(jaxpr: Any) -> Iterator[tuple[int, Any]]:
+    """Yield the index and the equation of each equation on which a result depends, in order."""
+    needed = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+    live = []
+    for index, eqn in reversed(list(enumerate(jaxpr.eqns))):
+        if eqn.effects or any(var in needed for var in eqn.outvars):
+            live.append((index, eqn))
+            needed.update(atom for atom in eqn.invars if not isinstance(atom, Literal))
+    return iter(live[::-1])
