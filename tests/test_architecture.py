@@ -43,7 +43,7 @@ PUBLIC = {
     "plurax.adapters": "equinox linen nnx",
     "plurax.analysis": """
         Collective Difference FastestBatchSize Level MaxBatchSize Memory Planned PlannedMemory
-        Verification planned""",
+        Verification measure_machine planned""",
     "plurax.ensemble": """
         Calibration Classification Halving MaxMembers Regression Rung Sweep Tuning accuracy
         bootstrap brier calibration combine_classification combine_regression draw_confidence

@@ -180,7 +180,7 @@ class Machine:
         device's part of what leaves the node; a `collective-permute` may send all of it.
 
         Latency counts once for each doubling of the members of a level, as in trees and recursive
-        halving, twice for `all-reduce`; once in all for `collective-permute`.
+        doubling, and once in all for `collective-permute`.
 
         - `kind`, `bytes_sent`: as in `plurax.analysis.Collective`.
         - `group_size`, `stride`: a group is that many devices, that far apart in mesh order.
@@ -214,7 +214,7 @@ class Machine:
                 wait = level.latency * math.ceil(math.log2(math.ceil(members / inside)))
                 waits = level.latency if kind == "collective-permute" else waits + wait
                 inside = members
-        return seconds + (2 * waits if kind == "all-reduce" else waits)
+        return seconds + waits
 
     def _peak(self, dtype: str) -> float:
         """Return the peak rate for products of a dtype."""
@@ -441,7 +441,7 @@ def _fewest_members(devices: int, group_size: int, stride: int, mesh_devices: in
     (2, 6)
     """
     extent = group_size * stride
-    if mesh_devices <= devices or devices % extent == 0:
+    if devices % extent == 0:
         return group_size
     if stride >= devices:
         return 1

@@ -1,5 +1,6 @@
 from plurax.analysis.batch_size import FastestBatchSize as FastestBatchSize
 from plurax.analysis.batch_size import MaxBatchSize as MaxBatchSize
+from plurax.analysis.machine_timings import measure_machine as measure_machine
 from plurax.analysis.plan_ahead import Planned as Planned
 from plurax.analysis.plan_ahead import PlannedMemory as PlannedMemory
 from plurax.analysis.plan_ahead import planned as planned

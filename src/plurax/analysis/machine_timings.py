@@ -1,0 +1,229 @@
+"""Measure the machine that JAX runs on: what one device does while all of them work.
+
+Every timing is a compiled loop on all devices at once, so that devices that share something, as
+virtual CPU devices share cores, each show what is left for them. The number of trips is an argument
+of the program: the seconds of a trip are those of many trips less those of none, the median of
+several rounds, in each of which every program runs once (A B C A B C ...), so that a disturbance
+falls on all.
+
+    products     x ← (x · w) · v, with x (N, d), w (d, N) and v (N, d): the smallest dim is d, of a
+                 large result and of a small one. w · v is the identity, so that x neither grows nor
+                 vanishes.
+    traffic      x ← 0.5 · x + 1, on arrays that no cache holds
+    overhead     8 and 64 products of (8, 8) in a trip; the difference is 56 operations
+    collectives  all-reduce, all-to-all and collective-permute, from 4 KB to 2 MB on CPU, else 64 MB
+"""
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from plurax.analysis.machine_model import (
+    CollectiveTime,
+    ProductTime,
+    fit_collectives,
+    fit_overhead,
+    fit_products,
+    messages,
+)
+from plurax.collective import ring_bytes_sent
+from plurax.machine import Level, Machine
+from plurax.mesh import memory_budget
+
+ROUNDS = 5
+SECONDS = 0.02
+"""The least that the trips of one timing take together."""
+DTYPES = ("float32", "bfloat16")
+TRAFFIC_BYTES = 2**28
+"""The size of the array that is read and written, of all CPU devices together."""
+TINY, FEW, MANY = 8, 8, 64
+"""The dims of products that only start, and how many of them are in one trip."""
+
+
+Loop = Callable[[int], None]
+"""A compiled loop on all devices: `loop(trips)` returns when its trips are done."""
+
+
+def measure_machine(devices: Sequence[jax.Device] | None = None) -> Machine:
+    """Measure devices, by default all, and return them as a machine; in less than a minute.
+
+    Rates are those that a device has while all devices work. `flops` are for float32 and bfloat16,
+    and what they lose by small dims is `half_dim`; `efficiency` is 1. The links are one level,
+    `node`, of all devices. `memory` is the device's limit, or on CPU half of the host's memory
+    divided by the devices.
+
+    On a machine that does other work the numbers vary, by tens of per cent.
+    """
+    mesh = Mesh(np.array(devices or jax.devices()), ("device",))
+    kind = mesh.devices.flat[0].device_kind
+    overhead = _overhead(mesh)
+    peaks, half_dim = fit_products(_products(mesh), overhead)
+    links = []
+    if mesh.size > 1:
+        links = [Level("node", mesh.size, *fit_collectives(_collectives(mesh)))]
+    return Machine(
+        name=f"{mesh.size} × {kind}",
+        flops=peaks,
+        memory=memory_budget(mesh),
+        memory_bandwidth=_memory_bandwidth(mesh),
+        levels=links,
+        overhead=overhead,
+        half_dim=half_dim,
+    )
+
+
+# --- What is timed --------------------------------------------------------------------------------
+
+
+def _overhead(mesh: Mesh) -> float:
+    """Return the seconds that an operation takes that has next to nothing to do."""
+
+    def products(x: jax.Array, w: jax.Array, *, count: int) -> jax.Array:
+        for _ in range(count):
+            x = x @ w
+        return x
+
+    counts = (FEW, MANY)
+    arrays = [np.eye(TINY, dtype=np.float32)] * 2
+    loops = [_loop(mesh, functools.partial(products, count=n), arrays) for n in counts]
+    return fit_overhead(counts, _seconds_of_a_trip(loops))
+
+
+def _products(mesh: Mesh) -> list[ProductTime]:
+    """Time products of each dtype by their smallest dim, in sizes that suit the devices' rate."""
+    from scipy.linalg import hadamard
+
+    def loop(dtype: str, large: int, small: int) -> Loop:
+        x = np.resize(np.random.default_rng(0).standard_normal(10_007), (large, small))
+        w = np.tile(hadamard(small, np.float32), large // small)
+        return _loop(mesh, _there_and_back, [x, w, w.T / large], dtype)
+
+    (probe,) = _seconds_of_a_trip([loop("float32", 256, 256)])
+    large = product_size(4 * 256**3 / probe)
+    sizes = [(dtype, large // 2**k) for dtype in DTYPES for k in range(5)]
+    times = _seconds_of_a_trip([loop(dtype, large, small) for dtype, small in sizes])
+    return [
+        ProductTime(dtype, 4.0 * large * large * small, small, 2, seconds)
+        for (dtype, small), seconds in zip(sizes, times, strict=True)
+    ]
+
+
+def product_size(rate: float) -> int:
+    """Return the power of 2, 256 to 8192, of which two products take about 2 ms at a rate.
+
+    >>> product_size(1e10), product_size(2e11), product_size(5e14)
+    (256, 512, 8192)
+    """
+    size: int = 2 ** round(math.log2(max(rate * 2e-3 / 4, 1.0)) / 3)
+    return min(max(size, 256), 8192)
+
+
+def _there_and_back(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+    # Without the barrier w @ v, which does not change, could be computed once for all trips.
+    between = lax.optimization_barrier(x @ w)
+    return (between @ v).astype(x.dtype)
+
+
+def _memory_bandwidth(mesh: Mesh) -> float:
+    """Return the bytes per second that each device reads and writes."""
+    shared = mesh.size if mesh.devices.flat[0].platform == "cpu" else 1
+    size = TRAFFIC_BYTES // shared
+    body = lambda x: x * jnp.float32(0.5) + jnp.float32(1)  # noqa: E731
+    loop = _loop(mesh, body, [np.zeros(size // 4, np.float32)])
+    (seconds,) = _seconds_of_a_trip([loop])
+    return 2 * size / seconds
+
+
+def _collectives(mesh: Mesh) -> list[CollectiveTime]:
+    """Time collectives over all devices, by kind and size."""
+    count = mesh.size
+    ring = [(i, (i + 1) % count) for i in range(count)]
+    bodies: dict[str, Callable[[jax.Array], jax.Array]] = {
+        "all-reduce": lambda x: lax.psum(x, "device") * jnp.float32(1 / count),
+        "all-to-all": lambda x: lax.all_to_all(x, "device", 0, 0, tiled=True),
+        "collective-permute": lambda x: lax.ppermute(x, "device", ring),
+    }
+    largest = 21 if mesh.devices.flat[0].platform == "cpu" else 26
+    columns = [max(2**power // (4 * count), 1) for power in range(12, largest + 1, 3)]
+    cases = [(kind, width) for kind in bodies for width in columns]
+    loops = [
+        _loop(mesh, bodies[kind], [np.ones((count, width), np.float32)]) for kind, width in cases
+    ]
+    return [
+        CollectiveTime(
+            ring_bytes_sent(kind, 4 * count * width, count), messages(kind, count), seconds
+        )
+        for (kind, width), seconds in zip(cases, _seconds_of_a_trip(loops), strict=True)
+    ]
+
+
+# --- How it is timed ------------------------------------------------------------------------------
+
+
+def _loop(
+    mesh: Mesh,
+    body: Callable[..., jax.Array],
+    arrays: Sequence[np.ndarray],
+    dtype: str = "float32",
+) -> Loop:
+    """Compile a loop in which every device computes `x = body(x, *others)` on copies of arrays."""
+    split = PartitionSpec("device")
+
+    def on_device(trips: jax.Array, x: jax.Array, *others: jax.Array) -> jax.Array:
+        given = [other[0] for other in others]
+        return lax.fori_loop(0, trips, lambda _, x: body(x, *given), x[0])[None]
+
+    program = jax.jit(
+        jax.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), *[split] * len(arrays)),
+            out_specs=split,
+            check_vma=False,
+        ),
+        donate_argnums=1,  # or no trips at all would copy x
+    )
+    sharding = NamedSharding(mesh, split)
+    x, *others = (
+        jax.device_put(np.broadcast_to(array.astype(dtype), (mesh.size, *array.shape)), sharding)
+        for array in arrays
+    )
+
+    def run(trips: int) -> None:
+        nonlocal x
+        x = jax.block_until_ready(program(np.int32(trips), x, *others))
+
+    run(1)
+    return run
+
+
+def _seconds_of_a_trip(loops: Sequence[Loop]) -> list[float]:
+    """Return the median seconds of one trip of each loop."""
+    timed = [(loop, _enough_trips(loop)) for loop in loops]
+    rounds = [
+        [(_seconds(loop, trips) - _seconds(loop, 0)) / trips for loop, trips in timed]
+        for _ in range(ROUNDS)
+    ]
+    return [max(statistics.median(times), 1e-9) for times in zip(*rounds, strict=True)]
+
+
+def _enough_trips(loop: Loop) -> int:
+    """Return how many trips take long enough to be timed: a power of 2."""
+    trips = 1
+    while _seconds(loop, trips) - _seconds(loop, 0) < SECONDS and trips < 2**20:
+        trips *= 2
+    return trips
+
+
+def _seconds(loop: Loop, trips: int) -> float:
+    start = time.perf_counter()
+    loop(trips)
+    return time.perf_counter() - start
