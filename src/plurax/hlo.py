@@ -138,9 +138,10 @@ def _kept_slice(line: str, lines: list[str], bodies: dict[str, list[str]]) -> in
     users = [user for user in lines if user is not line and _reads(user, result[1])]
     sizes = []
     for user in users:
-        called = re.search(r" fusion\(([^)]*)\).*calls=(%?[\w.\-]+)", user)
+        called = re.search(r" fusion\((.*?)\), kind=.*calls=(%?[\w.\-]+)", user)
         if called:
-            index = [part.split()[-1] for part in called[1].split(",")].index(result[1])
+            # Only names: before one may be a shape, `f32[8,4]{1,0:T(8,128)} %x`, or `/*index=5*/`.
+            index = re.findall(r"%[\w.\-]+", called[1]).index(result[1])
             inside = bodies.get(called[2].lstrip("%"), [])
             parameter = next(
                 (re.match(r"\s*(%[\w.\-]+) =", text) for text in inside

@@ -1,5 +1,7 @@
 """What the compiled step communicates, how often and where; what it compiles and holds."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -142,6 +144,27 @@ ENTRY %main (p: f32[128]) -> f32[16] {
 """
     found = [(c.kind, c.bytes) for c in hlo.collectives(text, mesh)]
     assert found == [("reduce-scatter", 64)]
+
+
+def test_the_reader_finds_a_reduction_among_many_operands():
+    """A compiler numbers every fifth operand in a comment, and some write the shapes of all."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    split = NamedSharding(mesh, P("data"))
+
+    def fun(x, w, *others):
+        y = jax.lax.with_sharding_constraint(x.T @ w, split)
+        for other in others:
+            y = jnp.sin(y) * other
+        return y
+
+    shapes = [(32, 16), (32, 8), *[(16, 8)] * 5]
+    rows = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=split) for shape in shapes]
+    text = jax.jit(fun).lower(*rows).compile().as_text()
+    assert "/*index=5*/%all-reduce" in text
+    shaped = re.sub(r"(%param[.\d]*), ", r"f32[4,8]{1,0:T(8,128)} \1, ", text)
+    for one in (text, shaped):
+        (found,) = hlo.collectives(one, mesh)
+        assert (found.equivalent_kind, found.bytes) == ("reduce-scatter", 16 * 8 * 4 // 4)
 
 
 def test_coupled_losses_reduce_gradients_once_a_step():

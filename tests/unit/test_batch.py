@@ -51,6 +51,19 @@ def test_a_used_state_is_named(program):
         program.step(state, ROWS)
 
 
+def test_a_loop_without_its_order_is_refused(program):
+    placed = program.place_data(ROWS)
+    with pytest.raises(px.BatchError, match=r"one network needs the order of an epoch: order = pr"):
+        program.loop(program.init(), placed, (), 0, 1)
+    order = program.place_epoch(np.arange(8)[None], np.array([8]))
+    many = px.compile(
+        models.mlp_task(), models.optimizer(), px.Plan(), ROWS, members=px.Members(seeds=range(2))
+    )
+    for given, words in ((order, "an order of 2 arrays"), ((), "a program compiled without data")):
+        with pytest.raises(px.BatchError, match=rf"own order, and program\.loop was given {words}"):
+            many.loop(many.init(), placed, given, 0, 1)
+
+
 def test_a_foreign_state_is_named(program):
     other = px.compile(models.mlp_task(), optax.sgd(0.1), px.Plan(), ROWS)
     with pytest.raises(px.BatchError, match=r"(?s)does not belong to this program.*opt_state"):

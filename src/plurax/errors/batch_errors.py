@@ -88,6 +88,22 @@ def state_elsewhere(given: str, wanted: str) -> BatchError:
     )
 
 
+def loop_needs_order() -> BatchError:
+    return BatchError(
+        "program.loop of one network needs the order of an epoch: order = "
+        "program.place_epoch(rows, counts), as plurax.train.ArrayData(...).epoch_order(epoch) "
+        "returns rows and counts."
+    )
+
+
+def loop_of_members(order: int) -> BatchError:
+    given = f"an order of {order} arrays" if order else "a program compiled without data"
+    return BatchError(
+        f"members read their data each in its own order, and program.loop was given {given}. "
+        "Compile with px.compile(..., members=members, data=data), and give () as the order."
+    )
+
+
 def data_needs_batch_size() -> BatchError:
     return BatchError(
         "fit(data=<arrays>) needs batch_size, the number of examples of a step; "

@@ -27,7 +27,11 @@ def lower_step(functions: StepFunctions, placement: Placement) -> jax.stages.Low
 def lower_loop(
     functions: StepFunctions, data: PyTree, order: tuple[Any, ...] = ()
 ) -> jax.stages.Lowered:
-    """Lower a loop over abstract data (see `abstract_data`) in an order on the devices."""
+    """Lower a loop over abstract data (see `abstract_data`) in an order on the devices.
+
+    Raises `BatchError` where the functions take no such order.
+    """
+    functions.check_order(order)
     loop = jitted_update(functions, functions.loop)
     return loop.lower(*_state(functions), data, *abstract(order), COUNT, COUNT)
 

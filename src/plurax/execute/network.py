@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
+from plurax import errors
 from plurax.execute.backends.choose import make_backend
 from plurax.execute.epoch_loop import make_loop
 from plurax.execute.gradient import Totals
@@ -85,6 +86,11 @@ class Network(StepFunctions):
     def step(self, state: TrainState, rows: PyTree, count: Any) -> tuple[TrainState, Metrics]:
         """Update the state once from `rows`, leaves `(N, ...)`, of which `count` are real."""
         return self._step(state, rows, count)
+
+    def check_order(self, order: tuple[Any, ...]) -> None:
+        """Raise `BatchError` unless it is the order of an epoch."""
+        if not order:
+            raise errors.loop_needs_order()
 
     def loop(
         self, state: TrainState, data: PyTree, rows: Any, counts: Any, first: Any, stop: Any

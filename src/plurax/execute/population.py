@@ -256,6 +256,11 @@ class Population(StepFunctions):
 
         return self._spread(all_, "sgm", "sm")(state, sums, arrays)
 
+    def check_order(self, order: tuple[Any, ...]) -> None:
+        """Raise `BatchError` unless members compute their own orders."""
+        if order or self._reading is None:
+            raise errors.loop_of_members(len(order))
+
     def loop(
         self,
         state: TrainState,
@@ -269,7 +274,7 @@ class Population(StepFunctions):
         Metrics have shape `(K, MAX_STEPS_PER_CALL)`; the first `stop - first` columns are set, the
         rest are zero.
         """
-        assert self._reading is not None, "members have no data that stay on the devices"
+        assert self._reading is not None, "see `check_order`"
         reading = self._reading
         reads = Reads(reading, self.plan.padded_size(reading.batch_size), self.plan.data)
 

@@ -64,6 +64,10 @@ class StepFunctions(abc.ABC):
         """Return the second half of a step: `(state, *arguments, gradients)`."""
 
     @abc.abstractmethod
+    def check_order(self, order: tuple[Any, ...]) -> None:
+        """Raise `BatchError` unless `loop` takes this order."""
+
+    @abc.abstractmethod
     def loop(self, state: TrainState, *arguments: Any) -> tuple[TrainState, Metrics]:
         """Run many steps: `(state, *arguments, data, *order, first, stop)`."""
 
