@@ -52,6 +52,7 @@ def test_help_names_every_command(capsys):
         assert code == 0
         for command in ("train", "predict", "plan"):
             assert f"plurax {command} FILE" in out
+        assert "plurax machine" in out
     assert run(capsys, "--version")[1] == f"plurax {px.__version__}\n"
 
 
@@ -427,3 +428,39 @@ def test_every_option_of_train_reaches_fit(workplace, capsys, monkeypatch):
     assert {name: seen[name] for name in expected} == expected
     assert seen["members"].count == 4
     assert set(seen["evaluation"]) == {"x", "y"}
+
+
+def test_a_machine_is_printed_as_a_file(capsys, monkeypatch, tmp_path):
+    code, out, err = run(capsys, "machine", "--preset", "4xA100-80GB", "--nodes", 2)
+    assert (code, err) == (0, "")
+    assert px.Machine.from_toml(out) == px.Machine.preset("4xA100-80GB", nodes=2)
+    here = px.Machine("here", {"float32": 1e11}, 1e9, 1e10)
+    monkeypatch.setattr(cli, "measure_machine", lambda: here)
+    for arguments in ([], ["--measure"]):
+        code, out, err = run(capsys, "machine", *arguments)
+        assert code == 0
+        assert px.Machine.from_toml(out) == here
+        assert "products in float32: 100 Gflop/s" in err
+    _, out, _ = run(capsys, "machine", "--help")
+    assert all(name in "".join(out.split()).replace("│", "") for name in px.Machine.presets())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--preset", "8xA100"], "there is no published machine '8xA100'. Did you mean '8xA100-"),
+        (
+            ["--preset", "A100-80GB", "--measure"],
+            "A100-80GB prints published rates; --m",
+        ),
+        (["--nodes", "4"], "--nodes 4 is for published hardware: --preset 8xA100-80GB --nodes 4."),
+        (
+            ["--preset", "8xA100-80GB", "--nodes", "0"],
+            "nodes: 0 is not a number of devices",
+        ),
+    ],
+)
+def test_mistakes_about_machines(arguments, said, capsys):
+    code, out, err = run(capsys, "machine", *arguments)
+    assert (code, out) == (2, "")
+    assert said in err

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -233,6 +235,13 @@ def test_what_the_presets_are():
     tpus = [Machine.preset(f"{n}xTPU-v5e").levels for n in (8, 256)]
     assert [[level.devices for level in levels] for levels in tpus] == [[8], [16, 256]]
     assert [level.devices for level in Machine.preset("4xA100-40GB", nodes=2).levels] == [4, 8]
+
+
+def test_the_machine_in_the_guide_can_be_read():
+    guide = Path(__file__).parents[2] / "docs" / "guides" / "machines.md"
+    (written,) = re.findall("```toml\n(.*?)```", guide.read_text("utf-8"), re.DOTALL)
+    machine = Machine.from_toml(written)
+    assert (machine.devices, machine.flops["bfloat16"]) == (8, 71e12)
 
 
 # --- Mistakes -------------------------------------------------------------------------------------

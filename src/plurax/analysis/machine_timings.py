@@ -63,21 +63,26 @@ def measure_machine(devices: Sequence[jax.Device] | None = None) -> Machine:
     On a machine that does other work the numbers vary, by tens of per cent.
     """
     mesh = Mesh(np.array(devices or jax.devices()), ("device",))
-    kind = mesh.devices.flat[0].device_kind
     overhead = _overhead(mesh)
     peaks, half_dim = fit_products(_products(mesh), overhead)
-    links = []
+    levels = []
     if mesh.size > 1:
-        links = [Level("node", mesh.size, *fit_collectives(_collectives(mesh)))]
+        bandwidth, latency = fit_collectives(_collectives(mesh))
+        levels = [Level("node", mesh.size, _rounded(bandwidth), _rounded(latency))]
     return Machine(
-        name=f"{mesh.size} × {kind}",
-        flops=peaks,
+        name=f"{mesh.size} × {mesh.devices.flat[0].device_kind}",
+        flops={dtype: _rounded(rate) for dtype, rate in peaks.items()},
         memory=memory_budget(mesh),
-        memory_bandwidth=_memory_bandwidth(mesh),
-        levels=links,
-        overhead=overhead,
-        half_dim=half_dim,
+        memory_bandwidth=_rounded(_memory_bandwidth(mesh)),
+        levels=levels,
+        overhead=_rounded(overhead),
+        half_dim=_rounded(half_dim),
     )
+
+
+def _rounded(value: float) -> float:
+    """Return three digits of a measurement: it has no more."""
+    return float(f"{value:.3g}")
 
 
 # --- What is timed --------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 from rich.console import Console
 
 from plurax import __version__, errors, experiment, tree
+from plurax.analysis.machine_timings import measure_machine
 from plurax.analysis.verify import verify
 from plurax.cli.arguments import (
     experiment_args,
@@ -23,9 +24,19 @@ from plurax.cli.arguments import (
     shrink_data_axis,
     start_devices,
 )
-from plurax.cli.options import Common, Population, Predict, Show, Verify, fit_options, train_class
+from plurax.cli.options import (
+    Common,
+    MachineOptions,
+    Population,
+    Predict,
+    Show,
+    Verify,
+    fit_options,
+    train_class,
+)
 from plurax.execute.placement import chunks, leading_dim
 from plurax.execute.program import Program
+from plurax.machine import Machine
 from plurax.members import Members
 from plurax.pipeline.schedule import make_schedule
 from plurax.plan import Plan, ScheduleName
@@ -54,6 +65,7 @@ HELP = f"""plurax {__version__}: train neural networks in parallel on JAX
   plurax predict FILE    run its trained network over inputs of any number
   plurax plan FILE       show what a plan does on a machine, before anything runs
   plurax verify FILE     check that a plan computes what one device computes
+  plurax machine         print a machine's rates, memory and links: this one's, or published ones
 
 FILE is a Python file that defines experiment(), which returns plurax.Experiment(...).
 Plan, epochs, batch size, seed and more can be overridden:
@@ -75,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "predict": _predict,
         "plan": _plan,
         "verify": _verify,
+        "machine": _machine,
     }
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(HELP, end="")
@@ -263,6 +276,24 @@ def _verify(arguments: list[str]) -> int:
     )  # fmt: skip
     Console(highlight=False, soft_wrap=True).print(str(result), markup=False)
     return 0 if result.ok else 1
+
+
+def _machine(arguments: list[str]) -> int:
+    start_devices(arguments)
+    options = tyro.cli(MachineOptions, prog="plurax machine", args=arguments)
+    if options.preset is not None:
+        if options.measure or options.devices is not None:
+            raise errors.preset_is_not_measured(options.preset)
+        machine = Machine.preset(options.preset, options.nodes)
+    else:
+        if options.nodes != 1:
+            raise errors.nodes_without_preset(options.nodes)
+        # What is printed is the file, with `> here.toml`; what is said goes beside it.
+        with Console(stderr=True).status("measuring this machine, up to a minute"):
+            machine = measure_machine()
+        print(machine, file=sys.stderr)
+    print(machine.to_toml(), end="")
+    return 0
 
 
 # --- Options, with the experiment's own values as defaults ------------------------------------

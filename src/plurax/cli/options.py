@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from plurax.machine import Machine
 from plurax.members import Members
 from plurax.plan import Plan
 from plurax.resample import Everything, Resample, bootstrap, kfold
@@ -152,3 +153,29 @@ class Verify(Common):
     """Steps to take."""
     seed: int = 0
     """Seed of initialisation and dropout."""
+
+
+Preset = Annotated[
+    str | None,
+    tyro.conf.arg(
+        metavar="NAME",
+        help=f"Print published hardware: {', '.join(Machine.presets())}, or fewer devices of one, "
+        "like 4xA100-80GB or A100-80GB.",
+    ),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class MachineOptions:
+    """Print a machine in TOML: what its devices compute, hold and send.
+
+    Without --preset, measure the machine at hand, in less than a minute. Nothing else should run on
+    it then.
+    """
+
+    preset: Preset = None
+    nodes: int = 1
+    """Number of nodes of the preset."""
+    measure: bool = False
+    """Measure this machine, as without --preset."""
+    devices: Devices = None

@@ -144,3 +144,17 @@ def machine_too_small(name: str, devices: int, needed: int) -> MachineError:
         f"a collective over {needed} devices, and {name} has {devices}. Describe a machine of "
         "more nodes: plurax.Machine.preset('8xA100-80GB', nodes=4)."
     )
+
+
+def preset_is_not_measured(preset: str) -> MachineError:
+    return MachineError(
+        f"--preset {preset} prints published rates; --measure and --devices are for the machine at "
+        "hand. Leave out one or the other."
+    )
+
+
+def nodes_without_preset(nodes: int) -> MachineError:
+    return MachineError(
+        f"--nodes {nodes} is for published hardware: --preset 8xA100-80GB --nodes {nodes}. A "
+        "measured machine is the one at hand; levels beyond it can be written into its file."
+    )
