@@ -639,6 +639,30 @@ def test_a_maximum_over_devices_is_recorded(x64):
     ]
 
 
+READ_TWICE = {
+    "by equations": lambda h: (2 * h, jnp.sin(h)),
+    "by a call": lambda h: jax.jit(lambda h: (2 * h, jnp.sin(h)))(h),
+    "inside and outside of a call": lambda h: (jax.jit(lambda h: 2 * h)(h), jnp.sin(h)),
+    "before and after its annotation": lambda h: (2 * px.name(h, "h"), jnp.sin(h)),
+    "as a result": lambda h: (2 * h, h),
+}
+
+
+@pytest.mark.parametrize("name", READ_TWICE)
+def test_a_partial_sum_with_two_readers_is_reduced_before_the_first(name):
+    """Whatever the order of the readers: they are counted in the traced function."""
+    partitioner = Partitioner(Axes({"tensor": 2}))
+    spec = partitioner.context.spec
+    x = spec((4, 8), np.float32, S(None, "tensor"))
+    w = spec((8, 6), np.float32, S("tensor", None), is_param=True)
+    alone, records = plan_partition(lambda x, w: 2 * (x @ w), partitioner, (x, w))
+    assert alone.sharding.partial
+    assert not records
+    values, records = plan_partition(lambda x, w: READ_TWICE[name](x @ w), partitioner, (x, w))
+    assert not values[0].sharding.partial
+    assert [(one.kind, one.bytes) for one in records] == [("all-reduce", 4 * 6 * 4)]
+
+
 def test_what_is_read_from_parameters_and_constants_alone_counts_as_one():
     """Where rows are one dim split over `data`, anything else would be taken for rows."""
     partitioner = Partitioner(Axes({"data": 2}), joint=True)

@@ -48,6 +48,9 @@ REDUCTIONS = frozenset([
 """Reductions over the dims in the parameter `axes`."""
 # fmt: on
 
+ANNOTATIONS = frozenset(["annotate", "sharding_constraint"])
+"""Equations that may give their operand a sharding; its entries stay as they are."""
+
 INLINED = {
     "jit": "jaxpr",
     "closed_call": "call_jaxpr",

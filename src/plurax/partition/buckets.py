@@ -32,7 +32,7 @@ from jax.extend.core import Literal, Var
 from jaxtyping import Array
 
 from plurax.jaxpr.barrier import order_after
-from plurax.jaxpr.compat import ELEMENTWISE, REMAT, called_jaxpr, is_call
+from plurax.jaxpr.compat import ANNOTATIONS, ELEMENTWISE, REMAT, called_jaxpr, is_call
 from plurax.partition.resharder import Resharder
 from plurax.partition.values import ShardedValue, ValueVersions, over_data
 from plurax.sharding.reshard import ReshardStep, pad_dim
@@ -40,7 +40,7 @@ from plurax.sharding.spec import TensorSharding
 
 _LOCAL = ELEMENTWISE | {"annotate", "broadcast_in_dim", "reshape", "rev", "squeeze", "transpose"}
 """Operations that can run on the shards of a parameter and leave it split."""
-_OF_THEIR_OWN = frozenset(["scan", "while", "cond", "annotate", "sharding_constraint", *REMAT])
+_OF_THEIR_OWN = frozenset(["scan", "while", "cond", *ANNOTATIONS, *REMAT])
 """Equations whose bodies are evaluated by the partitioner, or that take any sharding."""
 MOST = 8
 """Maximal number of tensors in a bucket. XLA compiles one loop for each tensor of a buffer, but
@@ -410,6 +410,9 @@ def inlined(
                     (var, _named(atom, inner))
                     for var, atom in zip(eqn.outvars, body.outvars, strict=True)
                 )
+                continue
+            if stack is None and all(a is b for a, b in zip(read, eqn.invars, strict=True)):
+                flat.append(eqn)
                 continue
             # JAX caches traces, so two calls may share a body: each needs variables of its own.
             fresh = eqn.outvars if stack is None else [Var(var.aval) for var in eqn.outvars]

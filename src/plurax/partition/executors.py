@@ -21,7 +21,7 @@ import jax
 from jax import lax
 from jaxtyping import Array
 
-from plurax.jaxpr.compat import Scan, is_call
+from plurax.jaxpr.compat import Scan
 from plurax.jaxpr.interpret import equation_context
 
 Shard = Array | jax.ShapeDtypeStruct
@@ -108,7 +108,7 @@ class EmitOperations(Executor):
 
     def context(self, eqn: Any) -> contextlib.AbstractContextManager[None]:
         """Return the context in which an equation was traced: its name scopes and source line."""
-        return equation_context(eqn, inlined=is_call(eqn))
+        return equation_context(eqn)
 
 
 @final

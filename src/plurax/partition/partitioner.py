@@ -45,8 +45,8 @@ from jaxtyping import Array, PyTree
 from plurax import errors
 from plurax.collective import Collective
 from plurax.jaxpr.barrier import order_after_cotangent, pick_dependency
-from plurax.jaxpr.compat import REMAT, called_jaxpr, is_call, is_recomputed, open_jaxpr
-from plurax.jaxpr.interpret import holds
+from plurax.jaxpr.compat import ANNOTATIONS, REMAT, called_jaxpr, is_recomputed, open_jaxpr
+from plurax.jaxpr.interpret import holds, variables
 from plurax.mesh import within
 from plurax.partition.annotation_resolver import AnnotationResolver, NameRule
 from plurax.partition.branches import Branches
@@ -55,6 +55,7 @@ from plurax.partition.loops import Loop, While
 from plurax.partition.manual import eval_manual_body
 from plurax.partition.operators import RULES, by_default
 from plurax.partition.resharder import Resharder
+from plurax.partition.rule_context import count_readers
 from plurax.partition.values import (
     DeferredValue,
     ShardedValue,
@@ -155,16 +156,13 @@ class Partitioner(Resharder):
         wanted: Sequence[TensorSharding | None] | None = None,
     ) -> list[ValueVersions]:
         """Evaluate those of some equations on which `results` depend, given the `known` values."""
-        bucketed = self._gathers_parameters(known)
         inside = len(self._calls)
-        calls: dict[int, tuple[Any, ...]] = {}
-        if bucketed:
-            # Buckets reach across calls, so the bodies of calls come into one list.
-            eqns, results, constants, calls = inlined(eqns, results, self.constant)
-            known = {**known, **constants}
-        eqns, uses = _live(eqns, results, known)
-        gathers = Gathers(self, eqns, known) if bucketed else None
-        here = dict(known)
+        # Readers are counted, and buckets are filled, across calls: all equations in one list.
+        eqns, results, constants, calls = inlined(eqns, results, self.constant)
+        here = {**known, **constants}
+        eqns = _live(eqns, results, here)
+        gathers = Gathers(self, eqns, here) if self._gathers_parameters(known) else None
+        readers = count_readers(eqns, results)
         goal = {
             var: target
             for var, target in zip(results, wanted or (), strict=False)
@@ -174,9 +172,6 @@ class Partitioner(Resharder):
         def read(atom: Any) -> ValueVersions:
             return self.constant(atom.val) if isinstance(atom, Literal) else here[atom]
 
-        # `uses` counted the call as one reader; the readers in its body replace it.
-        for var, versions in known.items():
-            versions.uses += uses.get(var, 0) - 1
         for index, eqn in enumerate(gathers.eqns if gathers else eqns):
             inputs = [read(atom) for atom in eqn.invars]
             goals = [goal.get(var) for var in eqn.outvars]
@@ -185,25 +180,20 @@ class Partitioner(Resharder):
                 meets = self._meets(inputs)
                 self._ready = gathers.before(index, here, pick_dependency(meets) if meets else None)
             with self._executor.context(eqn):
-                outputs = self._equation(eqn, inputs, goals)
-            for var, versions in zip(eqn.outvars, outputs, strict=True):
-                # An annotation may return its input: then the readers of both add up.
-                before = versions.uses - 1 if versions in inputs else 0
-                versions.uses = before + uses.get(var, 0)
-                here[var] = versions
+                outputs = self._equation(eqn, inputs, goals, readers)
+            here.update(zip(eqn.outvars, outputs, strict=True))
         del self._calls[inside:]
         return [read(atom) for atom in results]
 
     def _equation(
-        self, eqn: Any, inputs: list[ValueVersions], goals: list[TensorSharding | None]
+        self,
+        eqn: Any,
+        inputs: list[ValueVersions],
+        goals: list[TensorSharding | None],
+        readers: Mapping[Any, int],
     ) -> list[ValueVersions]:
-        """Evaluate one equation: a call, loop, branch, annotation, or an operator by its rule."""
+        """Evaluate one equation: a loop, branch, annotation, or an operator by its rule."""
         name = eqn.primitive.name
-        if is_call(eqn):
-            self._calls.append(eqn)
-            results = self.evaluate(*called_jaxpr(eqn), inputs, goals)
-            self._calls.pop()
-            return results
         if name in REMAT:
             if is_recomputed(eqn):
                 # XLA would merge the recomputation with the forward pass, and keep its values.
@@ -217,7 +207,7 @@ class Partitioner(Resharder):
             return loop.run()
         if name == "cond":
             return Branches(self, eqn, inputs).run()
-        if name in ("annotate", "sharding_constraint"):
+        if name in ANNOTATIONS:
             target = self._annotations.of(eqn, inputs[0])
             if target is None:
                 return [inputs[0]]
@@ -227,7 +217,7 @@ class Partitioner(Resharder):
         if name == "shard_map":
             return self._by_hand(eqn, self.together(inputs))
         as_given = any(versions.pinned for versions in inputs)
-        context = dataclasses.replace(self.context, as_given=as_given)
+        context = dataclasses.replace(self.context, as_given=as_given, readers=readers)
         decision = RULES.get(name, by_default)(context, eqn, self.together(inputs))
         if isinstance(decision, DeferredValue):
             return [ValueVersions(decision)]
@@ -283,7 +273,7 @@ class Partitioner(Resharder):
             return ValueVersions(self.zeros(versions.shape, versions.dtype))
         if not kept:
             return versions
-        other = ValueVersions(kept[0], versions.uses)
+        other = ValueVersions(kept[0])
         other.values = kept
         return other
 
@@ -460,19 +450,12 @@ def plan_partition(
 
 def _live(
     equations: Sequence[Any], results: Sequence[Any], known: Mapping[Any, ValueVersions]
-) -> tuple[list[Any], dict[Any, int]]:
-    """Return the equations on which results depend, and how many of these read each variable."""
-    uses: dict[Any, int] = {}
-
-    def read(atoms: Sequence[Any]) -> None:
-        for atom in atoms:
-            if not isinstance(atom, Literal):
-                uses[atom] = uses.get(atom, 0) + 1
-
-    read(results)
+) -> list[Any]:
+    """Return the equations on which results depend, and those with effects."""
+    wanted = set(variables(results)).difference(known)
     eqns = []
     for eqn in reversed(equations):
-        if eqn.effects or any(var in uses and var not in known for var in eqn.outvars):
+        if eqn.effects or not wanted.isdisjoint(eqn.outvars):
             eqns.append(eqn)
-            read(eqn.invars)
-    return eqns[::-1], uses
+            wanted.update(var for var in variables(eqn.invars) if var not in known)
+    return eqns[::-1]

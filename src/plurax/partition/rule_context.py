@@ -1,17 +1,23 @@
 """What an operator rule knows beside its operands: the axes, and what resharding costs."""
 
 import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
+from plurax.jaxpr.compat import ANNOTATIONS
+from plurax.jaxpr.interpret import variables
 from plurax.partition.values import (
     Decision,
     DeferredValue,
     ShardedValue,
     ValueVersions,
 )
+from plurax.sharding.annotations import Pinned
 from plurax.sharding.axes import Axes
 from plurax.sharding.reshard import ReshardStep, plan_reshard, wire_bytes
 from plurax.sharding.spec import TensorSharding
@@ -21,9 +27,14 @@ from plurax.sharding.spec import TensorSharding
 class RuleContext:
     """The axes of the mesh for operator rules, and the cost of resharding over them.
 
-    **Fields:** `axes`, over which tensors are split; `joint`, whether the batch is one dim split
-    over `data`; `as_given`, whether a rule that can compute from the operands' shardings as they
-    are does so, whatever it sends.
+    **Fields:**
+
+    - `axes`: over which tensors are split.
+    - `joint`: whether the batch is one dim split over `data`.
+    - `as_given`: whether a rule that can compute from the operands' shardings as they are does so,
+      whatever it sends.
+    - `readers`: how often the equations of the jaxpr read each variable (`count_readers`); without
+      an entry, once.
 
     >>> context = RuleContext(Axes({"tensor": 4}))
     >>> value = context.spec((8, 64), jnp.float32, TensorSharding.of(None, "tensor"))
@@ -36,6 +47,11 @@ class RuleContext:
     axes: Axes
     joint: bool = False
     as_given: bool = False
+    readers: Mapping[Any, int] = dataclasses.field(default_factory=dict)
+
+    def num_readers(self, atom: Any) -> int:
+        """Return how often the jaxpr's equations read a variable; 1 for a literal."""
+        return 1 if isinstance(atom, Literal) else self.readers.get(atom, 1)
 
     def spec(
         self,
@@ -106,3 +122,20 @@ class RuleContext:
         if len(able) == 1:
             return able[0]
         return min(able, key=lambda one: wire_bytes(self.steps(one, target)))
+
+
+def count_readers(eqns: Sequence[Any], results: Sequence[Any]) -> dict[Any, int]:
+    """Return how often equations read each variable; being a result is one more reader.
+
+    Counted before the first equation is evaluated, so that a rule depends on the jaxpr and not on
+    what was evaluated before.
+    """
+    readers = Counter(variables(results))
+    for eqn in eqns:
+        readers.update(variables(eqn.invars))
+    for eqn in eqns:
+        pinned = isinstance(eqn.params.get("tag"), Pinned)
+        if eqn.primitive.name in ANNOTATIONS and variables(eqn.invars) and not pinned:
+            # Without a constraint the result is its input: the readers of both add up.
+            readers[eqn.outvars[0]] += readers[eqn.invars[0]] - 1
+    return readers

@@ -133,15 +133,14 @@ def is_sharded_value(node: Any) -> bool:
 class ValueVersions:
     """One variable's value, in each sharding to which it has been brought.
 
-    **Attributes:** `values`, the versions, the first one as computed; `uses`, the number of
-    equations that read the variable; `pinned`, whether the plan pins this sharding for its reader.
+    **Attributes:** `values`, the versions, the first one as computed; `pinned`, whether the plan
+    pins this sharding for its reader.
     """
 
-    def __init__(self, value: Output, uses: int = 1, *, pinned: bool = False) -> None:
+    def __init__(self, value: Output, *, pinned: bool = False) -> None:
         self.pinned = pinned
         self._deferred = value if isinstance(value, DeferredValue) else None
         self.values = [] if isinstance(value, DeferredValue) else [value]
-        self.uses = uses
 
     @property
     def _any(self) -> Output:
@@ -183,15 +182,12 @@ class ValueVersions:
         return (self.deferred or self.values[0]).is_param
 
     def fresh(self) -> "ValueVersions":
-        """Return the value without its other versions, for the body of a loop.
-
-        `uses` is 2: each iteration reads the value, so a reader must not consume a partial sum.
-        """
-        return ValueVersions(self.deferred.fresh() if self.deferred else self.value, uses=2)
+        """Return the value without its other versions, for the body of a loop."""
+        return ValueVersions(self.deferred.fresh() if self.deferred else self.value)
 
     def copy(self) -> "ValueVersions":
         """Return the value with its versions; versions added to the copy stay in it."""
-        other = ValueVersions(self._deferred.fresh() if self._deferred else self.value, self.uses)
+        other = ValueVersions(self._deferred.fresh() if self._deferred else self.value)
         other.values = list(self.values)
         return other
 

@@ -12,7 +12,9 @@ have, and the one that sends the fewest bytes wins.
     (None, None)         an all-gather, 1536 bytes        nothing
 
 An operand that is a partial sum may stay one if the operation is linear and no other equation reads
-the operand: another reader could need it reduced, and it would then be reduced twice.
+the operand: another reader could need it reduced, and it would then be reduced twice. How many
+equations read a variable is counted in the traced function before the first one is evaluated, so a
+decision depends on the equation, its inputs and the context alone.
 """
 
 import dataclasses
@@ -144,14 +146,18 @@ def to_sharding(inputs: Sequence[ValueVersions], target: TensorSharding) -> list
     return [Operand(versions, (target,)) for versions in inputs]
 
 
-def can_stay_partial(versions: ValueVersions) -> bool:
-    """Whether a partial sum may stay unreduced: it has one reader and no reduced version."""
-    return versions.uses <= 1 and all(value.sharding.partial for value in versions.values)
+def can_stay_partial(context: RuleContext, atom: Any, versions: ValueVersions) -> bool:
+    """Whether a partial sum may stay unreduced: it has one reader and no reduced version.
+
+    `atom` is what the equation reads, and `versions` its value.
+    """
+    reduced = not all(value.sharding.partial for value in versions.values)
+    return context.num_readers(atom) <= 1 and not reduced
 
 
-def maybe_partial(context: RuleContext, versions: ValueVersions) -> TensorSharding:
+def maybe_partial(context: RuleContext, atom: Any, versions: ValueVersions) -> TensorSharding:
     """Return the sharding for a linear operation that only moves entries, partial if possible."""
-    if can_stay_partial(versions):
+    if can_stay_partial(context, atom, versions):
         return context.first(versions).sharding
     return context.reduced(versions)
 

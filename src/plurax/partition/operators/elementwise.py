@@ -31,6 +31,7 @@ from plurax.partition.operators.common import (
     common_sharding,
     decided,
     fitting,
+    maybe_partial,
     result,
     with_replicated,
 )
@@ -50,25 +51,28 @@ def elementwise(
     aval = eqn.outvars[0].aval
     if eqn.primitive.name in _LINEAR and inputs[0].is_zero:
         return context.zeros(tuple(aval.shape), aval.dtype)
-    kept = _kept_partial(eqn, inputs)
+    kept = _kept_partial(context, eqn, inputs)
     target = common_sharding(context, inputs, kept)
     operands = []
-    for one in inputs:
+    for atom, one in zip(eqn.invars, inputs, strict=True):
         # A partial sum that other equations read too is reduced, even if the others stay partial.
-        still = kept if not one.deferred and can_stay_partial(one) else frozenset()
+        stays = not one.deferred and can_stay_partial(context, atom, one)
+        still = kept if stays else frozenset()
         operands.append(Operand(one, (TensorSharding(fitting(one, target).dims, still),)))
     return decided(context, eqn, inputs, operands, TensorSharding(target.dims, kept))
 
 
-def _kept_partial(eqn: Any, inputs: list[ValueVersions]) -> frozenset[str]:
+def _kept_partial(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> frozenset[str]:
     """Return the axes over which the result stays a partial sum, because the operation is linear.
 
     Only operands that no other equation reads count: another reader could reduce them again.
     """
     name, every = eqn.primitive.name, inputs
     sums = [
-        frozenset() if one.deferred or not can_stay_partial(one) else one.value.sharding.partial
-        for one in inputs
+        one.value.sharding.partial
+        if not one.deferred and can_stay_partial(context, atom, one)
+        else frozenset()
+        for atom, one in zip(eqn.invars, inputs, strict=True)
     ]
     # A selection is linear in its cases if the predicate is no partial sum.
     if name == "select_n" and not sums[0]:
@@ -112,8 +116,8 @@ def reduction(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> De
     if versions.deferred and versions.deferred.flattened and dims and neutral is not None:
         (versions,) = versions.deferred.sources
         dims = tuple(range(len(versions.shape)))
-    if name == "reduce_sum" and can_stay_partial(versions):
-        have = context.first(versions).sharding
+    if name == "reduce_sum":
+        have = maybe_partial(context, eqn.invars[0], versions)
     else:
         have = context.reduced(versions)
     operand = with_replicated(versions, have, dims if neutral is None else ())

@@ -48,7 +48,7 @@ def dot_general(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> 
             labels[0][a] = labels[1][b] = (kind, i)
     labels[0] |= {d: ("left", d) for d in range(left_rank) if d not in labels[0]}
     labels[1] |= {d: ("right", d) for d in range(right_rank) if d not in labels[1]}
-    operands, split = match_operands(context, inputs, labels, eqn.outvars[0].aval)
+    operands, split = match_operands(context, eqn, inputs, labels)
     # The result's dims: batch, then the free dims of the left and of the right operand.
     out_labels = [("batch", i) for i in range(len(left_batch))]
     out_labels += [label for _, label in sorted(labels[0].items()) if label[0] == "left"]
@@ -107,12 +107,12 @@ def _unflattened(versions: ValueVersions, shape: tuple[int, ...]) -> ValueVersio
 
 
 def match_operands(
-    context: RuleContext, inputs: list[ValueVersions], labels: Sequence[dict[int, Any]], out: Any
+    context: RuleContext, eqn: Any, inputs: list[ValueVersions], labels: Sequence[dict[int, Any]]
 ) -> tuple[list[Operand], dict[Any, tuple[str, ...]]]:
     """Decide on shardings of both operands in which dims with equal labels have equal axes.
 
     **Arguments:** `labels`, for each operand the label of each dim: equal labels are one index,
-    None is a dim that must be replicated; `out`, the result's shape and dtype.
+    None is a dim that must be replicated.
 
     **Returns:** both operands, and the axes that split each label.
     """
@@ -133,7 +133,7 @@ def match_operands(
                     if free and labels[second][dim] is not None and labels[second][dim] not in both:
                         both[labels[second][dim]] = free
                 proposals.append(both)
-    best = min(proposals, key=lambda split: _matching_cost(context, inputs, labels, split, out))
+    best = min(proposals, key=lambda split: _matching_cost(context, eqn, inputs, labels, split))
     operands = [
         Operand(versions, (_as_labelled(versions, label, best),))
         for versions, label in zip(inputs, labels, strict=True)
@@ -158,17 +158,17 @@ def _as_labelled(
 
 def _matching_cost(
     context: RuleContext,
+    eqn: Any,
     inputs: list[ValueVersions],
     labels: Any,
     split: dict[Any, tuple[str, ...]],
-    out: Any,
 ) -> tuple[float, float, float]:
     """Return a sort key: bytes to reshard parameters, all bytes with the reduction, -shards.
 
     Where operands are taken as given, it starts with the number of those that are not.
     """
     moved, of_params = 0.0, 0.0
-    for versions, label in zip(inputs, labels, strict=True):
+    for atom, versions, label in zip(eqn.invars, inputs, labels, strict=True):
         target = _as_labelled(versions, label, split)
         if context.as_given:
             of_params += context.first(versions).sharding != target
@@ -176,12 +176,13 @@ def _matching_cost(
         if target.indivisible_dims(versions.shape, context.axes.sizes):
             return math.inf, math.inf, 0.0
         # The resharded version is kept: several readers share its cost.
-        cost = context.cost(versions, target) / max(1, versions.uses)
+        cost = context.cost(versions, target) / context.num_readers(atom)
         moved += cost
         if not versions.deferred and versions.is_param:
             of_params += cost
     num_shards = context.axes.size([axis for entry in split.values() for axis in entry])
     terms = context.axes.size([a for label, e in split.items() if label[0] == "sum" for a in e])
+    out = eqn.outvars[0].aval
     size = math.prod(out.shape) * out.dtype.itemsize / (num_shards / terms)
     # Twice what the all-reduce sends: until then each device holds a term of the result's size.
     return of_params, moved + 4 * size * (terms - 1) / terms, -num_shards
@@ -201,7 +202,7 @@ def convolution(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> 
         labels[0][lhs[1]] = labels[1][rhs[1]] = ("sum", 0)
     if not by_batch and not by_feature:
         labels[1][rhs[0]] = ("right", 0)
-    operands, split = match_operands(context, inputs, labels, eqn.outvars[0].aval)
+    operands, split = match_operands(context, eqn, inputs, labels)
     dims: list[tuple[str, ...]] = [()] * len(out)
     dims[out[0]], dims[out[1]] = split.get(("batch", 0), ()), split.get(("right", 0), ())
     summed = frozenset(split.get(("sum", 0), ()))

@@ -46,9 +46,13 @@ from plurax.partition.values import (
 from plurax.sharding.spec import TensorSharding
 
 
-def _linear(context: RuleContext, versions: ValueVersions, dims: Sequence[int] = ()) -> Operand:
-    """Return the operand of an operation that only moves entries, with some dims replicated."""
-    return with_replicated(versions, maybe_partial(context, versions), dims)
+def _linear(
+    context: RuleContext, eqn: Any, inputs: Sequence[ValueVersions], dims: Sequence[int] = ()
+) -> Operand:
+    """Return the first operand of an operation that only moves its entries, with some dims
+    replicated.
+    """
+    return with_replicated(inputs[0], maybe_partial(context, eqn.invars[0], inputs[0]), dims)
 
 
 def _indices(inputs: Sequence[ValueVersions]) -> list[Operand]:
@@ -66,7 +70,7 @@ def broadcast_in_dim(
         return context.zeros(shape, aval.dtype)
     grows = math.prod(shape) > math.prod(versions.shape)
     # A partial sum is smaller before it is repeated: reduce it now.
-    have = context.reduced(versions) if grows else maybe_partial(context, versions)
+    have = context.reduced(versions) if grows else maybe_partial(context, eqn.invars[0], versions)
     dims = eqn.params["broadcast_dimensions"]
     # A dim of size 1 that grows is the same on all devices.
     widened = [d for d, dim in enumerate(dims) if versions.shape[d] != shape[dim]]
@@ -102,7 +106,7 @@ def reshape(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Deci
     product with another such tensor, only needs the shards.
     """
     versions, shape = inputs[0], tuple(eqn.outvars[0].aval.shape)
-    have = maybe_partial(context, versions)
+    have = maybe_partial(context, eqn.invars[0], versions)
     entries: list[tuple[str, ...]] = [()] * len(shape)
     lost = []
     for dim, entry in enumerate(have.dims):
@@ -135,7 +139,7 @@ def reshape(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Deci
 
 def transpose(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Transpose the shards."""
-    operand = _linear(context, inputs[0])
+    operand = _linear(context, eqn, inputs)
     dims = tuple(operand.sharding.dims[d] for d in eqn.params["permutation"])
     sharding = TensorSharding(dims, operand.sharding.partial)
     return decided(context, eqn, inputs, [operand], sharding)
@@ -144,7 +148,7 @@ def transpose(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> De
 def squeeze(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Remove dims of size 1."""
     gone = [d % len(inputs[0].shape) for d in eqn.params["dimensions"]]
-    operand = _linear(context, inputs[0], gone)
+    operand = _linear(context, eqn, inputs, gone)
     dims = tuple(e for d, e in enumerate(operand.sharding.dims) if d not in gone)
     sharding = TensorSharding(dims, operand.sharding.partial)
     return decided(context, eqn, inputs, [operand], sharding)
@@ -152,7 +156,7 @@ def squeeze(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Deci
 
 def rev(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Reverse dims, which are replicated first."""
-    operand = _linear(context, inputs[0], eqn.params["dimensions"])
+    operand = _linear(context, eqn, inputs, eqn.params["dimensions"])
     decision = decided(context, eqn, inputs, [operand], operand.sharding)
     return with_rows_split(context, decision, operand.path[0])
 
@@ -163,7 +167,7 @@ def slice_(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decis
     strides = params["strides"] or (1,) * len(shape)
     bounds = list(zip(params["start_indices"], params["limit_indices"], strides, strict=True))
     cut = [d for d, bound in enumerate(bounds) if bound != (0, shape[d], 1)]
-    operand = _linear(context, inputs[0], cut)
+    operand = _linear(context, eqn, inputs, cut)
     # Along split dims the whole shard is taken.
     local = local_shape(context, operand)
     limits = tuple(bound[1] if d in cut else local[d] for d, bound in enumerate(bounds))
@@ -175,7 +179,7 @@ def dynamic_slice(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -
     """Slice at dynamic indices; the dims that are cut are replicated first."""
     shape, sizes = inputs[0].shape, eqn.params["slice_sizes"]
     cut = [d for d, size in enumerate(sizes) if size != shape[d]]
-    operand = _linear(context, inputs[0], cut)
+    operand = _linear(context, eqn, inputs, cut)
     local = local_shape(context, operand)
     kept = tuple(size if d in cut else local[d] for d, size in enumerate(sizes))
     operands = [operand, *_indices(inputs[1:])]
@@ -220,7 +224,7 @@ def stack(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decisi
 def unstack(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Unstack along a dim that is replicated first."""
     axis = eqn.params["axis"]
-    operand = _linear(context, inputs[0], [axis])
+    operand = _linear(context, eqn, inputs, [axis])
     dims = operand.sharding.dims
     sharding = TensorSharding((*dims[:axis], *dims[axis + 1 :]), operand.sharding.partial)
     return decided(context, eqn, inputs, [operand], sharding)
@@ -229,7 +233,7 @@ def unstack(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Deci
 def tile(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
     """Tile dims; those that are repeated are replicated first."""
     repeated = [dim for dim, count in enumerate(eqn.params["reps"]) if count > 1]
-    operand = _linear(context, inputs[0], repeated)
+    operand = _linear(context, eqn, inputs, repeated)
     return decided(context, eqn, inputs, [operand], operand.sharding)
 
 
@@ -237,7 +241,7 @@ def fft(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision
     """Transform dims, which are replicated first. The transform is linear, so partial sums stay."""
     rank = len(inputs[0].shape)
     dims = list(range(rank - len(eqn.params["fft_lengths"]), rank))
-    operand = _linear(context, inputs[0], dims)
+    operand = _linear(context, eqn, inputs, dims)
     return decided(context, eqn, inputs, [operand], operand.sharding)
 
 
