@@ -88,6 +88,7 @@ ON_PARAMETERS = {
     "cumulative": lambda w, p: jnp.cumsum(w, 1) - jnp.cumsum(w, 0),
     "products": lambda w, p: jnp.cumprod(1 + 0.1 * w, axis=1),
     "set": lambda w, p: w.at[1].set(0.5),
+    "less a row": lambda w, p: w.at[np.array([1, 3])].subtract(p["c"]),
     "reshaped": lambda w, p: (w.reshape(2, 2, 6) * 2).reshape(4, 6),
     "complex": lambda w, p: jnp.abs(jnp.exp(1j * w) @ (1j * p["b"]) @ (w + 0j)),
     "transform": lambda w, p: jnp.fft.irfft(jnp.fft.rfft(w, axis=1) * (1 + 2j), 6, axis=1),

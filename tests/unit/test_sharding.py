@@ -408,6 +408,11 @@ OPERATIONS = {
         lambda x: jnp.zeros((8, 12)).at[INDEX[:4, 0]].add(x[:4]), (TABLE,), (S(None, "tensor"),)),
     "add to rows": (
         lambda x: x.at[INDEX[:4, 0]].add(x[:4]), (TABLE,), (S("tensor", None),)),
+    "subtract from rows": (
+        lambda x: x.at[INDEX[:4, 0]].subtract(x[:4]), (TABLE,), (S("tensor", None),)),
+    "subtract split rows": (
+        lambda x, y: x.at[jnp.arange(8) % 3].subtract(y), (TABLE, TABLE),
+        (S(None, None), S("tensor", None))),
     "add to columns": (lambda x: x.at[:, 2].add(1.0), (TABLE,), (S("tensor", None),)),
     "loop": (
         lambda x: jax.lax.scan(lambda c, row: (c + row, c * row), x[0], x), (TABLE,),
@@ -619,6 +624,7 @@ STAYING = {
         lambda x: jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: c + 1, x), ["all-reduce"]),
     "unstack": (lambda x: jnp.unstack(x), []),
     "stack": (lambda x: jnp.stack([x, x]), []),
+    "subtract": (lambda x: x.at[INDEX[:4, 0]].subtract(x[:4]), []),
 }  # fmt: skip
 
 

@@ -71,7 +71,7 @@ RULES: dict[str, Rule] = {
     "tile": shape_ops.tile,
     "fft": shape_ops.fft,
     "gather": gather_scatter.gather,
-    "scatter-add": gather_scatter.scatter_add,
+    **dict.fromkeys(["scatter-add", "scatter-sub"], gather_scatter.scatter_add),
     **dict.fromkeys(["random_fold_in", "random_clone"], elementwise.elementwise),
     **dict.fromkeys(
         ["random_bits", "random_split", "random_unwrap", "random_wrap", "bitcast_convert_type"],

@@ -217,7 +217,7 @@ def _fill(eqn: Any, dtype: Any) -> Array:
 def scatter_add(
     context: RuleContext, eqn: Any, inputs: list[ValueVersions]
 ) -> Decision | DeferredValue:
-    """Evaluate `table.at[indices].add(rows)`; into zeros, the result stays deferred."""
+    """Evaluate `table.at[indices].add(rows)` or `subtract`; into zeros, the result is deferred."""
     table = inputs[0]
     if table.deferred is None or not table.deferred.zero:
         have = context.reduced(table)
