@@ -94,6 +94,17 @@ PYTHON = {
         ("px.virtual_devices(0)", "PlanError", "0 virtual devices: give a whole number"),
         ("px.Plan(bucket_bytes=25e6)", "PlanError", "bucket_bytes must be a whole number of at"),
     ],
+    "Machines": [
+        ("px.Machine.preset('8xH100')", "MachineError", "Did you mean '8xH100-80GB'?"),
+        ("px.Machine.preset('16xA100-80GB')", "MachineError",
+         "a node holds 1 to 8 A100-80GB; more come as nodes: "
+         "plurax.Machine.preset('8xA100-80GB', nodes=2)."),
+        ("px.Machine('mine', {'float32': '20 Tflop/s'}, 24e9, 1e12)", "MachineError",
+         "flops['float32']='20 Tflop/s', and must be a finite number above 0"),
+        ("px.Machine('mine', {'fp16': 7e13}, 24e9, 1e12)", "MachineError",
+         "flops has a rate for 'fp16', which is none of the dtypes float64, float32, bfloat16"),
+        ("px.Machine.load('none.toml')", "MachineError", "none.toml is not a machine in TOML"),
+    ],
     "Sweeps and halving": [
         ("px.ensemble.successive_halving(task, optimizer, data, members=3, batch_size=8, epochs=9)",
          "MembersError", "the members are a int; write members=plurax.Members(3)."),
@@ -216,6 +227,11 @@ COMMANDS = {
         ("plan small.py --members.seeds 2 --plan.chunk 1 --plan.batch-dim major "
          "--tune /proc/no.toml", 2, "/proc/no.toml could not be written"),
         ("train small.py --plan.member 2", 2, "splits the members of a population"),
+    ],
+    "Machines": [
+        ("machine --preset 8xA100", 2, "Did you mean '8xA100-80GB'?"),
+        ("machine --nodes 4", 2, "--nodes 4 is for published hardware: --preset"),
+        ("machine --preset V100-32GB --measure", 2, "prints published rates; --measure"),
     ],
     "The user's functions": [
         ("train loss_raises.py", 2, "return jnp.dot(batch['x'], params['w'])"),

@@ -441,17 +441,17 @@ def _fewest_members(devices: int, group_size: int, stride: int, mesh_devices: in
     (2, 6)
     """
     extent = group_size * stride
-    if devices % extent == 0:
+    if devices % extent == 0 or mesh_devices <= devices:
         return group_size
     if stride >= devices:
         return 1
     if extent % devices == 0 and devices % stride == 0:
         return devices // stride
     fewest = group_size
-    for start in range(mesh_devices):
-        if start % extent < stride:
-            blocks = [(start + i * stride) // devices for i in range(group_size)]
-            fewest = min(fewest, *map(blocks.count, {*blocks}))
+    for block in range(0, min(mesh_devices, math.lcm(devices, extent)), extent):  # then it repeats
+        for first in range(block, block + stride):
+            blocks = [member // devices for member in range(first, first + extent, stride)]
+            fewest = min(fewest, *collections.Counter(blocks).values())
     return fewest
 
 
