@@ -19,6 +19,7 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from plurax.analysis.device_program import DeviceProgram
 from plurax.collective import Collective
 from plurax.execute.check import check_kinds
 from plurax.execute.layouts.parameter_info import ParameterInfo
@@ -62,6 +63,15 @@ class Planned:
     memory: PlannedMemory
 
 
+@dataclasses.dataclass(frozen=True)
+class TracedPlan:
+    """A plan with what it will do, `planned`, and the `program` of one device."""
+
+    plan: Plan
+    planned: Planned
+    program: DeviceProgram
+
+
 def planned(
     task: Task, optimizer: optax.GradientTransformation, plan: Plan, batch: PyTree
 ) -> Planned:
@@ -83,6 +93,13 @@ def planned(
     >>> [(one.kind, one.axes) for one in found.collectives]  # doctest: +ELLIPSIS
     [('all-gather', ('data',)), ('reduce-scatter', ('data',)), ...]
     """
+    return trace_plan(task, optimizer, plan, batch).planned
+
+
+def trace_plan(
+    task: Task, optimizer: optax.GradientTransformation, plan: Plan, batch: PyTree
+) -> TracedPlan:
+    """Trace a step under a plan on devices that need not be here. See `planned`."""
     check_kinds(task, optimizer, plan, None)
     sizes = tuple(plan.axes[axis] for axis in MESH_AXES)
     # Typed Any: it takes the place of a `Mesh`, of which the step reads only the axes.
@@ -90,8 +107,8 @@ def planned(
     placement = Placement(batch, plan.padded_size(leading_dim(batch)), split_rows(mesh))
     network = Network(task, optimizer, plan, mesh, placement.like, placement.sharding)
     state, rows = network.layout.abstract(mesh), placement.abstract()
-    sums = jax.eval_shape(network.gradients, state, rows, COUNT)
-    jax.eval_shape(network.apply, state, sums)
+    gradient, sums = jax.make_jaxpr(network.gradients, return_shape=True)(state, rows, COUNT)
+    update = jax.make_jaxpr(network.apply)(state, sums)
     specs, layout = network.layout.specs, network.layout
 
     def held(values: PyTree, specs: PyTree) -> int:
@@ -104,7 +121,7 @@ def planned(
         sizes = jax.tree.map(shard, specs, values, is_leaf=lambda x: isinstance(x, PartitionSpec))
         return sum(jax.tree.leaves(sizes))
 
-    return Planned(
+    found = Planned(
         shardings=layout.parameters(),
         collectives=network.backend.planned_collectives(),
         memory=PlannedMemory(
@@ -115,3 +132,5 @@ def planned(
             batch=held(rows, jax.tree.map(lambda leaf: leaf.sharding.spec, rows)),
         ),
     )
+    leaves = len(jax.tree.leaves(state))
+    return TracedPlan(plan, found, DeviceProgram.of(gradient, update, leaves, plan.axes))

@@ -1,0 +1,361 @@
+"""The program of one device, traced and flat: operations on values, loops and branches nested.
+
+Tracing a step gives jaxprs in which calls are nested and a `jax.shard_map` separates whole arrays
+from shards. An estimate needs less: what a device computes, in order, and how large it is.
+
+    jaxpr                                    flat
+    shard_map[ jit[f] x  reshape  ... ]      the operations inside, on values of one shard's size
+    y = reshape x                            nothing: y is the value x
+    c, ys = scan[body] w c xs                one `Op` with a `Block`: the body, which begins with
+                                             `row` operations (xs[i]) and ends with `stack` ones
+                                             (ys[i] = y)
+    y = psum[axes=(data,)] x                 the same operation; of an axis of one device, nothing
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from plurax.jaxpr.compat import INLINED, REMAT, Scan, inner_jaxprs, open_jaxpr
+
+COLLECTIVES = {
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+}
+"""The primitives that communicate, and the kind of each as `Collective.kind`."""
+
+
+class Value:
+    """An array on one device: its `shape`, `dtype`, `size` (numbers) and `bytes`."""
+
+    __slots__ = ("bytes", "dtype", "shape", "size")
+
+    def __init__(self, aval: Any, order: Sequence[int] | None = None) -> None:
+        self.shape, self.dtype = tuple(aval.shape), aval.dtype
+        if order is not None:
+            self.shape = tuple(self.shape[dim] for dim in order)
+        self.size = math.prod(self.shape)
+        extended = jnp.issubdtype(self.dtype, jax.dtypes.prng_key)
+        self.bytes = self.size * (8 if extended else self.dtype.itemsize)
+
+
+class Op:
+    """An operation: its primitive's `name` and `params`, the values it reads and computes, and the
+    `blocks` of a loop (its body) or of a conditional (its branches); `trips` of a loop.
+
+    Operands that are literals are left out of `inputs`.
+    """
+
+    __slots__ = ("blocks", "inputs", "name", "outputs", "params", "trips")
+
+    def __init__(
+        self,
+        name: str,
+        params: Mapping[str, Any],
+        inputs: Sequence[Value],
+        outputs: Sequence[Value],
+        blocks: Sequence["Block"] = (),
+        trips: int | None = 1,
+    ) -> None:
+        self.name, self.params = name, params
+        self.inputs, self.outputs = list(inputs), list(outputs)
+        self.blocks, self.trips = list(blocks), trips
+
+
+class Block:
+    """Operations in order, with `inputs` and `outputs`.
+
+    `carried`, of a loop's body: for each carry the value at the start of an iteration and the one
+    at its end. `outputs` may contain None, for a literal.
+    """
+
+    __slots__ = ("carried", "inputs", "ops", "outputs")
+
+    def __init__(
+        self,
+        ops: list[Op],
+        inputs: Sequence[Value],
+        outputs: Sequence[Value | None],
+        carried: Sequence[tuple[Value, Value | None]] = (),
+    ) -> None:
+        self.ops, self.inputs, self.outputs = ops, list(inputs), list(outputs)
+        self.carried = list(carried)
+
+    def all_ops(self) -> Iterator[Op]:
+        """Yield the operations of this block and of the blocks inside."""
+        for op in self.ops:
+            yield op
+            for block in op.blocks:
+                yield from block.all_ops()
+
+
+class DeviceProgram:
+    """What one device runs in a step.
+
+    **Attributes:** `block`, whose outputs begin with the new state; `state`, the old one, whose
+    memory it takes; `arguments`, the state and the batch; `update`, the index of the operation with
+    which the optimizer's update begins.
+    """
+
+    __slots__ = ("arguments", "block", "state", "update")
+
+    def __init__(
+        self, block: Block, state: list[Value], arguments: list[Value], update: int
+    ) -> None:
+        self.block, self.state, self.arguments, self.update = block, state, arguments, update
+
+    @classmethod
+    def of(
+        cls, gradient: Any, update: Any, states: int, sizes: Mapping[str, int]
+    ) -> "DeviceProgram":
+        """Join the two halves of a step, as `Network.gradients` and `Network.apply` trace to.
+
+        **Arguments:** `gradient`, the jaxpr of `(state, rows, count) -> sums`; `update`, that of
+        `(state, sums) -> (state, metrics)`; `states`, the number of leaves of the state; `sizes`,
+        of the mesh axes.
+        """
+        flattener, ops = Flattener(sizes), list[Op]()
+        values: dict[int, Value] = {}
+
+        def run(closed: Any, sums: Sequence[Value | None]) -> list[Value | None]:
+            jaxpr, given, results = one_device(closed)
+            args = [
+                Value(var.aval) if index is None  # a constant
+                else sums[index - states] if sums and index >= states
+                else values.setdefault(index, Value(var.aval))
+                for index, var in zip(given, jaxpr.invars, strict=True)
+            ]  # fmt: skip
+            found = flattener.inline(jaxpr, args, ops)
+            return [None if index is None else found[index] for index in results]
+
+        sums = run(gradient, ())
+        start = len(ops)
+        outputs = run(update, sums)
+        arguments = [values[index] for index in sorted(values)]
+        return cls(Block(ops, arguments, outputs), arguments[:states], arguments, start)
+
+
+def one_device(closed: Any) -> tuple[Any, list[int | None], list[int | None]]:
+    """Return the jaxpr of one device, and which inputs and results of the traced one its are.
+
+    That is the body of the `jax.shard_map` that all equations are in; for a program of one device
+    the jaxpr itself. Of each of its inputs comes the index of the traced one, None for a constant;
+    of each traced result the index among its own, None where that is an input or a literal.
+    """
+    jaxpr, _ = open_jaxpr(closed)
+    order = {var: index for index, var in enumerate(jaxpr.invars)}
+    if [eqn.primitive.name for eqn in jaxpr.eqns] != ["shard_map"]:
+        every = range(len(jaxpr.invars)), range(len(jaxpr.outvars))
+        return jaxpr, list(every[0]), list(every[1])
+    (eqn,) = jaxpr.eqns
+    given = [None if isinstance(atom, Literal) else order.get(atom) for atom in eqn.invars]
+    made = {var: index for index, var in enumerate(eqn.outvars)}
+    results = [None if isinstance(one, Literal) else made.get(one) for one in jaxpr.outvars]
+    return inner_jaxprs(eqn)[0], given, results
+
+
+class Flattener:
+    """Turns jaxprs into blocks, for a mesh of these `sizes`."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.sizes = sizes
+        # Of a stack that an unrolled loop wrote: its rows, which a later one reads instead.
+        self.pieces: dict[Value | None, list[Value | None]] = {}
+        # Of a product's result: the transposition that swapping its operands makes free.
+        self.products: dict[Value | None, tuple[int, ...]] = {}
+
+    def block(self, jaxpr: Any, args: Sequence[Value | None]) -> Block:
+        """Return the block of a jaxpr on these arguments; None for a literal."""
+        ops: list[Op] = []
+        outputs = self.inline(jaxpr, args, ops)
+        return Block(ops, [one for one in args if one is not None], outputs)
+
+    def inline(self, jaxpr: Any, args: Sequence[Value | None], ops: list[Op]) -> list[Value | None]:
+        """Append a jaxpr's operations to `ops`, and return the values of its results."""
+        values: dict[Any, Value | None] = {var: Value(var.aval) for var in jaxpr.constvars}
+        values.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Any) -> Value | None:
+            return None if isinstance(atom, Literal) else values[atom]
+
+        for eqn in jaxpr.eqns:
+            inputs = [read(atom) for atom in eqn.invars]
+            values.update(zip(eqn.outvars, self._outputs(eqn, inputs, ops), strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _outputs(
+        self, eqn: Any, inputs: list[Value | None], ops: list[Op]
+    ) -> Sequence[Value | None]:
+        name, params = eqn.primitive.name, eqn.params
+        if name in INLINED or name in REMAT or name == "shard_map":
+            return self.inline(inner_jaxprs(eqn)[0], inputs, ops)
+        if self._is_view(eqn, name, params):
+            return inputs[: len(eqn.outvars)]
+        if name == "scan":
+            return self._scan(eqn, inputs, ops)
+        outputs = [Value(var.aval) for var in eqn.outvars]
+        if name == "random_bits":
+            # Threefry computes two words for each number, in a loop, and returns their xor.
+            words = [Value(eqn.outvars[0].aval), Value(eqn.outvars[0].aval)]
+            ops.append(Op("random_bits", params, [one for one in inputs if one], words))
+            ops.append(Op("xor", {}, words, outputs))
+            return outputs
+        if name == "dot_general":
+            inputs = self._canonical(eqn, inputs, ops)
+            self.products[outputs[0]] = _swapped(eqn)
+        elif name == "transpose" and params["permutation"] == self.products.get(inputs[0]):
+            return inputs  # the product of swapped operands
+        given = [one for one in inputs if one is not None]
+        blocks: list[Block] = []
+        trips: int | None = 1
+        if name == "while":
+            blocks, trips = [self._while_body(eqn, inputs)], None
+            params = {"carry": inputs[-len(outputs) :]}
+        elif name == "cond":
+            blocks = [self.block(open_jaxpr(b)[0], inputs[1:]) for b in params["branches"]]
+        ops.append(Op(name, params, given, outputs, blocks, trips))
+        return outputs
+
+    def _is_view(self, eqn: Any, name: str, params: Mapping[str, Any]) -> bool:
+        """Whether the outputs are the inputs, in other words or shapes."""
+        if name == "order_after":
+            return all(params["free_on_cpu"])
+        if name in VIEWS:
+            return True
+        if name in COLLECTIVES:
+            return group_size(params, self.sizes) == 1 and not params.get("perm")
+        if len(eqn.invars) != 1 or isinstance(eqn.invars[0], Literal):
+            return False
+        before, after = eqn.invars[0].aval, eqn.outvars[0].aval
+        if name == "convert_element_type":
+            return before.dtype == after.dtype
+        if name == "broadcast_in_dim":
+            return math.prod(before.shape) == math.prod(after.shape)
+        if name == "transpose":
+            order = params["permutation"]
+            kept = [dim for dim in order if before.shape[dim] > 1]
+            return kept == sorted(kept)
+        return False
+
+    def _canonical(self, eqn: Any, inputs: list[Value | None], ops: list[Op]) -> list[Value | None]:
+        """Transpose the operands of a product to what XLA multiplies.
+
+        That is `(*batch, rows, summed)` by `(*batch, summed, columns)`, each of the last two one
+        dim of memory. An operand of two dims is multiplied as it is.
+        """
+        contracting, batch = eqn.params["dimension_numbers"]
+        found: list[Value | None] = []
+        for index, value in enumerate(inputs):
+            summed, shared, aval = contracting[index], batch[index], eqn.invars[index].aval
+            if value is None or (aval.ndim == len(shared) + 2 and is_leading(shared)):
+                found.append(value)
+                continue
+            free = [d for d in range(aval.ndim) if d not in (*summed, *shared)]
+            order = [*shared, *free, *summed] if index == 0 else [*shared, *summed, *free]
+            kept = [dim for dim in order if aval.shape[dim] > 1]
+            if kept != sorted(kept):
+                moved = Value(aval, order)
+                ops.append(Op("transpose", {"permutation": tuple(order)}, [value], [moved]))
+                value = moved
+            found.append(value)
+        return found
+
+    def _scan(self, eqn: Any, inputs: list[Value | None], ops: list[Op]) -> list[Value]:
+        scan = Scan.of(eqn)
+        consts, carry, xs = scan.split(inputs)
+        if scan.unroll >= scan.length:
+            return self._unrolled(scan, consts, carry, xs, eqn, ops)
+        inside = scan.body.invars[scan.num_consts :]
+        starts = [Value(var.aval) for var in inside[: scan.num_carry]]
+        rows = [Value(var.aval) for var in inside[scan.num_carry :]]
+        body = [
+            Op("row", {}, [] if stack is None else [stack], [row])
+            for stack, row in zip(xs, rows, strict=True)
+        ]
+        results = self.inline(scan.body, [*consts, *starts, *rows], body)
+        ends = results[: scan.num_carry]
+        outputs = [Value(var.aval) for var in eqn.outvars]
+        for y, stack in zip(results[scan.num_carry :], outputs[scan.num_carry :], strict=True):
+            body.append(Op("stack", {}, [] if y is None else [y], [stack]))
+        carried = list(zip(starts, ends, strict=True))
+        given = [one for one in (*consts, *xs) if one is not None]
+        block = Block(body, [*given, *starts], ends, carried)
+        begins = [one for one in carry if one is not None]
+        ops.append(Op("scan", {"carry": carry}, [*given, *begins], outputs, [block], scan.length))
+        return outputs
+
+    def _unrolled(
+        self, scan: Scan, consts: Any, carry: Any, xs: Any, eqn: Any, ops: list[Op]
+    ) -> list[Value]:
+        """Append the iterations of a loop that is written out, one after another."""
+        rows_of = scan.body.invars[scan.num_consts + scan.num_carry :]
+        stacks = [Value(var.aval) for var in eqn.outvars[scan.num_carry :]]
+        pieces: list[list[Value | None]] = [[None] * scan.length for _ in stacks]
+        order = range(scan.length)
+        for index in reversed(order) if scan.reverse else order:
+            rows = []
+            for stack, var in zip(xs, rows_of, strict=True):
+                row = self.pieces[stack][index] if stack in self.pieces else None
+                if row is None:
+                    row = Value(var.aval)
+                    ops.append(Op("slice", {}, [] if stack is None else [stack], [row]))
+                rows.append(row)
+            results = self.inline(scan.body, [*consts, *carry, *rows], ops)
+            carry = results[: scan.num_carry]
+            for own, piece in zip(pieces, results[scan.num_carry :], strict=True):
+                own[index] = piece
+        for stack, own in zip(stacks, pieces, strict=True):
+            ops.append(Op("concatenate", {}, [p for p in own if p is not None], [stack]))
+            self.pieces[stack] = own
+        return [*carry, *stacks]
+
+    def _while_body(self, eqn: Any, inputs: list[Value | None]) -> Block:
+        skip, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        jaxpr = open_jaxpr(eqn.params["body_jaxpr"])[0]
+        starts = [Value(var.aval) for var in jaxpr.invars[consts:]]
+        given = [*inputs[skip : skip + consts], *starts]
+        block = self.block(jaxpr, given)
+        block.carried = list(zip(starts, block.outputs, strict=True))
+        return block
+
+
+def is_leading(dims: Sequence[int]) -> bool:
+    """Whether dims are the first ones, in order."""
+    return list(dims) == list(range(len(dims)))
+
+
+def _swapped(eqn: Any) -> tuple[int, ...]:
+    """Return the transposition of a product's result that swaps what its operands contribute."""
+    (left, _), (batch, _) = eqn.params["dimension_numbers"]
+    shared, rank = len(batch), len(eqn.outvars[0].aval.shape)
+    rows = len(eqn.invars[0].aval.shape) - len(left) - shared
+    return (*range(shared), *range(shared + rows, rank), *range(shared, shared + rows))
+
+
+def group_size(params: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
+    """Return how many devices communicate in a collective's group."""
+    groups = params.get("axis_index_groups")
+    if groups:
+        return len(groups[0])
+    names = params.get("axes") or params.get("axis_name") or ()
+    names = names if isinstance(names, tuple | list) else (names,)
+    return math.prod(sizes.get(name, 1) for name in names)
+
+
+VIEWS = frozenset([
+    "annotate", "copy", "copy_p", "expand_dims", "name", "optimization_barrier", "pcast", "pvary",
+    "random_unwrap", "random_wrap", "reduce_precision", "reshape", "reshard", "sharding_constraint",
+    "squeeze", "stop_gradient",
+])  # fmt: skip
+"""Operations whose result is their operand's memory."""

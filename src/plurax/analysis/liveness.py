@@ -1,0 +1,267 @@
+"""The memory of temporaries by liveness on the program of one device, before compiling.
+
+What XLA allocates for temporaries follows from three decisions, which are made again here:
+
+1. Which results are written to memory at all (`plurax.analysis.fusion`).
+2. The order of kernels. XLA's CPU compiler runs a kernel as soon as all it reads is there, first
+   come, first served: every dynamic slice of a loop's body comes before the first product, and all
+   temporaries of an optimizer's update are alive at once.
+3. Which result takes the memory of which. A result that is computed number by number takes that of
+   an operand read there for the last time; a new state takes that of the donated old one, a carry
+   that of the iteration before. All others are packed into one allocation, the largest first, each
+   into the smallest gap that is free while it is alive.
+
+Example, a dense layer on 256 rows, float32; `h`, `a`, `g` are `(256, 512)`, 0.5 MiB each:
+
+    time   kernel               buffers alive
+    1      h = x @ w            h
+    2      a = tanh(h + b)      a, in the memory of h
+    3      g = (a - y) * s      a, g
+    4      dw = aᵀ @ g          a, g, dw (512, 512), 1 MiB: 2 MiB at most
+
+Sources: XLA's `BufferAssignment` and `GlobalDecreasingSizeBestFitHeap`
+(https://openxla.org/xla/hlo_passes), and compiled programs.
+"""
+
+import bisect
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from plurax.analysis.device_program import Block, DeviceProgram, Op, Value
+from plurax.analysis.fusion import SAME, Kernel, kernels
+
+
+def peak_bytes(program: DeviceProgram) -> int:
+    """Return the most bytes that one device holds in a step: arguments, results, temporaries."""
+    held = [*program.arguments, *program.block.outputs[len(program.state) :]]
+    return sum(value.bytes for value in held if value) + temporaries(program.block, program.state)
+
+
+def temporaries(block: Block, state: Sequence[Value]) -> int:
+    """Return the bytes that XLA allocates for temporaries.
+
+    **Arguments:** `block`, a program; `state`, the inputs in whose memory its first results are.
+    """
+    lifetimes = Lifetimes()
+    homes = {
+        result: old
+        for result, old in zip(block.outputs, state, strict=False)
+        if result is not None and result is not old
+    }
+    lifetimes.run(block, kernels(block), homes)
+    return pack(lifetimes.buffers)
+
+
+def breadth_first(found: Sequence[Kernel], block: Block) -> list[Kernel]:
+    """Return kernels in the order in which XLA's CPU compiler runs them."""
+    maker = {value: kernel for kernel in found for value in kernel.outputs}
+    position = {value: index for index, value in enumerate(block.inputs)}
+    waits: dict[Kernel, int] = {}
+    users: dict[Kernel, list[Kernel]] = defaultdict(list)
+    ready = []
+    for kernel in found:
+        makers = dict.fromkeys(maker[value] for value in kernel.reads if value in maker)
+        waits[kernel] = len(makers)
+        for one in makers:
+            users[one].append(kernel)
+        if not makers:
+            ready.append(kernel)
+    # The inputs come in order, and with the last one it reads a kernel is ready.
+    ready.sort(key=lambda kernel: max((position.get(v, -1) for v in kernel.reads), default=-1))
+    queue, order = deque(ready), []
+    while queue:
+        kernel = queue.popleft()
+        order.append(kernel)
+        for user in users[kernel]:
+            waits[user] -= 1
+            if not waits[user]:
+                queue.append(user)
+    return order
+
+
+class Buffer:
+    """Memory of `size` bytes that is in use from kernel `start` to kernel `end`, inclusive."""
+
+    __slots__ = ("end", "size", "start")
+
+    def __init__(self, size: int, start: int) -> None:
+        self.size, self.start, self.end = size, start, start
+
+
+class Lifetimes:
+    """Runs kernels without computing anything, and notes when which memory is in use.
+
+    **Attributes:** `buffers`, once `run` has returned.
+    """
+
+    def __init__(self) -> None:
+        self.buffers: list[Buffer] = []
+        self._clock = 0
+        self._of: dict[Value, Buffer] = {}
+
+    def run(
+        self,
+        block: Block,
+        found: Sequence[Kernel],
+        homes: Mapping[Value, Value],
+        given: Collection[Value] = (),
+    ) -> None:
+        """Run the kernels of a block.
+
+        **Arguments:**
+
+        - `homes`: for a result the value in whose memory it shall be.
+        - `given`: values computed outside that are read for the last time here.
+        """
+        order = breadth_first(found, block)
+        last = {value: index for index, kernel in enumerate(order) for value in kernel.reads}
+        last.update((value, len(order)) for value in block.outputs if value is not None)
+        homes = _homes_of_operands(order, homes)
+        own = set(given)
+        for index, kernel in enumerate(order):
+            self._clock += 1
+            dying = [value for value in kernel.reads if last[value] == index and value in own]
+            free = list(dying)
+            for value in _written(kernel, last):
+                home = homes.get(value)
+                if home is None or not _is_free(home, kernel, last, index):
+                    own.add(value)
+                    self._allocate(value, kernel, free)
+            passed = self._run_inside(kernel, homes, dying)
+            for value in dying:
+                if value not in passed:
+                    self._use(value)
+        self._clock += 1
+        for value in own:
+            if last.get(value) == len(order):
+                self._use(value)
+
+    def _allocate(self, value: Value, kernel: Kernel, free: list[Value]) -> None:
+        """Give a result the memory of an operand that is not read again, or memory of its own."""
+        for operand in free:
+            if operand in self._of and _takes_memory_of(value, operand, kernel):
+                free.remove(operand)
+                self._of[value] = self._of[operand]
+                break
+        else:
+            self._of[value] = Buffer(value.bytes, self._clock)
+            self.buffers.append(self._of[value])
+        if kernel.root.name == "random_bits":
+            self.buffers.append(Buffer(value.bytes, self._clock))  # the loop computes a copy
+        self._use(value)
+
+    def _use(self, value: Value) -> None:
+        if value in self._of:
+            self._of[value].end = max(self._of[value].end, self._clock)
+
+    def _run_inside(
+        self, kernel: Kernel, homes: Mapping[Value, Value], dying: Sequence[Value]
+    ) -> set[Value]:
+        """Run the body of a loop once, or each branch; return what only a branch still needs."""
+        root, passed = kernel.root, set[Value]()
+        if not kernel.inner:
+            return passed
+        if root.name != "cond":
+            body = root.blocks[0]
+            carried = {end: start for start, end in body.carried if end is not None}
+            self.run(body, kernel.inner[0], carried)
+            return passed
+        pairs = list(zip(root.blocks, kernel.inner, strict=True))
+        reads = [{*b.outputs, *(v for k in inner for v in k.reads)} for b, inner in pairs]
+        for index, (block, inner) in enumerate(pairs):
+            later = set[Any]().union(*reads[index + 1 :])
+            given = {value for value in dying if value in reads[index] and value not in later}
+            passed |= given
+            results = {
+                value: homes.get(result, result)
+                for result, value in zip(root.outputs, block.outputs, strict=True)
+                if value is not None and value not in block.inputs
+            }
+            self.run(block, inner, results, given)
+        return passed
+
+
+def _written(kernel: Kernel, last: Mapping[Value, int]) -> list[Value]:
+    """Return the results that are new in memory: a row of a stack is not, nor one unread."""
+    if kernel.root.name == "stack":
+        return []
+    return [v for v in kernel.outputs if v.bytes and (v in last or not kernel.inner)]
+
+
+def _homes_of_operands(order: Sequence[Kernel], homes: Mapping[Value, Value]) -> dict[Value, Value]:
+    """Return `homes` with those of the values that are updated in place on the way to a result."""
+    found = dict(homes)
+    for kernel in reversed(order):
+        for before, after in _in_place(kernel.root):
+            home = found.get(after)
+            if home is not None and home is not before and before.bytes == after.bytes:
+                found.setdefault(before, home)
+    return found
+
+
+def _in_place(op: Op) -> list[tuple[Value, Value]]:
+    """Return the operands that an operation updates, each with the result in its memory."""
+    if op.name in UPDATES:
+        return list(zip(op.inputs[:1], op.outputs, strict=False))
+    pairs = zip(op.params.get("carry", ()), op.outputs, strict=False) if op.blocks else ()
+    return [(before, after) for before, after in pairs if before is not None]
+
+
+def _is_free(home: Value, kernel: Kernel, last: Mapping[Value, int], index: int) -> bool:
+    """Whether a kernel may write to the memory of `home`."""
+    at = last.get(home, -1)
+    if at != index:
+        return at < index
+    in_place = kernel.root.name in UPDATES or bool(kernel.inner)
+    return in_place or kernel.reads[home] == SAME
+
+
+def _takes_memory_of(value: Value, operand: Value, kernel: Kernel) -> bool:
+    """Whether a result can be where an operand is that is not read again."""
+    if operand.bytes != value.bytes:
+        return False
+    if kernel.inner or kernel.root.name in UPDATES:
+        return any(operand is before and value is after for before, after in _in_place(kernel.root))
+    same_width = operand.dtype.itemsize == value.dtype.itemsize
+    return same_width and kernel.reads.get(operand) == SAME
+
+
+UPDATES = frozenset([
+    "dynamic_update_slice", "scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul",
+    "sort",
+])  # fmt: skip
+"""Operations that write to the memory of their first operand."""
+
+
+# --- Packing --------------------------------------------------------------------------------------
+
+
+def pack(buffers: Sequence[Buffer]) -> int:
+    """Return the size of one allocation in which all buffers are, none in another's way.
+
+    XLA places the largest first, or those in use the longest, and takes the better of both.
+    Buffers of less than a thousandth of the largest are left out.
+    """
+    small = max((one.size for one in buffers), default=0) / 1000
+    large = [one for one in buffers if one.size > small]
+    return min(
+        _packed(large, lambda one: (-one.size,)),
+        _packed(large, lambda one: (one.start - one.end, -one.size)),
+    )
+
+
+def _packed(buffers: Sequence[Buffer], key: Callable[[Buffer], tuple[int, ...]]) -> int:
+    placed: list[tuple[int, int, Buffer]] = []  # from, to
+    for one in sorted(buffers, key=key):
+        free = found = 0
+        smallest = None
+        for start, stop, other in placed:
+            if other.start <= one.end and one.start <= other.end:
+                gap = start - free
+                if gap >= one.size and (smallest is None or gap < smallest):
+                    smallest, found = gap, free
+                free = max(free, stop)
+        at = free if smallest is None else found
+        bisect.insort(placed, (at, at + one.size, one), key=lambda entry: entry[0])
+    return max((stop for _, stop, _ in placed), default=0)

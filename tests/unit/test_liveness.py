@@ -1,0 +1,210 @@
+"""Memory known before compiling: by hand on small functions, and beside what XLA allocates."""
+
+import random
+import runpy
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import plurax as px
+from plurax.analysis.device_program import Flattener, Value
+from plurax.analysis.fusion import kernels
+from plurax.analysis.liveness import Buffer, pack, peak_bytes, temporaries
+from plurax.analysis.plan_ahead import trace_plan
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# --- By hand --------------------------------------------------------------------------------------
+
+K = 1024  # rows and columns of a matrix: 4 MiB each in float32
+MATRIX, ROW = 4 * K * K, 4 * K
+x, y = (jax.ShapeDtypeStruct((K, K), jnp.float32) for _ in range(2))
+
+
+def flat(fun, *args):
+    closed = jax.make_jaxpr(fun)(*args)
+    return Flattener({}).block(closed.jaxpr, [Value(var.aval) for var in closed.jaxpr.invars])
+
+
+def dense(x, w):
+    """h, then tanh(h) in its place; the result of the sum is one number."""
+    return jnp.sum(jnp.tanh(x @ w))
+
+
+def layers(x, w):
+    """Three products: the first is not needed once the second is there."""
+    return jnp.sum(((x @ w) @ w) @ w)
+
+
+def kept(x, w):
+    """The first product is kept until the end."""
+    h = x @ w
+    return jnp.sum(((h @ w) @ w) + h)
+
+
+def stacked(x, w):
+    """A loop keeps four of its carries, and computes with one more and the next."""
+    last, every = jax.lax.scan(lambda h, _: (h @ w, h), x, None, length=4)
+    return jnp.sum(last) + jnp.sum(every)
+
+
+def recomputed(x, w):
+    """exp is computed once, and overwritten by the second sum."""
+    e = jnp.exp(x @ w)
+    return jnp.sum((e + 1) @ w) + jnp.sum((e + 2) @ w)
+
+
+@pytest.mark.parametrize(
+    ("fun", "matrices"),
+    [(dense, 1), (layers, 2), (kept, 3), (stacked, 6), (recomputed, 3)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_the_temporaries_of_small_functions(fun, matrices):
+    assert round(temporaries(flat(fun, x, y), []) / MATRIX, 2) == matrices
+
+
+def test_a_donated_argument_is_updated_in_place():
+    def update(w, x):
+        return w - 0.1 * jnp.tanh(x @ w), x.sum()
+
+    block = flat(update, x, y)
+    assert round(temporaries(block, []) / MATRIX) == 1  # the product, then the result in its place
+    assert round(temporaries(block, block.inputs[:1]) / MATRIX) == 1  # the product alone
+
+    def twice(w, x):
+        return w + x, (x + 1) @ w
+
+    block = flat(twice, x, y)
+    assert round(temporaries(block, block.inputs[:1]) / MATRIX) == 3  # w is read after it is ready
+
+
+def test_a_cheap_chain_is_one_kernel_and_an_expensive_result_is_computed_once():
+    def chain(x, y):
+        return jnp.sum((x + 1) * y - 3)
+
+    def spread(x, y):
+        return jnp.exp(x[0])[:, None] * y
+
+    (kernel,) = kernels(flat(chain, x, y))
+    assert kernel.root.name == "reduce_sum"
+    assert len(kernel.ops) == 4
+    assert [kernel.root.name for kernel in kernels(flat(spread, x, y))] == ["exp", "mul"]
+
+
+def test_buffers_are_packed_where_they_do_not_meet():
+    def buffer(size, start, end):
+        one = Buffer(size, start)
+        one.end = end
+        return one
+
+    assert pack([]) == 0
+    assert pack([buffer(8, 0, 3), buffer(8, 4, 9)]) == 8
+    assert pack([buffer(8, 0, 4), buffer(8, 4, 9)]) == 16
+    # The smaller two share the gap that the larger one leaves.
+    assert pack([buffer(8, 0, 1), buffer(4, 2, 3), buffer(4, 2, 3), buffer(16, 0, 3)]) == 24
+
+
+# --- Beside what XLA allocates --------------------------------------------------------------------
+
+
+def perceptron():
+    def init(key):
+        keys = jax.random.split(key, 4)
+        return [{"w": jax.random.normal(k, (256, 256)), "b": jnp.zeros(256)} for k in keys]
+
+    def loss(params, batch, keys):
+        h = batch["x"]
+        for layer in params:
+            h = jnp.tanh(h @ layer["w"] + layer["b"])
+        return jnp.mean((h - batch["y"]) ** 2, axis=1)
+
+    like = jax.ShapeDtypeStruct((512, 256), jnp.float32)
+    split = {"0/*": (..., "tensor"), "1/w": ("tensor", None), "2/*": (..., "tensor")}
+    return px.Task(init=init, loss=loss), {"x": like, "y": like}, split
+
+
+def domains():
+    functions = runpy.run_path(str(EXAMPLES / "domains.py"))
+    task = px.Task(
+        init=lambda key: functions["init"](key, 256),
+        loss=lambda params, batch, keys: functions["evaluate"](params, batch),
+        weight=lambda batch: batch["length"],
+    )
+    batch = {
+        "xyz_cm": jax.ShapeDtypeStruct((1024, 3), jnp.int32),
+        "domain": jax.ShapeDtypeStruct((1024,), jnp.int32),
+        "length": jax.ShapeDtypeStruct((1024,), jnp.float32),
+    }
+    return task, batch, {}
+
+
+def transformer():
+    functions = runpy.run_path(str(EXAMPLES / "language_model.py"))
+    batch = {
+        "bytes": jax.ShapeDtypeStruct((16, 65), jnp.uint8),
+        "count": jax.ShapeDtypeStruct((16,), jnp.int32),
+    }
+    return functions["make_task"](128, 4, 4, 64), batch, functions["shardings"](sequence=False)
+
+
+def adamw():
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, weight_decay=0.1))
+
+
+def predicted_and_allocated(model, optimizer, **plan):
+    task, batch, shardings = model()
+    if plan.get("tensor", 1) > 1:
+        plan["shardings"] = shardings
+    plan = px.Plan(**plan)
+    traced = trace_plan(task, optimizer, plan, batch)
+    return peak_bytes(traced.program), px.compile(task, optimizer, plan, batch).memory().peak
+
+
+TABLE = [
+    (perceptron, optax.adam(1e-3), {}),
+    (perceptron, adamw(), {"data": 4, "zero": 1}),
+    (perceptron, optax.adam(1e-3), {"data": 2, "zero": 2, "microbatches": 2}),
+    (perceptron, optax.adam(1e-3), {"data": 4, "zero": 3}),
+    (perceptron, optax.adam(1e-3), {"data": 2, "tensor": 2}),
+    (domains, adamw(), {"data": 2}),
+    (transformer, adamw(), {"data": 4, "remat": "full"}),
+]
+
+
+def test_the_peak_is_within_5_percent_of_the_compilers(uncached):
+    for model, optimizer, plan in TABLE if uncached else ():
+        predicted, allocated = predicted_and_allocated(model, optimizer, **plan)
+        assert abs(predicted / allocated - 1) <= 0.05, (model.__name__, plan, predicted, allocated)
+
+
+def drawn(number):
+    """A plan of at most eight devices, drawn from all that the model allows."""
+    draw = random.Random(number)
+    model = draw.choice([perceptron, domains, transformer, transformer])
+    plan = {
+        "data": draw.choice([1, 2, 4]),
+        "zero": draw.choice([0, 0, 1, 2, 3]),
+        "microbatches": draw.choice([1, 2, 4]),
+        "remat": draw.choice(["none", "none", "dots", "full"]),
+    }
+    if model is not domains:
+        plan["tensor"] = draw.choice([1, 1, 2])
+    if model is transformer and plan["data"] * plan["tensor"] <= 4:
+        plan["pipeline"] = draw.choice([1, 2])
+    return model, draw.choice([adamw(), optax.adam(1e-3), optax.sgd(0.1)]), plan
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::plurax.ShardingWarning")
+def test_the_peak_of_forty_drawn_plans(uncached):
+    errors = [0.0]
+    for number in range(40) if uncached else ():
+        model, optimizer, plan = drawn(number)
+        predicted, allocated = predicted_and_allocated(model, optimizer, **plan)
+        errors.append(predicted / allocated - 1)
+        print(f"{model.__name__:12} {plan} {allocated:,} bytes, predicted {errors[-1]:+.1%}")
+    assert max(map(abs, errors)) <= 0.15
+    assert np.mean(np.abs(errors)) <= 0.05
