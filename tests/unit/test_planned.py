@@ -52,6 +52,16 @@ def test_a_plan_for_more_devices_than_there_are(monkeypatch):
     assert {one.axes for one in found.collectives} >= {("data",), ("tensor",)}
 
 
+def test_a_stage_runs_its_own_layers():
+    """What is planned is what the device with the most of 9 layers sends: 3 + 2 in two stages."""
+    plan = px.Plan(pipeline=2, stages=4, schedule="interleaved", microbatches=2, tensor=2,
+                   shardings=TENSOR)  # fmt: skip
+    task = models.perceptron_stack(depth=9)
+    found = px.analysis.planned(task, optax.sgd(0.1), plan, models.data(8))
+    trips = [one.trips for one in found.collectives if one.axes == ("tensor",)]
+    assert max(trips) == 2 * (3 + 2)
+
+
 def test_a_task_of_another_kind_is_refused():
     with pytest.raises(px.TaskError, match=r"what is trained is a plurax\.Task"):
         px.analysis.planned(object(), optax.sgd(0.1), px.Plan(), models.data(4))

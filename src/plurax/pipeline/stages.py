@@ -129,6 +129,12 @@ class LayerAssignment:
         return [least + (stage < more) for stage in range(self.stages)]
 
     @property
+    def device_layers(self) -> int:
+        """The largest number of layers of a device."""
+        counts = self.counts
+        return max(sum(counts[device :: self.devices]) for device in range(self.devices))
+
+    @property
     def starts(self) -> list[int]:
         """Index of the first layer of each stage."""
         counts = self.counts
