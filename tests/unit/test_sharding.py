@@ -302,6 +302,9 @@ def test_factors():
     assert factors(jnp.matmul, x, w) == [[0, 1], [1, 2]]
     assert factors(lambda a, b: jnp.tanh(a).T + b, x, jnp.ones((6, 4))) == [[0, 1], [1, 0]]
     assert factors(lambda a: a.reshape(4, 2, 3).sum(1), x) == [[0, 1]]
+    # JAX traces a function once, however often it is called: each call has indices of its own.
+    scaled = jax.jit(lambda a: 2 * a)
+    assert factors(lambda a, b: (scaled(a), scaled(b)), x, x) == [[0, 1], [2, 3]]
     # A dim of size 1 that is spread is no index of the other operand.
     assert factors(lambda a, b: a * b, jnp.ones((4, 1)), x) == [[0, 1], [0, 2]]
     image, kernel = jnp.ones((2, 8, 8, 3)), jnp.ones((3, 3, 3, 5))

@@ -22,13 +22,14 @@ https://docs.jax.dev/en/latest/notebooks/Writing_custom_interpreters_in_Jax.html
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 from jaxtyping import Array
 
 from plurax.jaxpr.compat import CHEAP, called_jaxpr, inner_jaxprs, is_call
@@ -205,3 +206,63 @@ def needed(
             found.append(eqn)
             wanted.update(atom for atom in variables(eqn.invars) if atom not in known)
     return found[::-1]
+
+
+# --- One list of equations ------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatEquations:
+    """Equations with each call (`jit`, `custom_jvp`) replaced by the equations of its body.
+
+    **Fields:** `eqns`; `results`, the atoms of the results among them; `constants`, the values of
+    the calls' constants; `calls`, by the `id` of an equation the calls around it, outermost first.
+    """
+
+    eqns: list[Any]
+    results: list[Any]
+    constants: dict[Any, Any]
+    calls: dict[int, tuple[Any, ...]]
+
+
+def flat_equations(eqns: Sequence[Any], results: Sequence[Any]) -> FlatEquations:
+    """Replace calls by the equations of their bodies; nothing is evaluated, and nothing traced.
+
+    Each call gets variables of its own, because JAX caches traces and two calls may share a body.
+    """
+    flat = FlatEquations([], [], {}, {})
+
+    def renamed(atom: Any, names: Mapping[Any, Any]) -> Any:
+        return atom if isinstance(atom, Literal) else names.get(atom, atom)
+
+    def walk(
+        eqns: Sequence[Any], names: dict[Any, Any], calls: tuple[Any, ...], stack: Any
+    ) -> None:
+        for eqn in eqns:
+            info, read = eqn.source_info, [renamed(atom, names) for atom in eqn.invars]
+            own = info.name_stack if stack is None else stack + info.name_stack
+            if is_call(eqn):
+                body, values = called_jaxpr(eqn)
+                inner = dict(zip(body.invars, read, strict=True))
+                inner.update((var, Var(var.aval)) for var in body.constvars)
+                flat.constants.update(
+                    (inner[v], c) for v, c in zip(body.constvars, values, strict=True)
+                )
+                name = eqn.params.get("name")
+                below = own.extend(f"jit({name})") if isinstance(name, str) else own
+                walk(body.eqns, inner, (*calls, eqn), below)
+                found = [renamed(atom, inner) for atom in body.outvars]
+                names.update(zip(eqn.outvars, found, strict=True))
+            elif calls or read != list(eqn.invars):
+                fresh = [Var(var.aval) for var in eqn.outvars] if calls else eqn.outvars
+                names.update(zip(eqn.outvars, fresh, strict=True))
+                info = info.replace(name_stack=own)
+                flat.eqns.append(eqn.replace(invars=read, outvars=fresh, source_info=info))
+                flat.calls[id(flat.eqns[-1])] = calls
+            else:
+                flat.eqns.append(eqn)
+
+    names: dict[Any, Any] = {}
+    walk(eqns, names, (), None)
+    flat.results.extend(renamed(atom, names) for atom in results)
+    return flat

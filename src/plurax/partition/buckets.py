@@ -28,11 +28,11 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Literal, Var
+from jax.extend.core import Literal
 from jaxtyping import Array
 
 from plurax.jaxpr.barrier import order_after
-from plurax.jaxpr.compat import ANNOTATIONS, ELEMENTWISE, REMAT, called_jaxpr, is_call
+from plurax.jaxpr.compat import ANNOTATIONS, ELEMENTWISE, REMAT
 from plurax.partition.resharder import Resharder
 from plurax.partition.values import ShardedValue, ValueVersions, over_data
 from plurax.sharding.reshard import ReshardStep, pad_dim
@@ -374,63 +374,7 @@ _FLAT: dict[str, Callable[..., list[Array]]] = {
 }
 
 
-# --- One list of equations ------------------------------------------------------------------------
-
-
-def inlined(
-    eqns: Sequence[Any], results: Sequence[Any], constant: Callable[[Any], ValueVersions]
-) -> tuple[list[Any], list[Any], dict[Any, ValueVersions], dict[int, tuple[Any, ...]]]:
-    """Replace calls by the equations of their bodies, with fresh variables.
-
-    **Returns:** the equations; the variables of `results` among them; the values of the calls'
-    constants; and for each equation, by its `id`, the calls around it.
-    """
-    flat: list[Any] = []
-    constants: dict[Any, ValueVersions] = {}
-    calls: dict[int, tuple[Any, ...]] = {}
-
-    def walk(
-        eqns: Sequence[Any], names: dict[Any, Any], stack: Any, within: tuple[Any, ...]
-    ) -> None:
-        for eqn in eqns:
-            read = [_named(atom, names) for atom in eqn.invars]
-            own = (
-                eqn.source_info.name_stack if stack is None else stack + eqn.source_info.name_stack
-            )
-            if is_call(eqn):
-                body, values = called_jaxpr(eqn)
-                inner = dict(zip(body.invars, read, strict=True))
-                for var, value in zip(body.constvars, values, strict=True):
-                    inner[var] = Var(var.aval)
-                    constants[inner[var]] = constant(value)
-                called = eqn.params.get("name")
-                below = own.extend(f"jit({called})") if isinstance(called, str) else own
-                walk(body.eqns, inner, below, (*within, eqn))
-                names.update(
-                    (var, _named(atom, inner))
-                    for var, atom in zip(eqn.outvars, body.outvars, strict=True)
-                )
-                continue
-            if stack is None and all(a is b for a, b in zip(read, eqn.invars, strict=True)):
-                flat.append(eqn)
-                continue
-            # JAX caches traces, so two calls may share a body: each needs variables of its own.
-            fresh = eqn.outvars if stack is None else [Var(var.aval) for var in eqn.outvars]
-            names.update(zip(eqn.outvars, fresh, strict=True))
-            info = eqn.source_info.replace(name_stack=own)
-            flat.append(eqn.replace(invars=read, outvars=fresh, source_info=info))
-            calls[id(flat[-1])] = within
-
-    names: dict[Any, Any] = {}
-    walk(eqns, names, None, ())
-    return flat, [_named(atom, names) for atom in results], constants, calls
-
-
 def computed_at(jaxpr: Any) -> list[int]:
     """Return for each result the index of the equation that computes it, or -1 if none does."""
     index_of = {var: index for index, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
     return [-1 if isinstance(atom, Literal) else index_of.get(atom, -1) for atom in jaxpr.outvars]
-
-
-def _named(atom: Any, names: Mapping[Any, Any]) -> Any:
-    return atom if isinstance(atom, Literal) else names.get(atom, atom)

@@ -46,11 +46,11 @@ from plurax import errors
 from plurax.collective import Collective
 from plurax.jaxpr.barrier import order_after_cotangent, pick_dependency
 from plurax.jaxpr.compat import ANNOTATIONS, REMAT, called_jaxpr, is_recomputed, open_jaxpr
-from plurax.jaxpr.interpret import holds, variables
+from plurax.jaxpr.interpret import flat_equations, holds, needed
 from plurax.mesh import within
 from plurax.partition.annotation_resolver import AnnotationResolver, NameRule
 from plurax.partition.branches import Branches
-from plurax.partition.buckets import Gathers, computed_at, inlined, together
+from plurax.partition.buckets import Gathers, computed_at, together
 from plurax.partition.loops import Loop, While
 from plurax.partition.manual import eval_manual_body
 from plurax.partition.operators import RULES, by_default
@@ -102,13 +102,6 @@ class Partitioner(Resharder):
         # Parameters that a bucket has gathered for the equation, by the `id` of their versions.
         self._ready: dict[int, ShardedValue] = {}
 
-    def _gathered_for(self, eqn: Any, first: int) -> None:
-        """Mark the records from index `first` on as gathers for an operation without a rule."""
-        for index, record in enumerate(self.records[first:], first):
-            if record.kind in ("all-gather", "all-to-all"):
-                because = (eqn.primitive.name, self._line(eqn))
-                self.records[index] = dataclasses.replace(record, without_rule=because)
-
     def _line(self, eqn: Any) -> str:
         """Return the line of the model's code that holds an equation or an enclosing call.
 
@@ -118,7 +111,8 @@ class Partitioner(Resharder):
         line = ""
         for one in (*self._calls, eqn):
             lines = source_info_util.summarize(one.source_info, FRAMES).splitlines()
-            if not line or line in lines:
+            # A rule of differentiation may have no frame of the model.
+            if lines and (not line or line in lines):
                 line = lines[-1]
         return line
 
@@ -158,9 +152,10 @@ class Partitioner(Resharder):
         """Evaluate those of some equations on which `results` depend, given the `known` values."""
         inside = len(self._calls)
         # Readers are counted, and buckets are filled, across calls: all equations in one list.
-        eqns, results, constants, calls = inlined(eqns, results, self.constant)
-        here = {**known, **constants}
-        eqns = _live(eqns, results, here)
+        flat = flat_equations(eqns, results)
+        here = {**known, **{var: self.constant(value) for var, value in flat.constants.items()}}
+        results, effects = flat.results, {id(eqn) for eqn in flat.eqns if eqn.effects}
+        eqns = needed(flat.eqns, results, here, effects)
         gathers = Gathers(self, eqns, here) if self._gathers_parameters(known) else None
         readers = count_readers(eqns, results)
         goal = {
@@ -175,7 +170,7 @@ class Partitioner(Resharder):
         for index, eqn in enumerate(gathers.eqns if gathers else eqns):
             inputs = [read(atom) for atom in eqn.invars]
             goals = [goal.get(var) for var in eqn.outvars]
-            self._calls[inside:] = calls.get(id(eqn), ())
+            self._calls[inside:] = flat.calls.get(id(eqn), ())
             if gathers is not None:
                 meets = self._meets(inputs)
                 self._ready = gathers.before(index, here, pick_dependency(meets) if meets else None)
@@ -221,11 +216,8 @@ class Partitioner(Resharder):
         decision = RULES.get(name, by_default)(context, eqn, self.together(inputs))
         if isinstance(decision, DeferredValue):
             return [ValueVersions(decision)]
-        first = len(self.records)
-        with self.needed_by(eqn):
+        with self.needed_by(eqn, self._line(eqn) if decision.without_rule else None):
             outputs = self.apply(decision)
-        if decision.without_rule:
-            self._gathered_for(eqn, first)
         return [ValueVersions(output) for output in outputs]
 
     def together(self, inputs: list[ValueVersions]) -> list[ValueVersions]:
@@ -446,16 +438,3 @@ def plan_partition(
     """
     with partitioner.planning() as records:
         return partition(fun, partitioner, args, wanted, tight=tight), records
-
-
-def _live(
-    equations: Sequence[Any], results: Sequence[Any], known: Mapping[Any, ValueVersions]
-) -> list[Any]:
-    """Return the equations on which results depend, and those with effects."""
-    wanted = set(variables(results)).difference(known)
-    eqns = []
-    for eqn in reversed(equations):
-        if eqn.effects or not wanted.isdisjoint(eqn.outvars):
-            eqns.append(eqn)
-            wanted.update(var for var in variables(eqn.invars) if var not in known)
-    return eqns[::-1]

@@ -60,6 +60,7 @@ class Resharder:
         self._executor: Executor = EmitOperations()
         self._trips = trips
         self._eqn: Any = None
+        self._without_rule: tuple[str, str] | None = None
 
     # --- Executing, or only following shapes ------------------------------------------------------
 
@@ -208,7 +209,11 @@ class Resharder:
         self, kind: str, axes: tuple[str, ...], size: int, bytes_sent: float, operation: str = ""
     ) -> None:
         trips = self._trips
-        self.records.append(Collective(kind, axes, size, bytes_sent, trips != 1, trips, operation))
+        gathers = kind in ("all-gather", "all-to-all")
+        because = self._without_rule if gathers else None
+        self.records.append(
+            Collective(kind, axes, size, bytes_sent, trips != 1, trips, operation, because)
+        )
 
     @contextlib.contextmanager
     def repeated(self, trips: int) -> Iterator[None]:
@@ -221,13 +226,17 @@ class Resharder:
             self._trips = before
 
     @contextlib.contextmanager
-    def needed_by(self, eqn: Any) -> Iterator[None]:
-        """Record collectives within as those of an equation's operands."""
+    def needed_by(self, eqn: Any, line: str | None = None) -> Iterator[None]:
+        """Record collectives within as those of an equation's operands.
+
+        `line` is that of the model's code if the equation's operation has no rule.
+        """
         self._eqn = eqn
+        self._without_rule = None if line is None else (eqn.primitive.name, line)
         try:
             yield
         finally:
-            self._eqn = None
+            self._eqn = self._without_rule = None
 
     @contextlib.contextmanager
     def apart(self, data_varying: bool) -> Iterator[None]:

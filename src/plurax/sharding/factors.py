@@ -1,9 +1,9 @@
 """Find the factors of an operator: the dims of its inputs that are one index.
 
 A shard strategy must split equal indices alike, so it needs to know which dims are equal. The
-function is traced; each equation yields pairs of (variable, dim) that are one index, and
-union-find joins them. The idea and the name are those of Shardy's sharding rules
-(https://openxla.org/shardy).
+function is traced and interpreted with an index for each dim in place of an array; each equation
+yields pairs of (value, dim) that are one index, and union-find joins them. The idea and the name
+are those of Shardy's sharding rules (https://openxla.org/shardy).
 
     f(x, w) = sum(exp(x @ w), axis=1), x (I=4, K=3), w (K=3, J=8)
 
@@ -15,14 +15,16 @@ union-find joins them. The idea and the name are those of Shardy's sharding rule
     factors            I = 0, K = 1, J = 2; so x has [0, 1] and w has [1, 2]
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, Literal
+import numpy as np
 
-from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS, called_jaxpr, is_call
+from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS, is_call
+from plurax.jaxpr.interpret import interpret
 
 
 def factors(f: Callable[..., Any], *args: Any) -> list[list[int]]:
@@ -35,89 +37,80 @@ def factors(f: Callable[..., Any], *args: Any) -> list[list[int]]:
     [[0, 1], [1, 2]]
     """
     closed = jax.make_jaxpr(f)(*args)
-    parents: dict[tuple[Any, int], tuple[Any, int]] = {}
+    number = itertools.count()
+    parents: dict[int, int] = {}
 
-    def find(node: tuple[Any, int]) -> tuple[Any, int]:
-        while (up := parents.get(node, node)) != node:
-            node = up
-        return node
+    def indices(shape: Sequence[int]) -> list[int]:
+        """Return a new index for each dim: the value of a variable."""
+        return [next(number) for _ in shape]
 
-    def join(a: tuple[Any, int], b: tuple[Any, int]) -> None:
-        # The older node stays root, so that the inputs' dims, which come first, are the roots.
-        if find(a) != find(b):
-            parents[find(b)] = find(a)
+    def find(index: int) -> int:
+        while index in parents:
+            index = parents[index]
+        return index
 
-    for a, b in _equal_dims(closed.jaxpr):
-        join(a, b)
-    ids: dict[Any, int] = {}
-    result = []
-    for var in closed.jaxpr.invars:
-        roots = [find((var, dim)) for dim in range(len(_shape(var)))]
-        result.append([ids.setdefault(root, len(ids)) for root in roots])
-    return result
+    def joined(eqn: Any, inputs: list[Any]) -> list[Any]:
+        outputs = [indices(_shape(var)) for var in eqn.outvars]
+        for (a, dim), (b, other) in _equal_dims(eqn):
+            values = (*inputs, outputs[0])
+            one, same = sorted((find(values[a][dim]), find(values[b][other])))
+            if one != same:
+                # The older index stays root, so that those of the inputs, which come first, do.
+                parents[same] = one
+        return outputs
 
-
-def _equal_dims(jaxpr: Jaxpr) -> Iterator[tuple[tuple[Any, int], tuple[Any, int]]]:
-    """Yield the pairs of (variable, dim) that are one index."""
-    for eqn in jaxpr.eqns:
-        name, params = eqn.primitive.name, eqn.params
-        inputs = [v for v in eqn.invars if not isinstance(v, Literal)]
-        out = eqn.outvars[0]
-        if is_call(eqn):
-            body, _ = called_jaxpr(eqn)
-            yield from _same(zip(eqn.invars, body.invars, strict=True))
-            yield from _equal_dims(body)
-            yield from _same(zip(eqn.outvars, body.outvars, strict=True))
-        elif name in ELEMENTWISE or name == "annotate":
-            yield from _same((var, out) for var in inputs)
-        elif name == "dot_general":
-            (left_sum, right_sum), (left_batch, right_batch) = params["dimension_numbers"]
-            left, right = eqn.invars
-            for a, b in zip((*left_sum, *left_batch), (*right_sum, *right_batch), strict=True):
-                yield (left, a), (right, b)
-            left_free = _others(left, (*left_sum, *left_batch))
-            right_free = _others(right, (*right_sum, *right_batch))
-            sources = [(left, d) for d in (*left_batch, *left_free)]
-            sources += [(right, d) for d in right_free]
-            yield from ((source, (out, dim)) for dim, source in enumerate(sources))
-        elif name == "transpose":
-            for dim, source in enumerate(params["permutation"]):
-                yield (inputs[0], source), (out, dim)
-        elif name == "broadcast_in_dim" and inputs:
-            for source, dim in enumerate(params["broadcast_dimensions"]):
-                if _shape(inputs[0])[source] == _shape(out)[dim]:
-                    yield (inputs[0], source), (out, dim)
-        elif name in REDUCTIONS:
-            for dim, source in enumerate(_others(inputs[0], params["axes"])):
-                yield (inputs[0], source), (out, dim)
-        elif name == "squeeze":
-            for dim, source in enumerate(_others(inputs[0], params["dimensions"])):
-                yield (inputs[0], source), (out, dim)
-        elif name == "reshape":
-            for source, dim in kept_dims(_shape(inputs[0]), _shape(out)):
-                yield (inputs[0], source), (out, dim)
-        elif name == "conv_general_dilated":
-            numbers = params["dimension_numbers"]
-            lhs, rhs, to = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
-            yield (eqn.invars[0], lhs[0]), (out, to[0])
-            yield (eqn.invars[1], rhs[0]), (out, to[1])
-            yield (eqn.invars[0], lhs[1]), (eqn.invars[1], rhs[1])
+    args_indices = [indices(_shape(var)) for var in closed.jaxpr.invars]
+    interpret(
+        closed.jaxpr, closed.consts, args_indices, default=joined, inline=is_call,
+        lift=lambda value: indices(np.shape(value)),
+    )  # fmt: skip
+    ids: dict[int, int] = {}
+    return [[ids.setdefault(find(index), len(ids)) for index in one] for one in args_indices]
 
 
-def _same(pairs: Any) -> Iterator[tuple[tuple[Any, int], tuple[Any, int]]]:
-    """Yield pairs of equal dims for pairs of variables of one shape."""
-    for a, b in pairs:
-        if isinstance(a, Literal) or isinstance(b, Literal):
-            continue
-        # A dim of size 1 broadcasts: it is not the same index as the other operand's dim.
-        if len(_shape(a)) == len(_shape(b)):
-            sizes = zip(_shape(a), _shape(b), strict=True)
-            yield from (((a, d), (b, d)) for d, (one, other) in enumerate(sizes) if one == other)
+def _equal_dims(eqn: Any) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Yield the pairs of (place, dim) that are one index.
+
+    The place is that of an operand among the operands, and `out` for the result.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    shapes = [_shape(var) for var in (*eqn.invars, eqn.outvars[0])]
+    out = len(eqn.invars)
+    if name in ELEMENTWISE or name == "annotate":
+        for place in range(out):
+            # A dim of size 1 broadcasts: it is not the same index as the other operand's dim.
+            if len(shapes[place]) == len(shapes[out]):
+                sizes = enumerate(zip(shapes[place], shapes[out], strict=True))
+                yield from (((place, d), (out, d)) for d, (one, other) in sizes if one == other)
+    elif name == "dot_general":
+        (left_sum, right_sum), (left_batch, right_batch) = params["dimension_numbers"]
+        for a, b in zip((*left_sum, *left_batch), (*right_sum, *right_batch), strict=True):
+            yield (0, a), (1, b)
+        sources = [(0, d) for d in (*left_batch, *_others(shapes[0], (*left_sum, *left_batch)))]
+        sources += [(1, d) for d in _others(shapes[1], (*right_sum, *right_batch))]
+        yield from ((source, (out, dim)) for dim, source in enumerate(sources))
+    elif name == "transpose":
+        yield from (((0, source), (out, dim)) for dim, source in enumerate(params["permutation"]))
+    elif name == "broadcast_in_dim":
+        for source, dim in enumerate(params["broadcast_dimensions"]):
+            if shapes[0][source] == shapes[out][dim]:
+                yield (0, source), (out, dim)
+    elif name in REDUCTIONS or name == "squeeze":
+        gone = params["dimensions" if name == "squeeze" else "axes"]
+        yield from (((0, s), (out, dim)) for dim, s in enumerate(_others(shapes[0], gone)))
+    elif name == "reshape":
+        yield from (((0, s), (out, dim)) for s, dim in kept_dims(shapes[0], shapes[out]))
+    elif name == "conv_general_dilated":
+        numbers = params["dimension_numbers"]
+        lhs, rhs, to = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+        yield (0, lhs[0]), (out, to[0])
+        yield (1, rhs[0]), (out, to[1])
+        yield (0, lhs[1]), (1, rhs[1])
 
 
-def _others(var: Any, dims: Sequence[int]) -> list[int]:
-    """Return the dims of a variable that are not in `dims`."""
-    return [dim for dim in range(len(_shape(var))) if dim not in dims]
+def _others(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
+    """Return the dims of a shape that are not in `dims`."""
+    return [dim for dim in range(len(shape)) if dim not in dims]
 
 
 def kept_dims(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, int]]:
