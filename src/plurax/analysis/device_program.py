@@ -214,6 +214,10 @@ class Flattener:
         if name == "dot_general":
             inputs = self._canonical(eqn, inputs, ops)
             self.products[outputs[0]] = _swapped(eqn)
+            params = _product(eqn)
+        elif name == "conv_general_dilated":
+            left, right = (var.aval for var in eqn.invars)
+            params = {**params, "kernel": right.shape, "dtype": str(left.dtype)}
         elif name == "transpose" and params["permutation"] == self.products.get(inputs[0]):
             return inputs  # the product of swapped operands
         given = [one for one in inputs if one is not None]
@@ -252,7 +256,8 @@ class Flattener:
         """Transpose the operands of a product to what XLA multiplies.
 
         That is `(*batch, rows, summed)` by `(*batch, summed, columns)`, each of the last two one
-        dim of memory. An operand of two dims is multiplied as it is.
+        dim of memory. An operand of two dims is multiplied as it is. An `operand` operation does
+        the transposing.
         """
         contracting, batch = eqn.params["dimension_numbers"]
         found: list[Value | None] = []
@@ -266,7 +271,7 @@ class Flattener:
             kept = [dim for dim in order if aval.shape[dim] > 1]
             if kept != sorted(kept):
                 moved = Value(aval, order)
-                ops.append(Op("transpose", {"permutation": tuple(order)}, [value], [moved]))
+                ops.append(Op("operand", {}, [value], [moved]))
                 value = moved
             found.append(value)
         return found
@@ -330,6 +335,15 @@ class Flattener:
         return block
 
 
+def _product(eqn: Any) -> dict[str, Any]:
+    """Return `(m, n, k, batch)` of a product and the dtype of its operands."""
+    ((summed, _), (batch, _)), left = eqn.params["dimension_numbers"], eqn.invars[0].aval
+    k, b = (math.prod(left.shape[dim] for dim in dims) for dims in (summed, batch))
+    m = left.size // max(1, k * b)
+    n = eqn.outvars[0].aval.size // max(1, m * b)
+    return {"product": (m, n, k, b), "dtype": str(left.dtype)}
+
+
 def is_leading(dims: Sequence[int]) -> bool:
     """Whether dims are the first ones, in order."""
     return list(dims) == list(range(len(dims)))
@@ -348,9 +362,13 @@ def group_size(params: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
     groups = params.get("axis_index_groups")
     if groups:
         return len(groups[0])
+    return math.prod(sizes.get(name, 1) for name in axis_names(params))
+
+
+def axis_names(params: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the mesh axes that a collective runs over."""
     names = params.get("axes") or params.get("axis_name") or ()
-    names = names if isinstance(names, tuple | list) else (names,)
-    return math.prod(sizes.get(name, 1) for name in names)
+    return tuple(names) if isinstance(names, tuple | list) else (names,)
 
 
 VIEWS = frozenset([

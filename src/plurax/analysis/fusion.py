@@ -23,8 +23,8 @@ from plurax.analysis.device_program import Block, Op, Value
 from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS
 
 FUSIBLE = ELEMENTWISE | frozenset([
-    "broadcast_in_dim", "concatenate", "dynamic_slice", "gather", "iota", "order_after", "pad",
-    "rev", "row", "select_n", "slice", "split", "transpose",
+    "broadcast_in_dim", "concatenate", "dynamic_slice", "gather", "iota", "operand", "order_after",
+    "pad", "rev", "row", "select_n", "slice", "split", "transpose",
 ])  # fmt: skip
 """Operations that can be computed number by number inside the kernel that reads them."""
 
@@ -32,7 +32,8 @@ IN_PLACE = frozenset(["stack", "dynamic_update_slice"])
 """Operations that write a part of their first operand, and fuse what they write."""
 
 MOVES = frozenset([
-    "concatenate", "dynamic_slice", "gather", "pad", "rev", "row", "slice", "split", "transpose",
+    "concatenate", "dynamic_slice", "gather", "operand", "pad", "rev", "row", "slice", "split",
+    "transpose",
 ])  # fmt: skip
 """Operations that a reduction reads from memory."""
 

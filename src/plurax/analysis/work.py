@@ -1,0 +1,183 @@
+"""What one device does in a step: products, memory traffic and collectives, counted before running.
+
+The kernels are those of `plurax.analysis.fusion`. A loop's body counts once for each trip, and of a
+conditional's branches the one with the most work. Example, `(B, F) @ (F, G)` and a `tanh`, float32:
+
+    product   m=B n=G k=F        2·B·G·F operations, reads 4·(B·F + F·G) bytes, writes 4·B·G
+    tanh      one kernel         reads and writes 4·B·G bytes each
+
+A loop whose length is known only while it runs counts one trip.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from plurax.analysis.device_program import COLLECTIVES, Block, Op, Value, axis_names, group_size
+from plurax.analysis.fusion import Kernel, kernels
+from plurax.collective import Collective, ring_bytes_sent
+from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A product of `batch` pairs of matrices `(m, k)` and `(k, n)` in a dtype; a convolution is one
+    of them. `bytes` are read and written by one such product."""
+
+    m: int
+    n: int
+    k: int
+    batch: int
+    dtype: str
+    bytes: int
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations: a multiplication and an addition for each term."""
+        return 2.0 * self.m * self.n * self.k * self.batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one device does.
+
+    **Fields:**
+
+    - `products`: each kind of matrix product with how often it runs.
+    - `other_flops`: operations on single numbers.
+    - `bytes`: read from and written to memory by all kernels that are no products.
+    - `kernels`: how many kernels start, products and collectives included.
+    - `collectives`: each with its `trips`.
+    """
+
+    products: Mapping[Product, int] = dataclasses.field(default_factory=dict, hash=False)
+    other_flops: float = 0
+    bytes: float = 0
+    kernels: int = 0
+    collectives: tuple[Collective, ...] = ()
+
+    @property
+    def product_flops(self) -> float:
+        """The operations of all matrix products and convolutions."""
+        return sum(product.flops * count for product, count in self.products.items())
+
+    @property
+    def flops(self) -> float:
+        """All floating-point operations."""
+        return self.product_flops + self.other_flops
+
+    def times(self, trips: int) -> "Work":
+        """Return the work of so many repetitions."""
+        return Work(
+            {product: count * trips for product, count in self.products.items()},
+            self.other_flops * trips,
+            self.bytes * trips,
+            self.kernels * trips,
+            tuple(
+                dataclasses.replace(one, trips=(one.trips or 1) * trips, in_loop=True)
+                for one in self.collectives
+            ),
+        )
+
+    @staticmethod
+    def sum(parts: Iterable["Work"]) -> "Work":
+        """Return the work of all parts together."""
+        parts = list(parts)
+        products = Counter[Product]()
+        for part in parts:
+            products.update(part.products)
+        return Work(
+            dict(products),
+            sum(part.other_flops for part in parts),
+            sum(part.bytes for part in parts),
+            sum(part.kernels for part in parts),
+            tuple(one for part in parts for one in part.collectives),
+        )
+
+
+def work(block: Block, sizes: Mapping[str, int]) -> Work:
+    """Return what a device does in a block, on a mesh of these sizes."""
+    return work_of(kernels(block), sizes)
+
+
+def work_of(found: Iterable[Kernel], sizes: Mapping[str, int]) -> Work:
+    """Return what a device does in some kernels."""
+    return Work.sum(_of_kernel(kernel, sizes) for kernel in found)
+
+
+def _of_kernel(kernel: Kernel, sizes: Mapping[str, int]) -> Work:
+    root = kernel.root
+    if kernel.inner:
+        parts = [work_of(inner, sizes) for inner in kernel.inner]
+        if root.name == "cond":
+            return max(parts, key=lambda part: (part.flops + part.bytes, part.kernels))
+        return parts[0] if root.trips in (1, None) else parts[0].times(root.trips)
+    if root.name in COLLECTIVES:
+        return Work(kernels=1, collectives=tuple(_collectives(root, sizes)))
+    moved = _bytes_read(kernel) + _bytes_written(root)
+    product = _product(root, moved)
+    if product is not None:
+        return Work({product: 1}, kernels=1)
+    if root.name == "operand" and len(kernel.ops) == 1:  # XLA's own, and not on every device
+        return Work()
+    return Work(other_flops=_flops(kernel.ops), bytes=moved, kernels=1)
+
+
+def _bytes_read(kernel: Kernel) -> int:
+    """Return the bytes that a kernel reads; of a value that is sliced, the slice."""
+    sizes: dict[Value, int] = {}
+    for op in kernel.ops:
+        for index, value in enumerate(op.inputs):
+            if value not in kernel.reads or (op.name in UPDATES and index == 0):
+                continue
+            size = min(value.bytes, op.outputs[0].bytes) if op.name in SLICES else value.bytes
+            sizes[value] = max(sizes.get(value, 0), size)
+    return sum(sizes.values())
+
+
+def _bytes_written(root: Op) -> int:
+    """Return the bytes that an operation writes; where it updates a part in place, that part."""
+    if root.name == "stack":
+        return sum(value.bytes for value in root.inputs)
+    if root.name in UPDATES:
+        return root.inputs[-1].bytes if root.inputs else 0
+    return sum(value.bytes for value in root.outputs)
+
+
+def _product(op: Op, moved: int) -> Product | None:
+    """Return the matrix product of an operation, or the one that a convolution amounts to."""
+    if op.name == "dot_general":
+        m, n, k, batch = op.params["product"]
+        return Product(m, n, k, batch, op.params["dtype"], moved)
+    if op.name == "conv_general_dilated":
+        kernel, out = op.params["kernel"], op.outputs[0].size
+        columns = kernel[op.params["dimension_numbers"].rhs_spec[0]]
+        summed = math.prod(kernel) // columns
+        groups = op.params["feature_group_count"]
+        return Product(out // columns, columns // groups, summed, groups, op.params["dtype"], moved)
+    return None
+
+
+def _flops(ops: Sequence[Op]) -> float:
+    """Return one operation for each number that is computed or reduced."""
+    computed = sum(op.outputs[0].size for op in ops if op.name in ELEMENTWISE)
+    reduced = sum(op.inputs[0].size for op in ops if op.name in REDUCTIONS and op.inputs)
+    return float(computed + reduced)
+
+
+def _collectives(op: Op, sizes: Mapping[str, int]) -> Iterable[Collective]:
+    kind, devices = COLLECTIVES[op.name], group_size(op.params, sizes)
+    axes = tuple(axis for axis in axis_names(op.params) if sizes.get(axis, 1) > 1)
+    for value in op.outputs:
+        sent = ring_bytes_sent(kind, value.bytes, devices)
+        yield Collective(kind, axes, value.bytes, sent, in_loop=False, trips=1)
+
+
+SLICES = frozenset(["dynamic_slice", "gather", "row", "slice", "split"])
+"""Operations that read a part of their first operand."""
+
+UPDATES = frozenset([
+    "dynamic_update_slice", "scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul",
+])  # fmt: skip
+"""Operations that write a part of their first operand."""
