@@ -60,11 +60,13 @@ def test_toml_and_repr_round_trip(machine):
 
 def test_a_file_can_be_read_and_edited(tmp_path):
     path = tmp_path / "here.toml"
-    Machine("here", {"float32": 1.5e11}, 8 * 10**9, 2e10, (Level("node", 2, 1e9),)).save(path)
+    Machine("here", {"float32": 1.5e11}, 8 * 10**9, 2e10, (Level("node", 2, 1e9, 2.5e-6),)).save(
+        path
+    )
     assert path.read_text() == (
         'name = "here"\nmemory = 8000000000\nmemory_bandwidth = 2e+10\noverhead = 0.0\n'
         "efficiency = 1.0\nhalf_dim = 0.0\n\n[flops]\nfloat32 = 1.5e+11\n\n[[levels]]\n"
-        'name = "node"\ndevices = 2\nbandwidth = 1e+9\nlatency = 0.0\n'
+        'name = "node"\ndevices = 2\nbandwidth = 1e+9\nlatency = 2.5e-6\n'
     )
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"2e+10", b"20_000_000_000"))
     assert Machine.load(path).memory_bandwidth == 2e10
@@ -267,7 +269,7 @@ GROUP = "[[groups]]\ndevices = 2\n" + MACHINE
         (MACHINE.replace("1e12", "-1e12"), r"flops['float32']=-1000000000000.0, and must be a fin"),
         (MACHINE.replace("float32", "fp32"), "flops has a rate for 'fp32', which is none of"),
         (MACHINE.replace("{float32 = 1e12}", "1e12"), "and must be rates by dtype: {'float32'"),
-        (MACHINE + LEVEL.replace("8", "1"), "1 is not a number of devices or nodes; g"),
+        (MACHINE + LEVEL.replace("8", "1"), "devices or nodes; give a whole number of at least 2"),
         (MACHINE + LEVEL + LEVEL, "level 'node' of 8 devices does not hold whole groups of level"),
         (MACHINE + LEVEL.replace("1e9", "nan"), "Level('node'): bandwidth=nan, and must be"),
         (MACHINE + "levels = 8\n", "levels=8, and must be tables, one [[levels]] for each"),

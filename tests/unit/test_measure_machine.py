@@ -88,10 +88,10 @@ def clock_of(machine, mesh):
             large, small = arrays[0].shape
             product = machine.product_seconds(large, large, small, dtype, batch=2)
             return product + 2 * machine.overhead
-        if arrays[0].ndim == 1:
+        kinds = {"psum": "all-reduce", "ppermute": "collective-permute"}
+        kind = next((kinds[name] for name in body.__code__.co_names if name in kinds), None)
+        if kind is None:
             return machine.traffic_seconds(2 * arrays[0].nbytes)
-        kinds = {"psum": "all-reduce", "all_to_all": "all-to-all", "ppermute": "collective-permute"}
-        kind = next(kinds[name] for name in body.__code__.co_names if name in kinds)
         sent = ring_bytes_sent(kind, arrays[0].nbytes, mesh.size)
         return machine.collective_seconds(kind, sent, mesh.size)
 
