@@ -15,13 +15,14 @@ from tests.draws import draws
 import plurax as px
 from plurax.machine import Level, Machine
 from plurax.plan import Plan
-from plurax.search import exact
+from plurax.search import exact, propagate, recursive
 from plurax.search.costs import BytesSent, Seconds, memory_of, state_ratios
 from plurax.search.exact import Budget
 from plurax.search.graph import graph_of, graph_of_step
 from plurax.search.problem import Problem
 from plurax.search.shard_strategies import StrategyFinder, Tensor
 from plurax.sharding.axes import Axes
+from plurax.sharding.rules import Rules
 from plurax.sharding.spec import TensorSharding
 
 FLOAT = jnp.dtype("float32")
@@ -414,6 +415,45 @@ def test_the_exact_choice_is_the_best_of_all(graph, costs):
     assert solution.bound <= best * (1 + 1e-6) + apart
     assert exact.lower_bound(graph, costs) <= best * (1 + 1e-6) + apart
     assert (solution.cost - solution.bound) <= 1e-5 * best + apart
+    for solver in (recursive, propagate):
+        assert best * (1 - 1e-6) - apart <= solver.solve(graph, costs).cost < math.inf
+
+
+@given(small_steps(), st.data())
+@draws(40, deadline=None)
+def test_every_solver_keeps_every_pin(graph, data):
+    """Pins that contradict each other are refused by all solvers, and only those."""
+    costs = Seconds(SMALL)
+    pins = {}
+    for _ in range(data.draw(st.integers(1, 3))):
+        node = data.draw(st.sampled_from([n for n in graph.nodes if n.kind != "argument"]))
+        choice = data.draw(st.integers(0, len(node.strategies) - 1))
+        pins[f"{node.path} {node.kind}"] = node.pin(choice)
+    try:
+        best = exact.solve(graph, costs, pins)
+    except px.PlanError:
+        for solver in (recursive, propagate):
+            with pytest.raises(px.PlanError, match="no choice of strategies keeps what is pinned"):
+                solver.solve(graph, costs, pins)
+        return
+    for solver in (recursive, propagate):
+        solution = solver.solve(graph, costs, pins)
+        assert solution.cost >= best.cost * (1 - 1e-6) - 1e-12
+        for name, inputs in pins.items():
+            index = graph.index(name)
+            assert graph.nodes[index].pin(solution.choice[index]) == inputs
+
+
+def test_solvers_without_proof_come_near():
+    """Within a tenth of the fewest bytes: the largest products first, and out from expert pins."""
+    graph = graph_of_step(block_task(4), Plan(tensor=4), TEXT)
+    best = exact.solve(graph, BytesSent())
+    assert best.cost <= recursive.solve(graph, BytesSent()).cost <= 1.1 * best.cost
+    rules = Rules(Plan(tensor=4, shardings=MEGATRON).rules, {"tensor": 4})
+    given = {path: rules.find(path, one.shape) for path, one in graph.parameters.items()}
+    pins = {path: (sharding,) for path, sharding in given.items() if sharding is not None}
+    best = exact.solve(graph, BytesSent(), pins)
+    assert best.cost <= propagate.solve(graph, BytesSent(), pins).cost <= 1.1 * best.cost
 
 
 def test_a_perceptron_is_split_by_columns_then_by_rows():

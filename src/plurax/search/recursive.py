@@ -1,0 +1,49 @@
+"""The largest operators first: a good choice at once, without a proof.
+
+Matrix products are decided in the order of their work. After each of them the decision spreads
+through the equations around it, up to the next products, so that these know what their operands
+look like. What is left is decided from there on, and each node once more beside all others.
+
+    x (8, 64); h = x @ in (64, 256); y = tanh(h) @ out (256, 64); logits = y @ head (64, 128)
+
+    1. h, the heaviest: columns of `in`; then tanh: columns
+    2. y: its operand is split by columns already, so rows of `out`; a partial sum
+    3. logits: ...
+
+The strategies are of one axis. An axis of several prime factors is searched factor by factor, each
+time refining the last: the other recursion of "double recursive programming", as MindSpore has it.
+
+Wang et al. 2021, "Efficient and Systematic Partitioning of Large and Deep Neural Networks"
+(D-Rec), https://doi.org/10.1109/TPDS.2021.3105914.
+"""
+
+import time
+
+from plurax.search.assignment import Assignment
+from plurax.search.costs import Costs
+from plurax.search.foresight import Foresight
+from plurax.search.graph import Graph
+from plurax.search.problem import Pins, Problem, Solution
+
+
+def solve(graph: Graph, costs: Costs, pinned: Pins | None = None) -> Solution:
+    """Return a choice made from the largest operator to the smallest.
+
+    Raises `PlanError` if the pins contradict each other.
+    """
+    started = time.perf_counter()
+    problem = Problem(graph, costs, pinned)
+    assignment = Assignment(problem, Foresight(problem))
+    work = [
+        node.trips * max(strategy.flops for strategy in node.strategies) for node in graph.nodes
+    ]
+    light = {index for index, amount in enumerate(work) if not amount}
+    for node in sorted(problem.pinned):
+        assignment.decide(node)
+    assignment.spread(sorted(problem.pinned), light)
+    # Of equal work, the later comes last, so that the choice is the same in every process.
+    for node in sorted(set(range(len(work))) - light, key=lambda index: (-work[index], index)):
+        assignment.decide(node)
+        assignment.spread([node], light)
+    choice = assignment.choice()
+    return problem.solution(choice, solve_seconds=time.perf_counter() - started)
