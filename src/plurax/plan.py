@@ -84,6 +84,10 @@ data=1 means 'not used'.
     stages: int | None = None
     """Stages into which the layers are split, a multiple of `pipeline`. None: one for each device,
     two for the schedule `interleaved`."""
+    layers: Sequence[int] | None = None
+    """The number of layers of each stage, in the order of the stages; of a model with
+    `plurax.stage_boundary`, the number of consecutive parts. None: as equal as can be, earlier
+    stages having more."""
     schedule: ScheduleName | Sequence[str] = "1f1b"
     """The order in which the devices of a pipeline process the microbatches: a name, or by hand one
     line for each device, like `F0 F1 B0 B1`."""
@@ -142,6 +146,8 @@ data=1 means 'not used'.
         object.__setattr__(self, "schedule", _schedule(self.schedule))
         if self.stages is not None and self.stages % self.pipeline:
             raise errors.plan_stages_indivisible(self.stages, self.pipeline)
+        if self.layers is not None:
+            object.__setattr__(self, "layers", _layers(self.layers, self.total_stages))
         if self.remat == "offload" and self.pipeline > 1:
             raise errors.plan_offload_in_stages(self.pipeline)
         if self.batch_dim == "minor" and self.partitioned:
@@ -174,6 +180,11 @@ data=1 means 'not used'.
         if self.stages is not None:
             return self.stages // self.pipeline
         return 2 if self.schedule == "interleaved" else 1
+
+    @property
+    def total_stages(self) -> int:
+        """The number of stages of the network."""
+        return self.pipeline * self.virtual_stages
 
     @property
     def devices(self) -> int:
@@ -291,8 +302,9 @@ data=1 means 'not used'.
             named = self.schedule if isinstance(self.schedule, str) else "written by hand"
             lines.append(
                 f"  pipeline={self.pipeline}: the layers are split into "
-                f"{self.pipeline * self.virtual_stages} stages on {self.pipeline} devices;\n"
-                f"    the schedule is {named}."
+                f"{self.total_stages} stages on {self.pipeline} devices"
+                + (f"\n    ({', '.join(map(str, self.layers))} layers)" if self.layers else "")
+                + f";\n    the schedule is {named}."
             )
         if self.tensor > 1:
             lines.append(
@@ -452,9 +464,22 @@ _WORK = re.compile(r"[A-Za-z]\d+(\.\d+)?")
 """Matches an action, `F0` or `B3.1`; the schedule knows which letters exist."""
 
 
-def _toml_value(value: int | str | tuple[str, ...]) -> str:
+def _layers(given: Any, stages: int) -> tuple[int, ...]:
+    """Return the numbers of layers of all stages. Raises `PlanError` for other values."""
+    # An array of NumPy is no `Sequence`.
+    listed = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
+    counts = [whole_number(one) for one in given] if listed else [None]
+    layers = tuple(count for count in counts if count is not None)
+    if len(layers) < len(counts):
+        raise errors.plan_layers_not_counts(given)
+    if len(layers) != stages:
+        raise errors.plan_layers_wrong_length(layers, stages)
+    return layers
+
+
+def _toml_value(value: int | str | tuple[int | str, ...]) -> str:
     if isinstance(value, tuple):
-        return "[" + ", ".join(map(_toml_text, value)) + "]"
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
     return _toml_text(value) if isinstance(value, str) else str(value)
 
 

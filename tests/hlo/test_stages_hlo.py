@@ -1,6 +1,10 @@
 """What a pipeline communicates and stores, read from the compiled program."""
 
+import re
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from tests import models
@@ -88,6 +92,39 @@ def test_1f1b_stores_as_much_for_64_microbatches_as_for_8():
 def test_gpipe_stores_more_with_more_microbatches():
     few, many = (compiled(m, schedule="gpipe").memory().temporaries for m in (8, 64))
     assert many > 4 * few
+
+
+def test_each_device_holds_the_layers_that_the_plan_says():
+    """The middle device six of eight; the others one, and rows of zeros up to the same number."""
+    task = models.transformer_stack(depth=8, tied=False)
+    plan = px.Plan(pipeline=3, layers=(1, 6, 1), microbatches=4)
+    program = px.compile(task, optax.adam(1e-3), plan, models.text(16))
+    layers = [one for one in program.shardings if one.path.startswith("blocks")]
+    assert {one.shape[0] for one in layers} == {18}
+    assert {one.shard[0] for one in layers} == {6}
+    state, _ = program.step(program.init(0), models.text(16))
+    kernels = max(jax.tree.leaves(state.params.rest), key=lambda leaf: leaf.size)
+    held = [
+        int(np.asarray(shard.data).reshape(6, -1).any(axis=1).sum())
+        for shard in sorted(kernels.addressable_shards, key=lambda shard: shard.device.id)
+    ]
+    assert held == [1, 6, 1]
+    # The rows are in the compiled program, and nothing is as large as all eight layers.
+    shapes = re.findall(r"f32\[([\d,]+)\]", program.compiled.as_text())
+    rest = ",".join(map(str, kernels.shape[1:]))
+    assert f"6,{rest}" in shapes
+    assert f"8,{rest}" not in shapes
+
+
+def test_fewer_layers_in_early_stages_store_less():
+    """Under 1F1B stage s of 4 stores 4 - s microbatches: 8 rows of residuals at most, or 6."""
+
+    def temporaries(layers):
+        task = models.transformer_stack(depth=8, tied=False)
+        plan = px.Plan(pipeline=4, layers=layers, microbatches=8)
+        return px.compile(task, optax.adam(1e-3), plan, models.text(256)).memory().temporaries
+
+    assert temporaries((1, 2, 2, 3)) < 0.85 * temporaries(None)
 
 
 def test_split_boundaries_are_exchanged_as_shards():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import hypothesis.strategies as st
 import jax
@@ -105,6 +106,14 @@ def test_every_schedule_in_float32(name, schedule, stages):
     assert max_rel_error(got, name, jnp.float32, plan.microbatches) < 1e-5
 
 
+def numbers_of_layers(depth, stages):
+    """Any numbers of at least 1 that add up to `depth`."""
+    ends = st.permutations(range(1, depth)).map(
+        lambda ends: [0, *sorted(ends[: stages - 1]), depth]
+    )
+    return ends.map(lambda ends: tuple(b - a for a, b in itertools.pairwise(ends)))
+
+
 @st.composite
 def hybrids(draw, name):
     sizes = [
@@ -127,6 +136,9 @@ def hybrids(draw, name):
         zero=draw(st.integers(0, 3)),
         microbatches=pipeline * rounds if schedule == "interleaved" else rounds + 1,
         remat=draw(st.sampled_from(["none", "dots", "full"])),
+        layers=draw(
+            st.none() | numbers_of_layers(8 if name == "marked" else models.LAYERS, stages)
+        ),
         shardings=NETWORKS[name][1],
     )
 
@@ -141,8 +153,15 @@ HYBRIDS = {
                         "microbatches": 3, "remat": "full"}),
     "a stage a device": ("marked", {"pipeline": 2, "tensor": 3, "schedule": "interleaved",
                                     "zero": 1, "microbatches": 4, "remat": "dots"}),
+    "few layers first": ("transformer", {"pipeline": 3, "layers": (1, 6, 4), "schedule": "zb-h1",
+                                         "data": 2, "zero": 2, "microbatches": 3}),
+    "few layers last": ("perceptron", {"pipeline": 4, "layers": (2, 5, 3, 1), "microbatches": 5}),
+    "unequal chunks": ("perceptron", {"pipeline": 2, "stages": 4, "layers": (1, 2, 3, 5),
+                                      "schedule": "interleaved", "remat": "full", "tensor": 2}),
+    "unequal parts": ("marked", {"pipeline": 3, "layers": (1, 5, 2), "microbatches": 3}),
 }  # fmt: skip
-"""Of what `hybrids` draws: each schedule, ZeRO and remat, with `data`, with `tensor`, with both."""
+"""Of what `hybrids` draws: each schedule, ZeRO and remat, with `data`, with `tensor`, with both;
+and numbers of layers."""
 
 
 @pytest.mark.filterwarnings("ignore::plurax.ShardingWarning")
@@ -150,7 +169,8 @@ HYBRIDS = {
 def test_hybrids(x64, case):
     name, fields = HYBRIDS[case]
     plan = px.Plan(**{"microbatches": 2, **fields}, shardings=NETWORKS[name][1])
-    got = trained(name, plan, jnp.float64, everything=False)
+    whole = case in ("few layers last", "unequal parts")
+    got = trained(name, plan, jnp.float64, everything=whole)
     assert max_rel_error(got, name, jnp.float64) < 1e-10
 
 
@@ -256,7 +276,7 @@ def test_optimizers_where_tensors_live(x64, name):
 
 
 def test_checkpoints_under_another_plan(x64, tmp_path):
-    """Trained as stages, resumed under two other plans, one without stages."""
+    """Trained as stages, resumed without stages, and as stages of other layers."""
     task, batch = models.perceptron_stack(jnp.float64), models.data(LARGEST, dtype=np.float64)
 
     def fit(plan, epochs, **how):
@@ -264,9 +284,10 @@ def test_checkpoints_under_another_plan(x64, tmp_path):
                       progress=False, **how)  # fmt: skip
 
     expected = fit(px.Plan(), 3).state.params
-    fit(px.Plan(pipeline=4, microbatches=2), 1, output=tmp_path)
+    fit(px.Plan(pipeline=4, microbatches=2, layers=(2, 1, 5, 3)), 1, output=tmp_path)
     fit(px.Plan(data=2, zero=3), 2, output=tmp_path, resume=True)
-    plan = px.Plan(data=2, pipeline=2, stages=4, schedule="interleaved", microbatches=2, zero=1)
+    plan = px.Plan(data=2, pipeline=2, stages=4, schedule="interleaved", microbatches=2, zero=1,
+                   layers=(1, 3, 5, 2))  # fmt: skip
     result = fit(plan, 3, output=tmp_path, resume=True)
     assert (
         models.max_rel_error(jax.device_get(result.state.params), jax.device_get(expected)) < 1e-10

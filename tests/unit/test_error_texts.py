@@ -21,6 +21,10 @@ TEXTS = Path(__file__).with_name("error_texts.txt")
 # What a builder is given where its annotations do not say enough, or its text has several forms.
 GIVEN: dict[str, list[dict[str, object]]] = {
     "folder_in_use": [{"owner": None}, {"owner": {"host": "node7", "pid": 4711}}],
+    "layers_wrong_sum": [
+        {"layers": (3, 2), "found": 4, "model": "stack", "even": (2, 2)},
+        {"layers": (3, 2), "found": 1, "model": "boundaries", "even": (1, 0)},
+    ],
     "machine_not_a_number": [
         {"where": "Level('node')", "field": "latency", "value": -1.0, "positive": False},
         {"where": "Level('node')", "field": "bandwidth", "value": 0.0, "positive": True},

@@ -23,6 +23,7 @@ plans = st.builds(
     chunk=st.none() | st.integers(1, 64),
     batch_dim=st.sampled_from((None, "major", "minor")),
     schedule=st.sampled_from(("1f1b", "gpipe", ("F0 F1 B0 B1", "F0 B0 F1 B1"))),
+    layers=st.none() | st.integers(1, 9).map(lambda count: [count]),
 )
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 entries = st.lists(st.sampled_from([None, "tensor", ("tensor",)]), max_size=3).map(tuple)

@@ -16,7 +16,10 @@ PLANS = {
     "zero 3": (models.mlp_task, px.Plan(data=2, zero=3, microbatches=2)),
     "tensor": (models.perceptron_stack, px.Plan(tensor=2, data=2, shardings=TENSOR)),
     "pipeline": (models.perceptron_stack, px.Plan(pipeline=2, data=2, microbatches=2, zero=1)),
-}
+    "unequal stages": (
+        models.perceptron_stack, px.Plan(pipeline=3, microbatches=4, data=2, layers=(2, 6, 3))
+    ),
+}  # fmt: skip
 STEP_KEY_AND_COUNTS = 4 + 8 + 4 + 4
 """Bytes of the state's step, key and skipped, and of the count of a batch."""
 

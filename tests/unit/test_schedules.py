@@ -3,6 +3,8 @@
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import plurax as px
 from plurax.pipeline.schedule import (
@@ -18,7 +20,7 @@ from plurax.pipeline.schedule import (
 )
 from plurax.pipeline.simulation import simulate
 from plurax.pipeline.slots import FIELDS, make_slot_table
-from plurax.pipeline.stages import LayerAssignment
+from plurax.pipeline.stages import LayerAssignment, even_layers
 
 KINDS = {"F": 1, "B": 2, "W": 3}
 # The idle part of all devices' time: p devices, m microbatches, v stages on each.
@@ -205,17 +207,40 @@ def test_plans_of_schedules():
         px.Plan(pipeline=2, stages=3)
     assert px.Plan(pipeline=2, schedule="interleaved").virtual_stages == 2
     assert "6 stages on 3 devices" in px.Plan(pipeline=3, stages=6).explain()
+    uneven = px.Plan(pipeline=3, layers=[1, 4, 2])
+    assert "3 stages on 3 devices\n    (1, 4, 2 layers);" in uneven.explain()
 
 
 @pytest.mark.parametrize("depth", [4, 5, 11, 12])
 @pytest.mark.parametrize(("devices", "chunks"), [(2, 1), (4, 1), (2, 2)])
 def test_layers_are_dealt_out_evenly(depth, devices, chunks):
-    dealing = LayerAssignment(depth, devices, chunks)
-    assert sum(dealing.counts) == depth
-    assert max(dealing.counts) - min(dealing.counts) <= 1
-    layers = dealing.layers
-    assert sorted(n for n in layers if n >= 0) == list(range(depth))
-    for stage, (start, count) in enumerate(zip(dealing.starts, dealing.counts, strict=True)):
-        chunk, device = divmod(stage, devices)
-        place = (device * chunks + chunk) * dealing.max_layers
-        assert layers[place : place + count] == list(range(start, start + count))
+    counts = even_layers(depth, devices * chunks)
+    assert sum(counts) == depth
+    assert max(counts) - min(counts) <= 1
+    assert list(counts) == sorted(counts, reverse=True)
+    holds_its_layers(LayerAssignment(counts, devices))
+
+
+@given(st.lists(st.integers(1, 5), min_size=12, max_size=12), st.integers(1, 3), st.integers(1, 4))
+def test_any_number_of_layers_in_each_stage(counts, devices, chunks):
+    holds_its_layers(LayerAssignment(tuple(counts[: devices * chunks]), devices))
+
+
+def holds_its_layers(assignment):
+    """Each device has its stages' layers one after another, and padding behind them alone."""
+    devices, rows = assignment.devices, assignment.rows
+    assert len(assignment.layers) == devices * rows
+    stages = list(zip(assignment.starts, assignment.counts, assignment.first_rows, strict=True))
+    ends = [*itertools.accumulate(assignment.counts, initial=0)]
+    assert [(start, start + count) for start, count, _ in stages] == [*itertools.pairwise(ends)]
+    filled = []
+    for device in range(devices):
+        here = assignment.layers[device * rows : (device + 1) * rows]
+        own = []
+        for start, count, row in stages[device::devices]:
+            assert row == len(own)
+            own += range(start, start + count)
+        assert here == own + [-1] * (rows - len(own))
+        assert assignment.max_layers[device] == max(assignment.counts[device::devices])
+        filled.append(len(own))
+    assert max(filled) == rows

@@ -145,7 +145,10 @@ def test_marks_elsewhere_in_what_is_evaluated_and_predicted(x64):
         state = program.init(0)
         return program.evaluate(state, batch), program.predict(state, batch)
 
-    assert models.max_rel_error(run(px.Plan(pipeline=2)), run(px.Plan())) < 1e-10
+    expected = run(px.Plan())
+    # Numbers of parts are those of the loss: the prediction has five.
+    for parts in (None, (1, 1)):
+        assert models.max_rel_error(run(px.Plan(pipeline=2, layers=parts)), expected) < 1e-10
 
 
 def test_keeping_a_state_compiles_once(caplog):
@@ -176,6 +179,35 @@ def test_too_few_layers():
     refused(models.perceptron_stack(depth=3), px.Plan(pipeline=4), "pipeline=3 works")
     plan = px.Plan(pipeline=2, stages=4, schedule="interleaved", microbatches=2)
     refused(models.perceptron_stack(depth=3), plan, "pipeline=1 works, stages=2")
+
+
+WRONG_LAYERS = {
+    "not a number": ([2, 2.5], "give the number of layers of each stage, at least 1"),
+    "a zero": ((4, 0), "give the number of layers of each stage, at least 1"),
+    "a number alone": (4, "give the number of layers of each stage, at least 1"),
+    "text": ("22", "give the number of layers of each stage, at least 1"),
+    "too few": ((4,), "has 1 number of layers, and the plan has 2 stages"),
+    "too many": ((1, 1, 2), "has 3 numbers of layers, and the plan has 2 stages"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_LAYERS)
+def test_layers_that_are_not_one_number_for_each_stage(case):
+    given, match = WRONG_LAYERS[case]
+    with pytest.raises(px.PlanError, match=match):
+        px.Plan(pipeline=2, layers=given)
+
+
+def test_layers_that_do_not_add_up():
+    """The stack's depth, or the parts of a model with boundaries."""
+    plan = px.Plan(pipeline=2, layers=(3, 2))
+    refused(
+        models.perceptron_stack(depth=4),
+        plan,
+        r"adds up to 5 layers.* has 4 layers: layers=\(2, 2\)",
+    )
+    refused(marked(2), plan, r"adds up to 5 layers.* split it into 3, .*: layers=\(2, 1\) works")
+    refused(marked(0), plan, r"adds up to 5 layers.* split it into 1, .*: take fewer stages")
 
 
 def test_an_optimizer_that_needs_several_stages():

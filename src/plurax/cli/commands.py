@@ -255,9 +255,9 @@ def _compared(
         if name == plan.schedule:
             compared[name] = own
             continue
-        # The default number of stages per device depends on the schedule.
-        other = dataclasses.replace(plan, schedule=name, stages=None)
         try:
+            # The default number of stages per device depends on the schedule.
+            other = dataclasses.replace(plan, schedule=name, stages=None)
             compared[name] = _costs(_program(made, options, other), other)
         except errors.PlanError as error:
             compared[name] = str(error)

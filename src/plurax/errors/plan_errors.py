@@ -41,6 +41,21 @@ def plan_stages_indivisible(stages: int, pipeline: int) -> PlanError:
     )
 
 
+def plan_layers_not_counts(given: object) -> PlanError:
+    return PlanError(
+        f"Plan(layers={given!r}): give the number of layers of each stage, at least 1, in the "
+        "order of the stages: layers=(2, 3, 3, 2)."
+    )
+
+
+def plan_layers_wrong_length(layers: tuple[int, ...], stages: int) -> PlanError:
+    numbers = f"{len(layers)} number{'s' if len(layers) != 1 else ''}"
+    return PlanError(
+        f"Plan(layers={layers}) has {numbers} of layers, and the plan has {stages} "
+        f"stage{'s' if stages > 1 else ''} (`pipeline`, or `stages`): give one for each stage."
+    )
+
+
 def plan_offload_in_stages(pipeline: int) -> PlanError:
     return PlanError(
         f"Plan(remat='offload', pipeline={pipeline}): a pipeline stores its residuals in buffers "

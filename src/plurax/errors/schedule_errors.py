@@ -1,6 +1,7 @@
 """Pipeline schedules that cannot run, and networks that cannot be cut."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 from plurax.errors.kinds import PlanError
 
@@ -111,6 +112,21 @@ def state_of_several_stages(name: str, writer: int, readers: Sequence[int]) -> P
         "several microbatches at a time, so each has model state of its own: keep one such leaf "
         "for each stage that reads it, move the plurax.stage_boundary so that one stage does both, "
         "or use pipeline=1."
+    )
+
+
+def layers_wrong_sum(
+    layers: Sequence[int], found: int, model: Literal["stack", "boundaries"], even: Sequence[int]
+) -> PlanError:
+    there = {
+        "stack": f"the stack has {found} layers",
+        "boundaries": f"the model's plurax.stage_boundary calls split it into {found}, one after "
+        "another",
+    }
+    works = f"layers={tuple(even)} works, the default" if all(even) else "take fewer stages"
+    return PlanError(
+        f"Plan(layers={tuple(layers)}) adds up to {sum(layers)} layers, and {there[model]}: "
+        f"{works}."
     )
 
 

@@ -14,6 +14,7 @@ Remat applies to training alone.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ from plurax.execute.rows import Rows
 from plurax.jaxpr.remat import rematerialized
 from plurax.partition.partitioner import Partitioner
 from plurax.pipeline.cut import Cut, has_boundaries
-from plurax.pipeline.stages import Layers, StagedNetwork, StageFn
+from plurax.pipeline.stages import LayerAssignment, Layers, StagedNetwork, StageFn, even_layers
 from plurax.plan import Plan, Precision
 from plurax.task import Stack, Task
 
@@ -86,7 +87,7 @@ def training_network(
         losses, metrics, new = split_output(task, output, model_state, rows.mask.shape[0])
         return *totals_of(task, (losses, metrics), rows, "Task.loss"), new
 
-    return marked_network(total, plan, like, rows, partitioner, remat=True)
+    return marked_network(total, plan, like, rows, partitioner)
 
 
 def evaluating_network(
@@ -145,6 +146,22 @@ def predicting_network(
     return _if_marked(outputs, plan, like, inputs, partitioner)
 
 
+def layer_assignment(stack: Stack | None, plan: Plan) -> LayerAssignment:
+    """Return the assignment of a stack's layers to stages, of no layers for None.
+
+    Raises `PlanError` if there are fewer layers than stages, or not as many as the plan says.
+    """
+    depth, stages = stack.depth if stack is not None else 0, plan.total_stages
+    even = even_layers(depth, stages)
+    if stack is not None and plan.layers is not None:
+        if sum(plan.layers) != depth:
+            raise errors.layers_wrong_sum(plan.layers, depth, "stack", even)
+        return LayerAssignment(tuple(plan.layers), plan.pipeline)
+    if stack is not None and depth < stages:
+        raise errors.too_few_layers(depth, plan.pipeline, stages)
+    return LayerAssignment(even, plan.pipeline)
+
+
 def stack_network(
     stack: Stack,
     plan: Plan,
@@ -164,12 +181,9 @@ def stack_network(
     - `keyless`: pass None for the random keys.
     - `remat`: rematerialize each part by the plan's policy.
 
-    Raises `PlanError` if there are fewer layers than stages.
+    Raises `PlanError` as `layer_assignment`.
     """
-    stages = plan.pipeline * plan.virtual_stages
-    if stack.depth < stages:
-        raise errors.too_few_layers(stack.depth, plan.pipeline, stages)
-    params = like[0]
+    stages, params = plan.total_stages, like[0]
     numbers = jax.tree.unflatten(jax.tree.structure(params), range(len(jax.tree.leaves(params))))
     cast = _caster(plan.precision)
 
@@ -201,7 +215,7 @@ def stack_network(
     return StagedNetwork(
         {0: StageFn(*part(embed, numbers["embed"])),
          stages - 1: StageFn(*part(head, stack.head_params(numbers)), after=True)},
-        Layers(*part(layer, numbers["blocks"]), depth=stack.depth),
+        Layers(*part(layer, numbers["blocks"]), layer_assignment(stack, plan)),
         stages,
     )  # fmt: skip
 
@@ -212,15 +226,13 @@ def marked_network(
     like: PyTree,
     rows: Any,
     partitioner: Partitioner,
-    *,
-    remat: bool = False,
 ) -> StagedNetwork:
-    """Trace a function `(params, model_state, rows) -> (y, aux, model_state)` and cut it.
+    """Trace a training function `(params, model_state, rows) -> (y, aux, model_state)`; cut it.
 
     Raises `PlanError` as `Cut` does.
     """
     closed, shapes = partitioner.traced(total, *like, rows)
-    return _cut(closed, shapes, plan, like, partitioner, remat=remat)
+    return _cut(closed, shapes, plan, like, partitioner, training=True)
 
 
 def _if_marked(
@@ -242,19 +254,35 @@ def _cut(
     like: PyTree,
     partitioner: Partitioner,
     *,
-    remat: bool = False,
+    training: bool = False,
 ) -> StagedNetwork:
     params, model_state = like
     count, states = len(jax.tree.leaves(params)), list(tree.named_leaves(model_state))
-    stages, outputs = plan.pipeline * plan.virtual_stages, jax.tree.structure(shapes[:2])
-    network = Cut(closed, count, states, outputs, stages, partitioner).network()
-    if not remat or plan.remat == "none":
+    outputs = jax.tree.structure(shapes[:2])
+    assign = functools.partial(_parts_of_stages, plan, training=training)
+    network = Cut(closed, count, states, outputs, assign, partitioner).network()
+    if not training or plan.remat == "none":
         return network
     edges = {
         stage: dataclasses.replace(stage_fn, fun=rematerialized(stage_fn.fun, plan.remat))
         for stage, stage_fn in network.stage_fns.items()
     }
-    return StagedNetwork(edges, None, stages)
+    return StagedNetwork(edges, None, plan.total_stages)
+
+
+def _parts_of_stages(plan: Plan, parts: int, *, training: bool) -> tuple[int, ...]:
+    """Return the number of parts of each stage, of a model that boundaries cut into `parts`."""
+    even = even_layers(parts, plan.total_stages)
+    if plan.layers is not None:
+        if sum(plan.layers) == parts:
+            return tuple(plan.layers)
+        # The plan's numbers are those of the loss. What is cut at other places is evaluated and
+        # predicted whole, unless its stages happen to find their parameters.
+        if training:
+            raise errors.layers_wrong_sum(plan.layers, parts, "boundaries", even)
+    if parts < plan.total_stages:
+        raise errors.too_few_boundaries(parts, plan.total_stages)
+    return even
 
 
 def _caster(precision: Precision) -> Callable[[PyTree], PyTree]:

@@ -28,7 +28,7 @@ stage's microbatches. Equations that only the new model state depends on are in 
 they read, the earliest possible one. A leaf that never changes may be read by any stage.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -87,11 +87,12 @@ class Cut:
     - `count`: the number of leaves of `params`, its first inputs.
     - `states`: the names of the leaves of `model_state`, its next inputs.
     - `outputs`: the tree structure of `(y, aux)`.
-    - `stages`: the number of stages.
+    - `assign`: `assign(parts)` returns the number of parts of each stage, for a function that
+      boundaries split into `parts`, one after another.
     - `partitioner`: a `Partitioner` with the mesh in which the function was traced.
 
-    Raises `PlanError` where there are too few boundaries, a boundary is in a loop or a branch, a
-    tensor that crosses is not floating, or several stages use a leaf of model state that changes.
+    Raises `PlanError` as `assign`, and where a boundary is in a loop or a branch, a tensor that
+    crosses is not floating, or several stages use a leaf of model state that changes.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Cut:
         count: int,
         states: Sequence[str],
         outputs: Any,
-        stages: int,
+        assign: Callable[[int], Sequence[int]],
         partitioner: Partitioner,
     ) -> None:
         body, consts = open_jaxpr(closed)
@@ -116,11 +117,10 @@ class Cut:
         # A leaf that the function returns as it came is not written.
         self._new = {n: a for n, a in enumerate(new) if a is not old[n]}
         depths = self._depths()
-        parts = 1 + max(depths.values(), default=0)
-        if parts < stages:
-            raise errors.too_few_boundaries(parts, stages)
-        self._stage = {var: depth * stages // parts for var, depth in depths.items()}
-        self.stages = stages
+        counts = assign(1 + max(depths.values(), default=0))
+        stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
+        self._stage = {var: stages[depth] for var, depth in depths.items()}
+        self.stages = len(counts)
         self._effects = self._effects_on_stages()
         self._boundaries = self._crossing()
         self._writer = self._writers()

@@ -109,9 +109,10 @@ class ScheduleExecutor:
         self.table = make_slot_table(schedule, sorted(network.stage_fns))
         self.device = lax.axis_index("pipeline")
         self.sends = Partitioner(partitioner(1).axes, trips=len(self.table.columns))
-        layers = network.layers
-        self.assignment = LayerAssignment(
-            layers.depth if layers else 0, schedule.devices, schedule.chunks
+        self.assignment = (
+            network.layers.assignment
+            if network.layers
+            else LayerAssignment((0,) * schedule.stages, schedule.devices)
         )
         self.vjps = StageVjps(network, schedule, trained, rows, partitioner, goals, joint, states)
 
@@ -159,8 +160,6 @@ class ScheduleExecutor:
             for leaf, home in enumerate(self.trained.homes)
             if home is None and leaf not in layers
         ]
-        most = self.assignment.max_layers
-        rows = most * self.assignment.chunks
         residuals, weight_residuals = (
             vjps.layer_residuals.lengths,
             vjps.layer_weight_residuals.lengths,
@@ -168,9 +167,9 @@ class ScheduleExecutor:
         return carry | {
             "cotangent": zeros(boundary),
             "arrived_cotangent": zeros(boundary, slots["cotangent"] + 1),
-            "layer_residuals": zeros(residuals, slots["layer_residuals"] * most),
+            "layer_residuals": zeros(residuals, self._layer_slots("layer_residuals")),
             "layer_weight_residuals": zeros(
-                weight_residuals, slots["layer_weight_residuals"] * most
+                weight_residuals, self._layer_slots("layer_weight_residuals")
             ),
             "fn_residuals": zeros(
                 max_lengths(one.lengths for one in vjps.residuals.values()), slots["fn_residuals"]
@@ -181,7 +180,9 @@ class ScheduleExecutor:
             ),
             # Gradients: one sum per layer of this device, one per parameter of all devices, and
             # flat buffers for parameters of this device only: their shapes differ by device.
-            "layer_sums": {leaf: _zeros(vjps.grads[leaf].array, rows) for leaf in layers},
+            "layer_sums": {
+                leaf: _zeros(vjps.grads[leaf].array, self.assignment.rows) for leaf in layers
+            },
             "shared_sums": {leaf: _zeros(vjps.grads[leaf].array) for leaf in shared},
             "homed_sums": zeros(max_lengths(one.lengths for one in vjps.grad_packings), wide=True),
         }
@@ -243,7 +244,7 @@ class ScheduleExecutor:
             def run_one(carry: Carry, i: Array) -> Carry:
                 return run_layer(carry, action, count - 1 - i if reverse else i)
 
-            # Stages may differ by one layer, so the trip count is data as well.
+            # Stages may differ in their layers, so the trip count is data as well.
             carry = _repeat(jnp.where(mine, count, 0), run_one, carry)
         return run_fns(carry, after=not reverse)
 
@@ -400,11 +401,20 @@ class ScheduleExecutor:
 
     def _layer_row(self, action: Carry, k: Array) -> Array:
         """Return the row of the stage's `k`-th layer in this device's stacked parameters."""
-        return action["chunk"] * self.assignment.max_layers + k
+        return jnp.asarray(self.assignment.first_rows, jnp.int32)[action["stage"]] + k
+
+    def _layer_slots(self, store: str) -> int:
+        """Return the number of rows of a store: a slot has a row per layer of a stage.
+
+        The program is one for all devices, so the store is as large as the largest device's needs:
+        under 1F1B an early stage has more slots, and may have fewer layers.
+        """
+        counts = zip(self.table.device_slots[store], self.assignment.max_layers, strict=True)
+        return max(slots * layers for slots, layers in counts)
 
     def _layer_slot(self, store: str, action: Carry, k: Array) -> Array:
-        """Return the row of the stage's `k`-th layer in a store: a slot has a row per layer."""
-        return action[store] * self.assignment.max_layers + k
+        """Return the row of the stage's `k`-th layer in a store."""
+        return action[store] * jnp.asarray(self.assignment.max_layers, jnp.int32)[self.device] + k
 
     def _layer_forward(self, carry: Carry, action: Carry, k: Array) -> Carry:
         assert self.vjps.layer is not None

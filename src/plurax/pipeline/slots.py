@@ -58,11 +58,16 @@ class SlotTable:
     """A schedule as integers.
 
     **Fields:** `columns`, int32 `(ticks, devices, fields)`, with the fields in the order of
-    `FIELDS`; `slots`, the number of slots of each store in `STORES`, the same on all devices.
+    `FIELDS`; `device_slots`, for each store in `STORES` the number of slots that each device uses.
     """
 
     columns: np.ndarray
-    slots: dict[str, int]
+    device_slots: dict[str, list[int]]
+
+    @property
+    def slots(self) -> dict[str, int]:
+        """For each store the number of slots of the device that uses the most."""
+        return {store: max(counts) for store, counts in self.device_slots.items()}
 
 
 def make_slot_table(schedule: Schedule, fn_stages: Sequence[int]) -> SlotTable:
@@ -80,17 +85,17 @@ def make_slot_table(schedule: Schedule, fn_stages: Sequence[int]) -> SlotTable:
     length = 1 + max(at.values())
     # While filling in, 0 is "no slot" and slot n is n + 1.
     columns = np.zeros((length, schedule.devices, len(FIELDS)), np.int32)
-    slots: dict[str, int] = {}
+    device_slots: dict[str, list[int]] = {}
     for store, (starts, uses) in _stores(schedule, at, fn_stages).items():
-        slots[store] = 0
+        device_slots[store] = []
         for device in range(schedule.devices):
             intervals = {key: span for (where, key), span in starts.items() if where == device}
             given, count = _slots(intervals)
-            # The program is one for all devices, and so are the shapes of its buffers.
-            slots[store] = max(slots[store], count)
+            device_slots[store].append(count)
             for key, slot in given.items():
                 for tick, field in uses[device, key]:
                     columns[tick, device, FIELDS.index(field)] = slot + 1
+    slots = SlotTable(columns, device_slots).slots
     # A device to which nothing is sent still receives zeros from `ppermute`: it writes them to one
     # more row, behind the slots.
     for store, field in (("x", "arriving_x"), ("cotangent", "arriving_cotangent")):
@@ -104,7 +109,7 @@ def make_slot_table(schedule: Schedule, fn_stages: Sequence[int]) -> SlotTable:
         columns[:, :, index] = np.maximum(columns[:, :, index] - 1, 0)
     for (device, action), tick in at.items():
         columns[tick, device, :3] = KIND[action.kind], action.microbatch, action.chunk
-    return SlotTable(columns, slots)
+    return SlotTable(columns, device_slots)
 
 
 Key = tuple[int, Action]

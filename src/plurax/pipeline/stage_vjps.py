@@ -36,7 +36,7 @@ from plurax.pipeline.packing import Packing
 from plurax.pipeline.schedule import Schedule
 from plurax.pipeline.stage_values import PackedValues, StageParams, replicated_value
 from plurax.pipeline.stage_vjp import Inputs, StageVjp, Values
-from plurax.pipeline.stages import LayerAssignment, StagedNetwork, StageFn
+from plurax.pipeline.stages import StagedNetwork, StageFn
 from plurax.sharding.spec import TensorSharding
 
 
@@ -99,9 +99,8 @@ class StageVjps:
                 x, like = self._plan_stage_fn(stage, stage_fn, x, like, rows, partitioner(m))
             if self.network.layers is not None:
                 # `Collective.trips` is that of the device with the most layers.
-                schedule, depth = self.schedule, self.network.layers.depth
-                most = LayerAssignment(depth, schedule.devices, schedule.chunks).device_layers
-                x = self._plan_layer(x, like, rows, partitioner(m * most))
+                trips = m * self.network.layers.assignment.rows
+                x = self._plan_layer(x, like, rows, partitioner(trips))
             if stage_fn is not None and stage_fn.after:
                 x, like = self._plan_stage_fn(stage, stage_fn, x, like, rows, partitioner(m))
             self.boundaries.append(PackedValues(x))

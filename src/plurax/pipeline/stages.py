@@ -9,9 +9,9 @@ Example: a stack of 5 layers on 2 devices with 2 chunks each, so 4 stages:
     stage 0 (device 0)    embed, layers 0 1          stage 1 (device 1)    layer 2
     stage 2 (device 0)    layer 3                    stage 3 (device 1)    layer 4, head
 
-    stacked kernels    f32[5, 16, 16] -> f32[8, 16, 16], split over `pipeline`: 4 rows per device
-    device 0           layers 0 1 | 3 -         two rows per chunk; "-" is a row of zeros
-    device 1           layers 2 - | 4 -
+    stacked kernels    f32[5, 16, 16] -> f32[6, 16, 16], split over `pipeline`: 3 rows per device
+    device 0           layers 0 1 | 3
+    device 1           layers 2 | 4 -           "-" is a row of zeros
 """
 
 import dataclasses
@@ -52,12 +52,12 @@ class Layers:
     """The layers of a stack: one function, with parameters stacked along their leading dim.
 
     **Fields:** `fun`, a `Part` for one layer, with `rest` the pair `(rows, index of the layer)`;
-    `leaves`, indices of the stacked parameters; `depth`, the number of layers.
+    `leaves`, indices of the stacked parameters; `assignment`, the `LayerAssignment`.
     """
 
     fun: Part
     leaves: tuple[int, ...]
-    depth: int
+    assignment: "LayerAssignment"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,59 +99,68 @@ class StagedNetwork:
 
 @dataclasses.dataclass(frozen=True)
 class LayerAssignment:
-    """The assignment of layers to stages: in order, as even as possible, earlier stages first.
+    """The assignment of layers to stages, in order, and of each device's layers to rows.
 
-    Every device has `max_layers` rows for each of its `chunks` stages; rows without a layer are
-    padding.
+    Every device has as many rows as the one with the most layers; rows without a layer are padding.
 
-    >>> LayerAssignment(depth=5, devices=2, chunks=2).layers
-    [0, 1, 3, -1, 2, -1, 4, -1]
+    **Fields:** `counts`, the number of layers of each stage; `devices`, their number.
+
+    >>> LayerAssignment((2, 1, 1, 1), devices=2).layers
+    [0, 1, 3, 2, 4, -1]
     """
 
-    depth: int
+    counts: tuple[int, ...]
     devices: int
-    chunks: int
 
     @property
-    def stages(self) -> int:
-        """Number of stages."""
-        return self.devices * self.chunks
+    def depth(self) -> int:
+        """The number of layers."""
+        return sum(self.counts)
 
     @property
-    def max_layers(self) -> int:
-        """The largest number of layers of a stage."""
-        return -(-self.depth // self.stages)
+    def rows(self) -> int:
+        """The number of rows of each device."""
+        return max(sum(self.counts[device :: self.devices]) for device in range(self.devices))
 
     @property
-    def counts(self) -> list[int]:
-        """Number of layers of each stage."""
-        least, more = divmod(self.depth, self.stages)
-        return [least + (stage < more) for stage in range(self.stages)]
-
-    @property
-    def device_layers(self) -> int:
-        """The largest number of layers of a device."""
-        counts = self.counts
-        return max(sum(counts[device :: self.devices]) for device in range(self.devices))
+    def max_layers(self) -> list[int]:
+        """For each device the largest number of layers of one of its stages."""
+        return [max(self.counts[device :: self.devices]) for device in range(self.devices)]
 
     @property
     def starts(self) -> list[int]:
         """Index of the first layer of each stage."""
-        counts = self.counts
-        return [sum(counts[:stage]) for stage in range(self.stages)]
+        return [sum(self.counts[:stage]) for stage in range(len(self.counts))]
+
+    @property
+    def first_rows(self) -> list[int]:
+        """The row of each stage's first layer, among those of its device."""
+        return [
+            sum(self.counts[stage % self.devices : stage : self.devices])
+            for stage in range(len(self.counts))
+        ]
 
     @property
     def layers(self) -> list[int]:
         """The layer in each row, device by device; -1 for padding."""
-        rows = []
-        for device in range(self.devices):
-            for chunk in range(self.chunks):
-                stage = chunk * self.devices + device
-                own = [self.starts[stage] + k for k in range(self.counts[stage])]
-                rows += own + [-1] * (self.max_layers - len(own))
+        rows = [-1] * (self.rows * self.devices)
+        for stage, (start, row) in enumerate(zip(self.starts, self.first_rows, strict=True)):
+            first = stage % self.devices * self.rows + row
+            count = self.counts[stage]
+            rows[first : first + count] = range(start, start + count)
         return rows
 
     @property
-    def even(self) -> bool:
+    def in_order(self) -> bool:
         """Whether the rows are the layers in order, without padding."""
         return self.layers == list(range(self.depth))
+
+
+def even_layers(depth: int, stages: int) -> tuple[int, ...]:
+    """Return numbers of layers as equal as can be, earlier stages having more.
+
+    >>> even_layers(10, stages=4)
+    (3, 3, 2, 2)
+    """
+    least, more = divmod(depth, stages)
+    return tuple(least + (stage < more) for stage in range(stages))

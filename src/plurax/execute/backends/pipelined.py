@@ -48,7 +48,12 @@ from plurax.execute.layouts.staged_state import (
 )
 from plurax.execute.reduction import reduced
 from plurax.execute.rows import Rows, index_device_rows
-from plurax.execute.stage_networks import evaluating_network, predicting_network, training_network
+from plurax.execute.stage_networks import (
+    evaluating_network,
+    layer_assignment,
+    predicting_network,
+    training_network,
+)
 from plurax.execute.step import Gradients, Metrics, make_apply, make_gradients, whole_update
 from plurax.execute.totals import BatchTotals, round_robin
 from plurax.partition.partitioner import Partitioner
@@ -58,7 +63,7 @@ from plurax.pipeline.packing import Packing, zeros
 from plurax.pipeline.schedule import Schedule, check_forwards_in_order, make_schedule
 from plurax.pipeline.stage_update import StageTensor, StageUpdate, broadcast_from_stage
 from plurax.pipeline.stage_values import StageParams
-from plurax.pipeline.stages import LayerAssignment, StagedNetwork
+from plurax.pipeline.stages import StagedNetwork
 from plurax.plan import Plan
 from plurax.sharding.rules import is_sharding
 from plurax.sharding.spec import TensorSharding
@@ -93,8 +98,7 @@ class PipelinedBackend(Backend):
         self.schedule = make_schedule(
             plan.schedule, plan.pipeline, plan.microbatches, plan.virtual_stages
         )
-        depth = task.stack.depth if task.stack is not None else 0
-        assignment = LayerAssignment(depth, plan.pipeline, plan.virtual_stages)
+        assignment = layer_assignment(task.stack, plan)
         layered = self._layered(task)
         self._base = ShardedBackend(
             task, optimizer, plan, mesh, rows,

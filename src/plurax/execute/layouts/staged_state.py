@@ -307,7 +307,7 @@ def assign_layers(
     With 5 layers, 2 devices and 1 chunk, rows `[0 1 2 | 3 4 -]`: a leaf `(5, ...)` becomes
     `(6, ...)`, its last row zeros. The optimizer state's leaves follow their parameters.
     """
-    if assignment.depth == 0 or assignment.even:
+    if assignment.in_order:
         return state
     indices = np.asarray(assignment.layers)
     # The row of each layer: rows sorted by their layer, padding last and cut off.
