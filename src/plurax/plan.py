@@ -300,11 +300,14 @@ data=1 means 'not used'.
         lines = []
         if self.pipeline > 1:
             named = self.schedule if isinstance(self.schedule, str) else "written by hand"
+            each = (
+                f",\n    of {', '.join(map(str, self.layers))} layers; "
+                if self.layers
+                else ";\n    "
+            )
             lines.append(
-                f"  pipeline={self.pipeline}: the layers are split into "
-                f"{self.total_stages} stages on {self.pipeline} devices"
-                + (f"\n    ({', '.join(map(str, self.layers))} layers)" if self.layers else "")
-                + f";\n    the schedule is {named}."
+                f"  pipeline={self.pipeline}: the layers are split into {self.total_stages} stages "
+                f"on {self.pipeline} devices{each}the schedule is {named}."
             )
         if self.tensor > 1:
             lines.append(
