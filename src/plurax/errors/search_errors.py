@@ -38,3 +38,10 @@ def nothing_fits(budget: float) -> PlanError:
         f"activations within {budget:,.0f} bytes per device. More devices, a higher ZeRO stage, "
         "rematerialization or more microbatches make them smaller."
     )
+
+
+def search_splits_nothing(plan: str) -> PlanError:
+    return PlanError(
+        f"Plan({plan}): splitting tensors or operators over `tensor` costs more than it saves, so "
+        "there is nothing to split."
+    )

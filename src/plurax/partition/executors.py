@@ -113,19 +113,30 @@ class EmitOperations(Executor):
 
 @final
 class FollowShapes(Executor):
-    """Computes nothing: a shard is a `jax.ShapeDtypeStruct`, or an array that is not read."""
+    """Computes nothing: a shard is a `jax.ShapeDtypeStruct`, or an array that is not read.
+
+    **Attributes:** `traffic`, the bytes of the operands and results of all operations so far, those
+    in a loop counted in every iteration.
+    """
+
+    def __init__(self) -> None:
+        self.traffic, self._trips = 0, 1
 
     def run(
         self, execute: Callable[..., Sequence[Array]], shards: Sequence[Any], like: Sequence[Any]
     ) -> Sequence[Shard]:
         """Return `like`."""
+        for one in (*shards, *like):
+            self.traffic += self._trips * one.size * one.dtype.itemsize
         return like
 
     def scan(
         self, scan: Scan, body: Callable[..., Any], carry: Sequence[Any], xs: Sequence[Any]
     ) -> list[Shard]:
         """Follow one iteration, which returns the carry as it received it."""
+        self._trips *= scan.length
         out = body(carry, [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in xs])
+        self._trips //= scan.length
         ys = out[scan.num_carry :]
         stacked = [jax.ShapeDtypeStruct((scan.length, *y.shape), y.dtype) for y in ys]
         return [*out[: scan.num_carry], *stacked]

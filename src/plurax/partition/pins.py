@@ -15,12 +15,13 @@ An operand of a loop is annotated before the loop; a carry at the end of the bod
 keeps its sharding; a stacked result at the end of the body.
 """
 
+import functools
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Literal, jaxpr_as_fun
+from jax.extend.core import Literal, Var, jaxpr_as_fun
 from jaxtyping import PyTree
 
 from plurax import errors
@@ -43,12 +44,16 @@ def with_strategies(
     def pinned(*args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
         check(closed.jaxpr, strategies)
-        given = {one.path: one for one in strategies.equations}
-        rewritten = closed.replace(jaxpr=_rewritten(closed.jaxpr, given, ""))
-        out = jaxpr_as_fun(rewritten)(*jax.tree.leaves(args))
+        pinned = annotated(closed.jaxpr, strategies.equations)
+        out = jaxpr_as_fun(closed.replace(jaxpr=pinned))(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     return pinned
+
+
+def annotated(jaxpr: Any, strategies: Sequence[Strategy]) -> Any:
+    """Return a jaxpr with the operands annotated of the equations that have a strategy."""
+    return _rewritten(jaxpr, {one.path: one for one in strategies}, "")
 
 
 def equations(jaxpr: Any, inside: str = "") -> Iterator[tuple[str, Any]]:
@@ -188,10 +193,23 @@ def _annotated(eqns: list[Any], eqn: Any, atom: Any, entries: Entries) -> Any:
     """Append the annotation of a variable to `eqns`, and return the annotated variable."""
     if not entries or isinstance(atom, Literal):
         return atom
-    tag = Pinned(TensorSharding(*axes_of(entries)))
-    like = jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
-    # Traced, because variables can be created by tracing alone.
-    traced = jax.make_jaxpr(lambda x: annotate_p.bind(x, tag=tag, batch=(), transposed=False))(like)
-    (annotation,) = traced.jaxpr.eqns
-    eqns.append(annotation.replace(invars=[atom], source_info=eqn.source_info, ctx=eqn.ctx))
-    return annotation.outvars[0]
+    out, params = Var(atom.aval), dict(_annotation().params)
+    params["tag"] = Pinned(TensorSharding(*axes_of(entries)))
+    eqns.append(
+        _annotation().replace(
+            invars=[atom],
+            outvars=[out],
+            params=params,
+            source_info=eqn.source_info,
+            ctx=eqn.ctx,
+        )
+    )
+    return out
+
+
+@functools.cache
+def _annotation() -> Any:
+    """Return an equation that annotates a value, as a pattern for others."""
+    tag = Pinned(TensorSharding(()))
+    traced = jax.make_jaxpr(lambda x: annotate_p.bind(x, tag=tag, batch=(), transposed=False))
+    return traced(jax.ShapeDtypeStruct((), "bool")).jaxpr.eqns[0]

@@ -96,13 +96,18 @@ class Node:
         """Whether it is an equation, or a boundary of a loop."""
         return self.kind not in (*_GIVEN, "output")
 
+    @property
+    def boundary(self) -> bool:
+        """Whether it is a boundary of a loop, and not an equation whose operator is called so."""
+        return self.decides and not self.path.rpartition("/")[2].isdigit()
+
     def pin(self, choice: int) -> tuple[TensorSharding, ...]:
         """Return the shardings that say a strategy in a plan: those of the inputs.
 
         Of a loop's boundary, one: of a `row` and of a `stack` that of one row.
         """
         strategy = self.strategies[choice]
-        if self.kind in _BOUNDARIES:
+        if self.boundary:
             return (strategy.inputs if self.kind == "stack" else strategy.outputs)[:1]
         return strategy.inputs
 
@@ -113,7 +118,8 @@ class Graph:
 
     **Fields:** `axes` of the mesh; `searched`, the axes over which operators may be split; `nodes`;
     `values` that are read by some node; `parameters`, for each parameter's path its shape and
-    dtype.
+    dtype; `traced`, the closed jaxpr of which it is the graph, and `args`, what that was traced
+    with.
     """
 
     axes: Axes
@@ -121,6 +127,8 @@ class Graph:
     nodes: tuple[Node, ...]
     values: tuple[GraphValue, ...]
     parameters: Mapping[str, Tensor]
+    traced: Any = None
+    args: tuple[PyTree, ...] = ()
 
     def index(self, name: str) -> int:
         """Return the index of a node by the name of its parameter or the path of its equation.
@@ -183,7 +191,15 @@ def graph_of(
     for index, value in enumerate(results[sums : sums + states]):
         builder.fixed("output", f"state{index}", [value], [], trips)
     shapes = {path: value.tensor for path, value in zip(params, inputs, strict=False)}
-    return Graph(axes, tuple(searched), tuple(builder.nodes), builder.read_values(), shapes)
+    return Graph(
+        axes,
+        tuple(searched),
+        tuple(builder.nodes),
+        builder.read_values(),
+        shapes,
+        closed,
+        args,
+    )
 
 
 def graph_of_step(task: Task, plan: Plan, batch: PyTree) -> Graph:
@@ -208,12 +224,14 @@ def graph_of_step(task: Task, plan: Plan, batch: PyTree) -> Graph:
         jax.eval_shape(lambda: initial(task, jax.random.key(0))),
     )
     args = (params, model_state, jax.eval_shape(rows, batch))
-    axes = Axes({"tensor": plan.tensor}, permutes=plan.pipeline == 1)
+    split = ["tensor"] if plan.tensor > 1 else []
+    axes = Axes(dict.fromkeys(split, plan.tensor), permutes=plan.pipeline == 1)
     rules = Rules(plan.rules, {"tensor": plan.tensor})
     return graph_of(
         within(mesh, gradient(task, plan.precision, remat=plan.remat)),
         args,
         axes,
+        searched=split,
         trips=plan.microbatches,
         named=rules.find,
     )
@@ -482,7 +500,6 @@ class _Builder:
         return out
 
 
-_BOUNDARIES = ("const", "row", "carry", "stack")
 _GIVEN = ("parameter", "argument", "constant")
 
 

@@ -1,0 +1,110 @@
+"""A plan from a solution of the graph does what the solution says, and computes the same update."""
+
+import jax
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests import models
+from tests.draws import draws
+
+import plurax as px
+from plurax.machine import Level
+from plurax.search.costs import BytesSent, Seconds
+from plurax.search.fewest import minimal
+from plurax.search.tensor import TensorSearch
+
+STACK = {
+    "blocks/qkv": (..., "tensor", None), "blocks/attention_out": (..., "tensor", None, None),
+    "blocks/hidden": (..., "tensor"), "blocks/bias": (..., "tensor"),
+    "blocks/out": (..., "tensor", None),
+}  # fmt: skip
+# name: the task, its batch, and rules that an expert would write.
+MODELS = {
+    "perceptron": (models.mlp_task, models.data,
+                   {"hidden": (None, "tensor"), "bias": ("tensor",), "out": ("tensor", None)}),
+    "transformer": (models.transformer_task, models.text, models.megatron()),
+    "stack": (models.transformer_stack, models.text, STACK),
+    "convolutional": (models.convolutional_task, models.images, models.CHANNELS),
+}  # fmt: skip
+CASES = [("perceptron", 2, 64), ("perceptron", 8, 64), ("stack", 2, 8), ("convolutional", 4, 8),
+         pytest.param("transformer", 2, 8, marks=pytest.mark.slow),
+         pytest.param("transformer", 3, 8, marks=pytest.mark.slow)]  # fmt: skip
+
+
+def searched(name, tensor, size, plan=None):
+    make, rows, expert = MODELS[name]
+    task, batch = make(), rows(size)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    search = TensorSearch(task, like, lambda plan: BytesSent())
+    plan = plan or px.Plan(tensor=tensor)
+    return task, batch, search.sharded(plan).solution, search.plan(plan, fewest=True), expert
+
+
+def sent(task, plan, batch):
+    found = px.analysis.planned(task, optax.sgd(0.1), plan, batch)
+    return sum(one.bytes_sent * (one.trips or 1) for one in found.collectives)
+
+
+@pytest.mark.parametrize(("name", "tensor", "size"), CASES)
+def test_the_bytes_of_a_solution_are_those_of_its_plan(name, tensor, size):
+    task, batch, solution, plan, expert = searched(name, tensor, size)
+    # The norm of the gradients is one number, reduced over the devices.
+    norm = 2 * 4 * (tensor - 1) / tensor
+    assert solution.bytes_sent <= sent(task, plan, batch) <= solution.bytes_sent + norm
+    by_expert = sent(task, px.Plan(tensor=tensor, shardings=expert), batch)
+    assert solution.bytes_sent <= by_expert
+    assert px.Plan.from_toml(plan.to_toml()) == plan
+
+
+def test_few_strategies_are_written():
+    make, rows, _ = MODELS["transformer"]
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rows(8))
+    search = TensorSearch(make(), like, lambda plan: BytesSent())
+    found = search.sharded(px.Plan(tensor=2))
+    few = search.plan(px.Plan(tensor=2), fewest=True).strategies.equations
+    assert 0 < len(few) <= 10 < len(found.strategies)
+    least = found.walk.moved(found.shardings, found.strategies)
+    assert not found.walk.moved(found.shardings, few).exceeds(least)
+    assert "models.py:" in few[0].where
+    for one in few:
+        others = [other for other in few if other != one]
+        assert found.walk.moved(found.shardings, others).exceeds(least), one
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "tensor"),
+    [("stack", 2, 2), pytest.param("transformer", 1, 2, marks=pytest.mark.slow)],
+)
+def test_a_found_plan_computes_the_same_update(x64, name, data, tensor):
+    make, rows, _ = MODELS[name]
+    task, batch = make(dtype=jax.numpy.float64), rows(8)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    search = TensorSearch(task, like, lambda plan: BytesSent())
+    plan = search.plan(px.Plan(data=data, tensor=tensor), fewest=True)
+
+    def step(plan):
+        program = px.compile(task, optax.adam(1e-2), plan, batch)
+        state, metrics = program.step(program.init(seed=1), batch)
+        return program, jax.device_get((program.to_canonical(state).params, metrics))
+
+    program, found = step(plan)
+    assert models.max_rel_error(found, step(px.Plan())[1]) < 1e-10
+    planned = sum(c.bytes_sent * (c.trips or 1) for c in program.planned_collectives())
+    compiled = sum(c.bytes_sent * (c.trips or 1) for c in program.collectives())
+    assert abs(planned - compiled) <= 64, "scalars of the metrics are reduced together"
+
+
+def test_nothing_is_split_where_links_are_slow():
+    task, batch = models.mlp_task(), models.data(8)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    slow = px.Machine("slow", {"float32": 1e12}, 1e9, 1e12, [Level("node", 2, 1.0)])
+    search = TensorSearch(task, like, lambda plan: Seconds(slow, plan))
+    with pytest.raises(px.PlanError, match="over `tensor` costs more than it saves"):
+        search.plan(px.Plan(tensor=2))
+
+
+@draws(30)
+@given(needed=st.sets(st.integers(0, 40)))
+def test_minimal_keeps_what_is_needed(needed):
+    assert minimal(list(range(41)), lambda kept: needed <= set(kept)) == sorted(needed)
