@@ -37,13 +37,13 @@ PUBLIC = {
         BatchError CheckpointError Checkpoints DamagedCheckpointWarning Experiment
         ExperimentError Fit Machine MachineError MaskWarning Members MembersError
         MissingPackageError NonFiniteWarning Plan PlanError PluraxError Program ShardingWarning Task
-        TaskError compile fastest_batch_size fit max_batch_size name per_example shard stack
-        stage_boundary sweep verify virtual_devices adapters analysis ensemble pipeline sharding
-        train""",
+        TaskError compile estimate fastest_batch_size fit max_batch_size name per_example shard
+        stack stage_boundary sweep verify virtual_devices adapters analysis ensemble pipeline
+        sharding train""",
     "plurax.adapters": "equinox linen nnx",
     "plurax.analysis": """
-        Collective Difference FastestBatchSize Level MaxBatchSize Memory Planned PlannedMemory
-        Verification measure_machine planned""",
+        Collective Difference Estimate FastestBatchSize Level MaxBatchSize Memory Planned
+        PlannedMemory Seconds Verification measure_machine planned""",
     "plurax.ensemble": """
         Calibration Classification Halving MaxMembers Regression Rung Sweep Tuning accuracy
         bootstrap brier calibration combine_classification combine_regression draw_confidence

@@ -6,6 +6,7 @@ from plurax import sharding as sharding
 from plurax import train as train
 from plurax.analysis.batch_size import fastest_batch_size as fastest_batch_size
 from plurax.analysis.batch_size import max_batch_size as max_batch_size
+from plurax.analysis.estimate import estimate as estimate
 from plurax.analysis.verify import verify as verify
 from plurax.errors.kinds import BatchError as BatchError
 from plurax.errors.kinds import CheckpointError as CheckpointError

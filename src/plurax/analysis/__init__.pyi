@@ -1,5 +1,7 @@
 from plurax.analysis.batch_size import FastestBatchSize as FastestBatchSize
 from plurax.analysis.batch_size import MaxBatchSize as MaxBatchSize
+from plurax.analysis.estimate import Estimate as Estimate
+from plurax.analysis.estimate import Seconds as Seconds
 from plurax.analysis.machine_timings import measure_machine as measure_machine
 from plurax.analysis.plan_ahead import Planned as Planned
 from plurax.analysis.plan_ahead import PlannedMemory as PlannedMemory

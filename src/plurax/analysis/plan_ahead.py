@@ -12,6 +12,7 @@ XLA's temporaries are not known yet. Example: `Plan(data=128, tensor=8, zero=3)`
 
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,12 +22,15 @@ from jaxtyping import PyTree
 
 from plurax.analysis.device_program import DeviceProgram
 from plurax.collective import Collective
+from plurax.execute.backends.backend import Backend
+from plurax.execute.backends.pipelined import PipelinedBackend
 from plurax.execute.check import check_kinds
 from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.execute.lowering import COUNT
 from plurax.execute.network import Network
 from plurax.execute.placement import Placement, leading_dim
 from plurax.mesh import split_rows
+from plurax.pipeline.schedule import Schedule
 from plurax.plan import MESH_AXES, Plan
 from plurax.task import Task
 
@@ -64,12 +68,48 @@ class Planned:
 
 
 @dataclasses.dataclass(frozen=True)
+class PipelineParts:
+    """What the actions of a pipeline consist of.
+
+    **Fields:** `schedule`; `after`, for each stage that has an embedding, a head or another part of
+    its own, whether the stage's layers come before it; `layers`, the number of layers of each
+    stage.
+    """
+
+    schedule: Schedule
+    after: Mapping[int, bool]
+    layers: Sequence[int]
+
+    def parts(self) -> list[tuple[str, int | None]]:
+        """Return kind and part of each loop in the body of the tick loop, in order.
+
+        A part is the number of a stage, or None for one layer.
+        """
+        found: list[tuple[str, int | None]] = []
+        for kind in "FBW" if self.schedule.split else "FB":
+            first = kind == "B"  # which goes through the parts backward
+            found += [(kind, stage) for stage, after in self.after.items() if after == first]
+            found += [(kind, None)] if any(self.layers) else []
+            found += [(kind, stage) for stage, after in self.after.items() if after != first]
+        return found
+
+    def of_stage(self, stage: int) -> list[tuple[int | None, int]]:
+        """Return the parts of a stage, each with how often it runs in an action."""
+        own: list[tuple[int | None, int]] = [(stage, 1)] if stage in self.after else []
+        return own + ([(None, self.layers[stage])] if any(self.layers) else [])
+
+
+@dataclasses.dataclass(frozen=True)
 class TracedPlan:
-    """A plan with what it will do, `planned`, and the `program` of one device."""
+    """A plan with what it will do, `planned`, and the `program` of one device; `parts` of a
+    pipeline, or None; `batch_size`, the examples of a step.
+    """
 
     plan: Plan
     planned: Planned
     program: DeviceProgram
+    parts: PipelineParts | None
+    batch_size: int
 
 
 def planned(
@@ -133,4 +173,11 @@ def trace_plan(
         ),
     )
     leaves = len(jax.tree.leaves(state))
-    return TracedPlan(plan, found, DeviceProgram.of(gradient, update, leaves, plan.axes))
+    program = DeviceProgram.of(gradient, update, leaves, plan.axes)
+    return TracedPlan(plan, found, program, _parts(network.backend), leading_dim(batch))
+
+
+def _parts(backend: Backend) -> PipelineParts | None:
+    if not isinstance(backend, PipelinedBackend):
+        return None
+    return PipelineParts(backend.schedule, backend.parts_after, backend.layout.assignment.counts)

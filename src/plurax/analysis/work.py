@@ -114,7 +114,7 @@ def _of_kernel(kernel: Kernel, sizes: Mapping[str, int]) -> Work:
             return max(parts, key=lambda part: (part.flops + part.bytes, part.kernels))
         return parts[0] if root.trips in (1, None) else parts[0].times(root.trips)
     if root.name in COLLECTIVES:
-        return Work(kernels=1, collectives=tuple(_collectives(root, sizes)))
+        return Work(kernels=1, collectives=(_collective(root, sizes),))
     moved = _bytes_read(kernel) + _bytes_written(root)
     product = _product(root, moved)
     if product is not None:
@@ -166,12 +166,13 @@ def _flops(ops: Sequence[Op]) -> float:
     return float(computed + reduced)
 
 
-def _collectives(op: Op, sizes: Mapping[str, int]) -> Iterable[Collective]:
+def _collective(op: Op, sizes: Mapping[str, int]) -> Collective:
+    """Return a collective, its operands sent together."""
     kind, devices = COLLECTIVES[op.name], group_size(op.params, sizes)
     axes = tuple(axis for axis in axis_names(op.params) if sizes.get(axis, 1) > 1)
-    for value in op.outputs:
-        sent = ring_bytes_sent(kind, value.bytes, devices)
-        yield Collective(kind, axes, value.bytes, sent, in_loop=False, trips=1)
+    size = sum(value.bytes for value in op.outputs)
+    sent = ring_bytes_sent(kind, size, devices)
+    return Collective(kind, axes, size, sent, in_loop=False, trips=1)
 
 
 SLICES = frozenset(["dynamic_slice", "gather", "row", "slice", "split"])

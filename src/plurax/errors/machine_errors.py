@@ -146,6 +146,13 @@ def machine_too_small(name: str, devices: int, needed: int) -> MachineError:
     )
 
 
+def plan_larger_than_machine(plan: str, needed: int, name: str, devices: int) -> MachineError:
+    return MachineError(
+        f"{plan} needs {needed} devices, and {name} has {devices}. Estimate it on a machine of "
+        "more nodes: plurax.Machine.preset('8xA100-80GB', nodes=4)."
+    )
+
+
 def preset_is_not_measured(preset: str) -> MachineError:
     return MachineError(
         f"--preset {preset} prints published rates; --measure and --devices are for the machine at "

@@ -77,7 +77,8 @@ class PipelinedBackend(Backend):
     **Arguments:** `task`, `optimizer`, `plan`, `mesh` and `rows`, as `ShardedBackend`'s.
 
     **Attributes:** `schedule`; `layout`, the `StagedState`; `records`, the collectives of a step by
-    its parts, complete once the step has been traced.
+    its parts, complete once the step has been traced; `parts_after`, for each stage with a part of
+    its own (see `StageFn`) whether its layers come before it.
 
     Raises `PlanError` if the network cannot be cut into as many stages or the schedule is not
     legal, and if a stateful model's schedule runs forwards out of order.
@@ -113,6 +114,7 @@ class PipelinedBackend(Backend):
         network = training_network(task, plan, self._like, Rows(rows, keys, mask), self._stage())
         if any(stage_fn.writes for stage_fn in network.stage_fns.values()):
             check_forwards_in_order(self.schedule)
+        self.parts_after = {stage: fn.after for stage, fn in network.stage_fns.items()}
         homes = network.homes(count, plan.pipeline)
         uses = [
             [leaf in stage_fn.leaves for stage_fn in network.stage_fns.values()]

@@ -1,0 +1,175 @@
+"""What a plan takes, holds and sends on a machine: by hand, on machines with one kind of cost."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from tests import models
+from tests.unit.test_liveness import perceptron, transformer
+
+import plurax as px
+from plurax.analysis.estimate import Seconds
+from plurax.analysis.liveness import peak_bytes
+from plurax.analysis.plan_ahead import trace_plan
+from plurax.machine import Level
+from plurax.pipeline import make_schedule, simulate
+
+NEVER = 1e30
+LINKS = [Level("node", 4, 1e9), Level("cluster", 8, 1e8)]
+MACHINE = px.Machine("made", {"float32": NEVER}, 10**9, NEVER, LINKS)
+FREE_LINKS = [Level("node", 8, NEVER)]
+PRODUCTS = dataclasses.replace(MACHINE, flops={"float32": 1e9, "bfloat16": 1e10}, levels=FREE_LINKS)
+TRAFFIC = dataclasses.replace(MACHINE, memory_bandwidth=1e9)
+
+
+def estimated(model, machine, optimizer=None, **plan):
+    task, batch, shardings = model()
+    if plan.get("tensor", 1) > 1:
+        plan["shardings"] = shardings
+    return px.estimate(task, optimizer or optax.sgd(0.1), px.Plan(**plan), batch, machine)
+
+
+def test_products_take_their_operations_at_the_rate_of_their_dtype():
+    rows, width, layers = 512, 256, 4
+    flops = 2 * rows * width**2 * (3 * layers - 1)
+    whole = estimated(perceptron, PRODUCTS)
+    assert whole.product_flops == flops
+    assert whole.seconds == pytest.approx(flops / 1e9)
+    assert whole.gradient.products == whole.gradient.total
+    assert estimated(perceptron, PRODUCTS, data=4).seconds == pytest.approx(flops / 4e9)
+    assert estimated(perceptron, PRODUCTS, precision="bfloat16").seconds == pytest.approx(
+        flops / 1e10
+    )
+
+
+def test_a_product_takes_no_less_than_its_bytes():
+    found = estimated(perceptron, TRAFFIC)
+    rows, width = 512, 256
+    small = 4 * (2 * rows * width + width**2)  # forward, and the gradient of the input
+    assert found.gradient.products == pytest.approx(11 * small / 1e9)
+    assert found.gradient.traffic > 0
+
+
+def test_an_update_reads_and_writes_parameters_and_state():
+    parameters = 4 * (4 * 256**2 + 4 * 256)
+    found = estimated(perceptron, TRAFFIC, optax.adam(1e-3))
+    assert found.memory["parameters"] == parameters
+    # The norm reads the gradients, then: gradient and three of parameters, mu, nu, thrice written.
+    least = 8 * parameters / 1e9
+    assert least <= found.update.total <= 1.5 * least
+
+
+def test_collectives_take_the_slowest_link_of_their_group():
+    bytes_summed = 4 * (4 * 256**2 + 4 * 256) + 8  # gradients, the loss and the weight
+    inside, across = (estimated(perceptron, MACHINE, data=n) for n in (4, 8))
+    assert inside.bytes_sent == {"data": pytest.approx(2 * 3 / 4 * bytes_summed)}
+    assert inside.gradient.collectives["data"] == pytest.approx(2 * 3 / 4 * bytes_summed / 1e9)
+    # Eight are in two nodes: the four of a node share what the ring sends between nodes.
+    assert across.gradient.collectives["data"] == pytest.approx(2 * 7 / 8 * bytes_summed / 4 / 1e8)
+    both = estimated(transformer, MACHINE, tensor=2, data=2)
+    assert {*both.gradient.collectives} >= {"data", "tensor"}
+    assert {*both.bytes_sent} >= {"data", "tensor"}
+
+
+def test_memory_adds_up_to_the_peak():
+    task, batch, _ = transformer()
+    plan = px.Plan(data=2, zero=3, microbatches=2)
+    found = px.estimate(task, optax.adam(1e-3), plan, batch, MACHINE)
+    traced = trace_plan(task, optax.adam(1e-3), plan, batch)
+    assert found.peak == pytest.approx(peak_bytes(traced.program), abs=100)
+    assert found.memory["gradients"] == traced.planned.memory.gradients
+    assert found.fits
+    assert found.spare == 10**9 - found.peak
+    full = px.estimate(
+        task, optax.adam(1e-3), plan, batch, dataclasses.replace(MACHINE, memory=10**6)
+    )
+    assert not full.fits
+    assert "does not fit" in str(full)
+
+
+def test_the_busiest_stage_of_a_pipeline():
+    """The second device has the head; the first waits for it, and both for the schedule."""
+    rows, tokens, width, depth, words = 16, 64, 128, 4, 256
+    block = 2 * tokens * width * (12 * width + 2 * tokens)
+    head = 2 * tokens * width * words
+    found = estimated(transformer, PRODUCTS, pipeline=2, microbatches=4)
+    own = 3 * rows * (depth // 2 * block + head)
+    assert found.product_flops == own
+    assert found.gradient.products == pytest.approx(own / 1e9)
+    assert found.gradient.bubble > 0
+    uneven = estimated(transformer, PRODUCTS, pipeline=2, microbatches=4, layers=(3, 1))
+    assert uneven.product_flops == 3 * rows * 3 * block
+    more = estimated(transformer, PRODUCTS, pipeline=2, microbatches=8)
+    assert more.gradient.bubble < found.gradient.bubble
+    assert more.gradient.products == pytest.approx(found.gradient.products)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_equal_stages_take_what_the_simulation_says(schedule):
+    """No embedding or head with products: a microbatch's backward takes twice its forward."""
+
+    def stacked(depth=4, width=64):
+        def block(params, x, batch, keys):
+            return jnp.tanh(x @ params)
+
+        return px.stack(
+            embed=(lambda key: jnp.ones(width), lambda p, batch, keys: batch["x"] * p),
+            block=(lambda key: jnp.zeros((width, width)), block),
+            head=(lambda key: jnp.ones(width), lambda p, x, batch, keys: jnp.sum(x * p, axis=1)),
+            depth=depth,
+        )
+
+    batch = {"x": jax.ShapeDtypeStruct((32, 64), jnp.float32)}
+    plan = px.Plan(pipeline=2, microbatches=4, schedule=schedule)
+    found = px.estimate(stacked(), optax.sgd(0.1), plan, batch, PRODUCTS)
+    forward = 4 // 2 * 2 * 8 * 64 * 64 / 1e9
+    line = simulate(
+        make_schedule(schedule, 2, 4, plan.virtual_stages),
+        forward=forward, backward=forward, weight=forward, lockstep=True,
+    )  # fmt: skip
+    assert found.seconds == pytest.approx(line.length)
+    assert found.gradient.bubble == pytest.approx(line.bubble * line.length)
+
+
+def test_uneven_devices_hold_stages_of_different_speed():
+    fast = px.Machine("fast", {"float32": 2e9}, 10**9, NEVER)
+    slow = px.Machine("slow", {"float32": 1e9}, 10**8, NEVER)
+    machine = px.Machine.uneven("both", [(1, fast), (1, slow)], [Level("node", 2, NEVER)])
+    found = estimated(transformer, machine, pipeline=2, microbatches=4)
+    assert found.gradient.products == pytest.approx(found.product_flops / 1e9)
+    with pytest.raises(px.MachineError, match="differ"):
+        estimated(transformer, machine, data=2)
+
+
+def test_a_plan_of_more_devices_than_the_machine_has():
+    with pytest.raises(px.MachineError, match="needs 16 devices, and made has 8"):
+        estimated(perceptron, MACHINE, data=16)
+
+
+def test_what_an_estimate_shows():
+    machine = px.Machine.preset("8xA100-80GB")
+    found = estimated(transformer, machine, optax.adam(1e-3), pipeline=2, data=2, microbatches=4)
+    for part in ("matrix products", "memory traffic", "collectives over data", "pipeline bubble",
+                 "starting kernels", "optimizer's update", "are left", "temporaries"):  # fmt: skip
+        assert part in str(found)
+    assert "Estimate(Plan(data=2" in repr(found)
+    assert "<table>" in found._repr_html_()
+    assert found.device_hours(1600) == pytest.approx(100 * found.seconds * 4 / 3600)
+
+
+def test_seconds_add_up():
+    part = Seconds(1.0, 2.0, {"data": 3.0}, 4.0, 5.0)
+    assert part.total == 15
+    every = Seconds.sum([part, part.times(2)])
+    assert every == Seconds(3.0, 6.0, {"data": 9.0}, 12.0, 15.0)
+
+
+def test_a_thousand_devices_that_are_not_here():
+    task, batch = models.transformer_stack(depth=8), models.text(1024)
+    machine = px.Machine.preset("8xA100-80GB", nodes=128)
+    plan = px.Plan(data=256, pipeline=4, microbatches=4)
+    found = px.estimate(task, optax.adam(1e-3), plan, batch, machine)
+    assert found.seconds > 0
+    assert found.fits
