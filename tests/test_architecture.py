@@ -28,7 +28,7 @@ FLOORS = [
     ["sharding", "partition", "pipeline"],
     ["execute"],
     ["adapters", "analysis", "ensemble"],
-    ["train", "search", "sweeps"],
+    ["train", "planner", "sweeps"],
     ["experiment", "report", "cli"],
 ]
 ORDER = [name for rooms in FLOORS for name in rooms]

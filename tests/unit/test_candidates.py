@@ -7,7 +7,7 @@ from tests import models
 
 import plurax as px
 from plurax.machine import Level
-from plurax.search.candidates import Model, candidates, model_of
+from plurax.planner.candidates import Model, candidates, model_of
 
 MACHINE = px.Machine("fast links", {"float32": 1e9}, 1e9, 1e12, [Level("node", 168, 1e12)])
 

@@ -10,9 +10,9 @@ from tests.draws import draws
 
 import plurax as px
 from plurax.machine import Level
-from plurax.search.costs import BytesSent, Seconds
-from plurax.search.fewest import minimal
-from plurax.search.tensor import TensorSearch
+from plurax.planner.costs import BytesSent, Seconds
+from plurax.planner.fewest import minimal
+from plurax.planner.tensor import TensorSearch
 
 STACK = {
     "blocks/qkv": (..., "tensor", None), "blocks/attention_out": (..., "tensor", None, None),

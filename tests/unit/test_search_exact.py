@@ -15,12 +15,12 @@ from tests.draws import draws
 import plurax as px
 from plurax.machine import Level, Machine
 from plurax.plan import Plan
-from plurax.search import exact, propagate, recursive
-from plurax.search.costs import BytesSent, Seconds, memory_of, state_ratios
-from plurax.search.exact import Budget
-from plurax.search.graph import graph_of, graph_of_step
-from plurax.search.problem import Problem
-from plurax.search.shard_strategies import StrategyFinder, Tensor
+from plurax.planner import exact, propagate, recursive
+from plurax.planner.costs import BytesSent, Seconds, memory_of, state_ratios
+from plurax.planner.exact import Budget
+from plurax.planner.graph import graph_of, graph_of_step
+from plurax.planner.problem import Problem
+from plurax.planner.shard_strategies import StrategyFinder, Tensor
 from plurax.sharding.axes import Axes
 from plurax.sharding.rules import Rules
 from plurax.sharding.spec import TensorSharding

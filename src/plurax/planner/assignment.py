@@ -7,7 +7,7 @@ The solvers that prove nothing decide one node after another. A node's strategy 
       decided reader pays for that sharding already
     + of the values it produces: the reshards that decided readers need
 
-    + of neighbors that are not decided: what the messages say (`plurax.search.foresight`)
+    + of neighbors that are not decided: what the messages say (`plurax.planner.foresight`)
 
     decided: h = x @ w, partial={tensor}; g = tanh(h), which needs (None, None): one all-reduce
     next:    k = h + x    from (None, None): 0, shares the all-reduce
@@ -20,9 +20,9 @@ import math
 from collections.abc import Collection, Iterable
 
 from plurax import errors
-from plurax.search.foresight import Foresight
-from plurax.search.graph import GraphValue
-from plurax.search.problem import Problem
+from plurax.planner.foresight import Foresight
+from plurax.planner.graph import GraphValue
+from plurax.planner.problem import Problem
 from plurax.sharding.spec import TensorSharding
 
 

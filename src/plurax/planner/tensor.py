@@ -24,18 +24,18 @@ from jaxtyping import PyTree
 from plurax import errors
 from plurax.execute.placement import leading_dim
 from plurax.plan import Plan
-from plurax.search.candidates import bubble
-from plurax.search.costs import Costs
-from plurax.search.exact import solve as exact
-from plurax.search.fewest import (
+from plurax.planner.candidates import bubble
+from plurax.planner.costs import Costs
+from plurax.planner.exact import solve as exact
+from plurax.planner.fewest import (
     Walk,
     fewest_strategies,
     rules_of,
     strategies_of,
 )
-from plurax.search.graph import Graph, Node, graph_of_step
-from plurax.search.problem import Pins, Solution
-from plurax.search.shard_strategies import ShardStrategy
+from plurax.planner.graph import Graph, Node, graph_of_step
+from plurax.planner.problem import Pins, Solution
+from plurax.planner.shard_strategies import ShardStrategy
 from plurax.sharding.rules import Rules
 from plurax.sharding.spec import TensorSharding
 from plurax.strategies import Strategy

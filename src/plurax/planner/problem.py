@@ -15,9 +15,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from plurax import errors
-from plurax.search.costs import BytesSent, Costs
-from plurax.search.graph import Graph, GraphValue
-from plurax.search.shard_strategies import Tensor
+from plurax.planner.costs import BytesSent, Costs
+from plurax.planner.graph import Graph, GraphValue
+from plurax.planner.shard_strategies import Tensor
 from plurax.sharding.spec import TensorSharding
 
 Pins = Mapping[str, Sequence[TensorSharding]]

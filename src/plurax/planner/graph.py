@@ -46,7 +46,7 @@ from plurax.partition.annotation_resolver import AnnotationResolver, NameRule
 from plurax.partition.rule_context import RuleContext
 from plurax.partition.values import ShardedValue, ValueVersions
 from plurax.plan import MESH_AXES, Plan
-from plurax.search.shard_strategies import ShardStrategy, StrategyFinder, Tensor, every_sharding
+from plurax.planner.shard_strategies import ShardStrategy, StrategyFinder, Tensor, every_sharding
 from plurax.sharding.axes import Axes
 from plurax.sharding.rules import Rules
 from plurax.sharding.spec import TensorSharding

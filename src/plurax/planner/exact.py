@@ -30,9 +30,9 @@ from typing import Any
 import numpy as np
 
 from plurax import errors
-from plurax.search.costs import Costs
-from plurax.search.graph import Graph, GraphValue, Use
-from plurax.search.problem import Pins, Problem, Solution
+from plurax.planner.costs import Costs
+from plurax.planner.graph import Graph, GraphValue, Use
+from plurax.planner.problem import Pins, Problem, Solution
 from plurax.sharding.spec import TensorSharding
 
 Columns = dict[TensorSharding, list[int]]

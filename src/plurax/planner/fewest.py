@@ -31,8 +31,8 @@ from plurax.partition.executors import FollowShapes
 from plurax.partition.partitioner import Partitioner
 from plurax.partition.pins import annotated, equations, traced_as
 from plurax.partition.values import ValueVersions
-from plurax.search.graph import Graph
-from plurax.search.problem import Solution
+from plurax.planner.graph import Graph
+from plurax.planner.problem import Solution
 from plurax.sharding.spec import TensorSharding
 from plurax.strategies import Strategies, Strategy, entries_of
 

@@ -19,11 +19,11 @@ Wang et al. 2021, "Efficient and Systematic Partitioning of Large and Deep Neura
 
 import time
 
-from plurax.search.assignment import Assignment
-from plurax.search.costs import Costs
-from plurax.search.foresight import Foresight
-from plurax.search.graph import Graph
-from plurax.search.problem import Pins, Problem, Solution
+from plurax.planner.assignment import Assignment
+from plurax.planner.costs import Costs
+from plurax.planner.foresight import Foresight
+from plurax.planner.graph import Graph
+from plurax.planner.problem import Pins, Problem, Solution
 
 
 def solve(graph: Graph, costs: Costs, pinned: Pins | None = None) -> Solution:

@@ -28,8 +28,8 @@ from jaxtyping import PyTree
 from plurax import tree
 from plurax.machine import Machine
 from plurax.plan import Plan
-from plurax.search.graph import Graph, Node
-from plurax.search.shard_strategies import ShardStrategy, Tensor
+from plurax.planner.graph import Graph, Node
+from plurax.planner.shard_strategies import ShardStrategy, Tensor
 from plurax.sharding.axes import Axes
 from plurax.sharding.reshard import ReshardStep, plan_reshard
 from plurax.sharding.rules import match_opt_state_to_params

@@ -32,7 +32,7 @@ from plurax.execute.rows import abstract_rows
 from plurax.jaxpr.interpret import all_equations
 from plurax.machine import Machine
 from plurax.plan import Plan, Precision, Remat
-from plurax.search.graph import graph_of
+from plurax.planner.graph import graph_of
 from plurax.sharding.annotations import Boundary
 from plurax.sharding.axes import Axes
 from plurax.state import TrainState

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from plurax.search.graph import GraphValue, Use
-from plurax.search.problem import Problem
+from plurax.planner.graph import GraphValue, Use
+from plurax.planner.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True)
