@@ -1,5 +1,6 @@
 """The graph of a step and its cheapest strategies, beside all there are and beside expert plans."""
 
+import dataclasses
 import itertools
 import math
 
@@ -13,10 +14,14 @@ from hypothesis import assume, given
 from tests.draws import draws
 
 import plurax as px
+from plurax.execute.gradient import traced_gradient
+from plurax.execute.rows import abstract_rows
 from plurax.machine import Level, Machine
+from plurax.partition.pins import traced_as
 from plurax.plan import Plan
 from plurax.planner import exact, propagate, recursive
 from plurax.planner.costs import BytesSent, Seconds, memory_of, state_ratios
+from plurax.planner.equal_layers import classes_of
 from plurax.planner.exact import Budget
 from plurax.planner.graph import graph_of, graph_of_step
 from plurax.planner.problem import Problem
@@ -24,6 +29,7 @@ from plurax.planner.shard_strategies import StrategyFinder, Tensor
 from plurax.sharding.axes import Axes
 from plurax.sharding.rules import Rules
 from plurax.sharding.spec import TensorSharding
+from plurax.strategies import Strategies, Strategy, entries_of
 
 FLOAT = jnp.dtype("float32")
 SMALL = Machine("small", {"float32": 1e9}, 10**9, 1e9, (Level("node", 64, 1e8, 1e-6),), half_dim=2)
@@ -502,6 +508,64 @@ def test_a_transformer_sends_no_more_than_by_expert_rules_at_any_depth():
         assert solution.gap < 1e-5
         sizes.add((len(graph.nodes), solution.variables))
     assert len(sizes) == 1
+
+
+def test_layers_that_are_equal_are_decided_once():
+    """Unrolled layers, forward and backward: as many variables for seven as for four."""
+    programs = {}
+    for layers in (4, 7):
+        task, batch = perceptron(layers), perceptron_rows(32)
+        rules = px.sharding.megatron(column=["in*"], row=["out*"], head=["head"])
+        expert, size = bytes_by_rules(task, Plan(tensor=4, shardings=rules), batch)
+        graph = graph_of_step(task, Plan(tensor=4), batch)
+        classes = classes_of(graph)
+        # The first layer has no gradient of its input.
+        assert len({classes[graph.index(f"in{i}")] for i in range(1, layers)}) == 1
+        assert len({classes[graph.index(name)] for name in ("in0", "in1", "out0", "out1")}) == 3
+        # The costs of all layers are in the program: it has the cost of its own choice.
+        solution = exact.solve(graph, BytesSent(), budget=parameters_within(graph, size))
+        assert solution.bound == pytest.approx(solution.cost, rel=1e-6)
+        assert solution.bytes_sent <= expert
+        programs[layers] = solution.variables
+        # One layer pinned otherwise is decided apart from the others.
+        pin = {"in1": (TensorSharding.of("tensor", None),)}
+        apart = exact.solve(graph, BytesSent(), pin)
+        assert split_dim(apart, "in1") == 0
+        assert {split_dim(apart, f"in{i}") for i in range(2, layers)} == {1}
+        assert apart.bound == pytest.approx(apart.cost, rel=1e-6)
+    assert programs[4] == programs[7]
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize(
+    ("task", "batch"),
+    [(perceptron(), perceptron_rows(32)), (block_task(4), TEXT)],
+    ids=["perceptron", "transformer"],
+)
+def test_what_is_predicted_is_what_the_plan_sends(task, batch, remat):
+    """To the byte: every strategy as a plan says it, partitioned; and the norm of the gradient."""
+    plan = Plan(tensor=4, remat=remat)
+    graph = graph_of_step(task, plan, batch)
+    solution = exact.solve(graph, BytesSent())
+    params = jax.eval_shape(task.init, jax.random.key(0))
+    closed, _ = traced_gradient(task, "float32", remat, params, (), abstract_rows(batch))
+
+    def entries(shardings):
+        return tuple(entries_of(one.dims, one.partial) for one in shardings)
+
+    equations = []
+    for name, shardings in solution.strategies.items():
+        path, _, kind = name.partition(" ")
+        operator = kind if path.rpartition("/")[2].isdigit() else "scan"
+        equations.append(Strategy(f"{path} {operator}", entries(shardings)))
+    plan = dataclasses.replace(
+        plan,
+        shardings={path: entries([one])[0] for path, one in solution.parameters.items()},
+        strategies=Strategies(traced_as(closed.jaxpr), tuple(equations)),
+    )
+    sent, _ = bytes_by_rules(task, plan, batch)
+    norm = 2 * 4 * 3 / 4
+    assert sent == solution.bytes_sent + norm
 
 
 def test_a_pinned_strategy_holds_and_costs_no_less():

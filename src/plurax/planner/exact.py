@@ -10,6 +10,9 @@ which there are few, and the flow's marginals are exactly the strategies chosen 
     sum over s of z[v, r, s, d] = sum of x[r, k] over the strategies k that take d
     y[v, s, d] >= z[v, r, s, d] for each reader r; y is what is paid: one copy for all readers
 
+Layers that are equal share their variables (`plurax.planner.equal_layers`): the answer and the
+bound are of the choices that treat them alike.
+
 Only x must be whole numbers. With exact marginals the linear relaxation has, on the graphs of
 transformers, mostly whole solutions, so that it is both the answer and the proof. Reshards that are
 impossible have no variable; no cost is a big number.
@@ -21,6 +24,7 @@ Zheng et al. 2022, "Alpa", section 4, https://arxiv.org/abs/2201.12023; the marg
 the local polytope of Markov random fields.
 """
 
+import collections
 import dataclasses
 import math
 import time
@@ -31,6 +35,7 @@ import numpy as np
 
 from plurax import errors
 from plurax.planner.costs import Costs
+from plurax.planner.equal_layers import classes_of
 from plurax.planner.graph import Graph, GraphValue, Use
 from plurax.planner.problem import Pins, Problem, Solution
 from plurax.sharding.spec import TensorSharding
@@ -99,15 +104,21 @@ class _Program:
         self._entries: list[tuple[int, int, float]] = []
         self._lower: list[float] = []
         self._upper: list[float] = []
-        self._columns = [
-            {choice: self._variable(problem.node_costs[node][choice]) for choice in allowed}
-            for node, allowed in enumerate(problem.allowed)
+        # A pin sets a node apart from those of its class that are not pinned so.
+        alone: dict[Any, int] = {}
+        self._classes = [
+            alone.setdefault((first, tuple(problem.allowed[node])), node)
+            for node, first in enumerate(classes_of(problem.graph))
         ]
+        self._columns: list[dict[int, int]] = []
+        for node, first in enumerate(self._classes):
+            self._node(node, first)
         self._whole = len(self._costs)
-        for columns in self._columns:
-            self._row([(column, 1.0) for column in columns.values()], 1, 1)
+        # Equal values between equal nodes are one flow, which costs as often as there are values.
+        equal = collections.Counter(self._key(value) for value in problem.graph.values)
         for value in problem.graph.values:
-            self._value(value)
+            if count := equal.pop(self._key(value), 0):
+                self._value(value, count)
         if budget is not None:
             self._limit(budget)
 
@@ -115,6 +126,23 @@ class _Program:
     def size(self) -> int:
         """The number of variables."""
         return len(self._costs)
+
+    def _node(self, node: int, first: int) -> None:
+        """Add the variables of a node, or its costs to those of the first node of its class."""
+        costs, allowed = self._problem.node_costs[node], self._problem.allowed[node]
+        if first == node:
+            columns = {choice: self._variable(costs[choice]) for choice in allowed}
+            self._row([(column, 1.0) for column in columns.values()], 1, 1)
+        else:
+            columns = self._columns[first]
+            for choice, column in columns.items():
+                self._costs[column] += costs[choice] * self._problem.costs.scale
+        self._columns.append(columns)
+
+    def _key(self, value: GraphValue) -> Any:
+        """Return what a value has in common with equal ones of other layers."""
+        uses = [(self._classes[use.node], use.input, use.trips) for use in value.uses]
+        return value.tensor, self._classes[value.node], value.output, tuple(sorted(uses))
 
     def _variable(self, cost: float) -> int:
         self._costs.append(cost * self._problem.costs.scale)
@@ -126,8 +154,8 @@ class _Program:
         self._lower.append(lower)
         self._upper.append(upper)
 
-    def _value(self, value: GraphValue) -> None:
-        """Add the flow of a value from its producer to each reader."""
+    def _value(self, value: GraphValue, count: int) -> None:
+        """Add the flow of a value from its producer to each reader, `count` times."""
         nodes, reshard = self._problem.graph.nodes, self._problem.reshard
         given: Columns = {}
         for choice, column in self._columns[value.node].items():
@@ -141,7 +169,7 @@ class _Program:
             flow: dict[tuple[TensorSharding, TensorSharding], int] = {}
             for s in given:
                 for d in taken:
-                    cost = use.trips * reshard(value.tensor, s, d)
+                    cost = count * use.trips * reshard(value.tensor, s, d)
                     if cost == math.inf:
                         continue
                     shared = len(uses) > 1 and cost > 0

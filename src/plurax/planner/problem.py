@@ -40,7 +40,7 @@ class Solution:
       (`"14/3 dot_general"`, `"14/row0 row"`), as a plan says them: see `Node.pin`.
     - `cost`: in the unit of the costs: seconds, or bytes.
     - `bytes_sent`: by each device in one step, reductions over `data` not counted.
-    - `bound`: no choice costs less. -inf if the solver proves none.
+    - `bound`: no choice that treats equal layers alike costs less. -inf if the solver proves none.
     - `variables`, `solve_seconds`: of the solver.
     """
 
