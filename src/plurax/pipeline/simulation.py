@@ -1,6 +1,7 @@
 """Simulate a schedule: its timeline, its bubble and the activations that it stores."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from plurax.notebook import html_table
@@ -63,15 +64,17 @@ def simulate(
     backward: float = 1.0,
     weight: float = 1.0,
     exchange: float = 0.0,
+    stage_lengths: Sequence[float] | None = None,
     lockstep: bool = False,
 ) -> Timeline:
-    """Return the timeline of a schedule whose stages all take equally long.
+    """Return the timeline of a schedule.
 
     **Arguments:**
 
     - `forward`, `backward` (gradient of the input), `weight` (gradient of the weights): duration of
       one microbatch through all of a device's chunks, in any unit. If the schedule does not split
       the backward pass, `B` takes `backward + weight`.
+    - `stage_lengths`: how long each stage takes, in multiples of these; default 1 for all.
     - `exchange`: time from the end of an action until another device has its result.
     - `lockstep`: all devices start each tick's actions together, like a program that exchanges
       after each tick.
@@ -84,6 +87,7 @@ def simulate(
     """
     whole = {"F": forward, "B": backward if schedule.split else backward + weight, "W": weight}
     takes = {kind: duration / schedule.chunks for kind, duration in whole.items()}
+    lengths = [1.0] * schedule.stages if stage_lengths is None else stage_lengths
     free = [0.0] * schedule.devices
     ended: dict[tuple[int, Action], float] = {}
     spans = []
@@ -97,6 +101,8 @@ def simulate(
                 for other, need in schedule.dependencies(device, action)
             ]
             start = max([free[device], begin, *arrived])
-            free[device] = ended[device, action] = start + takes[action.kind]
+            free[device] = ended[device, action] = (
+                start + takes[action.kind] * lengths[schedule.stage(device, action)]
+            )
             spans.append(Span(device, action, start, free[device]))
     return Timeline(schedule, tuple(spans), tuple(live_activations(schedule)))

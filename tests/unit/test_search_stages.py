@@ -1,0 +1,147 @@
+"""The layers of stages that are found are those of trying all."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.draws import draws
+
+import plurax as px
+from plurax.pipeline.schedule import live_activations, make_schedule
+from plurax.planner.stage_layers import best_layers
+
+SECONDS = st.sampled_from([0.5, 1.0, 1.5, 2.0, 3.0, 7.0])
+BYTES = st.integers(0, 9)
+
+
+def pairs(one):
+    return st.tuples(one, one)
+
+
+@st.composite
+def pipelines(draw):
+    """Up to 7 layers on up to 4 stages, with memory that is short in half of the cases."""
+    depth = draw(st.integers(1, 7))
+    of_layers = {
+        name: draw(
+            st.one_of(st.lists(one, min_size=depth, max_size=depth), one.map(lambda n: [n] * depth))
+        )
+        for name, one in (
+            ("layer_seconds", SECONDS),
+            ("layer_bytes", BYTES),
+            ("layer_stored", BYTES),
+        )
+    }
+    pipeline = draw(st.integers(1, min(4, depth)))
+    speeds = st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=pipeline, max_size=pipeline)
+    return of_layers | {
+        "pipeline": pipeline,
+        "microbatches": draw(st.integers(1, 6)),
+        "schedule": draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"])),
+        "end_seconds": draw(pairs(SECONDS)),
+        "speeds": draw(st.none() | speeds),
+        "end_bytes": draw(pairs(BYTES)),
+        "end_stored": draw(pairs(BYTES)),
+        "memory": draw(st.just(math.inf) | st.integers(0, 60)),
+        "stack": draw(st.booleans()),
+    }
+
+
+def compositions(depth, stages):
+    for ends in itertools.combinations(range(1, depth), stages - 1):
+        yield tuple(b - a for a, b in itertools.pairwise([0, *ends, depth]))
+
+
+def costs(case, layers):
+    """Seconds of a step and bytes of a device, from the definitions."""
+    p, m = case["pipeline"], case["microbatches"]
+    stored = live_activations(make_schedule(case["schedule"], p, m))
+    if not case["stack"]:
+        stored = [max(stored)] * p
+    ends = list(itertools.accumulate(layers, initial=0))
+
+    def of(name):
+        return [sum(case[name][i:j]) for i, j in itertools.pairwise(ends)]
+
+    seconds = of("layer_seconds")
+    seconds[0] += case["end_seconds"][0]
+    seconds[-1] += case["end_seconds"][1]
+    seconds = [s / v for s, v in zip(seconds, case["speeds"] or [1.0] * p, strict=True)]
+    fill = 1 / 3 if case["schedule"] == "zb-h1" else 1
+    kept = max(n * one for n, one in zip(stored, of("layer_stored"), strict=True))
+    held = max(of("layer_bytes")) + max(case["end_bytes"])
+    memory = held + kept + max(stored) * max(case["end_stored"])
+    return fill * sum(seconds) + (m - fill) * max(seconds), memory
+
+
+@given(pipelines())
+@draws(300)
+def test_no_other_layers_are_faster_and_fit(case):
+    every = {n: costs(case, n) for n in compositions(len(case["layer_seconds"]), case["pipeline"])}
+    fits = [seconds for seconds, memory in every.values() if memory <= case["memory"]]
+    found = best_layers(**case)
+    assert (found is None) == (not fits)
+    if found is not None:
+        seconds, memory = every[found.layers]
+        assert found.seconds == pytest.approx(seconds, rel=1e-12)
+        assert found.memory == memory <= case["memory"]
+        assert seconds == pytest.approx(min(fits), rel=1e-8)
+
+
+def test_a_head_that_takes_long_has_fewer_layers():
+    found = best_layers([1.0] * 8, 4, 16, end_seconds=(0, 2))
+    assert (found.layers, found.stage_seconds, found.seconds) == ((2, 2, 3, 1), (2, 2, 3, 3), 55)
+    assert best_layers([1.0] * 8, 4, 16).layers == (2, 2, 2, 2)
+    assert best_layers([1.0] * 3, 4, 16) is None
+
+
+def test_slower_devices_get_fewer_layers():
+    """Two stages on devices a third as fast: A100 and V100, about."""
+    machine = px.Machine.uneven(
+        "lab",
+        [(8, px.Machine.preset("A100-80GB")), (8, px.Machine.preset("V100-32GB"))],
+        [px.analysis.Level("node", 4, 1e11), px.analysis.Level("cluster", 16, 6e9)],
+    )
+    seconds = [
+        machine.rates_of(range(first, first + 4)).product_seconds(4096, 4096, 4096, "bfloat16")
+        for first in range(0, 16, 4)
+    ]
+    found = best_layers([seconds[0]] * 24, 4, 32, speeds=[seconds[0] / one for one in seconds])
+    assert sum(found.layers) == 24
+    assert min(found.layers[:2]) >= 2 * max(found.layers[2:])
+    assert best_layers([seconds[0]] * 24, 4, 32).seconds < found.seconds
+
+
+def test_early_stages_store_more_and_have_fewer_layers_where_memory_is_short():
+    """1F1B on 4 devices stores 4, 3, 2 and 1 microbatches of one byte a layer."""
+    for memory, layers in ((8, (2, 2, 2, 2)), (7, None), (6, (1, 2, 2, 3))):
+        found = best_layers([1.0] * 8, 4, 16, layer_stored=1, memory=memory)
+        assert layers is None or found.layers == layers
+        assert found.memory <= memory
+    assert best_layers([1.0] * 8, 4, 16, layer_stored=1, memory=3) is None
+
+
+def test_several_stages_on_a_device():
+    """What they store is counted together, over what it needs at most."""
+    found = best_layers(
+        [1.0] * 9, 2, 4, virtual_stages=2, schedule="interleaved", end_seconds=(0, 1),
+        layer_bytes=10, memory=50,
+    )  # fmt: skip
+    assert sorted(found.layers) == [2, 2, 2, 3]
+    assert found.layers[-1] == 2
+    assert found.memory == 50
+    # With equal stages of 3 s: (v m + p - 1) t.
+    found = best_layers([1.5] * 8, 2, 4, virtual_stages=2, schedule="interleaved")
+    assert found.seconds == (2 * 4 + 1) * 3
+
+
+@pytest.mark.parametrize("microbatches", [1, 5])
+def test_the_seconds_are_those_of_the_simulated_schedule(microbatches):
+    found = best_layers([1.0, 2.0, 3.0, 1.0, 1.0, 4.0], 3, microbatches, schedule="gpipe",
+                        end_seconds=(0.5, 2.0), speeds=[1, 2, 1])  # fmt: skip
+    schedule = make_schedule("gpipe", 3, microbatches)
+    timeline = px.pipeline.simulate(schedule, forward=1 / 3, backward=1 / 3, weight=1 / 3,
+                                    stage_lengths=found.stage_seconds)  # fmt: skip
+    assert timeline.length == pytest.approx(found.seconds)
