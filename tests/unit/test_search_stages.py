@@ -114,6 +114,12 @@ def test_slower_devices_get_fewer_layers():
     assert best_layers([seconds[0]] * 24, 4, 32).seconds < found.seconds
 
 
+@pytest.mark.parametrize(("microbatches", "layers"), [(1, (5, 1)), (3, (4, 2))])
+def test_few_microbatches_spend_their_time_on_fast_devices(microbatches, layers):
+    """4 s and 4 s, or 5 s and 2 s: one microbatch takes the sum, many take the slowest stage."""
+    assert best_layers([1.0] * 6, 2, microbatches, speeds=[1, 0.5]).layers == layers
+
+
 def test_early_stages_store_more_and_have_fewer_layers_where_memory_is_short():
     """1F1B on 4 devices stores 4, 3, 2 and 1 microbatches of one byte a layer."""
     for memory, layers in ((8, (2, 2, 2, 2)), (7, None), (6, (1, 2, 2, 3))):
