@@ -50,7 +50,7 @@ def test_help_names_every_command(capsys):
     for arguments in ([], ["--help"], ["-h"]):
         code, out, _ = run(capsys, *arguments)
         assert code == 0
-        for command in ("train", "predict", "plan"):
+        for command in ("train", "predict", "plan", "estimate"):
             assert f"plurax {command} FILE" in out
         assert "plurax machine" in out
     assert run(capsys, "--version")[1] == f"plurax {px.__version__}\n"
@@ -428,6 +428,30 @@ def test_every_option_of_train_reaches_fit(workplace, capsys, monkeypatch):
     assert {name: seen[name] for name in expected} == expected
     assert seen["members"].count == 4
     assert set(seen["evaluation"]) == {"x", "y"}
+
+
+def test_an_estimate_of_an_experiment(workplace, capsys):
+    arguments = ("estimate", "small.py", "--plan.data", 4, "--examples", 1e6)
+    code, out, err = run(capsys, *arguments, "--machine", "8xA100-80GB", "--nodes", 2)
+    assert (code, err) == (0, "")
+    assert "Plan(data=4) on 2 nodes of 8xA100-80GB" in out
+    for part in ("matrix products", "collectives over data", "memory of a device", "are left",
+                 "1,000,000 examples take", "device-hours"):  # fmt: skip
+        assert part in out
+    px.Machine("little", {"float32": 1e9}, 100, 1e9).save("little.toml")
+    code, out, _ = run(capsys, "estimate", "small.py", "--plan.data", 1, "--machine", "little.toml")
+    assert code == 0
+    assert "on little" in out
+    assert "does not fit" in out
+
+
+def test_mistakes_about_estimates(workplace, capsys):
+    code, _, err = run(capsys, "estimate", "small.py", "--members.seeds", 3)
+    assert (code, "plurax estimate is for one network" in err) == (2, True)
+    code, _, err = run(capsys, "estimate", "small.py", "--machine", "a.toml", "--nodes", 4)
+    assert (code, "--machine 8xA100-80GB --nodes 4" in err) == (2, True)
+    code, _, err = run(capsys, "estimate", "small.py", "--machine", "A100-80GB", "--plan.data", 4)
+    assert (code, "needs 4 devices, and A100-80GB has 1" in err) == (2, True)
 
 
 def test_a_machine_is_printed_as_a_file(capsys, monkeypatch, tmp_path):

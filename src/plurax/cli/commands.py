@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 from rich.console import Console
 
 from plurax import __version__, errors, experiment, tree
+from plurax.analysis.estimate import estimate, human_seconds
 from plurax.analysis.machine_timings import measure_machine
 from plurax.analysis.verify import verify
 from plurax.cli.arguments import (
@@ -26,6 +27,7 @@ from plurax.cli.arguments import (
 )
 from plurax.cli.options import (
     Common,
+    EstimateOptions,
     MachineOptions,
     Population,
     Predict,
@@ -64,6 +66,7 @@ HELP = f"""plurax {__version__}: train neural networks in parallel on JAX
   plurax train FILE      train the experiment that FILE defines
   plurax predict FILE    run its trained network over inputs of any number
   plurax plan FILE       show what a plan does on a machine, before anything runs
+  plurax estimate FILE   say how long a step takes on a machine, and what it holds and sends
   plurax verify FILE     check that a plan computes what one device computes
   plurax machine         print a machine's rates, memory and links: this one's, or published ones
 
@@ -86,6 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "train": _train,
         "predict": _predict,
         "plan": _plan,
+        "estimate": _estimate,
         "verify": _verify,
         "machine": _machine,
     }
@@ -278,6 +282,35 @@ def _verify(arguments: list[str]) -> int:
     return 0 if result.ok else 1
 
 
+def _estimate(arguments: list[str]) -> int:
+    made, options, _ = _parse(arguments, "estimate", _estimate_options)
+    if options.members.chosen(made.members) is not None or not isinstance(made.task, Task):
+        raise errors.estimate_one_network()
+    machine = _machine_named(options.machine, options.nodes)
+    _, like = _source(made, options)
+    found = estimate(made.task, made.optimizer, options.chosen_plan(), like, machine)
+    print(found)
+    if options.examples is not None:
+        time = human_seconds(found.seconds_for(options.examples))
+        hours = found.device_hours(options.examples)
+        print(f"{options.examples:,.0f} examples take {time}: {hours:,.3g} device-hours")
+    return 0
+
+
+def _machine_named(name: str | None, nodes: int) -> Machine:
+    """Return published hardware, the machine of a file, or if None this one."""
+    if name is not None and not name.endswith(".toml"):
+        return Machine.preset(name, nodes)
+    if nodes != 1:
+        raise errors.nodes_without_preset(nodes, "--machine")
+    return Machine.load(name) if name is not None else _measured()
+
+
+def _measured() -> Machine:
+    with Console(stderr=True).status("measuring this machine, up to a minute"):
+        return measure_machine()
+
+
 def _machine(arguments: list[str]) -> int:
     start_devices(arguments)
     options = tyro.cli(MachineOptions, prog="plurax machine", args=arguments)
@@ -287,10 +320,9 @@ def _machine(arguments: list[str]) -> int:
         machine = Machine.preset(options.preset, options.nodes)
     else:
         if options.nodes != 1:
-            raise errors.nodes_without_preset(options.nodes)
+            raise errors.nodes_without_preset(options.nodes, "--preset")
+        machine = _measured()
         # What is printed is the file, with `> here.toml`; what is said goes beside it.
-        with Console(stderr=True).status("measuring this machine, up to a minute"):
-            machine = measure_machine()
         print(machine, file=sys.stderr)
     print(machine.to_toml(), end="")
     return 0
@@ -317,6 +349,10 @@ def _verify_options(_file: Path, made: experiment.Experiment) -> Verify:
     return Verify(**_common(made))
 
 
+def _estimate_options(_file: Path, made: experiment.Experiment) -> EstimateOptions:
+    return EstimateOptions(**_common(made))
+
+
 def _common(made: experiment.Experiment) -> dict[str, Any]:
     return {
         "plan": made.plan,
@@ -341,7 +377,7 @@ def _parse(
     if not arguments or arguments[0].startswith("-"):
         raise errors.no_experiment_file(command, asked_help=bool({"-h", "--help"} & {*arguments}))
     file, rest = Path(arguments[0]), arguments[1:]
-    start_devices(rest, rehearsal=command in ("plan", "verify"))
+    start_devices(rest, rehearsal=command in ("plan", "verify", "estimate"))
     function, report = experiment.load(file)
     own = experiment_dataclass(function)
     wrapped = dataclasses.make_dataclass("Own", [("experiment", own)], frozen=True)

@@ -155,6 +155,29 @@ class Verify(Common):
     """Seed of initialisation and dropout."""
 
 
+MachineName = Annotated[
+    str | None,
+    tyro.conf.arg(
+        metavar="PRESET|FILE",
+        help="Published hardware, like 8xA100-80GB, or a TOML file. None: this machine, measured.",
+    ),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class EstimateOptions(Common):
+    """Say what a plan takes, holds and sends on a machine, without compiling or training anything.
+
+    Neither its devices nor its memory need to be here.
+    """
+
+    machine: MachineName = None
+    nodes: int = 1
+    """Number of nodes of the published hardware."""
+    examples: float | None = None
+    """Say also how long that many examples take, and how many device-hours."""
+
+
 Preset = Annotated[
     str | None,
     tyro.conf.arg(

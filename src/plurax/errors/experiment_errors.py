@@ -12,6 +12,13 @@ def package_missing(what: str, package: str, extra: str) -> MissingPackageError:
     )
 
 
+def estimate_one_network() -> ExperimentError:
+    return ExperimentError(
+        "plurax estimate is for one network, and this experiment has members, or a task that is a "
+        "function of hyperparameters. plurax plan shows what a population's program holds."
+    )
+
+
 def verify_one_network() -> ExperimentError:
     return ExperimentError(
         "plurax verify compares one network under a plan with the same on one device, and this "

@@ -160,8 +160,8 @@ def preset_is_not_measured(preset: str) -> MachineError:
     )
 
 
-def nodes_without_preset(nodes: int) -> MachineError:
+def nodes_without_preset(nodes: int, option: str) -> MachineError:
     return MachineError(
-        f"--nodes {nodes} is for published hardware: --preset 8xA100-80GB --nodes {nodes}. A "
+        f"--nodes {nodes} is for published hardware: {option} 8xA100-80GB --nodes {nodes}. A "
         "measured machine is the one at hand; levels beyond it can be written into its file."
     )
