@@ -55,6 +55,10 @@ PYTHON = {
     "The plan and the members": [
         ("px.fit(task, optimizer, data, batch_size=8, plan={'data': 2})", "PlanError",
          "the plan is a dict, and must be a plurax.Plan. Write plan=plurax.Plan(data=4)"),
+        ("px.Plan(pipeline=2, layers=(4, 0))", "PlanError",
+         "give the number of layers of each stage, at least 1, in the order of the stages"),
+        ("px.Plan(pipeline=2, layers=(1, 2, 1))", "PlanError",
+         "has 3 numbers of layers, and the plan has 2 stages (`pipeline`, or `stages`): give one"),
         ("px.fit(task, optimizer, data, batch_size=8, plan='plan.toml')", "PlanError",
          "must be a plurax.Plan. plurax.Plan.load('plan.toml') reads one from a file."),
         ("px.fit(task, optimizer, data, batch_size=8, members=5)", "MembersError",

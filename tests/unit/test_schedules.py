@@ -208,9 +208,9 @@ def test_plans_of_schedules():
     assert px.Plan(pipeline=2, schedule="interleaved").virtual_stages == 2
     assert "6 stages on 3 devices" in px.Plan(pipeline=3, stages=6).explain()
     uneven = px.Plan(pipeline=3, layers=[1, 4, 2])
-    assert (
-        "3 stages on 3 devices,\n    of 1, 4, 2 layers; the schedule is 1f1b." in uneven.explain()
-    )
+    assert "on 3 devices,\n    of 1, 4, 2 layers; the schedule is 1f1b." in uneven.explain()
+    assert "\nlayers = [1, 4, 2]\n" in uneven.to_toml()
+    assert px.Plan.from_toml(uneven.to_toml()) == uneven
 
 
 @pytest.mark.parametrize("depth", [4, 5, 11, 12])

@@ -213,15 +213,16 @@ def test_compare_has_every_schedule_or_why_it_cannot_run(workplace, capsys, draw
     assert (memory.shapes, sent.shapes) == (4, 2)
 
 
-def test_too_few_layers_for_a_schedule_and_one_by_hand(workplace, capsys):
+def test_layers_of_each_stage_and_a_schedule_by_hand(workplace, capsys):
     code, out, _ = run(
         capsys, "plan", "stacked.py", "--compare", "--plan.microbatches", "2",
-        "--plan.schedule", "F0 F1 B0 B1", "F0 F1 B0 B1",
+        "--plan.schedule", "F0 F1 B0 B1", "F0 F1 B0 B1", "--plan.layers", "1", "2",
     )  # fmt: skip
     assert code == 0
+    assert "of 1, 2 layers; the schedule is written by hand." in out
     assert "timeline of by hand" in out
     assert "│ by hand * " in out
-    assert "interleaved cannot run: the plan has 4 stages and the stack 3 layers" in out
+    assert "interleaved cannot run: Plan(layers=(1, 2)) has 2 numbers of layers, and the" in out
 
 
 def test_compare_without_a_pipeline(workplace, capsys):
