@@ -37,7 +37,7 @@ from plurax import errors
 from plurax.planner.costs import Costs
 from plurax.planner.equal_layers import classes_of
 from plurax.planner.graph import Graph, GraphValue, Use
-from plurax.planner.problem import Pins, Problem, Solution
+from plurax.planner.problem import Pins, Problem, Solution, Within
 from plurax.sharding.spec import TensorSharding
 
 Columns = dict[TensorSharding, list[int]]
@@ -56,17 +56,19 @@ def solve(
     costs: Costs,
     pinned: Pins | None = None,
     *,
+    within: Within | None = None,
     budget: Budget | None = None,
     seconds: float = 60.0,
 ) -> Solution:
     """Return the cheapest choice, with the proof of how far from it another could be.
 
-    **Arguments:** `pinned`, for some nodes the shardings of their inputs; `budget`, of memory;
-    `seconds`, after which the best choice found so far is returned, with its bound.
+    **Arguments:** `pinned`, for some nodes the shardings of their inputs; `within`, for each node
+    the strategies among which to choose; `budget`, of memory; `seconds`, after which the best
+    choice found so far is returned, with its bound.
 
     Raises `PlanError` if the pins contradict each other, or nothing fits the budget.
     """
-    problem = Problem(graph, costs, pinned)
+    problem = Problem(graph, costs, pinned, within)
     started = time.perf_counter()
     program = _Program(problem, budget)
     relaxed = program.run(whole=False, seconds=seconds)

@@ -202,12 +202,13 @@ def graph_of(
     )
 
 
-def graph_of_step(task: Task, plan: Plan, batch: PyTree) -> Graph:
+def graph_of_step(task: Task, plan: Plan, batch: PyTree, parts: Sequence[int] = ()) -> Graph:
     """Return the graph of one device's microbatch under a plan, to be split over `tensor`.
 
     **Arguments:** `batch`: arrays or `jax.ShapeDtypeStruct`s, of all devices. Of the plan `data`,
     `microbatches` and `tensor` count, `precision` and `remat`, and its `shardings` for annotations;
-    its shardings for parameters do not: these are what is searched.
+    its shardings for parameters do not: these are what is searched. `parts`: sizes of the parts of
+    `tensor`, major to minor, each of which may split another dim; default one part.
     """
     sizes = tuple(plan.axes[axis] for axis in MESH_AXES)
     # Typed Any: it takes the place of a `Mesh`, of which tracing reads only the axes.
@@ -225,13 +226,17 @@ def graph_of_step(task: Task, plan: Plan, batch: PyTree) -> Graph:
     )
     args = (params, model_state, jax.eval_shape(rows, batch))
     split = ["tensor"] if plan.tensor > 1 else []
-    axes = Axes(dict.fromkeys(split, plan.tensor), permutes=plan.pipeline == 1)
+    axes = Axes(
+        dict.fromkeys(split, plan.tensor),
+        {"tensor": parts} if len(parts) > 1 else {},
+        permutes=plan.pipeline == 1,
+    )
     rules = Rules(plan.rules, {"tensor": plan.tensor})
     return graph_of(
         within(mesh, gradient(task, plan.precision, remat=plan.remat)),
         args,
         axes,
-        searched=split,
+        searched=axes.expand_all(split),
         trips=plan.microbatches,
         named=rules.find,
     )

@@ -25,6 +25,9 @@ Pins = Mapping[str, Sequence[TensorSharding]]
 
 See `Graph.index` for the names."""
 
+Within = Sequence[Sequence[int]]
+"""For each node the indices of the strategies among which one is chosen."""
+
 Copies = dict[tuple[TensorSharding, float], None]
 
 
@@ -60,7 +63,7 @@ class Solution:
 
 
 class Problem:
-    """A graph with the cost of every strategy, and the strategies that pins leave.
+    """A graph with the cost of every strategy, and the strategies that pins and `within` leave.
 
     **Attributes:** `graph`, `costs`; `allowed`, for each node the indices of the strategies that
     are possible; `node_costs`, for each node the cost of each strategy.
@@ -68,12 +71,15 @@ class Problem:
     Raises `PlanError` for a pin of no node, or that is no strategy of it.
     """
 
-    def __init__(self, graph: Graph, costs: Costs, pinned: Pins | None = None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        costs: Costs,
+        pinned: Pins | None = None,
+        within: Within | None = None,
+    ) -> None:
         self.graph, self.costs = graph, costs
-        self.node_costs = [
-            [costs.strategy(graph, node, strategy) for strategy in node.strategies]
-            for node in graph.nodes
-        ]
+        self.node_costs = [self._costs_of(index, within) for index in range(len(graph.nodes))]
         self.allowed = [
             [choice for choice, cost in enumerate(each) if cost < math.inf]
             for each in self.node_costs
@@ -83,6 +89,17 @@ class Problem:
             self._pin(path, tuple(inputs))
         self.reshard = functools.cache(self._reshard)
         self._sent = functools.cache(self._bytes)
+
+    def _costs_of(self, index: int, within: Within | None) -> list[float]:
+        """Return the costs of a node's strategies; infinity for those that are not `within`."""
+        node = self.graph.nodes[index]
+        choices = range(len(node.strategies)) if within is None else within[index]
+        # What a strategy costs may depend on the others that there are.
+        shown = dataclasses.replace(node, strategies=tuple(node.strategies[i] for i in choices))
+        found = [math.inf] * len(node.strategies)
+        for choice in choices:
+            found[choice] = self.costs.strategy(self.graph, shown, node.strategies[choice])
+        return found
 
     def _pin(self, path: str, inputs: tuple[TensorSharding, ...]) -> None:
         try:

@@ -21,16 +21,18 @@ from plurax.planner.assignment import Assignment
 from plurax.planner.costs import Costs
 from plurax.planner.foresight import Foresight
 from plurax.planner.graph import Graph
-from plurax.planner.problem import Pins, Problem, Solution
+from plurax.planner.problem import Pins, Problem, Solution, Within
 
 
-def solve(graph: Graph, costs: Costs, pinned: Pins | None = None) -> Solution:
+def solve(
+    graph: Graph, costs: Costs, pinned: Pins | None = None, *, within: Within | None = None
+) -> Solution:
     """Return a choice that keeps every pin, made from the pins outward.
 
     Without pins it starts at the arguments. Raises `PlanError` if the pins contradict each other.
     """
     started = time.perf_counter()
-    problem = Problem(graph, costs, pinned)
+    problem = Problem(graph, costs, pinned, within)
     assignment = Assignment(problem, Foresight(problem))
     start = sorted(problem.pinned)
     for node in start:

@@ -10,8 +10,9 @@ look like. What is left is decided from there on, and each node once more beside
     2. y: its operand is split by columns already, so rows of `out`; a partial sum
     3. logits: ...
 
-The strategies are of one axis. An axis of several prime factors is searched factor by factor, each
-time refining the last: the other recursion of "double recursive programming", as MindSpore has it.
+An axis of several prime factors is searched factor by factor, each time refining the last
+(`plurax.planner.parts`): the other recursion of "double recursive programming", as MindSpore has
+it.
 
 Wang et al. 2021, "Efficient and Systematic Partitioning of Large and Deep Neural Networks"
 (D-Rec), https://doi.org/10.1109/TPDS.2021.3105914.
@@ -23,16 +24,18 @@ from plurax.planner.assignment import Assignment
 from plurax.planner.costs import Costs
 from plurax.planner.foresight import Foresight
 from plurax.planner.graph import Graph
-from plurax.planner.problem import Pins, Problem, Solution
+from plurax.planner.problem import Pins, Problem, Solution, Within
 
 
-def solve(graph: Graph, costs: Costs, pinned: Pins | None = None) -> Solution:
+def solve(
+    graph: Graph, costs: Costs, pinned: Pins | None = None, *, within: Within | None = None
+) -> Solution:
     """Return a choice made from the largest operator to the smallest.
 
     Raises `PlanError` if the pins contradict each other.
     """
     started = time.perf_counter()
-    problem = Problem(graph, costs, pinned)
+    problem = Problem(graph, costs, pinned, within)
     assignment = Assignment(problem, Foresight(problem))
     work = [
         node.trips * max(strategy.flops for strategy in node.strategies) for node in graph.nodes
