@@ -620,6 +620,8 @@ def test_pins_that_cannot_hold_are_refused_by_name():
         exact.solve(graph, BytesSent(), {"in0": (TensorSharding.of("data", None),)})
     with pytest.raises(px.PlanError, match=r"keeps parameters, gradients, .* within 1,000 bytes"):
         exact.solve(graph, BytesSent(), budget=Budget(1000, memory_of(graph)))
+    with pytest.raises(px.PlanError, match="found no choice of strategies in 1e-09 seconds"):
+        exact.solve(graph, BytesSent(), seconds=1e-9)
     products = [node for node in graph.nodes if node.kind == "dot_general"]
     whole = {node.path: node.pin(0) for node in products}
     adds = [node for node in graph.nodes if node.kind == "add" and len(node.strategies) > 3]

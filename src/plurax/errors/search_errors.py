@@ -32,6 +32,13 @@ def pins_contradict(pinned: Sequence[str]) -> PlanError:
     )
 
 
+def solver_out_of_time(seconds: float) -> PlanError:
+    return PlanError(
+        f"the exact solver found no choice of strategies in {seconds:g} seconds. Give it more, or "
+        "choose solver='recursive', which proves nothing and needs a second."
+    )
+
+
 def nothing_fits(budget: float) -> PlanError:
     return PlanError(
         "no choice of strategies keeps parameters, gradients, optimizer state and kept "

@@ -66,7 +66,8 @@ def solve(
     the strategies among which to choose; `budget`, of memory; `seconds`, after which the best
     choice found so far is returned, with its bound.
 
-    Raises `PlanError` if the pins contradict each other, or nothing fits the budget.
+    Raises `PlanError` if the pins contradict each other, nothing fits the budget, or the seconds
+    are over before any choice is found.
     """
     problem = Problem(graph, costs, pinned, within)
     started = time.perf_counter()
@@ -76,6 +77,8 @@ def solve(
     if relaxed.status != 2 and (relaxed.x is None or program.fractional(relaxed.x)):
         best = program.run(whole=True, seconds=seconds)
     if best.x is None:
+        if best.status == 1:
+            raise errors.solver_out_of_time(seconds)
         if budget is not None:
             raise errors.nothing_fits(budget.bytes)
         raise errors.pins_contradict(sorted(pinned or ()))
