@@ -94,6 +94,17 @@ def test_a_cheap_chain_is_one_kernel_and_an_expensive_result_is_computed_once():
     assert [kernel.root.name for kernel in kernels(flat(spread, x, y))] == ["exp", "mul"]
 
 
+def test_what_is_the_same_in_every_iteration_is_computed_before_the_loop():
+    def loop(a, b):
+        start = jnp.zeros((2 * K, K))
+        return jax.lax.scan(lambda h, _: (h + jnp.concatenate([a, b]), a[:1]), start, length=3)
+
+    block = flat(loop, x, y)
+    scan = block.ops[-1]
+    assert "concatenate" in [op.name for op in block.ops]
+    assert [op.name for op in scan.blocks[0].ops] == ["add", "slice", "stack"]
+
+
 def test_buffers_are_packed_where_they_do_not_meet():
     def buffer(size, start, end):
         one = Buffer(size, start)

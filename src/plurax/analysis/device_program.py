@@ -20,7 +20,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from plurax.jaxpr.compat import INLINED, REMAT, Scan, inner_jaxprs, open_jaxpr
+from plurax.jaxpr.compat import (
+    ELEMENTWISE,
+    INLINED,
+    REMAT,
+    Scan,
+    inner_jaxprs,
+    open_jaxpr,
+)
 
 COLLECTIVES = {
     "psum": "all-reduce",
@@ -224,7 +231,8 @@ class Flattener:
         blocks: list[Block] = []
         trips: int | None = 1
         if name == "while":
-            blocks, trips = [self._while_body(eqn, inputs)], None
+            blocks, trips = [self._while_body(eqn, inputs, ops)], None
+            given += blocks[0].inputs[: -len(outputs)]
             params = {"carry": inputs[-len(outputs) :]}
         elif name == "cond":
             blocks = [self.block(open_jaxpr(b)[0], inputs[1:]) for b in params["branches"]]
@@ -289,12 +297,14 @@ class Flattener:
             for stack, row in zip(xs, rows, strict=True)
         ]
         results = self.inline(scan.body, [*consts, *starts, *rows], body)
+        ops += (hoisted := hoist(body, consts))
         ends = results[: scan.num_carry]
         outputs = [Value(var.aval) for var in eqn.outvars]
         for y, stack in zip(results[scan.num_carry :], outputs[scan.num_carry :], strict=True):
             body.append(Op("stack", {}, [] if y is None else [y], [stack]))
         carried = list(zip(starts, ends, strict=True))
-        given = [one for one in (*consts, *xs) if one is not None]
+        early = [value for op in hoisted for value in op.outputs]
+        given = [one for one in (*consts, *xs, *early) if one is not None]
         block = Block(body, [*given, *starts], ends, carried)
         begins = [one for one in carry if one is not None]
         ops.append(Op("scan", {"carry": carry}, [*given, *begins], outputs, [block], scan.length))
@@ -325,14 +335,17 @@ class Flattener:
             self.pieces[stack] = own
         return [*carry, *stacks]
 
-    def _while_body(self, eqn: Any, inputs: list[Value | None]) -> Block:
+    def _while_body(self, eqn: Any, inputs: list[Value | None], ops: list[Op]) -> Block:
         skip, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         jaxpr = open_jaxpr(eqn.params["body_jaxpr"])[0]
         starts = [Value(var.aval) for var in jaxpr.invars[consts:]]
-        given = [*inputs[skip : skip + consts], *starts]
-        block = self.block(jaxpr, given)
-        block.carried = list(zip(starts, block.outputs, strict=True))
-        return block
+        given = inputs[skip : skip + consts]
+        body: list[Op] = []
+        ends = self.inline(jaxpr, [*given, *starts], body)
+        ops += (hoisted := hoist(body, given))
+        read = [*given, *(value for op in hoisted for value in op.outputs), *starts]
+        carried = list(zip(starts, ends, strict=True))
+        return Block(body, [one for one in read if one is not None], ends, carried)
 
 
 def _product(eqn: Any) -> dict[str, Any]:
@@ -357,6 +370,36 @@ def _swapped(eqn: Any) -> tuple[int, ...]:
     return (*range(shared), *range(shared + rows, rank), *range(shared, shared + rows))
 
 
+def hoist(body: list[Op], consts: Sequence[Value | None]) -> list[Op]:
+    """Take out of a loop's body what is the same in every iteration, and return it.
+
+    XLA computes that once, before the loop: the concatenation of a bucket of parameters, their
+    casts. A broadcast or a slice stays, and is copied where something that is taken out reads it.
+    """
+    known = {value for value in consts if value is not None}
+    cheap: dict[Value, Op] = {}
+    found: dict[Op, None] = {}
+
+    def take(op: Op) -> None:
+        for value in op.inputs:
+            if value in cheap:
+                take(cheap[value])
+        found[op] = None
+
+    for op in body:
+        if op.blocks or not all(value in known for value in op.inputs):
+            continue
+        if op.name in KEPT:
+            cheap.update(dict.fromkeys(op.outputs, op))
+        elif op.name in HOISTED and op.inputs:
+            take(op)
+        else:
+            continue
+        known.update(op.outputs)
+    body[:] = [op for op in body if op not in found or op.name in KEPT]
+    return list(found)
+
+
 def group_size(params: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
     """Return how many devices communicate in a collective's group."""
     groups = params.get("axis_index_groups")
@@ -371,9 +414,15 @@ def axis_names(params: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(names) if isinstance(names, tuple | list) else (names,)
 
 
+KEPT = frozenset(["broadcast_in_dim", "iota", "operand", "rev", "slice", "transpose"])
+"""Operations that XLA leaves in a loop even if they are the same in every iteration."""
+
+HOISTED = (ELEMENTWISE | {"concatenate", "pad"}) - KEPT
+"""Operations that it takes out of a loop then."""
+
 VIEWS = frozenset([
     "annotate", "copy", "copy_p", "expand_dims", "name", "optimization_barrier", "pcast", "pvary",
-    "random_unwrap", "random_wrap", "reduce_precision", "reshape", "reshard", "sharding_constraint",
+    "random_unwrap", "random_wrap", "reshape", "reshard", "sharding_constraint",
     "squeeze", "stop_gradient",
 ])  # fmt: skip
 """Operations whose result is their operand's memory."""

@@ -218,8 +218,8 @@ def estimate_traced(traced: TracedPlan, machine: Machine) -> Estimate:
     clock = Clock(traced, machine)
     found = kernels(program.block)
     after = set(program.block.ops[program.update :])
-    gradient = [kernel for kernel in found if kernel.root not in after]
-    update = work_of([kernel for kernel in found if kernel.root in after], plan.axes)
+    gradient = [kernel for kernel in found if after.isdisjoint(kernel.ops)]
+    update = work_of([one for one in found if not after.isdisjoint(one.ops)], plan.axes)
     if traced.parts is None:
         done = work_of(gradient, plan.axes)
         seconds, flops = clock.seconds(done), done.product_flops

@@ -23,8 +23,8 @@ from plurax.analysis.device_program import Block, Op, Value
 from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS
 
 FUSIBLE = ELEMENTWISE | frozenset([
-    "broadcast_in_dim", "concatenate", "dynamic_slice", "gather", "iota", "operand", "order_after",
-    "pad", "rev", "row", "select_n", "slice", "split", "transpose",
+    "bitcast_convert_type", "broadcast_in_dim", "concatenate", "dynamic_slice", "gather", "iota",
+    "operand", "order_after", "pad", "rev", "row", "select_n", "slice", "split", "transpose",
 ])  # fmt: skip
 """Operations that can be computed number by number inside the kernel that reads them."""
 
@@ -55,14 +55,16 @@ class Kernel:
     """Operations that run as one.
 
     **Attributes:** `ops`, the last one first; `root`, that one; `outputs`, what it writes; `reads`,
-    for each value it reads from memory how (`SAME`, `OTHER`, `REUSED`).
+    for each value it reads from memory how (`SAME`, `OTHER`, `REUSED`); `twin`, another one that
+    computes the same.
     """
 
-    __slots__ = ("inner", "ops", "reads", "root")
+    __slots__ = ("inner", "ops", "reads", "root", "twin")
 
     def __init__(self, root: Op, inner: Sequence[list["Kernel"]] = ()) -> None:
         self.root, self.ops, self.inner = root, [root], inner
         self.reads: dict[Value, int] = {}
+        self.twin: Kernel | None = None
         self._read(root, SAME)
         if inner:
             self._leave_out_unread()
@@ -97,7 +99,7 @@ def _how(op: Op, index: int, value: Value) -> int:
         return SAME if index == 0 and op.name != "stack" else OTHER
     if op.name == "broadcast_in_dim":
         return REUSED
-    if op.name in ELEMENTWISE or op.name in ("select_n", "order_after"):
+    if op.name in ELEMENTWISE or op.name in ("bitcast_convert_type", "select_n", "order_after"):
         return SAME if value.size == op.outputs[0].size else REUSED
     return OTHER
 
@@ -111,6 +113,7 @@ def kernels(block: Block, stacks: Container[Value] | None = None) -> list[Kernel
     needed = {value for value in block.outputs if value is not None}
     readers: dict[Value, list[Kernel]] = defaultdict(list)
     found: list[Kernel] = []
+    updated = {op.inputs[0] for op in block.ops if op.name == "dynamic_update_slice" and op.inputs}
     spread = {op.outputs[0] for op in block.ops if op.name in ("broadcast_in_dim", "iota")}
     for op in reversed(block.ops):
         kept = any(value in needed for value in op.outputs)
@@ -118,12 +121,17 @@ def kernels(block: Block, stacks: Container[Value] | None = None) -> list[Kernel
             kept = stacks is None or op.outputs[0] in stacks
         if not kept and not any(readers.get(value) for value in op.outputs):
             continue
-        into = None if kept else _into(op, readers, spread)
+        # What reads a part of a buffer, and writes it elsewhere, comes before the update.
+        apart = op.name == "dynamic_slice" and op.inputs[:1] and op.inputs[0] in updated
+        into = None if kept or apart else _into(op, readers, spread)
         if into is None:
             read = {value for value in op.outputs if value in needed or readers.get(value)}
             kernel = Kernel(op, [kernels(inner, read) for inner in op.blocks])
             found.append(kernel)
-            changed: Sequence[Kernel] = [kernel]
+            twins = _twins(op, kernel, readers)
+            for twin in twins:
+                twin.fuse(op)
+            changed: Sequence[Kernel] = [kernel, *twins]
         else:
             changed = into
             for kernel in into:
@@ -133,6 +141,22 @@ def kernels(block: Block, stacks: Container[Value] | None = None) -> list[Kernel
                 if value in kernel.reads and kernel not in readers[value]:
                     readers[value].append(kernel)
     return _combined(found[::-1])
+
+
+def _twins(op: Op, kernel: Kernel, readers: dict[Value, list[Kernel]]) -> list[Kernel]:
+    """Return the kernels that compute an operation of another `kernel` once more.
+
+    An operand that one product reads as it is, and another one transposed, is computed twice.
+    """
+    if op.name not in FUSIBLE or op.name in EXPENSIVE or len(op.outputs[0].shape) < 3:
+        return []
+    into = readers[op.outputs[0]]
+    found = [one for one in into if one.root.name == "operand"]
+    if not all(one.root.name in ("operand", "dot_general") for one in into):
+        return []
+    for twin in found:
+        twin.twin = kernel
+    return found
 
 
 def _combined(found: list[Kernel]) -> list[Kernel]:
@@ -182,6 +206,8 @@ def _into(
     expensive = op.name in EXPENSIVE
     if len(into) == 1:
         return None if expensive and into[0].reads[value] == REUSED else into
+    if len({kernel.twin or kernel for kernel in into}) == 1:
+        return None if expensive else into
     return None if expensive or _arrays_read(op, spread) > 1 else into
 
 
