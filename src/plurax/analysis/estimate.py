@@ -18,7 +18,6 @@ waits is the bubble:
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import optax
 from jaxtyping import PyTree
@@ -29,6 +28,7 @@ from plurax.analysis.fusion import Kernel, kernels
 from plurax.analysis.liveness import temporaries
 from plurax.analysis.plan_ahead import TracedPlan, trace_plan
 from plurax.analysis.work import Work, work_of
+from plurax.collective import Collective
 from plurax.machine import Machine
 from plurax.notebook import html_table
 from plurax.pipeline.schedule import ticks
@@ -166,7 +166,7 @@ class Estimate:
     def __repr__(self) -> str:
         fit = "fits" if self.fits else "does not fit"
         return (
-            f"Estimate({self.plan}, {self.machine.name}: {human_seconds(self.seconds)} per step, "
+            f"Estimate({self._title()}: {human_seconds(self.seconds)} per step, "
             f"{human_bytes(self.peak)} per device, {fit})"
         )
 
@@ -174,10 +174,14 @@ class Estimate:
         rows = self.rows()
         width = max(len(name) for name, _ in rows) + 2
         lines = [f"{name:{width}}{text}" for name, text in rows]
-        return "\n".join([f"{self.plan} on {self.machine.name}", *(f"  {line}" for line in lines)])
+        return "\n".join([self._title(), *(f"  {line}" for line in lines)])
 
     def _repr_html_(self) -> str:
-        return html_table(f"{self.plan} on {self.machine.name}", ["", ""], self.rows())
+        return html_table(self._title(), ["", ""], self.rows())
+
+    def _title(self) -> str:
+        # Without the shardings, which may fill pages.
+        return f"Plan({self.plan.sizes_text()}) on {self.machine.name}"
 
 
 def estimate(
@@ -239,10 +243,14 @@ def estimate_traced(traced: TracedPlan, machine: Machine) -> Estimate:
     memory["temporaries"] = extra - memory["gradients"]
     sent: dict[str, float] = defaultdict(float)
     for one in planned.collectives or collectives:
-        sent["+".join(one.axes)] += one.bytes_sent * (one.trips or 1)
+        sent[_over(one)] += one.bytes_sent * (one.trips or 1)
     return Estimate(
         plan, machine, traced.batch_size, seconds, clock.seconds(update), memory, dict(sent), flops
     )
+
+
+def _over(one: Collective) -> str:
+    return "+".join(axis for axis in MESH_AXES if axis in one.axes)
 
 
 class Clock:
@@ -275,7 +283,7 @@ class Clock:
         )
         sent: dict[str, float] = defaultdict(float)
         for one in work.collectives:
-            sent["+".join(one.axes)] += (one.trips or 1) * self._collective(one)
+            sent[_over(one)] += (one.trips or 1) * self._collective(one)
         return Seconds(
             products,
             rates.traffic_seconds(work.bytes),
@@ -283,7 +291,7 @@ class Clock:
             rates.overhead * work.kernels,
         )
 
-    def _collective(self, one: Any) -> float:
+    def _collective(self, one: Collective) -> float:
         size = stride = 1
         spans = False
         for axis in reversed(MESH_AXES):
