@@ -127,6 +127,25 @@ def test_fewer_layers_in_early_stages_store_less():
     assert temporaries((1, 2, 2, 3)) < 0.85 * temporaries(None)
 
 
+def test_under_1f1b_the_head_stores_one_microbatch():
+    """The first of 4 devices stores four; the head is on the last, and its slots are its own."""
+
+    def weight(*shape):
+        return lambda key: jax.random.normal(key, shape) * 0.1
+
+    task = px.stack(
+        embed=(weight(models.FEATURES, 8), lambda w, batch, keys: batch["x"] @ w),
+        block=(weight(8, 8), lambda w, x, batch, keys: jnp.tanh(x @ w)),
+        head=(weight(8, 2048), lambda w, x, batch, keys: jnp.tanh(x @ w).sum(1)),
+        depth=4,
+    )
+    plan = px.Plan(pipeline=4, microbatches=8)
+    program = px.compile(task, optax.sgd(0.1), plan, models.data(8 * 64))
+    logits = 64 * 2048 * 4
+    # One slot, and what computing them and their gradient needs at a time.
+    assert program.memory().temporaries < 3.5 * logits
+
+
 def test_split_boundaries_are_exchanged_as_shards():
     """By token over `tensor`: each device hands on its own part."""
     rules = px.sharding.megatron(

@@ -58,6 +58,8 @@ def costs(case, layers):
     """Seconds of a step and bytes of a device, from the definitions."""
     p, m = case["pipeline"], case["microbatches"]
     stored = live_activations(make_schedule(case["schedule"], p, m))
+    ends = [n * one for n, one in zip((stored[0], stored[-1]), case["end_stored"], strict=True)]
+    kept_by_ends = max(ends) if stored[0] == stored[-1] else sum(ends)
     if not case["stack"]:
         stored = [max(stored)] * p
     ends = list(itertools.accumulate(layers, initial=0))
@@ -72,8 +74,7 @@ def costs(case, layers):
     fill = 1 / 3 if case["schedule"] == "zb-h1" else 1
     kept = max(n * one for n, one in zip(stored, of("layer_stored"), strict=True))
     held = max(of("layer_bytes")) + max(case["end_bytes"])
-    memory = held + kept + max(stored) * max(case["end_stored"])
-    return fill * sum(seconds) + (m - fill) * max(seconds), memory
+    return fill * sum(seconds) + (m - fill) * max(seconds), held + kept + kept_by_ends
 
 
 @given(pipelines())

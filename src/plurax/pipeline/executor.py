@@ -38,7 +38,7 @@ B and W (Qi et al. 2023, https://arxiv.org/abs/2401.10241).
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,7 +52,7 @@ from plurax.partition.values import ShardedValue
 from plurax.pipeline.packing import Buffers, max_lengths, zeros
 from plurax.pipeline.schedule import Schedule
 from plurax.pipeline.slots import FIELDS, KIND, make_slot_table
-from plurax.pipeline.stage_values import StageParams, replicated_value
+from plurax.pipeline.stage_values import PackedValues, StageParams, replicated_value
 from plurax.pipeline.stage_vjp import Inputs, Values
 from plurax.pipeline.stage_vjps import StageVjps
 from plurax.pipeline.stages import LayerAssignment, StagedNetwork
@@ -171,13 +171,8 @@ class ScheduleExecutor:
             "layer_weight_residuals": zeros(
                 weight_residuals, self._layer_slots("layer_weight_residuals")
             ),
-            "fn_residuals": zeros(
-                max_lengths(one.lengths for one in vjps.residuals.values()), slots["fn_residuals"]
-            ),
-            "fn_weight_residuals": zeros(
-                max_lengths(one.lengths for one in vjps.weight_residuals.values()),
-                slots["fn_weight_residuals"],
-            ),
+            "fn_residuals": self._fn_buffers("fn_residuals", vjps.residuals),
+            "fn_weight_residuals": self._fn_buffers("fn_weight_residuals", vjps.weight_residuals),
             # Gradients: one sum per layer of this device, one per parameter of all devices, and
             # flat buffers for parameters of this device only: their shapes differ by device.
             "layer_sums": {
@@ -310,8 +305,29 @@ class ScheduleExecutor:
             carry["x"] = self.vjps.boundaries[stage].write(carry["x"], y)
         if self.vjps.backward:
             packed, slot = self.vjps.residuals[stage], action["fn_residuals"]
-            carry["fn_residuals"] = packed.write_row(carry["fn_residuals"], slot, residuals)
+            store, key = carry["fn_residuals"], self._head_store(stage)
+            carry["fn_residuals"] = {**store, key: packed.write_row(store[key], slot, residuals)}
         return carry
+
+    def _fn_buffers(self, store: str, packed: Mapping[int, PackedValues]) -> dict[bool, Buffers]:
+        """Return the slots of the residuals of `StageFn`s, for each `_head_store`."""
+        slots, found = self.table.device_slots[store], {}
+        for key in sorted(set(map(self._head_store, self.network.stage_fns))):
+            stages = [stage for stage in packed if self._head_store(stage) == key]
+            counts = [slots[stage % self.schedule.devices] for stage in stages]
+            lengths = max_lengths(packed[stage].lengths for stage in stages)
+            found[key] = zeros(lengths, max(counts, default=0))
+        return found
+
+    def _head_store(self, stage: int) -> bool:
+        """Return whether a `StageFn`'s residuals have slots apart from those before the layers.
+
+        Under 1F1B the first device stores as many microbatches as there are devices, and the last
+        one a single one: the head's residuals, of the size of the logits, shall not have the
+        embedding's number of slots. Where both have as many they share them.
+        """
+        slots = self.table.device_slots["fn_residuals"]
+        return self.network.stage_fns[stage].after and slots[0] != slots[-1]
 
     def _zero_aux(self, spec: ShardedValue) -> Array:
         """Return the zeros in which `aux` is summed, or stacked by microbatch."""
@@ -331,7 +347,8 @@ class ScheduleExecutor:
 
     def _fn_residuals(self, carry: Carry, action: Carry, stage: int) -> Values:
         packed = self.vjps.residuals[stage]
-        return packed.read_row(carry["fn_residuals"], action["fn_residuals"])
+        store = carry["fn_residuals"][self._head_store(stage)]
+        return packed.read_row(store, action["fn_residuals"])
 
     def _fn_cotangent(self, carry: Carry, stage: int) -> Values:
         if stage == self.network.stages - 1:
@@ -360,16 +377,18 @@ class ScheduleExecutor:
             self.vjps.input_shardings(stage),
         )
         packed, slot = self.vjps.weight_residuals[stage], action["fn_weight_residuals"]
-        stored = packed.write_row(carry["fn_weight_residuals"], slot, weight_residuals)
+        store, key = carry["fn_weight_residuals"], self._head_store(stage)
+        stored = {**store, key: packed.write_row(store[key], slot, weight_residuals)}
         return self._send_back({**carry, "fn_weight_residuals": stored}, stage, dx)
 
     def _fn_weight_gradient(self, carry: Carry, action: Carry, stage: int) -> Carry:
         """Run W: the parameters' gradients, from the residuals and the weight residuals."""
         packed, slot = self.vjps.weight_residuals[stage], action["fn_weight_residuals"]
+        store = carry["fn_weight_residuals"][self._head_store(stage)]
         grads = self.vjps.stage_fns[stage].weight_gradient(
             self._fn_inputs(carry, action, stage),
             self._fn_residuals(carry, action, stage),
-            packed.read_row(carry["fn_weight_residuals"], slot),
+            packed.read_row(store, slot),
             self.vjps.stage_fn_goals(stage),
         )
         return self._add_fn_gradients(carry, stage, grads)

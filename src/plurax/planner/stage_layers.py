@@ -103,7 +103,7 @@ def best_layers(
         held=_sums(np.broadcast_to(layer_bytes, depth)),
         kept=_sums(np.broadcast_to(layer_stored, depth)),
         stored=np.asarray(stored if stack else [max(stored)] * pipeline),
-        ends=max(end_bytes) + max(stored) * max(end_stored),
+        ends=max(end_bytes) + _stored_by_ends(stored, end_stored),
         virtual_stages=virtual_stages,
         microbatches=microbatches,
         # Of a stage's first microbatch the next device waits for all, or for F or B alone.
@@ -183,6 +183,13 @@ def _stored(
     schedule: str | tuple[str, ...], pipeline: int, microbatches: int, virtual_stages: int
 ) -> list[int]:
     return live_activations(make_schedule(schedule, pipeline, microbatches, virtual_stages))
+
+
+def _stored_by_ends(stored: Sequence[int], end_stored: tuple[float, float]) -> float:
+    """Return the bytes that embedding and head store; they share slots if they have as many."""
+    if stored[0] == stored[-1]:
+        return stored[0] * max(end_stored)
+    return stored[0] * end_stored[0] + stored[-1] * end_stored[1]
 
 
 def _sums(values: np.ndarray) -> np.ndarray:
