@@ -164,7 +164,7 @@ def test_plan_shows_mesh_memory_and_communication(workplace, capsys):
     assert "parameters: 144 (576 B)" in out
     assert "all-reduce" in out
     assert "once a step" in out
-    assert "peak" in out
+    assert "peak, predicted before compiling" in out
     code, out, _ = run(capsys, "plan", "small.py")
     assert "communication: none" in out
 

@@ -17,7 +17,9 @@ from rich.console import Console
 
 from plurax import __version__, errors, experiment, tree
 from plurax.analysis.estimate import estimate, human_seconds
+from plurax.analysis.liveness import peak_bytes
 from plurax.analysis.machine_timings import measure_machine
+from plurax.analysis.plan_ahead import trace_plan
 from plurax.analysis.verify import verify
 from plurax.cli.arguments import (
     experiment_args,
@@ -200,6 +202,7 @@ def _plan(arguments: list[str]) -> int:
             memory,
             compared_table(planned, found) if planned else None,
             found,
+            None if program.members else _predicted_peak(made, options, plan),
         )
     )
     pipeline = _costs(program, plan) if plan.pipeline > 1 else None
@@ -241,6 +244,12 @@ def _tuned(made: experiment.Experiment, options: Show, plan: Plan, path: Path) -
     _written(path, tuning.plan.save)
     print(f"wrote {path}")
     return tuning.plan
+
+
+def _predicted_peak(made: experiment.Experiment, options: Show, plan: Plan) -> int:
+    assert isinstance(made.task, Task)
+    _, like = _source(made, options)
+    return peak_bytes(trace_plan(made.task, made.optimizer, plan, like).program)
 
 
 def _costs(program: Program, plan: Plan) -> Costs:

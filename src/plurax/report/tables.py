@@ -21,10 +21,12 @@ def plan_report(
     memory: Memory,
     communication: RenderableType | None,
     collectives: Sequence[Collective],
+    predicted: int | None = None,
 ) -> RenderableType:
     """Return a plan in words, its mesh, its memory on one device and a step's communication.
 
-    `communication`, if given, replaces the table of `collectives`.
+    `communication`, if given, replaces the table of `collectives`. `predicted` is the peak memory
+    that was expected before compiling.
     """
     return Group(
         plan.explain(batch_size),
@@ -33,14 +35,14 @@ def plan_report(
         f"on {', '.join(devices)}",
         f"parameters: {parameters:,} ({human_bytes(parameter_bytes)})",
         "",
-        memory_table(memory),
+        memory_table(memory, predicted),
         "",
         communication or collectives_table(collectives, parameter_bytes),
     )
 
 
-def memory_table(memory: Memory) -> Table:
-    """Return a table of bytes on one device during a step."""
+def memory_table(memory: Memory, predicted: int | None = None) -> Table:
+    """Return a table of bytes on one device during a step, and of the predicted peak."""
     table = Table(title="memory per device, from the compiled step", title_justify="left")
     table.add_column("kind")
     table.add_column("bytes", justify="right")
@@ -53,6 +55,8 @@ def memory_table(memory: Memory) -> Table:
         "code": memory.code,
         "peak": memory.peak,
     }
+    if predicted is not None:
+        rows["peak, predicted before compiling"] = predicted
     for kind, count in rows.items():
         table.add_row(kind, f"{count:,}", human_bytes(count), end_section=kind == "code")
     return table
