@@ -42,9 +42,10 @@ def test_stages_exchange_only_permutes_of_boundaries(schedule):
     assert [(r.bytes, r.trips) for r in planned] == [(BOUNDARY, length)] * 2
 
 
-def test_gradients_of_stages_reduce_once():
+@pytest.mark.parametrize("numbers_of_layers", [None, (1, 3, 2, 2)])
+def test_gradients_of_stages_reduce_once(numbers_of_layers):
     """Over `data`, behind the loop, each as many bytes as there are on the device."""
-    program = compiled(data=2)
+    program = compiled(data=2, layers=numbers_of_layers)
     reductions = [c for c in program.collectives() if c.kind == "all-reduce" and "data" in c.axes]
     assert not any(c.in_loop for c in reductions)
     layers = sum(one.bytes for one in program.shardings if one.path.startswith("blocks"))
@@ -53,6 +54,8 @@ def test_gradients_of_stages_reduce_once():
     total = sum(c.bytes for c in reductions)
     numbers = 100
     assert layers + sum(edges.values()) <= total <= layers + sum(edges.values()) + numbers
+    planned = [c for c in program.planned_collectives() if "data" in c.axes]
+    assert sum(c.bytes for c in planned if c.kind == "all-reduce") == total
 
 
 def test_model_state_is_told_to_all_once_a_step():
