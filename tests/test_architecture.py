@@ -37,8 +37,8 @@ PUBLIC = {
         BatchError CheckpointError Checkpoints DamagedCheckpointWarning Experiment
         ExperimentError Fit Machine MachineError MaskWarning Members MembersError
         MissingPackageError NonFiniteWarning Plan PlanError PluraxError Program ShardingWarning Task
-        TaskError compile estimate fastest_batch_size fit max_batch_size name per_example shard
-        stack stage_boundary sweep verify virtual_devices adapters analysis ensemble pipeline
+        TaskError compile estimate fastest_batch_size fit max_batch_size name per_example search
+        shard stack stage_boundary sweep verify virtual_devices adapters analysis ensemble pipeline
         sharding train""",
     "plurax.adapters": "equinox linen nnx",
     "plurax.analysis": """

@@ -27,8 +27,9 @@ def stacked():
     return model(models.transformer_stack(), models.text(12))
 
 
-def plans(found: Model, devices, pinned=None):
-    return [one.plan for one in candidates(found, MACHINE, devices, pinned or px.Plan())]
+def plans(found: Model, devices, **pinned):
+    every = candidates(found, MACHINE, devices, px.Plan(**pinned), pinned)
+    return [one.plan for one in every]
 
 
 @pytest.mark.parametrize("devices", [1, 3, 6, 7, 8, 12])
@@ -50,12 +51,20 @@ def test_only_layers_can_be_stages(perceptron, stacked):
     assert marked.layers > 1
 
 
-PINS = [{"data": 2}, {"tensor": 4}, {"zero": 3, "data": 4}, {"remat": "full"}, {"microbatches": 6}]
+PINS = [
+    {"tensor": 1},
+    {"zero": 0, "data": 2},
+    {"data": 2},
+    {"tensor": 4},
+    {"zero": 3, "data": 4},
+    {"remat": "full"},
+    {"microbatches": 6},
+]
 
 
 @pytest.mark.parametrize("pins", PINS, ids=str)
 def test_what_is_pinned_holds(perceptron, pins):
-    found = plans(perceptron, 8, px.Plan(**pins))
+    found = plans(perceptron, 8, **pins)
     assert found
     assert all(getattr(plan, name) == given for plan in found for name, given in pins.items())
 
@@ -75,7 +84,7 @@ def test_operations_and_bytes_are_counted(perceptron):
 
 
 def test_bounds_fall_with_what_is_split(stacked):
-    bounds = {one.plan: one for one in candidates(stacked, MACHINE, 4, px.Plan())}
+    bounds = {one.plan: one for one in candidates(stacked, MACHINE, 4, px.Plan(), ())}
     one, four = bounds[px.Plan()], bounds[px.Plan(data=4)]
     assert four.seconds < one.seconds
     assert four.memory < one.memory

@@ -454,6 +454,32 @@ def test_mistakes_about_estimates(workplace, capsys):
     assert (code, "needs 4 devices, and A100-80GB has 1" in err) == (2, True)
 
 
+def test_a_plan_is_searched_and_saved(workplace, capsys):
+    level = px.analysis.Level("node", 4, 1e12)
+    px.Machine("slow products", {"float32": 1e8}, 1e9, 1e12, [level]).save("slow.toml")
+    options = ("--search", "--machine", "slow.toml", "--plan.tensor", 1, "--save", "found.toml")
+    code, out, _ = run(capsys, "plan", "small.py", *options)
+    assert code == 0
+    assert "plans for slow products" in out
+    assert "wrote found.toml" in out
+    found = px.Plan.load("found.toml")
+    assert (found.data, found.tensor) == (4, 1)
+    code, out, _ = run(capsys, "verify", "small.py", "--plan-file", "found.toml")
+    assert code == 0
+
+
+def test_mistakes_about_searches(workplace, capsys):
+    search = ("plan", "small.py", "--search", "--machine", "A100-80GB")
+    code, _, err = run(capsys, *search, "--members.seeds", 3)
+    assert (code, "finds the plan of one network" in err) == (2, True)
+    code, _, err = run(capsys, *search, "--memory", "lots")
+    assert (code, "is no number of bytes: write 40GB" in err) == (2, True)
+    code, _, err = run(capsys, *search, "--memory", "40B")
+    assert (code, "no plan fits in 40 bytes per device" in err) == (2, True)
+    code, _, err = run(capsys, *search, "--plan.data", 3)
+    assert (code, "must multiply to a divisor of the devices" in err) == (2, True)
+
+
 def test_a_machine_is_printed_as_a_file(capsys, monkeypatch, tmp_path):
     code, out, err = run(capsys, "machine", "--preset", "4xA100-80GB", "--nodes", 2)
     assert (code, err) == (0, "")

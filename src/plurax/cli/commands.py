@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import sys
 import zipfile
 from collections.abc import Callable, Sequence
@@ -44,6 +45,7 @@ from plurax.machine import Machine
 from plurax.members import Members
 from plurax.pipeline.schedule import make_schedule
 from plurax.plan import Plan, ScheduleName
+from plurax.planner.search import search
 from plurax.report.curves import draw_curves
 from plurax.report.picture import check_matplotlib
 from plurax.report.plan_picture import draw_plan
@@ -178,6 +180,8 @@ def _predict(arguments: list[str]) -> int:
 def _plan(arguments: list[str]) -> int:
     made, options, _ = _parse(arguments, "plan", _show_options)
     plan = options.chosen_plan()
+    if options.search:
+        return _search(made, options, plan if options.plan_file else _given(plan, arguments))
     if options.save is not None:
         check_matplotlib()
     if options.compare and plan.pipeline == 1:
@@ -232,6 +236,47 @@ def _plan(arguments: list[str]) -> int:
         )
         console.print(f"wrote {path}", markup=False)
     return 0
+
+
+def _search(made: experiment.Experiment, options: Show, pinned: Plan | dict[str, Any]) -> int:
+    """Rank plans, and write the best one where asked."""
+    if options.members.chosen(made.members) is not None or not isinstance(made.task, Task):
+        raise errors.search_one_network()
+    machine = _machine_named(options.machine, options.nodes)
+    _, batch = _source(made, options)
+    with Console(stderr=True).status("searching"):
+        found = search(
+            made.task,
+            made.optimizer,
+            batch,
+            machine,
+            pinned=pinned,
+            memory=_bytes_of(options.memory),
+            solver=options.solver,
+        )
+    print(found)
+    if options.save is not None:
+        _written(options.save, found.best.save)
+        print(f"wrote {options.save}")
+    return 0
+
+
+def _given(plan: Plan, arguments: Sequence[str]) -> dict[str, Any]:
+    """Return what the command line says of a plan, and the precision, which changes the numbers."""
+    named = {one.removeprefix("--plan.").split("=")[0].replace("-", "_") for one in arguments}
+    fields = [field.name for field in dataclasses.fields(Plan)]
+    kept = [name for name in fields if name in named or name == "precision"]
+    return {name: getattr(plan, name) for name in kept}
+
+
+def _bytes_of(text: str | None) -> float | None:
+    """Return a number of bytes, such as `40GB`; None for None."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?) *([kMGT]?)B?", text)
+    if found is None:
+        raise errors.bytes_not_understood(text)
+    return float(found[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[found[2]]
 
 
 def _tuned(made: experiment.Experiment, options: Show, plan: Plan, path: Path) -> Plan:

@@ -12,6 +12,7 @@ import tyro
 from plurax.machine import Machine
 from plurax.members import Members
 from plurax.plan import Plan
+from plurax.planner.tensor import SolverName
 from plurax.resample import Everything, Resample, bootstrap, kfold
 from plurax.train.fit import fit
 
@@ -130,11 +131,24 @@ class Predict(Common):
 class Show(Common):
     """Show a plan on a machine: shards, memory per device, communication of the compiled step.
 
-    For a pipeline, also its timeline.
+    For a pipeline, also its timeline. With --search, find the fastest plan that fits: what the
+    command line says of the plan holds, and the rest is searched.
     """
 
+    search: bool = False
+    """Rank the fastest plans for --machine; nothing is compiled."""
+    machine: str | None = None
+    """With --search, a preset such as 8xA100-80GB or a .toml file; None: this machine, measured."""
+    nodes: int = 1
+    """Nodes of the preset."""
+    memory: str | None = None
+    """With --search, what a device may hold, such as 40GB; None: all its memory."""
+    solver: SolverName = "exact"
+    """With --search, how shardings over `tensor` are found: exact, proven best; recursive, the
+    largest operators first; propagate, from what is pinned outward."""
     save: Path | None = None
-    """Draw memory, communication and timelines to this PNG, too."""
+    """Draw memory, communication and timelines to this PNG, too. With --search, write the best plan
+    to this TOML file, for --plan-file."""
     tune: Path | None = None
     """Measure members' chunk and batch_dim by short runs, and write the plan to this TOML file, for
     --plan-file."""

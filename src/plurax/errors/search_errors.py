@@ -52,3 +52,33 @@ def search_splits_nothing(plan: str) -> PlanError:
         f"Plan({plan}): splitting tensors or operators over `tensor` costs more than it saves, so "
         "there is nothing to split."
     )
+
+
+def search_without_candidates(pinned: str, devices: int, batch_size: int) -> PlanError:
+    return PlanError(
+        f"no plan for {devices} devices and {batch_size} examples agrees with {pinned}: the sizes "
+        "of its mesh axes must multiply to a divisor of the devices, and `data` must divide the "
+        "examples. Leave an axis out to have it chosen."
+    )
+
+
+def search_nothing_fits(memory: float, least: Sequence[tuple[str, float, str]]) -> PlanError:
+    some = "".join(
+        f"\n  {plan}: " + (f"at least {size:,.0f} bytes" if why == "memory" else why)
+        for plan, size, why in least
+    )
+    return PlanError(
+        f"no plan fits in {memory:,.0f} bytes per device. The nearest:{some}\n"
+        "More devices, a smaller batch or bfloat16 need less."
+    )
+
+
+def search_one_network() -> PlanError:
+    return PlanError(
+        "plurax plan --search finds the plan of one network, and this experiment has members. "
+        "Members never communicate: Plan(member=N) uses N devices, and --tune chooses the rest."
+    )
+
+
+def bytes_not_understood(text: str) -> PlanError:
+    return PlanError(f"--memory {text} is no number of bytes: write 40GB, 512MB or 4e10.")

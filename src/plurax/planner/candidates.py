@@ -18,7 +18,7 @@ A candidate whose bound is above the best plan found is never looked at.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,10 +47,12 @@ class Totals:
     """What a step of the whole batch needs on one device.
 
     **Fields:** `product_flops`, for each dtype the operations in matrix products, forward and
-    backward; `kept`, bytes that the forward pass keeps for the backward pass.
+    backward, and `products`, their number if there is one microbatch; `kept`, bytes that the
+    forward pass keeps for the backward pass.
     """
 
     product_flops: Mapping[str, float]
+    products: float
     kept: float
 
 
@@ -96,7 +98,8 @@ def model_of(
             for value in graph.values
             if value.kept
         )
-        totals[remat] = Totals(flops, kept)
+        products = sum(node.trips for node in graph.nodes if node.strategies[0].flops)
+        totals[remat] = Totals(flops, products, kept)
     if task.stack is None:
         layers = 1 + _boundaries(task, like, rows)
     return Model(
@@ -134,17 +137,15 @@ class Candidate:
     memory: float
 
 
-def candidates(model: Model, machine: Machine, devices: int, pinned: Plan) -> Iterator[Candidate]:
+def candidates(
+    model: Model, machine: Machine, devices: int, pinned: Plan, fields: Collection[str]
+) -> Iterator[Candidate]:
     """Yield every plan for some devices that agrees with `pinned`, with its bounds.
 
-    A plan may leave devices unused, as many as divide them: a small model is faster on few. A field
-    of `pinned` that is not the default is kept.
+    A plan may leave devices unused, as many as divide them: a small model is faster on few. Those
+    `fields` of `pinned` are kept.
     """
-    given = {
-        field.name: getattr(pinned, field.name)
-        for field in dataclasses.fields(Plan)
-        if getattr(pinned, field.name) != field.default
-    }
+    given = {name: getattr(pinned, name) for name in fields}
 
     def choices(field: str, every: Sequence[Any]) -> Sequence[Any]:
         return [given[field]] if field in given else every
@@ -218,7 +219,9 @@ def _bounds(model: Model, machine: Machine, plan: Plan) -> tuple[float, float]:
     products = sum(
         machine.peak_seconds(flops, dtype) for dtype, flops in totals.product_flops.items()
     )
-    seconds = products / (plan.devices // plan.member) * (1 + bubble(plan))
+    seconds = products / (plan.devices // plan.member)
+    seconds += machine.overhead * totals.products * plan.microbatches / plan.pipeline
+    seconds *= 1 + bubble(plan)
     # The update reads and writes the parameters and the state, and reads the gradients.
     own = model.parameters / shards / (plan.data if plan.zero else 1)
     seconds += machine.traffic_seconds(3 * own + 2 * model.optimizer * own / model.parameters)

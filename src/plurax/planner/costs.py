@@ -5,7 +5,7 @@ the values of the cost of each sharding that some reader needs and the producer 
 is the only place that says what these are.
 
     node               seconds per step
-    a matrix product   trips x the longer of its operations and its memory traffic
+    a matrix product   trips x (the longer of its operations and its memory traffic, + overhead)
     another equation   trips x its memory traffic, and the all-reduces within it
     a parameter        the reduction of its gradient over `data`, and its update
 
@@ -128,7 +128,8 @@ class Seconds:
         if strategy.product is not None:
             m, n, k, batch = strategy.product
             product = self.machine.product_seconds(m, n, k, strategy.dtype, batch)
-            seconds = max(seconds, product)
+            # Other equations mostly run in the kernel of a product or of each other.
+            seconds = max(seconds, product) + self.machine.overhead
         for over, sent in strategy.all_reduces:
             seconds += self._collective(graph.axes, "all-reduce", sent, over)
         return node.trips * seconds

@@ -16,17 +16,18 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.errors import PlanError
 from plurax.execute.placement import leading_dim
 from plurax.plan import Plan
+from plurax.planner import exact, propagate, recursive
 from plurax.planner.candidates import bubble
-from plurax.planner.costs import Costs
-from plurax.planner.exact import solve as exact
+from plurax.planner.costs import Costs, memory_of
 from plurax.planner.fewest import (
     Walk,
     fewest_strategies,
@@ -41,7 +42,9 @@ from plurax.sharding.spec import TensorSharding
 from plurax.strategies import Strategy
 from plurax.task import Task
 
-Solver = Callable[[Graph, Costs, Pins | None], Solution]
+SolverName = Literal["exact", "recursive", "propagate"]
+
+SOLVERS = {"exact": exact.solve, "recursive": recursive.solve, "propagate": propagate.solve}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +70,14 @@ class Sharded:
     def rows(self) -> float:
         """The rows of a step on one device."""
         return self.batch_size / self.plan.data
+
+    @property
+    def splits_products(self) -> bool:
+        """Whether the devices of `tensor` share any matrix product."""
+        return any(
+            one.flops < max(other.flops for other in node.strategies)
+            for node, one in self._chosen()
+        )
 
     @functools.cached_property
     def seconds(self) -> float:
@@ -94,18 +105,33 @@ class Sharded:
             yield node, node.strategies[choice]
 
 
+class SplitsNothingError(PlanError):
+    """Splitting over `tensor` costs more than it saves."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(str(errors.search_splits_nothing(plan.sizes_text())))
+
+
 class TensorSearch:
     """Finds the shardings of candidates of one task.
 
     **Arguments:** `task`; `batch`, as `jax.ShapeDtypeStruct`s; `costs`, a function from a candidate
-    to what its solver minimises; `solve`, the solver.
+    to what its solver minimises; `ratios`, for each parameter the bytes of its optimizer state by
+    its own; `solver`, its name.
     """
 
     def __init__(
-        self, task: Task, batch: PyTree, costs: Callable[[Plan], Costs], solve: Solver = exact
+        self,
+        task: Task,
+        batch: PyTree,
+        costs: Callable[[Plan], Costs],
+        ratios: Mapping[str, float] | None = None,
+        solver: SolverName = "exact",
     ) -> None:
+        self._ratios = ratios or {}
         self._task, self._batch, self._costs = task, batch, costs
-        self._solve, self._batch_size = solve, leading_dim(batch)
+        self._solve: Callable[..., Solution] = SOLVERS[solver]
+        self._batch_size = leading_dim(batch)
         self._found: dict[Any, Sharded] = {}
 
     def plan(self, plan: Plan, *, fewest: bool = False) -> Plan:
@@ -117,8 +143,8 @@ class TensorSearch:
             return plan
         found = self.sharded(plan)
         rules = {**dict(plan.rules), **rules_of(found.shardings)}
-        if not rules and not any("tensor" in str(one.inputs) for one in found.strategies):
-            raise errors.search_splits_nothing(plan.sizes_text())
+        if not found.splits_products:
+            raise SplitsNothingError(plan)
         strategies = found.strategies
         if plan.pipeline > 1:
             strategies = []
@@ -154,6 +180,22 @@ class TensorSearch:
         rows = found.seconds * (self._batch_size / plan.data) / found.rows
         update = found.parameter_seconds(self._costs(plan))
         return (rows * (1 + bubble(plan)) + update) / plan.pipeline
+
+    def memory(self, plan: Plan) -> float:
+        """Return the bytes that a device holds under a candidate, temporaries aside.
+
+        A pipeline keeps as many microbatches as it has stages, each of one stage.
+        """
+        found, held = self.sharded(plan), [0.0, 0.0]
+        each = memory_of(found.graph, plan, self._ratios)
+        for node, own, choice in zip(found.graph.nodes, each, found.solution.choice, strict=True):
+            held[node.kind == "parameter"] += own[choice]
+        rows = self._batch_size / plan.data / plan.microbatches
+        kept = held[0] * rows / (found.rows / found.plan.microbatches)
+        kept *= min(plan.pipeline, plan.microbatches)
+        # ZB-H1 keeps what the gradients of the weights need after those of the inputs are done.
+        kept *= 1.5 if plan.schedule == "zb-h1" else 1
+        return (held[1] + kept) / plan.pipeline
 
     def sent_for_a_row(self, plan: Plan) -> float:
         """Return the seconds of the collectives over `tensor` for one row of a step."""

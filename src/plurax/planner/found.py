@@ -1,0 +1,187 @@
+"""What a search found: ranked plans, why others cannot be, and why a tensor is split as it is."""
+
+import dataclasses
+import functools
+
+from plurax import errors
+from plurax.analysis.estimate import Estimate
+from plurax.machine import Machine
+from plurax.notebook import html_table
+from plurax.plan import Plan
+from plurax.planner.tensor import TensorSearch
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranked:
+    """A plan that was looked at.
+
+    **Fields:** `candidate`, the plan without the shardings over `tensor` that were found; `plan`,
+    with them; `estimate`, or None if it was not estimated; `memory`, the bytes that a device needs,
+    at the least if there is no estimate; `why` it cannot be, or "".
+    """
+
+    candidate: Plan
+    plan: Plan
+    estimate: Estimate | None
+    memory: float
+    why: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """The estimated seconds of a step."""
+        assert self.estimate is not None
+        return self.estimate.seconds
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Found:
+    """The result of `search`.
+
+    **Fields:**
+
+    - `machine`, and `memory`, the bytes that a device may use.
+    - `ranked`: the plans that fit, fastest first.
+    - `refused`: those that do not fit or cannot be, with the reason.
+    - `candidates`: the number of plans considered; `least_left`, the seconds below which no plan
+      that was not looked at can be.
+    - `seconds` that the search took.
+    - `shardings`: the searches over `tensor`, for `explain`.
+    """
+
+    machine: Machine
+    memory: float
+    ranked: tuple[Ranked, ...]
+    refused: tuple[Ranked, ...]
+    candidates: int
+    least_left: float
+    seconds: float
+    shardings: TensorSearch
+
+    @functools.cached_property
+    def best(self) -> Plan:
+        """The fastest plan that fits."""
+        return self.plan(1)
+
+    def plan(self, rank: int) -> Plan:
+        """Return a plan of the ranking, 1 the fastest, with as few strategies as it needs."""
+        return self.shardings.plan(self.ranked[rank - 1].candidate, fewest=True)
+
+    @property
+    def estimate(self) -> Estimate:
+        """The estimate of the fastest plan."""
+        found = self.ranked[0].estimate
+        assert found is not None
+        return found
+
+    @property
+    def gap(self) -> float:
+        """How much faster than the best a plan that was not looked at could be at most, as a share.
+
+        0 if none can be faster under the same model of the machine.
+        """
+        best = self.ranked[0].seconds
+        return max(0.0, 1 - self.least_left / best)
+
+    def explain(self, name: str) -> str:
+        """Return why a parameter is split as it is in the best plan, and what others would cost.
+
+        **Arguments:** `name`, the path of a parameter.
+
+        Raises `PlanError` if there is no such parameter, or the best plan does not use `tensor`.
+        """
+        plan = self.ranked[0].candidate
+        if plan.tensor == 1:
+            raise errors.search_splits_nothing(plan.sizes_text())
+        return self.shardings.explain(plan, name)
+
+    # --- Text -------------------------------------------------------------------------------------
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the ranking as rows of texts: rank, plan, seconds, memory, and the rest."""
+        rows: list[tuple[str, ...]] = []
+        for rank, one in enumerate(self.ranked, 1):
+            found = one.estimate
+            assert found is not None
+            parts = ", ".join(
+                f"{name} {_seconds(part)}"
+                for name, part in _parts(found).items()
+                if part > 0.005 * found.seconds
+            )
+            memory = f"{_bytes(one.memory)} of {_bytes(self.memory)}"
+            rows.append((str(rank), one.plan.sizes_text(), _seconds(one.seconds), memory, parts))
+        return rows
+
+    def __str__(self) -> str:
+        columns = list(zip(("", "plan", "a step", "memory", "of which"), *self.rows(), strict=True))
+        widths = [max(map(len, column)) for column in columns]
+        lines = [f"the fastest of {self.candidates} plans for {self.machine.name}"]
+        for row in zip(*columns, strict=True):
+            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            lines.append("  ".join(cells).rstrip())
+        lines += self._notes()
+        return "\n".join(lines)
+
+    def _notes(self) -> list[str]:
+        """Return what else is to be known of the ranking."""
+        proof = (
+            "no other plan can be faster under this model of the machine"
+            if self.gap == 0
+            else f"a plan that was not looked at could be up to {self.gap:.0%} faster"
+        )
+        notes = [f"{proof}; found in {self.seconds:.1f} s"]
+        over = [one for one in self.refused if one.why == "memory"]
+        if over:
+            least = min(over, key=lambda one: one.memory)
+            notes.append(
+                f"{len(over)} plans need more than {_bytes(self.memory)}; the least of them "
+                f"{_bytes(least.memory)}: {least.plan.sizes_text()}"
+            )
+        reasons = {one.why: one for one in self.refused if one.why != "memory"}
+        notes += [f"cannot be: {one.plan.sizes_text()}: {why}" for why, one in reasons.items()]
+        return notes
+
+    def __repr__(self) -> str:
+        best = self.ranked[0]
+        return f"Found({best.plan.sizes_text()}: {_seconds(best.seconds)} a step)"
+
+    def _repr_html_(self) -> str:
+        title = f"The fastest of {self.candidates} plans for {self.machine.name}"
+        return html_table(title, ["", "plan", "a step", "memory", "of which"], self.rows())
+
+
+def _parts(found: Estimate) -> dict[str, float]:
+    """Return the seconds of a step by what a device does, the most first."""
+    gradient = found.gradient
+    parts = {
+        "products": gradient.products,
+        "memory traffic": gradient.traffic,
+        **{f"over {axes}": seconds for axes, seconds in gradient.collectives.items()},
+        "overhead": gradient.overhead,
+        "bubble": gradient.bubble,
+        "update": found.update.total,
+    }
+    return dict(sorted(parts.items(), key=lambda part: -part[1]))
+
+
+def _seconds(seconds: float) -> str:
+    """Return seconds with three digits and a unit.
+
+    >>> _seconds(0.01234), _seconds(2.5)
+    ('12.3 ms', '2.5 s')
+    """
+    for unit, size in (("s", 1), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def _bytes(size: float) -> str:
+    """Return bytes with three digits and a unit.
+
+    >>> _bytes(80e9), _bytes(1234)
+    ('80 GB', '1.23 kB')
+    """
+    for unit, one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= one:
+            return f"{size / one:.3g} {unit}"
+    return f"{size:.0f} B"

@@ -1,0 +1,276 @@
+"""Find the best plan for a task on a machine, its time and memory known before it runs.
+
+Three steps, each dearer and nearer to the truth than the one before:
+
+    every candidate       bounds by a few additions (`candidates.py`)         microseconds each
+    promising ones        computed from a solution they share (`tensor.py`)   a second a solution
+    the best few          traced and estimated (`analysis/estimate.py`)       about a second each
+
+Candidates wait in a queue in the order of the least seconds that they can take. The first one is
+looked at more closely and put back; when an estimated plan comes first, nothing left can be faster,
+and it is the best. This is best-first branch and bound.
+
+    queue                                                    then
+    data=8 >= 1.24 s, data=4 tensor=2 >= 1.31 s, ...         data=8 is computed: 1.58 s
+    data=4 tensor=2 >= 1.31 s, data=8 = 1.58 s, ...          data=4 tensor=2 is computed: 1.44 s
+    data=4 tensor=2 = 1.44 s, data=2 tensor=4 >= 1.47 s      and estimated: 1.45 s
+    data=4 tensor=2 = 1.45 s, data=2 tensor=4 >= 1.47 s      the best is known
+"""
+
+import contextlib
+import dataclasses
+import heapq
+import itertools
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+from jaxtyping import PyTree
+
+from plurax import errors
+from plurax.machine import Machine
+from plurax.plan import Plan
+from plurax.planner.candidates import Candidate, Model, candidates, model_of, tensor_rows
+from plurax.planner.costs import Seconds, state_ratios
+from plurax.planner.found import Found, Ranked
+from plurax.planner.steady import estimate_steady
+from plurax.planner.tensor import SolverName, SplitsNothingError, TensorSearch
+from plurax.task import Task
+
+
+def search(
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    batch: PyTree,
+    machine: Machine,
+    *,
+    pinned: Plan | Mapping[str, Any] | None = None,
+    memory: float | None = None,
+    solver: SolverName = "exact",
+    count: int = 5,
+    seconds: float = 8.0,
+) -> Found:
+    """Search the plan that trains a task fastest on a machine, among those that fit its memory.
+
+    **Arguments:**
+
+    - `task`, `optimizer`, `batch`: as for `compile`. Only shapes and dtypes of `batch` are read,
+      and neither devices nor memory are used, however many the machine has.
+    - `machine`: where it is to run.
+    - `pinned`: a plan whose fields and sharding rules hold; what it leaves at the default is
+      searched. As a dict, all its fields hold: `{"tensor": 1}` searches without `tensor`.
+      `precision` is never searched, because it changes the numbers.
+    - `memory`: bytes that a device may use; by default all that the machine has.
+    - `solver`: of the shardings over `tensor`. `exact` proves that there are none better under the
+      costs of the machine; `recursive` takes the largest operators first; `propagate` goes from
+      what is pinned outward.
+    - `count`: of plans to rank.
+    - `seconds`: after which the search ends with what it has found. It says how much faster a plan
+      not looked at could be at most.
+
+    **Returns:** the ranked plans. Raises `PlanError` if no plan fits, and says what comes nearest.
+    """
+    fields = [] if pinned is None else _pinned_fields(pinned)
+    pinned = Plan(**pinned) if isinstance(pinned, Mapping) else pinned or Plan()
+    started = time.perf_counter()
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
+    model = model_of(task, optimizer, like, pinned.precision)
+    limit = machine.memory if memory is None else memory
+    every = list(candidates(model, machine, machine.devices, pinned, fields))
+    if not every:
+        raise errors.search_without_candidates(str(pinned), machine.devices, model.batch_size)
+    ratios = state_ratios(optimizer, model.like.params)
+    shardings = TensorSearch(
+        task, like, lambda plan: Seconds(machine, plan, ratios), ratios, solver
+    )
+    run = _Run(task, optimizer, like, machine, model, limit, shardings)
+    run.look(every, count, seconds)
+    if not run.ranked:
+        nearest = sorted(run.refused, key=lambda one: (one.why != "memory", one.memory))[:3]
+        texts = [(one.plan.sizes_text(), one.memory, one.why) for one in nearest]
+        raise errors.search_nothing_fits(limit, texts)
+    return Found(
+        machine=machine,
+        memory=limit,
+        ranked=tuple(run.ranked),
+        refused=tuple(run.refused),
+        candidates=len(every),
+        least_left=run.least_left,
+        seconds=time.perf_counter() - started,
+        shardings=shardings,
+    )
+
+
+def _pinned_fields(pinned: Plan | Mapping[str, Any]) -> list[str]:
+    """Return the fields of a plan that the search must keep."""
+    if isinstance(pinned, Mapping):
+        return list(pinned)
+    return [
+        field.name
+        for field in dataclasses.fields(Plan)
+        if getattr(pinned, field.name) != field.default
+    ]
+
+
+class _Run:
+    """One search.
+
+    **Attributes:** `ranked`, the plans estimated so far that fit, fastest first; `refused`, those
+    that do not, or cannot be; `least_left`, the least seconds of a candidate not looked at.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        optimizer: optax.GradientTransformation,
+        batch: PyTree,
+        machine: Machine,
+        model: Model,
+        limit: float,
+        shardings: TensorSearch,
+    ) -> None:
+        self._task, self._optimizer, self._batch = task, optimizer, batch
+        self._machine, self._model, self._limit = machine, model, limit
+        # For each size of `tensor` looked at, the seconds of its collectives for one row.
+        self._sent: dict[int, float] = {}
+        self._shardings = shardings
+        self.ranked: list[Ranked] = []
+        self.refused: list[Ranked] = []
+        self.least_left = math.inf
+
+    def look(self, every: Sequence[Candidate], count: int, seconds: float) -> None:
+        """Look at candidates, the most promising first, until `count` are known to be the best.
+
+        Once `seconds` are over, no other is looked at. The last third of them is for estimates.
+        """
+        started = time.perf_counter()
+        queue, computed, estimated = _Queue(), 0, 0
+        for one in every:
+            if one.memory > self._limit:
+                self._refuse(one, "memory")
+            else:
+                queue.push(one.seconds, one, _BOUND)
+        self._look_at_smallest_tensor(every)
+        while len(queue) and len(self.ranked) < count:
+            least, candidate, known = queue.pop()
+            spent = (time.perf_counter() - started) / seconds
+            computed -= known == _COMPUTED
+            if isinstance(known, Ranked):
+                self.ranked.append(known)
+            elif (spent > 1 and estimated) or (spent > 2 / 3 and computed and known == _BOUND):
+                self.least_left = min(self.least_left, least)
+            elif spent > 1 and least < math.inf and candidate.memory > _SAFE * self._limit:
+                # No time to look at plans that may not fit, until one is found that does.
+                queue.push(math.inf, candidate, known)
+            elif known == _BOUND:
+                computed += self._compute(candidate, least, queue)
+            elif (ranked := self._estimated(candidate)) is not None:
+                estimated += 1
+                queue.push(ranked.seconds, candidate, ranked)
+        self.least_left = min([self.least_left, *queue.left()])
+        # What was computed before the estimate may have been more than the estimate.
+        self.ranked.sort(key=lambda one: (one.seconds, one.plan.devices))
+
+    def _compute(self, candidate: Candidate, least: float, queue: "_Queue") -> bool:
+        """Put a candidate back with its seconds computed, or with a higher bound.
+
+        Returns whether they were computed.
+        """
+        bound = candidate.seconds + self._least_tensor(candidate)
+        if bound > least:
+            # What has been found since says that it takes longer.
+            queue.push(bound, candidate, _BOUND)
+            return False
+        try:
+            seconds = self._shardings.seconds(candidate.plan)
+            self._shardings.plan(candidate.plan)
+        except SplitsNothingError:
+            return False
+        except errors.PlanError as error:
+            self._refuse(candidate, str(error).splitlines()[0])
+            return False
+        self._learn(candidate)
+        memory = max(candidate.memory, self._shardings.memory(candidate.plan))
+        candidate = dataclasses.replace(candidate, memory=memory)
+        if memory > _DOUBT * self._limit:
+            self._refuse(candidate, "memory")
+            return False
+        queue.push(max(seconds, least), candidate, _COMPUTED)
+        return True
+
+    def _look_at_smallest_tensor(self, every: Sequence[Candidate]) -> None:
+        """Solve the smallest `tensor`, which says at the least what larger ones send."""
+        split = [one for one in every if one.plan.tensor > 1 and one.memory <= self._limit]
+        if split:
+            first = min(split, key=lambda one: (one.plan.tensor, one.seconds))
+            with contextlib.suppress(errors.PlanError):
+                self._learn(first)
+
+    def _learn(self, candidate: Candidate) -> None:
+        """Note what the devices of `tensor` send for a row."""
+        if candidate.plan.tensor > 1:
+            sent = self._shardings.sent_for_a_row(candidate.plan)
+            known = self._sent.get(candidate.plan.tensor, math.inf)
+            self._sent[candidate.plan.tensor] = min(known, sent)
+
+    def _least_tensor(self, candidate: Candidate) -> float:
+        """Return the least seconds in which the devices of `tensor` send to each other.
+
+        What each device sends for a row grows with the number of devices, so what is known of a
+        smaller `tensor` bounds a larger one.
+        """
+        known = [sent for n, sent in self._sent.items() if n <= candidate.plan.tensor]
+        return max(known, default=0.0) * tensor_rows(self._model, candidate.plan)
+
+    def _estimated(self, candidate: Candidate) -> Ranked | None:
+        """Return a candidate with its shardings and its estimate, or None if it cannot be."""
+        try:
+            plan = self._shardings.plan(candidate.plan)
+            found = estimate_steady(self._task, self._optimizer, plan, self._batch, self._machine)
+        except errors.PlanError as error:
+            self._refuse(candidate, str(error).splitlines()[0])
+            return None
+        if found.peak > self._limit:
+            self.refused.append(Ranked(candidate.plan, plan, found, found.peak, "memory"))
+            return None
+        return Ranked(candidate.plan, plan, found, found.peak)
+
+    def _refuse(self, candidate: Candidate, why: str) -> None:
+        self.refused.append(Ranked(candidate.plan, candidate.plan, None, candidate.memory, why))
+
+
+_DOUBT, _SAFE = 1.2, 0.85
+"""Memory is computed without temporaries, and with values that XLA may compute again. A plan of
+more than the first share of the limit is taken not to fit, and one of less than the second to fit.
+"""
+
+_BOUND, _COMPUTED = "bound", "computed"
+"""How much is known of a candidate in the queue, if it is not estimated yet."""
+
+
+class _Queue:
+    """Candidates in the order of their seconds, as far as these are known."""
+
+    def __init__(self) -> None:
+        self._items: list[tuple[float, int, int, Candidate, Ranked | str]] = []
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def push(self, seconds: float, candidate: Candidate, known: Ranked | str) -> None:
+        """Add a candidate; of equal seconds the one with fewer devices comes first."""
+        devices = candidate.plan.devices
+        heapq.heappush(self._items, (seconds, devices, next(self._numbers), candidate, known))
+
+    def pop(self) -> tuple[float, Candidate, Ranked | str]:
+        """Remove the candidate with the least seconds."""
+        seconds, _, _, candidate, known = heapq.heappop(self._items)
+        return seconds, candidate, known
+
+    def left(self) -> list[float]:
+        """Return the seconds of all candidates that are not estimated."""
+        return [seconds for seconds, _, _, _, known in self._items if isinstance(known, str)]
