@@ -19,6 +19,7 @@ from benchmarks.harness import (
 )
 from benchmarks.members import members
 from benchmarks.pipelines import pipelines
+from benchmarks.planning import planning
 from benchmarks.run import Run
 
 STEP_TARGET = 1 / 1.02
@@ -198,6 +199,7 @@ MEASUREMENTS: dict[str, Callable[[Run], Iterator[Row]]] = {
     "divided": divided,
     "pipelines": pipelines,
     "compile": compiling,
+    "planning": planning,
 }
 
 

@@ -237,6 +237,43 @@ class OneGpu:
 
 
 @dataclasses.dataclass(frozen=True)
+class SearchCase:
+    """A GPT (fields of `gpt.Gpt`) to be trained in batches of `batch` on some nodes."""
+
+    name: str
+    model: dict[str, int]
+    batch: int
+    machine: str
+    nodes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PlansCase:
+    """Plans of a network whose steps are predicted and measured, in `repeats` turns."""
+
+    name: str
+    network: Network
+    batch: int
+    plans: tuple[dict[str, Any], ...]
+    rules: dict[str, tuple[Any, ...]]
+    repeats: int
+
+
+def plans_to_compare() -> tuple[dict[str, Any], ...]:
+    """Forty plans for at most 8 devices: more and less work, on more and fewer of them."""
+    plans: list[dict[str, Any]] = [{}, {"remat": "dots"}, {"remat": "full"}, {"microbatches": 4}]
+    for data in (2, 4, 8):
+        plans += [{"data": data, "zero": zero} for zero in (0, 1, 2, 3)]
+        plans += [{"data": data, "remat": remat} for remat in ("dots", "full")]
+        plans += [{"data": data, "zero": 1, "microbatches": count} for count in (2, 4)]
+    for tensor in (2, 4):
+        plans += [{"tensor": tensor}, {"tensor": tensor, "remat": "full"}]
+        plans += [{"tensor": tensor, "data": 2, "zero": zero} for zero in (0, 1, 3)]
+        plans += [{"tensor": tensor, "data": 2, "microbatches": 2}]
+    return tuple(plans)
+
+
+@dataclasses.dataclass(frozen=True)
 class Sizes:
     """Everything that `--quick` makes smaller."""
 
@@ -260,6 +297,8 @@ class Sizes:
     one_gpu: OneGpu
     pipelines: PipelinesCase
     compiling: CompilingCase
+    searches: tuple[SearchCase, ...]
+    plans: tuple[PlansCase, ...]
 
 
 _MLP = Mlp((8, 1800, 1800, 1800, 16))
@@ -267,6 +306,11 @@ _SMALL_MLP = Mlp((8, 256, 256, 16))
 _SPIRALS = Mlp((2, 32, 2))
 _DIGITS = Mlp((64, 128, 10))
 _TRANSFORMER = Transformer(layers=4, width=256, heads=4, vocabulary=256, length=64)
+_COLUMN_AND_ROW = {
+    **{f"blocks/{name}": (None, None, "tensor") for name in ("query", "key", "value", "up")},
+    **{f"blocks/{name}": (None, "tensor", None) for name in ("out", "down")},
+}
+"""Megatron's rules for the transformer."""
 _DEEP_TRANSFORMER = dataclasses.replace(_TRANSFORMER, layers=16, width=128)
 
 FULL = Sizes(
@@ -343,6 +387,39 @@ FULL = Sizes(
         repeats=3,
         leaves=(3, 300),
         rounds=200,
+    ),
+    searches=(
+        SearchCase(
+            "GPT, 1.7B",
+            {"depth": 24, "width": 2304, "heads": 24},
+            batch=512,
+            machine="8xA100-80GB",
+            nodes=4,
+        ),
+        SearchCase(
+            "GPT, 39B",
+            {"depth": 48, "width": 8192, "heads": 64},
+            batch=1536,
+            machine="8xA100-80GB",
+            nodes=8,
+        ),
+        SearchCase(
+            "GPT-3, 175B",
+            {"depth": 96, "width": 12288, "heads": 96},
+            batch=1536,
+            machine="8xA100-80GB",
+            nodes=128,
+        ),
+    ),
+    plans=(
+        PlansCase(
+            "the transformer, 3.2M parameters",
+            _TRANSFORMER,
+            32,
+            plans_to_compare(),
+            _COLUMN_AND_ROW,
+            repeats=5,
+        ),
     ),
 )
 
@@ -432,4 +509,14 @@ QUICK = Sizes(
         plans=("data=2, zero=1",),
         host_plans=("data=2, zero=1",),
     ),
+    searches=(
+        SearchCase(
+            "GPT, tiny",
+            {"depth": 2, "width": 64, "heads": 4, "vocabulary": 128, "tokens": 32},
+            batch=16,
+            machine="2xA100-80GB",
+            nodes=1,
+        ),
+    ),
+    plans=(PlansCase("the transformer, tiny", _TINY, 8, ({}, {"data": 2}), {}, repeats=1),),
 )

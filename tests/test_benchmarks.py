@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks.planning import agreement
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -87,3 +88,11 @@ def test_compiling_is_measured_beside_jax_by_hand(tmp_path):
     (host,) = [row for row in rows if row["row"] == "check"]
     assert host["name"] == "host time of a step, 3 arrays of parameters, data=2, zero=1"
     assert all(seconds > 0 for seconds in host["facts"]["seconds"].values())
+
+
+def test_agreement_counts_pairs_that_differ_enough():
+    predicted = {"a": 1.0, "b": 1.1, "c": 2.0, "d": 4.0}
+    same = {"a": 5.0, "b": 4.0, "c": 6.0, "d": 9.0}
+    assert agreement(predicted, same) == 1.0, "a and b are too near to each other to count"
+    assert agreement(predicted, {**same, "d": 5.5}) == pytest.approx((4 - 1) / 5)
+    assert agreement(predicted, {name: -one for name, one in same.items()}) == -1.0
