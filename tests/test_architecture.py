@@ -42,7 +42,7 @@ PUBLIC = {
         sharding train""",
     "plurax.adapters": "equinox linen nnx",
     "plurax.analysis": """
-        Collective Difference Estimate FastestBatchSize Level MaxBatchSize Memory Planned
+        Collective Comparison Difference Estimate FastestBatchSize Level MaxBatchSize Memory Planned
         PlannedMemory Seconds Verification measure_machine planned""",
     "plurax.ensemble": """
         Calibration Classification Halving MaxMembers Regression Rung Sweep Tuning accuracy

@@ -454,6 +454,52 @@ def test_mistakes_about_estimates(workplace, capsys):
     assert (code, "needs 4 devices, and A100-80GB has 1" in err) == (2, True)
 
 
+def test_two_plans_are_compared(workplace, capsys):
+    Path("split.py").write_text(SPLIT)
+    px.Plan(data=4).save("a.toml")
+    split = {"in": (None, "tensor"), "out": ("tensor", None)}
+    px.Plan(data=2, tensor=2, shardings=split).save("b.toml")
+    machine = ("--machine", "8xA100-80GB", "--nodes", 2)
+    code, out, err = run(capsys, "plan", "a.toml", "b.toml", "--diff", "split.py", *machine)
+    assert (code, err) == (0, "")
+    assert "a.toml and b.toml, estimated on 2 nodes of 8xA100-80GB" in out
+    rows = [line.split() for line in out.splitlines()]
+    for row in ["data 4 2", "shardings['in'] - (None, 'tensor')", "over tensor - 52 B +52 B",
+                "parameters 224 B 112 B -112 B -50%"]:  # fmt: skip
+        assert row.split() in rows
+    assert run(capsys, "plan", "--diff=split.py", "a.toml", "b.toml", *machine)[1] == out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("a.toml --diff small.py", "--machine 8xA100-80GB: --diff compares two plan files"),
+        ("--diff small.py", "which come first. Write plurax plan a.toml b.toml --diff FILE"),
+        ("a.toml a.toml --diff", "plan a.toml a.toml --diff: --diff compares two plan files"),
+        ("a.toml a.toml a.toml --diff=small.py", "--diff compares two plan files"),
+        ("a.toml none.toml --diff small.py", "none.toml is not a plan in TOML"),
+        ("a.toml wrong.toml --diff small.py", "wrong.toml: 'dat' is not a field of a plan"),
+        (
+            "a.toml other.toml --diff small.py",
+            "other.toml is not a plan that can run: the plan has a strategy for equation 4",
+        ),
+        ("a.toml a.toml --diff none.py", "none.py: no such file"),
+        ("a.toml a.toml --diff small.py --members.seeds 3", "plan --diff is for one network"),
+        ("a.toml a.toml --diff small.py --plan.data 3", "Unrecognized options: --plan.data, 3"),
+        ("a.toml a.toml --diff small.py --search", "Unrecognized options: --search"),
+    ],
+)
+def test_mistakes_about_comparing_plans(workplace, capsys, arguments, message):
+    px.Plan(data=2).save("a.toml")
+    Path("wrong.toml").write_text("dat = 3")
+    pins = {"traced": "0123", "equations": [{"equation": "4 dot_general", "inputs": [[]]}]}
+    px.Plan(tensor=2, strategies=pins).save("other.toml")
+    machine = [] if arguments.endswith("--diff") else ["--machine", "8xA100-80GB"]
+    code, out, err = run(capsys, "plan", *arguments.split(), *machine)
+    assert (code, out) == (2, "")
+    assert message in " ".join(err.split())
+
+
 def test_a_plan_is_searched_and_saved(workplace, capsys):
     level = px.analysis.Level("node", 4, 1e12)
     px.Machine("slow products", {"float32": 1e8}, 1e9, 1e12, [level]).save("slow.toml")

@@ -10,11 +10,14 @@ from tests import models
 from tests.unit.test_liveness import perceptron, transformer
 
 import plurax as px
-from plurax.analysis.estimate import Seconds
+from plurax.analysis.comparison import Comparison, differences
+from plurax.analysis.estimate import Seconds, human_seconds
 from plurax.analysis.liveness import peak_bytes
 from plurax.analysis.plan_ahead import trace_plan
 from plurax.machine import Level
 from plurax.pipeline import make_schedule, simulate
+from plurax.strategies import Strategies, Strategy
+from plurax.tree import human_bytes
 
 NEVER = 1e30
 LINKS = [Level("node", 4, 1e9), Level("cluster", 8, 1e8)]
@@ -158,6 +161,64 @@ def test_what_an_estimate_shows():
     assert "Estimate(Plan(data=2" in repr(found)
     assert "<table>" in found._repr_html_()
     assert found.device_hours(1600) == pytest.approx(100 * found.seconds * 4 / 3600)
+
+
+def test_two_estimates_side_by_side():
+    first = estimated(perceptron, MACHINE, data=4)
+    second = estimated(perceptron, dataclasses.replace(MACHINE, memory=1e6), data=4, zero=3)
+    both = Comparison(first, second, ("a.toml", "b.toml"))
+    assert both.plan_rows() == [("zero", "0", "3")]
+    rows = {row[0].strip(): row[1:] for row in both.cost_rows()}
+    assert rows["a step"][:2] == (human_seconds(first.seconds), human_seconds(second.seconds))
+    assert {kind for kind, size in first.memory.items() if size} <= {*rows}
+    held = (human_bytes(one.memory["parameters"]) for one in (first, second))
+    assert rows["parameters"][:2] == (*held,)
+    assert rows["parameters"][2].endswith("-75%")
+    assert rows["left of it"] == (
+        human_bytes(first.spare),
+        f"{human_bytes(-second.spare)} too much",
+        "",
+    )
+    assert rows["over data"][2] == "0" or "%" in rows["over data"][2]
+    assert "pipeline bubble" not in rows
+    assert "a.toml and b.toml, estimated on made\n" in str(both)
+    assert "per step" in repr(both)
+    assert "<table>" in both._repr_html_()
+    same = Comparison(first, first)
+    assert "the plans are equal" in str(same)
+    assert {row[3] for row in same.cost_rows()} == {"0", ""}
+
+
+def test_estimates_of_two_machines_and_batches():
+    first = estimated(perceptron, MACHINE, data=4)
+    second = dataclasses.replace(first, machine=PRODUCTS, batch_size=7)
+    second = dataclasses.replace(second, machine=dataclasses.replace(PRODUCTS, name="other"))
+    assert Comparison(first, second).plan_rows() == [
+        ("examples of a step", "512", "7"), ("machine", "made", "other"),
+    ]  # fmt: skip
+
+
+def test_how_plans_differ():
+    in_, out = (None, "tensor"), ("tensor", None)
+    first = px.Plan(tensor=2, shardings={"in": in_, "out": out, "*": out})
+    second = px.Plan(tensor=2, shardings={"out": in_, "in": in_, "new": out})
+    assert differences(first, second) == [
+        ("shardings['out']", str(out), str(in_)),
+        ("shardings['*']", str(out), "-"),
+        ("shardings['new']", "-", str(out)),
+        ("order of shardings", "in, out", "out, in"),
+    ]
+    pins = [Strategy(f"{index} add", ((None,),)) for index in range(3)]
+    some, others, older = (
+        px.Plan(strategies=Strategies(traced, tuple(equations)))
+        for traced, equations in (("a", pins[:2]), ("a", pins[1:]), ("b", pins))
+    )
+    assert differences(some, px.Plan()) == [("strategies", "2 equations", "-")]
+    each = "2 equations, 1 of them its own"
+    assert differences(some, others) == [("strategies", each, each)]
+    assert differences(some, older) == [
+        ("strategies", "2 equations, of another loss", "3 equations, of another loss")
+    ]
 
 
 def test_seconds_add_up():

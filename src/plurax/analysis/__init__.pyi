@@ -1,5 +1,6 @@
 from plurax.analysis.batch_size import FastestBatchSize as FastestBatchSize
 from plurax.analysis.batch_size import MaxBatchSize as MaxBatchSize
+from plurax.analysis.comparison import Comparison as Comparison
 from plurax.analysis.estimate import Estimate as Estimate
 from plurax.analysis.estimate import Seconds as Seconds
 from plurax.analysis.machine_timings import measure_machine as measure_machine

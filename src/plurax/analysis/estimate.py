@@ -136,9 +136,9 @@ class Estimate:
         """Return the hours of all devices together for that many examples."""
         return self.seconds_for(examples) * self.plan.devices / 3600
 
-    def rows(self) -> list[tuple[str, str]]:
-        """Return the estimate as names and texts, one line for each part."""
-        parts = {
+    def parts(self) -> dict[str, float]:
+        """Return the seconds of a step by what a device does; those that it does not do are 0."""
+        return {
             "matrix products": self.gradient.products,
             "memory traffic": self.gradient.traffic,
             **{f"collectives over {a}": s for a, s in self.gradient.collectives.items()},
@@ -146,10 +146,13 @@ class Estimate:
             "pipeline bubble": self.gradient.bubble,
             "optimizer's update": self.update.total,
         }
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the estimate as names and texts, one line for each part."""
         rows = [("a step", f"{human_seconds(self.seconds)}, {self.batch_size} examples")]
         rows += [
             (f"  {name}", f"{human_seconds(part)}  {part / self.seconds:.0%}")
-            for name, part in parts.items()
+            for name, part in self.parts().items()
             if part
         ]
         limit = human_bytes(self.machine.memory)

@@ -1,6 +1,7 @@
 """The command line: parse, call, print."""
 
 import dataclasses
+import itertools
 import os
 import re
 import sys
@@ -17,6 +18,7 @@ from jaxtyping import PyTree
 from rich.console import Console
 
 from plurax import __version__, errors, experiment, tree
+from plurax.analysis.comparison import Comparison
 from plurax.analysis.estimate import estimate, human_seconds
 from plurax.analysis.liveness import peak_bytes
 from plurax.analysis.machine_timings import measure_machine
@@ -27,9 +29,11 @@ from plurax.cli.arguments import (
     experiment_dataclass,
     shrink_data_axis,
     start_devices,
+    value,
 )
 from plurax.cli.options import (
     Common,
+    DiffOptions,
     EstimateOptions,
     MachineOptions,
     Population,
@@ -178,6 +182,8 @@ def _predict(arguments: list[str]) -> int:
 
 
 def _plan(arguments: list[str]) -> int:
+    if any(one.split("=")[0] == "--diff" for one in arguments):
+        return _diff(arguments)
     made, options, _ = _parse(arguments, "plan", _show_options)
     plan = options.chosen_plan()
     if options.search:
@@ -338,17 +344,46 @@ def _verify(arguments: list[str]) -> int:
 
 def _estimate(arguments: list[str]) -> int:
     made, options, _ = _parse(arguments, "estimate", _estimate_options)
-    if options.members.chosen(made.members) is not None or not isinstance(made.task, Task):
-        raise errors.estimate_one_network()
-    machine = _machine_named(options.machine, options.nodes)
-    _, like = _source(made, options)
-    found = estimate(made.task, made.optimizer, options.chosen_plan(), like, machine)
+    task, machine, like = _to_estimate(made, options, "estimate")
+    found = estimate(task, made.optimizer, options.chosen_plan(), like, machine)
     print(found)
     if options.examples is not None:
         time = human_seconds(found.seconds_for(options.examples))
         hours = found.device_hours(options.examples)
         print(f"{options.examples:,.0f} examples take {time}: {hours:,.3g} device-hours")
     return 0
+
+
+def _diff(arguments: list[str]) -> int:
+    """Compare two plans, given as files in front of the other options."""
+    file = value(arguments, "--diff")
+    place = next(i for i, one in enumerate(arguments) if one.split("=")[0] == "--diff")
+    rest = arguments[:place] + arguments[place + (1 if "=" in arguments[place] else 2) :]
+    paths = list(itertools.takewhile(lambda one: not one.startswith("-"), rest))
+    asked_help = bool({"-h", "--help"} & {*rest})
+    if not file or (len(paths) != 2 and not asked_help):
+        raise errors.diff_needs_two_plans(arguments)
+    plans = {path: Plan.load(path) for path in paths}
+    made, options, _ = _parse([file, *rest[len(paths) :]], "plan A B --diff", _diff_options)
+    task, machine, like = _to_estimate(made, options, "plan --diff")
+    found = {}
+    for path, plan in plans.items():
+        try:
+            found[path] = estimate(task, made.optimizer, plan, like, machine)
+        except errors.PlanError as error:
+            raise errors.plan_in_a_file(path, error) from None
+    print(Comparison(found[paths[0]], found[paths[1]], (paths[0], paths[1])))
+    return 0
+
+
+def _to_estimate(
+    made: experiment.Experiment, options: EstimateOptions | DiffOptions, command: str
+) -> tuple[Task, Machine, PyTree]:
+    """Return the task, the machine of the options, and the shapes of a batch."""
+    if options.members.chosen(made.members) is not None or not isinstance(made.task, Task):
+        raise errors.estimate_one_network(command)
+    machine = _machine_named(options.machine, options.nodes)
+    return made.task, machine, _source(made, options)[1]
 
 
 def _machine_named(name: str | None, nodes: int) -> Machine:
@@ -405,6 +440,10 @@ def _verify_options(_file: Path, made: experiment.Experiment) -> Verify:
 
 def _estimate_options(_file: Path, made: experiment.Experiment) -> EstimateOptions:
     return EstimateOptions(**_common(made))
+
+
+def _diff_options(_file: Path, made: experiment.Experiment) -> DiffOptions:
+    return DiffOptions(**_common(made))
 
 
 def _common(made: experiment.Experiment) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -15,6 +15,8 @@ from plurax.plan import Plan
 from plurax.planner.tensor import SolverName
 from plurax.resample import Everything, Resample, bootstrap, kfold
 from plurax.train.fit import fit
+
+T = TypeVar("T")
 
 Devices = Annotated[
     str | None,
@@ -133,6 +135,8 @@ class Show(Common):
 
     For a pipeline, also its timeline. With --search, find the fastest plan that fits: what the
     command line says of the plan holds, and the rest is searched.
+
+    `plurax plan a.toml b.toml --diff FILE` says what differs between two plans, and what it costs.
     """
 
     search: bool = False
@@ -190,6 +194,24 @@ class EstimateOptions(Common):
     """Number of nodes of the published hardware."""
     examples: float | None = None
     """Say also how long that many examples take, and how many device-hours."""
+
+
+Hidden = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
+"""An option of `Common` that a command does not have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DiffOptions(Common):
+    """Say what differs between two plan files, and what it costs on a machine, by their estimates.
+
+    Nothing is compiled; neither the devices nor their memory need to be here.
+    """
+
+    plan: Hidden[Plan]
+    plan_file: Hidden[Path | None]
+    machine: MachineName = None
+    nodes: int = 1
+    """Number of nodes of the published hardware."""
 
 
 Preset = Annotated[

@@ -1,6 +1,6 @@
 """Files and arguments given to the command line."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from plurax.errors.kinds import BatchError, ExperimentError, MissingPackageError, PlanError
 
@@ -12,10 +12,17 @@ def package_missing(what: str, package: str, extra: str) -> MissingPackageError:
     )
 
 
-def estimate_one_network() -> ExperimentError:
+def estimate_one_network(command: str) -> ExperimentError:
     return ExperimentError(
-        "plurax estimate is for one network, and this experiment has members, or a task that is a "
-        "function of hyperparameters. plurax plan shows what a population's program holds."
+        f"plurax {command} is for one network, and this experiment has members, or a task that is "
+        "a function of hyperparameters. plurax plan shows what a population's program holds."
+    )
+
+
+def diff_needs_two_plans(arguments: Sequence[str]) -> ExperimentError:
+    return ExperimentError(
+        f"plurax plan {' '.join(arguments)}: --diff compares two plan files, which come first. "
+        "Write plurax plan a.toml b.toml --diff FILE, where FILE defines experiment()."
     )
 
 
