@@ -1,11 +1,10 @@
 """Every test sees eight virtual CPU devices; warnings are errors (pyproject.toml)."""
 
-import dataclasses
-import functools
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +45,17 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = (
 )
 
 import jax
-import optax
 import pytest
 from hypothesis import settings
 from matplotlib.figure import Figure
 
 import plurax as px
+from tests.promotion import forbid_promotion, promotion
 from tests.typecheck import check_public_names
 
 px.virtual_devices(8)
 check_public_names()
+forbid_promotion()
 
 CACHE = Path(os.environ["PLURAX_TEST_CACHE"])
 MAX_BYTES = 2_000_000_000
@@ -104,33 +104,39 @@ def x64() -> Iterator[None]:
     jax.config.update("jax_enable_x64", False)
 
 
-@pytest.fixture
-def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No implicit promotion of dtypes or ranks in the library; a user's code is left alone."""
-    compile = px.compile
-    monkeypatch.setattr(
-        px, "compile", lambda task, tx, *a, **k: compile(lenient(task), lenient(tx), *a, **k)
-    )
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        yield
+# Pages and examples, which do as a user does; and tests whose models have not been gone through.
+PROMOTE = [
+    "tests/test_documents.py",
+    "tests/test_examples.py",
+    "tests/parity/test_members_parity.py",
+    "tests/parity/test_optimizers.py",
+    "tests/resume",
+    "tests/unit/test_drawn_programs.py",
+    "tests/unit/test_population.py",
+    "tests/unit/test_progress.py",
+    "tests/unit/test_resample.py",
+    "tests/unit/test_search.py",
+    "tests/unit/test_search_exact.py",
+    "tests/unit/test_search_stages.py",
+    "tests/unit/test_sharding.py",
+    "tests/unit/test_stages.py",
+    "tests/unit/test_step.py",
+    "tests/unit/test_sweep.py",
+    "tests/unit/test_task.py",
+    "tests/unit/test_timeline.py",
+    "tests/unit/test_uncertainty.py",
+    "tests/unit/test_verify.py",
+    "tests/unit/test_work.py",
+    "tests/unit/test_yardstick.py",
+]
 
 
-def lenient(code: Any) -> Any:
-    """A task, an optimizer or a function that makes one, under JAX's own rules of promotion."""
-    if isinstance(code, px.Task):
-        names = ("init", "loss", "predict", "evaluate", "weight")
-        given = {name: getattr(code, name) for name in names}
-        return dataclasses.replace(code, **{k: lenient(f) for k, f in given.items() if f})
-    if isinstance(code, tuple):  # an optimizer: init and update
-        return type(code)(*map(lenient, code))
-
-    @functools.wraps(code)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            made = code(*args, **kwargs)
-        return lenient(made) if isinstance(made, px.Task | optax.GradientTransformation) else made
-
-    return run
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Under JAX's own rules of promotion where a file is listed, its fixtures included."""
+    listed = item.nodeid.startswith(tuple(PROMOTE))
+    with promotion() if listed else contextlib.nullcontext():
+        return (yield)
 
 
 @pytest.fixture

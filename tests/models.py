@@ -6,6 +6,7 @@ import numpy as np
 import optax
 
 import plurax as px
+from tests.promotion import row
 
 FEATURES, HIDDEN, CLASSES = 5, 16, 3
 
@@ -31,7 +32,7 @@ def init(key, dtype=jnp.float32):
 
 
 def logits(params, x, key=None):
-    hidden = jnp.tanh(x @ params["hidden"] + params["bias"])
+    hidden = jnp.tanh(x @ params["hidden"] + row(params["bias"], x))
     if key is not None:
         hidden = jnp.where(jax.random.bernoulli(key, 0.8, hidden.shape), hidden / 0.8, 0)
     return hidden @ params["out"]
@@ -40,13 +41,13 @@ def logits(params, x, key=None):
 def example_loss(params, example, key):
     """Cross entropy with dropout, for one example."""
     out = logits(params, example["x"], key)
-    right = (jnp.argmax(out) == example["y"]).astype(out.dtype)
+    right = (jnp.argmax(out) == example["y"].astype(int)).astype(out.dtype)
     return optax.softmax_cross_entropy_with_integer_labels(out, example["y"]), {"accuracy": right}
 
 
 def evaluate(params, batch):
     out = logits(params, batch["x"])
-    right = (jnp.argmax(out, -1) == batch["y"]).astype(out.dtype)
+    right = (jnp.argmax(out, -1) == batch["y"].astype(int)).astype(out.dtype)
     return optax.softmax_cross_entropy_with_integer_labels(out, batch["y"]), {"accuracy": right}
 
 
@@ -75,22 +76,22 @@ def normed_task(dtype=jnp.float32):
         real = mask[:, None]
         count = mask.sum().astype(hidden.dtype)
         mean = jnp.where(real, hidden, 0).sum(0) / count
-        var = jnp.where(real, (hidden - mean) ** 2, 0).sum(0) / count
-        normed = (hidden - mean) / jnp.sqrt(var + 1e-3)
-        out = jnp.tanh(normed + params["bias"]) @ params["out"]
+        var = jnp.where(real, (hidden - mean[None]) ** 2, 0).sum(0) / count
+        normed = (hidden - mean[None]) / jnp.sqrt(var + 1e-3)[None]
+        out = jnp.tanh(normed + params["bias"][None]) @ params["out"]
         entropy = optax.softmax_cross_entropy_with_integer_labels(out, batch["y"])
         state = {"mean": 0.9 * state["mean"] + 0.1 * mean, "seen": state["seen"] + count}
         return entropy, {"top": out.max(-1)}, state
 
     def score(params, state, batch):
-        out = jnp.tanh(batch["x"] @ params["hidden"] - state["mean"]) @ params["out"]
+        out = jnp.tanh(batch["x"] @ params["hidden"] - state["mean"][None]) @ params["out"]
         return optax.softmax_cross_entropy_with_integer_labels(out, batch["y"])
 
     return px.Task(
         init=make,
         loss=loss,
         evaluate=score,
-        predict=lambda params, state, inputs: inputs["x"] @ params["hidden"] - state["mean"],
+        predict=lambda params, state, inputs: inputs["x"] @ params["hidden"] - state["mean"][None],
         coupled=True,
         stateful=True,
     )
@@ -100,7 +101,7 @@ def contrastive_task(dtype=jnp.float32):
     """A coupled task without state: each example against all others of its microbatch."""
 
     def loss(params, batch, keys, mask):
-        z = jnp.tanh(batch["x"] @ params["hidden"] + params["bias"])
+        z = jnp.tanh(batch["x"] @ params["hidden"] + params["bias"][None])
         other = jnp.tanh(z @ params["out"])
         near = other @ other.T + jnp.where(mask[None, :], 0, -jnp.inf).astype(z.dtype)
         # The last term keeps a lone example from having no gradient at all.
@@ -181,7 +182,7 @@ def transformer_init(key, dtype=jnp.float32):
 
 def transformer_logits(params, words, key=None):
     def normalised(x, gain):
-        return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * gain
+        return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * gain[None]
 
     def dropped(x, key):
         if key is None:
@@ -196,7 +197,7 @@ def transformer_logits(params, words, key=None):
         weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
         mixed = jnp.einsum("hts,shk,hkd->td", weights, v, layer["attention_out"])
         x = px.name(x + dropped(mixed, key), "residual")
-        hidden = jax.nn.gelu(x @ layer["hidden"] + layer["bias"])
+        hidden = jax.nn.gelu(x @ layer["hidden"] + layer["bias"][None])
         return px.name(x + hidden @ layer["out"], "residual"), None
 
     x = px.name(params["embedding"][words], "residual")
@@ -317,7 +318,7 @@ def transformer_stack(dtype=jnp.float32, depth=LAYERS, tied=True):
         weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
         mixed = jnp.einsum("bhts,bshk,hkd->btd", weights, v, params["attention_out"])
         x = px.name(x + _dropped(mixed, keys), "residual")
-        hidden = jax.nn.gelu(x @ params["hidden"] + params["bias"])
+        hidden = jax.nn.gelu(x @ params["hidden"] + row(params["bias"], x))
         return px.name(x + hidden @ params["out"], "residual")
 
     def head(params, x, batch, keys):
@@ -327,7 +328,7 @@ def transformer_stack(dtype=jnp.float32, depth=LAYERS, tied=True):
         return entropy.mean(1), {"worst": entropy.max(1)}
 
     def logits(params, x, batch):
-        return (x * params["gain"]) @ params["table"].T
+        return (x * row(params["gain"], x)) @ params["table"].T
 
     own = {} if tied else {"table": jnp.ones((WORDS, WIDTH), dtype)}
     return px.stack(
@@ -386,7 +387,7 @@ def marked_task(dtype=jnp.float32):
         known = {}
         *inner, last = (params[f"layer{n}"] for n in range(len(widths) - 1))
         for n, layer in enumerate(inner):
-            x = x @ layer["w"] + layer["b"]
+            x = x @ layer["w"] + row(layer["b"], x)
             x = jnp.tanh(x) * params["scale"]
             if key is not None and n in (1, 4):
                 kept = jax.random.bernoulli(jax.random.fold_in(key, n), 0.9, x.shape)
@@ -394,7 +395,7 @@ def marked_task(dtype=jnp.float32):
             if n in (3, 4):  # from layers of the same width, two and four before
                 x = x + known[{3: 1, 4: 0}[n]]
             x = known[n] = px.stage_boundary(x)
-        return x @ last["w"] + last["b"]
+        return x @ last["w"] + row(last["b"], x)
 
     def example(params, row, key):
         out = outputs(params, row["x"], key)

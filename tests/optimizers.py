@@ -146,7 +146,7 @@ def start():
 
 
 def loss(params, batch, keys=None):
-    x = px.stage_boundary(jnp.tanh(batch["x"] @ params["first"] + params["bias"]))
+    x = px.stage_boundary(jnp.tanh(batch["x"] @ params["first"] + params["bias"][None]))
     logits = jnp.tanh(x @ params["second"]) @ params["out"]
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
 

@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jaxtyping import Float, Int, TypeCheckError
 
@@ -224,3 +227,16 @@ def test_a_name_that_is_elsewhere_is_pointed_at():
         px.bootstrap  # noqa: B018
     with pytest.raises(AttributeError, match=r"has no attribute 'nothing'$"):
         px.nothing  # noqa: B018
+
+
+def test_no_dtype_or_rank_is_promoted_implicitly():
+    """In the library and in the tests' models; optax does as it does."""
+    half, row, rows = jnp.ones(2, jnp.bfloat16), jnp.ones(2), jnp.ones((2, 2))
+    with pytest.raises(ValueError, match="no available implicit dtype promotion"):
+        half + row
+    with pytest.raises(ValueError, match="rank_promotion"):
+        row + rows
+    adam = optax.adam(optax.linear_schedule(1.0, 0.0, 9))
+    jax.jit(adam.update)(row, adam.init(row))
+    with pytest.raises(ValueError, match="no available implicit dtype promotion"):
+        half + row  # optax's rules end with it

@@ -98,7 +98,7 @@ def deep_task():
 
     @jax.jit
     def layer(x, params):
-        return jnp.tanh(x @ params["w"] + params["b"])
+        return jnp.tanh(x @ params["w"] + params["b"][None])
 
     def loss(params, batch, keys):
         x = batch["x"]

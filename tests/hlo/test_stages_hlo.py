@@ -66,10 +66,10 @@ def test_model_state_is_told_to_all_once_a_step():
         x, means = batch["x"], []
         for weight in params:
             x = jnp.tanh(px.stage_boundary(x @ weight))
-            means.append(jnp.where(mask[:, None], x, 0).sum(0) / mask.sum())
+            means.append(jnp.where(mask[:, None], x, 0).sum(0) / mask.sum().astype(x.dtype))
         state = {"means": [old + new for old, new in zip(state["means"], means, strict=True)],
                  "table": state["table"]}  # fmt: skip
-        return (x * state["table"]).sum(1), {}, state
+        return (x * state["table"][None]).sum(1), {}, state
 
     def init(key):
         weights = [jnp.ones((models.FEATURES, width)), jnp.ones((width, width))]

@@ -43,8 +43,8 @@ def balanced_experts(dtype=jnp.float64):
         scores = jax.nn.softmax(batch["x"] @ params["router"] + 0.1 * noise)
         chosen = jax.nn.one_hot(jnp.argmax(scores, 1), experts, dtype=dtype)
         real = mask.astype(dtype)[:, None]
-        load = (chosen * real).sum(0) / mask.sum()
-        importance = (scores * real).sum(0) / mask.sum()
+        load = (chosen * real).sum(0) / real.sum()
+        importance = (scores * real).sum(0) / real.sum()
         hidden = jnp.tanh(jnp.einsum("bf,efh->beh", batch["x"], params["in"]))
         logits = jnp.einsum("beh,ehc,be->bc", hidden, params["out"], scores * chosen)
         entropy = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
@@ -65,8 +65,8 @@ def staged(dtype=jnp.float64):
         x, real = batch["x"], mask[:, None]
         for number, weight in enumerate(params):
             x = x @ weight
-            mean = jnp.where(real, x, 0).sum(0) / mask.sum()
-            x = jnp.tanh(x - mean)
+            mean = jnp.where(real, x, 0).sum(0) / mask.sum().astype(dtype)
+            x = jnp.tanh(x - mean[None])
             if number < 2:
                 x = px.stage_boundary(x)
         kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, (4,)))(keys)
@@ -97,23 +97,23 @@ def running(dtype=jnp.float64):
         new = []
         for number, (weight, old) in enumerate(zip(params, state["norms"], strict=True)):
             x = x @ weight
-            real, count = mask[:, None], mask.sum()
+            real, count = mask[:, None], mask.sum().astype(dtype)
             mean = jnp.where(real, x, 0).sum(0) / count
-            var = jnp.where(real, (x - mean) ** 2, 0).sum(0) / count
+            var = jnp.where(real, (x - mean[None]) ** 2, 0).sum(0) / count
             new.append({"mean": 0.9 * old["mean"] + 0.1 * mean,
                         "var": 0.8 * old["var"] + 0.2 * var})  # fmt: skip
             # The backward pass needs what the forward pass read, and not what it wrote. A lone
             # example has a gradient.
-            x = jnp.tanh((x - 0.8 * mean - 0.1 * old["mean"]) * jax.lax.rsqrt(old["var"] + 1e-3))
-            x = state["scale"] * x
+            x = x - 0.8 * mean[None] - 0.1 * old["mean"][None]
+            x = state["scale"] * jnp.tanh(x * jax.lax.rsqrt(old["var"] + 1e-3)[None])
             if number < 3:
                 x = px.stage_boundary(x)
         return x, new
 
     def loss(params, state, batch, keys, mask):
         count = mask.sum()
-        first = jnp.where(mask[:, None], batch["x"], 0).sum(0) / count
-        x, norms = layers(params, state, batch["x"] - state["input"], mask)
+        first = jnp.where(mask[:, None], batch["x"], 0).sum(0) / count.astype(dtype)
+        x, norms = layers(params, state, batch["x"] - state["input"][None], mask)
         seen = state["seen"] + count.astype(jnp.int32)
         first = 0.9 * state["input"] + 0.1 * first
         new = {"norms": norms, "input": first, "seen": seen, "scale": state["scale"]}
@@ -121,9 +121,10 @@ def running(dtype=jnp.float64):
         return entropy, {"top": x.max(-1)}, new
 
     def predict(params, state, inputs):
-        x = inputs["x"] - state["input"]
+        x = inputs["x"] - state["input"][None]
         for number, (weight, old) in enumerate(zip(params, state["norms"], strict=True)):
-            x = jnp.tanh((x @ weight - old["mean"]) * jax.lax.rsqrt(old["var"] + 1e-3))
+            x = x @ weight - old["mean"][None]
+            x = jnp.tanh(x * jax.lax.rsqrt(old["var"] + 1e-3)[None])
             x = px.stage_boundary(x) if number < 3 else x
         return state["scale"] * x
 
@@ -377,8 +378,9 @@ def counting(read):
             x = read(state, jnp.tanh(x @ weight), number)
             if number == 0:
                 x = px.stage_boundary(x)
-        state = {"seen": state["seen"] + mask.sum(), "mean": state["mean"] + x.mean() * mask[0]}
-        return x.sum(1) * mask, {}, state
+        real = mask.astype(x.dtype)
+        state = {"seen": state["seen"] + real.sum(), "mean": state["mean"] + x.mean() * real[0]}
+        return x.sum(1) * real, {}, state
 
     def init(key):
         return [jnp.ones((models.FEATURES, 4)), jnp.ones((4, 3))], {

@@ -13,8 +13,6 @@ from tests.draws import draws
 
 import plurax as px
 
-pytestmark = pytest.mark.usefixtures("strict")
-
 SIZE = 23
 DATA = (1, 2, 3, 5, 7, 8)
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}

@@ -344,7 +344,7 @@ def test_nnx_constants_stay_and_tied_weights_are_one():
     keys = jax.random.split(jax.random.key(0), 13)
 
     def by_hand(kernel):
-        return ((ROWS["x"] @ kernel + np.arange(FEATURES)) @ kernel).sum()
+        return ((ROWS["x"] @ kernel + np.arange(FEATURES, dtype=np.float32)[None]) @ kernel).sum()
 
     grads = jax.jit(jax.grad(lambda params: task.loss(params, ROWS, keys).sum()))(params)
     (grad,) = jax.tree.leaves(grads)

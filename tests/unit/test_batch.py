@@ -240,7 +240,7 @@ def test_wider_numpy_dtypes_are_taken_as_jax_takes_them():
 
 SUM = px.Task(
     init=lambda key: {"w": jnp.zeros(())},
-    loss=lambda params, batch, keys: params["w"] * 0 + batch["n"].astype(jnp.float32),
+    loss=lambda params, batch, keys: params["w"] * 0 + batch["n"].astype(params["w"].dtype),
     predict=lambda params, inputs: inputs["n"],
 )
 

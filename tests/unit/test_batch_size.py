@@ -15,7 +15,7 @@ ROWS = models.data(4)
 
 LINEAR = px.Task(
     init=lambda key: jnp.ones(models.FEATURES),
-    loss=lambda params, batch, keys: (batch["x"] @ params - batch["y"]) ** 2,
+    loss=lambda params, batch, keys: (batch["x"] @ params - batch["y"].astype(params.dtype)) ** 2,
 )
 SPLIT = px.Plan(data=2, microbatches=3)
 

@@ -81,7 +81,7 @@ def test_every_dtype_has_one(dtype):
 def test_wide_dtypes_too():
     for values, step in (
         (jnp.linspace(0, 1, 7), 1e-15),
-        (jnp.linspace(0, 1, 7) * (1 + 1j), 1e-15j),
+        (jnp.linspace(0, 1, 7).astype(complex) * (1 + 1j), 1e-15j),
         (jnp.arange(7) + 2**40, 2**33),
     ):
         assert values.dtype.itemsize >= 8

@@ -119,9 +119,12 @@ def test_equal_stages_take_what_the_simulation_says(schedule):
             return jnp.tanh(x @ params)
 
         return px.stack(
-            embed=(lambda key: jnp.ones(width), lambda p, batch, keys: batch["x"] * p),
+            embed=(lambda key: jnp.ones(width), lambda p, batch, keys: batch["x"] * p[None]),
             block=(lambda key: jnp.zeros((width, width)), block),
-            head=(lambda key: jnp.ones(width), lambda p, x, batch, keys: jnp.sum(x * p, axis=1)),
+            head=(
+                lambda key: jnp.ones(width),
+                lambda p, x, batch, keys: jnp.sum(x * p[None], axis=1),
+            ),
             depth=depth,
         )
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tests.promotion import allowed
 
 import plurax as px
 from plurax.analysis.device_program import Flattener, Value
@@ -129,7 +130,7 @@ def perceptron():
     def loss(params, batch, keys):
         h = batch["x"]
         for layer in params:
-            h = jnp.tanh(h @ layer["w"] + layer["b"])
+            h = jnp.tanh(h @ layer["w"] + layer["b"][None])
         return jnp.mean((h - batch["y"]) ** 2, axis=1)
 
     like = jax.ShapeDtypeStruct((512, 256), jnp.float32)
@@ -149,7 +150,7 @@ def domains():
         "domain": jax.ShapeDtypeStruct((1024,), jnp.int32),
         "length": jax.ShapeDtypeStruct((1024,), jnp.float32),
     }
-    return task, batch, {}
+    return allowed(task), batch, {}
 
 
 def transformer():
@@ -158,7 +159,8 @@ def transformer():
         "bytes": jax.ShapeDtypeStruct((16, 65), jnp.uint8),
         "count": jax.ShapeDtypeStruct((16,), jnp.int32),
     }
-    return functions["make_task"](128, 4, 4, 64), batch, functions["shardings"](sequence=False)
+    task = allowed(functions["make_task"](128, 4, 4, 64))
+    return task, batch, functions["shardings"](sequence=False)
 
 
 def adamw():

@@ -43,7 +43,7 @@ def test_a_plan_for_more_devices_than_there_are(monkeypatch):
     monkeypatch.setattr(jax, "devices", None)
     task = px.Task(
         init=lambda key: {"w": jnp.zeros((512, 512)), "b": jnp.zeros(512)},
-        loss=lambda p, batch, keys: jnp.sum((batch["x"] @ p["w"] + p["b"]) ** 2, axis=1),
+        loss=lambda p, batch, keys: jnp.sum((batch["x"] @ p["w"] + p["b"][None]) ** 2, axis=1),
     )
     plan = px.Plan(data=128, tensor=8, zero=3, shardings={"w": (None, "tensor")})
     batch = {"x": jax.ShapeDtypeStruct((1024, 512), jnp.float32)}

@@ -203,7 +203,7 @@ def test_report_every_spares_rows(reference):
 
 LINEAR = px.Task(
     init=lambda key: jax.random.normal(key, (models.FEATURES,)),
-    loss=lambda params, batch, keys: (batch["x"] @ params - batch["y"]) ** 2,
+    loss=lambda params, batch, keys: (batch["x"] @ params - batch["y"].astype(params.dtype)) ** 2,
 )
 DIVERGING = px.Members(3, {"rate": [0.01, 1e9, 0.01]})
 
@@ -247,7 +247,7 @@ def test_reports_leave_frozen_members_out():
             loss=lambda *args: jax.tree.map(lambda x: x / hyper["good"], TASK.loss(*args)),
         )
 
-    members = px.Members(4, {"rate": 0.1, "good": [1, 0, 1, 1]})
+    members = px.Members(4, {"rate": 0.1, "good": [1.0, 0.0, 1.0, 1.0]})
     with pytest.warns(NonFiniteWarning, match="1 of 4 members"):
         result = px.fit(poisoned, adam, ROWS, members=members, plan=PLAN, epochs=2, batch_size=16,
                         evaluation=ROWS, progress=False)  # fmt: skip

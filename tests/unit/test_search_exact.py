@@ -66,7 +66,7 @@ def block_task(depth, width=64, heads=4, words=128):
     """A transformer of `depth` scanned layers."""
 
     def normed(x, gain):
-        return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * gain
+        return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * gain[None, None]
 
     def layer(key):
         return {
@@ -88,7 +88,7 @@ def block_task(depth, width=64, heads=4, words=128):
         return px.name(x + jax.nn.gelu(normed(x, p["g2"]) @ p["in"]) @ p["out"], "residual")
 
     def embed(p, batch, keys):
-        return px.name(p["e"][batch["t"]] + p["pos"], "residual")
+        return px.name(p["e"][batch["t"]] + p["pos"][None], "residual")
 
     def head(p, x, batch, keys):
         logits = normed(x, p["g"]) @ p["w"]

@@ -275,13 +275,16 @@ def hyper_task(**metrics):
 
     def task(hyper):
         def loss(params, batch, keys):
-            losses = (batch["x"] @ params - batch["y"]) ** 2
+            losses = (batch["x"] @ params - batch["y"].astype(params.dtype)) ** 2
             return jnp.where(hyper["bad"] > 0, jnp.nan, losses), values(hyper, batch)
 
         return px.Task(
             init=lambda key: jax.random.normal(key, (models.FEATURES,)),
             loss=loss,
-            evaluate=lambda params, batch: (batch["x"] @ params - batch["y"], values(hyper, batch)),
+            evaluate=lambda params, batch: (
+                batch["x"] @ params - batch["y"].astype(params.dtype),
+                values(hyper, batch),
+            ),
         )
 
     return task

@@ -35,7 +35,7 @@ def by_hand(body, in_specs):
     """A task whose second product is split by hand."""
 
     def loss(params, batch, keys):
-        hidden = jnp.tanh(batch["x"] @ params["hidden"] + params["bias"])
+        hidden = jnp.tanh(batch["x"] @ params["hidden"] + params["bias"][None])
         run = jax.shard_map(body, in_specs=in_specs, out_specs=jax.P(), axis_names={"tensor"},
                             check_vma=False)  # fmt: skip
         return jnp.sum(run(hidden, params["out"]) ** 2, axis=1)
@@ -78,7 +78,7 @@ def test_a_fault_in_one_gradient_names_its_parameter():
     product.defvjp(lambda x, w: (x @ w, (x, w)), backward)
 
     def loss(params, batch, keys):
-        hidden = jnp.tanh(batch["x"] @ params["hidden"] + params["bias"])
+        hidden = jnp.tanh(batch["x"] @ params["hidden"] + params["bias"][None])
         return jnp.sum(product(hidden, params["out"]) ** 2, axis=1)
 
     task = px.Task(init=models.init, loss=loss)
@@ -98,7 +98,7 @@ def test_a_wrong_rule_by_hand_is_found():
 
     def loss(params, batch, keys):
         def local(hidden, bias):
-            return hidden + bias[: hidden.shape[1]]
+            return hidden + bias[None, : hidden.shape[1]]
 
         columns = jax.P(None, "tensor")
         run = jax.shard_map(local, in_specs=(columns, jax.P()), out_specs=columns,

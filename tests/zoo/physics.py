@@ -83,7 +83,7 @@ PINN = Model(
 
 
 def field(params, y):
-    return jnp.tanh(y @ params["in"] + params["bias"]) @ params["out"]
+    return jnp.tanh(y @ params["in"] + params["bias"][None]) @ params["out"]
 
 
 @jax.custom_vjp

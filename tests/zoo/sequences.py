@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.promotion import row
 from tests.zoo.by_hand import Model, complex_matrix, entropy, matrix
 
 TIME, WIDTH, WORDS = 5, 6, 6
@@ -46,7 +47,7 @@ def gru_loss(mark, params, batch, keys):
         return jnp.where((t < batch["length"])[:, None], new, h), None
 
     start = jnp.zeros((x.shape[0], WIDTH))
-    h, _ = jax.lax.scan(turn, start, (x.swapaxes(0, 1), jnp.arange(TIME)))
+    h, _ = jax.lax.scan(turn, start, (x.swapaxes(0, 1), jnp.arange(TIME, dtype=jnp.int32)))
     logits = mark(h) @ params["head"]
     return entropy(logits, batch["y"]), {}
 
@@ -96,13 +97,15 @@ def lstm(params, x, real):
 def bilstm_loss(mark, params, batch, keys):
     def one(words, length):
         x = mark(params["embed"][words])
-        real = jnp.arange(TIME) < length
+        real = jnp.arange(TIME, dtype=jnp.int32) < length
         ahead = lstm(params["forward"], x, real)
         back = lstm(params["backward"], x[::-1], real[::-1])[::-1]
         logits = mark(jnp.concatenate([ahead, back], -1)) @ params["head"]
         losses = entropy(logits, jnp.roll(words, 1))
-        right = logits.argmax(-1) == jnp.roll(words, 1)
-        return jnp.where(real, losses, 0).sum() / length, (right & real).sum() / length
+        right = logits.argmax(-1) == jnp.roll(words, 1).astype(int)
+        count = length.astype(losses.dtype)
+        hits = jnp.sum(right & real, dtype=x.dtype)
+        return jnp.where(real, losses, 0).sum() / count, hits / count
 
     losses, right = jax.vmap(one)(batch["words"], batch["length"])
     return losses, {"right": right}
@@ -141,13 +144,13 @@ def ssm_init(key):
 def ssm_loss(mark, params, batch, keys):
     x = mark(batch["x"] @ params["in"])
     a = jnp.exp(jax.lax.complex(-jnp.exp(params["decay"]), params["turn"]))
-    steps = (jnp.broadcast_to(a, x.shape).astype(a.dtype), params["b"] * x)
+    steps = (jnp.broadcast_to(a, x.shape).astype(a.dtype), row(params["b"], x) * x.astype(a.dtype))
 
     def after(first, second):
         return first[0] * second[0], second[0] * first[1] + second[1]
 
     _, states = jax.lax.associative_scan(after, steps, axis=1)
-    y = mark(jax.nn.gelu((states @ params["c"]).real + params["skip"] * x))
+    y = mark(jax.nn.gelu((states @ params["c"]).real + row(params["skip"], x) * x))
     return (y.mean(1) @ params["head"] - batch["y"]) ** 2, {"size": jnp.abs(states).max((1, 2))}
 
 
@@ -180,7 +183,7 @@ def moe_loss(mark, params, batch, keys, mask):
     y = mark(x + jnp.einsum("bteh,ehd,bte->btd", hidden, params["down"], gates))
     losses = entropy(y @ params["head"], jnp.roll(batch["words"], -1, 1)).mean(1)
     real = mask[:, None, None]
-    count = mask.sum() * TIME
+    count = (mask.sum() * TIME).astype(x.dtype)
     share = jnp.where(real, chosen.sum(-2), 0).sum((0, 1)) / count
     wanted = jnp.where(real, probabilities, 0).sum((0, 1)) / count
     return losses + 0.1 * 4 * jnp.vdot(share, wanted), {"load": gates.max((1, 2))}
@@ -214,8 +217,8 @@ def made_init(key):
 
 
 def made_loss(mark, params, batch, keys):
-    hidden = mark(jnp.tanh(batch["x"] @ (params["in"] * INNER) + params["bias"]))
-    mean = hidden @ jnp.where(OUTER, params["mean"], 0) + params["shift"]
+    hidden = mark(jnp.tanh(batch["x"] @ (params["in"] * INNER) + params["bias"][None]))
+    mean = hidden @ jnp.where(OUTER, params["mean"], 0) + params["shift"][None]
     log_scale = hidden @ jnp.where(OUTER, params["log_scale"], 0)
     z = (batch["x"] - mean) * jnp.exp(-log_scale)
     return (z**2 / 2 + log_scale).sum(1), {"z": jnp.abs(z).max(1)}
@@ -261,7 +264,8 @@ def spiking_init(key):
 def spiking_loss(mark, params, batch, keys):
     def turn(carry, x):
         v, s, out = carry
-        v = jax.nn.sigmoid(params["leak"]) * v * (1 - s) + x @ params["in"] + s @ params["again"]
+        v = jax.nn.sigmoid(params["leak"])[None] * v * (1 - s)
+        v = v + x @ params["in"] + s @ params["again"]
         s = spike(v - 0.5)
         return (v, s, 0.8 * out + s @ params["out"]), s.mean(-1)
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from tests.promotion import row
 from tests.zoo.by_hand import Model, entropy, matrix
 
 
@@ -26,7 +27,7 @@ def linear(key, rows, columns):
 
 def apply(layer, x):
     x = x @ layer["kernel"]
-    return x if layer["bias"] is None else x + layer["bias"]
+    return x if layer["bias"] is None else x + row(layer["bias"], x)
 
 
 def vit_init(key):
@@ -50,16 +51,17 @@ def vit_init(key):
 
 def vit_loss(mark, params, batch, keys):
     x = batch["x"].reshape(-1, 2, 2, 2, 2, 3).transpose(0, 1, 3, 2, 4, 5).reshape(-1, 4, 12)
-    x = mark(apply(params["embed"], x) + params["position"])
+    x = mark(apply(params["embed"], x) + params["position"][None])
     for block in params["blocks"]:
         mean, var = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
-        normed = (x - mean) * jax.lax.rsqrt(var + 1e-5) * block["gain"]
+        normed = (x - mean) * jax.lax.rsqrt(var + 1e-5) * row(block["gain"], x)
         q, k, v = (apply(block[name], normed).reshape(-1, 4, 2, 4) for name in "qkv")
         weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k) / 2)
         x = x + jnp.einsum("bhts,bshd->bthd", weights, v).reshape(-1, 4, 8)
         x = mark(x + apply(block["down"], jax.nn.gelu(apply(block["up"], x))))
     logits = apply(params["head"], x.mean(1))
-    return entropy(logits, batch["y"]), {"right": (logits.argmax(-1) == batch["y"]) * 1.0}
+    right = logits.argmax(-1) == batch["y"].astype(int)
+    return entropy(logits, batch["y"]), {"right": right.astype(logits.dtype)}
 
 
 VIT = Model(
@@ -90,11 +92,12 @@ def resnet_init(key):
 
 def batch_norm(layer, running, x, mask):
     real = mask[:, None, None, None]
-    count = mask.sum() * x.shape[1] * x.shape[2]
+    count = (mask.sum() * x.shape[1] * x.shape[2]).astype(x.dtype)
     mean = jnp.where(real, x, 0).sum((0, 1, 2)) / count
-    var = jnp.where(real, (x - mean) ** 2, 0).sum((0, 1, 2)) / count
+    var = jnp.where(real, (x - row(mean, x)) ** 2, 0).sum((0, 1, 2)) / count
     new = {"mean": 0.9 * running["mean"] + 0.1 * mean, "var": 0.9 * running["var"] + 0.1 * var}
-    return layer["scale"] * (x - mean) * jax.lax.rsqrt(var + 1e-3) + layer["shift"], new
+    scale, shift, mean = (row(one, x) for one in (layer["scale"], layer["shift"], mean))
+    return scale * (x - mean) * row(jax.lax.rsqrt(var + 1e-3), x) + shift, new
 
 
 def resnet_loss(mark, params, running, batch, keys, mask):

@@ -135,7 +135,7 @@ def uneven_totals(
         for first, stop, size in ((0, more, each + 1), (more, microbatches, each)):
             if first == stop or not size:
                 continue
-            places = jnp.arange(first, stop)[:, None] + microbatches * jnp.arange(size)
+            places = jnp.arange(first, stop)[:, None] + microbatches * jnp.arange(size)[None]
             stacked = jax.tree.map(lambda leaf, at=places: leaf[at], rows)
             part, model_state = accumulate(
                 lambda state, part: fun(params, state, part), stop - first
