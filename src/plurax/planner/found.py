@@ -42,8 +42,8 @@ class Found:
     - `machine`, and `memory`, the bytes that a device may use.
     - `ranked`: the plans that fit, fastest first.
     - `refused`: those that do not fit or cannot be, with the reason.
-    - `candidates`: the number of plans considered; `least_left`, the seconds below which no plan
-      that was not looked at can be.
+    - `candidates`: the number of plans considered; `least_left`, the least seconds of a plan
+      that was not estimated, by its bound or its costs.
     - `seconds` that the search took.
     - `shardings`: the searches over `tensor`, for `explain`.
     """
@@ -75,9 +75,9 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """How much faster than the best a plan that was not looked at could be at most, as a share.
+        """How much faster than the best a plan that was not estimated could be, as a share.
 
-        0 if none can be faster under the same model of the machine.
+        By its bound, or by its costs on the solved graph, if it got so far.
         """
         best = self.ranked[0].seconds
         return max(0.0, 1 - self.least_left / best)
@@ -124,9 +124,9 @@ class Found:
     def _notes(self) -> list[str]:
         """Return what else is to be known of the ranking."""
         proof = (
-            "no other plan can be faster under this model of the machine"
+            "by their bounds and costs, plans that were not estimated are not faster"
             if self.gap == 0
-            else f"a plan that was not looked at could be up to {self.gap:.0%} faster"
+            else f"a plan that was not estimated could be up to {self.gap:.0%} faster"
         )
         notes = [f"{proof}; found in {self.seconds:.1f} s"]
         over = [one for one in self.refused if one.why == "memory"]

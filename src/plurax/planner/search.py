@@ -7,8 +7,8 @@ Three steps, each dearer and nearer to the truth than the one before:
     the best few          traced and estimated (`analysis/estimate.py`)       about a second each
 
 Candidates wait in a queue in the order of the least seconds that they can take. The first one is
-looked at more closely and put back; when an estimated plan comes first, nothing left can be faster,
-and it is the best. This is best-first branch and bound.
+looked at more closely and put back; an estimated plan that comes first is ranked, since nothing
+left has a lower bound or cost. This is best-first branch and bound.
 
     queue                                                    then
     data=8 >= 1.24 s, data=4 tensor=2 >= 1.31 s, ...         data=8 is computed: 1.58 s
@@ -31,6 +31,7 @@ import optax
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.analysis.machine_timings import measure_machine
 from plurax.machine import Machine
 from plurax.plan import Plan
 from plurax.planner.candidates import Candidate, Model, candidates, model_of, tensor_rows
@@ -45,7 +46,7 @@ def search(
     task: Task,
     optimizer: optax.GradientTransformation,
     batch: PyTree,
-    machine: Machine,
+    machine: Machine | None = None,
     *,
     pinned: Plan | Mapping[str, Any] | None = None,
     memory: float | None = None,
@@ -59,7 +60,7 @@ def search(
 
     - `task`, `optimizer`, `batch`: as for `compile`. Only shapes and dtypes of `batch` are read,
       and neither devices nor memory are used, however many the machine has.
-    - `machine`: where it is to run.
+    - `machine`: where it is to run; by default this machine, measured in about ten seconds.
     - `pinned`: a plan whose fields and sharding rules hold; what it leaves at the default is
       searched. As a dict, all its fields hold: `{"tensor": 1}` searches without `tensor`.
       `precision` is never searched, because it changes the numbers.
@@ -69,12 +70,13 @@ def search(
       what is pinned outward.
     - `count`: of plans to rank.
     - `seconds`: after which the search ends with what it has found. It says how much faster a plan
-      not looked at could be at most.
+      that was not estimated could be.
 
     **Returns:** the ranked plans. Raises `PlanError` if no plan fits, and says what comes nearest.
     """
     fields = [] if pinned is None else _pinned_fields(pinned)
     pinned = Plan(**pinned) if isinstance(pinned, Mapping) else pinned or Plan()
+    machine = machine or measure_machine()
     started = time.perf_counter()
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
     model = model_of(task, optimizer, like, pinned.precision)
