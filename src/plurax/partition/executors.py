@@ -134,9 +134,9 @@ class FollowShapes(Executor):
         self, scan: Scan, body: Callable[..., Any], carry: Sequence[Any], xs: Sequence[Any]
     ) -> list[Shard]:
         """Follow one iteration, which returns the carry as it received it."""
-        self._trips *= scan.length
+        before, self._trips = self._trips, self._trips * scan.length
         out = body(carry, [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in xs])
-        self._trips //= scan.length
+        self._trips = before
         ys = out[scan.num_carry :]
         stacked = [jax.ShapeDtypeStruct((scan.length, *y.shape), y.dtype) for y in ys]
         return [*out[: scan.num_carry], *stacked]

@@ -255,5 +255,8 @@ class Resharder:
 
 def _named(eqn: Any) -> str:
     """Return an equation's operation and enclosing function, such as "dot_general in attention"."""
-    frames = [frame for frame in str(eqn.source_info.name_stack).split("/") if frame]
-    return f"{eqn.primitive.name} in {frames[-1]}" if frames else str(eqn.primitive.name)
+    name = str(eqn.primitive.name)
+    # `jnp.sort` is a jitted function that calls the primitive `sort`.
+    frames = str(eqn.source_info.name_stack).split("/")
+    frames = [frame for frame in frames if frame not in ("", f"jit({name})")]
+    return f"{name} in {frames[-1]}" if frames else name
