@@ -57,6 +57,7 @@ def test_the_bytes_of_a_solution_are_those_of_its_plan(name, tensor, size):
     assert px.Plan.from_toml(plan.to_toml()) == plan
 
 
+@pytest.mark.slow
 def test_few_strategies_are_written():
     make, rows, _ = MODELS["transformer"]
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rows(8))

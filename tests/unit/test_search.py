@@ -19,6 +19,10 @@ def searched(machine, **options):
     return px.search(models.mlp_task(), optax.adam(1e-2), models.data(64), machine, **options)
 
 
+# One process, so that the search of `found` runs once.
+pytestmark = pytest.mark.xdist_group("search")
+
+
 @pytest.fixture(scope="module")
 def found():
     return searched(SLOW, seconds=60.0, count=3)
@@ -47,7 +51,7 @@ def test_the_best_plan_runs(found):
 
 
 def test_one_device_where_messages_cost_most():
-    found = searched(FAR, count=1, seconds=60.0)
+    found = searched(FAR, pinned={"tensor": 1}, count=1, seconds=60.0)
     assert found.best.devices == 1
 
 
@@ -81,10 +85,10 @@ def test_why_a_parameter_is_split():
 
 def test_a_plan_that_fits_is_needed():
     with pytest.raises(px.PlanError, match=r"no plan fits in 10 bytes per device"):
-        searched(SLOW, memory=10.0)
+        searched(SLOW, pinned={"tensor": 1}, memory=10.0)
     with pytest.raises(px.PlanError, match="must multiply to a divisor of the devices"):
         searched(SLOW, pinned=px.Plan(data=3))
-    little = searched(SLOW, memory=6000.0, count=1, seconds=60.0)
+    little = searched(SLOW, pinned={"tensor": 1}, memory=6000.0, count=1, seconds=60.0)
     assert little.ranked[0].memory <= 6000 < max(one.memory for one in little.refused)
 
 
