@@ -14,7 +14,7 @@ from tests import models
 from tests.draws import draws
 
 import plurax as px
-from plurax.execute.gradient import traced_gradient
+from plurax.execute.gradient import gradient
 from plurax.execute.initial_state import new_state
 from plurax.execute.rows import abstract_rows
 from plurax.jaxpr.compat import Scan
@@ -60,9 +60,8 @@ def gradient_of(name, data=1):
     rows = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((SIZE // data, *x.shape[1:]), x.dtype), batch
     )
-    closed, _ = traced_gradient(
-        task, "float32", "none", state.params, state.model_state, abstract_rows(rows)
-    )
+    fun = gradient(task, "float32")
+    closed = jax.make_jaxpr(fun)(state.params, state.model_state, abstract_rows(rows))
     return closed.jaxpr
 
 

@@ -68,6 +68,8 @@ def test_the_text_says_what_was_found(found):
 def test_what_is_pinned_holds():
     found = searched(SLOW, pinned=px.Plan(data=2, tensor=1, zero=1), count=1, seconds=60.0)
     assert (found.best.data, found.best.zero) == (2, 1)
+    offloaded = searched(SLOW, pinned={"remat": "offload", "tensor": 1}, count=1, seconds=60.0)
+    assert offloaded.best.remat == "offload"
     rules = {"out": ("tensor", None)}
     by_rule = searched(SLOW, pinned=px.Plan(tensor=2, shardings=rules), count=1, seconds=60.0)
     assert by_rule.best.tensor == 2

@@ -14,7 +14,7 @@ from hypothesis import assume, given
 from tests.draws import draws
 
 import plurax as px
-from plurax.execute.gradient import traced_gradient
+from plurax.execute.gradient import gradient
 from plurax.execute.rows import abstract_rows
 from plurax.machine import Level, Machine
 from plurax.partition.pins import traced_as
@@ -577,7 +577,8 @@ def test_what_is_predicted_is_what_the_plan_sends(task, batch, remat):
     graph = graph_of_step(task, plan, batch)
     solution = exact.solve(graph, BytesSent())
     params = jax.eval_shape(task.init, jax.random.key(0))
-    closed, _ = traced_gradient(task, "float32", remat, params, (), abstract_rows(batch))
+    fun = gradient(task, "float32", remat=remat)
+    closed = jax.make_jaxpr(fun)(params, (), abstract_rows(batch))
 
     def entries(shardings):
         return tuple(entries_of(one.dims, one.partial) for one in shardings)

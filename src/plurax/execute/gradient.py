@@ -169,22 +169,6 @@ def gradient(
     return order_recomputation(run_) if ordered and remat != "none" else run_
 
 
-def traced_gradient(
-    task: Task, precision: Precision, remat: Remat, params: PyTree, model_state: PyTree, rows: Rows
-) -> tuple[Any, Any]:
-    """Trace `gradient` as a plan with operator parallelism does.
-
-    **Arguments:** `params`, `model_state` and `rows` of one microbatch on one device, as
-    `jax.ShapeDtypeStruct`s.
-
-    **Returns:** the closed jaxpr, whose equations `plurax.strategies` names by their paths, and the
-    shapes of its results.
-    """
-    fun = gradient(task, precision, remat=remat)
-    closed: tuple[Any, Any] = jax.make_jaxpr(fun, return_shape=True)(params, model_state, rows)
-    return closed
-
-
 def split_output(
     task: Task, output: Any, model_state: PyTree, size: int
 ) -> tuple[Array, dict[str, Array], PyTree]:

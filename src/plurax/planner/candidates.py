@@ -25,6 +25,7 @@ import jax
 import optax
 from jaxtyping import PyTree
 
+from plurax import errors
 from plurax.execute.gradient import gradient
 from plurax.execute.initial_state import new_state
 from plurax.execute.placement import leading_dim
@@ -61,7 +62,7 @@ class Model:
     """What the bounds of all candidates need to know of a task.
 
     **Fields:** `like`, the training state as `jax.ShapeDtypeStruct`s; `totals`, by remat policy;
-    `parameters`, `gradients` and `optimizer`, their bytes; `batch_size`; `layers`, the largest
+    `parameters` and `optimizer`, the bytes of each; `batch_size`; `layers`, the largest
     number of stages into which the model can be cut.
     """
 
@@ -84,7 +85,6 @@ def model_of(
     like: TrainState = jax.eval_shape(lambda: new_state(task, optimizer, jax.random.key(0)))
     rows = abstract_rows(batch)
     totals: dict[str, Totals] = {}
-    layers = 1 if task.stack is None else task.stack.depth
     for remat in remats:
         fun = gradient(task, precision, remat=remat)
         graph = graph_of(fun, (like.params, like.model_state, rows), Axes({}), searched=())
@@ -100,8 +100,7 @@ def model_of(
         )
         products = sum(node.trips for node in graph.nodes if node.strategies[0].flops)
         totals[remat] = Totals(flops, products, kept)
-    if task.stack is None:
-        layers = 1 + _boundaries(task, like, rows)
+    layers = 1 + _boundaries(graph.traced.jaxpr) if task.stack is None else task.stack.depth
     return Model(
         like,
         totals,
@@ -112,10 +111,8 @@ def model_of(
     )
 
 
-def _boundaries(task: Task, like: TrainState, rows: Any) -> int:
-    """Return the number of `stage_boundary`s in a task's loss."""
-    fun = gradient(task, "float32")
-    jaxpr = jax.make_jaxpr(fun)(like.params, like.model_state, rows).jaxpr
+def _boundaries(jaxpr: Any) -> int:
+    """Return the number of `stage_boundary`s in a traced gradient."""
     tags = {
         eqn.params["tag"]
         for eqn in all_equations(jaxpr)
@@ -165,16 +162,20 @@ def candidates(
         ):
             if schedule == "interleaved" and 2 * pipeline > model.layers:
                 continue
-            plan = dataclasses.replace(
-                pinned,
-                data=data,
-                pipeline=pipeline,
-                tensor=tensor,
-                microbatches=microbatches,
-                zero=zero,
-                remat=remat,
-                schedule=schedule,
-            )
+            try:
+                plan = dataclasses.replace(
+                    pinned,
+                    data=data,
+                    pipeline=pipeline,
+                    tensor=tensor,
+                    microbatches=microbatches,
+                    zero=zero,
+                    remat=remat,
+                    schedule=schedule,
+                )
+            except errors.PlanError:
+                # What is pinned, such as `stages` or `layers`, does not go with these sizes.
+                continue
             yield Candidate(plan, *_bounds(model, machine, plan))
 
 

@@ -4,11 +4,12 @@ import dataclasses
 import functools
 
 from plurax import errors
-from plurax.analysis.estimate import Estimate
+from plurax.analysis.estimate import Estimate, human_seconds
 from plurax.machine import Machine
 from plurax.notebook import html_table
 from plurax.plan import Plan
 from plurax.planner.tensor import TensorSearch
+from plurax.tree import human_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,12 +104,14 @@ class Found:
             found = one.estimate
             assert found is not None
             parts = ", ".join(
-                f"{name} {_seconds(part)}"
-                for name, part in _parts(found).items()
+                f"{name} {human_seconds(part)}"
+                for name, part in sorted(found.parts().items(), key=lambda part: -part[1])
                 if part > 0.005 * found.seconds
             )
-            memory = f"{_bytes(one.memory)} of {_bytes(self.memory)}"
-            rows.append((str(rank), one.plan.sizes_text(), _seconds(one.seconds), memory, parts))
+            memory = f"{human_bytes(one.memory)} of {human_bytes(self.memory)}"
+            rows.append(
+                (str(rank), one.plan.sizes_text(), human_seconds(one.seconds), memory, parts)
+            )
         return rows
 
     def __str__(self) -> str:
@@ -133,55 +136,18 @@ class Found:
         if over:
             least = min(over, key=lambda one: one.memory)
             notes.append(
-                f"{len(over)} plans need more than {_bytes(self.memory)}; the least of them "
-                f"{_bytes(least.memory)}: {least.plan.sizes_text()}"
+                f"{len(over)} plans need more than {human_bytes(self.memory)}; the least of them "
+                f"{human_bytes(least.memory)}: {least.plan.sizes_text()}"
             )
         reasons = {one.why: one for one in self.refused if one.why != "memory"}
-        notes += [f"cannot be: {one.plan.sizes_text()}: {why}" for why, one in reasons.items()]
+        some = list(reasons.items())[:3]
+        notes += [f"cannot be: {one.plan.sizes_text()}: {why}" for why, one in some]
         return notes
 
     def __repr__(self) -> str:
         best = self.ranked[0]
-        return f"Found({best.plan.sizes_text()}: {_seconds(best.seconds)} a step)"
+        return f"Found({best.plan.sizes_text()}: {human_seconds(best.seconds)} a step)"
 
     def _repr_html_(self) -> str:
         title = f"The fastest of {self.candidates} plans for {self.machine.name}"
         return html_table(title, ["", "plan", "a step", "memory", "of which"], self.rows())
-
-
-def _parts(found: Estimate) -> dict[str, float]:
-    """Return the seconds of a step by what a device does, the most first."""
-    gradient = found.gradient
-    parts = {
-        "products": gradient.products,
-        "memory traffic": gradient.traffic,
-        **{f"over {axes}": seconds for axes, seconds in gradient.collectives.items()},
-        "overhead": gradient.overhead,
-        "bubble": gradient.bubble,
-        "update": found.update.total,
-    }
-    return dict(sorted(parts.items(), key=lambda part: -part[1]))
-
-
-def _seconds(seconds: float) -> str:
-    """Return seconds with three digits and a unit.
-
-    >>> _seconds(0.01234), _seconds(2.5)
-    ('12.3 ms', '2.5 s')
-    """
-    for unit, size in (("s", 1), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
-
-
-def _bytes(size: float) -> str:
-    """Return bytes with three digits and a unit.
-
-    >>> _bytes(80e9), _bytes(1234)
-    ('80 GB', '1.23 kB')
-    """
-    for unit, one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= one:
-            return f"{size / one:.3g} {unit}"
-    return f"{size:.0f} B"

@@ -34,11 +34,11 @@ from plurax import errors
 from plurax.analysis.machine_timings import measure_machine
 from plurax.machine import Machine
 from plurax.plan import Plan
-from plurax.planner.candidates import Candidate, Model, candidates, model_of, tensor_rows
+from plurax.planner.candidates import REMATS, Candidate, Model, candidates, model_of, tensor_rows
 from plurax.planner.costs import Seconds, state_ratios
 from plurax.planner.found import Found, Ranked
 from plurax.planner.steady import estimate_steady
-from plurax.planner.tensor import SolverName, SplitsNothingError, TensorSearch
+from plurax.planner.tensor import SolverName, TensorSearch
 from plurax.task import Task
 
 
@@ -79,7 +79,8 @@ def search(
     machine = machine or measure_machine()
     started = time.perf_counter()
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
-    model = model_of(task, optimizer, like, pinned.precision)
+    remats = (pinned.remat,) if "remat" in fields else REMATS
+    model = model_of(task, optimizer, like, pinned.precision, remats)
     limit = machine.memory if memory is None else memory
     every = list(candidates(model, machine, machine.devices, pinned, fields))
     if not every:
@@ -187,10 +188,9 @@ class _Run:
             queue.push(bound, candidate, _BOUND)
             return False
         try:
+            if not self._shardings.splits(candidate.plan):
+                return False
             seconds = self._shardings.seconds(candidate.plan)
-            self._shardings.plan(candidate.plan)
-        except SplitsNothingError:
-            return False
         except errors.PlanError as error:
             self._refuse(candidate, str(error).splitlines()[0])
             return False

@@ -22,7 +22,6 @@ from typing import Any, Literal
 from jaxtyping import PyTree
 
 from plurax import errors
-from plurax.errors import PlanError
 from plurax.execute.placement import leading_dim
 from plurax.plan import Plan
 from plurax.planner import exact, propagate, recursive
@@ -105,13 +104,6 @@ class Sharded:
             yield node, node.strategies[choice]
 
 
-class SplitsNothingError(PlanError):
-    """Splitting over `tensor` costs more than it saves."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(str(errors.search_splits_nothing(plan.sizes_text())))
-
-
 class TensorSearch:
     """Finds the shardings of candidates of one task.
 
@@ -137,14 +129,15 @@ class TensorSearch:
     def plan(self, plan: Plan, *, fewest: bool = False) -> Plan:
         """Return a candidate with the best shardings over `tensor`.
 
-        With `fewest`, only those strategies of equations that make a difference.
+        With `fewest`, only those strategies of equations that make a difference. Raises `PlanError`
+        if nothing is worth splitting.
         """
         if plan.tensor == 1:
             return plan
         found = self.sharded(plan)
         rules = {**dict(plan.rules), **rules_of(found.shardings)}
         if not found.splits_products:
-            raise SplitsNothingError(plan)
+            raise errors.search_splits_nothing(plan.sizes_text())
         strategies = found.strategies
         if plan.pipeline > 1:
             strategies = []
@@ -173,6 +166,10 @@ class TensorSearch:
             more = solution.cost - found.solution.cost
             lines.append(f"  {_text(other)}: {more / found.solution.cost:+.1%}, {more:+.3g} s")
         return "\n".join(lines)
+
+    def splits(self, plan: Plan) -> bool:
+        """Whether the devices of `tensor`, if there are several, share any matrix product."""
+        return plan.tensor == 1 or self.sharded(plan).splits_products
 
     def seconds(self, plan: Plan) -> float:
         """Return the seconds of a step under a candidate, from a solution that it shares."""
