@@ -108,6 +108,14 @@ PYTHON = {
         ("px.Machine('mine', {'fp16': 7e13}, 24e9, 1e12)", "MachineError",
          "flops has a rate for 'fp16', which is none of the dtypes float64, float32, bfloat16"),
         ("px.Machine.load('none.toml')", "MachineError", "none.toml is not a machine in TOML"),
+        *(
+            (f"px.{call}", "MachineError",
+             "machine='8xA100-80GB', and must be a plurax.Machine: plurax.Machine.preset(")
+            for call in (
+                "fit(task, optimizer, data, batch_size=8, machine='8xA100-80GB')",
+                "estimate(task, optimizer, px.Plan(), data, '8xA100-80GB')",
+            )
+        ),
     ],
     "Sweeps and halving": [
         ("px.ensemble.successive_halving(task, optimizer, data, members=3, batch_size=8, epochs=9)",

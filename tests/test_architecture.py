@@ -45,8 +45,8 @@ PUBLIC = {
         sharding train""",
     "plurax.adapters": "equinox linen nnx",
     "plurax.analysis": """
-        Collective Comparison Difference Estimate FastestBatchSize Level MaxBatchSize Memory Planned
-        PlannedMemory Seconds Verification measure_machine planned""",
+        Collective Comparison Difference Estimate FastestBatchSize Level MaxBatchSize Measured
+        Memory Planned PlannedMemory Seconds Verification measure_machine planned""",
     "plurax.ensemble": """
         Calibration Classification Halving MaxMembers Regression Rung Sweep Tuning accuracy
         bootstrap brier calibration combine_classification combine_regression draw_confidence

@@ -66,18 +66,19 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
     )
 
 
-def collectives(hlo: str, mesh: Mesh) -> list[Collective]:
+def collectives(hlo: str, mesh: Mesh, unknown_trips: int | None = None) -> list[Collective]:
     """Return the collectives in the text of a compiled program, in textual order.
 
     A collective that XLA splits in two (`all-reduce-start`, `all-reduce-done`) counts once; one
     over a single device is left out. Loop bodies are followed through calls, conditionals and
-    nested loops.
+    nested loops. `unknown_trips` are those of a loop whose length is not known: with 1, a loop over
+    many steps has the collectives of one step.
     """
     bodies = dict(_computations(hlo))
     entry = re.search(r"^ENTRY %?([\w.\-]+)", hlo, re.MULTILINE)
     assert entry is not None, "compiled text without an entry computation"
     found: list[Collective] = []
-    _walk(entry[1], bodies, mesh, False, 1, found)
+    _walk(entry[1], bodies, mesh, False, 1, unknown_trips, found)
     return found
 
 
@@ -87,6 +88,7 @@ def _walk(
     mesh: Mesh,
     in_loop: bool,
     trips: int | None,
+    unknown_trips: int | None,
     found: list[Collective],
 ) -> None:
     lines = bodies.get(name, [])
@@ -113,14 +115,14 @@ def _walk(
         if re.search(r"\bwhile\(", line):
             body = re.search(r"body=%?([\w.\-]+)", line)
             known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-            times = int(known[1]) if known else None
+            times = int(known[1]) if known else unknown_trips
             assert body is not None
             # Nested loops multiply; an unknown length makes everything inside unknown.
             inner = None if times is None or trips is None else trips * times
-            _walk(body[1], bodies, mesh, True, inner, found)
+            _walk(body[1], bodies, mesh, True, inner, unknown_trips, found)
         elif not re.search(r" async-(update|done)\(", line):  # the start names the same call
             for called in _called(line):
-                _walk(called, bodies, mesh, in_loop, trips, found)
+                _walk(called, bodies, mesh, in_loop, trips, unknown_trips, found)
 
 
 def _kept_slice(line: str, lines: list[str], bodies: dict[str, list[str]]) -> int | None:

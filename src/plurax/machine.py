@@ -109,11 +109,14 @@ class Machine:
     groups: Sequence[tuple[int, "Machine"]] = ()
     """If devices differ, all of them in mesh order: how many, and one such device as a machine. The
     other fields are then those of the slowest and smallest. Empty if all are alike."""
+    correction: float = 1.0
+    """What steps took on it, as a multiple of what all these numbers say: learned from runs by
+    `plurax machine --runs`. All seconds are multiplied by it."""
 
     def __post_init__(self) -> None:
         where = f"Machine({self.name!r})"
         object.__setattr__(self, "flops", _flops(where, self.flops))
-        for field in ("memory", "memory_bandwidth", "efficiency"):
+        for field in ("memory", "memory_bandwidth", "efficiency", "correction"):
             _set_number(self, where, field, positive=True)
         for field in ("overhead", "half_dim"):
             _set_number(self, where, field)
@@ -140,6 +143,11 @@ class Machine:
         """The number of devices."""
         return self.levels[-1].devices if self.levels else 1
 
+    @property
+    def start_seconds(self) -> float:
+        """The seconds that starting an operation costs a device: `overhead`, corrected."""
+        return self.correction * self.overhead
+
     def product_seconds(self, m: int, n: int, k: int, dtype: str, batch: int = 1) -> float:
         """Return the seconds of `batch` products (m, k) × (k, n) on one device.
 
@@ -157,15 +165,15 @@ class Machine:
         if smallest == 0:
             return 0.0
         reached = self.efficiency * smallest / (self.half_dim + smallest)
-        return 2.0 * batch * m * n * k / (reached * self._peak(dtype))
+        return self.correction * 2.0 * batch * m * n * k / (reached * self._peak(dtype))
 
     def peak_seconds(self, operations: float, dtype: str) -> float:
         """Return the seconds of operations in matrix products whose dims are all large."""
-        return operations / (self.efficiency * self._peak(dtype))
+        return self.correction * operations / (self.efficiency * self._peak(dtype))
 
     def traffic_seconds(self, bytes: float) -> float:
         """Return the seconds in which a device reads or writes some bytes of its memory."""
-        return bytes / (self.efficiency * self.memory_bandwidth)
+        return self.correction * bytes / (self.efficiency * self.memory_bandwidth)
 
     def collective_seconds(
         self,
@@ -218,7 +226,7 @@ class Machine:
                 wait = level.latency * math.ceil(math.log2(math.ceil(members / inside)))
                 waits = level.latency if kind == "collective-permute" else waits + wait
                 inside = members
-        return seconds + waits
+        return self.correction * (seconds + waits)
 
     def _peak(self, dtype: str) -> float:
         """Return the peak rate for products of a dtype."""
@@ -263,6 +271,7 @@ class Machine:
             efficiency=min(kind.efficiency for kind in kinds),
             half_dim=max(kind.half_dim for kind in kinds),
             groups=groups,
+            correction=max(kind.correction for kind in kinds),
         )
 
     def rates_of(self, devices: Iterable[int]) -> "Machine":
@@ -320,6 +329,7 @@ class Machine:
             *self._link_rows(),
             ("overhead of an operation", _si(self.overhead, "s")),
             ("reached at best", ", ".join(filter(None, shares))),
+            ("seconds, by runs", f"× {self.correction:g}" if self.correction != 1 else ""),
         ]
         return [(name, value) for name, value in rows if value]
 

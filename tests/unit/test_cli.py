@@ -1,6 +1,8 @@
 """The command line as a user meets it: help, training, plans, predictions, mistakes."""
 
+import dataclasses
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ import plurax as px
 from plurax.cli import commands as cli
 from plurax.cli.options import NO_OPTIONS, argument_texts
 from plurax.train.fit import fit
+from plurax.train.log import read_rows
 
 EXPERIMENT = """
 import optax, plurax as px
@@ -418,12 +421,14 @@ def test_every_option_of_train_reaches_fit(workplace, capsys, monkeypatch):
         capsys, "train", "small.py", "--seed", "7", "--checkpoint-every", "5", "--epochs", "3",
         "--batch-size", "8", "--report-every", "2", "--ragged", "drop", "--output", "there",
         "--resume", "--no-progress", "--plan.data", "2", "--members.seeds", "4",
+        "--machine", "A100-80GB", "--nodes", "2",
     )  # fmt: skip
     assert "caught" in err
     expected = {
         "seed": 7, "checkpoint_every": 5, "epochs": 3, "batch_size": 8, "report_every": 2,
         "ragged": "drop", "output": Path("there"), "resume": True, "progress": False,
         "plan": px.Plan(data=2), "shuffle": True,
+        "machine": px.Machine.preset("A100-80GB", nodes=2),
     }  # fmt: skip
     assert {name: seen[name] for name in expected} == expected
     assert seen["members"].count == 4
@@ -450,6 +455,11 @@ def test_mistakes_about_estimates(workplace, capsys):
     assert (code, "plurax estimate is for one network" in err) == (2, True)
     code, _, err = run(capsys, "estimate", "small.py", "--machine", "a.toml", "--nodes", 4)
     assert (code, "--machine 8xA100-80GB --nodes 4" in err) == (2, True)
+    code, _, err = run(capsys, "plan", "small.py", "--machine", "A100-80GB", "--members.seeds", 3)
+    assert (code, "plurax plan --machine is for one network" in err) == (2, True)
+    for command in ("plan", "train"):
+        code, _, err = run(capsys, command, "small.py", "--nodes", 4)
+        assert (code, "--machine 8xA100-80GB --nodes 4" in err) == (2, True)
     code, _, err = run(capsys, "estimate", "small.py", "--machine", "A100-80GB", "--plan.data", 4)
     assert (code, "needs 4 devices, and A100-80GB has 1" in err) == (2, True)
 
@@ -514,6 +524,43 @@ def test_a_plan_is_searched_and_saved(workplace, capsys):
     assert code == 0
 
 
+def test_a_found_plan_runs_beside_its_estimate_and_its_machine_learns(
+    workplace, capsys, monkeypatch
+):
+    level = px.analysis.Level("node", 4, 1e12)
+    machine = px.Machine("slow", {"float32": 1e8}, 1e9, 1e12, [level], overhead=1e-6)
+    machine.save("slow.toml")
+    on = ("--machine", "slow.toml")
+    run(capsys, "plan", "small.py", "--search", *on, "--plan.tensor", 1, "--save", "found.toml")
+    code, out, _ = run(capsys, "plan", "small.py", "--plan-file", "found.toml", *on)
+    assert code == 0
+    predicted, compiled = out.splitlines()[-2:]
+    expected = re.fullmatch(r"predicted  .* a step, .* on a device, (.*) sent, on slow", predicted)
+    assert re.fullmatch(rf"compiled   [\d.]+ KiB( \([+-]\d+ %\))?, {expected[1]}", compiled)
+    code, out, _ = run(capsys, "train", "small.py", "--plan-file", "found.toml", *on)
+    assert code == 0
+    said = [line for line in out.splitlines() if re.match("predicted |measured ", line)]
+    assert [line.split()[0] for line in said] == ["predicted", "measured", "measured"]
+    assert " a step" in said[2]
+    assert "checkpoints/, plan.toml, machine.toml" in out
+    pairs = [row["estimate"] for row in read_rows(Path("runs/small/metrics.jsonl"))
+             if row["kind"] == "epoch"]  # fmt: skip
+    ratios = [pair["measured"]["seconds"] / pair["predicted"]["seconds"] for pair in pairs]
+    correction = float(f"{np.median(ratios):.3g}")
+    code, out, err = run(capsys, "machine", "--runs", "runs/small")
+    assert code == 0
+    assert px.Machine.from_toml(out) == dataclasses.replace(machine, correction=correction)
+    assert f"seconds, by runs: × {correction:g}" in err
+    # Measured anew, a machine of the same name learns, and no other.
+    fresh = dataclasses.replace(machine, flops={"float32": 2e8})
+    monkeypatch.setattr("plurax.cli.machine_command.measure_machine", lambda: fresh)
+    code, out, _ = run(capsys, "machine", "--measure", "--runs", "runs/small", "runs/small")
+    assert px.Machine.from_toml(out) == dataclasses.replace(fresh, correction=correction)
+    code, out, err = run(capsys, "machine", "--preset", "A100-80GB", "--runs", "runs/small")
+    assert (code, out) == (2, "")
+    assert "predicted on 'slow', and the machine to correct is 'A100-80GB'" in err
+
+
 def test_mistakes_about_searches(workplace, capsys):
     search = ("plan", "small.py", "--search", "--machine", "A100-80GB")
     code, _, err = run(capsys, *search, "--members.seeds", 3)
@@ -531,7 +578,7 @@ def test_a_machine_is_printed_as_a_file(capsys, monkeypatch, tmp_path):
     assert (code, err) == (0, "")
     assert px.Machine.from_toml(out) == px.Machine.preset("4xA100-80GB", nodes=2)
     here = px.Machine("here", {"float32": 1e11}, 1e9, 1e10)
-    monkeypatch.setattr(cli, "measure_machine", lambda: here)
+    monkeypatch.setattr("plurax.cli.machine_command.measure_machine", lambda: here)
     for arguments in ([], ["--measure"]):
         code, out, err = run(capsys, "machine", *arguments)
         assert code == 0
@@ -554,9 +601,13 @@ def test_a_machine_is_printed_as_a_file(capsys, monkeypatch, tmp_path):
             ["--preset", "8xA100-80GB", "--nodes", "0"],
             "nodes: 0 is not a number of devices",
         ),
+        (["--runs", "none"], "--runs none: there is no metrics.jsonl in it. Give the"),
+        (["--preset", "A100-80GB", "--runs", "none"], "none: there is no metrics.jsonl in it."),
+        (["--runs", "."], "--runs .: nothing in its metrics.jsonl was both predicted and timed."),
     ],
 )
-def test_mistakes_about_machines(arguments, said, capsys):
+def test_mistakes_about_machines(workplace, arguments, said, capsys):
+    Path("metrics.jsonl").write_text('{"kind": "epoch", "step": 1, "epoch": 1, "loss": 2.0}\n')
     code, out, err = run(capsys, "machine", *arguments)
     assert (code, out) == (2, "")
     assert said in err

@@ -433,10 +433,12 @@ def test_throughput_is_by_the_wall_clock_without_the_first_call(monkeypatch):
     for step in (2, 3, 4):
         epoch_metrics.add(turn(step), fetch_all=step == 4)
     assert epoch_metrics.examples_per_second == pytest.approx(3 * 16 / 35.0)
+    assert epoch_metrics.timed_steps == 3
     row = epoch_metrics.epoch_row(4, 1, None)
     assert row["seconds"] == pytest.approx(45.001)
     resumed = NetworkMetrics(json.loads(json.dumps(epoch_metrics.to_json())))
     resumed.add(turn(5), fetch_all=True)
+    assert (resumed.timed_steps, resumed.seconds) == (3, 35.0)  # the first call is not timed
     assert resumed.examples_per_second == pytest.approx(3 * 16 / 35.0)
 
 

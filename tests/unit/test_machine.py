@@ -31,6 +31,7 @@ kinds = st.builds(
     overhead=numbers,
     efficiency=st.floats(1e-9, 1.0),
     half_dim=numbers,
+    correction=positive,
 )
 
 
@@ -65,8 +66,8 @@ def test_a_file_can_be_read_and_edited(tmp_path):
     )
     assert path.read_text() == (
         'name = "here"\nmemory = 8000000000\nmemory_bandwidth = 2e+10\noverhead = 0.0\n'
-        "efficiency = 1.0\nhalf_dim = 0.0\n\n[flops]\nfloat32 = 1.5e+11\n\n[[levels]]\n"
-        'name = "node"\ndevices = 2\nbandwidth = 1e+9\nlatency = 2.5e-6\n'
+        "efficiency = 1.0\nhalf_dim = 0.0\ncorrection = 1.0\n\n[flops]\nfloat32 = 1.5e+11\n"
+        '\n[[levels]]\nname = "node"\ndevices = 2\nbandwidth = 1e+9\nlatency = 2.5e-6\n'
     )
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"2e+10", b"20_000_000_000"))
     assert Machine.load(path).memory_bandwidth == 2e10

@@ -4,6 +4,7 @@ from plurax.analysis.comparison import Comparison as Comparison
 from plurax.analysis.estimate import Estimate as Estimate
 from plurax.analysis.estimate import Seconds as Seconds
 from plurax.analysis.machine_timings import measure_machine as measure_machine
+from plurax.analysis.measured import Measured as Measured
 from plurax.analysis.plan_ahead import Planned as Planned
 from plurax.analysis.plan_ahead import PlannedMemory as PlannedMemory
 from plurax.analysis.plan_ahead import planned as planned

@@ -93,7 +93,8 @@ class Estimate:
     - `plan`, `machine`; `batch_size`, the examples of a step.
     - `gradient`, `update`: the `Seconds` of the gradient and of the optimizer's update.
     - `memory`: bytes at the moment when the most are held, by kind: `parameters`, `optimizer`,
-      `model_state`, `batch`, `gradients`, and `temporaries`, which are activations above all.
+      `model_state`, `batch`, `gradients`, and `temporaries`, which are activations above all; in
+      `fit` also `data`, what it keeps on every device of the data and their order.
     - `bytes_sent`: in a step, by mesh axes.
     - `product_flops`: operations of matrix products in a step; of a pipeline, of its busiest
       device.
@@ -117,6 +118,11 @@ class Estimate:
     def peak(self) -> int:
         """The most bytes that a device holds."""
         return sum(self.memory.values())
+
+    @property
+    def total_sent(self) -> float:
+        """The bytes that a device sends in a step, over all axes."""
+        return sum(self.bytes_sent.values())
 
     @property
     def spare(self) -> int:
@@ -155,14 +161,15 @@ class Estimate:
             for name, part in self.parts().items()
             if part
         ]
+        if self.machine.correction != 1:
+            rows.append(("  by runs", f"× {self.machine.correction:g}, in all of these"))
         limit = human_bytes(self.machine.memory)
         left = human_bytes(abs(self.spare))
         verdict = f"{left} are left" if self.fits else f"does not fit: {left} too much"
         rows.append(("memory of a device", f"{human_bytes(self.peak)} of {limit}: {verdict}"))
         rows += [(f"  {kind}", human_bytes(size)) for kind, size in self.memory.items() if size]
         if self.bytes_sent:
-            total = human_bytes(sum(self.bytes_sent.values()))
-            rows.append(("sent by a device", f"{total} in a step"))
+            rows.append(("sent by a device", f"{human_bytes(self.total_sent)} in a step"))
             rows += [(f"  over {a}", human_bytes(size)) for a, size in self.bytes_sent.items()]
         return rows
 
@@ -212,6 +219,8 @@ def estimate(
     >>> found.fits, found.memory["optimizer"], found.product_flops
     (True, 2097156, 536870912.0)
     """
+    if not isinstance(machine, Machine):
+        raise errors.machine_wrong_type(machine)
     if plan.devices > machine.devices:
         raise errors.plan_larger_than_machine(
             f"Plan({plan.sizes_text()})", plan.devices, machine.name, machine.devices
@@ -291,7 +300,7 @@ class Clock:
             products,
             rates.traffic_seconds(work.bytes),
             dict(sent),
-            rates.overhead * work.kernels,
+            rates.start_seconds * work.kernels,
         )
 
     def _collective(self, one: Collective) -> float:

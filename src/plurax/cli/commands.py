@@ -19,9 +19,9 @@ from rich.console import Console
 
 from plurax import __version__, errors, experiment, tree
 from plurax.analysis.comparison import Comparison
-from plurax.analysis.estimate import estimate, human_seconds
+from plurax.analysis.estimate import Estimate, estimate, human_seconds
 from plurax.analysis.liveness import peak_bytes
-from plurax.analysis.machine_timings import measure_machine
+from plurax.analysis.measured import Measured
 from plurax.analysis.plan_ahead import trace_plan
 from plurax.analysis.verify import verify
 from plurax.cli.arguments import (
@@ -31,14 +31,15 @@ from plurax.cli.arguments import (
     start_devices,
     value,
 )
+from plurax.cli.machine_command import described_machine, machine_command, machine_named
 from plurax.cli.options import (
     Common,
     DiffOptions,
     EstimateOptions,
-    MachineOptions,
     Population,
     Predict,
     Show,
+    Train,
     Verify,
     fit_options,
     train_class,
@@ -99,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "plan": _plan,
         "estimate": _estimate,
         "verify": _verify,
-        "machine": _machine,
+        "machine": machine_command,
     }
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(HELP, end="")
@@ -138,8 +139,10 @@ def _train(arguments: list[str]) -> int:
         console.print(f"{members.count} members: {_of_members(members)}", markup=False)
     console.print(plan.explain(options.batch_size), markup=False)
     chosen = {name: getattr(options, name) for name in fit_options()}
-    result = fit(**{**vars(made), **chosen, "plan": plan, "members": members})
+    machine = described_machine(options.machine, options.nodes) or made.machine
+    result = fit(**{**vars(made), **chosen, "plan": plan, "members": members, "machine": machine})
     written = ["metrics.jsonl", "tensorboard/", "checkpoints/", "plan.toml"]
+    written += ["machine.toml"] if result.estimate else []
     rows = list(read_rows(options.output / "metrics.jsonl"))
     if any(row["kind"] == "epoch" for row in rows):
         try:
@@ -194,6 +197,7 @@ def _plan(arguments: list[str]) -> int:
         raise errors.compare_needs_pipeline()
     if options.tune is not None:
         plan = _tuned(made, options, plan, options.tune)
+    predicted = _estimated(made, options, plan)
     program = _program(made, options, plan)
     params = program.canonical_shapes.params
     memory, found = program.memory(), program.collectives()
@@ -212,9 +216,12 @@ def _plan(arguments: list[str]) -> int:
             memory,
             compared_table(planned, found) if planned else None,
             found,
-            None if program.members else _predicted_peak(made, options, plan),
+            None if program.members else _predicted_peak(made, options, plan, predicted),
         )
     )
+    if predicted is not None:
+        beside = Measured.of(predicted, program.compiled, program.mesh)
+        console.print(f"\n{beside}", markup=False)
     pipeline = _costs(program, plan) if plan.pipeline > 1 else None
     compared = None
     if pipeline is not None:
@@ -228,18 +235,14 @@ def _plan(arguments: list[str]) -> int:
     if planned:
         console.print("", shards_table(program.shardings))
     if options.save is not None:
-        title = f"{Path(arguments[0]).stem}, {plan.sizes_text()}"
         known = all(one.trips is not None for one in found)
         sent = found if known or not planned else planned
         path = options.save
         if not path.suffix:  # Matplotlib adds the same ending
             path = path.with_name(f"{path.name}.png")
-        _written(
-            path,
-            lambda path: draw_plan(
-                title, program.shardings, memory, sent, path, pipeline, compared
-            ),
-        )
+        drawn = (program.shardings, memory, sent)
+        title = f"{Path(arguments[0]).stem}, {plan.sizes_text()}"
+        _written(path, lambda path: draw_plan(title, *drawn, path, pipeline, compared))
         console.print(f"wrote {path}", markup=False)
     return 0
 
@@ -248,7 +251,7 @@ def _search(made: experiment.Experiment, options: Show, pinned: Plan | dict[str,
     """Rank plans, and write the best one where asked."""
     if options.members.chosen(made.members) is not None or not isinstance(made.task, Task):
         raise errors.search_one_network()
-    machine = _machine_named(options.machine, options.nodes)
+    machine = machine_named(options.machine, options.nodes)
     _, batch = _source(made, options)
     with Console(stderr=True).status("searching"):
         found = search(
@@ -297,7 +300,19 @@ def _tuned(made: experiment.Experiment, options: Show, plan: Plan, path: Path) -
     return tuning.plan
 
 
-def _predicted_peak(made: experiment.Experiment, options: Show, plan: Plan) -> int:
+def _estimated(made: experiment.Experiment, options: Show, plan: Plan) -> Estimate | None:
+    """Return the estimate of a plan on the machine that is named, if one is."""
+    if options.machine is None and options.nodes == 1:
+        return None
+    task, machine, like = _to_estimate(made, options, "plan --machine")
+    return estimate(task, made.optimizer, plan, like, machine)
+
+
+def _predicted_peak(
+    made: experiment.Experiment, options: Show, plan: Plan, predicted: Estimate | None
+) -> int:
+    if predicted is not None:
+        return predicted.peak
     assert isinstance(made.task, Task)
     _, like = _source(made, options)
     return peak_bytes(trace_plan(made.task, made.optimizer, plan, like).program)
@@ -377,50 +392,19 @@ def _diff(arguments: list[str]) -> int:
 
 
 def _to_estimate(
-    made: experiment.Experiment, options: EstimateOptions | DiffOptions, command: str
+    made: experiment.Experiment, options: EstimateOptions | DiffOptions | Show, command: str
 ) -> tuple[Task, Machine, PyTree]:
     """Return the task, the machine of the options, and the shapes of a batch."""
     if options.members.chosen(made.members) is not None or not isinstance(made.task, Task):
         raise errors.estimate_one_network(command)
-    machine = _machine_named(options.machine, options.nodes)
+    machine = machine_named(options.machine, options.nodes)
     return made.task, machine, _source(made, options)[1]
-
-
-def _machine_named(name: str | None, nodes: int) -> Machine:
-    """Return published hardware, the machine of a file, or if None this one."""
-    if name is not None and not name.endswith(".toml"):
-        return Machine.preset(name, nodes)
-    if nodes != 1:
-        raise errors.nodes_without_preset(nodes, "--machine")
-    return Machine.load(name) if name is not None else _measured()
-
-
-def _measured() -> Machine:
-    with Console(stderr=True).status("measuring this machine, up to a minute"):
-        return measure_machine()
-
-
-def _machine(arguments: list[str]) -> int:
-    start_devices(arguments)
-    options = tyro.cli(MachineOptions, prog="plurax machine", args=arguments)
-    if options.preset is not None:
-        if options.measure or options.devices is not None:
-            raise errors.preset_is_not_measured(options.preset)
-        machine = Machine.preset(options.preset, options.nodes)
-    else:
-        if options.nodes != 1:
-            raise errors.nodes_without_preset(options.nodes, "--preset")
-        machine = _measured()
-        # What is printed is the file, with `> here.toml`; what is said goes beside it.
-        print(machine, file=sys.stderr)
-    print(machine.to_toml(), end="")
-    return 0
 
 
 # --- Options, with the experiment's own values as defaults ------------------------------------
 
 
-def _train_options(file: Path, made: experiment.Experiment) -> Common:
+def _train_options(file: Path, made: experiment.Experiment) -> Train:
     own = {name: getattr(made, name) for name in fit_options()}
     output = Path(made.output or Path("runs") / file.stem)
     return train_class()(**{**own, **_common(made), "output": output})

@@ -75,8 +75,30 @@ class Common:
         return Plan.load(self.plan_file) if self.plan_file else self.plan
 
 
-NO_OPTIONS = frozenset(["task", "optimizer", "data", "evaluation", "plan", "members", "devices"])
-"""Arguments of `fit` that are values of Python, or that `Common` has in another form."""
+MachineName = Annotated[
+    str | None,
+    tyro.conf.arg(
+        metavar="PRESET|FILE",
+        help="Published hardware, like 8xA100-80GB, or a TOML file. None: this machine, measured.",
+    ),
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train(Common):
+    """Train the experiment, with checkpoints, metrics and curves in the output directory."""
+
+    machine: Annotated[str | None, tyro.conf.arg(metavar="PRESET|FILE")] = None
+    """Estimate a step on published hardware, like 8xA100-80GB, or on the machine of a TOML file,
+    and show and log what was predicted beside what is measured. None: as in the file."""
+    nodes: int = 1
+    """Number of nodes of the published hardware."""
+
+
+NO_OPTIONS = frozenset(
+    ["task", "optimizer", "data", "evaluation", "plan", "members", "machine", "devices"]
+)
+"""Arguments of `fit` that are values of Python, or that the options have in another form."""
 
 
 def fit_options() -> dict[str, Any]:
@@ -104,14 +126,12 @@ def argument_texts(function: Callable[..., Any]) -> dict[str, str]:
     return {name: text[0].upper() + text[1:] for name, text in texts.items()}
 
 
-def train_class() -> type[Common]:
-    """Return the options of `plurax train`."""
+def train_class() -> type[Train]:
+    """Return the options of `plurax train`, those that are arguments of `fit` included."""
     made = dataclasses.make_dataclass(
-        "Train", fit_options().items(), bases=(Common,), frozen=True, kw_only=True
+        "Train", fit_options().items(), bases=(Train,), frozen=True, kw_only=True
     )
-    made.__doc__ = (
-        "Train the experiment, with checkpoints, metrics and curves in the output directory."
-    )
+    made.__doc__ = Train.__doc__
     return made
 
 
@@ -141,8 +161,10 @@ class Show(Common):
 
     search: bool = False
     """Rank the fastest plans for --machine; nothing is compiled."""
-    machine: str | None = None
-    """With --search, a preset such as 8xA100-80GB or a .toml file; None: this machine, measured."""
+    machine: Annotated[str | None, tyro.conf.arg(metavar="PRESET|FILE")] = None
+    """Show a step's estimate on published hardware, like 8xA100-80GB, or on the machine of a TOML
+    file, beside what is compiled. With --search, the machine to find a plan for; None: this one,
+    measured."""
     nodes: int = 1
     """Nodes of the preset."""
     memory: str | None = None
@@ -171,15 +193,6 @@ class Verify(Common):
     """Steps to take."""
     seed: int = 0
     """Seed of initialisation and dropout."""
-
-
-MachineName = Annotated[
-    str | None,
-    tyro.conf.arg(
-        metavar="PRESET|FILE",
-        help="Published hardware, like 8xA100-80GB, or a TOML file. None: this machine, measured.",
-    ),
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,4 +250,7 @@ class MachineOptions:
     """Number of nodes of the preset."""
     measure: bool = False
     """Measure this machine, as without --preset."""
+    runs: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="DIR [DIR ...]")] = ()
+    """Correct all seconds by what steps took in runs that were trained with --machine: on the
+    rates with which they were predicted, or with --measure or --preset on those."""
     devices: Devices = None

@@ -153,6 +153,36 @@ def plan_larger_than_machine(plan: str, needed: int, name: str, devices: int) ->
     )
 
 
+def machine_wrong_type(given: object) -> MachineError:
+    return MachineError(
+        f"machine={given!r}, and must be a plurax.Machine: "
+        "plurax.Machine.preset('8xA100-80GB'), plurax.Machine.load('here.toml'), or "
+        "plurax.analysis.measure_machine()."
+    )
+
+
+def run_without_metrics(run: str) -> MachineError:
+    return MachineError(
+        f"--runs {run}: there is no metrics.jsonl in it. Give the output directory of a run: "
+        "plurax machine --runs runs/digits."
+    )
+
+
+def run_without_predictions(run: str) -> MachineError:
+    return MachineError(
+        f"--runs {run}: nothing in its metrics.jsonl was both predicted and timed. Train it with "
+        "--machine, for more steps than the first: plurax train FILE --machine here.toml."
+    )
+
+
+def run_on_another_machine(run: str, found: str, wanted: str) -> MachineError:
+    return MachineError(
+        f"--runs {run}: its steps were predicted on {found!r}, and the machine to correct is "
+        f"{wanted!r}. What steps take on one machine says nothing about another: give the runs of "
+        "one machine."
+    )
+
+
 def preset_is_not_measured(preset: str) -> MachineError:
     return MachineError(
         f"--preset {preset} prints published rates; --measure and --devices are for the machine at "

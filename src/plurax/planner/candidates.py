@@ -221,7 +221,7 @@ def _bounds(model: Model, machine: Machine, plan: Plan) -> tuple[float, float]:
         machine.peak_seconds(flops, dtype) for dtype, flops in totals.product_flops.items()
     )
     seconds = products / (plan.devices // plan.member)
-    seconds += machine.overhead * totals.products * plan.microbatches / plan.pipeline
+    seconds += machine.start_seconds * totals.products * plan.microbatches / plan.pipeline
     seconds *= 1 + bubble(plan)
     # The update reads and writes the parameters and the state, and reads the gradients.
     own = model.parameters / shards / (plan.data if plan.zero else 1)

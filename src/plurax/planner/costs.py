@@ -129,7 +129,7 @@ class Seconds:
             m, n, k, batch = strategy.product
             product = self.machine.product_seconds(m, n, k, strategy.dtype, batch)
             # Other equations mostly run in the kernel of a product or of each other.
-            seconds = max(seconds, product) + self.machine.overhead
+            seconds = max(seconds, product) + self.machine.start_seconds
         for over, sent in strategy.all_reduces:
             seconds += self._collective(graph.axes, "all-reduce", sent, over)
         return node.trips * seconds

@@ -53,6 +53,7 @@ class EpochMetrics(abc.ABC):
         self.skipped: Any = saved.get("skipped", 0)
         self.seconds: float = saved.get("seconds", 0.0)
         self.untimed: int = saved.get("untimed", 0)
+        self.timed_steps: int = saved.get("timed_steps", 0)
         self._since: float | None = None
         self.untimed_seconds: float = saved.get("untimed_seconds", 0.0)
         self._waiting: deque[StepOutput] = deque()
@@ -62,7 +63,8 @@ class EpochMetrics(abc.ABC):
 
         The result is a copy: the checkpoint is written in the background while the sums go on.
         """
-        names = ("weight", "examples", "skipped", "seconds", "untimed", "untimed_seconds")
+        names = ("weight", "examples", "skipped", "seconds", "untimed", "untimed_seconds",
+                 "timed_steps")  # fmt: skip
         values = {"sums": dict(self.sums), **{name: getattr(self, name) for name in names}}
         return jax.tree.map(lambda v: v.tolist() if hasattr(v, "tolist") else v, values)
 
@@ -78,6 +80,7 @@ class EpochMetrics(abc.ABC):
             self.start()
             return fetched
         fetched = self.fetch(0 if fetch_all else FETCH_AFTER)
+        self.timed_steps += sum(one.metrics["skipped"].shape[-1] for one in fetched)
         self._take_time()
         return fetched
 

@@ -16,11 +16,14 @@ import optax
 from jaxtyping import PyTree
 
 from plurax import errors, tree
+from plurax.analysis.estimate import Estimate
+from plurax.analysis.measured import Measured
 from plurax.execute.array_data import Position, Ragged
 from plurax.execute.check import check_kinds
 from plurax.execute.memory_error import out_of_memory_said
 from plurax.execute.population import HyperFn
 from plurax.execute.program import Program
+from plurax.machine import Machine
 from plurax.members import Members
 from plurax.notebook import html_table
 from plurax.plan import Plan
@@ -31,6 +34,7 @@ from plurax.train.data import Data, as_data
 from plurax.train.epoch_metrics import EpochMetrics, MembersMetrics, NetworkMetrics
 from plurax.train.iterate import train_iter
 from plurax.train.log import MetricsLog, Row
+from plurax.train.measurements import Measurements, estimate_run
 from plurax.train.progress import TrainingProgress
 from plurax.train.restore import (
     make_program,
@@ -39,7 +43,7 @@ from plurax.train.restore import (
     saved_tuning,
     with_resampling,
 )
-from plurax.train.run_folder import check_same_run, epoch_length, move_run_aside, save_plan
+from plurax.train.run_folder import check_same_run, epoch_length, move_run_aside, save_settings
 from plurax.validate import check_seed, local_path, whole_number
 
 SHOWN_ROWS = 10
@@ -57,12 +61,16 @@ class Fit:
       under `eval_...`, `seconds`, `examples_per_second`, `skipped`. Of a population the medians
       over members, `loss_best` and `loss_worst`, and all values in lists under `members`.
     - `interrupted`: the signal that ended training early (`"SIGINT"`, `"SIGTERM"`), or None.
+    - `estimate`: of a step on the `machine` that was given, or None.
+    - `measured`: what a step took, held and sent beside it, or None.
     """
 
     state: TrainState
     program: Program
     history: list[Row]
     interrupted: str | None = None
+    estimate: Estimate | None = None
+    measured: Measured | None = None
 
     def __repr__(self) -> str:
         last = self.history[-1] if self.history else {}
@@ -100,6 +108,7 @@ def fit(
     checkpoint_every: int | None = None,
     resident: bool | None = None,
     progress: bool = True,
+    machine: Machine | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> Fit:
     """Train a task on data.
@@ -131,6 +140,8 @@ def fit(
       to do so where they take at most a quarter of the memory budget, and always for members.
       Members whose data are not resident all see the same batches, in the order of `seed`.
     - `progress`: show a bar, or lines where the output is not a terminal.
+    - `machine`: estimate a step on this machine before the first one, and show and log what was
+      predicted beside what is measured. Of a population nothing is predicted.
     - `devices`: the devices, default all that JAX sees.
 
     Ctrl-C and SIGTERM end training after the current call (a step, or about a quarter of a second
@@ -140,7 +151,8 @@ def fit(
 
     **Returns:** a `Fit`.
 
-    Raises `PlanError`, `TaskError`, `BatchError`, `MembersError`, `CheckpointError`.
+    Raises `PlanError`, `TaskError`, `BatchError`, `MembersError`, `MachineError`,
+    `CheckpointError`.
     """
     epochs, seed, report_every, checkpoint_every = _whole_numbers(
         epochs, seed, report_every, checkpoint_every
@@ -157,6 +169,7 @@ def fit(
         program = make_program(task, optimizer, plan, like, members, source, resident, devices)
         if evaluation is not None:
             program.check_evaluation(evaluation)
+        estimated = estimate_run(program, optimizer, like, source, resident, machine)
         if output is not None:
             _check_saveable(program.canonical_shapes)
         run = {"seed": seed, "batch_size": program.batch_size, "shuffle": bool(shuffle),
@@ -165,7 +178,7 @@ def fit(
             move_run_aside(checkpoints)
         state, position, metrics = _start(program, checkpoints, source, seed, run, resume)
         first = state.steps_taken
-        log = _open_log(stack, output, program.plan, first if resume else None)
+        log = _open_log(stack, output, program.plan, estimated, first if resume else None)
         stop = stack.enter_context(_StopSignals())
         per_epoch = source.batches_per_epoch
         bar = stack.enter_context(
@@ -173,19 +186,14 @@ def fit(
         )
         if program.chose:
             bar.note(program.choice_text())
+        measurements = Measurements(estimated, machine, program, bar.note)
         history = list(log.epochs) if log else []
         stack.enter_context(out_of_memory_said(program, lambda: _saved(checkpoints)))
 
         turns = train_iter(
-            program,
-            state,
-            source,
-            start=position,
-            epochs=epochs,
-            report_every=report_every,
-            checkpoint_every=checkpoint_every,
-            resident=resident,
-        )
+            program, state, source, start=position, epochs=epochs, report_every=report_every,
+            checkpoint_every=checkpoint_every, resident=resident,
+        )  # fmt: skip
         what = f"{program.plan.sizes_text()}, batches of {program.batch_size}"
         for steps in bar.compiled(turns, what):
             # The order matters: count, evaluate, log, save, and only then stop. A stop therefore
@@ -205,8 +213,10 @@ def fit(
             if report:
                 means = None if evaluation is None else program.evaluate(state, evaluation)
                 row = metrics.epoch_row(steps.step, at_epoch, means)
+                row |= measurements.row(steps, metrics)
                 history.append(row)
                 bar.epoch(row)
+                measurements.show()
                 if log:
                     log.write(row)
                 metrics = metrics.fresh()
@@ -224,9 +234,11 @@ def fit(
                 stop.name = stop.name or "SIGPIPE"
             if report:
                 metrics.start()
+        measurements.show(at_end=True)
         if checkpoints:
             checkpoints.wait()
-    return Fit(program.to_canonical(state), program, history, stop.name)
+    state = program.to_canonical(state)
+    return Fit(state, program, history, stop.name, estimated, measurements.measured)
 
 
 # --- Signals, checkpoints and the log ---------------------------------------------------------
@@ -370,13 +382,17 @@ def _start(
 
 
 def _open_log(
-    stack: contextlib.ExitStack, output: str | Path | None, plan: Plan, resume_step: int | None
+    stack: contextlib.ExitStack,
+    output: str | Path | None,
+    plan: Plan,
+    estimated: Estimate | None,
+    resume_step: int | None,
 ) -> MetricsLog | None:
     if output is None:
         return None
     log = MetricsLog(Path(output), resume_step=resume_step)
     stack.callback(log.close)
-    save_plan(plan, Path(output))
+    save_settings(plan, estimated.machine if estimated else None, Path(output))
     return log
 
 

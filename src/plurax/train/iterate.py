@@ -50,6 +50,7 @@ class StepOutput:
     - `seconds`: the duration of the call, without compilation; for a streamed batch only until its
       step was dispatched.
     - `position`: in the data, after the steps. `epoch_done`: whether they end an epoch.
+    - `compiled`: the compiled program that took the steps, for its memory and its text.
     """
 
     state: TrainState
@@ -58,6 +59,7 @@ class StepOutput:
     seconds: float
     position: Position
     epoch_done: bool
+    compiled: jax.stages.Compiled | None = None
 
 
 def train_iter(
@@ -78,7 +80,7 @@ def train_iter(
     """
     if isinstance(data, ArrayData) and program.members is not None:
         data = data.read_by(program.members)
-    if isinstance(data, ArrayData) and _stays_resident(program, data, resident):
+    if isinstance(data, ArrayData) and stays_resident(program, data, resident):
         yield from _resident(program, state, data, start, epochs, report_every, checkpoint_every)
     else:
         yield from _streamed(program, state, data, start, epochs)
@@ -111,7 +113,7 @@ def _resident(
         if alone and (at == first or at % per_epoch == 0):
             order = program.place_epoch(*data.epoch_order(epoch))
         if at == first:
-            program.compile_loop(placed, order)
+            compiled = program.compile_loop(placed, order)
             began = time.monotonic()
         stop = min(at + per_call, (at // span + 1) * span, end)
         if checkpoint_every:
@@ -125,7 +127,8 @@ def _resident(
         per_call = max(1, min(2 * per_call, fitting, WINDOW if alone else MAX_STEPS_PER_CALL))
         at = stop
         position = Position(*divmod(at, per_epoch))
-        yield StepOutput(state, at + taken, host, seconds, position, position.batch == 0)
+        done = position.batch == 0
+        yield StepOutput(state, at + taken, host, seconds, position, done, compiled)
         began = time.monotonic()
 
 
@@ -167,7 +170,7 @@ def _streamed(
         return program.place_batch(batch), position
 
     step = state.steps_taken
-    program.compiled_step  # noqa: B018  compiled before the clock starts
+    compiled = program.compiled_step  # before the clock starts
     for epoch in range(start.epoch, epochs):
         begin = start if epoch == start.epoch else Position(epoch)
         began = time.monotonic()
@@ -184,11 +187,12 @@ def _streamed(
                 step += 1
                 done = held is None
                 after = Position(epoch + 1) if done else position
-                yield StepOutput(state, step, metrics, time.monotonic() - began, after, done)
+                seconds = time.monotonic() - began
+                yield StepOutput(state, step, metrics, seconds, after, done, compiled)
                 began = time.monotonic()
 
 
-def _stays_resident(program: Program, data: ArrayData, wanted: bool | None) -> bool:
+def stays_resident(program: Program, data: ArrayData, wanted: bool | None) -> bool:
     """Return whether arrays stay on devices: as compiled for members, as asked, or within a quarter
     of the memory budget."""
     if program.members is not None:

@@ -6,12 +6,13 @@ from typing import Any
 
 from plurax import errors
 from plurax.execute.array_data import ArrayData
+from plurax.machine import Machine
 from plurax.plan import Plan
 from plurax.train.checkpoint import Checkpoints
 from plurax.train.data import Data
 from plurax.train.log import replace_file
 
-FILES = ("metrics.jsonl", "tensorboard", "plan.toml")
+FILES = ("metrics.jsonl", "tensorboard", "plan.toml", "machine.toml")
 """The files a run writes beside its checkpoints."""
 
 
@@ -34,10 +35,15 @@ def check_same_run(directory: str, meta: dict[str, Any], run: dict[str, Any]) ->
             raise errors.checkpoint_other_data(directory, before, now)
 
 
-def save_plan(plan: Plan, output: Path) -> None:
-    """Write `plan.toml` atomically. Raises `CheckpointError` where writing fails."""
+def save_settings(plan: Plan, machine: Machine | None, output: Path) -> None:
+    """Write `plan.toml`, and of an estimated run `machine.toml`, each atomically.
+
+    Raises `CheckpointError` where writing fails.
+    """
     try:
         replace_file(output / "plan.toml", plan.to_toml().encode())
+        if machine is not None:
+            replace_file(output / "machine.toml", machine.to_toml().encode())
     except OSError as error:
         raise errors.checkpoint_not_written(str(output), str(error)) from None
 

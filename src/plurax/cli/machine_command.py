@@ -1,0 +1,58 @@
+"""`plurax machine`, and the machine that an option of other commands names."""
+
+import sys
+
+import tyro
+from rich.console import Console
+
+from plurax import errors
+from plurax.analysis.machine_timings import measure_machine
+from plurax.cli.arguments import start_devices
+from plurax.cli.options import MachineOptions
+from plurax.machine import Machine
+from plurax.train.learn import learned, machine_of_run
+
+
+def machine_command(arguments: list[str]) -> int:
+    """Print a machine: published, measured, or corrected by runs on it."""
+    start_devices(arguments)
+    options = tyro.cli(MachineOptions, prog="plurax machine", args=arguments)
+    machine = _chosen(options)
+    if options.runs:
+        machine = learned(machine, options.runs)
+    if options.preset is None or options.runs:
+        # What is printed is the file, with `> here.toml`; what is said goes beside it.
+        print(machine, file=sys.stderr)
+    print(machine.to_toml(), end="")
+    return 0
+
+
+def _chosen(options: MachineOptions) -> Machine:
+    if options.preset is not None:
+        if options.measure or options.devices is not None:
+            raise errors.preset_is_not_measured(options.preset)
+        return Machine.preset(options.preset, options.nodes)
+    if options.nodes != 1:
+        raise errors.nodes_without_preset(options.nodes, "--preset")
+    if options.runs and not options.measure and options.devices is None:
+        return machine_of_run(options.runs[0])
+    return _measured()
+
+
+def machine_named(name: str | None, nodes: int) -> Machine:
+    """Return published hardware, the machine of a file, or if None this one, measured."""
+    return described_machine(name, nodes) or _measured()
+
+
+def described_machine(name: str | None, nodes: int) -> Machine | None:
+    """Return published hardware, the machine of a file, or None for None."""
+    if name is not None and not name.endswith(".toml"):
+        return Machine.preset(name, nodes)
+    if nodes != 1:
+        raise errors.nodes_without_preset(nodes, "--machine")
+    return None if name is None else Machine.load(name)
+
+
+def _measured() -> Machine:
+    with Console(stderr=True).status("measuring this machine, up to a minute"):
+        return measure_machine()
