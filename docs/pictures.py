@@ -1,21 +1,26 @@
-"""The pictures of the documentation that show plans and schedules.
+"""The pictures of the documentation that show plans, schedules and searches.
 
     python docs/pictures.py
 
-writes `docs/assets/schedules.png` and `docs/assets/what-is-split.png`.
+writes `schedules.png`, `what-is-split.png`, `search.png`, `layer.png` and `estimates.png` into
+`docs/assets`. It takes some minutes, most of them to search, and no device.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import jax
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 import plurax as px
+from plurax import experiment
 
 ASSETS = Path(__file__).parent / "assets"
+EXAMPLES = Path(__file__).parents[1] / "examples"
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1}
 """By name, with the stages of a device."""
 OWNERS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")
@@ -115,7 +120,36 @@ def _draw_box(
     axis.add_patch(Rectangle(at, *size, facecolor=color, linewidth=0))
 
 
+# --- A search -------------------------------------------------------------------------------------
+
+
+def draw_a_search() -> None:
+    """Search a plan for a transformer of six billion parameters, and draw what was found.
+
+    As `plurax plan examples/language_model.py --search` does with the options in the guide.
+    """
+    load, _ = experiment.load(EXAMPLES / "language_model.py")
+    made = load(width=4096, depth=32, heads=32, window=2048, batch_size=64)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((64, *x.shape[1:]), x.dtype), made.data)
+    machine = px.Machine.preset("8xA100-80GB")
+    pinned = {"precision": "bfloat16", "pipeline": 1, "remat": "none"}
+    found = px.search(made.task, made.optimizer, like, machine, pinned=pinned, seconds=120.0)
+    print(found)
+    px.analysis.draw_search(found, ASSETS / "search.png")
+    px.analysis.draw_layer(found, ASSETS / "layer.png")
+    best = found.best
+    shown = {
+        f"remat={remat!r}": px.estimate(
+            made.task, made.optimizer, dataclasses.replace(best, strategies=None, remat=remat),
+            like, machine,
+        )
+        for remat in ("none", "dots", "full")
+    }  # fmt: skip
+    px.analysis.draw_estimates(shown, ASSETS / "estimates.png")
+
+
 if __name__ == "__main__":
+    draw_a_search()
     schedules = [
         px.pipeline.make_schedule(name, 4, 8, chunks) for name, chunks in SCHEDULES.items()
     ]

@@ -46,7 +46,8 @@ PUBLIC = {
     "plurax.adapters": "equinox linen nnx",
     "plurax.analysis": """
         Collective Comparison Difference Estimate FastestBatchSize Level MaxBatchSize Measured
-        Memory Planned PlannedMemory Seconds Verification measure_machine planned""",
+        Memory Planned PlannedMemory Seconds Verification draw_estimates draw_layer draw_search
+        measure_machine planned""",
     "plurax.ensemble": """
         Calibration Classification Halving MaxMembers Regression Rung Sweep Tuning accuracy
         bootstrap brier calibration combine_classification combine_regression draw_confidence

@@ -244,7 +244,8 @@ data=1 means 'not used'.
           batch of 10: 2 devices × 3 microbatches × 2 examples; 2 of 12 rows are padding.
         """
         count = self.devices
-        short = f"Plan({self.sizes_text()})" if self.shardings else repr(self)
+        long = self.shardings or self.strategies
+        short = f"Plan({self.sizes_text()})" if long else repr(self)
         lines = [f"{short}: {count} device{'s' if count > 1 else ''}"]
         if self.data > 1:
             lines.append(
@@ -315,10 +316,8 @@ data=1 means 'not used'.
                 f"devices,\n    by {len(self.shardings)} rules and the annotations in the model."
             )
         if self.strategies is not None and len(self.strategies):
-            lines.append(
-                f"  strategies: {len(self.strategies)} equations are computed in another way than "
-                "the default."
-            )
+            first, *others = self.strategies.lines()
+            lines += [f"  strategies: {first}", *(f"    {line}" for line in others)]
         if self.zero:
             lines.append(f"  zero={self.zero}: {_ZERO[self.zero]}")
         if self.remat != "none":

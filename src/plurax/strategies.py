@@ -22,6 +22,7 @@ model, or by another version of JAX, are refused.
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -74,6 +75,19 @@ class Strategy:
         """The name of the equation's primitive; of a loop's operand `scan`."""
         return self.equation.partition(" ")[2]
 
+    def __str__(self) -> str:
+        """Return the strategy for a reader.
+
+        >>> print(Strategy("8/row2 scan", ((None, "tensor"),), "model.py:20 (logits)"))
+        model.py:20 (logits), scan, row2: dim 1 over tensor
+        >>> print(Strategy("4 gather", ((None, None), ()), "model.py:9 (embed)"))
+        model.py:9 (embed), gather: replicated; as it comes
+        """
+        last = self.path.rpartition("/")[2]
+        boundary = "" if last.isdigit() else f", {last}"
+        line = f"{self.where}, " if self.where else f"equation {self.path}, "
+        return f"{line}{self.operator}{boundary}: {'; '.join(map(entries_text, self.inputs))}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Strategies:
@@ -110,6 +124,18 @@ class Strategies:
     def __len__(self) -> int:
         return len(self.equations)
 
+    def lines(self, most: int = 12) -> list[str]:
+        """Return them for a reader: how many there are, then a line for each, at most so many.
+
+        Equations of equal layers that are computed alike share a line.
+        """
+        counts = Counter(map(str, self.equations))
+        lines = [f"{text}{f' ({n} times)' if n > 1 else ''}" for text, n in counts.items()]
+        if len(lines) > most:
+            lines[most - 1 :] = [f"and {len(lines) - most + 1} more"]
+        number = f"{len(self)} equation{'s are' if len(self) != 1 else ' is'}"
+        return [f"{number} computed in another way than the default", *lines]
+
 
 def axes_of(entries: Entries) -> tuple[tuple[tuple[str, ...], ...], frozenset[str]]:
     """Return the axes of each dim, and those over which the value is a partial sum.
@@ -130,6 +156,20 @@ def entries_of(dims: Sequence[tuple[str, ...]], partial: frozenset[str]) -> Entr
     """
     given = (None if not dim else dim[0] if len(dim) == 1 else dim for dim in dims)
     return (*given, *(PARTIAL + axis for axis in sorted(partial)))
+
+
+def entries_text(entries: Entries) -> str:
+    """Return the entries of a sharding for a reader; `()` leaves an operand as it comes.
+
+    >>> entries_text((None, ("data", "tensor"))), entries_text(("partial:tensor",))
+    ('dim 1 over data, tensor', 'partial over tensor')
+    """
+    if not entries:
+        return "as it comes"
+    dims, partial = axes_of(entries)
+    parts = [f"dim {dim} over {', '.join(axes)}" for dim, axes in enumerate(dims) if axes]
+    parts += [f"partial over {axis}" for axis in sorted(partial)]
+    return ", ".join(parts) or "replicated"
 
 
 def _names(entry: Any) -> tuple[str, ...]:

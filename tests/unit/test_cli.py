@@ -510,14 +510,15 @@ def test_mistakes_about_comparing_plans(workplace, capsys, arguments, message):
     assert message in " ".join(err.split())
 
 
-def test_a_plan_is_searched_and_saved(workplace, capsys):
+def test_a_plan_is_searched_drawn_and_saved(workplace, capsys, drawn):
     level = px.analysis.Level("node", 4, 1e12)
     px.Machine("slow products", {"float32": 1e8}, 1e9, 1e12, [level]).save("slow.toml")
     options = ("--search", "--machine", "slow.toml", "--plan.tensor", 1, "--save", "found.toml")
-    code, out, _ = run(capsys, "plan", "small.py", *options)
+    code, out, _ = run(capsys, "plan", "small.py", *options, "--output", "pictures")
     assert code == 0
     assert "plans for slow products" in out
-    assert "wrote found.toml" in out
+    assert "wrote found.toml\nwrote pictures/search.png\n" in out
+    assert [*drawn] == ["search.png"], "nothing is split over `tensor`"
     found = px.Plan.load("found.toml")
     assert (found.data, found.tensor) == (4, 1)
     code, out, _ = run(capsys, "verify", "small.py", "--plan-file", "found.toml")

@@ -263,6 +263,23 @@ def test_explain_counts_the_places():
     assert "bfloat16" in Plan(precision="bfloat16").explain()
 
 
+def test_explain_has_a_line_for_each_strategy():
+    same = [{"equation": f"{n} add", "inputs": [["tensor"], []], "where": "net.py:7 (block)"}
+            for n in (3, 9)]  # fmt: skip
+    loop = {"equation": "4/row1 scan", "inputs": [["replicated", "partial:tensor"]]}
+    found = {"traced": "0a", "equations": [*same, loop]}
+    lines = Plan(tensor=2, strategies=found).explain().splitlines()
+    assert lines[0] == "Plan(tensor=2): 2 devices"
+    first = lines.index("  strategies: 3 equations are computed in another way than the default")
+    assert lines[first + 1 : first + 3] == [
+        "    net.py:7 (block), add: dim 0 over tensor; as it comes (2 times)",
+        "    equation 4/row1, scan, row1: partial over tensor",
+    ]
+    many = {"traced": "0a", "equations": [{**loop, "equation": f"{n} add"} for n in range(30)]}
+    shown = Plan(tensor=2, strategies=many).strategies.lines()
+    assert (len(shown), shown[-1]) == (13, "and 19 more")
+
+
 def test_a_cache_that_mixes_collectives_is_refused(monkeypatch):
     """XLA's CPU client loads programs of several devices wrong, but for one flag."""
     found = px.compile(models.mlp_task(), models.optimizer(), px.Plan(data=2), models.data(8))

@@ -4,10 +4,15 @@ import jax
 import optax
 import pytest
 from tests import models
+from tests.pictures import legend, panels
 
 import plurax as px
+from plurax.analysis.estimate import human_seconds
 from plurax.machine import Level
+from plurax.planner.costs import BytesSent
+from plurax.planner.layer import layer_of
 from plurax.planner.steady import estimate_steady
+from plurax.planner.tensor import TensorSearch
 
 # Products cost most: 1 Gflop/s, and links and memory of 1 TB/s.
 SLOW = px.Machine("slow products", {"float32": 1e9}, 1e9, 1e12, [Level("node", 4, 1e12)])
@@ -102,3 +107,97 @@ def test_many_microbatches_are_estimated_from_few():
     steady = estimate_steady(task, optax.sgd(0.1), plan, like, SLOW)
     assert steady.seconds == pytest.approx(exact.seconds, rel=0.05)
     assert steady.peak == pytest.approx(exact.peak, rel=0.05)
+
+
+# --- Pictures -------------------------------------------------------------------------------------
+
+
+def widths(axes):
+    """The lengths of bars, summed along each row, from the top."""
+    rows = {}
+    for bar in axes.patches:
+        rows[bar.get_y()] = rows.get(bar.get_y(), 0.0) + bar.get_width()
+    return [rows[y] for y in sorted(rows)]
+
+
+def test_a_search_is_drawn(found, tmp_path, drawn):
+    px.analysis.draw_search(found, tmp_path / "search.png")
+    figure = drawn["search.png"]
+    seconds, _, frontier = panels(figure)
+    assert widths(figure.axes[0]) == pytest.approx([one.seconds for one in found.ranked])
+    assert widths(figure.axes[1]) == pytest.approx([one.memory for one in found.ranked])
+    for rank, one in enumerate(found.ranked, 1):
+        assert f"{rank}  {one.plan.sizes_text()}" in seconds.texts
+        assert human_seconds(one.seconds) in seconds.texts
+    assert {"matrix products", "parameters", "temporaries"} <= {*legend(figure)}
+    every = [*found.ranked, *found.slower, *(o for o in found.refused if o.estimate)]
+    assert f"the {len(every)} plans that were estimated" in frontier.title
+    assert frontier.texts[:2] == ["1, chosen", "2"]
+    drawn_points = sum(len(cloud.get_offsets()) for cloud in figure.axes[2].collections)
+    assert drawn_points == len(every)
+
+
+def test_plans_that_do_not_fit_are_drawn_beyond_the_limit(tmp_path, drawn):
+    little = searched(SLOW, pinned={"tensor": 1}, memory=6000.0, count=1, seconds=60.0)
+    assert [one for one in little.refused if one.estimate], "some were estimated"
+    px.analysis.draw_search(little, tmp_path / "little.png")
+    figure = drawn["little.png"]
+    assert panels(figure)[2].texts[-2:] == ["limit 5.9 KiB", "does not fit"]
+    fit, _, over, chosen = (cloud.get_offsets()[:, 0] for cloud in figure.axes[2].collections[:4])
+    assert (fit <= 6000).all()
+    assert (over > 6000).all()
+    assert (len(over), len(chosen)) == (sum(o.estimate is not None for o in little.refused), 1)
+
+
+def test_estimates_are_drawn_by_name(found, tmp_path, drawn):
+    px.analysis.draw_estimates({"mine": found.estimate}, tmp_path / "mine.png")
+    seconds, memory = panels(drawn["mine.png"])
+    assert "mine" in seconds.texts
+    assert memory.title == "memory of a device, of 953.7 MiB"
+    with pytest.raises(px.BatchError, match="draw_estimates got nothing to draw"):
+        px.analysis.draw_estimates({})
+
+
+def layer(task, batch, plan):
+    """One layer of the solution for a plan's own rules."""
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    return layer_of(TensorSearch(task, like, lambda plan: BytesSent()).sharded(plan))
+
+
+def test_a_layer_sends_what_megatron_sends():
+    plan = px.Plan(tensor=2, shardings=models.megatron())
+    found = layer(models.transformer_stack(), models.text(1), plan)
+    products = [box for box in found.boxes if box.kind == "product"]
+    given = {
+        found.boxes[e.source].name: e.target for e in found.edges if found.boxes[e.source].name
+    }
+    assert {*given} == {f"blocks/{n}" for n in ("qkv", "attention_out", "hidden", "bias", "out")}
+    assert len(products) == 6, "three of parameters and attention, the scores and the mean"
+    # Two all-reduces, each of the whole activations, in a ring of two.
+    assert found.bytes_sent == 2 * models.TOKENS * models.WIDTH * 4
+    for name in ("attention_out", "out"):
+        assert found.boxes[given[f"blocks/{name}"]].sharding.partial
+    for name in ("qkv", "hidden"):
+        assert "tensor" in found.boxes[given[f"blocks/{name}"]].sharding.axes
+    (first,), (last,) = ([b for b in found.boxes if b.kind == k] for k in ("input", "output"))
+    assert first.tensor.shape == last.tensor.shape == (1, models.TOKENS, models.WIDTH)
+    assert found.depths()[-1] == max(found.depths()), "everything leads to the output"
+    assert len(found.boxes) < 24
+
+
+def test_without_layers_the_forward_pass_is_drawn():
+    found = layer(models.mlp_task(), models.data(8), px.Plan(tensor=2))
+    assert {box.name for box in found.boxes if box.kind == "parameter"} == {"hidden", "bias", "out"}
+    assert [box.kind for box in found.boxes].count("product") == 2
+
+
+def test_a_layer_is_drawn(tmp_path, drawn):
+    found = searched(SLOW, pinned={"tensor": 4, "data": 1, "pipeline": 1}, count=1, seconds=60.0)
+    px.analysis.draw_layer(found, tmp_path / "layer.png")
+    (panel,) = panels(drawn["layer.png"])
+    boxes = layer_of(found.shardings.sharded(found.best)).boxes
+    assert len(panel.texts) >= 2 * len(boxes)
+    assert "hidden" in panel.texts
+    assert any("/4" in text for text in panel.texts)
+    with pytest.raises(px.PlanError, match="costs more than it saves, so there is nothing"):
+        px.analysis.draw_layer(searched(SLOW, pinned={"tensor": 1}, count=1, seconds=60.0))

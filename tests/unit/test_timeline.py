@@ -1,5 +1,6 @@
 """Timelines of pipelines: in the terminal, as a picture, schedules side by side."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from plurax.hlo import Memory
 from plurax.pipeline.schedule import SCHEDULES, make_schedule
 from plurax.report.plan_picture import draw_plan
 from plurax.report.timeline import Costs, compared_schedules_table, timeline_report
+from plurax.strategies import Strategies, Strategy
 
 MEMORY = Memory(arguments=3000, outputs=2000, aliased=2000, temporaries=8192, code=0)
 
@@ -148,6 +150,16 @@ def test_a_pipeline_is_drawn(tmp_path, compare, drawn):
     assert bars["bubble, in lockstep"] == ["20.0 %", "33.3 %", "25.0 %"]
     assert bars["stored at most, in microbatches"] == ["4", "2", "2.5"]
     assert bars["temporaries per device"] == ["8.0 KiB"] * 3
+
+
+def test_strategies_stand_below_what_is_drawn(tmp_path, drawn):
+    one = Strategy("3 add", (("tensor",), ()), "net.py:7 (block)")
+    pins = Strategies("0a", (one, dataclasses.replace(one, equation="9 add")))
+    draw_plan("a plan", [], MEMORY, [], tmp_path / "plan.png", strategies=pins)
+    assert [text.get_text() for text in drawn["plan.png"].subfigs[-1].texts] == [
+        "2 equations are computed in another way than the default",
+        "net.py:7 (block), add: dim 0 over tensor; as it comes (2 times)",
+    ]
 
 
 # --- On the command line --------------------------------------------------------------------------

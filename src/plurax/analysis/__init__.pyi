@@ -13,3 +13,6 @@ from plurax.analysis.verify import Verification as Verification
 from plurax.collective import Collective as Collective
 from plurax.hlo import Memory as Memory
 from plurax.machine import Level as Level
+from plurax.report.layer_picture import draw_layer as draw_layer
+from plurax.report.search_picture import draw_estimates as draw_estimates
+from plurax.report.search_picture import draw_search as draw_search

@@ -52,6 +52,7 @@ from plurax.pipeline.schedule import make_schedule
 from plurax.plan import Plan, ScheduleName
 from plurax.planner.search import search
 from plurax.report.curves import draw_curves
+from plurax.report.layer_picture import draw_found
 from plurax.report.picture import check_matplotlib
 from plurax.report.plan_picture import draw_plan
 from plurax.report.shards import compared_table, shards_table
@@ -240,9 +241,9 @@ def _plan(arguments: list[str]) -> int:
         path = options.save
         if not path.suffix:  # Matplotlib adds the same ending
             path = path.with_name(f"{path.name}.png")
-        drawn = (program.shardings, memory, sent)
+        drawn, pins = (program.shardings, memory, sent), plan.strategies
         title = f"{Path(arguments[0]).stem}, {plan.sizes_text()}"
-        _written(path, lambda path: draw_plan(title, *drawn, path, pipeline, compared))
+        _written(path, lambda path: draw_plan(title, *drawn, path, pipeline, compared, pins))
         console.print(f"wrote {path}", markup=False)
     return 0
 
@@ -251,6 +252,8 @@ def _search(made: experiment.Experiment, options: Show, pinned: Plan | dict[str,
     """Rank plans, and write the best one where asked."""
     if options.members.chosen(made.members) is not None or not isinstance(made.task, Task):
         raise errors.search_one_network()
+    if options.output is not None:
+        check_matplotlib()
     machine = machine_named(options.machine, options.nodes)
     _, batch = _source(made, options)
     with Console(stderr=True).status("searching"):
@@ -267,6 +270,9 @@ def _search(made: experiment.Experiment, options: Show, pinned: Plan | dict[str,
     if options.save is not None:
         _written(options.save, found.best.save)
         print(f"wrote {options.save}")
+    if options.output is not None:
+        for path in _written(options.output, lambda path: draw_found(found, path)):
+            print(f"wrote {path}")
     return 0
 
 

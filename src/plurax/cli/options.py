@@ -175,6 +175,9 @@ class Show(Common):
     save: Path | None = None
     """Draw memory, communication and timelines to this PNG, too. With --search, write the best plan
     to this TOML file, for --plan-file."""
+    output: Path | None = None
+    """With --search, draw what was found into this directory: search.png, and layer.png if the best
+    plan splits over `tensor`."""
     tune: Path | None = None
     """Measure members' chunk and batch_dim by short runs, and write the plan to this TOML file, for
     --plan-file."""

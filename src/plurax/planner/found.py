@@ -41,7 +41,7 @@ class Found:
     **Fields:**
 
     - `machine`, and `memory`, the bytes that a device may use.
-    - `ranked`: the plans that fit, fastest first.
+    - `ranked`: the plans that fit, fastest first; `slower`, others that were estimated and fit.
     - `refused`: those that do not fit or cannot be, with the reason.
     - `candidates`: the number of plans considered; `least_left`, the least seconds of a plan
       that was not estimated, by its bound or its costs.
@@ -52,6 +52,7 @@ class Found:
     machine: Machine
     memory: float
     ranked: tuple[Ranked, ...]
+    slower: tuple[Ranked, ...]
     refused: tuple[Ranked, ...]
     candidates: int
     least_left: float

@@ -99,6 +99,7 @@ def search(
         machine=machine,
         memory=limit,
         ranked=tuple(run.ranked),
+        slower=tuple(run.slower),
         refused=tuple(run.refused),
         candidates=len(every),
         least_left=run.least_left,
@@ -121,8 +122,9 @@ def _pinned_fields(pinned: Plan | Mapping[str, Any]) -> list[str]:
 class _Run:
     """One search.
 
-    **Attributes:** `ranked`, the plans estimated so far that fit, fastest first; `refused`, those
-    that do not, or cannot be; `least_left`, the least seconds of a candidate not looked at.
+    **Attributes:** `ranked`, the plans estimated so far that fit, fastest first; `slower`, those of
+    them beyond the number asked for; `refused`, those that do not fit, or cannot be; `least_left`,
+    the least seconds of a candidate not looked at.
     """
 
     def __init__(
@@ -141,6 +143,7 @@ class _Run:
         self._sent: dict[int, float] = {}
         self._shardings = shardings
         self.ranked: list[Ranked] = []
+        self.slower: list[Ranked] = []
         self.refused: list[Ranked] = []
         self.least_left = math.inf
 
@@ -174,6 +177,7 @@ class _Run:
                 estimated += 1
                 queue.push(ranked.seconds, candidate, ranked)
         self.least_left = min([self.least_left, *queue.left()])
+        self.slower = queue.estimated()
         # What was computed before the estimate may have been more than the estimate.
         self.ranked.sort(key=lambda one: (one.seconds, one.plan.devices))
 
@@ -276,3 +280,7 @@ class _Queue:
     def left(self) -> list[float]:
         """Return the seconds of all candidates that are not estimated."""
         return [seconds for seconds, _, _, _, known in self._items if isinstance(known, str)]
+
+    def estimated(self) -> list[Ranked]:
+        """Return the candidates that are estimated, and not ranked yet."""
+        return [known for _, _, _, _, known in sorted(self._items) if isinstance(known, Ranked)]

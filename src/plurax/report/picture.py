@@ -18,7 +18,9 @@ def check_matplotlib() -> None:
 
 
 def new_figure(
-    width: float, height: float, layout: Literal["constrained", "compressed"] = "constrained"
+    width: float,
+    height: float,
+    layout: Literal["constrained", "compressed"] | None = "constrained",
 ) -> "matplotlib.figure.Figure":
     """Return an empty figure of a size in inches.
 

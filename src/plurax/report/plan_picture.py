@@ -22,6 +22,7 @@ from plurax.report.timeline import (
     percent,
     stages_of,
 )
+from plurax.strategies import Strategies
 from plurax.tree import human_bytes
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ DEVICE, AROUND, REASON, LEGEND = 0.24, 0.62, 0.7, 0.5
 MEMORY, COMPARED, BAR = 3.6, 2.2, 0.36
 """Heights in inches: of a plan's bars (at least), of compared schedules' bars, and of one bar with
 two lines of text."""
+NOTE = 0.17
+"""The height of a line of text in inches."""
 DIGIT = 4.6
 """Points taken by one digit of a microbatch's number."""
 LATER = 0.6
@@ -51,10 +54,12 @@ def draw_plan(
     path: str | Path | None = None,
     pipeline: Costs | None = None,
     compared: Compared | None = None,
+    strategies: Strategies | None = None,
 ) -> "matplotlib.figure.Figure":
     """Draw memory per device by kind, and bytes that a device sends by collective and axis, as PNG.
 
-    Above them are the timelines of a `pipeline`, or of all schedules that it is `compared` with.
+    Above them are the timelines of a `pipeline`, or of all schedules that it is `compared` with;
+    below them the plan's `strategies`, one line each.
     """
     parts: list[tuple[float, Callable[[SubFigure], None]]] = []
     if compared is not None:
@@ -68,6 +73,9 @@ def draw_plan(
     sizes, wires = kinds_of_memory(parameters, memory), _wires(sent)
     height = max(MEMORY, AROUND + BAR * len(wires))
     parts.append((height, lambda part: _draw_memory(part, sizes, memory.peak, wires, under)))
+    if strategies:
+        notes = strategies.lines()
+        parts.append((NOTE * (len(notes) + 1), lambda part: _write(part, notes)))
     heights = [height for height, _ in parts]
     width = WIDTH if compared is None else WIDER
     figure = new_figure(width, sum(heights))
@@ -201,6 +209,13 @@ def _legend(part: "SubFigure", schedules: Sequence[Schedule]) -> None:
         title="in boxes: microbatches; right: of how many a device stores activations, at most",
         title_fontsize=8,
     )  # fmt: skip
+
+
+def _write(part: "SubFigure", notes: Sequence[str]) -> None:
+    """Write lines below each other, all but the first indented."""
+    for row, line in enumerate(notes):
+        place = (0.03 if row else 0.015, 1 - (row + 0.5) / (len(notes) + 1))
+        part.text(*place, line, fontsize=8, va="center")
 
 
 # --- Bars -----------------------------------------------------------------------------------------
