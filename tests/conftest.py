@@ -113,15 +113,11 @@ PROMOTE = [
     "tests/resume",
     "tests/unit/test_drawn_programs.py",
     "tests/unit/test_population.py",
-    "tests/unit/test_resample.py",
     "tests/unit/test_search.py",
     "tests/unit/test_search_exact.py",
     "tests/unit/test_sharding.py",
     "tests/unit/test_stages.py",
-    "tests/unit/test_step.py",
     "tests/unit/test_sweep.py",
-    "tests/unit/test_timeline.py",
-    "tests/unit/test_uncertainty.py",
     "tests/unit/test_verify.py",
 ]
 

@@ -78,7 +78,8 @@ def permuted_index(index: Word, size: Word | int, key: Word) -> Word:
 
     A Feistel network over Z_a × Z_b, with a = ceil(sqrt size) and the smallest b for which
     a·b ≥ size, applied until the value is below `size` (cycle walking): a permutation without a
-    table. Values are uint32; `size` may be up to 2³¹. The top of this file has an example.
+    table. Values are uint32, `key` a number or of the rank of `index`; `size` may be up to 2³¹. The
+    top of this file has an example.
 
     >>> import jax.numpy as jnp
     >>> sorted(permuted_index(jnp.arange(7, dtype=jnp.uint32), 7, jnp.uint32(5)).tolist())

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from tests import models, planning
 from tests.draws import draws
+from tests.promotion import row
 
 import plurax as px
 from plurax import hlo as inspect
@@ -347,8 +348,13 @@ S = TensorSharding.of
 
 def read_in_a_loop(table):
     return jax.lax.scan(
-        lambda c, i: (c + (table[i] * table).sum(), table.sum(0)), 0.0, jnp.arange(3)
+        lambda c, i: (c + (row(table[i], table) * table).sum(), table.sum(0)), 0.0, jnp.arange(3)
     )
+
+
+def complex_product(x, y):
+    x, y = x.astype(complex), y.astype(complex)
+    return jnp.abs((x + 1j * y) @ (y - 2j * x).T)
 
 
 OPERATIONS = {
@@ -444,9 +450,9 @@ OPERATIONS = {
         lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 3, 1, 1), (1, 1, 1, 1), "SAME"),
         (IMAGE,), (S("tensor", None, None, None),)),
     "random": (
-        lambda x: x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), (TABLE,),
+        lambda x: x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape).astype(x.dtype), (TABLE,),
         (S("tensor", None),)),
-    "iota": (lambda x: x + jnp.arange(12.0), (TABLE,), (S(None, "tensor"),)),
+    "iota": (lambda x: x + jnp.arange(12.0)[None], (TABLE,), (S(None, "tensor"),)),
     "einsum": (
         lambda x, y: jnp.einsum("bij,bjk->bik", x, y),
         (IMAGE[0], IMAGE[0].swapaxes(1, 2)), (S(None, None, "tensor"), S(None, "tensor", None))),
@@ -469,18 +475,16 @@ OPERATIONS = {
     "tile": (lambda x: jnp.tile(x, (2, 1)), (TABLE,), (S(None, "tensor"),)),
     "transform": (lambda x: jnp.fft.rfft(x, axis=1).real, (TABLE,), (S("tensor", None),)),
     "transform split": (lambda x: jnp.abs(jnp.fft.fft(x, axis=1)), (TABLE,), (S(None, "tensor"),)),
-    "complex": (
-        lambda x, y: jnp.abs((x + 1j * y) @ (y - 2j * x).T), (TABLE, TABLE),
-        (S(None, "tensor"), S(None, "tensor"))),
+    "complex": (complex_product, (TABLE, TABLE), (S(None, "tensor"), S(None, "tensor"))),
     "set rows": (lambda x: x.at[INDEX[:2, 0]].set(x[:2] * 2), (TABLE,), (S(None, "tensor"),)),
     "largest rows": (lambda x: x.at[INDEX[:2, 0]].max(x[:2]), (TABLE,), (S("tensor", None),)),
     "decomposition": (
-        lambda x: jnp.linalg.cholesky(jnp.einsum("bij,bik->bjk", x, x) + jnp.eye(6)),
+        lambda x: jnp.linalg.cholesky(jnp.einsum("bij,bik->bjk", x, x) + jnp.eye(6)[None]),
         (IMAGE[..., 0],), (S("tensor", None, None),)),
     "orthogonal": (
         lambda x: jnp.linalg.qr(x)[0], (IMAGE[..., :6],), (S("tensor", None, None, None),)),
     "branches": (
-        lambda x, y: jax.lax.switch(1 + (x[0, 0] > 9), [lambda x, y: (x, y), lambda x, y: (y, x),
+        lambda x, y: jax.lax.switch(1 + (x[0, 0] > 9).astype(int), [lambda x, y: (x, y), lambda x, y: (y, x),
                                                         lambda x, y: (x * 2, 0 * y)], x, y),
         (TABLE, TABLE), (S("tensor", None), S(None, "tensor"))),
     "branch of a sum": (
