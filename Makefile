@@ -28,8 +28,9 @@ demo: setup ## real handwritten digits on all cores, then a hundred networks at 
 	$(RUN)/plurax train examples/digits.py --devices cores --output runs/digits
 	$(RUN)/plurax train examples/spirals.py --devices cores --output runs/spirals
 
+# One worker runs a file: its tests share what one of them computes and compiles.
 test: setup ## run the tests, or those in TESTS="tests/unit/test_plan.py ..."
-	$(RUN)/python -m pytest -n 2 --dist loadgroup $(TESTS)
+	$(RUN)/python -m pytest -n 2 --dist loadfile $(TESTS)
 
 test-newest: TESTS = $(addprefix tests/unit/test_,$(addsuffix .py,jaxpr batch_minor sharding \
   drawn_programs schedules stages)) tests/hlo/test_stages_hlo.py
@@ -41,7 +42,7 @@ test-newest: ## the tests of jaxpr, partition and pipeline on Python 3.12, with 
 	fi
 
 test-all: setup ## the tests, the slow ones too, with many more draws
-	PLURAX_TEST_PROFILE=all $(RUN)/python -m pytest -n 2 --dist loadgroup -m ''
+	PLURAX_TEST_PROFILE=all $(RUN)/python -m pytest -n 2 --dist loadfile -m ''
 
 $(MUTANTS)/.installed:
 	$(PYTHON) -m venv $(MUTANTS)

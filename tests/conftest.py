@@ -111,14 +111,8 @@ PROMOTE = [
     "tests/parity/test_members_parity.py",
     "tests/parity/test_optimizers.py",
     "tests/resume",
-    "tests/unit/test_drawn_programs.py",
     "tests/unit/test_population.py",
-    "tests/unit/test_search.py",
     "tests/unit/test_search_exact.py",
-    "tests/unit/test_sharding.py",
-    "tests/unit/test_stages.py",
-    "tests/unit/test_sweep.py",
-    "tests/unit/test_verify.py",
 ]
 
 

@@ -14,8 +14,6 @@ from plurax.execute.array_data import ArrayData
 from plurax.execute.program import Program
 from plurax.mesh import make_mesh
 
-pytestmark = pytest.mark.xdist_group("among")  # what is trained alone is trained once
-
 COUNT, BATCH, STEPS = 30, 8, 52
 K = 3
 

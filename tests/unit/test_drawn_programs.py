@@ -52,7 +52,7 @@ def _(primals, tangents):
 
 @jax.custom_vjp
 def scaled(v, places):
-    return v * (1 + places)
+    return v * (1 + places).astype(v.dtype)
 
 
 # The residuals are whole numbers; the derivative is not quite that of the function.

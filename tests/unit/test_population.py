@@ -27,8 +27,6 @@ from plurax.mesh import make_mesh
 from plurax.report.curves import draw_curves
 from plurax.train.epoch_metrics import NonFiniteWarning
 
-pytestmark = pytest.mark.xdist_group("population")  # what is trained for all is trained once
-
 ROWS = models.data(50)
 TASK = models.mlp_task()
 PLAN = px.Plan(member=2, chunk=2, batch_dim="major")

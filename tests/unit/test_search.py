@@ -24,10 +24,6 @@ def searched(machine, **options):
     return px.search(models.mlp_task(), optax.adam(1e-2), models.data(64), machine, **options)
 
 
-# One process, so that the search of `found` runs once.
-pytestmark = pytest.mark.xdist_group("search")
-
-
 @pytest.fixture(scope="module")
 def found():
     return searched(SLOW, seconds=60.0, count=3)

@@ -503,7 +503,7 @@ OPERATIONS = {
             lambda c: c.sum() > 1, lambda c: c / 2, row**2))(x),
         (TABLE,), (S(None, "tensor"),)),
     "loop without turns": (
-        lambda x: jax.lax.scan(lambda c, row: (c * row, row), x, x[:0, :1])[0], (TABLE,),
+        lambda x: jax.lax.scan(lambda c, row: (c * row[None], row), x, x[:0, :1])[0], (TABLE,),
         (S("tensor", None),)),
     "triangular": (lambda x: jnp.tril(x), (TABLE,), (S("tensor", None),)),
     "inverse": (lambda x: jnp.linalg.inv(x[:, :8]), (TABLE,), (S("tensor", None),)),

@@ -19,9 +19,6 @@ from plurax.sweeps import halving as halving_
 from plurax.sweeps.sweep import Sweep, _value
 from plurax.train.epoch_metrics import NonFiniteWarning
 
-# One worker, so that what the module trains for all its tests is trained once.
-pytestmark = pytest.mark.xdist_group("sweep")
-
 ROWS = models.data(48)
 TASK = models.mlp_task()
 PLAN = px.Plan(chunk=4, batch_dim="major")

@@ -73,9 +73,7 @@ def pairs():
     default = plans.chosen()
     for model in MODELS:
         for plan in plans.PLANS:
-            marks = [pytest.mark.xdist_group(f"zoo {model}")]
-            if (model, plan) not in default:
-                marks.append(pytest.mark.slow)
+            marks = [] if (model, plan) in default else pytest.mark.slow
             yield pytest.param(model, plan, marks=marks, id=f"{model}-{plan}")
 
 
