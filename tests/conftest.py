@@ -108,9 +108,6 @@ def x64() -> Iterator[None]:
 PROMOTE = [
     "tests/test_documents.py",
     "tests/test_examples.py",
-    "tests/parity/test_members_parity.py",
-    "tests/parity/test_optimizers.py",
-    "tests/resume",
     "tests/unit/test_population.py",
     "tests/unit/test_search_exact.py",
 ]
