@@ -90,8 +90,8 @@ def test_permute_is_a_permutation(size, key):
 
 
 def test_every_order_of_four_comes_up_about_as_often():
-    keys = np.arange(24_000, dtype=np.uint32)
-    places = np.asarray(permuted_index(np.arange(4, dtype=np.uint32)[:, None], 4, hash_u32(keys)[None]))
+    keys = np.arange(24_000, dtype=np.uint32)[None]
+    places = np.asarray(permuted_index(np.arange(4, dtype=np.uint32)[:, None], 4, hash_u32(keys)))
     orders, counts = np.unique(places, axis=1, return_counts=True)
     assert orders.shape == (4, 24)
     assert counts.min() > 800
@@ -99,8 +99,8 @@ def test_every_order_of_four_comes_up_about_as_often():
 
 
 def test_places_are_spread_evenly():
-    keys = np.arange(20_000, dtype=np.uint32)
-    places = np.asarray(permuted_index(np.arange(10, dtype=np.uint32)[:, None], 10, hash_u32(keys)[None]))
+    keys = np.arange(20_000, dtype=np.uint32)[None]
+    places = np.asarray(permuted_index(np.arange(10, dtype=np.uint32)[:, None], 10, hash_u32(keys)))
     counts = np.stack([np.bincount(row, minlength=10) for row in places])
     assert scipy.stats.chisquare(counts.ravel(), ddof=18).pvalue > 1e-3
 

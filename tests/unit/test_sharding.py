@@ -450,8 +450,8 @@ OPERATIONS = {
         lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 3, 1, 1), (1, 1, 1, 1), "SAME"),
         (IMAGE,), (S("tensor", None, None, None),)),
     "random": (
-        lambda x: x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape).astype(x.dtype), (TABLE,),
-        (S("tensor", None),)),
+        lambda x: x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape).astype(x.dtype),
+        (TABLE,), (S("tensor", None),)),
     "iota": (lambda x: x + jnp.arange(12.0)[None], (TABLE,), (S(None, "tensor"),)),
     "einsum": (
         lambda x, y: jnp.einsum("bij,bjk->bik", x, y),
@@ -484,8 +484,9 @@ OPERATIONS = {
     "orthogonal": (
         lambda x: jnp.linalg.qr(x)[0], (IMAGE[..., :6],), (S("tensor", None, None, None),)),
     "branches": (
-        lambda x, y: jax.lax.switch(1 + (x[0, 0] > 9).astype(int), [lambda x, y: (x, y), lambda x, y: (y, x),
-                                                        lambda x, y: (x * 2, 0 * y)], x, y),
+        lambda x, y: jax.lax.switch(
+            1 + (x[0, 0] > 9).astype(int),
+            [lambda x, y: (x, y), lambda x, y: (y, x), lambda x, y: (x * 2, 0 * y)], x, y),
         (TABLE, TABLE), (S("tensor", None), S(None, "tensor"))),
     "branch of a sum": (
         lambda x: jax.lax.cond(x[0, 0] < 9, lambda x: x @ x.T, lambda x: jnp.zeros((8, 8)), x),
