@@ -96,6 +96,20 @@ def test_a_found_plan_computes_the_same_update(x64, name, data, tensor):
     assert abs(planned - compiled) <= 64, "scalars of the metrics are reduced together"
 
 
+def test_pins_leave_the_shards_of_zero():
+    """With every equation pinned, ZeRO-3 still gathers a stack's parameters layer by layer."""
+    make, rows, _ = MODELS["stack"]
+    task, batch = make(), rows(8)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    plan = px.Plan(data=2, tensor=2, zero=3)
+    pinned = TensorSearch(task, like, lambda plan: BytesSent()).plan(plan)
+    found = px.analysis.planned(task, optax.sgd(0.1), pinned, batch)
+    gathers = [one for one in found.collectives if one.kind == "all-gather" and one.in_loop]
+    assert sum("data" in one.axes for one in gathers) >= 2, "forward and backward"
+    whole = max(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(task.init, jax.random.key(0))))
+    assert all(one.bytes < whole for one in found.collectives if one.kind == "all-gather")
+
+
 def test_nothing_is_split_where_links_are_slow():
     task, batch = models.mlp_task(), models.data(8)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)

@@ -16,7 +16,7 @@ waits is the bubble:
 """
 
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import optax
@@ -338,26 +338,25 @@ def pipelined(found: Sequence[Kernel], traced: TracedPlan, clock: Clock) -> tupl
         for key, kernel in zip(pipeline.parts(), parts, strict=True)
     }
     schedule, columns = pipeline.schedule, ticks(pipeline.schedule)
-    busy = [list[Seconds]() for _ in range(schedule.devices)]
-    flops = [0.0] * schedule.devices
-    length = 0.0
-    for column in columns:
-        slowest = 0.0
-        for device, action in enumerate(column):
-            if action is None:
-                continue
+    busy, flops = [Seconds()] * schedule.devices, [0.0] * schedule.devices
+    seconds: dict[tuple[int, str, int], float] = {}
+    for device, line in enumerate(schedule.actions):
+        # A device repeats a few actions, each for many microbatches.
+        for (kind, chunk), count in Counter((a.kind, a.chunk) for a in line).items():
             work = Work.sum(
-                done[action.kind, part].times(count)
-                for part, count in pipeline.of_stage(action.chunk * schedule.devices + device)
+                done[kind, part].times(times)
+                for part, times in pipeline.of_stage(chunk * schedule.devices + device)
             )
-            busy[device].append(clock.seconds(work, device))
-            flops[device] += work.product_flops
-            slowest = max(slowest, busy[device][-1].total)
-        length += slowest
-    totals = [Seconds.sum(every) for every in busy]
-    device = max(range(len(totals)), key=lambda index: totals[index].total)
-    own = totals[device]
-    waits = dataclasses.replace(own, bubble=length - own.total)
+            one = clock.seconds(work, device)
+            seconds[device, kind, chunk] = one.total
+            busy[device] = Seconds.sum([busy[device], one.times(count)])
+            flops[device] += count * work.product_flops
+    length = sum(
+        max(seconds[d, a.kind, a.chunk] for d, a in enumerate(column) if a is not None)
+        for column in columns
+    )
+    device = max(range(len(busy)), key=lambda index: busy[index].total)
+    waits = dataclasses.replace(busy[device], bubble=length - busy[device].total)
     every = Seconds.sum([waits, clock.seconds(rest).times(len(columns)), other])
     return every, flops[device]
 

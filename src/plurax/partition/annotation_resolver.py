@@ -60,7 +60,8 @@ class AnnotationResolver:
         if isinstance(tag, Boundary):
             return None
         if isinstance(tag, Pinned):
-            return self._with_rows(versions, self._pinned_by_plan(versions, tag.sharding))
+            target = self._pinned_by_plan(versions, tag.sharding)
+            return self._with_zero(versions, self._with_rows(versions, target))
         if transposed:
             return self._back(versions, tag)
         target = self._forward(versions, tag, batch)
@@ -115,6 +116,19 @@ class AnnotationResolver:
                 both = target.with_dim(dim, ("data", *rest))
                 fits = not both.indivisible_dims(versions.shape, self._axes.sizes)
                 target = both if fits else target.with_dim(dim, ("data",))
+        return target
+
+    def _with_zero(self, versions: ValueVersions, target: TensorSharding) -> TensorSharding:
+        """Return the target of a parameter with the shards of ZeRO-3, until it is gathered."""
+        if not versions.is_param or "data" in target.axes:
+            return target
+        for dim, entry in enumerate(self._first(versions).sharding.dims):
+            if "data" in entry:
+                rest = tuple(axis for axis in entry if axis != "data")
+                both = entry if rest == target.dims[dim] else (*target.dims[dim], "data")
+                kept = target.with_dim(dim, both)
+                fits = not kept.indivisible_dims(versions.shape, self._axes.sizes)
+                target = kept if fits else target
         return target
 
     def _pinned_by_plan(self, versions: ValueVersions, sharding: TensorSharding) -> TensorSharding:

@@ -23,7 +23,7 @@ named schedules are in their docstrings.
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import NamedTuple
 
 from plurax import errors
@@ -291,25 +291,30 @@ def ticks(schedule: Schedule) -> list[tuple[Action | None, ...]]:
     `PlanError` where devices wait for each other for ever.
     """
     at = [0] * schedule.devices
-    done: set[tuple[int, Action]] = set()
-    columns: list[tuple[Action | None, ...]] = []
-    while any(index < len(line) for index, line in zip(at, schedule.actions, strict=True)):
-        column: list[Action | None] = []
-        for device, line in enumerate(schedule.actions):
-            action = line[at[device]] if at[device] < len(line) else None
-            ready = action is not None and all(
-                n in done for n in schedule.dependencies(device, action)
-            )
-            column.append(action if ready else None)
-        if not any(column):
-            raise errors.schedule_deadlock(_waiting(schedule, at, done))
-        # Only now: an action must not depend on another of the same tick.
-        for device, action in enumerate(column):
-            if action is not None:
-                done.add((device, action))
-                at[device] += 1
-        columns.append(tuple(column))
-    return columns
+    ticks_of: dict[tuple[int, Action], int] = {}
+    last = [-1] * schedule.devices
+    waiting: dict[tuple[int, Action], list[int]] = {}
+    todo = list(range(schedule.devices))
+    while todo:
+        device = todo.pop()
+        for action in schedule.actions[device][at[device] :]:
+            needs = list(schedule.dependencies(device, action))
+            missing = next((need for need in needs if need not in ticks_of), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(device)
+                break
+            last[device] = 1 + max([last[device], *(ticks_of[need] for need in needs)])
+            ticks_of[device, action] = last[device]
+            at[device] += 1
+            todo += waiting.pop((device, action), ())
+    if waiting:
+        raise errors.schedule_deadlock(_waiting(schedule, at, ticks_of))
+    columns: list[list[Action | None]] = [
+        [None] * schedule.devices for _ in range(1 + max(last, default=-1))
+    ]
+    for (device, action), tick in ticks_of.items():
+        columns[tick][device] = action
+    return [tuple(column) for column in columns]
 
 
 def live_activations(schedule: Schedule) -> list[int]:
@@ -331,7 +336,9 @@ def live_activations(schedule: Schedule) -> list[int]:
     return most
 
 
-def _waiting(schedule: Schedule, at: list[int], done: set[tuple[int, Action]]) -> list[str]:
+def _waiting(
+    schedule: Schedule, at: Sequence[int], done: Container[tuple[int, Action]]
+) -> list[str]:
     """Return a line for each device that waits, with the action it waits for."""
     lines = []
     for device, line in enumerate(schedule.actions):

@@ -28,6 +28,7 @@ fewest slots possible.
 """
 
 import dataclasses
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -88,9 +89,11 @@ def make_slot_table(schedule: Schedule, fn_stages: Sequence[int]) -> SlotTable:
     device_slots: dict[str, list[int]] = {}
     for store, (starts, uses) in _stores(schedule, at, fn_stages).items():
         device_slots[store] = []
-        for device in range(schedule.devices):
-            intervals = {key: span for (where, key), span in starts.items() if where == device}
-            given, count = _slots(intervals)
+        intervals: list[dict[Action, Interval]] = [{} for _ in range(schedule.devices)]
+        for (device, key), span in starts.items():
+            intervals[device][key] = span
+        for device, own in enumerate(intervals):
+            given, count = _slots(own)
             device_slots[store].append(count)
             for key, slot in given.items():
                 for tick, field in uses[device, key]:
@@ -161,10 +164,16 @@ def _slots(intervals: dict[Action, Interval]) -> tuple[dict[Action, int], int]:
     Returns the slots by key and their number. Takes the intervals by their start, and for each the
     first slot that is free.
     """
-    busy: list[float] = []
-    given = {}
+    free: list[int] = []
+    busy: list[tuple[float, int]] = []
+    given: dict[Action, int] = {}
+    count = 0
     for key, (start, end) in sorted(intervals.items(), key=lambda item: item[1]):
-        free = next((slot for slot, until in enumerate(busy) if until < start), len(busy))
-        busy[free:] = [end, *busy[free + 1 :]]
-        given[key] = free
-    return given, len(busy)
+        while busy and busy[0][0] < start:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        if not free:
+            heapq.heappush(free, count)
+            count += 1
+        given[key] = heapq.heappop(free)
+        heapq.heappush(busy, (end, given[key]))
+    return given, count
