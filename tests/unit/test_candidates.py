@@ -1,5 +1,7 @@
 """The plans among which a search chooses, and their bounds."""
 
+import dataclasses
+
 import jax
 import optax
 import pytest
@@ -7,14 +9,20 @@ from tests import models
 
 import plurax as px
 from plurax.machine import Level
+from plurax.pipeline.schedule import live_activations, make_schedule, ticks
 from plurax.planner.candidates import Model, candidates, model_of
+from plurax.planner.lockstep import stages_of, tick_counts
+from plurax.planner.profile import Share
+from plurax.planner.stage_layers import stored_microbatches
 
-MACHINE = px.Machine("fast links", {"float32": 1e9}, 1e9, 1e12, [Level("node", 168, 1e12)])
+MACHINE = px.Machine(
+    "fast links", {"float32": 1e9}, 1e9, 1e30, [Level("node", 168, 1e12)], half_dim=0.0
+)
 
 
 def model(task, batch):
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    return model_of(task, optax.adam(1e-3), like, "float32")
+    return model_of(task, optax.adam(1e-3), like, "float32", MACHINE)
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +85,17 @@ def test_operations_and_bytes_are_counted(perceptron):
     # Forward, the gradient of both weights, and that of the hidden layer.
     forward = 2 * 48 * (5 * 16 + 16 * 3)
     by_hand = 2 * forward + 2 * 48 * 16 * 3
-    assert perceptron.totals["none"].product_flops == {"float32": by_hand}
+    none, full = perceptron.totals["none"], perceptron.totals["full"]
+    assert none.seconds == pytest.approx(by_hand / 1e9)
+    assert none.forward == pytest.approx(forward / by_hand)
     # Full rematerialization computes the products of the forward pass once more, but the last.
-    assert perceptron.totals["full"].product_flops["float32"] > by_hand
-    assert perceptron.totals["full"].kept < perceptron.totals["none"].kept
+    assert full.seconds > by_hand / 1e9
+    assert full.kept < none.kept
+
+
+def test_the_layers_of_a_stack_are_told_from_its_head(stacked):
+    assert 0.5 < stacked.totals["none"].layers < 1
+    assert 0.3 < stacked.totals["none"].forward < 0.4
 
 
 def test_bounds_fall_with_what_is_split(stacked):
@@ -93,3 +108,45 @@ def test_bounds_fall_with_what_is_split(stacked):
     assert len(set(by_zero)) == 4
     deep = px.Plan(pipeline=2, microbatches=2)
     assert bounds[deep].seconds > bounds[px.Plan(pipeline=2, microbatches=12)].seconds
+    gpipe = px.Plan(pipeline=2, microbatches=12, schedule="gpipe")
+    assert bounds[gpipe].seconds < bounds[dataclasses.replace(gpipe, schedule="1f1b")].seconds
+    assert bounds[gpipe].memory > bounds[dataclasses.replace(gpipe, schedule="1f1b")].memory
+
+
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 3)]
+
+
+@pytest.mark.parametrize(("schedule", "stages"), SCHEDULES)
+@pytest.mark.parametrize("devices", [2, 3, 4, 7])
+def test_ticks_and_stored_microbatches_without_simulation(schedule, stages, devices):
+    every = devices if schedule == "interleaved" else 1
+    for microbatches in range(every, 4 * devices + 2, every):
+        drawn = make_schedule(schedule, devices, microbatches, stages)
+        columns = ticks(drawn)
+        only = sum(all(a is None or a.kind == "F" for a in column) for column in columns)
+        found = tick_counts(schedule, devices, microbatches, stages)
+        assert found == (only, len(columns) - only), microbatches
+        stored = stored_microbatches(schedule, devices, microbatches, stages)
+        assert stored == live_activations(drawn), microbatches
+
+
+def test_a_schedule_by_hand_is_simulated():
+    lines = ("F0 F1 B0 B1", "F0 B0 F1 B1")
+    assert tick_counts(lines, 2, 2) == tick_counts("1f1b", 2, 2)
+
+
+def test_stages_of_layers_and_a_head():
+    """8 layers of 1 + 2 s, a head of 1 + 2 s, on 2 devices: 4 and 4 layers, or 5 and 3."""
+    layers, none, head = Share(8.0, 16.0, 80.0), Share(0.0, 0.0, 0.0), Share(1.0, 2.0, 5.0)
+    even = stages_of("gpipe", 2, 4, 1, 8, layers, none, head, (4, 4))
+    # 5 ticks of a forward and 5 of a backward of the slower stage, 4 layers and the head.
+    assert even.seconds == pytest.approx(5 * (4 + 1) * 3)
+    # 4 microbatches of 4 layers, and of the head.
+    assert even.kept == pytest.approx(4 * 4 * 10 + 4 * 5)
+    found = stages_of("gpipe", 2, 4, 1, 8, layers, none, head)
+    assert found.layers == (4, 4) or found.layers == (5, 3)
+    heavy = stages_of("1f1b", 2, 4, 1, 8, layers, none, Share(4.0, 8.0, 5.0))
+    assert heavy.layers == (6, 2)
+    # 2 ticks of forwards, 8 of backwards, which take twice as long.
+    assert heavy.seconds == pytest.approx(6 * (2 * 1 + 8 * 2))
+    assert heavy.most == 6

@@ -1,5 +1,7 @@
 """Search ranks plans by estimates, keeps what is pinned, and says what cannot be."""
 
+import dataclasses
+
 import jax
 import optax
 import pytest
@@ -9,8 +11,9 @@ from tests.pictures import legend, panels
 import plurax as px
 from plurax.analysis.estimate import human_seconds
 from plurax.machine import Level
-from plurax.planner.costs import BytesSent
+from plurax.planner.costs import BytesSent, Seconds, state_ratios
 from plurax.planner.layer import layer_of
+from plurax.planner.search import _Computed, _Learned
 from plurax.planner.steady import estimate_steady
 from plurax.planner.tensor import TensorSearch
 
@@ -197,3 +200,40 @@ def test_a_layer_is_drawn(tmp_path, drawn):
     assert any("/4" in text for text in panel.texts)
     with pytest.raises(px.PlanError, match="costs more than it saves, so there is nothing"):
         px.analysis.draw_layer(searched(SLOW, pinned={"tensor": 1}, count=1, seconds=60.0))
+
+
+STAGES = [
+    {"data": 2, "pipeline": 2, "microbatches": 4},
+    {"pipeline": 2, "microbatches": 4, "schedule": "gpipe", "remat": "full"},
+    {"pipeline": 2, "tensor": 2, "microbatches": 8, "schedule": "zb-h1"},
+    {"data": 2, "zero": 1, "microbatches": 2},
+]
+
+
+@pytest.mark.parametrize("fields", STAGES, ids=str)
+def test_what_is_computed_is_near_its_estimate(fields):
+    """From one solved graph, the seconds of plans whose stages run in lockstep."""
+    task, batch, optimizer = models.transformer_stack(), models.text(16), optax.adam(1e-3)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    ratios = state_ratios(optimizer, jax.eval_shape(task.init, jax.random.key(0)))
+    shardings = TensorSearch(task, like, lambda plan: Seconds(SLOW, plan, ratios), ratios)
+    plan = px.Plan(**fields)
+    found = px.estimate(task, optimizer, shardings.plan(plan), batch, SLOW)
+    assert shardings.seconds(plan) == pytest.approx(found.seconds, rel=0.15)
+    own, kept = shardings.memory(plan)
+    assert own == pytest.approx(found.peak - found.memory["temporaries"], rel=0.35)
+    assert 0 < kept < 2 * found.memory["temporaries"]
+
+
+def test_an_estimate_corrects_what_was_computed_of_plans_alike():
+    plan = px.Plan(data=2, pipeline=2, microbatches=4)
+    found = px.estimate(models.transformer_stack(), optax.sgd(0.1), plan, models.text(8), SLOW)
+    learned = _Learned()
+    computed = _Computed(seconds=found.seconds / 2, own=0.0, kept=found.peak / 3)
+    assert learned.memory(plan, computed) == pytest.approx(found.peak / 3 / 1.2)
+    learned.add(plan, computed, found)
+    assert learned.seconds(plan, computed) == pytest.approx(found.seconds)
+    assert learned.memory(plan, computed) == pytest.approx(found.peak / 1.05)
+    other = dataclasses.replace(plan, tensor=2)
+    assert learned.memory(other, computed) == pytest.approx(found.peak / 1.2)
+    assert learned.seconds(px.Plan(data=2), computed) == computed.seconds

@@ -60,8 +60,8 @@ class AnnotationResolver:
         if isinstance(tag, Boundary):
             return None
         if isinstance(tag, Pinned):
-            target = self._pinned_by_plan(versions, tag.sharding)
-            return self._with_zero(versions, self._with_rows(versions, target))
+            pinned = self._pinned_by_plan(versions, tag.sharding)
+            return self._with_zero(versions, self._with_rows(versions, pinned))
         if transposed:
             return self._back(versions, tag)
         target = self._forward(versions, tag, batch)

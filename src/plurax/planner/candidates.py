@@ -10,16 +10,17 @@ candidate first gets a lower bound, which takes a few additions:
 
     GPT of 1.2e15 operations a step, 8 devices of 125e12 operations per second
     data=8                      1.20 s + gradients over 8 devices        at least 1.24 s
-    data=4, pipeline=2, m=4     1.20 s x (1 + 1/4) + ...                 at least 1.52 s
+    data=4, pipeline=2, m=4     1.20 s x 5/4 (GPipe) + ...               at least 1.52 s
 
 A candidate whose bound is above the best plan found is never looked at.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -33,27 +34,31 @@ from plurax.execute.rows import abstract_rows
 from plurax.jaxpr.interpret import all_equations
 from plurax.machine import Machine
 from plurax.plan import Plan, Precision, Remat
-from plurax.planner.graph import graph_of
+from plurax.planner.costs import Seconds, reduction_seconds
+from plurax.planner.graph import Graph, graph_of
+from plurax.planner.lockstep import stage_times
 from plurax.sharding.annotations import Boundary
 from plurax.sharding.axes import Axes
 from plurax.state import TrainState
 from plurax.task import Task
 
 REMATS: tuple[Remat, ...] = ("none", "dots", "full")
-SCHEDULES = ("1f1b", "interleaved", "zb-h1")
+SCHEDULES = ("1f1b", "interleaved", "gpipe", "zb-h1")
 
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """What a step of the whole batch needs on one device.
+    """What a step of the whole batch needs on one device, in one microbatch.
 
-    **Fields:** `product_flops`, for each dtype the operations in matrix products, forward and
-    backward, and `products`, their number if there is one microbatch; `kept`, bytes that the
-    forward pass keeps for the backward pass.
+    **Fields:** `seconds` of all operations, `products` among them; `forward`, the share of the
+    operations of products in the forward pass, and `layers`, in the layers of a stack; `kept`,
+    bytes that the forward pass keeps for the backward pass.
     """
 
-    product_flops: Mapping[str, float]
+    seconds: float
     products: float
+    forward: float
+    layers: float
     kept: float
 
 
@@ -63,7 +68,7 @@ class Model:
 
     **Fields:** `like`, the training state as `jax.ShapeDtypeStruct`s; `totals`, by remat policy;
     `parameters` and `optimizer`, the bytes of each; `batch_size`; `layers`, the largest
-    number of stages into which the model can be cut.
+    number of stages into which the model can be cut; `precision`.
     """
 
     like: TrainState
@@ -72,6 +77,7 @@ class Model:
     optimizer: int
     batch_size: int
     layers: int
+    precision: Precision
 
 
 def model_of(
@@ -79,6 +85,7 @@ def model_of(
     optimizer: optax.GradientTransformation,
     batch: PyTree,
     precision: Precision,
+    machine: Machine,
     remats: Sequence[Remat] = REMATS,
 ) -> Model:
     """Return what bounds need, from one trace for each remat policy."""
@@ -88,18 +95,7 @@ def model_of(
     for remat in remats:
         fun = gradient(task, precision, remat=remat)
         graph = graph_of(fun, (like.params, like.model_state, rows), Axes({}), searched=())
-        flops: dict[str, float] = {}
-        for node in graph.nodes:
-            (strategy,) = node.strategies
-            if strategy.flops:
-                flops[strategy.dtype] = flops.get(strategy.dtype, 0) + node.trips * strategy.flops
-        kept = sum(
-            math.prod(value.tensor.shape) * value.tensor.itemsize
-            for value in graph.values
-            if value.kept
-        )
-        products = sum(node.trips for node in graph.nodes if node.strategies[0].flops)
-        totals[remat] = Totals(flops, products, kept)
+        totals[remat] = _totals(graph, machine, task.stack.depth if task.stack else 1)
     layers = 1 + _boundaries(graph.traced.jaxpr) if task.stack is None else task.stack.depth
     return Model(
         like,
@@ -108,7 +104,29 @@ def model_of(
         optimizer=_bytes(like.opt_state),
         batch_size=leading_dim(batch),
         layers=layers,
+        precision=precision,
     )
+
+
+def _totals(graph: Graph, machine: Machine, depth: int) -> Totals:
+    costs = Seconds(dataclasses.replace(machine, overhead=0.0))
+    seconds = forward = layers = every = products = 0.0
+    for node in graph.nodes:
+        (strategy,) = node.strategies
+        if node.kind != "parameter":
+            seconds += costs.strategy(graph, node, strategy)
+        if strategy.flops:
+            own = node.trips * strategy.flops
+            every += own
+            forward += 0 if node.backward else own
+            layers += 0 if node.trips % depth else own
+            products += node.trips
+    kept = sum(
+        math.prod(value.tensor.shape) * value.tensor.itemsize
+        for value in graph.values
+        if value.kept and value.varying
+    )
+    return Totals(seconds, products, forward / (every or 1), layers / (every or 1), kept)
 
 
 def _boundaries(jaxpr: Any) -> int:
@@ -125,13 +143,37 @@ def _bytes(like: PyTree) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
 
 
+class Sizes(NamedTuple):
+    """What a search varies: fields of a plan, and the stages on each device of a pipeline."""
+
+    data: int
+    pipeline: int
+    tensor: int
+    microbatches: int
+    zero: int
+    remat: Remat
+    schedule: Any
+    virtual_stages: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A plan to be looked at: the least `seconds` and `memory` (bytes on one device) of a step."""
+    """A plan to be looked at: the least `seconds` and `memory` (bytes on one device) of a step.
 
-    plan: Plan
+    `sizes` take the place of those of the plan `pinned`.
+    """
+
+    sizes: Sizes
+    pinned: Plan
     seconds: float
     memory: float
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """The plan. Raises `PlanError` if the sizes do not go with what is pinned."""
+        fields = self.sizes._asdict()
+        del fields["virtual_stages"]
+        return dataclasses.replace(self.pinned, **fields)
 
 
 def candidates(
@@ -142,6 +184,21 @@ def candidates(
     A plan may leave devices unused, as many as divide them: a small model is faster on few. Those
     `fields` of `pinned` are kept.
     """
+    # Others, such as `layers`, may not go with all sizes.
+    doubtful = not {*_SIZES, *Sizes._fields, "precision", "shardings"}.issuperset(fields)
+    for sizes in _every_sizes(model, devices, pinned, fields):
+        one = Candidate(sizes, pinned, *_bounds(model, machine, sizes, pinned.member))
+        if doubtful:
+            try:
+                one.plan  # noqa: B018
+            except errors.PlanError:
+                continue
+        yield one
+
+
+def _every_sizes(
+    model: Model, devices: int, pinned: Plan, fields: Collection[str]
+) -> Iterator[Sizes]:
     given = {name: getattr(pinned, name) for name in fields}
 
     def choices(field: str, every: Sequence[Any]) -> Sequence[Any]:
@@ -160,23 +217,14 @@ def candidates(
             choices("remat", tuple(model.totals)),
             choices("schedule", SCHEDULES if pipeline > 1 else ("1f1b",)),
         ):
-            if schedule == "interleaved" and 2 * pipeline > model.layers:
+            stages = pinned.stages or pipeline * (2 if schedule == "interleaved" else 1)
+            if stages > model.layers or stages % pipeline:
                 continue
-            try:
-                plan = dataclasses.replace(
-                    pinned,
-                    data=data,
-                    pipeline=pipeline,
-                    tensor=tensor,
-                    microbatches=microbatches,
-                    zero=zero,
-                    remat=remat,
-                    schedule=schedule,
-                )
-            except errors.PlanError:
-                # What is pinned, such as `stages` or `layers`, does not go with these sizes.
-                continue
-            yield Candidate(plan, *_bounds(model, machine, plan))
+            if schedule == "zb-h1" and remat != "none" and "schedule" not in fields:
+                continue  # both gradients would compute the forward pass again
+            yield Sizes(
+                data, pipeline, tensor, microbatches, zero, remat, schedule, stages // pipeline
+            )
 
 
 _SIZES = ("data", "pipeline", "tensor")
@@ -212,39 +260,58 @@ def _microbatches(rows: int, pipeline: int) -> list[int]:
     return usual or [rows]
 
 
-def _bounds(model: Model, machine: Machine, plan: Plan) -> tuple[float, float]:
+def _bounds(model: Model, machine: Machine, sizes: Sizes, members: int) -> tuple[float, float]:
     """Return the least seconds of a step, and the least bytes on one device."""
-    shards = plan.tensor * plan.pipeline
-    split = [plan.data if plan.zero >= stage else 1 for stage in (3, 2, 1)]
-    totals = model.totals[plan.remat]
-    products = sum(
-        machine.peak_seconds(flops, dtype) for dtype, flops in totals.product_flops.items()
-    )
-    seconds = products / (plan.devices // plan.member)
-    seconds += machine.start_seconds * totals.products * plan.microbatches / plan.pipeline
-    seconds *= 1 + bubble(plan)
+    data, zero, shards = sizes.data, sizes.zero, sizes.tensor * sizes.pipeline
+    split = [data if zero >= stage else 1 for stage in (3, 2, 1)]
+    totals = model.totals[sizes.remat]
+    seconds = totals.seconds / (data * shards)
+    seconds += machine.start_seconds * totals.products * sizes.microbatches / sizes.pipeline
+    seconds *= _waiting(sizes, totals, model.layers)
     # The update reads and writes the parameters and the state, and reads the gradients.
-    own = model.parameters / shards / (plan.data if plan.zero else 1)
-    seconds += machine.traffic_seconds(3 * own + 2 * model.optimizer * own / model.parameters)
-    if plan.data > 1:
-        sent = 2 * model.parameters / shards * (plan.data - 1) / plan.data
-        seconds += machine.collective_seconds(
-            "all-reduce", sent, plan.data, shards, mesh_devices=plan.devices
+    own = model.parameters / shards
+    moved = 3 * own + 2 * model.optimizer / shards
+    seconds += machine.traffic_seconds(moved / (data if zero else 1))
+    if data > 1:
+        seconds += reduction_seconds(
+            machine,
+            own,
+            data,
+            zero,
+            sizes.microbatches,
+            stride=shards,
+            mesh_devices=data * shards * members,
+            gathered=0.5 if model.precision == "bfloat16" else 1.0,
         )
     # A pipeline keeps as many microbatches as it has stages, each of one stage.
-    kept = totals.kept / plan.data / plan.microbatches / shards
-    kept *= min(plan.pipeline, plan.microbatches)
-    memory = model.parameters / shards * (1 / split[0] + 1 / split[1])
-    memory += model.optimizer / shards / split[2]
+    kept = totals.kept / data / sizes.microbatches / shards
+    filled = sizes.schedule != "gpipe"
+    kept *= min(sizes.pipeline, sizes.microbatches) if filled else sizes.microbatches
+    memory = own * (1 / split[0] + 1 / split[1]) + model.optimizer / shards / split[2]
     return seconds, memory + kept
 
 
-def tensor_rows(model: Model, plan: Plan) -> float:
+def _waiting(sizes: Sizes, totals: Totals, layers: int) -> float:
+    """Return the seconds of a step by those in which a device of its pipeline computes.
+
+    Without a pipeline 1. The slowest stage has the most layers, and ticks wait for backwards.
+    """
+    if sizes.pipeline == 1:
+        return 1.0
+    stages = sizes.pipeline * sizes.virtual_stages
+    largest = totals.layers * math.ceil(layers / stages) * stages / layers
+    times = stage_times(
+        sizes.schedule, sizes.pipeline, sizes.microbatches, sizes.virtual_stages, totals.forward
+    )
+    return max(1.0, largest) * times / (sizes.microbatches * sizes.virtual_stages)
+
+
+def tensor_rows(model: Model, sizes: Sizes) -> float:
     """Return the rows of a step, in layers of one stage, that the devices of `tensor` share.
 
     What they send to each other is in proportion to it.
     """
-    return model.batch_size / plan.data / plan.pipeline
+    return model.batch_size / sizes.data / sizes.pipeline
 
 
 def bubble(plan: Plan) -> float:

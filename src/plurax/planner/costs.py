@@ -162,21 +162,52 @@ class Seconds:
         """Return the seconds of a parameter's gradient over `data` and of its update."""
         plan, tensor = self.plan, graph.parameters[path]
         size = sharding.shard_bytes(tensor.shape, tensor.itemsize, graph.axes.sizes)
-        n, times = plan.data, plan.microbatches
+        n = plan.data
         # Read and write the parameter and its state, read the gradient.
         update = size * (3 + 2 * self.state_ratios.get(path, 0.0)) / (n if plan.zero else 1)
         seconds = self.machine.traffic_seconds(update)
-        for kind, count in _REDUCTION[plan.zero].items() if n > 1 else ():
-            repeated = count * (times if kind in _PER_MICROBATCH[plan.zero] else 1)
-            sent = size * (n - 1) / n * (2 if kind == "all-reduce" else 1)
-            seconds += repeated * self.machine.collective_seconds(
-                kind,
-                sent,
+        if n > 1:
+            # ZeRO-3 gathers parameters as they are computed with.
+            half = plan.precision == "bfloat16" and tensor.itemsize > 2
+            seconds += reduction_seconds(
+                self.machine,
+                size,
                 n,
-                plan.pipeline * graph.axes.size(list(graph.axes.sizes)),
+                plan.zero,
+                plan.microbatches,
+                stride=plan.pipeline * graph.axes.size(list(graph.axes.sizes)),
                 mesh_devices=self._devices(graph.axes),
+                gathered=2 / tensor.itemsize if half else 1.0,
             )
         return seconds
+
+
+def reduction_seconds(
+    machine: Machine,
+    size: float,
+    data: int,
+    zero: int,
+    microbatches: int,
+    *,
+    stride: int,
+    mesh_devices: int,
+    gathered: float = 1.0,
+) -> float:
+    """Return the seconds in which `data` devices reduce a gradient of `size` bytes.
+
+    **Arguments:** `zero`, the stage; `stride`, `mesh_devices`: as of `Machine.collective_seconds`;
+    `gathered`, the bytes of a parameter as ZeRO-3 gathers it by its own.
+    """
+    seconds = 0.0
+    for kind, count in _REDUCTION[zero].items():
+        repeated = count * (microbatches if kind in _PER_MICROBATCH[zero] else 1)
+        sent = size * (data - 1) / data * (2 if kind == "all-reduce" else 1)
+        if zero == 3 and kind == "all-gather":
+            sent *= gathered
+        seconds += repeated * machine.collective_seconds(
+            kind, sent, data, stride, mesh_devices=mesh_devices
+        )
+    return seconds
 
 
 _REDUCTION: dict[int, dict[str, int]] = {
@@ -228,21 +259,32 @@ def memory_of(
     backward pass, of one microbatch.
     """
     plan, ratios = plan or Plan(), state_ratios or {}
-    split = [plan.data if plan.zero >= stage else 1 for stage in (3, 2, 1)]
     memory = [[0.0] * len(node.strategies) for node in graph.nodes]
     for index, node in enumerate(graph.nodes):
-        if node.kind != "parameter":
-            continue
-        copies = 1 / split[0] + 1 / split[1] + ratios.get(node.path, 0.0) / split[2]
-        for choice, strategy in enumerate(node.strategies):
-            size = _shard_bytes(graph, graph.parameters[node.path], strategy.outputs[0])
-            memory[index][choice] += copies * size
+        if node.kind == "parameter":
+            memory[index] = [
+                parameter_bytes(graph, node.path, strategy.outputs[0], plan, ratios)
+                for strategy in node.strategies
+            ]
     for value in graph.values:
         if value.kept:
             for choice, strategy in enumerate(graph.nodes[value.node].strategies):
                 sharding = strategy.outputs[value.output]
                 memory[value.node][choice] += _shard_bytes(graph, value.tensor, sharding)
     return memory
+
+
+def parameter_bytes(
+    graph: Graph,
+    path: str,
+    sharding: TensorSharding,
+    plan: Plan,
+    state_ratios: Mapping[str, float],
+) -> float:
+    """Return the bytes of a parameter, its gradient and its optimizer state on one device."""
+    split = [plan.data if plan.zero >= stage else 1 for stage in (3, 2, 1)]
+    copies = 1 / split[0] + 1 / split[1] + state_ratios.get(path, 0.0) / split[2]
+    return copies * _shard_bytes(graph, graph.parameters[path], sharding)
 
 
 def _shard_bytes(graph: Graph, tensor: Tensor, sharding: TensorSharding) -> int:

@@ -42,7 +42,8 @@ class Found:
 
     - `machine`, and `memory`, the bytes that a device may use.
     - `ranked`: the plans that fit, fastest first; `slower`, others that were estimated and fit.
-    - `refused`: those that do not fit or cannot be, with the reason.
+    - `refused`: those that do not fit or cannot be, with the reason; `over`, the number of others
+      that need too much memory.
     - `candidates`: the number of plans considered; `least_left`, the least seconds of a plan
       that was not estimated, by its bound or its costs.
     - `seconds` that the search took.
@@ -54,6 +55,7 @@ class Found:
     ranked: tuple[Ranked, ...]
     slower: tuple[Ranked, ...]
     refused: tuple[Ranked, ...]
+    over: int
     candidates: int
     least_left: float
     seconds: float
@@ -136,8 +138,9 @@ class Found:
         over = [one for one in self.refused if one.why == "memory"]
         if over:
             least = min(over, key=lambda one: one.memory)
+            limit, count = human_bytes(self.memory), len(over) + self.over
             notes.append(
-                f"{len(over)} plans need more than {human_bytes(self.memory)}; the least of them "
+                f"{count} plans need more than {limit}; the least of them "
                 f"{human_bytes(least.memory)}: {least.plan.sizes_text()}"
             )
         reasons = {one.why: one for one in self.refused if one.why != "memory"}

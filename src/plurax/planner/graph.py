@@ -68,7 +68,8 @@ class Use:
 class GraphValue:
     """A value: its shape and dtype, the node and output that produce it, and its readers.
 
-    `kept` says whether it is kept from the forward to the backward pass.
+    `kept` says whether it is kept from the forward to the backward pass; `varying`, whether it
+    depends on the batch, or on parameters and constants alone.
     """
 
     tensor: Tensor
@@ -76,6 +77,7 @@ class GraphValue:
     output: int
     uses: tuple[Use, ...]
     kept: bool = False
+    varying: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,13 +85,15 @@ class Node:
     """A node of the graph.
 
     **Fields:** `kind`, as in the table above, or the operator of an equation; `path`; `strategies`,
-    of which one is chosen; `trips`, how often it runs per step.
+    of which one is chosen; `trips`, how often it runs per step; `backward`, whether it is part of
+    the backward pass.
     """
 
     kind: str
     path: str
     strategies: tuple[ShardStrategy, ...]
     trips: float
+    backward: bool = False
 
     @property
     def decides(self) -> bool:
@@ -178,6 +182,8 @@ def graph_of(
     inputs: list[_Value] = [builder.value(_tensor(leaf)) for leaf in params.values()]
     inputs += [builder.value(_tensor(leaf)) for leaf in jax.tree.leaves(args[1:])]
     assert len(inputs) == len(params) + others == len(closed.jaxpr.invars)
+    for value in inputs[len(params) :]:
+        value.varying = True
     results = builder.evaluate(closed.jaxpr, closed.consts, inputs, "", trips)
     sums, states = len(jax.tree.leaves(totals)), len(jax.tree.leaves(state))
     grads = results[sums - len(params) : sums]
@@ -247,7 +253,8 @@ class _Value:
 
     **Attributes:** `root`, the value itself, or the value of which it is an alias; `producer`, the
     node and output that produce a root; `uses`; `backward`, whether the backward pass computes it;
-    `kept`, of a root, whether the backward pass reads what the forward pass computed.
+    `kept`, of a root, whether the backward pass reads what the forward pass computed; `varying`,
+    whether it depends on the batch.
     """
 
     def __init__(self, tensor: Tensor, backward: bool, root: "_Value | None" = None) -> None:
@@ -255,6 +262,7 @@ class _Value:
         self.producer: tuple[int, int] | None = None
         self.uses: list[Use] = []
         self.kept = False
+        self.varying: bool = root is not None and root.varying
 
 
 class _Builder:
@@ -290,14 +298,16 @@ class _Builder:
     ) -> None:
         """Add a node; `input_trips` are how often its inputs are read, if not all `trips` times."""
         index = len(self.nodes)
-        self.nodes.append(Node(kind, path, tuple(strategies), trips))
+        self.nodes.append(Node(kind, path, tuple(strategies), trips, self._backward))
         for number, value in enumerate(inputs):
             times = input_trips[number] if input_trips else trips
             if not value.tensor.zero:
                 value.uses.append(Use(index, number, times))
                 value.root.kept |= self._backward and not value.root.backward
+        varying = any(value.varying for value in inputs)
         for number, value in enumerate(outputs):
             value.producer = (index, number)
+            value.varying |= varying
 
     def fixed(
         self, kind: str, path: str, inputs: list[_Value], outputs: list[_Value], trips: float
@@ -323,7 +333,8 @@ class _Builder:
             kept = value.root.kept and producer not in seen
             seen.add(producer)
             kept &= self.nodes[producer[0]].kind not in _GIVEN
-            values.append(GraphValue(value.tensor, *producer, tuple(value.uses), kept))
+            uses = tuple(value.uses)
+            values.append(GraphValue(value.tensor, *producer, uses, kept, value.varying))
         return tuple(values)
 
     def _every(self, tensor: Tensor, *, partial: bool = False) -> tuple[TensorSharding, ...]:
@@ -452,6 +463,8 @@ class _Builder:
         within = trips * scan.length
         args = [self._const(value, f"{path}/const{i}", trips) for i, value in enumerate(consts)]
         carried = [self.value(dataclasses.replace(one.tensor, zero=False)) for one in starts]
+        for value in carried:
+            value.varying = True  # what an iteration adds is not known yet
         rows = [self._row(value, f"{path}/row{i}", trips) for i, value in enumerate(stacks)]
         results = self.evaluate(
             scan.body, scan.body_consts, [*args, *carried, *rows], f"{path}/", within

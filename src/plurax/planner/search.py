@@ -31,6 +31,7 @@ import optax
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.analysis.estimate import Estimate
 from plurax.analysis.machine_timings import measure_machine
 from plurax.machine import Machine
 from plurax.plan import Plan
@@ -80,7 +81,7 @@ def search(
     started = time.perf_counter()
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
     remats = (pinned.remat,) if "remat" in fields else REMATS
-    model = model_of(task, optimizer, like, pinned.precision, remats)
+    model = model_of(task, optimizer, like, pinned.precision, machine, remats)
     limit = machine.memory if memory is None else memory
     every = list(candidates(model, machine, machine.devices, pinned, fields))
     if not every:
@@ -90,7 +91,7 @@ def search(
         task, like, lambda plan: Seconds(machine, plan, ratios), ratios, solver
     )
     run = _Run(task, optimizer, like, machine, model, limit, shardings)
-    run.look(every, count, seconds)
+    run.look(every, count, started, seconds)
     if not run.ranked:
         nearest = sorted(run.refused, key=lambda one: (one.why != "memory", one.memory))[:3]
         texts = [(one.plan.sizes_text(), one.memory, one.why) for one in nearest]
@@ -101,6 +102,7 @@ def search(
         ranked=tuple(run.ranked),
         slower=tuple(run.slower),
         refused=tuple(run.refused),
+        over=max(run.over - _NEAREST, 0),
         candidates=len(every),
         least_left=run.least_left,
         seconds=time.perf_counter() - started,
@@ -123,8 +125,9 @@ class _Run:
     """One search.
 
     **Attributes:** `ranked`, the plans estimated so far that fit, fastest first; `slower`, those of
-    them beyond the number asked for; `refused`, those that do not fit, or cannot be; `least_left`,
-    the least seconds of a candidate not looked at.
+    them beyond the number asked for; `refused`, those that do not fit, or cannot be, of those whose
+    bounds say so the nearest; `over`, how many these are; `least_left`, the least seconds of a
+    candidate not looked at.
     """
 
     def __init__(
@@ -142,76 +145,75 @@ class _Run:
         # For each size of `tensor` looked at, the seconds of its collectives for one row.
         self._sent: dict[int, float] = {}
         self._shardings = shardings
+        self._learned = _Learned()
         self.ranked: list[Ranked] = []
         self.slower: list[Ranked] = []
         self.refused: list[Ranked] = []
+        self.over = 0
         self.least_left = math.inf
 
-    def look(self, every: Sequence[Candidate], count: int, seconds: float) -> None:
+    def look(self, every: Sequence[Candidate], count: int, started: float, seconds: float) -> None:
         """Look at candidates, the most promising first, until `count` are known to be the best.
 
-        Once `seconds` are over, no other is looked at. The last third of them is for estimates.
+        Once `seconds` are over since `started`, no other is looked at. The last third of them is
+        for estimates.
         """
-        started = time.perf_counter()
         queue, computed, estimated = _Queue(), 0, 0
         for one in every:
-            if one.memory > self._limit:
-                self._refuse(one, "memory")
-            else:
-                queue.push(one.seconds, one, _BOUND)
+            if one.memory <= self._limit:
+                queue.push(one.seconds, one)
+        over = [one for one in every if one.memory > self._limit]
+        self.over = len(over)
+        for one in heapq.nsmallest(_NEAREST, over, key=lambda one: one.memory):
+            self._refuse(one, "memory")
         self._look_at_smallest_tensor(every)
         while len(queue) and len(self.ranked) < count:
             least, candidate, known = queue.pop()
             spent = (time.perf_counter() - started) / seconds
-            computed -= known == _COMPUTED
+            computed -= isinstance(known, _Computed)
             if isinstance(known, Ranked):
                 self.ranked.append(known)
-            elif (spent > 1 and estimated) or (spent > 2 / 3 and computed and known == _BOUND):
+            elif (spent > 1 and estimated) or (spent > 2 / 3 and computed and known is None):
                 self.least_left = min(self.least_left, least)
-            elif spent > 1 and least < math.inf and candidate.memory > _SAFE * self._limit:
-                # No time to look at plans that may not fit, until one is found that does.
-                queue.push(math.inf, candidate, known)
-            elif known == _BOUND:
-                computed += self._compute(candidate, least, queue)
-            elif (ranked := self._estimated(candidate)) is not None:
-                estimated += 1
-                queue.push(ranked.seconds, candidate, ranked)
+            elif known is None and (bound := self._least(candidate)) > least:
+                # What has been found since says that it takes longer.
+                queue.push(bound, candidate)
+            elif (found := known or self._computed(candidate)) is not None:
+                now = max(self._learned.seconds(candidate.plan, found), candidate.seconds)
+                if self._learned.memory(candidate.plan, found) > self._limit:
+                    self._refuse(candidate, "memory")
+                elif known is None or now > least * _SAME:
+                    queue.push(now, candidate, found)
+                    computed += 1
+                elif (ranked := self._estimated(candidate, found)) is not None:
+                    estimated += 1
+                    queue.push(ranked.seconds, candidate, ranked)
         self.least_left = min([self.least_left, *queue.left()])
         self.slower = queue.estimated()
         # What was computed before the estimate may have been more than the estimate.
         self.ranked.sort(key=lambda one: (one.seconds, one.plan.devices))
 
-    def _compute(self, candidate: Candidate, least: float, queue: "_Queue") -> bool:
-        """Put a candidate back with its seconds computed, or with a higher bound.
+    def _least(self, candidate: Candidate) -> float:
+        return candidate.seconds + self._least_tensor(candidate)
 
-        Returns whether they were computed.
-        """
-        bound = candidate.seconds + self._least_tensor(candidate)
-        if bound > least:
-            # What has been found since says that it takes longer.
-            queue.push(bound, candidate, _BOUND)
-            return False
+    def _computed(self, candidate: Candidate) -> "_Computed | None":
+        """Return what a candidate takes on the solved graph, or None if it cannot be."""
         try:
             if not self._shardings.splits(candidate.plan):
-                return False
+                return None
             seconds = self._shardings.seconds(candidate.plan)
         except errors.PlanError as error:
             self._refuse(candidate, str(error).splitlines()[0])
-            return False
+            return None
         self._learn(candidate)
-        memory = max(candidate.memory, self._shardings.memory(candidate.plan))
-        candidate = dataclasses.replace(candidate, memory=memory)
-        if memory > _DOUBT * self._limit:
-            self._refuse(candidate, "memory")
-            return False
-        queue.push(max(seconds, least), candidate, _COMPUTED)
-        return True
+        own, kept = self._shardings.memory(candidate.plan)
+        return _Computed(seconds, own, max(kept, candidate.memory - own))
 
     def _look_at_smallest_tensor(self, every: Sequence[Candidate]) -> None:
         """Solve the smallest `tensor`, which says at the least what larger ones send."""
-        split = [one for one in every if one.plan.tensor > 1 and one.memory <= self._limit]
+        split = [one for one in every if one.sizes.tensor > 1 and one.memory <= self._limit]
         if split:
-            first = min(split, key=lambda one: (one.plan.tensor, one.seconds))
+            first = min(split, key=lambda one: (one.sizes.tensor, one.seconds))
             with contextlib.suppress(errors.PlanError):
                 self._learn(first)
 
@@ -226,12 +228,23 @@ class _Run:
         """Return the least seconds in which the devices of `tensor` send to each other.
 
         What each device sends for a row grows with the number of devices, so what is known of a
-        smaller `tensor` bounds a larger one.
+        smaller `tensor` bounds a larger one, over the links that this one spans.
         """
-        known = [sent for n, sent in self._sent.items() if n <= candidate.plan.tensor]
-        return max(known, default=0.0) * tensor_rows(self._model, candidate.plan)
+        size = candidate.sizes.tensor
+        known = [
+            sent * self._all_reduce(size) / self._all_reduce(n)
+            for n, sent in self._sent.items()
+            if n <= size
+        ]
+        return max(known, default=0.0) * tensor_rows(self._model, candidate.sizes)
 
-    def _estimated(self, candidate: Candidate) -> Ranked | None:
+    def _all_reduce(self, devices: int) -> float:
+        """Return the seconds to send a few megabytes to devices beside each other."""
+        return self._machine.collective_seconds(
+            "all-reduce", 2**22, devices, 1, mesh_devices=self._machine.devices
+        )
+
+    def _estimated(self, candidate: Candidate, computed: "_Computed") -> Ranked | None:
         """Return a candidate with its shardings and its estimate, or None if it cannot be."""
         try:
             plan = self._shardings.plan(candidate.plan)
@@ -239,6 +252,7 @@ class _Run:
         except errors.PlanError as error:
             self._refuse(candidate, str(error).splitlines()[0])
             return None
+        self._learned.add(candidate.plan, computed, found)
         if found.peak > self._limit:
             self.refused.append(Ranked(candidate.plan, plan, found, found.peak, "memory"))
             return None
@@ -248,38 +262,90 @@ class _Run:
         self.refused.append(Ranked(candidate.plan, candidate.plan, None, candidate.memory, why))
 
 
-_DOUBT, _SAFE = 1.2, 0.85
-"""Memory is computed without temporaries, and with values that XLA may compute again. A plan of
-more than the first share of the limit is taken not to fit, and one of less than the second to fit.
-"""
+_NEAREST = 3
+"""Of the plans that need too much memory by their bounds, how many are named."""
 
-_BOUND, _COMPUTED = "bound", "computed"
-"""How much is known of a candidate in the queue, if it is not estimated yet."""
+_SAME = 1.001
+"""Seconds that differ by less are not worth another look."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Computed:
+    """What a candidate takes on the solved graph: `seconds`; bytes of its `own` parameters with
+    gradients and optimizer state, and those `kept` for the backward pass."""
+
+    seconds: float
+    own: float
+    kept: float
+
+
+class _Learned:
+    """What estimates teach about what is computed.
+
+    The solved graph has no temporaries, and a pipeline decides by rules what its stages hold. Plans
+    of one remat policy and `tensor` differ alike, so one estimate corrects the others.
+    """
+
+    def __init__(self) -> None:
+        self._ratios: dict[Any, tuple[float, float]] = {}
+
+    def add(self, plan: Plan, computed: _Computed, found: Estimate) -> None:
+        """Compare what was computed with an estimate."""
+        kept = max(found.peak - computed.own, 0) / max(computed.kept, 1.0)
+        alike, tensor = self._alike(plan)
+        ratios = found.seconds / computed.seconds, kept
+        self._ratios[alike, tensor] = self._ratios[alike, None] = ratios
+
+    def seconds(self, plan: Plan, computed: _Computed) -> float:
+        """Return the seconds of a step that an estimate is expected to say."""
+        return computed.seconds * self._ratio(plan)[0]
+
+    def memory(self, plan: Plan, computed: _Computed) -> float:
+        """Return the bytes that a plan needs at the least."""
+        _, ratio, doubt = self._ratio(plan)
+        return (computed.own + computed.kept * ratio) / doubt
+
+    def _ratio(self, plan: Plan) -> tuple[float, float, float]:
+        """Return the ratios of seconds and of bytes, and how much more than the limit plans may
+        seem to need that are estimated nevertheless."""
+        alike, tensor = self._alike(plan)
+        if (alike, tensor) in self._ratios:
+            return *self._ratios[alike, tensor], 1.05
+        return *self._ratios.get((alike, None), (1.0, 1.0)), 1.2
+
+    def _alike(self, plan: Plan) -> tuple[Any, int]:
+        return (plan.remat, plan.pipeline > 1, plan.zero >= 2), plan.tensor
 
 
 class _Queue:
     """Candidates in the order of their seconds, as far as these are known."""
 
     def __init__(self) -> None:
-        self._items: list[tuple[float, int, int, Candidate, Ranked | str]] = []
+        self._items: list[tuple[float, int, int, Candidate, Ranked | _Computed | None]] = []
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def push(self, seconds: float, candidate: Candidate, known: Ranked | str) -> None:
-        """Add a candidate; of equal seconds the one with fewer devices comes first."""
-        devices = candidate.plan.devices
+    def push(
+        self, seconds: float, candidate: Candidate, known: Ranked | _Computed | None = None
+    ) -> None:
+        """Add a candidate; of equal seconds the one with fewer devices comes first.
+
+        `known` is its estimate, or what was computed, or None where `seconds` is only a bound.
+        """
+        sizes = candidate.sizes
+        devices = sizes.data * sizes.pipeline * sizes.tensor
         heapq.heappush(self._items, (seconds, devices, next(self._numbers), candidate, known))
 
-    def pop(self) -> tuple[float, Candidate, Ranked | str]:
+    def pop(self) -> tuple[float, Candidate, Ranked | _Computed | None]:
         """Remove the candidate with the least seconds."""
         seconds, _, _, candidate, known = heapq.heappop(self._items)
         return seconds, candidate, known
 
     def left(self) -> list[float]:
         """Return the seconds of all candidates that are not estimated."""
-        return [seconds for seconds, _, _, _, known in self._items if isinstance(known, str)]
+        return [seconds for seconds, _, _, _, known in self._items if not isinstance(known, Ranked)]
 
     def estimated(self) -> list[Ranked]:
         """Return the candidates that are estimated, and not ranked yet."""

@@ -92,7 +92,7 @@ def best_layers(
     if depth < stages:
         return None
     named = schedule if isinstance(schedule, str) else tuple(schedule)
-    stored = _stored(named, pipeline, microbatches, virtual_stages)
+    stored = stored_microbatches(named, pipeline, microbatches, virtual_stages)
     speed = np.resize(np.ones(pipeline) if speeds is None else np.asarray(speeds, float), stages)
     ends = np.zeros(stages)
     ends[0] += end_seconds[0]
@@ -179,9 +179,14 @@ class _Costs:
 
 
 @functools.cache
-def _stored(
+def stored_microbatches(
     schedule: str | tuple[str, ...], pipeline: int, microbatches: int, virtual_stages: int
 ) -> list[int]:
+    """Return for each device the most microbatches that it stores, those of all its stages."""
+    if isinstance(schedule, str) and schedule != "gpipe":
+        # A device stores no more with more microbatches once the pipeline is full.
+        full = 2 * pipeline
+        microbatches = min(microbatches, full + microbatches % pipeline)
     return live_activations(make_schedule(schedule, pipeline, microbatches, virtual_stages))
 
 

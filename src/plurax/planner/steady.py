@@ -42,7 +42,8 @@ def estimate_steady(
     few = PER_STAGE * plan.pipeline
     size = leading_dim(batch)
     # Whole microbatches only, or the rows of one would differ.
-    if plan.pipeline == 1 or plan.microbatches <= few or size % plan.microbatches:
+    whole = size % plan.microbatches == 0 and plan.schedule != "gpipe"  # which stores them all
+    if plan.pipeline == 1 or plan.microbatches <= few or not whole:
         return estimate(task, optimizer, plan, batch, machine)
     less = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(

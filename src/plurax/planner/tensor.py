@@ -3,30 +3,29 @@
 The graph of one device's microbatch is solved on the machine, and the solution becomes rules for
 parameters and the few strategies of equations that the partitioner would not choose by itself.
 That takes a second, so candidates share solutions: one for each size of `tensor`, remat policy and
-four-fold range of rows in a microbatch. The seconds of another candidate follow from it:
+eight-fold range of rows in a microbatch. The seconds of another candidate follow from it:
 
-    solved      tensor=4, 2 rows in each of 8 microbatches: 800 ms without parameters, 60 ms with
-    candidate   data=2, pipeline=2, tensor=4, 4 rows in each of 2 microbatches
-    rows        half as many on each device: 400 ms; parameters with their gradients over `data`
-                are computed anew: 70 ms; both are of two stages, with a bubble of 1/2
-                400 ms / 2 x 1.5 + 70 ms / 2 = 335 ms
+    solved      tensor=4, 2 rows in each of 8 microbatches: 100 ms for one without parameters
+    candidate   data=2, pipeline=2, tensor=4, 4 microbatches of 1 row under 1F1B
+    rows        half as many: 50 ms, of two stages 25 ms each
+    schedule    2 ticks of forwards, 8 of backwards, which take twice as long: 150 ms
+    parameters  their gradients over `data` and their update, of one stage, are computed anew
 """
 
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.execute.placement import leading_dim
+from plurax.pipeline.stages import even_layers
 from plurax.plan import Plan
 from plurax.planner import exact, propagate, recursive
-from plurax.planner.candidates import bubble
-from plurax.planner.costs import Costs, memory_of
+from plurax.planner.costs import Costs, parameter_bytes
 from plurax.planner.fewest import (
     Walk,
     fewest_strategies,
@@ -34,7 +33,9 @@ from plurax.planner.fewest import (
     strategies_of,
 )
 from plurax.planner.graph import Graph, Node, graph_of_step
+from plurax.planner.lockstep import Stages, stages_of
 from plurax.planner.problem import Pins, Solution
+from plurax.planner.profile import Profile, profile_of
 from plurax.planner.shard_strategies import ShardStrategy
 from plurax.sharding.rules import Rules
 from plurax.sharding.spec import TensorSharding
@@ -52,7 +53,7 @@ class Sharded:
 
     **Fields:** `plan`, the candidate solved; `batch_size`; `shardings` of the parameters, by path;
     `strategies` of all equations; `graph` and `solution`, from which they come, with its `costs`
-    and `pins`; `walk`, over the equations.
+    and `pins`; `walk`, over the equations; `depth`, the layers of a stack, or 0.
     """
 
     plan: Plan
@@ -64,11 +65,17 @@ class Sharded:
     costs: Costs
     pins: Pins
     walk: Walk
+    depth: int
 
     @property
     def rows(self) -> float:
         """The rows of a step on one device."""
         return self.batch_size / self.plan.data
+
+    @property
+    def rows_of_a_microbatch(self) -> float:
+        """The rows of a microbatch on one device."""
+        return self.rows / self.plan.microbatches
 
     @property
     def splits_products(self) -> bool:
@@ -79,9 +86,10 @@ class Sharded:
         )
 
     @functools.cached_property
-    def seconds(self) -> float:
-        """The seconds of a step without what parameters cost by themselves."""
-        return self.solution.cost - self.parameter_seconds(self.costs)
+    def profile(self) -> Profile:
+        """Where the seconds and the bytes of one microbatch are."""
+        times = self.plan.microbatches
+        return profile_of(self.graph, self.solution, self.costs, times, self.depth)
 
     @functools.cached_property
     def seconds_sent(self) -> float:
@@ -104,6 +112,10 @@ class Sharded:
             yield node, node.strategies[choice]
 
 
+_APART = 8
+"""Candidates share a solution if the rows of their microbatches differ by no larger factor."""
+
+
 class TensorSearch:
     """Finds the shardings of candidates of one task.
 
@@ -124,7 +136,8 @@ class TensorSearch:
         self._task, self._batch, self._costs = task, batch, costs
         self._solve: Callable[..., Solution] = SOLVERS[solver]
         self._batch_size = leading_dim(batch)
-        self._found: dict[Any, Sharded] = {}
+        self._depth = task.stack.depth if task.stack else 0
+        self._found: dict[tuple[int, str], list[Sharded]] = {}
 
     def plan(self, plan: Plan, *, fewest: bool = False) -> Plan:
         """Return a candidate with the best shardings over `tensor`.
@@ -132,9 +145,10 @@ class TensorSearch:
         With `fewest`, only those strategies of equations that make a difference. Raises `PlanError`
         if nothing is worth splitting.
         """
+        plan = dataclasses.replace(plan, layers=self.layers(plan))
         if plan.tensor == 1:
             return plan
-        found = self.sharded(plan)
+        found = self._exactly(plan)
         rules = {**dict(plan.rules), **rules_of(found.shardings)}
         if not found.splits_products:
             raise errors.search_splits_nothing(plan.sizes_text())
@@ -174,25 +188,63 @@ class TensorSearch:
     def seconds(self, plan: Plan) -> float:
         """Return the seconds of a step under a candidate, from a solution that it shares."""
         found = self.sharded(plan)
-        rows = found.seconds * (self._batch_size / plan.data) / found.rows
-        update = found.parameter_seconds(self._costs(plan))
-        return (rows * (1 + bubble(plan)) + update) / plan.pipeline
+        once = found.parameter_seconds(self._costs(plan)) + found.profile.once
+        if plan.pipeline > 1:
+            return self._stages(plan).seconds + once / plan.pipeline
+        rows = self._batch_size / plan.data / found.rows_of_a_microbatch
+        return rows * found.profile.seconds + once
 
-    def memory(self, plan: Plan) -> float:
-        """Return the bytes that a device holds under a candidate, temporaries aside.
+    def memory(self, plan: Plan) -> tuple[float, float]:
+        """Return the bytes that a device holds under a candidate: of parameters, and others.
 
-        A pipeline keeps as many microbatches as it has stages, each of one stage.
+        Parameters come with gradients and optimizer state. Others are what is kept for the backward
+        pass; temporaries beside them are not counted.
         """
-        found, held = self.sharded(plan), [0.0, 0.0]
-        each = memory_of(found.graph, plan, self._ratios)
-        for node, own, choice in zip(found.graph.nodes, each, found.solution.choice, strict=True):
-            held[node.kind == "parameter"] += own[choice]
-        rows = self._batch_size / plan.data / plan.microbatches
-        kept = held[0] * rows / (found.rows / found.plan.microbatches)
-        kept *= min(plan.pipeline, plan.microbatches)
-        # ZB-H1 keeps what the gradients of the weights need after those of the inputs are done.
-        kept *= 1.5 if plan.schedule == "zb-h1" else 1
-        return (held[1] + kept) / plan.pipeline
+        found = self.sharded(plan)
+        graph, profile = found.graph, found.profile
+        own: dict[bool, float] = {True: 0.0, False: 0.0}
+        gradients = 0.0
+        for path, sharding in found.shardings.items():
+            tensor = graph.parameters[path]
+            in_layers = not self._depth or path.startswith("blocks/")
+            own[in_layers] += parameter_bytes(graph, path, sharding, plan, self._ratios)
+            size = sharding.shard_bytes(tensor.shape, tensor.itemsize, graph.axes.sizes)
+            gradients += size / (2 if plan.precision == "bfloat16" else 1)
+        copies = profile.copies / (plan.data if plan.zero == 3 else 1)
+        if plan.pipeline > 1:
+            stages = self._stages(plan)
+            share = stages.most / sum(stages.layers)
+            return own[True] * share + own[False], copies * share + stages.kept
+        rows = self._rows(plan) / found.rows_of_a_microbatch
+        kept = copies + rows * profile.kept
+        # Those of a microbatch beside their sum, or beside their shards, until they are reduced.
+        if self._depth and (plan.microbatches > 1 or (plan.data > 1 and plan.zero >= 2)):
+            kept += gradients
+        return own[True] + own[False], kept
+
+    def layers(self, plan: Plan) -> tuple[int, ...] | None:
+        """Return the layers of each stage of a candidate, or None where they are equal."""
+        if plan.pipeline == 1 or plan.layers is not None or not self._depth:
+            return None if plan.layers is None else tuple(plan.layers)
+        found = self._stages(plan).layers
+        return None if found == even_layers(self._depth, plan.total_stages) else found
+
+    def _stages(self, plan: Plan) -> Stages:
+        found = self.sharded(plan)
+        rows = self._rows(plan) / found.rows_of_a_microbatch
+        assert isinstance(plan.schedule, str | tuple)
+        return stages_of(
+            plan.schedule,
+            plan.pipeline,
+            plan.microbatches,
+            plan.virtual_stages,
+            # The parts between boundaries are taken to be equal.
+            self._depth or sum(plan.layers or (1,) * plan.total_stages),
+            found.profile.layers.times(rows),
+            found.profile.embedding.times(rows),
+            found.profile.head.times(rows),
+            plan.layers,
+        )
 
     def sent_for_a_row(self, plan: Plan) -> float:
         """Return the seconds of the collectives over `tensor` for one row of a step."""
@@ -201,14 +253,26 @@ class TensorSearch:
 
     def sharded(self, plan: Plan) -> Sharded:
         """Return the solution for a candidate, found now or shared with another."""
-        rows = self._batch_size / plan.data / plan.microbatches
-        key = (plan.tensor, plan.remat, round(math.log(rows, 4)))
-        if key not in self._found:
-            # Stages are not in the graph: it is of the whole model.
-            self._found[key] = self._search(dataclasses.replace(plan, pipeline=1, schedule="1f1b"))
-        return self._found[key]
+        rows = self._rows(plan)
+        for found in self._found.get((plan.tensor, plan.remat), ()):
+            if 1 / _APART <= rows / found.rows_of_a_microbatch <= _APART:
+                return found
+        return self._search(plan)
+
+    def _exactly(self, plan: Plan) -> Sharded:
+        """Return a solution whose strategies are of a candidate's equations."""
+        for found in self._found.get((plan.tensor, plan.remat), ()):
+            # One row alone may be traced to other equations. Stages have rules only.
+            if plan.pipeline > 1 or (self._rows(plan) == 1) == (found.rows_of_a_microbatch == 1):
+                return found
+        return self._search(plan)
+
+    def _rows(self, plan: Plan) -> float:
+        return self._batch_size / plan.data / plan.microbatches
 
     def _search(self, plan: Plan) -> Sharded:
+        # Stages are not in the graph: it is of the whole model.
+        plan = dataclasses.replace(plan, pipeline=1, schedule="1f1b", stages=None, layers=None)
         graph = graph_of_step(self._task, plan, self._batch)
         costs = self._costs(plan)
         rules = Rules(plan.rules, graph.axes.mesh)
@@ -218,9 +282,20 @@ class TensorSearch:
         strategies = strategies_of(graph, solution)
         shardings = dict(solution.parameters)
         walk = Walk(graph, rules.find)
-        return Sharded(
-            plan, self._batch_size, shardings, strategies, graph, solution, costs, pins, walk
+        found = Sharded(
+            plan,
+            self._batch_size,
+            shardings,
+            strategies,
+            graph,
+            solution,
+            costs,
+            pins,
+            walk,
+            self._depth,
         )
+        self._found.setdefault((plan.tensor, plan.remat), []).append(found)
+        return found
 
 
 def _text(sharding: TensorSharding) -> str:

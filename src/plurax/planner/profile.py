@@ -1,0 +1,140 @@
+"""Where the seconds and the bytes of a solved graph are: in layers or around them, ahead or back.
+
+A solution is of one device's microbatch of the whole model. Stages of a pipeline share its layers;
+the embedding and the head stay whole on the first and the last stage. A tick of a pipeline takes as
+long as its slowest action, so forward and backward count apart.
+
+    GPT of 24 layers, tensor=4, 1 row in each of 8 microbatches, milliseconds of one microbatch
+                 forward    backward    kept
+    embedding        1           4
+    24 layers       96         192      1.2 GB, 50 MB each
+    head             5          10      0.1 GB
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator
+
+from plurax.planner.costs import Costs
+from plurax.planner.graph import Graph
+from plurax.planner.problem import Problem, Solution
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """A part of a model: `forward` and `backward`, its seconds for one microbatch; `kept`, the
+    bytes that its forward pass keeps for its backward pass."""
+
+    forward: float
+    backward: float
+    kept: float
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+    def times(self, factor: float) -> "Share":
+        """Return the share of a microbatch that is so much larger."""
+        return Share(self.forward * factor, self.backward * factor, self.kept * factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Where seconds and bytes of a solution are.
+
+    **Fields:** `layers`, all of them together; `embedding` and `head`, what is before and after
+    them; `once`, seconds of a step whatever its microbatches, the update of parameters aside;
+    `copies`, bytes of what is computed from parameters alone and kept, such as their copies in
+    bfloat16.
+    """
+
+    layers: Share
+    embedding: Share
+    head: Share
+    once: float
+    copies: float
+
+    @property
+    def seconds(self) -> float:
+        """Of one microbatch, forward and backward."""
+        return self.layers.seconds + self.embedding.seconds + self.head.seconds
+
+    @property
+    def kept(self) -> float:
+        """The bytes kept of one microbatch."""
+        return self.layers.kept + self.embedding.kept + self.head.kept
+
+
+def profile_of(
+    graph: Graph, solution: Solution, costs: Costs, microbatches: int, depth: int
+) -> Profile:
+    """Return the profile of a solution.
+
+    `depth` is the number of layers of a stack, or 0: then all of a model is in layers, as the parts
+    of a model with boundaries are.
+    """
+    seconds: dict[tuple[str, bool], float] = defaultdict(float)
+    parts = _parts(graph, microbatches, depth)
+    once = 0.0
+    for index, trips, cost in _node_seconds(graph, solution, costs):
+        node = graph.nodes[index]
+        if trips < microbatches:
+            once += cost if node.kind != "parameter" else 0.0
+        else:
+            seconds[parts[index], node.backward] += cost / microbatches
+    kept: dict[str, float] = defaultdict(float)
+    copies = 0.0
+    for value in graph.values:
+        if not value.kept:
+            continue
+        node = graph.nodes[value.node]
+        sharding = node.strategies[solution.choice[value.node]].outputs[value.output]
+        size = sharding.shard_bytes(value.tensor.shape, value.tensor.itemsize, graph.axes.sizes)
+        if value.varying:
+            kept[parts[value.node]] += size
+        else:
+            copies += size
+    shares = {
+        part: Share(seconds[part, False], seconds[part, True], kept[part])
+        for part in ("layers", "embedding", "head")
+    }
+    return Profile(**shares, once=once, copies=copies)
+
+
+def _parts(graph: Graph, microbatches: int, depth: int) -> list[str]:
+    """Return for each node the part of the model that it is of.
+
+    Layers are the nodes in the loop over them, and those of arrays with a row for each layer. What
+    is before that loop is the embedding; what is after the loop in which the backward pass goes
+    through the layers is its backward pass.
+    """
+    if not depth:
+        return ["layers"] * len(graph.nodes)
+    trips = microbatches * depth
+    loop = [i for i, node in enumerate(graph.nodes) if depth > 1 and node.trips % trips == 0]
+    first, last = (loop[0], loop[-1]) if loop else (0, len(graph.nodes))
+    parts = ["head" if first <= i <= last else "embedding" for i in range(len(graph.nodes))]
+    for index in loop:
+        parts[index] = "layers"
+    for value in graph.values:
+        if value.tensor.shape[:1] == (depth,) and value.tensor.shape[1:]:
+            for index in (value.node, *(use.node for use in value.uses)):
+                parts[index] = "layers"
+    return parts
+
+
+def _node_seconds(
+    graph: Graph, solution: Solution, costs: Costs
+) -> Iterator[tuple[int, float, float]]:
+    """Yield nodes, how often they run, and their seconds; reshards are of the node that reads."""
+    problem = Problem(graph, costs)
+    for index, choice in enumerate(solution.choice):
+        node = graph.nodes[index]
+        yield index, node.trips, costs.strategy(graph, node, node.strategies[choice])
+    for value in graph.values:
+        source, copies = problem.needed(value, solution.choice)
+        for target, trips in copies:
+            cost = trips * problem.reshard(value.tensor, source, target)
+            reader = next(use.node for use in value.uses if use.trips == trips)
+            yield reader, trips, cost
