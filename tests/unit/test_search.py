@@ -182,6 +182,8 @@ def test_a_layer_sends_what_megatron_sends():
     assert first.tensor.shape == last.tensor.shape == (1, models.TOKENS, models.WIDTH)
     assert found.depths()[-1] == max(found.depths()), "everything leads to the output"
     assert len(found.boxes) < 24
+    computed = [box for box in found.boxes if box.kind in ("product", "other")]
+    assert all("models.py:" in box.where for box in computed), "what JAX computes has its caller's"
 
 
 def test_without_layers_the_forward_pass_is_drawn():

@@ -110,7 +110,8 @@ def strategies_of(graph: Graph, solution: Solution) -> list[Strategy]:
         if eqn.primitive.name in _ANNOTATIONS:
             continue
         inputs = tuple(entries_of(one.dims, one.partial) for one in node.pin(choice))
-        found.append(Strategy(f"{node.path} {eqn.primitive.name}", inputs, source_line(eqn)))
+        line = source_line(traced, node.path)
+        found.append(Strategy(f"{node.path} {eqn.primitive.name}", inputs, line))
     return found
 
 
@@ -118,12 +119,29 @@ _ANNOTATIONS = ("annotate", "sharding_constraint", "shard_map")
 """What a model itself says of shardings."""
 
 
-def source_line(eqn: Any) -> str:
-    """Return the line of the model's code that an equation comes from, and its function."""
-    frames = source_info_util.summarize(eqn.source_info).splitlines()
-    # "folder/model.py:33:16 (block)" -> "model.py:33 (block)"
-    found = re.fullmatch(r"(.*):(\d+):\d+ \((.*)\)", frames[-1]) if frames else None
-    return f"{Path(found[1]).name}:{found[2]} ({found[3]})" if found else ""
+def source_line(traced: Mapping[str, Any], path: str) -> str:
+    """Return the line of the model's code that an equation comes from, and its function.
+
+    What a function of JAX computes has no line of its own; its call has. `traced` are the equations
+    by their paths.
+    """
+    for outer in enclosing(path)[::-1]:
+        eqn = traced.get(outer)
+        frames = source_info_util.summarize(eqn.source_info).splitlines() if eqn else []
+        # "folder/model.py:33:16 (block)" -> "model.py:33 (block)"
+        if found := re.fullmatch(r"(.*):(\d+):\d+ \((.*)\)", frames[-1] if frames else ""):
+            return f"{Path(found[1]).name}:{found[2]} ({found[3]})"
+    return ""
+
+
+def enclosing(path: str) -> list[str]:
+    """Return the paths of the calls and loops around an equation, and its own.
+
+    >>> enclosing("14/3/2")
+    ['14', '14/3', '14/3/2']
+    """
+    parts = path.split("/")
+    return ["/".join(parts[: count + 1]) for count in range(len(parts))]
 
 
 def fewest_strategies(

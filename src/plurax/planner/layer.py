@@ -34,7 +34,7 @@ from plurax.jaxpr.compat import INLINED
 from plurax.partition.pins import equations
 from plurax.planner.costs import reshard_steps
 from plurax.planner.equal_layers import classes_of
-from plurax.planner.fewest import source_line
+from plurax.planner.fewest import enclosing, source_line
 from plurax.planner.graph import Graph, GraphValue, Use
 from plurax.planner.shard_strategies import ShardStrategy, Tensor
 from plurax.planner.tensor import Sharded
@@ -263,10 +263,7 @@ class _Builder:
 
     def _where(self, node: int) -> str:
         """Return the line of the model's code, and its function."""
-        path = self._graph.nodes[node].path
-        # What JAX's own functions compute has no line; their call has.
-        around = [self._eqns[one] for one in _enclosing(path)[::-1] if one in self._eqns]
-        return next((line for line in map(source_line, around) if line), "")
+        return source_line(self._eqns, self._graph.nodes[node].path)
 
     def _box(self, group: Sequence[int]) -> Box:
         """Return what a group of vertices is."""
@@ -395,18 +392,8 @@ def _body(graph: Graph, eqns: Mapping[str, Any]) -> set[int]:
     return first or forward
 
 
-def _enclosing(path: str) -> list[str]:
-    """Return the paths of the calls and loops around an equation, and its own.
-
-    >>> _enclosing("14/3/2")
-    ['14', '14/3', '14/3/2']
-    """
-    parts = path.split("/")
-    return ["/".join(parts[: count + 1]) for count in range(len(parts))]
-
-
 def _loops_around(path: str, eqns: Mapping[str, Any]) -> list[str]:
-    return [one for one in _enclosing(path)[:-1] if eqns[one].primitive.name == "scan"]
+    return [one for one in enclosing(path)[:-1] if eqns[one].primitive.name == "scan"]
 
 
 def _boundary_of(loop: str, path: str) -> bool:
@@ -416,7 +403,7 @@ def _boundary_of(loop: str, path: str) -> bool:
 
 def _forward(path: str, eqns: Mapping[str, Any]) -> bool:
     """Whether a path is of an equation of the forward pass: transposed ones are marked."""
-    around = _enclosing(path)
+    around = enclosing(path)
     return path in eqns and not any(
         "transpose(" in str(eqns[one].source_info.name_stack) for one in around
     )

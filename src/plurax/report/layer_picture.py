@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     import matplotlib.figure
     from matplotlib.axes import Axes as Panel
 
-SPLIT, PARTIAL, LINE, SENT = "#8cc9f0", "#f6c06b", "#8a8a8a", "#b34700"
+FIRST, INNER, PARTIAL, LINE, SENT = "#8cc9f0", "#5fbf9f", "#f6c06b", "#8a8a8a", "#b34700"
 COLORS = {
     PAPER: "replicated",
-    SPLIT: "split over tensor",
-    PARTIAL: "partial: each device has one term of the sum",
+    FIRST: "split in the first dim",
+    INNER: "split in another dim",
+    PARTIAL: "partial: a device has one term of the sum",
 }
 BOX, PARAMETER, GAP, LANE = 2.9, 2.3, 0.45, 0.2
 """Inches: the widths of an operator and a parameter, between them, and of a lane."""
@@ -113,7 +114,7 @@ def _placed(layer: Layer) -> tuple[Places, float, float]:
             places[index] = MARGIN + PARAMETER / 2, y
         top += tall
     lanes = 1 + max(_lanes(layer).values(), default=-1)
-    width = left + most * (BOX + GAP) - GAP + (lanes + 5) * LANE + MARGIN
+    width = left + most * (BOX + GAP) - GAP + (lanes + 2) * LANE + MARGIN
     return places, width, top + MARGIN
 
 
@@ -143,17 +144,21 @@ def _lanes(layer: Layer) -> dict[Edge, int]:
 
 
 def _draw_edge(axis: "Panel", layer: Layer, places: Places, edge: Edge, lane: int) -> None:
+    """Draw the line of a value, and beside it what is sent for it."""
     (x, y), (to_x, to_y) = places[edge.source], places[edge.target]
-    color, line = (SENT, 2.0) if edge.sent else (LINE, 1.0)
     if layer.boxes[edge.source].kind == "parameter":
         points = [(x + PARAMETER / 2, y), (to_x - BOX / 2, to_y)]
+        label = (to_x - BOX / 2, y + HEIGHT / 2 + 0.08, "right", 0)
     elif lane < 0:
         points = [(x, y + HEIGHT / 2), (to_x, to_y - HEIGHT / 2)]
+        label = ((x + to_x) / 2 + 0.08, (y + to_y) / 2, "left", 0)
     else:
         right = max(place for place, _ in places) + BOX / 2 + LANE * (lane + 1)
         # What leaves a box begins below what comes to it.
         y, to_y = y + HEIGHT / 4, to_y - HEIGHT / 4
         points = [(x + BOX / 2, y), (right, y), (right, to_y), (to_x + BOX / 2, to_y)]
+        label = (right, (y + to_y) / 2, "center", 90)
+    color, line = (SENT, 2.0) if edge.sent else (LINE, 1.0)
     axis.plot(*zip(*points[:-1], strict=True), color=color, linewidth=line, solid_joinstyle="round")
     arrow: dict[str, Any] = {
         "arrowstyle": "-|>", "color": color, "linewidth": line, "shrinkA": 0, "shrinkB": 0,
@@ -161,9 +166,10 @@ def _draw_edge(axis: "Panel", layer: Layer, places: Places, edge: Edge, lane: in
     }  # fmt: skip
     axis.annotate("", points[-1], points[-2], arrowprops=arrow)
     if edge.sent:
-        (a, b), (c, d) = points[-2], points[-1]
-        axis.text((a + c) / 2 + 0.08, (b + d) / 2, _sent(edge.sent), fontsize=8, color=SENT,
-                  va="center")  # fmt: skip
+        at_x, at_y, side, turned = label
+        axis.text(at_x, at_y, _sent(edge.sent), fontsize=8, color=SENT, ha=side, va="center",
+                  rotation=turned,
+                  bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
 
 
 def _draw_box(axis: "Panel", box: Box, x: float, y: float, axes: Axes) -> None:
@@ -182,7 +188,9 @@ def _draw_box(axis: "Panel", box: Box, x: float, y: float, axes: Axes) -> None:
 
 
 def _color(sharding: TensorSharding) -> str:
-    return PARTIAL if sharding.partial else SPLIT if sharding.axes else PAPER
+    if sharding.partial:
+        return PARTIAL
+    return PAPER if not sharding.axes else FIRST if sharding.dims[0] else INNER
 
 
 def _texts(box: Box, axes: Axes) -> tuple[str, str]:
@@ -218,4 +226,4 @@ def _legend(figure: "matplotlib.figure.Figure", layer: Layer) -> None:
 
     shown = {_color(box.sharding) for box in layer.boxes}
     handles = [Patch(color=color, label=text) for color, text in COLORS.items() if color in shown]
-    figure.legend(handles=handles, loc="lower center", ncols=3, frameon=False, fontsize=8)
+    figure.legend(handles=handles, loc="lower center", ncols=4, frameon=False, fontsize=8)
