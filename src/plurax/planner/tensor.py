@@ -148,7 +148,7 @@ class TensorSearch:
         plan = dataclasses.replace(plan, layers=self.layers(plan))
         if plan.tensor == 1:
             return plan
-        found = self._exactly(plan)
+        found = self.exactly(plan)
         rules = {**dict(plan.rules), **rules_of(found.shardings)}
         if not found.splits_products:
             raise errors.search_splits_nothing(plan.sizes_text())
@@ -259,7 +259,7 @@ class TensorSearch:
                 return found
         return self._search(plan)
 
-    def _exactly(self, plan: Plan) -> Sharded:
+    def exactly(self, plan: Plan) -> Sharded:
         """Return a solution whose strategies are of a candidate's equations."""
         for found in self._found.get((plan.tensor, plan.remat), ()):
             # One row alone may be traced to other equations. Stages have rules only.

@@ -27,7 +27,7 @@ COLORS = {
     PAPER: "replicated",
     FIRST: "split in the first dim",
     INNER: "split in another dim",
-    PARTIAL: "partial: a device has one term of the sum",
+    PARTIAL: "partial: terms of a sum",
 }
 BOX, PARAMETER, GAP, LANE = 2.9, 2.3, 0.45, 0.2
 """Inches: the widths of an operator and a parameter, between them, and of a lane."""
@@ -55,7 +55,7 @@ def draw_layer(found: Found, path: str | Path | None = None) -> "matplotlib.figu
     plan = found.ranked[0].candidate
     if plan.tensor == 1:
         raise errors.search_splits_nothing(plan.sizes_text())
-    solved = found.shardings.sharded(plan)
+    solved = found.shardings.exactly(plan)
     layer = layer_of(solved)
     places, width, height = _placed(layer)
     whole = height + ABOVE + BELOW
@@ -67,9 +67,9 @@ def draw_layer(found: Found, path: str | Path | None = None) -> "matplotlib.figu
         _draw_edge(axis, layer, places, edge, lane)
     for box, (x, y) in zip(layer.boxes, places, strict=True):
         _draw_box(axis, box, x, y, solved.graph.axes)
-    rows = solved.rows / solved.plan.microbatches
     sent = human_bytes(layer.bytes_sent) if layer.bytes_sent else "nothing"
-    title = f"a layer over tensor={plan.tensor}: in its forward pass of {rows:g} examples"
+    rows = f"{solved.rows_of_a_microbatch:g} examples"
+    title = f"a layer over tensor={plan.tensor}: in its forward pass of {rows}"
     figure.suptitle(f"{title} a device sends {sent}", fontsize=10, y=1 - 0.1 / whole, va="top")
     _legend(figure, layer)
     return saved(figure, path)
@@ -226,4 +226,5 @@ def _legend(figure: "matplotlib.figure.Figure", layer: Layer) -> None:
 
     shown = {_color(box.sharding) for box in layer.boxes}
     handles = [Patch(color=color, label=text) for color, text in COLORS.items() if color in shown]
-    figure.legend(handles=handles, loc="lower center", ncols=4, frameon=False, fontsize=8)
+    figure.legend(handles=handles, loc="lower center", ncols=4, frameon=False, fontsize=8,
+                  columnspacing=1.4)  # fmt: skip

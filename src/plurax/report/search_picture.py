@@ -180,7 +180,10 @@ def frontier(points: Sequence[Point]) -> list[Point]:
 
 
 def _draw_frontier(axis: "Axes", found: Found) -> None:
-    points, limit = points_of(found), found.memory
+    """Draw the estimated plans; far slower ones that do not fit, either, would hide the others."""
+    every, limit = points_of(found), found.memory
+    slowest = max(p.seconds for p in every if p.memory <= limit)
+    points = [p for p in every if p.seconds <= 1.2 * slowest]
     best = frontier(points)
     axis.step([p.memory for p in best], [p.seconds for p in best], where="post", color=PALE,
               linewidth=1.2, zorder=1)  # fmt: skip
@@ -194,22 +197,26 @@ def _draw_frontier(axis: "Axes", found: Found) -> None:
                      marker=marker, zorder=3, linewidths=1.3 if marker == "x" else 0)  # fmt: skip
     for one in points:
         if one.rank:
-            text = "1, chosen" if one.rank == 1 else str(one.rank)
-            _label(axis, text, (one.memory, one.seconds), "left")
+            # Nothing is below the fastest plan, and above it may be others.
+            place, first = (one.memory, one.seconds), one.rank == 1
+            _label(axis, "1, chosen" if first else str(one.rank), place, below=first)
     _scale(axis, points, limit)
     axis.set_xlabel("memory of a device", fontsize=8.5)
     axis.set_ylabel("seconds of a step", fontsize=8.5)
-    number = f"{len(points)} plans that were estimated, of {found.candidates:,}"
-    axis.set_title(f"time against memory: the {number}", fontsize=9.5, loc="left")
+    left_out = len(every) - len(points)
+    text = f"time against memory: the {len(every)} plans that were estimated, of {found.candidates}"
+    text += f"; {left_out} slower ones are not shown" if left_out else ""
+    axis.set_title(text, fontsize=9.5, loc="left")
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _label(axis: "Axes", text: str, place: tuple[float, float], side: str) -> None:
-    """Write a text above a place, to one side of it, over whatever is drawn there."""
+def _label(axis: "Axes", text: str, place: tuple[float, float], *, below: bool = False) -> None:
+    """Write a text to the right above a place, or to the left below it, over what is there."""
     from matplotlib.patheffects import withStroke
 
     axis.annotate(
-        text, place, (4 if side == "left" else -4, 4), textcoords="offset points", ha=side,
+        text, place, (-4, -4) if below else (4, 4), textcoords="offset points",
+        ha="right" if below else "left", va="top" if below else "baseline",
         fontsize=8, path_effects=[withStroke(linewidth=2, foreground="white")],
     )  # fmt: skip
 
@@ -230,9 +237,9 @@ def _scale(axis: "Axes", points: Sequence[Point], limit: float) -> None:
     if left < limit < right:
         axis.axvspan(limit, right, color=PAPER, linewidth=0, zorder=0)
         axis.axvline(limit, color="black", linewidth=1, linestyle="--", zorder=0)
-        _label(axis, f"limit {human_bytes(limit)}", (limit, bottom), "right")
+        _label(axis, f"limit {human_bytes(limit)}", (limit, top), below=True)
         if max(sizes) > limit:
-            _label(axis, "does not fit", (limit, bottom), "left")
+            _label(axis, "does not fit", (limit, bottom))
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
