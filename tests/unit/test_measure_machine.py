@@ -95,9 +95,9 @@ def clock_of(machine, mesh):
         sent = ring_bytes_sent(kind, arrays[0].nbytes, mesh.size)
         return machine.collective_seconds(kind, sent, mesh.size)
 
-    def loop(_mesh, body, arrays, dtype="float32"):
+    def loop(_mesh, _program, case):
         def run(trips):
-            now[0] += 1e-3 + trips * seconds_of(body, arrays, dtype)
+            now[0] += 1e-3 + trips * seconds_of(*case)
 
         return run
 
@@ -108,6 +108,7 @@ def test_a_machine_is_found_by_its_own_clock(monkeypatch):
     """Every part of the measurement, on a machine that takes exactly the seconds of the model."""
     clock, loop = clock_of(WANTED, jax.make_mesh((8,), ("device",)))
     monkeypatch.setattr(machine_timings, "time", clock)
+    monkeypatch.setattr(machine_timings, "_compiled", lambda mesh, case: None)
     monkeypatch.setattr(machine_timings, "_loop", loop)
     found = px.analysis.measure_machine()
     assert found.name == WANTED.name

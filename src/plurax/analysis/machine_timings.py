@@ -19,6 +19,8 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -98,23 +100,23 @@ def _overhead(mesh: Mesh) -> float:
 
     counts = (FEW, MANY)
     arrays = [np.eye(TINY, dtype=np.float32)] * 2
-    loops = [_loop(mesh, functools.partial(products, count=n), arrays) for n in counts]
-    return fit_overhead(counts, _seconds_of_a_trip(loops))
+    cases = [_Case(functools.partial(products, count=n), arrays) for n in counts]
+    return fit_overhead(counts, _seconds_of_a_trip(mesh, cases))
 
 
 def _products(mesh: Mesh) -> list[ProductTime]:
     """Time products of each dtype by their smallest dim, in sizes that suit the devices' rate."""
     from scipy.linalg import hadamard
 
-    def loop(dtype: str, large: int, small: int) -> Loop:
+    def case(dtype: str, large: int, small: int) -> _Case:
         x = np.resize(np.random.default_rng(0).standard_normal(10_007), (large, small))
         w = np.tile(hadamard(small, np.float32), large // small)
-        return _loop(mesh, _there_and_back, [x, w, w.T / large], dtype)
+        return _Case(_there_and_back, [x, w, w.T / large], dtype)
 
-    (probe,) = _seconds_of_a_trip([loop("float32", 256, 256)])
+    (probe,) = _seconds_of_a_trip(mesh, [case("float32", 256, 256)])
     large = product_size(4 * 256**3 / probe)
     sizes = [(dtype, large // 2**k) for dtype in DTYPES for k in (0, 2, 4)]
-    times = _seconds_of_a_trip([loop(dtype, large, small) for dtype, small in sizes])
+    times = _seconds_of_a_trip(mesh, [case(dtype, large, small) for dtype, small in sizes])
     return [
         ProductTime(dtype, 4.0 * large * large * small, small, 2, seconds)
         for (dtype, small), seconds in zip(sizes, times, strict=True)
@@ -142,8 +144,7 @@ def _memory_bandwidth(mesh: Mesh) -> float:
     shared = mesh.size if mesh.devices.flat[0].platform == "cpu" else 1
     size = TRAFFIC_BYTES // shared
     body = lambda x: x * jnp.float32(0.5) + jnp.float32(1)  # noqa: E731
-    loop = _loop(mesh, body, [np.zeros(size // 4, np.float32)])
-    (seconds,) = _seconds_of_a_trip([loop])
+    (seconds,) = _seconds_of_a_trip(mesh, [_Case(body, [np.zeros(size // 4, np.float32)])])
     return 2 * size / seconds
 
 
@@ -157,44 +158,60 @@ def _collectives(mesh: Mesh) -> list[CollectiveTime]:
     }
     largest = 2**20 if mesh.devices.flat[0].platform == "cpu" else 2**24
     sizes = [size for size in (2**12, 2**16, 2**20, 2**24) if size <= largest]
-    cases = [(kind, size) for kind in bodies for size in sizes]
-    loops = [_loop(mesh, bodies[kind], [np.ones(size // 4, np.float32)]) for kind, size in cases]
+    sent = [(kind, size) for kind in bodies for size in sizes]
+    cases = [_Case(bodies[kind], [np.ones(size // 4, np.float32)]) for kind, size in sent]
     return [
         CollectiveTime(ring_bytes_sent(kind, size, count), messages(kind, count), seconds)
-        for (kind, size), seconds in zip(cases, _seconds_of_a_trip(loops), strict=True)
+        for (kind, size), seconds in zip(sent, _seconds_of_a_trip(mesh, cases), strict=True)
     ]
 
 
 # --- How it is timed ------------------------------------------------------------------------------
 
 
-def _loop(
-    mesh: Mesh,
-    body: Callable[..., jax.Array],
-    arrays: Sequence[np.ndarray],
-    dtype: str = "float32",
-) -> Loop:
-    """Compile a loop in which every device computes `x = body(x, *others)` on copies of arrays."""
+class _Case(NamedTuple):
+    """What is timed: `x = body(x, *others)`, on copies of `arrays` on every device."""
+
+    body: Callable[..., jax.Array]
+    arrays: Sequence[np.ndarray]
+    dtype: str = "float32"
+
+
+def _compiled(mesh: Mesh, case: _Case) -> Any:
+    """Compile a loop in which every device computes a case, without running it."""
     split = PartitionSpec("device")
 
     def on_device(trips: jax.Array, x: jax.Array, *others: jax.Array) -> jax.Array:
         given = [other[0] for other in others]
-        return lax.fori_loop(0, trips, lambda _, x: body(x, *given), x[0])[None]
+        return lax.fori_loop(0, trips, lambda _, x: case.body(x, *given), x[0])[None]
 
     program = jax.jit(
         jax.shard_map(
             on_device,
             mesh=mesh,
-            in_specs=(PartitionSpec(), *[split] * len(arrays)),
+            in_specs=(PartitionSpec(), *[split] * len(case.arrays)),
             out_specs=split,
             check_vma=False,
         ),
         donate_argnums=1,  # or no trips at all would copy x
     )
-    sharding = NamedSharding(mesh, split)
+    like = [
+        jax.ShapeDtypeStruct(
+            (mesh.size, *array.shape), case.dtype, sharding=NamedSharding(mesh, split)
+        )
+        for array in case.arrays
+    ]
+    return program.lower(np.int32(0), *like).compile()
+
+
+def _loop(mesh: Mesh, program: Any, case: _Case) -> Loop:
+    """Return a compiled loop with arrays of its own."""
+    sharding = NamedSharding(mesh, PartitionSpec("device"))
     x, *others = (
-        jax.device_put(np.broadcast_to(array.astype(dtype), (mesh.size, *array.shape)), sharding)
-        for array in arrays
+        jax.device_put(
+            np.broadcast_to(array.astype(case.dtype), (mesh.size, *array.shape)), sharding
+        )
+        for array in case.arrays
     )
 
     def run(trips: int) -> None:
@@ -205,8 +222,12 @@ def _loop(
     return run
 
 
-def _seconds_of_a_trip(loops: Sequence[Loop]) -> list[float]:
-    """Return the median seconds of one trip of each loop."""
+def _seconds_of_a_trip(mesh: Mesh, cases: Sequence[_Case]) -> list[float]:
+    """Return the median seconds of one trip of each case."""
+    # Compilers run side by side; programs do not, since they share the devices.
+    with ThreadPoolExecutor() as pool:
+        programs = list(pool.map(functools.partial(_compiled, mesh), cases))
+    loops = [_loop(mesh, program, case) for program, case in zip(programs, cases, strict=True)]
     timed = [(loop, _enough_trips(loop)) for loop in loops]
     rounds = [
         [(_seconds(loop, trips) - _seconds(loop, 0)) / trips for loop, trips in timed]
