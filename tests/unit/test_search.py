@@ -16,11 +16,16 @@ from plurax.planner.layer import layer_of
 from plurax.planner.search import _Computed, _Learned
 from plurax.planner.steady import estimate_steady
 from plurax.planner.tensor import TensorSearch
+from plurax.strategies import Strategies, Strategy
 
 # Products cost most: 1 Gflop/s, and links and memory of 1 TB/s.
 SLOW = px.Machine("slow products", {"float32": 1e9}, 1e9, 1e12, [Level("node", 4, 1e12)])
 # A message costs more than all else.
 FAR = px.Machine("far apart", {"float32": 1e12}, 1e9, 1e12, [Level("node", 4, 1e12, 1.0)])
+
+
+def like(size):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), models.data(size))
 
 
 def searched(machine, **options):
@@ -78,6 +83,31 @@ def test_what_is_pinned_holds():
     by_rule = searched(SLOW, pinned=px.Plan(tensor=2, shardings=rules), count=1, seconds=60.0)
     assert by_rule.best.tensor == 2
     assert dict(by_rule.best.rules)["out"] == ("tensor", None)
+
+
+def test_a_strategy_of_an_equation_is_pinned_by_hand():
+    plan = px.Plan(tensor=2, remat="none")
+    every = TensorSearch(models.mlp_task(), like(64), lambda plan: BytesSent()).plan(plan)
+    product = next(one for one in every.strategies.equations if one.operator == "dot_general")
+    # Both operands replicated: each device computes the whole product.
+    whole = dataclasses.replace(product, inputs=((None, None), (None, None)))
+    assert whole.inputs != product.inputs
+    pinned = dataclasses.replace(plan, strategies=Strategies(every.strategies.traced, [whole]))
+    found = searched(SLOW, pinned=pinned, count=1, seconds=60.0)
+    assert found.best.tensor == 2
+    assert whole in found.best.strategies.equations
+    free = searched(SLOW, pinned=plan, count=1, seconds=60.0)
+    assert found.ranked[0].seconds > free.ranked[0].seconds
+    program = px.compile(models.mlp_task(), optax.adam(1e-2), found.best, models.data(64))
+    program.step(program.init(seed=0), models.data(64))
+
+
+def test_a_pinned_strategy_of_another_model_is_named():
+    unknown = Strategies("0" * 16, [Strategy("0 dot_general", (("tensor", None), ()), "")])
+    pinned = px.Plan(tensor=2, strategies=unknown)
+    with pytest.raises(px.PlanError, match="no plan that agrees with what is pinned can be:") as it:
+        searched(SLOW, pinned=pinned, count=1, seconds=60.0)
+    assert "the plan's strategies were found for" in str(it.value)
 
 
 def test_why_a_parameter_is_split():

@@ -67,6 +67,8 @@ def search_nothing_fits(memory: float, least: Sequence[tuple[str, float, str]]) 
         f"\n  {plan}: " + (f"at least {size:,.0f} bytes" if why == "memory" else why)
         for plan, size, why in least
     )
+    if all(why != "memory" for _, _, why in least):
+        return PlanError(f"no plan that agrees with what is pinned can be:{some}")
     return PlanError(
         f"no plan fits in {memory:,.0f} bytes per device. The nearest:{some}\n"
         "More devices, a smaller batch or bfloat16 need less."

@@ -186,7 +186,11 @@ def candidates(
     """
     # Others, such as `layers`, may not go with all sizes.
     doubtful = not {*_SIZES, *Sizes._fields, "precision", "shardings"}.issuperset(fields)
+    # Strategies of equations say how `tensor` is used.
+    split = pinned.strategies is not None and len(pinned.strategies) > 0
     for sizes in _every_sizes(model, devices, pinned, fields):
+        if split and sizes.tensor == 1:
+            continue
         one = Candidate(sizes, pinned, *_bounds(model, machine, sizes, pinned.member))
         if doubtful:
             try:
@@ -283,8 +287,10 @@ def _bounds(model: Model, machine: Machine, sizes: Sizes, members: int) -> tuple
             mesh_devices=data * shards * members,
             gathered=0.5 if model.precision == "bfloat16" else 1.0,
         )
-    # A pipeline keeps as many microbatches as it has stages, each of one stage.
-    kept = totals.kept / data / sizes.microbatches / shards
+    # A pipeline keeps as many microbatches as it has stages, each of one stage. What its layers take
+    # in, all that full rematerialization keeps, is not split over `tensor` by the rules of a stage.
+    whole = sizes.pipeline > 1 and sizes.remat == "full"
+    kept = totals.kept / data / sizes.microbatches / (sizes.pipeline if whole else shards)
     filled = sizes.schedule != "gpipe"
     kept *= min(sizes.pipeline, sizes.microbatches) if filled else sizes.microbatches
     memory = own * (1 / split[0] + 1 / split[1]) + model.optimizer / shards / split[2]

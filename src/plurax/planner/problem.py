@@ -20,8 +20,8 @@ from plurax.planner.graph import Graph, GraphValue
 from plurax.planner.shard_strategies import Tensor
 from plurax.sharding.spec import TensorSharding
 
-Pins = Mapping[str, Sequence[TensorSharding]]
-"""For some nodes, by path or parameter name, the shardings that `Node.pin` returns.
+Pins = Mapping[str, Sequence[TensorSharding | None]]
+"""For some nodes, by path or parameter name, the shardings that `Node.pin` returns; None: any.
 
 See `Graph.index` for the names."""
 
@@ -101,14 +101,17 @@ class Problem:
             found[choice] = self.costs.strategy(self.graph, shown, node.strategies[choice])
         return found
 
-    def _pin(self, path: str, inputs: tuple[TensorSharding, ...]) -> None:
+    def _pin(self, path: str, inputs: tuple[TensorSharding | None, ...]) -> None:
         try:
             index = self.graph.index(path)
         except KeyError:
             raise errors.pin_of_nothing(path, [node.path for node in self.graph.nodes]) from None
         node = self.graph.nodes[index]
         self.allowed[index] = [
-            choice for choice in self.allowed[index] if node.pin(choice) == inputs
+            choice
+            for choice in self.allowed[index]
+            if len(found := node.pin(choice)) == len(inputs)
+            and all(want in (None, one) for want, one in zip(inputs, found, strict=True))
         ]
         if not self.allowed[index]:
             raise errors.pin_is_no_strategy(

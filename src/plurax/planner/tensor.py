@@ -22,6 +22,7 @@ from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.execute.placement import leading_dim
+from plurax.partition.pins import check
 from plurax.pipeline.stages import even_layers
 from plurax.plan import Plan
 from plurax.planner import exact, propagate, recursive
@@ -39,7 +40,7 @@ from plurax.planner.profile import Profile, profile_of
 from plurax.planner.shard_strategies import ShardStrategy
 from plurax.sharding.rules import Rules
 from plurax.sharding.spec import TensorSharding
-from plurax.strategies import Strategy
+from plurax.strategies import Strategy, axes_of
 from plurax.task import Task
 
 SolverName = Literal["exact", "recursive", "propagate"]
@@ -157,6 +158,9 @@ class TensorSearch:
             strategies = []
         elif fewest:
             strategies = fewest_strategies(found.walk, found.shardings, strategies)
+        if plan.strategies is not None:
+            given = {one.path: one for one in plan.strategies.equations}
+            strategies = [*given.values(), *(one for one in strategies if one.path not in given)]
         pinned = found.walk.pinned(strategies)
         return dataclasses.replace(plan, shardings=rules, strategies=pinned)
 
@@ -277,7 +281,10 @@ class TensorSearch:
         costs = self._costs(plan)
         rules = Rules(plan.rules, graph.axes.mesh)
         given = {path: rules.find(path, one.shape) for path, one in graph.parameters.items()}
-        pins = {path: (sharding,) for path, sharding in given.items() if sharding is not None}
+        pins: Pins = {path: (one,) for path, one in given.items() if one is not None}
+        if plan.strategies is not None and graph.searched:
+            check(graph.traced.jaxpr, plan.strategies)
+            pins = {**pins, **dict(map(_pin, plan.strategies.equations))}
         solution = self._solve(graph, costs, pins)
         strategies = strategies_of(graph, solution)
         shardings = dict(solution.parameters)
@@ -296,6 +303,13 @@ class TensorSearch:
         )
         self._found.setdefault((plan.tensor, plan.remat), []).append(found)
         return found
+
+
+def _pin(one: Strategy) -> tuple[str, tuple[TensorSharding | None, ...]]:
+    """Return what a strategy pins: a node of the graph, and the shardings of its inputs."""
+    inputs = tuple(TensorSharding(*axes_of(entries)) if entries else None for entries in one.inputs)
+    equation = one.path.rpartition("/")[2].isdigit()
+    return one.equation if equation else one.path, inputs
 
 
 def _text(sharding: TensorSharding) -> str:
