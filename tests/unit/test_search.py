@@ -110,6 +110,22 @@ def test_a_pinned_strategy_of_another_model_is_named():
     assert "the plan's strategies were found for" in str(it.value)
 
 
+def test_stages_on_faster_devices_get_more_layers():
+    kinds = [(1, px.Machine("fast", {"float32": 4e9}, 1e9, 1e12)),
+             (1, px.Machine("slow", {"float32": 1e9}, 1e9, 1e12))]  # fmt: skip
+    both = px.Machine.uneven("both", kinds, [Level("node", 2, 1e12)])
+    task, optimizer, batch = models.transformer_stack(), optax.sgd(0.1), models.text(8)
+    pinned = {"tensor": 1, "schedule": "1f1b", "microbatches": 8, "remat": "none", "pipeline": 2}
+    found = px.search(task, optimizer, batch, both, pinned=pinned, count=1, seconds=60.0)
+    first, last = found.best.layers
+    assert first > last
+    even = px.estimate(task, optimizer, px.Plan(pipeline=2, microbatches=8), batch, both)
+    assert found.ranked[0].seconds < 0.9 * even.seconds
+    # Over `data` and `tensor` devices must be alike.
+    with pytest.raises(px.PlanError, match=r"data=2.*both.*differ"):
+        px.search(task, optimizer, batch, both, pinned={"data": 2, "tensor": 1}, seconds=60.0)
+
+
 def test_why_a_parameter_is_split():
     found = searched(SLOW, pinned=px.Plan(tensor=4), count=1, seconds=60.0)
     text = found.explain("hidden")

@@ -265,22 +265,30 @@ def _over(one: Collective) -> str:
     return "+".join(axis for axis in MESH_AXES if axis in one.axes)
 
 
+def rates_of_stages(plan: Plan, machine: Machine) -> list[Machine]:
+    """Return the rates of the devices at each place of the pipeline; without one, of all.
+
+    Raises `MachineError` if those of one place differ.
+    """
+    pipeline, inner = plan.pipeline, plan.tensor
+    outer = plan.devices // (pipeline * inner)
+    return [
+        machine.rates_of(
+            (group * pipeline + stage) * inner + index
+            for group in range(outer)
+            for index in range(inner)
+        )
+        for stage in range(pipeline)
+    ]
+
+
 class Clock:
     """Turns work into seconds, on the machine's devices that run a plan."""
 
     def __init__(self, traced: TracedPlan, machine: Machine) -> None:
         self.axes, self.machine = traced.plan.axes, machine
         self.devices = traced.plan.devices
-        pipeline, inner = self.axes["pipeline"], self.axes["tensor"]
-        outer = self.devices // (pipeline * inner)
-        self.rates = [
-            machine.rates_of(
-                (group * pipeline + stage) * inner + index
-                for group in range(outer)
-                for index in range(inner)
-            )
-            for stage in range(pipeline)
-        ]  # fmt: skip
+        self.rates = rates_of_stages(traced.plan, machine)
 
     def seconds(self, work: Work, stage: int = 0) -> Seconds:
         """Return the seconds of some work on the devices at one index of the axis `pipeline`."""

@@ -109,7 +109,13 @@ def model_of(
 
 
 def _totals(graph: Graph, machine: Machine, depth: int) -> Totals:
-    costs = Seconds(dataclasses.replace(machine, overhead=0.0))
+    # Of devices that differ, as if all were the fastest.
+    fastest = max(
+        (kind for _, kind in machine.groups),
+        key=lambda one: max(one.flops.values()),
+        default=machine,
+    )
+    costs = Seconds(dataclasses.replace(fastest, overhead=0.0))
     seconds = forward = layers = every = products = 0.0
     for node in graph.nodes:
         (strategy,) = node.strategies
@@ -287,8 +293,8 @@ def _bounds(model: Model, machine: Machine, sizes: Sizes, members: int) -> tuple
             mesh_devices=data * shards * members,
             gathered=0.5 if model.precision == "bfloat16" else 1.0,
         )
-    # A pipeline keeps as many microbatches as it has stages, each of one stage. What its layers take
-    # in, all that full rematerialization keeps, is not split over `tensor` by the rules of a stage.
+    # A pipeline keeps as many microbatches as it has stages, each of one stage. The inputs of its
+    # layers, which full rematerialization keeps, are not split over `tensor` by a stage's rules.
     whole = sizes.pipeline > 1 and sizes.remat == "full"
     kept = totals.kept / data / sizes.microbatches / (sizes.pipeline if whole else shards)
     filled = sizes.schedule != "gpipe"

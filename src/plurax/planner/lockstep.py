@@ -84,18 +84,22 @@ def stages_of(
     embedding: Share,
     head: Share,
     given: tuple[int, ...] | None = None,
+    speeds: tuple[float, ...] | None = None,
 ) -> Stages:
     """Return the stages of a model of `depth` layers.
 
     **Arguments:** as the plan's; `layers`, all together, `embedding` and `head`, of one microbatch;
-    `given`, the layers of each stage. By default they are equal, or the fastest if these are faster
-    by 2 %, which is as much as the seconds can be relied on.
+    `given`, the layers of each stage; `speeds` of the devices at each place of the pipeline, by
+    which seconds are divided, by default 1. By default layers are equal, or the fastest if these
+    are faster by 2 %, which is as much as the seconds can be relied on.
     """
 
     def taking(given: Sequence[int]) -> Stages:
         busy = [count * layers.seconds / depth for count in given]
         busy[0] += embedding.seconds
         busy[-1] += head.seconds
+        if speeds is not None:
+            busy = [one / speeds[stage % pipeline] for stage, one in enumerate(busy)]
         parts = (layers, embedding, head)
         forward = sum(one.forward for one in parts) / sum(one.seconds for one in parts)
         times = stage_times(schedule, pipeline, microbatches, virtual_stages, forward)
@@ -116,6 +120,7 @@ def stages_of(
         virtual_stages=virtual_stages,
         schedule=schedule,
         end_seconds=(embedding.seconds, head.seconds),
+        speeds=speeds,
     )
     assert best is not None, "fewer layers than stages are no candidate"
     fastest = taking(best.layers)

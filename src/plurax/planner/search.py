@@ -88,7 +88,7 @@ def search(
         raise errors.search_without_candidates(str(pinned), machine.devices, model.batch_size)
     ratios = state_ratios(optimizer, model.like.params)
     shardings = TensorSearch(
-        task, like, lambda plan: Seconds(machine, plan, ratios), ratios, solver
+        task, like, lambda plan: Seconds(machine, plan, ratios), ratios, solver, machine
     )
     run = _Run(task, optimizer, like, machine, model, limit, shardings)
     run.look(every, count, started, seconds)
@@ -202,7 +202,7 @@ class _Run:
             if not self._shardings.splits(candidate.plan):
                 return None
             seconds = self._shardings.seconds(candidate.plan)
-        except errors.PlanError as error:
+        except (errors.PlanError, errors.MachineError) as error:
             self._refuse(candidate, str(error).splitlines()[0])
             return None
         self._learn(candidate)
@@ -249,7 +249,7 @@ class _Run:
         try:
             plan = self._shardings.plan(candidate.plan)
             found = estimate_steady(self._task, self._optimizer, plan, self._batch, self._machine)
-        except errors.PlanError as error:
+        except (errors.PlanError, errors.MachineError) as error:
             self._refuse(candidate, str(error).splitlines()[0])
             return None
         self._learned.add(candidate.plan, computed, found)

@@ -21,7 +21,9 @@ from typing import Literal
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.analysis.estimate import rates_of_stages
 from plurax.execute.placement import leading_dim
+from plurax.machine import Machine
 from plurax.partition.pins import check
 from plurax.pipeline.stages import even_layers
 from plurax.plan import Plan
@@ -122,7 +124,8 @@ class TensorSearch:
 
     **Arguments:** `task`; `batch`, as `jax.ShapeDtypeStruct`s; `costs`, a function from a candidate
     to what its solver minimises; `ratios`, for each parameter the bytes of its optimizer state by
-    its own; `solver`, its name.
+    its own; `solver`, its name; `machine`, if its devices differ: stages on faster ones get more
+    layers.
     """
 
     def __init__(
@@ -132,7 +135,9 @@ class TensorSearch:
         costs: Callable[[Plan], Costs],
         ratios: Mapping[str, float] | None = None,
         solver: SolverName = "exact",
+        machine: Machine | None = None,
     ) -> None:
+        self._machine = machine
         self._ratios = ratios or {}
         self._task, self._batch, self._costs = task, batch, costs
         self._solve: Callable[..., Solution] = SOLVERS[solver]
@@ -191,12 +196,13 @@ class TensorSearch:
 
     def seconds(self, plan: Plan) -> float:
         """Return the seconds of a step under a candidate, from a solution that it shares."""
+        speeds = self._speeds(plan)
         found = self.sharded(plan)
         once = found.parameter_seconds(self._costs(plan)) + found.profile.once
         if plan.pipeline > 1:
             return self._stages(plan).seconds + once / plan.pipeline
         rows = self._batch_size / plan.data / found.rows_of_a_microbatch
-        return rows * found.profile.seconds + once
+        return rows * found.profile.seconds / (speeds[0] if speeds else 1.0) + once
 
     def memory(self, plan: Plan) -> tuple[float, float]:
         """Return the bytes that a device holds under a candidate: of parameters, and others.
@@ -248,7 +254,21 @@ class TensorSearch:
             found.profile.embedding.times(rows),
             found.profile.head.times(rows),
             plan.layers,
+            self._speeds(plan),
         )
+
+    def _speeds(self, plan: Plan) -> tuple[float, ...] | None:
+        """Return how fast the devices at each place of the pipeline are, if the machine's differ.
+
+        Speeds are relative to the slowest. Raises `MachineError` if those of one place differ.
+        """
+        machine = self._machine
+        if machine is None or not machine.groups:
+            return None
+        dtype = "bfloat16" if plan.precision == "bfloat16" else "float32"
+        every = [machine, *rates_of_stages(plan, machine)]
+        slowest, *each = (one.product_seconds(4096, 4096, 4096, dtype) for one in every)
+        return tuple(slowest / seconds for seconds in each)
 
     def sent_for_a_row(self, plan: Plan) -> float:
         """Return the seconds of the collectives over `tensor` for one row of a step."""
