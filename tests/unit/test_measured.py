@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import signal
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ import plurax as px
 from plurax import hlo
 from plurax.analysis.measured import Measured
 from plurax.report.curves import draw_curves
+from plurax.train.iterate import train_iter
 from plurax.train.learn import learned, machine_of_run
 from plurax.train.log import read_rows
 
@@ -57,8 +59,9 @@ def test_predicted_stands_beside_measured(capsys, resident):
     assert measured.seconds == pytest.approx((2 * seconds[0] + 3 * seconds[1]) / 5)
     shown = [line for line in capsys.readouterr().out.splitlines() if line[:9] in
              ("predicted", "measured ")]  # fmt: skip
+    assert measured.figures() in repr(result)
     first = dataclasses.replace(measured, seconds=seconds[0])
-    assert shown == [str(first).splitlines()[0], first.measured_text(), measured.measured_text()]
+    assert shown == [str(first).splitlines()[0], first.line(), measured.line()]
 
 
 def test_what_it_shows():
@@ -69,10 +72,14 @@ def test_what_it_shows():
     first, second = str(off).splitlines()
     assert first.endswith("a step, 4.0 MiB on a device, 1.0 KiB sent, on made")
     assert re.fullmatch(r"measured   \S+ ms a step \(\+6 %\), 3\.0 MiB \(-25 %\), 1\.0 KiB", second)
-    assert repr(off) == f"Measured({' '.join(second.split())})"
+    assert (
+        repr(off)
+        == f"Measured({second.removeprefix('measured   ')})"
+        == f"Measured({off.figures()})"
+    )
     # A run of one call has no step that could be timed.
     untimed = dataclasses.replace(off, seconds=None)
-    assert untimed.measured_text() == "compiled   3.0 MiB (-25 %), 1.0 KiB"
+    assert untimed.line() == "compiled   3.0 MiB (-25 %), 1.0 KiB"
     assert "seconds" not in untimed.to_json()["measured"]
     learnt = dataclasses.replace(said, machine=dataclasses.replace(MACHINE, correction=1.5))
     assert "sent, on made (seconds × 1.5, by runs)" in str(
@@ -126,6 +133,21 @@ def test_a_run_that_is_resumed_keeps_both(tmp_path):
     assert not any("estimate" in row for row in rows if row["kind"] == "step")
     assert machine_of_run(tmp_path) == MACHINE
     assert len(draw_curves(rows).axes) == 1  # the loss alone
+
+
+def test_a_run_that_is_stopped_in_its_first_epoch_is_measured(monkeypatch):
+    turns = train_iter
+
+    def stopped(*args, **options):
+        for steps in turns(*args, **options):
+            if steps.step == 2:
+                signal.raise_signal(signal.SIGTERM)
+            yield steps
+
+    monkeypatch.setattr("plurax.train.fit.train_iter", stopped)
+    result = fit(resident=False)
+    assert (result.interrupted, result.history) == ("SIGTERM", [])
+    assert result.measured.seconds > 0
 
 
 def test_a_population_has_no_estimate(tmp_path, capsys):

@@ -58,24 +58,28 @@ class Measured:
             "measured": measured if self.seconds is None else measured | {"seconds": self.seconds},
         }
 
-    def measured_text(self) -> str:
-        """Return the measured figures in one line, each with what it is off the predicted one."""
+    def figures(self) -> str:
+        """Return what was measured in one line, each with how far it is off the predicted one."""
         said = self.estimate
         sizes = [(self.peak, said.peak), (self.bytes_sent, said.total_sent)]
         parts = [f"{human_bytes(found)}{_off(found, expected)}" for found, expected in sizes]
-        if self.seconds is None:
-            return f"compiled   {', '.join(parts)}"
-        off = _off(self.seconds, self.estimate.seconds)
-        return f"measured   {human_seconds(self.seconds)} a step{off}, {', '.join(parts)}"
+        if self.seconds is not None:
+            off = _off(self.seconds, self.estimate.seconds)
+            parts.insert(0, f"{human_seconds(self.seconds)} a step{off}")
+        return ", ".join(parts)
+
+    def line(self) -> str:
+        """Return `figures` with what they are: without seconds, what was only compiled."""
+        return f"{'compiled ' if self.seconds is None else 'measured '}  {self.figures()}"
 
     def __repr__(self) -> str:
-        return f"Measured({' '.join(self.measured_text().split())})"
+        return f"Measured({self.figures()})"
 
     def __str__(self) -> str:
-        return f"{predicted_text(self.estimate)}\n{self.measured_text()}"
+        return f"{predicted_line(self.estimate)}\n{self.line()}"
 
 
-def predicted_text(estimate: Estimate) -> str:
+def predicted_line(estimate: Estimate) -> str:
     """Return an estimate in one line."""
     machine = estimate.machine
     learned = "" if machine.correction == 1 else f" (seconds × {machine.correction:g}, by runs)"

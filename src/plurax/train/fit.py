@@ -76,6 +76,7 @@ class Fit:
         last = self.history[-1] if self.history else {}
         parts = [f"{len(self.history)} epochs"]
         parts += [f"{name}={last[name]:.4g}" for name in ("loss", "eval_loss") if name in last]
+        parts += [self.measured.figures()] if self.measured else []
         parts += [f"interrupted={self.interrupted!r}"] if self.interrupted else []
         return f"Fit({', '.join(parts)})"
 
@@ -204,7 +205,7 @@ def fit(
             report = steps.epoch_done and (at_epoch % report_every == 0 or at_epoch == epochs)
             due = checkpoint_every is not None and steps.step % checkpoint_every == 0
             save = checkpoints is not None and (report or due or stopping is not None)
-            for fetched in metrics.add(steps, fetch_all=report or save):
+            for fetched in metrics.add(steps, fetch_all=report or save or bool(stopping)):
                 for row in metrics.step_rows(fetched):
                     if log:
                         log.write(row)
@@ -213,7 +214,7 @@ def fit(
             if report:
                 means = None if evaluation is None else program.evaluate(state, evaluation)
                 row = metrics.epoch_row(steps.step, at_epoch, means)
-                row |= measurements.row(steps, metrics)
+                row |= measurements.add(steps, metrics)
                 history.append(row)
                 bar.epoch(row)
                 measurements.show()
@@ -228,6 +229,8 @@ def fit(
                     program.to_canonical(state), {**run, **meta, **members_meta(program)}
                 )
             if stopping:
+                if not report:
+                    measurements.add(steps, metrics)
                 bar.note(_stopped(stopping, steps.step, output))
                 break
             if bar.closed:

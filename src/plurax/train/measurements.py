@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from plurax import errors, tree
 from plurax.analysis.estimate import Estimate, estimate
-from plurax.analysis.measured import Measured, predicted_text
+from plurax.analysis.measured import Measured, predicted_line
 from plurax.execute.array_data import ArrayData
 from plurax.execute.program import Program
 from plurax.machine import Machine
@@ -55,7 +55,7 @@ class Measurements:
 
     **Arguments:** `predicted`, by `estimate_run`; `note`, which shows a line to the user.
 
-    **Attributes:** `measured`, over all epochs reported so far; None before the first.
+    **Attributes:** `measured`, over all epochs so far; None before the first.
     """
 
     def __init__(
@@ -67,28 +67,30 @@ class Measurements:
     ) -> None:
         self.measured: Measured | None = None
         self._estimate, self._mesh, self._note = predicted, program.mesh, note
-        self._steps, self._seconds, self._reports = 0, 0.0, 0
+        self._steps, self._seconds = 0, 0.0
+        self._shown: Measured | None = None
         if predicted is not None:
-            note(predicted_text(predicted))
+            note(predicted_line(predicted))
         elif machine is not None:
             note("predicted  nothing: the step of one network is estimated, not a population's")
 
-    def row(self, steps: StepOutput, metrics: EpochMetrics) -> Row:
-        """Return what the row of an epoch gets: predicted and measured under `estimate`."""
+    def add(self, steps: StepOutput, metrics: EpochMetrics) -> Row:
+        """Add an epoch; return what its row gets: predicted and measured, under `estimate`."""
         if self._estimate is None:
             return {}
         assert steps.compiled is not None
         read = self.measured or Measured.of(self._estimate, steps.compiled, self._mesh)
         self._steps += metrics.timed_steps
         self._seconds += metrics.seconds
-        self._reports += 1
         self.measured = _timed(read, self._seconds, self._steps)
         return {"estimate": _timed(read, metrics.seconds, metrics.timed_steps).to_json()}
 
     def show(self, *, at_end: bool = False) -> None:
-        """Show what was measured, after the first report, and at the end if there were more."""
-        if self.measured is not None and (self._reports > 1 if at_end else self._reports == 1):
-            self._note(self.measured.measured_text())
+        """Show what was measured, after the first epoch, and at the end if there were more."""
+        if self.measured is not None and (self._shown is None or at_end):
+            if self.measured != self._shown:
+                self._note(self.measured.line())
+            self._shown = self.measured
 
 
 def _timed(read: Measured, seconds: float, steps: int) -> Measured:
