@@ -20,9 +20,9 @@ MACHINE = px.Machine(
 )
 
 
-def model(task, batch):
+def model(task, batch, machine=MACHINE):
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    return model_of(task, optax.adam(1e-3), like, "float32", MACHINE)
+    return model_of(task, optax.adam(1e-3), like, "float32", machine)
 
 
 @pytest.fixture(scope="module")
@@ -150,3 +150,14 @@ def test_stages_of_layers_and_a_head():
     # 2 ticks of forwards, 8 of backwards, which take twice as long.
     assert heavy.seconds == pytest.approx(6 * (2 * 1 + 8 * 2))
     assert heavy.most == 6
+
+
+def test_bounds_are_corrected_as_estimates_are():
+    """Or they would prove nothing of a machine that learned from runs."""
+    plain = dataclasses.replace(MACHINE, overhead=1e-5)
+    slow = dataclasses.replace(plain, correction=2.0)
+    found, corrected = (
+        [*candidates(model(models.mlp_task(), models.data(48), m), m, 4, px.Plan(), ())]
+        for m in (plain, slow)
+    )
+    assert [one.seconds for one in corrected] == [2 * one.seconds for one in found]

@@ -290,7 +290,10 @@ def test_a_parameter_costs_its_reduction_and_its_update():
     node = graph.nodes[graph.index("in0")]
     half = next(one for one in node.strategies if one.outputs[0].axes)
     size = 64 * 256 * 4 / 2
-    machine = Machine("even", {"float32": 1e9}, 10**9, 1e9, (Level("node", 8, 1e8),))
+    machine = Machine("even", {"float32": 1e9}, 10**9, 1e9, (Level("node", 8, 1e8),), overhead=1e-6)
+    costs, slow = (Seconds(dataclasses.replace(machine, correction=c), Plan()) for c in (1.0, 2.0))
+    every = [(each, one) for each in graph.nodes for one in each.strategies]
+    assert all(slow.strategy(graph, *one) == 2 * costs.strategy(graph, *one) for one in every)
 
     def cost(zero, microbatches=1):
         plan = Plan(data=4, tensor=2, zero=zero, microbatches=microbatches)
