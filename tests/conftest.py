@@ -80,13 +80,21 @@ settings.register_profile("all", deadline=None, print_blob=True, max_examples=50
 settings.load_profile(os.environ.get("PLURAX_TEST_PROFILE", "default"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def uncached(request: pytest.FixtureRequest) -> bool:
-    """Whether this process compiles as a user's does; else the test has run in one that does."""
+    """Whether this process compiles as a user's does.
+
+    Else the module's tests that ask for it have run in one that does, all in the same.
+    """
     if os.environ.get("PLURAX_TEST_UNCACHED"):
         return True
+    tests = [
+        item.nodeid
+        for item in request.session.items
+        if item.path == request.path and "uncached" in getattr(item, "fixturenames", ())
+    ]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:xdist", "-m", "", request.node.nodeid],
+        [sys.executable, "-m", "pytest", "-p", "no:xdist", "-m", "", *tests],
         cwd=request.config.rootpath,
         capture_output=True,
         text=True,

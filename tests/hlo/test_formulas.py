@@ -306,21 +306,6 @@ def test_a_compiled_step_communicates_what_was_planned(name):
     assert found == planned
 
 
-def test_remat_holds_less(uncached):
-    if not uncached:
-        return
-    deep = px.Task(
-        init=lambda key: list(jax.random.normal(key, (16, WIDTH, WIDTH)) / 6),
-        loss=lambda params, batch, keys: chain_task().loss(params, batch, keys),
-    )
-    batch = {"x": np.ones((2048, WIDTH), np.float32)}
-    held = {
-        remat: compiled(px.Plan(remat=remat), deep, batch).memory().temporaries
-        for remat in ("none", "full")
-    }
-    assert held["full"] < 0.6 * held["none"]
-
-
 def test_a_slice_of_an_all_reduce_stands_for_a_reduce_scatter():
     """As compilers write it that form no reduce-scatter."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))

@@ -329,11 +329,11 @@ def test_model_state_of_several_stages_on_a_device(x64):
 def test_model_state_under_another_plan(x64, tmp_path, plans):
     """Trained under one, resumed under the other; then evaluated and predicted."""
     task, batch = example("running")
-    batch = models.cut(batch, 8)
+    rule, batch = optimizer(), models.cut(batch, 8)
 
     def fit(plan, epochs, **how):
-        return px.fit(task, optimizer(), batch, plan=plan, epochs=epochs, batch_size=5,
-                      progress=False, **how)  # fmt: skip
+        return px.fit(task, rule, batch, plan=plan, epochs=epochs, batch_size=5, progress=False,
+                      **how)  # fmt: skip
 
     def found(result):
         program, state = result.program, result.state

@@ -56,7 +56,7 @@ def check(plan, reference, kind, dtype, counts):
 
 @pytest.mark.usefixtures("x64")
 @given(plan=plans, counts=sizes, weighted=st.booleans())
-@draws(8, times=10)
+@draws(6, times=14)
 def test_float64(plan, counts, weighted):
     check(plan, px.Plan(), "weighted" if weighted else "plain", "float64", counts)
 

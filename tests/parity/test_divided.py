@@ -115,10 +115,16 @@ EXPERTS = {
 @pytest.mark.parametrize(
     ("name", "expert"),
     [
-        *(("transformer", expert) for expert in EXPERTS),
-        *((name, e) for name in ("perceptron", "convolutional") for e in ("tensor", "everything")),
+        # In a run by default each kind of plan and each network is in float64, above.
+        *(("transformer", expert) for expert in ("tensor", "two dims", "everything")),
+        ("perceptron", "everything"),
+        ("convolutional", "tensor"),
+        *(pytest.param("transformer", expert, marks=pytest.mark.slow)
+          for expert in ("data", "zero 1", "zero 2", "zero 3")),
+        pytest.param("perceptron", "tensor", marks=pytest.mark.slow),
+        pytest.param("convolutional", "everything", marks=pytest.mark.slow),
     ],
-)
+)  # fmt: skip
 def test_every_parallelism_in_float32(name, expert):
     plan = px.Plan(**EXPERTS[expert], shardings=NETWORKS[name][2][-1])
     # Adam divides by the gradient's size: of the optimizer's state and the losses this is asked.
@@ -128,11 +134,28 @@ def test_every_parallelism_in_float32(name, expert):
     assert models.max_rel_error(params, expected[0]) < 1e-5
 
 
-@pytest.mark.parametrize("remat", ["dots", "full", "offload"])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    [
+        *(("transformer", remat) for remat in ("dots", "full", "offload")),
+        ("perceptron", "full"),
+        ("convolutional", "dots"),
+        *(
+            pytest.param("perceptron", remat, marks=pytest.mark.slow)
+            for remat in ("dots", "offload")
+        ),
+        *(pytest.param("convolutional", r, marks=pytest.mark.slow) for r in ("full", "offload")),
+    ],
+)
 def test_remat_changes_nothing(x64, name, remat):
     got = trained(name, px.Plan(remat=remat), jnp.float64)
     assert models.max_rel_error(got, on_one_device(name, jnp.float64)) < 1e-10
+
+
+@functools.cache
+def three_members():
+    plan = px.Plan(chunk=3, batch_dim="major")
+    return trained("perceptron", plan, jnp.float64, members=px.Members(3))
 
 
 @pytest.mark.parametrize(
@@ -145,13 +168,8 @@ def test_remat_changes_nothing(x64, name, remat):
     ],
 )
 def test_members_split_too(x64, plan):
-    members = px.Members(3)
-    got = trained("perceptron", plan, jnp.float64, members=members)
-    whole = px.Plan(chunk=3, batch_dim="major")
-    assert (
-        models.max_rel_error(got, trained("perceptron", whole, jnp.float64, members=members))
-        < 1e-10
-    )
+    got = trained("perceptron", plan, jnp.float64, members=px.Members(3))
+    assert models.max_rel_error(got, three_members()) < 1e-10
 
 
 @pytest.mark.parametrize(

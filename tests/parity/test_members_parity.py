@@ -137,9 +137,18 @@ def test_members_taken_out_are_the_same(x64):
     assert models.max_rel_error(px.ensemble.take_members(whole, [2, 1]).params, some.params) < 1e-12
 
 
-@pytest.mark.parametrize("kind", ["normed", "contrastive"])
+CHUNKED, SPREAD = px.Plan(chunk=2), px.Plan(member=2, data=2, microbatches=2)
+
+
 @pytest.mark.parametrize(
-    "plan", [px.Plan(chunk=2), px.Plan(member=2, data=2, microbatches=2)], ids=str
+    ("kind", "plan"),
+    [
+        ("normed", SPREAD),
+        ("contrastive", CHUNKED),
+        pytest.param("normed", CHUNKED, marks=pytest.mark.slow),
+        pytest.param("contrastive", SPREAD, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_coupled_and_stateful_members(x64, kind, plan):
     """A loss over the whole microbatch, with model state of each member's own."""

@@ -97,7 +97,9 @@ def test_every_schedule(x64, name, schedule, stages):
     assert max_rel_error(got, name, jnp.float64) < 1e-10
 
 
-@pytest.mark.parametrize(("name", "schedule", "stages"), list(cases(4, rare=[("gpipe", 4)])))
+@pytest.mark.parametrize(
+    ("name", "schedule", "stages"), list(cases(4, rare=[("gpipe", 4), ("interleaved", 4)]))
+)
 def test_every_schedule_in_float32(name, schedule, stages):
     plan = plan_of(schedule, stages)
     got = trained(name, plan, jnp.float32, everything=False)
@@ -256,7 +258,11 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    # What is clipped is in all other tests.
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n == "clipped")) for n in OPTIMIZERS],
+)
 def test_optimizers_where_tensors_live(x64, name):
     """Each optimizer works on a stage's own tensors; what it needs of all is numbers."""
     batch = models.data(8, dtype=np.float64)
@@ -295,7 +301,7 @@ def test_checkpoints_under_another_plan(x64, tmp_path):
     assert result.program.predict(result.state, batch).shape == (LARGEST, models.CLASSES)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "zb-h1"])
 def test_resident_epochs_in_stages(schedule):
     """In the compiled loop over an epoch, and the same twice, bit for bit."""
     task, batch = models.perceptron_stack(depth=4), models.data(LARGEST)
@@ -326,7 +332,7 @@ def test_bfloat16_in_stages():
 @pytest.mark.parametrize(
     "plan",
     [
-        px.Plan(pipeline=2, microbatches=2, chunk=3),
+        pytest.param(px.Plan(pipeline=2, microbatches=2, chunk=3), marks=pytest.mark.slow),
         px.Plan(member=2, data=2, pipeline=2, microbatches=2, chunk=1, zero=1, schedule="zb-h1"),
     ],
 )

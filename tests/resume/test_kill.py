@@ -157,7 +157,11 @@ def chain(kind, output, when, *, certain=False):
 
 @pytest.mark.parametrize(
     ("kind", "when"),
-    [("data", ["event:1", "event:101"]), ("members", ["event:131"])],
+    [
+        ("data", ["event:101"]),
+        ("members", ["event:131"]),
+        pytest.param("data", ["event:1", "event:101"], marks=pytest.mark.slow),
+    ],
 )
 def test_killed_in_a_save(tmp_path, kind, when):
     chain(kind, tmp_path / "run", when, certain=True)

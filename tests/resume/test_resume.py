@@ -19,13 +19,13 @@ from plurax.train.data import StreamData
 from plurax.train.log import read_rows
 
 ROWS = models.data(50)
-TASK = models.mlp_task()
+TASK, OPTIMIZER = models.mlp_task(), models.optimizer()  # programs are compiled once for both
 CLOCK = {"seconds", "examples_per_second"}
 
 
 def fit(data=ROWS, **options):
     options = {"epochs": 3, "batch_size": 16, "progress": False, **options}
-    return px.fit(TASK, options.pop("optimizer", models.optimizer()), data, **options)
+    return px.fit(TASK, options.pop("optimizer", OPTIMIZER), data, **options)
 
 
 def log_of(directory):

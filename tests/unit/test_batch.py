@@ -1,5 +1,7 @@
 """Batches and states that do not fit are refused with what was expected and what was given."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +14,15 @@ import plurax as px
 ROWS = models.data(8)
 
 
+@functools.cache
+def compiled(plan, weights=False):
+    rows = models.data(8, weights=weights)
+    return px.compile(models.mlp_task(weights=weights), models.optimizer(), plan, rows)
+
+
 @pytest.fixture(scope="module")
 def program():
-    return px.compile(models.mlp_task(), models.optimizer(), px.Plan(data=2), ROWS)
+    return compiled(px.Plan(data=2))
 
 
 @pytest.mark.parametrize(
@@ -101,14 +109,13 @@ def test_evaluation_goes_by_microbatches():
 
 
 def test_a_state_of_another_plan_must_be_placed(program):
-    one = px.compile(models.mlp_task(), models.optimizer(), px.Plan(), ROWS)
     with pytest.raises(px.BatchError, match=r"is on other devices.*program\.place\(state\)"):
-        program.step(one.init(), ROWS)
+        program.step(compiled(px.Plan()).init(), ROWS)
 
 
 @pytest.mark.parametrize("plan", [px.Plan(), px.Plan(data=3), px.Plan(data=8, microbatches=2)])
 def test_a_non_finite_step_changes_nothing_and_is_counted(plan):
-    program = px.compile(models.mlp_task(), models.optimizer(), plan, ROWS)
+    program = compiled(plan)
     state, _ = program.step(program.init(), ROWS)
     before = jax.device_get(state)
     for poison in (np.nan, np.inf):
@@ -151,7 +158,7 @@ def test_jax_arrays_and_numpy_arrays_are_the_same(program):
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 16, 50])
 @pytest.mark.parametrize("plan", [px.Plan(), px.Plan(data=3)])
 def test_predict_takes_any_number(plan, count):
-    program = px.compile(models.mlp_task(), models.optimizer(), plan, ROWS)
+    program = compiled(plan)
     state = program.init()
     inputs = {"x": models.data(count)["x"]}
     want = models.logits(state.params, inputs["x"])
@@ -177,12 +184,7 @@ def test_predict_of_nothing_is_refused(program):
 
 @pytest.mark.parametrize("count", [1, 5, 8, 9, 100])
 def test_evaluate_is_exact_over_all_examples(count):
-    program = px.compile(
-        models.mlp_task(weights=True),
-        models.optimizer(),
-        px.Plan(data=3),
-        models.data(8, weights=True),
-    )
+    program = compiled(px.Plan(data=3), weights=True)
     state = program.init()
     rows = models.data(count, weights=True)
     losses, metrics = models.evaluate(state.params, rows)

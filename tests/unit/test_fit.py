@@ -25,13 +25,13 @@ from plurax.train.log import read_rows
 from plurax.train.progress import TrainingProgress
 
 ROWS = models.data(50)
-TASK = models.mlp_task()
+TASK, OPTIMIZER = models.mlp_task(), models.optimizer()  # programs are compiled once for both
 PLAN = px.Plan(data=2, microbatches=2)
 
 
 def fit(data=ROWS, **options):
     options = {"plan": PLAN, "epochs": 3, "batch_size": 16, "progress": False, **options}
-    return px.fit(TASK, models.optimizer(), data, **options)
+    return px.fit(TASK, OPTIMIZER, data, **options)
 
 
 @pytest.fixture(scope="module")

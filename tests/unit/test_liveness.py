@@ -122,10 +122,10 @@ def test_buffers_are_packed_where_they_do_not_meet():
 # --- Beside what XLA allocates --------------------------------------------------------------------
 
 
-def perceptron():
+def perceptron(layers=4, width=256, rows=512):
     def init(key):
-        keys = jax.random.split(key, 4)
-        return [{"w": jax.random.normal(k, (256, 256)), "b": jnp.zeros(256)} for k in keys]
+        keys = jax.random.split(key, layers)
+        return [{"w": jax.random.normal(k, (width, width)), "b": jnp.zeros(width)} for k in keys]
 
     def loss(params, batch, keys):
         h = batch["x"]
@@ -133,7 +133,7 @@ def perceptron():
             h = jnp.tanh(h @ layer["w"] + layer["b"][None])
         return jnp.mean((h - batch["y"]) ** 2, axis=1)
 
-    like = jax.ShapeDtypeStruct((512, 256), jnp.float32)
+    like = jax.ShapeDtypeStruct((rows, width), jnp.float32)
     split = {"0/*": (..., "tensor"), "1/w": ("tensor", None), "2/*": (..., "tensor")}
     return px.Task(init=init, loss=loss), {"x": like, "y": like}, split
 
@@ -177,20 +177,32 @@ def predicted_and_allocated(model, optimizer, **plan):
 
 
 TABLE = [
-    (perceptron, optax.adam(1e-3), {}),
     (perceptron, adamw(), {"data": 4, "zero": 1}),
-    (perceptron, optax.adam(1e-3), {"data": 2, "zero": 2, "microbatches": 2}),
-    (perceptron, optax.adam(1e-3), {"data": 4, "zero": 3}),
     (perceptron, optax.adam(1e-3), {"data": 2, "tensor": 2}),
     (domains, adamw(), {"data": 2}),
     (transformer, adamw(), {"data": 4, "remat": "full"}),
 ]
+MORE = [
+    (perceptron, optax.adam(1e-3), {}),
+    (perceptron, optax.adam(1e-3), {"data": 2, "zero": 2, "microbatches": 2}),
+    (perceptron, optax.adam(1e-3), {"data": 4, "zero": 3}),
+]
 
 
-def test_the_peak_is_within_5_percent_of_the_compilers(uncached):
-    for model, optimizer, plan in TABLE if uncached else ():
+@pytest.mark.parametrize("table", [TABLE, pytest.param(MORE, marks=pytest.mark.slow)])
+def test_the_peak_is_within_5_percent_of_the_compilers(uncached, table):
+    for model, optimizer, plan in table if uncached else ():
         predicted, allocated = predicted_and_allocated(model, optimizer, **plan)
         assert abs(predicted / allocated - 1) <= 0.05, (model.__name__, plan, predicted, allocated)
+
+
+def test_remat_holds_less(uncached):
+    task, batch, _ = perceptron(layers=16, width=32, rows=2048)
+    held = [
+        px.compile(task, optax.adam(1e-2), px.Plan(remat=remat), batch).memory().temporaries
+        for remat in (("none", "full") if uncached else ())
+    ]
+    assert not uncached or held[1] < 0.6 * held[0]
 
 
 def drawn(number):

@@ -110,6 +110,14 @@ def _call(what: str, maker: HyperFn, hyper: Hyper) -> Any:
         raise errors.hyper_needs_a_value(what, reason) from error
 
 
+def _traced_once(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `fun` to be traced once, though asked for the shapes of its results before its calls.
+
+    The equations are part of the caller's, as those of `fun` itself would be.
+    """
+    return jax.jit(fun, inline=True)
+
+
 class Population(StepFunctions):
     """The functions of a population's program for one plan.
 
@@ -281,8 +289,9 @@ class Population(StepFunctions):
         def one(
             state: TrainState, member: MemberArrays, data: PyTree, first: Array, stop: Array
         ) -> tuple[TrainState, Metrics]:
-            step = self._backend(member).step(freeze=True)
+            step = _traced_once(self._backend(member).step(freeze=True))
 
+            @_traced_once
             def rows_at(t: Array) -> Array:
                 return reads.block_rows(member, t)
 
@@ -365,15 +374,14 @@ class Population(StepFunctions):
         def run(state: PyTree, arrays: MemberArrays, *shared: Any) -> tuple[PyTree, PyTree]:
             members = arrays.seeds.shape[0]
             chunk = min(self.plan.chunk or members, members)
+            # `shared` (batch, data, step numbers) has no member dim.
+            each = _traced_once(jax.vmap(one, in_axes=(0, 0, *[None] * len(shared))))
 
             def some(first: Any, size: int, state: PyTree) -> tuple[PyTree, PyTree]:
                 def cut(leaf: Array) -> Array:
                     return jax.lax.dynamic_slice_in_dim(leaf, first, size)
 
-                part = jax.tree.map(cut, (state, arrays))
-                # `shared` (batch, data, step numbers) has no member dim and is closed over, not
-                # mapped.
-                return jax.vmap(lambda s, m: one(s, m, *shared))(*part)
+                return each(*jax.tree.map(cut, (state, arrays)), *shared)
 
             if chunk == members:
                 return some(0, members, state)
