@@ -2,7 +2,10 @@
 
 import dataclasses
 
+import re
+
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from tests import models
@@ -16,6 +19,7 @@ from plurax.planner.layer import layer_of
 from plurax.planner.search import _Computed, _Learned
 from plurax.planner.steady import estimate_steady
 from plurax.planner.tensor import TensorSearch
+from plurax.report.layer_picture import draw_found
 from plurax.strategies import Strategies, Strategy
 
 # Products cost most: 1 Gflop/s, and links and memory of 1 TB/s.
@@ -130,7 +134,7 @@ def test_why_a_parameter_is_split():
     found = searched(SLOW, pinned=px.Plan(tensor=4), count=1, seconds=60.0)
     text = found.explain("hidden")
     assert text.startswith("hidden (5, 16) is ")
-    assert "%" in text.splitlines()[1]
+    assert re.fullmatch(r"  .*: \+[\d.]+%, \+[\d.]+ (µs|ms|s)", text.splitlines()[1])
     with pytest.raises(px.PlanError, match="no parameter of this step"):
         found.explain("hiden")
 
@@ -232,10 +236,29 @@ def test_a_layer_sends_what_megatron_sends():
     assert all("models.py:" in box.where for box in computed), "what JAX computes has its caller's"
 
 
+def test_of_equal_layers_the_first_is_drawn():
+    def init(key):
+        return {"in": jnp.ones((6, 12)), "layers": [{"w": jnp.ones((12, 12))} for _ in range(4)]}
+
+    def loss(params, batch, keys):
+        x = batch["x"] @ params["in"]
+        for one in params["layers"]:
+            x = x + jnp.tanh(x @ one["w"])
+        return x.sum(1)
+
+    found = layer(px.Task(init=init, loss=loss), {"x": jnp.ones((8, 6))}, px.Plan(tensor=2))
+    assert [box.name for box in found.boxes if box.kind == "parameter"] == ["layers/0/w"]
+    assert [box.kind for box in found.boxes if box.kind != "parameter"] == [
+        "input", "product", "other", "output"
+    ]  # fmt: skip
+    assert not found.whole
+
+
 def test_without_layers_the_forward_pass_is_drawn():
     found = layer(models.mlp_task(), models.data(8), px.Plan(tensor=2))
     assert {box.name for box in found.boxes if box.kind == "parameter"} == {"hidden", "bias", "out"}
     assert [box.kind for box in found.boxes].count("product") == 2
+    assert found.whole
 
 
 def test_a_layer_is_drawn(tmp_path, drawn):
@@ -246,6 +269,8 @@ def test_a_layer_is_drawn(tmp_path, drawn):
     assert len(panel.texts) >= 2 * len(boxes)
     assert "hidden" in panel.texts
     assert any("/4" in text for text in panel.texts)
+    written = draw_found(found, tmp_path / "both")
+    assert [path.name for path in written] == ["search.png", "layer.png"]
     with pytest.raises(px.PlanError, match="costs more than it saves, so there is nothing"):
         px.analysis.draw_layer(searched(SLOW, pinned={"tensor": 1}, count=1, seconds=60.0))
 

@@ -72,20 +72,25 @@ class Box:
 class Edge:
     """A value that one box computes and another reads, by their indices, and what is `sent` for it.
 
-    Where readers share a copy, the first has what is sent.
+    If it is `shared`, another edge has what is sent: the boxes read one copy.
     """
 
     source: int
     target: int
     sent: Sent = ()
+    shared: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One layer of a found plan: `boxes` in the order of evaluation, and `edges` between them."""
+    """One layer of a found plan: `boxes` in the order of evaluation, and `edges` between them.
+
+    If it is `whole`, the network has no equal layers, and this is all of it.
+    """
 
     boxes: tuple[Box, ...]
     edges: tuple[Edge, ...]
+    whole: bool
 
     @property
     def bytes_sent(self) -> float:
@@ -122,7 +127,7 @@ class _Builder:
     def __init__(self, found: Sharded) -> None:
         self._graph, self._choice = found.graph, found.solution.choice
         self._eqns = dict(equations(self._graph.traced.jaxpr))
-        self._body = _body(self._graph, self._eqns)
+        self._body, self._whole = _body(self._graph, self._eqns)
         self._output = len(self._graph.nodes)
         self._input = -self._output - 1
         self._reads = {
@@ -132,6 +137,7 @@ class _Builder:
             node: "product" if self._strategy(node).product else "other" for node in self._body
         }
         self._edges: dict[tuple[int, int], Sent] = {}
+        self._shared = set[tuple[int, int]]()
         self._values: dict[tuple[int, int], tuple[Tensor, TensorSharding]] = {}
         for value in self._graph.values:
             self._value(value)
@@ -154,11 +160,12 @@ class _Builder:
             if target is None:
                 continue
             wanted = self._strategy(use.node).inputs[use.input]
-            sent: Sent = ()
-            if wanted not in copied:
-                steps = reshard_steps(self._graph.axes, value.tensor, sharding, wanted) or ()
-                sent = tuple((one.kind, one.bytes_sent) for one in steps if one.bytes_sent)
-                copied.add(wanted)
+            steps = reshard_steps(self._graph.axes, value.tensor, sharding, wanted) or ()
+            sent = tuple((one.kind, one.bytes_sent) for one in steps if one.bytes_sent)
+            if sent and wanted in copied:
+                self._shared.add((source, target))
+                sent = ()
+            copied.add(wanted)
             self._edges[source, target] = self._edges.get((source, target), ()) + sent
             self._values[source, target] = value.tensor, sharding
 
@@ -217,19 +224,25 @@ class _Builder:
         members = self._merged().members()
         index = {one: place for place, group in enumerate(members) for one in group}
         edges: dict[tuple[int, int], Sent] = {}
+        shared = {(index[a], index[b]) for a, b in self._shared & self._edges.keys()}
         for (a, b), sent in sorted(self._edges.items()):
             if index[a] != index[b]:
                 pair = index[a], index[b]
                 edges[pair] = edges.get(pair, ()) + sent
         return Layer(
             tuple(map(self._box, members)),
-            tuple(Edge(*pair, _summed(sent)) for pair, sent in edges.items()),
+            tuple(
+                Edge(*pair, _summed(sent), pair in shared and not sent)
+                for pair, sent in edges.items()
+            ),
+            self._whole,
         )
 
     def _merged(self) -> "_Groups":
         """Return groups of vertices: nodes that are alike, then views with what is next to them."""
         groups = _Groups(self._kinds, self._edges)
         free = sorted(edge for edge, sent in self._edges.items() if not sent)
+        free = [edge for edge in free if edge not in self._shared]
         others = {one for one, kind in self._kinds.items() if kind == "other"}
         computed = {one for one in self._kinds if one in self._body}
         views = {one for one in others if self._operator(one) in _VIEWS}
@@ -373,8 +386,8 @@ def _summed(sent: Iterable[tuple[str, float]]) -> Sent:
 # --- Which equations are a layer ------------------------------------------------------------------
 
 
-def _body(graph: Graph, eqns: Mapping[str, Any]) -> set[int]:
-    """Return the nodes of one layer's forward pass."""
+def _body(graph: Graph, eqns: Mapping[str, Any]) -> tuple[set[int], bool]:
+    """Return the nodes of one layer's forward pass, and whether they are of the whole network."""
     forward = {i for i, node in enumerate(graph.nodes) if _forward(node.path, eqns)}
     loops: dict[str, float] = collections.defaultdict(float)
     for index in forward:
@@ -385,11 +398,11 @@ def _body(graph: Graph, eqns: Mapping[str, Any]) -> set[int]:
         # Of nested loops the outer one has as much work.
         loop = max(loops, key=lambda path: (loops[path], -path.count("/")))
         inside = [i for i, node in enumerate(graph.nodes) if node.path.startswith(f"{loop}/")]
-        return {i for i in inside if not _boundary_of(loop, graph.nodes[i].path)}
+        return {i for i in inside if not _boundary_of(loop, graph.nodes[i].path)}, False
     classes = classes_of(graph)
     sizes = collections.Counter(classes)
     first = {index for index in forward if classes[index] == index and sizes[index] > 2}
-    return first or forward
+    return (first, False) if first else (forward, True)
 
 
 def _loops_around(path: str, eqns: Mapping[str, Any]) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Literal
 from jaxtyping import PyTree
 
 from plurax import errors
-from plurax.analysis.estimate import rates_of_stages
+from plurax.analysis.estimate import human_seconds, rates_of_stages
 from plurax.execute.placement import leading_dim
 from plurax.machine import Machine
 from plurax.partition.pins import check
@@ -187,7 +187,8 @@ class TensorSearch:
                 continue
             solution = self._solve(found.graph, found.costs, {**found.pins, name: (other,)})
             more = solution.cost - found.solution.cost
-            lines.append(f"  {_text(other)}: {more / found.solution.cost:+.1%}, {more:+.3g} s")
+            change = f"{'-' if more < 0 else '+'}{human_seconds(abs(more))}"
+            lines.append(f"  {_text(other)}: {more / found.solution.cost:+.1%}, {change}")
         return "\n".join(lines)
 
     def splits(self, plan: Plan) -> bool:

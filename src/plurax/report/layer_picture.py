@@ -34,6 +34,8 @@ BOX, PARAMETER, GAP, LANE = 2.9, 2.3, 0.45, 0.2
 HEIGHT, ROW, MARGIN = 0.34, 0.58, 0.12
 """Inches: the height of a box, of a row, around all."""
 
+LONGEST = 28
+"""Characters of a function's name."""
 ABOVE, BELOW = 0.32, 0.3
 """Inches: the heights of the title and the legend."""
 
@@ -68,8 +70,11 @@ def draw_layer(found: Found, path: str | Path | None = None) -> "matplotlib.figu
     for box, (x, y) in zip(layer.boxes, places, strict=True):
         _draw_box(axis, box, x, y, solved.graph.axes)
     sent = human_bytes(layer.bytes_sent) if layer.bytes_sent else "nothing"
-    rows = f"{solved.rows_of_a_microbatch:g} examples"
-    title = f"a layer over tensor={plan.tensor}: in its forward pass of {rows}"
+    rows = solved.rows_of_a_microbatch
+    title = (
+        f"{'the network' if layer.whole else 'a layer'} over tensor={plan.tensor}: in its forward "
+        f"pass of {rows:g} example{'s' if rows != 1 else ''}"
+    )
     figure.suptitle(f"{title} a device sends {sent}", fontsize=10, y=1 - 0.1 / whole, va="top")
     _legend(figure, layer)
     return saved(figure, path)
@@ -148,7 +153,11 @@ def _draw_edge(axis: "Panel", layer: Layer, places: Places, edge: Edge, lane: in
     (x, y), (to_x, to_y) = places[edge.source], places[edge.target]
     if layer.boxes[edge.source].kind == "parameter":
         points = [(x + PARAMETER / 2, y), (to_x - BOX / 2, to_y)]
-        label = (to_x - BOX / 2, y + HEIGHT / 2 + 0.08, "right", 0)
+        label = (x + PARAMETER / 2 + GAP, y + HEIGHT / 2 + 0.08, "right", 0)
+        if any(other_y == to_y and x < other_x < to_x for other_x, other_y in places):
+            # Other boxes are in between: from below.
+            low, turn = to_y + HEIGHT / 2 + 0.1, x + PARAMETER / 2 + GAP / 3
+            points = [points[0], (turn, y), (turn, low), (to_x, low), (to_x, to_y + HEIGHT / 2)]
     elif lane < 0:
         points = [(x, y + HEIGHT / 2), (to_x, to_y - HEIGHT / 2)]
         label = ((x + to_x) / 2 + 0.08, (y + to_y) / 2, "left", 0)
@@ -158,7 +167,7 @@ def _draw_edge(axis: "Panel", layer: Layer, places: Places, edge: Edge, lane: in
         y, to_y = y + HEIGHT / 4, to_y - HEIGHT / 4
         points = [(x + BOX / 2, y), (right, y), (right, to_y), (to_x + BOX / 2, to_y)]
         label = (right, (y + to_y) / 2, "center", 90)
-    color, line = (SENT, 2.0) if edge.sent else (LINE, 1.0)
+    color, line = SENT if edge.sent or edge.shared else LINE, 2.0 if edge.sent else 1.0
     axis.plot(*zip(*points[:-1], strict=True), color=color, linewidth=line, solid_joinstyle="round")
     arrow: dict[str, Any] = {
         "arrowstyle": "-|>", "color": color, "linewidth": line, "shrinkA": 0, "shrinkB": 0,
@@ -197,12 +206,12 @@ def _texts(box: Box, axes: Axes) -> tuple[str, str]:
     """Return the two lines of a box."""
     shape = _shape(box, axes)
     if box.kind in ("parameter", "input", "output"):
-        names = {"input": "input of the layer", "output": "output of the layer"}
-        return names.get(box.kind, box.name.rpartition("/")[2]), shape
+        return box.name.rpartition("/")[2] or box.kind, shape
     title = ", ".join(box.operators[:3]) + (", ..." if len(box.operators) > 3 else "")
     # "model.py:84 (block.<locals>.attention)" -> "attention, line 84"
     file, _, function = box.where.partition(" ")
     name = function.strip("()").rpartition(".")[2]
+    name = name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."
     line = f"{name}, line {file.rpartition(':')[2]}" if name else ""
     inside = f", {_sent(box.sent)}" if box.sent else ""
     return f"{title}{inside}", f"{shape}   {line}".strip()
