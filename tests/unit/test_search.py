@@ -1,7 +1,6 @@
 """Search ranks plans by estimates, keeps what is pinned, and says what cannot be."""
 
 import dataclasses
-
 import re
 
 import jax
@@ -232,6 +231,8 @@ def test_a_layer_sends_what_megatron_sends():
     assert first.tensor.shape == last.tensor.shape == (1, models.TOKENS, models.WIDTH)
     assert found.depths()[-1] == max(found.depths()), "everything leads to the output"
     assert len(found.boxes) < 24
+    read = {edge.source for edge in found.edges}
+    assert read == {*range(len(found.boxes) - 1)}, "what the output does not need is left out"
     computed = [box for box in found.boxes if box.kind in ("product", "other")]
     assert all("models.py:" in box.where for box in computed), "what JAX computes has its caller's"
 
