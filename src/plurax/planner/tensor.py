@@ -37,7 +37,7 @@ from plurax.planner.fewest import (
 )
 from plurax.planner.graph import Graph, Node, graph_of_step
 from plurax.planner.lockstep import Stages, stages_of
-from plurax.planner.problem import Pins, Solution
+from plurax.planner.problem import Pins, Problem, Solution
 from plurax.planner.profile import Profile, profile_of
 from plurax.planner.shard_strategies import ShardStrategy
 from plurax.sharding.rules import Rules
@@ -102,6 +102,19 @@ class Sharded:
         without = sum(map(self.costs.strategy, itertools.repeat(self.graph), nodes, alone))
         return max(0.0, self.solution.cost - without)
 
+    @property
+    def moving(self) -> set[str]:
+        """The paths of nodes that read some value in another sharding than it is produced in."""
+        problem, nodes = Problem(self.graph, self.costs), self.graph.nodes
+        found = set()
+        for value in self.graph.values:
+            source, copies = problem.needed(value, self.solution.choice)
+            for use in value.uses if copies else ():
+                strategy = nodes[use.node].strategies[self.solution.choice[use.node]]
+                if strategy.inputs[use.input] != source:
+                    found.add(nodes[use.node].path)
+        return found
+
     def parameter_seconds(self, costs: Costs) -> float:
         """Return the seconds of the parameters' gradients over `data` and of their update."""
         return sum(
@@ -162,7 +175,7 @@ class TensorSearch:
         if plan.pipeline > 1:
             strategies = []
         elif fewest:
-            strategies = fewest_strategies(found.walk, found.shardings, strategies)
+            strategies = fewest_strategies(found.walk, found.shardings, strategies, found.moving)
         if plan.strategies is not None:
             given = {one.path: one for one in plan.strategies.equations}
             strategies = [*given.values(), *(one for one in strategies if one.path not in given)]
