@@ -268,7 +268,9 @@ def _search(made: experiment.Experiment, options: Show, pinned: Plan | dict[str,
         )
     print(found)
     if options.save is not None:
-        _written(options.save, found.best.save)
+        with Console(stderr=True).status("leaving out what the default does as well"):
+            best = found.best
+        _written(options.save, best.save)
         print(f"wrote {options.save}")
     if options.output is not None:
         for path in _written(options.output, lambda path: draw_found(found, path)):

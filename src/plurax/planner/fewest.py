@@ -102,14 +102,19 @@ class Walk:
 def strategies_of(graph: Graph, solution: Solution) -> list[Strategy]:
     """Return the strategies of all equations and boundaries of loops, as a plan says them."""
     traced = dict(equations(graph.traced.jaxpr))
+    read = {(use.node, use.input) for value in graph.values for use in value.uses}
     found = []
-    for node, choice in zip(graph.nodes, solution.choice, strict=True):
+    for index, (node, choice) in enumerate(zip(graph.nodes, solution.choice, strict=True)):
         if not node.decides:
             continue
         eqn = traced[node.path.rpartition("/")[0] if node.boundary else node.path]
         if eqn.primitive.name in _ANNOTATIONS:
             continue
-        inputs = tuple(entries_of(one.dims, one.partial) for one in node.pin(choice))
+        shardings = node.pin(choice)
+        inputs = tuple(entries_of(one.dims, one.partial) for one in shardings)
+        if any(one.partial for one in shardings) and not node.boundary:
+            # Zeros beside a partial sum, which a mask puts there, become one themselves.
+            inputs = tuple(one if (index, slot) in read else () for slot, one in enumerate(inputs))
         line = source_line(traced, node.path)
         found.append(Strategy(f"{node.path} {eqn.primitive.name}", inputs, line))
     return found
