@@ -112,19 +112,14 @@ def x64() -> Iterator[None]:
     jax.config.update("jax_enable_x64", False)
 
 
-# Pages and examples, which do as a user does; and tests whose models have not been gone through.
-PROMOTE = [
-    "tests/test_documents.py",
-    "tests/test_examples.py",
-    "tests/unit/test_population.py",
-    "tests/unit/test_search_exact.py",
-]
+# Pages and examples do as a user does.
+PROMOTE = ("tests/test_documents.py", "tests/test_examples.py")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """Under JAX's own rules of promotion where a file is listed, its fixtures included."""
-    listed = item.nodeid.startswith(tuple(PROMOTE))
+    listed = item.nodeid.startswith(PROMOTE)
     with promotion() if listed else contextlib.nullcontext():
         return (yield)
 

@@ -16,6 +16,7 @@ import pytest
 from benchmarks import choosing
 from tests import models
 from tests.pictures import panels
+from tests.promotion import allowed
 
 import plurax as px
 from plurax.execute.array_data import ArrayData
@@ -543,7 +544,8 @@ def test_the_rule_is_near_the_fastest_that_was_measured(index):
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), choosing.batch(case))
     plan = px.Plan()
     rule = optax.adam(1e-2)
-    population = Population(choosing.task(case), rule, plan, make_mesh(plan), like, px.Members(1))
+    task = allowed(choosing.task(case))
+    population = Population(task, rule, plan, make_mesh(plan), like, px.Members(1))
     plan = choose_chunk(plan, case.members, population.work(), "cpu")
     chunk = measured_chunk(found, plan.chunk)
     cpu = {(one["chunk"], one["batch_dim"]): one["cpu"] for one in found["milliseconds"]}
