@@ -112,3 +112,13 @@ def losses(params: Params, x_BTD: Array, batch: Params, keys: Any) -> Array:
 
 GPT3 = Gpt(depth=96, width=12288, heads=96)
 """175 billion parameters."""
+
+MEGATRON: dict[str, tuple[str | None, ...]] = {
+    "embed/table": ("tensor", None),
+    "blocks/qkv": (None, None, None, "tensor", None),
+    "blocks/out": (None, "tensor", None, None),
+    "blocks/mlp_in": (None, None, "tensor"),
+    "blocks/mlp_bias": (None, "tensor"),
+    "blocks/mlp_out": (None, "tensor", None),
+}
+"""Megatron's rules: heads, the perceptron's hidden dim and the vocabulary over `tensor`."""

@@ -1,23 +1,39 @@
 """Plans searched and estimated: how long it takes, and how near it comes to what is measured."""
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from benchmarks import sizes
-from benchmarks.harness import Check, Row, Skipped, WorkerSkippedError
+from benchmarks.harness import (
+    Check,
+    Row,
+    Side,
+    Skipped,
+    WorkerSkippedError,
+    compare,
+    take_turns,
+)
 from benchmarks.run import Run
 
 SEARCH_SECONDS = 10.0
+DAY, YEAR = 86_400, 31_557_600
+"""In seconds."""
 CORRELATION = 0.95
 APART = 1.2
 """Plans are compared whose predicted seconds differ by at least 20 %."""
 
 
 def planning(run: Run) -> Iterator[Row]:
-    """Searches for models of several sizes; plans predicted and measured on virtual devices."""
+    """Searches for models of several sizes; steps predicted beside published and measured ones."""
     for case in run.sizes.searches:
         yield _search(run, case)
+    for block in run.sizes.blocks:
+        yield from _blocks(run, block)
+    for published in run.sizes.published:
+        yield _published(run, published)
     for plans in run.sizes.plans:
         yield _predicted(run, plans)
 
@@ -35,11 +51,81 @@ def _search(run: Run, case: sizes.SearchCase) -> Row:
     return Check(
         group="planning",
         name=name,
-        found=f"{facts['seconds']:.1f} s; {facts['plan']}: {facts['step']:.3g} s a step",
+        found=f"{facts['seconds']:.1f} s; {facts['plan']}: {facts['step']:.3g} s a step"
+        + (f"; {case.beside}" if case.beside else ""),
         wanted=f"below {SEARCH_SECONDS:.0f} s",
         reached=facts["seconds"] < SEARCH_SECONDS,
         facts=facts,
     )
+
+
+def _blocks(run: Run, case: sizes.BlockCase) -> Iterator[Row]:
+    """The search for one block of a transformer, beside another library's."""
+    settings = {
+        "width": case.width, "heads": case.heads, "tokens": case.tokens, "batch": case.batch,
+        "mesh": list(case.mesh), "devices": math.prod(case.mesh), "nodes": case.nodes,
+    }  # fmt: skip
+    name, peer = f"search for a block on {case.name}", "meta-pytorch/autoparallel"
+    with ExitStack() as stack:
+        try:
+            theirs = stack.enter_context(run.peer(peer, settings))
+            ours = stack.enter_context(run.jax("jax_search_block", settings))
+        except WorkerSkippedError as reason:
+            yield Skipped("planning", f"{name}, {peer}", str(reason))
+            return
+        sides = [Side(ours, "mesh given"), Side(ours, "search"), Side(theirs, "search")]
+        given, every, other = take_turns(sides, case.repeats, warm_up=0)
+    facts = ours.facts | {"other": theirs.facts}
+    yield compare("planning", f"{name}, mesh given", peer, given, other, None, facts)
+    yield compare("planning", f"{name}, every mesh", peer, every, other, None, facts)
+
+
+def _published(run: Run, case: sizes.PublishedCase) -> Row:
+    """A published training run, and how long it takes as estimated."""
+    settings = {
+        "model": case.model, "batch": case.batch, "machine": case.machine, "nodes": case.nodes,
+        "examples": case.examples, "plan": case.plan, "search_seconds": case.search_seconds,
+    }  # fmt: skip
+    name = f"{case.name}, on {case.nodes} × {case.machine}"
+    try:
+        worker = run.jax("jax_published", settings)
+    except WorkerSkippedError as reason:
+        return Skipped("planning", name, str(reason))
+    with worker:
+        facts = worker.facts
+    ratio = facts["seconds"] / case.seconds
+    devices = "" if facts["devices"] == _devices(case) else f" on {facts['devices']} devices"
+    need = f"{facts['bytes'] / 1e9:,.0f} GB of {facts['memory'] / 1e9:,.0f} GB"
+    fit = need if facts["fits"] else f"no plan fits, this one needs {need}"
+    wanted, reached = "", None
+    if case.within is not None:
+        wanted = f"within {case.within:.0%} of what is published"
+        reached = facts["fits"] and abs(ratio - 1) <= case.within
+    return Check(
+        group="planning",
+        name=name,
+        found=f"{_time(facts['seconds'])}, published {_time(case.seconds)}: {ratio:.2f} ×; "
+        f"{facts['plan']}{devices}; {fit}",
+        wanted=wanted,
+        reached=reached,
+        facts=facts | {"published": case.seconds, "ratio": ratio},
+    )
+
+
+def _devices(case: sizes.PublishedCase) -> int:
+    return case.nodes * int(case.machine.split("x")[0])
+
+
+def _time(seconds: float) -> str:
+    """Three digits in seconds, days or years.
+
+    >>> _time(60.1), _time(34 * DAY), _time(36 * YEAR)
+    ('60.1 s', '34 days', '36 years')
+    """
+    for unit, size in (("years", YEAR), ("days", DAY)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
 
 
 def _predicted(run: Run, case: sizes.PlansCase) -> Row:

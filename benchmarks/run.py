@@ -18,6 +18,7 @@ PEERS = {
     "PyTorch torch.compile": "torch_divided",
     "Keras ModelParallel": "keras_divided",
     "PyTorch pipelining": "torch_pipelines",
+    "meta-pytorch/autoparallel": "autoparallel_search",
 }
 
 

@@ -238,13 +238,55 @@ class OneGpu:
 
 @dataclasses.dataclass(frozen=True)
 class SearchCase:
-    """A GPT (fields of `gpt.Gpt`) to be trained in batches of `batch` on some nodes."""
+    """A GPT (fields of `gpt.Gpt`) to be trained in batches of `batch` on some nodes.
+
+    `beside` is what is published of another search for it.
+    """
 
     name: str
     model: dict[str, int]
     batch: int
     machine: str
     nodes: int
+    beside: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishedCase:
+    """A run of a GPT that is published, and is estimated.
+
+    **Fields:** `seconds`, published for training on `examples` sequences; `plan`, the published
+    one, with Megatron's rules where it has `tensor`, or None where it is searched in
+    `search_seconds`; `within`, how near the estimate is wanted, None where it only stands beside.
+    """
+
+    name: str
+    model: dict[str, int]
+    batch: int
+    machine: str
+    nodes: int
+    examples: float
+    seconds: float
+    plan: dict[str, Any] | None = None
+    search_seconds: float = 20.0
+    within: float | None = 0.15
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCase:
+    """One block of a transformer, searched in `repeats` turns for `nodes` nodes of 8 devices.
+
+    **Fields:** `mesh`, the sizes of the axes that autoparallel is given, batch first.
+    """
+
+    name: str
+    width: int
+    heads: int
+    tokens: int
+    batch: int
+    mesh: tuple[int, ...]
+    nodes: int
+    repeats: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,6 +340,8 @@ class Sizes:
     pipelines: PipelinesCase
     compiling: CompilingCase
     searches: tuple[SearchCase, ...]
+    published: tuple[PublishedCase, ...]
+    blocks: tuple[BlockCase, ...]
     plans: tuple[PlansCase, ...]
 
 
@@ -311,6 +355,8 @@ _COLUMN_AND_ROW = {
     **{f"blocks/{name}": (None, "tensor", None) for name in ("out", "down")},
 }
 """Megatron's rules for the transformer."""
+_GPT3 = {"depth": 96, "width": 12288, "heads": 96}
+_DAY, _YEAR = 86_400, 31_557_600
 _DEEP_TRANSFORMER = dataclasses.replace(_TRANSFORMER, layers=16, width=128)
 
 FULL = Sizes(
@@ -402,14 +448,48 @@ FULL = Sizes(
             batch=1536,
             machine="8xA100-80GB",
             nodes=8,
+            # Zheng et al. 2022, https://arxiv.org/abs/2201.12023, table 5.
+            beside="Alpa on 64 V100: 2,393 s",
         ),
         SearchCase(
             "GPT-3, 175B",
-            {"depth": 96, "width": 12288, "heads": 96},
+            _GPT3,
             batch=1536,
             machine="8xA100-80GB",
             nodes=128,
         ),
+    ),
+    # GPT-3 on 300 billion tokens. V100, scaled from 288 years on one of them, and 34 days on A100:
+    # Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, sections 1 and 5.1.
+    # The last one is kept aside as a check: Smith et al. 2022, https://arxiv.org/abs/2201.11990,
+    # section 2.4, a batch on 280 servers.
+    published=(
+        PublishedCase("GPT-3, 175B", _GPT3, 1536, "8xV100-32GB", 1, 300e9 / 2048, 36 * _YEAR),
+        PublishedCase("GPT-3, 175B", _GPT3, 1536, "8xV100-32GB", 64, 300e9 / 2048, 7 / 12 * _YEAR),
+        PublishedCase("GPT-3, 175B", _GPT3, 1536, "8xA100-80GB", 128, 300e9 / 2048, 34 * _DAY),
+        PublishedCase(
+            "MT-NLG, 530B, a batch under the published plan",
+            {"depth": 105, "width": 20480, "heads": 128},
+            1920,
+            "8xA100-80GB",
+            280,
+            examples=1920,
+            seconds=60.1,
+            plan={
+                "data": 8,
+                "tensor": 8,
+                "pipeline": 35,
+                "microbatches": 240,
+                "schedule": "1f1b",
+                "remat": "full",
+                "precision": "bfloat16",
+            },
+            within=None,
+        ),
+    ),
+    blocks=(
+        BlockCase("8 devices", 1024, 16, 256, 64, mesh=(8,), nodes=1, repeats=3),
+        BlockCase("8 × 8 devices", 1024, 16, 256, 64, mesh=(8, 8), nodes=8, repeats=3),
     ),
     plans=(
         PlansCase(
@@ -424,6 +504,7 @@ FULL = Sizes(
 )
 
 _TINY = Transformer(layers=2, width=32, heads=2, vocabulary=32, length=8)
+_TINY_GPT = {"depth": 2, "width": 64, "heads": 4, "vocabulary": 128, "tokens": 32}
 
 QUICK = Sizes(
     step=(
@@ -512,11 +593,29 @@ QUICK = Sizes(
     searches=(
         SearchCase(
             "GPT, tiny",
-            {"depth": 2, "width": 64, "heads": 4, "vocabulary": 128, "tokens": 32},
+            _TINY_GPT,
             batch=16,
             machine="2xA100-80GB",
             nodes=1,
         ),
     ),
+    published=(
+        PublishedCase("GPT, tiny", _TINY_GPT, 16, "2xA100-80GB", 1, examples=1600, seconds=1.0),
+        PublishedCase(
+            "GPT, too large", _TINY_GPT | {"width": 98304}, 16, "2xA100-80GB", 1, 1600, 1.0
+        ),
+        PublishedCase(
+            "GPT, tiny, a plan",
+            _TINY_GPT,
+            16,
+            "2xA100-80GB",
+            1,
+            examples=1600,
+            seconds=1.0,
+            plan={"tensor": 2, "precision": "bfloat16"},
+            within=None,
+        ),
+    ),
+    blocks=(BlockCase("2 devices", 32, 2, 8, 4, mesh=(2,), nodes=1, repeats=1),),
     plans=(PlansCase("the transformer, tiny", _TINY, 8, ({}, {"data": 2}), {}, repeats=1),),
 )

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks.harness import Worker
 from benchmarks.planning import agreement
 
 REPOSITORY = Path(__file__).parents[1]
@@ -88,6 +89,31 @@ def test_compiling_is_measured_beside_jax_by_hand(tmp_path):
     (host,) = [row for row in rows if row["row"] == "check"]
     assert host["name"] == "host time of a step, 3 arrays of parameters, data=2, zero=1"
     assert all(seconds > 0 for seconds in host["facts"]["seconds"].values())
+
+
+@pytest.mark.slow
+def test_searches_and_estimates_stand_beside_what_is_published(tmp_path):
+    rows = {row["name"]: row for row in quick("planning", tmp_path)}
+    searched = rows["GPT, tiny, on 1 × 2xA100-80GB"]["facts"]
+    assert searched["fits"]
+    assert searched["ratio"] == pytest.approx(searched["step"] * 1600 / 16)  # published: 1 s
+    large = rows["GPT, too large, on 1 × 2xA100-80GB"]
+    assert not large["facts"]["fits"]
+    assert "no plan fits" in large["found"]
+    assert large["reached"] is False
+    given = rows["GPT, tiny, a plan, on 1 × 2xA100-80GB"]
+    assert given["facts"]["plan"] == "precision='bfloat16', tensor=2"
+    assert given["reached"] is None  # stands beside what is published, nothing was wanted
+    (skipped,) = [row for row in rows.values() if row["row"] == "skipped"]
+    assert skipped["name"].endswith("meta-pytorch/autoparallel")
+
+
+@pytest.mark.slow
+def test_a_block_is_searched_anew_in_each_turn():
+    settings = {"width": 32, "heads": 2, "tokens": 8, "batch": 4, "mesh": [2], "devices": 2}
+    with Worker(sys.executable, "jax_search_block", settings | {"nodes": 1}) as worker:
+        assert worker.facts["plans"]["mesh given"] == "tensor=2"
+        assert all(worker.run(side) > 0 for side in ("mesh given", "search"))
 
 
 def test_agreement_counts_pairs_that_differ_enough():
