@@ -197,7 +197,7 @@ def test_the_peak_is_within_5_percent_of_the_compilers(uncached, table):
 
 
 def test_remat_holds_less(uncached):
-    task, batch, _ = perceptron(layers=16, width=32, rows=2048)
+    task, batch, _ = perceptron(layers=32, width=32, rows=2048)
     held = [
         px.compile(task, optax.adam(1e-2), px.Plan(remat=remat), batch).memory().temporaries
         for remat in (("none", "full") if uncached else ())
