@@ -41,7 +41,9 @@ def found_for_messages(task):
     budget = Budget(sum(map(min, flops)), flops)
     solution = exact.solve(graph, Seconds(MESSAGES, mesh), budget=budget)
     walk = Walk(graph)
-    strategies = fewest_strategies(walk, solution.parameters, strategies_of(graph, solution))
+    every = strategies_of(graph, solution)
+    paths = {one.path for one in every}
+    strategies = fewest_strategies(walk, solution.parameters, every, paths)
     return Plan(
         tensor=4, shardings=rules_of(solution.parameters), strategies=walk.pinned(strategies)
     )
