@@ -356,6 +356,7 @@ _COLUMN_AND_ROW = {
 }
 """Megatron's rules for the transformer."""
 _GPT3 = {"depth": 96, "width": 12288, "heads": 96}
+_MT_NLG = {"depth": 105, "width": 20480, "heads": 128}
 _DAY, _YEAR = 86_400, 31_557_600
 _DEEP_TRANSFORMER = dataclasses.replace(_TRANSFORMER, layers=16, width=128)
 
@@ -461,15 +462,25 @@ FULL = Sizes(
     ),
     # GPT-3 on 300 billion tokens. V100, scaled from 288 years on one of them, and 34 days on A100:
     # Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, sections 1 and 5.1.
-    # The last one is kept aside as a check: Smith et al. 2022, https://arxiv.org/abs/2201.11990,
+    # The last two are kept aside as a check: Smith et al. 2022, https://arxiv.org/abs/2201.11990,
     # section 2.4, a batch on 280 servers.
     published=(
         PublishedCase("GPT-3, 175B", _GPT3, 1536, "8xV100-32GB", 1, 300e9 / 2048, 36 * _YEAR),
         PublishedCase("GPT-3, 175B", _GPT3, 1536, "8xV100-32GB", 64, 300e9 / 2048, 7 / 12 * _YEAR),
         PublishedCase("GPT-3, 175B", _GPT3, 1536, "8xA100-80GB", 128, 300e9 / 2048, 34 * _DAY),
         PublishedCase(
+            "MT-NLG, 530B, a batch",
+            _MT_NLG,
+            1920,
+            "8xA100-80GB",
+            280,
+            examples=1920,
+            seconds=60.1,
+            within=None,
+        ),
+        PublishedCase(
             "MT-NLG, 530B, a batch under the published plan",
-            {"depth": 105, "width": 20480, "heads": 128},
+            _MT_NLG,
             1920,
             "8xA100-80GB",
             280,
