@@ -13,9 +13,10 @@ from tests.pictures import legend, panels
 import plurax as px
 from plurax.analysis.estimate import human_seconds
 from plurax.machine import Level
+from plurax.planner.candidates import Candidate, Sizes
 from plurax.planner.costs import BytesSent, Seconds, state_ratios
 from plurax.planner.layer import layer_of
-from plurax.planner.search import _Computed, _Learned
+from plurax.planner.search import _Computed, _Learned, _Queue
 from plurax.planner.steady import estimate_steady
 from plurax.planner.tensor import TensorSearch
 from plurax.report.layer_picture import draw_found
@@ -111,6 +112,24 @@ def test_a_pinned_strategy_of_another_model_is_named():
     with pytest.raises(px.PlanError, match="no plan that agrees with what is pinned can be:") as it:
         searched(SLOW, pinned=pinned, count=1, seconds=60.0)
     assert "the plan's strategies were found for" in str(it.value)
+
+
+def test_large_parameters_are_split_where_they_do_not_fit_whole():
+    """Where sending costs most rows are split over `tensor`, as data parallelism does."""
+    task, plan = models.mlp_task(), px.Plan(tensor=4)
+
+    def held(memory):
+        search = TensorSearch(task, like(6400), lambda one: BytesSent(), memory=memory)
+        found = search.sharded(plan).shardings
+        assert search.sharded(plan).shardings is found, "found once"
+        shape = jax.eval_shape(task.init, jax.random.key(0))
+        return {
+            path: one.shard_shape(shape[path].shape, {"tensor": 4}) for path, one in found.items()
+        }
+
+    assert held(1000.0)["hidden"] == (5, 4)
+    assert held(1000.0)["out"] == (4, 3)
+    assert held(1e9) != held(1000.0)
 
 
 def test_stages_on_faster_devices_get_more_layers():
@@ -311,3 +330,12 @@ def test_an_estimate_corrects_what_was_computed_of_plans_alike():
     other = dataclasses.replace(plan, tensor=2)
     assert learned.memory(other, computed) == pytest.approx(found.peak / 1.2)
     assert learned.seconds(px.Plan(data=2), computed) == computed.seconds
+
+
+def test_of_equally_fast_plans_the_surer_one_comes_first():
+    sizes = Sizes(1, 1, 1, 1, 0, "none", "1f1b", 1)
+    queue = _Queue()
+    for memory, risk in ((9.0, 1.4), (1.0, 1.0)):
+        queue.push(2.0, Candidate(sizes, px.Plan(), 2.0, memory), risk=risk)
+    assert queue.left() == [2.0, 2.0], "what could be missed does not count the risk"
+    assert [queue.pop()[1].memory for _ in range(2)] == [1.0, 9.0]

@@ -293,10 +293,8 @@ def _bounds(model: Model, machine: Machine, sizes: Sizes, members: int) -> tuple
             mesh_devices=data * shards * members,
             gathered=0.5 if model.precision == "bfloat16" else 1.0,
         )
-    # A pipeline keeps as many microbatches as it has stages, each of one stage. The inputs of its
-    # layers, which full rematerialization keeps, are not split over `tensor` by a stage's rules.
-    whole = sizes.pipeline > 1 and sizes.remat == "full"
-    kept = totals.kept / data / sizes.microbatches / (sizes.pipeline if whole else shards)
+    # A pipeline keeps as many microbatches as it has stages, each of one stage.
+    kept = totals.kept / data / sizes.microbatches / shards
     filled = sizes.schedule != "gpipe"
     kept *= min(sizes.pipeline, sizes.microbatches) if filled else sizes.microbatches
     memory = own * (1 / split[0] + 1 / split[1]) + model.optimizer / shards / split[2]

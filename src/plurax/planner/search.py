@@ -88,7 +88,7 @@ def search(
         raise errors.search_without_candidates(str(pinned), machine.devices, model.batch_size)
     ratios = state_ratios(optimizer, model.like.params)
     shardings = TensorSearch(
-        task, like, lambda plan: Seconds(machine, plan, ratios), ratios, solver, machine
+        task, like, lambda plan: Seconds(machine, plan, ratios), ratios, solver, machine, limit
     )
     run = _Run(task, optimizer, like, machine, model, limit, shardings)
     run.look(every, count, started, seconds)
@@ -161,7 +161,7 @@ class _Run:
         queue, computed, estimated = _Queue(), 0, 0
         for one in every:
             if one.memory <= self._limit:
-                queue.push(one.seconds, one)
+                queue.push(one.seconds, one, risk=self._risk(one.memory))
         over = [one for one in every if one.memory > self._limit]
         self.over = len(over)
         for one in heapq.nsmallest(_NEAREST, over, key=lambda one: one.memory):
@@ -177,13 +177,15 @@ class _Run:
                 self.least_left = min(self.least_left, least)
             elif known is None and (bound := self._least(candidate)) > least:
                 # What has been found since says that it takes longer.
-                queue.push(bound, candidate)
+                queue.push(bound, candidate, risk=self._risk(candidate.memory))
             elif (found := known or self._computed(candidate)) is not None:
                 now = max(self._learned.seconds(candidate.plan, found), candidate.seconds)
-                if self._learned.memory(candidate.plan, found) > self._limit:
-                    self._refuse(candidate, "memory")
+                memory = self._learned.memory(candidate.plan, found)
+                if memory > self._limit:
+                    self._refuse(dataclasses.replace(candidate, memory=memory), "memory")
                 elif known is None or now > least * _SAME:
-                    queue.push(now, candidate, found)
+                    risk = 1.0 if self._learned.knows(candidate.plan) else self._risk(memory)
+                    queue.push(now, candidate, found, risk=risk)
                     computed += 1
                 elif (ranked := self._estimated(candidate, found)) is not None:
                     estimated += 1
@@ -192,6 +194,13 @@ class _Run:
         self.slower = queue.estimated()
         # What was computed before the estimate may have been more than the estimate.
         self.ranked.sort(key=lambda one: (one.seconds, one.plan.devices))
+
+    def _risk(self, memory: float) -> float:
+        """Return by what the seconds of a plan count more, the less sure it is that it fits.
+
+        What bounds and computed bytes leave out may be as much again.
+        """
+        return 1 + max(0.0, memory / self._limit - 0.5)
 
     def _least(self, candidate: Candidate) -> float:
         return candidate.seconds + self._least_tensor(candidate)
@@ -305,6 +314,10 @@ class _Learned:
         _, ratio, doubt = self._ratio(plan)
         return (computed.own + computed.kept * ratio) / doubt
 
+    def knows(self, plan: Plan) -> bool:
+        """Whether a plan alike was estimated."""
+        return self._alike(plan) in self._ratios
+
     def _ratio(self, plan: Plan) -> tuple[float, float, float]:
         """Return the ratios of seconds and of bytes, and how much more than the limit plans may
         seem to need that are estimated nevertheless."""
@@ -317,36 +330,45 @@ class _Learned:
         return (plan.remat, plan.pipeline > 1, plan.zero >= 2), plan.tensor
 
 
+_Item = tuple[tuple[float, int, int], float, Candidate, Ranked | _Computed | None]
+
+
 class _Queue:
     """Candidates in the order of their seconds, as far as these are known."""
 
     def __init__(self) -> None:
-        self._items: list[tuple[float, int, int, Candidate, Ranked | _Computed | None]] = []
+        self._items: list[_Item] = []
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return len(self._items)
 
     def push(
-        self, seconds: float, candidate: Candidate, known: Ranked | _Computed | None = None
+        self,
+        seconds: float,
+        candidate: Candidate,
+        known: Ranked | _Computed | None = None,
+        risk: float = 1.0,
     ) -> None:
         """Add a candidate; of equal seconds the one with fewer devices comes first.
 
         `known` is its estimate, or what was computed, or None where `seconds` is only a bound.
+        `risk` is the factor with which they count for its place.
         """
         sizes = candidate.sizes
         devices = sizes.data * sizes.pipeline * sizes.tensor
-        heapq.heappush(self._items, (seconds, devices, next(self._numbers), candidate, known))
+        place = seconds * risk, devices, next(self._numbers)
+        heapq.heappush(self._items, (place, seconds, candidate, known))
 
     def pop(self) -> tuple[float, Candidate, Ranked | _Computed | None]:
-        """Remove the candidate with the least seconds."""
-        seconds, _, _, candidate, known = heapq.heappop(self._items)
+        """Remove the first candidate, and return its seconds, it, and what is known of it."""
+        _, seconds, candidate, known = heapq.heappop(self._items)
         return seconds, candidate, known
 
     def left(self) -> list[float]:
         """Return the seconds of all candidates that are not estimated."""
-        return [seconds for seconds, _, _, _, known in self._items if not isinstance(known, Ranked)]
+        return [seconds for _, seconds, _, known in self._items if not isinstance(known, Ranked)]
 
     def estimated(self) -> list[Ranked]:
         """Return the candidates that are estimated, and not ranked yet."""
-        return [known for _, _, _, _, known in sorted(self._items) if isinstance(known, Ranked)]
+        return [known for _, _, _, known in sorted(self._items) if isinstance(known, Ranked)]

@@ -15,13 +15,16 @@ eight-fold range of rows in a microbatch. The seconds of another candidate follo
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
+import jax
 from jaxtyping import PyTree
 
-from plurax import errors
+from plurax import errors, tree
 from plurax.analysis.estimate import human_seconds, rates_of_stages
+from plurax.execute.initial_state import initial
 from plurax.execute.placement import leading_dim
 from plurax.machine import Machine
 from plurax.partition.pins import check
@@ -37,7 +40,7 @@ from plurax.planner.fewest import (
 )
 from plurax.planner.graph import Graph, Node, graph_of_step
 from plurax.planner.lockstep import Stages, stages_of
-from plurax.planner.problem import Pins, Problem, Solution
+from plurax.planner.problem import Pins, Problem, Solution, Within
 from plurax.planner.profile import Profile, profile_of
 from plurax.planner.shard_strategies import ShardStrategy
 from plurax.sharding.rules import Rules
@@ -138,7 +141,8 @@ class TensorSearch:
     **Arguments:** `task`; `batch`, as `jax.ShapeDtypeStruct`s; `costs`, a function from a candidate
     to what its solver minimises; `ratios`, for each parameter the bytes of its optimizer state by
     its own; `solver`, its name; `machine`, if its devices differ: stages on faster ones get more
-    layers.
+    layers; `memory`, the bytes that a device may use: where whole parameters would take more than
+    half of them, all large ones are split.
     """
 
     def __init__(
@@ -149,14 +153,20 @@ class TensorSearch:
         ratios: Mapping[str, float] | None = None,
         solver: SolverName = "exact",
         machine: Machine | None = None,
+        memory: float = math.inf,
     ) -> None:
-        self._machine = machine
+        self._machine, self._memory = machine, memory
         self._ratios = ratios or {}
         self._task, self._batch, self._costs = task, batch, costs
         self._solve: Callable[..., Solution] = SOLVERS[solver]
         self._batch_size = leading_dim(batch)
         self._depth = task.stack.depth if task.stack else 0
-        self._found: dict[tuple[int, str], list[Sharded]] = {}
+        self._found: dict[tuple[int, str, bool], list[Sharded]] = {}
+        params = jax.eval_shape(lambda: initial(task, jax.random.key(0)))[0]
+        self._sizes = {
+            path: math.prod(leaf.shape) * leaf.dtype.itemsize
+            for path, leaf in tree.named_leaves(params).items()
+        }
 
     def plan(self, plan: Plan, *, fewest: bool = False) -> Plan:
         """Return a candidate with the best shardings over `tensor`.
@@ -291,24 +301,62 @@ class TensorSearch:
 
     def sharded(self, plan: Plan) -> Sharded:
         """Return the solution for a candidate, found now or shared with another."""
-        rows = self._rows(plan)
-        for found in self._found.get((plan.tensor, plan.remat), ()):
-            if 1 / _APART <= rows / found.rows_of_a_microbatch <= _APART:
-                return found
-        return self._search(plan)
+        lean = self._lean(plan)
+        return (
+            self._nearest(plan, lean, _APART)
+            or (None if lean else self._nearest(plan, True, _APART))
+            or self._search(plan)
+        )
 
     def exactly(self, plan: Plan) -> Sharded:
-        """Return a solution whose strategies are of a candidate's equations."""
-        for found in self._found.get((plan.tensor, plan.remat), ()):
-            # One row alone may be traced to other equations. Stages have rules only.
-            if plan.pipeline > 1 or (self._rows(plan) == 1) == (found.rows_of_a_microbatch == 1):
-                return found
-        return self._search(plan)
+        """Return a solution whose strategies are of a candidate's equations, and suit its rows."""
+        if plan.pipeline > 1:
+            return self.sharded(plan)  # stages have rules only
+        return self._nearest(plan, self._lean(plan), 1.0) or self._search(plan)
+
+    def _nearest(self, plan: Plan, lean: bool, apart: float) -> Sharded | None:
+        """Return the known solution for rows nearest to a candidate's, if there is one."""
+        rows = self._rows(plan)
+        known = [
+            (max(rows / one.rows_of_a_microbatch, one.rows_of_a_microbatch / rows), index, one)
+            for index, one in enumerate(self._found.get((plan.tensor, plan.remat, lean), ()))
+        ]
+        nearest = min(known, default=None, key=lambda entry: entry[:2])
+        return nearest[2] if nearest and nearest[0] <= apart else None
 
     def _rows(self, plan: Plan) -> float:
         return self._batch_size / plan.data / plan.microbatches
 
+    def _lean(self, plan: Plan) -> bool:
+        """Whether parameters must be split over `tensor` for a candidate to fit.
+
+        Otherwise the solver may split rows instead, which is data parallelism over `tensor`.
+        """
+        split = [plan.data if plan.zero >= stage else 1 for stage in (3, 2, 1)]
+        whole = sum(
+            size * (1 / split[0] + 1 / split[1] + self._ratios.get(path, 0.0) / split[2])
+            for path, size in self._sizes.items()
+        )
+        return plan.tensor > 1 and whole / plan.pipeline > 0.5 * self._memory
+
+    def _split(self, graph: Graph, pins: Pins) -> Within:
+        """Return the strategies that split every large parameter as far as it can be."""
+        sizes, within = self._sizes, []
+        for node in graph.nodes:
+            choices = list(range(len(node.strategies)))
+            if node.kind == "parameter" and node.path not in pins:
+                tensor = graph.parameters[node.path]
+                shards = [
+                    one.outputs[0].shard_bytes(tensor.shape, tensor.itemsize, graph.axes.sizes)
+                    for one in node.strategies
+                ]
+                if sizes[node.path] > sum(sizes.values()) / 100:
+                    choices = [choice for choice in choices if shards[choice] == min(shards)]
+            within.append(choices)
+        return within
+
     def _search(self, plan: Plan) -> Sharded:
+        key = (plan.tensor, plan.remat, self._lean(plan))
         # Stages are not in the graph: it is of the whole model.
         plan = dataclasses.replace(plan, pipeline=1, schedule="1f1b", stages=None, layers=None)
         graph = graph_of_step(self._task, plan, self._batch)
@@ -319,7 +367,8 @@ class TensorSearch:
         if plan.strategies is not None and graph.searched:
             check(graph.traced.jaxpr, plan.strategies)
             pins = {**pins, **dict(map(_pin, plan.strategies.equations))}
-        solution = self._solve(graph, costs, pins)
+        within = self._split(graph, pins) if key[-1] else None
+        solution = self._solve(graph, costs, pins, within=within)
         strategies = strategies_of(graph, solution)
         shardings = dict(solution.parameters)
         walk = Walk(graph, rules.find)
@@ -335,7 +384,7 @@ class TensorSearch:
             walk,
             self._depth,
         )
-        self._found.setdefault((plan.tensor, plan.remat), []).append(found)
+        self._found.setdefault(key, []).append(found)
         return found
 
 
