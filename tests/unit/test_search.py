@@ -204,9 +204,12 @@ def test_a_search_is_drawn(found, tmp_path, drawn):
     assert drawn_points == len(every)
 
 
-def test_plans_that_do_not_fit_are_drawn_beyond_the_limit(tmp_path, drawn):
-    little = searched(SLOW, pinned={"tensor": 1}, memory=6000.0, count=1, seconds=60.0)
-    assert [one for one in little.refused if one.estimate], "some were estimated"
+def test_plans_that_do_not_fit_are_drawn_beyond_the_limit(found, tmp_path, drawn):
+    first, *others = sorted((*found.ranked, *found.slower), key=lambda one: one.memory)
+    over = tuple(dataclasses.replace(one, why="memory") for one in others if one.memory > 6000)
+    assert first.memory <= 6000
+    assert over
+    little = dataclasses.replace(found, memory=6000.0, ranked=(first,), slower=(), refused=over)
     px.analysis.draw_search(little, tmp_path / "little.png")
     figure = drawn["little.png"]
     assert panels(figure)[2].texts[-2:] == ["limit 5.9 KiB", "does not fit"]
