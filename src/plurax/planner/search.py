@@ -146,6 +146,7 @@ class _Run:
         self._sent: dict[int, float] = {}
         self._shardings = shardings
         self._learned = _Learned()
+        self._most = 1.0  # of the risks of all candidates
         self.ranked: list[Ranked] = []
         self.slower: list[Ranked] = []
         self.refused: list[Ranked] = []
@@ -161,6 +162,7 @@ class _Run:
         queue, computed, estimated = _Queue(), 0, 0
         for one in every:
             if one.memory <= self._limit:
+                self._most = max(self._most, self._risk(one.memory))
                 queue.push(one.seconds, one, risk=self._risk(one.memory))
         over = [one for one in every if one.memory > self._limit]
         self.over = len(over)
@@ -184,12 +186,14 @@ class _Run:
                 if memory > self._limit:
                     self._refuse(dataclasses.replace(candidate, memory=memory), "memory")
                 elif known is None or now > least * _SAME:
-                    risk = 1.0 if self._learned.knows(candidate.plan) else self._risk(memory)
+                    known_alike = self._learned.knows(candidate.plan)
+                    risk = 1.0 if known_alike else min(self._risk(memory), self._most)
                     queue.push(now, candidate, found, risk=risk)
                     computed += 1
                 elif (ranked := self._estimated(candidate, found)) is not None:
                     estimated += 1
-                    queue.push(ranked.seconds, candidate, ranked)
+                    # Only after all that could be faster, however sure it is that they fit.
+                    queue.push(ranked.seconds, candidate, ranked, risk=self._most)
         self.least_left = min([self.least_left, *queue.left()])
         self.slower = queue.estimated()
         # What was computed before the estimate may have been more than the estimate.
