@@ -186,7 +186,7 @@ SENDS_MORE = {
 """Where more is sent than predicted, or by an expert, and why."""
 
 SENDS_LESS = (
-    ("neural ode", "tensor=2"),
+    ("equilibrium", "tensor=2"),
     ("equilibrium", "data=2, tensor=2"),
 )
 """Where less is sent than predicted: the graph has branches, and loops of unknown length, with
