@@ -162,6 +162,8 @@ class TensorSearch:
         self._batch_size = leading_dim(batch)
         self._depth = task.stack.depth if task.stack else 0
         self._found: dict[tuple[int, str, bool], list[Sharded]] = {}
+        # For a remat policy, why pinned strategies are of another model.
+        self._other: dict[str, errors.PlanError] = {}
         params = jax.eval_shape(lambda: initial(task, jax.random.key(0)))[0]
         self._sizes = {
             path: math.prod(leaf.shape) * leaf.dtype.itemsize
@@ -357,6 +359,8 @@ class TensorSearch:
 
     def _search(self, plan: Plan) -> Sharded:
         key = (plan.tensor, plan.remat, self._lean(plan))
+        if plan.remat in self._other and plan.tensor > 1:
+            raise self._other[plan.remat]
         # Stages are not in the graph: it is of the whole model.
         plan = dataclasses.replace(plan, pipeline=1, schedule="1f1b", stages=None, layers=None)
         graph = graph_of_step(self._task, plan, self._batch)
@@ -365,7 +369,11 @@ class TensorSearch:
         given = {path: rules.find(path, one.shape) for path, one in graph.parameters.items()}
         pins: Pins = {path: (one,) for path, one in given.items() if one is not None}
         if plan.strategies is not None and graph.searched:
-            check(graph.traced.jaxpr, plan.strategies)
+            try:
+                check(graph.traced.jaxpr, plan.strategies)
+            except errors.PlanError as error:
+                self._other[plan.remat] = error
+                raise
             pins = {**pins, **dict(map(_pin, plan.strategies.equations))}
         within = self._split(graph, pins) if key[-1] else None
         solution = self._solve(graph, costs, pins, within=within)
