@@ -15,6 +15,9 @@ left has a lower bound or cost. This is best-first branch and bound.
     data=4 tensor=2 >= 1.31 s, data=8 = 1.58 s, ...          data=4 tensor=2 is computed: 1.44 s
     data=4 tensor=2 = 1.44 s, data=2 tensor=4 >= 1.47 s      and estimated: 1.45 s
     data=4 tensor=2 = 1.45 s, data=2 tensor=4 >= 1.47 s      the best is known
+
+There is seldom time for all of them. So a plan that may not fit comes later than its seconds say,
+and one of which no plan alike is estimated a little earlier; an estimate corrects those alike.
 """
 
 import contextlib
