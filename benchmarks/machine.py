@@ -22,9 +22,10 @@ print(json.dumps({
 
 _PEERS = """
 import json
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 names = {"torch": "torch", "tensorflow": "tensorflow", "keras": "keras", "jax": "jax of the peers"}
-print(json.dumps({label: version(name) for name, label in names.items()}))
+found = {one.metadata["Name"].lower() for one in distributions()}
+print(json.dumps({label: version(name) for name, label in names.items() if name in found}))
 """
 
 
