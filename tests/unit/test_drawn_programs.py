@@ -189,6 +189,10 @@ def without_array(value):
     return dataclasses.replace(value, array=like)
 
 
+def _leaves(tree):
+    return jax.tree.leaves(tree, is_leaf=is_sharded_value)
+
+
 def on_shards(fun, shardings):
     """`fun` of whole parameters and all rows, evaluated on four devices; its records.
 
@@ -216,6 +220,8 @@ def on_shards(fun, shardings):
         args = (jax.tree.map(split, params, shardings), jax.tree.map(own, rows))
         sums = partition(fun, divider, args)
         records[:] = divider.records
+        # What one equation needs is of no use to another, and Python may give it the same `id`.
+        assert not any(map(is_sharded_value, _leaves(vars(divider))))
         specs = jax.tree.map(without_array, args, is_leaf=is_sharded_value)
         plan = planning.planned(fun, Partitioner(axes, mesh=mesh), specs)
         assert plan == (planning.facts(sums), records)

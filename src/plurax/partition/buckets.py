@@ -92,9 +92,8 @@ class Gathers:
 
     def before(
         self, index: int, here: Mapping[Any, ValueVersions], by: Array | None
-    ) -> dict[int, ShardedValue]:
-        """Return the parameters that the equation at `index` needs whole, by the `id` of their
-        `ValueVersions`.
+    ) -> dict[Any, ShardedValue]:
+        """Return the parameters that the equation at `index` needs whole, by their variables.
 
         `by` is a value of the batch that the equation reads. If the equation opens a bucket, that
         bucket and the next one are gathered after `by`.
@@ -110,7 +109,7 @@ class Gathers:
         for use in uses:
             value = self._gathered.pop((self._bucket_of[index, use.var], use.var), None)
             if value is not None:
-                found[id(here[use.var])] = value
+                found[use.var] = value
         return found
 
     def _gather(self, number: int, here: Mapping[Any, ValueVersions], by: Array) -> None:

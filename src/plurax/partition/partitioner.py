@@ -99,8 +99,6 @@ class Partitioner(Resharder):
         )
         # The calls (`jit`, `custom_jvp`) that enclose the equation, outermost first.
         self._calls: list[Any] = []
-        # Parameters that a bucket has gathered for the equation, by the `id` of their versions.
-        self._ready: dict[int, ShardedValue] = {}
 
     def _line(self, eqn: Any) -> str:
         """Return the line of the model's code that holds an equation or an enclosing call.
@@ -171,11 +169,12 @@ class Partitioner(Resharder):
             inputs = [read(atom) for atom in eqn.invars]
             goals = [goal.get(var) for var in eqn.outvars]
             self._calls[inside:] = flat.calls.get(id(eqn), ())
+            gathered: dict[Any, ShardedValue] = {}
             if gathers is not None:
                 meets = self._meets(inputs)
-                self._ready = gathers.before(index, here, pick_dependency(meets) if meets else None)
+                gathered = gathers.before(index, here, pick_dependency(meets) if meets else None)
             with self._executor.context(eqn):
-                outputs = self._equation(eqn, inputs, goals, readers)
+                outputs = self._equation(eqn, inputs, goals, readers, gathered)
             here.update(zip(eqn.outvars, outputs, strict=True))
         del self._calls[inside:]
         return [read(atom) for atom in results]
@@ -186,8 +185,12 @@ class Partitioner(Resharder):
         inputs: list[ValueVersions],
         goals: list[TensorSharding | None],
         readers: Mapping[Any, int],
+        gathered: Mapping[Any, ShardedValue],
     ) -> list[ValueVersions]:
-        """Evaluate one equation: a loop, branch, annotation, or an operator by its rule."""
+        """Evaluate one equation: a loop, branch, annotation, or an operator by its rule.
+
+        `gathered` has the parameters that a bucket has gathered for it, by their variables.
+        """
         name = eqn.primitive.name
         if name in REMAT:
             if is_recomputed(eqn):
@@ -209,29 +212,35 @@ class Partitioner(Resharder):
             # A reader that finds all its operands pinned takes them as they are given.
             pinned = isinstance(eqn.params.get("tag"), Pinned)
             return [ValueVersions(self.reshard(inputs[0], target), pinned=pinned)]
+        ready = [None if isinstance(v, Literal) else gathered.get(v) for v in eqn.invars]
         if name == "shard_map":
-            return self._by_hand(eqn, self.together(inputs))
+            return self._by_hand(eqn, self.together(inputs, ready))
         as_given = any(versions.pinned for versions in inputs)
         context = dataclasses.replace(self.context, as_given=as_given, readers=readers)
-        decision = RULES.get(name, by_default)(context, eqn, self.together(inputs))
+        decision = RULES.get(name, by_default)(context, eqn, self.together(inputs, ready))
         if isinstance(decision, DeferredValue):
             return [ValueVersions(decision)]
         with self.needed_by(eqn, self._line(eqn) if decision.without_rule else None):
             outputs = self.apply(decision)
         return [ValueVersions(output) for output in outputs]
 
-    def together(self, inputs: list[ValueVersions]) -> list[ValueVersions]:
+    def together(
+        self, inputs: list[ValueVersions], ready: Sequence[ShardedValue | None]
+    ) -> list[ValueVersions]:
         """Gather inputs split over `data` that meet a data-varying value in one equation.
 
         The gather depends on the value it meets. Otherwise XLA could hoist it, or merge it with an
         equal gather of the forward pass, and keep the whole parameter in memory in between. If a
-        version exists that is not split over `data`, it is used and nothing is gathered.
+        version exists that is not split over `data`, it is used and nothing is gathered. `ready`
+        has the inputs that a bucket has gathered already.
         """
         meets = self._meets(inputs)
         if not meets and not any(versions.data_varying for versions in inputs):
             return inputs
-        ready = self._ready
-        inputs = [ValueVersions(ready[id(one)]) if id(one) in ready else one for one in inputs]
+        inputs = [
+            ValueVersions(whole) if whole is not None else one
+            for one, whole in zip(inputs, ready, strict=True)
+        ]
         inputs = [one if self._may_stay_split(one) else self._without_data(one) for one in inputs]
         split = [
             one
