@@ -94,23 +94,24 @@ def test_a_large_batch_is_split_and_the_update_too():
     assert best.zero >= 1
 
 
-@pytest.mark.xfail(
-    reason="1.36 ms with ZeRO 2, 1.34 ms without, whose computed seconds are a fifth too high: a "
-    "message for each parameter, where the program sends one",
-    strict=True,
-)
 def test_no_plan_of_data_alone_is_faster_than_the_best():
     task, batch = perceptron(2, 512, 2048, 512), perceptron_rows(8192, 512)
     alone = px.estimate(task, optax.adam(1e-3), Plan(data=4), batch, A100)
     assert found(task, batch).estimate.seconds <= alone.seconds * 1.01
 
 
-@pytest.mark.parametrize(("width", "zero"), [(512, 1), (16, 0)])
-def test_zero_is_found_where_it_saves_more_than_its_messages_cost(width, zero):
+@pytest.mark.parametrize("width", [16, 512])
+def test_zero_is_found_where_it_saves_more_than_its_messages_cost(width):
     """ZeRO 1 sends two messages for one, and updates a share of the parameters."""
     task, batch = perceptron(1, width, 4 * width), perceptron_rows(4096, width)
     pinned = {"data": 4, "microbatches": 1, "remat": "none"}
-    assert found(task, batch, pinned=pinned).best.zero == zero
+    seconds = [
+        px.estimate(task, optax.adam(1e-3), Plan(data=4, zero=zero), batch, A100).seconds
+        for zero in (0, 1)
+    ]
+    best = found(task, batch, pinned=pinned)
+    assert best.estimate.seconds <= min(seconds)
+    assert (best.best.zero > 0) == (seconds[1] < seconds[0])
 
 
 @pytest.mark.parametrize("zero", [2, 3])

@@ -197,7 +197,7 @@ class _Run:
                 elif (ranked := self._estimated(candidate, found)) is not None:
                     estimated += 1
                     # Only after all that could be faster, however sure it is that they fit.
-                    queue.push(ranked.seconds, candidate, ranked, risk=self._most)
+                    queue.push(ranked.seconds, candidate, ranked, risk=_NEAR * self._most)
         self.least_left = min([self.least_left, *queue.left()])
         self.slower = queue.estimated()
         # What was computed before the estimate may have been more than the estimate.
@@ -285,6 +285,10 @@ _NEAREST = 3
 _SURE = 0.85
 """Computed seconds of plans of which none alike is estimated may be too high by a sixth."""
 
+_NEAR = 1.05
+"""Plans expected to be slower than an estimated one by less than this are estimated before it is
+ranked: what was computed is as near as that, once a plan alike is estimated."""
+
 _SAME = 1.001
 """Seconds that differ by less are not worth another look."""
 
@@ -313,8 +317,11 @@ class _Learned:
         """Compare what was computed with an estimate."""
         kept = max(found.peak - computed.own, 0) / max(computed.kept, 1.0)
         alike, tensor = self._alike(plan)
-        ratios = found.seconds / computed.seconds, kept
-        self._ratios[alike, tensor] = self._ratios[alike, None] = ratios
+        now = found.seconds / computed.seconds, kept
+        for key in ((alike, tensor), (alike, None)):
+            # Of several the least, so that no plan is left out for what another one lacked.
+            seconds, bytes_ = self._ratios.get(key, now)
+            self._ratios[key] = min(seconds, now[0]), min(bytes_, kept)
 
     def seconds(self, plan: Plan, computed: _Computed) -> float:
         """Return the seconds of a step that an estimate is expected to say."""

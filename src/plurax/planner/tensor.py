@@ -31,7 +31,7 @@ from plurax.partition.pins import check
 from plurax.pipeline.stages import even_layers
 from plurax.plan import Plan
 from plurax.planner import exact, propagate, recursive
-from plurax.planner.costs import Costs, parameter_bytes
+from plurax.planner.costs import Costs, parameter_bytes, reduction_seconds
 from plurax.planner.fewest import (
     Walk,
     fewest_strategies,
@@ -225,10 +225,31 @@ class TensorSearch:
         speeds = self._speeds(plan)
         found = self.sharded(plan)
         once = found.parameter_seconds(self._costs(plan)) + found.profile.once
+        once -= self._messages_shared(plan)
         if plan.pipeline > 1:
             return self._stages(plan).seconds + once / plan.pipeline
         rows = self._batch_size / plan.data / found.rows_of_a_microbatch
         return rows * found.profile.seconds / (speeds[0] if speeds else 1.0) + once
+
+    def _messages_shared(self, plan: Plan) -> float:
+        """Return the seconds of messages over `data` that parameters of one bucket share.
+
+        The solver's costs are of one parameter at a time, each with messages of its own.
+        """
+        if self._machine is None or plan.data == 1:
+            return 0.0
+        shards = plan.pipeline * plan.tensor
+        buckets = math.ceil(sum(self._sizes.values()) / shards / plan.bucket_bytes)
+        empty = reduction_seconds(
+            self._machine,
+            0.0,
+            plan.data,
+            plan.zero,
+            plan.microbatches,
+            stride=shards,
+            mesh_devices=plan.devices,
+        )
+        return max(0, len(self._sizes) - buckets) * empty
 
     def memory(self, plan: Plan) -> tuple[float, float]:
         """Return the bytes that a device holds under a candidate: of parameters, and others.
