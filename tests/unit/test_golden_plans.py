@@ -147,6 +147,6 @@ def test_a_pipeline_is_found_where_only_it_fits():
         name: jax.ShapeDtypeStruct((1, *one.shape[1:]), one.dtype) for name, one in TEXT.items()
     }
     alone = px.estimate(task, optax.adam(1e-3), Plan(remat="full"), batch, A100).peak
-    best = found(task, batch, pinned={"tensor": 1}, memory=0.7 * alone).best
+    best = found(task, batch, pinned={"tensor": 1, "remat": "full"}, memory=0.7 * alone).best
     assert best.pipeline > 1
     assert best.data == best.tensor == 1

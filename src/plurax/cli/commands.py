@@ -5,6 +5,7 @@ import itertools
 import os
 import re
 import sys
+import time
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -186,12 +187,13 @@ def _predict(arguments: list[str]) -> int:
 
 
 def _plan(arguments: list[str]) -> int:
+    started = time.perf_counter()
     if any(one.split("=")[0] == "--diff" for one in arguments):
         return _diff(arguments)
     made, options, _ = _parse(arguments, "plan", _show_options)
     plan = options.chosen_plan()
     if options.search:
-        return _search(made, options, plan if options.plan_file else _given(plan, arguments))
+        return _search(made, options, plan, arguments, started)
     if options.save is not None:
         check_matplotlib()
     if options.compare and plan.pipeline == 1:
@@ -237,18 +239,24 @@ def _plan(arguments: list[str]) -> int:
         console.print("", shards_table(program.shardings))
     if options.save is not None:
         known = all(one.trips is not None for one in found)
-        sent = found if known or not planned else planned
-        path = options.save
-        if not path.suffix:  # Matplotlib adds the same ending
-            path = path.with_name(f"{path.name}.png")
-        drawn, pins = (program.shardings, memory, sent), plan.strategies
+        drawn = (program.shardings, memory, found if known or not planned else planned)
         title = f"{Path(arguments[0]).stem}, {plan.sizes_text()}"
-        _written(path, lambda path: draw_plan(title, *drawn, path, pipeline, compared, pins))
+        path = _with_ending(options.save)
+        _written(
+            path, lambda path: draw_plan(title, *drawn, path, pipeline, compared, plan.strategies)
+        )
         console.print(f"wrote {path}", markup=False)
     return 0
 
 
-def _search(made: experiment.Experiment, options: Show, pinned: Plan | dict[str, Any]) -> int:
+def _with_ending(path: Path) -> Path:
+    """Return the path of a picture; Matplotlib adds the same ending."""
+    return path if path.suffix else path.with_name(f"{path.name}.png")
+
+
+def _search(
+    made: experiment.Experiment, options: Show, plan: Plan, arguments: list[str], started: float
+) -> int:
     """Rank plans, and write the best one where asked."""
     if options.members.chosen(made.members) is not None or not isinstance(made.task, Task):
         raise errors.search_one_network()
@@ -256,15 +264,18 @@ def _search(made: experiment.Experiment, options: Show, pinned: Plan | dict[str,
         check_matplotlib()
     machine = machine_named(options.machine, options.nodes)
     _, batch = _source(made, options)
+    spent = time.perf_counter() - started
+    seconds = options.seconds or max(_COMMAND_SECONDS - spent, _LEAST_SECONDS)
     with Console(stderr=True).status("searching"):
         found = search(
             made.task,
             made.optimizer,
             batch,
             machine,
-            pinned=pinned,
+            pinned=plan if options.plan_file else _given(plan, arguments),
             memory=_bytes_of(options.memory),
             solver=options.solver,
+            seconds=seconds,
         )
     print(found)
     if options.save is not None:
@@ -276,6 +287,12 @@ def _search(made: experiment.Experiment, options: Show, pinned: Plan | dict[str,
         for path in _written(options.output, lambda path: draw_found(found, path)):
             print(f"wrote {path}")
     return 0
+
+
+_COMMAND_SECONDS = 7.5
+"""Of the ten that `plurax plan --search` takes: starting Python and JAX takes the others."""
+_LEAST_SECONDS = 4.0
+"""Of a search: fewer than these leave no time for more than one estimate."""
 
 
 def _given(plan: Plan, arguments: Sequence[str]) -> dict[str, Any]:
@@ -371,9 +388,9 @@ def _estimate(arguments: list[str]) -> int:
     found = estimate(task, made.optimizer, options.chosen_plan(), like, machine)
     print(found)
     if options.examples is not None:
-        time = human_seconds(found.seconds_for(options.examples))
+        takes = human_seconds(found.seconds_for(options.examples))
         hours = found.device_hours(options.examples)
-        print(f"{options.examples:,.0f} examples take {time}: {hours:,.3g} device-hours")
+        print(f"{options.examples:,.0f} examples take {takes}: {hours:,.3g} device-hours")
     return 0
 
 

@@ -172,6 +172,9 @@ class Show(Common):
     solver: SolverName = "exact"
     """With --search, how shardings over `tensor` are found: exact, proven best; recursive, the
     largest operators first; propagate, from what is pinned outward."""
+    seconds: float | None = None
+    """With --search, in which it ends with what it has found; None: so that the command takes about
+    ten, or as much longer as measuring this machine needs."""
     save: Path | None = None
     """Draw memory, communication and timelines to this PNG, too. With --search, write the best plan
     to this TOML file, for --plan-file."""

@@ -56,7 +56,7 @@ def search(
     memory: float | None = None,
     solver: SolverName = "exact",
     count: int = 5,
-    seconds: float = 8.0,
+    seconds: float = 9.0,
 ) -> Found:
     """Search the plan that trains a task fastest on a machine, among those that fit its memory.
 
@@ -73,8 +73,8 @@ def search(
       costs of the machine; `recursive` takes the largest operators first; `propagate` goes from
       what is pinned outward.
     - `count`: of plans to rank.
-    - `seconds`: after which the search ends with what it has found. It says how much faster a plan
-      that was not estimated could be.
+    - `seconds`: in which the search ends with what it has found, once it has found a plan. It says
+      how much faster a plan that was not estimated could be.
 
     **Returns:** the ranked plans. Raises `PlanError` if no plan fits, and says what comes nearest.
     """
@@ -159,10 +159,10 @@ class _Run:
     def look(self, every: Sequence[Candidate], count: int, started: float, seconds: float) -> None:
         """Look at candidates, the most promising first, until `count` are known to be the best.
 
-        Once `seconds` are over since `started`, no other is looked at. The last third of them is
-        for estimates.
+        None is estimated that may not be done `seconds` after `started`, as the longest estimate so
+        far says, but the first. The last third of the time is for estimates.
         """
-        queue, computed, estimated = _Queue(), 0, 0
+        queue, computed, estimated, longest = _Queue(), 0, 0, 0.0
         for one in every:
             if one.memory <= self._limit:
                 self._most = max(self._most, self._risk(one.memory))
@@ -174,11 +174,13 @@ class _Run:
         self._look_at_smallest_tensor(every)
         while len(queue) and len(self.ranked) < count:
             least, candidate, known = queue.pop()
-            spent = (time.perf_counter() - started) / seconds
+            spent = time.perf_counter() - started
             computed -= isinstance(known, _Computed)
             if isinstance(known, Ranked):
                 self.ranked.append(known)
-            elif (spent > 1 and estimated) or (spent > 2 / 3 and computed and known is None):
+            elif (estimated and spent + longest > seconds) or (
+                computed and known is None and spent > 2 / 3 * seconds
+            ):
                 self.least_left = min(self.least_left, least)
             elif known is None and (bound := self._least(candidate)) > least:
                 # What has been found since says that it takes longer.
@@ -196,6 +198,7 @@ class _Run:
                     computed += 1
                 elif (ranked := self._estimated(candidate, found)) is not None:
                     estimated += 1
+                    longest = max(longest, time.perf_counter() - started - spent)
                     # Only after all that could be faster, however sure it is that they fit.
                     queue.push(ranked.seconds, candidate, ranked, risk=_NEAR * self._most)
         self.least_left = min([self.least_left, *queue.left()])
