@@ -38,16 +38,23 @@ def planning(run: Run) -> Iterator[Row]:
         yield _predicted(run, plans)
 
 
+def _facts(run: Run, name: str, program: str, settings: dict[str, Any]) -> dict[str, Any] | Skipped:
+    """What a worker has found out, or why it is skipped."""
+    try:
+        worker = run.jax(program, settings)
+    except WorkerSkippedError as reason:
+        return Skipped("planning", name, str(reason))
+    with worker:
+        return worker.facts
+
+
 def _search(run: Run, case: sizes.SearchCase) -> Row:
     settings = {"model": case.model, "batch": case.batch, "machine": case.machine,
                 "nodes": case.nodes}  # fmt: skip
     name = f"search for {case.name} on {case.nodes} × {case.machine}"
-    try:
-        worker = run.jax("jax_search", settings)
-    except WorkerSkippedError as reason:
-        return Skipped("planning", name, str(reason))
-    with worker:
-        facts = worker.facts
+    facts = _facts(run, name, "jax_search", settings)
+    if isinstance(facts, Skipped):
+        return facts
     return Check(
         group="planning",
         name=name,
@@ -87,12 +94,9 @@ def _published(run: Run, case: sizes.PublishedCase) -> Row:
         "examples": case.examples, "plan": case.plan, "search_seconds": case.search_seconds,
     }  # fmt: skip
     name = f"{case.name}, on {case.nodes} × {case.machine}"
-    try:
-        worker = run.jax("jax_published", settings)
-    except WorkerSkippedError as reason:
-        return Skipped("planning", name, str(reason))
-    with worker:
-        facts = worker.facts
+    facts = _facts(run, name, "jax_published", settings)
+    if isinstance(facts, Skipped):
+        return facts
     ratio = facts["seconds"] / case.seconds
     devices = "" if facts["devices"] == _devices(case) else f" on {facts['devices']} devices"
     need = f"{facts['bytes'] / 1e9:,.0f} GB of {facts['memory'] / 1e9:,.0f} GB"
@@ -134,12 +138,9 @@ def _predicted(run: Run, case: sizes.PlansCase) -> Row:
         "plans": list(case.plans), "rules": case.rules, "repeats": case.repeats,
     }  # fmt: skip
     name = f"{len(case.plans)} plans of {case.name} on 8 virtual devices"
-    try:
-        worker = run.jax("jax_plans", settings)
-    except WorkerSkippedError as reason:
-        return Skipped("planning", name, str(reason))
-    with worker:
-        facts = worker.facts
+    facts = _facts(run, name, "jax_plans", settings)
+    if isinstance(facts, Skipped):
+        return facts
     predicted, measured = facts["predicted"], facts["measured"]
     agree = agreement(_seconds(predicted), _seconds(measured))
     best = min(predicted, key=lambda plan: predicted[plan]["seconds"])

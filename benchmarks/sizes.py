@@ -357,6 +357,16 @@ _COLUMN_AND_ROW = {
 """Megatron's rules for the transformer."""
 _GPT3 = {"depth": 96, "width": 12288, "heads": 96}
 _MT_NLG = {"depth": 105, "width": 20480, "heads": 128}
+_MT_NLG_BATCH = PublishedCase(
+    "MT-NLG, 530B, a batch",
+    _MT_NLG,
+    1920,
+    "8xA100-80GB",
+    280,
+    examples=1920,
+    seconds=60.1,
+    within=None,
+)
 _DAY, _YEAR = 86_400, 31_557_600
 _DEEP_TRANSFORMER = dataclasses.replace(_TRANSFORMER, layers=16, width=128)
 
@@ -468,24 +478,10 @@ FULL = Sizes(
         PublishedCase("GPT-3, 175B", _GPT3, 1536, "8xV100-32GB", 1, 300e9 / 2048, 36 * _YEAR),
         PublishedCase("GPT-3, 175B", _GPT3, 1536, "8xV100-32GB", 64, 300e9 / 2048, 7 / 12 * _YEAR),
         PublishedCase("GPT-3, 175B", _GPT3, 1536, "8xA100-80GB", 128, 300e9 / 2048, 34 * _DAY),
-        PublishedCase(
-            "MT-NLG, 530B, a batch",
-            _MT_NLG,
-            1920,
-            "8xA100-80GB",
-            280,
-            examples=1920,
-            seconds=60.1,
-            within=None,
-        ),
-        PublishedCase(
-            "MT-NLG, 530B, a batch under the published plan",
-            _MT_NLG,
-            1920,
-            "8xA100-80GB",
-            280,
-            examples=1920,
-            seconds=60.1,
+        _MT_NLG_BATCH,
+        dataclasses.replace(
+            _MT_NLG_BATCH,
+            name=f"{_MT_NLG_BATCH.name} under the published plan",
             plan={
                 "data": 8,
                 "tensor": 8,
@@ -495,7 +491,6 @@ FULL = Sizes(
                 "remat": "full",
                 "precision": "bfloat16",
             },
-            within=None,
         ),
     ),
     blocks=(

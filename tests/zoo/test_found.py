@@ -68,6 +68,7 @@ def from_zoo(name):
 def from_example(file, rules, near=1e-10, hyper=None, **arguments):
     functions = runpy.run_path(str(EXAMPLES / file))
     made = functions["experiment"](**arguments)
+    rules = rules(functions) if callable(rules) else rules
     task = made.task if hyper is None else made.task(hyper)
     batch = jax.tree.map(lambda leaf: np.asarray(leaf[:ROWS]), made.data)
     return Network(allowed(task), batch, rules, {}, near)
@@ -96,12 +97,35 @@ NETWORKS = {
         "spirals.py",
         {"in": (None, "tensor"), "bias": ("tensor",), "out": ("tensor", None)},
     ),
+    "domains": functools.partial(
+        from_example,
+        "domains.py",
+        {
+            "mix/weight": (None, None, "tensor"),
+            "mix/bias": (None, "tensor"),
+            "name/weight": ("tensor", None),
+        },
+        near=1e-5,
+        width=16,
+        holes=20,
+    ),
+    "language model": functools.partial(
+        from_example,
+        "language_model.py",
+        lambda functions: functions["shardings"](sequence=False),
+        near=1e-5,
+        width=16,
+        depth=2,
+        heads=2,
+        window=8,
+    ),
 }
 DEFAULT = ("spiking", "recommender", "spirals")
 """Networks of a default run."""
 
 MESHES = {
     "tensor=2": px.Plan(tensor=2),
+    "tensor=4": px.Plan(tensor=4),
     "data=2, tensor=2": px.Plan(data=2, tensor=2),
 }
 """Those on which shardings are searched; a search also considers `data` alone."""
@@ -185,12 +209,17 @@ SENDS_MORE = {
 }
 """Where more is sent than predicted, or by an expert, and why."""
 
-SENDS_LESS = (
-    ("equilibrium", "tensor=2"),
-    ("equilibrium", "data=2, tensor=2"),
+UNKNOWN = "its branches, and loops of unknown length, have replicated operands alone in the graph"
+WHOLE = (
+    "a product of the inputs alone is not split, and not gathered, where few strategies are pinned"
 )
-"""Where less is sent than predicted: the graph has branches, and loops of unknown length, with
-replicated operands alone."""
+SENDS_LESS = {
+    ("equilibrium", "tensor=2"): UNKNOWN,
+    ("equilibrium", "data=2, tensor=2"): UNKNOWN,
+    ("domains", "tensor=2"): WHOLE,
+    ("domains", "data=2, tensor=2"): WHOLE,
+}
+"""Where less is sent than predicted, and why."""
 
 
 @pytest.mark.parametrize(
@@ -217,14 +246,18 @@ def test_the_plan_found_sends_no_more_than_those_of_experts(name, mesh):
             assert min(predicted, found) <= least, expert
 
 
-@pytest.mark.parametrize("name", DEFAULT)
+MERGED = ("contrastive",)
+"""Networks of which the compiler merges gathers of one value into one."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in NETWORKS])
 def test_the_plan_found_computes_the_same_update(name):
     network = NETWORKS[name]()
     with jax.enable_x64(network.double):
-        compare(network)
+        compare(network, name in MERGED)
 
 
-def compare(network):
+def compare(network, merged):
     _, plan = search(network, px.Plan(data=2, tensor=2))
 
     def step(plan):
@@ -239,4 +272,5 @@ def compare(network):
         sum(one.bytes_sent * (one.trips or 1) for one in collectives)
         for collectives in (program.planned_collectives(), program.collectives())
     )
-    assert abs(planned - compiled) <= SCALARS
+    assert planned - compiled >= -SCALARS
+    assert (planned - compiled > SCALARS) == merged
