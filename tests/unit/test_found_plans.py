@@ -1,5 +1,7 @@
 """A plan from a solution of the graph does what the solution says, and computes the same update."""
 
+import dataclasses
+
 import jax
 import optax
 import pytest
@@ -13,6 +15,7 @@ from plurax.machine import Level
 from plurax.planner.costs import BytesSent, Seconds
 from plurax.planner.fewest import minimal
 from plurax.planner.tensor import TensorSearch
+from plurax.sharding.spec import TensorSharding
 
 STACK = {
     "blocks/qkv": (..., "tensor", None), "blocks/attention_out": (..., "tensor", None, None),
@@ -146,3 +149,20 @@ def test_nothing_is_split_where_links_are_slow():
 @given(needed=st.sets(st.integers(0, 40)))
 def test_minimal_keeps_what_is_needed(needed):
     assert minimal(list(range(41)), lambda kept: needed <= set(kept)) == sorted(needed)
+
+
+def test_a_walk_counts_what_one_device_computes():
+    """Two products forward; backward both parameters' gradients and the hidden values'."""
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), models.data(64))
+    search = TensorSearch(models.mlp_task(), like, lambda plan: BytesSent())
+    found = search.sharded(px.Plan(tensor=2))
+    width = {path: one.shape for path, one in found.graph.parameters.items()}
+    (inputs, hidden), (_, outputs) = width["hidden"], width["out"]
+    whole = 2 * 64 * (2 * inputs * hidden + 3 * hidden * outputs)
+    replicated = {path: TensorSharding.replicated(len(shape)) for path, shape in width.items()}
+    assert found.walk.moved(replicated, []).flops == whole
+    megatron = {"hidden": (None, "tensor"), "bias": ("tensor",), "out": ("tensor", None)}
+    split = replicated | {path: TensorSharding.of(*one) for path, one in megatron.items()}
+    assert found.walk.moved(split, []).flops == whole / 2
+    less = dataclasses.replace(found.walk.moved(split, []), flops=whole / 2 - 1)
+    assert found.walk.moved(split, []).exceeds(less)

@@ -183,6 +183,8 @@ def search(network, mesh, work=0.0):
 def searched(network, mesh, work=0.0):
     """The bytes predicted, and those of the plan."""
     predicted, plan = search(network, mesh, work)
+    if not plan.rules and plan.strategies is None:
+        return predicted, 0.0  # every device does all, as under an expert's rules that do not fit
     amount = sent(network, plan)
     assert amount is not None, f"the plan found cannot be: {plan}"
     return predicted, amount[0]
@@ -206,20 +208,13 @@ SENDS_MORE = {
     ("contrastive", "data=2, tensor=2"): f"2,284 bytes, predicted 1,000: {COUPLED}",
     ("branch", "data=2, tensor=2"): "1,336 bytes, by an expert 1,328: a branch is not split",
     ("pinn", "tensor=2"): "1,072 bytes, 792 where rows are split over `data`",
+    ("pinn", "tensor=4"): "1,608 bytes, 1,188 where rows are split over `data`",
 }
 """Where more is sent than predicted, or by an expert, and why."""
 
-UNKNOWN = "its branches, and loops of unknown length, have replicated operands alone in the graph"
-WHOLE = (
-    "a product of the inputs alone is not split, and not gathered, where few strategies are pinned"
-)
-SENDS_LESS = {
-    ("equilibrium", "tensor=2"): UNKNOWN,
-    ("equilibrium", "data=2, tensor=2"): UNKNOWN,
-    ("domains", "tensor=2"): WHOLE,
-    ("domains", "data=2, tensor=2"): WHOLE,
-}
-"""Where less is sent than predicted, and why."""
+SENDS_LESS = tuple(("equilibrium", mesh) for mesh in MESHES)
+"""Where less is sent than predicted: the graph has branches, and loops of unknown length, with
+replicated operands alone."""
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from plurax.jaxpr.compat import (
     inner_jaxprs,
     open_jaxpr,
 )
+from plurax.jaxpr.product_dims import product_dims
 
 COLLECTIVES = {
     "psum": "all-reduce",
@@ -221,7 +222,9 @@ class Flattener:
         if name == "dot_general":
             inputs = self._canonical(eqn, inputs, ops)
             self.products[outputs[0]] = _swapped(eqn)
-            params = _product(eqn)
+            left, right = (var.aval for var in eqn.invars)
+            dims = product_dims(eqn, (left.shape, right.shape), eqn.outvars[0].aval.shape)
+            params = {"product": dims, "dtype": str(left.dtype)}
         elif name == "conv_general_dilated":
             left, right = (var.aval for var in eqn.invars)
             params = {**params, "kernel": right.shape, "dtype": str(left.dtype)}
@@ -346,15 +349,6 @@ class Flattener:
         read = [*given, *(value for op in hoisted for value in op.outputs), *starts]
         carried = list(zip(starts, ends, strict=True))
         return Block(body, [one for one in read if one is not None], ends, carried)
-
-
-def _product(eqn: Any) -> dict[str, Any]:
-    """Return `(m, n, k, batch)` of a product and the dtype of its operands."""
-    ((summed, _), (batch, _)), left = eqn.params["dimension_numbers"], eqn.invars[0].aval
-    k, b = (math.prod(left.shape[dim] for dim in dims) for dims in (summed, batch))
-    m = left.size // max(1, k * b)
-    n = eqn.outvars[0].aval.size // max(1, m * b)
-    return {"product": (m, n, k, b), "dtype": str(left.dtype)}
 
 
 def is_leading(dims: Sequence[int]) -> bool:

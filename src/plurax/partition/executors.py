@@ -14,6 +14,7 @@ traced.
 
 import abc
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -23,6 +24,7 @@ from jaxtyping import Array
 
 from plurax.jaxpr.compat import Scan
 from plurax.jaxpr.interpret import equation_context
+from plurax.jaxpr.product_dims import product_dims
 
 Shard = Array | jax.ShapeDtypeStruct
 """One device's shard of a tensor, or its shape and dtype."""
@@ -115,12 +117,13 @@ class EmitOperations(Executor):
 class FollowShapes(Executor):
     """Computes nothing: a shard is a `jax.ShapeDtypeStruct`, or an array that is not read.
 
-    **Attributes:** `traffic`, the bytes of the operands and results of all operations so far, those
-    in a loop counted in every iteration.
+    **Attributes:** of all operations so far, those in a loop counted in every iteration, `traffic`,
+    the bytes of their operands and results; and `flops`, the operations of products.
     """
 
     def __init__(self) -> None:
-        self.traffic, self._trips = 0, 1
+        self.traffic, self.flops, self._trips = 0, 0, 1
+        self._eqn: Any = None
 
     def run(
         self, execute: Callable[..., Sequence[Array]], shards: Sequence[Any], like: Sequence[Any]
@@ -128,6 +131,10 @@ class FollowShapes(Executor):
         """Return `like`."""
         for one in (*shards, *like):
             self.traffic += self._trips * one.size * one.dtype.itemsize
+        # Before its product an equation may reshard operands, which gives one shard for each.
+        if len(shards) == 2 and len(like) == 1 and self._eqn is not None:
+            dims = product_dims(self._eqn, [one.shape for one in shards], like[0].shape)
+            self.flops += self._trips * 2 * math.prod(dims) if dims else 0
         return like
 
     def scan(
@@ -160,4 +167,5 @@ class FollowShapes(Executor):
 
     def context(self, eqn: Any) -> contextlib.AbstractContextManager[None]:
         """Return no context: nothing is traced."""
+        self._eqn = eqn
         return contextlib.nullcontext()

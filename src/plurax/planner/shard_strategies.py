@@ -24,6 +24,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from plurax.jaxpr.compat import ELEMENTWISE
+from plurax.jaxpr.product_dims import product_dims
 from plurax.partition.operators import RULES
 from plurax.partition.rule_context import RuleContext
 from plurax.partition.values import Decision, DeferredValue, ValueVersions
@@ -248,7 +249,7 @@ def _strategy(
         taken,
         tuple(one.sharding for one in decision.outputs),
         all_reduces,
-        _product(eqn, shapes, decision.outputs[0].array.shape),
+        product_dims(eqn, shapes, decision.outputs[0].array.shape),
         str(operands[0].dtype),
         float(_traffic(eqn.primitive.name, read, written)),
     )
@@ -263,23 +264,6 @@ def _traffic(name: str, read: float, written: float) -> float:
     if name in _ROWS:
         return 2 * written
     return read + written
-
-
-def _product(
-    eqn: Any, shapes: Sequence[Sequence[int]], out: Sequence[int]
-) -> tuple[int, int, int, int] | None:
-    """Return `(m, n, k, batch)` of a matrix product or a convolution on one device."""
-    if eqn.primitive.name == "dot_general":
-        (left_sum, _), (left_batch, _) = eqn.params["dimension_numbers"]
-        k = math.prod(shapes[0][d] for d in left_sum)
-        batch = math.prod(shapes[0][d] for d in left_batch)
-        m = math.prod(shapes[0]) // max(1, k * batch)
-        return m, math.prod(out) // max(1, m * batch), k, batch
-    if eqn.primitive.name == "conv_general_dilated":
-        numbers = eqn.params["dimension_numbers"]
-        n = shapes[1][numbers.rhs_spec[0]]
-        return math.prod(out) // max(1, n), n, math.prod(shapes[1]) // max(1, n), 1
-    return None
 
 
 def _placements(eqn: Any, operands: Sequence[Tensor]) -> Iterator[Placement]:
