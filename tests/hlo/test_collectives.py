@@ -20,8 +20,14 @@ def compiled(plan, task=None, size=32):
     return px.compile(task or models.mlp_task(), models.optimizer(), plan, models.data(size))
 
 
-@pytest.mark.parametrize("microbatches", [1, 4, 16])
-@pytest.mark.parametrize("data", [2, 3, 8])
+@pytest.mark.parametrize(
+    ("data", "microbatches"),
+    [
+        *((8, count) for count in (1, 4, 16)),
+        *((data, 4) for data in (2, 3)),
+        *(pytest.param(data, n, marks=pytest.mark.slow) for data in (2, 3) for n in (1, 16)),
+    ],
+)
 def test_gradients_are_reduced_once_and_outside_the_loop(data, microbatches):
     program = compiled(px.Plan(data=data, microbatches=microbatches))
     gradient = tree.byte_count(program.state_shapes.params)

@@ -1,5 +1,6 @@
 """What networks split over devices communicate and hold: the formulas, from compiled programs."""
 
+import functools
 from collections import Counter
 
 import jax
@@ -38,6 +39,11 @@ def compiled(plan, task=None, batch=None, optimizer=None):
     return px.compile(task or chain_task(), optimizer or optax.adam(1e-2), plan, rows)
 
 
+@functools.cache
+def chain(plan):
+    return compiled(plan)
+
+
 def total(program, kind, *axes):
     """Bytes of a kind of collective over some axes, loops counted by their turns."""
     return sum(
@@ -58,7 +64,7 @@ P = LAYERS * WIDTH * WIDTH * 4
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_data_parallelism_and_zero_send_their_formulas(zero, microbatches):
-    program = compiled(px.Plan(data=N, zero=zero, microbatches=microbatches))
+    program = chain(px.Plan(data=N, zero=zero, microbatches=microbatches))
     if zero == 0:
         # Loss and weight ride along.
         assert total(program, "all-reduce", "data") == pytest.approx(P, abs=16)
@@ -179,7 +185,7 @@ def test_zero_holds_a_share_of_the_state():
     """Adam: P + 2P/n, and 3P/n."""
     batch = ROWS // N * WIDTH * 4
     for zero, expected in {0: 3 * P, 1: P + 2 * P / N, 2: P + 2 * P / N, 3: 3 * P / N}.items():
-        arguments = compiled(px.Plan(data=N, zero=zero)).memory().arguments - batch
+        arguments = chain(px.Plan(data=N, zero=zero)).memory().arguments - batch
         assert arguments == pytest.approx(expected, rel=0.02)
 
 
@@ -218,6 +224,7 @@ TENSOR = 6
 RESIDUAL = 4 * models.TOKENS * models.WIDTH * 4  # the residual stream of 4 examples
 
 
+@functools.cache
 def transformer(sequence=False, **axes):
     plan = px.Plan(shardings=models.megatron(sequence), **axes)
     size = 4 * axes.get("data", 1)
@@ -372,6 +379,7 @@ def test_batch_norm_sends_its_statistics_and_nothing_by_example():
 def test_a_contrastive_loss_moves_rows_and_no_pairs():
     """Of `other @ other.T` one side is gathered: what is sent grows as the rows do."""
 
+    @functools.cache
     def sent(rows):
         program = compiled(px.Plan(data=4, zero=1), models.contrastive_task(), models.data(rows))
         return sum(counted(program.planned_collectives()).values())

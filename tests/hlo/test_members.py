@@ -30,7 +30,11 @@ def largest(hlo):
     )
 
 
-@pytest.mark.parametrize("plan", [px.Plan(member=4), px.Plan(member=8, chunk=1)], ids=str)
+@pytest.mark.parametrize(
+    "plan",
+    [px.Plan(member=4), pytest.param(px.Plan(member=8, chunk=1), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_members_never_communicate(plan):
     made = program(plan, px.Members(8, resample=px.ensemble.bootstrap()))
     assert made.collectives() == []

@@ -1,5 +1,6 @@
 """What a pipeline communicates and stores, read from the compiled program."""
 
+import functools
 import re
 
 import jax
@@ -24,13 +25,18 @@ def compiled(microbatches=8, *, data=1, tensor=1, zero=0, schedule="1f1b", **mor
     return px.compile(task, optax.adam(1e-3), plan, models.text(ROWS * microbatches * data))
 
 
+@functools.cache
+def scheduled(schedule, microbatches=8):
+    return compiled(microbatches, schedule=schedule)
+
+
 BOUNDARY = ROWS * models.TOKENS * models.WIDTH * 4
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stages_exchange_only_permutes_of_boundaries(schedule):
     """One way and the other in each tick; all else over `pipeline` are numbers."""
-    program = compiled(schedule=schedule)
+    program = scheduled(schedule)
     chunks = 2 if schedule == "interleaved" else 1
     length = len(ticks(make_schedule(schedule, 4, 8, chunks)))
     found = program.collectives()
@@ -88,12 +94,12 @@ def test_model_state_is_told_to_all_once_a_step():
 
 
 def test_1f1b_stores_as_much_for_64_microbatches_as_for_8():
-    few, many = (compiled(m).memory().temporaries for m in (8, 64))
+    few, many = (p.memory().temporaries for p in (scheduled("1f1b"), scheduled("1f1b", 64)))
     assert many == pytest.approx(few, rel=0.02)
 
 
 def test_gpipe_stores_more_with_more_microbatches():
-    few, many = (compiled(m, schedule="gpipe").memory().temporaries for m in (8, 64))
+    few, many = (p.memory().temporaries for p in (scheduled("gpipe"), scheduled("gpipe", 64)))
     assert many > 4 * few
 
 

@@ -15,6 +15,7 @@ from tests import models
 from tests.draws import draws
 
 import plurax as px
+from plurax.execute.array_data import ArrayData
 from plurax.execute.initial_state import new_state
 from plurax.execute.mask import reads_mask
 
@@ -335,18 +336,18 @@ def test_model_state_under_another_plan(x64, tmp_path, plans):
         return px.fit(task, rule, batch, plan=plan, epochs=epochs, batch_size=5, progress=False,
                       **how)  # fmt: skip
 
-    def found(result):
-        program, state = result.program, result.state
+    def found(program, state):
         outputs = program.evaluate(state, batch), program.predict(state, {"x": batch["x"]})
         return jax.device_get((state.params, state.model_state, *outputs))
 
-    expected = found(fit(px.Plan(microbatches=2), 2))
-    first = found(fit(plans[0], 1, output=tmp_path))
-    assert (
-        models.max_rel_error(found(fit(plans[1], 2, output=tmp_path, resume=True)), expected)
-        < 1e-10
-    )
-    assert models.max_rel_error(first, found(fit(px.Plan(microbatches=2), 1))) < 1e-10
+    rows = ArrayData(batch, 5)
+    alone = px.compile(task, rule, px.Plan(microbatches=2), rows.example_batch())
+    turns = px.train.train_iter(alone, alone.init(0), rows, epochs=2)
+    after = {turn.step: found(alone, turn.state) for turn in turns}
+    for number, plan in enumerate(plans):
+        got = fit(plan, number + 1, output=tmp_path, resume=number > 0)
+        expected = after[(number + 1) * rows.batches_per_epoch]
+        assert models.max_rel_error(found(got.program, got.state), expected) < 1e-10
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def test_float64(plan, counts, weighted):
 
 
 @given(plan=plans, counts=sizes, weighted=st.booleans())
-@draws(4, times=10)
+@draws(2, times=20)
 def test_float32(plan, counts, weighted):
     check(plan, px.Plan(), "weighted" if weighted else "plain", "float32", counts)
 
@@ -140,7 +140,10 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32():
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("plan", [px.Plan(data=8), px.Plan(data=3), px.Plan(data=5)])
+@pytest.mark.parametrize(
+    "plan",
+    [px.Plan(data=8), pytest.param(px.Plan(data=3), marks=pytest.mark.slow), px.Plan(data=5)],
+)
 def test_a_loop_over_resident_data_equals_single_steps(plan):
     runner = program(plan, "weighted", "float64")
     rows = batch("weighted", "float64")

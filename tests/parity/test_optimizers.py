@@ -17,11 +17,9 @@ FEW = [
     ("sm3", "zero=3"),
     ("contrib.mechanize", "zero=1"),
     ("contrib.prodigy", "zero=3"),
-    ("contrib.momo_adam", "zero=1"),
     ("contrib.sam", "data=2"),
     ("contrib.sam", "tensor=2"),
     ("add_noise", "zero=3"),
-    ("zero_nans", "pipeline=2"),
     ("apply_if_finite", "pipeline=2"),
     ("sm3", "pipeline=2"),
 ]

@@ -1,9 +1,11 @@
 """Small runs to be killed: `python -m tests.resume.runs KIND OUTPUT MOMENT` resumes one.
 
 `MOMENT` is `event:N`, before the Nth time a file or folder below OUTPUT is opened, made, renamed or
-removed by Python, which strikes inside a save; or `time:S`, some seconds after the first of them.
+removed by Python, which strikes inside a save; `time:S`, some seconds after the first of them;
+`batch:N`, when the Nth batch of "streamed" is asked for; or `evaluation:N`, in the Nth of "data".
 """
 
+import functools
 import os
 import signal
 import sys
@@ -22,20 +24,31 @@ ROWS = models.data(50)
 EPOCHS, STEPS = 4, 16
 
 
-class Batches:
-    """The batches of an epoch, as an iterable that tells nothing."""
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    def __init__(self):
-        self.epoch = -1
+
+class Deadly:
+    """An iterable that tells nothing; the process dies when the `fatal`th item is asked for."""
+
+    def __init__(self, items, fatal=0):
+        self.items, self.left = items, fatal
 
     def __iter__(self):
-        self.epoch += 1
-        yield from (batch for batch, _ in ArrayData(ROWS, 16).batches(Position(0)))
+        for item in self.items:
+            self.left -= 1
+            if self.left == 0:
+                die()
+            yield item
+
+
+def batches(fatal=0):
+    return Deadly([batch for batch, _ in ArrayData(ROWS, 16).batches(Position(0))], fatal)
 
 
 KINDS = {
     "data": lambda: {"plan": px.Plan(data=2, microbatches=2), "evaluation": ROWS},
-    "streamed": lambda: {"data": Batches(), "plan": px.Plan(data=2)},
+    "streamed": lambda: {"data": batches(), "plan": px.Plan(data=2, microbatches=2)},
     "zero": lambda: {"plan": px.Plan(data=2, zero=3)},
     "pipeline": lambda: {
         "task": models.perceptron_stack(depth=2),
@@ -51,18 +64,22 @@ KINDS = {
 }
 
 
+@functools.cache
+def arguments(kind):
+    """Of `fit`; the same objects each time, for which programs are compiled once in a process."""
+    usual = {"task": models.mlp_task(), "optimizer": models.optimizer(), "data": ROWS}
+    return {**usual, **KINDS[kind]()}
+
+
 def fit(kind, output, **options):
     """One of the runs: four epochs of four steps, eight checkpoints."""
-    of_kind = {"task": models.mlp_task(), "optimizer": models.optimizer(), "data": ROWS}
-    of_kind |= KINDS[kind]()
     return px.fit(
         batch_size=16,
         epochs=EPOCHS,
         checkpoint_every=3,
         progress=False,
         output=output,
-        **of_kind,
-        **options,
+        **{**arguments(kind), **options},
     )
 
 
@@ -73,9 +90,6 @@ def die_at(moment, output):
     """Kill this process at a moment."""
     how, _, number = moment.partition(":")
     seen = 0
-
-    def die():
-        os.kill(os.getpid(), signal.SIGKILL)
 
     def hook(event, arguments):
         nonlocal seen
@@ -95,8 +109,14 @@ def main(kind, output, moment):
     px.virtual_devices(8)
     for category in (DamagedCheckpointWarning, DamagedLogWarning):
         warnings.simplefilter("error", category)
+    how, _, number = moment.partition(":")
+    options = {}
+    if how == "batch":
+        options["data"] = batches(int(number))
+    if how == "evaluation":  # after each epoch, before its checkpoint
+        options["evaluation"] = Deadly([ROWS], int(number))
     seen = die_at(moment, output)
-    fit(kind, output, resume=True)
+    fit(kind, output, resume=True, **options)
     print(f"{seen()} events", flush=True)
     os._exit(0)  # before a timer strikes
 

@@ -14,58 +14,9 @@ from tests import models
 from tests.resume import runs
 from tests.resume.test_resume import log_of
 
-import plurax as px
-from plurax.execute.array_data import ArrayData, Position
 from plurax.train.checkpoint import Checkpoints
 
-ROWS = models.data(50)
 REPOSITORY = Path(__file__).parents[2]
-SCRIPT = """
-import os, signal, sys
-import plurax as px
-px.virtual_devices(8)
-from tests import models
-from tests.resume.test_kill import ROWS, Batches, fit
-
-class Deadly:
-    looked = 0
-    def __iter__(self):  # evaluated after each epoch, before its checkpoint
-        Deadly.looked += 1
-        if Deadly.looked == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        yield ROWS
-
-how, output = sys.argv[1:]
-if how == "in a step":
-    fit(Batches(fatal=(3, 2)), output)
-else:
-    fit(ROWS, output, evaluation=Deadly())
-"""
-
-
-class Batches:
-    """The batches of an epoch; at the fatal one the process dies."""
-
-    def __init__(self, fatal=None):
-        self.epoch, self.fatal = -1, fatal
-
-    def __iter__(self):
-        import os
-        import signal
-
-        self.epoch += 1
-        for index, (batch, _) in enumerate(ArrayData(ROWS, 16).batches(Position(0))):
-            if (self.epoch, index) == self.fatal:
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield batch
-
-
-def fit(data, output, **options):
-    return px.fit(
-        models.mlp_task(), models.optimizer(), data, plan=px.Plan(data=2, microbatches=2),
-        epochs=4, output=output, checkpoint_every=3, progress=False,
-        **{"batch_size": 16, **options},
-    )  # fmt: skip
 
 
 def deadly():
@@ -74,43 +25,19 @@ def deadly():
     return {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache)}
 
 
-@pytest.mark.parametrize("how", ["in a step", "in an evaluation"])
-def test_killed_and_resumed(tmp_path, how):
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, how, str(tmp_path / "killed")],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        env=deadly(),
-    )
-    assert done.returncode == -9, done.stderr
-    data = {"in a step": Batches, "in an evaluation": lambda: ROWS}[how]
-    # An evaluation makes every epoch end in the same compiled programs.
-    evaluation = None if how == "in a step" else ROWS
-    with Checkpoints(tmp_path / "killed" / "checkpoints") as checkpoints:
-        assert 0 < checkpoints.steps()[-1] < 16
-    resumed = fit(data(), tmp_path / "killed", resume=True, evaluation=evaluation)
-    whole = fit(data(), tmp_path / "whole", evaluation=evaluation)
-    assert models.same_bits(resumed.state.params, whole.state.params)
-    assert models.same_bits(resumed.state.opt_state, whole.state.opt_state)
-    assert int(resumed.state.step) == 16
-    assert [row["loss"] for row in resumed.history] == [row["loss"] for row in whole.history]
-    assert jax.random.key_data(resumed.state.key).tolist() == (
-        jax.random.key_data(whole.state.key).tolist()
-    )
-
-
-# --- Rounds: killed at random moments, again and again, and resumed to the end ------------------
-
 KILLS = 4
 
 
 @functools.cache
 def undisturbed(kind):
-    """The state and the log of a run that nothing stopped; its rows but for the clock's."""
+    """The state, the log and the losses of a run that nothing stopped; but for the clock's."""
     with tempfile.TemporaryDirectory() as directory:
         result = runs.fit(kind, directory)
-        return jax.device_get(_plain(result.state)), log_of(Path(directory))
+        return jax.device_get(_plain(result.state)), log_of(Path(directory)), losses(result)
+
+
+def losses(result):
+    return [np.asarray(row["loss"]).tolist() for row in result.history]
 
 
 def _plain(state):
@@ -147,12 +74,26 @@ def chain(kind, output, when, *, certain=False):
             break
         # Whoever looks at it in between finds a whole checkpoint, or none, and no damage.
         assert not Checkpoints(output / "checkpoints").damaged()
+    finish(kind, output)
+
+
+def finish(kind, output):
     result = runs.fit(kind, output, resume=True)
-    state, log = undisturbed(kind)
+    state, log, expected = undisturbed(kind)
+    assert losses(result) == expected
     assert models.same_bits(_plain(result.state), state)
     assert int(np.max(result.state.step)) == runs.STEPS
     assert log_of(output) == log
     assert [row["step"] for row in log if row["kind"] == "step"] == list(range(1, runs.STEPS + 1))
+
+
+@pytest.mark.parametrize(("kind", "moment"), [("streamed", "batch:15"), ("data", "evaluation:3")])
+def test_killed_between_saves(tmp_path, kind, moment):
+    """In a step, and in an evaluation."""
+    assert killed(kind, tmp_path, moment)
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        assert 0 < checkpoints.steps()[-1] < runs.STEPS
+    finish(kind, tmp_path)
 
 
 @pytest.mark.parametrize(

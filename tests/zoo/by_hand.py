@@ -66,10 +66,10 @@ def train(model, sizes, seed=0, microbatches=1):
     number `m` holds the examples `m, m + microbatches, ...`.
     """
     init_key, run_key = jax.random.split(jax.random.key(seed))
-    made = model.init(init_key)
+    made = jax.jit(model.init)(init_key)
     params, model_state = made if model.stateful else (made, ())
     rule = optimizer()
-    opt_state = rule.init(params)
+    opt_state = jax.jit(rule.init)(params)
 
     def part(params, model_state, batch, keys):
         """Weighted sums over some examples, `(loss, (metrics, weight, model_state))`."""
@@ -98,7 +98,7 @@ def train(model, sizes, seed=0, microbatches=1):
     def step(number, params, opt_state, model_state, batch):
         size = jax.tree.leaves(batch)[0].shape[0]
         key = jax.random.fold_in(run_key, number)
-        keys = jnp.stack([jax.random.fold_in(key, i) for i in range(size)])
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(size))
         (loss, (metrics, weight, model_state)), grads = jax.value_and_grad(mean, has_aux=True)(
             params, model_state, batch, keys
         )

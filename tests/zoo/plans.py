@@ -28,13 +28,13 @@ DEFAULT = {
     "tensor": ("equilibrium", "vision transformer"),
     "dots": ("branch", "bilstm"),
     "full": ("graph", "experts"),
-    "pipeline": ("autoregressive", "batch norm"),
+    "pipeline": ("autoregressive", "branch"),
     "pipeline and zero": ("spiking", "contrastive"),
     "pipeline and tensor": ("fourier", "diffusion"),
     "tensor and zero": ("pinn", "fourier"),
     "everything": ("neural ode", "diffusion"),
     "members": ("equilibrium", "state space"),
-    "members minor": ("branch", "experts"),
+    "members minor": ("branch", "neural ode"),
     "members and zero": ("autoregressive", "graph"),
 }
 """Of each plan the networks of a default run: networks that take long to trace stand once."""
