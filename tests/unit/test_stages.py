@@ -340,8 +340,15 @@ EFFECTS = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize(("name", "count"), [("stack", 4), ("marked", 7)])
+@pytest.mark.parametrize(
+    ("name", "count", "schedule"),
+    [
+        ("stack", 4, "zb-h1"),
+        ("marked", 7, "1f1b"),
+        pytest.param("stack", 4, "1f1b", marks=pytest.mark.slow),
+        pytest.param("marked", 7, "zb-h1", marks=pytest.mark.slow),
+    ],
+)
 def test_what_a_stage_prints_is_printed_once(name, count, schedule):
     """Once per microbatch, as on one device: not in the backward pass, not by each stage."""
     expected, _ = heard(EFFECTS[name], px.Plan(microbatches=4))
