@@ -79,9 +79,15 @@ def test_data_parallelism_and_zero_send_their_formulas(zero, microbatches):
     assert in_loop == ({"reduce-scatter"} if zero == 2 and microbatches > 1 else set())
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("layers", [1, 2, 100])
-def test_zero_3_sends_three_halves_of_an_all_reduce(microbatches, layers):
+@pytest.mark.parametrize(
+    ("layers", "microbatches"),
+    [
+        *((layers, 2) for layers in (1, 2, 100)),
+        (1, 1),
+        *(pytest.param(layers, 1, marks=pytest.mark.slow) for layers in (2, 100)),
+    ],
+)
+def test_zero_3_sends_three_halves_of_an_all_reduce(layers, microbatches):
     """Gathered forward and backward, but the first layer: no gradient goes further back.
 
     In buckets of some layers, which change how many collectives there are, and not what they send.
@@ -297,7 +303,11 @@ PLANNED = {
 }
 
 
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize(
+    "name",
+    # `data` and ZeRO are in the others too.
+    [pytest.param(n, marks=[pytest.mark.slow] * (n == "data")) for n in PLANNED],
+)
 def test_a_compiled_step_communicates_what_was_planned(name):
     program = compiled(PLANNED[name], models.transformer_task(), models.text(12))
     planned, found = Counter(), Counter()
@@ -344,7 +354,11 @@ COUPLED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", COUPLED)
+@pytest.mark.parametrize(
+    "name",
+    # Each loss is in another case.
+    [pytest.param(n, marks=[pytest.mark.slow] * (n in ("normed", "contrastive"))) for n in COUPLED],
+)
 def test_a_coupled_step_communicates_what_was_planned(name):
     make, axes = COUPLED[name]
     program = compiled(px.Plan(**axes), make(), models.data(16))

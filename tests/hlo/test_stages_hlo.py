@@ -48,7 +48,9 @@ def test_stages_exchange_only_permutes_of_boundaries(schedule):
     assert [(r.bytes, r.trips) for r in planned] == [(BOUNDARY, length)] * 2
 
 
-@pytest.mark.parametrize("numbers_of_layers", [None, (1, 3, 2, 2)])
+@pytest.mark.parametrize(
+    "numbers_of_layers", [pytest.param(None, marks=pytest.mark.slow), (1, 3, 2, 2)]
+)
 def test_gradients_of_stages_reduce_once(numbers_of_layers):
     """Over `data`, behind the loop, each as many bytes as there are on the device."""
     program = compiled(data=2, layers=numbers_of_layers)

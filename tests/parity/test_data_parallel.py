@@ -56,7 +56,7 @@ def check(plan, reference, kind, dtype, counts):
 
 @pytest.mark.usefixtures("x64")
 @given(plan=plans, counts=sizes, weighted=st.booleans())
-@draws(6, times=14)
+@draws(4, times=21)
 def test_float64(plan, counts, weighted):
     check(plan, px.Plan(), "weighted" if weighted else "plain", "float64", counts)
 
@@ -68,7 +68,9 @@ def test_float32(plan, counts, weighted):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize(
+    "data", [pytest.param(n, marks=[pytest.mark.slow] * (n in (2, 7))) for n in DATA]
+)
 def test_every_device_count_with_one_example(data):
     check(px.Plan(data=data, microbatches=2), px.Plan(), "weighted", "float64", [1, 1, SIZE])
 
@@ -79,7 +81,7 @@ def test_every_device_count_with_one_example(data):
     counts=sizes,
     kind=st.sampled_from(("normed", "contrastive")),
 )
-@draws(5, times=10)
+@draws(3, times=17)
 def test_coupled_losses_see_the_whole_microbatch(plan, counts, kind):
     check(plan, px.Plan(microbatches=plan.microbatches), kind, "float64", counts)
 

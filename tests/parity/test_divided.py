@@ -117,11 +117,11 @@ EXPERTS = {
     [
         # In a run by default each kind of plan and each network is in float64, above.
         ("transformer", "everything"),
-        ("perceptron", "everything"),
         ("convolutional", "tensor"),
         *(pytest.param("transformer", expert, marks=pytest.mark.slow)
           for expert in EXPERTS if expert != "everything"),
-        pytest.param("perceptron", "tensor", marks=pytest.mark.slow),
+        *(pytest.param("perceptron", expert, marks=pytest.mark.slow)
+          for expert in ("tensor", "everything")),
         pytest.param("convolutional", "everything", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
