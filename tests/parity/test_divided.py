@@ -292,8 +292,9 @@ def two_steps_on_one_device():
     return two_steps(plain, px.Plan())
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize(
+    ("data", "tensor"), [(1, 1), (1, 2), (2, 2), pytest.param(2, 1, marks=pytest.mark.slow)]
+)
 def test_a_model_that_communicates_itself(x64, data, tensor):
     """`jax.shard_map` over an axis of the plan, inside the loss; under `Plan()` too."""
 

@@ -40,8 +40,8 @@ def without_key(state):
 
 @pytest.mark.parametrize(
     "name",
-    # ZeRO 1 is in the pipeline's.
-    [pytest.param(n, marks=[pytest.mark.slow] * (n == "zero 1")) for n in CASES],
+    # ZeRO 1 is in the pipeline's, and members are with data too.
+    [pytest.param(n, marks=[pytest.mark.slow] * (n in ("zero 1", "members"))) for n in CASES],
 )
 def test_a_step_is_its_halves_bit_for_bit(name):
     made = program(name)

@@ -260,9 +260,9 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize(
-    # What is clipped is in all other tests.
+    # What is clipped is in all other tests, and `multi` masks its parts.
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n == "clipped")) for n in OPTIMIZERS],
+    [pytest.param(n, marks=[pytest.mark.slow] * (n in ("clipped", "masked"))) for n in OPTIMIZERS],
 )
 def test_optimizers_where_tensors_live(x64, name):
     """Each optimizer works on a stage's own tensors; what it needs of all is numbers."""
