@@ -217,26 +217,38 @@ def test_resampling_that_does_not_fit_the_data():
 # --- What members read on the devices ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("ordered", [1, 20, 10_000], ids=["a step", "some steps", "an epoch"])
+READ = {
+    "everything-8": (Everything(), 8, True),
+    "everything-8-in order": (Everything(), 8, False),
+    "bootstrap-7": (px.ensemble.bootstrap(), 7, True),
+    "kfold-8": (px.ensemble.kfold(4), 8, True),
+    "subsample-8": (px.ensemble.subsample([12, 0.5, 30]), 8, True),
+    "everything-30": (Everything(), 30, True),
+    "bootstrap-30": (px.ensemble.bootstrap(), 30, True),
+    "kfold-30": (px.ensemble.kfold(4), 30, True),
+    "subsample-30": (px.ensemble.subsample([12, 0.5, 30]), 30, True),
+}
+# Each reads in blocks of some steps. Blocks of one step and of an epoch: one of each batch size.
+BLOCKS = {"a step": 1, "some steps": 20, "an epoch": 10_000}
+FEW = ("bootstrap-7", "subsample-8", "kfold-30")
+
+
 @pytest.mark.parametrize(
-    ("resample", "batch", "shuffle"),
+    ("name", "block"),
     [
-        (Everything(), 8, True),
-        (Everything(), 8, False),
-        (px.ensemble.bootstrap(), 7, True),
-        (px.ensemble.kfold(4), 8, True),
-        (px.ensemble.subsample([12, 0.5, 30]), 8, True),
-        (Everything(), 30, True),
-        (px.ensemble.bootstrap(), 30, True),
-        (px.ensemble.kfold(4), 30, True),
-        (px.ensemble.subsample([12, 0.5, 30]), 30, True),
+        pytest.param(
+            name,
+            block,
+            marks=() if block == "some steps" or name in FEW else pytest.mark.slow,
+        )
+        for block in BLOCKS
+        for name in READ
     ],
 )
-def test_members_on_a_device_read_what_one_network_reads(
-    monkeypatch, resample, batch, shuffle, ordered
-):
+def test_members_on_a_device_read_what_one_network_reads(monkeypatch, name, block):
     """Block after block, from any step on, the last smaller batch included."""
-    monkeypatch.setattr("plurax.execute.reads.ORDERED", ordered)
+    resample, batch, shuffle = READ[name]
+    monkeypatch.setattr("plurax.execute.reads.ORDERED", BLOCKS[block])
     members, data = px.Members([3, 8, 5, 9], resample=resample), {"x": np.arange(30)}
     length = members.epoch_length(30)
     steps = -(-length // batch)

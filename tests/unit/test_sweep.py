@@ -1,6 +1,7 @@
 """Sweeps, successive halving, and how many members fit."""
 
 import csv
+import dataclasses
 import math
 import os
 import signal
@@ -193,8 +194,12 @@ def test_budgets_grow_by_the_reduction(given, budgets):
 MANY = px.Members(9, {"rate": px.ensemble.log_uniform(1e-4, 1e-1)}, px.ensemble.bootstrap())
 
 
+# Members that a chunk does not divide are another program beside it.
+THREES = dataclasses.replace(PLAN, chunk=3)
+
+
 def halving(**options):
-    options = {"epochs": 9, "plan": PLAN, "batch_size": 16,
+    options = {"epochs": 9, "plan": THREES, "batch_size": 16,
                "evaluation": ROWS, "progress": False, **options}  # fmt: skip
     return px.ensemble.successive_halving(TASK, adam, ROWS, members=MANY, **options)
 
@@ -207,7 +212,7 @@ def halved():
 @pytest.fixture(scope="module")
 def straight():
     """All members to the end, with their evaluation after every epoch."""
-    return px.fit(TASK, adam, ROWS, members=MANY, plan=PLAN, epochs=9, batch_size=16,
+    return px.fit(TASK, adam, ROWS, members=MANY, plan=THREES, epochs=9, batch_size=16,
                   evaluation=ROWS, progress=False)  # fmt: skip
 
 
@@ -305,7 +310,7 @@ def test_frozen_members_are_the_first_to_go(slots, mode):
         found = px.ensemble.successive_halving.__wrapped__(
             hyper_task(merit="score"), optax.sgd(1e-2), ROWS, members=members, epochs=4,
             min_epochs=1, reduction=2, slots=slots, batch_size=16, evaluation=ROWS, metric="merit",
-            mode=mode, plan=PLAN, progress=False,
+            mode=mode, plan=px.Plan(chunk=7, batch_dim="major"), progress=False,
         )  # fmt: skip
     assert {one.filename for one in told} == {__file__}
     # Of 7 stay 4, of 4 stay 2: one in two, rounded up.
@@ -359,7 +364,9 @@ def test_best_is_never_a_frozen_member():
 # --- How many fit -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", [PLAN, px.Plan(member=2, chunk=2)], ids=str)
+@pytest.mark.parametrize(
+    "plan", [px.Plan(member=2, chunk=2), pytest.param(PLAN, marks=pytest.mark.slow)], ids=str
+)
 def test_found_members_fit_and_more_do_not(plan):
     batch = models.cut(ROWS, 16)
     found = px.ensemble.max_members(TASK, adam, plan, batch, members=MEMBERS, memory=2**20)
