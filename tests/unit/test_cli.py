@@ -574,6 +574,8 @@ def test_mistakes_about_searches(workplace, capsys):
     assert (code, "no plan fits in 40 bytes per device" in err) == (2, True)
     code, _, err = run(capsys, *search, "--plan.data", 3)
     assert (code, "must multiply to a divisor of the devices" in err) == (2, True)
+    code, _, err = run(capsys, "plan", "small.py", "--output", "pictures")
+    assert (code, "--output is an option of a search" in err) == (2, True)
 
 
 def test_a_machine_is_printed_as_a_file(capsys, monkeypatch, tmp_path):

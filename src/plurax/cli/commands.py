@@ -194,10 +194,7 @@ def _plan(arguments: list[str]) -> int:
     plan = options.chosen_plan()
     if options.search:
         return _search(made, options, plan, arguments, started)
-    if options.save is not None:
-        check_matplotlib()
-    if options.compare and plan.pipeline == 1:
-        raise errors.compare_needs_pipeline()
+    _check_shown(options, plan)
     if options.tune is not None:
         plan = _tuned(made, options, plan, options.tune)
     predicted = _estimated(made, options, plan)
@@ -247,6 +244,17 @@ def _plan(arguments: list[str]) -> int:
         )
         console.print(f"wrote {path}", markup=False)
     return 0
+
+
+def _check_shown(options: Show, plan: Plan) -> None:
+    """Check the options with which a plan is shown, before anything is compiled."""
+    for name in ("memory", "seconds", "output"):
+        if getattr(options, name) is not None:
+            raise errors.option_needs_search(name)
+    if options.save is not None:
+        check_matplotlib()
+    if options.compare and plan.pipeline == 1:
+        raise errors.compare_needs_pipeline()
 
 
 def _with_ending(path: Path) -> Path:
