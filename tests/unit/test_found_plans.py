@@ -101,11 +101,18 @@ def test_few_strategies_are_written():
 
 @pytest.mark.parametrize(
     ("name", "data", "tensor"),
-    [("stack", 2, 2), pytest.param("transformer", 1, 2, marks=pytest.mark.slow)],
+    [
+        ("perceptron", 2, 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("stack", 2, 2), ("transformer", 1, 2))
+        ),
+    ],
 )
 def test_a_found_plan_computes_the_same_update(x64, name, data, tensor):
     make, rows, _ = MODELS[name]
-    task, batch = make(dtype=jax.numpy.float64), rows(8)
+    task = make(dtype=jax.numpy.float64)
+    batch = jax.tree.map(lambda x: x.astype("f8") if x.dtype.kind == "f" else x, rows(8))
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     search = TensorSearch(task, like, lambda plan: BytesSent())
     plan = search.plan(px.Plan(data=data, tensor=tensor), fewest=True)

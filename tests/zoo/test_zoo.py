@@ -1,7 +1,7 @@
 """Networks of many kinds under every plan, against a training step written by hand.
 
 A new model is one line of `MODELS`, a new plan one of `plans.PLANS`. A default run takes each model
-and each plan with two models (`plans.DEFAULT`), `make test-all` all pairs.
+and each plan with a model or two (`plans.DEFAULT`), `make test-all` all pairs.
 """
 
 import functools
@@ -110,8 +110,7 @@ def test_as_by_hand(x64, name, planned):
             )
 
 
-def test_a_default_run_takes_every_network_and_every_plan_with_two():
+def test_a_default_run_takes_every_network_and_every_plan():
     default = plans.chosen()
     assert {model for model, _ in default} == set(MODELS)
-    for plan in plans.PLANS:
-        assert sum(pair[1] == plan for pair in default) >= 2, plan
+    assert {plan for _, plan in default} == set(plans.PLANS)
