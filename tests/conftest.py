@@ -110,6 +110,15 @@ def uncached(request: pytest.FixtureRequest) -> bool:
     return False
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forgotten() -> Iterator[None]:
+    """What a file has traced and compiled is dropped after it: files share next to nothing of it,
+    and a process that holds everything takes longer for all that follows."""
+    yield
+    jax.clear_caches()
+    gc.collect()
+
+
 @pytest.fixture
 def x64() -> Iterator[None]:
     """Float64 for one test."""
