@@ -173,3 +173,11 @@ def test_a_walk_counts_what_one_device_computes():
     assert found.walk.moved(split, []).flops == whole / 2
     less = dataclasses.replace(found.walk.moved(split, []), flops=whole / 2 - 1)
     assert found.walk.moved(split, []).exceeds(less)
+
+
+def test_a_walk_counts_every_turn_of_a_loop():
+    """In each of four turns a product forward, and backward those of the weights and the carry."""
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), signals(8))
+    search = TensorSearch(recurrent_task(), like, lambda plan: BytesSent())
+    walk = search.sharded(px.Plan(tensor=2)).walk
+    assert walk.moved({"again": TensorSharding.replicated(2)}, []).flops == 4 * 3 * 2 * 8 * 12**2

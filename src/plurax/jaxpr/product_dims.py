@@ -4,15 +4,19 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+ProductDims = tuple[int, int, int, int]
+"""`(m, n, k, batch)` of a product: `2 m n k batch` operations."""
+PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
+
 
 def product_dims(
     eqn: Any, shapes: Sequence[Sequence[int]], out: Sequence[int]
-) -> tuple[int, int, int, int] | None:
+) -> ProductDims | None:
     """Return `(m, n, k, batch)` of a matrix product or a convolution; of other equations None.
 
     `shapes` of the operands and `out` of the result are those on one device.
 
-        x (8, 64, 32) @ w (32, 16)      (512, 16, 32, 1)       2 m n k batch operations
+        x (8, 64, 32) @ w (32, 16)      (512, 16, 32, 1)
     """
     if eqn.primitive.name == "dot_general":
         (left_sum, _), (left_batch, _) = eqn.params["dimension_numbers"]

@@ -24,7 +24,7 @@ from jaxtyping import Array
 
 from plurax.jaxpr.compat import Scan
 from plurax.jaxpr.interpret import equation_context
-from plurax.jaxpr.product_dims import product_dims
+from plurax.jaxpr.product_dims import ProductDims
 
 Shard = Array | jax.ShapeDtypeStruct
 """One device's shard of a tensor, or its shape and dtype."""
@@ -35,9 +35,16 @@ class Executor(abc.ABC):
 
     @abc.abstractmethod
     def run(
-        self, execute: Callable[..., Sequence[Array]], shards: Sequence[Any], like: Sequence[Any]
+        self,
+        execute: Callable[..., Sequence[Array]],
+        shards: Sequence[Any],
+        like: Sequence[Any],
+        product: ProductDims | None = None,
     ) -> Sequence[Shard]:
-        """Return `execute(*shards)`, arrays of the shapes and dtypes of `like`."""
+        """Return `execute(*shards)`, arrays of the shapes and dtypes of `like`.
+
+        `product` has the dims of a product, if it is one.
+        """
 
     @abc.abstractmethod
     def scan(
@@ -70,7 +77,11 @@ class EmitOperations(Executor):
     """Applies operations to arrays, inside `jax.shard_map`."""
 
     def run(
-        self, execute: Callable[..., Sequence[Array]], shards: Sequence[Any], like: Sequence[Any]
+        self,
+        execute: Callable[..., Sequence[Array]],
+        shards: Sequence[Any],
+        like: Sequence[Any],
+        product: ProductDims | None = None,
     ) -> Sequence[Shard]:
         """Return `execute(*shards)`."""
         arrays = execute(*shards)
@@ -123,18 +134,19 @@ class FollowShapes(Executor):
 
     def __init__(self) -> None:
         self.traffic, self.flops, self._trips = 0, 0, 1
-        self._eqn: Any = None
 
     def run(
-        self, execute: Callable[..., Sequence[Array]], shards: Sequence[Any], like: Sequence[Any]
+        self,
+        execute: Callable[..., Sequence[Array]],
+        shards: Sequence[Any],
+        like: Sequence[Any],
+        product: ProductDims | None = None,
     ) -> Sequence[Shard]:
         """Return `like`."""
         for one in (*shards, *like):
             self.traffic += self._trips * one.size * one.dtype.itemsize
-        # Before its product an equation may reshard operands, which gives one shard for each.
-        if len(shards) == 2 and len(like) == 1 and self._eqn is not None:
-            dims = product_dims(self._eqn, [one.shape for one in shards], like[0].shape)
-            self.flops += self._trips * 2 * math.prod(dims) if dims else 0
+        if product is not None:
+            self.flops += self._trips * 2 * math.prod(product)
         return like
 
     def scan(
@@ -167,5 +179,4 @@ class FollowShapes(Executor):
 
     def context(self, eqn: Any) -> contextlib.AbstractContextManager[None]:
         """Return no context: nothing is traced."""
-        self._eqn = eqn
         return contextlib.nullcontext()

@@ -23,6 +23,7 @@ from jaxtyping import Array
 
 from plurax.collective import Collective
 from plurax.jaxpr.barrier import order_after
+from plurax.jaxpr.product_dims import ProductDims
 from plurax.partition.executors import EmitOperations, Executor, FollowShapes
 from plurax.partition.rule_context import RuleContext
 from plurax.partition.values import (
@@ -89,9 +90,10 @@ class Resharder:
         execute: Callable[..., Sequence[Array]],
         arrays: Sequence[Any],
         specs: Sequence[ShardedValue],
+        product: ProductDims | None = None,
     ) -> list[ShardedValue]:
         """Apply operations to shards; `specs` are the results, with shapes in place of arrays."""
-        out = self._executor.run(execute, arrays, [spec.array for spec in specs])
+        out = self._executor.run(execute, arrays, [spec.array for spec in specs], product)
         return [
             dataclasses.replace(spec, array=array) for spec, array in zip(specs, out, strict=True)
         ]
@@ -103,7 +105,8 @@ class Resharder:
             return [decision.defer(values)]
         for axes, like in decision.all_reduces:
             self.record_all_reduce(axes, like)
-        return [*self.run(decision.execute, [v.array for v in values], decision.outputs)]
+        shards = [value.array for value in values]
+        return [*self.run(decision.execute, shards, decision.outputs, decision.product)]
 
     def _operand(self, operand: Operand) -> ShardedValue:
         for sharding in operand.path:

@@ -24,6 +24,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
+from plurax.jaxpr.product_dims import ProductDims
 from plurax.sharding.spec import TensorSharding
 
 
@@ -223,6 +224,7 @@ class Decision:
     - `without_rule`: whether the operands are gathered only because the operation has no rule.
     - `defer`: if the result is deferred, a function that returns it from the resharded operands;
       then there are no `outputs`, and `execute` is not called.
+    - `product`: the dims of a matrix product or convolution on one device, if it is one.
     """
 
     operands: tuple[Operand, ...]
@@ -231,3 +233,4 @@ class Decision:
     all_reduces: tuple[tuple[tuple[str, ...], Any], ...] = ()
     without_rule: bool = False
     defer: Callable[[Sequence[ShardedValue]], DeferredValue] | None = None
+    product: ProductDims | None = None

@@ -24,7 +24,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from plurax.jaxpr.compat import ELEMENTWISE
-from plurax.jaxpr.product_dims import product_dims
 from plurax.partition.operators import RULES
 from plurax.partition.rule_context import RuleContext
 from plurax.partition.values import Decision, DeferredValue, ValueVersions
@@ -249,7 +248,7 @@ def _strategy(
         taken,
         tuple(one.sharding for one in decision.outputs),
         all_reduces,
-        product_dims(eqn, shapes, decision.outputs[0].array.shape),
+        decision.product,
         str(operands[0].dtype),
         float(_traffic(eqn.primitive.name, read, written)),
     )

@@ -25,6 +25,7 @@ from typing import Any
 from jaxtyping import Array
 
 from plurax.jaxpr.interpret import bind
+from plurax.jaxpr.product_dims import PRODUCTS, product_dims
 from plurax.partition.rule_context import RuleContext
 from plurax.partition.values import (
     Decision,
@@ -78,7 +79,12 @@ def decided(
     def execute(*shards: Array) -> list[Array]:
         return bind(eqn, shards, **changed)
 
-    return Decision(tuple(operands), outputs, execute)
+    product = None
+    if eqn.primitive.name in PRODUCTS:
+        sizes = context.axes.sizes
+        shapes = [one.sharding.shard_shape(one.versions.shape, sizes) for one in operands]
+        product = product_dims(eqn, shapes, outputs[0].array.shape)
+    return Decision(tuple(operands), outputs, execute, product=product)
 
 
 def by_default(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
