@@ -529,7 +529,7 @@ def test_a_found_plan_runs_beside_its_estimate_and_its_machine_learns(
     machine = px.Machine("slow", {"float32": 1e8}, 1e9, 1e12, [level], overhead=1e-6)
     machine.save("slow.toml")
     on = ("--machine", "slow.toml")
-    search = ("--search", "--seconds", "1e-9", "--save", "found.toml")
+    search = ("--search", "--seconds", "0", "--save", "found.toml")
     code, out, _ = run(capsys, "plan", "small.py", *search, *on, "--plan.tensor", 1)
     assert code == 0
     assert out.splitlines()[2].startswith("1  "), "one is estimated, however little time there is"

@@ -273,7 +273,7 @@ def _search(
     machine = machine_named(options.machine, options.nodes)
     _, batch = _source(made, options)
     spent = time.perf_counter() - started
-    seconds = options.seconds or max(_COMMAND_SECONDS - spent, _LEAST_SECONDS)
+    left = max(_COMMAND_SECONDS - spent, _LEAST_SECONDS)
     with Console(stderr=True).status("searching"):
         found = search(
             made.task,
@@ -283,7 +283,7 @@ def _search(
             pinned=plan if options.plan_file else _given(plan, arguments),
             memory=_bytes_of(options.memory),
             solver=options.solver,
-            seconds=seconds,
+            seconds=left if options.seconds is None else options.seconds,
         )
     print(found)
     if options.save is not None:
