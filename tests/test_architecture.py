@@ -30,7 +30,7 @@ FLOORS = [
     ["collective", "mesh", "hlo", "jaxpr"],
     ["sharding", "partition", "pipeline"],
     ["execute"],
-    ["adapters", "analysis", "ensemble"],
+    ["adapters", "analysis", "ensemble", "server"],
     ["train", "planner", "sweeps"],
     ["experiment", "report", "cli"],
 ]

@@ -1,0 +1,1 @@
+"""Parameter servers: workers compute gradients, servers hold and update parameters."""
