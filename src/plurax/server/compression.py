@@ -52,7 +52,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32, Int8, Int32, Shaped, UInt16
+from jaxtyping import Array, Float, Float32, Int8, Int32, Shaped, UInt16
 
 from plurax.tree import byte_count, sum_dtype
 
@@ -98,15 +98,11 @@ def wire_bytes(parts: Parts) -> int:
     return byte_count(parts)
 
 
-def _encode_bfloat16(vector: Vector, residual: None = None) -> tuple[Parts, None]:
-    return _cast(vector), residual
-
-
 @jax.jit
-def _cast(vector: Vector) -> tuple[UInt16[Array, "n"]]:
+def _encode_bfloat16(vector: Vector, residual: None) -> tuple[Parts, None]:
     if vector.dtype.itemsize > 2:  # float16 is as small, and has more digits
         vector = vector.astype(jnp.float32).astype(jnp.bfloat16)
-    return (lax.bitcast_convert_type(vector, jnp.uint16),)
+    return (lax.bitcast_convert_type(vector, jnp.uint16),), residual
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -189,8 +185,8 @@ def _add(vector: Vector, residual: Vector) -> Vector:
 @jax.jit
 def _left(total: Vector, decoded: Vector, residual: Vector) -> Vector:
     """Return the next residual; where the server rejects the vector, the one before."""
-    finite: Bool[Array, ""] = jnp.isfinite(decoded).all()
-    return jnp.where(finite, total - decoded.astype(total.dtype), residual)
+    left = total - decoded.astype(total.dtype)
+    return jnp.where(jnp.isfinite(decoded).all(), left, residual)
 
 
 CODECS: dict[Compression, Codec] = {
