@@ -100,9 +100,7 @@ def test_killed_between_saves(tmp_path, kind, moment):
     ("kind", "when"),
     [
         ("data", ["event:101"]),
-        # What a save does, it does whatever the state; members that resume, bit for bit, are in
-        # tests/unit/test_population.py.
-        pytest.param("members", ["event:131"], marks=pytest.mark.slow),
+        ("members", ["event:131"]),
         pytest.param("data", ["event:1", "event:101"], marks=pytest.mark.slow),
     ],
 )

@@ -114,8 +114,7 @@ def test_zero_is_found_where_it_saves_more_than_its_messages_cost(width):
     assert (best.best.zero > 0) == (seconds[1] < seconds[0])
 
 
-@pytest.mark.parametrize("zero", [2, 3])
-def test_the_zero_stage_is_found_that_the_memory_needs(zero):
+def test_the_zero_stage_is_found_that_the_memory_needs():
     """ZeRO 2 has shards of the gradients' sums over microbatches, ZeRO 3 of the parameters too."""
     task, batch = block_task(12), TEXT
     pinned = {"data": 4, "tensor": 1, "pipeline": 1, "microbatches": 2, "remat": "full"}
@@ -123,9 +122,10 @@ def test_the_zero_stage_is_found_that_the_memory_needs(zero):
         px.estimate(task, optax.adam(1e-3), Plan(**pinned, zero=n), batch, A100).peak
         for n in range(4)
     ]
-    assert min(peaks[:zero]) > peaks[zero]
-    limit = (min(peaks[:zero]) + peaks[zero]) / 2
-    assert found(task, batch, pinned=pinned, memory=limit).best.zero == zero
+    for zero in (2, 3):
+        assert min(peaks[:zero]) > peaks[zero]
+        limit = (min(peaks[:zero]) + peaks[zero]) / 2
+        assert found(task, batch, pinned=pinned, memory=limit).best.zero == zero
 
 
 def test_rematerialization_is_found_where_only_it_fits():

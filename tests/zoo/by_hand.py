@@ -59,17 +59,14 @@ def optimizer():
     )
 
 
-def train(model, sizes, seed=0, microbatches=1):
-    """`(state, metrics of each step)` after one step on a batch of each size.
+def trainer(model, microbatches=1):
+    """A function `(sizes, seed) -> (state, metrics of each step)`: a step on a batch of each size.
 
     `microbatches` counts for a coupled model alone, whose examples see each other in microbatches:
     number `m` holds the examples `m, m + microbatches, ...`.
     """
-    init_key, run_key = jax.random.split(jax.random.key(seed))
-    made = jax.jit(model.init)(init_key)
-    params, model_state = made if model.stateful else (made, ())
     rule = optimizer()
-    opt_state = jax.jit(rule.init)(params)
+    model_init, rule_init = jax.jit(model.init), jax.jit(rule.init)
 
     def part(params, model_state, batch, keys):
         """Weighted sums over some examples, `(loss, (metrics, weight, model_state))`."""
@@ -95,7 +92,7 @@ def train(model, sizes, seed=0, microbatches=1):
         return loss / weight, (metrics, weight, model_state)
 
     @jax.jit
-    def step(number, params, opt_state, model_state, batch):
+    def step(run_key, number, params, opt_state, model_state, batch):
         size = jax.tree.leaves(batch)[0].shape[0]
         key = jax.random.fold_in(run_key, number)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(size))
@@ -108,12 +105,18 @@ def train(model, sizes, seed=0, microbatches=1):
         row = {"loss": loss, "grad_norm": jnp.sqrt(sum(squares)), "weight": weight, **metrics}
         return params, opt_state, model_state, row
 
-    rows = []
-    for number, batch in enumerate(model.batches(sizes)):
-        params, opt_state, model_state, row = step(number, params, opt_state, model_state, batch)
-        size = jax.tree.leaves(batch)[0].shape[0]
-        rows.append({**jax.device_get(row), "examples": size, "skipped": 0})
-    return jax.device_get((params, opt_state, model_state)), rows
+    def train(sizes, seed):
+        init_key, run_key = jax.random.split(jax.random.key(seed))
+        made = model_init(init_key)
+        params, model_state = made if model.stateful else (made, ())
+        state, rows = (params, rule_init(params), model_state), []
+        for number, batch in enumerate(model.batches(sizes)):
+            *state, row = step(run_key, number, *state, batch)
+            size = jax.tree.leaves(batch)[0].shape[0]
+            rows.append({**jax.device_get(row), "examples": size, "skipped": 0})
+        return jax.device_get(tuple(state)), rows
+
+    return train
 
 
 def matrix(key, *shape, scale=0.5):

@@ -1,7 +1,7 @@
 """Networks of many kinds under every plan, against a training step written by hand.
 
 A new model is one line of `MODELS`, a new plan one of `plans.PLANS`. A default run takes each model
-and each plan with a model or two (`plans.DEFAULT`), `make test-all` all pairs.
+and each plan with two models (`plans.DEFAULT`), `make test-all` all pairs.
 """
 
 import functools
@@ -52,9 +52,14 @@ def task(model):
 
 
 @functools.cache
+def trainer(name, microbatches):
+    return by_hand.trainer(MODELS[name], microbatches)
+
+
+@functools.cache
 def wanted(name, seed, microbatches):
     with jax.enable_x64(True):
-        return by_hand.train(MODELS[name], SIZES, seed, microbatches)
+        return trainer(name, microbatches)(SIZES, seed)
 
 
 def trained(model, plan, members):
@@ -110,7 +115,8 @@ def test_as_by_hand(x64, name, planned):
             )
 
 
-def test_a_default_run_takes_every_network_and_every_plan():
+def test_a_default_run_takes_every_network_and_every_plan_with_two():
     default = plans.chosen()
     assert {model for model, _ in default} == set(MODELS)
-    assert {plan for _, plan in default} == set(plans.PLANS)
+    for plan in plans.PLANS:
+        assert sum(pair[1] == plan for pair in default) >= 2, plan
