@@ -39,7 +39,8 @@ class Worker:
     `WorkerFailedError` where the process has died.
 
     **Attributes:** `facts`; `processor_seconds`, for each side what the process and all its threads
-    used in each turn so far, per unit, processes it has started not counted.
+    used in each turn so far, per unit, processes it has started not counted; `answers`, for each
+    side all that it answered in each turn so far.
     """
 
     def __init__(self, python: str, module: str, settings: dict[str, Any]) -> None:
@@ -59,6 +60,7 @@ class Worker:
             raise WorkerSkippedError(hello["skipped"])
         self.facts: dict[str, Any] = hello["facts"]
         self.processor_seconds: dict[str, list[float]] = {}
+        self.answers: dict[str, list[dict[str, Any]]] = {}
 
     def run(self, side: str, units: int = 1) -> float:
         """Seconds that a side takes for this many units."""
@@ -67,6 +69,7 @@ class Worker:
         self._process.stdin.flush()
         answer = self._read()
         self.processor_seconds.setdefault(side, []).append(answer["processor_seconds"] / units)
+        self.answers.setdefault(side, []).append(answer)
         return answer["seconds"]
 
     def _read(self) -> dict[str, Any]:

@@ -12,11 +12,13 @@ from typing import Any
 
 _JAX = """
 import json, jax
-from importlib.metadata import version
+from importlib.metadata import distributions, version
+found = {one.metadata["Name"].lower() for one in distributions()}
+names = ("jax", "jaxlib", "optax", "numpy", "ray")
 print(json.dumps({
     "platform": jax.default_backend(),
     "devices": [device.device_kind for device in jax.devices()],
-    "versions": {name: version(name) for name in ("jax", "jaxlib", "optax", "numpy")},
+    "versions": {name: version(name) for name in names if name in found},
 }))
 """
 

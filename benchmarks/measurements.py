@@ -21,6 +21,7 @@ from benchmarks.members import members
 from benchmarks.pipelines import pipelines
 from benchmarks.planning import planning
 from benchmarks.run import Run
+from benchmarks.servers import servers
 
 STEP_TARGET = 1 / 1.02
 """As a speed: a step may take 1.02 times as long as the one by hand."""
@@ -200,6 +201,7 @@ MEASUREMENTS: dict[str, Callable[[Run], Iterator[Row]]] = {
     "pipelines": pipelines,
     "compile": compiling,
     "planning": planning,
+    "servers": servers,
 }
 
 

@@ -19,6 +19,7 @@ PEERS = {
     "Keras ModelParallel": "keras_divided",
     "PyTorch pipelining": "torch_pipelines",
     "meta-pytorch/autoparallel": "autoparallel_search",
+    "TensorFlow ParameterServerStrategy": "tensorflow_servers",
 }
 
 

@@ -301,6 +301,28 @@ class PlansCase:
     repeats: int
 
 
+@dataclasses.dataclass(frozen=True)
+class ServersCase:
+    """A network trained by two workers and two servers, and as many bytes sent with no training.
+
+    **Fields:** `packed`, steps in one call of TensorFlow's coordinator, of which its tutorial wants
+    several; `ways`, how TensorFlow may lay the matrices on its servers, the fastest of which is
+    measured; `updates` and `exchanges`, of both workers together in a turn of some seconds,
+    multiples of `packed` and of the workers. `servers`, `workers`, how many.
+    """
+
+    name: str
+    network: Mlp
+    batch: int
+    packed: int
+    updates: int
+    exchanges: int
+    repeats: int
+    ways: tuple[str, ...] = ("whole", "concatenated", "by shards")
+    servers: int = 2
+    workers: int = 2
+
+
 def plans_to_compare() -> tuple[dict[str, Any], ...]:
     """Forty plans for at most 8 devices: more and less work, on more and fewer of them."""
     plans: list[dict[str, Any]] = [{}, {"remat": "dots"}, {"remat": "full"}, {"microbatches": 4}]
@@ -343,6 +365,7 @@ class Sizes:
     published: tuple[PublishedCase, ...]
     blocks: tuple[BlockCase, ...]
     plans: tuple[PlansCase, ...]
+    servers: tuple[ServersCase, ...]
 
 
 _MLP = Mlp((8, 1800, 1800, 1800, 16))
@@ -507,6 +530,26 @@ FULL = Sizes(
             repeats=5,
         ),
     ),
+    servers=(
+        ServersCase(
+            "1M parameters",
+            Mlp((64, 688, 688, 688, 10)),
+            batch=32,
+            packed=10,
+            updates=400,
+            exchanges=400,
+            repeats=5,
+        ),
+        ServersCase(
+            "10M parameters",
+            Mlp((64, 2216, 2216, 2216, 10)),
+            batch=32,
+            packed=4,
+            updates=80,
+            exchanges=80,
+            repeats=5,
+        ),
+    ),
 )
 
 _TINY = Transformer(layers=2, width=32, heads=2, vocabulary=32, length=8)
@@ -624,4 +667,16 @@ QUICK = Sizes(
     ),
     blocks=(BlockCase("2 devices", 32, 2, 8, 4, mesh=(2,), nodes=1, repeats=1),),
     plans=(PlansCase("the transformer, tiny", _TINY, 8, ({}, {"data": 2}), {}, repeats=1),),
+    servers=(
+        ServersCase(
+            "tiny",
+            Mlp((8, 300, 300, 4)),
+            batch=8,
+            packed=2,
+            updates=8,
+            exchanges=8,
+            repeats=2,
+            ways=("by shards",),
+        ),
+    ),
 )

@@ -1,8 +1,10 @@
 """The benchmark harness works: one measurement in a tiny size, from the command to the file."""
 
 import json
+import statistics
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -106,6 +108,19 @@ def test_searches_and_estimates_stand_beside_what_is_published(tmp_path):
     assert given["reached"] is None  # stands beside what is published, nothing was wanted
     (skipped,) = [row for row in rows.values() if row["row"] == "skipped"]
     assert skipped["name"].endswith("meta-pytorch/autoparallel")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")
+def test_servers_are_measured_beside_the_store_that_carries_their_bytes(tmp_path):
+    rows = {row["name"]: row for row in quick("servers", tmp_path)}
+    assert "TensorFlow" in next(name for name, row in rows.items() if row["row"] == "skipped")
+    raw = rows["tiny, batch 8, Ray's object store used raw"]["facts"]
+    p50, p95, p99 = raw["exchange"]["latencies"]["exchange"]
+    assert 0 < p50 <= p95 <= p99
+    assert raw["parameters"] == 9 * 300 + 301 * 300 + 301 * 4
+    median = statistics.median(raw["exchange"]["seconds"])
+    assert raw["exchange"]["bytes_per_second"] == pytest.approx(8 * raw["parameters"] / median)
 
 
 @pytest.mark.slow

@@ -12,7 +12,11 @@ from typing import Any
 
 Settings = dict[str, Any]
 Side = Callable[[int], object]
-"""Does this many units of work (steps, epochs, passes) and returns when they are finished."""
+"""Does this many units of work (steps, epochs, passes) and returns when they are finished.
+
+A dict that it returns goes into the answer; its `seconds`, if any, replace those measured around
+it.
+"""
 
 
 class SkippedError(Exception):
@@ -44,6 +48,7 @@ def serve(build: Callable[[Settings], tuple[dict[str, Side], dict[str, Any]]]) -
     for line in sys.stdin:
         request = json.loads(line)
         start, used = time.perf_counter(), time.process_time()
-        sides[request["side"]](request["units"])
+        found = sides[request["side"]](request["units"])
         seconds, processor = time.perf_counter() - start, time.process_time() - used
-        answer({"seconds": seconds, "processor_seconds": processor})
+        told = found if isinstance(found, dict) else {}
+        answer({"seconds": seconds, "processor_seconds": processor} | told)
