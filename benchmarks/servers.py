@@ -27,7 +27,7 @@ BYTES = 2 * 4
 RATES = ("update", "exchange")
 """Sides of which units and bytes per second are shown."""
 PERCENTILES = (50, 95, 99)
-TRIALS = 3
+TRIALS = 2
 """Turns of each of TensorFlow's ways, before the fastest is measured."""
 
 

@@ -307,8 +307,9 @@ class ServersCase:
 
     **Fields:** `packed`, steps in one call of TensorFlow's coordinator, of which its tutorial wants
     several; `ways`, how TensorFlow may lay the matrices on its servers, the fastest of which is
-    measured; `updates` and `exchanges`, of both workers together in a turn of some seconds,
-    multiples of `packed` and of the workers. `servers`, `workers`, how many.
+    measured; `updates` and `exchanges`, of all workers together in a turn of some seconds, many
+    times `packed` times the workers: at the end of a turn a worker idles during a call. `servers`,
+    `workers`, how many.
     """
 
     name: str
@@ -544,9 +545,9 @@ FULL = Sizes(
             "10M parameters",
             Mlp((64, 2216, 2216, 2216, 10)),
             batch=32,
-            packed=4,
-            updates=80,
-            exchanges=80,
+            packed=2,
+            updates=64,
+            exchanges=64,
             repeats=5,
         ),
     ),
