@@ -8,6 +8,7 @@ without a limit a step of which every device computes all would send nothing. A 
 
 import dataclasses
 import functools
+import math
 import runpy
 import warnings
 from pathlib import Path
@@ -194,51 +195,64 @@ SCALARS = 64
 """Bytes of the sums of losses, weights and metrics, and of the gradient's norm."""
 
 
-def marks(name, reason=None):
-    return [
-        *([] if name in DEFAULT else [pytest.mark.slow]),
-        *([pytest.mark.xfail(reason=reason, strict=True)] if reason else []),
-    ]
+def marks(name):
+    return [] if name in DEFAULT else [pytest.mark.slow]
 
 
 COUPLED = "what examples of different devices send each other is not in the graph of one device"
-SENDS_MORE = {
-    ("batch norm", "data=2, tensor=2"): f"5,616 bytes, predicted 5,376: {COUPLED}",
-    ("experts", "data=2, tensor=2"): f"4,816 bytes, predicted 4,520, by an expert 4,656: {COUPLED}",
-    ("contrastive", "data=2, tensor=2"): f"2,284 bytes, predicted 1,000: {COUPLED}",
-    ("branch", "data=2, tensor=2"): "1,336 bytes, by an expert 1,328: a branch is not split",
-    ("pinn", "tensor=2"): "1,072 bytes, 792 where rows are split over `data`",
-    ("pinn", "tensor=4"): "1,608 bytes, 1,188 where rows are split over `data`",
+GAPS = {
+    ("batch norm", "data=2, tensor=2"): (5_616, f"predicted 5,376: {COUPLED}"),
+    ("experts", "data=2, tensor=2"): (4_816, f"predicted 4,520, by an expert 4,656: {COUPLED}"),
+    ("contrastive", "data=2, tensor=2"): (2_284, f"predicted 1,000, by an expert 1,868: {COUPLED}"),
+    ("branch", "data=2, tensor=2"): (1_336, "by an expert 1,328: a branch is not split"),
+    ("pinn", "tensor=2"): (1_080, "792 where rows are split over `data`"),
+    ("pinn", "tensor=4"): (1_608, "1,188 where rows are split over `data`"),
 }
-"""Where more is sent than predicted, or by an expert, and why."""
+"""Where more is sent than predicted, or by an expert: the most bytes, and why they are more."""
 
-SENDS_LESS = tuple(("equilibrium", mesh) for mesh in MESHES)
+SENDS_LESS = (*(("equilibrium", mesh) for mesh in MESHES), ("branch", "data=2, tensor=2"))
 """Where less is sent than predicted: the graph has branches, and loops of unknown length, with
 replicated operands alone."""
 
 
+def compared(network, mesh):
+    """Rows `(expert, predicted, found, least)`: bytes of the plan found, and those of an expert.
+
+    The first has no expert. Where one sends less, devices may do as much work as the expert's from
+    there on.
+    """
+    predicted, found = searched(network, mesh)
+    rows = [("none", predicted, found, math.inf)]
+    for expert, plan in experts(network, mesh).items():
+        if (amount := sent(network, plan)) is None:
+            continue
+        least, work = amount
+        if min(predicted, found) > least:
+            predicted, found = searched(network, mesh, work)
+        rows.append((expert, predicted, found, least))
+    return rows
+
+
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [
-        pytest.param(name, mesh, marks=marks(name, SENDS_MORE.get((name, mesh))))
-        for name in NETWORKS
-        for mesh in MESHES
-    ],
+    [pytest.param(name, mesh, marks=marks(name)) for name in NETWORKS for mesh in MESHES],
 )
 def test_the_plan_found_sends_no_more_than_those_of_experts(name, mesh):
-    network, less = NETWORKS[name](), (name, mesh) in SENDS_LESS
+    network = NETWORKS[name]()
     with jax.enable_x64(network.double):
-        predicted, found = searched(network, MESHES[mesh])
-        assert found <= predicted + SCALARS
-        assert less == (found < predicted - 1)
-        for expert, plan in experts(network, MESHES[mesh]).items():
-            if (amount := sent(network, plan)) is None:
-                continue
-            least, work = amount
-            if min(predicted, found) > least:
-                predicted, found = searched(network, MESHES[mesh], work)
-                assert found <= predicted + SCALARS
-            assert min(predicted, found) <= least, expert
+        rows = compared(network, MESHES[mesh])
+    _, predicted, found, _ = rows[0]
+    assert ((name, mesh) in SENDS_LESS) == (found < predicted - 1)
+    more = [
+        (expert, predicted, found, least)
+        for expert, predicted, found, least in rows
+        if found > predicted + SCALARS or min(predicted, found) > least
+    ]
+    if (name, mesh) not in GAPS:
+        assert not more
+        return
+    assert more, "the gap is mended: its line has to go"
+    assert max(found for _, _, found, _ in more) <= GAPS[name, mesh][0]
 
 
 MERGED = ("contrastive",)
