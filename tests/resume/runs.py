@@ -56,7 +56,7 @@ KINDS = {
     },
     "members": lambda: {
         "optimizer": lambda hyper: optax.adamw(hyper["rate"]),
-        "plan": px.Plan(chunk=3, batch_dim="major"),
+        "plan": px.Plan(chunk=2, batch_dim="major"),
         "members": px.Members(
             3, {"rate": px.ensemble.log_uniform(1e-3, 1e-1)}, px.ensemble.bootstrap()
         ),
