@@ -3,8 +3,8 @@
 `settings["workers"]` and `settings["servers"]` are actors on this machine. In an exchange a worker
 puts a float32 array for each server into the store; the server reads it there, adds it to its own,
 and answers with its own, which Ray puts into the store; the worker gets a view of it. Nothing is
-computed, checked or copied besides. References in lists were tried too, and several exchanges of a
-worker in flight: the first are slower for 1M parameters, neither is faster.
+computed, checked or copied besides. A worker has one exchange in flight. Tried too: references in
+lists, slower for 1M parameters; two and three in flight, up to a tenth faster for 10M.
 
 One side, `exchange`, in which each worker does its share of the units.
 """
