@@ -39,7 +39,8 @@ PUBLIC = {
     "plurax": """
         BatchError CheckpointError Checkpoints DamagedCheckpointWarning Experiment
         ExperimentError Fit Machine MachineError MaskWarning Members MembersError
-        MissingPackageError NonFiniteWarning Plan PlanError PluraxError Program ShardingWarning Task
+        MissingPackageError NonFiniteWarning Plan PlanError PluraxError Program Servers
+        ShardingWarning Task
         TaskError compile estimate fastest_batch_size fit max_batch_size name per_example search
         shard stack stage_boundary sweep verify virtual_devices adapters analysis ensemble pipeline
         sharding train""",

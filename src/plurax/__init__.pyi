@@ -27,6 +27,7 @@ from plurax.members import Members as Members
 from plurax.mesh import virtual_devices as virtual_devices
 from plurax.plan import Plan as Plan
 from plurax.planner.search import search as search
+from plurax.server.servers import Servers as Servers
 from plurax.sharding.annotations import name as name
 from plurax.sharding.annotations import shard as shard
 from plurax.sharding.annotations import stage_boundary as stage_boundary

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import os
-import re
 import sys
 import time
 import zipfile
@@ -26,6 +25,7 @@ from plurax.analysis.measured import Measured
 from plurax.analysis.plan_ahead import trace_plan
 from plurax.analysis.verify import verify
 from plurax.cli.arguments import (
+    bytes_of,
     experiment_args,
     experiment_dataclass,
     shrink_data_axis,
@@ -42,6 +42,7 @@ from plurax.cli.options import (
     Show,
     Train,
     Verify,
+    chosen_servers,
     fit_options,
     train_class,
 )
@@ -142,7 +143,11 @@ def _train(arguments: list[str]) -> int:
     console.print(plan.explain(options.batch_size), markup=False)
     chosen = {name: getattr(options, name) for name in fit_options()}
     machine = described_machine(options.machine, options.nodes) or made.machine
-    result = fit(**{**vars(made), **chosen, "plan": plan, "members": members, "machine": machine})
+    servers = chosen_servers(options.servers, made.servers)
+    result = fit(**{**vars(made), **chosen, "plan": plan, "members": members, "machine": machine,
+                    "servers": servers})  # fmt: skip
+    if result.staleness is not None:
+        console.print(str(result.staleness), markup=False)
     written = ["metrics.jsonl", "tensorboard/", "checkpoints/", "plan.toml"]
     written += ["machine.toml"] if result.estimate else []
     rows = list(read_rows(options.output / "metrics.jsonl"))
@@ -281,7 +286,7 @@ def _search(
             batch,
             machine,
             pinned=plan if options.plan_file else _given(plan, arguments),
-            memory=_bytes_of(options.memory),
+            memory=bytes_of(options.memory),
             solver=options.solver,
             seconds=left if options.seconds is None else options.seconds,
         )
@@ -309,16 +314,6 @@ def _given(plan: Plan, arguments: Sequence[str]) -> dict[str, Any]:
     fields = [field.name for field in dataclasses.fields(Plan)]
     kept = [name for name in fields if name in named or name == "precision"]
     return {name: getattr(plan, name) for name in kept}
-
-
-def _bytes_of(text: str | None) -> float | None:
-    """Return a number of bytes, such as `40GB`; None for None."""
-    if text is None:
-        return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?) *([kMGT]?)B?", text)
-    if found is None:
-        raise errors.bytes_not_understood(text)
-    return float(found[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[found[2]]
 
 
 def _tuned(made: experiment.Experiment, options: Show, plan: Plan, path: Path) -> Plan:

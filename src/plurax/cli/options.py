@@ -5,7 +5,7 @@ import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
 
@@ -14,6 +14,7 @@ from plurax.members import Members
 from plurax.plan import Plan
 from plurax.planner.tensor import SolverName
 from plurax.resample import Everything, Resample, bootstrap, kfold
+from plurax.server.servers import Servers
 from plurax.train.fit import fit
 
 T = TypeVar("T")
@@ -75,6 +76,12 @@ class Common:
         return Plan.load(self.plan_file) if self.plan_file else self.plan
 
 
+def chosen_servers(options: Any, servers: Servers | None) -> Servers | None:
+    """Return the file's servers with the fields that the command line gives; None without both."""
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    return dataclasses.replace(servers or Servers(), **given) if given else servers
+
+
 MachineName = Annotated[
     str | None,
     tyro.conf.arg(
@@ -96,7 +103,7 @@ class Train(Common):
 
 
 NO_OPTIONS = frozenset(
-    ["task", "optimizer", "data", "evaluation", "plan", "members", "machine", "devices"]
+    ["task", "optimizer", "data", "evaluation", "plan", "members", "machine", "servers", "devices"]
 )
 """Arguments of `fit` that are values of Python, or that the options have in another form."""
 
@@ -117,6 +124,18 @@ def fit_options() -> dict[str, Any]:
     }
 
 
+def server_options() -> Any:
+    """Return the options that are fields of `Servers`, None where they are not given."""
+    texts = argument_texts(Servers)
+    fields: list[Any] = [
+        (name, Annotated[kind | None, tyro.conf.arg(help=texts[name])], None)
+        for name, kind in get_type_hints(Servers).items()
+    ]
+    made = dataclasses.make_dataclass("ServerOptions", fields, frozen=True)
+    made.__doc__ = "Workers that compute gradients, and servers that hold the parameters."
+    return made
+
+
 def argument_texts(function: Callable[..., Any]) -> dict[str, str]:
     """Return what a docstring says of each argument, in lines like "- `name`: text"."""
     items = re.findall(
@@ -128,9 +147,9 @@ def argument_texts(function: Callable[..., Any]) -> dict[str, str]:
 
 def train_class() -> type[Train]:
     """Return the options of `plurax train`, those that are arguments of `fit` included."""
-    made = dataclasses.make_dataclass(
-        "Train", fit_options().items(), bases=(Train,), frozen=True, kw_only=True
-    )
+    servers = server_options()
+    fields: list[Any] = [*fit_options().items(), ("servers", servers, servers())]
+    made = dataclasses.make_dataclass("Train", fields, bases=(Train,), frozen=True, kw_only=True)
     made.__doc__ = Train.__doc__
     return made
 

@@ -14,6 +14,7 @@ from plurax.errors.plan_errors import *  # noqa: F403
 from plurax.errors.prediction_errors import *  # noqa: F403
 from plurax.errors.schedule_errors import *  # noqa: F403
 from plurax.errors.search_errors import *  # noqa: F403
+from plurax.errors.server_errors import *  # noqa: F403
 from plurax.errors.sharding_errors import *  # noqa: F403
 from plurax.errors.sweep_errors import *  # noqa: F403
 from plurax.errors.task_errors import *  # noqa: F403

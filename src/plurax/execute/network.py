@@ -68,12 +68,17 @@ class Network(StepFunctions):
         step = self.backend.step(split=self._split)
         return self._on_devices(step, "sr." if self._split else "s..", "s.")
 
-    def gradients(self, state: TrainState, rows: PyTree, count: Any) -> Gradients:
-        """Return the sums over `rows`, leaves `(N, ...)`, of which `count` are real."""
+    def gradients(
+        self, state: TrainState, rows: PyTree, count: Any, first: Any = None
+    ) -> Gradients:
+        """Return the sums over `rows`, leaves `(N, ...)`, of which `count` are real.
+
+        `first` is the index of the first in the step's batch, where others compute the rest of it.
+        """
         fun = self.backend.gradients(split=self._split)
-        sums: Gradients = self._on_devices(fun, "sr." if self._split else "s..", "g")(
-            state, rows, count
-        )
+        part = (count,) if first is None else (count, first)
+        takes = ("sr" if self._split else "s.") + "." * len(part)
+        sums: Gradients = self._on_devices(fun, takes, "g")(state, rows, *part)
         return sums
 
     def apply(self, state: TrainState, sums: Gradients) -> tuple[TrainState, Metrics]:

@@ -235,15 +235,17 @@ class Program:
         program = self if self._pads else self._for_size(self._placement.check(batch))
         return program._step(state, program._placement.fill(batch))
 
-    def gradients(self, state: TrainState, batch: PyTree) -> Gradients:
+    def gradients(self, state: TrainState, batch: PyTree, *, first: int | None = None) -> Gradients:
         """Return the first half of `step`: the sums over a batch, reduced over devices.
 
         The state is not donated. The mean gradient is `grads / weight`; under ZeRO it is sharded,
-        and in a pipeline packed into the buffers of the stages.
+        and in a pipeline packed into the buffers of the stages. Of one network `batch` may be a
+        part of a step's batch, `first` the index of its first example: sums of parts add up.
         """
         program = self if self._pads else self._for_size(self._placement.check(batch))
         gradients, _ = program._halves
-        arguments = (*self._functions.arguments, *program._placement.fill(batch))
+        part = () if first is None else (np.int32(first),)
+        arguments = (*self._functions.arguments, *program._placement.fill(batch), *part)
         sums: Gradients = gradients(self.from_canonical(state), *arguments)
         return sums
 
@@ -502,9 +504,8 @@ class Program:
 
     def choice_text(self) -> str:
         """Return a sentence that names the chosen `chunk` and `batch_dim`, and the method."""
-        chosen = f"chunk={self.plan.chunk}, batch_dim={self.plan.batch_dim}"
         how = "from the shapes and the device (plurax.ensemble.tune measures instead)"
-        return f"{chosen}: chosen {how}"
+        return f"chunk={self.plan.chunk}, batch_dim={self.plan.batch_dim}: chosen {how}"
 
     def measure(self, plan: Plan, arrays: PyTree) -> tuple[Plan, list[Candidate]]:
         """Measure a plan's open choices by timing the loop over `arrays`, or if None the step.

@@ -30,6 +30,17 @@ class Rows(NamedTuple):
     mask: Bool[Array, "N"]
 
 
+class StepKey(NamedTuple):
+    """The random key of a step, and which examples of the step's batch are here.
+
+    **Fields:** `key`; `first`, the index of the first of these examples in the step's batch, where
+    others compute the rest of it, or None.
+    """
+
+    key: Key[Array, ""]
+    first: Int[Array, ""] | None = None
+
+
 def abstract_rows(batch: PyTree) -> Rows:
     """Return rows as `jax.ShapeDtypeStruct`s, for a batch of such with leaves `(N, ...)`."""
     size = jax.tree.leaves(batch)[0].shape[0]
@@ -40,7 +51,10 @@ def abstract_rows(batch: PyTree) -> Rows:
 
 
 def index_rows(
-    batch: PyTree, key: Key[Array, ""], count: Int[Array, ""], first: Int[Array, ""] | int = 0
+    batch: PyTree,
+    key: Key[Array, ""] | StepKey,
+    count: Int[Array, ""],
+    first: Int[Array, ""] | int = 0,
 ) -> Rows:
     """Give each row its key and mask; `first` is the index of the first row in the whole batch.
 
@@ -48,13 +62,13 @@ def index_rows(
     """
     size = jax.tree.leaves(batch)[0].shape[0]
     numbers = first + jnp.arange(size, dtype=jnp.int32)
-    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers % count)
+    key, before = key if isinstance(key, StepKey) else (key, None)
+    examples = numbers % count if before is None else before + numbers % count
+    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, examples)
     return Rows(batch, keys, numbers < count)
 
 
-def index_device_rows(
-    batch: PyTree, key: Key[Array, ""], count: Int[Array, ""], devices: int
-) -> Rows:
+def index_device_rows(batch: PyTree, key: StepKey, count: Int[Array, ""], devices: int) -> Rows:
     """Call `index_rows` for one device's rows, inside `shard_map` over `data`."""
     size = jax.tree.leaves(batch)[0].shape[0]
     first = jax.lax.axis_index("data") * size if devices > 1 else 0

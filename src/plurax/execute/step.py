@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from plurax import errors
+from plurax.execute.rows import StepKey
 from plurax.execute.totals import BatchTotals
 from plurax.state import TrainState
 
@@ -87,11 +88,20 @@ def gradient_specs(scalar: PartitionSpec, grads: PyTree, model_state: PyTree) ->
     return Gradients(**{**specs, "grads": grads, "model_state": model_state})
 
 
-def make_gradients(total: BatchTotals) -> Callable[[TrainState, PyTree, Array], Gradients]:
-    """Return `(state, batch, count) -> gradients`; the first `count` rows of `batch` are real."""
+def make_gradients(total: BatchTotals) -> Callable[..., Gradients]:
+    """Return `(state, batch, count, first=None) -> gradients`.
 
-    def gradients(state: TrainState, batch: PyTree, count: Int[Array, ""]) -> Gradients:
-        key = jax.random.fold_in(state.key, state.step)
+    The first `count` rows of `batch` are real. `first` is the index of the first of them in the
+    step's batch, where others compute the rest of it.
+    """
+
+    def gradients(
+        state: TrainState,
+        batch: PyTree,
+        count: Int[Array, ""],
+        first: Int[Array, ""] | None = None,
+    ) -> Gradients:
+        key = StepKey(jax.random.fold_in(state.key, state.step), first)
         totals, model_state = total(state.params, state.model_state, batch, key, count)
         return Gradients(*totals, model_state=model_state, examples=count)
 

@@ -21,16 +21,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int, Key, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from plurax.execute.accumulate import accumulate
 from plurax.execute.gradient import Totals
-from plurax.execute.rows import Rows, index_device_rows, index_rows
+from plurax.execute.rows import Rows, StepKey, index_device_rows, index_rows
 
 Gradient = Callable[[PyTree, PyTree, Rows], tuple[Totals, PyTree]]
-BatchTotals = Callable[
-    [PyTree, PyTree, PyTree, Key[Array, ""], Int[Array, ""]], tuple[Totals, PyTree]
-]
+BatchTotals = Callable[[PyTree, PyTree, PyTree, StepKey, Int[Array, ""]], tuple[Totals, PyTree]]
 
 
 def over_data(axis_size: int) -> Callable[[Totals], Totals]:
@@ -100,7 +98,7 @@ def _in_microbatches(
         params: PyTree,
         model_state: PyTree,
         batch: PyTree,
-        key: Key[Array, ""],
+        key: StepKey,
         count: Int[Array, ""],
     ) -> tuple[Totals, PyTree]:
         rows = jax.tree.map(split, index_device_rows(batch, key, count, axis_size))
@@ -126,7 +124,7 @@ def uneven_totals(
         params: PyTree,
         model_state: PyTree,
         batch: PyTree,
-        key: Key[Array, ""],
+        key: StepKey,
         count: Int[Array, ""],
     ) -> tuple[Totals, PyTree]:
         rows = index_rows(batch, key, count)

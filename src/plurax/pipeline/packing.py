@@ -69,7 +69,7 @@ class Packing:
             # Not cast to the leaf's dtype: a buffer of gradient sums is float32 for bfloat16 too.
             array = flat.reshape(shape)
             if _is_key(leaf):
-                array = jax.random.wrap_key_data(array, impl=_impl(leaf))
+                array = jax.random.wrap_key_data(array, impl=key_impl(leaf))
             found.append(array)
         return found
 
@@ -96,7 +96,7 @@ class Packing:
             size = (1, math.prod(shape))
             array = lax.dynamic_slice(buffers[name], (row, jnp.int32(offset)), size).reshape(shape)
             if _is_key(leaf):
-                array = jax.random.wrap_key_data(array, impl=_impl(leaf))
+                array = jax.random.wrap_key_data(array, impl=key_impl(leaf))
             found.append(array)
         return found
 
@@ -141,7 +141,7 @@ def _data(array: Array) -> Array:
     return jax.random.key_data(array) if _is_key(array) else array
 
 
-def _impl(leaf: Any) -> Any:
+def key_impl(leaf: Any) -> Any:
     """Return the random number generator of a key's dtype, as `jax.random.key_impl` does."""
     found: list[Any] = []
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf)

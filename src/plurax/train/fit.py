@@ -5,7 +5,7 @@ import dataclasses
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,15 @@ from plurax.machine import Machine
 from plurax.members import Members
 from plurax.notebook import html_table
 from plurax.plan import Plan
+from plurax.server.account import Account
+from plurax.server.coordinator import Coordinator
+from plurax.server.servers import Servers
 from plurax.state import TrainState
 from plurax.task import Task
 from plurax.train.checkpoint import Checkpoints
 from plurax.train.data import Data, as_data
 from plurax.train.epoch_metrics import EpochMetrics, MembersMetrics, NetworkMetrics
-from plurax.train.iterate import train_iter
+from plurax.train.iterate import StepOutput, train_iter
 from plurax.train.log import MetricsLog, Row
 from plurax.train.measurements import Measurements, estimate_run
 from plurax.train.progress import TrainingProgress
@@ -44,6 +47,7 @@ from plurax.train.restore import (
     with_resampling,
 )
 from plurax.train.run_folder import check_same_run, epoch_length, move_run_aside, save_settings
+from plurax.train.serve import check_servers, open_servers, serve_iter
 from plurax.validate import check_seed, local_path, whole_number
 
 SHOWN_ROWS = 10
@@ -63,6 +67,8 @@ class Fit:
     - `interrupted`: the signal that ended training early (`"SIGINT"`, `"SIGTERM"`), or None.
     - `estimate`: of a step on the `machine` that was given, or None.
     - `measured`: what a step took, held and sent beside it, or None.
+    - `staleness`: with parameter servers how old gradients were, and all that servers and workers
+      did; or None.
     """
 
     state: TrainState
@@ -71,6 +77,7 @@ class Fit:
     interrupted: str | None = None
     estimate: Estimate | None = None
     measured: Measured | None = None
+    staleness: Account | None = None
 
     def __repr__(self) -> str:
         last = self.history[-1] if self.history else {}
@@ -110,6 +117,7 @@ def fit(
     resident: bool | None = None,
     progress: bool = True,
     machine: Machine | None = None,
+    servers: Servers | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> Fit:
     """Train a task on data.
@@ -142,7 +150,9 @@ def fit(
       Members whose data are not resident all see the same batches, in the order of `seed`.
     - `progress`: show a bar, or lines where the output is not a terminal.
     - `machine`: estimate a step on this machine before the first one, and show and log what was
-      predicted beside what is measured. Of a population nothing is predicted.
+      predicted beside what is measured. Of a population, and with servers, nothing is predicted.
+    - `servers`: workers that compute gradients, each under the plan, and servers that hold the
+      parameters, in place of one program that does both.
     - `devices`: the devices, default all that JAX sees.
 
     Ctrl-C and SIGTERM end training after the current call (a step, or about a quarter of a second
@@ -159,6 +169,7 @@ def fit(
         epochs, seed, report_every, checkpoint_every
     )
     check_kinds(task, optimizer, plan, members)
+    check_servers(servers, task, plan, members)
     output = None if output is None else _output(output)
     # Check everything before compiling, and lock the output before changing anything in it.
     source, like = as_data(data, batch_size=batch_size, seed=seed, shuffle=shuffle, ragged=ragged)
@@ -170,6 +181,7 @@ def fit(
         program = make_program(task, optimizer, plan, like, members, source, resident, devices)
         if evaluation is not None:
             program.check_evaluation(evaluation)
+        machine = None if servers else machine
         estimated = estimate_run(program, optimizer, like, source, resident, machine)
         if output is not None:
             _check_saveable(program.canonical_shapes)
@@ -188,19 +200,26 @@ def fit(
         if program.chose:
             bar.note(program.choice_text())
         measurements = Measurements(estimated, machine, program, bar.note)
+        coordinator = None
         history = list(log.epochs) if log else []
         stack.enter_context(out_of_memory_said(program, lambda: _saved(checkpoints)))
 
-        turns = train_iter(
-            program, state, source, start=position, epochs=epochs, report_every=report_every,
-            checkpoint_every=checkpoint_every, resident=resident,
+        if servers is not None:
+            begin = {**run, "position": position.to_json()}
+            coordinator = stack.enter_context(
+                open_servers(servers, program, optimizer, state, source, like, begin, output)
+            )
+        turns = _turns(
+            program, coordinator, state, source, resident, stop,
+            start=position, epochs=epochs, report_every=report_every,
+            checkpoint_every=checkpoint_every,
         )  # fmt: skip
         what = f"{program.plan.sizes_text()}, batches of {program.batch_size}"
         for steps in bar.compiled(turns, what):
             # The order matters: count, evaluate, log, save, and only then stop. A stop therefore
             # always leaves a checkpoint of exactly what was logged.
             state = steps.state
-            stopping = stop.name  # read once: a later signal is handled after the next call
+            stopping = stop.name if steps.settled else None  # read once; later ones come next
             at_epoch = steps.position.epoch
             report = steps.epoch_done and (at_epoch % report_every == 0 or at_epoch == epochs)
             due = checkpoint_every is not None and steps.step % checkpoint_every == 0
@@ -209,12 +228,14 @@ def fit(
                 for row in metrics.step_rows(fetched):
                     if log:
                         log.write(row)
-            bar.advance(steps.step, at_epoch, metrics.summary(), metrics.examples_per_second)
+            said = metrics.summary() + (f"  {coordinator.summary()}" if coordinator else "")
+            bar.advance(steps.step, at_epoch, said, metrics.examples_per_second)
             metrics.warn_not_finite(steps.step)
             if report:
                 means = None if evaluation is None else program.evaluate(state, evaluation)
                 row = metrics.epoch_row(steps.step, at_epoch, means)
                 row |= measurements.add(steps, metrics)
+                row |= {"servers": coordinator.account.to_json()} if coordinator else {}
                 history.append(row)
                 bar.epoch(row)
                 measurements.show()
@@ -241,7 +262,8 @@ def fit(
         if checkpoints:
             checkpoints.wait()
     state = program.to_canonical(state)
-    return Fit(state, program, history, stop.name, estimated, measurements.measured)
+    account = coordinator and coordinator.account
+    return Fit(state, program, history, stop.name, estimated, measurements.measured, account)
 
 
 # --- Signals, checkpoints and the log ---------------------------------------------------------
@@ -397,6 +419,21 @@ def _open_log(
     stack.callback(log.close)
     save_settings(plan, estimated.machine if estimated else None, Path(output))
     return log
+
+
+def _turns(
+    program: Program,
+    coordinator: Coordinator | None,
+    state: TrainState,
+    source: Data,
+    resident: bool | None,
+    stop: _StopSignals,
+    **schedule: Any,
+) -> Iterator[StepOutput]:
+    """Return the iterator of the training loop: of one program, or of workers and servers."""
+    if coordinator is None:
+        return train_iter(program, state, source, resident=resident, **schedule)
+    return serve_iter(coordinator, state, source, stopping=lambda: bool(stop.name), **schedule)
 
 
 def _saved(checkpoints: Checkpoints | None) -> str:

@@ -51,6 +51,8 @@ class StepOutput:
       step was dispatched.
     - `position`: in the data, after the steps. `epoch_done`: whether they end an epoch.
     - `compiled`: the compiled program that took the steps, for its memory and its text.
+    - `settled`: whether `state` is that after the steps; parameter servers give it only at the end
+      of an epoch and where it is to be saved, else the one before.
     """
 
     state: TrainState
@@ -60,6 +62,7 @@ class StepOutput:
     position: Position
     epoch_done: bool
     compiled: jax.stages.Compiled | None = None
+    settled: bool = True
 
 
 def train_iter(

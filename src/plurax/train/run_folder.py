@@ -12,7 +12,7 @@ from plurax.train.checkpoint import Checkpoints
 from plurax.train.data import Data
 from plurax.train.log import replace_file
 
-FILES = ("metrics.jsonl", "tensorboard", "plan.toml", "machine.toml")
+FILES = ("metrics.jsonl", "tensorboard", "plan.toml", "machine.toml", "servers.jsonl")
 """The files a run writes beside its checkpoints."""
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import optax
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from plurax.collective import Collective
 from plurax.execute.gradient import Totals
@@ -50,10 +50,11 @@ class Backend(abc.ABC):
         """Return this device's part of a replicated state."""
 
     @abc.abstractmethod
-    def gradients(self, *, split: bool = True) -> Callable[[TrainState, PyTree, Array], Gradients]:
-        """Return `(state, rows, count) -> gradients` on one device, reduced over all.
+    def gradients(self, *, split: bool = True) -> Callable[..., Gradients]:
+        """Return `(state, rows, count, first=None) -> gradients` on one device, reduced over all.
 
         `rows` are this device's; with `split=False` (a coupled loss only) those of all devices.
+        `first` is as for `make_gradients`.
         """
 
     @abc.abstractmethod

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Int, Key, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from plurax.collective import Collective
 from plurax.execute.backends.backend import Backend
@@ -47,7 +47,7 @@ from plurax.execute.layouts.staged_state import (
     assign_layers,
 )
 from plurax.execute.reduction import reduced
-from plurax.execute.rows import Rows, index_device_rows
+from plurax.execute.rows import Rows, StepKey, index_device_rows
 from plurax.execute.stage_networks import (
     evaluating_network,
     layer_assignment,
@@ -153,8 +153,8 @@ class PipelinedBackend(Backend):
 
     # --- What a device does -------------------------------------------------------------------
 
-    def gradients(self, *, split: bool = True) -> Callable[[TrainState, PyTree, Array], Gradients]:
-        """Return `(state, rows, count) -> gradients` on one device, each reduced to its stage."""
+    def gradients(self, *, split: bool = True) -> Callable[..., Gradients]:
+        """Return `(state, rows, count, first=None) -> gradients`, each reduced to its stage."""
         assert split, "microbatches of a pipeline have one size"
         return make_gradients(self._total())
 
@@ -175,7 +175,7 @@ class PipelinedBackend(Backend):
             params: PyTree,
             model_state: PyTree,
             batch: PyTree,
-            key: Key[Array, ""],
+            key: StepKey,
             count: Int[Array, ""],
         ) -> tuple[Totals, PyTree]:
             coupled = self.task.coupled

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import optax
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from plurax.collective import Collective
 from plurax.execute.backends.backend import Backend
@@ -51,8 +51,8 @@ class ReplicatedBackend(Backend):
         """Return the state: every device has all of it."""
         return state
 
-    def gradients(self, *, split: bool = True) -> Callable[[TrainState, PyTree, Array], Gradients]:
-        """Return `(state, rows, count) -> gradients` on one device, reduced over all."""
+    def gradients(self, *, split: bool = True) -> Callable[..., Gradients]:
+        """Return `(state, rows, count, first=None) -> gradients`, reduced over all devices."""
         plan = self.plan
         fun = gradient(self.task, plan.precision, plan.batch_dim, plan.remat, ordered=True)
         if not self.task.coupled:

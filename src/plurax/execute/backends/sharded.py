@@ -153,8 +153,8 @@ class ShardedBackend(Backend):
 
     # --- What a device does -------------------------------------------------------------------
 
-    def gradients(self, *, split: bool = True) -> Callable[[TrainState, PyTree, Array], Gradients]:
-        """Return `(state, rows, count) -> gradients` on shards, each reduced to its own."""
+    def gradients(self, *, split: bool = True) -> Callable[..., Gradients]:
+        """Return `(state, rows, count, first=None) -> gradients` on shards."""
         return make_gradients(self._total(split))
 
     def apply(

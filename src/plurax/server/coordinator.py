@@ -1,0 +1,423 @@
+"""The coordinator: starts workers and servers, hands out examples, and outlives every death.
+
+It runs in the process of `fit`, holds no parameters, and sees no gradient: results go from workers
+to servers and back (`plurax.server.transport`). It knows who has which ticket, so a ticket of a
+worker that ended goes to another.
+
+    Coordinator      actors, calls that are not answered yet, deaths, snapshots
+      Asynchronous   `bounded`, `async`: hands out tickets as workers become free
+      Synchronous    `sync`: hands out the parts of one batch, then updates once
+"""
+
+import abc
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from plurax import errors
+from plurax.server.account import Account
+from plurax.server.messages import Header, Reply, Snapshot, Ticket
+from plurax.server.record import Record
+from plurax.server.run_spec import RunSpec
+from plurax.server.shard import make_shard
+from plurax.server.shard_layout import from_host, to_host
+from plurax.server.transport import Actor, ActorGoneError, Transport
+from plurax.server.worker import Worker
+from plurax.state import TrainState
+
+PATIENCE = 0.5
+"""Seconds between two looks at who still lives."""
+MOST_DEATHS = 3
+"""Of a worker or a server, one after the other without having answered in between."""
+
+Batches = Iterator[list[Ticket]]
+"""The parts of each batch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """What came of one batch.
+
+    **Fields:** `metrics`, scalars, as `Program.step` returns them, and `staleness`.
+    """
+
+    metrics: dict[str, Any]
+
+
+class WorkerSlot:
+    """A worker as the coordinator knows it.
+
+    **Attributes:** `life`, how often it was started before; `started` and `clock`, how many tickets
+    it got and finished; `sequence`, the number of its next push; `flights`, its tickets that are
+    not finished; `deaths`, since it last answered; `ready`, whether it has answered; `idle_since`,
+    when it began to wait for others.
+    """
+
+    def __init__(self, index: int, actor: Actor) -> None:
+        self.index, self.actor = index, actor
+        self.life = self.started = self.clock = self.sequence = self.deaths = 0
+        self.flights: list[Flight] = []
+        self.ready = False
+        self.idle_since: float | None = None
+
+
+class ShardSlot:
+    """A server as the coordinator knows it.
+
+    **Attributes:** `version`, of its last answer; `saved`, a reference to the snapshot that it
+    would be restarted from, `saved_version` and `saved_number`: its version, and the snapshot's
+    number in the record; `incarnation`, how often it was restarted; `deaths`, since it last
+    answered.
+    """
+
+    def __init__(self, index: int, actor: Actor, saved: Any, version: int) -> None:
+        self.index, self.actor, self.saved = index, actor, saved
+        self.version = self.saved_version = version
+        self.saved_number = self.incarnation = self.deaths = 0
+
+
+class Flight:
+    """A ticket that a worker has.
+
+    **Attributes:** `incarnations`, of the servers that it pulls from; `pulls`, `header` and
+    `content`, references; `began`, when; `pushed`, whether its gradient is on its way to the
+    servers; `replies`, of those that have answered.
+    """
+
+    def __init__(
+        self, ticket: Ticket, slot: WorkerSlot, incarnations: list[int], pulls: list[Any],
+        header: Any, content: list[Any],
+    ) -> None:  # fmt: skip
+        self.ticket, self.slot, self.life, self.sequence = ticket, slot, slot.life, slot.sequence
+        self.incarnations, self.pulls = incarnations, pulls
+        self.header, self.content = header, content
+        self.pushed = False
+        self.replies: dict[int, Reply] = {}
+
+
+class Coordinator(abc.ABC):
+    """Runs workers and servers. Use as a context manager.
+
+    **Arguments:** `spec`; `transport`; `state`, canonical, to begin with; `account`, which it
+    keeps; `record`, to which it writes every event, or None.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        transport: Transport,
+        state: TrainState,
+        account: Account,
+        record: Record | None = None,
+    ) -> None:
+        self.spec, self.transport, self.account, self._record = spec, transport, account, record
+        self._snapshots = 0
+        self._waiting: dict[Any, Callable[[Any], None]] = {}
+        self._looked = self._began = time.monotonic()
+        self._since_snapshot = 0
+        self._key = to_host(state.key)
+        self._spec = transport.put(spec)
+        leaves = jax.tree.leaves(state)
+        self.shards = [self._first_shard(index, leaves) for index in range(spec.servers.shards)]
+        self.workers = [self._first_worker(index) for index in range(spec.servers.workers)]
+
+    def __enter__(self) -> "Coordinator":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.transport.close()
+        if self._record is not None:
+            self._record.close()
+
+    def record(self, event: str, **values: Any) -> None:
+        """Write an event to the record."""
+        if self._record is not None:
+            self._record.write({"event": event, **values})
+
+    @abc.abstractmethod
+    def run(self, batches: Batches, stopping: Callable[[], bool]) -> Iterator[list[Update]]:
+        """Train on batches; yield what came of them, one item a batch.
+
+        All are finished when it returns. Where `stopping()` it takes no further batch.
+        """
+
+    def summary(self) -> str:
+        """Return a few words on the workers and their pushes."""
+        counts = self.account.staleness
+        total = sum(counts.values())
+        mean = sum(n * count for n, count in counts.items()) / total if total else 0.0
+        rate = self.account.updates / max(time.monotonic() - self._began, 1e-9)
+        parts = [f"{self.live} of {len(self.workers)} workers", f"{rate:.1f} updates/s"]
+        if self.spec.servers.mode != "sync":
+            parts.append(f"staleness {mean:.1f}")
+        return ", ".join(parts)
+
+    @property
+    def live(self) -> int:
+        """How many workers have answered and not ended."""
+        return sum(slot.ready for slot in self.workers)
+
+    # --- State --------------------------------------------------------------------------------
+
+    def state(self, step: int) -> TrainState:
+        """Return the state, canonical, after `step` batches; nothing may be in flight."""
+        found: list[Snapshot | None] = [None]
+        while None in found:  # a server that has ended is restarted, and asked again
+            found = [answer and answer[1] for answer in self._all("snapshot")]
+        # Of what all servers have, such as the key, take what the one has that lost nothing.
+        newest = sorted((one for one in found if one), key=lambda one: -one.version)
+        parts = [
+            {i: from_host(leaf, self.spec.leaves[i]) for i, leaf in one.leaves.items()}
+            for one in newest
+        ]
+        state = self.spec.update.joined(parts)
+        self.record("settled", step=step)
+        if self._record is not None:
+            self._record.flush()
+        return dataclasses.replace(state, step=jnp.asarray(step, state.step.dtype))
+
+    def _first_shard(self, index: int, leaves: Sequence[Any]) -> ShardSlot:
+        held = {i: to_host(leaves[i]) for i in self.spec.update.held(index)}
+        version = int(leaves[0]) if self.spec.servers.mode == "sync" else 0
+        saved = self.transport.put(Snapshot(version, held, {}))
+        return ShardSlot(index, self._start_shard(index, 0, saved), saved, version)
+
+    def _start_shard(self, index: int, incarnation: int, saved: Any) -> Actor:
+        return self.transport.start(
+            f"server {index}", make_shard, self._spec, index, incarnation, saved, devices=0
+        )
+
+    def _is_due(self) -> bool:
+        """Count an update, and return whether it is time for a snapshot to be restarted from."""
+        self._since_snapshot += 1
+        due = self._since_snapshot >= self.spec.servers.snapshot_every
+        if due:
+            self._since_snapshot = 0
+            self._snapshots += 1
+            self.record("snapshot", number=self._snapshots)
+        return due
+
+    def _keep(self, slot: ShardSlot, saved: Any, version: int, number: int) -> None:
+        """Restart a server from this snapshot from now on."""
+        slot.saved, slot.saved_version, slot.saved_number = saved, version, number
+        self.record("saved", server=slot.index, number=number)
+
+    # --- Workers ------------------------------------------------------------------------------
+
+    def _first_worker(self, index: int) -> WorkerSlot:
+        slot = WorkerSlot(index, self._start_worker(index, 0))
+        self._greet(slot)
+        return slot
+
+    def _start_worker(self, index: int, life: int) -> Actor:
+        devices = self.spec.plan.devices
+        return self.transport.start(
+            f"worker {index}", Worker, self._spec, index, life, self._key, devices=devices
+        )
+
+    def _greet(self, slot: WorkerSlot) -> None:
+        """Count a worker once it answers: until then nobody waits for it."""
+        (ref,) = self.transport.call(slot.actor, "ping")
+
+        def there(ref: Any, life: int = slot.life) -> None:
+            try:
+                self.transport.get(ref)
+            except ActorGoneError:
+                self._lost_worker(slot, life)
+                return
+            if life == slot.life:
+                slot.ready = True
+                others = [one.clock for one in self.workers if one.ready and one is not slot]
+                # It would hold up everybody if it began at zero.
+                slot.clock = slot.started = max(slot.clock, min(others, default=0))
+
+        self._waiting[ref] = there
+
+    def _fly(self, slot: WorkerSlot, ticket: Ticket) -> None:
+        """Give a ticket to a worker: it pulls, and computes."""
+        self.record("pull", step=ticket.step, part=ticket.part, worker=slot.index, life=slot.life,
+                    sequence=slot.sequence)  # fmt: skip
+        began = time.monotonic()
+        pulls = [
+            self.transport.call(one.actor, "pull", slot.index, slot.sequence)[0]
+            for one in self.shards
+        ]
+        header, *content = self.transport.call(
+            slot.actor, "gradients", ticket, slot.sequence, *pulls, returns=1 + len(self.shards)
+        )
+        incarnations = [one.incarnation for one in self.shards]
+        flight = Flight(ticket, slot, incarnations, pulls, header, content)
+        slot.flights.append(flight)
+        slot.sequence += 1
+        slot.started += 1
+        if slot.idle_since is not None:
+            waited = self.account.waited_seconds
+            waited[slot.index] = waited.get(slot.index, 0.0) + began - slot.idle_since
+            slot.idle_since = None
+        self._waiting[pulls[-1]] = lambda ref: self.account.pull_seconds.append(
+            time.monotonic() - began
+        )
+        self._waiting[header] = lambda ref: self._computed(flight)
+
+    def _computed(self, flight: Flight) -> None:
+        """Send a gradient to the servers, once its worker has it."""
+        try:
+            header = self.transport.get(flight.header)
+        except ActorGoneError:
+            self._not_computed(flight)
+            return
+        slot = flight.slot
+        if flight not in slot.flights:
+            self.account.rejected["worker restarted"] += 1
+            return
+        slot.deaths = 0
+        self.account.worker_steps[slot.index] += 1
+        self.account.pulled_bytes += self.pulled_bytes
+        self.account.pushed_bytes += header.sent
+        self._push(flight, header)
+
+    @abc.abstractmethod
+    def _push(self, flight: Flight, header: Header) -> None:
+        """Push a gradient, or drop it."""
+
+    def _send(self, flight: Flight, header: Header, replied: Callable[[Flight], None]) -> None:
+        """Push a gradient to all servers; call `replied` when all have answered."""
+        flight.pushed, began = True, time.monotonic()
+        self.record("push", worker=flight.slot.index, life=flight.life, sequence=flight.sequence)
+        for slot, content in zip(self.shards, flight.content, strict=True):
+            (ref,) = self.transport.call(slot.actor, "push", header, content)
+
+            def answered(ref: Any, slot: ShardSlot = slot, n: int = slot.incarnation) -> None:
+                reply = self._answer_of_server(slot, n, ref)
+                if reply is None:
+                    reply = Reply("server restarted", slot.version)
+                else:
+                    slot.version, slot.deaths = reply.version, 0
+                if reply.reason is not None:
+                    self.account.rejected[reply.reason] += 1
+                flight.replies[slot.index] = reply
+                if len(flight.replies) == len(self.shards):
+                    self.account.push_seconds.append(time.monotonic() - began)
+                    replied(flight)
+
+            self._waiting[ref] = answered
+
+    def _not_computed(self, flight: Flight) -> None:
+        """Hand on the ticket of a gradient that will not come."""
+        for slot, incarnation, ref in zip(
+            self.shards, flight.incarnations, flight.pulls, strict=True
+        ):
+            if self._answer_of_server(slot, incarnation, ref) is None:
+                # The worker is well; the parameters did not come.
+                if flight in flight.slot.flights:
+                    flight.slot.flights.remove(flight)
+                    flight.slot.started -= 1
+                    self._hand_on([flight])
+                return
+        self._lost_worker(flight.slot, flight.life)
+
+    def _lost_worker(self, slot: WorkerSlot, life: int) -> None:
+        """Hand on the tickets of a worker that has ended, and start it again."""
+        if life != slot.life:
+            return  # of a life that was ended already
+        flights, slot.flights = slot.flights, []
+        self._hand_on(flights)
+        slot.life, slot.ready, slot.deaths = slot.life + 1, False, slot.deaths + 1
+        self.record("worker lost", worker=slot.index, life=life)
+        with contextlib.suppress(ActorGoneError):
+            self.transport.stop(slot.actor)
+        if slot.deaths >= MOST_DEATHS:
+            if not any(one.ready for one in self.workers):
+                raise errors.workers_all_gone(len(self.workers), MOST_DEATHS)
+            return
+        self.account.restarts.append(f"worker {slot.index}")
+        slot.actor = self._start_worker(slot.index, slot.life)
+        self._greet(slot)
+
+    def _hand_on(self, flights: list[Flight]) -> None:
+        self.account.handed_on += len(flights)
+        self._return([flight.ticket for flight in flights])
+
+    @abc.abstractmethod
+    def _return(self, tickets: list[Ticket]) -> None:
+        """Take back tickets, to be given to other workers first."""
+
+    # --- Servers ------------------------------------------------------------------------------
+
+    def _answer_of_server(self, slot: ShardSlot, incarnation: int, ref: Any) -> Any:
+        """Return a server's answer, or None where it has ended."""
+        try:
+            return self.transport.get(ref)
+        except ActorGoneError:
+            self._lost_server(slot, incarnation)
+            return None
+
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of all servers; return their answers, None of one that has ended."""
+        answers: dict[int, Any] = {}
+        for slot in self.shards:
+            (ref,) = self.transport.call(slot.actor, method, *args)
+
+            def answered(ref: Any, slot: ShardSlot = slot, n: int = slot.incarnation) -> None:
+                answers[slot.index] = self._answer_of_server(slot, n, ref)
+
+            self._waiting[ref] = answered
+        while len(answers) < len(self.shards):
+            self._wait()
+        return [answers[slot.index] for slot in self.shards]
+
+    def _lost_server(self, slot: ShardSlot, incarnation: int) -> None:
+        """Start a server again that has ended."""
+        if incarnation != slot.incarnation:
+            return
+        slot.deaths += 1
+        if slot.deaths >= MOST_DEATHS:
+            raise errors.server_keeps_ending(slot.index, MOST_DEATHS)
+        self.account.restarts.append(f"server {slot.index}")
+        with contextlib.suppress(ActorGoneError):
+            self.transport.stop(slot.actor)
+        slot.incarnation += 1
+        self.record("server lost", server=slot.index, version=slot.version,
+                    restored=slot.saved_version, number=slot.saved_number)  # fmt: skip
+        slot.actor = self._start_shard(slot.index, slot.incarnation, slot.saved)
+        self._restarted(slot)
+
+    @abc.abstractmethod
+    def _restarted(self, slot: ShardSlot) -> None:
+        """Account for what a server lost that was started again."""
+
+    # --- Waiting ------------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        """Handle the answers that are there, once there is one."""
+        for ref in self.transport.wait(list(self._waiting), PATIENCE):
+            handler = self._waiting.pop(ref, None)
+            if handler is not None:
+                handler(ref)
+        now = time.monotonic()
+        if now - self._looked >= PATIENCE:
+            self._looked = now
+            self._look()
+
+    def _look(self) -> None:
+        """Give up who has not shown for so long that it lives."""
+        lease = self.spec.servers.lease
+        workers = {slot.actor.name: slot for slot in self.workers if slot.ready}
+        servers = {slot.actor.name: slot for slot in self.shards}
+        actors = [one.actor for one in workers.values()] + [one.actor for one in servers.values()]
+        for actor in self.transport.silent(actors, lease):
+            if (worker := workers.get(actor.name)) is not None:
+                self._lost_worker(worker, worker.life)
+            elif (server := servers.get(actor.name)) is not None:
+                self._lost_server(server, server.incarnation)
+
+    @property
+    def pulled_bytes(self) -> int:
+        """What one pull of all parameters sends."""
+        like = jax.tree.leaves(self.spec.state.params)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in like)

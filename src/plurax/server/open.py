@@ -1,0 +1,32 @@
+"""Start the workers and servers of a run."""
+
+from plurax.server.account import Account
+from plurax.server.asynchronous import Asynchronous
+from plurax.server.coordinator import Coordinator
+from plurax.server.record import Record
+from plurax.server.run_spec import RunSpec
+from plurax.server.servers import Servers
+from plurax.server.synchronous import Synchronous
+from plurax.server.threads import Threads
+from plurax.server.transport import Transport
+from plurax.state import TrainState
+
+
+def open_coordinator(spec: RunSpec, state: TrainState, record: Record | None) -> Coordinator:
+    """Return the coordinator of a run's mode, over the transport that its `Servers` name."""
+    kind = Synchronous if spec.servers.mode == "sync" else Asynchronous
+    transport = open_transport(spec.servers)
+    try:
+        return kind(spec, transport, state, Account(), record)
+    except BaseException:
+        transport.close()
+        raise
+
+
+def open_transport(servers: Servers) -> Transport:
+    """Return the transport that `Servers` names. Raises `MissingPackageError` without Ray."""
+    if servers.transport == "threads":
+        return Threads()
+    from plurax.server.ray_transport import RayTransport
+
+    return RayTransport(servers)

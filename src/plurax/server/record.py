@@ -1,0 +1,61 @@
+"""The record of a run: who pulled and pushed, in which order; a run can be repeated from it.
+
+`servers.jsonl` has one event a line, in the order in which the coordinator called the servers:
+
+    {"event": "start", "step": 0, "seed": 0, "batch_size": 128, ...}
+    {"event": "pull", "step": 0, "part": 0, "worker": 1, "life": 0, "sequence": 0}
+    {"event": "push", "worker": 1, "life": 0, "sequence": 0}
+    {"event": "snapshot", "number": 1}                     asked of all servers
+    {"event": "saved", "server": 0, "number": 1}           from now on it is restarted from this one
+    {"event": "server lost", "server": 0, "version": 38, "restored": 24, "number": 1}
+    {"event": "settled", "step": 469}                      nothing is on its way: state as saved
+
+A run that resumes at step 469 drops what stands after that line, and begins with a `start`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+FILE = "servers.jsonl"
+
+Event = dict[str, Any]
+
+
+class Record:
+    """Writes the events of a run to `servers.jsonl` in its directory.
+
+    **Arguments:** `directory`; `step`, at which the run begins: events after it are dropped.
+    """
+
+    def __init__(self, directory: Path, step: int) -> None:
+        self.path = directory / FILE
+        kept = []
+        if step and self.path.exists():
+            events = read_events(self.path)
+            ends = [i for i, e in enumerate(events) if e == {"event": "settled", "step": step}]
+            kept = events[: ends[-1] + 1] if ends else []
+        self.path.write_text("".join(map(_line, kept)))
+        self._file = self.path.open("a")
+
+    def write(self, event: Event) -> None:
+        """Add an event; it is on disk after the next `flush`."""
+        self._file.write(_line(event))
+
+    def flush(self) -> None:
+        """Write the events to disk."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Write the events to disk, and end the record."""
+        self._file.close()
+
+
+def read_events(path: Path) -> list[Event]:
+    """Return the events of a record; a last line that was cut is left out."""
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _line(event: Event) -> str:
+    return json.dumps(event) + "\n"

@@ -1,0 +1,106 @@
+"""What a user says of parameter servers."""
+
+import dataclasses
+from typing import Any, Literal, get_args
+
+from plurax import errors
+from plurax.server.compression import Compression
+from plurax.validate import whole_number
+
+Mode = Literal["sync", "bounded", "async"]
+Correction = Literal["scale", "delay"]
+Where = Literal["ray", "threads"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Servers:
+    """Train with workers that compute gradients and servers that hold the parameters.
+
+    **Fields:**
+
+    - `shards`: how many servers; each holds some of the parameters with their optimizer state.
+    - `workers`: how many workers; each has the devices of the plan.
+    - `mode`: when a gradient is applied.
+      - `sync`: a batch is divided among the workers, and their gradients are applied as one:
+        `p[t + 1] = update(p[t], sum of gradients / sum of weights)`, as one device does.
+      - `bounded`: each worker has a batch, applied when it comes:
+        `p[v + 1] = update(p[v], gradient(p[v - staleness]))`. A worker that is more than
+        `staleness` steps ahead of the slowest waits.
+      - `async`: as `bounded`, without a bound.
+    - `staleness`: of `bounded`, the largest number of steps that a worker may be ahead.
+    - `quorum`: of `sync`, how many parts of a batch are enough for a step; later ones are dropped.
+    - `correction`: of stale gradients. `scale` divides their step by their staleness (Zhang et al.
+      2016); `delay` compensates to first order for the parameters having moved (DC-ASGD, Zheng et
+      al. 2017).
+    - `max_staleness`: gradients of parameters more versions old than this are rejected.
+    - `compression`: of gradients on their way, see `plurax.server.compression`.
+    - `snapshot_every`: updates between two snapshots from which an ended server is restarted.
+    - `lease`: seconds without a sign of life after which a worker or server counts as ended.
+    - `transport`: `ray`, processes on this machine or on a cluster; or `threads` of this process.
+    - `address`: of a running Ray cluster; without it Ray runs on this machine while training does.
+
+    Raises `PlanError` for fields that contradict each other.
+
+    Source: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel
+    Parameter Server"; Chen et al. 2016, "Revisiting Distributed Synchronous SGD" (the quorum).
+    """
+
+    shards: int = 1
+    workers: int = 2
+    mode: Mode = "sync"
+    staleness: int | None = None
+    quorum: int | None = None
+    correction: Correction | None = None
+    max_staleness: int | None = None
+    compression: Compression | None = None
+    snapshot_every: int = 50
+    lease: float = 30.0
+    transport: Where = "ray"
+    address: str | None = None
+
+    def __post_init__(self) -> None:
+        for field, least in (("shards", 1), ("workers", 1), ("snapshot_every", 1)):
+            self._check_number(field, least)
+        for field, kind in (
+            ("mode", Mode), ("correction", Correction), ("compression", Compression),
+            ("transport", Where),
+        ):  # fmt: skip
+            given = getattr(self, field)
+            if given not in (*get_args(kind), *([None] if field.startswith("co") else [])):
+                raise errors.servers_unknown(field, given, get_args(kind))
+        if self.mode == "bounded":
+            if self.staleness is None:
+                raise errors.servers_staleness_missing()
+            self._check_number("staleness", 0)
+        # What only some modes have.
+        stale, joint = ("bounded", "async"), ("sync",)
+        for field, modes in (
+            ("staleness", ("bounded",)), ("quorum", joint), ("correction", stale),
+            ("max_staleness", stale),
+        ):  # fmt: skip
+            if getattr(self, field) is not None and self.mode not in modes:
+                raise errors.servers_unused(field, getattr(self, field), self.mode, modes)
+        if self.max_staleness is not None:
+            self._check_number("max_staleness", 0)
+        if self.quorum is not None:
+            self._check_number("quorum", 1)
+            if self.quorum > self.workers:
+                raise errors.servers_quorum_too_large(self.quorum, self.workers)
+        if isinstance(self.lease, bool) or not isinstance(self.lease, int | float) or (
+            not self.lease > 0
+        ):  # fmt: skip
+            raise errors.servers_lease(self.lease)
+        if self.address is not None and self.transport != "ray":
+            raise errors.servers_address_unused(self.address, self.transport)
+
+    def _check_number(self, field: str, least: int) -> None:
+        given: Any = getattr(self, field)
+        number = whole_number(given, least)
+        if number is None:
+            raise errors.servers_number(field, given, least)
+        object.__setattr__(self, field, number)
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a batch is divided."""
+        return self.workers if self.mode == "sync" else 1

@@ -1,0 +1,183 @@
+"""The update of a state whose tensors are on several servers.
+
+`program.apply` is one function of parameters, optimizer state and the sums of a batch. Each shard
+computes the part of it whose tensors it holds; numbers that need the tensors of several shards,
+such as the gradient's norm, cross between rounds (see `plurax.jaxpr.homes`). So the shards together
+compute what one device does, for any optimizer whose update needs no tensor of two shards.
+
+Example, `optax.clip_by_global_norm` and `optax.adam` on 2 shards, `w0` on shard 0, `w1` on shard 1:
+
+    shard 0                                 shard 1
+    numbers(0) -> sum(g0 ** 2)              numbers(0) -> sum(g1 ** 2)
+    both get both numbers, 8 bytes
+    update -> w0, its moments               update -> w1, its moments
+              step, metrics                           step, metrics, the same
+
+A worker that has the whole gradient can compute such numbers alone (`worker_numbers`) and send them
+along, unless they need tensors of the servers.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, PyTree
+
+from plurax import errors
+from plurax.execute.step import Gradients, Metrics, make_apply, whole_update
+from plurax.jaxpr.homes import Homes
+from plurax.jaxpr.interpret import evaluate, needed, variables
+from plurax.sharding.rules import match_opt_state_to_params
+from plurax.state import TrainState
+
+Leaves = Mapping[int, Array]
+"""Some leaves of `(state, sums)`, by their index in `jax.tree.leaves`."""
+Numbers = Mapping[int, Array]
+"""Scalars that cross between shards, by their index among all that cross."""
+
+
+class ShardedUpdate:
+    """`apply(state, sums) -> (state, metrics)`, computed by several shards.
+
+    **Arguments:** `optimizer`; `state` and `sums`, with `jax.ShapeDtypeStruct`s or arrays for
+    leaves; `homes`, for each parameter its shard.
+
+    **Attributes:** `crossings`, how often numbers cross between the shards; `params`, `grads`,
+    `model_state` and `scalars`: which leaves of `(state, sums)` they are (`scalars`: all of the
+    sums but the gradients).
+
+    Raises `PlanError` where the optimizer needs tensors of several shards at once.
+    """
+
+    def __init__(
+        self,
+        optimizer: optax.GradientTransformation,
+        state: TrainState,
+        sums: Gradients,
+        homes: Sequence[int],
+    ) -> None:
+        self._number(state, sums, homes)
+        self._given, given = jax.tree.structure((state, sums)), jax.tree.leaves((state, sums))
+        # XLA sums rows of all gradients together (`_norm` of a step), which no shard could.
+        apply = make_apply(whole_update(optimizer), norm=_norm)
+        shapes = jax.eval_shape(apply, state, sums)
+        self._made, made = jax.tree.structure(shapes), jax.tree.leaves(shapes)
+        self._metrics = sorted(shapes[1])
+        self._results = [*self._places[: self.state_leaves], *[None] * len(self._metrics)]
+        assert len(made) == len(self._results)
+
+        def fun(*leaves: Array) -> list[Array]:
+            return jax.tree.leaves(apply(*jax.tree.unflatten(self._given, leaves)))
+
+        self._homes = Homes(
+            lambda fun, *args: jax.make_jaxpr(fun)(*args),
+            fun,
+            [jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype) for leaf in given],
+            self._places,
+            self._results,
+            errors.optimizer_needs_shards,
+        )
+        self._crossing = list(self._homes.crossing)
+        self._rounds = sorted({*self._homes.crossing.values()})
+        self.crossings = len(self._rounds)
+
+    def _number(self, state: TrainState, sums: Gradients, homes: Sequence[int]) -> None:
+        """Give each leaf of `(state, sums)` its place, in the order of the fields of both."""
+        of_param = dict(enumerate(homes))
+        # By path alone: a factored second moment has not the shape of its parameter.
+        match = match_opt_state_to_params(state.opt_state, state.params, 0)
+        opt_state = [of_param.get(index) for index in jax.tree.leaves(match)]
+        kept: list[int | None] = [None] * len(jax.tree.leaves(state.model_state))
+        first = [None] * len(jax.tree.leaves((sums.weight, sums.loss, sums.metrics)))
+        # step; params; opt_state; model_state; key, skipped
+        on_state = [None, *homes, *opt_state, *kept, None, None]
+        self.state_leaves = len(on_state)
+        self._places = [*on_state, *first, *homes, *kept, None]
+        self.params = range(1, 1 + len(homes))
+        self.model_state = range(len(on_state) - 2 - len(kept), len(on_state) - 2)
+        start = len(on_state) + len(first)
+        self.grads = range(start, start + len(homes))
+        self.scalars = [*range(len(on_state), start), *range(self.grads.stop, len(self._places))]
+
+    def inputs(self, shard: int) -> list[int]:
+        """Return which leaves of `(state, sums)` a shard needs: its own, and those of all."""
+        return [index for index, home in enumerate(self._places) if home in (None, shard)]
+
+    def held(self, shard: int) -> list[int]:
+        """Return which leaves of the state a shard holds."""
+        return [index for index in self.inputs(shard) if index < self.state_leaves]
+
+    def numbers(self, shard: int, crossing: int, leaves: Leaves, known: Numbers) -> Numbers:
+        """Return the numbers of one crossing that a shard computes.
+
+        **Arguments:** `leaves`, those of `inputs(shard)`; `known`, the numbers of earlier
+        crossings.
+        """
+        wanted = [
+            index
+            for index, var in enumerate(self._crossing)
+            if self._homes.crossing[var] == self._rounds[crossing]
+            and self._homes.home[var] == shard
+        ]
+        found = self._evaluated((None, shard), [self._crossing[i] for i in wanted], leaves, known)
+        return dict(zip(wanted, found, strict=True))
+
+    def worker_numbers(self, leaves: Leaves) -> Numbers:
+        """Return all numbers, from the leaves of the sums of one batch.
+
+        Raises `PlanError` where one depends on tensors of the state that are on several shards.
+        """
+        places = (None, *range(max(self._homes.home.values(), default=-1) + 1))
+        found = self._evaluated(places, self._crossing, leaves, {})
+        return dict(enumerate(found))
+
+    def update(
+        self, shard: int, leaves: Leaves, known: Numbers
+    ) -> tuple[dict[int, Array], Metrics]:
+        """Return the leaves of the state that a shard holds, and the metrics, once updated."""
+        wanted = self.held(shard)
+        metrics = range(self.state_leaves, len(self._results))
+        outvars = self._homes.jaxpr.outvars
+        found = self._evaluated(
+            (None, shard), [outvars[index] for index in (*wanted, *metrics)], leaves, known
+        )
+        state = dict(zip(wanted, found, strict=False))
+        return state, dict(zip(self._metrics, found[len(wanted) :], strict=True))
+
+    def joined(self, parts: Sequence[Mapping[int, Any]]) -> TrainState:
+        """Return the state whose leaves the shards hold; of leaves on all, those of the first."""
+        leaves = {index: leaf for part in reversed(parts) for index, leaf in part.items()}
+        state, _ = jax.tree.unflatten(
+            self._made,
+            [leaves.get(index) for index in range(len(self._results))],
+        )
+        assert isinstance(state, TrainState)
+        return state
+
+    def _evaluated(
+        self,
+        places: Sequence[int | None],
+        atoms: Sequence[Any],
+        leaves: Leaves,
+        numbers: Numbers,
+    ) -> list[Array]:
+        """Compute atoms from leaves, and from numbers, by the equations of some places."""
+        jaxpr = self._homes.jaxpr
+        known = dict(zip(jaxpr.constvars, self._homes.consts, strict=True))
+        known |= {jaxpr.invars[index]: leaf for index, leaf in leaves.items()}
+        known |= {self._crossing[index]: number for index, number in numbers.items()}
+        eqns = needed(self._homes.of(*places), atoms, known)
+        absent = {*jaxpr.invars} - known.keys()
+        for eqn in eqns:
+            if not absent.isdisjoint(variables(eqn.invars)):
+                raise errors.optimizer_needs_servers(eqn.primitive.name)
+        return evaluate(eqns, known, atoms)
+
+
+def _norm(grads: PyTree) -> Array:
+    """Return the global norm: one number of each gradient, then one of all."""
+    squares = [jnp.sum(jnp.square(jnp.abs(leaf))) for leaf in jax.tree.leaves(grads)]
+    return jnp.sqrt(functools.reduce(jnp.add, squares))

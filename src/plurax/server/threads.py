@@ -1,0 +1,133 @@
+"""Workers and servers as threads of this process."""
+
+import concurrent.futures
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+
+from plurax.server.transport import Actor, ActorGoneError, Transport
+
+
+class Threads(Transport):
+    """Runs each worker and server in a thread. They share this process's memory and devices.
+
+    Each worker has devices of its own where there are enough of them.
+    """
+
+    def __init__(self) -> None:
+        self._actors: list[Actor] = []
+        self._taken = 0
+
+    def start(self, name: str, make: Callable[..., Any], *args: Any, devices: int) -> Actor:
+        """Start the object `make(*args)` in a thread, a worker with `devices=` of its own."""
+        options = {"devices": self._devices(devices)} if devices else {}
+        thread = _Thread(name, lambda: make(*args, **options))
+        actor = Actor(name, thread)
+        self._actors.append(actor)
+        return actor
+
+    def _devices(self, count: int) -> list[jax.Device]:
+        every = jax.devices()
+        if self._taken + count > len(every):
+            self._taken = 0
+        self._taken += count
+        return every[self._taken - count : self._taken]
+
+    def call(self, actor: Actor, method: str, *args: Any, returns: int = 1) -> list[Any]:
+        """Call a method; return a future of each of its results."""
+        return actor.handle.call(method, args, returns)
+
+    def put(self, value: Any) -> Any:
+        """Return the value: threads share memory."""
+        return value
+
+    def wait(self, references: Collection[Any], seconds: float) -> list[Any]:
+        """Return the futures that are done, once there is one or the time is over."""
+        done, _ = concurrent.futures.wait(
+            references, seconds, return_when=concurrent.futures.FIRST_COMPLETED
+        )
+        return [reference for reference in references if reference in done]
+
+    def get(self, reference: Any) -> Any:
+        """Return a result. Raises `ActorGoneError`, or what the method raised."""
+        return reference.result()
+
+    def stop(self, actor: Actor) -> None:
+        """End a thread after the call that it computes; those that wait fail."""
+        actor.handle.stop()
+        self._actors.remove(actor)
+
+    def silent(self, actors: Collection[Actor], seconds: float) -> list[Actor]:
+        """Return nothing: a thread does not end by itself."""
+        return []
+
+    def close(self) -> None:
+        """End all threads."""
+        for actor in list(self._actors):
+            self.stop(actor)
+
+
+class _Thread:
+    """An object, made and called in a thread of its own."""
+
+    def __init__(self, name: str, make: Callable[[], Any]) -> None:
+        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._stopped = threading.Event()
+        threading.Thread(target=self._run, args=(make,), name=name, daemon=True).start()
+
+    def call(self, method: str, args: tuple[Any, ...], returns: int) -> list[Future[Any]]:
+        results: list[Future[Any]] = [Future() for _ in range(returns)]
+        self._calls.put((method, args, results))
+        return results
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._calls.put(None)
+
+    def _run(self, make: Callable[[], Any]) -> None:
+        made: Any = None
+        failed: BaseException | None = None
+        try:
+            made = make()
+        except BaseException as error:
+            failed = error
+        while (call := self._calls.get()) is not None:
+            method, args, results = call
+            if self._stopped.is_set():
+                _give(results, error=ActorGoneError())
+            elif failed is not None:
+                _give(results, error=failed)
+            else:
+                answer(lambda *args, m=method: getattr(made, m)(*args), args, results)
+        while True:
+            with contextlib.suppress(queue.Empty):
+                if (call := self._calls.get_nowait()) is not None:
+                    _give(call[2], error=ActorGoneError())
+                continue
+            return
+
+
+def answer(fun: Callable[..., Any], args: tuple[Any, ...], results: list[Future[Any]]) -> None:
+    """Call a function with arguments of which some are futures, and give its results."""
+    try:
+        value = fun(*(a.result() if isinstance(a, Future) else a for a in args))
+    except BaseException as error:
+        _give(results, error=error)
+    else:
+        _give(results, value)
+
+
+def _give(
+    results: list[Future[Any]], value: Any = None, error: BaseException | None = None
+) -> None:
+    values = [value] if len(results) == 1 or error is not None else list(value)
+    for index, result in enumerate(results):
+        if error is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(values[index])

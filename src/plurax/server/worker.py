@@ -1,0 +1,176 @@
+"""A worker: computes gradients of the parameters that it is given.
+
+It has the devices of its plan, and no state but what a compression has left to send.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, PyTree
+
+from plurax.execute.program import Program
+from plurax.execute.program_cache import cached_program, shapes_key
+from plurax.execute.step import Gradients
+from plurax.mesh import make_mesh
+from plurax.server.messages import Header, Pulled, Ticket
+from plurax.server.run_spec import RunSpec
+from plurax.server.shard_layout import Vectors, from_bytes, from_host, to_host
+from plurax.server.wire import Residuals, encode, no_residuals
+from plurax.state import TrainState
+
+
+class Worker:
+    """Computes gradients.
+
+    **Arguments:** `spec`; `index`; `life`, how often it was restarted; `key`, the data of the
+    run's random key; `residuals`, what its compression has left to send, or None; `devices`, by
+    default all that JAX sees.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        index: int,
+        life: int,
+        key: np.ndarray,
+        residuals: Sequence[Sequence[np.ndarray | None]] | None = None,
+        devices: Sequence[jax.Device] | None = None,
+    ) -> None:
+        self.spec, self.index, self.life = spec, index, life
+        self._shards = range(spec.servers.shards)
+        self.program = _gradient_program(spec, devices)
+        self.state = self.program.canonical_shapes
+        self._key = from_host(key, spec.state.key)
+        self._residuals: list[Residuals] = [
+            no_residuals(spec.servers.compression, spec.layout.lengths(shard))
+            for shard in self._shards
+        ]
+        if residuals is not None:
+            self.restore_residuals(residuals)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state.params)
+        where = ",".join(str(device.id) for device in self.program.mesh.devices.flat)
+        self._unpack = spec.jitted(
+            f"unpack {where}", lambda: functools.partial(_unpack, spec), out_shardings=shardings
+        )
+        self._pack = spec.jitted("pack", lambda: functools.partial(_pack, spec))
+        # In `sync` the servers compute them, of the sum over workers.
+        sends = spec.servers.mode != "sync" and spec.update.crossings > 0
+        self._numbers = (
+            spec.jitted("numbers", lambda: functools.partial(_numbers, spec)) if sends else None
+        )
+
+    def gradients(self, ticket: Ticket, sequence: int, *pulled: Pulled) -> tuple[Any, ...]:
+        """Return a header, and for each shard what is pushed to it.
+
+        **Arguments:** `ticket`; `sequence`, the number of the push; `pulled`, from each shard.
+        """
+        sums = self._sums(ticket, pulled)
+        vectors, scalars, finite = self._pack(sums)
+        content = []
+        for shard in self._shards:
+            one, left = encode(
+                self.spec.servers.compression, vectors[shard], self._residuals[shard]
+            )
+            self._residuals[shard] = left
+            content.append(one)
+        numbers = {} if self._numbers is None else self._numbers(vectors, scalars)
+        header = Header(
+            worker=self.index,
+            life=self.life,
+            sequence=sequence,
+            step=ticket.step,
+            part=ticket.part,
+            bases=tuple((one.incarnation, one.version) for one in pulled),
+            layout=self.spec.layout_name,
+            finite=bool(finite),
+            scalars={index: to_host(leaf) for index, leaf in scalars.items()},
+            numbers={index: np.asarray(number) for index, number in numbers.items()},
+            sent=sum(part.nbytes for one in content for parts in one for part in parts),
+        )
+        return header, *content
+
+    def residuals(self) -> list[list[np.ndarray | None]]:
+        """Return for each shard and vector what the compression has left to send."""
+        return [[None if r is None else np.asarray(r) for r in one] for one in self._residuals]
+
+    def restore_residuals(self, residuals: Sequence[Sequence[np.ndarray | None]]) -> None:
+        """Begin with what a compression had left to send."""
+        self._residuals = [
+            tuple(None if r is None else jnp.asarray(r) for r in one) for one in residuals
+        ]
+
+    def ping(self) -> None:
+        """Return, which says that the worker is there."""
+
+    def _sums(self, ticket: Ticket, pulled: Sequence[Pulled]) -> Gradients:
+        batch = ticket.batch
+        if ticket.rows is not None:
+            batch = jax.tree.map(lambda leaf: np.asarray(leaf)[ticket.rows], self.spec.arrays)
+        like = self.spec.leaves
+        layout = self.spec.layout
+        vectors = [
+            [jnp.asarray(from_bytes(part, dtype))
+             for part, dtype in zip(one.vectors, layout.lengths(shard), strict=True)]
+            for shard, one in enumerate(pulled)
+        ]  # fmt: skip
+        kept = [from_host(leaf, like[index]) for index, leaf in pulled[0].model_state.items()]
+        state = TrainState(
+            step=jnp.asarray(ticket.step, self.state.step.dtype),
+            params=self._unpack(vectors),
+            opt_state=(),
+            model_state=jax.tree.unflatten(jax.tree.structure(self.spec.state.model_state), kept),
+            key=self._key,
+            skipped=jnp.zeros_like(self.state.skipped),
+        )
+        first = None if ticket.parts == 1 else ticket.first
+        sums = self.program.gradients(state, batch, first=first)
+        # Whole, as no plan has to know: they have the form of the parameters.
+        whole = dataclasses.replace(state, params=sums.grads)
+        return sums._replace(grads=self.program.to_canonical(whole).params)
+
+
+def _gradient_program(spec: RunSpec, devices: Sequence[jax.Device] | None) -> Program:
+    mesh = make_mesh(spec.plan, devices)
+    # Without an optimizer: its state is with the servers.
+    key = ("worker", spec.plan, shapes_key(spec.batch), tuple(mesh.devices.flat))
+    return cached_program(
+        spec.task, key, lambda: Program(spec.task, NO_OPTIMIZER, spec.plan, spec.batch, mesh)
+    )
+
+
+NO_OPTIMIZER = optax.GradientTransformation(lambda params: (), lambda grads, state, params: None)
+"""Has no state; a worker updates nothing."""
+
+
+def _unpack(spec: RunSpec, vectors: Sequence[Vectors]) -> PyTree:
+    leaves: dict[int, Array] = {}
+    for shard, one in enumerate(vectors):
+        leaves |= spec.layout.split(shard, one)
+    structure = jax.tree.structure(spec.state.params)
+    return jax.tree.unflatten(structure, [leaves[index] for index in range(len(leaves))])
+
+
+def _pack(spec: RunSpec, sums: Gradients) -> tuple[list[Vectors], dict[int, Array], Array]:
+    """Return the vectors for each shard, the other leaves of the sums, and if all are finite."""
+    grads = dict(enumerate(jax.tree.leaves(sums.grads)))
+    leaves = jax.tree.leaves(sums._replace(grads=()))
+    scalars = dict(zip(spec.update.scalars, leaves, strict=True))
+    vectors = [spec.layout.join(shard, grads) for shard in range(spec.servers.shards)]
+    finite = jnp.stack([jnp.all(jnp.isfinite(vector)) for one in vectors for vector in one])
+    return vectors, scalars, jnp.all(finite)
+
+
+def _numbers(
+    spec: RunSpec, vectors: Sequence[Vectors], scalars: dict[int, Array]
+) -> dict[int, Array]:
+    first, leaves = spec.update.grads.start, dict(scalars)
+    for shard, one in enumerate(vectors):
+        split = spec.layout.split(shard, one)
+        leaves |= {first + index: leaf for index, leaf in split.items()}
+    return dict(spec.update.worker_numbers(leaves))

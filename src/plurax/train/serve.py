@@ -1,0 +1,218 @@
+"""Run the training loop with parameter servers, as a generator like `train_iter`.
+
+Batches are those of any other plan, in the same order. In `sync` each is divided into as many parts
+as there are workers; else a worker takes a whole batch. Example, 5 examples, batches of 4, 2
+workers, `sync`:
+
+    batch 0    rows [4 2 0 3]    part 0: rows 4 2, first 0    part 1: rows 0 3, first 2
+    batch 1    rows [1]          part 0: row 1                nothing is left for worker 1
+
+The state is with the servers. It is fetched where it is needed: at the end of an epoch that is
+reported, every `checkpoint_every` batches, and when training is to stop; until then all workers go
+on, and what is yielded is not `settled`.
+"""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jaxtyping import PyTree
+
+from plurax import errors
+from plurax.execute.array_data import ArrayData, Position
+from plurax.execute.placement import leading_dim
+from plurax.execute.program import Program
+from plurax.plan import Plan
+from plurax.server.coordinator import Coordinator, Update
+from plurax.server.messages import Ticket
+from plurax.server.open import open_coordinator
+from plurax.server.record import Record
+from plurax.server.run_spec import RunSpec
+from plurax.server.servers import Servers
+from plurax.state import TrainState
+from plurax.task import Task
+from plurax.train.data import Data
+from plurax.train.iterate import StepOutput
+
+
+def serve_iter(
+    coordinator: Coordinator,
+    state: TrainState,
+    data: Data,
+    *,
+    start: Position = Position(),  # noqa: B008  frozen
+    epochs: int = 1,
+    report_every: int = 1,
+    checkpoint_every: int | None = None,
+    stopping: Callable[[], bool] = lambda: False,
+) -> Iterator[StepOutput]:
+    """Train with workers and servers, yielding whenever updates have been made.
+
+    **Arguments:** as for `train_iter`, with a `coordinator` in place of a program. Where
+    `stopping()`, no further batch is handed out, and the last item is settled.
+    """
+    step = state.steps_taken
+    for epoch in range(start.epoch, epochs):
+        begin = start if epoch == start.epoch else Position(epoch)
+        batches = _Batches(data, begin, step, coordinator.spec.servers.parts)
+        with contextlib.closing(batches):
+            while not batches.ended():
+                limit = None
+                if checkpoint_every is not None:
+                    limit = checkpoint_every - step % checkpoint_every
+                began, updates = time.monotonic(), list[Update]()
+                for more in coordinator.run(batches.take(limit), stopping):
+                    # Held back by one, so that the last of them can be settled.
+                    if updates:
+                        step += len(updates)
+                        yield _output(updates, state, step, batches.position, began)
+                        began = time.monotonic()
+                    updates = more
+                done = batches.ended()
+                step += len(updates)
+                at_epoch = epoch + 1
+                report = done and (at_epoch % report_every == 0 or at_epoch == epochs)
+                due = checkpoint_every is not None and step % checkpoint_every == 0
+                settled = report or due or stopping()
+                if settled:
+                    state = coordinator.state(step)
+                position = Position(at_epoch) if done else batches.position
+                if updates:
+                    yield _output(updates, state, step, position, began, done, settled)
+                if stopping():
+                    return
+
+
+class _Batches:
+    """The batches of an epoch as tickets, in runs of at most so many."""
+
+    def __init__(self, data: Data, start: Position, step: int, parts: int) -> None:
+        self.position = start
+        self._step, self._parts = step, parts
+        self._items = _numbered(data, start)
+        self._next = next(self._items, None)
+        if self._next is None:
+            if start.batch == 0:
+                raise errors.data_has_no_batches(
+                    f"epoch {start.epoch + 1} of the iterable is empty"
+                )
+            raise errors.data_shorter(start.epoch + 1, start.batch)
+
+    def take(self, count: int | None) -> Iterator[list[Ticket]]:
+        """Yield the parts of at most `count` batches."""
+        taken = 0
+        while self._next is not None and (count is None or taken < count):
+            (batch, rows, self.position), self._next = self._next, next(self._items, None)
+            taken += 1
+            self._step += 1
+            yield _parts(self._step - 1, self._parts, batch, rows)
+
+    def ended(self) -> bool:
+        """Return whether there are no more."""
+        return self._next is None
+
+    def close(self) -> None:
+        self._items.close()
+
+
+def _numbered(data: Data, start: Position) -> Generator[Any]:
+    """Yield for each batch its examples or its rows, and the position after it."""
+    if isinstance(data, ArrayData):
+        rows, counts = data.epoch_order(start.epoch)
+        for index in range(start.batch, len(counts)):
+            yield None, rows[index, : counts[index]], Position(start.epoch, index + 1)
+    else:
+        for batch, position in data.batches(start):
+            yield jax.tree.map(np.asarray, batch), None, position
+
+
+def _parts(step: int, parts: int, batch: PyTree, rows: np.ndarray | None) -> list[Ticket]:
+    """Return the parts of a batch that have examples, as equal as can be."""
+    count = len(rows) if rows is not None else leading_dim(batch)
+    size = -(-count // parts)
+    tickets = []
+    for part, first in enumerate(range(0, count, size)):
+        cut = slice(first, first + size)
+        tickets.append(
+            Ticket(
+                step=step,
+                part=part,
+                parts=parts,
+                first=first,
+                rows=None if rows is None else rows[cut],
+                batch=None if rows is not None else jax.tree.map(lambda x, c=cut: x[c], batch),
+            )
+        )
+    return tickets
+
+
+def _output(
+    updates: list[Update],
+    state: TrainState,
+    step: int,
+    position: Position,
+    began: float,
+    done: bool = False,
+    settled: bool = False,
+) -> StepOutput:
+    # A batch whose push was refused has no loss.
+    names = {name for update in updates for name in update.metrics}
+    metrics = {
+        name: np.stack([np.asarray(one.metrics.get(name, np.nan)) for one in updates])
+        for name in names
+    }
+    seconds = time.monotonic() - began
+    return StepOutput(state, step, metrics, seconds, position, epoch_done=done, settled=settled)
+
+
+def check_servers(servers: Servers | None, task: Any, plan: Plan, members: Any) -> None:
+    """Raise `PlanError` where servers cannot train this task under this plan."""
+    if servers is None:
+        return
+    if not isinstance(servers, Servers):
+        raise errors.servers_kind(servers)
+    if members is not None or not isinstance(task, Task):
+        raise errors.servers_one_network()
+    if task.coupled and servers.parts > 1:
+        raise errors.servers_coupled(servers.workers)
+    if plan.pipeline > 1 and plan.zero:
+        raise errors.servers_plan_pipeline_zero(plan.zero)
+
+
+def open_servers(
+    servers: Servers,
+    program: Program,
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    source: Data,
+    batch: PyTree,
+    start: dict[str, Any],
+    output: str | Path | None,
+) -> Coordinator:
+    """Return the coordinator of a run, its workers and servers started.
+
+    **Arguments:** `state`, to begin with; `start`, what the record says of the beginning: position
+    in the data, seed, sizes; `output`, where the record is written.
+
+    Raises `PlanError` for an optimizer that servers cannot compute, before any of them is started.
+    """
+    assert isinstance(program.task, Task)
+    size = -(-program.batch_size // servers.parts)
+    like = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype), batch
+    )
+    arrays = source.arrays if isinstance(source, ArrayData) else None
+    spec = RunSpec(program.task, optimizer, servers, program.plan, like, arrays)
+    spec.check()
+    canonical = program.to_canonical(state)
+    record = None if output is None else Record(Path(output), state.steps_taken)
+    if record is not None:
+        record.write({"event": "start", "step": state.steps_taken, **start,
+                      "servers": dataclasses.asdict(servers)})  # fmt: skip
+    return open_coordinator(spec, canonical, record)
