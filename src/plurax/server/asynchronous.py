@@ -19,7 +19,6 @@ Server".
 """
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,6 +39,8 @@ class Asynchronous(Coordinator):
         super().__init__(*args, **options)
         self._returned: deque[Ticket] = deque()
         self._updates: list[Update] = []
+        like = self.spec.update.metrics
+        self._last: dict[str, Any] = {name: np.zeros((), like[name].dtype) for name in like}
 
     def run(self, batches: Batches, stopping: Callable[[], bool]) -> Iterator[list[Update]]:
         """Train on batches; yield what came of them, one item a batch."""
@@ -52,7 +53,7 @@ class Asynchronous(Coordinator):
                     more = False
                 else:
                     self._fly(slot, ticket)
-            flying = any(slot.flights for slot in self.workers)
+            flying = any(slot.flights for slot in self.workers)  # pushes of the lost included
             if not flying and not more and not self._returned:
                 return
             self._wait()
@@ -80,7 +81,7 @@ class Asynchronous(Coordinator):
             if slot.started <= most:
                 free.append(slot)
             elif not slot.flights and slot.idle_since is None:
-                slot.idle_since = time.monotonic()
+                slot.idle_since = self.transport.now()
         return min(free, key=lambda slot: (slot.started, slot.index), default=None)
 
     def _push(self, flight: Flight, header: Header) -> None:
@@ -93,12 +94,14 @@ class Asynchronous(Coordinator):
             slot.flights.remove(flight)
             slot.clock += 1
         taken = [reply for reply in flight.replies.values() if reply.reason is None]
-        metrics: dict[str, Any] = {"skipped": np.int32(1)}
-        staleness = math.nan
+        # A batch whose push was refused counts for nothing, and its row has the loss before.
+        metrics, staleness = {**self._last, "weight": 0 * self._last["weight"]}, 0.0
+        metrics["examples"] = 0 * metrics["examples"]
         if taken:
             self.account.updates += 1
             self.account.staleness[taken[0].staleness] += 1
             metrics, staleness = taken[0].metrics, float(taken[0].staleness)
+            self._last = metrics
         self._updates.append(Update({**metrics, "staleness": np.float32(staleness)}))
         if self._is_due():
             for one in self.shards:

@@ -12,7 +12,6 @@ worker that ended goes to another.
 import abc
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from plurax.server.record import Record
 from plurax.server.run_spec import RunSpec
 from plurax.server.shard import make_shard
 from plurax.server.shard_layout import from_host, to_host
-from plurax.server.transport import Actor, ActorGoneError, Transport
+from plurax.server.transport import Actor, ActorGoneError, ResultLostError, Transport
 from plurax.server.worker import Worker
 from plurax.state import TrainState
 
@@ -118,7 +117,7 @@ class Coordinator(abc.ABC):
         self.spec, self.transport, self.account, self._record = spec, transport, account, record
         self._snapshots = 0
         self._waiting: dict[Any, Callable[[Any], None]] = {}
-        self._looked = self._began = time.monotonic()
+        self._looked = self._began = self.transport.now()
         self._since_snapshot = 0
         self._key = to_host(state.key)
         self._spec = transport.put(spec)
@@ -151,7 +150,7 @@ class Coordinator(abc.ABC):
         counts = self.account.staleness
         total = sum(counts.values())
         mean = sum(n * count for n, count in counts.items()) / total if total else 0.0
-        rate = self.account.updates / max(time.monotonic() - self._began, 1e-9)
+        rate = self.account.updates / max(self.transport.now() - self._began, 1e-9)
         parts = [f"{self.live} of {len(self.workers)} workers", f"{rate:.1f} updates/s"]
         if self.spec.servers.mode != "sync":
             parts.append(f"staleness {mean:.1f}")
@@ -242,7 +241,7 @@ class Coordinator(abc.ABC):
         """Give a ticket to a worker: it pulls, and computes."""
         self.record("pull", step=ticket.step, part=ticket.part, worker=slot.index, life=slot.life,
                     sequence=slot.sequence)  # fmt: skip
-        began = time.monotonic()
+        began = self.transport.now()
         pulls = [
             self.transport.call(one.actor, "pull", slot.index, slot.sequence)[0]
             for one in self.shards
@@ -260,7 +259,7 @@ class Coordinator(abc.ABC):
             waited[slot.index] = waited.get(slot.index, 0.0) + began - slot.idle_since
             slot.idle_since = None
         self._waiting[pulls[-1]] = lambda ref: self.account.pull_seconds.append(
-            time.monotonic() - began
+            self.transport.now() - began
         )
         self._waiting[header] = lambda ref: self._computed(flight)
 
@@ -268,7 +267,7 @@ class Coordinator(abc.ABC):
         """Send a gradient to the servers, once its worker has it."""
         try:
             header = self.transport.get(flight.header)
-        except ActorGoneError:
+        except (ActorGoneError, ResultLostError):
             self._not_computed(flight)
             return
         slot = flight.slot
@@ -287,22 +286,25 @@ class Coordinator(abc.ABC):
 
     def _send(self, flight: Flight, header: Header, replied: Callable[[Flight], None]) -> None:
         """Push a gradient to all servers; call `replied` when all have answered."""
-        flight.pushed, began = True, time.monotonic()
+        flight.pushed, began = True, self.transport.now()
         self.record("push", worker=flight.slot.index, life=flight.life, sequence=flight.sequence)
         for slot, content in zip(self.shards, flight.content, strict=True):
             (ref,) = self.transport.call(slot.actor, "push", header, content)
 
             def answered(ref: Any, slot: ShardSlot = slot, n: int = slot.incarnation) -> None:
-                reply = self._answer_of_server(slot, n, ref)
+                try:
+                    reply = self._answer_of_server(slot, n, ref)
+                except ResultLostError:
+                    reply = Reply("lost on the way", slot.version)
                 if reply is None:
                     reply = Reply("server restarted", slot.version)
-                else:
+                elif n == slot.incarnation:
                     slot.version, slot.deaths = reply.version, 0
                 if reply.reason is not None:
                     self.account.rejected[reply.reason] += 1
                 flight.replies[slot.index] = reply
                 if len(flight.replies) == len(self.shards):
-                    self.account.push_seconds.append(time.monotonic() - began)
+                    self.account.push_seconds.append(self.transport.now() - began)
                     replied(flight)
 
             self._waiting[ref] = answered
@@ -312,8 +314,13 @@ class Coordinator(abc.ABC):
         for slot, incarnation, ref in zip(
             self.shards, flight.incarnations, flight.pulls, strict=True
         ):
-            if self._answer_of_server(slot, incarnation, ref) is None:
-                # The worker is well; the parameters did not come.
+            if not self.transport.wait([ref], 0):
+                continue
+            try:
+                came = self._answer_of_server(slot, incarnation, ref) is not None
+            except ResultLostError:
+                came = False
+            if not came:  # the worker is well
                 if flight in flight.slot.flights:
                     flight.slot.flights.remove(flight)
                     flight.slot.started -= 1
@@ -325,8 +332,10 @@ class Coordinator(abc.ABC):
         """Hand on the tickets of a worker that has ended, and start it again."""
         if life != slot.life:
             return  # of a life that was ended already
-        flights, slot.flights = slot.flights, []
-        self._hand_on(flights)
+        lost = [flight for flight in slot.flights if not flight.pushed]
+        # What it has pushed is on its way without it.
+        slot.flights = [flight for flight in slot.flights if flight.pushed]
+        self._hand_on(lost)
         slot.life, slot.ready, slot.deaths = slot.life + 1, False, slot.deaths + 1
         self.record("worker lost", worker=slot.index, life=life)
         with contextlib.suppress(ActorGoneError):
@@ -399,7 +408,7 @@ class Coordinator(abc.ABC):
             handler = self._waiting.pop(ref, None)
             if handler is not None:
                 handler(ref)
-        now = time.monotonic()
+        now = self.transport.now()
         if now - self._looked >= PATIENCE:
             self._looked = now
             self._look()

@@ -24,7 +24,7 @@ Content = tuple[tuple[np.ndarray, ...], ...]
 
 Reason = Literal[
     "server restarted", "worker restarted", "duplicate", "late", "wrong layout", "damaged",
-    "not finite", "too stale",
+    "not finite", "too stale", "lost on the way",
 ]  # fmt: skip
 """Why a push was refused.
 
@@ -36,6 +36,7 @@ Reason = Literal[
 - `damaged`: its header contradicts itself.
 - `not finite`: its vectors are not finite, and its worker says they are.
 - `too stale`: beyond `Servers.max_staleness`.
+- `lost on the way`: the machine on which it was has ended.
 """
 
 

@@ -30,7 +30,7 @@ import jax
 from plurax import errors
 from plurax.mesh import cpu_devices
 from plurax.server.servers import Servers
-from plurax.server.transport import Actor, ActorGoneError, Transport
+from plurax.server.transport import Actor, ActorGoneError, ResultLostError, Transport
 
 SETTINGS = (
     "jax_enable_x64", "jax_default_prng_impl", "jax_default_matmul_precision",
@@ -123,12 +123,12 @@ class RayTransport(Transport):
         exceptions = self._ray.exceptions
         try:
             return self._ray.get(reference)
-        except exceptions.RayTaskError as error:
-            if isinstance(error, exceptions.RayActorError | exceptions.ObjectLostError):
-                raise ActorGoneError from error
-            raise error.as_instanceof_cause() from None
-        except (exceptions.RayActorError, exceptions.ObjectLostError) as error:
+        except exceptions.RayActorError as error:
             raise ActorGoneError(str(error)) from error
+        except exceptions.ObjectLostError as error:
+            raise ResultLostError(str(error)) from error
+        except exceptions.RayTaskError as error:
+            raise error.as_instanceof_cause() from None
 
     def stop(self, actor: Actor) -> None:
         """Kill a worker's or a server's process."""

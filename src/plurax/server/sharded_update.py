@@ -45,7 +45,8 @@ class ShardedUpdate:
     **Arguments:** `optimizer`; `state` and `sums`, with `jax.ShapeDtypeStruct`s or arrays for
     leaves; `homes`, for each parameter its shard.
 
-    **Attributes:** `crossings`, how often numbers cross between the shards; `params`, `grads`,
+    **Attributes:** `crossings`, how often numbers cross between the shards; `metrics`, those of an
+    update, abstract; `params`, `grads`,
     `model_state` and `scalars`: which leaves of `(state, sums)` they are (`scalars`: all of the
     sums but the gradients).
 
@@ -59,14 +60,15 @@ class ShardedUpdate:
         sums: Gradients,
         homes: Sequence[int],
     ) -> None:
-        self._number(state, sums, homes)
+        # A single shard has all, and nothing crosses.
+        self._number(state, sums, homes if len({*homes}) > 1 else [None] * len(homes))
         self._given, given = jax.tree.structure((state, sums)), jax.tree.leaves((state, sums))
         # XLA sums rows of all gradients together (`_norm` of a step), which no shard could.
         apply = make_apply(whole_update(optimizer), norm=_norm)
         shapes = jax.eval_shape(apply, state, sums)
         self._made, made = jax.tree.structure(shapes), jax.tree.leaves(shapes)
-        self._metrics = sorted(shapes[1])
-        self._results = [*self._places[: self.state_leaves], *[None] * len(self._metrics)]
+        self.metrics = {name: shapes[1][name] for name in sorted(shapes[1])}
+        self._results = [*self._places[: self.state_leaves], *[None] * len(self.metrics)]
         assert len(made) == len(self._results)
 
         def fun(*leaves: Array) -> list[Array]:
@@ -84,7 +86,7 @@ class ShardedUpdate:
         self._rounds = sorted({*self._homes.crossing.values()})
         self.crossings = len(self._rounds)
 
-    def _number(self, state: TrainState, sums: Gradients, homes: Sequence[int]) -> None:
+    def _number(self, state: TrainState, sums: Gradients, homes: Sequence[int | None]) -> None:
         """Give each leaf of `(state, sums)` its place, in the order of the fields of both."""
         of_param = dict(enumerate(homes))
         # By path alone: a factored second moment has not the shape of its parameter.
@@ -145,7 +147,7 @@ class ShardedUpdate:
             (None, shard), [outvars[index] for index in (*wanted, *metrics)], leaves, known
         )
         state = dict(zip(wanted, found, strict=False))
-        return state, dict(zip(self._metrics, found[len(wanted) :], strict=True))
+        return state, dict(zip(self.metrics, found[len(wanted) :], strict=True))
 
     def joined(self, parts: Sequence[Mapping[int, Any]]) -> TrainState:
         """Return the state whose leaves the shards hold; of leaves on all, those of the first."""

@@ -15,7 +15,6 @@ A server that ended loses the updates since its last snapshot. All servers go ba
 batches since then are computed again: the same updates, since they depend on nothing else.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -150,7 +149,7 @@ class Synchronous(Coordinator):
         if flight in flight.slot.flights:
             flight.slot.flights.remove(flight)
             flight.slot.clock += 1
-            flight.slot.idle_since = time.monotonic()
+            flight.slot.idle_since = self.transport.now()
 
     def _return(self, tickets: list[Ticket]) -> None:
         self._todo.extendleft(ticket for ticket in tickets if ticket.step == self._step)

@@ -1,7 +1,6 @@
 """Workers and servers as threads of this process."""
 
 import concurrent.futures
-import contextlib
 import queue
 import threading
 from collections.abc import Callable, Collection
@@ -78,6 +77,8 @@ class _Thread:
     def __init__(self, name: str, make: Callable[[], Any]) -> None:
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stopped = threading.Event()
+        # A setting of `with jax.enable_x64()` is one of a thread.
+        self._x64 = bool(jax.config.read("jax_enable_x64"))
         threading.Thread(target=self._run, args=(make,), name=name, daemon=True).start()
 
     def call(self, method: str, args: tuple[Any, ...], returns: int) -> list[Future[Any]]:
@@ -90,6 +91,10 @@ class _Thread:
         self._calls.put(None)
 
     def _run(self, make: Callable[[], Any]) -> None:
+        with jax.enable_x64(self._x64):
+            self._work(make)
+
+    def _work(self, make: Callable[[], Any]) -> None:
         made: Any = None
         failed: BaseException | None = None
         try:
@@ -99,17 +104,11 @@ class _Thread:
         while (call := self._calls.get()) is not None:
             method, args, results = call
             if self._stopped.is_set():
-                _give(results, error=ActorGoneError())
+                give(results, error=ActorGoneError())
             elif failed is not None:
-                _give(results, error=failed)
+                give(results, error=failed)
             else:
                 answer(lambda *args, m=method: getattr(made, m)(*args), args, results)
-        while True:
-            with contextlib.suppress(queue.Empty):
-                if (call := self._calls.get_nowait()) is not None:
-                    _give(call[2], error=ActorGoneError())
-                continue
-            return
 
 
 def answer(fun: Callable[..., Any], args: tuple[Any, ...], results: list[Future[Any]]) -> None:
@@ -117,14 +116,13 @@ def answer(fun: Callable[..., Any], args: tuple[Any, ...], results: list[Future[
     try:
         value = fun(*(a.result() if isinstance(a, Future) else a for a in args))
     except BaseException as error:
-        _give(results, error=error)
+        give(results, error=error)
     else:
-        _give(results, value)
+        give(results, value)
 
 
-def _give(
-    results: list[Future[Any]], value: Any = None, error: BaseException | None = None
-) -> None:
+def give(results: list[Future[Any]], value: Any = None, error: BaseException | None = None) -> None:
+    """Give the results of a call, or the error with which it failed, to their futures."""
     values = [value] if len(results) == 1 or error is not None else list(value)
     for index, result in enumerate(results):
         if error is not None:

@@ -16,12 +16,17 @@ worker pulls is the same version of every shard.
 
 import abc
 import dataclasses
+import time
 from collections.abc import Callable, Collection
 from typing import Any
 
 
 class ActorGoneError(Exception):
     """A worker or a server ended before it answered."""
+
+
+class ResultLostError(Exception):
+    """A result is gone with the machine on which it was."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,7 +64,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def get(self, reference: Any) -> Any:
-        """Return a result. Raises `ActorGoneError`, or what the method raised."""
+        """Return a result. Raises `ActorGoneError`, `ResultLostError`, or what the method raised."""
 
     @abc.abstractmethod
     def stop(self, actor: Actor) -> None:
@@ -68,6 +73,10 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def silent(self, actors: Collection[Actor], seconds: float) -> list[Actor]:
         """Return those that have not shown for so long that they live, on the monotonic clock."""
+
+    def now(self) -> float:
+        """Return seconds on the monotonic clock."""
+        return time.monotonic()
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -123,14 +123,15 @@ class Worker:
         state = TrainState(
             step=jnp.asarray(ticket.step, self.state.step.dtype),
             params=self._unpack(vectors),
-            opt_state=(),
+            opt_state=self.state.opt_state,  # empty
             model_state=jax.tree.unflatten(jax.tree.structure(self.spec.state.model_state), kept),
             key=self._key,
             skipped=jnp.zeros_like(self.state.skipped),
         )
         first = None if ticket.parts == 1 else ticket.first
+        state = self.program.from_canonical(state)
         sums = self.program.gradients(state, batch, first=first)
-        # Whole, as no plan has to know: they have the form of the parameters.
+        # They have the form that the program stores parameters in; servers have them whole.
         whole = dataclasses.replace(state, params=sums.grads)
         return sums._replace(grads=self.program.to_canonical(whole).params)
 
@@ -140,12 +141,8 @@ def _gradient_program(spec: RunSpec, devices: Sequence[jax.Device] | None) -> Pr
     # Without an optimizer: its state is with the servers.
     key = ("worker", spec.plan, shapes_key(spec.batch), tuple(mesh.devices.flat))
     return cached_program(
-        spec.task, key, lambda: Program(spec.task, NO_OPTIMIZER, spec.plan, spec.batch, mesh)
+        spec.task, key, lambda: Program(spec.task, optax.identity(), spec.plan, spec.batch, mesh)
     )
-
-
-NO_OPTIMIZER = optax.GradientTransformation(lambda params: (), lambda grads, state, params: None)
-"""Has no state; a worker updates nothing."""
 
 
 def _unpack(spec: RunSpec, vectors: Sequence[Vectors]) -> PyTree:

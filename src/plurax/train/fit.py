@@ -193,27 +193,16 @@ def fit(
         first = state.steps_taken
         log = _open_log(stack, output, program.plan, estimated, first if resume else None)
         stop = stack.enter_context(_StopSignals())
-        per_epoch = source.batches_per_epoch
-        bar = stack.enter_context(
-            TrainingProgress(epochs, per_epoch and per_epoch * epochs, first, show=progress)
-        )
-        if program.chose:
-            bar.note(program.choice_text())
+        bar = _open_bar(stack, program, source, epochs, first, progress)
         measurements = Measurements(estimated, machine, program, bar.note)
-        coordinator = None
         history = list(log.epochs) if log else []
         stack.enter_context(out_of_memory_said(program, lambda: _saved(checkpoints)))
 
-        if servers is not None:
-            begin = {**run, "position": position.to_json()}
-            coordinator = stack.enter_context(
-                open_servers(servers, program, optimizer, state, source, like, begin, output)
-            )
-        turns = _turns(
-            program, coordinator, state, source, resident, stop,
-            start=position, epochs=epochs, report_every=report_every,
-            checkpoint_every=checkpoint_every,
-        )  # fmt: skip
+        coordinator = open_servers(
+            stack, servers, program, optimizer, state, source, like, run, output
+        )
+        when = (position, epochs, report_every, checkpoint_every)
+        turns = _turns(program, coordinator, state, source, resident, stop, when)
         what = f"{program.plan.sizes_text()}, batches of {program.batch_size}"
         for steps in bar.compiled(turns, what):
             # The order matters: count, evaluate, log, save, and only then stop. A stop therefore
@@ -228,14 +217,12 @@ def fit(
                 for row in metrics.step_rows(fetched):
                     if log:
                         log.write(row)
-            said = metrics.summary() + (f"  {coordinator.summary()}" if coordinator else "")
-            bar.advance(steps.step, at_epoch, said, metrics.examples_per_second)
+            bar.advance(steps.step, at_epoch, *_summary(metrics, coordinator))
             metrics.warn_not_finite(steps.step)
             if report:
                 means = None if evaluation is None else program.evaluate(state, evaluation)
                 row = metrics.epoch_row(steps.step, at_epoch, means)
-                row |= measurements.add(steps, metrics)
-                row |= {"servers": coordinator.account.to_json()} if coordinator else {}
+                row |= measurements.add(steps, metrics) | _account_row(coordinator)
                 history.append(row)
                 bar.epoch(row)
                 measurements.show()
@@ -261,9 +248,9 @@ def fit(
         measurements.show(at_end=True)
         if checkpoints:
             checkpoints.wait()
-    state = program.to_canonical(state)
-    account = coordinator and coordinator.account
-    return Fit(state, program, history, stop.name, estimated, measurements.measured, account)
+    account = coordinator.account if coordinator else None
+    measured, state = measurements.measured, program.to_canonical(state)
+    return Fit(state, program, history, stop.name, estimated, measured, account)
 
 
 # --- Signals, checkpoints and the log ---------------------------------------------------------
@@ -421,6 +408,22 @@ def _open_log(
     return log
 
 
+def _open_bar(
+    stack: contextlib.ExitStack,
+    program: Program,
+    source: Data,
+    epochs: int,
+    first: int,
+    progress: bool,
+) -> TrainingProgress:
+    per_epoch = source.batches_per_epoch
+    bar = TrainingProgress(epochs, per_epoch and per_epoch * epochs, first, show=progress)
+    stack.enter_context(bar)
+    if program.chose:
+        bar.note(program.choice_text())
+    return bar
+
+
 def _turns(
     program: Program,
     coordinator: Coordinator | None,
@@ -428,12 +431,24 @@ def _turns(
     source: Data,
     resident: bool | None,
     stop: _StopSignals,
-    **schedule: Any,
+    when: tuple[Position, int, int, int | None],
 ) -> Iterator[StepOutput]:
     """Return the iterator of the training loop: of one program, or of workers and servers."""
+    schedule: Any = dict(
+        zip(("start", "epochs", "report_every", "checkpoint_every"), when, strict=True)
+    )
     if coordinator is None:
         return train_iter(program, state, source, resident=resident, **schedule)
-    return serve_iter(coordinator, state, source, stopping=lambda: bool(stop.name), **schedule)
+    return serve_iter(coordinator, program, state, source, lambda: bool(stop.name), **schedule)
+
+
+def _summary(metrics: EpochMetrics, coordinator: Coordinator | None) -> tuple[str, float]:
+    text = metrics.summary() + (f"  {coordinator.summary()}" if coordinator else "")
+    return text, metrics.examples_per_second
+
+
+def _account_row(coordinator: Coordinator | None) -> Row:
+    return {} if coordinator is None else {"servers": coordinator.account.to_json()}
 
 
 def _saved(checkpoints: Checkpoints | None) -> str:

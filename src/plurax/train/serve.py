@@ -43,19 +43,20 @@ from plurax.train.iterate import StepOutput
 
 def serve_iter(
     coordinator: Coordinator,
+    program: Program,
     state: TrainState,
     data: Data,
+    stopping: Callable[[], bool] = lambda: False,
     *,
     start: Position = Position(),  # noqa: B008  frozen
     epochs: int = 1,
     report_every: int = 1,
     checkpoint_every: int | None = None,
-    stopping: Callable[[], bool] = lambda: False,
 ) -> Iterator[StepOutput]:
     """Train with workers and servers, yielding whenever updates have been made.
 
-    **Arguments:** as for `train_iter`, with a `coordinator` in place of a program. Where
-    `stopping()`, no further batch is handed out, and the last item is settled.
+    **Arguments:** as for `train_iter`, and the `coordinator`; `program` is where the state
+    is placed. Where `stopping()`, no further batch is handed out, and the last item is settled.
     """
     step = state.steps_taken
     for epoch in range(start.epoch, epochs):
@@ -81,7 +82,7 @@ def serve_iter(
                 due = checkpoint_every is not None and step % checkpoint_every == 0
                 settled = report or due or stopping()
                 if settled:
-                    state = coordinator.state(step)
+                    state = program.place(coordinator.state(step))
                 position = Position(at_epoch) if done else batches.position
                 if updates:
                     yield _output(updates, state, step, position, began, done, settled)
@@ -161,11 +162,9 @@ def _output(
     done: bool = False,
     settled: bool = False,
 ) -> StepOutput:
-    # A batch whose push was refused has no loss.
-    names = {name for update in updates for name in update.metrics}
     metrics = {
-        name: np.stack([np.asarray(one.metrics.get(name, np.nan)) for one in updates])
-        for name in names
+        name: np.stack([np.asarray(one.metrics[name]) for one in updates])
+        for name in updates[0].metrics
     }
     seconds = time.monotonic() - began
     return StepOutput(state, step, metrics, seconds, position, epoch_done=done, settled=settled)
@@ -186,22 +185,25 @@ def check_servers(servers: Servers | None, task: Any, plan: Plan, members: Any) 
 
 
 def open_servers(
-    servers: Servers,
+    stack: contextlib.ExitStack,
+    servers: Servers | None,
     program: Program,
     optimizer: optax.GradientTransformation,
     state: TrainState,
     source: Data,
     batch: PyTree,
-    start: dict[str, Any],
+    run: dict[str, Any],
     output: str | Path | None,
-) -> Coordinator:
-    """Return the coordinator of a run, its workers and servers started.
+) -> Coordinator | None:
+    """Return the coordinator of a run, its workers and servers started; None without servers.
 
-    **Arguments:** `state`, to begin with; `start`, what the record says of the beginning: position
-    in the data, seed, sizes; `output`, where the record is written.
+    **Arguments:** `stack`, which ends them; `state`, to begin with; `batch`, the shapes of the
+    largest; `run`, the settings of the run, for its record; `output`, where that is written.
 
     Raises `PlanError` for an optimizer that servers cannot compute, before any of them is started.
     """
+    if servers is None:
+        return None
     assert isinstance(program.task, Task)
     size = -(-program.batch_size // servers.parts)
     like = jax.tree.map(
@@ -213,6 +215,6 @@ def open_servers(
     canonical = program.to_canonical(state)
     record = None if output is None else Record(Path(output), state.steps_taken)
     if record is not None:
-        record.write({"event": "start", "step": state.steps_taken, **start,
+        record.write({"event": "start", "step": state.steps_taken, **run,
                       "servers": dataclasses.asdict(servers)})  # fmt: skip
-    return open_coordinator(spec, canonical, record)
+    return stack.enter_context(open_coordinator(spec, canonical, record))

@@ -1,0 +1,162 @@
+"""Workers and servers in one thread, in an order that a seed decides.
+
+Each call waits in its actor's queue; whenever the coordinator waits, one actor is drawn and answers
+its next call. So a seed is an interleaving, and the same seed gives the same one: a fault that one
+run in a thousand has can be found, and had again. Time passes only here: 10 ms a call.
+
+    queues      worker 0: gradients    server 0: push, pull    server 1: pull
+    drawn       server 1               pull is answered
+    drawn       worker 0               not yet: server 0 has not answered its pull
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from plurax.server.threads import answer, give
+from plurax.server.transport import Actor, ActorGoneError, Transport
+
+SECONDS_PER_CALL = 0.01
+
+
+class DeadlockError(Exception):
+    """The coordinator waits for what nobody will answer."""
+
+
+class Simulated(Transport):
+    """Runs workers and servers in turns, drawn at random.
+
+    **Arguments:** `seed`; `fault`, called with the transport before each turn: it may `kill`,
+    `stall` or `resume`.
+
+    **Attributes:** `turns`, how many there were; `actors`, those that live, by name.
+    """
+
+    def __init__(
+        self, seed: int, fault: Callable[["Simulated"], None] = lambda transport: None
+    ) -> None:
+        self.random, self._fault = np.random.default_rng(seed), fault
+        self.turns, self._idle = 0, 0.0
+        self.actors: dict[str, Actor] = {}
+        self._stalled: dict[str, float] = {}
+
+    def now(self) -> float:
+        """Return the seconds that have passed in the simulation."""
+        return self.turns * SECONDS_PER_CALL + self._idle
+
+    def start(self, name: str, make: Callable[..., Any], *args: Any, devices: int) -> Actor:
+        """Start the object `make(*args)`; it is made at its first call."""
+        values = [one.result() if isinstance(one, Future) else one for one in args]
+        actor = Actor(name, _Queue(lambda: make(*values)))
+        self.actors[name] = actor
+        self._stalled.pop(name, None)
+        return actor
+
+    def call(self, actor: Actor, method: str, *args: Any, returns: int = 1) -> list[Any]:
+        """Put a call into an actor's queue; return a future of each of its results."""
+        results: list[Future[Any]] = [Future() for _ in range(returns)]
+        if actor.handle.ended:
+            give(results, error=ActorGoneError(actor.name))
+        else:
+            actor.handle.calls.append((method, args, results))
+        return results
+
+    def put(self, value: Any) -> Any:
+        """Return the value."""
+        return value
+
+    def wait(self, references: Collection[Any], seconds: float) -> list[Any]:
+        """Let actors take turns until one of these is there; return one of them."""
+        until = self.now() + seconds
+        while True:
+            done = [reference for reference in references if reference.done()]
+            if done:
+                return [done[self.random.integers(len(done))]]
+            if self.now() >= until:
+                return []
+            self._fault(self)
+            if not any(reference.done() for reference in references):
+                self._turn()
+
+    def _turn(self) -> None:
+        ready = [
+            actor
+            for name, actor in sorted(self.actors.items())
+            if actor.handle.ready() and name not in self._stalled
+        ]
+        if not ready:
+            if not self._stalled:
+                raise DeadlockError(f"after {self.turns} turns")
+            self._idle += 1.0
+            return
+        self.turns += 1
+        ready[self.random.integers(len(ready))].handle.answer()
+
+    def get(self, reference: Any) -> Any:
+        """Return a result. Raises `ActorGoneError`, or what the method raised."""
+        if not reference.done():
+            raise DeadlockError("nobody takes a turn while the coordinator gets a result")
+        return reference.result()
+
+    def kill(self, name: str) -> None:
+        """End an actor, if it lives: what it has not answered fails."""
+        actor = self.actors.pop(name, None)
+        if actor is not None:
+            self._stalled.pop(name, None)
+            actor.handle.end(name)
+
+    def stall(self, name: str) -> None:
+        """Let an actor take no turn until `resume`."""
+        if name in self.actors:
+            self._stalled.setdefault(name, self.now())
+
+    def resume(self, name: str) -> None:
+        """Let an actor take turns again."""
+        self._stalled.pop(name, None)
+
+    def stop(self, actor: Actor) -> None:
+        """End an actor at once; calls that it has not answered fail."""
+        actor.handle.end(actor.name)
+        if self.actors.get(actor.name) is actor:
+            self.actors.pop(actor.name)
+            self._stalled.pop(actor.name, None)
+
+    def silent(self, actors: Collection[Actor], seconds: float) -> list[Actor]:
+        """Return those that are stalled for so long."""
+        found = [a for a in actors if self.now() - self._stalled.get(a.name, np.inf) > seconds]
+        return [actor for actor in found if self.actors.get(actor.name) is actor]
+
+    def close(self) -> None:
+        """End all."""
+        self.actors.clear()
+
+
+class _Queue:
+    """An object and the calls that wait for it."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make, self._made = make, None
+        self.calls: deque[Any] = deque()
+        self.ended = False
+
+    def ready(self) -> bool:
+        """Return whether the next call has all its arguments."""
+        return bool(self.calls) and all(
+            argument.done() for argument in self.calls[0][1] if isinstance(argument, Future)
+        )
+
+    def answer(self) -> None:
+        """Answer the next call."""
+        method, args, results = self.calls.popleft()
+        if self._made is None:
+            self._made = self._make()
+        answer(getattr(self._made, method), args, results)
+
+    def end(self, name: str) -> None:
+        """Fail all calls."""
+        self.ended = True
+        while self.calls:
+            give(self.calls.popleft()[2], error=ActorGoneError(name))
