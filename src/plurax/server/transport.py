@@ -64,7 +64,10 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def get(self, reference: Any) -> Any:
-        """Return a result. Raises `ActorGoneError`, `ResultLostError`, or what the method raised."""
+        """Return a result.
+
+        Raises `ActorGoneError`, `ResultLostError`, or what the method raised.
+        """
 
     @abc.abstractmethod
     def stop(self, actor: Actor) -> None:
