@@ -22,6 +22,7 @@ from benchmarks.pipelines import pipelines
 from benchmarks.planning import planning
 from benchmarks.run import Run
 from benchmarks.servers import servers
+from benchmarks.uneven import uneven
 
 STEP_TARGET = 1 / 1.02
 """As a speed: a step may take 1.02 times as long as the one by hand."""
@@ -202,6 +203,7 @@ MEASUREMENTS: dict[str, Callable[[Run], Iterator[Row]]] = {
     "compile": compiling,
     "planning": planning,
     "servers": servers,
+    "uneven": uneven,
 }
 
 

@@ -37,6 +37,7 @@ TITLES = {
     "compile": "Compiling, and what a step costs the host",
     "planning": "Plans searched and estimated",
     "servers": "Parameter servers",
+    "uneven": "Four workers, one of them four times as slow",
 }
 COLOURS = {True: "#0072B2", False: "#D55E00", None: "#999999"}
 OCTAVES = (0.25, 0.5, 1, 2, 4, 8, 16)

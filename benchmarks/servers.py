@@ -17,7 +17,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks import sizes
-from benchmarks.harness import Check, Row, Side, Skipped, Worker, WorkerSkippedError, take_turns
+from benchmarks.harness import (
+    Check,
+    Row,
+    Side,
+    Skipped,
+    Worker,
+    WorkerSkippedError,
+    compare,
+    take_turns,
+)
 from benchmarks.run import Run
 
 TENSORFLOW = "TensorFlow ParameterServerStrategy"
@@ -26,6 +35,8 @@ BYTES = 2 * 4
 """Pushed and pulled for each float32 parameter in an update."""
 RATES = ("update", "exchange")
 """Sides of which units and bytes per second are shown."""
+TARGETS = {TENSORFLOW: ("update", 3.0), RAY: ("exchange", 0.8)}
+"""Of each peer the side that is compared, and the speed wanted."""
 PERCENTILES = (50, 95, 99)
 TRIALS = 2
 """Turns of each of TensorFlow's ways, before the fastest is measured."""
@@ -48,6 +59,25 @@ def _case(run: Run, case: sizes.ServersCase) -> Iterator[Row]:
         seconds = _seconds(case, workers)
         for name, worker in workers.items():
             yield _figures(case, name, worker, seconds[name])
+        if "plurax" in workers:
+            yield from _comparisons(case, seconds)
+
+
+def _comparisons(
+    case: sizes.ServersCase, seconds: dict[str, dict[str, list[float]]]
+) -> Iterator[Row]:
+    """The seconds of an update or an exchange of plurax beside those of the peers."""
+    for against, (side, target) in TARGETS.items():
+        if against in seconds:
+            yield compare(
+                "servers",
+                f"{case.name}, batch {case.batch}, {side}",
+                against,
+                seconds["plurax"][side],
+                seconds[against][side],
+                target,
+                {},
+            )
 
 
 def _seconds(
@@ -137,7 +167,12 @@ def _ray(run: Run, case: sizes.ServersCase) -> Worker:
     return run.jax("ray_store", _settings(run, case))
 
 
+def _plurax(run: Run, case: sizes.ServersCase) -> Worker:
+    return run.jax("jax_servers", _settings(run, case))
+
+
 WORKERS: dict[str, Callable[[Run, sizes.ServersCase], Worker]] = {
+    "plurax": _plurax,
     TENSORFLOW: _tensorflow,
     RAY: _ray,
 }

@@ -324,6 +324,35 @@ class ServersCase:
     workers: int = 2
 
 
+UNEVEN: dict[str, dict[str, Any] | None] = {
+    "all-reduce": None,
+    "sync": {"mode": "sync"},
+    "sync, quorum 3": {"mode": "sync", "quorum": 3},
+    "bounded 3": {"mode": "bounded", "staleness": 3},
+    "async": {"mode": "async"},
+}
+"""How workers of which one is slow train: fields of `Servers`, or data parallelism."""
+
+
+@dataclasses.dataclass(frozen=True)
+class UnevenCase:
+    """An example trained to a held-out `loss`, at most for some `epochs`.
+
+    **Fields:** `data`, the example; `batch`, of a worker's gradient, which takes `seconds`, on the
+    slow worker `slow` times as long; `ways`, keys of `UNEVEN`.
+    """
+
+    data: str
+    batch: int
+    loss: float
+    epochs: int
+    seconds: float = 0.05
+    slow: int = 4
+    servers: int = 2
+    workers: int = 4
+    ways: tuple[str, ...] = tuple(UNEVEN)
+
+
 def plans_to_compare() -> tuple[dict[str, Any], ...]:
     """Forty plans for at most 8 devices: more and less work, on more and fewer of them."""
     plans: list[dict[str, Any]] = [{}, {"remat": "dots"}, {"remat": "full"}, {"microbatches": 4}]
@@ -367,6 +396,7 @@ class Sizes:
     blocks: tuple[BlockCase, ...]
     plans: tuple[PlansCase, ...]
     servers: tuple[ServersCase, ...]
+    uneven: tuple[UnevenCase, ...]
 
 
 _MLP = Mlp((8, 1800, 1800, 1800, 16))
@@ -539,7 +569,7 @@ FULL = Sizes(
             packed=10,
             updates=400,
             exchanges=400,
-            repeats=5,
+            repeats=3,
         ),
         ServersCase(
             "10M parameters",
@@ -548,8 +578,12 @@ FULL = Sizes(
             packed=2,
             updates=64,
             exchanges=64,
-            repeats=5,
+            repeats=3,
         ),
+    ),
+    uneven=(
+        UnevenCase("digits", batch=32, loss=0.3, epochs=8),
+        UnevenCase("domains", batch=256, loss=0.6, epochs=16),
     ),
 )
 
@@ -679,5 +713,8 @@ QUICK = Sizes(
             repeats=2,
             ways=("by shards",),
         ),
+    ),
+    uneven=(
+        UnevenCase("digits", 128, loss=2.0, epochs=2, seconds=0.01, ways=("all-reduce", "async")),
     ),
 )

@@ -1,6 +1,7 @@
 """The benchmark harness works: one measurement in a tiny size, from the command to the file."""
 
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from benchmarks.harness import Worker
 from benchmarks.planning import agreement
+from benchmarks.uneven import epochs_to
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -121,6 +123,28 @@ def test_servers_are_measured_beside_the_store_that_carries_their_bytes(tmp_path
     assert raw["parameters"] == 9 * 300 + 301 * 300 + 301 * 4
     median = statistics.median(raw["exchange"]["seconds"])
     assert raw["exchange"]["bytes_per_second"] == pytest.approx(8 * raw["parameters"] / median)
+    ours = rows["tiny, batch 8, plurax"]["facts"]
+    assert ours["parameters"] == raw["parameters"]
+    assert set(ours["update"]["latencies"]) == {"push", "pull"}
+    assert rows["tiny, batch 8, exchange"]["target"] == 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")
+def test_uneven_workers_train_to_a_loss(tmp_path):
+    alone, asynchronous = quick("uneven", tmp_path)
+    assert alone["name"] == "digits, all-reduce, to a held-out loss of 2.0"
+    assert alone["facts"]["account"] is None
+    # 1,437 examples in batches of 512, each of which waits for the slow worker.
+    assert alone["facts"]["epochs"][1] >= 3 * 4 * 0.01
+    assert asynchronous["facts"]["account"]["updates"] == 2 * 12
+    assert asynchronous["facts"]["seconds"] > 0
+
+
+def test_a_loss_is_reached_within_an_epoch():
+    assert epochs_to(0.2, [0.8, 0.4, 0.1]) == pytest.approx(2.5)
+    assert epochs_to(0.8, [0.8, 0.4]) == 1.0
+    assert epochs_to(0.05, [0.8, 0.1]) == math.inf
 
 
 @pytest.mark.slow
