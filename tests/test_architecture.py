@@ -48,7 +48,7 @@ PUBLIC = {
     "plurax.analysis": """
         Collective Comparison Difference Estimate FastestBatchSize Level MaxBatchSize Measured
         Memory Planned PlannedMemory Seconds Verification draw_estimates draw_layer draw_search
-        measure_machine planned""",
+        draw_servers draw_workers measure_machine planned""",
     "plurax.ensemble": """
         Calibration Classification Halving MaxMembers Regression Rung Sweep Tuning accuracy
         bootstrap brier calibration combine_classification combine_regression draw_confidence

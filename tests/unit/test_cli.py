@@ -112,6 +112,25 @@ def test_train_writes_what_it_says(workplace, capsys, drawn):
     assert "epoch 3/4" not in out
 
 
+def test_a_run_with_servers_is_drawn(workplace, capsys, drawn):
+    code, out, _ = run(
+        capsys, "train", "small.py", "--epochs", "1", "--servers.workers", "2",
+        "--servers.mode", "async", "--servers.transport", "threads",
+    )  # fmt: skip
+    assert code == 0
+    assert "curves.png, metrics.jsonl, tensorboard/, checkpoints/, plan.toml, servers.jsonl" in out
+    staleness, updates, _ = panels(drawn["servers.png"])
+    assert staleness.shapes >= 1
+    assert updates.lines == [("", 4)]
+    (workers,) = panels(drawn["workers.png"])
+    assert [text.get_text() for text in drawn["workers.png"].axes[0].get_yticklabels()] == [
+        "worker 0", "worker 1", "server 0"
+    ]  # fmt: skip
+    # From the record: the times of pulls and pushes.
+    assert workers.areas >= 2
+    assert drawn["workers.png"].axes[0].get_xlim()[1] > 0
+
+
 def test_without_matplotlib(workplace, capsys, monkeypatch):
     """Training goes on and says what is missing; a picture that is asked for is refused at once."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

@@ -141,7 +141,8 @@ def test_every_interleaving_keeps_what_is_promised(mode, seed):
         assert models.max_rel_error(state.params, one_device().params) < 1e-5
         assert not account.rejected
     if mode == "bounded":
-        assert max(account.staleness) <= 2 * (2 + 2)
+        # Each of two others takes at most 2 * 1 + 1 steps while a gradient is computed.
+        assert max(account.staleness) <= 2 * (2 * 1 + 1)
     if mode == "quorum":
         late = 4 * STEPS - 1
         assert 0 <= account.dropped_examples <= late

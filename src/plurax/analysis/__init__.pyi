@@ -16,3 +16,5 @@ from plurax.machine import Level as Level
 from plurax.report.layer_picture import draw_layer as draw_layer
 from plurax.report.search_picture import draw_estimates as draw_estimates
 from plurax.report.search_picture import draw_search as draw_search
+from plurax.report.servers_picture import draw_servers as draw_servers
+from plurax.report.servers_picture import draw_workers as draw_workers

@@ -57,6 +57,7 @@ from plurax.report.curves import draw_curves
 from plurax.report.layer_picture import draw_found
 from plurax.report.picture import check_matplotlib
 from plurax.report.plan_picture import draw_plan
+from plurax.report.servers_picture import draw_servers, draw_workers
 from plurax.report.shards import compared_table, shards_table
 from plurax.report.tables import plan_report
 from plurax.report.timeline import Costs, compared_schedules_table, timeline_report
@@ -155,6 +156,10 @@ def _train(arguments: list[str]) -> int:
         try:
             draw_curves(rows, options.output / "curves.png", title=Path(arguments[0]).stem)
             written = ["curves.png", *written]
+            if servers is not None:
+                draw_servers({servers.mode: rows}, options.output / "servers.png")
+                draw_workers(options.output, options.output / "workers.png")
+                written += ["servers.jsonl", "servers.png", "workers.png"]
         except errors.MissingPackageError as missing:
             console.print(f"no curves.png: {missing}", markup=False)
     console.print(f"wrote {options.output}: {', '.join(written)}", markup=False)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 TRAIN, EVALUATION = "#3b6fb6", "#c4572b"
 SKIP = {"kind", "step", "epoch", "seconds", "examples_per_second", "weight", "examples",
-        "skipped", "grad_norm"}  # fmt: skip
+        "skipped", "grad_norm", "staleness"}  # fmt: skip
 
 
 def draw_curves(

@@ -134,9 +134,11 @@ class Coordinator(abc.ABC):
             self._record.close()
 
     def record(self, event: str, **values: Any) -> None:
-        """Write an event to the record."""
+        """Write an event to the record, with the seconds since the start."""
         if self._record is not None:
-            self._record.write({"event": event, **values})
+            at = {"at": round(self.transport.now() - self._began, 6)}
+            # A resumed run finds where it was settled by the step alone.
+            self._record.write({"event": event, **values, **({} if event == "settled" else at)})
 
     @abc.abstractmethod
     def run(self, batches: Batches, stopping: Callable[[], bool]) -> Iterator[list[Update]]:
@@ -231,6 +233,7 @@ class Coordinator(abc.ABC):
                 return
             if life == slot.life:
                 slot.ready = True
+                self.record("worker ready", worker=slot.index, life=life)
                 others = [one.clock for one in self.workers if one.ready and one is not slot]
                 # It would hold up everybody if it began at zero.
                 slot.clock = slot.started = max(slot.clock, min(others, default=0))

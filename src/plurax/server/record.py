@@ -3,12 +3,15 @@
 `servers.jsonl` has one event a line, in the order in which the coordinator called the servers:
 
     {"event": "start", "step": 0, "seed": 0, "batch_size": 128, ...}
-    {"event": "pull", "step": 0, "part": 0, "worker": 1, "life": 0, "sequence": 0}
-    {"event": "push", "worker": 1, "life": 0, "sequence": 0}
+    {"event": "worker ready", "worker": 1, "life": 0, "at": 1.2}
+    {"event": "pull", "step": 0, "part": 0, "worker": 1, "life": 0, "sequence": 0, "at": 1.2}
+    {"event": "push", "worker": 1, "life": 0, "sequence": 0, "at": 1.5}
     {"event": "snapshot", "number": 1}                     asked of all servers
     {"event": "saved", "server": 0, "number": 1}           from now on it is restarted from this one
     {"event": "server lost", "server": 0, "version": 38, "restored": 24, "number": 1}
     {"event": "settled", "step": 469}                      nothing is on its way: state as saved
+
+Beside `start` and `settled`, all events have `at`: seconds since the workers were started.
 
 A run that resumes at step 469 drops what stands after that line, and begins with a `start`.
 """

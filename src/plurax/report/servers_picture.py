@@ -1,0 +1,260 @@
+"""Draw runs with parameter servers: how stale gradients were, what the loss did, who waited.
+
+A worker's row in the timeline is read from the run's record, `servers.jsonl`. Example:
+
+    {"event": "worker ready", "worker": 0, "life": 0, "at": 2.0}       waits from here
+    {"event": "pull", "worker": 0, "sequence": 0, ..., "at": 2.1}      pulls and computes
+    {"event": "push", "worker": 0, "sequence": 0, ..., "at": 2.6}      waits for others
+    {"event": "pull", "worker": 0, "sequence": 1, ..., "at": 3.0}      pulls and computes
+    {"event": "worker lost", "worker": 0, "life": 0, "at": 3.2}        what it computed is dropped
+
+gives waits of 0.1 and 0.4 s, a gradient of 0.5 s (the first of a process, which compiles), one of
+0.2 s that was not pushed, and a cross.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from plurax.report.picture import new_figure, saved
+from plurax.server.record import FILE, Event, read_events
+from plurax.train.log import Row, read_rows
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+    from matplotlib.axes import Axes
+
+PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000")
+"""Colours that readers who see few colours tell apart (Okabe and Ito 2008)."""
+KINDS = {"first": "#56b4e9", "gradient": "#0072b2", "dropped": "#e69f00", "waiting": "#dddddd"}
+"""What a worker does, with its colour."""
+LABELS = {
+    "first": "compiles and computes a gradient",
+    "gradient": "pulls and computes a gradient",
+    "dropped": "computes one that is dropped",
+    "waiting": "waits",
+}
+SERVER, DEATH = "#009e73", "#d55e00"
+SMOOTHED = 25
+"""Means are over this part of the shortest run."""
+LANE, AROUND = 0.3, 1.4
+"""Heights in inches: of a row of the timeline, and the space around all of them."""
+
+
+# --- Staleness and loss ---------------------------------------------------------------------------
+
+
+def draw_servers(
+    runs: Mapping[str, Sequence[Row] | str | Path], path: str | Path | None = None
+) -> "matplotlib.figure.Figure":
+    """Draw the staleness of some runs, and their loss against updates and against seconds.
+
+    **Arguments:** `runs`, by name, each its output directory or the rows of its `metrics.jsonl`;
+    `path` of the picture (its ending determines the format).
+
+    A loss is the mean over some updates. Seconds are those of the epochs' rows without the first
+    call, which compiles; within an epoch every update takes as long.
+    """
+    read = {name: _rows(run) for name, run in runs.items()}
+    figure = new_figure(12.0, 3.9)
+    staleness, updates, seconds = figure.subplots(1, 3)
+    _draw_staleness(staleness, read)
+    _draw_losses(updates, seconds, read)
+    for axis in (staleness, updates, seconds):
+        axis.grid(alpha=0.25)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+    shown = staleness.get_legend_handles_labels()
+    figure.legend(*shown, loc="outside lower center", ncols=max(1, len(shown[0])), frameon=False)
+    return saved(figure, path)
+
+
+def _rows(run: Sequence[Row] | str | Path) -> list[Row]:
+    if isinstance(run, str | Path):
+        return list(read_rows(Path(run) / "metrics.jsonl"))
+    return list(run)
+
+
+def _draw_staleness(axis: "Axes", runs: Mapping[str, Sequence[Row]]) -> None:
+    """Draw for each run which share of its gradients was how stale."""
+    from matplotlib.ticker import MaxNLocator
+
+    width = 0.8 / max(1, len(runs))
+    for index, (name, rows) in enumerate(runs.items()):
+        # A push that was refused weighs nothing.
+        taken = [row for row in rows if row["kind"] == "step" and row.get("weight")]
+        counts = Counter(round(row["staleness"]) for row in taken if "staleness" in row)
+        total = max(1, counts.total())
+        mean = sum(versions * count for versions, count in counts.items()) / total
+        places = np.array(sorted(counts), float) + (index - (len(runs) - 1) / 2) * width
+        shares = [100 * counts[versions] / total for versions in sorted(counts)]
+        axis.bar(places, shares, width, color=PALETTE[index % len(PALETTE)],
+                 label=f"{name} (staleness {mean:.1f} on average)")  # fmt: skip
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_xlabel("staleness: updates since the parameters were pulled")
+    axis.set_ylabel("% of gradients")
+
+
+def _draw_losses(updates: "Axes", seconds: "Axes", runs: Mapping[str, Sequence[Row]]) -> None:
+    """Draw the loss of each run against its updates, and against time."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    losses = {
+        name: np.array([(row["step"], row["loss"]) for row in rows
+                        if row["kind"] == "step" and np.isfinite(row["loss"])]).reshape(-1, 2)
+        for name, rows in runs.items()
+    }  # fmt: skip
+    over = max(1, min((len(loss) for loss in losses.values()), default=1) // SMOOTHED)
+    ends = []
+    for color, (name, loss) in zip(itertools.cycle(PALETTE), losses.items(), strict=False):
+        if len(loss) < over:
+            continue
+        steps = loss[over - 1 :, 0]
+        means = np.convolve(loss[:, 1], np.full(over, 1 / over), "valid")
+        updates.plot(steps, means, color=color, linewidth=1.4)
+        at = _seconds(steps, runs[name])
+        seconds.plot(at[np.isfinite(at)], means[np.isfinite(at)], color=color, linewidth=1.4)
+        ends += [means.min(), means.max()]
+    for axis, x in ((updates, "updates"), (seconds, "seconds, without the first call")):
+        axis.set_xlabel(x)
+        axis.set_ylabel("loss" if over == 1 else f"loss, mean of {over} updates")
+        if ends and min(ends) > 0 and max(ends) > 10 * min(ends):
+            axis.set_yscale("log")
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_locator(NullLocator())
+
+
+def _seconds(steps: np.ndarray, rows: Sequence[Row]) -> np.ndarray:
+    """Return when steps were taken; NaN for those after the last epoch that has a row."""
+    epochs = [row for row in rows if row["kind"] == "epoch" and row["examples_per_second"] > 0]
+    if not epochs:
+        return np.full(len(steps), np.nan)
+    took = np.cumsum([row["examples"] / row["examples_per_second"] for row in epochs])
+    at = [0, *(row["step"] for row in epochs)]
+    return np.interp(steps, at, [0.0, *took], right=np.nan)
+
+
+# --- Workers over time ----------------------------------------------------------------------------
+
+
+class Lane(NamedTuple):
+    """A worker's or a server's row.
+
+    **Fields:** `spans`, by kind their starts and lengths in seconds; `deaths`, when it ended, and a
+    few words on each; `saved`, of a server when a snapshot of it was kept.
+    """
+
+    spans: dict[str, list[tuple[float, float]]]
+    deaths: list[tuple[float, str]]
+    saved: list[float]
+
+
+def draw_workers(output: str | Path, path: str | Path | None = None) -> "matplotlib.figure.Figure":
+    """Draw what each worker and server of a run did over time, with waits and deaths.
+
+    **Arguments:** `output`, the directory of a run with `servers.jsonl`; `path` of the picture (its
+    ending determines the format). Of a run that was resumed the parts stand one after the other,
+    with a dotted line between them.
+    """
+    lanes, resumed, end = timeline_of(read_events(Path(output) / FILE))
+    figure = new_figure(9.0, AROUND + LANE * len(lanes))
+    axis = figure.subplots()
+    for row, lane in enumerate(lanes.values()):
+        for kind, spans in lane.spans.items():
+            color = SERVER if kind == "server" else KINDS[kind]
+            height = 0.16 if kind == "server" else 0.72
+            axis.broken_barh(spans, (row - height / 2, height), facecolors=color, linewidth=0)
+        if lane.saved:
+            axis.vlines(lane.saved, row - 0.24, row + 0.24, color=SERVER, linewidth=0.9)
+        for at, words in lane.deaths:
+            axis.plot(at, row, "X", color=DEATH, markeredgecolor="white", markersize=9)
+            axis.annotate(words, (at, row), (7, 5), textcoords="offset points", fontsize=7.5)
+    for at in resumed:
+        axis.axvline(at, color="black", linestyle=":", linewidth=0.9)
+    axis.set(xlim=(0, end or 1), ylim=(len(lanes) - 0.4, -0.6), xlabel="seconds since the start")
+    axis.set_yticks(range(len(lanes)), lanes)
+    axis.spines[["top", "right"]].set_visible(False)
+    _legend_of_workers(figure, lanes)
+    return saved(figure, path)
+
+
+def timeline_of(events: Sequence[Event]) -> tuple[dict[str, Lane], list[float], float]:
+    """Return the rows by name, when the run was resumed, and when it ended, in seconds."""
+    starts = [event for event in events if event["event"] == "start"]
+    servers = max((event["servers"]["shards"] for event in starts), default=0)
+    workers = max((event["servers"]["workers"] for event in starts), default=0)
+    names = [*(f"worker {i}" for i in range(workers)), *(f"server {i}" for i in range(servers))]
+    lanes = {name: Lane({}, [], []) for name in names}
+    doing: dict[str, tuple[str, float]] = {}
+    resumed, offset, now = list[float](), 0.0, 0.0
+    fresh = set[str]()  # those that have not compiled yet
+
+    def begin(name: str, kind: str | None, closed: str | None = None) -> None:
+        """End what a worker or server does (as `closed`, where that is known now)."""
+        if name in doing:
+            before, since = doing.pop(name)
+            if now > since:
+                lanes[name].spans.setdefault(closed or before, []).append((since, now - since))
+        if kind is not None:
+            doing[name] = kind, now
+
+    for event in events:
+        kind = event["event"]
+        if kind == "start":
+            for name in names:
+                begin(name, None)
+            resumed += [now] if now else []
+            offset = now
+            for index in range(event["servers"]["shards"]):
+                begin(f"server {index}", "server")
+            continue
+        now = max(now, offset + event.get("at", 0.0))
+        worker = f"worker {event.get('worker')}"
+        if kind == "worker ready":
+            begin(worker, "waiting")
+            fresh.add(worker)
+        elif kind == "pull":
+            # A gradient that the next pull comes after was not pushed.
+            next_one = "first" if worker in fresh else "gradient"
+            begin(worker, next_one, "dropped" if _computes(doing, worker) else None)
+            fresh.discard(worker)
+        elif kind == "push":
+            begin(worker, "waiting")
+        elif kind == "worker lost":
+            begin(worker, None, "dropped" if _computes(doing, worker) else None)
+            lanes[worker].deaths.append((now, ""))
+        elif kind == "server lost":
+            server = f"server {event['server']}"
+            lost = event["version"] - event["restored"]
+            lanes[server].deaths.append((now, f"{lost} updates back"))
+        elif kind == "saved":
+            lanes[f"server {event['server']}"].saved.append(now)
+    for name in names:
+        begin(name, None)
+    return lanes, resumed, now
+
+
+def _computes(doing: Mapping[str, tuple[str, float]], worker: str) -> bool:
+    return doing.get(worker, ("", 0.0))[0] in ("first", "gradient")
+
+
+def _legend_of_workers(figure: "matplotlib.figure.Figure", lanes: Mapping[str, Lane]) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    there = {kind for lane in lanes.values() for kind in lane.spans}
+    shown: list[Patch | Line2D] = [
+        Patch(color=color, label=LABELS[kind]) for kind, color in KINDS.items() if kind in there
+    ]
+    if any(lane.saved for lane in lanes.values()):
+        shown.append(Line2D([], [], color=SERVER, marker="|", label="server, and its snapshots"))
+    if any(lane.deaths for lane in lanes.values()):
+        shown.append(Line2D([], [], color=DEATH, marker="X", linestyle="", label="ended"))
+    figure.legend(
+        handles=shown, loc="outside lower center", ncols=min(3, len(shown)), frameon=False
+    )
