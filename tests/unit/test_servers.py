@@ -117,7 +117,7 @@ def pushed(request):
     def fresh():
         return make_shard(spec, 0, 0, Snapshot(0, leaves, {}))
 
-    header, content = worker.gradients(Ticket(0, 0, 1, 0, np.arange(8)), 0, fresh().pull(0, 0))
+    header, content = worker.gradients(Ticket(0, 0, 1, 0, np.arange(8)), 0, fresh().pull(0, 0)[1])
     return fresh, header, content
 
 

@@ -83,18 +83,15 @@ class ShardSlot:
 class Flight:
     """A ticket that a worker has.
 
-    **Attributes:** `incarnations`, of the servers that it pulls from; `pulls`, `header` and
-    `content`, references; `began`, when; `pushed`, whether its gradient is on its way to the
-    servers; `replies`, of those that have answered.
+    **Attributes:** `pulled`, for each server that has answered a reference to its parameters;
+    `content`, for each server a reference to what is pushed; `pushed`, whether that is on its way;
+    `replies`, of the servers that have answered.
     """
 
-    def __init__(
-        self, ticket: Ticket, slot: WorkerSlot, incarnations: list[int], pulls: list[Any],
-        header: Any, content: list[Any],
-    ) -> None:  # fmt: skip
+    def __init__(self, ticket: Ticket, slot: WorkerSlot) -> None:
         self.ticket, self.slot, self.life, self.sequence = ticket, slot, slot.life, slot.sequence
-        self.incarnations, self.pulls = incarnations, pulls
-        self.header, self.content = header, content
+        self.pulled: dict[int, Any] = {}
+        self.content: list[Any] = []
         self.pushed = False
         self.replies: dict[int, Reply] = {}
 
@@ -241,19 +238,11 @@ class Coordinator(abc.ABC):
         self._waiting[ref] = there
 
     def _fly(self, slot: WorkerSlot, ticket: Ticket) -> None:
-        """Give a ticket to a worker: it pulls, and computes."""
+        """Give a ticket to a worker: the parameters are pulled, and it computes."""
         self.record("pull", step=ticket.step, part=ticket.part, worker=slot.index, life=slot.life,
                     sequence=slot.sequence)  # fmt: skip
         began = self.transport.now()
-        pulls = [
-            self.transport.call(one.actor, "pull", slot.index, slot.sequence)[0]
-            for one in self.shards
-        ]
-        header, *content = self.transport.call(
-            slot.actor, "gradients", ticket, slot.sequence, *pulls, returns=1 + len(self.shards)
-        )
-        incarnations = [one.incarnation for one in self.shards]
-        flight = Flight(ticket, slot, incarnations, pulls, header, content)
+        flight = Flight(ticket, slot)
         slot.flights.append(flight)
         slot.sequence += 1
         slot.started += 1
@@ -261,19 +250,58 @@ class Coordinator(abc.ABC):
             waited = self.account.waited_seconds
             waited[slot.index] = waited.get(slot.index, 0.0) + began - slot.idle_since
             slot.idle_since = None
-        self._waiting[pulls[-1]] = lambda ref: self.account.pull_seconds.append(
-            self.transport.now() - began
-        )
-        self._waiting[header] = lambda ref: self._computed(flight)
+        for one in self.shards:
+            there, pulled = self.transport.call(
+                one.actor, "pull", slot.index, flight.sequence, returns=2
+            )
 
-    def _computed(self, flight: Flight) -> None:
+            def came(
+                ref: Any, one: ShardSlot = one, n: int = one.incarnation, pulled: Any = pulled
+            ) -> None:
+                if self._answer_of_server(one, n, ref) is None:
+                    self._not_pulled(flight)
+                    return
+                flight.pulled[one.index] = pulled
+                if len(flight.pulled) == len(self.shards) and flight in slot.flights:
+                    self.account.pull_seconds.append(self.transport.now() - began)
+                    self._compute(flight)
+
+            self._waiting[there] = came
+
+    def _not_pulled(self, flight: Flight) -> None:
+        """Hand on a ticket whose parameters will not come; its worker is well."""
+        if flight in flight.slot.flights:
+            flight.slot.flights.remove(flight)
+            flight.slot.started -= 1
+            self._hand_on([flight])
+
+    def _compute(self, flight: Flight) -> None:
+        """Let a worker compute, once the parameters are there.
+
+        Not before: a call whose arguments are missing would hold up the worker's next calls, and
+        its signs of life.
+        """
+        self.record("compute", worker=flight.slot.index, life=flight.life,
+                    sequence=flight.sequence)  # fmt: skip
+        pulled = [flight.pulled[one.index] for one in self.shards]
+        header, *flight.content = self.transport.call(
+            flight.slot.actor, "gradients", flight.ticket, flight.sequence, *pulled,
+            returns=1 + len(self.shards),
+        )  # fmt: skip
+        self._waiting[header] = lambda ref: self._computed(flight, ref)
+
+    def _computed(self, flight: Flight, ref: Any) -> None:
         """Send a gradient to the servers, once its worker has it."""
-        try:
-            header = self.transport.get(flight.header)
-        except (ActorGoneError, ResultLostError):
-            self._not_computed(flight)
-            return
         slot = flight.slot
+        try:
+            header = self.transport.get(ref)
+        except ActorGoneError:
+            self._lost_worker(slot, flight.life)
+            return
+        except ResultLostError:
+            self._not_pulled(flight)
+            return
+        flight.pulled.clear()
         if flight not in slot.flights:
             self.account.rejected["worker restarted"] += 1
             return
@@ -311,25 +339,6 @@ class Coordinator(abc.ABC):
                     replied(flight)
 
             self._waiting[ref] = answered
-
-    def _not_computed(self, flight: Flight) -> None:
-        """Hand on the ticket of a gradient that will not come."""
-        for slot, incarnation, ref in zip(
-            self.shards, flight.incarnations, flight.pulls, strict=True
-        ):
-            if not self.transport.wait([ref], 0):
-                continue
-            try:
-                came = self._answer_of_server(slot, incarnation, ref) is not None
-            except ResultLostError:
-                came = False
-            if not came:  # the worker is well
-                if flight in flight.slot.flights:
-                    flight.slot.flights.remove(flight)
-                    flight.slot.started -= 1
-                    self._hand_on([flight])
-                return
-        self._lost_worker(flight.slot, flight.life)
 
     def _lost_worker(self, slot: WorkerSlot, life: int) -> None:
         """Hand on the tickets of a worker that has ended, and start it again."""

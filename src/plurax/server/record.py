@@ -5,6 +5,7 @@
     {"event": "start", "step": 0, "seed": 0, "batch_size": 128, ...}
     {"event": "worker ready", "worker": 1, "life": 0, "at": 1.2}
     {"event": "pull", "step": 0, "part": 0, "worker": 1, "life": 0, "sequence": 0, "at": 1.2}
+    {"event": "compute", "worker": 1, "life": 0, "sequence": 0}      the parameters have come
     {"event": "push", "worker": 1, "life": 0, "sequence": 0, "at": 1.5}
     {"event": "snapshot", "number": 1}                     asked of all servers
     {"event": "saved", "server": 0, "number": 1}           from now on it is restarted from this one

@@ -54,11 +54,12 @@ class Shard(abc.ABC):
         leaves = {index: to_host(leaf) for index, leaf in self.leaves.items()}
         return self.version, Snapshot(self.version, leaves, dict(self.seen))
 
-    def pull(self, worker: int, sequence: int) -> Pulled:
-        """Return the parameters, for the push `sequence` of a worker."""
+    def pull(self, worker: int, sequence: int) -> tuple[int, Pulled]:
+        """Return the version and the parameters, for the push `sequence` of a worker."""
         vectors = self._join({index: self.leaves[index] for index in self._params})
         kept = {i: to_host(self.leaves[i]) for i in self.update.model_state}
-        return Pulled(self.incarnation, self.version, tuple(map(to_bytes, vectors)), kept)
+        content = tuple(map(to_bytes, vectors))
+        return self.version, Pulled(self.incarnation, self.version, content, kept)
 
     @abc.abstractmethod
     def push(self, header: Header, content: Content) -> Reply:
@@ -113,8 +114,8 @@ class ApplyingShard(Shard):
             f"apply {self.index}", lambda: self._updated, donate_argnums=() if keep else 0
         )
 
-    def pull(self, worker: int, sequence: int) -> Pulled:
-        """Return the parameters, for the push `sequence` of a worker."""
+    def pull(self, worker: int, sequence: int) -> tuple[int, Pulled]:
+        """Return the version and the parameters, for the push `sequence` of a worker."""
         if self.spec.servers.correction == "delay":
             self._pulled = {at: kept for at, kept in self._pulled.items()
                             if at[0] != worker or at[1] > sequence - 2}  # fmt: skip

@@ -4,7 +4,7 @@ A worker or a server is an object whose methods are called one after the other, 
 which the coordinator calls them. A call returns at once, with references to its results; a result
 may be handed to another call, and goes from one to the other without passing the coordinator:
 
-    pulled = [transport.call(shard, "pull", 0, 7)[0] for shard in shards]
+    pulled = [transport.call(shard, "pull", 0, 7, returns=2)[1] for shard in shards]
     header, *content = transport.call(worker, "gradients", ticket, 7, *pulled, returns=3)
     transport.wait([header])                        # until one of them is there
     replies = [transport.call(shard, "push", transport.get(header), part)[0]
