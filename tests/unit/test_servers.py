@@ -83,16 +83,17 @@ def test_the_largest_are_dealt_first():
 
 def test_vectors_hold_each_parameter_once():
     leaves = [jnp.arange(6.0).reshape(2, 3), jnp.ones(5, jnp.bfloat16), jnp.float32(7.0),
-              jnp.zeros((0, 4))]  # fmt: skip
+              jnp.zeros((0, 4)), jnp.ones((150, 150))]  # fmt: skip
     layout = ShardLayout(leaves, 2)
     found = {}
     for shard in range(2):
         held = {i: leaf for i, leaf in enumerate(leaves) if layout.homes[i] == shard}
         vectors = layout.join(shard, held)
-        assert [v.size for v in vectors] == list(layout.lengths(shard).values())
+        lengths = layout.lengths(shard)
+        assert [(str(v.dtype), v.size) for v in vectors] == lengths
         sent = [
             from_bytes(to_bytes(vector), dtype)
-            for vector, dtype in zip(vectors, layout.lengths(shard), strict=True)
+            for vector, (dtype, _) in zip(vectors, lengths, strict=True)
         ]
         found |= layout.split(shard, sent)
     for index, leaf in enumerate(leaves):

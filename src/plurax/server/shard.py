@@ -10,7 +10,6 @@ changes nothing but a count. Two ways of updating:
 """
 
 import abc
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,7 +38,6 @@ class Shard(abc.ABC):
         self.lengths = spec.layout.lengths(index)
         self.restore(incarnation, snapshot)
         self._params = [i for i in spec.update.params if i in self.leaves]
-        self._join = spec.jitted(f"join {index}", lambda: functools.partial(_join, spec, index))
         self._finite = spec.jitted("finite", lambda: _finite)
 
     def restore(self, incarnation: int, snapshot: Snapshot) -> None:
@@ -56,9 +54,13 @@ class Shard(abc.ABC):
 
     def pull(self, worker: int, sequence: int) -> tuple[int, Pulled]:
         """Return the version and the parameters, for the push `sequence` of a worker."""
-        vectors = self._join({index: self.leaves[index] for index in self._params})
+        first = self.update.params.start
+        held = {index - first: self.leaves[index] for index in self._params}
+        content = tuple(map(to_bytes, self.spec.layout.join(self.index, held)))
+        if self.spec.servers.transport == "threads":
+            # Who shares our memory would see the next update in it.
+            content = tuple(part.copy() for part in content)
         kept = {i: to_host(self.leaves[i]) for i in self.update.model_state}
-        content = tuple(map(to_bytes, vectors))
         return self.version, Pulled(self.incarnation, self.version, content, kept)
 
     @abc.abstractmethod
@@ -230,11 +232,6 @@ def make_shard(spec: RunSpec, index: int, incarnation: int, snapshot: Snapshot) 
     """Return the shard of a run's mode."""
     kind = SummingShard if spec.servers.mode == "sync" else ApplyingShard
     return kind(spec, index, incarnation, snapshot)
-
-
-def _join(spec: RunSpec, shard: int, leaves: dict[int, Array]) -> Vectors:
-    first = spec.update.params.start
-    return spec.layout.join(shard, {index - first: leaf for index, leaf in leaves.items()})
 
 
 def _finite(vectors: Vectors) -> Bool[Array, ""]:

@@ -1,15 +1,15 @@
-"""Deal the parameters of a network out to servers, each server's as one vector for each dtype.
+"""Deal the parameters of a network out to servers, each server's as a few vectors.
 
 Each parameter is on one shard, the largest dealt first, each to the shard that has least so far
 (Graham 1969, "Bounds on Multiprocessing Timing Anomalies": at most 4/3 of the best possible). A
 message is a few large arrays rather than many small ones: what is sent costs by the array as well
-as by the byte.
+as by the byte. A large parameter is a vector by itself, and so is never copied to be sent.
 
-    parameters             a (10, 10) f32   b (75,) f32   c (50,) f32   d (50,) bf16     2 shards
-    bytes                  400              300           200           100
-    dealt                  a -> 0           b -> 1        c -> 1        d -> 0
-    vectors of shard 0     bfloat16 (50,): d       float32 (100,): a
-    vectors of shard 1     float32 (125,): b c
+    parameters, f32        a (500, 500)     b (300, 500)     c (50,)     d (50,), bf16     2 shards
+    bytes                  1,000,000        600,000          200         100
+    dealt                  a -> 0           b -> 1           c -> 1      d -> 1
+    vectors of shard 0     float32: a
+    vectors of shard 1     bfloat16 (50,): d      float32 (50,): c      float32: b
 """
 
 import heapq
@@ -25,7 +25,10 @@ from jaxtyping import Array
 from plurax.pipeline.packing import key_impl
 
 Vectors = tuple[Array, ...]
-"""One vector for each dtype of a shard's parameters, in the order of the dtypes' names."""
+"""A shard's parameters, or gradients like them; a vector of one parameter has its shape."""
+
+LARGE_BYTES = 1 << 16
+"""Of a parameter that is a vector by itself."""
 
 
 def deal(sizes: Sequence[int], shards: int) -> list[int]:
@@ -57,53 +60,72 @@ class ShardLayout:
     def __init__(self, leaves: Sequence[Any], shards: int) -> None:
         self._leaves = leaves
         self.shards = shards
-        self.homes = deal([math.prod(x.shape) * x.dtype.itemsize for x in leaves], shards)
+        self.homes = deal([_bytes_of(leaf) for leaf in leaves], shards)
 
-    def lengths(self, shard: int) -> dict[str, int]:
-        """Return the lengths of a shard's vectors by dtype."""
-        return {
-            dtype: sum(math.prod(self._leaves[index].shape) for index in held)
-            for dtype, held in self._groups(shard).items()
-        }
+    def lengths(self, shard: int) -> list[tuple[str, int]]:
+        """Return the dtype and the length of each of a shard's vectors."""
+        return [
+            (
+                str(self._leaves[held[0]].dtype),
+                sum(math.prod(self._leaves[index].shape) for index in held),
+            )
+            for held in self._vectors(shard)
+        ]
 
     def join(self, shard: int, leaves: Mapping[int, Array]) -> Vectors:
-        """Return a shard's vectors from its parameters, or from gradients like them, by index."""
+        """Return a shard's vectors from its parameters, or from gradients like them, by index.
+
+        A vector of one parameter is that parameter, in its shape: it is not copied.
+        """
         return tuple(
-            jnp.concatenate([jnp.ravel(leaves[index]) for index in held])
-            for held in self._groups(shard).values()
+            leaves[held[0]] if len(held) == 1 else _concatenated([leaves[i] for i in held])
+            for held in self._vectors(shard)
         )
 
-    def split(self, shard: int, vectors: Sequence[Array]) -> dict[int, Array]:
-        """Return a shard's parameters by index, from its vectors."""
+    def split(self, shard: int, vectors: Sequence[Any]) -> dict[int, Any]:
+        """Return a shard's parameters by index, from its vectors, of JAX or of NumPy."""
         leaves = {}
-        for held, vector in zip(self._groups(shard).values(), vectors, strict=True):
+        for held, vector in zip(self._vectors(shard), vectors, strict=True):
             at = 0
             for index in held:
                 shape = self._leaves[index].shape
-                leaves[index] = vector[at : at + math.prod(shape)].reshape(shape)
+                one = vector if len(held) == 1 else vector[at : at + math.prod(shape)]
+                leaves[index] = one.reshape(shape)
                 at += math.prod(shape)
         return leaves
 
-    def _groups(self, shard: int) -> dict[str, list[int]]:
-        """Return the indices of a shard's parameters by the names of their dtypes."""
-        groups: dict[str, list[int]] = {}
+    def _vectors(self, shard: int) -> list[list[int]]:
+        """Return which parameters are in each vector: the small ones of a dtype in one."""
+        small: dict[str, list[int]] = {}
+        large = []
         for index, home in enumerate(self.homes):
-            if home == shard:
-                groups.setdefault(str(self._leaves[index].dtype), []).append(index)
-        return dict(sorted(groups.items()))
+            if home == shard and _bytes_of(self._leaves[index]) < LARGE_BYTES:
+                small.setdefault(str(self._leaves[index].dtype), []).append(index)
+            elif home == shard:
+                large.append([index])
+        return [*dict(sorted(small.items())).values(), *large]
+
+
+def _bytes_of(leaf: Any) -> int:
+    return math.prod(leaf.shape) * leaf.dtype.itemsize
+
+
+@jax.jit
+def _concatenated(leaves: Sequence[Array]) -> Array:
+    return jnp.concatenate([jnp.ravel(leaf) for leaf in leaves])
 
 
 def to_bytes(array: Array) -> np.ndarray:
-    """Return an array's bytes, without a copy where it is on the host.
+    """Return an array's bytes `(n,)`, without a copy where it is on the host.
 
     Arrays of bytes are what every transport sends without a copy: of bfloat16 and the like it would
     send an object.
     """
-    return np.ascontiguousarray(np.asarray(array)).view(np.uint8)
+    return np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)
 
 
 def from_bytes(content: np.ndarray, dtype: str) -> np.ndarray:
-    """Return the vector of a dtype, by name, whose bytes these are."""
+    """Return the vector of a dtype, by name, whose bytes these are; it is not copied."""
     return content.view(jnp.dtype(dtype))
 
 

@@ -1,6 +1,6 @@
 """The vectors of a push as they are sent: bytes, or the parts of a compression."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,12 @@ Residuals = tuple[Array | None, ...]
 """What a compression has left to send, for each vector."""
 
 
-def no_residuals(compression: Compression | None, lengths: Mapping[str, int]) -> Residuals:
-    """Return the residuals before the first push of vectors of these lengths by dtype."""
+def no_residuals(compression: Compression | None, lengths: Sequence[tuple[str, int]]) -> Residuals:
+    """Return the residuals before the first push of vectors of these dtypes and lengths."""
     if compression is None:
         return tuple(None for _ in lengths)
     codec = CODECS[compression]
-    return tuple(codec.residual(length, dtype) for dtype, length in lengths.items())
+    return tuple(codec.residual(length, dtype) for dtype, length in lengths)
 
 
 def encode(
@@ -30,23 +30,27 @@ def encode(
     if compression is None:
         return tuple((to_bytes(vector),) for vector in vectors), residuals
     codec = CODECS[compression]
-    both = [codec.encode(*pair) for pair in zip(vectors, residuals, strict=True)]
+    both = [
+        codec.encode(vector.reshape(-1), residual)
+        for vector, residual in zip(vectors, residuals, strict=True)
+    ]
     content = tuple(tuple(np.asarray(part) for part in parts) for parts, _ in both)
     return content, tuple(residual for _, residual in both)
 
 
 def decode(
-    compression: Compression | None, content: Sequence[object], lengths: Mapping[str, int]
+    compression: Compression | None, content: Sequence[object], lengths: Sequence[tuple[str, int]]
 ) -> Vectors | None:
     """Return the vectors, or None where the content is not of vectors of these lengths."""
     if not isinstance(content, tuple) or len(content) != len(lengths):
         return None
     vectors = []
-    for parts, (dtype, length) in zip(content, lengths.items(), strict=True):
+    for parts, (dtype, length) in zip(content, lengths, strict=True):
         if not _fits(compression, parts, dtype, length):
             return None
         if compression is None:
-            vectors.append(jnp.asarray(from_bytes(parts[0], dtype)))
+            # Not copied: what has come stays as it is.
+            vectors.append(jax.device_put(from_bytes(parts[0], dtype)))
         else:
             vectors.append(CODECS[compression].decode(parts, length, dtype))
     return tuple(vectors)

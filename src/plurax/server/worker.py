@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from plurax.execute.program import Program
 from plurax.execute.program_cache import cached_program, shapes_key
@@ -53,12 +53,8 @@ class Worker:
         ]
         if residuals is not None:
             self.restore_residuals(residuals)
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state.params)
-        where = ",".join(str(device.id) for device in self.program.mesh.devices.flat)
-        self._unpack = spec.jitted(
-            f"unpack {where}", lambda: functools.partial(_unpack, spec), out_shardings=shardings
-        )
-        self._pack = spec.jitted("pack", lambda: functools.partial(_pack, spec))
+        self._shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state.params)
+        self._finite = spec.jitted("gradients finite", lambda: all_finite)
         # In `sync` the servers compute them, of the sum over workers.
         sends = spec.servers.mode != "sync" and spec.update.crossings > 0
         self._numbers = (
@@ -71,7 +67,11 @@ class Worker:
         **Arguments:** `ticket`; `sequence`, the number of the push; `pulled`, from each shard.
         """
         sums = self._sums(ticket, pulled)
-        vectors, scalars, finite = self._pack(sums)
+        grads = dict(enumerate(jax.tree.leaves(sums.grads)))
+        leaves = jax.tree.leaves(sums._replace(grads=()))
+        scalars = dict(zip(self.spec.update.scalars, leaves, strict=True))
+        finite = self._finite(list(grads.values()))
+        vectors = [self.spec.layout.join(shard, grads) for shard in self._shards]
         content = []
         for shard in self._shards:
             one, left = encode(
@@ -95,6 +95,19 @@ class Worker:
         )
         return header, *content
 
+    def _params(self, pulled: Sequence[Pulled]) -> PyTree:
+        """Return the parameters on this worker's devices; on CPU what was pulled is not copied."""
+        layout, leaves = self.spec.layout, dict[int, Any]()
+        for shard, one in enumerate(pulled):
+            vectors = [
+                from_bytes(part, dtype)
+                for part, (dtype, _) in zip(one.vectors, layout.lengths(shard), strict=True)
+            ]
+            leaves |= layout.split(shard, vectors)
+        structure = jax.tree.structure(self.spec.state.params)
+        params = jax.tree.unflatten(structure, [leaves[index] for index in range(len(leaves))])
+        return jax.device_put(params, self._shardings)
+
     def residuals(self) -> list[list[np.ndarray | None]]:
         """Return for each shard and vector what the compression has left to send."""
         return [[None if r is None else np.asarray(r) for r in one] for one in self._residuals]
@@ -113,16 +126,10 @@ class Worker:
         if ticket.rows is not None:
             batch = jax.tree.map(lambda leaf: np.asarray(leaf)[ticket.rows], self.spec.arrays)
         like = self.spec.leaves
-        layout = self.spec.layout
-        vectors = [
-            [jnp.asarray(from_bytes(part, dtype))
-             for part, dtype in zip(one.vectors, layout.lengths(shard), strict=True)]
-            for shard, one in enumerate(pulled)
-        ]  # fmt: skip
         kept = [from_host(leaf, like[index]) for index, leaf in pulled[0].model_state.items()]
         state = TrainState(
             step=jnp.asarray(ticket.step, self.state.step.dtype),
-            params=self._unpack(vectors),
+            params=self._params(pulled),
             opt_state=self.state.opt_state,  # empty
             model_state=jax.tree.unflatten(jax.tree.structure(self.spec.state.model_state), kept),
             key=self._key,
@@ -145,22 +152,9 @@ def _gradient_program(spec: RunSpec, devices: Sequence[jax.Device] | None) -> Pr
     )
 
 
-def _unpack(spec: RunSpec, vectors: Sequence[Vectors]) -> PyTree:
-    leaves: dict[int, Array] = {}
-    for shard, one in enumerate(vectors):
-        leaves |= spec.layout.split(shard, one)
-    structure = jax.tree.structure(spec.state.params)
-    return jax.tree.unflatten(structure, [leaves[index] for index in range(len(leaves))])
-
-
-def _pack(spec: RunSpec, sums: Gradients) -> tuple[list[Vectors], dict[int, Array], Array]:
-    """Return the vectors for each shard, the other leaves of the sums, and if all are finite."""
-    grads = dict(enumerate(jax.tree.leaves(sums.grads)))
-    leaves = jax.tree.leaves(sums._replace(grads=()))
-    scalars = dict(zip(spec.update.scalars, leaves, strict=True))
-    vectors = [spec.layout.join(shard, grads) for shard in range(spec.servers.shards)]
-    finite = jnp.stack([jnp.all(jnp.isfinite(vector)) for one in vectors for vector in one])
-    return vectors, scalars, jnp.all(finite)
+def all_finite(leaves: Sequence[Array]) -> Bool[Array, ""]:
+    """Return whether all elements of all leaves are finite."""
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
 
 
 def _numbers(
