@@ -41,9 +41,9 @@ PUBLIC = {
         ExperimentError Fit Machine MachineError MaskWarning Members MembersError
         MissingPackageError NonFiniteWarning Plan PlanError PluraxError Program Servers
         ShardingWarning Task
-        TaskError compile estimate fastest_batch_size fit max_batch_size name per_example search
-        shard stack stage_boundary sweep verify virtual_devices adapters analysis ensemble pipeline
-        sharding train""",
+        TaskError compile estimate fastest_batch_size fit max_batch_size name per_example replay
+        search shard stack stage_boundary sweep verify virtual_devices adapters analysis ensemble
+        pipeline sharding train""",
     "plurax.adapters": "equinox linen nnx",
     "plurax.analysis": """
         Collective Comparison Difference Estimate FastestBatchSize Level MaxBatchSize Measured

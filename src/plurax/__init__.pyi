@@ -40,5 +40,6 @@ from plurax.train.checkpoint.manager import Checkpoints as Checkpoints
 from plurax.train.epoch_metrics import NonFiniteWarning as NonFiniteWarning
 from plurax.train.fit import Fit as Fit
 from plurax.train.fit import fit as fit
+from plurax.train.replayed import replay as replay
 
 __version__: str

@@ -56,6 +56,7 @@ def test_help_names_every_command(capsys):
         for command in ("train", "predict", "plan", "estimate"):
             assert f"plurax {command} FILE" in out
         assert "plurax machine" in out
+        assert "plurax replay RUN" in out
     assert run(capsys, "--version")[1] == f"plurax {px.__version__}\n"
 
 
@@ -129,6 +130,30 @@ def test_a_run_with_servers_is_drawn(workplace, capsys, drawn):
     # From the record: the times of pulls and pushes.
     assert workers.areas >= 2
     assert drawn["workers.png"].axes[0].get_xlim()[1] > 0
+
+
+def test_a_run_with_servers_is_repeated_from_its_folder(workplace, capsys):
+    """The file and its arguments are those with which the run was started."""
+    servers = ["--servers.workers", "2", "--servers.mode", "async", "--servers.transport"]
+    train = ["train", "small.py", "--experiment.rate", "0.1", "--no-progress", *servers, "threads"]
+    assert run(capsys, *train)[0] == 0
+    code, out, _ = run(capsys, "replay", "runs/small")
+    assert code == 0
+    steps = [line for line in out.splitlines() if line.startswith("step ")]
+    assert [line.partition(":")[0] for line in steps] == ["step 4", "step 8"]
+    assert all(line.endswith(", equal to its checkpoint, bit for bit") for line in steps)
+    command = workplace / "runs" / "small" / "command.json"
+    said = command.read_text()
+    command.write_text(said.replace('"0.1"', '"0.2"'))
+    code, out, _ = run(capsys, "replay", "runs/small")
+    assert code == 1
+    assert re.search("step 4: .*, NOT its checkpoint: .*params/hidden", out)
+    command.unlink()
+    code, _, err = run(capsys, "replay", "runs/small")
+    assert code == 2
+    assert "does not say which FILE it was trained from" in err
+    code, out, _ = run(capsys, "replay", "runs/small", "small.py")  # with the file's own rate
+    assert code == 1
 
 
 def test_without_matplotlib(workplace, capsys, monkeypatch):

@@ -11,9 +11,12 @@ import math
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from plurax import errors
+import tyro
+
+from plurax import errors, experiment
 from plurax.mesh import cpu_devices, virtual_devices
 from plurax.plan import MESH_AXES, Plan
 
@@ -33,6 +36,17 @@ def experiment_dataclass(function: Callable[..., Any]) -> type:
     made = dataclasses.make_dataclass("Experiment", fields, frozen=True)
     made.__doc__ = "Arguments of the file's own experiment(...)."
     return made
+
+
+def made_experiment(
+    file: Path, program: str, arguments: list[str]
+) -> tuple[experiment.Experiment, Any, experiment.Report | None]:
+    """Return a file's experiment, its arguments as a dataclass, and its report."""
+    function, report = experiment.load(file)
+    own = experiment_dataclass(function)
+    wrapped = dataclasses.make_dataclass("Own", [("experiment", own)], frozen=True)
+    chosen: Any = tyro.cli(wrapped, prog=program, args=experiment_args(arguments))
+    return function(**dataclasses.asdict(chosen.experiment)), chosen.experiment, report
 
 
 def experiment_args(arguments: list[str]) -> list[str]:

@@ -26,8 +26,7 @@ from plurax.analysis.plan_ahead import trace_plan
 from plurax.analysis.verify import verify
 from plurax.cli.arguments import (
     bytes_of,
-    experiment_args,
-    experiment_dataclass,
+    made_experiment,
     shrink_data_axis,
     start_devices,
     value,
@@ -46,6 +45,7 @@ from plurax.cli.options import (
     fit_options,
     train_class,
 )
+from plurax.cli.replay_command import replay_command, save_command
 from plurax.execute.placement import chunks, leading_dim
 from plurax.execute.program import Program
 from plurax.machine import Machine
@@ -82,6 +82,7 @@ HELP = f"""plurax {__version__}: train neural networks in parallel on JAX
   plurax estimate FILE   say how long a step takes on a machine, and what it holds and sends
   plurax verify FILE     check that a plan computes what one device computes
   plurax machine         print a machine's rates, memory and links: this one's, or published ones
+  plurax replay RUN      repeat a run with parameter servers from its record, and compare
 
 FILE is a Python file that defines experiment(), which returns plurax.Experiment(...).
 Plan, epochs, batch size, seed and more can be overridden:
@@ -105,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "estimate": _estimate,
         "verify": _verify,
         "machine": machine_command,
+        "replay": replay_command,
     }
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(HELP, end="")
@@ -151,6 +153,7 @@ def _train(arguments: list[str]) -> int:
         console.print(str(result.staleness), markup=False)
     written = ["metrics.jsonl", "tensorboard/", "checkpoints/", "plan.toml"]
     written += ["machine.toml"] if result.estimate else []
+    save_command(arguments, options.output)
     rows = list(read_rows(options.output / "metrics.jsonl"))
     if any(row["kind"] == "epoch" for row in rows):
         try:
@@ -488,16 +491,12 @@ def _parse(
         raise errors.no_experiment_file(command, asked_help=bool({"-h", "--help"} & {*arguments}))
     file, rest = Path(arguments[0]), arguments[1:]
     start_devices(rest, rehearsal=command in ("plan", "verify", "estimate"))
-    function, report = experiment.load(file)
-    own = experiment_dataclass(function)
-    wrapped = dataclasses.make_dataclass("Own", [("experiment", own)], frozen=True)
-    chosen: Any = tyro.cli(wrapped, prog=program, args=experiment_args(rest))
-    made = function(**dataclasses.asdict(chosen.experiment))
+    made, own, report = made_experiment(file, program, rest)
     default = defaults(file, made)
     # One level of options, so that --plan.data stays short.
     kind = type(default)
     with_own = dataclasses.make_dataclass(
-        kind.__name__, [("experiment", own)], bases=(kind,), frozen=True, kw_only=True
+        kind.__name__, [("experiment", type(own))], bases=(kind,), frozen=True, kw_only=True
     )
     values = {field.name: getattr(default, field.name) for field in dataclasses.fields(kind)}
     options = tyro.cli(
@@ -505,7 +504,7 @@ def _parse(
         prog=program,
         description=kind.__doc__,
         args=rest,
-        default=with_own(**values, experiment=chosen.experiment),
+        default=with_own(**values, experiment=own),
     )
     plan = shrink_data_axis(options.plan, rest, len(jax.devices()))
     return made, dataclasses.replace(options, plan=plan), report

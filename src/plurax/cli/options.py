@@ -252,6 +252,20 @@ class DiffOptions(Common):
     """Number of nodes of the published hardware."""
 
 
+@dataclasses.dataclass(frozen=True)
+class ReplayOptions:
+    """Repeat a run with parameter servers from its record, in one process.
+
+    Say for each state that was saved whether it comes out the same bit for bit; exit with 1 where
+    one does not.
+    """
+
+    run: tyro.conf.Positional[Path]
+    """The run's output directory."""
+    file: tyro.conf.Positional[Path | None] = None
+    """The file that defines experiment(); by default the one the run was trained from."""
+
+
 Preset = Annotated[
     str | None,
     tyro.conf.arg(

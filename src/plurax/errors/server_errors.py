@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from plurax.errors.kinds import PlanError
+from plurax.errors.kinds import CheckpointError, PlanError
 
 
 def optimizer_needs_shards(operation: str) -> PlanError:
@@ -126,4 +126,38 @@ def server_keeps_ending(index: int, times: int) -> PlanError:
     return PlanError(
         f"server {index} ended {times} times without having answered; its process was killed or "
         "found no memory. Training stopped; what was saved last can be resumed."
+    )
+
+
+def record_none(directory: str) -> CheckpointError:
+    return CheckpointError(
+        f"{directory} holds no servers.jsonl, the record that a run with parameter servers writes: "
+        "fit(servers=..., output=...) or plurax train --servers. ... Give the folder of such a run."
+    )
+
+
+def record_begins_later(directory: str, step: int) -> CheckpointError:
+    return CheckpointError(
+        f"the record in {directory} begins at step {step}, where training without servers, or a "
+        "run without its record, was resumed. What came before cannot be replayed."
+    )
+
+
+def replay_other_data(directory: str, recorded: int | None, now: int | None) -> CheckpointError:
+    return CheckpointError(
+        f"an epoch of the run recorded in {directory} has {recorded} examples (of an iterable: "
+        f"batches) and the data now have {now}. Replay it with the data it was trained on."
+    )
+
+
+def replay_beyond_record(directory: str, step: int, last: int) -> CheckpointError:
+    return CheckpointError(
+        f"step {step} of the run in {directory} cannot be replayed: its record ends at step {last}."
+    )
+
+
+def replay_needs_file(directory: str) -> CheckpointError:
+    return CheckpointError(
+        f"{directory} does not say which FILE it was trained from: it was not written by plurax "
+        f"train, or training did not end. Say plurax replay {directory} FILE."
     )

@@ -12,19 +12,18 @@ worker that ended goes to another.
 import abc
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from plurax import errors
 from plurax.server.account import Account
-from plurax.server.messages import Header, Reply, Snapshot, Ticket
+from plurax.server.messages import ON_THE_WAY, Header, Reply, Snapshot, Ticket
 from plurax.server.record import Record
 from plurax.server.run_spec import RunSpec
-from plurax.server.shard import make_shard
-from plurax.server.shard_layout import from_host, to_host
+from plurax.server.shard import first_snapshot, joined_state, make_shard
+from plurax.server.shard_layout import to_host
 from plurax.server.transport import Actor, ActorGoneError, ResultLostError, Transport
 from plurax.server.worker import Worker
 from plurax.state import TrainState
@@ -118,8 +117,7 @@ class Coordinator(abc.ABC):
         self._since_snapshot = 0
         self._key = to_host(state.key)
         self._spec = transport.put(spec)
-        leaves = jax.tree.leaves(state)
-        self.shards = [self._first_shard(index, leaves) for index in range(spec.servers.shards)]
+        self.shards = [self._first_shard(index, state) for index in range(spec.servers.shards)]
         self.workers = [self._first_worker(index) for index in range(spec.servers.workers)]
 
     def __enter__(self) -> "Coordinator":
@@ -167,23 +165,15 @@ class Coordinator(abc.ABC):
         found: list[Snapshot | None] = [None]
         while None in found:  # a server that has ended is restarted, and asked again
             found = [answer and answer[1] for answer in self._all("snapshot")]
-        # Of what all servers have, such as the key, take what the one has that lost nothing.
-        newest = sorted((one for one in found if one), key=lambda one: -one.version)
-        parts = [
-            {i: from_host(leaf, self.spec.leaves[i]) for i, leaf in one.leaves.items()}
-            for one in newest
-        ]
-        state = self.spec.update.joined(parts)
         self.record("settled", step=step)
         if self._record is not None:
             self._record.flush()
-        return dataclasses.replace(state, step=jnp.asarray(step, state.step.dtype))
+        return joined_state(self.spec, [one for one in found if one], step)
 
-    def _first_shard(self, index: int, leaves: Sequence[Any]) -> ShardSlot:
-        held = {i: to_host(leaves[i]) for i in self.spec.update.held(index)}
-        version = int(leaves[0]) if self.spec.servers.mode == "sync" else 0
-        saved = self.transport.put(Snapshot(version, held, {}))
-        return ShardSlot(index, self._start_shard(index, 0, saved), saved, version)
+    def _first_shard(self, index: int, state: TrainState) -> ShardSlot:
+        first = first_snapshot(self.spec, index, state)
+        saved = self.transport.put(first)
+        return ShardSlot(index, self._start_shard(index, 0, saved), saved, first.version)
 
     def _start_shard(self, index: int, incarnation: int, saved: Any) -> Actor:
         return self.transport.start(
@@ -333,6 +323,10 @@ class Coordinator(abc.ABC):
                     slot.version, slot.deaths = reply.version, 0
                 if reply.reason is not None:
                     self.account.rejected[reply.reason] += 1
+                if reply.reason in ON_THE_WAY:
+                    self.record("refused", server=slot.index, worker=flight.slot.index,
+                                life=flight.life, sequence=flight.sequence,
+                                reason=reply.reason)  # fmt: skip
                 flight.replies[slot.index] = reply
                 if len(flight.replies) == len(self.shards):
                     self.account.push_seconds.append(self.transport.now() - began)

@@ -38,6 +38,8 @@ Reason = Literal[
 - `too stale`: beyond `Servers.max_staleness`.
 - `lost on the way`: the machine on which it was has ended.
 """
+ON_THE_WAY: tuple[Reason, ...] = ("wrong layout", "damaged", "not finite", "lost on the way")
+"""Reasons that do not follow from the order of pulls and pushes; they stand in the record."""
 
 
 @dataclasses.dataclass(frozen=True)

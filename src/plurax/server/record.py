@@ -2,18 +2,22 @@
 
 `servers.jsonl` has one event a line, in the order in which the coordinator called the servers:
 
-    {"event": "start", "step": 0, "seed": 0, "batch_size": 128, ...}
+    {"event": "start", "step": 0, "seed": 0, "batch_size": 128, ...}    settings, position in data
     {"event": "worker ready", "worker": 1, "life": 0, "at": 1.2}
     {"event": "pull", "step": 0, "part": 0, "worker": 1, "life": 0, "sequence": 0, "at": 1.2}
     {"event": "compute", "worker": 1, "life": 0, "sequence": 0}      the parameters have come
     {"event": "push", "worker": 1, "life": 0, "sequence": 0, "at": 1.5}
+    {"event": "late", "worker": 2, "life": 0, "sequence": 3}     computed, not pushed (quorum)
+    {"event": "refused", "server": 0, "worker": 1, ..., "reason": "lost on the way"}
+    {"event": "commit", "step": 0, "parts": [0, 1]}        `sync`: all servers update
     {"event": "snapshot", "number": 1}                     asked of all servers
     {"event": "saved", "server": 0, "number": 1}           from now on it is restarted from this one
+    {"event": "worker lost", "worker": 1, "life": 0}       its next life has 1
     {"event": "server lost", "server": 0, "version": 38, "restored": 24, "number": 1}
     {"event": "settled", "step": 469}                      nothing is on its way: state as saved
 
 Beside `start` and `settled`, all events have `at`: seconds since the workers were started.
-
+Refusals that follow from this order, such as of a push that a server has had, are not listed.
 A run that resumes at step 469 drops what stands after that line, and begins with a `start`.
 """
 

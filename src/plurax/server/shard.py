@@ -10,6 +10,7 @@ changes nothing but a count. Two ways of updating:
 """
 
 import abc
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from plurax.server.messages import Content, Header, Pulled, Reason, Reply, Snaps
 from plurax.server.run_spec import RunSpec
 from plurax.server.shard_layout import Vectors, from_host, to_bytes, to_host
 from plurax.server.wire import decode
+from plurax.state import TrainState
 
 
 class Shard(abc.ABC):
@@ -232,6 +234,23 @@ def make_shard(spec: RunSpec, index: int, incarnation: int, snapshot: Snapshot) 
     """Return the shard of a run's mode."""
     kind = SummingShard if spec.servers.mode == "sync" else ApplyingShard
     return kind(spec, index, incarnation, snapshot)
+
+
+def first_snapshot(spec: RunSpec, index: int, state: TrainState) -> Snapshot:
+    """Return what a shard begins with, from the whole state, canonical."""
+    leaves = jax.tree.leaves(state)
+    version = state.steps_taken if spec.servers.mode == "sync" else 0
+    return Snapshot(version, {i: to_host(leaves[i]) for i in spec.update.held(index)}, {})
+
+
+def joined_state(spec: RunSpec, snapshots: Sequence[Snapshot], step: int) -> TrainState:
+    """Return the state, canonical, after `step` batches, from snapshots of all shards."""
+    # Of what all of them have, such as the key, take what the one has that lost nothing.
+    newest = sorted(snapshots, key=lambda one: -one.version)
+    state = spec.update.joined(
+        [{i: from_host(leaf, spec.leaves[i]) for i, leaf in one.leaves.items()} for one in newest]
+    )
+    return dataclasses.replace(state, step=jnp.asarray(step, state.step.dtype))
 
 
 def _finite(vectors: Vectors) -> Bool[Array, ""]:

@@ -133,6 +133,8 @@ class Synchronous(Coordinator):
             return
         self._end(flight)
         self.account.rejected["late"] += 1
+        # Not pushed, but its compression has changed what the worker has left to send.
+        self.record("late", worker=flight.slot.index, life=flight.life, sequence=flight.sequence)
 
     def _replied(self, flight: Flight) -> None:
         self._end(flight)

@@ -12,7 +12,9 @@ from plurax.train.checkpoint import Checkpoints
 from plurax.train.data import Data
 from plurax.train.log import replace_file
 
-FILES = ("metrics.jsonl", "tensorboard", "plan.toml", "machine.toml", "servers.jsonl")
+FILES = (
+    "metrics.jsonl", "tensorboard", "plan.toml", "machine.toml", "servers.jsonl", "command.json",
+)  # fmt: skip
 """The files a run writes beside its checkpoints."""
 
 

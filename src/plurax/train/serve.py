@@ -96,7 +96,7 @@ class _Batches:
     def __init__(self, data: Data, start: Position, step: int, parts: int) -> None:
         self.position = start
         self._step, self._parts = step, parts
-        self._items = _numbered(data, start)
+        self._items = numbered_batches(data, start)
         self._next = next(self._items, None)
         if self._next is None:
             if start.batch == 0:
@@ -112,7 +112,7 @@ class _Batches:
             (batch, rows, self.position), self._next = self._next, next(self._items, None)
             taken += 1
             self._step += 1
-            yield _parts(self._step - 1, self._parts, batch, rows)
+            yield parts_of(self._step - 1, self._parts, batch, rows)
 
     def ended(self) -> bool:
         """Return whether there are no more."""
@@ -122,7 +122,7 @@ class _Batches:
         self._items.close()
 
 
-def _numbered(data: Data, start: Position) -> Generator[Any]:
+def numbered_batches(data: Data, start: Position) -> Generator[Any]:
     """Yield for each batch its examples or its rows, and the position after it."""
     if isinstance(data, ArrayData):
         rows, counts = data.epoch_order(start.epoch)
@@ -133,7 +133,7 @@ def _numbered(data: Data, start: Position) -> Generator[Any]:
             yield jax.tree.map(np.asarray, batch), None, position
 
 
-def _parts(step: int, parts: int, batch: PyTree, rows: np.ndarray | None) -> list[Ticket]:
+def parts_of(step: int, parts: int, batch: PyTree, rows: np.ndarray | None) -> list[Ticket]:
     """Return the parts of a batch that have examples, as equal as can be."""
     count = len(rows) if rows is not None else leading_dim(batch)
     size = -(-count // parts)
@@ -193,28 +193,42 @@ def open_servers(
     source: Data,
     batch: PyTree,
     run: dict[str, Any],
+    position: Position,
     output: str | Path | None,
 ) -> Coordinator | None:
     """Return the coordinator of a run, its workers and servers started; None without servers.
 
     **Arguments:** `stack`, which ends them; `state`, to begin with; `batch`, the shapes of the
-    largest; `run`, the settings of the run, for its record; `output`, where that is written.
+    largest; `run` and `position`, the settings of the run and where in the data it begins, for its
+    record; `output`, where that is written.
 
     Raises `PlanError` for an optimizer that servers cannot compute, before any of them is started.
     """
     if servers is None:
         return None
+    spec = run_spec(servers, program, optimizer, source, batch)
+    spec.check()
+    canonical = program.to_canonical(state)
+    record = None if output is None else Record(Path(output), state.steps_taken)
+    if record is not None:
+        record.write({"event": "start", "step": state.steps_taken, **run,
+                      "position": position.to_json(), "plan": program.plan.to_toml(),
+                      "servers": dataclasses.asdict(servers)})  # fmt: skip
+    return stack.enter_context(open_coordinator(spec, canonical, record))
+
+
+def run_spec(
+    servers: Servers,
+    program: Program,
+    optimizer: optax.GradientTransformation,
+    source: Data,
+    batch: PyTree,
+) -> RunSpec:
+    """Return what workers and servers need to know of a run. `batch`: shapes of the largest."""
     assert isinstance(program.task, Task)
     size = -(-program.batch_size // servers.parts)
     like = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype), batch
     )
     arrays = source.arrays if isinstance(source, ArrayData) else None
-    spec = RunSpec(program.task, optimizer, servers, program.plan, like, arrays)
-    spec.check()
-    canonical = program.to_canonical(state)
-    record = None if output is None else Record(Path(output), state.steps_taken)
-    if record is not None:
-        record.write({"event": "start", "step": state.steps_taken, **run,
-                      "servers": dataclasses.asdict(servers)})  # fmt: skip
-    return stack.enter_context(open_coordinator(spec, canonical, record))
+    return RunSpec(program.task, optimizer, servers, program.plan, like, arrays)

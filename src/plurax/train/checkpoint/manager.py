@@ -110,10 +110,10 @@ class Checkpoints:
         assert self._manager is not None
         # Fingerprints are computed on the devices, before any byte passes through Orbax.
         plain, keys = _plain(state)
-        prints = fingerprints(plain)
+        prints = state_fingerprints(state)
         step, newest = state.steps_taken, max(self.steps(), default=-1)
         if step <= newest:
-            if self._fingerprints_of(step) != prints:
+            if self.fingerprints(step) != prints:
                 raise errors.checkpoint_not_newer(str(self.directory), step, newest)
             return
         described = {
@@ -128,12 +128,6 @@ class Checkpoints:
         except Exception as error:
             raise self._not_written(error) from error
         assert saved, "Orbax leaves out only steps that are not newer"
-
-    def _fingerprints_of(self, step: int) -> dict[str, str] | None:
-        try:
-            return read_description(self.directory / str(step))["fingerprints"]
-        except Damage:
-            return None
 
     def move_all(self, target: Path) -> None:
         """Move all checkpoints, including damaged ones, to a new directory. Raises `OSError`."""
@@ -210,6 +204,14 @@ class Checkpoints:
             raise errors.checkpoint_all_damaged(str(self.directory), reasons)
         return None
 
+    def fingerprints(self, step: int) -> dict[str, str] | None:
+        """Return the fingerprint of each leaf that was saved at a step, by path; None without."""
+        try:
+            found: dict[str, str] = read_description(self.directory / str(step))["fingerprints"]
+            return found
+        except Damage:
+            return None
+
     def _restore(
         self, step: int, like: TrainState | Callable[[Meta], TrainState]
     ) -> tuple[TrainState, Meta]:
@@ -256,6 +258,11 @@ class Checkpoints:
 
 def _is_step(name: str) -> bool:
     return name.isascii() and name.isdigit() and str(int(name)) == name
+
+
+def state_fingerprints(state: TrainState) -> dict[str, str]:
+    """Return the fingerprint of each leaf of a state, canonical, by path."""
+    return fingerprints(_plain(state)[0])
 
 
 # --- The state as ordinary arrays -------------------------------------------------------------
