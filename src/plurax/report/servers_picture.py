@@ -176,7 +176,14 @@ def draw_workers(output: str | Path, path: str | Path | None = None) -> "matplot
             axis.annotate(words, (at, row), (7, 5), textcoords="offset points", fontsize=7.5)
     for at in resumed:
         axis.axvline(at, color="black", linestyle=":", linewidth=0.9)
-    axis.set(xlim=(0, end or 1), ylim=(len(lanes) - 0.4, -0.6), xlabel="seconds since the start")
+    # Before it no worker has started.
+    begin = min((start for lane in lanes.values() for kind, spans in lane.spans.items()
+                 if kind != "server" for start, _ in spans), default=0.0)  # fmt: skip
+    axis.set(
+        xlim=(begin, end if end > begin else begin + 1),
+        ylim=(len(lanes) - 0.4, -0.6),
+        xlabel="seconds since the start",
+    )
     axis.set_yticks(range(len(lanes)), lanes)
     axis.spines[["top", "right"]].set_visible(False)
     _legend_of_workers(figure, lanes)
