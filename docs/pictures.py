@@ -3,15 +3,24 @@
     python docs/pictures.py
 
 writes `schedules.png`, `what-is-split.png`, `search.png`, `layer.png` and `estimates.png` into
-`docs/assets`. It takes some minutes, most of them to search, and no device.
+`docs/assets`, and `servers.png` and `workers.png`, for which it needs Ray. It takes some minutes,
+most of them to search and to train, and no device.
 """
 
 import dataclasses
+import os
+import signal
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import matplotlib
+import numpy as np
+import optax
+from jaxtyping import Array, PyTree
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
@@ -148,7 +157,98 @@ def draw_a_search() -> None:
     px.analysis.draw_estimates(shown, ASSETS / "estimates.png")
 
 
+# --- Parameter servers ----------------------------------------------------------------------------
+
+SERVERS = {
+    "sync": px.Servers(shards=2, workers=4),
+    "bounded, staleness=3": px.Servers(shards=2, workers=4, mode="bounded", staleness=3),
+    "async": px.Servers(shards=2, workers=4, mode="async"),
+}
+"""Runs side by side."""
+
+
+def draw_runs_with_servers() -> None:
+    """Train the digits with four workers of which one is slow, in each mode, and with deaths."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        runs: dict[str, Path] = {}
+        for mode, servers in SERVERS.items():
+            runs[mode] = _trained(servers, folder / mode)
+        px.analysis.draw_servers(runs, ASSETS / "servers.png")
+        dying = dataclasses.replace(SERVERS["bounded, staleness=3"], snapshot_every=20)
+        px.analysis.draw_workers(_trained(dying, folder / "dying", 130), ASSETS / "workers.png")
+
+
+def _trained(servers: px.Servers, output: Path, deaths: int | None = None) -> Path:
+    """Train in a directory; a server ends after so many gradients of parameters, a worker later."""
+    load, _ = experiment.load(EXAMPLES / "digits.py")
+    made, marks = load(), output / "marks"
+    marks.mkdir(parents=True)
+    px.fit(
+        _uneven(made.task, marks, deaths is not None),
+        optax.chain(_ending(marks, deaths), optax.adam(1e-3)),
+        made.data, batch_size=256 if servers.mode == "sync" else 64, epochs=4,
+        servers=servers, output=output, progress=False,
+    )  # fmt: skip
+    return output
+
+
+def _uneven(task: px.Task, marks: Path, dies: bool) -> px.Task:
+    """The task with a loss that takes 0.05 s more, in the first process that computes it 0.2 s.
+
+    Where it `dies`, the second process is killed after six seconds.
+    """
+    here: list[float] = []
+
+    def sleep(x: np.ndarray) -> np.ndarray:
+        if not here:
+            here.extend([0 if _first(marks / "slow") else 1 + _first(marks / "dies")])
+            here.append(time.monotonic())
+        if dies and here[0] == 2 and time.monotonic() - here[1] > 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.05 if here[0] else 0.2)
+        return x
+
+    def loss(params: PyTree, batch: PyTree, keys: Array | None = None) -> tuple[Array, PyTree]:
+        values, metrics = task.loss(params, batch, keys)
+        zero = jnp.zeros((), values.dtype)
+        # Added, so that it is not dropped.
+        zero = jax.pure_callback(sleep, jax.ShapeDtypeStruct((), values.dtype), zero)
+        return values + jax.lax.stop_gradient(zero), metrics
+
+    return dataclasses.replace(task, loss=loss)
+
+
+def _ending(marks: Path, deaths: int | None) -> optax.GradientTransformation:
+    """Gradients as they are; after so many of them the first server that gets there is killed."""
+    seen: list[int] = []
+
+    def look(grad: np.ndarray) -> np.ndarray:
+        seen.append(1)
+        if deaths is not None and len(seen) > deaths and _first(marks / "server"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return grad
+
+    def update(grads: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
+        like = jax.tree.map(lambda grad: jax.ShapeDtypeStruct(grad.shape, grad.dtype), grads)
+        return jax.tree.map(
+            lambda *one: jax.pure_callback(look, one[1], one[0]), grads, like
+        ), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _first(mark: Path) -> bool:
+    """Whether this process is the first that asks."""
+    try:
+        mark.open("x").close()
+    except FileExistsError:
+        return False
+    return True
+
+
 if __name__ == "__main__":
+    draw_runs_with_servers()
     draw_a_search()
     schedules = [
         px.pipeline.make_schedule(name, 4, 8, chunks) for name, chunks in SCHEDULES.items()

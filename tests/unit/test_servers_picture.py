@@ -35,7 +35,7 @@ def test_runs_are_drawn_side_by_side(tmp_path):
         "async (staleness 2.5 on average)",
     ]
     assert [points for _, points in updates.lines] == [97, 98, 97]  # means of 100 // 25
-    assert (updates.x, updates.y) == ("updates", "loss, mean of 4 updates")
+    assert (updates.x, updates.y) == ("updates", "loss, running mean")
     assert seconds.x == "seconds, without the first call"
     assert figure.axes[1].get_yscale() == "log"
     assert max(figure.axes[2].lines[0].get_xdata()) == pytest.approx(10.0)  # two epochs of 5 s
@@ -52,16 +52,20 @@ def test_a_run_without_a_finished_epoch_has_no_seconds():
 EVENTS = [
     {"event": "start", "step": 0, "servers": {"workers": 2, "shards": 1, "mode": "bounded"}},
     {"event": "worker ready", "worker": 0, "life": 0, "at": 2.0},
-    {"event": "pull", "worker": 0, "sequence": 0, "at": 2.5},
+    {"event": "pull", "worker": 0, "sequence": 0, "at": 2.25},
+    {"event": "compute", "worker": 0, "sequence": 0, "at": 2.5},
     {"event": "worker ready", "worker": 1, "life": 0, "at": 3.0},
     {"event": "pull", "worker": 1, "sequence": 0, "at": 3.0},
+    {"event": "compute", "worker": 1, "sequence": 0, "at": 3.0},
     {"event": "push", "worker": 0, "sequence": 0, "at": 3.5},
     {"event": "snapshot", "number": 1, "at": 3.5},
     {"event": "saved", "server": 0, "number": 1, "at": 3.6},
     {"event": "pull", "worker": 0, "sequence": 1, "at": 5.0},
+    {"event": "compute", "worker": 0, "sequence": 1, "at": 5.0},
     {"event": "worker lost", "worker": 1, "life": 0, "at": 5.5},
     {"event": "server lost", "server": 0, "version": 9, "restored": 4, "number": 1, "at": 6.0},
     {"event": "pull", "worker": 0, "sequence": 2, "at": 6.0},
+    {"event": "compute", "worker": 0, "sequence": 2, "at": 6.5},
     {"event": "push", "worker": 0, "sequence": 2, "at": 7.0},
     {"event": "settled", "step": 3},
 ]
@@ -69,6 +73,7 @@ AGAIN = [
     {"event": "start", "step": 3, "servers": {"workers": 1, "shards": 2, "mode": "bounded"}},
     {"event": "worker ready", "worker": 0, "life": 0, "at": 1.0},
     {"event": "pull", "worker": 0, "sequence": 0, "at": 1.0},
+    {"event": "compute", "worker": 0, "sequence": 0, "at": 1.0},
     {"event": "push", "worker": 0, "sequence": 0, "at": 1.5},
     {"event": "settled", "step": 4},
 ]
@@ -79,10 +84,11 @@ def test_what_workers_did_is_read_from_the_record():
     assert list(lanes) == ["worker 0", "worker 1", "server 0", "server 1"]
     first, second, server, other = lanes.values()
     assert first.spans == {
-        "waiting": [(2.0, 0.5), (3.5, 1.5)],
+        "waiting": [(2.0, 0.25), (3.5, 1.5)],
+        "pulling": [(2.25, 0.25), (6.0, 0.5)],
         "dropped": [(5.0, 1.0)],
         "first": [(2.5, 1.0), (8.0, 0.5)],
-        "gradient": [(6.0, 1.0)],
+        "gradient": [(6.5, 0.5)],
     }
     assert second.spans == {"dropped": [(3.0, 2.5)]}
     assert [at for at, _ in second.deaths] == [5.5]
@@ -103,9 +109,9 @@ def test_workers_are_drawn_with_waits_and_deaths(tmp_path):
         "worker 0", "worker 1", "server 0"
     ]  # fmt: skip
     assert panel.texts == ["", "5 updates back"]
-    assert panel.areas == 4 + 1 + 2  # kinds of spans of each row, and the snapshots
+    assert panel.areas == 5 + 1 + 2  # kinds of spans of each row, and the snapshots
     assert legend(figure) == [
-        "compiles and computes a gradient", "pulls and computes a gradient",
-        "computes one that is dropped", "waits", "server, and its snapshots", "ended",
+        "compiles and computes a gradient", "computes a gradient", "computes one that is dropped",
+        "pulls parameters", "waits for others", "server, and its snapshots", "ended",
     ]  # fmt: skip
     assert (tmp_path / "workers.png").read_bytes()[:4] == b"\x89PNG"

@@ -3,13 +3,15 @@
 A worker's row in the timeline is read from the run's record, `servers.jsonl`. Example:
 
     {"event": "worker ready", "worker": 0, "life": 0, "at": 2.0}       waits from here
-    {"event": "pull", "worker": 0, "sequence": 0, ..., "at": 2.1}      pulls and computes
+    {"event": "pull", "worker": 0, "sequence": 0, ..., "at": 2.1}      waits for parameters
+    {"event": "compute", "worker": 0, "sequence": 0, ..., "at": 2.2}   computes
     {"event": "push", "worker": 0, "sequence": 0, ..., "at": 2.6}      waits for others
-    {"event": "pull", "worker": 0, "sequence": 1, ..., "at": 3.0}      pulls and computes
-    {"event": "worker lost", "worker": 0, "life": 0, "at": 3.2}        what it computed is dropped
+    {"event": "pull", "worker": 0, "sequence": 1, ..., "at": 3.0}      waits for parameters
+    {"event": "compute", "worker": 0, "sequence": 1, ..., "at": 3.1}   computes
+    {"event": "worker lost", "worker": 0, "life": 0, "at": 3.3}        what it computed is dropped
 
-gives waits of 0.1 and 0.4 s, a gradient of 0.5 s (the first of a process, which compiles), one of
-0.2 s that was not pushed, and a cross.
+gives waits of 0.1 and 0.4 s, two pulls of 0.1 s, a gradient of 0.4 s (the first of a process, which
+compiles), one of 0.2 s that was dropped, and a cross.
 """
 
 import itertools
@@ -30,17 +32,24 @@ if TYPE_CHECKING:
 
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000")
 """Colours that readers who see few colours tell apart (Okabe and Ito 2008)."""
-KINDS = {"first": "#56b4e9", "gradient": "#0072b2", "dropped": "#e69f00", "waiting": "#dddddd"}
+KINDS = {
+    "first": "#56b4e9",
+    "gradient": "#0072b2",
+    "dropped": "#e69f00",
+    "pulling": "#cc79a7",
+    "waiting": "#dddddd",
+}
 """What a worker does, with its colour."""
 LABELS = {
     "first": "compiles and computes a gradient",
-    "gradient": "pulls and computes a gradient",
+    "gradient": "computes a gradient",
     "dropped": "computes one that is dropped",
-    "waiting": "waits",
+    "pulling": "pulls parameters",
+    "waiting": "waits for others",
 }
 SERVER, DEATH = "#009e73", "#d55e00"
 SMOOTHED = 25
-"""Means are over this part of the shortest run."""
+"""A loss is the mean over this part of its run."""
 LANE, AROUND = 0.3, 1.4
 """Heights in inches: of a row of the timeline, and the space around all of them."""
 
@@ -56,8 +65,8 @@ def draw_servers(
     **Arguments:** `runs`, by name, each its output directory or the rows of its `metrics.jsonl`;
     `path` of the picture (its ending determines the format).
 
-    A loss is the mean over some updates. Seconds are those of the epochs' rows without the first
-    call, which compiles; within an epoch every update takes as long.
+    A loss is the mean over a twenty-fifth of its run. Seconds are those of the epochs' rows without
+    the first call, which compiles; within an epoch every update takes as long.
     """
     read = {name: _rows(run) for name, run in runs.items()}
     figure = new_figure(12.0, 3.9)
@@ -108,11 +117,12 @@ def _draw_losses(updates: "Axes", seconds: "Axes", runs: Mapping[str, Sequence[R
                         if row["kind"] == "step" and np.isfinite(row["loss"])]).reshape(-1, 2)
         for name, rows in runs.items()
     }  # fmt: skip
-    over = max(1, min((len(loss) for loss in losses.values()), default=1) // SMOOTHED)
-    ends = []
+    ends, smooth = list[float](), False
     for color, (name, loss) in zip(itertools.cycle(PALETTE), losses.items(), strict=False):
-        if len(loss) < over:
+        if not len(loss):
             continue
+        over = max(1, len(loss) // SMOOTHED)
+        smooth |= over > 1
         steps = loss[over - 1 :, 0]
         means = np.convolve(loss[:, 1], np.full(over, 1 / over), "valid")
         updates.plot(steps, means, color=color, linewidth=1.4)
@@ -121,7 +131,7 @@ def _draw_losses(updates: "Axes", seconds: "Axes", runs: Mapping[str, Sequence[R
         ends += [means.min(), means.max()]
     for axis, x in ((updates, "updates"), (seconds, "seconds, without the first call")):
         axis.set_xlabel(x)
-        axis.set_ylabel("loss" if over == 1 else f"loss, mean of {over} updates")
+        axis.set_ylabel("loss, running mean" if smooth else "loss")
         if ends and min(ends) > 0 and max(ends) > 10 * min(ends):
             axis.set_yscale("log")
             axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -227,8 +237,9 @@ def timeline_of(events: Sequence[Event]) -> tuple[dict[str, Lane], list[float], 
             fresh.add(worker)
         elif kind == "pull":
             # A gradient that the next pull comes after was not pushed.
-            next_one = "first" if worker in fresh else "gradient"
-            begin(worker, next_one, "dropped" if _computes(doing, worker) else None)
+            begin(worker, "pulling", "dropped" if _computes(doing, worker) else None)
+        elif kind == "compute":
+            begin(worker, "first" if worker in fresh else "gradient")
             fresh.discard(worker)
         elif kind == "push":
             begin(worker, "waiting")

@@ -5,7 +5,7 @@
     {"event": "start", "step": 0, "seed": 0, "batch_size": 128, ...}    settings, position in data
     {"event": "worker ready", "worker": 1, "life": 0, "at": 1.2}
     {"event": "pull", "step": 0, "part": 0, "worker": 1, "life": 0, "sequence": 0, "at": 1.2}
-    {"event": "compute", "worker": 1, "life": 0, "sequence": 0}      the parameters have come
+    {"event": "compute", "worker": 1, "life": 0, "sequence": 0, "at": 1.3}   parameters have come
     {"event": "push", "worker": 1, "life": 0, "sequence": 0, "at": 1.5}
     {"event": "late", "worker": 2, "life": 0, "sequence": 3}     computed, not pushed (quorum)
     {"event": "refused", "server": 0, "worker": 1, ..., "reason": "lost on the way"}
