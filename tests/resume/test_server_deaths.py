@@ -1,0 +1,142 @@
+"""Workers and servers on Ray, real processes, killed and stopped: training goes on and accounts.
+
+Every interleaving is tried in one process by `tests/unit/test_interleavings.py`; here is what only
+real processes have: they end without a word, or stop answering.
+"""
+
+import os
+import signal
+
+import jax
+import optax
+import pytest
+from tests import models
+
+import plurax as px
+from plurax.server.account import Account
+from plurax.server.asynchronous import Asynchronous
+from plurax.server.ray_transport import RayTransport
+from plurax.server.record import Record, read_events
+from plurax.server.run_spec import RunSpec
+from plurax.server.servers import Servers
+from plurax.server.synchronous import Synchronous
+from plurax.server.threads import Threads
+from plurax.train.serve import serve_iter
+
+DATA = px.train.ArrayData(models.data(64), 8)
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.02))
+SYNC = Servers(workers=2, shards=2, snapshot_every=5, lease=6.0)
+BOUNDED = Servers(workers=2, shards=2, mode="bounded", staleness=1, snapshot_every=5, lease=6.0)
+
+
+ROUNDS = 20
+"""Of each fault in the release run."""
+
+
+class Faults:
+    """Signals to the processes of workers and servers, each once its process is well again."""
+
+    def __init__(self, targets, rounds):
+        self.targets, self.left = targets, rounds
+
+    def strike(self, coordinator):
+        """Send all signals of a round, if all of its processes have answered since the last."""
+        slots = {slot.actor.name: slot for slot in (*coordinator.workers, *coordinator.shards)}
+        chosen = [slots[name] for name, _ in self.targets]
+        if not self.left or any(one.deaths or not getattr(one, "ready", True) for one in chosen):
+            return
+        pings = [one.actor.handle.ping.remote() for one in chosen]
+        if not all(coordinator.transport.wait([ping], 10.0) for ping in pings):
+            return  # one that was stopped before is still there
+        for ping, (_, number) in zip(pings, self.targets, strict=True):
+            os.kill(coordinator.transport.get(ping)[1], number)
+        self.left -= 1
+
+
+NONE = Faults([], 0)
+
+
+def train(servers, faults, folder, transport=None, steps=40):
+    """Train for some steps, and until all faults have been; return state, account and events."""
+    task = models.mlp_task()
+    program = px.compile(task, OPTIMIZER, px.Plan(), DATA.example_batch())
+    state = program.to_canonical(program.init(0))
+    like = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // servers.parts, *leaf.shape[1:]),
+                                          leaf.dtype),
+        DATA.example_batch(),
+    )  # fmt: skip
+    spec = RunSpec(task, OPTIMIZER, servers, px.Plan(), like, DATA.arrays)
+    kind = Synchronous if servers.mode == "sync" else Asynchronous
+    record, account = Record(folder, 0), Account()
+    losses = []
+    transport = transport or RayTransport(servers)
+    with kind(spec, transport, state, account, record) as coordinator:
+        done = lambda: len(losses) >= steps and not faults.left  # noqa: E731
+        for output in serve_iter(coordinator, program, state, DATA, done, epochs=10_000):
+            losses.extend(output.metrics["loss"].tolist())
+            if len(losses) > 5:
+                faults.strike(coordinator)
+            state = output.state
+    assert len(losses) == int(state.step)
+    assert losses[-1] < losses[0]
+    return state, account, read_events(folder / "servers.jsonl")
+
+
+def lost(events):
+    """The updates that each death took, by what the record says of versions."""
+    found = {}
+    for event in events:
+        if event["event"] == "server lost":
+            fell = event["version"] - event["restored"]
+            found[event["server"]] = found.get(event["server"], 0) + fell
+    return found
+
+
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+
+
+def test_a_worker_and_a_server_are_killed(tmp_path):
+    """Two rounds of each, at once."""
+    faults = Faults([("worker 0", KILL), ("server 1", KILL)], 2)
+    _, account, events = train(BOUNDED, faults, tmp_path)
+    assert account.restarts.count("worker 0") == account.restarts.count("server 1") == 2
+    assert dict(account.lost_updates) == lost(events)
+    # Between two snapshots, and while one is taken.
+    most = BOUNDED.snapshot_every + 2 * BOUNDED.workers
+    assert 0 <= account.lost_updates[1] <= 2 * most
+
+
+CASES = {
+    "a worker is killed": [("worker 1", KILL)],
+    "a worker is stopped": [("worker 0", STOP)],
+    "all workers are killed": [("worker 0", KILL), ("worker 1", KILL)],
+    "a server is killed": [("server 0", KILL)],
+    "a server is stopped": [("server 1", STOP)],
+    "all servers are killed": [("server 0", KILL), ("server 1", KILL)],
+    "one of each": [("server 0", KILL), ("worker 0", KILL)],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("servers", [SYNC, BOUNDED], ids=["sync", "bounded"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_death_is_survived(name, servers, tmp_path):
+    faults = Faults(CASES[name], ROUNDS)
+    state, account, events = train(servers, faults, tmp_path)
+    for who, _ in CASES[name]:
+        assert account.restarts.count(who) == ROUNDS
+    if servers is SYNC:
+        steps = int(state.step)
+        expected, *_ = train(servers, NONE, tmp_path, Threads(), steps)
+        assert models.same_bits(state.params, expected.params)
+        assert account.updates == steps
+        assert not account.lost_updates
+    else:
+        assert dict(account.lost_updates) == lost(events)
+
+
+def test_a_cluster_without_a_token_is_refused(monkeypatch):
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with pytest.raises(px.PlanError, match="plurax uses only one that asks for a token"):
+        RayTransport(Servers(address="127.0.0.1:1"))
