@@ -114,6 +114,14 @@ def servers_not_reached(address: str, reason: str) -> PlanError:
     )
 
 
+def servers_store_too_small(wanted: int, found: int, where: str) -> PlanError:
+    return PlanError(
+        f"what workers and servers send each other needs {wanted / 1e9:.2f} GB of memory that "
+        f"processes share, and {where} {found / 1e9:.2f} GB: Ray would write the rest to disk. "
+        "Take fewer workers, a compression, or more shared memory (of a container: --shm-size)."
+    )
+
+
 def workers_all_gone(workers: int, times: int) -> PlanError:
     return PlanError(
         f"all {workers} workers ended, {times} times each without having computed a gradient; "

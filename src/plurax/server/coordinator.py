@@ -99,7 +99,8 @@ class Coordinator(abc.ABC):
     """Runs workers and servers. Use as a context manager.
 
     **Arguments:** `spec`; `transport`; `state`, canonical, to begin with; `account`, which it
-    keeps; `record`, to which it writes every event, or None.
+    keeps; `record`, to which it writes every event, or None; `note`, which shows a line to the
+    user.
     """
 
     def __init__(
@@ -109,9 +110,10 @@ class Coordinator(abc.ABC):
         state: TrainState,
         account: Account,
         record: Record | None = None,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.spec, self.transport, self.account, self._record = spec, transport, account, record
-        self._snapshots = 0
+        self._snapshots, self._note = 0, note
         self._waiting: dict[Any, Callable[[Any], None]] = {}
         self._looked = self._began = self.transport.now()
         self._since_snapshot = 0
@@ -134,6 +136,9 @@ class Coordinator(abc.ABC):
             at = {"at": round(self.transport.now() - self._began, 6)}
             # A resumed run finds where it was settled by the step alone.
             self._record.write({"event": event, **values, **({} if event == "settled" else at)})
+
+    fate = "lost"
+    """Of the updates that a server had made since its last snapshot, when it ends."""
 
     @abc.abstractmethod
     def run(self, batches: Batches, stopping: Callable[[], bool]) -> Iterator[list[Update]]:
@@ -349,8 +354,10 @@ class Coordinator(abc.ABC):
         if slot.deaths >= MOST_DEATHS:
             if not any(one.ready for one in self.workers):
                 raise errors.workers_all_gone(len(self.workers), MOST_DEATHS)
+            self._note(f"worker {slot.index} ended {MOST_DEATHS} times, and is given up")
             return
         self.account.restarts.append(f"worker {slot.index}")
+        self._note(f"worker {slot.index} ended: others get its examples; it is started again")
         slot.actor = self._start_worker(slot.index, slot.life)
         self._greet(slot)
 
@@ -394,6 +401,10 @@ class Coordinator(abc.ABC):
         if slot.deaths >= MOST_DEATHS:
             raise errors.server_keeps_ending(slot.index, MOST_DEATHS)
         self.account.restarts.append(f"server {slot.index}")
+        self._note(
+            f"server {slot.index} ended at version {slot.version}: it is started again from "
+            f"version {slot.saved_version}, and the updates between are {self.fate}"
+        )
         with contextlib.suppress(ActorGoneError):
             self.transport.stop(slot.actor)
         slot.incarnation += 1

@@ -1,5 +1,7 @@
 """Start the workers and servers of a run."""
 
+from collections.abc import Callable
+
 from plurax.server.account import Account
 from plurax.server.asynchronous import Asynchronous
 from plurax.server.coordinator import Coordinator
@@ -12,21 +14,32 @@ from plurax.server.transport import Transport
 from plurax.state import TrainState
 
 
-def open_coordinator(spec: RunSpec, state: TrainState, record: Record | None) -> Coordinator:
-    """Return the coordinator of a run's mode, over the transport that its `Servers` name."""
+def open_coordinator(
+    spec: RunSpec,
+    state: TrainState,
+    record: Record | None,
+    note: Callable[[str], None] = lambda text: None,
+) -> Coordinator:
+    """Return the coordinator of a run's mode, over the transport that its `Servers` name.
+
+    `note` shows a line to the user.
+    """
     kind = Synchronous if spec.servers.mode == "sync" else Asynchronous
-    transport = open_transport(spec.servers)
+    transport = open_transport(spec.servers, spec.store_bytes)
     try:
-        return kind(spec, transport, state, Account(), record)
+        return kind(spec, transport, state, Account(), record, note)
     except BaseException:
         transport.close()
         raise
 
 
-def open_transport(servers: Servers) -> Transport:
-    """Return the transport that `Servers` names. Raises `MissingPackageError` without Ray."""
+def open_transport(servers: Servers, store_bytes: int) -> Transport:
+    """Return the transport that `Servers` names, for messages of so many bytes at a time.
+
+    Raises `MissingPackageError` without Ray.
+    """
     if servers.transport == "threads":
         return Threads()
     from plurax.server.ray_transport import RayTransport
 
-    return RayTransport(servers)
+    return RayTransport(servers, store_bytes)

@@ -40,24 +40,31 @@ SETTINGS = (
 )  # fmt: skip
 """The JAX settings of this process that its workers and servers have too."""
 
-STORE_BYTES = 2 << 30
+LEAST_STORE_BYTES = 256 << 20
 """Of memory that processes share, where Ray runs on this machine alone."""
+SHARED_MEMORY = Path("/dev/shm")
 
 
 class RayTransport(Transport):
     """Runs each worker and server as a Ray actor.
 
+    **Arguments:** `servers`; `store_bytes`, what is in the object store at most.
+
     Raises `MissingPackageError` without Ray, and `PlanError` for a cluster that does not answer or
-    refuses the token.
+    refuses the token, and for a store that is too small: Ray would write to disk.
     """
 
-    def __init__(self, servers: Servers) -> None:
+    def __init__(self, servers: Servers, store_bytes: int = 0) -> None:
         self._ray = _ray(servers.address)
         self._own = not self._ray.is_initialized()
         if self._own and servers.address is None:
-            self._start(servers)
+            self._start(servers, store_bytes)
         elif self._own:
             self._join(str(servers.address))
+        store = int(self._ray.cluster_resources().get("object_store_memory", 0))
+        if store_bytes > store:
+            self.close()
+            raise errors.servers_store_too_small(store_bytes, store, "the cluster's nodes have")
         self._pings: dict[str, tuple[Any, float]] = {}
         self._places: dict[str, tuple[str, int]] = {}
         self._here = self._ray.get_runtime_context().get_node_id()
@@ -65,15 +72,19 @@ class RayTransport(Transport):
         host = type("Host", (_Host,), {"ping": self._ray.method(concurrency_group="ping")(_ping)})
         self._host = self._ray.remote(concurrency_groups={"ping": 1})(host)
 
-    def _start(self, servers: Servers) -> None:
+    def _start(self, servers: Servers, store_bytes: int) -> None:
         """Start Ray on this machine."""
+        store_bytes = max(store_bytes + store_bytes // 4, LEAST_STORE_BYTES)
+        free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else store_bytes
+        if store_bytes > free:
+            raise errors.servers_store_too_small(store_bytes, free, f"{SHARED_MEMORY} has")
         with warnings.catch_warnings():
             # Its processes are started by fork and exec at once, which no thread of JAX is in.
             warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
             self._ray.init(
                 address="local",
                 num_cpus=servers.workers + servers.shards,
-                object_store_memory=STORE_BYTES,
+                object_store_memory=store_bytes,
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,

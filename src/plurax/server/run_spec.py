@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
+from plurax import tree
 from plurax.execute.gradient import gradient
 from plurax.execute.initial_state import new_state
 from plurax.execute.rows import abstract_rows
@@ -65,6 +66,14 @@ class RunSpec:
     def update(self) -> ShardedUpdate:
         """The update of the shards. Raises `PlanError` for an optimizer that has none."""
         return ShardedUpdate(self.optimizer, self.state, self.sums, self.layout.homes)
+
+    @functools.cached_property
+    def store_bytes(self) -> int:
+        """How much memory processes share at most: data, snapshots, and what is on its way."""
+        params = tree.byte_count(self.state.params)
+        # The snapshot that is kept, and the next; of each worker what it pulls and pushes, twice.
+        state = tree.byte_count((self.state.params, self.state.opt_state, self.state.model_state))
+        return tree.byte_count(self.arrays) + 2 * state + 4 * self.servers.workers * params
 
     def check(self) -> None:
         """Raise `PlanError` for an optimizer whose update servers cannot compute in this mode."""

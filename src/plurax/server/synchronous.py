@@ -33,6 +33,8 @@ class _ServerLostError(Exception):
 class Synchronous(Coordinator):
     """Hands out the parts of one batch, then updates once. See `Coordinator`."""
 
+    fate = "computed again"
+
     def __init__(self, *args: Any, **options: Any) -> None:
         self._gone_back = False
         super().__init__(*args, **options)

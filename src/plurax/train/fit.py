@@ -199,7 +199,7 @@ def fit(
         stack.enter_context(out_of_memory_said(program, lambda: _saved(checkpoints)))
 
         coordinator = open_servers(
-            stack, servers, program, optimizer, state, source, like, run, position, output
+            stack, servers, program, optimizer, state, source, like, run, position, output, bar.note
         )
         when = (position, epochs, report_every, checkpoint_every)
         turns = _turns(program, coordinator, state, source, resident, stop, when)

@@ -195,12 +195,13 @@ def open_servers(
     run: dict[str, Any],
     position: Position,
     output: str | Path | None,
+    note: Callable[[str], None],
 ) -> Coordinator | None:
     """Return the coordinator of a run, its workers and servers started; None without servers.
 
     **Arguments:** `stack`, which ends them; `state`, to begin with; `batch`, the shapes of the
     largest; `run` and `position`, the settings of the run and where in the data it begins, for its
-    record; `output`, where that is written.
+    record; `output`, where that is written; `note`, which shows a line to the user.
 
     Raises `PlanError` for an optimizer that servers cannot compute, before any of them is started.
     """
@@ -214,7 +215,8 @@ def open_servers(
         record.write({"event": "start", "step": state.steps_taken, **run,
                       "position": position.to_json(), "plan": program.plan.to_toml(),
                       "servers": dataclasses.asdict(servers)})  # fmt: skip
-    return stack.enter_context(open_coordinator(spec, canonical, record))
+    note(f"{servers.workers} workers and {servers.shards} servers, mode {servers.mode}")
+    return stack.enter_context(open_coordinator(spec, canonical, record, note))
 
 
 def run_spec(
