@@ -4,6 +4,7 @@ One coordinator, and the code of workers and servers that also runs on Ray, over
 draws whose turn it is. A worker's gradient is that of a small network, compiled once.
 """
 
+import dataclasses
 import functools
 import itertools
 
@@ -35,6 +36,7 @@ MODES = {
     ),
     "async": Servers(workers=3, shards=2, mode="async", snapshot_every=3, transport="threads"),
 }
+FIRST = dataclasses.replace(MODES["quorum"], shards=3, quorum=1, snapshot_every=1)
 
 
 @functools.cache
@@ -52,7 +54,7 @@ def compiled():
 
 @functools.cache
 def spec(mode):
-    servers = MODES[mode]
+    servers = FIRST if mode == "first" else MODES[mode]
     size = -(-DATA.batch_size // servers.parts)
     like = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype),
@@ -78,7 +80,7 @@ class Watched(Simulated):
 
 
 def run(mode, transport, epochs=2):
-    kind = Synchronous if MODES[mode].mode == "sync" else Asynchronous
+    kind = Synchronous if spec(mode).servers.mode == "sync" else Asynchronous
     account = Account()
     program = compiled()
     state = program.init(0)
@@ -190,6 +192,32 @@ def test_every_death_is_survived_and_accounted_for(mode, kinds, seed, times):
     if mode in ("bounded", "async"):
         refused = sum(account.rejected.values())
         assert STEPS - refused <= account.updates <= STEPS
+
+
+def ended_midway(name, times):
+    """Return a fault: a server ends that has answered a push which another has still to answer."""
+    left = [times]
+
+    def fault(transport):
+        actor = transport.actors.get(name)
+        answered = {}
+        for one, header, reply in transport.replies:
+            there = answered.setdefault((header.worker, header.sequence), {})
+            there[one.name] = reply.done()
+        midway = any(done[name] and not all(done.values()) for done in answered.values())
+        if actor is not None and actor.handle.calls and midway:
+            left[0] -= 1
+            if left[0] == 0:
+                transport.kill(name)
+
+    return fault
+
+
+@draws(6, times=60)
+@given(seed=st.integers(0, 2**32 - 1), times=st.integers(1, 9))
+def test_an_answer_from_before_a_server_went_back_counts_for_nothing(seed, times):
+    state, account, _ = run("first", Watched(seed, ended_midway("server 0", times)))
+    assert int(state.step) == account.updates == STEPS
 
 
 @pytest.mark.parametrize("mode", ["bounded", "async"])

@@ -322,9 +322,10 @@ class Coordinator(abc.ABC):
                     reply = self._answer_of_server(slot, n, ref)
                 except ResultLostError:
                     reply = Reply("lost on the way", slot.version)
-                if reply is None:
+                if reply is None or n != slot.incarnation:
+                    # What a server took before it went back is lost, whatever it answered.
                     reply = Reply("server restarted", slot.version)
-                elif n == slot.incarnation:
+                else:
                     slot.version, slot.deaths = reply.version, 0
                 if reply.reason is not None:
                     self.account.rejected[reply.reason] += 1
