@@ -4,6 +4,7 @@ Every interleaving is tried in one process by `tests/unit/test_interleavings.py`
 real processes have: they end without a word, or stop answering.
 """
 
+import importlib
 import os
 import signal
 
@@ -56,17 +57,17 @@ class Faults:
 NONE = Faults([], 0)
 
 
-def train(servers, faults, folder, transport=None, steps=40):
+def train(servers, faults, folder, transport=None, steps=40, optimizer=OPTIMIZER):
     """Train for some steps, and until all faults have been; return state, account and events."""
     task = models.mlp_task()
-    program = px.compile(task, OPTIMIZER, px.Plan(), DATA.example_batch())
+    program = px.compile(task, optimizer, px.Plan(), DATA.example_batch())
     state = program.to_canonical(program.init(0))
     like = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // servers.parts, *leaf.shape[1:]),
                                           leaf.dtype),
         DATA.example_batch(),
     )  # fmt: skip
-    spec = RunSpec(task, OPTIMIZER, servers, px.Plan(), like, DATA.arrays)
+    spec = RunSpec(task, optimizer, servers, px.Plan(), like, DATA.arrays)
     kind = Synchronous if servers.mode == "sync" else Asynchronous
     record, account = Record(folder, 0), Account()
     losses = []
@@ -96,10 +97,15 @@ def lost(events):
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
 
-def test_a_worker_and_a_server_are_killed(tmp_path):
-    """Two rounds of each, at once."""
+def test_a_worker_and_a_server_are_killed(tmp_path, monkeypatch):
+    """Two rounds of each, at once; what is trained needs a module beside the user's file."""
+    (tmp_path / "beside_the_file.py").write_text("def doubled(x):\n    return 2 * x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    beside = importlib.import_module("beside_the_file")
+    double = optax.stateless(lambda updates, params: jax.tree.map(beside.doubled, updates))
     faults = Faults([("worker 0", KILL), ("server 1", KILL)], 2)
-    _, account, events = train(BOUNDED, faults, tmp_path)
+    optimizer = optax.chain(OPTIMIZER, double)
+    _, account, events = train(BOUNDED, faults, tmp_path, optimizer=optimizer)
     assert account.restarts.count("worker 0") == account.restarts.count("server 1") == 2
     assert dict(account.lost_updates) == lost(events)
     # Between two snapshots, and while one is taken.

@@ -100,11 +100,15 @@ class RayTransport(Transport):
     def start(self, name: str, make: Callable[..., Any], *args: Any, devices: int) -> Actor:
         """Start the object `make(*args)` in a process, a worker with some devices."""
         gpus = devices if devices and jax.default_backend() == "gpu" else 0
-        variables = {} if gpus else {"JAX_PLATFORMS": "cpu"}
+        # A process imports what it is sent before its first line of ours runs.
+        own = (sys.prefix, sys.base_prefix)
+        folders = [folder for folder in sys.path if folder and not folder.startswith(own)]
+        variables = {"PYTHONPATH": os.pathsep.join(folders)}
+        variables |= {} if gpus else {"JAX_PLATFORMS": "cpu"}
         options = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0, "max_task_retries": 0,
                    "runtime_env": {"env_vars": variables}}  # fmt: skip
         settings = {key: getattr(jax.config, key, None) for key in SETTINGS}
-        handle = self._host.options(**options).remote(settings, sys.path, devices, make, *args)
+        handle = self._host.options(**options).remote(settings, devices, make, *args)
         return Actor(name, handle)
 
     def call(self, actor: Actor, method: str, *args: Any, returns: int = 1) -> list[Any]:
@@ -182,12 +186,10 @@ class _Host:
     def __init__(
         self,
         settings: Mapping[str, Any],
-        path: list[str],
         devices: int,
         make: Callable[..., Any],
         *args: Any,
     ) -> None:
-        sys.path.extend(folder for folder in path if folder not in sys.path)
         for name, value in settings.items():
             with contextlib.suppress(AttributeError):
                 jax.config.update(name, value)
