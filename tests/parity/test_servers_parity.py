@@ -56,8 +56,7 @@ CASES = {
         workers=1, shards=3, mode="bounded", staleness=0, transport="threads"
     ),
 }
-QUICK = ("2 workers, 2 servers", "3 workers, 1 servers", "4 workers, 3 servers",
-         "async, one worker")  # fmt: skip
+QUICK = ("3 workers, 2 servers", "async, one worker")  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from plurax.server.run_spec import RunSpec
 from plurax.server.servers import Servers
 from plurax.server.synchronous import Synchronous
 from plurax.server.threads import Threads
+from plurax.server.transport import ActorGoneError
 from plurax.train.serve import serve_iter
 
 DATA = px.train.ArrayData(models.data(64), 8)
@@ -38,7 +39,7 @@ class Faults:
     """Signals to the processes of workers and servers, each once its process is well again."""
 
     def __init__(self, targets, rounds):
-        self.targets, self.left = targets, rounds
+        self.targets, self.left, self.struck = targets, rounds, set()
 
     def strike(self, coordinator):
         """Send all signals of a round, if all of its processes have answered since the last."""
@@ -49,8 +50,15 @@ class Faults:
         pings = [one.actor.handle.ping.remote() for one in chosen]
         if not all(coordinator.transport.wait([ping], 10.0) for ping in pings):
             return  # one that was stopped before is still there
-        for ping, (_, number) in zip(pings, self.targets, strict=True):
-            os.kill(coordinator.transport.get(ping)[1], number)
+        try:
+            pids = [coordinator.transport.get(ping)[1] for ping in pings]
+        except ActorGoneError:
+            return  # one that was killed before, which the coordinator has not noticed
+        if self.struck & {*pids}:
+            return
+        for pid, (_, number) in zip(pids, self.targets, strict=True):
+            os.kill(pid, number)
+        self.struck |= {*pids}
         self.left -= 1
 
 

@@ -15,7 +15,12 @@ SIZES = [0, 1, 99, 100, 101, CHUNK, CHUNK + 1, 3 * CHUNK - 1]
 FEEDBACK = [name for name, codec in CODECS.items() if codec.feedback]
 
 pytestmark = pytest.mark.usefixtures("x64")
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+every_dtype = pytest.mark.parametrize(
+    "dtype",
+    # Of those of two bytes one by default.
+    [pytest.param(d, marks=[pytest.mark.slow] * (d == np.float16)) for d in DTYPES],
+    ids=lambda dtype: np.dtype(dtype).name,
+)
 every_codec = pytest.mark.parametrize("name", CODECS)
 with_feedback = pytest.mark.parametrize("name", FEEDBACK)
 

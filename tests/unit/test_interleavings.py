@@ -121,7 +121,7 @@ def steps_of(outputs):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@draws(16, times=60)
+@draws(8, times=120)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_every_interleaving_keeps_what_is_promised(mode, seed):
     transport = Watched(seed)
@@ -176,7 +176,7 @@ def deaths(kinds, times):
 
 @pytest.mark.parametrize("kinds", [("worker",), ("server",), ("worker", "server")])
 @pytest.mark.parametrize("mode", MODES)
-@draws(8, times=60)
+@draws(4, times=120)
 @given(seed=st.integers(0, 2**32 - 1), times=st.lists(st.integers(3, 120), min_size=1, max_size=3))
 def test_every_death_is_survived_and_accounted_for(mode, kinds, seed, times):
     state, account, outputs = run(mode, Watched(seed, deaths(kinds, times)))
@@ -221,7 +221,7 @@ def test_an_answer_from_before_a_server_went_back_counts_for_nothing(seed, times
 
 
 @pytest.mark.parametrize("mode", ["bounded", "async"])
-@draws(8, times=60)
+@draws(4, times=120)
 @given(seed=st.integers(0, 2**32 - 1), at=st.integers(5, 100))
 def test_lost_updates_are_the_versions_that_are_gone(mode, seed, at):
     """Versions are counted here, at the server itself, up to the moment of its death."""

@@ -87,7 +87,7 @@ def test_vectors_hold_each_parameter_once():
     layout = ShardLayout(leaves, 2)
     found = {}
     for shard in range(2):
-        held = {i: leaf for i, leaf in enumerate(leaves) if layout.homes[i] == shard}
+        held = {i: leaf for i, leaf in enumerate(leaves) if layout.homes[i] in (None, shard)}
         vectors = layout.join(shard, held)
         lengths = layout.lengths(shard)
         assert [(str(v.dtype), v.size) for v in vectors] == lengths

@@ -15,8 +15,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-
 from plurax import errors
 from plurax.server.account import Account
 from plurax.server.messages import ON_THE_WAY, Header, Reply, Snapshot, Ticket
@@ -302,7 +300,7 @@ class Coordinator(abc.ABC):
             return
         slot.deaths = 0
         self.account.worker_steps[slot.index] += 1
-        self.account.pulled_bytes += self.pulled_bytes
+        self.account.pulled_bytes += self.spec.layout.sent_bytes
         self.account.pushed_bytes += header.sent
         self._push(flight, header)
 
@@ -442,9 +440,3 @@ class Coordinator(abc.ABC):
                 self._lost_worker(worker, worker.life)
             elif (server := servers.get(actor.name)) is not None:
                 self._lost_server(server, server.incarnation)
-
-    @property
-    def pulled_bytes(self) -> int:
-        """What one pull of all parameters sends."""
-        like = jax.tree.leaves(self.spec.state.params)
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in like)

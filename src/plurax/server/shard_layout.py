@@ -54,13 +54,27 @@ class ShardLayout:
 
     **Arguments:** `leaves`, the parameters as arrays or `jax.ShapeDtypeStruct`s; `shards`.
 
-    **Attributes:** `homes`, for each parameter its shard.
+    **Attributes:** `homes`, for each parameter its shard; None where all shards have it: of a
+    single shard, and a parameter of one number, on which an optimizer's numbers may depend.
     """
 
     def __init__(self, leaves: Sequence[Any], shards: int) -> None:
         self._leaves = leaves
         self.shards = shards
-        self.homes = deal([_bytes_of(leaf) for leaf in leaves], shards)
+        dealt = deal([_bytes_of(leaf) for leaf in leaves], shards)
+        self.homes = [
+            None if shards == 1 or math.prod(leaf.shape) == 1 else home
+            for leaf, home in zip(leaves, dealt, strict=True)
+        ]
+
+    @property
+    def sent_bytes(self) -> int:
+        """How many bytes the vectors of all shards have."""
+        return sum(
+            length * jnp.dtype(dtype).itemsize
+            for shard in range(self.shards)
+            for dtype, length in self.lengths(shard)
+        )
 
     def lengths(self, shard: int) -> list[tuple[str, int]]:
         """Return the dtype and the length of each of a shard's vectors."""
@@ -99,9 +113,11 @@ class ShardLayout:
         small: dict[str, list[int]] = {}
         large = []
         for index, home in enumerate(self.homes):
-            if home == shard and _bytes_of(self._leaves[index]) < LARGE_BYTES:
+            if home not in (None, shard):
+                continue
+            if _bytes_of(self._leaves[index]) < LARGE_BYTES:
                 small.setdefault(str(self._leaves[index].dtype), []).append(index)
-            elif home == shard:
+            else:
                 large.append([index])
         return [*dict(sorted(small.items())).values(), *large]
 

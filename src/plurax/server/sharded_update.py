@@ -43,7 +43,7 @@ class ShardedUpdate:
     """`apply(state, sums) -> (state, metrics)`, computed by several shards.
 
     **Arguments:** `optimizer`; `state` and `sums`, with `jax.ShapeDtypeStruct`s or arrays for
-    leaves; `homes`, for each parameter its shard.
+    leaves; `homes`, for each parameter its shard, or None where all shards have it.
 
     **Attributes:** `crossings`, how often numbers cross between the shards; `metrics`, those of an
     update, abstract; `params`, `grads`,
@@ -58,10 +58,9 @@ class ShardedUpdate:
         optimizer: optax.GradientTransformation,
         state: TrainState,
         sums: Gradients,
-        homes: Sequence[int],
+        homes: Sequence[int | None],
     ) -> None:
-        # A single shard has all, and nothing crosses.
-        self._number(state, sums, homes if len({*homes}) > 1 else [None] * len(homes))
+        self._number(state, sums, homes)
         self._given, given = jax.tree.structure((state, sums)), jax.tree.leaves((state, sums))
         # XLA sums rows of all gradients together (`_norm` of a step), which no shard could.
         apply = make_apply(whole_update(optimizer), norm=_norm)
