@@ -39,7 +39,7 @@ class Faults:
     """Signals to the processes of workers and servers, each once its process is well again."""
 
     def __init__(self, targets, rounds):
-        self.targets, self.left, self.struck = targets, rounds, set()
+        self.targets, self.rounds, self.left, self.struck = targets, rounds, rounds, set()
 
     def strike(self, coordinator):
         """Send all signals of a round, if all of its processes have answered since the last."""
@@ -81,7 +81,13 @@ def train(servers, faults, folder, transport=None, steps=40, optimizer=OPTIMIZER
     losses = []
     transport = transport or RayTransport(servers)
     with kind(spec, transport, state, account, record) as coordinator:
-        done = lambda: len(losses) >= steps and not faults.left  # noqa: E731
+
+        def done():
+            ended = faults.left == 0 and all(
+                account.restarts.count(name) >= faults.rounds for name, _ in faults.targets
+            )
+            return len(losses) >= steps and ended
+
         for output in serve_iter(coordinator, program, state, DATA, done, epochs=10_000):
             losses.extend(output.metrics["loss"].tolist())
             if len(losses) > 5:
@@ -159,3 +165,10 @@ def test_a_cluster_without_a_token_is_refused(monkeypatch):
 def test_a_store_that_is_too_small_is_refused():
     with pytest.raises(px.PlanError, match="GB of memory that processes share, and /dev/shm has"):
         RayTransport(SYNC, store_bytes=1 << 50)
+
+
+def test_the_head_of_the_cluster_is_missed():
+    transport = RayTransport.__new__(RayTransport)  # of a cluster that has ended
+    transport._head, transport._own = "127.0.0.1:1", True
+    with pytest.raises(px.PlanError, match="cannot be started again without it"):
+        transport.silent([], 1.0)

@@ -177,7 +177,7 @@ def deaths(kinds, times):
 @pytest.mark.parametrize("kinds", [("worker",), ("server",), ("worker", "server")])
 @pytest.mark.parametrize("mode", MODES)
 @draws(4, times=120)
-@given(seed=st.integers(0, 2**32 - 1), times=st.lists(st.integers(3, 120), min_size=1, max_size=3))
+@given(seed=st.integers(0, 2**32 - 1), times=st.lists(st.integers(3, 120), min_size=1, max_size=2))
 def test_every_death_is_survived_and_accounted_for(mode, kinds, seed, times):
     state, account, outputs = run(mode, Watched(seed, deaths(kinds, times)))
     assert steps_of(outputs) == int(state.step) == STEPS

@@ -85,7 +85,7 @@ def follow(mode, compression, events):
 @pytest.mark.parametrize("compression", [None, "topk"])
 @pytest.mark.parametrize("mode", RUNS)
 @draws(3, times=100)
-@given(seed=st.integers(0, 2**32 - 1), times=st.lists(st.integers(3, 120), max_size=3))
+@given(seed=st.integers(0, 2**32 - 1), times=st.lists(st.integers(3, 120), max_size=2))
 def test_every_run_is_repeated_bit_for_bit(tmp_path_factory, mode, compression, seed, times):
     fault = deaths(("worker", "server"), times)
     folder = tmp_path_factory.mktemp("run")

@@ -122,6 +122,13 @@ def servers_store_too_small(wanted: int, found: int, where: str) -> PlanError:
     )
 
 
+def servers_head_gone(address: str, reason: str) -> PlanError:
+    return PlanError(
+        f"the head of the Ray cluster ({address}) has ended: {reason}. Workers and servers cannot "
+        "be started again without it. Training stopped; what was saved last can be resumed."
+    )
+
+
 def workers_all_gone(workers: int, times: int) -> PlanError:
     return PlanError(
         f"all {workers} workers ended, {times} times each without having computed a gradient; "

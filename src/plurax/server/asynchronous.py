@@ -114,7 +114,8 @@ class Asynchronous(Coordinator):
 
         def taken(ref: Any) -> None:
             found = self._answer_of_server(slot, incarnation, ref)
-            if found is not None and incarnation == slot.incarnation:
+            newer = number > slot.saved_number
+            if found is not None and incarnation == slot.incarnation and newer:
                 self._keep(slot, saved, found, number)
 
         self._waiting[version] = taken

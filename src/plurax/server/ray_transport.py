@@ -17,6 +17,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -68,6 +69,7 @@ class RayTransport(Transport):
         self._pings: dict[str, tuple[Any, float]] = {}
         self._places: dict[str, tuple[str, int]] = {}
         self._here = self._ray.get_runtime_context().get_node_id()
+        self._head = str(self._ray.get_runtime_context().gcs_address)
         # Pings are answered on a thread of their own.
         host = type("Host", (_Host,), {"ping": self._ray.method(concurrency_group="ping")(_ping)})
         self._host = self._ray.remote(concurrency_groups={"ping": 1})(host)
@@ -160,6 +162,7 @@ class RayTransport(Transport):
 
         Before its first answer a process is starting, and nobody is missed.
         """
+        self._check_head()
         now, silent = time.monotonic(), []
         for actor in actors:
             ping, since = self._pings.get(actor.name, (None, now))
@@ -173,6 +176,15 @@ class RayTransport(Transport):
             if actor.name in self._places and now - since > seconds:
                 silent.append(actor)
         return silent
+
+    def _check_head(self) -> None:
+        """Raise `PlanError` where the head of the cluster has ended: nothing can be restarted."""
+        host, _, port = self._head.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=5.0).close()
+        except OSError as error:
+            self._own = False  # there is nobody to say good-bye to
+            raise errors.servers_head_gone(self._head, str(error)) from None
 
     def close(self) -> None:
         """End all processes, and Ray where it was started here."""
