@@ -65,7 +65,7 @@ class Faults:
 NONE = Faults([], 0)
 
 
-def train(servers, faults, folder, transport=None, steps=40, optimizer=OPTIMIZER):
+def train(servers, faults, folder, transport=None, steps=40, optimizer=OPTIMIZER, exactly=None):
     """Train for some steps, and until all faults have been; return state, account and events."""
     task = models.mlp_task()
     program = px.compile(task, optimizer, px.Plan(), DATA.example_batch())
@@ -86,13 +86,17 @@ def train(servers, faults, folder, transport=None, steps=40, optimizer=OPTIMIZER
             ended = faults.left == 0 and all(
                 account.restarts.count(name) >= faults.rounds for name, _ in faults.targets
             )
-            return len(losses) >= steps and ended
+            return exactly is None and len(losses) >= steps and ended
 
-        for output in serve_iter(coordinator, program, state, DATA, done, epochs=10_000):
+        for output in serve_iter(
+            coordinator, program, state, DATA, done, epochs=10_000, checkpoint_every=exactly
+        ):
             losses.extend(output.metrics["loss"].tolist())
             if len(losses) > 5:
                 faults.strike(coordinator)
             state = output.state
+            if output.step == exactly:
+                break
     assert len(losses) == int(state.step)
     assert losses[-1] < losses[0]
     return state, account, read_events(folder / "servers.jsonl")
@@ -148,7 +152,7 @@ def test_every_death_is_survived(name, servers, tmp_path):
         assert account.restarts.count(who) == ROUNDS
     if servers is SYNC:
         steps = int(state.step)
-        expected, *_ = train(servers, NONE, tmp_path, Threads(), steps)
+        expected, *_ = train(servers, NONE, tmp_path, Threads(), exactly=steps)
         assert models.same_bits(state.params, expected.params)
         assert account.updates == steps
         assert not account.lost_updates
