@@ -5,7 +5,6 @@ import math
 import statistics
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -113,7 +112,6 @@ def test_searches_and_estimates_stand_beside_what_is_published(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")
 def test_servers_are_measured_beside_the_store_that_carries_their_bytes(tmp_path):
     rows = {row["name"]: row for row in quick("servers", tmp_path)}
     assert "TensorFlow" in next(name for name, row in rows.items() if row["row"] == "skipped")
@@ -130,7 +128,6 @@ def test_servers_are_measured_beside_the_store_that_carries_their_bytes(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")
 def test_uneven_workers_train_to_a_loss(tmp_path):
     alone, asynchronous = quick("uneven", tmp_path)
     assert alone["name"] == "digits, all-reduce, to a held-out loss of 2.0"

@@ -63,8 +63,8 @@ def plurax_servers(
     assert sent == 2 * 4 * parameters, account  # as of every peer
     return {
         "seconds": data.taken[-1] - data.taken[warm],
-        "push": account.push_seconds[warm:],
-        "pull": account.pull_seconds[warm:],
+        "push": list(account.push_seconds)[warm:],
+        "pull": list(account.pull_seconds)[warm:],
     }
 
 

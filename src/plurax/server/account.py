@@ -1,10 +1,13 @@
 """What servers and workers did in a run: applied, refused, lost, sent, waited for."""
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
+
+LATEST = 10_000
+"""Pushes and pulls whose seconds are kept: a run of days has millions."""
 
 
 class Account:
@@ -23,7 +26,7 @@ class Account:
     - `handed_on`: tickets of a lost worker that another worker got.
     - `restarts`: names of the workers and servers that ended and were started again, in order.
     - `pushed_bytes`, `pulled_bytes`: between workers and servers.
-    - `push_seconds`, `pull_seconds`: of each, from the call to the answer.
+    - `push_seconds`, `pull_seconds`: of the latest `LATEST`, from the call to the answer.
     - `waited_seconds`: for each worker, how long it waited for others.
     - `worker_steps`: for each worker, how many gradients it gave.
     """
@@ -39,8 +42,8 @@ class Account:
         self.restarts: list[str] = []
         self.pushed_bytes = 0
         self.pulled_bytes = 0
-        self.push_seconds: list[float] = []
-        self.pull_seconds: list[float] = []
+        self.push_seconds: deque[float] = deque(maxlen=LATEST)
+        self.pull_seconds: deque[float] = deque(maxlen=LATEST)
         self.waited_seconds: dict[int, float] = {}
         self.worker_steps: Counter[int] = Counter()
 
@@ -89,15 +92,15 @@ class Account:
         return sum(v * n for v, n in self.staleness.items()) / count if count else 0.0
 
 
-def percentiles(seconds: Sequence[float]) -> dict[str, float]:
+def percentiles(seconds: Collection[float]) -> dict[str, float]:
     """Return the 50th, 95th and 99th percentile, `{}` of nothing."""
     if not seconds:
         return {}
-    found = np.percentile(seconds, [50, 95, 99])
+    found = np.percentile([*seconds], [50, 95, 99])
     return dict(zip(("p50", "p95", "p99"), map(float, found), strict=True))
 
 
-def _percentiles(what: str, seconds: Sequence[float]) -> str:
+def _percentiles(what: str, seconds: Collection[float]) -> str:
     parts = [f"{name} {value * 1e3:.1f} ms" for name, value in percentiles(seconds).items()]
     return f"{what} {', '.join(parts) or '-'}"
 

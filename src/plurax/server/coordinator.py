@@ -351,7 +351,7 @@ class Coordinator(abc.ABC):
         with contextlib.suppress(ActorGoneError):
             self.transport.stop(slot.actor)
         if slot.deaths >= MOST_DEATHS:
-            if not any(one.ready for one in self.workers):
+            if all(one.deaths >= MOST_DEATHS for one in self.workers):
                 raise errors.workers_all_gone(len(self.workers), MOST_DEATHS)
             self._note(f"worker {slot.index} ended {MOST_DEATHS} times, and is given up")
             return

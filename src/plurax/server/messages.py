@@ -63,11 +63,6 @@ class Ticket:
         """How many examples they are."""
         return len(self.rows) if self.rows is not None else leading_dim(self.batch)
 
-    @property
-    def name(self) -> tuple[int, int]:
-        """The step and the part."""
-        return self.step, self.part
-
 
 @dataclasses.dataclass(frozen=True)
 class Pulled:

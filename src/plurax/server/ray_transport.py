@@ -29,14 +29,13 @@ from typing import Any
 import jax
 
 from plurax import errors
+from plurax.execute.program_cache import TRACING
 from plurax.mesh import cpu_devices
 from plurax.server.servers import Servers
 from plurax.server.transport import Actor, ActorGoneError, ResultLostError, Transport
 
 SETTINGS = (
-    "jax_enable_x64", "jax_default_prng_impl", "jax_default_matmul_precision",
-    "jax_threefry_partitionable", "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion",
-    "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs",
+    *TRACING, "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs",
     "jax_persistent_cache_min_entry_size_bytes", "jax_enable_compilation_cache",
 )  # fmt: skip
 """The JAX settings of this process that its workers and servers have too."""
@@ -124,16 +123,10 @@ class RayTransport(Transport):
 
     def wait(self, references: Collection[Any], seconds: float) -> list[Any]:
         """Return those that have a result or an error, once there is one or the time is over."""
-        if not references:
-            time.sleep(seconds)
-            return []
-        every = list(references)
-        done, rest = self._ray.wait(every, timeout=seconds, fetch_local=False)
-        # All that are there, not one at a time.
-        more = self._ray.wait(rest, num_returns=len(rest), timeout=0, fetch_local=False)[0] if (
-            rest
-        ) else []  # fmt: skip
-        return [*done, *more]
+        done, rest = self._ray.wait([*references], timeout=seconds, fetch_local=False)
+        if rest:  # all that are there, not one at a time
+            done += self._ray.wait(rest, num_returns=len(rest), timeout=0, fetch_local=False)[0]
+        return done
 
     def get(self, reference: Any) -> Any:
         """Return a result. Raises `ActorGoneError`, or what the method raised."""

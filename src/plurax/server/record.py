@@ -38,13 +38,17 @@ class Record:
 
     def __init__(self, directory: Path, step: int) -> None:
         self.path = directory / FILE
-        kept = []
-        if step and self.path.exists():
-            events = read_events(self.path)
-            ends = [i for i, e in enumerate(events) if e == {"event": "settled", "step": step}]
-            kept = events[: ends[-1] + 1] if ends else []
-        self.path.write_text("".join(map(_line, kept)))
-        self._file = self.path.open("a")
+        self._file = self.path.open("a+")
+        self._file.truncate(self._end_of(step) if step else 0)
+
+    def _end_of(self, step: int) -> int:
+        """Return where the line ends that says that this step was settled; 0 without one."""
+        settled, end, found = _line({"event": "settled", "step": step}), 0, 0
+        with self.path.open() as lines:
+            for line in lines:
+                end += len(line)  # JSON is ASCII
+                found = end if line == settled else found
+        return found
 
     def write(self, event: Event) -> None:
         """Add an event; it is on disk after the next `flush`."""

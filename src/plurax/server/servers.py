@@ -61,13 +61,11 @@ class Servers:
     def __post_init__(self) -> None:
         for field, least in (("shards", 1), ("workers", 1), ("snapshot_every", 1)):
             self._check_number(field, least)
-        for field, kind in (
-            ("mode", Mode), ("correction", Correction), ("compression", Compression),
-            ("transport", Where),
-        ):  # fmt: skip
-            given = getattr(self, field)
-            if given not in (*get_args(kind), *([None] if field.startswith("co") else [])):
-                raise errors.servers_unknown(field, given, get_args(kind))
+        for field, kind in (("mode", Mode), ("transport", Where)):
+            self._check_name(field, get_args(kind))
+        for field, kind in (("correction", Correction), ("compression", Compression)):
+            if getattr(self, field) is not None:
+                self._check_name(field, get_args(kind))
         if self.mode == "bounded":
             if self.staleness is None:
                 raise errors.servers_staleness_missing()
@@ -92,6 +90,10 @@ class Servers:
             raise errors.servers_lease(self.lease)
         if self.address is not None and self.transport != "ray":
             raise errors.servers_address_unused(self.address, self.transport)
+
+    def _check_name(self, field: str, known: tuple[str, ...]) -> None:
+        if getattr(self, field) not in known:
+            raise errors.servers_unknown(field, getattr(self, field), known)
 
     def _check_number(self, field: str, least: int) -> None:
         given: Any = getattr(self, field)

@@ -17,12 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool
+from jaxtyping import Array
 
 from plurax.server.corrections import delay, scale
 from plurax.server.messages import Content, Header, Pulled, Reason, Reply, Snapshot
 from plurax.server.run_spec import RunSpec
-from plurax.server.shard_layout import Vectors, from_host, to_bytes, to_host
+from plurax.server.shard_layout import Vectors, all_finite, from_host, to_bytes, to_host
 from plurax.server.wire import decode
 from plurax.state import TrainState
 
@@ -35,12 +35,12 @@ class Shard(abc.ABC):
     """
 
     def __init__(self, spec: RunSpec, index: int, incarnation: int, snapshot: Snapshot) -> None:
-        self.spec, self.index, self.incarnation = spec, index, incarnation
+        self.spec, self.index = spec, index
         self.update = spec.update
         self.lengths = spec.layout.lengths(index)
         self.restore(incarnation, snapshot)
         self._params = [i for i in spec.update.params if i in self.leaves]
-        self._finite = spec.jitted("finite", lambda: _finite)
+        self._finite = spec.jitted("finite", lambda: all_finite)
 
     def restore(self, incarnation: int, snapshot: Snapshot) -> None:
         """Begin again from a snapshot."""
@@ -71,6 +71,8 @@ class Shard(abc.ABC):
 
     def _refused(self, header: Header, vectors: Vectors | None) -> Reason | None:
         """Return why a push is refused, or None."""
+        if len(header.bases) != self.spec.servers.shards:
+            return "damaged"
         incarnation, base = header.bases[self.index]
         life, last = self.seen.get(header.worker, (0, -1))
         if incarnation != self.incarnation:
@@ -129,13 +131,13 @@ class ApplyingShard(Shard):
     def push(self, header: Header, content: Content) -> Reply:
         """Update with a gradient, or refuse it."""
         vectors = self._vectors(content)
-        staleness = self.version - header.bases[self.index][1]
         reason = self._refused(header, vectors)
-        most = self.spec.servers.max_staleness
-        if reason is None and most is not None and staleness > most:
-            reason = "too stale"
         if reason is not None:
-            return Reply(reason, self.version, staleness)
+            return Reply(reason, self.version)
+        staleness = self.version - header.bases[self.index][1]
+        most = self.spec.servers.max_staleness
+        if most is not None and staleness > most:
+            return Reply("too stale", self.version, staleness)
         numbers = {index: jnp.asarray(number) for index, number in header.numbers.items()}
         base = self._pulled.pop((header.worker, header.sequence), {})
         self.leaves, metrics = self._apply(
@@ -251,7 +253,3 @@ def joined_state(spec: RunSpec, snapshots: Sequence[Snapshot], step: int) -> Tra
         [{i: from_host(leaf, spec.leaves[i]) for i, leaf in one.leaves.items()} for one in newest]
     )
     return dataclasses.replace(state, step=jnp.asarray(step, state.step.dtype))
-
-
-def _finite(vectors: Vectors) -> Bool[Array, ""]:
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(vector)) for vector in vectors]))

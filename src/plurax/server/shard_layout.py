@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
 from plurax.pipeline.packing import key_impl
 
@@ -129,6 +129,11 @@ def _bytes_of(leaf: Any) -> int:
 @jax.jit
 def _concatenated(leaves: Sequence[Array]) -> Array:
     return jnp.concatenate([jnp.ravel(leaf) for leaf in leaves])
+
+
+def all_finite(leaves: Sequence[Array]) -> Bool[Array, ""]:
+    """Return whether all elements of all leaves are finite."""
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
 
 
 def to_bytes(array: Array) -> np.ndarray:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, PyTree
 
 from plurax.execute.program import Program
 from plurax.execute.program_cache import cached_program, shapes_key
@@ -20,7 +20,7 @@ from plurax.execute.step import Gradients
 from plurax.mesh import make_mesh
 from plurax.server.messages import Header, Pulled, Ticket
 from plurax.server.run_spec import RunSpec
-from plurax.server.shard_layout import Vectors, from_bytes, from_host, to_host
+from plurax.server.shard_layout import Vectors, all_finite, from_bytes, from_host, to_host
 from plurax.server.wire import Residuals, encode, no_residuals
 from plurax.state import TrainState
 
@@ -54,7 +54,7 @@ class Worker:
         if residuals is not None:
             self.restore_residuals(residuals)
         self._shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state.params)
-        self._finite = spec.jitted("gradients finite", lambda: all_finite)
+        self._finite = spec.jitted("finite", lambda: all_finite)
         # In `sync` the servers compute them, of the sum over workers.
         sends = spec.servers.mode != "sync" and spec.update.crossings > 0
         self._numbers = (
@@ -150,11 +150,6 @@ def _gradient_program(spec: RunSpec, devices: Sequence[jax.Device] | None) -> Pr
     return cached_program(
         spec.task, key, lambda: Program(spec.task, optax.identity(), spec.plan, spec.batch, mesh)
     )
-
-
-def all_finite(leaves: Sequence[Array]) -> Bool[Array, ""]:
-    """Return whether all elements of all leaves are finite."""
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
 
 
 def _numbers(
