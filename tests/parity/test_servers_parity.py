@@ -87,6 +87,9 @@ def test_a_worker_may_have_any_plan(name, one_device):
     servers = px.Servers(workers=2, shards=2, transport="threads")
     found = fitted(task, data, servers, plan=PLANS[name])
     assert models.max_rel_error(found.state.params, expected.state.params) < 1e-10
+    # One push and one pull for each of two workers and six batches, however many devices one has.
+    once = sum(leaf.nbytes for leaf in jax.tree.leaves(expected.state.params))
+    assert found.staleness.pushed_bytes == found.staleness.pulled_bytes == 2 * 6 * once
 
 
 def test_a_worker_may_be_a_pipeline():

@@ -7,7 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
 from tests import models
+from tests.draws import draws
 
 import plurax as px
 from plurax.server.account import Account
@@ -164,6 +167,59 @@ def test_a_damaged_push_changes_nothing(name, pushed):
     assert shard.version == 0
     # The server lives, and takes the push that is well.
     assert shard.push(header, content).reason is None
+
+
+def harmed(content, draw):
+    """A content that is none of this shard, or not finite where its header says it is."""
+    kinds = ("cut", "longer", "dtype", "more", "less", "no tuple", "no array", "nan", "inf")
+    kind = draw(st.sampled_from(kinds))
+    part = content[0][0]
+    if kind in ("nan", "inf"):
+        values = np.array(part).view(np.float32)
+        values[draw(st.integers(0, len(values) - 1))] = float(kind)
+        return ((values.view(np.uint8),), *content[1:])
+    return {
+        "cut": ((part[: draw(st.integers(0, len(part) - 1))],), *content[1:]),
+        "longer": ((np.append(part, part[: draw(st.integers(1, 9))]),), *content[1:]),
+        "dtype": ((part.view(draw(st.sampled_from([np.int8, np.uint16, np.float32]))),),),
+        "more": (*content, *content),
+        "less": (),
+        "no tuple": [*content],
+        "no array": (("text",),),
+    }[kind]
+
+
+def lying(header, draw):
+    """A header that contradicts itself, or what the shard knows."""
+    some = draw(st.sampled_from(sorted(header.scalars)))
+    changes = {
+        "incarnation": {"bases": ((draw(st.integers(1, 9)), 0),)},
+        "version": {"bases": ((0, draw(st.integers(1, 99))),)},
+        "shards": {"bases": ((0, 0),) * draw(st.sampled_from([0, 2, 3]))},
+        "layout": {"layout": draw(st.text(max_size=5))},
+        "scalar": {"scalars": {i: x for i, x in header.scalars.items() if i != some}},
+        "shape": {"scalars": {**header.scalars, some: np.zeros((2, 2), np.float32)}},
+        "sequence": {"sequence": draw(st.integers(-9, -1))},
+        "life": {"life": -1},
+    }
+    return dataclasses.replace(header, **changes[draw(st.sampled_from(sorted(changes)))])
+
+
+@draws(30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_pushes_drawn_at_random_change_nothing_and_kill_nobody(data, pushed):
+    fresh, header, content = pushed
+    shard = fresh()
+    before = bits(shard)
+    for _ in range(data.draw(st.integers(1, 4))):
+        bad = lying(header, data.draw) if data.draw(st.booleans()) else header
+        harm = bad is header or data.draw(st.booleans())
+        reply = shard.push(bad, harmed(content, data.draw) if harm else content)
+        assert reply.reason is not None
+        assert bits(shard) == before
+        assert shard.version == 0
+    assert shard.push(header, content).reason is None
+    assert bits(shard) != before or shard.spec.servers.mode == "sync"
 
 
 def test_a_push_is_taken_once(pushed):
