@@ -7,6 +7,9 @@ real processes have: they end without a word, or stop answering.
 import importlib
 import os
 import signal
+import subprocess
+import sys
+from dataclasses import replace
 
 import jax
 import optax
@@ -16,13 +19,12 @@ from tests import models
 import plurax as px
 from plurax.server.account import Account
 from plurax.server.asynchronous import Asynchronous
-from plurax.server.ray_transport import RayTransport
+from plurax.server.ray_transport import RayTransport, _ray
 from plurax.server.record import Record, read_events
 from plurax.server.run_spec import RunSpec
 from plurax.server.servers import Servers
 from plurax.server.synchronous import Synchronous
 from plurax.server.threads import Threads
-from plurax.server.transport import ActorGoneError
 from plurax.train.serve import serve_iter
 
 DATA = px.train.ArrayData(models.data(64), 8)
@@ -47,13 +49,13 @@ class Faults:
         chosen = [slots[name] for name, _ in self.targets]
         if not self.left or any(one.deaths or not getattr(one, "ready", True) for one in chosen):
             return
-        pings = [one.actor.handle.ping.remote() for one in chosen]
-        if not all(coordinator.transport.wait([ping], 10.0) for ping in pings):
-            return  # one that was stopped before is still there
+        import ray  # not before the transport, which sets its token
+
+        pings = [one.actor.handle.host.ping.remote() for one in chosen]
         try:
-            pids = [coordinator.transport.get(ping)[1] for ping in pings]
-        except ActorGoneError:
-            return  # one that was killed before, which the coordinator has not noticed
+            pids = [pid for _, pid in ray.get(pings, timeout=10.0)]
+        except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
+            return  # one that was struck before is still there, or the coordinator has not noticed
         if self.struck & {*pids}:
             return
         for pid, (_, number) in zip(pids, self.targets, strict=True):
@@ -158,6 +160,55 @@ def test_every_death_is_survived(name, servers, tmp_path):
         assert not account.lost_updates
     else:
         assert dict(account.lost_updates) == lost(events)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """The address of a Ray cluster of one machine that somebody else started, with our token."""
+    _ray(None)  # with a token
+    code = (
+        "import ray, sys\n"
+        "ray.init(address='local', num_cpus=4, include_dashboard=False, log_to_driver=False)\n"
+        "print(ray.get_runtime_context().gcs_address, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    ) as head:  # fmt: skip
+        yield head.stdout.readline().strip()
+        head.stdin.close()
+
+
+def test_a_cluster_at_an_address(cluster, tmp_path):
+    """Workers and servers of two runs, one after the other: through Ray's store, with deaths."""
+    state, *_ = train(replace(SYNC, address=cluster), NONE, tmp_path, exactly=10)
+    expected, *_ = train(SYNC, NONE, tmp_path, Threads(), exactly=10)
+    assert models.same_bits(state.params, expected.params)
+    faults = Faults([("worker 0", KILL), ("server 1", KILL)], 1)
+    _, account, events = train(replace(BOUNDED, address=cluster), faults, tmp_path)
+    assert {*account.restarts} == {"worker 0", "server 1"}
+    assert dict(account.lost_updates) == lost(events)
+
+
+def test_another_token_is_refused(cluster):
+    code = (
+        "from plurax.server.ray_transport import RayTransport\n"
+        "from plurax.server.servers import Servers\n"
+        f"RayTransport(Servers(address={cluster!r}))\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "RAY_AUTH_TOKEN": "b" * 64}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "PlanError" in found.stderr
+    assert "or it refuses this token" in found.stderr
+
+
+def test_an_address_where_nobody_answers_is_refused_at_once():
+    _ray(None)
+    with pytest.raises(px.PlanError, match="there is no Ray cluster that answers"):
+        RayTransport(Servers(address="ray://127.0.0.1:1"))
 
 
 def test_a_cluster_without_a_token_is_refused(monkeypatch):

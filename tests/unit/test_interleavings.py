@@ -70,7 +70,7 @@ class Watched(Simulated):
         super().__init__(seed, fault)
         self.pulls, self.replies = [], []
 
-    def call(self, actor, method, *args, returns=1):
+    def call(self, actor, method, *args, returns=1, lasting=False):
         found = super().call(actor, method, *args, returns=returns)
         if method == "push":
             self.replies.append((actor, args[0], found[0]))

@@ -109,7 +109,7 @@ class Asynchronous(Coordinator):
 
     def _save(self, slot: ShardSlot) -> None:
         """Ask one server for a snapshot. Those of others are of other moments, which is well."""
-        version, saved = self.transport.call(slot.actor, "snapshot", returns=2)
+        version, saved = self.transport.call(slot.actor, "snapshot", returns=2, lasting=True)
         incarnation, number = slot.incarnation, self._snapshots
 
         def taken(ref: Any) -> None:

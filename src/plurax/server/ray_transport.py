@@ -1,7 +1,8 @@
 """Workers and servers as Ray actors: processes of this machine, or of a cluster.
 
-Arrays go through Ray's object stores: what a process returns is written once into memory that the
-processes of its node share, and read there without a copy.
+What is called between two waits goes to a process in one message. On a cluster arrays go through
+Ray's object stores; where Ray is started here, through memory that the processes share
+(`plurax.server.shared_memory`), which is several times as fast.
 
 Whoever reaches the ports of a Ray cluster can run code on it. So token authentication is on: a
 cluster started here gets a token of its own, in a file that only this user can read, and a cluster
@@ -12,8 +13,10 @@ Source: Moritz et al. 2018, "Ray: A Distributed Framework for Emerging AI Applic
 
 import atexit
 import contextlib
+import dataclasses
 import logging
 import os
+import pickle
 import secrets
 import shutil
 import signal
@@ -22,6 +25,7 @@ import sys
 import tempfile
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +36,7 @@ from plurax import errors
 from plurax.execute.program_cache import TRACING
 from plurax.mesh import cpu_devices
 from plurax.server.servers import Servers
+from plurax.server.shared_memory import FOLDER, Borrower, Lender, Lent, SharedFolder, copied
 from plurax.server.transport import Actor, ActorGoneError, ResultLostError, Transport
 
 SETTINGS = (
@@ -42,7 +47,6 @@ SETTINGS = (
 
 LEAST_STORE_BYTES = 256 << 20
 """Of memory that processes share, where Ray runs on this machine alone."""
-SHARED_MEMORY = Path("/dev/shm")
 
 
 class RayTransport(Transport):
@@ -57,7 +61,8 @@ class RayTransport(Transport):
     def __init__(self, servers: Servers, store_bytes: int = 0) -> None:
         self._ray = _ray(servers.address)
         self._own = not self._ray.is_initialized()
-        if self._own and servers.address is None:
+        self._alone = self._own and servers.address is None
+        if self._alone:
             self._start(servers, store_bytes)
         elif self._own:
             self._join(str(servers.address))
@@ -65,6 +70,9 @@ class RayTransport(Transport):
         if store_bytes > store:
             self.close()
             raise errors.servers_store_too_small(store_bytes, store, "the cluster's nodes have")
+        self._shared = SharedFolder() if self._alone and FOLDER.is_dir() else None
+        self._unsent: list[_Call] = []
+        self._messages: dict[Any, list[_Call]] = {}
         self._pings: dict[str, tuple[Any, float]] = {}
         self._places: dict[str, tuple[str, int]] = {}
         self._here = self._ray.get_runtime_context().get_node_id()
@@ -76,9 +84,9 @@ class RayTransport(Transport):
     def _start(self, servers: Servers, store_bytes: int) -> None:
         """Start Ray on this machine."""
         store_bytes = max(store_bytes + store_bytes // 4, LEAST_STORE_BYTES)
-        free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else store_bytes
+        free = shutil.disk_usage(FOLDER).free if FOLDER.is_dir() else store_bytes
         if store_bytes > free:
-            raise errors.servers_store_too_small(store_bytes, free, f"{SHARED_MEMORY} has")
+            raise errors.servers_store_too_small(store_bytes, free, f"{FOLDER} has")
         with warnings.catch_warnings():
             # Its processes are started by fork and exec at once, which no thread of JAX is in.
             warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
@@ -93,6 +101,10 @@ class RayTransport(Transport):
 
     def _join(self, address: str) -> None:
         """Join a running cluster."""
+        # Ray would try for minutes where nobody answers.
+        place = address.removeprefix("ray://")
+        if place != "auto" and (reason := _unreachable(place)):
+            raise errors.servers_not_reached(address, reason)
         try:
             self._ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:
@@ -107,32 +119,92 @@ class RayTransport(Transport):
         variables = {"PYTHONPATH": os.pathsep.join(folders)}
         variables |= {} if gpus else {"JAX_PLATFORMS": "cpu"}
         options = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0, "max_task_retries": 0,
-                   "runtime_env": {"env_vars": variables}}  # fmt: skip
+                   "enable_task_events": False, "runtime_env": {"env_vars": variables}}  # fmt: skip
         settings = {key: getattr(jax.config, key, None) for key in SETTINGS}
-        handle = self._host.options(**options).remote(settings, devices, make, *args)
-        return Actor(name, handle)
+        folder = self._shared.folder(name) if self._shared else None
+        sent = [one.ref if isinstance(one, _Result) else one for one in args]
+        host = self._host.options(**options).remote(settings, folder, devices, make, *sent)
+        return Actor(name, _Process(host, folder))
 
-    def call(self, actor: Actor, method: str, *args: Any, returns: int = 1) -> list[Any]:
-        """Call a method; return a reference to each of its results."""
-        found = actor.handle.call.options(num_returns=returns).remote(method, *args)
-        return [found] if returns == 1 else found
+    def call(
+        self, actor: Actor, method: str, *args: Any, returns: int = 1, lasting: bool = False
+    ) -> list[Any]:
+        """Call a method, at the next `wait`; return a reference to each of its results."""
+        results = [_Result(actor.handle) for _ in range(returns)]
+        stored = lasting or (returns > 1 and self._shared is None)
+        self._unsent.append(_Call(method, args, results, stored))
+        return list(results)
 
     def put(self, value: Any) -> Any:
         """Put a value into the object store; return a reference."""
-        return self._ray.put(value)
+        result = _Result()
+        result.ref = self._ray.put(value)
+        return result
 
     def wait(self, references: Collection[Any], seconds: float) -> list[Any]:
         """Return those that have a result or an error, once there is one or the time is over."""
-        done, rest = self._ray.wait([*references], timeout=seconds, fetch_local=False)
-        if rest:  # all that are there, not one at a time
-            done += self._ray.wait(rest, num_returns=len(rest), timeout=0, fetch_local=False)[0]
-        return done
+        self._send()
+        until = time.monotonic() + seconds
+        while not any(one.is_there for one in references) and self._messages:
+            left = max(until - time.monotonic(), 0)
+            there, rest = self._ray.wait([*self._messages], timeout=left, fetch_local=False)
+            if not there:
+                break
+            if rest:  # all that are there, not one at a time
+                there += self._ray.wait(rest, num_returns=len(rest), timeout=0, fetch_local=False)[
+                    0
+                ]
+            for ref in there:
+                self._came(ref, self._messages.pop(ref))
+        return [one for one in references if one.is_there]
 
-    def get(self, reference: Any) -> Any:
-        """Return a result. Raises `ActorGoneError`, or what the method raised."""
+    def _send(self) -> None:
+        """Send each process the calls since the last time, those one after another together."""
+        messages: dict[_Process, list[_Call]] = {}
+        unsent, self._unsent = self._unsent, []
+        for call in unsent:
+            process = call.results[0].process
+            assert process is not None
+            messages.setdefault(process, []).append(call)
+            # What a call stores must be stored before the next may change it. On a cluster a
+            # message fails as a whole, where what it was given is lost.
+            if call.stored or self._shared is None:
+                self._send_message(process, messages.pop(process))
+        for process, calls in messages.items():
+            self._send_message(process, calls)
+
+    def _send_message(self, process: "_Process", calls: list["_Call"]) -> None:
+        free, process.free = process.free, []
+        given: list[Any] = []
+        requests = [call.request(given) for call in calls]
+        stored = [one for call in calls if call.stored for one in call.results]
+        # One argument of bytes: Ray would look into each of the values.
+        content = self._ray.cloudpickle.dumps((free, requests))
+        remote = process.host.call.options(num_returns=1 + len(stored)).remote
+        found = remote(content, *given)
+        message, *refs = found if stored else [found]
+        for result, ref in zip(stored, refs, strict=True):
+            result.ref = ref
+        self._messages[message] = calls
+
+    def _came(self, ref: Any, calls: list["_Call"]) -> None:
+        """Take the answer to a message."""
+        answers: list[Any] = [[None] * len(call.results) for call in calls]
+        error = None
+        try:
+            answers = pickle.loads(self._answer(ref))
+        except Exception as found:
+            error = found
+        for call, values in zip(calls, answers, strict=True):
+            call.args = ()  # they were lent until now
+            for result, value in zip(call.results, values, strict=True):
+                result.is_there, result.value, result.error = True, value, error
+
+    def _answer(self, ref: Any) -> Any:
+        """Return what a reference of Ray's refers to."""
         exceptions = self._ray.exceptions
         try:
-            return self._ray.get(reference)
+            return self._ray.get(ref)
         except exceptions.RayActorError as error:
             raise ActorGoneError(str(error)) from error
         except exceptions.ObjectLostError as error:
@@ -140,10 +212,19 @@ class RayTransport(Transport):
         except exceptions.RayTaskError as error:
             raise error.as_instanceof_cause() from None
 
+    def get(self, reference: Any) -> Any:
+        """Return a result. Raises `ActorGoneError`, or what the method raised."""
+        if reference.error is not None:
+            raise reference.error
+        if reference.ref is not None:
+            return self._answer(reference.ref)
+        return copied(reference.value)
+
     def stop(self, actor: Actor) -> None:
         """Kill a worker's or a server's process."""
         self._pings.pop(actor.name, None)
-        self._ray.kill(actor.handle)
+        self._send()
+        self._ray.kill(actor.handle.host)
         node, pid = self._places.pop(actor.name, (None, 0))
         if node == self._here:
             # A process that is stopped (SIGSTOP) does not read Ray's message.
@@ -161,10 +242,10 @@ class RayTransport(Transport):
             ping, since = self._pings.get(actor.name, (None, now))
             if ping is not None and self._ray.wait([ping], timeout=0)[0]:
                 with contextlib.suppress(ActorGoneError):
-                    self._places[actor.name] = self.get(ping)
+                    self._places[actor.name] = self._answer(ping)
                 ping, since = None, now
             if ping is None:
-                ping = actor.handle.ping.remote()
+                ping = actor.handle.host.ping.remote()
             self._pings[actor.name] = ping, since
             if actor.name in self._places and now - since > seconds:
                 silent.append(actor)
@@ -172,17 +253,86 @@ class RayTransport(Transport):
 
     def _check_head(self) -> None:
         """Raise `PlanError` where the head of the cluster has ended: nothing can be restarted."""
-        host, _, port = self._head.rpartition(":")
-        try:
-            socket.create_connection((host, int(port)), timeout=5.0).close()
-        except OSError as error:
+        if reason := _unreachable(self._head):
             self._own = False  # there is nobody to say good-bye to
-            raise errors.servers_head_gone(self._head, str(error)) from None
+            raise errors.servers_head_gone(self._head, reason)
 
     def close(self) -> None:
         """End all processes, and Ray where it was started here."""
         if self._own:
             self._ray.shutdown()
+        if self._shared is not None:
+            self._shared.close()
+
+
+class _Process:
+    """A worker's or a server's process.
+
+    **Arguments:** `host`, of Ray; `folder`, in which it lends, which is removed with this.
+
+    **Attributes:** `free`, files in it that nobody reads any more.
+    """
+
+    def __init__(self, host: Any, folder: str | None) -> None:
+        self.host, self.free = host, list[str]()
+        if folder is not None:
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+
+
+class _Result:
+    """A result of a call, which `process` answers.
+
+    **Attributes:** `is_there`; then `value`, which may be lent; `ref`, where Ray stores it; or
+    `error`.
+    """
+
+    is_there = False
+    value: Any = None
+    ref: Any = None
+    error: Exception | None = None
+
+    def __init__(self, process: _Process | None = None) -> None:
+        self.process = process
+
+    def __del__(self) -> None:
+        if self.process is not None and isinstance(self.value, Lent):
+            self.process.free.append(self.value.path)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """An argument that Ray stores, by its index among those of a message."""
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """A call in a message."""
+
+    method: str
+    args: list[Any]
+    returns: int
+    stored: bool
+
+
+class _Call:
+    """A call that is not answered; `stored`, whether Ray stores its results."""
+
+    def __init__(
+        self, method: str, args: tuple[Any, ...], results: list[_Result], stored: bool
+    ) -> None:
+        self.method, self.args, self.results, self.stored = method, args, results, stored
+
+    def request(self, given: list[Any]) -> _Request:
+        """Return the request; what Ray stores of its arguments is appended to `given`."""
+        args = []
+        for arg in self.args:
+            if isinstance(arg, _Result) and arg.ref is not None:
+                given.append(arg.ref)
+                arg = _Given(len(given) - 1)
+            args.append(arg.value if isinstance(arg, _Result) else arg)
+        return _Request(self.method, args, len(self.results), self.stored)
 
 
 class _Host:
@@ -191,6 +341,7 @@ class _Host:
     def __init__(
         self,
         settings: Mapping[str, Any],
+        folder: str | None,
         devices: int,
         make: Callable[..., Any],
         *args: Any,
@@ -202,12 +353,46 @@ class _Host:
             cpu_devices(devices)
         self._make, self._args = make, args
         self._made: Any = None
+        self._lender = None if folder is None else Lender(folder)
+        self._borrower = Borrower()
 
-    def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the object; the first call makes it."""
+    def call(self, content: bytes, *given: Any) -> Any:
+        """Call methods of the object; return the results of each, then those that Ray stores.
+
+        The first call makes the object. `content` has the files of ours that are free, and the
+        requests; `given`, what Ray stores of their arguments.
+        """
         if self._made is None:
             self._made = self._make(*self._args)
-        return getattr(self._made, method)(*args)
+        free, requests = pickle.loads(content)
+        if self._lender is not None:
+            self._lender.take_back(free)
+        answers, stored = list[Any](), list[Any]()
+        for request in requests:
+            args = [
+                given[arg.index] if isinstance(arg, _Given) else self._borrower.borrow(arg)
+                for arg in request.args
+            ]
+            found = getattr(self._made, request.method)(*args)
+            results = [found] if request.returns == 1 else [*found]
+            if request.stored:
+                stored += results
+                results = [None] * len(results)
+            elif self._lender is not None:  # before the next call changes it
+                results = [self._lender.lend(one) for one in results]
+            answers.append(results)
+        answer = pickle.dumps(answers, pickle.HIGHEST_PROTOCOL)
+        return (answer, *stored) if stored else answer
+
+
+def _unreachable(address: str) -> str | None:
+    """Return why nobody answers at an address, or None."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5.0).close()
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
 
 
 def _ping(self: Any) -> tuple[str, int]:
@@ -226,6 +411,8 @@ def _ray(address: str | None) -> Any:
     elif os.environ.get("RAY_AUTH_MODE") != "token":
         raise errors.servers_need_token(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # A wrong token is asked for once a second, twenty times, unless we say how often.
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         import ray

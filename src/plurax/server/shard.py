@@ -138,11 +138,11 @@ class ApplyingShard(Shard):
         most = self.spec.servers.max_staleness
         if most is not None and staleness > most:
             return Reply("too stale", self.version, staleness)
-        numbers = {index: jnp.asarray(number) for index, number in header.numbers.items()}
         base = self._pulled.pop((header.worker, header.sequence), {})
         self.leaves, metrics = self._apply(
-            self.leaves, vectors, self._given(header), numbers, base, np.int32(staleness)
+            self.leaves, vectors, self._given(header), header.numbers, base, np.int32(staleness)
         )
+        jax.block_until_ready(self.leaves)  # the vectors are ours for this call
         self.version += 1
         self.seen[header.worker] = header.life, header.sequence
         return Reply(None, self.version, staleness, jax.tree.map(np.asarray, metrics))
@@ -199,7 +199,8 @@ class SummingShard(Shard):
             reason = "damaged"
         if reason is None:
             assert vectors is not None
-            self._waiting[header.part] = vectors, self._given(header)
+            own = tuple(jnp.array(vector) for vector in vectors)  # they are ours for this call
+            self._waiting[header.part] = own, self._given(header)
             self.seen[header.worker] = header.life, header.sequence
         return Reply(reason, self.version)
 

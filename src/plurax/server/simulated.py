@@ -2,13 +2,15 @@
 
 Each call waits in its actor's queue; whenever the coordinator waits, one actor is drawn and answers
 its next call. So a seed is an interleaving, and the same seed gives the same one: a fault that one
-run in a thousand has can be found, and had again. Time passes only here: 10 ms a call.
+run in a thousand has can be found, and had again. Time passes only here: 10 ms a call. What a
+method is given is overwritten once it has returned.
 
     queues      worker 0: gradients    server 0: push, pull    server 1: pull
     drawn       server 1               pull is answered
     drawn       worker 0               not yet: server 0 has not answered its pull
 """
 
+import pickle
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
@@ -55,7 +57,9 @@ class Simulated(Transport):
         self._stalled.pop(name, None)
         return actor
 
-    def call(self, actor: Actor, method: str, *args: Any, returns: int = 1) -> list[Any]:
+    def call(
+        self, actor: Actor, method: str, *args: Any, returns: int = 1, lasting: bool = False
+    ) -> list[Any]:
         """Put a call into an actor's queue; return a future of each of its results."""
         results: list[Future[Any]] = [Future() for _ in range(returns)]
         if actor.handle.ended:
@@ -153,10 +157,30 @@ class _Queue:
         method, args, results = self.calls.popleft()
         if self._made is None:
             self._made = self._make()
-        answer(getattr(self._made, method), args, results)
+        answer(lambda *args: _lent(getattr(self._made, method), args), args, results)
 
     def end(self, name: str) -> None:
         """Fail all calls."""
         self.ended = True
         while self.calls:
             give(self.calls.popleft()[2], error=ActorGoneError(name))
+
+
+def _lent(method: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Call a method with arrays that are its own until it returns, as other transports lend."""
+    buffers: list[pickle.PickleBuffer] = []
+    content = pickle.dumps(args, 5, buffer_callback=buffers.append)
+    memory = [_aligned(buffer.raw()) for buffer in buffers]
+    try:
+        return method(*pickle.loads(content, buffers=memory))
+    finally:
+        for one in memory:
+            one.fill(255)
+
+
+def _aligned(content: memoryview) -> np.ndarray:
+    """Return a copy that JAX would use as it is."""
+    memory = np.empty(content.nbytes + 64, np.uint8)
+    first = -memory.ctypes.data % 64
+    memory[first : first + content.nbytes] = content
+    return memory[first : first + content.nbytes]

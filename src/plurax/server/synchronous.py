@@ -83,7 +83,8 @@ class Synchronous(Coordinator):
     def _save(self) -> None:
         """Take a snapshot of all servers, or of none."""
         references = [
-            self.transport.call(slot.actor, "snapshot", returns=2) for slot in self.shards
+            self.transport.call(slot.actor, "snapshot", returns=2, lasting=True)
+            for slot in self.shards
         ]
         versions: dict[int, int] = {}
         for slot, (version, _) in zip(self.shards, references, strict=True):

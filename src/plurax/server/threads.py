@@ -37,7 +37,9 @@ class Threads(Transport):
         self._taken += count
         return every[self._taken - count : self._taken]
 
-    def call(self, actor: Actor, method: str, *args: Any, returns: int = 1) -> list[Any]:
+    def call(
+        self, actor: Actor, method: str, *args: Any, returns: int = 1, lasting: bool = False
+    ) -> list[Any]:
         """Call a method; return a future of each of its results."""
         return actor.handle.call(method, args, returns)
 

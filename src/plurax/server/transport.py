@@ -2,7 +2,8 @@
 
 A worker or a server is an object whose methods are called one after the other, in the order in
 which the coordinator calls them. A call returns at once, with references to its results; a result
-may be handed to another call, and goes from one to the other without passing the coordinator:
+that is there may be handed to another call, and goes from one to the other without passing the
+coordinator:
 
     pulled = [transport.call(shard, "pull", 0, 7, returns=2)[1] for shard in shards]
     header, *content = transport.call(worker, "gradients", ticket, 7, *pulled, returns=3)
@@ -48,10 +49,13 @@ class Transport(abc.ABC):
         """Start the object `make(*args)` with some devices of its own; 0 of a server."""
 
     @abc.abstractmethod
-    def call(self, actor: Actor, method: str, *args: Any, returns: int = 1) -> list[Any]:
-        """Call a method; return a reference to each of its results.
+    def call(
+        self, actor: Actor, method: str, *args: Any, returns: int = 1, lasting: bool = False
+    ) -> list[Any]:
+        """Call a method, at the latest at the next `wait`; return a reference to each result.
 
-        Arguments may be references. The method returns a tuple where `returns` is more than 1.
+        Arguments may be references; their arrays are the method's until it returns. The method
+        returns a tuple where `returns` is more than 1. `lasting` results outlive its process.
         """
 
     @abc.abstractmethod

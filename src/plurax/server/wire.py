@@ -44,16 +44,15 @@ def decode(
     """Return the vectors, or None where the content is not of vectors of these lengths."""
     if not isinstance(content, tuple) or len(content) != len(lengths):
         return None
-    vectors = []
     for parts, (dtype, length) in zip(content, lengths, strict=True):
         if not _fits(compression, parts, dtype, length):
             return None
-        if compression is None:
-            # Not copied: what has come stays as it is.
-            vectors.append(jax.device_put(from_bytes(parts[0], dtype)))
-        else:
-            vectors.append(CODECS[compression].decode(parts, length, dtype))
-    return tuple(vectors)
+    both = zip(content, lengths, strict=True)
+    if compression is not None:
+        codec = CODECS[compression]
+        return tuple(codec.decode(parts, length, dtype) for parts, (dtype, length) in both)
+    # Not copied: what has come stays as it is.
+    return jax.device_put(tuple(from_bytes(parts[0], dtype) for parts, (dtype, _) in both))
 
 
 def _fits(compression: Compression | None, parts: object, dtype: str, length: int) -> bool:

@@ -47,6 +47,7 @@ class Worker:
         self.program = _gradient_program(spec, devices)
         self.state = self.program.canonical_shapes
         self._key = from_host(key, spec.state.key)
+        self._skipped = jnp.zeros_like(self.state.skipped)
         self._residuals: list[Residuals] = [
             no_residuals(spec.servers.compression, spec.layout.lengths(shard))
             for shard in self._shards
@@ -133,7 +134,7 @@ class Worker:
             opt_state=self.state.opt_state,  # empty
             model_state=jax.tree.unflatten(jax.tree.structure(self.spec.state.model_state), kept),
             key=self._key,
-            skipped=jnp.zeros_like(self.state.skipped),
+            skipped=self._skipped,
         )
         first = None if ticket.parts == 1 else ticket.first
         state = self.program.from_canonical(state)
