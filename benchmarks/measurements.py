@@ -20,6 +20,7 @@ from benchmarks.harness import (
 from benchmarks.members import members
 from benchmarks.pipelines import pipelines
 from benchmarks.planning import planning
+from benchmarks.recovery import recovery
 from benchmarks.run import Run
 from benchmarks.servers import servers
 from benchmarks.uneven import uneven
@@ -204,6 +205,7 @@ MEASUREMENTS: dict[str, Callable[[Run], Iterator[Row]]] = {
     "planning": planning,
     "servers": servers,
     "uneven": uneven,
+    "recovery": recovery,
 }
 
 

@@ -38,6 +38,7 @@ TITLES = {
     "planning": "Plans searched and estimated",
     "servers": "Parameter servers",
     "uneven": "Four workers, one of them four times as slow",
+    "recovery": "Parameter servers: seconds from a death until training goes on",
 }
 COLOURS = {True: "#0072B2", False: "#D55E00", None: "#999999"}
 OCTAVES = (0.25, 0.5, 1, 2, 4, 8, 16)
@@ -170,7 +171,9 @@ def table(result: dict[str, Any]) -> str:
                 *(_comparison(row) for row in compared),
             ]
         lines += [""] * bool(compared and checked)
-        if checked:
+        if checked and group == "recovery":
+            lines += _recoveries(checked)
+        elif checked:
             lines += ["| | found | reached |", "|---|---|---|"]
             lines += [f"| {r['name']} | {r['found']} | {_mark(r)} |" for r in checked]
         skipped = [row for row in rows if row["row"] == "skipped"]
@@ -190,6 +193,30 @@ def _comparison(row: dict[str, Any]) -> str:
         f"{_seconds(row['other'])} | {_speed(row['speed'])} × | {_speed(low)} to {_speed(high)} | "
         f"{_target(row['target'])} | {_mark(row)} |"
     )
+
+
+def _recoveries(rows: list[dict[str, Any]]) -> list[str]:
+    """A column for each kind of seconds: the median, and the range where there are several."""
+
+    def cell(row: dict[str, Any], name: str) -> str:
+        found = sorted(sample[name] for sample in row["facts"]["samples"])
+        spread = f" ({found[0]:.2f} to {found[-1]:.2f})" if len(found) > 1 else ""
+        return f"{row['facts']['medians'][name]:.2f}{spread}"
+
+    columns = {
+        "next update": "update",
+        "itself at work again": "work",
+        "longest time between updates": "gap",
+    }
+    return [
+        f"| | {' | '.join(columns)} | times |",
+        "|---|---:|---:|---:|---:|",
+        *(
+            f"| {row['name']} | {' | '.join(cell(row, name) for name in columns.values())} | "
+            f"{len(row['facts']['samples'])} |"
+            for row in rows
+        ),
+    ]
 
 
 def _seconds(side: dict[str, Any]) -> str:

@@ -353,6 +353,38 @@ class UnevenCase:
     ways: tuple[str, ...] = tuple(UNEVEN)
 
 
+DEATHS: dict[str, tuple[str, str]] = {
+    "a worker killed": ("worker 0", "SIGKILL"),
+    "all workers killed": ("worker", "SIGKILL"),
+    "a server killed": ("server 0", "SIGKILL"),
+    "all servers killed": ("server", "SIGKILL"),
+    "a worker stopped": ("worker 0", "SIGSTOP"),
+    "a server stopped": ("server 0", "SIGSTOP"),
+}
+"""How the names of the processes begin that get a signal, and which."""
+STOPPED = tuple(name for name, (_, number) in DEATHS.items() if number == "SIGSTOP")
+
+
+@dataclasses.dataclass(frozen=True)
+class RecoveryCase:
+    """A network trained by workers and servers that are killed and stopped.
+
+    **Fields:** `deaths`, keys of `DEATHS`, each with how often: of those stopped each waits for the
+    `lease`, which is the default; `modes`, by name the fields of `Servers`; `batch`, of a worker's
+    gradient; `examples`, random ones.
+    """
+
+    name: str
+    network: Mlp
+    batch: int
+    deaths: dict[str, int]
+    modes: dict[str, dict[str, Any]]
+    examples: int = 1437
+    lease: float = 30.0
+    servers: int = 2
+    workers: int = 2
+
+
 def plans_to_compare() -> tuple[dict[str, Any], ...]:
     """Forty plans for at most 8 devices: more and less work, on more and fewer of them."""
     plans: list[dict[str, Any]] = [{}, {"remat": "dots"}, {"remat": "full"}, {"microbatches": 4}]
@@ -397,6 +429,7 @@ class Sizes:
     plans: tuple[PlansCase, ...]
     servers: tuple[ServersCase, ...]
     uneven: tuple[UnevenCase, ...]
+    recovery: tuple[RecoveryCase, ...]
 
 
 _MLP = Mlp((8, 1800, 1800, 1800, 16))
@@ -585,6 +618,15 @@ FULL = Sizes(
         UnevenCase("digits", batch=32, loss=0.3, epochs=8),
         UnevenCase("domains", batch=256, loss=0.6, epochs=16),
     ),
+    recovery=(
+        RecoveryCase(
+            "digits",
+            _DIGITS,
+            batch=32,
+            deaths={name: 1 if name in STOPPED else 3 for name in DEATHS},
+            modes={"sync": {"mode": "sync"}, "bounded 3": {"mode": "bounded", "staleness": 3}},
+        ),
+    ),
 )
 
 _TINY = Transformer(layers=2, width=32, heads=2, vocabulary=32, length=8)
@@ -716,5 +758,14 @@ QUICK = Sizes(
     ),
     uneven=(
         UnevenCase("digits", 128, loss=2.0, epochs=2, seconds=0.01, ways=("all-reduce", "async")),
+    ),
+    recovery=(
+        RecoveryCase(
+            "digits",
+            _DIGITS,
+            batch=32,
+            deaths={"a worker killed": 1},
+            modes={"bounded 3": {"mode": "bounded", "staleness": 3}},
+        ),
     ),
 )

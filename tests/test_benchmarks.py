@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from benchmarks.harness import Worker
 from benchmarks.planning import agreement
+from benchmarks.recovery import Recovery, recovered
+from benchmarks.report import table
 from benchmarks.uneven import epochs_to
 
 REPOSITORY = Path(__file__).parents[1]
@@ -142,6 +144,56 @@ def test_a_loss_is_reached_within_an_epoch():
     assert epochs_to(0.2, [0.8, 0.4, 0.1]) == pytest.approx(2.5)
     assert epochs_to(0.8, [0.8, 0.4]) == 1.0
     assert epochs_to(0.05, [0.8, 0.1]) == math.inf
+
+
+@pytest.mark.slow
+def test_recovery_from_a_death_is_measured(tmp_path):
+    (row,) = quick("recovery", tmp_path)
+    assert row["name"] == "digits, bounded 3: a worker killed"
+    (sample,) = row["facts"]["samples"]
+    # The other worker goes on; a process takes a while to start.
+    assert 0 < sample["update"] < sample["work"]
+    assert sample["gap"] >= sample["update"]
+    result = json.loads(next(tmp_path.glob("quick-*.json")).read_text())
+    assert f"| {row['name']} | {sample['update']:.2f} | {sample['work']:.2f} |" in table(result)
+
+
+def struck(*processes, committed=None):
+    return {"event": "struck", "processes": [*processes], "committed": committed, "at": 10.0}
+
+
+def gradient(event, worker, life, sequence, at):
+    return {"event": event, "worker": worker, "life": life, "sequence": sequence, "at": at}
+
+
+def test_recovery_from_a_worker_s_death_is_read_from_the_record():
+    events = [
+        struck("worker 1"),
+        gradient("push", 0, 0, 7, 10.1),  # pulled before the signal
+        gradient("pull", 0, 0, 8, 10.2),
+        {"event": "worker lost", "worker": 1, "life": 0, "at": 10.3},
+        gradient("push", 0, 0, 8, 10.5),
+        gradient("pull", 1, 1, 9, 13.0),
+        gradient("push", 1, 1, 9, 14.0),
+    ]
+    assert recovered(events) == pytest.approx(Recovery(update=0.5, work=4.0, gap=3.5))
+    assert recovered(events[:-1]) is None
+
+
+def test_recovery_from_a_server_s_death_counts_no_batch_twice():
+    events = [
+        struck("server 0", committed=5),
+        gradient("pull", 0, 0, 7, 10.1),
+        {"event": "server lost", "server": 0, "version": 6, "restored": 4, "at": 10.3},
+        gradient("pull", 0, 0, 8, 10.4),
+        gradient("push", 0, 0, 8, 12.5),
+        {"event": "commit", "step": 5, "parts": [0, 1], "at": 12.75},
+        gradient("pull", 0, 0, 9, 12.8),
+        gradient("push", 0, 0, 9, 12.9),
+        {"event": "commit", "step": 6, "parts": [0, 1], "at": 13.0},
+    ]
+    assert recovered(events) == pytest.approx(Recovery(update=3.0, work=2.5, gap=3.0))
+    assert recovered(events[:-1]) is None
 
 
 @pytest.mark.slow
