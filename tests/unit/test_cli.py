@@ -156,6 +156,35 @@ def test_a_run_with_servers_is_repeated_from_its_folder(workplace, capsys):
     assert code == 1
 
 
+UNREADABLE = """
+import optax, plurax as px
+from pathlib import Path
+from tests import models
+
+class Batches:
+    def __iter__(self):
+        for index in range(6):
+            if index == 3 and not Path("readable").exists():
+                raise OSError("the disk is gone")
+            yield models.data(8, seed=index)
+
+def experiment():
+    return px.Experiment(task=models.mlp_task(), optimizer=optax.adamw(1e-2), data=Batches())
+"""
+
+
+def test_a_run_that_failed_is_repeated_from_its_folder(workplace, capsys):
+    """How it was started is written before the first step."""
+    Path("small.py").write_text(UNREADABLE)
+    servers = ["--servers.workers", "2", "--servers.mode", "async", "--servers.transport"]
+    code, _, err = run(capsys, "train", "small.py", "--checkpoint-every", "2", *servers, "threads")
+    assert (code, "the disk is gone" in err) == (2, True)
+    Path("readable").touch()
+    code, out, _ = run(capsys, "replay", "runs/small")
+    assert code == 0
+    assert re.fullmatch("step 2: .*, equal to its checkpoint, bit for bit\n", out)
+
+
 def test_without_matplotlib(workplace, capsys, monkeypatch):
     """Training goes on and says what is missing; a picture that is asked for is refused at once."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

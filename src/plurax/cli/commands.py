@@ -45,7 +45,7 @@ from plurax.cli.options import (
     fit_options,
     train_class,
 )
-from plurax.cli.replay_command import replay_command, save_command
+from plurax.cli.replay_command import replay_command, train_command
 from plurax.execute.placement import chunks, leading_dim
 from plurax.execute.program import Program
 from plurax.machine import Machine
@@ -148,12 +148,11 @@ def _train(arguments: list[str]) -> int:
     machine = described_machine(options.machine, options.nodes) or made.machine
     servers = chosen_servers(options.servers, made.servers)
     result = fit(**{**vars(made), **chosen, "plan": plan, "members": members, "machine": machine,
-                    "servers": servers})  # fmt: skip
+                    "servers": servers, "command": train_command(arguments)})  # fmt: skip
     if result.staleness is not None:
         console.print(str(result.staleness), markup=False)
     written = ["metrics.jsonl", "tensorboard/", "checkpoints/", "plan.toml"]
     written += ["machine.toml"] if result.estimate else []
-    save_command(arguments, options.output)
     rows = list(read_rows(options.output / "metrics.jsonl"))
     if any(row["kind"] == "epoch" for row in rows):
         try:

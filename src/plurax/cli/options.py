@@ -103,8 +103,9 @@ class Train(Common):
 
 
 NO_OPTIONS = frozenset(
-    ["task", "optimizer", "data", "evaluation", "plan", "members", "machine", "servers", "devices"]
-)
+    ("task", "optimizer", "data", "evaluation", "plan", "members", "machine", "servers", "devices",
+     "command")
+)  # fmt: skip
 """Arguments of `fit` that are values of Python, or that the options have in another form."""
 
 

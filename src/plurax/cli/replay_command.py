@@ -14,16 +14,13 @@ from plurax.mesh import cpu_devices
 from plurax.plan import Plan
 from plurax.train.checkpoint import Checkpoints
 from plurax.train.checkpoint.manager import state_fingerprints
-from plurax.train.log import replace_file
 from plurax.train.replayed import recorded_runs, replayed, settled_steps
+from plurax.train.run_folder import COMMAND
 
-COMMAND = "command.json"
 
-
-def save_command(arguments: list[str], output: Path) -> None:
-    """Write to a run's folder from which file and with which arguments it was trained."""
-    said = {"file": str(Path(arguments[0]).resolve()), "arguments": arguments[1:]}
-    replace_file(output / COMMAND, json.dumps(said, indent=1).encode())
+def train_command(arguments: list[str]) -> dict[str, Any]:
+    """Return for a run's folder from which file and with which arguments it is trained."""
+    return {"file": str(Path(arguments[0]).resolve()), "arguments": arguments[1:]}
 
 
 def replay_command(arguments: list[str]) -> int:

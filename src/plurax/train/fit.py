@@ -5,7 +5,7 @@ import dataclasses
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,7 @@ def fit(
     machine: Machine | None = None,
     servers: Servers | None = None,
     devices: Sequence[jax.Device] | None = None,
+    command: Mapping[str, Any] | None = None,
 ) -> Fit:
     """Train a task on data.
 
@@ -154,6 +155,8 @@ def fit(
     - `servers`: workers that compute gradients, each under the plan, and servers that hold the
       parameters, in place of one program that does both.
     - `devices`: the devices, default all that JAX sees.
+    - `command`: how the run is started, written to `command.json` in `output` before the first
+      step; `plurax train` gives it, and `plurax replay` reads it.
 
     Ctrl-C and SIGTERM end training after the current call (a step, or about a quarter of a second
     of steps over resident data), save, and return with `interrupted` set; a second signal ends the
@@ -165,9 +168,8 @@ def fit(
     Raises `PlanError`, `TaskError`, `BatchError`, `MembersError`, `MachineError`,
     `CheckpointError`.
     """
-    epochs, seed, report_every, checkpoint_every = _whole_numbers(
-        epochs, seed, report_every, checkpoint_every
-    )
+    numbers = (epochs, seed, report_every, checkpoint_every)
+    epochs, seed, report_every, checkpoint_every = _whole_numbers(*numbers)
     check_kinds(task, optimizer, plan, members)
     check_servers(servers, task, plan, members)
     output = None if output is None else _output(output)
@@ -191,7 +193,7 @@ def fit(
             move_run_aside(checkpoints)
         state, position, metrics = _start(program, checkpoints, source, seed, run, resume)
         first = state.steps_taken
-        log = _open_log(stack, output, program.plan, estimated, first if resume else None)
+        log = _open_log(stack, output, program.plan, estimated, first if resume else None, command)
         stop = stack.enter_context(_StopSignals())
         bar = _open_bar(stack, program, source, epochs, first, progress)
         measurements = Measurements(estimated, machine, program, bar.note)
@@ -399,12 +401,13 @@ def _open_log(
     plan: Plan,
     estimated: Estimate | None,
     resume_step: int | None,
+    command: Mapping[str, Any] | None,
 ) -> MetricsLog | None:
     if output is None:
         return None
     log = MetricsLog(Path(output), resume_step=resume_step)
     stack.callback(log.close)
-    save_settings(plan, estimated.machine if estimated else None, Path(output))
+    save_settings(plan, estimated.machine if estimated else None, command, Path(output))
     return log
 
 

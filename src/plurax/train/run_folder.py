@@ -1,6 +1,8 @@
 """Check a run's folder before resuming in it, and move a run aside before restarting in it."""
 
 import itertools
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,9 @@ from plurax.train.checkpoint import Checkpoints
 from plurax.train.data import Data
 from plurax.train.log import replace_file
 
+COMMAND = "command.json"
 FILES = (
-    "metrics.jsonl", "tensorboard", "plan.toml", "machine.toml", "servers.jsonl", "command.json",
+    "metrics.jsonl", "tensorboard", "plan.toml", "machine.toml", "servers.jsonl", COMMAND,
 )  # fmt: skip
 """The files a run writes beside its checkpoints."""
 
@@ -37,8 +40,10 @@ def check_same_run(directory: str, meta: dict[str, Any], run: dict[str, Any]) ->
             raise errors.checkpoint_other_data(directory, before, now)
 
 
-def save_settings(plan: Plan, machine: Machine | None, output: Path) -> None:
-    """Write `plan.toml`, and of an estimated run `machine.toml`, each atomically.
+def save_settings(
+    plan: Plan, machine: Machine | None, command: Mapping[str, Any] | None, output: Path
+) -> None:
+    """Write `plan.toml`, where given `machine.toml` and `command.json`, each atomically.
 
     Raises `CheckpointError` where writing fails.
     """
@@ -46,6 +51,8 @@ def save_settings(plan: Plan, machine: Machine | None, output: Path) -> None:
         replace_file(output / "plan.toml", plan.to_toml().encode())
         if machine is not None:
             replace_file(output / "machine.toml", machine.to_toml().encode())
+        if command is not None:
+            replace_file(output / COMMAND, json.dumps(command, indent=1).encode())
     except OSError as error:
         raise errors.checkpoint_not_written(str(output), str(error)) from None
 
