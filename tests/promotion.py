@@ -27,7 +27,7 @@ def forbid_promotion() -> None:
     optax.MultiSteps.gradient_transformation = allowed(optax.MultiSteps.gradient_transformation)
     for module in (optax, optax.contrib):
         for name, function in vars(module).items():
-            if inspect.isfunction(function) and not name.startswith("_"):
+            if not name.startswith("_"):
                 setattr(module, name, allowed(function))
 
 
@@ -44,7 +44,7 @@ def allowed(code: Any) -> Any:
         return type(code)(*map(allowed, code))
     if isinstance(code, Task | Stack):
         return dataclasses.replace(code, **{k: allowed(v) for k, v in vars(code).items()})
-    if not inspect.isfunction(code):
+    if not (inspect.isroutine(code) or isinstance(code, functools.partial)):
         return code
 
     @functools.wraps(code)

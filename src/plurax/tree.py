@@ -36,9 +36,7 @@ def sum_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
 
 def byte_count(tree: PyTree) -> int:
     """Bytes of all arrays (or `jax.ShapeDtypeStruct`s) of a tree, each counted whole."""
-    return sum(
-        math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree)
-    )
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def human_bytes(count: float) -> str:

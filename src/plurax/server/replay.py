@@ -141,8 +141,8 @@ class Replay:
         known: Mapping[int, np.ndarray] = {}
         shards: list[Any] = self.shards
         for crossing in range(self.spec.update.crossings):
-            for numbers in [shard.numbers(parts, crossing, known) for shard in shards]:
-                known = {**known, **numbers}
+            numbers = [shard.numbers(parts, crossing, known) for shard in shards]
+            known = {**known, **self.spec.update.combined(numbers)}
         for shard in shards:
             shard.commit(parts, known)
 

@@ -15,6 +15,7 @@ from plurax.execute.gradient import gradient
 from plurax.execute.initial_state import new_state
 from plurax.execute.rows import abstract_rows
 from plurax.execute.step import Gradients
+from plurax.jaxpr.homes import NotCutError
 from plurax.plan import Plan
 from plurax.server.servers import Servers
 from plurax.server.shard_layout import ShardLayout
@@ -57,15 +58,29 @@ class RunSpec:
         weight, loss, metrics, grads = totals
         return Gradients(weight, loss, metrics, grads, model_state, examples)
 
-    @functools.cached_property
+    @property
     def layout(self) -> ShardLayout:
         """Which shard holds which parameter."""
-        return ShardLayout(jax.tree.leaves(self.state.params), self.servers.shards)
+        return self._dealt[0]
 
-    @functools.cached_property
+    @property
     def update(self) -> ShardedUpdate:
         """The update of the shards. Raises `PlanError` for an optimizer that has none."""
-        return ShardedUpdate(self.optimizer, self.state, self.sums, self.layout.homes)
+        return self._dealt[1]
+
+    @functools.cached_property
+    def _dealt(self) -> tuple[ShardLayout, ShardedUpdate]:
+        """Cut those of the large parameters that the optimizer lets us cut."""
+        leaves, whole = jax.tree.leaves(self.state.params), set[int]()
+        while True:
+            layout = ShardLayout(leaves, self.servers.shards, whole)
+            alone = self.servers.mode != "sync"
+            try:
+                update = ShardedUpdate(self.optimizer, self.state, self.sums, layout, alone)
+            except NotCutError as error:
+                whole |= error.owners
+            else:
+                return layout, update
 
     @functools.cached_property
     def store_bytes(self) -> int:

@@ -157,7 +157,7 @@ class ApplyingShard(Shard):
         staleness: Array,
     ) -> tuple[dict[int, Array], dict[str, Array]]:
         grads, correction = self._grads(vectors), self.spec.servers.correction
-        at = dict(zip(grads, self._params, strict=True))
+        at = {i: i - self.update.grads.start + self.update.params.start for i in grads}
         if correction == "delay":
             weight = scalars[self.update.scalars[0]]
             params = {index: held[at[index]] for index in grads}
@@ -243,14 +243,19 @@ def first_snapshot(spec: RunSpec, index: int, state: TrainState) -> Snapshot:
     """Return what a shard begins with, from the whole state, canonical."""
     leaves = jax.tree.leaves(state)
     version = state.steps_taken if spec.servers.mode == "sync" else 0
-    return Snapshot(version, {i: to_host(leaves[i]) for i in spec.update.held(index)}, {})
+    held = {i: spec.update.piece(i, index, leaves[i]) for i in spec.update.held(index)}
+    return Snapshot(version, {i: to_host(leaf) for i, leaf in held.items()}, {})
 
 
 def joined_state(spec: RunSpec, snapshots: Sequence[Snapshot], step: int) -> TrainState:
     """Return the state, canonical, after `step` batches, from snapshots of all shards."""
     # Of what all of them have, such as the key, take what the one has that lost nothing.
-    newest = sorted(snapshots, key=lambda one: -one.version)
+    newest = max(range(len(snapshots)), key=lambda index: snapshots[index].version)
     state = spec.update.joined(
-        [{i: from_host(leaf, spec.leaves[i]) for i, leaf in one.leaves.items()} for one in newest]
+        [
+            {i: from_host(leaf, spec.leaves[i]) for i, leaf in one.leaves.items()}
+            for one in snapshots
+        ],
+        newest,
     )
     return dataclasses.replace(state, step=jnp.asarray(step, state.step.dtype))

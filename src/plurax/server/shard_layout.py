@@ -10,11 +10,19 @@ as by the byte. A large parameter is a vector by itself, and so is never copied 
     dealt                  a -> 0           b -> 1           c -> 1      d -> 1
     vectors of shard 0     float32: a
     vectors of shard 1     bfloat16 (50,): d      float32 (50,): c      float32: b
+
+Where whole parameters would leave the shards uneven, the large ones are cut: into rows of at most
+4 MiB, which are dealt as the others are, and of each shard follow one another. An embedding of
+(50000, 256), 51 MB, and little else, on 2 shards:
+
+    chunks       13 of 3,572 rows, 3.7 MB each, and one of 3,564
+    shard 0      rows 0 to 25,003                   shard 1      rows 25,004 to 49,999
 """
 
+import dataclasses
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
+from plurax.jaxpr.homes import Cut, Place
 from plurax.pipeline.packing import key_impl
 
 Vectors = tuple[Array, ...]
@@ -29,6 +38,10 @@ Vectors = tuple[Array, ...]
 
 LARGE_BYTES = 1 << 16
 """Of a parameter that is a vector by itself."""
+CHUNK_BYTES = 4 << 20
+"""Of a piece of a parameter that is cut, at most."""
+UNEVEN = 1.1
+"""Times its fair share, that a shard may have before parameters are cut."""
 
 
 def deal(sizes: Sequence[int], shards: int) -> list[int]:
@@ -52,20 +65,90 @@ def deal(sizes: Sequence[int], shards: int) -> list[int]:
 class ShardLayout:
     """Which parameters each shard holds, and where in its vectors.
 
-    **Arguments:** `leaves`, the parameters as arrays or `jax.ShapeDtypeStruct`s; `shards`.
+    **Arguments:** `leaves`, the parameters as arrays or `jax.ShapeDtypeStruct`s; `shards`; `whole`,
+    the indices of those that must not be cut.
 
-    **Attributes:** `homes`, for each parameter its shard; None where all shards have it: of a
-    single shard, and a parameter of one number, on which an optimizer's numbers may depend.
+    **Attributes:** `homes`, for each parameter its shard, or `Cut`; None where all shards have it:
+    of a single shard, and a parameter of one number, on which an optimizer's numbers may depend.
     """
 
-    def __init__(self, leaves: Sequence[Any], shards: int) -> None:
+    def __init__(self, leaves: Sequence[Any], shards: int, whole: Collection[int] = ()) -> None:
         self._leaves = leaves
         self.shards = shards
-        dealt = deal([_bytes_of(leaf) for leaf in leaves], shards)
-        self.homes = [
-            None if shards == 1 or math.prod(leaf.shape) == 1 else home
-            for leaf, home in zip(leaves, dealt, strict=True)
+        self._cuts: dict[int, _Cuts] = {}
+        sizes = [_bytes_of(leaf) for leaf in leaves]
+        dealt = deal(sizes, shards)
+        loads = [0] * shards
+        for size, home in zip(sizes, dealt, strict=True):
+            loads[home] += size
+        if max(loads) * shards > UNEVEN * sum(sizes):
+            self._cut(sizes, whole)
+        self.homes: list[Place] = [
+            Cut(index) if index in self._cuts else home for index, home in enumerate(dealt)
         ]
+        for index, leaf in enumerate(leaves):
+            if shards == 1 or math.prod(leaf.shape) == 1:
+                self.homes[index] = None
+
+    def _cut(self, sizes: Sequence[int], whole: Collection[int]) -> None:
+        """Cut the large parameters, and deal their pieces with the others."""
+        items: list[tuple[int, int]] = []
+        for index, leaf in enumerate(self._leaves):
+            if sizes[index] <= CHUNK_BYTES or index in whole:
+                items.append((index, sizes[index]))
+                continue
+            count = -(-sizes[index] // CHUNK_BYTES)
+            dim = next((d for d, n in enumerate(leaf.shape) if n >= count), leaf.ndim - 1)
+            row = sizes[index] // leaf.shape[dim]
+            most = max(CHUNK_BYTES // row, 1)
+            # As many for one shard as for another, where nothing else makes a difference.
+            each = -(-leaf.shape[dim] // (most * self.shards))
+            rows = -(-leaf.shape[dim] // (each * self.shards))
+            self._cuts[index] = _Cuts(dim, rows, leaf.shape[dim], [0] * self.shards)
+            items += [
+                (index, row * min(rows, leaf.shape[dim] - first))
+                for first in range(0, leaf.shape[dim], rows)
+            ]
+        for (index, _), shard in zip(
+            items, deal([size for _, size in items], self.shards), strict=True
+        ):
+            if index in self._cuts:
+                self._cuts[index].chunks[shard] += 1
+
+    def piece(self, index: int, shard: int, leaf: Any) -> Any:
+        """Return what a shard has of a parameter, or of a tensor like it."""
+        if index not in self._cuts:
+            return leaf
+        cuts = self._cuts[index]
+        first, end = cuts.rows_of(shard)
+        return leaf[(slice(None),) * cuts.dim + (slice(first, end),)]
+
+    def pieces(self, shard: int, leaves: Mapping[int, Any]) -> dict[int, Any]:
+        """Return what a shard has of whole parameters, or of tensors like them, by index."""
+        return {
+            index: self.piece(index, shard, leaf)
+            for index, leaf in leaves.items()
+            if isinstance(self.homes[index], Cut) or self.homes[index] in (None, shard)
+        }
+
+    def joined(self, index: int, pieces: Sequence[Any]) -> Any:
+        """Return a parameter, or a tensor like it, from what each shard has of it, on the host."""
+        return np.concatenate([np.asarray(piece) for piece in pieces], self._cuts[index].dim)
+
+    def whole(self, parts: Sequence[Mapping[int, Any]]) -> dict[int, Any]:
+        """Return whole parameters by index, from what each shard has of them."""
+        leaves = {index: leaf for part in parts for index, leaf in part.items()}
+        return leaves | {
+            index: self.joined(index, [part[index] for part in parts]) for index in self._cuts
+        }
+
+    def _shape(self, index: int, shard: int) -> tuple[int, ...]:
+        shape: tuple[int, ...] = self._leaves[index].shape
+        if index not in self._cuts:
+            return shape
+        cuts = self._cuts[index]
+        first, end = cuts.rows_of(shard)
+        return (*shape[: cuts.dim], end - first, *shape[cuts.dim + 1 :])
 
     @property
     def sent_bytes(self) -> int:
@@ -81,13 +164,13 @@ class ShardLayout:
         return [
             (
                 str(self._leaves[held[0]].dtype),
-                sum(math.prod(self._leaves[index].shape) for index in held),
+                sum(math.prod(self._shape(index, shard)) for index in held),
             )
             for held in self._vectors(shard)
         ]
 
     def join(self, shard: int, leaves: Mapping[int, Array]) -> Vectors:
-        """Return a shard's vectors from its parameters, or from gradients like them, by index.
+        """Return a shard's vectors from its pieces of parameters, or of gradients, by index.
 
         A vector of one parameter is that parameter, in its shape: it is not copied.
         """
@@ -97,12 +180,12 @@ class ShardLayout:
         )
 
     def split(self, shard: int, vectors: Sequence[Any]) -> dict[int, Any]:
-        """Return a shard's parameters by index, from its vectors, of JAX or of NumPy."""
+        """Return a shard's pieces of parameters by index, from its vectors, of JAX or of NumPy."""
         leaves = {}
         for held, vector in zip(self._vectors(shard), vectors, strict=True):
             at = 0
             for index in held:
-                shape = self._leaves[index].shape
+                shape = self._shape(index, shard)
                 one = vector if len(held) == 1 else vector[at : at + math.prod(shape)]
                 leaves[index] = one.reshape(shape)
                 at += math.prod(shape)
@@ -113,13 +196,34 @@ class ShardLayout:
         small: dict[str, list[int]] = {}
         large = []
         for index, home in enumerate(self.homes):
-            if home not in (None, shard):
+            if home not in (None, shard) and index not in self._cuts:
                 continue
-            if _bytes_of(self._leaves[index]) < LARGE_BYTES:
+            size = math.prod(self._shape(index, shard)) * self._leaves[index].dtype.itemsize
+            if size < LARGE_BYTES:
                 small.setdefault(str(self._leaves[index].dtype), []).append(index)
             else:
                 large.append([index])
         return [*dict(sorted(small.items())).values(), *large]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cuts:
+    """How a parameter is cut.
+
+    **Fields:** `dim`, which is cut; `rows`, of a chunk; `size`, of the dim; `chunks`, how many of
+    them each shard has.
+    """
+
+    dim: int
+    rows: int
+    size: int
+    chunks: list[int]
+
+    def rows_of(self, shard: int) -> tuple[int, int]:
+        """Return a shard's first row, and the end of its rows."""
+        first = self.rows * sum(self.chunks[:shard])
+        end = first + self.rows * self.chunks[shard]
+        return min(first, self.size), min(end, self.size)
 
 
 def _bytes_of(leaf: Any) -> int:

@@ -13,23 +13,28 @@ Example, `optax.clip_by_global_norm` and `optax.adam` on 2 shards, `w0` on shard
     update -> w0, its moments               update -> w1, its moments
               step, metrics                           step, metrics, the same
 
-A worker that has the whole gradient can compute such numbers alone (`worker_numbers`) and send them
-along, unless they need tensors of the servers.
+Of a tensor that is cut each shard has some rows, and such a number is the sum of what the shards
+compute (`combined`). A worker that has the whole gradient can compute such numbers alone
+(`worker_numbers`) and send them along, unless they need tensors of the servers.
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.extend.core import Literal
 from jaxtyping import Array, PyTree
 
 from plurax import errors
 from plurax.execute.step import Gradients, Metrics, make_apply, whole_update
-from plurax.jaxpr.homes import Homes
-from plurax.jaxpr.interpret import evaluate, needed, variables
+from plurax.jaxpr.homes import PARTS, Cut, Homes, NotCutError, Place
+from plurax.jaxpr.interpret import bind, evaluate, needed, variables
+from plurax.server.shard_layout import ShardLayout
 from plurax.sharding.rules import match_opt_state_to_params
 from plurax.state import TrainState
 
@@ -43,14 +48,16 @@ class ShardedUpdate:
     """`apply(state, sums) -> (state, metrics)`, computed by several shards.
 
     **Arguments:** `optimizer`; `state` and `sums`, with `jax.ShapeDtypeStruct`s or arrays for
-    leaves; `homes`, for each parameter its shard, or None where all shards have it.
+    leaves; `layout`, which shard holds which parameter; `alone`, whether a worker computes the
+    numbers, which must then not depend on tensors of the state that are cut.
 
     **Attributes:** `crossings`, how often numbers cross between the shards; `metrics`, those of an
     update, abstract; `params`, `grads`,
     `model_state` and `scalars`: which leaves of `(state, sums)` they are (`scalars`: all of the
     sums but the gradients).
 
-    Raises `PlanError` where the optimizer needs tensors of several shards at once.
+    Raises `PlanError` where the optimizer needs tensors of several shards at once, and
+    `NotCutError` where it needs those in one place that `layout` has cut.
     """
 
     def __init__(
@@ -58,9 +65,11 @@ class ShardedUpdate:
         optimizer: optax.GradientTransformation,
         state: TrainState,
         sums: Gradients,
-        homes: Sequence[int | None],
+        layout: ShardLayout,
+        alone: bool = False,
     ) -> None:
-        self._number(state, sums, homes)
+        self._layout = layout
+        self._number(state, sums, layout.homes)
         self._given, given = jax.tree.structure((state, sums)), jax.tree.leaves((state, sums))
         # XLA sums rows of all gradients together (`_norm` of a step), which no shard could.
         apply = make_apply(whole_update(optimizer), norm=_norm)
@@ -84,35 +93,71 @@ class ShardedUpdate:
         self._crossing = list(self._homes.crossing)
         self._rounds = sorted({*self._homes.crossing.values()})
         self.crossings = len(self._rounds)
+        if alone and (owners := self._parts_of_state()):
+            raise NotCutError(owners)
 
-    def _number(self, state: TrainState, sums: Gradients, homes: Sequence[int | None]) -> None:
+    def _parts_of_state(self) -> set[int]:
+        """Return whose numbers are sums of parts and depend on tensors of the state."""
+        jaxpr, owners = self._homes.jaxpr, set()
+        state = {*jaxpr.invars[: self.state_leaves]}
+        for var in self._homes.parts:
+            place = self._homes.home[var]
+            eqns = needed(jaxpr.eqns, [var], {*jaxpr.invars, *jaxpr.constvars})
+            read = {atom for eqn in eqns for atom in variables(eqn.invars)}
+            if isinstance(place, Cut) and read & state:
+                owners.add(place.owner)
+        return owners
+
+    def _number(self, state: TrainState, sums: Gradients, homes: Sequence[Place]) -> None:
         """Give each leaf of `(state, sums)` its place, in the order of the fields of both."""
         of_param = dict(enumerate(homes))
         # By path alone: a factored second moment has not the shape of its parameter.
         match = match_opt_state_to_params(state.opt_state, state.params, 0)
-        opt_state = [of_param.get(index) for index in jax.tree.leaves(match)]
-        kept: list[int | None] = [None] * len(jax.tree.leaves(state.model_state))
-        first = [None] * len(jax.tree.leaves((sums.weight, sums.loss, sums.metrics)))
+        opt_state = [
+            self._place(of_param.get(index), jnp.shape(leaf), state)
+            for index, leaf in zip(
+                jax.tree.leaves(match), jax.tree.leaves(state.opt_state), strict=True
+            )
+        ]
+        kept: list[Place] = [None] * len(jax.tree.leaves(state.model_state))
+        first: list[Place] = [None] * len(jax.tree.leaves((sums.weight, sums.loss, sums.metrics)))
         # step; params; opt_state; model_state; key, skipped
         on_state = [None, *homes, *opt_state, *kept, None, None]
         self.state_leaves = len(on_state)
-        self._places = [*on_state, *first, *homes, *kept, None]
+        self._places: list[Place] = [*on_state, *first, *homes, *kept, None]
         self.params = range(1, 1 + len(homes))
         self.model_state = range(len(on_state) - 2 - len(kept), len(on_state) - 2)
         start = len(on_state) + len(first)
         self.grads = range(start, start + len(homes))
         self.scalars = [*range(len(on_state), start), *range(self.grads.stop, len(self._places))]
 
+    def _place(self, place: Place, shape: tuple[int, ...], state: TrainState) -> Place:
+        """Return the place of a leaf of the optimizer's state, of a parameter with a place."""
+        if not isinstance(place, Cut) or shape == jax.tree.leaves(state.params)[place.owner].shape:
+            return place
+        if math.prod(shape) > 1:
+            raise NotCutError({place.owner})
+        return None
+
     def inputs(self, shard: int) -> list[int]:
         """Return which leaves of `(state, sums)` a shard needs: its own, and those of all."""
-        return [index for index, home in enumerate(self._places) if home in (None, shard)]
+        return [
+            index
+            for index, home in enumerate(self._places)
+            if home in (None, shard) or isinstance(home, Cut)
+        ]
+
+    def piece(self, index: int, shard: int, leaf: Any) -> Any:
+        """Return what a shard has of a leaf of `(state, sums)`."""
+        place = self._places[index]
+        return self._layout.piece(place.owner, shard, leaf) if isinstance(place, Cut) else leaf
 
     def held(self, shard: int) -> list[int]:
         """Return which leaves of the state a shard holds."""
         return [index for index in self.inputs(shard) if index < self.state_leaves]
 
     def numbers(self, shard: int, crossing: int, leaves: Leaves, known: Numbers) -> Numbers:
-        """Return the numbers of one crossing that a shard computes.
+        """Return the numbers of one crossing that a shard computes, or parts of them.
 
         **Arguments:** `leaves`, those of `inputs(shard)`; `known`, the numbers of earlier
         crossings.
@@ -121,17 +166,31 @@ class ShardedUpdate:
             index
             for index, var in enumerate(self._crossing)
             if self._homes.crossing[var] == self._rounds[crossing]
-            and self._homes.home[var] == shard
+            and (self._homes.home[var] == shard or var in self._homes.parts)
         ]
-        found = self._evaluated((None, shard), [self._crossing[i] for i in wanted], leaves, known)
+        atoms = [self._crossing[i] for i in wanted]
+        found = self._evaluated((None, shard), atoms, leaves, known, shard)
         return dict(zip(wanted, found, strict=True))
+
+    def combined(self, numbers: Sequence[Mapping[int, Any]]) -> dict[int, np.ndarray]:
+        """Return the numbers of one crossing, from those of all shards."""
+        every: dict[int, list[Any]] = {}
+        for one in numbers:
+            for index, number in one.items():
+                every.setdefault(index, []).append(number)
+        combined = {}
+        for index, found in every.items():
+            reduction = self._homes.parts.get(self._crossing[index])
+            value = found[0] if reduction is None else PARTS[reduction](found)
+            combined[index] = np.asarray(value, found[0].dtype)
+        return combined
 
     def worker_numbers(self, leaves: Leaves) -> Numbers:
         """Return all numbers, from the leaves of the sums of one batch.
 
         Raises `PlanError` where one depends on tensors of the state that are on several shards.
         """
-        places = (None, *range(max(self._homes.home.values(), default=-1) + 1))
+        places = (None, *range(self._layout.shards))
         found = self._evaluated(places, self._crossing, leaves, {})
         return dict(enumerate(found))
 
@@ -142,15 +201,19 @@ class ShardedUpdate:
         wanted = self.held(shard)
         metrics = range(self.state_leaves, len(self._results))
         outvars = self._homes.jaxpr.outvars
-        found = self._evaluated(
-            (None, shard), [outvars[index] for index in (*wanted, *metrics)], leaves, known
-        )
+        atoms = [outvars[index] for index in (*wanted, *metrics)]
+        found = self._evaluated((None, shard), atoms, leaves, known, shard)
         state = dict(zip(wanted, found, strict=False))
         return state, dict(zip(self.metrics, found[len(wanted) :], strict=True))
 
-    def joined(self, parts: Sequence[Mapping[int, Any]]) -> TrainState:
-        """Return the state whose leaves the shards hold; of leaves on all, those of the first."""
-        leaves = {index: leaf for part in reversed(parts) for index, leaf in part.items()}
+    def joined(self, parts: Sequence[Mapping[int, Any]], first: int = 0) -> TrainState:
+        """Return the state of which each shard holds a part; what all have is of the `first`."""
+        leaves = {i: leaf for part in (*parts, parts[first]) for i, leaf in part.items()}
+        for index, place in enumerate(self._places[: self.state_leaves]):
+            if isinstance(place, Cut):
+                leaves[index] = jnp.asarray(
+                    self._layout.joined(place.owner, [part[index] for part in parts])
+                )
         state, _ = jax.tree.unflatten(
             self._made,
             [leaves.get(index) for index in range(len(self._results))],
@@ -164,8 +227,12 @@ class ShardedUpdate:
         atoms: Sequence[Any],
         leaves: Leaves,
         numbers: Numbers,
+        shard: int | None = None,
     ) -> list[Array]:
-        """Compute atoms from leaves, and from numbers, by the equations of some places."""
+        """Compute atoms from leaves, and from numbers, by the equations of some places.
+
+        Of tensors that are cut, leaves and atoms are the rows of a `shard`; or whole, without one.
+        """
         jaxpr = self._homes.jaxpr
         known = dict(zip(jaxpr.constvars, self._homes.consts, strict=True))
         known |= {jaxpr.invars[index]: leaf for index, leaf in leaves.items()}
@@ -175,7 +242,19 @@ class ShardedUpdate:
         for eqn in eqns:
             if not absent.isdisjoint(variables(eqn.invars)):
                 raise errors.optimizer_needs_servers(eqn.primitive.name)
-        return evaluate(eqns, known, atoms)
+        return evaluate(eqns, known, atoms, default=functools.partial(self._on_rows, shard))
+
+    def _on_rows(self, shard: int | None, eqn: Any, inputs: list[Any]) -> list[Any]:
+        """Apply an equation; where it computes rows of a shard, to these rows of every operand."""
+        home = self._homes.home
+        places = [None if isinstance(a, Literal) else home.get(a) for a in eqn.invars]
+        own = next((place for place in places if isinstance(place, Cut)), None)
+        if own is not None and shard is not None:
+            inputs = [
+                self._layout.piece(own.owner, shard, one) if place is None and one.ndim else one
+                for place, one in zip(places, inputs, strict=True)
+            ]
+        return bind(eqn, inputs)
 
 
 def _norm(grads: PyTree) -> Array:

@@ -116,8 +116,8 @@ class Synchronous(Coordinator):
         self.record("commit", step=parts[0].step, parts=taken)
         known: dict[int, Any] = {}
         for crossing in range(self.spec.update.crossings):
-            for numbers in self._all("numbers", taken, crossing, known):
-                known = {**known, **numbers}
+            numbers = self._all("numbers", taken, crossing, known)
+            known = {**known, **self.spec.update.combined(numbers)}
         replies = self._all("commit", taken, known)
         for server, reply in zip(self.shards, replies, strict=True):
             server.version, server.deaths = reply.version, 0

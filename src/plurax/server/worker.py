@@ -20,7 +20,7 @@ from plurax.execute.step import Gradients
 from plurax.mesh import make_mesh
 from plurax.server.messages import Header, Pulled, Ticket
 from plurax.server.run_spec import RunSpec
-from plurax.server.shard_layout import Vectors, all_finite, from_bytes, from_host, to_host
+from plurax.server.shard_layout import all_finite, from_bytes, from_host, to_host
 from plurax.server.wire import Residuals, encode, no_residuals
 from plurax.state import TrainState
 
@@ -72,7 +72,8 @@ class Worker:
         leaves = jax.tree.leaves(sums._replace(grads=()))
         scalars = dict(zip(self.spec.update.scalars, leaves, strict=True))
         finite = self._finite(list(grads.values()))
-        vectors = [self.spec.layout.join(shard, grads) for shard in self._shards]
+        layout = self.spec.layout
+        vectors = [layout.join(shard, layout.pieces(shard, grads)) for shard in self._shards]
         content = []
         for shard in self._shards:
             one, left = encode(
@@ -80,7 +81,7 @@ class Worker:
             )
             self._residuals[shard] = left
             content.append(one)
-        numbers = {} if self._numbers is None else self._numbers(vectors, scalars)
+        numbers = {} if self._numbers is None else self._numbers(grads, scalars)
         header = Header(
             worker=self.index,
             life=self.life,
@@ -98,13 +99,14 @@ class Worker:
 
     def _params(self, pulled: Sequence[Pulled]) -> PyTree:
         """Return the parameters on this worker's devices; on CPU what was pulled is not copied."""
-        layout, leaves = self.spec.layout, dict[int, Any]()
+        layout, parts = self.spec.layout, list[dict[int, Any]]()
         for shard, one in enumerate(pulled):
             vectors = [
                 from_bytes(part, dtype)
                 for part, (dtype, _) in zip(one.vectors, layout.lengths(shard), strict=True)
             ]
-            leaves |= layout.split(shard, vectors)
+            parts.append(layout.split(shard, vectors))
+        leaves = layout.whole(parts)
         structure = jax.tree.structure(self.spec.state.params)
         params = jax.tree.unflatten(structure, [leaves[index] for index in range(len(leaves))])
         return jax.device_put(params, self._shardings)
@@ -153,11 +155,7 @@ def _gradient_program(spec: RunSpec, devices: Sequence[jax.Device] | None) -> Pr
     )
 
 
-def _numbers(
-    spec: RunSpec, vectors: Sequence[Vectors], scalars: dict[int, Array]
-) -> dict[int, Array]:
-    first, leaves = spec.update.grads.start, dict(scalars)
-    for shard, one in enumerate(vectors):
-        split = spec.layout.split(shard, one)
-        leaves |= {first + index: leaf for index, leaf in split.items()}
-    return dict(spec.update.worker_numbers(leaves))
+def _numbers(spec: RunSpec, grads: dict[int, Array], scalars: dict[int, Array]) -> dict[int, Array]:
+    first = spec.update.grads.start
+    leaves = {first + index: leaf for index, leaf in grads.items()}
+    return dict(spec.update.worker_numbers({**leaves, **scalars}))
