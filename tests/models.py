@@ -413,3 +413,18 @@ def marked_task(dtype=jnp.float32):
         evaluate=evaluate,
         predict=lambda params, inputs: outputs(params, inputs["x"]),
     )
+
+
+def compilations(run):
+    """How many programs XLA was asked for while `run` ran."""
+    seen = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **_: (
+            seen.append(event) if event == "/jax/core/compile/backend_compile_duration" else None
+        )
+    )
+    try:
+        run()
+    finally:
+        jax.monitoring.clear_event_listeners()
+    return len(seen)

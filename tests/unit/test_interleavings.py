@@ -245,6 +245,18 @@ def test_lost_updates_are_the_versions_that_are_gone(mode, seed, at):
         assert account.lost_updates[0] == sum(falls)
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_workers_that_stop_while_they_compile_are_started_again(mode):
+    def fault(transport):
+        if transport.turns == 0 and transport.now() < 1:
+            for index in range(3):
+                transport.stall(f"worker {index}")
+
+    state, account, _ = run(mode, Simulated(0, fault))
+    assert int(state.step) == STEPS
+    assert sorted(account.restarts) == ["worker 0", "worker 1", "worker 2"]
+
+
 def test_workers_that_cannot_live_end_the_run():
     def fault(transport):
         for name in list(transport.actors):

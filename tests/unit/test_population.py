@@ -376,28 +376,13 @@ def linear():
     return task, kind, px.fit(task, sgd, ROWS, **kind)
 
 
-def compilations(run):
-    """How many programs XLA was asked for while `run` ran."""
-    seen = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, seconds, **_: (
-            seen.append(event) if event == "/jax/core/compile/backend_compile_duration" else None
-        )
-    )
-    try:
-        run()
-    finally:
-        jax.monitoring.clear_event_listeners()
-    return len(seen)
-
-
 def test_what_is_compiled_is_used_again(linear):
     """The same task, optimizer, plan and shapes: other seeds and rates in the same programs."""
     task, kind, first = linear
     other = px.Members(
         [9, 8, 7, 6, 5], {"rate": px.ensemble.uniform(0.01, 0.02)}, px.ensemble.bootstrap()
     )
-    assert compilations(lambda: px.fit(task, sgd, ROWS, **{**kind, "members": other})) == 0
+    assert models.compilations(lambda: px.fit(task, sgd, ROWS, **{**kind, "members": other})) == 0
     again = px.fit(task, sgd, ROWS, **kind)
     assert models.same_bits(again.state.params, first.state.params)
     fresh = px.fit(dataclasses.replace(LINEAR), sgd, ROWS, **kind)

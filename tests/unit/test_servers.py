@@ -278,6 +278,50 @@ def test_compressed_gradients_train_too(compression):
     assert last < first
 
 
+PREPARED = {
+    "sync": ({"workers": 2}, px.Plan()),
+    "async": ({"mode": "async", "shards": 2}, px.Plan()),
+    "int8": ({"mode": "async", "compression": "int8"}, px.Plan()),
+    "topk": ({"compression": "topk"}, px.Plan()),
+    "data": ({"mode": "async"}, px.Plan(data=2)),
+    "zero": ({"workers": 2}, px.Plan(data=2, zero=3)),
+    "pipeline": ({"mode": "async"}, px.Plan(pipeline=2, microbatches=2)),
+}
+
+
+def gradient(spec, prepare):
+    """A worker's first gradient, and how many programs are compiled for it."""
+    leaves = jax.tree.leaves(px.compile(spec.task, spec.optimizer, px.Plan(), spec.batch).init())
+    saved = Snapshot(0, dict(enumerate(map(to_host, leaves))), {})
+    servers = spec.servers
+    pulled = [make_shard(spec, i, 0, saved).pull(0, 0)[1] for i in range(servers.shards)]
+    worker = Worker(spec, 0, 0, np.zeros(2, np.uint32))
+    # Left from pushes before it, where the compression leaves any.
+    worker._residuals = jax.tree.map(jnp.ones_like, worker._residuals)
+    if prepare:
+        worker.prepare()
+    ticket, found = Ticket(3, 0, servers.parts, 0, np.arange(7)), []
+    compiled = models.compilations(lambda: found.append(worker.gradients(ticket, 0, *pulled)))
+    return compiled, *found[0]
+
+
+@pytest.mark.parametrize("name", PREPARED)
+def test_a_prepared_worker_compiles_no_more(name):
+    """And has nothing left to send of what it was prepared with: its gradient is the same."""
+    fields, plan = PREPARED[name]
+    servers = Servers(transport="threads", **{"shards": 1, "workers": 1, **fields})
+    data, optimizer = models.data(8), optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), data)
+    make = models.mlp_task if plan.pipeline == 1 else models.perceptron_stack
+    (none, header, *content), (some, other, *same) = (
+        gradient(RunSpec(make(), optimizer, servers, plan, like, data), prepare)
+        for prepare in (True, False)
+    )
+    assert none == 0 < some
+    assert (header.numbers, header.finite) == (other.numbers, True)
+    assert jax.tree.all(jax.tree.map(np.array_equal, content, same))
+
+
 @pytest.mark.parametrize("correction", ["scale", "delay"])
 def test_corrections_leave_fresh_gradients_alone(correction):
     servers = Servers(workers=1, mode="async", transport="threads")

@@ -87,10 +87,9 @@ def test_what_workers_did_is_read_from_the_record():
         "waiting": [(2.0, 0.25), (3.5, 1.5)],
         "pulling": [(2.25, 0.25), (6.0, 0.5)],
         "dropped": [(5.0, 1.0)],
-        "first": [(2.5, 1.0), (8.0, 0.5)],
-        "gradient": [(6.5, 0.5)],
+        "gradient": [(2.5, 1.0), (6.5, 0.5), (8.0, 0.5)],
     }
-    assert second.spans == {"dropped": [(3.0, 2.5)]}
+    assert second.spans == {"dropped": [(3.0, 2.5)], "starting": [(5.5, 1.5)]}
     assert [at for at, _ in second.deaths] == [5.5]
     assert server.spans == {"server": [(0.0, 7.0), (7.0, 1.5)]}
     assert server.deaths == [(6.0, "5 updates back")]
@@ -109,9 +108,9 @@ def test_workers_are_drawn_with_waits_and_deaths(tmp_path):
         "worker 0", "worker 1", "server 0"
     ]  # fmt: skip
     assert panel.texts == ["", "5 updates back"]
-    assert panel.areas == 5 + 1 + 2  # kinds of spans of each row, and the snapshots
+    assert panel.areas == 4 + 2 + 2  # kinds of spans of each row, and the snapshots
     assert legend(figure) == [
-        "compiles and computes a gradient", "computes a gradient", "computes one that is dropped",
-        "pulls parameters", "waits for others", "server, and its snapshots", "ended",
+        "computes a gradient", "computes one that is dropped", "pulls parameters",
+        "waits for others", "starts again and compiles", "server, and its snapshots", "ended",
     ]  # fmt: skip
     assert (tmp_path / "workers.png").read_bytes()[:4] == b"\x89PNG"

@@ -23,6 +23,7 @@ from jaxtyping import Int, PyTree
 from plurax import errors
 from plurax import hlo as compiled_hlo
 from plurax.collective import Collective
+from plurax.execute import lowering
 from plurax.execute.array_data import ArrayData
 from plurax.execute.autotune import Candidate
 from plurax.execute.choose_chunk import choose_plan, measure_plan
@@ -32,15 +33,6 @@ from plurax.execute.evaluate import check_evaluation, evaluation_placement, weig
 from plurax.execute.gradient import Totals
 from plurax.execute.initial_state import check_place, check_state, new_state, same_shapes
 from plurax.execute.layouts.parameter_info import ParameterInfo
-from plurax.execute.lowering import (
-    COUNT,
-    abstract,
-    abstract_data,
-    jitted_update,
-    loop_key,
-    lower_loop,
-    lower_step,
-)
 from plurax.execute.mask import MaskWarning, mask_not_read, reads_mask
 from plurax.execute.network import Network
 from plurax.execute.placement import Placed, Placement, device_data, is_arrays, leading_dim
@@ -178,12 +170,12 @@ class Program:
     @property
     def _compiled_init(self) -> jax.stages.Compiled:
         if "init" not in self._compiled:
-            lowered = {"init": self._init.lower(*abstract(self._functions.arguments))}
+            lowered = {"init": self._init.lower(*lowering.abstract(self._functions.arguments))}
             if self.data is not None:
                 # The loop runs next. A compilation uses one core: compile both at the same time.
-                data = abstract_data(self.data.arrays, self.mesh)
-                if (key := loop_key(data, ())) not in self._compiled:
-                    lowered[key] = lower_loop(self._functions, data)
+                data = lowering.abstract_data(self.data.arrays, self.mesh)
+                if (key := lowering.loop_key(data, ())) not in self._compiled:
+                    lowered[key] = lowering.lower_loop(self._functions, data)
             with ThreadPoolExecutor(len(lowered)) as pool:
                 started = {key: pool.submit(one.compile) for key, one in lowered.items()}
                 self._compiled |= {key: future.result() for key, future in started.items()}
@@ -202,8 +194,12 @@ class Program:
             return jax.device_put(copied, self._state_shardings)
         layout.check(state)
         copied = jax.device_put(copied, layout.canonical_shardings(self.mesh))
-        stored = jax.jit(layout.from_canonical, out_shardings=self._state_shardings)
-        return stored(copied)
+        stored: TrainState = self._stored(copied)
+        return stored
+
+    @functools.cached_property
+    def _stored(self) -> Any:
+        return jax.jit(self._functions.layout.from_canonical, out_shardings=self._state_shardings)
 
     def to_canonical(self, state: TrainState) -> TrainState:
         """Return the state with unpadded shapes, as any plan accepts it, for checkpoints.
@@ -242,12 +238,16 @@ class Program:
         and in a pipeline packed into the buffers of the stages. Of one network `batch` may be a
         part of a step's batch, `first` the index of its first example: sums of parts add up.
         """
+        gradients, arguments = self.gradients_call(state, batch, first)
+        sums: Gradients = gradients(*arguments)
+        return sums
+
+    def gradients_call(self, state: TrainState, batch: PyTree, first: int | None) -> Any:
+        """Return the jitted function and the arguments that `gradients` calls it with."""
         program = self if self._pads else self._for_size(self._placement.check(batch))
-        gradients, _ = program._halves
         part = () if first is None else (np.int32(first),)
         arguments = (*self._functions.arguments, *program._placement.fill(batch), *part)
-        sums: Gradients = gradients(self.from_canonical(state), *arguments)
-        return sums
+        return program._halves[0], (self.from_canonical(state), *arguments)
 
     def apply(self, state: TrainState, gradients: Gradients) -> tuple[TrainState, Metrics]:
         """Return the second half of `step`: the state, updated from `gradients`, and the metrics.
@@ -266,7 +266,7 @@ class Program:
     @functools.cached_property
     def _halves(self) -> tuple[Any, Any]:
         functions = self._functions
-        return jax.jit(functions.gradients), jitted_update(functions, functions.apply)
+        return jax.jit(functions.gradients), lowering.jitted_update(functions, functions.apply)
 
     def place_batch(self, batch: PyTree) -> Placed:
         """Put a batch on the devices ahead of its step, for `step_placed`. Raises `BatchError`."""
@@ -329,10 +329,10 @@ class Program:
         if order and not self._pads and len(set(np.asarray(order[1]).tolist())) > 1:
             first, *_ = [one.compile_loop(data, part) for one, part, *_ in self._by_size(order)]
             return first
-        data = abstract_data(data, self.mesh)
-        key = loop_key(data, order)
+        data = lowering.abstract_data(data, self.mesh)
+        key = lowering.loop_key(data, order)
         if key not in self._compiled:
-            self._compiled[key] = lower_loop(self._functions, data, order).compile()
+            self._compiled[key] = lowering.lower_loop(self._functions, data, order).compile()
         return self._compiled[key]
 
     def place_epoch(self, rows: Int[np.ndarray, "S B"], counts: Int[np.ndarray, "S"]) -> Placed:
@@ -416,11 +416,9 @@ class Program:
     @property
     def _compiled_evaluate(self) -> jax.stages.Compiled:
         if "evaluate" not in self._compiled:
-            rows = self._evaluation.abstract()
-            lowered = jax.jit(self._functions.evaluate).lower(
-                *self._abstract_inference(), rows, COUNT
-            )
-            self._compiled["evaluate"] = lowered.compile()
+            evaluate = jax.jit(self._functions.evaluate)
+            arguments = *self._abstract_inference(), self._evaluation.abstract(), lowering.COUNT
+            self._compiled["evaluate"] = evaluate.lower(*arguments).compile()
         return self._compiled["evaluate"]
 
     def _inference_states(self, state: TrainState) -> tuple[PyTree, PyTree]:
@@ -431,7 +429,7 @@ class Program:
 
     def _abstract_inference(self) -> tuple[Any, ...]:
         like = self.state_shapes
-        return like.params, like.model_state, *abstract(self._functions.arguments)
+        return like.params, like.model_state, *lowering.abstract(self._functions.arguments)
 
     # --- Reading the compiled program ---------------------------------------------------------
 
@@ -440,7 +438,7 @@ class Program:
         """The compiled step: `(state, rows, count) -> (state, metrics)`; of a population
         `(state, members, rows, count)`."""
         if "step" not in self._compiled:
-            self._compiled["step"] = lower_step(self._functions, self._placement).compile()
+            self._compiled["step"] = lowering.lower_step(self._functions, self._placement).compile()
         return self._compiled["step"]
 
     @property
@@ -448,7 +446,7 @@ class Program:
         """The compiled step; of members that read data themselves the loop, once compiled."""
         if self.data is None or self.members is None:
             return self.compiled_step
-        key = loop_key(abstract_data(self.data.arrays, self.mesh), ())
+        key = lowering.loop_key(lowering.abstract_data(self.data.arrays, self.mesh), ())
         return self._compiled.get(key) or self.compiled_step
 
     def hlo(self) -> str:
@@ -530,8 +528,8 @@ class Program:
     def _lower_most_run(self, functions: StepFunctions) -> jax.stages.Lowered:
         """Lower the loop over the members' data, or without data the step."""
         if self.data is None:
-            return lower_step(functions, self._placement)
-        return lower_loop(functions, abstract_data(self.data.arrays, self.mesh))
+            return lowering.lower_step(functions, self._placement)
+        return lowering.lower_loop(functions, lowering.abstract_data(self.data.arrays, self.mesh))
 
     # --- Inside -------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ A worker's row in the timeline is read from the run's record, `servers.jsonl`. E
     {"event": "compute", "worker": 0, "sequence": 1, ..., "at": 3.1}   computes
     {"event": "worker lost", "worker": 0, "life": 0, "at": 3.3}        what it computed is dropped
 
-gives waits of 0.1 and 0.4 s, two pulls of 0.1 s, a gradient of 0.4 s (the first of a process, which
-compiles), one of 0.2 s that was dropped, and a cross.
+gives waits of 0.1 and 0.4 s, two pulls of 0.1 s, a gradient of 0.4 s, one of 0.2 s that was
+dropped, and a cross; until its next `worker ready` it starts and compiles.
 """
 
 import itertools
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000")
 """Colours that readers who see few colours tell apart (Okabe and Ito 2008)."""
 KINDS = {
-    "first": "#56b4e9",
     "gradient": "#0072b2",
     "dropped": "#e69f00",
     "pulling": "#cc79a7",
     "waiting": "#dddddd",
+    "starting": "#56b4e9",
 }
 """What a worker does, with its colour."""
 LABELS = {
-    "first": "compiles and computes a gradient",
     "gradient": "computes a gradient",
     "dropped": "computes one that is dropped",
     "pulling": "pulls parameters",
     "waiting": "waits for others",
+    "starting": "starts again and compiles",
 }
 SERVER, DEATH = "#009e73", "#d55e00"
 SMOOTHED = 25
@@ -209,7 +209,6 @@ def timeline_of(events: Sequence[Event]) -> tuple[dict[str, Lane], list[float], 
     lanes = {name: Lane({}, [], []) for name in names}
     doing: dict[str, tuple[str, float]] = {}
     resumed, offset, now = list[float](), 0.0, 0.0
-    fresh = set[str]()  # those that have not compiled yet
 
     def begin(name: str, kind: str | None, closed: str | None = None) -> None:
         """End what a worker or server does (as `closed`, where that is known now)."""
@@ -234,17 +233,15 @@ def timeline_of(events: Sequence[Event]) -> tuple[dict[str, Lane], list[float], 
         worker = f"worker {event.get('worker')}"
         if kind == "worker ready":
             begin(worker, "waiting")
-            fresh.add(worker)
         elif kind == "pull":
             # A gradient that the next pull comes after was not pushed.
             begin(worker, "pulling", "dropped" if _computes(doing, worker) else None)
         elif kind == "compute":
-            begin(worker, "first" if worker in fresh else "gradient")
-            fresh.discard(worker)
+            begin(worker, "gradient")
         elif kind == "push":
             begin(worker, "waiting")
         elif kind == "worker lost":
-            begin(worker, None, "dropped" if _computes(doing, worker) else None)
+            begin(worker, "starting", "dropped" if _computes(doing, worker) else None)
             lanes[worker].deaths.append((now, ""))
         elif kind == "server lost":
             server = f"server {event['server']}"
@@ -258,7 +255,7 @@ def timeline_of(events: Sequence[Event]) -> tuple[dict[str, Lane], list[float], 
 
 
 def _computes(doing: Mapping[str, tuple[str, float]], worker: str) -> bool:
-    return doing.get(worker, ("", 0.0))[0] in ("first", "gradient")
+    return doing.get(worker, ("", 0.0))[0] == "gradient"
 
 
 def _legend_of_workers(figure: "matplotlib.figure.Figure", lanes: Mapping[str, Lane]) -> None:

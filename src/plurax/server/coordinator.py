@@ -50,7 +50,7 @@ class WorkerSlot:
 
     **Attributes:** `life`, how often it was started before; `started` and `clock`, how many tickets
     it got and finished; `sequence`, the number of its next push; `flights`, its tickets that are
-    not finished; `deaths`, since it last answered; `ready`, whether it has answered; `idle_since`,
+    not finished; `deaths`, since it last answered; `ready`, whether it has compiled; `idle_since`,
     when it began to wait for others.
     """
 
@@ -158,7 +158,7 @@ class Coordinator(abc.ABC):
 
     @property
     def live(self) -> int:
-        """How many workers have answered and not ended."""
+        """How many workers have compiled and not ended."""
         return sum(slot.ready for slot in self.workers)
 
     # --- State --------------------------------------------------------------------------------
@@ -212,8 +212,8 @@ class Coordinator(abc.ABC):
         )
 
     def _greet(self, slot: WorkerSlot) -> None:
-        """Count a worker once it answers: until then nobody waits for it."""
-        (ref,) = self.transport.call(slot.actor, "ping")
+        """Count a worker once it has compiled: until then nobody waits for it."""
+        (ref,) = self.transport.call(slot.actor, "prepare")
 
         def there(ref: Any, life: int = slot.life) -> None:
             try:
@@ -432,7 +432,7 @@ class Coordinator(abc.ABC):
     def _look(self) -> None:
         """Give up who has not shown for so long that it lives."""
         lease = self.spec.servers.lease
-        workers = {slot.actor.name: slot for slot in self.workers if slot.ready}
+        workers = {one.actor.name: one for one in self.workers if one.deaths < MOST_DEATHS}
         servers = {slot.actor.name: slot for slot in self.shards}
         actors = [one.actor for one in workers.values()] + [one.actor for one in servers.values()]
         for actor in self.transport.silent(actors, lease):
