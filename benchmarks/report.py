@@ -17,6 +17,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator, NullLocator
 
 from benchmarks import machine
 from benchmarks.harness import ROOT
@@ -40,10 +41,12 @@ TITLES = {
     "uneven": "Four workers, one of them four times as slow",
     "recovery": "Parameter servers: seconds from a death until training goes on",
 }
+UNEVEN = "uneven.png"
+"""Loss over seconds, of four workers of which one is slow."""
 COLOURS = {True: "#0072B2", False: "#D55E00", None: "#999999"}
 OCTAVES = (0.25, 0.5, 1, 2, 4, 8, 16)
-LINES = (("#0072B2", "o"), ("#009E73", "s"), ("#D55E00", "^"), ("#000000", "D"))
-"""The colour and the marker of each peer of populations."""
+LINES = (("#0072B2", "o"), ("#009E73", "s"), ("#D55E00", "^"), ("#000000", "D"), ("#CC79A7", "v"))
+"""The colour and the marker of each peer of populations, and of each way to train."""
 
 
 def main() -> None:
@@ -60,6 +63,7 @@ def main() -> None:
     plt.rc("font", size=12)
     draw(results, options.pictures / "benchmarks.png")
     draw_members(results, options.pictures / "benchmarks-members.png")
+    draw_uneven(results, options.pictures / UNEVEN)
     fill(options.page, "\n\n".join(table(result) for result in results))
     if options.page == PAGE:
         fill(README, headlines(results))
@@ -176,6 +180,8 @@ def table(result: dict[str, Any]) -> str:
         elif checked:
             lines += ["| | found | reached |", "|---|---|---|"]
             lines += [f"| {r['name']} | {r['found']} | {_mark(r)} |" for r in checked]
+        if checked and group == "uneven":
+            lines += ["", f"![Held-out loss over seconds in each way to train](assets/{UNEVEN})"]
         skipped = [row for row in rows if row["row"] == "skipped"]
         lines += [""] * bool(skipped and len(skipped) < len(rows))
         lines += [f"- not measured: {row['name']}: {row['reason']}" for row in skipped]
@@ -329,6 +335,45 @@ def draw_members(results: list[dict[str, Any]], path: Path) -> None:
     axes[0][0].set_ylabel("times as fast as the peer")
     handles = axes[0][0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside upper center", ncols=2, frameon=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def draw_uneven(results: list[dict[str, Any]], path: Path) -> None:
+    """Held-out loss over seconds, a panel for each example and a line for each way to train.
+
+    Every epoch takes the median of the epochs after the first, as in the tables.
+    """
+    panels: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        for row in result["rows"]:
+            if (row["row"], row["group"]) == ("check", "uneven"):
+                title = f"{row['facts']['data']}\n{machine.label(result['machine'])}"
+                panels.setdefault(title, []).append(row["facts"])
+    if not panels:
+        return
+    figure, axes = plt.subplots(1, len(panels), figsize=(9, 4.6), squeeze=False,
+                                layout="constrained")  # fmt: skip
+    for (title, ways), axis in zip(panels.items(), axes[0], strict=True):
+        for facts, (colour, marker) in zip(ways, LINES, strict=False):
+            seconds = [facts["epoch"] * (index + 1) for index in range(len(facts["losses"]))]
+            axis.semilogy(seconds, facts["losses"], color=colour, marker=marker, markersize=4,
+                          linewidth=1.6, label=facts["way"])  # fmt: skip
+        goal = ways[0]["goal"]
+        axis.axhline(goal, color="black", linewidth=1, linestyle=":")
+        axis.text(1, goal, f" {goal:g}", transform=axis.get_yaxis_transform(), va="center")
+        axis.set_title(title, fontsize=12)
+        axis.set_xlabel("seconds")
+        axis.set_xlim(left=0)
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_locator(NullLocator())
+        axis.grid(color="#DDDDDD", linewidth=0.8)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("held-out loss")
+    handles = axes[0][0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=len(handles[0]), frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

@@ -336,15 +336,18 @@ UNEVEN: dict[str, dict[str, Any] | None] = {
 
 @dataclasses.dataclass(frozen=True)
 class UnevenCase:
-    """An example trained to a held-out `loss`, at most for some `epochs`.
+    """An example trained in some ways to the same held-out loss.
+
+    The loss is not chosen: it is what one device reaches in `goal` epochs of batches of all workers
+    together, with the same optimizer, rounded up to hundredths.
 
     **Fields:** `data`, the example; `batch`, of a worker's gradient, which takes `seconds`, on the
-    slow worker `slow` times as long; `ways`, keys of `UNEVEN`.
+    slow worker `slow` times as long; `goal`; `epochs`, of every way; `ways`, keys of `UNEVEN`.
     """
 
     data: str
     batch: int
-    loss: float
+    goal: int
     epochs: int
     seconds: float = 0.05
     slow: int = 4
@@ -615,8 +618,8 @@ FULL = Sizes(
         ),
     ),
     uneven=(
-        UnevenCase("digits", batch=32, loss=0.3, epochs=8),
-        UnevenCase("domains", batch=256, loss=0.6, epochs=16),
+        UnevenCase("digits", batch=32, goal=8, epochs=12),
+        UnevenCase("domains", batch=256, goal=6, epochs=9),
     ),
     recovery=(
         RecoveryCase(
@@ -757,7 +760,7 @@ QUICK = Sizes(
         ),
     ),
     uneven=(
-        UnevenCase("digits", 128, loss=2.0, epochs=2, seconds=0.01, ways=("all-reduce", "async")),
+        UnevenCase("digits", 128, goal=1, epochs=2, seconds=0.01, ways=("all-reduce", "async")),
     ),
     recovery=(
         RecoveryCase(
