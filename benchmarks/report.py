@@ -361,7 +361,7 @@ def draw_uneven(results: list[dict[str, Any]], path: Path) -> None:
                           linewidth=1.6, label=facts["way"])  # fmt: skip
         goal = ways[0]["goal"]
         axis.axhline(goal, color="black", linewidth=1, linestyle=":")
-        axis.text(1, goal, f" {goal:g}", transform=axis.get_yaxis_transform(), va="center")
+        axis.text(1.01, goal, f"goal\n{goal:g}", transform=axis.get_yaxis_transform(), va="center")
         axis.set_title(title, fontsize=12)
         axis.set_xlabel("seconds")
         axis.set_xlim(left=0)

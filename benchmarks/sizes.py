@@ -339,7 +339,8 @@ class UnevenCase:
     """An example trained in some ways to the same held-out loss.
 
     The loss is not chosen: it is what one device reaches in `goal` epochs of batches of all workers
-    together, with the same optimizer, rounded up to hundredths.
+    together, with the same optimizer, rounded up to hundredths; `goal` is as large as a minute a
+    way allows.
 
     **Fields:** `data`, the example; `batch`, of a worker's gradient, which takes `seconds`, on the
     slow worker `slow` times as long; `goal`; `epochs`, of every way; `ways`, keys of `UNEVEN`.
@@ -618,8 +619,8 @@ FULL = Sizes(
         ),
     ),
     uneven=(
-        UnevenCase("digits", batch=32, goal=8, epochs=12),
-        UnevenCase("domains", batch=256, goal=6, epochs=9),
+        UnevenCase("digits", batch=32, goal=6, epochs=9),
+        UnevenCase("domains", batch=256, goal=5, epochs=8),
     ),
     recovery=(
         RecoveryCase(
