@@ -343,7 +343,8 @@ class UnevenCase:
     way allows.
 
     **Fields:** `data`, the example; `batch`, of a worker's gradient, which takes `seconds`, on the
-    slow worker `slow` times as long; `goal`; `epochs`, of every way; `ways`, keys of `UNEVEN`.
+    slow worker `slow` times as long; `goal`; `epochs`, of every way, twice as many of
+    `async`, whose epoch takes half the time; `ways`, keys of `UNEVEN`.
     """
 
     data: str
