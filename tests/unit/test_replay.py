@@ -4,8 +4,10 @@ import dataclasses
 import functools
 import itertools
 import json
+import shutil
 
 import jax
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,10 +29,12 @@ from plurax.server.account import Account
 from plurax.server.asynchronous import Asynchronous
 from plurax.server.record import FILE, Record, read_events
 from plurax.server.replay import Replay
+from plurax.server.residuals import zero_leaves
 from plurax.server.servers import Servers
 from plurax.server.shard_layout import to_host
 from plurax.server.simulated import Simulated
 from plurax.server.synchronous import Synchronous
+from plurax.train.checkpoint.description import read_description, sealed
 from plurax.train.serve import numbered_batches, parts_of, run_spec, serve_iter
 
 RUNS = {
@@ -53,18 +57,19 @@ def spec(mode, compression):
     return run_spec(servers, compiled(), OPTIMIZER, DATA, DATA.example_batch())
 
 
-def recorded(folder, mode, compression, transport):
-    """Run two epochs; return the settled states by step, and the record."""
+def recorded(folder, mode, compression, transport, residuals=()):
+    """Run two epochs; return the settled states and residuals by step, and the record."""
     run, program = spec(mode, compression), compiled()
     state, settled = program.init(0), {}
     record = Record(folder, 0)
     record.write({"event": "start", "step": 0, "servers": dataclasses.asdict(run.servers)})
     kind = Synchronous if run.servers.mode == "sync" else Asynchronous
-    with kind(run, transport, program.to_canonical(state), Account(), record) as coordinator:
+    first = program.to_canonical(state)
+    with kind(run, transport, first, Account(), record, residuals=residuals) as coordinator:
         turns = serve_iter(coordinator, program, state, DATA, epochs=2, checkpoint_every=5)
         for output in turns:
             if output.settled:
-                state = settled[output.step] = output.state
+                settled[output.step] = program.to_canonical(output.state), output.residuals
     return settled, read_events(folder / FILE)
 
 
@@ -74,12 +79,12 @@ def batches(parts):
         yield parts_of(step, parts, batch, rows)
 
 
-def follow(mode, compression, events):
-    """Return the replayed states by step."""
+def follow(mode, compression, events, residuals=()):
+    """Return the replayed states and residuals by step."""
     run, program = spec(mode, compression), compiled()
     state = program.to_canonical(program.init(0))
-    replayed = Replay(run, state, events, batches(run.servers.parts))
-    return {step: replayed.state(step) for step in replayed.steps()}
+    replayed = Replay(run, state, events, batches(run.servers.parts), residuals)
+    return {step: (replayed.state(step), replayed.residuals()) for step in replayed.steps()}
 
 
 @pytest.mark.parametrize("compression", [None, "topk"])
@@ -93,8 +98,29 @@ def test_every_run_is_repeated_bit_for_bit(tmp_path_factory, mode, compression, 
     found = follow(mode, compression, events)
     assert [*settled] == [5, 6, 10, STEPS]
     assert {*found} == {*range(STEPS + 1)}
-    for step, state in settled.items():
-        assert same(found[step], compiled().to_canonical(state))
+    for step, (state, residuals) in settled.items():
+        again, left = found[step]
+        assert same(again, state)
+        assert models.same_bits(left, residuals or [])
+    if compression:
+        # Of a run that resumes there nothing else is left.
+        end = events.index({"event": "settled", "step": 5})
+        again, left = follow(mode, compression, events[: end + 1])[5]
+        assert models.same_bits(left, settled[5][1])
+
+
+def test_what_a_worker_began_with_is_lost_with_it(tmp_path):
+    rng = np.random.default_rng(0)
+    like = zero_leaves(jax.tree.leaves(compiled().canonical_shapes.params))
+    begun = [[rng.normal(size=one.shape).astype(one.dtype) for one in like] for _ in range(3)]
+    killed = Simulated(0, lambda transport: transport.turns or transport.kill("worker 1"))
+    settled, events = recorded(tmp_path, "async", "topk", killed, begun)
+    assert {"worker": 1, "life": 0}.items() <= next(
+        event.items() for event in events if event["event"] == "worker lost"
+    )
+    found = follow("async", "topk", events, begun)
+    assert models.same_bits(found[STEPS][1], settled[STEPS][1])
+    assert same(found[STEPS][0], settled[STEPS][0])
 
 
 def test_another_order_gives_other_bits(tmp_path):
@@ -107,8 +133,8 @@ def test_another_order_gives_other_bits(tmp_path):
         and all(event["event"] != "pull" for event in events[i:j])
     )
     events[first], events[second] = events[second], events[first]
-    last = follow("async", None, events)[STEPS]
-    assert not same(last.params, compiled().to_canonical(settled[STEPS]).params)
+    last, _ = follow("async", None, events)[STEPS]
+    assert not same(last.params, settled[STEPS][0].params)
 
 
 # --- Of `fit` -------------------------------------------------------------------------------------
@@ -125,17 +151,51 @@ def fitted(data, output, servers, **options):
     )
 
 
-@pytest.mark.parametrize("data", [ROWS, BATCHES], ids=["arrays", "iterable"])
-def test_a_resumed_run_is_repeated_from_its_beginning(tmp_path, data):
-    def again(**options):
-        return px.replay(task(), OPTIMIZER, data, tmp_path, **options)
+OTHER = dataclasses.replace(ASYNC, workers=2, shards=1, mode="bounded", staleness=1)
+TOPK = Servers(workers=2, shards=2, compression="topk", transport="threads")
+PLAIN = dataclasses.replace(TOPK, compression=None)
+RESUMED = {
+    "other numbers and another mode": (ASYNC, OTHER),
+    "more workers": (OTHER, ASYNC),
+    "three times": (TOPK, TOPK, dataclasses.replace(TOPK, workers=3, shards=1)),
+    "first uncompressed": (PLAIN, TOPK),
+    "uncompressed in between": (TOPK, PLAIN, TOPK),
+    "another compression": (TOPK, dataclasses.replace(TOPK, compression="int8")),
+}
 
-    first = fitted(data, tmp_path, ASYNC, seed=3)
-    other = dataclasses.replace(ASYNC, workers=2, shards=1, mode="bounded", staleness=1)
-    last = fitted(data, tmp_path, other, seed=3, epochs=2, resume=True)
-    assert same(again(), last.state)
-    assert same(again(step=6), first.state)
+
+def assert_repeated(folder, data, runs):
+    """Train an epoch with each of these servers; replay gives the state after each."""
+
+    def again(**options):
+        return px.replay(task(), OPTIMIZER, data, folder, **options)
+
+    for epoch, servers in enumerate(runs):
+        last = fitted(data, folder, servers, seed=3, epochs=epoch + 1, resume=epoch > 0)
+        assert same(again(), last.state)
     assert int(again(step=4).step) == 4
+    assert int(again(step=6).step) == 6
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_is_repeated_from_its_beginning(tmp_path, name):
+    assert_repeated(tmp_path, ROWS, RESUMED[name])
+
+
+def test_a_resumed_run_over_an_iterable_is_repeated(tmp_path):
+    assert_repeated(tmp_path, BATCHES, (ASYNC, OTHER))
+
+
+def test_a_run_resumed_without_what_was_left_is_repeated(tmp_path):
+    fitted(ROWS, tmp_path, TOPK)
+    checkpoint = tmp_path / "checkpoints" / "6"
+    values = read_description(checkpoint)
+    assert values.pop("workers") == 2
+    # As plurax wrote them before it saved what is left.
+    (checkpoint / "meta" / "metadata").write_text(json.dumps(sealed(values)))
+    shutil.rmtree(checkpoint / "residuals")
+    last = fitted(ROWS, tmp_path, TOPK, epochs=2, resume=True)
+    assert same(px.replay(task(), OPTIMIZER, ROWS, tmp_path), last.state)
 
 
 def test_what_cannot_be_replayed_is_refused_by_name(tmp_path):

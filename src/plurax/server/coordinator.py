@@ -12,13 +12,16 @@ worker that ended goes to another.
 import abc
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+import jax
 
 from plurax import errors
 from plurax.server.account import Account
 from plurax.server.messages import ON_THE_WAY, Header, Reply, Snapshot, Ticket
 from plurax.server.record import Record
+from plurax.server.residuals import Leaves, zero_leaves
 from plurax.server.run_spec import RunSpec
 from plurax.server.shard import first_snapshot, joined_state, make_shard
 from plurax.server.shard_layout import to_host
@@ -98,7 +101,7 @@ class Coordinator(abc.ABC):
 
     **Arguments:** `spec`; `transport`; `state`, canonical, to begin with; `account`, which it
     keeps; `record`, to which it writes every event, or None; `note`, which shows a line to the
-    user.
+    user; `residuals`, what the first workers begin with that their compression has left to send.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class Coordinator(abc.ABC):
         account: Account,
         record: Record | None = None,
         note: Callable[[str], None] = lambda text: None,
+        residuals: Sequence[Leaves] = (),
     ) -> None:
         self.spec, self.transport, self.account, self._record = spec, transport, account, record
         self._snapshots, self._note = 0, note
@@ -117,6 +121,8 @@ class Coordinator(abc.ABC):
         self._since_snapshot = 0
         self._key = to_host(state.key)
         self._spec = transport.put(spec)
+        # Of the workers that have not answered yet.
+        self._begun_with = dict(enumerate(residuals))
         self.shards = [self._first_shard(index, state) for index in range(spec.servers.shards)]
         self.workers = [self._first_worker(index) for index in range(spec.servers.workers)]
 
@@ -163,15 +169,23 @@ class Coordinator(abc.ABC):
 
     # --- State --------------------------------------------------------------------------------
 
-    def state(self, step: int) -> TrainState:
-        """Return the state, canonical, after `step` batches; nothing may be in flight."""
+    def state(self, step: int) -> tuple[TrainState, list[Leaves] | None]:
+        """Return the state, canonical, after `step` batches, and each worker's residuals.
+
+        These are None where nothing is recorded, or the compression leaves nothing. All batches
+        must be finished.
+        """
+        # Without a record nobody saves them.
+        wanted = self._record is not None and self.spec.servers.feedback
+        left = self._fetch_residuals() if wanted else {}
         found: list[Snapshot | None] = [None]
         while None in found:  # a server that has ended is restarted, and asked again
             found = [answer and answer[1] for answer in self._all("snapshot")]
         self.record("settled", step=step)
         if self._record is not None:
             self._record.flush()
-        return joined_state(self.spec, [one for one in found if one], step)
+        state = joined_state(self.spec, [one for one in found if one], step)
+        return state, self._residuals(left) if wanted else None
 
     def _first_shard(self, index: int, state: TrainState) -> ShardSlot:
         first = first_snapshot(self.spec, index, state)
@@ -206,10 +220,12 @@ class Coordinator(abc.ABC):
         return slot
 
     def _start_worker(self, index: int, life: int) -> Actor:
-        devices = self.spec.plan.devices
+        residuals = self._begun_with.get(index)
         return self.transport.start(
-            f"worker {index}", Worker, self._spec, index, life, self._key, devices=devices
-        )
+            f"worker {index}", Worker, self._spec, index, life, self._key,
+            None if residuals is None else self.transport.put(residuals),
+            devices=self.spec.plan.devices,
+        )  # fmt: skip
 
     def _greet(self, slot: WorkerSlot) -> None:
         """Count a worker once it has compiled: until then nobody waits for it."""
@@ -223,6 +239,7 @@ class Coordinator(abc.ABC):
                 return
             if life == slot.life:
                 slot.ready = True
+                self._begun_with.pop(slot.index, None)
                 self.record("worker ready", worker=slot.index, life=life)
                 others = [one.clock for one in self.workers if one.ready and one is not slot]
                 # It would hold up everybody if it began at zero.
@@ -348,6 +365,7 @@ class Coordinator(abc.ABC):
         self._hand_on(lost)
         slot.life, slot.ready, slot.deaths = slot.life + 1, False, slot.deaths + 1
         self.record("worker lost", worker=slot.index, life=life)
+        self._begun_with.pop(slot.index, None)  # lost with the memory of its worker
         with contextlib.suppress(ActorGoneError):
             self.transport.stop(slot.actor)
         if slot.deaths >= MOST_DEATHS:
@@ -367,6 +385,45 @@ class Coordinator(abc.ABC):
     @abc.abstractmethod
     def _return(self, tickets: list[Ticket]) -> None:
         """Take back tickets, to be given to other workers first."""
+
+    def _fetch_residuals(self) -> dict[int, tuple[int, Leaves]]:
+        """Return the life and the residuals of each worker that may have any."""
+        # A part that came after the quorum may still be computed, and changes what is left.
+        while any(slot.flights for slot in self.workers):
+            self._wait()
+        found = {index: (0, leaves) for index, leaves in self._begun_with.items()}
+
+        def ask(slot: WorkerSlot) -> None:
+            (ref,) = self.transport.call(slot.actor, "residuals")
+
+            def there(ref: Any, life: int = slot.life) -> None:
+                try:
+                    found[slot.index] = life, self.transport.get(ref)
+                except ActorGoneError:
+                    self._lost_worker(slot, life)
+                except ResultLostError:
+                    ask(slot)
+
+            self._waiting[ref] = there
+
+        asked = [slot for slot in self.workers if slot.ready]
+        lives = [slot.life for slot in asked]
+        for slot in asked:
+            ask(slot)
+        while any(
+            slot.life == life and slot.index not in found
+            for slot, life in zip(asked, lives, strict=True)
+        ):
+            self._wait()
+        return found
+
+    def _residuals(self, found: Mapping[int, tuple[int, Leaves]]) -> list[Leaves]:
+        """Return what each worker has left to send; of one that was lost since, zeros."""
+        residuals, zeros = [], zero_leaves(jax.tree.leaves(self.spec.state.params))
+        for slot in self.workers:
+            life, leaves = found.get(slot.index, (-1, []))
+            residuals.append(leaves if life == slot.life else zeros)
+        return residuals
 
     # --- Servers ------------------------------------------------------------------------------
 

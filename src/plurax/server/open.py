@@ -1,11 +1,12 @@
 """Start the workers and servers of a run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from plurax.server.account import Account
 from plurax.server.asynchronous import Asynchronous
 from plurax.server.coordinator import Coordinator
 from plurax.server.record import Record
+from plurax.server.residuals import Leaves
 from plurax.server.run_spec import RunSpec
 from plurax.server.servers import Servers
 from plurax.server.synchronous import Synchronous
@@ -19,15 +20,16 @@ def open_coordinator(
     state: TrainState,
     record: Record | None,
     note: Callable[[str], None] = lambda text: None,
+    residuals: Sequence[Leaves] = (),
 ) -> Coordinator:
     """Return the coordinator of a run's mode, over the transport that its `Servers` name.
 
-    `note` shows a line to the user.
+    `note` shows a line to the user; `residuals` is what the first workers have left to send.
     """
     kind = Synchronous if spec.servers.mode == "sync" else Asynchronous
     transport = open_transport(spec.servers, spec.store_bytes)
     try:
-        return kind(spec, transport, state, Account(), record, note)
+        return kind(spec, transport, state, Account(), record, note, residuals)
     except BaseException:
         transport.close()
         raise

@@ -18,7 +18,8 @@
 
 Beside `start` and `settled`, all events have `at`: seconds since the workers were started.
 Refusals that follow from this order, such as of a push that a server has had, are not listed.
-A run that resumes at step 469 drops what stands after that line, and begins with a `start`.
+A run that resumes at step 469 drops what stands after that line, and begins with a `start`; its
+`"residuals": true` says that workers began with what those before had left to send.
 """
 
 import json

@@ -17,10 +17,12 @@ snapshot and its end is repeated too, and then dropped, as it was.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from plurax.server.messages import Header, Pulled, Snapshot, Ticket
 from plurax.server.record import Event
+from plurax.server.residuals import Leaves, zero_leaves
 from plurax.server.run_spec import RunSpec
 from plurax.server.shard import Shard, first_snapshot, joined_state, make_shard
 from plurax.server.shard_layout import to_host
@@ -35,7 +37,8 @@ class Replay:
     """The workers and servers of a recorded run, which follow its record.
 
     **Arguments:** `spec`; `state`, canonical, with which the run began; `events`, from a `start`
-    on, up to the next; `batches`, the parts of each batch of the run, in order.
+    on, up to the next; `batches`, the parts of each batch of the run, in order; `residuals`, what
+    the first workers began with that their compression had left to send.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Replay:
         state: TrainState,
         events: Sequence[Event],
         batches: Iterator[list[Ticket]],
+        residuals: Sequence[Leaves] = (),
     ) -> None:
         self.spec, self._events, self._batches = spec, events, batches
         self._joint = spec.servers.mode == "sync"
@@ -60,6 +64,7 @@ class Replay:
             make_shard(spec, index, 0, saved) for index, saved in enumerate(self._saved)
         ]
         self._workers: dict[int, Worker] = {}
+        self._begun_with = dict(enumerate(residuals))
         self._pulled: dict[Push, tuple[Ticket, list[Pulled]]] = {}
         self._gradients: dict[Push, tuple[Header, Sequence[Any]]] = {}
 
@@ -81,6 +86,17 @@ class Replay:
         """Return the state, canonical, as servers have it now, after `step` batches."""
         return joined_state(self.spec, [shard.snapshot()[1] for shard in self.shards], step)
 
+    def residuals(self) -> list[Leaves]:
+        """Return what each worker has left to send now; nothing without feedback."""
+        if not self.spec.servers.feedback:
+            return []
+        zeros = zero_leaves(jax.tree.leaves(self.spec.state.params))
+        begun = [self._begun_with.get(index, zeros) for index in range(self.spec.servers.workers)]
+        return [
+            self._workers[index].residuals() if index in self._workers else leaves
+            for index, leaves in enumerate(begun)
+        ]
+
     def _follow(self, index: int, event: Event) -> None:
         match event["event"]:
             case "pull":
@@ -99,6 +115,10 @@ class Replay:
             case "saved":
                 server = event["server"]
                 self._saved[server] = self._snapshots[server].pop(event["number"])
+            case "worker lost":
+                # With what it had left to send.
+                self._workers.pop(event["worker"], None)
+                self._begun_with.pop(event["worker"], None)
             case "server lost":
                 self._restart(event["server"])
 
@@ -115,10 +135,10 @@ class Replay:
         if push not in self._computed:
             return
         ticket, pulled = self._pulled.pop(push)
-        one = self._workers.get(worker)
-        if one is None or one.life != life:
-            one = self._workers[worker] = Worker(self.spec, worker, life, self._key)
-        header, *content = one.gradients(ticket, sequence, *pulled)
+        if worker not in self._workers:
+            begun = self._begun_with.get(worker)
+            self._workers[worker] = Worker(self.spec, worker, life, self._key, begun)
+        header, *content = self._workers[worker].gradients(ticket, sequence, *pulled)
         self._gradients[push] = header, content
 
     def _ticket(self, index: int, event: Event) -> Ticket:

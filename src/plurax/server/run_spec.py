@@ -17,6 +17,7 @@ from plurax.execute.rows import abstract_rows
 from plurax.execute.step import Gradients
 from plurax.jaxpr.homes import NotCutError
 from plurax.plan import Plan
+from plurax.server.residuals import zero_leaves
 from plurax.server.servers import Servers
 from plurax.server.shard_layout import ShardLayout
 from plurax.server.sharded_update import ShardedUpdate
@@ -86,9 +87,12 @@ class RunSpec:
     def store_bytes(self) -> int:
         """How much memory processes share at most: data, snapshots, and what is on its way."""
         params = tree.byte_count(self.state.params)
+        zeros = zero_leaves(jax.tree.leaves(self.state.params)) if self.servers.feedback else []
         # The snapshot that is kept, and the next; of each worker what it pulls and pushes, twice.
         state = tree.byte_count((self.state.params, self.state.opt_state, self.state.model_state))
-        return tree.byte_count(self.arrays) + 2 * state + 4 * self.servers.workers * params
+        # What it has left to send goes to it at the start, and comes for a checkpoint.
+        worker = 4 * params + 2 * tree.byte_count(zeros)
+        return tree.byte_count(self.arrays) + 2 * state + self.servers.workers * worker
 
     def check(self) -> None:
         """Raise `PlanError` for an optimizer whose update servers cannot compute in this mode."""

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, Literal, get_args
 
 from plurax import errors
-from plurax.server.compression import Compression
+from plurax.server.compression import CODECS, Compression
 from plurax.validate import whole_number
 
 Mode = Literal["sync", "bounded", "async"]
@@ -106,3 +106,8 @@ class Servers:
     def parts(self) -> int:
         """Into how many parts a batch is divided."""
         return self.workers if self.mode == "sync" else 1
+
+    @property
+    def feedback(self) -> bool:
+        """Whether workers add to a gradient what their compression left out of the one before."""
+        return self.compression is not None and CODECS[self.compression].feedback

@@ -23,6 +23,7 @@ import numpy as np
 
 from plurax.server.coordinator import Batches, Coordinator, Flight, ShardSlot, Update
 from plurax.server.messages import Header, Ticket
+from plurax.server.residuals import Leaves
 from plurax.state import TrainState
 
 
@@ -49,8 +50,8 @@ class Synchronous(Coordinator):
             self._history.append(parts)
             yield [self._updated(len(self._history) - 1)]
 
-    def state(self, step: int) -> TrainState:
-        """Return the state, canonical, after `step` batches."""
+    def state(self, step: int) -> tuple[TrainState, list[Leaves] | None]:
+        """Return the state, canonical, after `step` batches, and each worker's residuals."""
         while True:
             try:
                 return super().state(step)
@@ -102,6 +103,8 @@ class Synchronous(Coordinator):
     def _take(self, parts: list[Ticket]) -> Update:
         """Take one batch: gather the gradients of its parts, and commit them."""
         enough = min(self.spec.servers.quorum or len(parts), len(parts))
+        if self.spec.servers.feedback:
+            self._await_workers()
         self._step, self._arrived, self._todo = parts[0].step, {}, deque(parts)
         while len(self._arrived) < enough:
             for slot in self.workers:
@@ -123,6 +126,17 @@ class Synchronous(Coordinator):
             server.version, server.deaths = reply.version, 0
         self.account.staleness[0] += len(taken)
         return Update({**replies[0].metrics, "staleness": np.float32(0)})
+
+    def _await_workers(self) -> None:
+        """Wait until all workers have started, or a lease is over.
+
+        Then each part is computed by the same worker every time, which has its own left to send.
+        """
+        until = self._began + self.spec.servers.lease
+        while self.transport.now() < until and any(
+            not slot.ready and slot.life == 0 for slot in self.workers
+        ):
+            self._wait()
 
     def _wait(self) -> None:
         super()._wait()

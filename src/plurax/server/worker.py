@@ -19,6 +19,7 @@ from plurax.execute.program_cache import cached_program, shapes_key
 from plurax.execute.step import Gradients
 from plurax.mesh import make_mesh
 from plurax.server.messages import Header, Pulled, Ticket
+from plurax.server.residuals import Leaves, from_leaves, to_leaves
 from plurax.server.run_spec import RunSpec
 from plurax.server.shard_layout import all_finite, from_bytes, from_host, to_host
 from plurax.server.wire import Residuals, encode, no_residuals
@@ -29,8 +30,8 @@ class Worker:
     """Computes gradients.
 
     **Arguments:** `spec`; `index`; `life`, how often it was restarted; `key`, the data of the
-    run's random key; `residuals`, what its compression has left to send, or None; `devices`, by
-    default all that JAX sees.
+    run's random key; `residuals`, what its compression has left to send, an array like each
+    parameter, or None; `devices`, by default all that JAX sees.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Worker:
         index: int,
         life: int,
         key: np.ndarray,
-        residuals: Sequence[Sequence[np.ndarray | None]] | None = None,
+        residuals: Leaves | None = None,
         devices: Sequence[jax.Device] | None = None,
     ) -> None:
         self.spec, self.index, self.life = spec, index, life
@@ -53,7 +54,7 @@ class Worker:
             for shard in self._shards
         ]
         if residuals is not None:
-            self.restore_residuals(residuals)
+            self._residuals = from_leaves(spec.layout, residuals)
         self._shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state.params)
         self._finite = spec.jitted("finite", lambda: all_finite)
         # In `sync` the servers compute them, of the sum over workers.
@@ -153,15 +154,9 @@ class Worker:
         params = jax.tree.unflatten(structure, [leaves[index] for index in range(len(leaves))])
         return jax.device_put(params, self._shardings)
 
-    def residuals(self) -> list[list[np.ndarray | None]]:
-        """Return for each shard and vector what the compression has left to send."""
-        return [[None if r is None else np.asarray(r) for r in one] for one in self._residuals]
-
-    def restore_residuals(self, residuals: Sequence[Sequence[np.ndarray | None]]) -> None:
-        """Begin with what a compression had left to send."""
-        self._residuals = [
-            tuple(None if r is None else jnp.asarray(r) for r in one) for one in residuals
-        ]
+    def residuals(self) -> Leaves:
+        """Return for each parameter what a compression with feedback has left to send."""
+        return to_leaves(self.spec.layout, self._residuals)
 
     def _sums(
         self, ticket: Ticket, pulled: Sequence[Pulled], compute: Callable[..., Gradients]

@@ -201,8 +201,9 @@ def fit(
         stack.enter_context(out_of_memory_said(program, lambda: _saved(checkpoints)))
 
         coordinator = open_servers(
-            stack, servers, program, optimizer, state, source, like, run, position, output, bar.note
-        )
+            stack, servers, program, optimizer, state, source, like, run, position, checkpoints,
+            bar.note,
+        )  # fmt: skip
         when = (position, epochs, report_every, checkpoint_every)
         turns = _turns(program, coordinator, state, source, resident, stop, when)
         what = f"{program.plan.sizes_text()}, batches of {program.batch_size}"
@@ -234,10 +235,9 @@ def fit(
             if log and save:
                 log.flush()  # no checkpoint is ever ahead of its log
             if checkpoints is not None and save:
-                meta = {"position": steps.position.to_json(), "tally": metrics.to_json()}
-                checkpoints.save(
-                    program.to_canonical(state), {**run, **meta, **members_meta(program)}
-                )
+                meta = {**run, "position": steps.position.to_json(), "tally": metrics.to_json(),
+                        **members_meta(program)}  # fmt: skip
+                checkpoints.save(program.to_canonical(state), meta, steps.residuals)
             if stopping:
                 if not report:
                     measurements.add(steps, metrics)

@@ -53,6 +53,8 @@ class StepOutput:
     - `compiled`: the compiled program that took the steps, for its memory and its text.
     - `settled`: whether `state` is that after the steps; parameter servers give it only at the end
       of an epoch and where it is to be saved, else the one before.
+    - `residuals`: of each worker of parameter servers what its compression has left to send, one
+      array like each parameter; where the state is to be saved, and a compression leaves any.
     """
 
     state: TrainState
@@ -63,6 +65,7 @@ class StepOutput:
     epoch_done: bool
     compiled: jax.stages.Compiled | None = None
     settled: bool = True
+    residuals: list[list[np.ndarray]] | None = None
 
 
 def train_iter(

@@ -14,6 +14,7 @@ from plurax.plan import Plan
 from plurax.server.messages import Ticket
 from plurax.server.record import FILE, Event, read_events
 from plurax.server.replay import Replay, reached_at
+from plurax.server.residuals import Leaves, redistribute
 from plurax.server.servers import Servers
 from plurax.state import TrainState
 from plurax.task import Task
@@ -102,7 +103,7 @@ def replayed(
     devices: Sequence[jax.Device] | None = None,
 ) -> Iterator[tuple[int, TrainState]]:
     """Yield the states after these numbers of batches, with the numbers. See `replay`."""
-    left, state = set(wanted), None
+    left, state, residuals = set(wanted), None, list[Leaves]()
     for run in runs:
         start = run[0]
         own = plan or Plan.from_toml(start["plan"])
@@ -113,7 +114,10 @@ def replayed(
         # Here all share this process's memory, wherever they were.
         servers = Servers(**{**start["servers"], "transport": "threads", "address": None})
         spec = run_spec(servers, program, optimizer, source, like)
-        follow = Replay(spec, state, run, _batches(source, start, spec.servers.parts))
+        if not start.get("residuals"):  # nothing was saved with the checkpoint
+            residuals = []
+        follow = Replay(spec, state, run, _batches(source, start, spec.servers.parts),
+                        redistribute(residuals, servers.workers))  # fmt: skip
         last = start["step"]
         for last in follow.steps():
             if last in left:
@@ -121,7 +125,7 @@ def replayed(
                 yield last, follow.state(last)
             if not left:
                 return
-        state = follow.state(last)
+        state, residuals = follow.state(last), follow.residuals()
 
 
 def _source(data: Any, start: Event, output: str) -> tuple[Data, PyTree]:

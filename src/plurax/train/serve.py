@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Generator, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,10 +32,12 @@ from plurax.server.coordinator import Coordinator, Update
 from plurax.server.messages import Ticket
 from plurax.server.open import open_coordinator
 from plurax.server.record import Record
+from plurax.server.residuals import redistribute, zero_leaves
 from plurax.server.run_spec import RunSpec
 from plurax.server.servers import Servers
 from plurax.state import TrainState
 from plurax.task import Task
+from plurax.train.checkpoint import Checkpoints
 from plurax.train.data import Data
 from plurax.train.iterate import StepOutput
 
@@ -81,11 +82,16 @@ def serve_iter(
                 report = done and (at_epoch % report_every == 0 or at_epoch == epochs)
                 due = checkpoint_every is not None and step % checkpoint_every == 0
                 settled = report or due or stopping()
+                residuals = None
                 if settled:
-                    state = program.place(coordinator.state(step))
+                    canonical, residuals = coordinator.state(step)
+                    state = program.place(canonical)
                 position = Position(at_epoch) if done else batches.position
                 if updates:
-                    yield _output(updates, state, step, position, began, done, settled)
+                    last = _output(updates, state, step, position, began)
+                    yield dataclasses.replace(
+                        last, epoch_done=done, settled=settled, residuals=residuals
+                    )
                 if stopping():
                     return
 
@@ -159,15 +165,13 @@ def _output(
     step: int,
     position: Position,
     began: float,
-    done: bool = False,
-    settled: bool = False,
 ) -> StepOutput:
     metrics = {
         name: np.stack([np.asarray(one.metrics[name]) for one in updates])
         for name in updates[0].metrics
     }
     seconds = time.monotonic() - began
-    return StepOutput(state, step, metrics, seconds, position, epoch_done=done, settled=settled)
+    return StepOutput(state, step, metrics, seconds, position, epoch_done=False, settled=False)
 
 
 def check_servers(servers: Servers | None, task: Any, plan: Plan, members: Any) -> None:
@@ -194,14 +198,15 @@ def open_servers(
     batch: PyTree,
     run: dict[str, Any],
     position: Position,
-    output: str | Path | None,
+    checkpoints: Checkpoints | None,
     note: Callable[[str], None],
 ) -> Coordinator | None:
     """Return the coordinator of a run, its workers and servers started; None without servers.
 
     **Arguments:** `stack`, which ends them; `state`, to begin with; `batch`, the shapes of the
     largest; `run` and `position`, the settings of the run and where in the data it begins, for its
-    record; `output`, where that is written; `note`, which shows a line to the user.
+    record; `checkpoints`, beside which that is written, and which have what the workers of the run
+    before had left to send; `note`, which shows a line to the user.
 
     Raises `PlanError` for an optimizer that servers cannot compute, before any of them is started.
     """
@@ -210,13 +215,17 @@ def open_servers(
     spec = run_spec(servers, program, optimizer, source, batch)
     spec.check()
     canonical = program.to_canonical(state)
-    record = None if output is None else Record(Path(output), state.steps_taken)
-    if record is not None:
-        record.write({"event": "start", "step": state.steps_taken, **run,
-                      "position": position.to_json(), "plan": program.plan.to_toml(),
-                      "servers": dataclasses.asdict(servers)})  # fmt: skip
+    record, saved, step = None, None, state.steps_taken
+    if checkpoints is not None:
+        if servers.feedback:
+            saved = checkpoints.residuals(step, zero_leaves(jax.tree.leaves(canonical.params)))
+        record = Record(checkpoints.directory.parent, step)
+        record.write({"event": "start", "step": step, **run, "position": position.to_json(),
+                      "plan": program.plan.to_toml(), "servers": dataclasses.asdict(servers),
+                      "residuals": saved is not None})  # fmt: skip
     note(f"{servers.workers} workers and {servers.shards} servers, mode {servers.mode}")
-    return stack.enter_context(open_coordinator(spec, canonical, record, note))
+    residuals = redistribute(saved or [], servers.workers)
+    return stack.enter_context(open_coordinator(spec, canonical, record, note, residuals))
 
 
 def run_spec(

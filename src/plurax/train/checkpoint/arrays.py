@@ -45,16 +45,18 @@ def open_manager(directory: Path, keep: int) -> ocp.CheckpointManager:
         options=options,
         item_handlers={
             "state": StateHandler(use_ocdbt=plain),
+            "residuals": StateHandler(use_ocdbt=plain),
             "meta": ocp.JsonCheckpointHandler(),
         },
     )
 
 
-def write_state(
-    manager: ocp.CheckpointManager, step: int, state: PyTree, description: dict[str, Any]
+def write_step(
+    manager: ocp.CheckpointManager, step: int, arrays: dict[str, PyTree], description: Any
 ) -> bool:
-    """Start writing a step; return whether Orbax accepted it."""
-    items = {"state": StateSave(state), "meta": ocp.args.JsonSave(description)}
+    """Start writing a step, trees of arrays by name; return whether Orbax accepted it."""
+    items = {name: StateSave(tree) for name, tree in arrays.items()}
+    items["meta"] = ocp.args.JsonSave(description)
     return bool(manager.save(step, args=ocp.args.Composite(**items)))
 
 
@@ -64,5 +66,13 @@ def read_state(step: Path, like: PyTree) -> PyTree:
     Raises `Damage` for changed files, and any error of Orbax.
     """
     verify_files(step / "state")
+    return read_arrays(step / "state", like)
+
+
+def read_arrays(folder: Path, like: PyTree) -> PyTree:
+    """Return a tree of arrays of a checkpoint, in the shapes and shardings of `like`.
+
+    Leaves of `like` may be NumPy arrays; so are what is read for them. Raises any error of Orbax.
+    """
     with ocp.Checkpointer(StateHandler()) as checkpointer:
-        return checkpointer.restore(step / "state", args=StateRestore(like))
+        return checkpointer.restore(folder, args=StateRestore(like))

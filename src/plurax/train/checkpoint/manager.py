@@ -5,6 +5,7 @@ A checkpoint is a folder named by its step:
     8/meta/metadata       the description: position of the run, shapes, fingerprints; a checksum
     8/state/              the arrays, by Orbax
     8/state/sha256.json   a digest of each of those files
+    8/residuals/          of workers that push compressed gradients: what each has left to send
 
 Orbax does not notice a flipped byte. Digests find damaged files before Orbax reads them; the
 fingerprints, computed on the devices before saving and after restoring, find any other change.
@@ -18,17 +19,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jaxtyping import PyTree
 
 from plurax import errors, tree
 from plurax.state import TrainState
 from plurax.train.checkpoint.damage import Damage, DamagedCheckpointWarning
 from plurax.train.checkpoint.description import read_description, sealed
-from plurax.train.checkpoint.files import usable_folder
+from plurax.train.checkpoint.files import usable_folder, verify_files
 from plurax.train.checkpoint.fingerprint import fingerprints
 from plurax.train.checkpoint.lock import FolderLock
 
 Meta = dict[str, Any]
+Residuals = list[list[np.ndarray]]
+"""Of each worker of parameter servers, one array like each parameter."""
 
 LOCK = "writer.lock"
 
@@ -98,8 +102,10 @@ class Checkpoints:
             if self._manager is None:
                 self._lock.release()
 
-    def save(self, state: TrainState, meta: Meta) -> None:
+    def save(self, state: TrainState, meta: Meta, residuals: Residuals | None = None) -> None:
         """Save a state and its JSON description; return before the bytes are on disk.
+
+        **Arguments:** `residuals`, of each worker what it has left to send.
 
         A state that is already saved is not written again. Raises `CheckpointError` if this save or
         the previous one failed, or if the state is older than the newest saved, or differs from the
@@ -116,15 +122,18 @@ class Checkpoints:
             if self.fingerprints(step) != prints:
                 raise errors.checkpoint_not_newer(str(self.directory), step, newest)
             return
-        described = {
+        described: dict[str, Any] = {
             "shapes": tree.describe(plain) + keys,
             "key_impls": _key_impls(state),
             "fingerprints": prints,
         }
-        from plurax.train.checkpoint.arrays import write_state
+        arrays: dict[str, PyTree] = {"state": plain}
+        if residuals:
+            arrays["residuals"], described["workers"] = residuals, len(residuals)
+        from plurax.train.checkpoint.arrays import write_step
 
         try:
-            saved = write_state(self._manager, step, plain, sealed({"run": meta, **described}))
+            saved = write_step(self._manager, step, arrays, sealed({"run": meta, **described}))
         except Exception as error:
             raise self._not_written(error) from error
         assert saved, "Orbax leaves out only steps that are not newer"
@@ -204,6 +213,20 @@ class Checkpoints:
             raise errors.checkpoint_all_damaged(str(self.directory), reasons)
         return None
 
+    def residuals(self, step: int, like: list[np.ndarray]) -> Residuals | None:
+        """Return what each worker had left to send at a step that was restored; None if not saved.
+
+        **Arguments:** `like`, of one worker.
+        """
+        directory = self.directory / str(step)
+        workers = read_description(directory).get("workers") if self._is_there(step) else None
+        if workers is None:
+            return None
+        from plurax.train.checkpoint.arrays import read_arrays
+
+        found: Residuals = read_arrays(directory / "residuals", [like] * workers)
+        return found
+
     def fingerprints(self, step: int) -> dict[str, str] | None:
         """Return the fingerprint of each leaf that was saved at a step, by path; None without."""
         try:
@@ -226,6 +249,8 @@ class Checkpoints:
         from plurax.train.checkpoint.arrays import read_state
 
         plain = read_state(directory, plain_like)
+        if "workers" in described:
+            verify_files(directory / "residuals")
         found, saved = fingerprints(plain), described["fingerprints"]
         changed = [path for path, value in found.items() if value != saved.get(path)]
         if changed:
