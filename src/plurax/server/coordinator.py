@@ -388,9 +388,8 @@ class Coordinator(abc.ABC):
 
     def _fetch_residuals(self) -> dict[int, tuple[int, Leaves]]:
         """Return the life and the residuals of each worker that may have any."""
-        # A part that came after the quorum may still be computed, and changes what is left.
-        while any(slot.flights for slot in self.workers):
-            self._wait()
+        # A part that comes after the quorum changes what is left too. Whoever still computes one
+        # answers that call first, so its end is in the record before the state is settled.
         found = {index: (0, leaves) for index, leaves in self._begun_with.items()}
 
         def ask(slot: WorkerSlot) -> None:

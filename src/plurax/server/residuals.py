@@ -39,16 +39,20 @@ def zero_leaves(params: Sequence[Any]) -> Leaves:
 
 def to_leaves(layout: ShardLayout, residuals: Sequence[Residuals]) -> Leaves:
     """Return a worker's residuals like the parameters, from those of each shard's vectors."""
-    leaves: dict[int, np.ndarray] = {}
-    for shard, vectors in enumerate(residuals):
-        leaves |= layout.split(shard, [np.asarray(vector) for vector in vectors])
+    leaves = layout.whole(
+        [
+            layout.split(shard, [np.asarray(vector) for vector in vectors])
+            for shard, vectors in enumerate(residuals)
+        ]
+    )
     return [leaves[index] for index in range(len(leaves))]
 
 
 def from_leaves(layout: ShardLayout, leaves: Leaves) -> list[Residuals]:
     """Return a worker's residuals for each shard's vectors, from those like the parameters."""
-    given = dict(enumerate(map(jnp.asarray, leaves)))
-    vectors = [layout.join(shard, given) for shard in range(layout.shards)]
+    # Copies: what arrives from another process may be memory that others share.
+    given = dict(enumerate(map(jnp.array, leaves)))
+    vectors = [layout.join(shard, layout.pieces(shard, given)) for shard in range(layout.shards)]
     return [tuple(vector.reshape(-1) for vector in one) for one in vectors]
 
 

@@ -40,6 +40,7 @@ class Synchronous(Coordinator):
         self._gone_back = False
         super().__init__(*args, **options)
         self._todo: deque[Ticket] = deque()
+        self._until: float | None = None
         self._step: int | None = None
         self._arrived: dict[int, Ticket] = {}
         self._history: list[list[Ticket]] = []
@@ -128,14 +129,15 @@ class Synchronous(Coordinator):
         return Update({**replies[0].metrics, "staleness": np.float32(0)})
 
     def _await_workers(self) -> None:
-        """Wait until all workers have started, or a lease is over.
+        """Wait until all workers have started, at most a lease longer than the first.
 
         Then each part is computed by the same worker every time, which has its own left to send.
         """
-        until = self._began + self.spec.servers.lease
-        while self.transport.now() < until and any(
-            not slot.ready and slot.life == 0 for slot in self.workers
-        ):
+        while any(not slot.ready and slot.life == 0 for slot in self.workers):
+            if self._until is None and self.live:
+                self._until = self.transport.now() + self.spec.servers.lease
+            if self._until is not None and self.transport.now() >= self._until:
+                return
             self._wait()
 
     def _wait(self) -> None:
