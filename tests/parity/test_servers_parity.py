@@ -51,12 +51,15 @@ CASES = {
     for workers in (1, 2, 3, 4)
     for shards in (1, 2, 3)
 } | {
+    "more servers than parameters": px.Servers(
+        workers=1, shards=5, mode="async", transport="threads"
+    ),
     "async, one worker": px.Servers(workers=1, shards=2, mode="async", transport="threads"),
     "bounded, one worker": px.Servers(
         workers=1, shards=3, mode="bounded", staleness=0, transport="threads"
     ),
 }
-QUICK = ("3 workers, 2 servers", "async, one worker")  # fmt: skip
+QUICK = ("3 workers, 2 servers", "more servers than parameters")
 
 
 @pytest.mark.parametrize(

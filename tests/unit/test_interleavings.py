@@ -169,7 +169,7 @@ def deaths(kinds, times):
                 if transport.random.integers(3) == 0 and name.startswith("worker"):
                     transport.stall(name)
                 else:
-                    transport.kill(name)
+                    transport.kill(name, machine=bool(transport.random.integers(2)))
 
     return fault
 

@@ -31,6 +31,8 @@ from plurax.state import TrainState
 
 PATIENCE = 0.5
 """Seconds between two looks at who still lives."""
+SLOW_START = 30.0
+"""Seconds after which the user is told that a worker or a server has not answered yet."""
 MOST_DEATHS = 3
 """Of a worker or a server, one after the other without having answered in between."""
 
@@ -119,6 +121,7 @@ class Coordinator(abc.ABC):
         self._waiting: dict[Any, Callable[[Any], None]] = {}
         self._looked = self._began = self.transport.now()
         self._since_snapshot = 0
+        self._starting: dict[str, float] = {}
         self._key = to_host(state.key)
         self._spec = transport.put(spec)
         # Of the workers that have not answered yet.
@@ -193,6 +196,7 @@ class Coordinator(abc.ABC):
         return ShardSlot(index, self._start_shard(index, 0, saved), saved, first.version)
 
     def _start_shard(self, index: int, incarnation: int, saved: Any) -> Actor:
+        self._starting[f"server {index}"] = self.transport.now()
         return self.transport.start(
             f"server {index}", make_shard, self._spec, index, incarnation, saved, devices=0
         )
@@ -221,6 +225,7 @@ class Coordinator(abc.ABC):
 
     def _start_worker(self, index: int, life: int) -> Actor:
         residuals = self._begun_with.get(index)
+        self._starting[f"worker {index}"] = self.transport.now()
         return self.transport.start(
             f"worker {index}", Worker, self._spec, index, life, self._key,
             None if residuals is None else self.transport.put(residuals),
@@ -240,6 +245,7 @@ class Coordinator(abc.ABC):
             if life == slot.life:
                 slot.ready = True
                 self._begun_with.pop(slot.index, None)
+                self._starting.pop(slot.actor.name, None)
                 self.record("worker ready", worker=slot.index, life=life)
                 others = [one.clock for one in self.workers if one.ready and one is not slot]
                 # It would hold up everybody if it began at zero.
@@ -333,10 +339,7 @@ class Coordinator(abc.ABC):
             (ref,) = self.transport.call(slot.actor, "push", header, content)
 
             def answered(ref: Any, slot: ShardSlot = slot, n: int = slot.incarnation) -> None:
-                try:
-                    reply = self._answer_of_server(slot, n, ref)
-                except ResultLostError:
-                    reply = Reply("lost on the way", slot.version)
+                reply = self._answer_of_server(slot, n, ref, Reply("lost on the way", slot.version))
                 if reply is None or n != slot.incarnation:
                     # What a server took before it went back is lost, whatever it answered.
                     reply = Reply("server restarted", slot.version)
@@ -426,13 +429,25 @@ class Coordinator(abc.ABC):
 
     # --- Servers ------------------------------------------------------------------------------
 
-    def _answer_of_server(self, slot: ShardSlot, incarnation: int, ref: Any) -> Any:
-        """Return a server's answer, or None where it has ended."""
+    def _answer_of_server(
+        self, slot: ShardSlot, incarnation: int, ref: Any, lost: Any = None
+    ) -> Any:
+        """Return a server's answer, or None where it has ended.
+
+        `lost`, where what it was given is lost; of a call that was given nothing, the answer is
+        lost with the server's machine.
+        """
         try:
-            return self.transport.get(ref)
+            answer = self.transport.get(ref)
         except ActorGoneError:
+            answer = None
+        except ResultLostError:
+            answer = lost
+        if answer is None:
             self._lost_server(slot, incarnation)
-            return None
+        else:
+            self._starting.pop(slot.actor.name, None)
+        return answer
 
     def _all(self, method: str, *args: Any) -> list[Any]:
         """Call a method of all servers; return their answers, None of one that has ended."""
@@ -486,7 +501,14 @@ class Coordinator(abc.ABC):
             self._look()
 
     def _look(self) -> None:
-        """Give up who has not shown for so long that it lives."""
+        """Give up who has not shown for so long that it lives; tell of those that do not start."""
+        for name, since in [*self._starting.items()]:
+            if self.transport.now() - since > SLOW_START:
+                del self._starting[name]
+                self._note(
+                    f"{name} has not answered since it was started {SLOW_START:.0f} s ago: it "
+                    "still compiles, or the cluster has no free processor (or GPUs) for it"
+                )
         lease = self.spec.servers.lease
         workers = {one.actor.name: one for one in self.workers if one.deaths < MOST_DEATHS}
         servers = {slot.actor.name: slot for slot in self.shards}

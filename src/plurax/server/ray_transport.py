@@ -26,7 +26,7 @@ import tempfile
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,7 @@ class RayTransport(Transport):
         """Call a method, at the next `wait`; return a reference to each of its results."""
         results = [_Result(actor.handle) for _ in range(returns)]
         stored = lasting or (returns > 1 and self._shared is None)
-        self._unsent.append(_Call(method, args, results, stored))
+        self._unsent.append(_Call(method, args, results, stored, lasting))
         return list(results)
 
     def put(self, value: Any) -> Any:
@@ -193,12 +193,23 @@ class RayTransport(Transport):
         error = None
         try:
             answers = pickle.loads(self._answer(ref))
+            for call in calls:
+                if call.lasting and not self._alone:
+                    self._fetch(call.results)
         except Exception as found:
             error = found
         for call, values in zip(calls, answers, strict=True):
             call.args = ()  # they were lent until now
             for result, value in zip(call.results, values, strict=True):
                 result.is_there, result.value, result.error = True, value, error
+
+    def _fetch(self, results: Sequence["_Result"]) -> None:
+        """Store results on this machine: that of their process may end with it."""
+        try:
+            for result in results:
+                result.ref = self._ray.put(self._answer(result.ref))
+        except ResultLostError as error:
+            raise ActorGoneError(str(error)) from error
 
     def _answer(self, ref: Any) -> Any:
         """Return what a reference of Ray's refers to."""
@@ -317,12 +328,18 @@ class _Request:
 
 
 class _Call:
-    """A call that is not answered; `stored`, whether Ray stores its results."""
+    """A call that is not answered; `stored`, whether Ray stores its results; `lasting`."""
 
     def __init__(
-        self, method: str, args: tuple[Any, ...], results: list[_Result], stored: bool
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        results: list[_Result],
+        stored: bool,
+        lasting: bool,
     ) -> None:
-        self.method, self.args, self.results, self.stored = method, args, results, stored
+        self.method, self.args, self.results = method, args, results
+        self.stored, self.lasting = stored, lasting
 
     def request(self, given: list[Any]) -> _Request:
         """Return the request; what Ray stores of its arguments is appended to `given`."""

@@ -238,7 +238,8 @@ def _concatenated(leaves: Sequence[Array]) -> Array:
 def all_finite(leaves: Sequence[Array]) -> Bool[Array, ""]:
     """Return whether all elements of all leaves are finite."""
     # On CPU XLA adds up floats at twice the speed at which it combines truths; inf * 0 is nan.
-    return jnp.all(jnp.stack([jnp.sum(leaf * 0) == 0 for leaf in leaves]))
+    finite = [jnp.sum(leaf * 0) == 0 for leaf in leaves]
+    return jnp.all(jnp.stack(finite)) if finite else jnp.array(True)
 
 
 def to_bytes(array: Array) -> np.ndarray:

@@ -11,6 +11,7 @@ method is given is overwritten once it has returned.
 """
 
 import pickle
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
@@ -18,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from plurax.server.messages import Pulled
 from plurax.server.threads import answer, give
-from plurax.server.transport import Actor, ActorGoneError, Transport
+from plurax.server.transport import Actor, ActorGoneError, ResultLostError, Transport
 
 SECONDS_PER_CALL = 0.01
 
@@ -30,6 +32,9 @@ class DeadlockError(Exception):
 
 class Simulated(Transport):
     """Runs workers and servers in turns, drawn at random.
+
+    Each is on a machine of its own, where the parameters, gradients and states lie that it returns;
+    other results travel with its answer.
 
     **Arguments:** `seed`; `fault`, called with the transport before each turn: it may `kill`,
     `stall` or `resume`.
@@ -51,7 +56,7 @@ class Simulated(Transport):
 
     def start(self, name: str, make: Callable[..., Any], *args: Any, devices: int) -> Actor:
         """Start the object `make(*args)`; it is made at its first call."""
-        values = [one.result() if isinstance(one, Future) else one for one in args]
+        values = [_there(one.result()) if isinstance(one, Future) else one for one in args]
         actor = Actor(name, _Queue(lambda: make(*values)))
         self.actors[name] = actor
         self._stalled.pop(name, None)
@@ -65,7 +70,7 @@ class Simulated(Transport):
         if actor.handle.ended:
             give(results, error=ActorGoneError(actor.name))
         else:
-            actor.handle.calls.append((method, args, results))
+            actor.handle.calls.append((method, args, results, lasting))
         return results
 
     def put(self, value: Any) -> Any:
@@ -103,12 +108,17 @@ class Simulated(Transport):
         """Return a result. Raises `ActorGoneError`, or what the method raised."""
         if not reference.done():
             raise DeadlockError("nobody takes a turn while the coordinator gets a result")
-        return reference.result()
+        return _there(reference.result())
 
-    def kill(self, name: str) -> None:
-        """End an actor, if it lives: what it has not answered fails."""
+    def kill(self, name: str, machine: bool = False) -> None:
+        """End an actor, if it lives: what it has not answered fails.
+
+        With its `machine`, what lies there is lost.
+        """
         actor = self.actors.pop(name, None)
         if actor is not None:
+            for one in actor.handle.large if machine else ():
+                one.lost = True
             self._stalled.pop(name, None)
             actor.handle.end(name)
 
@@ -144,6 +154,7 @@ class _Queue:
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make, self._made = make, None
         self.calls: deque[Any] = deque()
+        self.large: weakref.WeakSet[_Large] = weakref.WeakSet()
         self.ended = False
 
     def ready(self) -> bool:
@@ -154,16 +165,47 @@ class _Queue:
 
     def answer(self) -> None:
         """Answer the next call."""
-        method, args, results = self.calls.popleft()
+        method, args, results, lasting = self.calls.popleft()
         if self._made is None:
             self._made = self._make()
-        answer(lambda *args: _lent(getattr(self._made, method), args), args, results)
+
+        def called(*args: Any) -> Any:
+            found = _lent(getattr(self._made, method), tuple(map(_there, args)))
+            one = len(results) == 1
+            kept = [self._kept(value, lasting) for value in ([found] if one else found)]
+            return kept[0] if one else kept
+
+        answer(called, args, results)
+
+    def _kept(self, value: Any, lasting: bool) -> Any:
+        """Return what a result is while it is on its way."""
+        if lasting or not isinstance(value, tuple | Pulled):
+            return value
+        large = _Large(value)
+        self.large.add(large)
+        return large
 
     def end(self, name: str) -> None:
         """Fail all calls."""
         self.ended = True
         while self.calls:
             give(self.calls.popleft()[2], error=ActorGoneError(name))
+
+
+class _Large:
+    """A result that lies on the machine of its actor."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.lost = value, False
+
+
+def _there(result: Any) -> Any:
+    """Return a result. Raises `ResultLostError` for one that is lost."""
+    if not isinstance(result, _Large):
+        return result
+    if result.lost:
+        raise ResultLostError
+    return result.value
 
 
 def _lent(method: Callable[..., Any], args: tuple[Any, ...]) -> Any:
