@@ -127,6 +127,26 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(undisturbed, tmp_path,
     assert not models.same_bits(first, second)
 
 
+@pytest.mark.parametrize("compression", ["topk", "int8"])
+def test_a_number_that_all_servers_have_is_compressed_alike_on_each(tmp_path, compression):
+    def loss(params, example, key):
+        scale, shift = 0.03 * params["scale"], 0.1 * params["shift"]  # the weight's are larger
+        error = (1 + scale) * (example["x"] @ params["weight"]) - shift
+        return jnp.sum((error - example["y"].astype(error.dtype)) ** 2)
+
+    first = {"weight": jnp.ones((models.FEATURES, 3)), "scale": jnp.ones(()), "shift": jnp.ones(())}
+    scaled = px.Task(init=lambda key: jax.tree.map(jnp.copy, first), loss=px.per_example(loss))
+    servers = dataclasses.replace(SYNC, shards=3, compression=compression)
+
+    def fitted(epochs, **options):
+        found = px.fit(scaled, optax.sgd(0.01), models.data(24), batch_size=8, servers=servers,
+                       epochs=epochs, progress=False, **options)  # fmt: skip
+        return found.state.params
+
+    fitted(1, output=tmp_path)
+    assert models.same_bits(fitted(2, output=tmp_path, resume=True), fitted(2))
+
+
 def test_it_is_saved_where_something_is_left_alone(tmp_path):
     for name, servers in {"rounded": dataclasses.replace(SYNC, compression="bfloat16"),
                           "whole": dataclasses.replace(SYNC, compression=None),

@@ -193,14 +193,16 @@ class ShardLayout:
 
     def _vectors(self, shard: int) -> list[list[int]]:
         """Return which parameters are in each vector: the small ones of a dtype in one."""
-        small: dict[str, list[int]] = {}
+        small: dict[tuple[str, bool], list[int]] = {}
         large = []
         for index, home in enumerate(self.homes):
             if home not in (None, shard) and index not in self._cuts:
                 continue
             size = math.prod(self._shape(index, shard)) * self._leaves[index].dtype.itemsize
             if size < LARGE_BYTES:
-                small.setdefault(str(self._leaves[index].dtype), []).append(index)
+                # What all shards have is a vector by itself, and so compressed alike on each.
+                shared = home is None and self.shards > 1
+                small.setdefault((str(self._leaves[index].dtype), shared), []).append(index)
             else:
                 large.append([index])
         return [*dict(sorted(small.items())).values(), *large]
