@@ -337,3 +337,29 @@ def test_a_task_of_the_user_that_fails_says_so():
     task = px.Task(init=models.init, loss=loss)
     with pytest.raises(RuntimeError, match="the user's own"):
         fitted(Servers(transport="threads"), task)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_worker_knows_whether_its_gradient_is_finite(mode, value):
+    """From numbers that it computes anyway, where they are of all gradients."""
+
+    def loss(params, example, key):
+        return params["scale"] * jnp.sum(example["x"] @ params["a"]) + jnp.sum(params["b"])
+
+    first = {"a": jnp.ones((models.FEATURES, 3)), "b": jnp.ones(40), "scale": jnp.ones(())}
+    scaled = px.Task(init=lambda key: first, loss=px.per_example(loss))
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), models.data(8))
+    servers = Servers(workers=1, shards=2, mode=mode, transport="threads")
+    spec = RunSpec(scaled, optax.sgd(0.1), servers, px.Plan(), like)
+    worker = Worker(spec, 0, 0, to_host(jax.random.key(0)))
+    scalars = {i: jnp.ones(spec.leaves[i].shape, spec.leaves[i].dtype)
+               for i in spec.update.scalars}  # fmt: skip
+    grads = dict(enumerate(jax.tree.leaves(first)))
+    for index in (None, *grads):
+        changed = dict(grads)
+        if index is not None:
+            changed[index] = jnp.ravel(grads[index]).at[-1].set(value).reshape(grads[index].shape)
+        numbers = {} if mode == "sync" else worker._numbers(changed, scalars)
+        assert bool(numbers) == (mode == "async")
+        assert worker._are_finite(changed, numbers) == (index is None)

@@ -114,7 +114,6 @@ class Worker:
         grads = dict(enumerate(jax.tree.leaves(sums.grads)))
         leaves = jax.tree.leaves(sums._replace(grads=()))
         scalars = dict(zip(self.spec.update.scalars, leaves, strict=True))
-        finite = self._finite(list(grads.values()))
         layout = self.spec.layout
         vectors = [layout.join(shard, layout.pieces(shard, grads)) for shard in self._shards]
         content = []
@@ -133,12 +132,23 @@ class Worker:
             part=ticket.part,
             bases=tuple((one.incarnation, one.version) for one in pulled),
             layout=self.spec.layout_name,
-            finite=bool(finite),
+            finite=self._are_finite(grads, numbers),
             scalars={index: to_host(leaf) for index, leaf in scalars.items()},
             numbers={index: np.asarray(number) for index, number in numbers.items()},
             sent=sum(part.nbytes for one in content for parts in one for part in parts),
         )
         return header, *content
+
+    def _are_finite(self, grads: dict[int, Array], numbers: dict[int, Array]) -> bool:
+        """Return whether all gradients are finite.
+
+        Among the numbers are sums of squares of all gradients but those that every shard has (the
+        metric `grad_norm`). Where they are finite, so is what they are of.
+        """
+        if numbers and all(np.isfinite(number).all() for number in numbers.values()):
+            homes = self.spec.layout.homes
+            grads = {index: grad for index, grad in grads.items() if homes[index] is None}
+        return bool(self._finite(list(grads.values())))
 
     def _params(self, pulled: Sequence[Pulled]) -> PyTree:
         """Return the parameters on this worker's devices; on CPU what was pulled is not copied."""
