@@ -164,15 +164,18 @@ def test_what_is_even_is_not_cut(monkeypatch):
     assert ShardLayout(same, 1).homes == [None, None]
 
 
+RUNS = [
+    {"mode": "bounded", "staleness": 1, "correction": "delay"},
+    {"mode": "sync", "compression": "topk"},
+    {"mode": "async", "correction": "scale"},
+    {"mode": "async", "compression": "int8"},
+    {"mode": "sync", "quorum": 1},
+]
+
+
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"mode": "bounded", "staleness": 1, "correction": "delay"},
-        {"mode": "async", "correction": "scale"},
-        {"mode": "async", "compression": "int8"},
-        {"mode": "sync", "compression": "topk"},
-        {"mode": "sync", "quorum": 1},
-    ],
+    [pytest.param(run, marks=[pytest.mark.slow] * (at > 1)) for at, run in enumerate(RUNS)],
     ids=str,
 )
 def test_rows_change_nothing_in_a_run_on_one_worker(x64, changes, tmp_path, monkeypatch):
