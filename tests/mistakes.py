@@ -217,6 +217,7 @@ COMMANDS = {
         ("train small.py --epochs 0", 2, "epochs=0: give the number of passes"),
         ("train small.py --batch-size -4", 2, "batch_size=-4: give the number of examples"),
         ("train small.py --report-every 0", 2, "report_every=0: give a whole number of epochs"),
+        ("train small.py --check-replicas-every 0", 2, "check_replicas_every=0: give the number"),
         ("train small.py --checkpoint-every 0", 2, "checkpoint_every=0: give the number of steps"),
         ("train small.py --seed -1", 2, "seed=-1: give a whole number from 0"),
         ("train small.py --members.seeds 0", 2, "a population needs at least one member"),

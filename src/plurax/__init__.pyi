@@ -16,6 +16,7 @@ from plurax.errors.kinds import MembersError as MembersError
 from plurax.errors.kinds import MissingPackageError as MissingPackageError
 from plurax.errors.kinds import PlanError as PlanError
 from plurax.errors.kinds import PluraxError as PluraxError
+from plurax.errors.kinds import ReplicaError as ReplicaError
 from plurax.errors.kinds import ShardingWarning as ShardingWarning
 from plurax.errors.kinds import TaskError as TaskError
 from plurax.execute.compile import compile as compile

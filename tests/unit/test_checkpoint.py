@@ -21,12 +21,12 @@ from jax.sharding import PartitionSpec as P
 from tests import models
 
 import plurax as px
+from plurax.fingerprint import fingerprint, fingerprints
 from plurax.state import TrainState
 from plurax.train.checkpoint import Checkpoints, DamagedCheckpointWarning, arrays, lock, manager
 from plurax.train.checkpoint.arrays import StateHandler
 from plurax.train.checkpoint.damage import Damage
 from plurax.train.checkpoint.description import FORMAT, read_description, sealed
-from plurax.train.checkpoint.fingerprint import fingerprint, fingerprints
 from plurax.train.checkpoint.lock import FolderLock
 
 

@@ -59,6 +59,10 @@ GIVEN: dict[str, list[dict[str, object]]] = {
         {"memory": 2.0, "least": [("data=2", 4.0, "memory"), ("data=4", 5.0, "a reason")]},
         {"memory": 2.0, "least": [("data=4", 5.0, "a reason")]},
     ],
+    "replicas_differ": [
+        {"devices": ["device 2 of process 0"], "leaves": ["a", "b", "c", "d"], "certain": True},
+        {"certain": False},
+    ],
     "schedule_of_other_sizes": [{"found": (2, 4, 1), "wanted": (2, 8, 1)}],
     "sharding_indivisible": [{"shape": (6, 7), "dim": 1, "num_shards": 2}],
     "strategy_of_another_model": [

@@ -24,6 +24,7 @@ from plurax.execute.autotune import autotune
 from plurax.execute.chunk_rule import FEWEST, MemberWork, choose_chunk, even_chunk
 from plurax.execute.population import Population
 from plurax.execute.program import Program
+from plurax.execute.summary import choice_text
 from plurax.mesh import make_mesh
 from plurax.report.curves import draw_curves
 from plurax.train.epoch_metrics import NonFiniteWarning
@@ -354,7 +355,7 @@ def test_the_choice_of_a_run_is_written_down_and_kept_when_it_resumes(tmp_path):
     assert chosen.chunk == 3
     assert chosen.batch_dim == "minor"
     assert px.Plan.load(tmp_path / "plan.toml") == chosen
-    assert "chunk=3, batch_dim=minor: chosen from the shapes" in first.program.choice_text()
+    assert "chunk=3, batch_dim=minor: chosen from the shapes" in choice_text(first.program.plan)
     other = dataclasses.replace(chosen, chunk=1, batch_dim="major")
     other.save(tmp_path / "plan.toml")
     resumed = fit(plan=plan, epochs=2, output=tmp_path, resume=True)

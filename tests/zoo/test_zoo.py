@@ -70,6 +70,7 @@ def trained(model, plan, members):
     for batch in batches:
         state, metrics = program.step(state, batch)
         rows.append(jax.device_get(metrics))
+    assert program.replicas.check(state) == []
     state = jax.device_get(program.to_canonical(state))
     return (state.params, state.opt_state, state.model_state), rows
 

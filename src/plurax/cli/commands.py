@@ -128,7 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(130) from None
     except errors.PluraxError as error:
         print(f"error: {describe_error(error)}", file=sys.stderr)
-        raise SystemExit(2) from None
+        # 78: a launcher restarts from the newest checkpoint.
+        raise SystemExit(78 if isinstance(error, errors.ReplicaError) else 2) from None
     except Exception as error:
         if not is_users(error):
             raise

@@ -37,5 +37,9 @@ class MachineError(PluraxError):
     """A description of a machine that no estimate can use."""
 
 
+class ReplicaError(PluraxError):
+    """A device holds other bits than the devices with copies of the same values."""
+
+
 class MissingPackageError(PluraxError, ImportError):
     """A package that only some features need, and that is not installed."""

@@ -38,6 +38,7 @@ from plurax.execute.network import Network
 from plurax.execute.placement import Placed, Placement, device_data, is_arrays, leading_dim
 from plurax.execute.population import HyperFn, Population, example_network
 from plurax.execute.predict import Predictor
+from plurax.execute.replicas import ReplicaCheck
 from plurax.execute.step import Gradients, Metrics
 from plurax.execute.step_functions import StepFunctions
 from plurax.execute.summary import as_table, in_a_line, summary
@@ -215,6 +216,11 @@ class Program:
             return state
         return self.place(state)
 
+    @functools.cached_property
+    def replicas(self) -> ReplicaCheck:
+        """The comparison of what several devices hold alike in a state."""
+        return ReplicaCheck(self._functions.layout, self.mesh)
+
     # --- Training -----------------------------------------------------------------------------
 
     def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
@@ -378,9 +384,8 @@ class Program:
         outputs = self._predictor(states, inputs, self.batch_size if chunk is None else chunk)
         if self.members is None:
             return outputs
-        return self._members_first(outputs) if is_arrays(inputs) else map(
-            self._members_first, outputs
-        )  # fmt: skip
+        cut = self._members_first
+        return cut(outputs) if is_arrays(inputs) else map(cut, outputs)
 
     def _members_first(self, outputs: PyTree) -> PyTree:
         return self._cut(jax.tree.map(lambda leaf: np.moveaxis(leaf, 1, 0), outputs))
@@ -500,22 +505,14 @@ class Program:
 
     # --- A population's chunk and batch dim ---------------------------------------------------
 
-    def choice_text(self) -> str:
-        """Return a sentence that names the chosen `chunk` and `batch_dim`, and the method."""
-        how = "from the shapes and the device (plurax.ensemble.tune measures instead)"
-        return f"chunk={self.plan.chunk}, batch_dim={self.plan.batch_dim}: chosen {how}"
-
     def measure(self, plan: Plan, arrays: PyTree) -> tuple[Plan, list[Candidate]]:
         """Measure a plan's open choices by timing the loop over `arrays`, or if None the step.
 
         **Returns:** the plan with its choices, and every candidate measured.
         """
-        arguments: tuple[Any, ...]
-        if arrays is not None:
-            arguments = (self.place_data(arrays),)
-        else:
-            zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._placement.like)
-            arguments = self._placement.place(zeros)
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._placement.like)
+        place = self._placement.place
+        arguments = place(zeros) if arrays is None else (self.place_data(arrays),)
         return measure_plan(
             self._population, plan, self._lower_most_run, arguments, looped=self.data is not None
         )

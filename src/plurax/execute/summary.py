@@ -7,6 +7,7 @@ import jax
 
 from plurax.hlo import memory
 from plurax.notebook import html_table
+from plurax.plan import Plan
 from plurax.tree import human_bytes, parameter_count
 
 
@@ -29,3 +30,9 @@ def in_a_line(shown: Mapping[str, object]) -> str:
 def as_table(shown: Mapping[str, object]) -> str:
     """Return a summary as the HTML of a program."""
     return html_table("Program", ["", ""], shown.items())
+
+
+def choice_text(plan: Plan) -> str:
+    """Return a sentence that names the chosen `chunk` and `batch_dim`, and the method."""
+    how = "from the shapes and the device (plurax.ensemble.tune measures instead)"
+    return f"chunk={plan.chunk}, batch_dim={plan.batch_dim}: chosen {how}"

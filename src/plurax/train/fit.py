@@ -23,6 +23,7 @@ from plurax.execute.check import check_kinds
 from plurax.execute.memory_error import out_of_memory_said
 from plurax.execute.population import HyperFn
 from plurax.execute.program import Program
+from plurax.execute.summary import choice_text
 from plurax.machine import Machine
 from plurax.members import Members
 from plurax.notebook import html_table
@@ -39,6 +40,7 @@ from plurax.train.iterate import StepOutput, train_iter
 from plurax.train.log import MetricsLog, Row
 from plurax.train.measurements import Measurements, estimate_run
 from plurax.train.progress import TrainingProgress
+from plurax.train.replica_guard import ReplicaGuard, check_every
 from plurax.train.restore import (
     make_program,
     members_meta,
@@ -114,6 +116,7 @@ def fit(
     restart: bool = False,
     report_every: int = 1,
     checkpoint_every: int | None = None,
+    check_replicas_every: int | None = 100,
     resident: bool | None = None,
     progress: bool = True,
     machine: Machine | None = None,
@@ -146,6 +149,8 @@ def fit(
       `before.1` (2, 3, ...) in it.
     - `report_every`: epochs between rows of history, evaluations and checkpoints.
     - `checkpoint_every`: steps between additional checkpoints.
+    - `check_replicas_every`: steps between comparisons of what several devices hold alike, bit by
+      bit, at the end of the call in which they are due; before every checkpoint, too. None: never.
     - `resident`: keep arrays on the devices and run many steps in one compiled loop; the default is
       to do so where they take at most a quarter of the memory budget, and always for members.
       Members whose data are not resident all see the same batches, in the order of `seed`.
@@ -166,10 +171,12 @@ def fit(
     **Returns:** a `Fit`.
 
     Raises `PlanError`, `TaskError`, `BatchError`, `MembersError`, `MachineError`,
-    `CheckpointError`.
+    `CheckpointError`, and `ReplicaError` for a device with faulty memory or arithmetic, before
+    anything of it is saved.
     """
     numbers = (epochs, seed, report_every, checkpoint_every)
     epochs, seed, report_every, checkpoint_every = _whole_numbers(*numbers)
+    check_every(check_replicas_every)
     check_kinds(task, optimizer, plan, members)
     check_servers(servers, task, plan, members)
     output = None if output is None else _output(output)
@@ -205,6 +212,7 @@ def fit(
             bar.note,
         )  # fmt: skip
         when = (position, epochs, report_every, checkpoint_every)
+        guard = ReplicaGuard(program, None if servers else check_replicas_every, first)
         turns = _turns(program, coordinator, state, source, resident, stop, when)
         what = f"{program.plan.sizes_text()}, batches of {program.batch_size}"
         for steps in bar.compiled(turns, what):
@@ -216,10 +224,9 @@ def fit(
             report = steps.epoch_done and (at_epoch % report_every == 0 or at_epoch == epochs)
             due = checkpoint_every is not None and steps.step % checkpoint_every == 0
             save = checkpoints is not None and (report or due or stopping is not None)
-            for fetched in metrics.add(steps, fetch_all=report or save or bool(stopping)):
-                for row in metrics.step_rows(fetched):
-                    if log:
-                        log.write(row)
+            guard.check(steps.step, state, now=save)
+            fetched = metrics.add(steps, fetch_all=report or save or bool(stopping))
+            _log_steps(log, metrics, fetched)
             bar.advance(steps.step, at_epoch, *_summary(metrics, coordinator))
             metrics.warn_not_finite(steps.step)
             if report:
@@ -247,6 +254,7 @@ def fit(
                 stop.name = stop.name or "SIGPIPE"
             if report:
                 metrics.start()
+        guard.wait()
         measurements.show(at_end=True)
         if checkpoints:
             checkpoints.wait()
@@ -423,8 +431,15 @@ def _open_bar(
     bar = TrainingProgress(epochs, per_epoch and per_epoch * epochs, first, show=progress)
     stack.enter_context(bar)
     if program.chose:
-        bar.note(program.choice_text())
+        bar.note(choice_text(program.plan))
     return bar
+
+
+def _log_steps(log: MetricsLog | None, metrics: EpochMetrics, fetched: Iterable[Any]) -> None:
+    for each in fetched:
+        for row in metrics.step_rows(each):
+            if log:
+                log.write(row)
 
 
 def _turns(

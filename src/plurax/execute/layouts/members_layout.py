@@ -40,6 +40,16 @@ class MembersLayout(StateLayout):
         return _of_members(self._inner.specs)
 
     @property
+    def varying_axes(self) -> PyTree:
+        """Of each stored leaf the mesh axes along which devices hold different values."""
+        return jax.tree.map(lambda axes: axes | {"member"}, self._inner.varying_axes)
+
+    @property
+    def names(self) -> PyTree:
+        """The name of each stored leaf for people."""
+        return self._inner.names
+
+    @property
     def gradient_specs(self) -> PyTree:
         """The `PartitionSpec`s of reduced gradients."""
         return _of_members(self._inner.gradient_specs)

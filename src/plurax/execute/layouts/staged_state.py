@@ -199,6 +199,37 @@ class StagedState(StateLayout):
         return self._with(self.inner.specs, self._staged_specs)
 
     @property
+    def varying_axes(self) -> TrainState:
+        """Of each stored leaf the mesh axes along which devices hold different values.
+
+        A buffer of a stage's own leaves varies along `pipeline`, and along the axes over which one
+        of its leaves is split; along others all devices hold the same, although its
+        `PartitionSpec`, `EVERYWHERE`, says nothing of it.
+        """
+
+        def staged(homes: StagePlacement, axes: PyTree) -> Staged:
+            leaves = jax.tree.leaves(axes)
+            split = [one for one, home in zip(leaves, homes.homes, strict=True) if home != ON_ALL]
+            rest = tuple(a for a, home in zip(leaves, homes.homes, strict=True) if home == ON_ALL)
+            buffers = frozenset({"pipeline"}).union(*split)
+            return Staged(rest, dict.fromkeys(homes.lengths, buffers))
+
+        return self._with(self.inner.varying_axes, staged)
+
+    @property
+    def names(self) -> TrainState:
+        """The name of each stored leaf for people; of a buffer, those of the leaves in it."""
+
+        def staged(homes: StagePlacement, names: PyTree) -> Staged:
+            leaves = jax.tree.leaves(names)
+            own = [one for one, home in zip(leaves, homes.homes, strict=True) if home != ON_ALL]
+            rest = tuple(a for a, home in zip(leaves, homes.homes, strict=True) if home == ON_ALL)
+            text = own[0] if len(own) == 1 else f"one of {', '.join(own)}"
+            return Staged(rest, dict.fromkeys(homes.lengths, text))
+
+        return self._with(self.inner.names, staged)
+
+    @property
     def gradient_specs(self) -> Staged:
         """The `PartitionSpec`s of reduced gradients."""
         return self._staged_specs(self.shards, self.inner.gradient_specs)

@@ -14,13 +14,14 @@ Example: a parameter `f32[10, 6]` under `Plan(data=4, zero=3)`:
 import abc
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
 from plurax.execute.initial_state import check_state
 from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.mesh import replicated
 from plurax.state import TrainState
+from plurax.tree import path_name
 
 
 class StateLayout(abc.ABC):
@@ -30,6 +31,23 @@ class StateLayout(abc.ABC):
     @abc.abstractmethod
     def specs(self) -> TrainState:
         """The `PartitionSpec`s of the stored state."""
+
+    @property
+    def varying_axes(self) -> PyTree:
+        """Of each stored leaf the mesh axes along which devices hold different values.
+
+        A tree like `specs`, of `frozenset`s; along the other axes all devices hold the same bits.
+        """
+        return jax.tree.map(spec_axes, self.specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+    @property
+    def names(self) -> PyTree:
+        """The name of each stored leaf for people, a tree like `specs`."""
+        return jax.tree.map_with_path(
+            lambda path, _: path_name(path),
+            self.specs,
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        )
 
     @property
     @abc.abstractmethod
@@ -80,3 +98,13 @@ class StateLayout(abc.ABC):
     def check(self, state: TrainState) -> None:
         """Raise `BatchError` where a canonical state has other structure, shapes or dtypes."""
         check_state(state, self.canonical)
+
+
+def spec_axes(spec: PartitionSpec) -> frozenset[str]:
+    """Return the mesh axes in a `PartitionSpec`.
+
+    >>> sorted(spec_axes(PartitionSpec(("data", "tensor"), None, "pipeline")))
+    ['data', 'pipeline', 'tensor']
+    """
+    entries = [dim if isinstance(dim, tuple) else (dim,) for dim in spec if dim is not None]
+    return frozenset(axis for entry in entries for axis in entry)

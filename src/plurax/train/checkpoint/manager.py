@@ -23,11 +23,11 @@ import numpy as np
 from jaxtyping import PyTree
 
 from plurax import errors, tree
+from plurax.fingerprint import fingerprints
 from plurax.state import TrainState
 from plurax.train.checkpoint.damage import Damage, DamagedCheckpointWarning
 from plurax.train.checkpoint.description import read_description, sealed
 from plurax.train.checkpoint.files import usable_folder, verify_files
-from plurax.train.checkpoint.fingerprint import fingerprints
 from plurax.train.checkpoint.lock import FolderLock
 
 Meta = dict[str, Any]

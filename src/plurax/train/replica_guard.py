@@ -1,0 +1,66 @@
+"""Compare replicas while training: every some steps, and before anything is saved.
+
+A comparison is dispatched behind the step and read one call later, so that the devices do not wait
+for the host. Example, `check_replicas_every=100`, one step per call, a checkpoint at step 250:
+
+    step 100   dispatched        101   read
+    step 200   dispatched        201   read
+    step 250   dispatched and read, then saved
+"""
+
+from typing import Any
+
+from plurax import errors
+from plurax.execute.program import Program
+from plurax.execute.replicas import ReplicaFinding
+from plurax.state import TrainState
+from plurax.validate import whole_number
+
+
+class ReplicaGuard:
+    """The comparisons of a training run.
+
+    **Arguments:** `program`; `every`, steps between two comparisons, or None for none; `first`, the
+    step at which training begins.
+    """
+
+    def __init__(self, program: Program, every: int | None, first: int = 0) -> None:
+        self._program, self._every, self._last = program, every, first
+        self._pending: tuple[int, Any] | None = None
+
+    def check(self, step: int, state: TrainState, *, now: bool = False) -> None:
+        """Compare if it is due; with `now`, because the state is to be saved, wait for the result.
+
+        Raises `ReplicaError`, also for the comparison before this one.
+        """
+        self.wait()
+        if self._every is None:
+            return
+        if now or step // self._every > self._last // self._every:
+            self._pending = step, self._program.replicas.compare(state)
+        self._last = step
+        if now:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the comparison that was dispatched. Raises `ReplicaError`."""
+        if self._pending is not None:
+            (step, verdicts), self._pending = self._pending, None
+            found = self._program.replicas.findings(verdicts)
+            if found:
+                raise replica_error(step, found)
+
+
+def replica_error(step: int, found: list[ReplicaFinding]) -> errors.ReplicaError:
+    """Return the error for findings after a step: for those that are certain, if there are any."""
+    certain = [one for one in found if one.certain]
+    named = certain or found
+    devices = [f"device {one.device} of process {one.process}" for one in named]
+    leaves = list(dict.fromkeys(name for one in named for name in one.leaves))
+    return errors.replicas_differ(step, devices, leaves, bool(certain))
+
+
+def check_every(given: Any) -> None:
+    """Raise `BatchError` unless this can be the number of steps between comparisons."""
+    if given is not None and whole_number(given) is None:
+        raise errors.check_replicas_every_not_positive(given)
