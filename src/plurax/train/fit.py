@@ -40,7 +40,7 @@ from plurax.train.iterate import StepOutput, train_iter
 from plurax.train.log import MetricsLog, Row
 from plurax.train.measurements import Measurements, estimate_run
 from plurax.train.progress import TrainingProgress
-from plurax.train.replica_guard import ReplicaGuard, check_every
+from plurax.train.replica_guard import ReplicaGuard
 from plurax.train.restore import (
     make_program,
     members_meta,
@@ -175,8 +175,7 @@ def fit(
     anything of it is saved.
     """
     numbers = (epochs, seed, report_every, checkpoint_every)
-    epochs, seed, report_every, checkpoint_every = _whole_numbers(*numbers)
-    check_every(check_replicas_every)
+    epochs, seed, report_every, checkpoint_every = _whole_numbers(*numbers, check_replicas_every)
     check_kinds(task, optimizer, plan, members)
     check_servers(servers, task, plan, members)
     output = None if output is None else _output(output)
@@ -206,7 +205,6 @@ def fit(
         measurements = Measurements(estimated, machine, program, bar.note)
         history = list(log.epochs) if log else []
         stack.enter_context(out_of_memory_said(program, lambda: _saved(checkpoints)))
-
         coordinator = open_servers(
             stack, servers, program, optimizer, state, source, like, run, position, checkpoints,
             bar.note,
@@ -258,9 +256,8 @@ def fit(
         measurements.show(at_end=True)
         if checkpoints:
             checkpoints.wait()
-    account = coordinator.account if coordinator else None
-    measured, state = measurements.measured, program.to_canonical(state)
-    return Fit(state, program, history, stop.name, estimated, measured, account)
+    account, state = coordinator.account if coordinator else None, program.to_canonical(state)
+    return Fit(state, program, history, stop.name, estimated, measurements.measured, account)
 
 
 # --- Signals, checkpoints and the log ---------------------------------------------------------
@@ -338,7 +335,7 @@ def _open_checkpoints(
 
 
 def _whole_numbers(
-    epochs: int, seed: int, report_every: int, checkpoint_every: int | None
+    epochs: int, seed: int, report_every: int, checkpoint_every: int | None, compare_every: Any
 ) -> tuple[int, int, int, int | None]:
     """Return `fit`'s numbers as Python integers, which JSON can encode. Raises for others."""
 
@@ -348,6 +345,8 @@ def _whole_numbers(
             raise refused(given)
         return number
 
+    if compare_every is not None:
+        positive(compare_every, errors.check_replicas_every_not_positive)
     every = checkpoint_every
     if every is not None:
         every = positive(every, errors.checkpoint_every_not_positive)

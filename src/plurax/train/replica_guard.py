@@ -14,7 +14,6 @@ from plurax import errors
 from plurax.execute.program import Program
 from plurax.execute.replicas import ReplicaFinding
 from plurax.state import TrainState
-from plurax.validate import whole_number
 
 
 class ReplicaGuard:
@@ -58,9 +57,3 @@ def replica_error(step: int, found: list[ReplicaFinding]) -> errors.ReplicaError
     devices = [f"device {one.device} of process {one.process}" for one in named]
     leaves = list(dict.fromkeys(name for one in named for name in one.leaves))
     return errors.replicas_differ(step, devices, leaves, bool(certain))
-
-
-def check_every(given: Any) -> None:
-    """Raise `BatchError` unless this can be the number of steps between comparisons."""
-    if given is not None and whole_number(given) is None:
-        raise errors.check_replicas_every_not_positive(given)
