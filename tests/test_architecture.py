@@ -32,7 +32,7 @@ FLOORS = [
     ["execute"],
     ["adapters", "analysis", "ensemble", "server"],
     ["train", "planner", "sweeps"],
-    ["experiment", "report", "cli"],
+    ["experiment", "report", "launch", "cli"],
 ]
 ORDER = [name for rooms in FLOORS for name in rooms]
 PUBLIC = {

@@ -1,5 +1,5 @@
 """`python -m plurax.cli`, the same as `plurax`."""
 
-from plurax.cli.commands import main
+from plurax.cli import main
 
 main()

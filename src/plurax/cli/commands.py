@@ -31,6 +31,7 @@ from plurax.cli.arguments import (
     start_devices,
     value,
 )
+from plurax.cli.launch_command import launch_command
 from plurax.cli.machine_command import described_machine, machine_command, machine_named
 from plurax.cli.options import (
     Common,
@@ -83,6 +84,7 @@ HELP = f"""plurax {__version__}: train neural networks in parallel on JAX
   plurax verify FILE     check that a plan computes what one device computes
   plurax machine         print a machine's rates, memory and links: this one's, or published ones
   plurax replay RUN      repeat a run with parameter servers from its record, and compare
+  plurax launch -- ...   train by several processes, and again after a fault
 
 FILE is a Python file that defines experiment(), which returns plurax.Experiment(...).
 Plan, epochs, batch size, seed and more can be overridden:
@@ -107,6 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "verify": _verify,
         "machine": machine_command,
         "replay": replay_command,
+        "launch": launch_command,
     }
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(HELP, end="")

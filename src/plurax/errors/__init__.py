@@ -8,6 +8,7 @@ from plurax.errors.batch_errors import *  # noqa: F403
 from plurax.errors.checkpoint_errors import *  # noqa: F403
 from plurax.errors.experiment_errors import *  # noqa: F403
 from plurax.errors.kinds import *  # noqa: F403
+from plurax.errors.launch_errors import *  # noqa: F403
 from plurax.errors.machine_errors import *  # noqa: F403
 from plurax.errors.member_errors import *  # noqa: F403
 from plurax.errors.plan_errors import *  # noqa: F403

@@ -1,0 +1,302 @@
+"""The processes of one attempt on this host: start them, watch them, end them.
+
+Nothing here decides. What happens is reported as messages, and whoever decides sends orders
+(`plurax.launch.supervisor`), from this host or over the network.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from plurax.exit_codes import ExitCode, shell_code
+from plurax.launch.memory_kills import memory_kills
+from plurax.launch.output import Output
+from plurax.launch.settings import Settings
+
+Message = dict[str, Any]
+CHILD, REAPER = (str(Path(__file__).with_name(name)) for name in ("child.py", "reaper.py"))
+ALONE = (sys.executable, "-I", "-S")
+"""Python with nothing but its standard library, which starts in a few milliseconds."""
+
+
+class Gang:
+    """The processes of this host.
+
+    **Arguments:** `settings`; `output`, for what they write; `selector`, which is waited on and
+    whose keys' data are functions to call; `report`, which takes messages; `clock`, seconds of
+    CLOCK_MONOTONIC, which is the same in all processes of a host.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        output: Output,
+        selector: selectors.BaseSelector,
+        report: Callable[[Message], None],
+        clock: Callable[[], float] = time.monotonic,
+        kills: Callable[[], int] = memory_kills,
+    ) -> None:
+        self._settings, self._output, self._selector = settings, output, selector
+        self._report, self._clock, self._kills = report, clock, kills
+        self._processes: list[_Process] = []
+        self._attempt, self._saved, self._looked = -1, -1, 0.0
+        self._kills_before = 0
+        self._reaper = subprocess.Popen(
+            [*ALONE, REAPER], stdin=subprocess.PIPE, start_new_session=True
+        )
+
+    def obey(self, order: Message) -> None:
+        """Do what whoever decides has ordered: start, signal or kill the processes."""
+        if order["do"] == "start":
+            self._start(order)
+        elif order["do"] == "signal":
+            for process in self._alive():
+                process.send(order["signal"])
+        elif order["do"] == "kill":
+            for process in self._alive():
+                # Where another one's watchdog ended it, who is late and has not ended is the one
+                # that it waited for. Its stacks say where it is stuck.
+                stuck = process.is_stopped() or (order["stuck"] and process.late_since is not None)
+                if not stuck:
+                    process.kill()
+                elif process.abort_until is None:
+                    self._abort(process)
+
+    def tick(self) -> None:
+        """Read what is there: who has ended, and at times the status files."""
+        for process in self._alive():
+            if process.popen.poll() is not None:
+                self._ended(process)
+        now = self._clock()
+        if now - self._looked < self._settings.limits.poll:
+            return
+        awake = now - self._looked < self._settings.limits.slack
+        self._looked = now
+        self._output.flush()
+        for process in self._alive():
+            process.look(now, awake)
+            if process.abort_until is None and self._late(process):
+                self._abort(process)
+            if process.abort_until is not None and now > process.abort_until:
+                process.kill()
+        self._report_progress()
+
+    def close(self) -> None:
+        """Kill what still runs, and end the reaper."""
+        for process in self._alive():
+            process.kill()
+            process.popen.wait()
+            self._ended(process)
+        assert self._reaper.stdin is not None
+        self._reaper.stdin.close()
+        self._reaper.wait()
+        self._output.close()
+
+    def _alive(self) -> list["_Process"]:
+        return [process for process in self._processes if not process.ended]
+
+    def _start(self, order: Message) -> None:
+        assert not self._alive()
+        settings = self._settings
+        self._attempt, self._saved = order["attempt"], -1
+        self._kills_before, self._looked = self._kills(), self._clock()
+        folder = settings.status / str(self._attempt)
+        folder.mkdir(parents=True, exist_ok=True)
+        first = order["first"]
+        self._processes = [
+            _Process(number, settings.command, self._environment(order, number, folder), folder)
+            for number in range(first, first + settings.processes)
+        ]
+        for process in self._processes:
+            self._tell_reaper("+", process)
+            self._selector.register(process.pidfd, selectors.EVENT_READ, _nothing)
+            for stream, pipe in enumerate(process.pipes):
+                read = _Reader(self._selector, self._output, process.number, stream, pipe)
+                process.readers.append(read)
+
+    def _environment(self, order: Message, number: int, folder: Path) -> dict[str, str]:
+        """Return the environment of a process: this one's, and what it reads of the gang."""
+        kept = {key: value for key, value in os.environ.items() if key not in OWN}
+        said = {
+            "PLURAX_COORDINATOR": order["coordinator"],
+            "PLURAX_PROCESSES": str(order["processes"]),
+            "PLURAX_PROCESS": str(number),
+            "PLURAX_ATTEMPT": str(order["attempt"]),
+            "PLURAX_STATUS": str(folder.resolve()),
+            "PYTHONUNBUFFERED": "1",  # what it wrote is there when it is killed
+        }
+        devices = self._settings.devices
+        said |= {} if devices is None else {"PLURAX_DEVICES": str(devices)}
+        said |= {"PLURAX_ELASTIC": "1"} if order.get("elastic") else {}
+        return kept | said
+
+    def _tell_reaper(self, sign: str, process: "_Process") -> None:
+        assert self._reaper.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._reaper.stdin.write(f"{sign}{process.popen.pid}\n".encode())
+            self._reaper.stdin.flush()
+
+    def _late(self, process: "_Process") -> bool:
+        late = process.late_since
+        return late is not None and self._clock() - late > self._settings.limits.slack
+
+    def _abort(self, process: "_Process") -> None:
+        """Ask a stuck process for the stacks of its threads, and for its end."""
+        process.stopped, process.stuck = process.is_stopped(), True
+        process.abort_until = self._clock() + self._settings.limits.abort
+        self._report({"is": "stuck", **process.said(self._attempt)})
+        process.send(signal.SIGABRT)
+        process.send(signal.SIGCONT)  # a stopped process gets no signal but this and SIGKILL
+
+    def _ended(self, process: "_Process") -> None:
+        """Report that a process has ended, once what it started has too."""
+        process.ended = True
+        process.send(signal.SIGKILL, group=True)
+        self._tell_reaper("-", process)
+        self._selector.unregister(process.pidfd)
+        os.close(process.pidfd)
+        for reader in process.readers:
+            reader.drain()
+        process.look(self._clock(), awake=False)
+        self._report_progress()
+        code = shell_code(process.popen.returncode)
+        # Killed by somebody, and not by this launcher: perhaps by the kernel, for memory.
+        kills = code == ExitCode.KILLED and not process.killed and self._kills()
+        memory = bool(kills and kills > self._kills_before)
+        code = ExitCode.OUT_OF_MEMORY if memory else ExitCode.STUCK if process.stuck else code
+        said = {"code": int(code), "ours": process.killed and not process.stuck, "memory": memory}
+        self._report({"is": "exit", **process.said(self._attempt), **said})
+
+    def _report_progress(self) -> None:
+        """Report the newest checkpoint, when there is a newer one."""
+        said = [process.status.get("saved") for process in self._processes]
+        saved = max((step for step in said if step is not None), default=-1)
+        if saved > self._saved:
+            self._saved = saved
+            self._report({"is": "progress", "attempt": self._attempt, "saved": saved})
+
+
+OWN = frozenset(
+    f"PLURAX_{name}"
+    for name in (
+        "COORDINATOR", "PROCESSES", "PROCESS", "DEVICES", "ATTEMPT", "STATUS", "ELASTIC", "TOKEN",
+    )
+)  # fmt: skip
+"""Variables that speak of another gang where this launcher has them; the last is a secret."""
+
+
+class _Process:
+    """A process, and what is known of it."""
+
+    def __init__(
+        self, number: int, command: tuple[str, ...], environment: Mapping[str, str], folder: Path
+    ) -> None:
+        self.number, self._file = number, folder / f"{number}.json"
+        self.popen = subprocess.Popen(
+            [*ALONE, CHILD, str(os.getpid()), *command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self.popen.stdout is not None
+        assert self.popen.stderr is not None
+        self.pipes = (self.popen.stdout, self.popen.stderr)
+        self.pidfd = os.pidfd_open(self.popen.pid)
+        self.readers: list[_Reader] = []
+        self.ended = self.killed = self.stuck = self.stopped = self.stepped = False
+        self.abort_until: float | None = None
+        self.late_since: float | None = None
+        self.status: dict[str, Any] = {}
+
+    def send(self, number: int, group: bool = False) -> None:
+        """Send a signal to the process, or to it and what it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if group:
+                os.killpg(self.popen.pid, number)
+            else:
+                self.popen.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill the process and what it started."""
+        self.killed = True
+        self.send(signal.SIGKILL, group=True)
+
+    def look(self, now: float, awake: bool) -> None:
+        """Read the status file. Being late counts only while this launcher is awake itself."""
+        try:
+            status = json.loads(self._file.read_text())
+        except (OSError, ValueError):
+            status = self.status
+        before, self.status = self.status, status
+        if before and status.get("step") != before.get("step"):
+            self.stepped = True
+        deadline = status.get("deadline")
+        if deadline is None or now <= deadline:
+            self.late_since = None
+        elif self.late_since is None or not awake or status != before:
+            self.late_since = now
+
+    def is_stopped(self) -> bool:
+        """Return whether a signal has stopped the process, as SIGSTOP does."""
+        try:
+            stat = Path(f"/proc/{self.popen.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] in "Tt"
+
+    def said(self, attempt: int) -> Message:
+        """Return what a message says of the process."""
+        status = {key: self.status.get(key) for key in ("step", "phase", "saved")}
+        found = {"stuck": self.stuck, "stopped": self.stopped, "stepped": self.stepped}
+        return {"attempt": attempt, "process": self.number, **status, **found}
+
+
+class _Reader:
+    """Reads a pipe of a process whenever there is something in it."""
+
+    def __init__(
+        self, selector: selectors.BaseSelector, output: Output, process: int, stream: int, pipe: Any
+    ) -> None:
+        self._selector, self._output, self._pipe = selector, output, pipe
+        self._process, self._stream = process, stream
+        os.set_blocking(pipe.fileno(), False)
+        selector.register(pipe, selectors.EVENT_READ, self.read)
+
+    def read(self) -> bool:
+        """Pass on what is there; return whether there may be more."""
+        if self._pipe.closed:
+            return False
+        try:
+            data = os.read(self._pipe.fileno(), 1 << 16)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._close()
+            return False
+        self._output.write(self._process, self._stream, data)
+        return True
+
+    def drain(self) -> None:
+        """Read what is left, and close."""
+        while self.read():
+            pass
+        self._close()
+
+    def _close(self) -> None:
+        if not self._pipe.closed:
+            self._selector.unregister(self._pipe)
+            self._pipe.close()
+
+
+def _nothing() -> None:
+    """Only wake up: `Gang.tick` looks who has ended."""

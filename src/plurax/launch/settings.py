@@ -1,0 +1,48 @@
+"""What a launcher is asked to do, and its limits."""
+
+import dataclasses
+from pathlib import Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Seconds that a launcher waits for one thing or another; tests choose others.
+
+    They are longer than those inside a process: its watchdog, JAX's heartbeat and the barrier of a
+    checkpoint end a process before its launcher does, with a better message.
+    """
+
+    aftermath: float = 2.0
+    """After a process ended abnormally, for the others to end by themselves."""
+    finish: float = 600.0
+    """After a process has done its work, for the others to finish too."""
+    stop: float = 120.0
+    """After SIGTERM, for all to save and end."""
+    abort: float = 5.0
+    """After SIGABRT, for a stuck process to write its stacks and end."""
+    slack: float = 10.0
+    """After the deadline in a process's status."""
+    poll: float = 0.2
+    """Between two readings of the status files."""
+    backoff: float = 1.0
+    """Before the first restart in a row; twice as long before each further one."""
+    max_backoff: float = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Of one launcher."""
+
+    command: tuple[str, ...]
+    """The program and its arguments: what each process runs."""
+    processes: int = 1
+    """Processes on this host."""
+    devices: int | None = None
+    """Virtual CPU devices of each process; None: what JAX finds."""
+    restarts: int = 3
+    """Restarts in a row, without a new checkpoint in between."""
+    logs: Path = Path("logs")
+    """Folder of each process's output."""
+    status: Path = Path("status")
+    """Folder below which each attempt has the folder of its status files."""
+    limits: Limits = Limits()

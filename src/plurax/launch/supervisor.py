@@ -1,0 +1,190 @@
+"""Decide about a gang: when its processes start, what an end means, when they start again.
+
+The processes of a gang compute together, so they live and die together: once one ends, the others
+cannot go on, and all of them start again from the newest checkpoint. The supervisor is a table of
+states and knows neither processes nor sockets; it takes messages and the time, and sends orders.
+
+    gather ── all hosts are there ──► run ── a process ends, or a signal ──► end
+      ▲                                                                       │ all have ended
+      └──────── the pause is over ──────── pause ◄── a restart may cure it ───┤
+                                                                              └─► over, with a code
+"""
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from plurax.exit_codes import FINAL, ExitCode
+from plurax.launch.events import Events
+from plurax.launch.outcome import Exit, cause
+from plurax.launch.settings import Settings
+
+Message = dict[str, Any]
+
+
+class Supervisor:
+    """Leads the hosts of a gang.
+
+    **Arguments:** `settings`; `send`, which takes a host's index and an order; `events`;
+    `coordinator`, which returns where JAX's coordination service of an attempt shall listen; `now`,
+    the time in seconds.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        send: Callable[[int, Message], None],
+        events: Events,
+        coordinator: Callable[[], str],
+        now: float,
+    ) -> None:
+        self._settings, self._send, self._events = settings, send, events
+        self._coordinator = coordinator
+        self._state, self._until = "gather", now
+        self._hosts: dict[int, int] = {}
+        self._gang: dict[int, list[int]] = {}
+        self._exits: list[Exit] = []
+        self._attempt, self._failures = -1, 0
+        self._saved: int | None = None
+        self._asked: int | None = None
+        self._killing = False
+        self.code: int | None = None
+
+    def joined(self, host: int, processes: int, now: float) -> None:
+        """Take a host that can start a number of processes."""
+        self._hosts[host] = processes
+        self.tick(now)
+
+    def received(self, host: int, message: Message, now: float) -> None:
+        """Take what a host reports."""
+        if message.get("attempt") != self._attempt:
+            return
+        if message["is"] == "exit":
+            names = ("process", "code", "step", "stepped", "stuck", "stopped", "memory", "ours")
+            found = Exit(host=host, **{name: message[name] for name in names})
+            self._exits.append(found)
+            self._events.write("exit", **_fields(message), host=host)
+            self._process_ended(found, now)
+        elif message["is"] == "progress":
+            if self._saved is None or message["saved"] > self._saved:
+                self._saved, self._failures = message["saved"], 0
+        elif message["is"] == "stuck":
+            self._events.write("stuck", **_fields(message), host=host)
+            self._end(now + self._settings.limits.aftermath, now)
+        self.tick(now)
+
+    def asked(self, number: int, now: float) -> None:
+        """Pass a signal on to all processes; a second one kills them."""
+        name = signal.Signals(number).name
+        if self._asked is not None:
+            self._events.write("kill", f"a second signal ({name}): killing the processes")
+            for host in self._gang:
+                self._send(host, {"do": "kill", "stuck": False})
+            return
+        self._asked = number
+        if self._state in ("gather", "pause"):
+            self._over(128 + number, f"{name}, while no process was running")
+            return
+        self._events.write("signal", f"{name}: passed on to the {self._count()}", signal=name)
+        for host in self._gang:
+            self._send(host, {"do": "signal", "signal": number})
+        self._end(now + self._settings.limits.stop, now)
+
+    def tick(self, now: float) -> None:
+        """Do what is due."""
+        if self._state == "pause" and now >= self._until:
+            self._state = "gather"
+        if self._state == "gather" and self._hosts:
+            self._start()
+        if self._state == "end":
+            if len(self._exits) == sum(map(len, self._gang.values())):
+                self._conclude(now)
+            elif now >= self._until and not self._killing:
+                self._killing = True
+                stuck = any(one.code == ExitCode.STUCK for one in self._exits)
+                for host in self._gang:
+                    self._send(host, {"do": "kill", "stuck": stuck})
+
+    def _start(self) -> None:
+        self._attempt += 1
+        self._state, self._exits, self._killing = "run", [], False
+        self._gang, first = {}, 0
+        for host, processes in sorted(self._hosts.items()):
+            self._gang[host] = [*range(first, first + processes)]
+            first += processes
+        order = {"do": "start", "attempt": self._attempt, "processes": first}
+        order["coordinator"] = self._coordinator()
+        self._events.write("start", **_fields(order), hosts=[*self._gang])
+        for host, own in self._gang.items():
+            self._send(host, {**order, "first": own[0]})
+
+    def _process_ended(self, found: Exit, now: float) -> None:
+        """Give the others as long as they may need."""
+        limits = self._settings.limits
+        longer = {int(ExitCode.DONE): limits.finish, int(ExitCode.PREEMPTED): limits.stop}
+        self._end(now + longer.get(found.code, limits.aftermath), now)
+
+    def _end(self, until: float, now: float) -> None:
+        """Wait for the processes' end until some time, or until one that was set and is earlier."""
+        self._until = until if self._state == "run" else min(until, self._until)
+        self._state = "end"
+
+    def _conclude(self, now: float) -> None:
+        """Decide, now that all processes have ended."""
+        found = cause(self._exits)
+        if found is None:
+            self._over(ExitCode.DONE, None)
+            return
+        said = found.sentence(len(self._gang))
+        if self._asked is not None or found.code in FINAL:
+            self._over(found.code, said + _advice(found))
+        elif found.code < 64 and not any(one.stepped for one in self._exits):
+            self._over(found.code, f"{said}, before its first step: not restarted")
+        elif self._failures >= self._settings.restarts:
+            row = f"{self._failures} restarts in a row without a new checkpoint"
+            self._over(found.code, f"{said}; not restarted: {row}")
+        else:
+            self._restart(found, said, now)
+
+    def _restart(self, found: Exit, said: str, now: float) -> None:
+        limits = self._settings.limits
+        seconds = min(limits.backoff * 2**self._failures, limits.max_backoff)
+        self._failures += 1
+        source = "the start" if self._saved is None else f"the checkpoint of step {self._saved}"
+        self._events.write(
+            "restart",
+            f"{said}; restarting the {self._count()} from {source} in {seconds:.3g} s "
+            f"(restart {self._failures} of {self._settings.restarts})",
+            attempt=self._attempt,
+            process=found.process,
+            host=found.host,
+            code=found.code,
+            saved=self._saved,
+            seconds=seconds,
+            restart=self._failures,
+        )
+        self._state, self._until = "pause", now + seconds
+
+    def _count(self) -> str:
+        count = sum(map(len, self._gang.values()))
+        return "process" if count == 1 else f"{count} processes"
+
+    def _over(self, code: int, said: str | None) -> None:
+        self._state, self.code = "over", int(code)
+        self._events.write("over", said, code=int(code), attempt=self._attempt, saved=self._saved)
+
+
+def _fields(message: Message) -> Message:
+    """Return what a message says, without its kind."""
+    return {key: value for key, value in message.items() if key not in ("is", "do")}
+
+
+def _advice(found: Exit) -> str:
+    """Return what to do about an end that is not restarted."""
+    if found.code != ExitCode.OUT_OF_MEMORY:
+        return ""
+    return (
+        "; not restarted: the same plan would need the same memory. A plan with more zero, remat "
+        "or microbatches needs less on each device, and more data or tensor divides it further; "
+        "plurax plan FILE --search finds one"
+    )
