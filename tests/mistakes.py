@@ -188,7 +188,7 @@ PYTHON = {
          "file.txt/run could not be written to: "),
         ("px.fit(task, optimizer, data, batch_size=8, output='gs://bucket/run')",
          "CheckpointError", "plurax writes to the file system of this machine, and gs:// is"),
-        ("px.fit(task, optimizer, data, batch_size=8, output='/proc/run')", "CheckpointError",
+        ("px.fit(task, optimizer, data, batch_size=8, output='/proc/run')", "DiskError",
          "could not be written to /proc/run"),
     ],
 }  # fmt: skip

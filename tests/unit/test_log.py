@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plurax.errors import CheckpointError
 from plurax.execute.array_data import Position
 from plurax.members import Members
-from plurax.train import log
+from plurax.train import disk
 from plurax.train.epoch_metrics import MembersMetrics, NetworkMetrics
 from plurax.train.iterate import StepOutput
 from plurax.train.log import DamagedLogWarning, MetricsLog, read_rows
@@ -77,7 +77,7 @@ def test_a_kill_while_resuming_leaves_the_log_as_it_was(tmp_path, monkeypatch):
     def killed(_file):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(log.os, "fsync", killed)
+    monkeypatch.setattr(disk.os, "fsync", killed)
     with pytest.raises(KeyboardInterrupt):
         resumed(tmp_path, 2)
     monkeypatch.undo()
@@ -95,7 +95,7 @@ def test_a_full_disk_is_said_and_the_log_goes_on_when_there_is_room(tmp_path, mo
 
     metrics.write(step_row(2))
     with monkeypatch.context() as patched:
-        patched.setattr(log.os, "fsync", full)
+        patched.setattr(disk.os, "fsync", full)
         with pytest.raises(CheckpointError, match=r"metrics.jsonl could not be written: No space"):
             metrics.flush()
     metrics.close()

@@ -32,6 +32,7 @@ from plurax.cli.arguments import (
     value,
 )
 from plurax.cli.launch_command import launch_command
+from plurax.cli.leave import exit_code, leave
 from plurax.cli.machine_command import described_machine, machine_command, machine_named
 from plurax.cli.options import (
     Common,
@@ -131,8 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(130) from None
     except errors.PluraxError as error:
         print(f"error: {describe_error(error)}", file=sys.stderr)
-        # 78: a launcher restarts from the newest checkpoint.
-        raise SystemExit(78 if isinstance(error, errors.ReplicaError) else 2) from None
+        leave(exit_code(error))
     except Exception as error:
         if not is_users(error):
             raise

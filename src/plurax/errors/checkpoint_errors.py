@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from plurax.errors.kinds import CheckpointError
+from plurax.errors.kinds import CheckpointError, DiskError, SavingStoppedError
 
 
 def checkpoint_none(directory: str) -> CheckpointError:
@@ -49,8 +49,8 @@ def checkpoint_by_hand(directory: str) -> CheckpointError:
     )
 
 
-def log_not_written(path: str, reason: str) -> CheckpointError:
-    return CheckpointError(
+def log_not_written(path: str, reason: str) -> DiskError:
+    return DiskError(
         f"the log {path} could not be written: {reason}. Make room or give another directory; what "
         "is saved stays, and resume goes on from it."
     )
@@ -133,8 +133,35 @@ def folder_not_text(directory: str) -> CheckpointError:
     )
 
 
-def checkpoint_not_written(directory: str, reason: str) -> CheckpointError:
-    return CheckpointError(f"the checkpoint could not be written to {directory}: {reason}")
+def checkpoint_not_written(directory: str, reason: str) -> DiskError:
+    return DiskError(f"the checkpoint could not be written to {directory}: {reason}")
+
+
+def checkpoint_too_slow(directory: str, seconds: float) -> DiskError:
+    return DiskError(
+        f"a checkpoint is still not written to {directory} after {seconds:g} s, and nothing waits "
+        "longer. See whether the disk still answers; resume goes on from the checkpoint before."
+    )
+
+
+def disk_too_small(directory: str, needed: str, free: str) -> DiskError:
+    return DiskError(
+        f"a checkpoint takes {needed}, and the disk of {directory} has {free} left. Make room, or "
+        "give an output directory on another disk."
+    )
+
+
+def saving_given_up(
+    directory: str, attempts: int, step: int, saved: int | None, reason: str
+) -> SavingStoppedError:
+    kept = "no checkpoint is there, so resume starts from the beginning"
+    if saved is not None:
+        kept = f"the checkpoint of step {saved} is kept, and resume goes on there"
+    return SavingStoppedError(
+        f"training stopped at step {step}: {attempts} saves in a row failed, and the last "
+        f"{step - (saved or 0)} steps are not saved; {kept}.\n  the last reason: {reason}\nMake "
+        f"room on the disk of {directory}, or see why it cannot be written, then resume."
+    )
 
 
 def output_is_a_file(directory: str, file: str) -> CheckpointError:

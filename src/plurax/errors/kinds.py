@@ -29,6 +29,18 @@ class CheckpointError(PluraxError):
     """A checkpoint that cannot be written or read."""
 
 
+class DiskError(CheckpointError):
+    """A checkpoint or a log that the disk does not take."""
+
+
+class RunStoppedError(PluraxError):
+    """A run that began and cannot go on; started again it would stop again."""
+
+
+class SavingStoppedError(CheckpointError, RunStoppedError):
+    """Training stopped because the disk took no checkpoint for too long."""
+
+
 class ExperimentError(PluraxError):
     """A file given to the command line that does not define a usable experiment."""
 

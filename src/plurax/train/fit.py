@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import signal
 import threading
@@ -49,6 +50,7 @@ from plurax.train.restore import (
     with_resampling,
 )
 from plurax.train.run_folder import check_same_run, epoch_length, move_run_aside, save_settings
+from plurax.train.saving import Saving, check_room
 from plurax.train.serve import check_servers, open_servers, serve_iter
 from plurax.validate import check_seed, local_path, whole_number
 
@@ -192,7 +194,7 @@ def fit(
         machine = None if servers else machine
         estimated = estimate_run(program, optimizer, like, source, resident, machine)
         if output is not None:
-            _check_saveable(program.canonical_shapes)
+            _check_saveable(program.canonical_shapes, output)
         run = {"seed": seed, "batch_size": program.batch_size, "shuffle": bool(shuffle),
                "ragged": ragged, "epoch_length": epoch_length(source)}  # fmt: skip
         if checkpoints and restart:
@@ -202,6 +204,7 @@ def fit(
         log = _open_log(stack, output, program.plan, estimated, first if resume else None, command)
         stop = stack.enter_context(_StopSignals())
         bar = _open_bar(stack, program, source, epochs, first, progress)
+        saving = Saving(checkpoints, log, bar.note)
         measurements = Measurements(estimated, machine, program, bar.note)
         history = list(log.epochs) if log else []
         stack.enter_context(out_of_memory_said(program, lambda: _saved(checkpoints)))
@@ -222,6 +225,8 @@ def fit(
             report = steps.epoch_done and (at_epoch % report_every == 0 or at_epoch == epochs)
             due = checkpoint_every is not None and steps.step % checkpoint_every == 0
             save = checkpoints is not None and (report or due or stopping is not None)
+            last = stopping is not None or (report and at_epoch == epochs)
+            saving.check(steps.step)
             guard.check(steps.step, state, now=save)
             fetched = metrics.add(steps, fetch_all=report or save or bool(stopping))
             _log_steps(log, metrics, fetched)
@@ -237,12 +242,11 @@ def fit(
                 if log:
                     log.write(row)
                 metrics = metrics.fresh()
-            if log and save:
-                log.flush()  # no checkpoint is ever ahead of its log
-            if checkpoints is not None and save:
+            if save:
                 meta = {**run, "position": steps.position.to_json(), "tally": metrics.to_json(),
                         **members_meta(program)}  # fmt: skip
-                checkpoints.save(program.to_canonical(state), meta, steps.residuals)
+                canonical = functools.partial(program.to_canonical, state)
+                saving.save(steps.step, canonical, meta, steps.residuals, last=last)
             if stopping:
                 if not report:
                     measurements.add(steps, metrics)
@@ -254,8 +258,6 @@ def fit(
                 metrics.start()
         guard.wait()
         measurements.show(at_end=True)
-        if checkpoints:
-            checkpoints.wait()
     account, state = coordinator.account if coordinator else None, program.to_canonical(state)
     return Fit(state, program, history, stop.name, estimated, measurements.measured, account)
 
@@ -369,12 +371,16 @@ def _output(given: str | Path) -> Path:
     return directory
 
 
-def _check_saveable(state: TrainState) -> None:
-    """Raise `CheckpointError` before the first step for a leaf that no checkpoint can hold."""
+def _check_saveable(state: TrainState, output: Path) -> None:
+    """Raise `CheckpointError` before the first step for a leaf that no checkpoint can hold.
+
+    And for a disk that has no room for one.
+    """
     parts = {"params": state.params, "opt_state": state.opt_state, "model": state.model_state}
     for path, leaf in tree.named_leaves(parts).items():
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or 0 in leaf.shape:
             raise errors.leaf_not_saveable(path, f"{leaf.dtype}{list(leaf.shape)}")
+    check_room(output, state)
 
 
 def _new_metrics(program: Program, saved: dict[str, Any] | None = None) -> EpochMetrics:
@@ -412,8 +418,7 @@ def _open_log(
 ) -> MetricsLog | None:
     if output is None:
         return None
-    log = MetricsLog(Path(output), resume_step=resume_step)
-    stack.callback(log.close)
+    log = stack.enter_context(MetricsLog(Path(output), resume_step=resume_step))
     save_settings(plan, estimated.machine if estimated else None, command, Path(output))
     return log
 

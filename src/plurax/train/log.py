@@ -3,13 +3,14 @@
 import contextlib
 import json
 import math
-import os
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from plurax import errors
+from plurax.train.board import Board
+from plurax.train.disk import AppendFile, replace_file
 
 Row = dict[str, Any]
 
@@ -28,11 +29,13 @@ class MetricsLog:
     """Writes rows of metrics to `metrics.jsonl` and to TensorBoard events in a directory.
 
     A row has `kind` (`"step"` or `"epoch"`), `step`, `epoch` and numbers; of a population also
-    `members`, a dict of lists with a number for each member. Opening a directory for a run that
-    resumes at `resume_step` drops the rows after that step, which the run writes again.
+    `members`, a dict of lists with a number for each member. A row of kind `"event"` says under
+    `event` what happened. Opening a directory for a run that resumes at `resume_step` drops the
+    rows after that step, which the run writes again.
 
     The file is append-only. When `flush` returns, all rows are on disk: call it before the
-    checkpoint of the same step, so that no checkpoint is ever ahead of its log.
+    checkpoint of the same step, so that no checkpoint is ever ahead of its log. On a disk that is
+    full rows wait in memory until there is room.
 
     Raises `CheckpointError` where the directory cannot be written.
 
@@ -48,13 +51,17 @@ class MetricsLog:
             if resume_step is not None and self.path.exists():
                 lines = self._up_to(resume_step)
             replace_file(self.path, b"".join(lines))
-            self._file = self.path.open("ab")
-            from tensorboardX import SummaryWriter  # slow to import
+            self._rows = AppendFile(self.path)
+            purge = None if resume_step is None else resume_step + 1
+            self._board = Board(directory / "tensorboard", purge)
 
-            self._board = SummaryWriter(
-                str(directory / "tensorboard"),
-                purge_step=None if resume_step is None else resume_step + 1,
-            )
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close; an error that ends training is not replaced by one of the log."""
+        with contextlib.suppress(*() if kind is None else (errors.DiskError,)):
+            self.close()
 
     def _up_to(self, last: int) -> Iterator[bytes]:
         """Yield the lines of steps up to `last`, unchanged; append epoch rows to `epochs`."""
@@ -78,28 +85,33 @@ class MetricsLog:
                 stacklevel=4,
             )
 
+    @property
+    def trouble(self) -> OSError | None:
+        """Why the last attempt to write failed; None while the disk takes what is written."""
+        return self._rows.trouble or self._board.file.trouble
+
     def write(self, row: Row) -> None:
-        """Append a row. Raises `CheckpointError` where writing fails."""
-        with _said(self.path):
-            self._file.write(_line(row))
-        if row["kind"] == "step" and row["step"] % BOARD_EVERY:
+        """Append a row; on a full disk it waits in memory."""
+        self._rows.write(_line(row))
+        if row["kind"] == "event" or (row["kind"] == "step" and row["step"] % BOARD_EVERY):
             return
-        for name, value in row.items():
-            if name not in ("kind", "step", "epoch") and isinstance(value, int | float):
-                self._board.add_scalar(f"{row['kind']}/{name}", value, row["step"])
+        values = {
+            f"{row['kind']}/{name}": value
+            for name, value in row.items()
+            if name not in ("kind", "step", "epoch") and isinstance(value, int | float)
+        }
+        self._board.scalars(values, row["step"])
 
     def flush(self) -> None:
         """Return when all rows are on disk. Raises `CheckpointError` where writing fails."""
         with _said(self.path):
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._board.flush()
+            self._rows.flush()
+            self._board.file.flush()
 
     def close(self) -> None:
         """Flush and close. Raises `CheckpointError` where writing fails."""
-        with _said(self.path):
-            self._file.close()
-            self._board.close()
+        with _said(self.path), contextlib.closing(self._board.file):
+            self._rows.close()
 
 
 @contextlib.contextmanager
@@ -118,16 +130,6 @@ def read_rows(path: Path) -> Iterator[Row]:
             yield row
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file's content atomically: readers, and a kill, find the old or the new content."""
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
 def _parsed(path: Path) -> Iterator[tuple[int, bytes, Row | None]]:
     """Yield number, bytes and row of each line; None for a line that is not a whole row."""
     with path.open("rb") as lines:
@@ -142,7 +144,7 @@ def _row(line: bytes) -> Row | None:
         return None
     if not line.endswith(b"\n") or not isinstance(row, dict):
         return None
-    if not isinstance(row.get("step"), int) or row.get("kind") not in ("step", "epoch"):
+    if not isinstance(row.get("step"), int) or row.get("kind") not in ("step", "epoch", "event"):
         return None
     return {name: _numbers(value) for name, value in row.items()}
 

@@ -12,7 +12,7 @@ from plurax.machine import Machine
 from plurax.plan import Plan
 from plurax.train.checkpoint import Checkpoints
 from plurax.train.data import Data
-from plurax.train.log import replace_file
+from plurax.train.disk import replace_file
 
 COMMAND = "command.json"
 FILES = (

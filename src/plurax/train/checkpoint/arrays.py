@@ -3,6 +3,7 @@
 Orbax is slow to import: import this module where the first checkpoint is written or read.
 """
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,45 @@ class StateRestore(ocp.args.StandardRestore):  # type: ignore[misc]
     """The shapes, dtypes and shardings to restore."""
 
 
-def open_manager(directory: Path, keep: int) -> ocp.CheckpointManager:
-    """Return Orbax's manager of a folder, for writing."""
+class Manager(ocp.CheckpointManager):  # type: ignore[misc]
+    """Orbax's manager of a folder, without a traceback in the log for each error that it raises."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        for name in LOGGERS:
+            logging.getLogger(name).addFilter(_is_news)
+        super().__init__(*args, **options)
+
+    def close(self) -> None:
+        """Wait for saves; then errors are logged again."""
+        try:
+            super().close()
+        finally:
+            for name in LOGGERS:
+                logging.getLogger(name).removeFilter(_is_news)
+
+
+LOGGERS = ("absl", "asyncio")
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Return whether a record is no traceback of Orbax, of which a failed save logs a dozen."""
+    ours = "orbax" in record.pathname or "orbax-checkpoint" in record.getMessage()
+    return not (record.exc_info and ours)
+
+
+def open_manager(directory: Path, keep: int, seconds: float) -> Manager:
+    """Return Orbax's manager of a folder, for writing; a save fails after so many seconds."""
     # Orbax finds the parts of its database (OCDBT) by a glob of the whole path, in which these
     # characters are patterns. Without the database each array is its own file: slower, but right.
     plain = not set("*?[") & set(str(directory))
     # The manager needs the steps of existing checkpoints alone; their metadata may be damaged.
     options = ocp.CheckpointManagerOptions(
-        max_to_keep=keep, create=True, lightweight_initialize=True
+        max_to_keep=keep,
+        create=True,
+        lightweight_initialize=True,
+        async_options=ocp.AsyncOptions(timeout_secs=round(seconds)),
     )
-    return ocp.CheckpointManager(
+    return Manager(
         directory,
         options=options,
         item_handlers={

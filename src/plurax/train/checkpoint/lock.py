@@ -66,6 +66,11 @@ class FolderLock:
                 _write(self._descriptor, "")
             self._close()
 
+    @property
+    def held(self) -> bool:
+        """Whether this object holds the lock."""
+        return self._descriptor is not None
+
     def _close(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)

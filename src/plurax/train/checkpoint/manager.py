@@ -11,8 +11,12 @@ Orbax does not notice a flipped byte. Digests find damaged files before Orbax re
 fingerprints, computed on the devices before saving and after restoring, find any other change.
 """
 
+import contextlib
 import itertools
+import os
+import re
 import shutil
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -29,12 +33,16 @@ from plurax.train.checkpoint.damage import Damage, DamagedCheckpointWarning
 from plurax.train.checkpoint.description import read_description, sealed
 from plurax.train.checkpoint.files import usable_folder, verify_files
 from plurax.train.checkpoint.lock import FolderLock
+from plurax.train.disk import Place
 
 Meta = dict[str, Any]
 Residuals = list[list[np.ndarray]]
 """Of each worker of parameter servers, one array like each parameter."""
 
 LOCK = "writer.lock"
+
+SAVE_SECONDS = 1200.0
+"""The longest time that anything waits for a save, in seconds."""
 
 
 class Checkpoints:
@@ -45,6 +53,9 @@ class Checkpoints:
     another process writes, that raises `CheckpointError` naming it. Saving goes on in the
     background while training continues; `close` waits for it. Use as a context manager.
 
+    A save that fails leaves nothing behind, older checkpoints stay, and the next one may succeed. A
+    folder that was removed is created anew by the next save.
+
     Raises `CheckpointError` for a directory whose name cannot be used.
     """
 
@@ -53,6 +64,9 @@ class Checkpoints:
         self._keep = keep
         self._lock = FolderLock(self.directory / LOCK)
         self._manager: Any = None
+        self._place: Place | None = None  # of the lock
+        self._writing: int | None = None  # the step whose save was not waited for yet
+        self._stuck = False
         self._damaged: set[int] = set()  # found while only reading
 
     def __enter__(self) -> "Checkpoints":
@@ -86,21 +100,50 @@ class Checkpoints:
         """
         if self._manager is not None:
             return
+        held = self._lock.held  # after a save that failed
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire()
-            for unfinished in self.directory.glob("*.orbax-checkpoint-tmp*"):
-                shutil.rmtree(unfinished, ignore_errors=True)
+            if not held:
+                self._lock.acquire()
+                self._place = Place(self._lock.path)
+            self._remove_unfinished()
             for step in filter(self._is_there, self._damaged):
                 self._set_aside(step)
             from plurax.train.checkpoint.arrays import open_manager
 
-            self._manager = open_manager(self.directory, self._keep)
+            self._manager = open_manager(self.directory, self._keep, SAVE_SECONDS)
         except OSError as error:
             raise errors.checkpoint_not_written(str(self.directory), str(error)) from None
         finally:
-            if self._manager is None:
+            if self._manager is None and not held:
                 self._lock.release()
+
+    def _remove_unfinished(self) -> None:
+        for unfinished in self.directory.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+    def _find_again(self) -> None:
+        """Lock anew a folder that was removed while this object wrote to it.
+
+        Raises `DiskError` where its disk is no longer there.
+        """
+        if self._place is None:
+            return
+        try:
+            if not self._place.is_there():
+                self._close_manager()
+                self._lock.release()
+        except OSError as error:
+            raise errors.checkpoint_not_written(str(self.directory), str(error)) from None
+
+    def _close_manager(self) -> None:
+        """Close Orbax's manager, which raises each error of a save that failed once more."""
+        while self._manager is not None:
+            try:
+                self._manager.close()
+                self._manager = None
+            except Exception:
+                continue
 
     def save(self, state: TrainState, meta: Meta, residuals: Residuals | None = None) -> None:
         """Save a state and its JSON description; return before the bytes are on disk.
@@ -111,8 +154,9 @@ class Checkpoints:
         the previous one failed, or if the state is older than the newest saved, or differs from the
         one saved at the same step.
         """
-        self.lock()
         self.wait()
+        self._find_again()
+        self.lock()
         assert self._manager is not None
         # Fingerprints are computed on the devices, before any byte passes through Orbax.
         plain, keys = _plain(state)
@@ -137,6 +181,33 @@ class Checkpoints:
         except Exception as error:
             raise self._not_written(error) from error
         assert saved, "Orbax leaves out only steps that are not newer"
+        self._writing = step
+
+    def busy(self, seconds: float = 0.0) -> bool:
+        """Return whether a save is still being written, `seconds` from now at the latest."""
+        deadline, pause = time.monotonic() + seconds, 0.001
+        while self._writing is not None and self._manager.is_saving_in_progress():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return True
+            time.sleep(min(pause, left))  # Orbax cannot wait for a limited time
+            pause = min(2 * pause, 0.05)
+        return False
+
+    def verify(self, step: int) -> None:
+        """Read back what was saved at a step, and set it aside where it is not what was written.
+
+        Raises `DiskError` then, and where it cannot be read.
+        """
+        try:
+            read_description(self.directory / str(step))
+            verify_files(self.directory / str(step) / "state")
+        except Damage as damage:
+            raise errors.checkpoint_not_written(
+                str(self.directory), self._report(step, str(damage))
+            ) from None
+        except OSError as error:
+            raise errors.checkpoint_not_written(str(self.directory), str(error)) from None
 
     def move_all(self, target: Path) -> None:
         """Move all checkpoints, including damaged ones, to a new directory. Raises `OSError`."""
@@ -148,29 +219,47 @@ class Checkpoints:
             (self.directory / name).rename(target / name)
         self._manager.reload()
 
-    def wait(self) -> None:
-        """Wait until all saves are on disk. Raises `CheckpointError` if one failed."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until all saves are on disk.
+
+        **Arguments:** `seconds`, to wait at most; default `SAVE_SECONDS`.
+
+        Raises `DiskError` if a save failed, or takes longer.
+        """
+        seconds = SAVE_SECONDS if seconds is None else seconds
+        if self._stuck:
+            raise errors.checkpoint_too_slow(str(self.directory), seconds)
         if self._manager is None:
             return
+        if self.busy(seconds):
+            self._stuck = True
+            raise errors.checkpoint_too_slow(str(self.directory), seconds)
         try:
             self._manager.wait_until_finished()
         except Exception as error:
             raise self._not_written(error) from error
+        self._writing = None
 
     def _not_written(self, error: Exception) -> errors.CheckpointError:
-        assert self._manager is not None
-        self._manager.reload()  # Orbax counts a failed save as an existing one
-        return errors.checkpoint_not_written(str(self.directory), str(error))
+        self._writing = None
+        self._close_manager()  # it counts a failed save as an existing one; `lock` opens another
+        with contextlib.suppress(OSError):
+            self._remove_unfinished()
+        return errors.checkpoint_not_written(str(self.directory), _reason(error))
 
     def close(self) -> None:
-        """Wait for saves, and release the directory."""
+        """Wait for saves, and release the directory.
+
+        Where a save does not end, the directory stays locked until the process ends.
+        """
+        if self._stuck:
+            return
         try:
             self.wait()
         finally:
-            if self._manager is not None:
-                self._manager.close()
-                self._manager = None
-            self._lock.release()
+            if not self._stuck:
+                self._close_manager()
+                self._lock.release()
 
     # --- Reading ------------------------------------------------------------------------------
 
@@ -263,12 +352,13 @@ class Checkpoints:
     def _report(self, step: int, damage: str) -> str:
         """Set a damaged checkpoint aside, or remember it; warn; return the reason."""
         reason = f"step {step}: {damage}"
-        if self._manager is None:
+        if not self._lock.held:
             self._damaged.add(step)
             what = "passed over; training with resume sets it aside"
         else:
             what = f"set aside as {self._set_aside(step)}"
-            self._manager.reload()
+            if self._manager is not None:
+                self._manager.reload()
         warnings.warn(f"the checkpoint of {reason}; {what}", DamagedCheckpointWarning, stacklevel=3)
         return reason
 
@@ -279,6 +369,12 @@ class Checkpoints:
                 break
         (self.directory / str(step)).rename(target)
         return target.name
+
+
+def _reason(error: Exception) -> str:
+    """Return what went wrong, of the disk in the words of the operating system."""
+    codes = re.findall(r"os_error_code='(\d+)'", str(error))
+    return os.strerror(int(codes[0])) if codes else str(error)
 
 
 def _is_step(name: str) -> bool:

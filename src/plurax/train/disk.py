@@ -1,0 +1,135 @@
+"""Files on a disk that may fill up, turn read-only or vanish while a run writes to it.
+
+What cannot be written waits in memory, and the file never holds half a record:
+
+    records     a b c        waiting: a b c      on disk:
+    flush                    waiting:            on disk: a b c
+    records     d e          the disk takes half of d: the file is cut back to a b c
+    room again, flush        waiting:            on disk: a b c d e
+"""
+
+import contextlib
+import errno
+import os
+from pathlib import Path
+
+BUFFER = 64 * 1024
+"""Bytes that wait in memory before they are written without a `flush`."""
+
+
+class Place:
+    """Where a file stands, to notice that it was removed or replaced, or its disk unmounted."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = _identity(path)
+        self._device = path.parent.stat().st_dev
+
+    def is_there(self) -> bool:
+        """Return whether the same file still stands there; False where it may be created anew.
+
+        Raises `OSError` where another disk has taken the place of the one it stood on.
+        """
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if _identity(self.path) == self._file:
+                return True
+        folder = next(one for one in self.path.parents if one.exists())
+        if folder.stat().st_dev != self._device:
+            raise OSError(errno.ENODEV, f"{folder} is not on the disk it was on", str(self.path))
+        return False
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
+
+
+class AppendFile:
+    """A file to which whole records are appended; those that do not fit wait in memory.
+
+    A file that is removed while it is open is written anew, whole. Raises `OSError` where the file
+    cannot be opened.
+
+    **Attributes:** `trouble`, why the last attempt to write failed; None once one succeeds.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.trouble: OSError | None = None
+        self._waiting = bytearray()
+        self._write_at = BUFFER
+        self._open()
+
+    def _open(self) -> None:
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._file = os.open(self.path, flags, 0o644)
+        self._end = os.fstat(self._file).st_size
+        self._place = Place(self.path)
+
+    def write(self, record: bytes) -> None:
+        """Append a record. A disk that takes no more is no error here; see `trouble`."""
+        self._waiting += record
+        if len(self._waiting) >= self._write_at:
+            with contextlib.suppress(OSError):
+                self._drain()
+
+    def flush(self) -> None:
+        """Return when all records are on disk. Raises `OSError`; the records then still wait."""
+        try:
+            if not self._place.is_there():
+                self._write_anew()
+            self._drain()
+            os.fsync(self._file)
+        except OSError as error:
+            self.trouble = error
+            raise
+
+    def close(self) -> None:
+        """Flush and close. Raises `OSError`."""
+        try:
+            self.flush()
+        finally:
+            os.close(self._file)
+
+    def _drain(self) -> None:
+        try:
+            left = bytes(self._waiting)
+            while left:
+                left = left[os.write(self._file, left) :]
+            self._end += len(self._waiting)
+            self._waiting.clear()
+        except OSError as error:
+            self.trouble = error
+            self._write_at = len(self._waiting) + BUFFER  # not at every record from here on
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._end)
+            raise
+        self.trouble, self._write_at = None, BUFFER
+
+    def _write_anew(self) -> None:
+        """Write what the removed file holds, which its descriptor still reads, to a new one."""
+        old, end = self._file, self._end
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(old, "rb", closefd=False) as file:
+            file.seek(0)
+            replace_file(self.path, file.read(end))
+        self._open()
+        os.close(old)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace a file's content atomically: readers, and a kill, find the old or the new content.
+
+    Raises `OSError`, and leaves nothing behind then.
+    """
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise

@@ -1,0 +1,175 @@
+"""Save while training goes on: a disk that is full, slow, read-only or gone does not end it.
+
+Example, a checkpoint every 100 steps, `ATTEMPTS` = 3:
+
+    step 100    saved
+    step 200    no room: one warning, a row in the log; the checkpoint of step 100 stays
+    step 300    no room: a row in the log
+    step 400    saved, for there is room again: a note, and the count starts anew
+    step 500    is still being written at step 600: after `PATIENCE` that one is left out
+
+Had step 400 failed too, training would have stopped with a `SavingStoppedError`.
+"""
+
+import contextlib
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from plurax import errors, tree
+from plurax.state import TrainState
+from plurax.train.checkpoint import Checkpoints
+from plurax.train.checkpoint.manager import Meta, Residuals
+from plurax.train.log import MetricsLog
+
+ATTEMPTS = 3
+"""Saves that fail in a row before training stops."""
+
+
+PATIENCE = 5.0
+"""Seconds that training waits for the save before, once, until that has ended."""
+
+
+class SaveFailedWarning(UserWarning):
+    """A checkpoint or the log could not be written; training goes on."""
+
+
+class Saving:
+    """Saves a run, and bears a disk that fails; does nothing without checkpoints.
+
+    **Arguments:** `note`, which shows a line to the user.
+    """
+
+    def __init__(
+        self, checkpoints: Checkpoints | None, log: MetricsLog | None, note: Callable[[str], None]
+    ) -> None:
+        self._checkpoints, self._log, self._note = checkpoints, log, note
+        self._saved: int | None = max(checkpoints.steps(), default=None) if checkpoints else None
+        self._writing: int | None = None
+        self._failed = 0
+        self._alarmed = self._slow = False
+
+    def check(self, step: int) -> None:
+        """Notice, without waiting, what failed in the background.
+
+        Raises `SavingStoppedError` after `ATTEMPTS` failures in a row.
+        """
+        if self._checkpoints is None:
+            return
+        if self._writing is not None and not self._checkpoints.busy():
+            self._finish(step)
+        if self._log and self._log.trouble and not self._alarmed:
+            self._alarm(step, step, f"{self._log.path}: {self._log.trouble.strerror}")
+
+    def save(
+        self,
+        step: int,
+        state: Callable[[], TrainState],
+        meta: Meta,
+        residuals: Residuals | None,
+        *,
+        last: bool,
+    ) -> None:
+        """Save what `state` returns, in the background.
+
+        Where the save before is still being written, this one is left out, so that training does
+        not wait for a slow disk. At the `last` it waits for both, reads back what was written, and
+        tries again where that fails.
+
+        Raises `SavingStoppedError` after `ATTEMPTS` failures in a row.
+        """
+        if self._checkpoints is None:
+            return
+        if not last and self._checkpoints.busy(0.0 if self._slow else PATIENCE):
+            self._leave_out(step)
+            return
+        if self._writing is not None:
+            self._finish(step)
+        started = self._start(step, state, meta, residuals)
+        while last and not (started and self._finish(step, verify=True)):
+            started = self._start(step, state, meta, residuals)
+
+    def _start(
+        self, step: int, state: Callable[[], TrainState], meta: Meta, residuals: Residuals | None
+    ) -> bool:
+        """Start to save, and return whether the disk took what has to be written at once."""
+        assert self._checkpoints is not None
+        try:
+            if self._log:
+                self._log.flush()  # no checkpoint is ever ahead of its log
+            self._checkpoints.save(state(), meta, residuals)
+        except (errors.DiskError, OSError) as error:
+            self._fail(step, step, error)
+            return False
+        self._writing = step
+        return True
+
+    def _leave_out(self, step: int) -> None:
+        if not self._slow:
+            self._note(f"step {step} is not saved: step {self._writing} is still being written")
+        self._slow = True
+        self._event("save left out", step)
+
+    def _finish(self, step: int, *, verify: bool = False) -> bool:
+        """Wait for the save under way, and return whether it succeeded."""
+        assert self._checkpoints is not None
+        assert self._writing is not None
+        saved, self._writing, self._slow = self._writing, None, False
+        try:
+            self._checkpoints.wait()
+            if verify:
+                self._checkpoints.verify(saved)
+        except (errors.DiskError, OSError) as error:
+            self._fail(step, saved, error)
+            return False
+        if self._failed:
+            self._note(f"step {saved} is saved; saving works again")
+            self._event("saving works again", step)
+        self._saved, self._failed, self._alarmed = saved, 0, False
+        return True
+
+    def _fail(self, step: int, saving: int, error: Exception) -> None:
+        """Count a failed save, warn at the first, and stop training at the last."""
+        self._failed += 1
+        self._alarm(step, saving, str(error))
+        if self._failed >= ATTEMPTS:
+            assert self._checkpoints is not None
+            directory = str(self._checkpoints.directory)
+            raise errors.saving_given_up(
+                directory, self._failed, step, self._saved, str(error)
+            ) from error
+
+    def _alarm(self, step: int, saving: int, reason: str) -> None:
+        self._event("save failed", step, saving=saving, reason=reason)
+        text = f"step {saving} could not be saved, and training goes on: {reason}"
+        if self._alarmed:
+            self._note(text)
+            return
+        self._alarmed = True
+        warnings.warn(
+            f"{text}. Older checkpoints are kept, and the next save tries again; after {ATTEMPTS} "
+            "failures in a row training stops.",
+            SaveFailedWarning,
+            stacklevel=5,
+        )
+
+    def _event(self, event: str, step: int, **more: object) -> None:
+        if self._log:
+            self._log.write({"kind": "event", "event": event, "step": step, **more})
+
+
+def check_room(output: Path, state: TrainState) -> None:
+    """Raise `CheckpointError` where the disk of `output` has no room for one checkpoint.
+
+    **Arguments:** `state`, its shapes.
+    """
+    folder = next(one for one in (output, *output.absolute().parents) if one.exists())
+    parts = (state.params, state.opt_state, state.model_state)
+    needed = sum(map(tree.byte_count, parts))
+    with contextlib.suppress(OSError):  # a file system that does not say
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            raise errors.disk_too_small(
+                str(output), tree.human_bytes(needed), tree.human_bytes(free)
+            )

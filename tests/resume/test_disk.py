@@ -1,0 +1,295 @@
+"""A disk that is full, read-only, slow or gone: training goes on, nothing is seen half-written."""
+
+import contextlib
+import errno
+import shutil
+import threading
+
+import jax
+import pytest
+from tests import disks, models
+
+import plurax as px
+from plurax import errors
+from plurax.cli import commands
+from plurax.errors.kinds import RunStoppedError
+from plurax.execute.array_data import ArrayData, Position
+from plurax.exit_codes import ExitCode
+from plurax.train import saving
+from plurax.train.checkpoint import Checkpoints, manager
+from plurax.train.checkpoint.arrays import StateHandler
+from plurax.train.log import read_rows
+from plurax.train.saving import SaveFailedWarning, Saving
+
+ROWS = models.data(50)
+TASK, OPTIMIZER = models.mlp_task(), models.optimizer()
+PLAN = px.Plan(data=2, microbatches=2)
+EPOCHS, PER_EPOCH = 6, 13
+STEPS = EPOCHS * PER_EPOCH
+
+
+BATCHES = [batch for batch, _ in ArrayData(ROWS, 4).batches(Position(0))]
+
+
+def fit(output=None, **options):
+    options = {"epochs": EPOCHS, "progress": False, **options}
+    return px.fit(TASK, OPTIMIZER, BATCHES, plan=PLAN, output=output, **options)
+
+
+@pytest.fixture
+def before_save(monkeypatch):
+    """Register what happens before the save of an epoch (from 1), when the one before has ended."""
+    actions, real = {}, Saving.save
+
+    def save(self, step, *args, last):
+        action = actions.get(step / PER_EPOCH)
+        if action is not None:
+            assert not self._checkpoints.busy(60)
+            action()
+        real(self, step, *args, last=last)
+
+    monkeypatch.setattr(Saving, "save", save)
+    return actions.update
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    return jax.device_get(fit().state.params)
+
+
+def events(output):
+    return [row["event"] for row in read_rows(output / "metrics.jsonl") if row["kind"] == "event"]
+
+
+def is_whole(output, params):
+    """Every step is in the log, the newest checkpoint is that of the end, and nothing is left."""
+    rows = [row for row in read_rows(output / "metrics.jsonl") if row["kind"] == "step"]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    for line in (output / "metrics.jsonl").read_bytes().splitlines(keepends=True):
+        assert line.endswith(b"}\n")
+    assert not list(output.rglob("*tmp*"))
+    checkpoints = Checkpoints(output / "checkpoints")
+    assert (checkpoints.steps()[-1], checkpoints.damaged()) == (STEPS, [])
+    again = fit(output, resume=True)  # restores, and has nothing left to do
+    assert models.same_bits(again.state.params, params)
+
+
+# --- Injected, where no disk can be mounted ---------------------------------------------------
+
+
+def full(*_args, **_options):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def fails(monkeypatch, saves, how=full):
+    """Let some saves fail in the background, counted from 1."""
+    count, real = 0, StateHandler.finalize
+
+    def finalize(self, directory):
+        nonlocal count
+        count += 1
+        if count in saves:
+            how()
+        real(self, directory)
+
+    monkeypatch.setattr(StateHandler, "finalize", finalize)
+
+
+def test_saves_that_fail_do_not_end_training(tmp_path, monkeypatch, undisturbed):
+    fails(monkeypatch, {2, 3, 5})
+    with pytest.warns(SaveFailedWarning) as warned:
+        result = fit(tmp_path)
+    said = [str(one.message) for one in warned if one.category is SaveFailedWarning]
+    assert len(said) == 2, "once for each time that the disk stopped working"
+    assert "step 26 could not be saved, and training goes on" in said[0]
+    assert "No space left on device" in said[0]
+    failed, works = "save failed", "saving works again"
+    assert events(tmp_path) == [failed, failed, works, failed, works]
+    assert models.same_bits(result.state.params, undisturbed)
+    is_whole(tmp_path, undisturbed)
+
+
+def test_older_checkpoints_stay_while_saves_fail(tmp_path, monkeypatch, before_save):
+    kept = []
+    fails(monkeypatch, {4, 5})
+    before_save({6: lambda: kept.append(Checkpoints(tmp_path / "checkpoints").steps())})
+    with pytest.warns(SaveFailedWarning):
+        fit(tmp_path)
+    assert kept == [[PER_EPOCH, 2 * PER_EPOCH, 3 * PER_EPOCH]]
+
+
+def test_training_stops_after_some_failures_in_a_row(tmp_path, monkeypatch):
+    fails(monkeypatch, range(2, 9))
+    with (
+        pytest.warns(SaveFailedWarning),
+        pytest.raises(
+            errors.SavingStoppedError,
+            match=r"(?s)3 saves in a row failed, and the last \d+ steps are not saved; the "
+            r"checkpoint of step 13 is kept, and resume goes on there.*No space left",
+        ),
+    ):
+        fit(tmp_path)
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [PER_EPOCH]
+    assert not list(tmp_path.rglob("*tmp*"))
+    assert issubclass(errors.SavingStoppedError, px.CheckpointError | RunStoppedError)
+    monkeypatch.undo()
+    fit(tmp_path, resume=True)
+
+
+def test_the_last_save_is_read_back_and_written_again(tmp_path, monkeypatch, undisturbed):
+    real = Checkpoints.verify
+    seen = []
+
+    def verify(self, step):
+        if not seen:
+            (self.directory / str(step) / "meta" / "metadata").write_text("torn")
+        seen.append(step)
+        real(self, step)
+
+    monkeypatch.setattr(Checkpoints, "verify", verify)
+    with pytest.warns((SaveFailedWarning, px.DamagedCheckpointWarning)):
+        fit(tmp_path)
+    assert seen == [STEPS, STEPS]
+    assert Checkpoints(tmp_path / "checkpoints").damaged() == [f"{STEPS}.damaged"]
+    assert models.same_bits(fit(tmp_path, resume=True).state.params, undisturbed)
+
+
+def test_a_slow_disk_does_not_hold_up_training(tmp_path, monkeypatch, undisturbed):
+    """The second save ends when the last one is due, and those between are left out."""
+    monkeypatch.setattr(saving, "PATIENCE", 0.0)
+    released, real = threading.Event(), Saving.save
+
+    def save(self, *args, last):
+        if last:
+            released.set()
+        real(self, *args, last=last)
+
+    monkeypatch.setattr(Saving, "save", save)
+    fails(monkeypatch, {2}, released.wait)
+    fit(tmp_path)
+    assert set(events(tmp_path)) == {"save left out"}
+    is_whole(tmp_path, undisturbed)
+
+
+def test_a_disk_that_does_not_answer_is_not_waited_for_forever(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "PATIENCE", 0.0)
+    monkeypatch.setattr(manager, "SAVE_SECONDS", 0.6)
+    released = threading.Event()
+    fails(monkeypatch, {2}, released.wait)
+    try:
+        with (
+            pytest.warns(SaveFailedWarning),
+            pytest.raises(errors.SavingStoppedError, match=r"is still not written to .* after 0.6"),
+        ):
+            fit(tmp_path, epochs=2)
+        with pytest.raises(px.CheckpointError, match=r"is written by process"):
+            Checkpoints(tmp_path / "checkpoints").lock()  # that save may still end
+    finally:
+        released.set()
+        for thread in threading.enumerate():
+            if thread.name in ("save_finalize", "async_save"):
+                thread.join()
+
+
+def test_a_folder_that_is_removed_is_created_anew(tmp_path, before_save, undisturbed):
+    before_save({3: lambda: shutil.rmtree(tmp_path / "run")})
+    fit(tmp_path / "run")
+    is_whole(tmp_path / "run", undisturbed)
+
+
+def test_a_folder_that_is_removed_during_a_save_is_created_anew(tmp_path, monkeypatch, undisturbed):
+    fails(monkeypatch, {3}, lambda: shutil.rmtree(tmp_path / "run"))
+    with pytest.warns(SaveFailedWarning):
+        fit(tmp_path / "run")
+    is_whole(tmp_path / "run", undisturbed)
+
+
+def test_a_disk_without_room_is_refused_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 0))
+    with pytest.raises(px.CheckpointError, match=r"has 0 B left\. Make room, or give an output"):
+        fit(tmp_path)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+# --- Real ones --------------------------------------------------------------------------------
+
+
+def test_a_real_disk_is_full_at_the_start(tmp_path):
+    with disks.mounted(tmp_path / "disk") as disk:
+        free = disks.fill(disk)
+        with pytest.raises(px.CheckpointError, match=r"No space left|left\. Make room"):
+            fit(disk / "run")
+        free()
+        fit(disk / "run", epochs=1)
+
+
+def test_a_real_disk_is_full_for_some_epochs(tmp_path, before_save, undisturbed):
+    with disks.mounted(tmp_path / "disk") as disk, contextlib.ExitStack() as stack:
+        before_save({3: lambda: stack.callback(disks.fill(disk)), 5: stack.close})
+        with pytest.warns(SaveFailedWarning, match="No space left on device"):
+            fit(disk / "run")
+        assert events(disk / "run")[-1] == "saving works again"
+        is_whole(disk / "run", undisturbed)
+
+
+def test_a_real_disk_has_no_room_for_the_log(tmp_path, before_save, undisturbed):
+    """Checkpoints are on another one; none of them gets ahead of the log."""
+    seen = []
+    with (
+        disks.mounted(tmp_path / "run", size="100k") as run,
+        disks.mounted(run / "checkpoints"),
+        contextlib.ExitStack() as stack,
+    ):
+
+        def look():
+            logged = [row["step"] for row in read_rows(run / "metrics.jsonl")]
+            seen.append((Checkpoints(run / "checkpoints").steps()[-1], max(logged)))
+            stack.close()
+
+        before_save({3: lambda: stack.callback(disks.fill(run)), 6: look})
+        with pytest.warns(SaveFailedWarning, match="No space left on device"):
+            fit(run)
+        ((newest, logged),) = seen
+        assert newest <= logged < 5 * PER_EPOCH
+        is_whole(run, undisturbed)
+
+
+def test_a_real_disk_is_read_only_for_some_epochs(tmp_path, before_save, undisturbed):
+    """Another one is in its place, as after an error that made the kernel mount it anew."""
+    folder = tmp_path / "run" / "checkpoints"
+    with disks.mounted(tmp_path / "whether it can be mounted"), contextlib.ExitStack() as stack:
+        read_only = disks.mounted(folder, "ro")
+        before_save({3: lambda: stack.enter_context(read_only), 5: lambda: disks.unmount(folder)})
+        with pytest.warns(SaveFailedWarning, match="is not on the disk it was on"):
+            fit(tmp_path / "run")
+        is_whole(tmp_path / "run", undisturbed)
+
+
+def test_a_real_disk_that_is_read_only_is_refused_before_training(tmp_path):
+    with (
+        disks.mounted(tmp_path / "disk", "ro") as disk,
+        pytest.raises(px.CheckpointError, match=r"no permission to write|Read-only"),
+    ):
+        fit(disk / "run")
+
+
+def test_nothing_is_written_where_a_disk_was_mounted(tmp_path, before_save):
+    with disks.mounted(tmp_path / "disk") as disk:
+        before_save({3: lambda: disks.unmount(disk)})
+        with (
+            pytest.warns(SaveFailedWarning),
+            pytest.raises(errors.SavingStoppedError, match="is not on the disk it was on"),
+        ):
+            fit(disk / "run")
+        assert not list(disk.iterdir())
+
+
+def test_a_command_that_stopped_so_says_it_by_its_status(monkeypatch, capsys):
+    def train(_arguments):
+        raise errors.saving_given_up("run", 3, 60, None, "No space left on device")
+
+    monkeypatch.setattr(commands, "_train", train)
+    with pytest.raises(SystemExit) as ended:
+        commands.main(["train", "file.py"])
+    assert ended.value.code == ExitCode.PERMANENT
+    assert "no checkpoint is there, so resume starts from the beginning" in capsys.readouterr().err
