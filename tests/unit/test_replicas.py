@@ -12,7 +12,7 @@ from plurax import errors, tree
 from plurax.cli import commands
 from plurax.execute.program import Program
 from plurax.execute.replicas import ReplicaCheck
-from plurax.fingerprint import BLOCK, checksum
+from plurax.fingerprint import BLOCK, TOGETHER, checksums
 
 TENSOR = {"blocks/hidden": (..., "tensor"), "blocks/out": (..., "tensor", None)}
 
@@ -142,7 +142,7 @@ KINDS = "float32 float64 bfloat16 int8 uint16 int4 bool complex64 complex128"
 def test_a_checksum_sees_each_element_and_its_place(x64, dtype, size):
     kinds = 2 if dtype == "bool" else 7
     given = np.arange(size) % kinds
-    both = jax.jit(lambda leaf: [checksum(leaf, blocks=blocks) for blocks in (False, True)])
+    both = jax.jit(lambda leaf: [checksums([leaf], blocks=blocks)[0] for blocks in (False, True)])
 
     def found(numbers):
         whole, blocks = both(jnp.asarray(numbers).astype(dtype))
@@ -159,12 +159,25 @@ def test_a_checksum_sees_each_element_and_its_place(x64, dtype, size):
         assert (found(swapped) == found(given)) == (given[1] == given[-1])
 
 
+def test_checksums_are_in_the_order_of_their_arrays():
+    """Of several sizes and dtypes, more of one kind than a loop takes at once."""
+    rng = np.random.default_rng(0)
+    sizes = [9000, 3, 9000, 12000] + [9000] * TOGETHER + [3]
+    leaves = [rng.normal(size=size).astype("int8" if n % 3 else "float32")
+              for n, size in enumerate(sizes)]  # fmt: skip
+    alone = [int(checksums([leaf], blocks=True)[0]) for leaf in map(jnp.asarray, leaves)]
+    together = jax.jit(lambda leaves: checksums(leaves, blocks=True))(leaves)
+    whole = jax.jit(lambda leaves: checksums(leaves, blocks=False))(leaves)
+    assert together.tolist() == whole.tolist() == alone
+    assert len({*alone}) == len(sizes)
+
+
 def test_a_checksum_holds_no_second_array(uncached):
     if not uncached:
         return
     for dtype in (jnp.float32, jnp.int32, jnp.uint8):
         leaf = jax.ShapeDtypeStruct((1000, 1000), dtype)
-        compiled = jax.jit(lambda leaf: checksum(leaf, blocks=True)).lower(leaf).compile()
+        compiled = jax.jit(lambda leaf: checksums([leaf], blocks=True)).lower(leaf).compile()
         assert compiled.memory_analysis().temp_size_in_bytes < 64 * BLOCK
 
 

@@ -37,7 +37,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, UInt8, UInt32
 
 from plurax.execute.layouts.state_layout import StateLayout
-from plurax.fingerprint import checksum
+from plurax.fingerprint import checksums
 from plurax.mesh import replicated
 from plurax.state import TrainState
 
@@ -142,11 +142,9 @@ class ReplicaCheck:
     def _on_device(self, shards: list[Array]) -> UInt8[Array, "devices leaves"]:
         """Return the verdicts on the copies of all devices, in the order of the mesh."""
         blocks = self._mesh.devices.flat[0].platform == "cpu"
-        sums = iter([checksum(shard, blocks=blocks) for shard in shards])
-        found = [
-            vote(jnp.stack([next(sums) for _ in group]), axes)
-            for axes, group in self._groups.items()
-        ]
+        ends = np.cumsum([len(group) for group in self._groups.values()])
+        sums = jnp.split(checksums(shards, blocks=blocks), ends[:-1])
+        found = [vote(own, axes) for own, axes in zip(sums, self._groups, strict=True)]
         return lax.all_gather(jnp.concatenate(found), self._mesh.axis_names)
 
 

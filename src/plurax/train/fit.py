@@ -118,7 +118,7 @@ def fit(
     restart: bool = False,
     report_every: int = 1,
     checkpoint_every: int | None = None,
-    check_replicas_every: int | None = 100,
+    check_replicas_every: int | None = 200,
     resident: bool | None = None,
     progress: bool = True,
     machine: Machine | None = None,
