@@ -3,19 +3,31 @@
 Each of them ends by itself after half a minute, whatever happens to its launcher.
 """
 
+import contextlib
+import dataclasses
 import io
 import json
+import os
 import re
+import select
+import signal
+import subprocess
 import sys
+import time
 
 import pytest
 
 from plurax import errors
 from plurax.cli import launch_command as cli
+from plurax.exit_codes import FINAL, MEANINGS, ExitCode, meaning, shell_code
 from plurax.launch.events import Events
+from plurax.launch.gang import Gang
 from plurax.launch.launcher import launch
+from plurax.launch.memory_kills import memory_kills
+from plurax.launch.outcome import Exit, cause
 from plurax.launch.output import Output
 from plurax.launch.settings import Limits, Settings
+from plurax.launch.supervisor import Supervisor
 
 PRELUDE = """
 import json, os, signal, subprocess, sys, time
@@ -30,6 +42,7 @@ def forever():
     while True:
         signal.pause()
 """
+BOUNDED = "import signal; signal.alarm(30); signal.pause()"
 QUICK = Limits(aftermath=0.3, finish=20, stop=20, abort=5, slack=0.3, poll=0.02, backoff=0.01)
 
 
@@ -99,3 +112,360 @@ if attempt == 0:
 def test_mistakes_in_the_options(options, message):
     with pytest.raises(errors.ExperimentError, match=re.escape(message)):
         cli.launch_command(options)
+
+
+def test_the_budget_is_for_restarts_in_a_row(tmp_path):
+    body = """
+status(step=attempt * 10, saved=min(attempt, 3))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    code, rows, said, *_ = launched(tmp_path, body, processes=1, restarts=2)
+    assert code == 137
+    restarts = [(row["restart"], row["seconds"]) for row in rows if row["event"] == "restart"]
+    # A new checkpoint, of step 1, 2 and 3, fills the budget and ends the longer pauses.
+    assert restarts == [(1, 0.01), (1, 0.01), (1, 0.01), (1, 0.01), (2, 0.02)]
+    assert said.endswith("not restarted: 2 restarts in a row without a new checkpoint\n")
+
+
+def test_a_signal_reaches_all_processes(tmp_path):
+    os.mkfifo(tmp_path / "ready")
+    body = f"""
+path = {str(tmp_path / "ready")!r}
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+if process == 0:
+    open(path).read()
+    os.kill(os.getppid(), signal.SIGTERM)
+else:
+    open(path, "w").close()
+forever()
+"""
+    code, rows, said, *_ = launched(tmp_path, body)
+    assert code == 75  # preempted, and not started again
+    first, second = said.splitlines()
+    assert first == "plurax launch: SIGTERM: passed on to the 2 processes"
+    assert second.endswith("ended with exit code 75: it was asked to stop, and has saved its state")
+    assert [row["code"] for row in rows if row["event"] == "exit"] == [75, 75]
+
+
+def test_a_second_signal_kills(tmp_path):
+    body = """
+signal.signal(signal.SIGINT, lambda *_: os.kill(os.getppid(), signal.SIGINT))
+os.kill(os.getppid(), signal.SIGINT)
+forever()
+"""
+    code, _, said, *_ = launched(tmp_path, body, processes=1)
+    assert code == 130
+    assert "a second signal (SIGINT): killing the process\n" in said
+
+
+def test_a_stopped_process_is_named(tmp_path):
+    """All wait for it, and the watchdog of one that waits ends that one."""
+    body = """
+status(step=7, deadline=time.monotonic())
+if process == 1 and attempt == 0:
+    os.kill(os.getpid(), signal.SIGSTOP)
+sys.exit(76 if attempt == 0 else 0)
+"""
+    code, rows, said, *_ = launched(tmp_path, body)
+    assert code == 0
+    assert "process 1 was stuck at step 7: it is stopped, as by SIGSTOP; restarting" in said
+    assert [row["process"] for row in rows if row["event"] == "stuck"] == [1]
+
+
+def test_a_process_that_holds_the_interpreter_is_named_and_writes_its_stacks(tmp_path):
+    body = """
+import faulthandler, re
+faulthandler.enable()
+def holds_the_lock():
+    re.match(r"(a+)+$", "a" * 64 + "b")
+if attempt == 0:
+    status(step=7, deadline=time.monotonic())
+    holds_the_lock() if process == 1 else sys.exit(76)
+"""
+    code, _, said, _, err = launched(tmp_path, body)
+    assert code == 0
+    assert "process 1 was stuck at step 7: past its deadline" in said
+    assert "[1] Fatal Python error: Aborted" in err
+    assert "in holds_the_lock" in err
+
+
+def test_a_deadline_that_is_moved_on_is_kept(tmp_path):
+    """What counts is the same status for some time, not one late look."""
+    body = """
+for step in range(20):
+    status(step=step, deadline=time.monotonic() - 1)
+    select.select([], [], [], 0.05)
+""".replace("select.select", "__import__('select').select")
+    code, rows, *_ = launched(
+        tmp_path, body, processes=1, limits=dataclasses.replace(QUICK, slack=5)
+    )
+    assert code == 0
+    assert [row["event"] for row in rows] == ["start", "exit", "over"]
+
+
+def test_the_others_are_killed_with_what_they_started(tmp_path):
+    os.mkfifo(tmp_path / "ready")
+    body = f"""
+path = {str(tmp_path / "ready")!r}
+if process == 1:
+    print(subprocess.Popen([sys.executable, "-c", {BOUNDED!r}]).pid)
+    open(path, "w").close()
+    forever()
+open(path).read()
+sys.exit(2)
+"""
+    code, rows, said, *_ = launched(tmp_path, body)
+    assert code == 2
+    assert said.endswith("a mistake in what it was given; a restart does not cure it\n")
+    assert [(row["process"], row["ours"]) for row in rows if row["event"] == "exit"] == [
+        (0, False),
+        (1, True),
+    ]
+    child = int((tmp_path / "logs/1.log").read_text())
+    with contextlib.suppress(ProcessLookupError):  # it is gone, or going
+        end = os.pidfd_open(child)
+        assert select.select([end], [], [], 20)[0], "a process lives on"
+        os.close(end)
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(tmp_path):
+    """Neither the processes nor what they started."""
+    body = f"""
+child = subprocess.Popen([sys.executable, "-c", {BOUNDED!r}])
+print(os.getpid(), child.pid)
+forever()
+"""
+    command = [sys.executable, "-m", "plurax.cli", "launch", "--processes", "2",
+               "--logs", str(tmp_path / "logs"), "--", fake(tmp_path, body)[1]]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        lines = [launcher.stdout.readline().removeprefix("[1] ") for _ in range(2)]
+        pids = [int(pid) for line in lines for pid in line.split()]
+        ends = [os.pidfd_open(pid) for pid in pids]
+        launcher.kill()
+        assert len(ends) == 4
+        for end in ends:
+            assert select.select([end], [], [], 20)[0], "a process lives on"
+            os.close(end)
+
+
+def test_output_of_others_waits_for_the_end_of_a_line(tmp_path):
+    out, err = io.BytesIO(), io.BytesIO()
+    output = Output(tmp_path, (out, err))
+    output.write(0, 0, b"step 1")
+    output.write(1, 0, b"one\ntw")
+    output.write(0, 0, b" loss 2\n")
+    output.write(1, 1, b"error\n")
+    output.write(1, 0, b"o\nthree")
+    output.write(0, 0, b"step 2")
+    output.write(2, 0, b"late\n")
+    output.flush()
+    output.close()
+    assert (
+        out.getvalue().decode() == "step 1 loss 2\n[1] one\n[1] two\nstep 2\n[2] late\n[1] three\n"
+    )
+    assert err.getvalue() == b"[1] error\n"
+    assert (tmp_path / "1.log").read_bytes() == b"one\ntwerror\no\nthree"
+
+
+def test_output_goes_on_without_a_reader_or_a_disk(tmp_path):
+    reading, writing = os.pipe()
+    os.close(reading)
+    (tmp_path / "0.log").mkdir()  # cannot be written, as on a full disk
+    closed = open(writing, "wb", buffering=0)  # noqa: SIM115
+    output = Output(tmp_path, (closed, closed))
+    output.write(0, 0, b"into nowhere\n")
+    output.write(1, 0, b"kept\n")
+    output.close()
+    closed.close()
+    assert (tmp_path / "1.log").read_bytes() == b"kept\n"
+
+
+# What ends first, whether a step was taken, and what follows: "again", or the exit code.
+OUTCOMES = [
+    (0, 0), (2, 2), (75, "again"), (76, "again"), (77, 77), (78, "again"), (79, 79), (130, 130),
+    (134, "again"), (137, "again"), (139, "again"), (143, "again"), (1, "again"), (3, "again"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "follows"), OUTCOMES)
+def test_what_follows_from_an_exit_code(code, follows):
+    supervisor = Watched()
+    supervisor.ended(0, code, step=3)
+    supervisor.ended(1, 0 if code == 0 else 134, step=3)
+    assert supervisor.follows() == follows
+    assert (follows != "again") == (code in FINAL)
+
+
+def test_an_exception_before_the_first_step_is_not_tried_again():
+    supervisor = Watched()
+    supervisor.ended(0, 1)
+    supervisor.ended(1, 134)
+    assert supervisor.follows() == 1
+    assert "before its first step: not restarted" in supervisor.said
+
+
+@pytest.mark.parametrize(
+    ("exits", "first"),
+    [
+        ([Exit(0, 134), Exit(1, 137)], 1),  # the report of another host comes later
+        ([Exit(0, 1), Exit(1, 137)], 1),
+        ([Exit(0, 2), Exit(1, 137)], 1),  # an exception of the connection, in the user's code
+        ([Exit(0, 134), Exit(1, 2)], 1),
+        ([Exit(0, 76), Exit(1, 76, stuck=True, stopped=True)], 1),
+        ([Exit(0, 76, stuck=True), Exit(1, 76, stuck=True, stopped=True)], 1),
+        ([Exit(0, 137), Exit(1, 79, memory=True)], 1),
+        ([Exit(0, 75), Exit(1, 0)], 0),
+        ([Exit(0, 75), Exit(1, 139)], 1),
+        ([Exit(0, 137, ours=True), Exit(1, 134)], 1),
+        ([Exit(0, 0), Exit(1, 137, ours=True)], 1),
+        ([Exit(0, 137), Exit(1, 137)], 0),
+        ([Exit(0, 134), Exit(1, 134, host=1, lost=True)], 1),
+    ],
+)
+def test_who_was_first(exits, first):
+    assert cause(exits).process == first
+
+
+def test_all_done_has_no_cause():
+    assert cause([Exit(0, 0), Exit(1, 0)]) is None
+
+
+def test_the_pauses_grow_to_a_limit():
+    supervisor = Watched(restarts=9)
+    for _ in range(9):
+        supervisor.ended(0, 137)
+        supervisor.ended(1, 137)
+        supervisor.tick(supervisor.time + 1000)
+    pauses = [row["seconds"] for row in supervisor.rows if row["event"] == "restart"]
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+
+
+def test_who_does_not_end_is_killed():
+    supervisor = Watched()
+    supervisor.ended(0, 137)
+    supervisor.tick(1.9)
+    assert supervisor.orders[1:] == []
+    supervisor.tick(2.0)
+    assert supervisor.orders[1:] == [{"do": "kill", "stuck": False}]
+    supervisor.tick(3.0)
+    assert len(supervisor.orders) == 2
+
+
+def test_who_has_done_its_work_waits_longer_for_the_others():
+    supervisor = Watched()
+    supervisor.ended(0, 0)
+    supervisor.tick(599)
+    assert supervisor.orders[1:] == []
+    supervisor.tick(600)
+    assert supervisor.orders[1:] == [{"do": "kill", "stuck": False}]
+    supervisor.ended(1, 137, ours=True)
+    assert "process 1 did not end in time, and was killed; restarting" in supervisor.said
+
+
+def test_a_kill_for_memory_is_not_tried_again():
+    supervisor = Watched()
+    supervisor.ended(0, 79, memory=True, step=5)
+    supervisor.ended(1, 134)
+    assert supervisor.follows() == 79
+    assert "process 0 was killed at step 5 because its memory was full" in supervisor.said
+    assert "A plan with more zero, remat or microbatches" in supervisor.said
+
+
+def test_a_signal_during_a_pause_ends_all():
+    supervisor = Watched()
+    supervisor.ended(0, 137)
+    supervisor.ended(1, 137)
+    supervisor.asked(signal.SIGTERM)
+    assert supervisor.follows() == 143
+
+
+def test_who_ignores_the_signal_is_killed():
+    supervisor = Watched()
+    supervisor.asked(signal.SIGTERM)
+    supervisor.tick(120)
+    assert [order["do"] for order in supervisor.orders] == ["start", "signal", "kill"]
+    supervisor.ended(0, 137, ours=True)
+    supervisor.ended(1, 137, ours=True)
+    assert supervisor.follows() == 143
+
+
+class Watched:
+    """A supervisor of one host with two processes; its clock, orders and events."""
+
+    def __init__(self, **settings):
+        self.orders, self.time, self._rows, self._said = [], 0.0, [], io.StringIO()
+        events = Events(None, self._said)
+        events.write = lambda event, said=None, **fields: self._write(event, said, fields)
+        chosen = Settings(("train",), processes=2, **settings)
+        send = lambda host, order: self.orders.append(order)  # noqa: E731
+        self._supervisor = Supervisor(chosen, send, events, lambda: "here:1", 0.0)
+        self._supervisor.joined(0, 2, 0.0)
+
+    def _write(self, event, said, fields):
+        self._rows.append({"event": event, **fields})
+        print(said, file=self._said)
+
+    @property
+    def rows(self):
+        return self._rows
+
+    @property
+    def said(self):
+        return self._said.getvalue()
+
+    def tick(self, time):
+        self.time = time
+        self._supervisor.tick(time)
+
+    def asked(self, number):
+        self._supervisor.asked(number, self.time)
+
+    def ended(self, process, code, step=None, **said):
+        attempt = [order for order in self.orders if order["do"] == "start"][-1]["attempt"]
+        message = {"is": "exit", "attempt": attempt, "process": process, "code": code, "step": step}
+        flags = {"stuck": False, "stopped": False, "memory": False, "ours": False}
+        self._supervisor.received(0, {**message, **flags, **said}, self.time)
+
+    def follows(self):
+        code = self._supervisor.code
+        return "again" if code is None and self.rows[-1]["event"] == "restart" else code
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "kills"),
+    [
+        ("0::/job\n", {"job/memory.events": "low 0\noom 5\noom_kill 3\n"}, 3),
+        ("0::/job\n", {"memory.events": "oom_kill 4\n"}, 4),  # seen from inside a container
+        (
+            "4:memory:/job\n0::/\n",
+            {"memory/job/memory.oom_control": "under_oom 0\noom_kill 2\n"},
+            2,
+        ),
+        ("4:memory:/job\n0::/\n", {"memory/memory.oom_control": "oom_kill 1\n"}, 1),
+        ("4:cpu:/job\n", {}, 0),
+    ],
+)
+def test_kills_for_memory_are_counted(tmp_path, cgroup, files, kills):
+    own = tmp_path / "cgroup"
+    own.write_text(cgroup)
+    for name, text in files.items():
+        path = tmp_path / "fs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert memory_kills(tmp_path / "fs", own) == kills
+    assert memory_kills(tmp_path / "fs", tmp_path / "none") == 0
+
+
+def test_a_kill_while_the_kernel_counts_one_is_for_memory(tmp_path, monkeypatch):
+    counter = iter(range(100))
+    monkeypatch.setattr(Gang.__init__, "__defaults__", (time.monotonic, lambda: next(counter)))
+    code, _, said, *_ = launched(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", processes=1)
+    assert code == 79
+    assert "because its memory was full (SIGKILL by the kernel); not restarted" in said
+
+
+def test_every_code_has_a_meaning():
+    assert MEANINGS.keys() == {*ExitCode} > FINAL
+    assert meaning(139) == "ended by SIGSEGV"
+    assert meaning(5) == "exit code 5"
+    assert (shell_code(-9), shell_code(75)) == (137, 75)

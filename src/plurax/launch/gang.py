@@ -213,7 +213,7 @@ class _Process:
         self.pipes = (self.popen.stdout, self.popen.stderr)
         self.pidfd = os.pidfd_open(self.popen.pid)
         self.readers: list[_Reader] = []
-        self.ended = self.killed = self.stuck = self.stopped = self.stepped = False
+        self.ended = self.killed = self.stuck = self.stopped = False
         self.abort_until: float | None = None
         self.late_since: float | None = None
         self.status: dict[str, Any] = {}
@@ -238,8 +238,6 @@ class _Process:
         except (OSError, ValueError):
             status = self.status
         before, self.status = self.status, status
-        if before and status.get("step") != before.get("step"):
-            self.stepped = True
         deadline = status.get("deadline")
         if deadline is None or now <= deadline:
             self.late_since = None
@@ -257,7 +255,7 @@ class _Process:
     def said(self, attempt: int) -> Message:
         """Return what a message says of the process."""
         status = {key: self.status.get(key) for key in ("step", "phase", "saved")}
-        found = {"stuck": self.stuck, "stopped": self.stopped, "stepped": self.stepped}
+        found = {"stuck": self.stuck, "stopped": self.stopped}
         return {"attempt": attempt, "process": self.number, **status, **found}
 
 

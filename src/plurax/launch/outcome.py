@@ -15,8 +15,6 @@ class Exit:
     host: int = 0
     step: int | None = None
     """The last step that it reported."""
-    stepped: bool = False
-    """Whether it took a step in this attempt."""
     stuck: bool = False
     """Whether the launcher found its deadline passed."""
     stopped: bool = False
@@ -38,6 +36,8 @@ class Exit:
             return f"{name} was stuck{at}: it is stopped, as by SIGSTOP"
         if self.stuck:
             return f"{name} was stuck{at}: past its deadline, and its watchdog did not end it"
+        if self.ours:
+            return f"{name} did not end in time{at}, and was killed"
         if self.memory:
             return f"{name} was killed{at} because its memory was full (SIGKILL by the kernel)"
         if self.code == ExitCode.KILLED:

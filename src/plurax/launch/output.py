@@ -1,7 +1,6 @@
 """The output of the processes of this host: all of it in files, and lines in the terminal."""
 
 import contextlib
-import os
 import sys
 from pathlib import Path
 from typing import BinaryIO
@@ -20,7 +19,7 @@ class Output:
         self._partial: dict[tuple[int, int], bytes] = {}
         self._files: dict[int, BinaryIO] = {}
         self._waiting: list[tuple[int, bytes]] = []
-        self._within = False
+        self._within = self._gone = False
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, process: int, stream: int, data: bytes) -> None:
@@ -65,10 +64,10 @@ class Output:
 
     def _show(self, stream: int, data: bytes) -> None:
         """Write to the terminal. Where its reader is gone, the run goes on without one."""
-        if not data:
+        if not data or self._gone:
             return
         try:
             self._streams[stream].write(data)
             self._streams[stream].flush()
         except BrokenPipeError:
-            self._streams = (open(os.devnull, "wb"), open(os.devnull, "wb"))  # noqa: SIM115
+            self._gone = True

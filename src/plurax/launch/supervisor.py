@@ -46,6 +46,7 @@ class Supervisor:
         self._exits: list[Exit] = []
         self._attempt, self._failures = -1, 0
         self._saved: int | None = None
+        self._start_step = 0
         self._asked: int | None = None
         self._killing = False
         self.code: int | None = None
@@ -60,7 +61,7 @@ class Supervisor:
         if message.get("attempt") != self._attempt:
             return
         if message["is"] == "exit":
-            names = ("process", "code", "step", "stepped", "stuck", "stopped", "memory", "ours")
+            names = ("process", "code", "step", "stuck", "stopped", "memory", "ours")
             found = Exit(host=host, **{name: message[name] for name in names})
             self._exits.append(found)
             self._events.write("exit", **_fields(message), host=host)
@@ -77,7 +78,7 @@ class Supervisor:
         """Pass a signal on to all processes; a second one kills them."""
         name = signal.Signals(number).name
         if self._asked is not None:
-            self._events.write("kill", f"a second signal ({name}): killing the processes")
+            self._events.write("kill", f"a second signal ({name}): killing the {self._count()}")
             for host in self._gang:
                 self._send(host, {"do": "kill", "stuck": False})
             return
@@ -108,6 +109,7 @@ class Supervisor:
     def _start(self) -> None:
         self._attempt += 1
         self._state, self._exits, self._killing = "run", [], False
+        self._start_step = self._saved or 0
         self._gang, first = {}, 0
         for host, processes in sorted(self._hosts.items()):
             self._gang[host] = [*range(first, first + processes)]
@@ -136,9 +138,11 @@ class Supervisor:
             self._over(ExitCode.DONE, None)
             return
         said = found.sentence(len(self._gang))
-        if self._asked is not None or found.code in FINAL:
+        if self._asked is not None and found.ours:
+            self._over(128 + self._asked, said)
+        elif self._asked is not None or found.code in FINAL:
             self._over(found.code, said + _advice(found))
-        elif found.code < 64 and not any(one.stepped for one in self._exits):
+        elif found.code < 64 and not self._stepped():
             self._over(found.code, f"{said}, before its first step: not restarted")
         elif self._failures >= self._settings.restarts:
             row = f"{self._failures} restarts in a row without a new checkpoint"
@@ -164,6 +168,10 @@ class Supervisor:
             restart=self._failures,
         )
         self._state, self._until = "pause", now + seconds
+
+    def _stepped(self) -> bool:
+        """Return whether this attempt went beyond what it started from."""
+        return any((one.step or 0) > self._start_step for one in self._exits)
 
     def _count(self) -> str:
         count = sum(map(len, self._gang.values()))
