@@ -27,7 +27,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 FLOORS = [
     ["lazy", "notebook", "tree", "errors", "exit_codes", "validate", "user_frames"],
     ["resample", "strategies", "plan", "machine", "state", "task", "members"],
-    ["collective", "mesh", "hlo", "fingerprint", "jaxpr"],
+    ["distributed", "collective", "mesh", "hlo", "fingerprint", "jaxpr"],
     ["sharding", "partition", "pipeline"],
     ["execute"],
     ["adapters", "analysis", "ensemble", "server"],
@@ -39,11 +39,10 @@ PUBLIC = {
     "plurax": """
         BatchError CheckpointError Checkpoints DamagedCheckpointWarning Experiment
         ExperimentError Fit Machine MachineError MaskWarning Members MembersError
-        MissingPackageError NonFiniteWarning Plan PlanError PluraxError Program ReplicaError
-        Servers ShardingWarning Task
-        TaskError compile estimate fastest_batch_size fit max_batch_size name per_example replay
-        search shard stack stage_boundary sweep verify virtual_devices adapters analysis ensemble
-        pipeline sharding train""",
+        MissingPackageError NonFiniteWarning Plan PlanError PluraxError ProcessError Program
+        ReplicaError Servers ShardingWarning Task TaskError compile estimate fastest_batch_size fit
+        initialize max_batch_size name per_example replay search shard stack stage_boundary sweep
+        verify virtual_devices adapters analysis ensemble pipeline sharding train""",
     "plurax.adapters": "equinox linen nnx",
     "plurax.analysis": """
         Collective Comparison Difference Estimate FastestBatchSize Level MaxBatchSize Measured

@@ -8,6 +8,7 @@ from plurax.analysis.batch_size import fastest_batch_size as fastest_batch_size
 from plurax.analysis.batch_size import max_batch_size as max_batch_size
 from plurax.analysis.estimate import estimate as estimate
 from plurax.analysis.verify import verify as verify
+from plurax.distributed.initialize import initialize as initialize
 from plurax.errors.kinds import BatchError as BatchError
 from plurax.errors.kinds import CheckpointError as CheckpointError
 from plurax.errors.kinds import ExperimentError as ExperimentError
@@ -16,6 +17,7 @@ from plurax.errors.kinds import MembersError as MembersError
 from plurax.errors.kinds import MissingPackageError as MissingPackageError
 from plurax.errors.kinds import PlanError as PlanError
 from plurax.errors.kinds import PluraxError as PluraxError
+from plurax.errors.kinds import ProcessError as ProcessError
 from plurax.errors.kinds import ReplicaError as ReplicaError
 from plurax.errors.kinds import ShardingWarning as ShardingWarning
 from plurax.errors.kinds import TaskError as TaskError

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from plurax import errors
+from plurax.distributed.global_arrays import least, local_devices, process_count
 from plurax.plan import MESH_AXES, Plan
 from plurax.validate import whole_number
 
@@ -20,16 +21,29 @@ ONE_AT_A_TIME = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 def make_mesh(plan: Plan, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Return the plan's mesh over the first devices it needs (default: of `jax.devices()`).
 
-    Raises `PlanError` where there are too few devices, and where several CPU devices would share
-    JAX's compilation cache (see `_check_cache`).
+    Of several processes each gives equally many. The last axes of the mesh are within a process and
+    the first ones across: `tensor`, which communicates most, leaves a host only where it has to.
+    Raises `PlanError` where there are too few devices, or too few for some of the processes, and
+    where several CPU devices would share JAX's compilation cache (see `_check_cache`).
     """
-    devices = jax.devices() if devices is None else list(devices)
+    devices = _all_devices(plan) if devices is None else list(devices)
     plan.check_devices(len(devices))
     if plan.devices > 1 and devices[0].platform == "cpu":
         _check_cache()
     grid = np.asarray(devices[: plan.devices]).reshape([plan.axes[axis] for axis in MESH_AXES])
     # Auto axes: where a function is not manual over an axis, XLA's partitioner decides.
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _all_devices(plan: Plan) -> list[jax.Device]:
+    """Return the devices for a plan, equally many of each process, process by process."""
+    devices, processes = jax.devices(), process_count()
+    plan.check_devices(len(devices))
+    if plan.devices % processes:
+        raise errors.plan_leaves_processes_out(plan.sizes_text(), plan.devices, processes)
+    share = plan.devices // processes
+    owned = [[one for one in devices if one.process_index == i] for i in range(processes)]
+    return [device for each in owned for device in each[:share]]
 
 
 def _check_cache() -> None:
@@ -131,11 +145,10 @@ def memory_budget(mesh: Mesh) -> int:
     """Return the bytes a program may use on each device of a mesh.
 
     This is the limit that the device reports. Where it reports none (CPU): half of the machine's
-    memory, divided by the number of devices in the mesh, which share it.
+    memory, divided by the number of devices in the mesh, which share it. Of several processes it
+    is the smallest.
     """
-    device = mesh.devices.flat[0]
-    stats = device.memory_stats() or {}
-    if "bytes_limit" in stats:
-        return int(stats["bytes_limit"])
+    own = local_devices(mesh)
+    stats = own[0].memory_stats() or {}
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(physical // 2 // mesh.size)
+    return least(int(stats.get("bytes_limit", physical // 2 // len(own))))

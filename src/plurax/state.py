@@ -34,4 +34,8 @@ class TrainState:
     @property
     def steps_taken(self) -> int:
         """Steps taken; of a population, by its members."""
-        return int(np.max(np.asarray(self.step)))
+        # Of a population each device has some members, and all of them are at the same step.
+        step = self.step
+        if isinstance(step, jax.Array):
+            step = step.addressable_shards[0].data
+        return int(np.max(np.asarray(step)))

@@ -311,7 +311,7 @@ def test_what_is_not_damage_is_passed_on_and_condemns_nothing(tmp_path, monkeypa
     def fails(*_args):
         raise error
 
-    monkeypatch.setattr(arrays, "read_state", fails)
+    monkeypatch.setattr(arrays, "read_arrays", fails)
     with Checkpoints(tmp_path) as writer:
         writer.lock()
         with pytest.raises(type(error)):
@@ -503,15 +503,16 @@ def test_only_the_writer_removes_what_was_left_unfinished(tmp_path):
 
 def test_a_checkpoint_that_its_writer_removes_meanwhile_is_no_damage(tmp_path, monkeypatch):
     saved(tmp_path, 1, 2)
-    real = arrays.read_state
+    real = arrays.read_arrays
 
-    def slow(step, like):
+    def slow(folder, like):
+        step = folder.parent
         if step.name == "2":
             step.rename(tmp_path / "gone")
             saved(tmp_path, 3)
-        return real(step, like)
+        return real(folder, like)
 
-    monkeypatch.setattr(arrays, "read_state", slow)
+    monkeypatch.setattr(arrays, "read_arrays", slow)
     assert Checkpoints(tmp_path).restore(LIKE)[1] == {"note": 3}
 
 
@@ -519,18 +520,19 @@ def test_a_checkpoint_that_its_writer_removes_meanwhile_is_no_damage(tmp_path, m
 def test_a_damaged_checkpoint_that_its_writer_knows_of_is_no_news(tmp_path, monkeypatch, meanwhile):
     """It is gone, or a newer one is there: either is enough to look again, without a warning."""
     saved(tmp_path, 1, 2)
-    real = arrays.read_state
+    real = arrays.read_arrays
 
-    def slow(step, like):
+    def slow(folder, like):
+        step = folder.parent
         if step.name == "2" and meanwhile == "set aside":
             step.rename(tmp_path / "2.damaged")
             raise FileNotFoundError(step)
         if step.name == "2":
             saved(tmp_path, 3)
             raise Damage("torn")
-        return real(step, like)
+        return real(folder, like)
 
-    monkeypatch.setattr(arrays, "read_state", slow)
+    monkeypatch.setattr(arrays, "read_arrays", slow)
     found = 1 if meanwhile == "set aside" else 3
     assert Checkpoints(tmp_path).restore(LIKE)[1] == {"note": found}
 

@@ -485,7 +485,7 @@ def test_every_option_of_train_reaches_fit(workplace, capsys, monkeypatch):
         seen.update(options)
         raise px.PlanError("caught")
 
-    monkeypatch.setattr(cli, "fit", caught)
+    monkeypatch.setattr("plurax.cli.train_command.fit", caught)
     _, _, err = run(
         capsys, "train", "small.py", "--seed", "7", "--checkpoint-every", "5", "--epochs", "3",
         "--batch-size", "8", "--report-every", "2", "--ragged", "drop", "--output", "there",

@@ -17,6 +17,8 @@ from typing import Any
 import tyro
 
 from plurax import errors, experiment
+from plurax.distributed.environment import gang_of
+from plurax.distributed.initialize import initialize
 from plurax.mesh import cpu_devices, virtual_devices
 from plurax.plan import MESH_AXES, Plan
 
@@ -65,9 +67,15 @@ def start_devices(arguments: list[str], *, rehearsal: bool = False) -> None:
 
     Without the option, a plan on the command line that needs no more devices than there are cores
     gets as many CPU devices, in case JAX runs on CPU; a `rehearsal`, in which nothing is trained
-    for its result, gets as many as it needs, up to `REHEARSED`.
+    for its result, gets as many as it needs, up to `REHEARSED`. A process of several first joins
+    the others.
     """
     chosen = value(arguments, "--devices")
+    if gang_of() is not None:
+        if chosen is not None:
+            raise errors.devices_of_a_gang(chosen)
+        initialize()
+        return
     cores = len(os.sched_getaffinity(0))
     if chosen is None:
         sizes = [value(arguments, f"--plan.{axis}") or "1" for axis in MESH_AXES]

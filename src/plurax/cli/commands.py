@@ -1,19 +1,20 @@
 """The command line: parse, call, print."""
 
+import contextlib
 import dataclasses
 import itertools
 import os
 import sys
+import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from jaxtyping import PyTree
 from rich.console import Console
 
@@ -24,51 +25,39 @@ from plurax.analysis.liveness import peak_bytes
 from plurax.analysis.measured import Measured
 from plurax.analysis.plan_ahead import trace_plan
 from plurax.analysis.verify import verify
-from plurax.cli.arguments import (
-    bytes_of,
-    made_experiment,
-    shrink_data_axis,
-    start_devices,
-    value,
-)
+from plurax.cli.arguments import bytes_of, value
 from plurax.cli.launch_command import launch_command
-from plurax.cli.leave import exit_code, leave
-from plurax.cli.machine_command import described_machine, machine_command, machine_named
-from plurax.cli.options import (
-    Common,
-    DiffOptions,
-    EstimateOptions,
-    Population,
-    Predict,
-    Show,
-    Train,
-    Verify,
-    chosen_servers,
-    fit_options,
-    train_class,
+from plurax.cli.machine_command import machine_command, machine_named
+from plurax.cli.options import Common, DiffOptions, EstimateOptions, Show
+from plurax.cli.parse import (
+    diff_options,
+    estimate_options,
+    parse,
+    predict_options,
+    show_options,
+    verify_options,
 )
-from plurax.cli.replay_command import replay_command, train_command
+from plurax.cli.replay_command import replay_command
+from plurax.cli.train_command import train_experiment
+from plurax.distributed.environment import writes_files
+from plurax.distributed.initialize import exit_code, leave
 from plurax.execute.placement import chunks, leading_dim
 from plurax.execute.program import Program
+from plurax.exit_codes import ExitCode
 from plurax.machine import Machine
 from plurax.members import Members
 from plurax.pipeline.schedule import make_schedule
 from plurax.plan import Plan, ScheduleName
 from plurax.planner.search import search
-from plurax.report.curves import draw_curves
 from plurax.report.layer_picture import draw_found
 from plurax.report.picture import check_matplotlib
 from plurax.report.plan_picture import draw_plan
-from plurax.report.servers_picture import draw_servers, draw_workers
 from plurax.report.shards import compared_table, shards_table
 from plurax.report.tables import plan_report
 from plurax.report.timeline import Costs, compared_schedules_table, timeline_report
-from plurax.resample import Everything
 from plurax.task import Task
 from plurax.train.checkpoint import Checkpoints
 from plurax.train.data import Data, as_data
-from plurax.train.fit import fit
-from plurax.train.log import read_rows
 from plurax.train.restore import make_program, restore, with_resampling
 from plurax.train.tune import tune
 from plurax.user_frames import describe_error, is_users
@@ -103,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the command `plurax`. Exits with 2 after a user's error."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     commands: dict[str, Callable[[list[str]], int]] = {
-        "train": _train,
+        "train": train_experiment,
         "predict": _predict,
         "plan": _plan,
         "estimate": _estimate,
@@ -123,7 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"error: {errors.unknown_command(arguments[0], commands)}", file=sys.stderr)
         raise SystemExit(2)
     try:
-        raise SystemExit(command(arguments[1:]))
+        with _quiet_unless_first():
+            raise SystemExit(command(arguments[1:]))
     except BrokenPipeError:  # the reader has closed the pipe, as with `| head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
@@ -134,49 +124,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"error: {describe_error(error)}", file=sys.stderr)
         leave(exit_code(error))
     except Exception as error:
-        if not is_users(error):
+        if not is_users(error) or exit_code(error) == ExitCode.PEER_DIED:
             raise
         print(f"error: {errors.user_code_failed(describe_error(error))}", file=sys.stderr)
-        raise SystemExit(2) from None
+        leave(2)
 
 
-def _train(arguments: list[str]) -> int:
-    made, options, report = _parse(arguments, "train", _train_options)
-    console = Console(highlight=False, soft_wrap=True)
-    plan = options.chosen_plan()
-    members = options.members.chosen(made.members)
-    if members is not None:
-        console.print(f"{members.count} members: {_of_members(members)}", markup=False)
-    console.print(plan.explain(options.batch_size), markup=False)
-    chosen = {name: getattr(options, name) for name in fit_options()}
-    machine = described_machine(options.machine, options.nodes) or made.machine
-    servers = chosen_servers(options.servers, made.servers)
-    result = fit(**{**vars(made), **chosen, "plan": plan, "members": members, "machine": machine,
-                    "servers": servers, "command": train_command(arguments)})  # fmt: skip
-    if result.staleness is not None:
-        console.print(str(result.staleness), markup=False)
-    written = ["metrics.jsonl", "tensorboard/", "checkpoints/", "plan.toml"]
-    written += ["machine.toml"] if result.estimate else []
-    rows = list(read_rows(options.output / "metrics.jsonl"))
-    if any(row["kind"] == "epoch" for row in rows):
-        try:
-            draw_curves(rows, options.output / "curves.png", title=Path(arguments[0]).stem)
-            written = ["curves.png", *written]
-            if servers is not None:
-                draw_servers({servers.mode: rows}, options.output / "servers.png")
-                draw_workers(options.output, options.output / "workers.png")
-                written += ["servers.jsonl", "servers.png", "workers.png"]
-        except errors.MissingPackageError as missing:
-            console.print(f"no curves.png: {missing}", markup=False)
-    console.print(f"wrote {options.output}: {', '.join(written)}", markup=False)
-    if report is not None and result.interrupted is None:
-        for path in report(made, result, options.output) or ():
-            console.print(f"wrote {path}", markup=False)
-    return {None: 0, "SIGINT": 130, "SIGTERM": 143, "SIGPIPE": 141}[result.interrupted]
+@contextlib.contextmanager
+def _quiet_unless_first() -> Iterator[None]:
+    """Print to nowhere in all processes of a gang but the first; errors go to all their stderr."""
+    if writes_files():
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
 
 
 def _predict(arguments: list[str]) -> int:
-    made, options, _ = _parse(arguments, "predict", _predict_options)
+    made, options, _ = parse(arguments, "predict", predict_options)
     directory = local_path(options.output) / "checkpoints"
     if not directory.is_dir():
         raise errors.checkpoint_none(str(options.output))
@@ -206,7 +171,7 @@ def _plan(arguments: list[str]) -> int:
     started = time.perf_counter()
     if any(one.split("=")[0] == "--diff" for one in arguments):
         return _diff(arguments)
-    made, options, _ = _parse(arguments, "plan", _show_options)
+    made, options, _ = parse(arguments, "plan", show_options)
     plan = options.chosen_plan()
     if options.search:
         return _search(made, options, plan, arguments, started)
@@ -383,7 +348,7 @@ def _compared(
 
 
 def _verify(arguments: list[str]) -> int:
-    made, options, _ = _parse(arguments, "verify", _verify_options)
+    made, options, _ = parse(arguments, "verify", verify_options)
     if options.members.chosen(made.members) is not None or not isinstance(made.task, Task):
         raise errors.verify_one_network()
     _, like = _source(made, options)
@@ -397,7 +362,7 @@ def _verify(arguments: list[str]) -> int:
 
 
 def _estimate(arguments: list[str]) -> int:
-    made, options, _ = _parse(arguments, "estimate", _estimate_options)
+    made, options, _ = parse(arguments, "estimate", estimate_options)
     task, machine, like = _to_estimate(made, options, "estimate")
     found = estimate(task, made.optimizer, options.chosen_plan(), like, machine)
     print(found)
@@ -418,7 +383,7 @@ def _diff(arguments: list[str]) -> int:
     if not file or (len(paths) != 2 and not asked_help):
         raise errors.diff_needs_two_plans(arguments)
     plans = {path: Plan.load(path) for path in paths}
-    made, options, _ = _parse([file, *rest[len(paths) :]], "plan A B --diff", _diff_options)
+    made, options, _ = parse([file, *rest[len(paths) :]], "plan A B --diff", diff_options)
     task, machine, like = _to_estimate(made, options, "plan --diff")
     found = {}
     for path, plan in plans.items():
@@ -438,89 +403,6 @@ def _to_estimate(
         raise errors.estimate_one_network(command)
     machine = machine_named(options.machine, options.nodes)
     return made.task, machine, _source(made, options)[1]
-
-
-# --- Options, with the experiment's own values as defaults ------------------------------------
-
-
-def _train_options(file: Path, made: experiment.Experiment) -> Train:
-    own = {name: getattr(made, name) for name in fit_options()}
-    output = Path(made.output or Path("runs") / file.stem)
-    return train_class()(**{**own, **_common(made), "output": output})
-
-
-def _predict_options(file: Path, made: experiment.Experiment) -> Predict:
-    return Predict(**_common(made), output=Path("runs") / file.stem, inputs=tyro.MISSING)
-
-
-def _show_options(_file: Path, made: experiment.Experiment) -> Show:
-    return Show(**_common(made))
-
-
-def _verify_options(_file: Path, made: experiment.Experiment) -> Verify:
-    return Verify(**_common(made))
-
-
-def _estimate_options(_file: Path, made: experiment.Experiment) -> EstimateOptions:
-    return EstimateOptions(**_common(made))
-
-
-def _diff_options(_file: Path, made: experiment.Experiment) -> DiffOptions:
-    return DiffOptions(**_common(made))
-
-
-def _common(made: experiment.Experiment) -> dict[str, Any]:
-    return {
-        "plan": made.plan,
-        "plan_file": None,
-        "devices": None,
-        "members": Population(None if made.members is None else _seeds(made.members)),
-        "batch_size": made.batch_size,
-    }
-
-
-def _parse(
-    arguments: list[str],
-    command: str,
-    defaults: Callable[[Path, experiment.Experiment], Any],
-) -> tuple[experiment.Experiment, Any, experiment.Report | None]:
-    """Return the file's experiment, the options with its values as defaults, and its report.
-
-    Devices come first, because importing the file may start JAX; then the arguments of the file's
-    `experiment(...)`, given as `--experiment.NAME`; then all options, with `--help`.
-    """
-    program = f"plurax {command} FILE"
-    if not arguments or arguments[0].startswith("-"):
-        raise errors.no_experiment_file(command, asked_help=bool({"-h", "--help"} & {*arguments}))
-    file, rest = Path(arguments[0]), arguments[1:]
-    start_devices(rest, rehearsal=command in ("plan", "verify", "estimate"))
-    made, own, report = made_experiment(file, program, rest)
-    default = defaults(file, made)
-    # One level of options, so that --plan.data stays short.
-    kind = type(default)
-    with_own = dataclasses.make_dataclass(
-        kind.__name__, [("experiment", type(own))], bases=(kind,), frozen=True, kw_only=True
-    )
-    values = {field.name: getattr(default, field.name) for field in dataclasses.fields(kind)}
-    options = tyro.cli(
-        with_own,
-        prog=program,
-        description=kind.__doc__,
-        args=rest,
-        default=with_own(**values, experiment=own),
-    )
-    plan = shrink_data_axis(options.plan, rest, len(jax.devices()))
-    return made, dataclasses.replace(options, plan=plan), report
-
-
-def _seeds(members: Members) -> int | None:
-    return members.seeds if isinstance(members.seeds, int) else None
-
-
-def _of_members(members: Members) -> str:
-    """Return a few words that describe a population."""
-    parts = [type(members.resample).__name__.lower()] if members.resample != Everything() else []
-    return ", ".join([*parts, *(f"{name} of their own" for name in members.hyper)]) or "seeds only"
 
 
 def _trained(
@@ -569,7 +451,13 @@ def _read_arrays(path: Path) -> Any:
 
 
 def _written(path: Path, write: Callable[[Path], T]) -> T:
-    """Return `write(path)`. Raises `ExperimentError` where the file cannot be written."""
+    """Return `write(path)`; of several processes one writes, the others to nowhere.
+
+    Raises `ExperimentError` where the file cannot be written.
+    """
+    if not writes_files():
+        with tempfile.TemporaryDirectory() as elsewhere:
+            return write(Path(elsewhere, path.name))
     try:
         return write(path)
     except (OSError, ValueError) as error:

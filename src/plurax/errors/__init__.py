@@ -1,4 +1,4 @@
-"""What goes wrong for a user: eight kinds of error, one builder per message.
+"""What goes wrong for a user: nine kinds of error, one builder per message.
 
 Every message says what is wrong, where, why, and what to write instead. The tests pin
 their text. `assert` is for mistakes of our own.
@@ -13,6 +13,7 @@ from plurax.errors.machine_errors import *  # noqa: F403
 from plurax.errors.member_errors import *  # noqa: F403
 from plurax.errors.plan_errors import *  # noqa: F403
 from plurax.errors.prediction_errors import *  # noqa: F403
+from plurax.errors.process_errors import *  # noqa: F403
 from plurax.errors.replica_errors import *  # noqa: F403
 from plurax.errors.schedule_errors import *  # noqa: F403
 from plurax.errors.search_errors import *  # noqa: F403

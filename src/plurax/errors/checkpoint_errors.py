@@ -176,3 +176,10 @@ def leaf_not_saveable(path: str, kind: str) -> CheckpointError:
         f"the state holds {path}: {kind}, which no checkpoint can hold. Keep a random key as "
         "jax.random.key_data(key), leave out arrays without elements, or train without output."
     )
+
+
+def folder_not_shared(directory: str, process: int) -> CheckpointError:
+    return CheckpointError(
+        f"process {process} does not see {directory}, into which process 0 writes. The processes "
+        "save one checkpoint together: give an output on a file system that all hosts share."
+    )

@@ -53,5 +53,13 @@ class ReplicaError(PluraxError):
     """A device holds other bits than the devices with copies of the same values."""
 
 
+class ProcessError(PluraxError):
+    """Processes that cannot train together."""
+
+
+class PeerError(ProcessError):
+    """Another process has ended, or takes part no more."""
+
+
 class MissingPackageError(PluraxError, ImportError):
     """A package that only some features need, and that is not installed."""

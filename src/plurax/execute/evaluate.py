@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.distributed.global_arrays import fetch
 from plurax.execute.columns import check_kind
 from plurax.execute.gradient import Totals, evaluation
 from plurax.execute.placement import Placed, Placement, chunks, leading_dim
@@ -69,7 +70,7 @@ def weighted_means(
     parts = [run(placement.place(batch)) for batch in chunks(data, placement.size)]
     if not parts:
         raise errors.batch_is_empty()
-    host = jax.device_get(parts)
+    host = fetch(parts)
 
     def total(values: list[Any]) -> np.ndarray:
         return np.sum(np.asarray(values, np.float64), axis=0)

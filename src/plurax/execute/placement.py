@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
 from plurax import errors, tree
+from plurax.distributed.global_arrays import process_count, put
 
 
 class Placed(NamedTuple):
@@ -89,7 +90,7 @@ class Placement:
     def place(self, batch: PyTree) -> Placed:
         """Check a batch, pad it by repeating its examples, and put it on the devices."""
         rows, size = self.fill(batch)
-        return Placed(jax.device_put(rows, self.sharding), size)
+        return Placed(put(rows, self.sharding), size)
 
     def fill(self, batch: PyTree) -> Placed:
         """Check a batch and pad it; NumPy arrays stay on the host.
@@ -100,14 +101,16 @@ class Placement:
 
         def filled(path: str, leaf: Any, like: jax.ShapeDtypeStruct) -> Any:
             if isinstance(leaf, jax.Array) and count == self.rows:
-                return jax.device_put(leaf, self.sharding)
+                return put(leaf, self.sharding)
             leaf = np.asarray(leaf)
             if count != self.rows:
                 leaf = np.concatenate([leaf, leaf[np.arange(count, self.rows) % count]])
             return exactly(path, leaf, like.dtype)
 
         leaves = map(filled, self._paths, jax.tree.leaves(batch), self._leaves)
-        return Placed(jax.tree.unflatten(self.structure, leaves), np.int32(count))
+        rows = jax.tree.unflatten(self.structure, leaves)
+        # A program over several processes takes no NumPy arrays.
+        return Placed(rows if process_count() == 1 else put(rows, self.sharding), np.int32(count))
 
 
 def exactly(path: str, leaf: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -139,7 +142,7 @@ def device_data(data: PyTree, sharding: NamedSharding) -> PyTree:
         for path, leaf in tree.named_leaves(data).items()
         for dtype in [_canonical(path, leaf)]
     ]
-    return jax.device_put(jax.tree.unflatten(jax.tree.structure(data), leaves), sharding)
+    return put(jax.tree.unflatten(jax.tree.structure(data), leaves), sharding)
 
 
 def is_arrays(data: Any) -> bool:

@@ -37,6 +37,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, PyTree
 
 from plurax import errors
+from plurax.distributed.global_arrays import put
 from plurax.execute.backends.backend import Backend
 from plurax.execute.backends.choose import make_backend, microbatch
 from plurax.execute.chunk_rule import MemberWork, work_of
@@ -179,7 +180,7 @@ class Population(StepFunctions):
         arrays = self.members.arrays(self._reading.count if self._reading else ANY_ROWS)
         # Repeated members compute valid numbers; their results are cut from every output.
         filled = np.arange(self.layout.slots) % self.members.count
-        return (jax.device_put(arrays.take(filled), self.metrics_sharding),)
+        return (put(arrays.take(filled), self.metrics_sharding),)
 
     # --- One member ---------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.distributed.global_arrays import gather, process_count
 from plurax.execute.columns import as_arrays, check_kind
 from plurax.execute.gradient import cast_floating, with_precision
 from plurax.execute.placement import Placement, is_arrays, leading_dim
@@ -153,7 +154,8 @@ def predict_stream(
         for start in range(0, total, placement.size):
             cut = slice(start, min(start + placement.size, total))
             piece = jax.tree.map(operator.itemgetter(cut), batch)
-            pending.append((total, start, run(placement.place(piece).rows)))
+            rows = run(placement.place(piece).rows)
+            pending.append((total, start, rows if process_count() == 1 else gather(rows)))
             if len(pending) > IN_FLIGHT and collect():
                 yield outputs
     while pending:
@@ -163,9 +165,10 @@ def predict_stream(
 
 def _copy_rows(leaf: jax.Array, out: np.ndarray, start: int) -> None:
     """Copy the rows of a device array to `out[start:]`, shard by shard; drop rows past its end."""
-    for shard in leaf.addressable_shards:
+    whole = leaf.is_fully_replicated
+    for shard in leaf.addressable_shards[:1] if whole else leaf.addressable_shards:
         # Replicas hold equal rows: copy one of them.
-        if shard.replica_id == 0:
+        if whole or shard.replica_id == 0:
             first = start + (shard.index[0].start or 0)
             room = max(0, min(shard.data.shape[0], out.shape[0] - first))
             if room:

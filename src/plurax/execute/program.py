@@ -23,6 +23,7 @@ from jaxtyping import Int, PyTree
 from plurax import errors
 from plurax import hlo as compiled_hlo
 from plurax.collective import Collective
+from plurax.distributed.global_arrays import put
 from plurax.execute import lowering
 from plurax.execute.array_data import ArrayData
 from plurax.execute.autotune import Candidate
@@ -192,9 +193,9 @@ class Program:
         # Copy: the first step donates the state, and the caller's arrays must stay valid.
         copied = jax.tree.map(jnp.copy, state)
         if same_shapes(state, self.state_shapes):
-            return jax.device_put(copied, self._state_shardings)
+            return put(copied, self._state_shardings)
         layout.check(state)
-        copied = jax.device_put(copied, layout.canonical_shardings(self.mesh))
+        copied = put(copied, layout.canonical_shardings(self.mesh))
         stored: TrainState = self._stored(copied)
         return stored
 
@@ -354,8 +355,8 @@ class Program:
         rows = np.take_along_axis(rows, places, axis=1).astype(np.int32)
         columns = NamedSharding(self.mesh, P(None, *self._placement.sharding.spec))
         return Placed(
-            jax.device_put(rows, columns),
-            jax.device_put(counts.astype(np.int32), replicated(self.mesh)),
+            put(rows, columns),
+            put(counts.astype(np.int32), replicated(self.mesh)),
         )
 
     def place_data(self, data: PyTree) -> PyTree:

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from plurax.distributed.global_arrays import fetch
 from plurax.members import Members
 from plurax.train.iterate import StepOutput
 from plurax.train.log import Row
@@ -99,7 +100,7 @@ class EpochMetrics(abc.ABC):
         fetched = []
         while len(self._waiting) > waiting:
             steps = self._waiting.popleft()
-            host = jax.tree.map(self._by_step, jax.device_get(steps.metrics))
+            host = jax.tree.map(self._by_step, fetch(steps.metrics))
             steps = dataclasses.replace(steps, metrics=host)
             self._count(host)
             fetched.append(steps)

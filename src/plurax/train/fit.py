@@ -4,8 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
@@ -19,6 +17,8 @@ from jaxtyping import PyTree
 from plurax import errors, tree
 from plurax.analysis.estimate import Estimate
 from plurax.analysis.measured import Measured
+from plurax.distributed.environment import attempt
+from plurax.distributed.process_group import ProcessGroup, open_group
 from plurax.execute.array_data import Position, Ragged
 from plurax.execute.check import check_kinds
 from plurax.execute.memory_error import out_of_memory_said
@@ -52,6 +52,7 @@ from plurax.train.restore import (
 from plurax.train.run_folder import check_same_run, epoch_length, move_run_aside, save_settings
 from plurax.train.saving import Saving, check_room
 from plurax.train.serve import check_servers, open_servers, serve_iter
+from plurax.train.stop_signals import StopSignals
 from plurax.validate import check_seed, local_path, whole_number
 
 SHOWN_ROWS = 10
@@ -181,13 +182,15 @@ def fit(
     check_kinds(task, optimizer, plan, members)
     check_servers(servers, task, plan, members)
     output = None if output is None else _output(output)
+    resume, restart = (True, False) if attempt() else (resume, restart)  # by a launcher
     # Check everything before compiling, and lock the output before changing anything in it.
     source, like = as_data(data, batch_size=batch_size, seed=seed, shuffle=shuffle, ragged=ragged)
     if members is not None:
         source = with_resampling(members, source)
         plan = saved_tuning(plan, output) if resume else plan
     with contextlib.ExitStack() as stack:
-        checkpoints = _open_checkpoints(stack, output, resume, restart)
+        group = stack.enter_context(contextlib.closing(open_group()))
+        checkpoints = _open_checkpoints(stack, group, output, resume, restart)
         program = make_program(task, optimizer, plan, like, members, source, resident, devices)
         if evaluation is not None:
             program.check_evaluation(evaluation)
@@ -198,29 +201,26 @@ def fit(
         run = {"seed": seed, "batch_size": program.batch_size, "shuffle": bool(shuffle),
                "ragged": ragged, "epoch_length": epoch_length(source)}  # fmt: skip
         if checkpoints and restart:
-            move_run_aside(checkpoints)
+            group.on_primary(lambda: move_run_aside(checkpoints))
         state, position, metrics = _start(program, checkpoints, source, seed, run, resume)
-        first = state.steps_taken
-        log = _open_log(stack, output, program.plan, estimated, first if resume else None, command)
-        stop = stack.enter_context(_StopSignals())
-        bar = _open_bar(stack, program, source, epochs, first, progress)
-        saving = Saving(checkpoints, log, bar.note)
+        log, history = _open_log(stack, group, output, program, estimated, state, resume, command)
+        stop = stack.enter_context(StopSignals())
+        bar = _open_bar(stack, program, source, epochs, state, progress and group.is_primary)
+        saving = Saving(checkpoints, log, bar.note, group)
         measurements = Measurements(estimated, machine, program, bar.note)
-        history = list(log.epochs) if log else []
         stack.enter_context(out_of_memory_said(program, lambda: _saved(checkpoints)))
         coordinator = open_servers(
             stack, servers, program, optimizer, state, source, like, run, position, checkpoints,
             bar.note,
         )  # fmt: skip
         when = (position, epochs, report_every, checkpoint_every)
-        guard = ReplicaGuard(program, None if servers else check_replicas_every, first)
-        turns = _turns(program, coordinator, state, source, resident, stop, when)
-        what = f"{program.plan.sizes_text()}, batches of {program.batch_size}"
-        for steps in bar.compiled(turns, what):
+        guard = ReplicaGuard(program, None if servers else check_replicas_every, state.steps_taken)
+        turns = _turns(program, coordinator, state, source, resident, stop, when, group)
+        for steps in bar.compiled(turns, _described(program)):
             # The order matters: count, evaluate, log, save, and only then stop. A stop therefore
             # always leaves a checkpoint of exactly what was logged.
             state = steps.state
-            stopping = stop.name if steps.settled else None  # read once; later ones come next
+            stopping = stop.agree(group, steps.settled)  # read once; later ones come next
             at_epoch = steps.position.epoch
             report = steps.epoch_done and (at_epoch % report_every == 0 or at_epoch == epochs)
             due = checkpoint_every is not None and steps.step % checkpoint_every == 0
@@ -231,7 +231,8 @@ def fit(
             fetched = metrics.add(steps, fetch_all=report or save or bool(stopping))
             _log_steps(log, metrics, fetched)
             bar.advance(steps.step, at_epoch, *_summary(metrics, coordinator))
-            metrics.warn_not_finite(steps.step)
+            if group.is_primary:
+                metrics.warn_not_finite(steps.step)
             if report:
                 means = None if evaluation is None else program.evaluate(state, evaluation)
                 row = metrics.epoch_row(steps.step, at_epoch, means)
@@ -262,61 +263,15 @@ def fit(
     return Fit(state, program, history, stop.name, estimated, measurements.measured, account)
 
 
-# --- Signals, checkpoints and the log ---------------------------------------------------------
-
-
-class _StopSignals:
-    """Record Ctrl-C and SIGTERM in `name`; end the process at once at the second signal.
-
-    Python runs its signal handlers between two bytecodes, so not while XLA compiles. The C handler
-    writes every signal to a pipe, and a thread that reads the pipe ends the process at the second.
-    A signal that was ignored when the process began (a background job) stays ignored.
-    """
-
-    def __init__(self) -> None:
-        self.name: str | None = None
-        self._before: dict[signal.Signals, Any] = {}
-        self._pipe: tuple[int, int] | None = None
-        self._woken = -1
-
-    def __enter__(self) -> "_StopSignals":
-        if threading.current_thread() is not threading.main_thread():
-            return self
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._note)
-        read, write = os.pipe()
-        os.set_blocking(write, False)
-        self._woken = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        self._pipe = (read, write)
-        threading.Thread(target=self._watch, args=(read,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        if self._pipe is not None:
-            signal.set_wakeup_fd(self._woken)
-            os.close(self._pipe[1])
-
-    def _note(self, number: int, _frame: object) -> None:
-        self.name = signal.Signals(number).name
-        os.write(2, f"\n{self.name}: stopping after this step; once more ends at once\n".encode())
-        for other in self._before:
-            signal.signal(other, signal.SIG_DFL)
-
-    def _watch(self, read: int) -> None:
-        """Read signals from the pipe on another thread, until its other end is closed."""
-        seen = 0
-        while got := os.read(read, 1):
-            seen += got[0] in (signal.SIGINT, signal.SIGTERM)
-            if seen > 1:
-                os._exit(128 + got[0])
-        os.close(read)
+# --- Checkpoints and the log -------------------------------------------------------------------
 
 
 def _open_checkpoints(
-    stack: contextlib.ExitStack, output: str | Path | None, resume: bool, restart: bool
+    stack: contextlib.ExitStack,
+    group: ProcessGroup,
+    output: str | Path | None,
+    resume: bool,
+    restart: bool,
 ) -> Checkpoints | None:
     """Return the checkpoints of `output`, locked for this process, or None without an output.
 
@@ -326,14 +281,19 @@ def _open_checkpoints(
         raise errors.resume_and_restart()
     if output is None:
         return None
-    checkpoints = stack.enter_context(Checkpoints(Path(output) / "checkpoints"))
+    checkpoints = stack.enter_context(Checkpoints(Path(output) / "checkpoints", group=group))
     if not resume and not restart:
-        if checkpoints.steps():
-            raise errors.output_has_run(str(output), checkpoints.steps()[-1])
-        if checkpoints.damaged():
-            raise errors.checkpoint_all_damaged(str(checkpoints.directory), checkpoints.damaged())
+        group.on_primary(lambda: _check_empty(checkpoints))
     checkpoints.lock()
     return checkpoints
+
+
+def _check_empty(checkpoints: Checkpoints) -> None:
+    if checkpoints.steps():
+        output = checkpoints.directory.parent
+        raise errors.output_has_run(str(output), checkpoints.steps()[-1])
+    if checkpoints.damaged():
+        raise errors.checkpoint_all_damaged(str(checkpoints.directory), checkpoints.damaged())
 
 
 def _whole_numbers(
@@ -410,17 +370,29 @@ def _start(
 
 def _open_log(
     stack: contextlib.ExitStack,
+    group: ProcessGroup,
     output: str | Path | None,
-    plan: Plan,
+    program: Program,
     estimated: Estimate | None,
-    resume_step: int | None,
+    state: TrainState,
+    resume: bool,
     command: Mapping[str, Any] | None,
-) -> MetricsLog | None:
+) -> tuple[MetricsLog | None, list[Row]]:
+    """Return the log, None in processes that write none, and the epochs it held before."""
     if output is None:
-        return None
-    log = stack.enter_context(MetricsLog(Path(output), resume_step=resume_step))
-    save_settings(plan, estimated.machine if estimated else None, command, Path(output))
-    return log
+        return None, []
+    log: MetricsLog | None = None
+    resume_step = state.steps_taken if resume else None
+
+    def opened() -> list[Row]:
+        nonlocal log
+        log = stack.enter_context(MetricsLog(Path(output), resume_step=resume_step))
+        machine = estimated.machine if estimated else None
+        save_settings(program.plan, machine, command, Path(output))
+        return log.epochs
+
+    history = list(group.on_primary(opened))
+    return log, history
 
 
 def _open_bar(
@@ -428,11 +400,12 @@ def _open_bar(
     program: Program,
     source: Data,
     epochs: int,
-    first: int,
+    state: TrainState,
     progress: bool,
 ) -> TrainingProgress:
     per_epoch = source.batches_per_epoch
-    bar = TrainingProgress(epochs, per_epoch and per_epoch * epochs, first, show=progress)
+    steps = per_epoch and per_epoch * epochs
+    bar = TrainingProgress(epochs, steps, state.steps_taken, show=progress)
     stack.enter_context(bar)
     if program.chose:
         bar.note(choice_text(program.plan))
@@ -452,16 +425,21 @@ def _turns(
     state: TrainState,
     source: Data,
     resident: bool | None,
-    stop: _StopSignals,
+    stop: StopSignals,
     when: tuple[Position, int, int, int | None],
+    group: ProcessGroup,
 ) -> Iterator[StepOutput]:
     """Return the iterator of the training loop: of one program, or of workers and servers."""
     schedule: Any = dict(
         zip(("start", "epochs", "report_every", "checkpoint_every"), when, strict=True)
     )
     if coordinator is None:
-        return train_iter(program, state, source, resident=resident, **schedule)
+        return train_iter(program, state, source, resident=resident, group=group, **schedule)
     return serve_iter(coordinator, program, state, source, lambda: bool(stop.name), **schedule)
+
+
+def _described(program: Program) -> str:
+    return f"{program.plan.sizes_text()}, batches of {program.batch_size}"
 
 
 def _summary(metrics: EpochMetrics, coordinator: Coordinator | None) -> tuple[str, float]:

@@ -22,6 +22,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 from plurax import errors, tree
+from plurax.distributed.global_arrays import fetch
+from plurax.distributed.process_group import ProcessGroup, open_group
 from plurax.execute.array_data import ArrayData, Position
 from plurax.execute.placement import Placed
 from plurax.execute.population import MAX_STEPS_PER_CALL
@@ -78,16 +80,21 @@ def train_iter(
     report_every: int = 1,
     checkpoint_every: int | None = None,
     resident: bool | None = None,
+    group: ProcessGroup | None = None,
 ) -> Iterator[StepOutput]:
     """Train, yielding after every call into the compiled program. `fit` is built on this loop.
 
-    **Arguments:** as for `fit`; `start` is the position in the data to begin at. A call never runs
-    past the end of an epoch (for members: an epoch to report) or a multiple of `checkpoint_every`.
+    **Arguments:** as for `fit`; `start` is the position in the data to begin at; `group`, the
+    processes that train together, default all. A call never runs past the end of an epoch (for
+    members: an epoch to report) or a multiple of `checkpoint_every`.
     """
     if isinstance(data, ArrayData) and program.members is not None:
         data = data.read_by(program.members)
     if isinstance(data, ArrayData) and stays_resident(program, data, resident):
-        yield from _resident(program, state, data, start, epochs, report_every, checkpoint_every)
+        with contextlib.ExitStack() as stack:
+            group = group or stack.enter_context(contextlib.closing(open_group()))
+            when = (start, epochs, report_every, checkpoint_every)
+            yield from _resident(program, state, data, group, *when)
     else:
         yield from _streamed(program, state, data, start, epochs)
 
@@ -96,6 +103,7 @@ def _resident(
     program: Program,
     state: TrainState,
     data: ArrayData,
+    group: ProcessGroup,
     start: Position,
     epochs: int,
     report_every: int,
@@ -131,6 +139,7 @@ def _resident(
         # Aim at `SECONDS_PER_CALL`. Steps per call change how often the host looks, nothing else.
         fitting = round(SECONDS_PER_CALL * (stop - at) / max(seconds, 1e-9))
         per_call = max(1, min(2 * per_call, fitting, WINDOW if alone else MAX_STEPS_PER_CALL))
+        per_call, *_ = group.all_gather(per_call)  # each process has its own clock
         at = stop
         position = Position(*divmod(at, per_epoch))
         done = position.batch == 0
@@ -143,7 +152,8 @@ def _to_host(program: Program, metrics: Metrics, first: int, stop: int) -> dict[
     if program.members is None:
         return _rows_to_host(metrics, first, stop)
     count = program.members.count
-    return {name: np.asarray(value)[:count, : stop - first] for name, value in metrics.items()}
+    found = fetch(metrics)
+    return {name: value[:count, : stop - first] for name, value in found.items()}
 
 
 def _rows_to_host(metrics: Metrics, first: int, stop: int) -> dict[str, np.ndarray]:
@@ -156,9 +166,7 @@ def _rows_to_host(metrics: Metrics, first: int, stop: int) -> dict[str, np.ndarr
     if steps > WINDOW:
         begin = min(first, steps - WINDOW)
         metrics = _window(metrics, begin, WINDOW)
-    return {
-        name: np.asarray(value)[first - begin : stop - begin] for name, value in metrics.items()
-    }
+    return {name: value[first - begin : stop - begin] for name, value in fetch(metrics).items()}
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from plurax import errors, tree
+from plurax.distributed.process_group import ProcessGroup
 from plurax.state import TrainState
 from plurax.train.checkpoint import Checkpoints
 from plurax.train.checkpoint.manager import Meta, Residuals
@@ -38,13 +39,18 @@ class SaveFailedWarning(UserWarning):
 class Saving:
     """Saves a run, and bears a disk that fails; does nothing without checkpoints.
 
-    **Arguments:** `note`, which shows a line to the user.
+    **Arguments:** `log`, None in processes that write none; `note`, which shows a line to the
+    user; `group`, the processes that save together.
     """
 
     def __init__(
-        self, checkpoints: Checkpoints | None, log: MetricsLog | None, note: Callable[[str], None]
+        self,
+        checkpoints: Checkpoints | None,
+        log: MetricsLog | None,
+        note: Callable[[str], None],
+        group: ProcessGroup,
     ) -> None:
-        self._checkpoints, self._log, self._note = checkpoints, log, note
+        self._checkpoints, self._log, self._note, self._group = checkpoints, log, note, group
         self._saved: int | None = max(checkpoints.steps(), default=None) if checkpoints else None
         self._writing: int | None = None
         self._failed = 0
@@ -96,8 +102,8 @@ class Saving:
         """Start to save, and return whether the disk took what has to be written at once."""
         assert self._checkpoints is not None
         try:
-            if self._log:
-                self._log.flush()  # no checkpoint is ever ahead of its log
+            # No checkpoint is ever ahead of its log.
+            self._group.on_primary(self._log.flush if self._log else lambda: None)
             self._checkpoints.save(state(), meta, residuals)
         except (errors.DiskError, OSError) as error:
             self._fail(step, step, error)

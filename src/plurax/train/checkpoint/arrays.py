@@ -10,7 +10,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
-from plurax.train.checkpoint.files import verify_files, write_digests
+from plurax.train.checkpoint.files import write_digests
 
 
 class StateHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
@@ -88,15 +88,6 @@ def write_step(
     items = {name: StateSave(tree) for name, tree in arrays.items()}
     items["meta"] = ocp.args.JsonSave(description)
     return bool(manager.save(step, args=ocp.args.Composite(**items)))
-
-
-def read_state(step: Path, like: PyTree) -> PyTree:
-    """Return the state of a checkpoint, in the shapes and shardings of `like`.
-
-    Raises `Damage` for changed files, and any error of Orbax.
-    """
-    verify_files(step / "state")
-    return read_arrays(step / "state", like)
 
 
 def read_arrays(folder: Path, like: PyTree) -> PyTree:

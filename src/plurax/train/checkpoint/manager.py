@@ -12,6 +12,7 @@ fingerprints, computed on the devices before saving and after restoring, find an
 """
 
 import contextlib
+import functools
 import itertools
 import os
 import re
@@ -20,13 +21,14 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
 
 from plurax import errors, tree
+from plurax.distributed.process_group import ProcessGroup, open_group
 from plurax.fingerprint import fingerprints
 from plurax.state import TrainState
 from plurax.train.checkpoint.damage import Damage, DamagedCheckpointWarning
@@ -34,6 +36,8 @@ from plurax.train.checkpoint.description import read_description, sealed
 from plurax.train.checkpoint.files import usable_folder, verify_files
 from plurax.train.checkpoint.lock import FolderLock
 from plurax.train.disk import Place
+
+T = TypeVar("T")
 
 Meta = dict[str, Any]
 Residuals = list[list[np.ndarray]]
@@ -53,15 +57,22 @@ class Checkpoints:
     another process writes, that raises `CheckpointError` naming it. Saving goes on in the
     background while training continues; `close` waits for it. Use as a context manager.
 
+    Of several processes (`group`, default all) every one makes the same calls; process 0 is the
+    writer, and each writes and reads the shards of its own devices.
+
     A save that fails leaves nothing behind, older checkpoints stay, and the next one may succeed. A
     folder that was removed is created anew by the next save.
 
     Raises `CheckpointError` for a directory whose name cannot be used.
     """
 
-    def __init__(self, directory: str | Path, *, keep: int = 3) -> None:
+    def __init__(
+        self, directory: str | Path, *, keep: int = 3, group: ProcessGroup | None = None
+    ) -> None:
         self.directory = usable_folder(directory)
         self._keep = keep
+        self._given = group
+        self._opened: ProcessGroup | None = None
         self._lock = FolderLock(self.directory / LOCK)
         self._manager: Any = None
         self._place: Place | None = None  # of the lock
@@ -102,21 +113,38 @@ class Checkpoints:
             return
         held = self._lock.held  # after a save that failed
         try:
+            self._group.on_primary(self._become_writer)
+            self._check_shared()
+            self._group.together(self._open_manager)
+        finally:
+            if self._manager is None and not held:
+                self._lock.release()
+
+    def _become_writer(self) -> None:
+        try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            if not held:
+            if not self._lock.held:
                 self._lock.acquire()
                 self._place = Place(self._lock.path)
             self._remove_unfinished()
             for step in filter(self._is_there, self._damaged):
                 self._set_aside(step)
-            from plurax.train.checkpoint.arrays import open_manager
+        except OSError as error:
+            raise errors.checkpoint_not_written(str(self.directory), str(error)) from None
 
+    def _check_shared(self) -> None:
+        """Raise `CheckpointError` unless every process sees the directory of the first one."""
+        seen = self._group.all_gather(self._lock.path.exists())
+        if not all(seen):
+            raise errors.folder_not_shared(str(self.directory), seen.index(False))
+
+    def _open_manager(self) -> None:
+        from plurax.train.checkpoint.arrays import open_manager
+
+        try:
             self._manager = open_manager(self.directory, self._keep, SAVE_SECONDS)
         except OSError as error:
             raise errors.checkpoint_not_written(str(self.directory), str(error)) from None
-        finally:
-            if self._manager is None and not held:
-                self._lock.release()
 
     def _remove_unfinished(self) -> None:
         for unfinished in self.directory.glob("*.orbax-checkpoint-tmp*"):
@@ -127,12 +155,13 @@ class Checkpoints:
 
         Raises `DiskError` where its disk is no longer there.
         """
-        if self._place is None:
-            return
+        if not self._group.on_primary(self._is_in_place):
+            self._close_manager()
+            self._lock.release()
+
+    def _is_in_place(self) -> bool:
         try:
-            if not self._place.is_there():
-                self._close_manager()
-                self._lock.release()
+            return self._place is None or self._place.is_there()
         except OSError as error:
             raise errors.checkpoint_not_written(str(self.directory), str(error)) from None
 
@@ -161,9 +190,9 @@ class Checkpoints:
         # Fingerprints are computed on the devices, before any byte passes through Orbax.
         plain, keys = _plain(state)
         prints = state_fingerprints(state)
-        step, newest = state.steps_taken, max(self.steps(), default=-1)
+        step, newest = state.steps_taken, max(self._group.on_primary(self.steps), default=-1)
         if step <= newest:
-            if self.fingerprints(step) != prints:
+            if self._group.on_primary(lambda: self.fingerprints(step)) != prints:
                 raise errors.checkpoint_not_newer(str(self.directory), step, newest)
             return
         described: dict[str, Any] = {
@@ -176,17 +205,20 @@ class Checkpoints:
             arrays["residuals"], described["workers"] = residuals, len(residuals)
         from plurax.train.checkpoint.arrays import write_step
 
-        try:
-            saved = write_step(self._manager, step, arrays, sealed({"run": meta, **described}))
-        except Exception as error:
-            raise self._not_written(error) from error
+        saving = (self._manager, step, arrays, sealed({"run": meta, **described}))
+        saved = self._or_not_written(lambda: write_step(*saving))
         assert saved, "Orbax leaves out only steps that are not newer"
         self._writing = step
 
     def busy(self, seconds: float = 0.0) -> bool:
         """Return whether a save is still being written, `seconds` from now at the latest."""
+        if self._writing is None:
+            return False
+        return any(self._group.all_gather(self._is_busy(seconds)))
+
+    def _is_busy(self, seconds: float) -> bool:
         deadline, pause = time.monotonic() + seconds, 0.001
-        while self._writing is not None and self._manager.is_saving_in_progress():
+        while self._manager.is_saving_in_progress():
             left = deadline - time.monotonic()
             if left <= 0:
                 return True
@@ -200,12 +232,16 @@ class Checkpoints:
         Raises `DiskError` then, and where it cannot be read.
         """
         try:
-            read_description(self.directory / str(step))
-            verify_files(self.directory / str(step) / "state")
+            self._read_by_primary(functools.partial(self._verify, step))
         except Damage as damage:
             raise errors.checkpoint_not_written(
                 str(self.directory), self._report(step, str(damage))
             ) from None
+
+    def _verify(self, step: int) -> None:
+        try:
+            read_description(self.directory / str(step))
+            verify_files(self.directory / str(step) / "state")
         except OSError as error:
             raise errors.checkpoint_not_written(str(self.directory), str(error)) from None
 
@@ -234,18 +270,29 @@ class Checkpoints:
         if self.busy(seconds):
             self._stuck = True
             raise errors.checkpoint_too_slow(str(self.directory), seconds)
-        try:
-            self._manager.wait_until_finished()
-        except Exception as error:
-            raise self._not_written(error) from error
+        self._or_not_written(self._manager.wait_until_finished)
         self._writing = None
 
-    def _not_written(self, error: Exception) -> errors.CheckpointError:
-        self._writing = None
-        self._close_manager()  # it counts a failed save as an existing one; `lock` opens another
-        with contextlib.suppress(OSError):
-            self._remove_unfinished()
-        return errors.checkpoint_not_written(str(self.directory), _reason(error))
+    def _or_not_written(self, write: Callable[[], T]) -> T:
+        """Return `write()`. Raises `DiskError` in all processes where it fails in one."""
+
+        def described() -> T:
+            try:
+                return write()
+            except Exception as error:
+                text = str(self.directory), _reason(error)
+                raise errors.checkpoint_not_written(*text) from error
+
+        try:
+            return self._group.together(described)
+        except errors.DiskError:
+            self._writing = None
+            # It counts a failed save as an existing one; `lock` opens another.
+            self._close_manager()
+            if self._group.is_primary:
+                with contextlib.suppress(OSError):
+                    self._remove_unfinished()
+            raise
 
     def close(self) -> None:
         """Wait for saves, and release the directory.
@@ -260,6 +307,36 @@ class Checkpoints:
             if not self._stuck:
                 self._close_manager()
                 self._lock.release()
+            if self._opened is not None:
+                self._opened.close()
+
+    # --- Several processes --------------------------------------------------------------------
+
+    @property
+    def _group(self) -> ProcessGroup:
+        """The processes that save and restore together: those given, or all."""
+        if self._given is not None:
+            return self._given
+        if self._opened is None:
+            self._opened = open_group()
+        return self._opened
+
+    def _read_by_primary(self, read: Callable[[], Any]) -> Any:
+        """Return what process 0 reads, JSON. Raises in all processes what it raises, `Damage` too.
+
+        One process reads the descriptions and verifies the files: not each of them every byte.
+        """
+
+        def described() -> dict[str, Any]:
+            try:
+                return {"found": read()}
+            except Damage as damage:
+                return {"damage": str(damage)}
+
+        answer = self._group.on_primary(described)
+        if "damage" in answer:
+            raise Damage(answer["damage"])
+        return answer["found"]
 
     # --- Reading ------------------------------------------------------------------------------
 
@@ -281,7 +358,7 @@ class Checkpoints:
         """
         self.wait()
         reasons: list[str] = []
-        steps = self.steps()
+        steps = self._group.on_primary(self.steps)
         newest = max(steps, default=-1)
         while steps:
             step = steps.pop()
@@ -290,14 +367,15 @@ class Checkpoints:
             except Exception as error:
                 # A writer may have deleted this step while it was read, having saved newer ones:
                 # look again.
-                now = self.steps()
+                now = self._group.on_primary(self.steps)
                 if step not in now or now[-1] > newest:
                     steps, newest, reasons = now, max(now, default=-1), []
                 elif isinstance(error, Damage):
                     reasons.append(self._report(step, str(error)))
                 else:
                     raise
-        reasons += [f"{name}: set aside before" for name in self.damaged() if not reasons]
+        before = [] if reasons else self._group.on_primary(self.damaged)
+        reasons += [f"{name}: set aside before" for name in before]
         if reasons:
             raise errors.checkpoint_all_damaged(str(self.directory), reasons)
         return None
@@ -328,18 +406,19 @@ class Checkpoints:
         self, step: int, like: TrainState | Callable[[Meta], TrainState]
     ) -> tuple[TrainState, Meta]:
         directory = self.directory / str(step)
-        described = read_description(directory)
+        described = self._read_by_primary(lambda: read_description(directory))
         if callable(like):
             like = like(described["run"])
         plain_like, keys = _plain(like)
         shapes = tree.describe(plain_like) + keys
         if shapes != described["shapes"]:
             raise errors.checkpoint_mismatch(str(self.directory), shapes, described["shapes"])
-        from plurax.train.checkpoint.arrays import read_state
+        names = ["state", "residuals"] if "workers" in described else ["state"]
+        for name in names:
+            self._read_by_primary(functools.partial(verify_files, directory / name))
+        from plurax.train.checkpoint.arrays import read_arrays
 
-        plain = read_state(directory, plain_like)
-        if "workers" in described:
-            verify_files(directory / "residuals")
+        plain = read_arrays(directory / "state", plain_like)
         found, saved = fingerprints(plain), described["fingerprints"]
         changed = [path for path, value in found.items() if value != saved.get(path)]
         if changed:
@@ -356,7 +435,7 @@ class Checkpoints:
             self._damaged.add(step)
             what = "passed over; training with resume sets it aside"
         else:
-            what = f"set aside as {self._set_aside(step)}"
+            what = f"set aside as {self._group.on_primary(lambda: self._set_aside(step))}"
             if self._manager is not None:
                 self._manager.reload()
         warnings.warn(f"the checkpoint of {reason}; {what}", DamagedCheckpointWarning, stacklevel=3)

@@ -1,0 +1,105 @@
+"""Parse a command's line: the file's experiment, and options with its values as defaults."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import tyro
+
+from plurax import errors, experiment
+from plurax.cli.arguments import made_experiment, shrink_data_axis, start_devices
+from plurax.cli.options import (
+    DiffOptions,
+    EstimateOptions,
+    Population,
+    Predict,
+    Show,
+    Train,
+    Verify,
+    fit_options,
+    train_class,
+)
+from plurax.members import Members
+
+
+def train_options(file: Path, made: experiment.Experiment) -> Train:
+    """Return the default options of `plurax train` for a file's experiment."""
+    own = {name: getattr(made, name) for name in fit_options()}
+    output = Path(made.output or Path("runs") / file.stem)
+    return train_class()(**{**own, **common_options(made), "output": output})
+
+
+def predict_options(file: Path, made: experiment.Experiment) -> Predict:
+    """Return the default options of `plurax predict` for a file's experiment."""
+    return Predict(**common_options(made), output=Path("runs") / file.stem, inputs=tyro.MISSING)
+
+
+def show_options(_file: Path, made: experiment.Experiment) -> Show:
+    """Return the default options of `plurax plan` for a file's experiment."""
+    return Show(**common_options(made))
+
+
+def verify_options(_file: Path, made: experiment.Experiment) -> Verify:
+    """Return the default options of `plurax verify` for a file's experiment."""
+    return Verify(**common_options(made))
+
+
+def estimate_options(_file: Path, made: experiment.Experiment) -> EstimateOptions:
+    """Return the default options of `plurax estimate` for a file's experiment."""
+    return EstimateOptions(**common_options(made))
+
+
+def diff_options(_file: Path, made: experiment.Experiment) -> DiffOptions:
+    """Return the default options of `plurax plan --diff` for a file's experiment."""
+    return DiffOptions(**common_options(made))
+
+
+def common_options(made: experiment.Experiment) -> dict[str, Any]:
+    """Return the default options that all commands share."""
+    return {
+        "plan": made.plan,
+        "plan_file": None,
+        "devices": None,
+        "members": Population(None if made.members is None else _seeds(made.members)),
+        "batch_size": made.batch_size,
+    }
+
+
+def parse(
+    arguments: list[str],
+    command: str,
+    defaults: Callable[[Path, experiment.Experiment], Any],
+) -> tuple[experiment.Experiment, Any, experiment.Report | None]:
+    """Return the file's experiment, the options with its values as defaults, and its report.
+
+    Devices come first, because importing the file may start JAX; then the arguments of the file's
+    `experiment(...)`, given as `--experiment.NAME`; then all options, with `--help`.
+    """
+    program = f"plurax {command} FILE"
+    if not arguments or arguments[0].startswith("-"):
+        raise errors.no_experiment_file(command, asked_help=bool({"-h", "--help"} & {*arguments}))
+    file, rest = Path(arguments[0]), arguments[1:]
+    start_devices(rest, rehearsal=command in ("plan", "verify", "estimate"))
+    made, own, report = made_experiment(file, program, rest)
+    default = defaults(file, made)
+    # One level of options, so that --plan.data stays short.
+    kind = type(default)
+    with_own = dataclasses.make_dataclass(
+        kind.__name__, [("experiment", type(own))], bases=(kind,), frozen=True, kw_only=True
+    )
+    values = {field.name: getattr(default, field.name) for field in dataclasses.fields(kind)}
+    options = tyro.cli(
+        with_own,
+        prog=program,
+        description=kind.__doc__,
+        args=rest,
+        default=with_own(**values, experiment=own),
+    )
+    plan = shrink_data_axis(options.plan, rest, len(jax.devices()))
+    return made, dataclasses.replace(options, plan=plan), report
+
+
+def _seeds(members: Members) -> int | None:
+    return members.seeds if isinstance(members.seeds, int) else None

@@ -1,0 +1,92 @@
+"""`plurax train FILE`: train, and draw what the run has logged."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from plurax import errors
+from plurax.cli.machine_command import described_machine
+from plurax.cli.options import chosen_servers, fit_options
+from plurax.cli.parse import parse, train_options
+from plurax.cli.replay_command import train_command
+from plurax.distributed.environment import writes_files
+from plurax.exit_codes import ExitCode
+from plurax.members import Members
+from plurax.report.curves import draw_curves
+from plurax.report.servers_picture import draw_servers, draw_workers
+from plurax.resample import Everything
+from plurax.train.fit import Fit, fit
+from plurax.train.log import read_rows
+
+EXIT = {
+    None: ExitCode.DONE,
+    "SIGINT": ExitCode.INTERRUPTED,
+    "SIGTERM": ExitCode.PREEMPTED,
+    "SIGPIPE": 141,
+}
+"""The exit code by the signal that ended training, after saving."""
+
+
+def train_experiment(arguments: list[str]) -> int:
+    """Train the experiment of a file, and return the exit code."""
+    made, options, report = parse(arguments, "train", train_options)
+    console = Console(highlight=False, soft_wrap=True)
+    plan = options.chosen_plan()
+    members = options.members.chosen(made.members)
+    if members is not None:
+        console.print(f"{members.count} members: {_of_members(members)}", markup=False)
+    console.print(plan.explain(options.batch_size), markup=False)
+    chosen = {name: getattr(options, name) for name in fit_options()}
+    machine = described_machine(options.machine, options.nodes) or made.machine
+    servers = chosen_servers(options.servers, made.servers)
+    result = fit(**{**vars(made), **chosen, "plan": plan, "members": members, "machine": machine,
+                    "servers": servers, "command": train_command(arguments)})  # fmt: skip
+    if result.staleness is not None:
+        console.print(str(result.staleness), markup=False)
+    if writes_files():
+        mode = None if servers is None else servers.mode
+        written = _draw(result, options.output, mode, Path(arguments[0]).stem, console)
+        console.print(f"wrote {options.output}: {', '.join(written)}", markup=False)
+    if report is not None and result.interrupted is None:
+        _report(report, made, result, options.output, console)
+    return EXIT[result.interrupted]
+
+
+def _draw(result: Fit, output: Path, mode: str | None, title: str, console: Console) -> list[str]:
+    """Draw the curves, with parameter servers also what they did; return the files of the run.
+
+    `mode` is that of parameter servers, or None without them.
+    """
+    written = ["metrics.jsonl", "tensorboard/", "checkpoints/", "plan.toml"]
+    written += ["machine.toml"] if result.estimate else []
+    rows = list(read_rows(output / "metrics.jsonl"))
+    if not any(row["kind"] == "epoch" for row in rows):
+        return written
+    try:
+        draw_curves(rows, output / "curves.png", title=title)
+        written = ["curves.png", *written]
+        if mode is not None:
+            draw_servers({mode: rows}, output / "servers.png")
+            draw_workers(output, output / "workers.png")
+            written += ["servers.jsonl", "servers.png", "workers.png"]
+    except errors.MissingPackageError as missing:
+        console.print(f"no curves.png: {missing}", markup=False)
+    return written
+
+
+def _report(report: Any, made: Any, result: Fit, output: Path, console: Console) -> None:
+    """Call the file's own report; of several processes all compute it, and one keeps it."""
+    if writes_files():
+        for path in report(made, result, output) or ():
+            console.print(f"wrote {path}", markup=False)
+    else:
+        with tempfile.TemporaryDirectory() as elsewhere:
+            report(made, result, Path(elsewhere))
+
+
+def _of_members(members: Members) -> str:
+    """Return a few words that describe a population."""
+    parts = [type(members.resample).__name__.lower()] if members.resample != Everything() else []
+    return ", ".join([*parts, *(f"{name} of their own" for name in members.hyper)]) or "seeds only"

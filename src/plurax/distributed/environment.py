@@ -1,0 +1,123 @@
+"""Read from the environment which process of a gang this one is.
+
+A *gang* is the processes that train one network together, each a JAX process with devices of its
+own. Its launcher describes it in variables:
+
+    PLURAX_COORDINATOR=10.0.0.1:41234   where JAX's coordination service listens, in process 0
+    PLURAX_PROCESSES=4                  how many processes there are
+    PLURAX_PROCESS=2                    which one this is
+    PLURAX_DEVICES=8                    virtual CPU devices of each, to rehearse; often not given
+    PLURAX_ATTEMPT=1                    how often the gang was restarted
+
+Inside a step of Slurm (`srun`) the same is derived from Slurm's variables. Slurm has one process
+on each node, or one for each GPU:
+
+    srun --nodes 4 --ntasks-per-node 1    a process owns all devices of its node
+    srun --nodes 4 --ntasks-per-node 8    process 11 owns the fourth device of its node
+
+Source of Slurm's variables: https://slurm.schedmd.com/srun.html
+"""
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+
+from plurax import errors
+from plurax.validate import whole_number
+
+FIRST_PORT, PORTS = 40_000, 20_000
+"""The ports among which a Slurm step chooses its coordinator's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Gang:
+    """A gang as one of its processes sees it.
+
+    **Fields:** `coordinator`, `host:port` of JAX's coordination service; `processes`, their number;
+    `process`, this one's index; `devices`, virtual CPU devices of each process, or None for those
+    there are; `local_devices`, which devices of its host this process owns, or None for all.
+    """
+
+    coordinator: str
+    processes: int
+    process: int
+    devices: int | None = None
+    local_devices: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        host, _, port = self.coordinator.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise errors.coordinator_not_an_address(self.coordinator)
+        if whole_number(self.processes) is None:
+            raise errors.processes_not_positive(self.processes)
+        if whole_number(self.process, 0) is None or self.process >= self.processes:
+            raise errors.process_not_there(self.process, self.processes)
+
+
+def gang_of(environment: Mapping[str, str] = os.environ) -> Gang | None:
+    """Return the gang that the environment describes, or None. Raises `ProcessError`."""
+    if "PLURAX_PROCESSES" in environment:
+        return _launched(environment)
+    if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "SLURM_PROCID" in environment:
+        return _slurm(environment)
+    return None
+
+
+def writes_files(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this process writes the files of a run: it is alone, or the first."""
+    gang = gang_of(environment)
+    return gang is None or gang.process == 0
+
+
+def attempt(environment: Mapping[str, str] = os.environ) -> int:
+    """Return how often the launcher has restarted this gang, or Slurm has requeued the job."""
+    return int(environment.get("PLURAX_ATTEMPT") or environment.get("SLURM_RESTART_COUNT") or 0)
+
+
+def _launched(environment: Mapping[str, str]) -> Gang:
+    names = ("PLURAX_COORDINATOR", "PLURAX_PROCESSES", "PLURAX_PROCESS")
+    missing = [name for name in names if not environment.get(name)]
+    if missing:
+        raise errors.gang_variable_missing(missing, names)
+
+    def number(name: str) -> int:
+        try:
+            return int(environment[name])
+        except ValueError:
+            raise errors.gang_variable_not_a_number(name, environment[name]) from None
+
+    return Gang(
+        environment["PLURAX_COORDINATOR"],
+        number("PLURAX_PROCESSES"),
+        number("PLURAX_PROCESS"),
+        number("PLURAX_DEVICES") if environment.get("PLURAX_DEVICES") else None,
+    )
+
+
+def _slurm(environment: Mapping[str, str]) -> Gang:
+    hosts = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_NODELIST"]
+    # The processes agree on a port without talking: from the job, the step and the restart.
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    job, step, restart = (int(environment.get(name) or 0) for name in names)
+    port = FIRST_PORT + (job * 31 + step * 7 + restart) % PORTS
+    per_node = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    alone = per_node.partition("(")[0] == "1"
+    return Gang(
+        f"{first_host(hosts)}:{port}",
+        int(environment["SLURM_STEP_NUM_TASKS"]),
+        int(environment["SLURM_PROCID"]),
+        local_devices=None if alone else (int(environment["SLURM_LOCALID"]),),
+    )
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a Slurm node list.
+
+    >>> first_host("gpu[007-012,020],cpu3"), first_host("a-1,b"), first_host("n[3]-ib")
+    ('gpu007', 'a-1', 'n3-ib')
+    """
+    found = re.match(r"([^,\[]*)(?:\[([^\]]*)\])?([^,]*)", nodes)
+    assert found is not None
+    prefix, ranges, suffix = found.groups()
+    return prefix + re.split("[,-]", ranges or "")[0] + suffix

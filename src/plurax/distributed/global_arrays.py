@@ -1,0 +1,97 @@
+"""Arrays over the devices of one process or of many: put them there, fetch them to the host.
+
+JAX calls an array *addressable* where its devices belong to this process. Of an array over many
+processes each holds only its own shards. Example, 2 processes with 2 devices each, rows `f32[8, 3]`
+split over `data`:
+
+    process 0    holds rows 0 1 | 2 3        put reads rows 0 to 3 of what it is given
+    process 1    holds rows 4 5 | 6 7        put reads rows 4 to 7
+    fetch        all-gathers on the devices, and returns f32[8, 3] to both
+
+Every function here is called by all processes, in the same order, like a collective.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jaxtyping import PyTree
+
+
+def process_count() -> int:
+    """Return the number of processes."""
+    return jax.process_count()
+
+
+def process_index() -> int:
+    """Return the index of this process."""
+    return jax.process_index()
+
+
+def is_primary() -> bool:
+    """Return whether this process is the one that writes files and shows progress."""
+    return jax.process_index() == 0
+
+
+def local_devices(mesh: Mesh) -> list[jax.Device]:
+    """Return the devices of a mesh that belong to this process."""
+    return [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+
+
+def put(values: PyTree, shardings: PyTree) -> PyTree:
+    """Return a tree of arrays with the given shardings, a tree like it or one for all.
+
+    Leaves may be arrays of the host, of this process's devices, or of all processes. Of the first
+    two every process gives the whole array, and only its own shards are read.
+    """
+    if jax.process_count() == 1:
+        return jax.device_put(values, shardings)
+    if isinstance(shardings, Sharding):
+        shardings = jax.tree.map(lambda _: shardings, values)
+    return jax.tree.map(_put, values, shardings)
+
+
+def _put(leaf: Any, sharding: Sharding) -> jax.Array:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return leaf if leaf.sharding == sharding else jax.jit(_same, out_shardings=sharding)(leaf)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return jax.jit(lambda: leaf, out_shardings=sharding)()
+    host = leaf if hasattr(leaf, "dtype") and not isinstance(leaf, jax.Array) else np.asarray(leaf)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def fetch(values: PyTree) -> PyTree:
+    """Return a tree of NumPy arrays, each whole, from arrays of one process or of many."""
+    if jax.process_count() == 1:
+        return jax.device_get(values)
+    leaves, structure = jax.tree.flatten(values)
+    elsewhere = [index for index, leaf in enumerate(leaves) if not _is_here(leaf)]
+    if elsewhere:
+        whole = gather([leaves[index] for index in elsewhere])
+        for index, leaf in zip(elsewhere, whole, strict=True):
+            leaves[index] = leaf
+    return jax.tree.unflatten(structure, jax.device_get(leaves))
+
+
+def gather(values: PyTree) -> PyTree:
+    """Return arrays of many processes whole on every device of their mesh."""
+    whole = jax.tree.map(lambda leaf: NamedSharding(leaf.sharding.mesh, PartitionSpec()), values)
+    return jax.jit(_same, out_shardings=whole)(values)
+
+
+def least(value: int) -> int:
+    """Return the smallest of a number that each process gives."""
+    if jax.process_count() == 1:
+        return value
+    return int(np.min(multihost_utils.process_allgather(np.asarray([value], np.float64))))
+
+
+def _is_here(leaf: Any) -> bool:
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated
+
+
+def _same(values: PyTree) -> PyTree:
+    return values

@@ -1,0 +1,199 @@
+"""Join the processes of a gang, before anything uses a device."""
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import NoReturn
+
+import jax
+
+from plurax import errors
+from plurax.distributed.environment import Gang, gang_of
+from plurax.exit_codes import ExitCode
+
+LINKS = ("Gloo", "NCCL", "Connection", "connection", "coordination service")
+"""Words in what JAX raises where another process is gone."""
+INITIALIZE_SECONDS, HEARTBEAT_SECONDS, SHUTDOWN_SECONDS = 900, 30, 30
+NOTICE_SECONDS = 30.0
+"""How long a process waits for the others without a word."""
+
+
+def initialize(
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process: int | None = None,
+    *,
+    devices: int | None = None,
+    local_devices: Sequence[int] | None = None,
+) -> None:
+    """Make this process one of several that train together; call it before any use of a device.
+
+    Under `plurax launch` and in a step of Slurm (`srun`) nothing else has to be said. `plurax
+    train` and the other commands call it themselves. Without a launcher, Slurm and arguments it
+    does nothing: the same script runs alone.
+
+    **Arguments:**
+
+    - `coordinator`: `host:port` of process 0, where JAX's coordination service will listen.
+    - `processes`, `process`: how many there are, and which one this is.
+    - `devices`: virtual CPU devices of each process, for a rehearsal.
+    - `local_devices`: the devices of its host that this process owns; default all.
+
+    Raises `ProcessError` where JAX has been used before, where only some of the arguments are
+    given, and where the others cannot be reached. Source: JAX, *Introduction to multi-controller
+    JAX*, https://docs.jax.dev/en/latest/multi_process.html
+    """
+    gang = _chosen(coordinator, processes, process, devices, local_devices)
+    if gang is None:
+        return
+    if jax.distributed.is_initialized():
+        raise errors.initialized_twice()
+    try:
+        if gang.devices is not None:
+            jax.config.update("jax_platforms", "cpu")
+            jax.config.update("jax_num_cpu_devices", gang.devices)
+        # `fit` has its own handler of SIGTERM, and JAX's would replace it.
+        jax.config.update("jax_enable_preemption_service", False)
+        host, _, port = gang.coordinator.rpartition(":")
+        _check_name(host)
+        with _waiting(gang):
+            _join(gang, host, int(port))
+    except RuntimeError:
+        raise errors.initialized_too_late() from None
+    # An exception in one process would leave the others waiting in a collective until they time
+    # out: Python ends, and JAX waits at the end for all processes. So end at once.
+    sys.excepthook = _end_at_once
+
+
+def _join(gang: Gang, host: str, port: int) -> None:
+    if gang.process:
+        _wait_for(host, port, gang.process)
+    jax.distributed.initialize(
+        gang.coordinator,
+        gang.processes,
+        gang.process,
+        gang.local_devices,
+        cluster_detection_method="deactivate",
+        # By default JAX listens at every address of the host, to anyone.
+        coordinator_bind_address=f"{host}:{port}" if gang.process == 0 else None,
+        initialization_timeout=INITIALIZE_SECONDS,
+        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+    )
+
+
+def _wait_for(host: str, port: int, process: int) -> None:
+    """Wait until the coordinator listens: JAX would abort the process, without a word of where."""
+    end = time.monotonic() + INITIALIZE_SECONDS
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                where = f"{host}:{port}"
+                raise errors.gang_not_joined(where, process, str(error)) from None
+            time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def _waiting(gang: Gang) -> Iterator[None]:
+    """Say after a while for what a process waits."""
+    text = (
+        f"process {gang.process} waits for all {gang.processes} processes at {gang.coordinator}, "
+        f"for at most {INITIALIZE_SECONDS} s\n"
+    )
+    timer = threading.Timer(NOTICE_SECONDS, lambda: sys.stderr.write(text))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _check_name(coordinator: str) -> None:
+    """Raise `ProcessError` where the others would look for this host at their own loopback.
+
+    Collectives between CPUs (Gloo) connect to the address that a host's own name resolves to.
+    """
+    if jax.config.values["jax_platforms"] != "cpu" or _is_loopback(coordinator):
+        return
+    if _is_loopback(name := socket.gethostname()):
+        raise errors.host_name_is_loopback(name, coordinator)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return socket.gethostbyname(host).startswith("127.")
+    except OSError:
+        return False  # JAX says so
+
+
+def exit_code(error: BaseException) -> ExitCode:
+    """Return with which code a process ends after an error: 134 where another one has ended.
+
+    That is the code of JAX's coordination service, which aborts a process (SIGABRT) whose peer is
+    gone.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return ExitCode.INTERRUPTED
+    if isinstance(error, errors.ReplicaError):
+        return ExitCode.CORRUPT
+    if isinstance(error, errors.RunStoppedError):
+        return ExitCode.PERMANENT
+    if isinstance(error, errors.PeerError) or _is_lost_link(error):
+        return ExitCode.PEER_DIED
+    return ExitCode.MISTAKE if isinstance(error, errors.PluraxError) else ExitCode.FAILED
+
+
+def _is_lost_link(error: BaseException) -> bool:
+    return isinstance(error, jax.errors.JaxRuntimeError) and any(
+        word in str(error) for word in LINKS
+    )
+
+
+def leave(status: int) -> NoReturn:
+    """End the process of a command that stopped.
+
+    One of several ends at once, so that the others notice; and so does one of which a thread still
+    waits for a disk that does not answer.
+    """
+    others = [one for one in threading.enumerate() if one is not threading.main_thread()]
+    if jax.distributed.is_initialized() or any(not one.daemon for one in others):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    raise SystemExit(status)
+
+
+def _end_at_once(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    sys.__excepthook__(kind, error, trace)
+    leave(exit_code(error))
+
+
+def _chosen(
+    coordinator: str | None,
+    processes: int | None,
+    process: int | None,
+    devices: int | None,
+    local_devices: Sequence[int] | None,
+) -> Gang | None:
+    given = {"coordinator": coordinator, "processes": processes, "process": process}
+    missing = [name for name, value in given.items() if value is None]
+    if len(missing) == 3:
+        return gang_of(os.environ)
+    if missing:
+        raise errors.initialize_incomplete(missing)
+    assert coordinator is not None
+    assert processes is not None
+    assert process is not None
+    owned = None if local_devices is None else tuple(local_devices)
+    return Gang(coordinator, processes, process, devices, owned)

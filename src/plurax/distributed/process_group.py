@@ -1,0 +1,235 @@
+"""What the processes of a gang agree on, on their hosts: who is there, when to stop, what was read.
+
+Device collectives keep the processes in step, but they must not be asked for what only the host
+knows, and they name nobody who is missing. So for one call of `fit` each process holds one
+connection to process 0, and all take part in rounds, in the same order:
+
+    round         process 0 has    process 1 sends    process 2 sends    all receive
+    stop?         null             "SIGTERM"          null               [null, "SIGTERM", null]
+    newest step   1200             null               null               [1200, null, null]
+
+A message is a line of JSON; whoever does not send one within the limit is named. Where there is
+one process a round is its own value, and nothing is opened.
+"""
+
+import contextlib
+import json
+import secrets
+import socket
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from plurax import errors
+from plurax.distributed.environment import gang_of
+
+T = TypeVar("T")
+
+CONNECT_SECONDS = 60.0
+ROUND_SECONDS = 1800.0
+"""How long one process may be later than the others: it may compile, or wait for a disk."""
+
+
+class ProcessGroup:
+    """The processes of a gang, from one of them. Every method is called by all, in one order.
+
+    **Attributes:** `count`, `index`; `is_primary`, whether this process writes files and shows
+    progress.
+    """
+
+    def __init__(self, index: int = 0, sockets: list[socket.socket] | None = None) -> None:
+        self.index, self.count = index, 1
+        self._files = [one.makefile("rwb") for one in sockets or []]
+        self._sockets = sockets or []
+        self._names: list[str] = []
+        if sockets:
+            self._names = self._exchange(socket.gethostname())
+            self.count = len(self._names)
+
+    @property
+    def is_primary(self) -> bool:
+        """Whether this is process 0."""
+        return self.index == 0
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return a value of each process, JSON, in their order. Raises `ProcessError`."""
+        return [value] if self.count == 1 else self._exchange(value)
+
+    def on_primary(self, function: Callable[[], Any]) -> Any:
+        """Call a function in process 0 alone; return its result, JSON, in all processes.
+
+        What it raises is raised in all of them.
+        """
+        result, error = None, None
+        if self.is_primary:
+            try:
+                result = function()
+            except Exception as raised:
+                if self.count == 1:
+                    raise
+                error = raised
+        answer, *_ = self.all_gather([result, _described(error)])
+        if error is not None:
+            raise error
+        result, described = answer
+        if described is not None:
+            raise _raised(*described)
+        return result
+
+    def together(self, function: Callable[[], T]) -> T:
+        """Call a function in every process; where it raises in one, raise in all of them."""
+        result, error = None, None
+        try:
+            result = function()
+        except Exception as raised:
+            if self.count == 1:
+                raise
+            error = raised
+        answers = self.all_gather(_described(error))
+        if error is not None:
+            raise error
+        for process, described in enumerate(answers):
+            if described is not None:
+                kind, text = described
+                raise _raised(kind, f"{self._named(process)}: {text}")
+        return cast(T, result)
+
+    def close(self) -> None:
+        """Close the connections."""
+        for file, one in zip(self._files, self._sockets, strict=True):
+            with contextlib.suppress(OSError):
+                file.close()
+            one.close()
+
+    # --- Rounds -------------------------------------------------------------------------------
+
+    def _exchange(self, value: Any) -> list[Any]:
+        if self.index:
+            self._write(self._files[0], value, 0)
+            values: list[Any] = self._read(self._files[0], 0)
+            return values
+        others = enumerate(self._files, 1)
+        values = [value, *(self._read(file, process) for process, file in others)]
+        for process, file in enumerate(self._files, 1):
+            self._write(file, values, process)
+        return values
+
+    def _write(self, file: Any, value: Any, process: int) -> None:
+        try:
+            file.write(json.dumps(value).encode() + b"\n")
+            file.flush()
+        except OSError:
+            raise errors.process_ended(self._named(process)) from None
+
+    def _read(self, file: Any, process: int) -> Any:
+        try:
+            line = file.readline()
+        except TimeoutError:
+            raise errors.process_late(self._named(process), ROUND_SECONDS) from None
+        except OSError:
+            line = b""
+        if not line.endswith(b"\n"):
+            raise errors.process_ended(self._named(process))
+        return json.loads(line)
+
+    def _named(self, process: int) -> str:
+        host = f" on {self._names[process]}" if self._names else ""
+        return f"process {process}{host}"
+
+
+def open_group() -> ProcessGroup:
+    """Open the group of all processes; all call it, and close it. Raises `ProcessError`."""
+    return ProcessGroup() if jax.process_count() == 1 else _connected()
+
+
+def _connected() -> ProcessGroup:
+    """Connect every process with process 0.
+
+    Where it listens, and a secret that only this gang knows, are broadcast over the devices.
+    """
+    index, count = jax.process_index(), jax.process_count()
+    if index:
+        host, port, token = _broadcast(None)
+        try:
+            one = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
+            one.sendall(f"{token} {index}\n".encode())
+        except OSError as error:
+            raise errors.process_not_reached(f"{host}:{port}", str(error)) from None
+        _prepare(one)
+        return ProcessGroup(index, [one])
+    host, token = _own_address(), secrets.token_hex(16)
+    with socket.create_server((host, 0), backlog=count) as server:
+        server.settimeout(CONNECT_SECONDS)
+        _broadcast((host, server.getsockname()[1], token))
+        return ProcessGroup(0, _accepted(server, token, count))
+
+
+def _accepted(server: socket.socket, token: str, count: int) -> list[socket.socket]:
+    """Return a connection of each other process, in their order."""
+    found: dict[int, socket.socket] = {}
+    while len(found) < count - 1:
+        try:
+            one, _ = server.accept()
+            _prepare(one, CONNECT_SECONDS)
+            line = b""
+            while not line.endswith(b"\n") and len(line) < 100 and (byte := one.recv(1)):
+                line += byte
+        except OSError:
+            for other in found.values():
+                other.close()
+            missing = sorted(set(range(1, count)) - set(found))
+            raise errors.processes_not_connected(missing, CONNECT_SECONDS) from None
+        given, _, process = line.decode(errors="replace").partition(" ")
+        if secrets.compare_digest(given, token):
+            _prepare(one)
+            found[int(process)] = one
+        else:
+            one.close()  # a stranger
+    return [found[process] for process in range(1, count)]
+
+
+def _prepare(one: socket.socket, seconds: float = ROUND_SECONDS) -> None:
+    one.settimeout(seconds)
+    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _broadcast(address: tuple[str, int, str] | None) -> tuple[str, int, str]:
+    """Return what process 0 gives."""
+    text = np.zeros(256, np.uint8)
+    if address is not None:
+        encoded = json.dumps(address).encode()
+        text[: len(encoded)] = list(encoded)
+    text = np.asarray(multihost_utils.broadcast_one_to_all(text), np.uint8)
+    host, port, token = json.loads(bytes(text).rstrip(b"\0"))
+    return host, port, token
+
+
+def _own_address() -> str:
+    """Return this host's address, as others reach it: process 0's is that of the coordinator."""
+    gang = gang_of()
+    if gang is not None:
+        return gang.coordinator.rpartition(":")[0]
+    probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    with probe, contextlib.suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # sends nothing: only looks up the route
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+# --- Errors of process 0, in the others -------------------------------------------------------
+
+
+def _described(error: Exception | None) -> tuple[str, str] | None:
+    return None if error is None else (type(error).__name__, str(error))
+
+
+def _raised(kind: str, text: str) -> Exception:
+    known = {found.__name__: found for found in _subclasses(errors.PluraxError)}
+    return known[kind](text) if kind in known else errors.primary_failed(kind, text)
+
+
+def _subclasses(kind: type[Exception]) -> list[type[Exception]]:
+    return [kind, *(one for child in kind.__subclasses__() for one in _subclasses(child))]

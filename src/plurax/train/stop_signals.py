@@ -1,0 +1,67 @@
+"""Stop training at Ctrl-C and SIGTERM, after a step, in all processes at the same one."""
+
+import os
+import signal
+import threading
+from typing import Any
+
+from plurax.distributed.process_group import ProcessGroup
+
+
+class StopSignals:
+    """Record Ctrl-C and SIGTERM in `name`; end the process at once at the second signal.
+
+    Python runs its signal handlers between two bytecodes, so not while XLA compiles. The C handler
+    writes every signal to a pipe, and a thread that reads the pipe ends the process at the second.
+    A signal that was ignored when the process began (a background job) stays ignored.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self._before: dict[signal.Signals, Any] = {}
+        self._pipe: tuple[int, int] | None = None
+        self._woken = -1
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        self._woken = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        self._pipe = (read, write)
+        threading.Thread(target=self._watch, args=(read,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._pipe is not None:
+            signal.set_wakeup_fd(self._woken)
+            os.close(self._pipe[1])
+
+    def agree(self, group: ProcessGroup, ready: bool) -> str | None:
+        """Return the signal that ends training; all processes return the same one at a step.
+
+        One that reaches any process stops all. Where this one is not `ready`, it asks for nothing.
+        """
+        signals = group.all_gather(self.name if ready else None)
+        self.name = self.name or next(filter(None, signals), None)
+        return next(filter(None, signals), None)
+
+    def _note(self, number: int, _frame: object) -> None:
+        self.name = signal.Signals(number).name
+        os.write(2, f"\n{self.name}: stopping after this step; once more ends at once\n".encode())
+        for other in self._before:
+            signal.signal(other, signal.SIG_DFL)
+
+    def _watch(self, read: int) -> None:
+        """Read signals from the pipe on another thread, until its other end is closed."""
+        seen = 0
+        while got := os.read(read, 1):
+            seen += got[0] in (signal.SIGINT, signal.SIGTERM)
+            if seen > 1:
+                os._exit(128 + got[0])
+        os.close(read)

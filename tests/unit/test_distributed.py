@@ -1,0 +1,297 @@
+"""Who a process is, what all agree on, and what is said where they do not find each other."""
+
+import os
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import plurax as px
+from plurax import errors
+from plurax.distributed import initialize as initialize_module
+from plurax.distributed import process_group
+from plurax.distributed.environment import Gang, attempt, first_host, gang_of, writes_files
+from plurax.distributed.global_arrays import fetch, gather, least, put
+from plurax.distributed.initialize import exit_code
+from plurax.distributed.process_group import ProcessGroup, open_group
+
+LAUNCHED = {"PLURAX_COORDINATOR": "10.0.0.1:4321", "PLURAX_PROCESSES": "4", "PLURAX_PROCESS": "2"}
+SLURM = {
+    "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "11",
+    "SLURM_LOCALID": "3", "SLURM_STEP_NODELIST": "gpu[007-008]",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+}  # fmt: skip
+
+
+# --- The environment --------------------------------------------------------------------------
+
+
+def test_a_launcher_describes_the_gang():
+    assert gang_of(LAUNCHED) == Gang("10.0.0.1:4321", 4, 2)
+    assert gang_of({**LAUNCHED, "PLURAX_DEVICES": "8"}) == Gang("10.0.0.1:4321", 4, 2, devices=8)
+    assert gang_of({}) is None
+
+
+def test_slurm_describes_the_gang():
+    """One process for each GPU owns one device; one for each node owns all of its devices."""
+    gang = gang_of(SLURM)
+    assert gang == Gang(gang.coordinator, 16, 11, local_devices=(3,))
+    assert gang.coordinator.startswith("gpu007:")
+    one = gang_of({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x16)", "SLURM_LOCALID": "0"})
+    assert one.local_devices is None
+    again = gang_of({**SLURM, "SLURM_RESTART_COUNT": "1"})
+    assert again.coordinator != gang.coordinator, "a requeued job listens at another port"
+    # In a batch script, outside a step, and in a step of one task, a process is alone.
+    assert gang_of({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert gang_of({"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("a", "a"), ("a,b", "a"), ("n[1-3,7],m4", "n1"), ("n[12]", "n12"), ("x[01-02]-ib", "x01-ib")],
+)
+def test_the_first_host_of_a_node_list(nodes, first):
+    assert first_host(nodes) == first
+
+
+def test_who_writes_and_how_often_it_was_started():
+    assert writes_files({})
+    assert not writes_files(LAUNCHED)
+    assert writes_files({**LAUNCHED, "PLURAX_PROCESS": "0"})
+    assert (attempt({}), attempt({"PLURAX_ATTEMPT": "2"})) == (0, 2)
+    assert attempt({"SLURM_RESTART_COUNT": "1"}) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"PLURAX_COORDINATOR": ""}, "the environment has some of"),
+        ({"PLURAX_PROCESS": "x"}, "PLURAX_PROCESS='x' must be a whole number"),
+        ({"PLURAX_PROCESS": "4"}, "process=4 is not one of 4 processes"),
+        ({"PLURAX_PROCESSES": "0"}, "processes=0 must be a positive whole number"),
+        ({"PLURAX_COORDINATOR": "10.0.0.1"}, "coordinator='10.0.0.1' is no address"),
+        ({"PLURAX_COORDINATOR": "a:99999"}, "coordinator='a:99999' is no address"),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_refused(given, message):
+    with pytest.raises(px.ProcessError, match=message):
+        gang_of({**LAUNCHED, **given})
+
+
+# --- Joining ----------------------------------------------------------------------------------
+
+
+def test_initialize_without_a_gang_does_nothing():
+    px.initialize()
+    assert not jax.distributed.is_initialized()
+
+
+def test_initialize_is_refused_too_late_and_by_halves():
+    with pytest.raises(px.ProcessError, match=r"needs processes and process too") as caught:
+        px.initialize("127.0.0.1:1234")
+    assert "Under `plurax launch` and `srun` give none of them." in str(caught.value)
+    jax.devices()
+    with pytest.raises(px.ProcessError, match=r"comes too late: JAX has been used"):
+        px.initialize("127.0.0.1:1234", 2, 0)
+
+
+def test_initialize_is_refused_twice(monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    with pytest.raises(px.ProcessError, match="the processes are joined already"):
+        px.initialize("127.0.0.1:1234", 2, 0)
+
+
+def test_initialize_says_where_it_did_not_find_the_others():
+    free = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{free.getsockname()[1]}"
+    free.close()
+    code = (
+        "import plurax as px, plurax.distributed.initialize as module\n"
+        "module.INITIALIZE_SECONDS = 2\n"
+        "module.NOTICE_SECONDS = 0.1\n"
+        f"px.initialize({address!r}, 2, 1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert f"process 1 could not join the others at {address}: [Errno" in done.stderr
+    assert f"process 1 waits for all 2 processes at {address}, for at most 2 s" in done.stderr
+
+
+def test_a_host_whose_name_is_loopback_is_refused(monkeypatch):
+    monkeypatch.setattr(socket, "gethostbyname", {"here": "127.0.1.1", "n0": "10.0.0.1"}.get)
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    with pytest.raises(px.ProcessError, match="this host's name, here, resolves to its loopback"):
+        initialize_module._check_name("n0")
+    initialize_module._check_name("here")  # all processes are on this host
+
+
+def test_devices_are_chosen_by_the_launcher(tmp_path):
+    file = tmp_path / "file.py"
+    file.write_text("def experiment(): ...\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "plurax.cli", "train", str(file), "--devices", "2"],
+        capture_output=True, text=True, env={**os.environ, **LAUNCHED}, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "--devices 2 is for one process." in done.stderr
+
+
+def test_the_exit_code_says_whose_fault_it_was():
+    assert exit_code(errors.process_ended("process 1")) == 134
+    assert exit_code(jax.errors.JaxRuntimeError("Gloo all-reduce: Connection reset")) == 134
+    assert exit_code(errors.epochs_not_positive(0)) == 2
+    assert exit_code(ZeroDivisionError()) == 1
+
+
+# --- What all agree on ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def groups():
+    """Connects the groups of a gang within this process, and closes them."""
+    opened = []
+    yield lambda count: opened.extend(connected(count)) or opened
+    for group in opened:
+        group.close()
+
+
+def connected(count):
+    pairs = [socket.socketpair() for _ in range(count - 1)]
+    for one in (socket_ for pair in pairs for socket_ in pair):
+        one.settimeout(20)
+    with ThreadPoolExecutor(count) as pool:
+        own = [[a for a, _ in pairs], *([b] for _, b in pairs)]
+        started = [pool.submit(ProcessGroup, index, each) for index, each in enumerate(own)]
+        return [one.result() for one in started]
+
+
+def everywhere(gang, function):
+    """What a function returns in each process, or the exception that it raised."""
+
+    def guarded(group):
+        try:
+            return function(group)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(gang)) as pool:
+        return list(pool.map(guarded, gang))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_all_gather(count, groups):
+    gang = groups(count)
+    assert [group.count for group in gang] == [count] * count
+    for round_ in range(3):
+        found = everywhere(gang, lambda group: group.all_gather([round_, group.index]))  # noqa: B023
+        assert found == [[[round_, index] for index in range(count)]] * count
+
+
+def test_one_process_agrees_with_itself():
+    group = open_group()
+    assert group.is_primary
+    assert group.all_gather("x") == ["x"]
+    assert group.on_primary(lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        group.on_primary(lambda: 1 / 0)
+
+
+def test_what_the_first_process_finds_all_get(groups):
+    called = []
+    gang = groups(3)
+    found = everywhere(gang, lambda group: group.on_primary(lambda: called.append(1) or 7))
+    assert found == [7, 7, 7]
+    assert called == [1]
+
+
+def test_what_the_first_process_raises_all_raise(groups):
+    """With its kind and its text; what is not an error of plurax names its kind."""
+
+    def refused():
+        raise errors.resume_and_restart()
+
+    gang = groups(2)
+    found = everywhere(gang, lambda group: group.on_primary(refused))
+    assert [type(error) for error in found] == [type(errors.resume_and_restart())] * 2
+    assert len({str(error) for error in found}) == 1
+    first, second = everywhere(gang, lambda group: group.on_primary(lambda: 1 / 0))
+    assert isinstance(first, ZeroDivisionError)
+    assert "process 0 failed: ZeroDivisionError: division by zero" in str(second)
+    # The round is complete in all of them: the next one is not out of step.
+    assert everywhere(gang, lambda group: group.all_gather(1)) == [[1, 1]] * 2
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_a_process_that_ended_is_named(gone, groups):
+    gang = groups(3)
+    gang[gone].close()
+    rest = [group for group in gang if group.index != gone]
+    found = everywhere(rest, lambda group: group.all_gather(1) if group.index else None)
+    if gone:
+        (found,) = everywhere([gang[0]], lambda group: group.all_gather(1))
+        assert f"process {gone} on {socket.gethostname()} has ended" in str(found)
+    else:
+        assert all("process 0 on" in str(error) for error in found)
+
+
+def test_a_process_that_is_late_is_named(groups):
+    gang = groups(2)
+    gang[0]._sockets[0].settimeout(0.05)
+    (found,) = everywhere(gang[:1], lambda group: group.all_gather(1))
+    assert isinstance(found, px.ProcessError)
+    assert "process 1" in str(found)
+    assert "did not take part for" in str(found)
+
+
+def test_strangers_are_not_let_in(monkeypatch):
+    """Only who knows the secret is connected; who is missing is named."""
+    monkeypatch.setattr(process_group, "CONNECT_SECONDS", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(1.0)
+        address = server.getsockname()
+        others = [socket.create_connection(address) for _ in range(2)]
+        others[0].sendall(b"guessed 1\n")
+        others[1].sendall(b"secret 2\n")
+        with pytest.raises(px.ProcessError, match=r"process 1 did not connect within"):
+            process_group._accepted(server, "secret", 3)
+    for one in others:
+        one.close()
+
+
+def test_the_first_process_cannot_be_reached(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(process_group, "_broadcast", lambda _: ("127.0.0.1", port, "secret"))
+    with pytest.raises(px.ProcessError, match=r"process 0 could not be reached at 127.0.0.1:"):
+        open_group()
+
+
+# --- Arrays, in one process; tests/processes has several ----------------------------------------
+
+
+def test_put_and_fetch_in_one_process():
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    rows = jax.sharding.NamedSharding(mesh, P("data"))
+    values = {"x": np.arange(8.0, dtype=np.float32), "y": np.ones((4, 2), np.float32)}
+    placed = put(values, rows)
+    assert all(leaf.sharding == rows for leaf in jax.tree.leaves(placed))
+    for found in (fetch(placed), gather(placed)):
+        jax.tree.map(np.testing.assert_array_equal, found, values)
+    assert least(3) == 3
+
+
+def test_a_plan_must_use_every_process(monkeypatch):
+    monkeypatch.setattr("plurax.mesh.process_count", lambda: 3)
+    with pytest.raises(px.PlanError, match="which 3 processes cannot share equally"):
+        px.compile(
+            px.Task(init=lambda key: {}, loss=lambda params, batch, keys: batch["x"]),
+            optax.sgd(1.0), px.Plan(data=4), {"x": np.ones(4)},
+        )  # fmt: skip
