@@ -25,7 +25,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # Each floor may import from those above it in this list. Within a floor, a room may import from the
 # rooms before it.
 FLOORS = [
-    ["lazy", "notebook", "tree", "errors", "exit_codes", "validate", "user_frames"],
+    ["lazy", "notebook", "tree", "errors", "exit_codes", "timeouts", "validate", "user_frames"],
     ["resample", "strategies", "plan", "machine", "state", "task", "members"],
     ["distributed", "collective", "mesh", "hlo", "fingerprint", "jaxpr"],
     ["sharding", "partition", "pipeline"],

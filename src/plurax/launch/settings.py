@@ -3,6 +3,8 @@
 import dataclasses
 from pathlib import Path
 
+from plurax.timeouts import TIMEOUTS
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
@@ -18,9 +20,9 @@ class Limits:
     """After a process has done its work, for the others to finish too."""
     stop: float = 120.0
     """After SIGTERM, for all to save and end."""
-    abort: float = 5.0
+    abort: float = TIMEOUTS.abort
     """After SIGABRT, for a stuck process to write its stacks and end."""
-    slack: float = 10.0
+    slack: float = TIMEOUTS.slack
     """After the deadline in a process's status."""
     poll: float = 0.2
     """Between two readings of the status files."""
