@@ -248,7 +248,7 @@ def test_the_limits_are_nested():
     launcher = LauncherLimits()
     assert launcher.slack == TIMEOUTS.slack
     assert launcher.abort == TIMEOUTS.abort
-    assert SAVE_SECONDS == TIMEOUTS.save
+    assert TIMEOUTS.save == SAVE_SECONDS
     names = [field.name for field in dataclasses.fields(Timeouts)]
     for name, value in [(name, 1e6) for name in names[:-1]] + [(name, 0.0) for name in names[1:]]:
         with pytest.raises(AssertionError, match=r"not nested|wait for the watchdog"):
