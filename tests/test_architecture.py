@@ -59,7 +59,9 @@ PUBLIC = {
         make_schedule one_f_one_b simulate zb_h1""",
     "plurax.sharding": """
         Axes ParameterInfo ReshardStep TensorSharding apply_moves megatron plan_reshard""",
-    "plurax.train": "ArrayData Gradients Position StepOutput StreamData TrainState train_iter",
+    "plurax.train": """
+        ArrayData Gradients Position ReplicaCheck ReplicaFinding StepOutput StreamData TrainState
+        train_iter""",
 }
 
 

@@ -1,13 +1,18 @@
 """The watchdog: what it takes for stuck, what it says, and what it writes for the launcher."""
 
 import dataclasses
+import itertools
 import json
+import os
 import subprocess
 import sys
 from typing import NamedTuple
 
+import optax
 import pytest
+from tests import models
 
+import plurax as px
 from plurax.exit_codes import ExitCode
 from plurax.launch.settings import Limits as LauncherLimits
 from plurax.timeouts import TIMEOUTS, Timeouts
@@ -166,12 +171,17 @@ def test_a_process_alone_is_watched_by_nobody(clock):
 
 
 def test_who_is_watched(tmp_path):
-    launched = {"PLURAX_STATUS": str(tmp_path), "PLURAX_PROCESS": "2"}
+    launched = {
+        "PLURAX_STATUS": str(tmp_path), "PLURAX_COORDINATOR": "localhost:1",
+        "PLURAX_PROCESSES": "3", "PLURAX_PROCESS": "2",
+    }  # fmt: skip
     assert Watchdog.of_gang(1, 0, launched).enabled
     assert Watchdog.of_gang(2, 1, {}).enabled
     assert not Watchdog.of_gang(2, 1, {"PLURAX_WATCHDOG": "0"}).enabled
     assert Watchdog.of_gang(2, 1, {"PLURAX_WATCHDOG": "45"}).limit("step") == TIMEOUTS.long_work
-    with Watchdog.of_gang(1, 2, {**launched, "PLURAX_WATCHDOG": "0"}) as dog:
+    with pytest.raises(px.PluraxError, match="PLURAX_WATCHDOG='soon' must be a whole number"):
+        Watchdog.of_gang(2, 1, {"PLURAX_WATCHDOG": "soon"})
+    with Watchdog.of_gang(1, 0, {**launched, "PLURAX_WATCHDOG": "0"}) as dog:
         [*dog.watch(iter([Step(5)]), saved=lambda: 4)]
     assert json.loads((tmp_path / "2.json").read_text()) == {
         "phase": "wait", "step": 5, "saved": 4, "deadline": None,
@@ -288,3 +298,61 @@ def test_a_process_that_waits_for_a_lock_is_ended_and_its_stacks_are_written():
     assert "process 1" in done.stderr
     assert "a step after step 3 has taken 0 s" in done.stderr
     assert "in waits_for_a_lock" in done.stderr
+
+
+TRAINS = """
+import optax, threading
+import plurax as px
+from tests import models
+
+class Batches:
+    def __iter__(self):
+        for number in range(8):
+            yield models.data(8, seed=number)
+        threading.Event().wait(60)
+
+print(px.fit(models.mlp_task(), optax.sgd(0.1), Batches(), batch_size=8, evaluation=models.data(8)))
+"""
+
+
+def test_fit_under_a_launcher_is_watched(tmp_path):
+    environment = {**os.environ, "PLURAX_STATUS": str(tmp_path), "PLURAX_WATCHDOG": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINS], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.returncode == ExitCode.STUCK, done.stderr
+    # The eighth batch is held back, to know which is the last.
+    assert "a step after step 7 has taken" in done.stderr
+    status = json.loads((tmp_path / "0.json").read_text())
+    assert (status["phase"], status["step"], status["saved"]) == ("step", 7, None)
+    assert status["deadline"] is not None
+
+
+def test_fit_says_what_it_does(tmp_path, monkeypatch):
+    phases = []
+    write = StatusFile.write
+
+    def noted(file, status):
+        phases.append(status.phase)
+        write(file, status)
+
+    begin = Watchdog._begin
+
+    def begun(dog, phase):
+        begin(dog, phase)
+        dog.look()
+
+    monkeypatch.setattr(StatusFile, "write", noted)
+    monkeypatch.setattr(Watchdog, "_begin", begun)
+    monkeypatch.setenv("PLURAX_STATUS", str(tmp_path / "status"))
+    (tmp_path / "status").mkdir()
+    px.fit(
+        models.mlp_task(), optax.sgd(0.1), models.data(32), batch_size=8, evaluation=models.data(8),
+        output=tmp_path / "run", epochs=2, resident=False, progress=False,
+    )  # fmt: skip
+    seen = [phase for phase, _ in itertools.groupby(phases)]
+    epoch = ["step", "evaluate", "step", "save"]
+    assert seen == ["start", "compile", *epoch, *epoch, "step", "save", "wait"]
+    assert json.loads((tmp_path / "status" / "0.json").read_text()) == {
+        "phase": "wait", "step": 8, "saved": 8, "deadline": None,
+    }  # fmt: skip

@@ -8,6 +8,8 @@ own. Its launcher describes it in variables:
     PLURAX_PROCESS=2                    which one this is
     PLURAX_DEVICES=8                    virtual CPU devices of each, to rehearse; often not given
     PLURAX_ATTEMPT=1                    how often the gang was restarted
+    PLURAX_STATUS=/run/0                the folder into which each process writes what it does
+    PLURAX_WATCHDOG=180                 the least limit of a step in seconds; 0: no watchdog
 
 Inside a step of Slurm (`srun`) the same is derived from Slurm's variables. Slurm has one process
 on each node, or one for each GPU:
@@ -22,6 +24,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from plurax import errors
 from plurax.validate import whole_number
@@ -75,24 +78,35 @@ def attempt(environment: Mapping[str, str] = os.environ) -> int:
     return int(environment.get("PLURAX_ATTEMPT") or environment.get("SLURM_RESTART_COUNT") or 0)
 
 
+def status_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the folder into which a launcher wants this process to write what it does."""
+    folder = environment.get("PLURAX_STATUS")
+    return Path(folder) if folder else None
+
+
+def watchdog_seconds(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return the least limit of a step that is asked for, or None. Raises `ProcessError`."""
+    return _number(environment, "PLURAX_WATCHDOG") if environment.get("PLURAX_WATCHDOG") else None
+
+
 def _launched(environment: Mapping[str, str]) -> Gang:
     names = ("PLURAX_COORDINATOR", "PLURAX_PROCESSES", "PLURAX_PROCESS")
     missing = [name for name in names if not environment.get(name)]
     if missing:
         raise errors.gang_variable_missing(missing, names)
-
-    def number(name: str) -> int:
-        try:
-            return int(environment[name])
-        except ValueError:
-            raise errors.gang_variable_not_a_number(name, environment[name]) from None
-
     return Gang(
         environment["PLURAX_COORDINATOR"],
-        number("PLURAX_PROCESSES"),
-        number("PLURAX_PROCESS"),
-        number("PLURAX_DEVICES") if environment.get("PLURAX_DEVICES") else None,
+        _number(environment, "PLURAX_PROCESSES"),
+        _number(environment, "PLURAX_PROCESS"),
+        _number(environment, "PLURAX_DEVICES") if environment.get("PLURAX_DEVICES") else None,
     )
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environment[name])
+    except ValueError:
+        raise errors.gang_variable_not_a_number(name, environment[name]) from None
 
 
 def _slurm(environment: Mapping[str, str]) -> Gang:

@@ -15,10 +15,11 @@ import jax
 from plurax import errors
 from plurax.distributed.environment import Gang, gang_of
 from plurax.exit_codes import ExitCode
+from plurax.timeouts import TIMEOUTS
 
 LINKS = ("Gloo", "NCCL", "Connection", "connection", "coordination service")
 """Words in what JAX raises where another process is gone."""
-INITIALIZE_SECONDS, HEARTBEAT_SECONDS, SHUTDOWN_SECONDS = 900, 30, 30
+INITIALIZE_SECONDS, SHUTDOWN_SECONDS = 900, 30
 NOTICE_SECONDS = 30.0
 """How long a process waits for the others without a word."""
 
@@ -82,7 +83,7 @@ def _join(gang: Gang, host: str, port: int) -> None:
         # By default JAX listens at every address of the host, to anyone.
         coordinator_bind_address=f"{host}:{port}" if gang.process == 0 else None,
         initialization_timeout=INITIALIZE_SECONDS,
-        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        heartbeat_timeout_seconds=int(TIMEOUTS.heartbeat),
         shutdown_timeout_seconds=SHUTDOWN_SECONDS,
     )
 

@@ -25,11 +25,12 @@ from jax.experimental import multihost_utils
 
 from plurax import errors
 from plurax.distributed.environment import gang_of
+from plurax.timeouts import TIMEOUTS
 
 T = TypeVar("T")
 
 CONNECT_SECONDS = 60.0
-ROUND_SECONDS = 1800.0
+ROUND_SECONDS = TIMEOUTS.gang_round
 """How long one process may be later than the others: it may compile, or wait for a disk."""
 
 

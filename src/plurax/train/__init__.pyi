@@ -1,5 +1,7 @@
 from plurax.execute.array_data import ArrayData as ArrayData
 from plurax.execute.array_data import Position as Position
+from plurax.execute.replicas import ReplicaCheck as ReplicaCheck
+from plurax.execute.replicas import ReplicaFinding as ReplicaFinding
 from plurax.execute.step import Gradients as Gradients
 from plurax.state import TrainState as TrainState
 from plurax.train.data import StreamData as StreamData

@@ -53,6 +53,7 @@ from plurax.train.run_folder import check_same_run, epoch_length, move_run_aside
 from plurax.train.saving import Saving, check_room
 from plurax.train.serve import check_servers, open_servers, serve_iter
 from plurax.train.stop_signals import StopSignals
+from plurax.train.watchdog import Watchdog
 from plurax.validate import check_seed, local_path, whole_number
 
 SHOWN_ROWS = 10
@@ -190,14 +191,14 @@ def fit(
         plan = saved_tuning(plan, output) if resume else plan
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(contextlib.closing(open_group()))
+        dog = stack.enter_context(Watchdog.of_gang(group.count, group.index))
         checkpoints = _open_checkpoints(stack, group, output, resume, restart)
         program = make_program(task, optimizer, plan, like, members, source, resident, devices)
         if evaluation is not None:
             program.check_evaluation(evaluation)
         machine = None if servers else machine
         estimated = estimate_run(program, optimizer, like, source, resident, machine)
-        if output is not None:
-            _check_saveable(program.canonical_shapes, output)
+        _check_saveable(program.canonical_shapes, output)
         run = {"seed": seed, "batch_size": program.batch_size, "shuffle": bool(shuffle),
                "ragged": ragged, "epoch_length": epoch_length(source)}  # fmt: skip
         if checkpoints and restart:
@@ -216,7 +217,7 @@ def fit(
         when = (position, epochs, report_every, checkpoint_every)
         guard = ReplicaGuard(program, None if servers else check_replicas_every, state.steps_taken)
         turns = _turns(program, coordinator, state, source, resident, stop, when, group)
-        for steps in bar.compiled(turns, _described(program)):
+        for steps in bar.compiled(dog.watch(turns, lambda: saving.newest), _described(program)):
             # The order matters: count, evaluate, log, save, and only then stop. A stop therefore
             # always leaves a checkpoint of exactly what was logged.
             state = steps.state
@@ -228,26 +229,26 @@ def fit(
             last = stopping is not None or (report and at_epoch == epochs)
             saving.check(steps.step)
             guard.check(steps.step, state, now=save)
-            fetched = metrics.add(steps, fetch_all=report or save or bool(stopping))
-            _log_steps(log, metrics, fetched)
+            for fetched in metrics.add(steps, fetch_all=report or save or bool(stopping)):
+                _write(log, metrics.step_rows(fetched))
             bar.advance(steps.step, at_epoch, *_summary(metrics, coordinator))
             if group.is_primary:
                 metrics.warn_not_finite(steps.step)
             if report:
-                means = None if evaluation is None else program.evaluate(state, evaluation)
+                means = _evaluated(program, state, evaluation, dog)
                 row = metrics.epoch_row(steps.step, at_epoch, means)
                 row |= measurements.add(steps, metrics) | _account_row(coordinator)
                 history.append(row)
                 bar.epoch(row)
                 measurements.show()
-                if log:
-                    log.write(row)
+                _write(log, [row])
                 metrics = metrics.fresh()
             if save:
                 meta = {**run, "position": steps.position.to_json(), "tally": metrics.to_json(),
                         **members_meta(program)}  # fmt: skip
                 canonical = functools.partial(program.to_canonical, state)
-                saving.save(steps.step, canonical, meta, steps.residuals, last=last)
+                with dog.work("save"):
+                    saving.save(steps.step, canonical, meta, steps.residuals, last=last)
             if stopping:
                 if not report:
                     measurements.add(steps, metrics)
@@ -331,11 +332,13 @@ def _output(given: str | Path) -> Path:
     return directory
 
 
-def _check_saveable(state: TrainState, output: Path) -> None:
+def _check_saveable(state: TrainState, output: Path | None) -> None:
     """Raise `CheckpointError` before the first step for a leaf that no checkpoint can hold.
 
     And for a disk that has no room for one.
     """
+    if output is None:
+        return
     parts = {"params": state.params, "opt_state": state.opt_state, "model": state.model_state}
     for path, leaf in tree.named_leaves(parts).items():
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or 0 in leaf.shape:
@@ -412,11 +415,19 @@ def _open_bar(
     return bar
 
 
-def _log_steps(log: MetricsLog | None, metrics: EpochMetrics, fetched: Iterable[Any]) -> None:
-    for each in fetched:
-        for row in metrics.step_rows(each):
-            if log:
-                log.write(row)
+def _write(log: MetricsLog | None, rows: Iterable[Row]) -> None:
+    for row in rows:
+        if log:
+            log.write(row)
+
+
+def _evaluated(
+    program: Program, state: TrainState, data: PyTree | Iterable[PyTree] | None, dog: Watchdog
+) -> dict[str, Any] | None:
+    if data is None:
+        return None
+    with dog.work("evaluate"):
+        return program.evaluate(state, data)
 
 
 def _turns(

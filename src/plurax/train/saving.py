@@ -56,6 +56,11 @@ class Saving:
         self._failed = 0
         self._alarmed = self._slow = False
 
+    @property
+    def newest(self) -> int | None:
+        """The step of the newest checkpoint, None without one."""
+        return self._saved
+
     def check(self, step: int) -> None:
         """Notice, without waiting, what failed in the background.
 

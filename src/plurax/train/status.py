@@ -12,8 +12,6 @@ will have ended it if it does not go on, on the clock CLOCK_MONOTONIC, None with
 import contextlib
 import dataclasses
 import json
-import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -40,14 +38,6 @@ class StatusFile:
     def __init__(self, folder: Path, process: int) -> None:
         self.folder, self.process = folder, process
         self._written: Status | None = None
-
-    @classmethod
-    def of(cls, environment: Mapping[str, str] = os.environ) -> "StatusFile | None":
-        """Return the file that the launcher asks for, or None without a launcher."""
-        folder = environment.get("PLURAX_STATUS")
-        if not folder:
-            return None
-        return cls(Path(folder), int(environment.get("PLURAX_PROCESS") or 0))
 
     def write(self, status: Status) -> None:
         """Replace the file, if there is anything new; a disk that fails ends nothing."""

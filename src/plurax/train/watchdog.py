@@ -31,6 +31,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, Protocol, TypeVar
 
+from plurax.distributed.environment import gang_of, status_folder, watchdog_seconds
 from plurax.exit_codes import ExitCode
 from plurax.timeouts import TIMEOUTS
 from plurax.train.status import Phase, Status, StatusFile
@@ -90,7 +91,7 @@ class Watchdog:
       other processes read.
     - `clock`, `end`: the monotonic clock, and what ends the process with an exit code.
 
-    **Attributes:** `step`, the last step that was finished; `saved`, the newest checkpoint.
+    **Attributes:** `step`, the last step that was finished.
     """
 
     def __init__(
@@ -105,9 +106,9 @@ class Watchdog:
         end: Callable[[int], object] = os._exit,
     ) -> None:
         self.enabled, self.step = enabled, 0
-        self.saved: int | None = None
         self._status, self._process, self._limits = status, process, limits
         self._mark, self._clock, self._end = mark, clock, end
+        self._saved: Callable[[], int | None] = _nothing
         self._durations: dict[Phase, deque[float]] = {}
         self._first: dict[Phase, float] = {}
         self._slept, self._looked = 0.0, clock()
@@ -123,11 +124,13 @@ class Watchdog:
 
         A process alone is not ended: whoever has started it sees it hang, may have stopped it, and
         nobody would start it again. `PLURAX_WATCHDOG` in the environment is the least limit of a
-        step in seconds; 0 turns the watchdog off.
+        step in seconds; 0 turns the watchdog off. Raises `ProcessError` for another text in it.
         """
-        status = StatusFile.of(environment)
-        given = environment.get("PLURAX_WATCHDOG")
-        least = Limits.step if not given else float(given)
+        gang, folder = gang_of(environment), status_folder(environment)
+        process = gang.process if gang else process  # they may train alone, each
+        status = None if folder is None else StatusFile(folder, process)
+        given = watchdog_seconds(environment)
+        least = Limits.step if given is None else given
         return cls(
             enabled=least > 0 and (processes > 1 or status is not None),
             status=status,
@@ -174,18 +177,17 @@ class Watchdog:
     ) -> Iterator[T]:
         """Yield the items of the training loop; each until the next is one step to watch.
 
-        **Arguments:** `saved`, which returns the newest checkpoint.
+        **Arguments:** `saved`, which returns the newest checkpoint; a thread calls it.
         """
         if self._thread is None:
             yield from items
             return
+        self._saved = saved or self._saved
         self._begin("compile")
         try:
             for item in items:
                 self._done()
                 self.step = item.step
-                if saved is not None:
-                    self.saved = saved()
                 self._begin("step")
                 yield item
         finally:
@@ -241,7 +243,8 @@ class Watchdog:
         work, deadline = self._work, None
         if work is not None and self.enabled:
             deadline = work.began + (self._slept - work.slept) + self.limit(work.phase)
-        self._status.write(Status(work.phase if work else "wait", self.step, self.saved, deadline))
+        phase = work.phase if work else "wait"
+        self._status.write(Status(phase, self.step, self._saved(), deadline))
 
     def _bark(self, phase: Phase, seconds: float) -> None:
         """Write where this process hangs, and end it."""
@@ -279,3 +282,7 @@ WORK: Mapping[Phase, str] = {
     "wait": "waiting for data",
 }
 """What a phase is called in a sentence."""
+
+
+def _nothing() -> None:
+    """Return that nothing is saved yet."""

@@ -31,6 +31,7 @@ from plurax import errors, tree
 from plurax.distributed.process_group import ProcessGroup, open_group
 from plurax.fingerprint import fingerprints
 from plurax.state import TrainState
+from plurax.timeouts import TIMEOUTS
 from plurax.train.checkpoint.damage import Damage, DamagedCheckpointWarning
 from plurax.train.checkpoint.description import read_description, sealed
 from plurax.train.checkpoint.files import usable_folder, verify_files
@@ -45,7 +46,7 @@ Residuals = list[list[np.ndarray]]
 
 LOCK = "writer.lock"
 
-SAVE_SECONDS = 1200.0
+SAVE_SECONDS = TIMEOUTS.save
 """The longest time that anything waits for a save, in seconds."""
 
 
