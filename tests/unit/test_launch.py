@@ -4,7 +4,6 @@ Each of them ends by itself after half a minute, whatever happens to its launche
 """
 
 import contextlib
-import dataclasses
 import io
 import json
 import os
@@ -21,7 +20,8 @@ from plurax import errors
 from plurax.cli import launch_command as cli
 from plurax.exit_codes import FINAL, MEANINGS, ExitCode, meaning, shell_code
 from plurax.launch.events import Events
-from plurax.launch.gang import Gang
+from plurax.launch.gang import ALONE, CHILD, Gang
+from plurax.launch.lateness import Lateness
 from plurax.launch.launcher import launch
 from plurax.launch.memory_kills import memory_kills
 from plurax.launch.outcome import Exit, cause
@@ -161,13 +161,15 @@ forever()
 def test_a_stopped_process_is_named(tmp_path):
     """All wait for it, and the watchdog of one that waits ends that one."""
     body = """
+__import__("faulthandler").enable()
 status(step=7, deadline=time.monotonic())
 if process == 1 and attempt == 0:
     os.kill(os.getpid(), signal.SIGSTOP)
 sys.exit(76 if attempt == 0 else 0)
 """
-    code, rows, said, *_ = launched(tmp_path, body)
+    code, rows, said, _, err = launched(tmp_path, body)
     assert code == 0
+    assert "[1] Fatal Python error: Aborted" in err  # continued, so that it can say where it is
     assert "process 1 was stuck at step 7: it is stopped, as by SIGSTOP; restarting" in said
     assert [row["process"] for row in rows if row["event"] == "stuck"] == [1]
 
@@ -189,26 +191,52 @@ if attempt == 0:
     assert "in holds_the_lock" in err
 
 
-def test_a_deadline_that_is_moved_on_is_kept(tmp_path):
-    """What counts is the same status for some time, not one late look."""
-    body = """
-for step in range(20):
-    status(step=step, deadline=time.monotonic() - 1)
-    select.select([], [], [], 0.05)
-""".replace("select.select", "__import__('select').select")
-    code, rows, *_ = launched(
-        tmp_path, body, processes=1, limits=dataclasses.replace(QUICK, slack=5)
-    )
-    assert code == 0
-    assert [row["event"] for row in rows] == ["start", "exit", "over"]
+def test_late_is_who_shows_the_same_status_past_its_deadline():
+    lateness, status = Lateness(), {"step": 1, "deadline": 10}
+
+    def look(now, awake=True, **changes):
+        lateness.look({**status, **changes}, now, awake)
+        return lateness.seconds(now)
+
+    assert [look(9), look(10), look(11), look(13)] == [None, None, 0, 2]
+    assert look(20, awake=False) == 0  # both were suspended
+    assert look(21) == 1
+    assert look(22, step=2) == 0
+    assert look(23, step=2) == 1
+    assert look(24, step=2, deadline=30) is None
+    assert look(40, deadline=None) is None
+
+
+def test_a_process_dies_with_its_launcher_even_without_the_reaper(tmp_path):
+    program = f"""
+import os, signal, subprocess
+signal.alarm(30)
+child = subprocess.Popen([*{ALONE!r}, {CHILD!r}, str(os.getpid()), {sys.executable!r}, "-c",
+    "import signal; signal.alarm(30); print('there', flush=True); signal.pause()"])
+print(child.pid, flush=True)
+signal.pause()
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    with parent:
+        pid = int(parent.stdout.readline())
+        assert parent.stdout.readline() == "there\n"
+        end = os.pidfd_open(pid)
+        parent.kill()
+        assert select.select([end], [], [], 20)[0], "a process lives on"
+        os.close(end)
+
+
+def test_a_process_whose_launcher_is_gone_does_not_start():
+    done = subprocess.run([*ALONE, CHILD, "1", sys.executable, "-c", "print()"], check=False)
+    assert done.returncode == 137
 
 
 def test_the_others_are_killed_with_what_they_started(tmp_path):
     os.mkfifo(tmp_path / "ready")
     body = f"""
 path = {str(tmp_path / "ready")!r}
+print(subprocess.Popen([sys.executable, "-c", {BOUNDED!r}]).pid)
 if process == 1:
-    print(subprocess.Popen([sys.executable, "-c", {BOUNDED!r}]).pid)
     open(path, "w").close()
     forever()
 open(path).read()
@@ -221,11 +249,12 @@ sys.exit(2)
         (0, False),
         (1, True),
     ]
-    child = int((tmp_path / "logs/1.log").read_text())
-    with contextlib.suppress(ProcessLookupError):  # it is gone, or going
-        end = os.pidfd_open(child)
-        assert select.select([end], [], [], 20)[0], "a process lives on"
-        os.close(end)
+    for process in range(2):
+        child = int((tmp_path / f"logs/{process}.log").read_text())
+        with contextlib.suppress(ProcessLookupError):  # it is gone, or going
+            end = os.pidfd_open(child)
+            assert select.select([end], [], [], 20)[0], "a process lives on"
+            os.close(end)
 
 
 def test_nothing_outlives_a_launcher_that_is_killed(tmp_path):

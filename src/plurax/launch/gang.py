@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from plurax.exit_codes import ExitCode, shell_code
+from plurax.launch.lateness import Lateness
 from plurax.launch.memory_kills import memory_kills
 from plurax.launch.output import Output
 from plurax.launch.settings import Settings
@@ -64,7 +65,8 @@ class Gang:
             for process in self._alive():
                 # Where another one's watchdog ended it, who is late and has not ended is the one
                 # that it waited for. Its stacks say where it is stuck.
-                stuck = process.is_stopped() or (order["stuck"] and process.late_since is not None)
+                late = order["stuck"] and process.lateness.seconds(self._clock()) is not None
+                stuck = late or process.is_stopped()
                 if not stuck:
                     process.kill()
                 elif process.abort_until is None:
@@ -145,8 +147,8 @@ class Gang:
             self._reaper.stdin.flush()
 
     def _late(self, process: "_Process") -> bool:
-        late = process.late_since
-        return late is not None and self._clock() - late > self._settings.limits.slack
+        late = process.lateness.seconds(self._clock())
+        return late is not None and late > self._settings.limits.slack
 
     def _abort(self, process: "_Process") -> None:
         """Ask a stuck process for the stacks of its threads, and for its end."""
@@ -215,7 +217,7 @@ class _Process:
         self.readers: list[_Reader] = []
         self.ended = self.killed = self.stuck = self.stopped = False
         self.abort_until: float | None = None
-        self.late_since: float | None = None
+        self.lateness = Lateness()
         self.status: dict[str, Any] = {}
 
     def send(self, number: int, group: bool = False) -> None:
@@ -237,12 +239,8 @@ class _Process:
             status = json.loads(self._file.read_text())
         except (OSError, ValueError):
             status = self.status
-        before, self.status = self.status, status
-        deadline = status.get("deadline")
-        if deadline is None or now <= deadline:
-            self.late_since = None
-        elif self.late_since is None or not awake or status != before:
-            self.late_since = now
+        self.status = status
+        self.lateness.look(status, now, awake)
 
     def is_stopped(self) -> bool:
         """Return whether a signal has stopped the process, as SIGSTOP does."""
