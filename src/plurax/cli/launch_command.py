@@ -1,11 +1,13 @@
 """`plurax launch`: processes that train together, on this host, and again after a fault."""
 
 import dataclasses
+import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -13,10 +15,15 @@ from plurax import errors
 from plurax.exit_codes import ExitCode
 from plurax.launch.events import Events
 from plurax.launch.launcher import launch
-from plurax.launch.settings import Settings
+from plurax.launch.settings import Limits, Settings
+from plurax.launch.slurm import Place, slurm_place
 
 COMMANDS = ("train", "predict", "plan", "estimate", "verify", "machine", "replay")
 """Commands of plurax that a process can run."""
+
+
+DEFAULT_PORT = 7117
+"""Where host 0 listens, unless the coordinator names another port."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +40,27 @@ class LaunchOptions:
     """Virtual CPU devices of each process. None: the devices that JAX finds."""
     restarts: int = 3
     """Restarts in a row, as long as no new checkpoint is written in between."""
+    hosts: int | None = None
+    """Number of hosts, each with its own launcher. None: those of the Slurm step, or this one."""
+    host: int | None = None
+    """Index of this host; host 0 leads the others."""
+    coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
+    """Name or address of host 0, and a free port there, by default 7117."""
+    join_seconds: float = 300.0
+    """How long to wait for all hosts, at the start and after one was lost."""
+    elastic: bool = False
+    """Go on with the hosts that are left, and with all once they are back."""
+    min_hosts: int = 1
+    """With --elastic: the least number of hosts to go on with."""
+    back_seconds: float = 60.0
+    """With --elastic: how long to wait for a lost host before the others go on."""
+    stop_seconds: float = 120.0
+    """How long the processes may take to save and end after SIGTERM."""
     logs: Path | None = None
     """Folder of each process's whole output. None: a temporary one, kept after a failure."""
     events: Path | None = None
-    """File to which a line of JSON is appended for each event. None: launch.jsonl in `logs`."""
+    """File to which a line of JSON is appended for each event. None: launch.jsonl in `logs`, with
+    the index of a host other than 0 in its name."""
 
 
 def main(arguments: list[str]) -> None:
@@ -52,11 +76,13 @@ def launch_command(arguments: list[str]) -> int:
     """Start the processes; return the exit code of the gang."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options = tyro.cli(LaunchOptions, prog="plurax launch", args=arguments[:end])
-    for name, least in (("processes", 1), ("devices", 1), ("restarts", 0)):
+    for name, least in (("processes", 1), ("devices", 1), ("restarts", 0), ("hosts", 1)):
         given = getattr(options, name)
         if given is not None and given < least:
             raise errors.launch_number(name, given, least)
-    command = program(arguments[end + 1 :])
+    command, place = program(arguments[end + 1 :]), placed(options)
+    if not 1 <= options.min_hosts <= place.hosts:
+        raise errors.launch_elastic_hosts(options.min_hosts, place.hosts)
     own = Path(tempfile.mkdtemp(prefix="plurax-launch-"))
     logs = options.logs or own
     settings = Settings(
@@ -66,13 +92,38 @@ def launch_command(arguments: list[str]) -> int:
         restarts=options.restarts,
         logs=logs,
         status=own / "status",
+        hosts=place.hosts,
+        host=place.host,
+        coordinator=place.coordinator,
+        token=os.environ.get("PLURAX_TOKEN"),
+        elastic=options.elastic,
+        min_hosts=options.min_hosts,
+        limits=Limits(
+            join=options.join_seconds, back=options.back_seconds, stop=options.stop_seconds
+        ),
     )
-    code = launch(settings, Events(options.events or logs / "launch.jsonl"))
+    file = "launch.jsonl" if place.host == 0 else f"launch-{place.host}.jsonl"
+    code = launch(settings, Events(options.events or logs / file))
     if code == ExitCode.DONE or options.logs is not None:
         shutil.rmtree(own, ignore_errors=True)
     if code != ExitCode.DONE:
         print(f"plurax launch: exit code {code}; the whole output is in {logs}", file=sys.stderr)
     return code
+
+
+def placed(options: LaunchOptions) -> Place:
+    """Return this host's place among the hosts: of the options, of Slurm, or alone."""
+    if options.hosts is None:
+        return slurm_place(os.environ) or Place(1, 0, "127.0.0.1:0")
+    if options.hosts == 1:
+        return Place(1, 0, "127.0.0.1:0")
+    if options.host is None or not 0 <= options.host < options.hosts:
+        raise errors.launch_host(options.host, options.hosts)
+    given = options.coordinator
+    name, _, port = (given or "").partition(":")
+    if not name or not (port or str(DEFAULT_PORT)).isdecimal():
+        raise errors.launch_coordinator(given, options.hosts)
+    return Place(options.hosts, options.host, f"{name}:{port or DEFAULT_PORT}")
 
 
 def program(given: Sequence[str]) -> tuple[str, ...]:

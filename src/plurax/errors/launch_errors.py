@@ -24,5 +24,85 @@ def launch_no_script(path: str) -> ExperimentError:
     return ExperimentError(f"plurax launch -- {path}: there is no such file.")
 
 
+def launch_coordinator(given: str | None, hosts: int) -> ExperimentError:
+    found = "is missing" if given is None else f"{given}: give a name or address and a port"
+    return ExperimentError(
+        f"plurax launch --hosts {hosts}: --coordinator {found}. On every host say where host 0 "
+        "listens, a free port of it, as in --coordinator host0:7117."
+    )
+
+
+def launch_host(host: int | None, hosts: int) -> ExperimentError:
+    found = "is missing" if host is None else f"{host}"
+    return ExperimentError(
+        f"plurax launch --hosts {hosts}: --host {found}. Each host runs one launcher, with an "
+        f"index of its own from 0 to {hosts - 1}; host 0 leads, and the coordinator is there."
+    )
+
+
+def launch_host_taken(host: int) -> ExperimentError:
+    return ExperimentError(
+        f"another launcher has come with --host {host}, and it lives. Give each host an index of "
+        "its own."
+    )
+
+
+def launch_other_hosts(hosts: int, leaders: int) -> ExperimentError:
+    return ExperimentError(
+        f"plurax launch --hosts {hosts}: host 0 was started with --hosts {leaders}. Give the same "
+        "number on every host."
+    )
+
+
+def launch_token(coordinator: str) -> ExperimentError:
+    return ExperimentError(
+        f"plurax launch --coordinator {coordinator}: this host and host 0 do not have the same "
+        "secret. Set the environment variable PLURAX_TOKEN to the same words on every host, or on "
+        "none."
+    )
+
+
+def launch_not_reached(coordinator: str, seconds: float, reason: str) -> ExperimentError:
+    return ExperimentError(
+        f"plurax launch --coordinator {coordinator}: host 0 was not reached within {seconds:g} s: "
+        f"{reason}. Start plurax launch with --host 0 there, and check that no firewall is between."
+    )
+
+
+def launch_cannot_listen(coordinator: str, reason: str) -> ExperimentError:
+    return ExperimentError(
+        f"plurax launch --coordinator {coordinator} --host 0: cannot listen there: {reason}. The "
+        "coordinator is a name or address of host 0 itself, and a port that nobody else uses."
+    )
+
+
+def launch_loopback(name: str, address: str) -> ExperimentError:
+    return ExperimentError(
+        f"plurax launch --coordinator {name}: on host 0 this name is {address}, "
+        "which no other host reaches. Give its address in the network, or correct /etc/hosts there."
+    )
+
+
+def launch_elastic_hosts(least: int, hosts: int) -> ExperimentError:
+    return ExperimentError(
+        f"plurax launch --hosts {hosts} --min-hosts {least}: give a number from 1 to {hosts}."
+    )
+
+
+def launch_slurm_tasks(tasks: int, nodes: int) -> ExperimentError:
+    return ExperimentError(
+        f"plurax launch in a Slurm step of {tasks} tasks on {nodes} nodes: a launcher starts all "
+        "processes of its node. Write srun --ntasks-per-node=1 plurax launch --processes N -- ..., "
+        "or leave out plurax launch."
+    )
+
+
+def launch_slurm_nodes(given: str) -> ExperimentError:
+    return ExperimentError(
+        f"SLURM_STEP_NODELIST is {given!r}, which is no list of nodes. Say --hosts, --host and "
+        "--coordinator."
+    )
+
+
 def launch_number(option: str, given: float, least: float) -> ExperimentError:
     return ExperimentError(f"plurax launch --{option} {given}: give a number of at least {least}.")

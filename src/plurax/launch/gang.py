@@ -59,10 +59,10 @@ class Gang:
         if order["do"] == "start":
             self._start(order)
         elif order["do"] == "signal":
-            for process in self._alive():
+            for process in self.alive:
                 process.send(order["signal"])
         elif order["do"] == "kill":
-            for process in self._alive():
+            for process in self.alive:
                 # Where another one's watchdog ended it, who is late and has not ended is the one
                 # that it waited for. Its stacks say where it is stuck.
                 late = order["stuck"] and process.lateness.seconds(self._clock()) is not None
@@ -74,7 +74,7 @@ class Gang:
 
     def tick(self) -> None:
         """Read what is there: who has ended, and at times the status files."""
-        for process in self._alive():
+        for process in self.alive:
             if process.popen.poll() is not None:
                 self._ended(process)
         now = self._clock()
@@ -83,7 +83,7 @@ class Gang:
         awake = now - self._looked < self._settings.limits.slack
         self._looked = now
         self._output.flush()
-        for process in self._alive():
+        for process in self.alive:
             process.look(now, awake)
             if process.abort_until is None and self._late(process):
                 self._abort(process)
@@ -93,20 +93,23 @@ class Gang:
 
     def close(self) -> None:
         """Kill what still runs, and end the reaper."""
-        for process in self._alive():
+        for process in self.alive:
             process.kill()
-            process.popen.wait()
-            self._ended(process)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a file system may hang
+                process.popen.wait(self._settings.limits.silence)
+                self._ended(process)
         assert self._reaper.stdin is not None
         self._reaper.stdin.close()
         self._reaper.wait()
         self._output.close()
 
-    def _alive(self) -> list["_Process"]:
+    @property
+    def alive(self) -> list["_Process"]:
+        """The processes that have not ended."""
         return [process for process in self._processes if not process.ended]
 
     def _start(self, order: Message) -> None:
-        assert not self._alive()
+        assert not self.alive
         settings = self._settings
         self._attempt, self._saved = order["attempt"], -1
         self._kills_before, self._looked = self._kills(), self._clock()

@@ -29,6 +29,16 @@ class Limits:
     backoff: float = 1.0
     """Before the first restart in a row; twice as long before each further one."""
     max_backoff: float = 60.0
+    join: float = 300.0
+    """For all hosts to come, or for the leader to be reached; also after one was lost."""
+    back: float = 60.0
+    """With `elastic`, for a lost host to come back before the others go on without it."""
+    hello: float = 10.0
+    """For whoever connects to say who it is."""
+    silence: float = 30.0
+    """Without a word from another host, or from a process that was killed."""
+    retry: float = 1.0
+    """Between two tries to reach the leader."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,4 +57,24 @@ class Settings:
     """Folder of each process's output."""
     status: Path = Path("status")
     """Folder below which each attempt has the folder of its status files."""
+    hosts: int = 1
+    """Hosts, each with one launcher."""
+    host: int = 0
+    """Index of this one; host 0 leads the others."""
+    coordinator: str = "127.0.0.1:0"
+    """Where host 0 listens: its name or address, and a port."""
+    token: str | None = dataclasses.field(default=None, repr=False)
+    """A secret that all launchers share."""
+    elastic: bool = False
+    """Whether to go on with the hosts that are left."""
+    min_hosts: int = 1
+    """Of them, with `elastic`."""
     limits: Limits = Limits()
+
+    def leader_name(self) -> str:
+        """Return the name or address of host 0."""
+        return self.coordinator.rpartition(":")[0]
+
+    def leader_address(self) -> tuple[str, int]:
+        """Return the name or address of host 0, and the port of its launcher."""
+        return self.leader_name(), int(self.coordinator.rpartition(":")[2])

@@ -40,7 +40,7 @@ class Supervisor:
     ) -> None:
         self._settings, self._send, self._events = settings, send, events
         self._coordinator = coordinator
-        self._state, self._until = "gather", now
+        self._state, self._until = "gather", now + settings.limits.join
         self._hosts: dict[int, int] = {}
         self._gang: dict[int, list[int]] = {}
         self._exits: list[Exit] = []
@@ -48,17 +48,44 @@ class Supervisor:
         self._saved: int | None = None
         self._start_step = 0
         self._asked: int | None = None
-        self._killing = False
+        self._askers: set[int] = set()
+        self._killing = self._growing = False
         self.code: int | None = None
 
-    def joined(self, host: int, processes: int, now: float) -> None:
-        """Take a host that can start a number of processes."""
+    def joined(self, host: int, processes: int, now: float, attempt: int = -1) -> None:
+        """Take a host that can start a number of processes, and the last attempt that it saw."""
         self._hosts[host] = processes
+        self._attempt = max(self._attempt, attempt) if not self._gang else self._attempt
+        if self._settings.hosts > 1:
+            self._events.write(
+                "joined", f"host {host} is here, with {_count(processes)}", host=host
+            )
+        if self._state == "run" and host not in self._gang:
+            self._growing = True
+            count = _count(sum(map(len, self._gang.values())))
+            self._events.write("grow", f"host {host} is back: the {count} save and stop", host=host)
+            self._signal(signal.SIGTERM, now)
         self.tick(now)
+
+    def lost(self, host: int, reason: str, now: float) -> None:
+        """Take that a host, and the processes on it, are gone."""
+        self._hosts.pop(host, None)
+        self._events.write("lost", f"host {host} is lost: {reason}", host=host, reason=reason)
+        if self._state in ("run", "end"):
+            self._lose(host, now)
+        self.tick(now)
+
+    def _lose(self, host: int, now: float) -> None:
+        """Count the processes of a host as ended."""
+        ended = {one.process for one in self._exits}
+        for process in [one for one in self._gang.get(host, ()) if one not in ended]:
+            found = Exit(process, ExitCode.PEER_DIED, host, lost=True)
+            self._exits.append(found)
+            self._process_ended(found, now)
 
     def received(self, host: int, message: Message, now: float) -> None:
         """Take what a host reports."""
-        if message.get("attempt") != self._attempt:
+        if message["is"] != "asked" and message["attempt"] != self._attempt:
             return
         if message["is"] == "exit":
             names = ("process", "code", "step", "stuck", "stopped", "memory", "ours")
@@ -69,15 +96,24 @@ class Supervisor:
         elif message["is"] == "progress":
             if self._saved is None or message["saved"] > self._saved:
                 self._saved, self._failures = message["saved"], 0
+        elif message["is"] == "asked":
+            self.asked(signal.SIGINT if message["signal"] == 2 else signal.SIGTERM, now, host)
         elif message["is"] == "stuck":
             self._events.write("stuck", **_fields(message), host=host)
             self._end(now + self._settings.limits.aftermath, now)
         self.tick(now)
 
-    def asked(self, number: int, now: float) -> None:
-        """Pass a signal on to all processes; a second one kills them."""
+    def asked(self, number: int, now: float, host: int = 0) -> None:
+        """Pass a signal on to all processes; a second one to the launcher of a host kills them.
+
+        Slurm sends one to the launchers of all hosts, which counts as one.
+        """
         name = signal.Signals(number).name
-        if self._asked is not None:
+        again = host in self._askers
+        self._askers.add(host)
+        if self._asked is not None and not again:
+            return
+        if again:
             self._events.write("kill", f"a second signal ({name}): killing the {self._count()}")
             for host in self._gang:
                 self._send(host, {"do": "kill", "stuck": False})
@@ -87,28 +123,64 @@ class Supervisor:
             self._over(128 + number, f"{name}, while no process was running")
             return
         self._events.write("signal", f"{name}: passed on to the {self._count()}", signal=name)
-        for host in self._gang:
-            self._send(host, {"do": "signal", "signal": number})
-        self._end(now + self._settings.limits.stop, now)
+        if not self._growing:  # else they are saving already, and a second signal would end that
+            self._signal(number, now)
 
     def tick(self, now: float) -> None:
         """Do what is due."""
+        settings, limits = self._settings, self._settings.limits
         if self._state == "pause" and now >= self._until:
             self._state = "gather"
-        if self._state == "gather" and self._hosts:
-            self._start()
+            self._until = now + (limits.back if settings.elastic else limits.join)
+        if self._state == "gather":
+            least = settings.min_hosts if settings.elastic else settings.hosts
+            enough = len(self._hosts) >= (least if now >= self._until else settings.hosts)
+            if enough:
+                self._start()
+            elif now >= self._until:
+                self._missing()
         if self._state == "end":
             if len(self._exits) == sum(map(len, self._gang.values())):
                 self._conclude(now)
-            elif now >= self._until and not self._killing:
-                self._killing = True
+            elif self._killing and now >= self._until:  # not even SIGKILL has ended them
+                self._give_up(now)
+            elif now >= self._until:
+                self._killing, self._until = True, now + limits.silence
                 stuck = any(one.code == ExitCode.STUCK for one in self._exits)
                 for host in self._gang:
                     self._send(host, {"do": "kill", "stuck": stuck})
 
+    def _give_up(self, now: float) -> None:
+        """Go on without processes that SIGKILL does not end, as where a file system hangs."""
+        ended = {one.process for one in self._exits}
+        left = [process for process in self._gang.get(0, ()) if process not in ended]
+        if left:
+            said = f"SIGKILL does not end process {left[0]}: perhaps its file system hangs"
+            self._over(ExitCode.PERMANENT, said)
+            return
+        for host in [*self._gang]:
+            if not ended.issuperset(self._gang[host]):
+                self._send(host, {"do": "drop"})
+            self._lose(host, now)
+        self._conclude(now)
+
+    def _missing(self) -> None:
+        """End, because hosts have not come."""
+        missing = [host for host in range(self._settings.hosts) if host not in self._hosts]
+        names = ("host " if len(missing) == 1 else "hosts ") + ", ".join(map(str, missing))
+        said = f"{names} did not come in time; each host runs plurax launch with its own --host"
+        self._over(ExitCode.PEER_DIED, said)
+
+    def _signal(self, number: int, now: float) -> None:
+        """Pass a signal on to all processes, and give them the time to save."""
+        for host in self._gang:
+            self._send(host, {"do": "signal", "signal": number})
+        self._end(now + self._settings.limits.stop, now)
+
     def _start(self) -> None:
         self._attempt += 1
-        self._state, self._exits, self._killing = "run", [], False
+        self._state, self._exits = "run", []
+        self._killing = self._growing = False
         self._start_step = self._saved or 0
         self._gang, first = {}, 0
         for host, processes in sorted(self._hosts.items()):
@@ -116,6 +188,7 @@ class Supervisor:
             first += processes
         order = {"do": "start", "attempt": self._attempt, "processes": first}
         order["coordinator"] = self._coordinator()
+        order["elastic"] = self._settings.elastic
         self._events.write("start", **_fields(order), hosts=[*self._gang])
         for host, own in self._gang.items():
             self._send(host, {**order, "first": own[0]})
@@ -142,6 +215,9 @@ class Supervisor:
             self._over(128 + self._asked, said)
         elif self._asked is not None or found.code in FINAL:
             self._over(found.code, said + _advice(found))
+        elif self._growing and found.code == ExitCode.PREEMPTED:
+            self._state, self._until = "pause", now
+            self.tick(now)
         elif found.code < 64 and not self._stepped():
             self._over(found.code, f"{said}, before its first step: not restarted")
         elif self._failures >= self._settings.restarts:
@@ -174,8 +250,7 @@ class Supervisor:
         return any((one.step or 0) > self._start_step for one in self._exits)
 
     def _count(self) -> str:
-        count = sum(map(len, self._gang.values()))
-        return "process" if count == 1 else f"{count} processes"
+        return _count(sum(map(len, self._gang.values())))
 
     def _over(self, code: int, said: str | None) -> None:
         self._state, self.code = "over", int(code)
@@ -185,6 +260,10 @@ class Supervisor:
 def _fields(message: Message) -> Message:
     """Return what a message says, without its kind."""
     return {key: value for key, value in message.items() if key not in ("is", "do")}
+
+
+def _count(processes: int) -> str:
+    return "process" if processes == 1 else f"{processes} processes"
 
 
 def _advice(found: Exit) -> str:

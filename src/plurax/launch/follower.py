@@ -1,0 +1,149 @@
+"""The launcher of a host that another one leads: it reaches the leader, obeys it and reports to it.
+
+When the leader is lost its processes are killed, and it is looked for again: its host, or its
+launcher, may come back.
+"""
+
+import secrets
+import socket
+import time
+from typing import Any
+
+from plurax import errors
+from plurax.exit_codes import ExitCode
+from plurax.launch.connection import Connection, Message, is_proof, proof
+from plurax.launch.events import Events
+from plurax.launch.host import Host
+from plurax.launch.settings import Settings
+
+
+def follow(settings: Settings, host: Host, events: Events) -> int:
+    """Follow the leader until it says that all is over; return the exit code.
+
+    Raises `ExperimentError` where the leader cannot be reached, or refuses this host.
+    """
+    return _Follower(settings, host, events).run()
+
+
+class _Follower:
+    """What a follower knows between two connections to its leader."""
+
+    def __init__(self, settings: Settings, host: Host, events: Events) -> None:
+        self._settings, self._host, self._events = settings, host, events
+        self._launcher, self._attempt = secrets.token_hex(8), -1
+        self._asked = 0
+
+    def run(self) -> int:
+        """Reach the leader, obey it; again where it is lost."""
+        while True:
+            connection = self._reach()
+            if isinstance(connection, int):
+                return connection
+            self._events.write("joined", f"host {self._settings.host} follows the leader")
+            code = self._obey(connection)
+            if code is not None:
+                return code
+            said = f"the leader is lost: {connection.closed}; its processes here are killed"
+            self._events.write("lost", said, host=0, reason=connection.closed)
+            self._host.gang.obey({"do": "kill", "stuck": False})
+            until = time.monotonic() + self._settings.limits.silence
+            while self._host.gang.alive and time.monotonic() < until:
+                self._host.wait()
+            if self._host.gang.alive:  # not even SIGKILL ends them: a file system may hang
+                return ExitCode.PERMANENT
+            self._host.reports.clear()
+
+    def _reach(self) -> Connection | int:
+        """Return a connection to the leader, or an exit code where a signal came first."""
+        limits, address = self._settings.limits, self._settings.leader_address()
+        until = time.monotonic() + limits.join
+        while True:
+            reason = "it accepts, and says nothing"
+            try:
+                peer = socket.create_connection(address, timeout=limits.hello)
+            except OSError as error:
+                reason = str(error)
+            else:
+                now = time.monotonic()
+                connection = Connection(peer, self._host.selector, limits.silence, now)
+                reason = self._greet(connection) or ""
+                if not reason:
+                    return connection
+                connection.close()
+            if time.monotonic() > until:
+                raise errors.launch_not_reached("{}:{}".format(*address), limits.join, reason)
+            self._host.wait(limits.retry)
+            if self._host.signals:
+                return 128 + self._host.signals[0]
+
+    def _greet(self, connection: Connection) -> str | None:
+        """Say who this is; return why that has to be tried again, or None for a welcome."""
+        settings, nonce = self._settings, secrets.token_hex(16)
+        token, name = settings.token or "", f"host {settings.host}"
+        leader = self._answer(connection)
+        if leader is None:
+            return connection.closed or "it accepts, and says nothing"
+        hello = {
+            "is": "hello",
+            "host": settings.host,
+            "hosts": settings.hosts,
+            "processes": settings.processes,
+            "attempt": self._attempt,
+            "launcher": self._launcher,
+            "nonce": nonce,
+            "proof": proof(token, name, str(leader.get("nonce"))),
+        }
+        connection.send(hello)
+        answer = self._answer(connection)
+        if answer is None:
+            return connection.closed or "it accepts, and says nothing"
+        if answer.get("is") == "welcome":
+            if is_proof(token, "leader", nonce, answer.get("proof")):
+                return None
+            answer = {"why": "token"}
+        connection.close()
+        if answer.get("why") == "taken":  # perhaps by this host, before it was lost
+            return errors.launch_host_taken(settings.host).args[0]
+        raise self._refused(answer)
+
+    def _refused(self, answer: Message) -> errors.ExperimentError:
+        settings = self._settings
+        if answer.get("why") == "token":
+            return errors.launch_token(settings.coordinator)
+        if answer.get("why") == "hosts":
+            return errors.launch_other_hosts(settings.hosts, answer["hosts"])
+        return errors.launch_host(settings.host, settings.hosts)
+
+    def _answer(self, connection: Connection) -> Message | None:
+        """Return the next message; None where none comes."""
+        until = time.monotonic() + self._settings.limits.hello
+        while connection.closed is None and time.monotonic() < until:
+            messages = connection.receive(time.monotonic())
+            if messages:
+                return messages[0]
+            self._host.wait()
+        messages = connection.receive(time.monotonic())
+        return messages[0] if messages else None
+
+    def _obey(self, connection: Connection) -> int | None:
+        """Do what the leader orders; return its exit code, or None where it is lost."""
+        host = self._host
+        while True:
+            host.wait()
+            for order in connection.receive(time.monotonic()):
+                if order.get("do") == "end":
+                    connection.close()
+                    return int(order["code"])
+                self._do(order)
+            if connection.closed is not None:
+                return None
+            for number in host.taken_signals():
+                connection.send({"is": "asked", "signal": number})
+            for report in host.taken_reports():
+                connection.send(report)
+
+    def _do(self, order: dict[str, Any]) -> None:
+        if order.get("do") == "start":
+            self._attempt = order["attempt"]
+        if order.get("do") in ("start", "signal", "kill"):
+            self._host.gang.obey(order)

@@ -1,0 +1,73 @@
+"""What a launcher has on its host, whether it leads or follows."""
+
+import contextlib
+import os
+import selectors
+import signal
+from collections.abc import Iterator
+
+from plurax.launch.connection import Message
+from plurax.launch.gang import Gang
+from plurax.launch.output import Output
+from plurax.launch.settings import Settings
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Host:
+    """This host's processes, what they report, and the signals that this launcher has got."""
+
+    def __init__(self, settings: Settings, output: Output) -> None:
+        self._settings = settings
+        self.selector = selectors.DefaultSelector()
+        self.reports: list[Message] = []
+        self.signals: list[int] = []
+        self.gang = Gang(settings, output, self.selector, self.reports.append)
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until something happens, for a short time at most, and look after the processes."""
+        seconds = self._settings.limits.poll if seconds is None else seconds
+        for key, _ in self.selector.select(seconds):
+            key.data()
+        self.gang.tick()
+
+    def taken_reports(self) -> list[Message]:
+        """Return what was reported since the last call."""
+        reports = [*self.reports]
+        self.reports.clear()
+        return reports
+
+    def taken_signals(self) -> list[int]:
+        """Return the signals since the last call."""
+        signals = [*self.signals]
+        self.signals.clear()
+        return signals
+
+    def close(self) -> None:
+        """Kill what still runs."""
+        self.gang.close()
+        self.selector.close()
+
+
+@contextlib.contextmanager
+def this_host(settings: Settings, output: Output) -> Iterator[Host]:
+    """Yield this host; its signals end nothing but wake the selector, until all is closed."""
+    host = Host(settings, output)
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    os.set_blocking(writing, False)
+    host.selector.register(reading, selectors.EVENT_READ, lambda: os.read(reading, 4096))
+    wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    before = {
+        number: signal.signal(number, lambda number, _: host.signals.append(number))
+        for number in SIGNALS
+    }
+    try:
+        yield host
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup)
+        host.close()
+        os.close(reading)
+        os.close(writing)

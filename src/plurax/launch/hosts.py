@@ -1,0 +1,178 @@
+"""The leader's connections to the launchers of the other hosts."""
+
+import contextlib
+import dataclasses
+import secrets
+import selectors
+import socket
+from collections.abc import Callable
+
+from plurax import errors
+from plurax.launch.connection import Connection, Message, is_proof, proof
+from plurax.launch.settings import Settings
+
+REPORTS = {
+    "exit": {"attempt", "process", "code", "step", "stuck", "stopped", "memory", "ours"},
+    "progress": {"attempt", "saved"},
+    "stuck": {"attempt", "process"},
+    "asked": {"signal"},
+}
+"""What a report says at least; others are not read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """A host has come, and can start a number of processes; `attempt`: the last that it saw."""
+
+    host: int
+    processes: int
+    attempt: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Received:
+    """A host has reported something."""
+
+    host: int
+    message: Message
+
+
+@dataclasses.dataclass(frozen=True)
+class Lost:
+    """A host is gone."""
+
+    host: int
+    reason: str
+
+
+class HostServer:
+    """Accepts the launchers of other hosts, and passes on what they report.
+
+    **Arguments:** `settings`; `selector`, which is waited on; `clock`.
+
+    Raises `ExperimentError` where the coordinator's address cannot be listened at.
+    """
+
+    def __init__(
+        self, settings: Settings, selector: selectors.BaseSelector, clock: Callable[[], float]
+    ) -> None:
+        self._settings, self._selector, self._clock = settings, selector, clock
+        address = settings.leader_address()
+        try:
+            found = socket.gethostbyname(address[0])
+            if found.startswith("127.") and not address[0].startswith(("127.", "localhost")):
+                raise errors.launch_loopback(address[0], found)
+            self._listening = socket.create_server(address, backlog=128)
+        except OSError as error:
+            raise errors.launch_cannot_listen(settings.coordinator, str(error)) from None
+        self._listening.setblocking(False)
+        selector.register(self._listening, selectors.EVENT_READ, self._accept)
+        self._new: list[_Newcomer] = []
+        self._hosts: dict[int, _Member] = {}
+
+    def send(self, host: int, order: Message) -> None:
+        """Send an order to a host; one that is lost gets none."""
+        if host in self._hosts:
+            self._hosts[host].connection.send(order)
+
+    def receive(self) -> list[Joined | Received | Lost]:
+        """Return what has happened since the last call."""
+        now = self._clock()
+        found: list[Joined | Received | Lost] = []
+        for new in [*self._new]:
+            messages = new.connection.receive(now)
+            if messages:
+                self._new.remove(new)
+                found += self._welcome(new, messages[0])
+                continue
+            if new.connection.closed is not None or now > new.until:
+                new.connection.close()
+                self._new.remove(new)
+        for host, member in [*self._hosts.items()]:
+            for one in member.connection.receive(now):
+                if one.get("is") in REPORTS and REPORTS[one["is"]] <= one.keys():
+                    found.append(Received(host, one))
+            if member.connection.closed is not None:
+                found.append(Lost(host, member.connection.closed))
+                del self._hosts[host]
+        return found
+
+    def drop(self, host: int) -> None:
+        """End the connection to a host that does not do what it is asked."""
+        if host in self._hosts:
+            self._hosts[host].connection.close("it does not answer")
+
+    def close(self, code: int, seconds: float) -> None:
+        """Let all hosts end with an exit code, and wait until the network has taken that."""
+        connections = [member.connection for member in self._hosts.values()]
+        for connection in connections:
+            connection.send({"do": "end", "code": code})
+        until = self._clock() + seconds
+        while not all(one.is_sent for one in connections) and self._clock() < until:
+            for key, _ in self._selector.select(0.1):
+                key.data()
+        for connection in [*connections, *(new.connection for new in self._new)]:
+            connection.close()
+        self._selector.unregister(self._listening)
+        self._listening.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            peer, _ = self._listening.accept()
+            now = self._clock()
+            limits = self._settings.limits
+            connection = Connection(peer, self._selector, limits.silence, now)
+            nonce = secrets.token_hex(16)
+            connection.send({"is": "leader", "nonce": nonce})
+            self._new.append(_Newcomer(connection, nonce, now + limits.hello))
+
+    def _welcome(self, new: "_Newcomer", hello: Message) -> list[Joined | Received | Lost]:
+        """Take a host in, or refuse it by name; a launcher that comes again replaces itself."""
+        host, token = hello.get("host"), self._settings.token
+        why = self._refusal(hello, new.nonce)
+        if why is not None:
+            new.connection.send({"is": "refused", **why})
+            new.connection.close()
+            return []
+        assert isinstance(host, int)
+        found: list[Joined | Received | Lost] = []
+        if host in self._hosts:
+            self._hosts.pop(host).connection.close()
+            found.append(Lost(host, "it came again"))
+        self._hosts[host] = _Member(new.connection, hello["launcher"])
+        answer = proof(token or "", "leader", str(hello.get("nonce")))
+        new.connection.send({"is": "welcome", "proof": answer})
+        return [*found, Joined(host, int(hello["processes"]), int(hello["attempt"]))]
+
+    def _refusal(self, hello: Message, nonce: str) -> Message | None:
+        """Return why a host is refused, or None."""
+        host, hosts, token = hello.get("host"), self._settings.hosts, self._settings.token
+        numbers = [hello.get(name) for name in ("host", "hosts", "processes", "attempt")]
+        if not all(type(number) is int for number in numbers) or "launcher" not in hello:
+            return {"why": "words"}
+        if not is_proof(token or "", f"host {host}", nonce, hello.get("proof")):
+            return {"why": "token"}
+        if hello.get("hosts") != hosts:
+            return {"why": "hosts", "hosts": hosts}
+        assert isinstance(host, int)
+        if not 0 < host < hosts:
+            return {"why": "host"}
+        member = self._hosts.get(host)
+        if member is not None and member.launcher != hello["launcher"]:
+            return {"why": "taken"}
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Newcomer:
+    """Who has connected and not yet said who it is."""
+
+    connection: Connection
+    nonce: str
+    until: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Member:
+    connection: Connection
+    launcher: str

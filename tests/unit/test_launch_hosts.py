@@ -1,0 +1,497 @@
+"""Launchers of several hosts, on this one, with processes that only pretend to train."""
+
+import contextlib
+import io
+import json
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from tests.unit.test_launch import PRELUDE
+
+from plurax import errors
+from plurax.cli import launch_command as cli
+from plurax.launch.connection import MAX_LINE, Connection, is_proof, proof
+from plurax.launch.events import Events
+from plurax.launch.hosts import HostServer
+from plurax.launch.launcher import free_port
+from plurax.launch.settings import Settings
+from plurax.launch.slurm import Place, first_node, slurm_place
+from plurax.launch.supervisor import Supervisor
+
+LAUNCHER = """
+import json, signal, sys
+from pathlib import Path
+from plurax.errors import PluraxError
+from plurax.launch.events import Events
+from plurax.launch.launcher import launch
+from plurax.launch.settings import Limits, Settings
+signal.alarm(60)
+said = json.loads(sys.argv[1])
+folder, command, limits = Path(said.pop("folder")), said.pop("command"), said.pop("limits")
+settings = Settings(tuple(command), logs=folder / "logs", status=folder / "status",
+                    limits=Limits(**limits), **said)
+try:
+    sys.exit(launch(settings, Events(folder / "launch.jsonl")))
+except PluraxError as error:
+    print(error, file=sys.stderr)
+    sys.exit(2)
+"""
+LIMITS = {"aftermath": 0.3, "stop": 20, "poll": 0.02, "backoff": 0.01, "join": 30, "retry": 0.02}
+UNTIL_SIGTERM = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nforever()\n"
+
+
+class Cluster:
+    """Launchers that find each other at a port of this host."""
+
+    def __init__(self, folder, hosts):
+        self.hosts, self._folder, self._started = hosts, folder, []
+        self.coordinator = f"127.0.0.1:{free_port('127.0.0.1')}"
+
+    def start(self, host, body="", limits=None, **settings):
+        """Start the launcher of a host."""
+        folder = self._folder / f"host{len(self._started)}"
+        folder.mkdir()
+        (folder / "fake.py").write_text(PRELUDE + body)
+        said = {
+            "folder": str(folder),
+            "command": [sys.executable, str(folder / "fake.py")],
+            "limits": {**LIMITS, **(limits or {})},
+            "hosts": self.hosts,
+            "host": host,
+            "coordinator": self.coordinator,
+            **settings,
+        }
+        launcher = Launcher(json.dumps(said), folder)
+        self._started.append(launcher)
+        return launcher
+
+    def close(self):
+        for launcher in self._started:
+            launcher.close()
+
+
+class Launcher:
+    """A launcher in a process of its own."""
+
+    def __init__(self, said, folder):
+        self.folder, self.lines = folder, []
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, said],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def until(self, words):
+        """Read what it says until it has said some words; return that line."""
+        for line in self._process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if words in line:
+                return self.lines[-1]
+        raise AssertionError(f"it never said {words!r}: {self.lines}")
+
+    def send(self, number):
+        self._process.send_signal(number)
+
+    def code(self):
+        """Return the exit code, once it has ended."""
+        self.lines += self._process.stdout.read().splitlines()
+        return self._process.wait(30)
+
+    def events(self):
+        text = (self.folder / "launch.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    def close(self):
+        self._process.kill()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+@pytest.fixture
+def cluster(tmp_path, request):
+    found = Cluster(tmp_path, getattr(request, "param", 2))
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("cluster", [3], indirect=True)
+def test_the_processes_of_all_hosts_are_numbered_in_order(cluster):
+    body = """
+print(os.environ["PLURAX_PROCESSES"], process, os.environ["PLURAX_COORDINATOR"].split(":")[0])
+"""
+    launchers = [cluster.start(2, body), cluster.start(1, body, processes=2)]
+    launchers.append(cluster.start(0, body))
+    assert [launcher.code() for launcher in launchers] == [0, 0, 0]
+    lines = [line for one in launchers for line in one.lines if "plurax launch" not in line]
+    assert sorted(lines) == [
+        "4 0 127.0.0.1",
+        "[1] 4 1 127.0.0.1",
+        "[2] 4 2 127.0.0.1",
+        "[3] 4 3 127.0.0.1",
+    ]
+
+
+def test_a_fault_on_another_host_restarts_all(cluster):
+    body = """
+status(step=4, saved=3)
+if attempt == 0 and process == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+if attempt == 0:
+    forever()
+"""
+    leader, follower = cluster.start(0, body, processes=2), cluster.start(1, body)
+    assert (leader.code(), follower.code()) == (0, 0)
+    said = "process 2 (host 1) was killed (SIGKILL) at step 4; restarting the 3 processes from the "
+    assert any(said + "checkpoint of step 3" in line for line in leader.lines)
+    starts = [row for row in leader.events() if row["event"] == "start"]
+    assert [(row["attempt"], row["hosts"]) for row in starts] == [(0, [0, 1]), (1, [0, 1])]
+
+
+def test_a_lost_host_may_come_back(cluster):
+    """The launcher of a host is killed, with its processes; the others wait for a new one."""
+    body = "print('up', flush=True)\nif attempt == 0:\n    forever()\n"
+    leader, follower = cluster.start(0, body), cluster.start(1, body)
+    leader.until("up")
+    follower.until("up")
+    follower.send(signal.SIGKILL)
+    assert leader.until("is lost") == "plurax launch: host 1 is lost: it closed the connection"
+    line = leader.until("restarting")
+    assert "host 1 is lost, with process 1; restarting the 2 processes from the start" in line
+    again = cluster.start(1, body)
+    assert (leader.code(), again.code()) == (0, 0)
+
+
+def test_a_lost_leader_may_come_back(cluster):
+    """The attempts go on counting, so that training resumes."""
+    body = "print('up', flush=True)\nif attempt == 0:\n    forever()\n"
+    leader, follower = cluster.start(0, body), cluster.start(1, body)
+    leader.until("up")
+    follower.until("up")
+    leader.send(signal.SIGKILL)
+    follower.until("the leader is lost")
+    again = cluster.start(0, body)
+    assert (again.code(), follower.code()) == (0, 0)
+    assert [row["attempt"] for row in again.events() if row["event"] == "start"] == [1]
+
+
+def test_a_signal_to_any_launcher_ends_all(cluster):
+    body = "print('up', flush=True)\n" + UNTIL_SIGTERM.replace(
+        "\nforever", "\nprint('ready')\nforever"
+    )
+    leader, follower = cluster.start(0, body), cluster.start(1, body)
+    leader.until("ready")
+    follower.until("ready")
+    follower.send(signal.SIGTERM)
+    assert (leader.code(), follower.code()) == (75, 75)
+
+
+@pytest.mark.parametrize("cluster", [3], indirect=True)
+def test_elastic_goes_on_with_the_hosts_left_and_grows_back(cluster):
+    body = """
+print(attempt, os.environ["PLURAX_PROCESSES"], os.environ["PLURAX_ELASTIC"], flush=True)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+print("ready", flush=True)
+if attempt < 2:
+    forever()
+"""
+    given = {"elastic": True, "min_hosts": 2, "limits": {"back": 0.1}}
+    leader, *followers = (cluster.start(host, body, **given) for host in range(3))
+    for launcher in (leader, *followers):
+        launcher.until("ready")
+    followers[0].send(signal.SIGKILL)
+    leader.until("1 2 1")  # attempt 1, of 2 processes
+    leader.until("ready")
+    followers[1].until("1 2 1")
+    followers[1].until("ready")
+    again = cluster.start(1, body, **given)
+    leader.until("host 1 is back: the 2 processes save and stop")
+    leader.until("2 3 1")
+    assert [one.code() for one in (leader, followers[1], again)] == [0, 0, 0]
+    hosts = [row["hosts"] for row in leader.events() if row["event"] == "start"]
+    assert hosts == [[0, 1, 2], [0, 2], [0, 1, 2]]
+    assert not any("restart 2 of" in line for line in leader.lines)  # growing costs no restart
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"host": 1, "limits": {"silence": 0.2}}, "another launcher has come with --host 1"),
+        ({"host": 1, "hosts": 4}, "plurax launch --hosts 4: host 0 was started with --hosts 3"),
+        ({"host": 7}, "plurax launch --hosts 3: --host 7. Each host runs one launcher"),
+        ({"host": 2, "token": "wrong"}, "do not have the same secret"),
+        ({"host": 2, "token": None}, "do not have the same secret"),
+    ],
+)
+@pytest.mark.parametrize("cluster", [3], indirect=True)
+def test_a_host_that_does_not_fit_is_refused(cluster, settings, message):
+    leader = cluster.start(0, token="right")
+    cluster.start(1, token="right").until("follows the leader")
+    limits = {"join": 0.2, **settings.pop("limits", {})}
+    wrong = cluster.start(settings.pop("host"), **{"token": "right", **settings}, limits=limits)
+    assert wrong.code() == 2
+    assert message in wrong.lines[-1]
+    last = cluster.start(2, token="right")
+    assert (leader.code(), last.code()) == (0, 0)
+
+
+def test_a_leader_that_does_not_come(cluster):
+    follower = cluster.start(1, limits={"join": 0.1})
+    assert follower.code() == 2
+    assert "host 0 was not reached within 0.1 s: [Errno 111]" in follower.lines[-1]
+
+
+def test_a_host_that_does_not_come(cluster):
+    leader = cluster.start(0, limits={"join": 0.1})
+    assert leader.code() == 134
+    assert "host 1 did not come in time; each host runs plurax launch with" in leader.lines[-1]
+
+
+def test_two_leaders_at_one_address(cluster):
+    with socket.create_server(("127.0.0.1", int(cluster.coordinator.split(":")[1]))):
+        leader = cluster.start(0)
+        assert leader.code() == 2
+    assert "cannot listen there: [Errno 98]" in leader.lines[-1]
+
+
+class Leading:
+    """A supervisor of three hosts with a process each; what it orders and says."""
+
+    def __init__(self, **settings):
+        self.orders, self.said, self.now = [], io.StringIO(), 0.0
+        self.supervisor = Supervisor(
+            Settings(("train",), hosts=3, **settings),
+            lambda host, order: self.orders.append((host, order["do"])),
+            Events(None, self.said),
+            lambda: "here:1",
+            0.0,
+        )
+        for host in range(3):
+            self.supervisor.joined(host, 1, 0.0)
+
+    def ended(self, host, code, attempt=0, **said):
+        message = {"is": "exit", "attempt": attempt, "process": host, "code": code, "step": 1}
+        flags = {"stuck": False, "stopped": False, "memory": False, "ours": False}
+        self.supervisor.received(host, {**message, **flags, **said}, self.now)
+
+
+def test_slurm_signals_the_launchers_of_all_hosts_and_that_is_one_signal():
+    leading = Leading()
+    leading.supervisor.asked(signal.SIGTERM, 1)
+    for host in (1, 2):
+        leading.supervisor.received(host, {"is": "asked", "signal": 15}, 1)
+    assert [order for _, order in leading.orders] == ["start"] * 3 + ["signal"] * 3
+    leading.supervisor.received(2, {"is": "asked", "signal": 15}, 1)
+    assert [order for _, order in leading.orders[6:]] == ["kill"] * 3
+
+
+def test_a_host_that_does_not_even_kill_is_dropped():
+    leading = Leading()
+    for host in (0, 1):
+        leading.ended(host, 137)
+    leading.supervisor.tick(2)
+    assert leading.orders[-1] == (2, "kill")
+    leading.supervisor.tick(32)
+    assert leading.orders[-1] == (2, "drop")
+    assert "restarting" in leading.said.getvalue()
+
+
+def test_processes_of_the_leader_that_cannot_be_killed_end_the_run():
+    leading = Leading()
+    leading.ended(1, 137)
+    leading.supervisor.tick(2)
+    leading.supervisor.tick(32)
+    assert leading.supervisor.code == 77
+    assert "SIGKILL does not end process 0" in leading.said.getvalue()
+
+
+def test_what_an_earlier_attempt_reports_is_not_read():
+    leading = Leading()
+    leading.ended(1, 137, attempt=-1)
+    leading.supervisor.tick(100)
+    assert [order for _, order in leading.orders] == ["start"] * 3
+
+
+def test_growing_back_costs_neither_a_restart_nor_a_pause():
+    leading = Leading(elastic=True, restarts=0)
+    leading.supervisor.tick(1)
+    leading.supervisor.joined(2, 1, 1)
+    assert [order for _, order in leading.orders] == ["start"] * 3  # it was there already
+    leading = Leading(elastic=True, restarts=1)
+    leading.supervisor.lost(2, "gone", 0)
+    for host in (0, 1):
+        leading.ended(host, 134)
+    leading.supervisor.tick(1)
+    leading.supervisor.tick(61)
+    leading.orders.clear()
+    leading.supervisor.joined(2, 1, 70)
+    leading.now = 71
+    for host in (0, 1):
+        leading.ended(host, 75, attempt=1)
+    assert leading.orders == [(0, "signal"), (1, "signal"), *((host, "start") for host in range(3))]
+
+
+def test_a_signal_while_growing_is_not_a_second_one():
+    leading = Leading(elastic=True)
+    leading.supervisor.lost(2, "gone", 0)
+    leading.ended(0, 134)
+    leading.ended(1, 134)
+    leading.supervisor.tick(2)
+    leading.supervisor.tick(100)
+    assert [order for order in leading.orders if order[1] == "start"][3:] == [
+        (0, "start"),
+        (1, "start"),
+    ]
+    leading.supervisor.joined(2, 1, 101)
+    leading.supervisor.asked(signal.SIGTERM, 102)
+    assert [order for order in leading.orders if order[1] == "signal"] == [
+        (0, "signal"),
+        (1, "signal"),
+    ]
+    leading.ended(0, 75, attempt=1)
+    leading.ended(1, 75, attempt=1)
+    assert leading.supervisor.code == 75
+
+
+@contextlib.contextmanager
+def pair(silence=30.0):
+    """Yield a connection, the socket at its other end, and a function that lets both work."""
+    ours, theirs = socket.socketpair()
+    selector = selectors.DefaultSelector()
+    connection = Connection(ours, selector, silence, 0.0)
+
+    def work():
+        for key, _ in selector.select(0):
+            key.data()
+
+    yield connection, theirs, work
+    connection.close()
+    theirs.close()
+    selector.close()
+
+
+def test_a_connection_reads_lines_that_come_in_parts():
+    with pair() as (connection, other, work):
+        other.send(b'{"is": "exit"}\n{"is"')
+        work()
+        assert connection.receive(1) == [{"is": "exit"}]
+        other.send(b': "alive"}\n{"is": "progress"}\n')
+        work()
+        assert connection.receive(2) == [{"is": "progress"}]
+        connection.send({"do": "kill"})
+        assert connection.is_sent
+        assert other.recv(100) == b'{"do": "kill"}\n'
+
+
+@pytest.mark.parametrize("words", [b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"x" * (MAX_LINE + 1)])
+def test_a_connection_to_no_launcher_is_closed(words):
+    with pair() as (connection, other, work):
+        other.setblocking(False)
+        while words:
+            words = words[other.send(words) :]
+            work()
+        work()
+        assert connection.closed == "what it sent is no message of a launcher"
+
+
+def test_a_silent_connection_is_lost_and_a_living_one_says_so():
+    with pair(silence=6) as (connection, other, work):
+        other.send(b'{"is": "alive"}\n')
+        work()
+        assert connection.receive(5) == []
+        assert other.recv(100) == b'{"is": "alive"}\n'
+        connection.receive(10)
+        assert connection.closed is None
+        connection.receive(12)
+        assert connection.closed == "nothing was heard of it for 6 s"
+
+
+def test_a_full_network_is_not_waited_for():
+    with pair() as (connection, other, work):
+        for _ in range(2000):
+            connection.send({"do": "x" * 1000})
+        assert not connection.is_sent
+        other.setblocking(False)
+        while not connection.is_sent:
+            with contextlib.suppress(BlockingIOError):
+                other.recv(1 << 20)
+            work()
+
+
+def test_a_proof_is_for_one_side_and_one_nonce():
+    given = proof("secret", "host 1", "abc")
+    assert is_proof("secret", "host 1", "abc", given)
+    wrong = [("other", "host 1", "abc"), ("secret", "host 2", "abc"), ("secret", "host 1", "abd")]
+    assert not any(is_proof(*one, given) for one in wrong)
+    assert not is_proof("secret", "host 1", "abc", None)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu07", "gpu07"),
+        ("gpu[07-09,12],login1", "gpu07"),
+        ("a1,b2", "a1"),
+        ("rack[1-2]node[3,5]", "rack1node3"),
+        ("n-1.cluster,n-2.cluster", "n-1.cluster"),
+    ],
+)
+def test_the_first_of_slurms_nodes(nodes, first):
+    assert first_node(nodes) == first
+
+
+@pytest.mark.parametrize("nodes", ["", "[", "a b", "$(x)"])
+def test_what_is_no_list_of_nodes(nodes):
+    with pytest.raises(errors.ExperimentError, match="which is no list of nodes"):
+        first_node(nodes)
+
+
+SLURM = {
+    "SLURM_PROCID": "1", "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2", "SLURM_JOB_ID": "12",
+    "SLURM_STEP_ID": "3", "SLURM_STEP_NODELIST": "gpu[1-2]", "SLURM_STEP_NUM_TASKS": "2",
+}  # fmt: skip
+
+
+def test_the_place_in_a_slurm_step():
+    assert slurm_place(SLURM) == Place(2, 1, "gpu1:20087")
+    assert slurm_place({"SLURM_JOB_ID": "12"}) is None  # in a job, and not in a step
+    with pytest.raises(errors.ExperimentError, match="srun --ntasks-per-node=1 plurax launch"):
+        slurm_place({**SLURM, "SLURM_STEP_NUM_TASKS": "8"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--hosts", "2"], "plurax launch --hosts 2: --host is missing. Each host runs one"),
+        (["--hosts", "2", "--host", "2", "--coordinator", "a:1"], "--host 2. Each host runs one"),
+        (["--hosts", "2", "--host", "0"], "--coordinator is missing. On every host say where"),
+        (["--hosts", "2", "--host", "0", "--coordinator", "a:b"], "a:b: give a name or address"),
+        (["--elastic", "--min-hosts", "2"], "--min-hosts 2: give a number from 1 to 1."),
+    ],
+)
+def test_mistakes_in_the_place(options, message):
+    with pytest.raises(errors.ExperimentError) as raised:
+        cli.launch_command([*options, "--", "train"])
+    assert message in str(raised.value)
+
+
+def test_the_place_by_options(monkeypatch):
+    options = cli.LaunchOptions(hosts=2, host=1, coordinator="host0")
+    assert cli.placed(options) == Place(2, 1, "host0:7117")
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", "")
+    assert cli.placed(cli.LaunchOptions()) == Place(2, 1, "gpu1:20087")
+    assert cli.placed(cli.LaunchOptions(hosts=1)) == Place(1, 0, "127.0.0.1:0")
+
+
+def test_a_name_that_only_this_host_reaches(monkeypatch, tmp_path):
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    settings = Settings(("x",), hosts=2, coordinator="host0:7117", logs=tmp_path, status=tmp_path)
+    with pytest.raises(errors.ExperimentError, match=r"is 127\.0\.1\.1, which no other host"):
+        HostServer(settings, selectors.DefaultSelector(), time.monotonic)
