@@ -88,11 +88,13 @@ def trained(plan, members, steps=3):
 def test_a_flipped_bit_is_found_and_named(name):
     plan, members, copies, leaf = PLANS[name]
     program, state = trained(plan, members)
+    by_id = {device.id: device for device in jax.devices()}
     assert program.replicas.check(state) == []
     for device in (program.mesh.devices.flat[0], program.mesh.devices.flat[-1]):
         changed, found_name = with_flip(program, state, leaf, device)
         found = program.replicas.check(changed)
         assert device.id in [one.device for one in found]
+        assert all(one.local == jax.devices().index(by_id[one.device]) for one in found)
         assert {(one.process, one.leaves, one.certain) for one in found} == {
             (0, (found_name,), copies > 2)
         }

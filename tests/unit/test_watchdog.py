@@ -13,12 +13,13 @@ import pytest
 from tests import models
 
 import plurax as px
+from plurax.distributed.process_group import ROUND_SECONDS
 from plurax.exit_codes import ExitCode
 from plurax.launch.settings import Limits as LauncherLimits
 from plurax.timeouts import TIMEOUTS, Timeouts
 from plurax.train.checkpoint.manager import SAVE_SECONDS
 from plurax.train.status import Status, StatusFile
-from plurax.train.watchdog import FACTOR, FIRST_FACTOR, Watchdog
+from plurax.train.watchdog import FACTOR, FIRST_FACTOR, FIRST_TO_OTHERS, Limits, Watchdog
 
 
 class Step(NamedTuple):
@@ -231,7 +232,13 @@ def test_a_process_that_is_behind_is_named_by_those_that_wait_for_it(
     marks = []
     dog = opened(process=1, status=StatusFile(tmp_path, 1), mark=marks.append)
     watched = trained(dog, clock, [1, 1, 1])
-    clock.pass_by(dog, TIMEOUTS.step + 2)
+    began = clock.now
+    clock.pass_by(dog, TIMEOUTS.step + FIRST_TO_OTHERS - 1)
+    assert not dog.ended  # the one behind ends first, or the launcher ends it
+    said = json.loads((tmp_path / "1.json").read_text())
+    assert said["deadline"] == began + TIMEOUTS.step + FIRST_TO_OTHERS
+    clock.pass_by(dog, 3)
+    assert dog.ended
     said = capfd.readouterr().err
     assert "Behind it, and more likely the cause: process 0 (step 2). Its threads:" in said
     assert marks[0] in said
@@ -258,7 +265,7 @@ def test_the_limits_are_nested():
     launcher = LauncherLimits()
     assert launcher.slack == TIMEOUTS.slack
     assert launcher.abort == TIMEOUTS.abort
-    assert TIMEOUTS.save == SAVE_SECONDS
+    assert (TIMEOUTS.save, TIMEOUTS.gang_round) == (SAVE_SECONDS, ROUND_SECONDS)
     names = [field.name for field in dataclasses.fields(Timeouts)]
     for name, value in [(name, 1e6) for name in names[:-1]] + [(name, 0.0) for name in names[1:]]:
         with pytest.raises(AssertionError, match=r"not nested|wait for the watchdog"):

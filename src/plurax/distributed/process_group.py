@@ -95,8 +95,13 @@ class ProcessGroup:
         for process, described in enumerate(answers):
             if described is not None:
                 kind, text = described
-                raise _raised(kind, f"{self._named(process)}: {text}")
+                raise _raised(kind, f"{self.named(process)}: {text}")
         return cast(T, result)
+
+    def named(self, process: int) -> str:
+        """Return a process and its host for a sentence, such as `process 3 on node7`."""
+        host = f" on {self._names[process]}" if self._names else ""
+        return f"process {process}{host}"
 
     def close(self) -> None:
         """Close the connections."""
@@ -123,22 +128,18 @@ class ProcessGroup:
             file.write(json.dumps(value).encode() + b"\n")
             file.flush()
         except OSError:
-            raise errors.process_ended(self._named(process)) from None
+            raise errors.process_ended(self.named(process)) from None
 
     def _read(self, file: Any, process: int) -> Any:
         try:
             line = file.readline()
         except TimeoutError:
-            raise errors.process_late(self._named(process), ROUND_SECONDS) from None
+            raise errors.process_late(self.named(process), ROUND_SECONDS) from None
         except OSError:
             line = b""
         if not line.endswith(b"\n"):
-            raise errors.process_ended(self._named(process))
+            raise errors.process_ended(self.named(process))
         return json.loads(line)
-
-    def _named(self, process: int) -> str:
-        host = f" on {self._names[process]}" if self._names else ""
-        return f"process {process}{host}"
 
 
 def open_group() -> ProcessGroup:

@@ -51,7 +51,8 @@ class ReplicaFinding:
 
     **Fields:**
 
-    - `device`: its `id`; `process`: the index of the process that it belongs to.
+    - `device`: its `id`; `process`: the index of the process that it belongs to; `local`, its index
+      among the devices of that process.
     - `leaves`: the names of the leaves of the state that differ.
     - `certain`: whether most copies are alike and this one is not. Of two copies, or of as many of
       one kind as of another, none can be said to be right, and each gets a finding.
@@ -59,6 +60,7 @@ class ReplicaFinding:
 
     device: int
     process: int
+    local: int
     leaves: tuple[str, ...]
     certain: bool
 
@@ -108,6 +110,7 @@ class ReplicaCheck:
             ReplicaFinding(
                 device=device.id,
                 process=device.process_index,
+                local=_local(device),
                 leaves=tuple(dict.fromkeys(np.array(self.leaves)[row != SAME].tolist())),
                 certain=bool((row == OUTVOTED).any()),
             )
@@ -160,3 +163,11 @@ def vote(own: UInt32[Array, "leaves"], axes: Sequence[str]) -> UInt8[Array, "lea
 def _numbers(leaf: Array) -> Array:
     """Return a random key as the numbers that it is, and other arrays unchanged."""
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+def _local(device: jax.Device) -> int:
+    """Return the index of a device among those of its process."""
+    own = [
+        one.id for one in jax.devices(device.platform) if one.process_index == device.process_index
+    ]
+    return sorted(own).index(device.id)

@@ -215,7 +215,7 @@ def fit(
             bar.note,
         )  # fmt: skip
         when = (position, epochs, report_every, checkpoint_every)
-        guard = ReplicaGuard(program, None if servers else check_replicas_every, state.steps_taken)
+        guard = ReplicaGuard(program, None if servers else check_replicas_every, group)
         turns = _turns(program, coordinator, state, source, resident, stop, when, group)
         for steps in bar.compiled(dog.watch(turns, lambda: saving.newest), _described(program)):
             # The order matters: count, evaluate, log, save, and only then stop. A stop therefore

@@ -11,6 +11,7 @@ for the host. Example, `check_replicas_every=100`, one step per call, a checkpoi
 from typing import Any
 
 from plurax import errors
+from plurax.distributed.process_group import ProcessGroup
 from plurax.execute.program import Program
 from plurax.execute.replicas import ReplicaFinding
 from plurax.state import TrainState
@@ -19,12 +20,13 @@ from plurax.state import TrainState
 class ReplicaGuard:
     """The comparisons of a training run.
 
-    **Arguments:** `program`; `every`, steps between two comparisons, or None for none; `first`, the
-    step at which training begins.
+    **Arguments:** `program`; `every`, steps between two comparisons, or None for none; `group`, the
+    processes that train together, for their names.
     """
 
-    def __init__(self, program: Program, every: int | None, first: int = 0) -> None:
-        self._program, self._every, self._last = program, every, first
+    def __init__(self, program: Program, every: int | None, group: ProcessGroup) -> None:
+        self._program, self._every, self._group = program, every, group
+        self._last = 0  # a state that was restored is compared after its first call
         self._pending: tuple[int, Any] | None = None
 
     def check(self, step: int, state: TrainState, *, now: bool = False) -> None:
@@ -47,13 +49,15 @@ class ReplicaGuard:
             (step, verdicts), self._pending = self._pending, None
             found = self._program.replicas.findings(verdicts)
             if found:
-                raise replica_error(step, found)
+                raise replica_error(step, found, self._group)
 
 
-def replica_error(step: int, found: list[ReplicaFinding]) -> errors.ReplicaError:
+def replica_error(
+    step: int, found: list[ReplicaFinding], group: ProcessGroup
+) -> errors.ReplicaError:
     """Return the error for findings after a step: for those that are certain, if there are any."""
     certain = [one for one in found if one.certain]
     named = certain or found
-    devices = [f"device {one.device} of process {one.process}" for one in named]
+    devices = [f"device {one.local} of {group.named(one.process)}" for one in named]
     leaves = list(dict.fromkeys(name for one in named for name in one.leaves))
     return errors.replicas_differ(step, devices, leaves, bool(certain))

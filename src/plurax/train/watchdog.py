@@ -9,6 +9,8 @@ taken. The limit of a step is 20 times the median of the steps before, and at le
     the first one     limit 1500 s                        it compiles
     later ones        at least 3 times the first          another shape of batch compiles anew
 
+Those that only wait for a process behind them, on the same host, let that one go first.
+
 Past its limit the stacks of all threads are written to stderr, the process is named, and it ends
 with the exit code STUCK, for a launcher to restart the gang. Only time in which this process could
 run counts: one that was suspended (Ctrl-Z, a laptop that sleeps) is not stuck. A process that holds
@@ -56,6 +58,9 @@ class Item(Protocol):
     def step(self) -> int:
         """Its number."""
 
+
+FIRST_TO_OTHERS = TIMEOUTS.slack + 2 * TIMEOUTS.abort + 10 * TIMEOUTS.look
+"""Seconds after its limit for which a process waits while others of its host are behind it."""
 
 T = TypeVar("T", bound=Item)
 
@@ -112,6 +117,7 @@ class Watchdog:
         self._durations: dict[Phase, deque[float]] = {}
         self._first: dict[Phase, float] = {}
         self._slept, self._looked = 0.0, clock()
+        self._behind: dict[int, int] = {}
         self._work: _Work | None = None
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -220,12 +226,14 @@ class Watchdog:
         between, self._looked = now - self._looked, now
         if between > ASLEEP * self._limits.look:
             self._slept += between
+        if self.enabled and work is not None:
+            over = now - work.began - (self._slept - work.slept) - self.limit(work.phase)
+            # One that waits for a process of this host lets that one end first, or be ended by the
+            # launcher, which then names the right one.
+            self._behind = self._find_behind() if over > 0 else {}
+            if over > (FIRST_TO_OTHERS if self._behind else 0):
+                self._bark(work.phase, over + self.limit(work.phase))
         self._say()
-        if not self.enabled or work is None or work is not self._work:
-            return
-        seconds = now - work.began - (self._slept - work.slept)
-        if seconds > self.limit(work.phase):
-            self._bark(work.phase, seconds)
 
     def limit(self, phase: Phase) -> float:
         """Return the seconds that a piece of work may take."""
@@ -243,6 +251,7 @@ class Watchdog:
         work, deadline = self._work, None
         if work is not None and self.enabled:
             deadline = work.began + (self._slept - work.slept) + self.limit(work.phase)
+            deadline += FIRST_TO_OTHERS if self._behind else 0
         phase = work.phase if work else "wait"
         self._status.write(Status(phase, self.step, self._saved(), deadline))
 
@@ -253,24 +262,22 @@ class Watchdog:
             f"{WORK[phase]} after step {self.step} has taken {seconds:.0f} s, and its limit is "
             f"{self.limit(phase):.0f} s"
         )
+        behind = ", ".join(f"{process} (step {step})" for process, step in self._behind.items())
+        text += f". Behind it, and more likely the cause: process {behind}" if behind else ""
         with contextlib.suppress(Exception):  # nothing may keep it from ending
             if self._mark is not None:
                 self._mark(text)
         with contextlib.suppress(Exception):
-            print(f"\nplurax: {text}.{self._compared()} Its threads:", file=sys.stderr, flush=True)
+            print(f"\nplurax: {text}. Its threads:", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(all_threads=True)
         self._over.set()
         self._end(ExitCode.STUCK)
 
-    def _compared(self) -> str:
-        """Say which processes of this host are behind: those wait for nobody."""
+    def _find_behind(self) -> dict[int, int]:
+        """Return the processes of this host that are behind, each with its step."""
         others = {} if self._status is None else self._status.others()
-        behind = [
-            f"{n} (step {one['step']})" for n, one in others.items() if one["step"] < self.step
-        ]
-        if not behind:
-            return ""
-        return f" Behind it, and more likely the cause: process {', '.join(behind)}."
+        steps = {process: one.get("step", 0) for process, one in others.items()}
+        return {process: step for process, step in steps.items() if step < self.step}
 
 
 WORK: Mapping[Phase, str] = {
