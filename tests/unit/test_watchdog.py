@@ -19,7 +19,7 @@ from plurax.launch.settings import Limits as LauncherLimits
 from plurax.timeouts import TIMEOUTS, Timeouts
 from plurax.train.checkpoint.manager import SAVE_SECONDS
 from plurax.train.status import Status, StatusFile
-from plurax.train.watchdog import FACTOR, FIRST_FACTOR, FIRST_TO_OTHERS, Limits, Watchdog
+from plurax.train.watchdog import FACTOR, FIRST_FACTOR, FIRST_TO_OTHERS, Watchdog
 
 
 class Step(NamedTuple):
