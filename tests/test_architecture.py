@@ -40,9 +40,10 @@ PUBLIC = {
         BatchError CheckpointError Checkpoints DamagedCheckpointWarning Experiment
         ExperimentError Fit Machine MachineError MaskWarning Members MembersError
         MissingPackageError NonFiniteWarning Plan PlanError PluraxError ProcessError Program
-        ReplicaError Servers ShardingWarning Task TaskError compile estimate fastest_batch_size fit
-        initialize max_batch_size name per_example replay search shard stack stage_boundary sweep
-        verify virtual_devices adapters analysis ensemble pipeline sharding train""",
+        ReplicaError Rollback RunStoppedError Servers ShardingWarning Task TaskError compile
+        estimate fastest_batch_size fit initialize max_batch_size name per_example replay search
+        shard stack stage_boundary sweep verify virtual_devices adapters analysis
+        ensemble pipeline sharding train""",
     "plurax.adapters": "equinox linen nnx",
     "plurax.analysis": """
         Collective Comparison Difference Estimate FastestBatchSize Level MaxBatchSize Measured

@@ -19,6 +19,7 @@ from plurax.errors.kinds import PlanError as PlanError
 from plurax.errors.kinds import PluraxError as PluraxError
 from plurax.errors.kinds import ProcessError as ProcessError
 from plurax.errors.kinds import ReplicaError as ReplicaError
+from plurax.errors.kinds import RunStoppedError as RunStoppedError
 from plurax.errors.kinds import ShardingWarning as ShardingWarning
 from plurax.errors.kinds import TaskError as TaskError
 from plurax.execute.compile import compile as compile
@@ -44,5 +45,6 @@ from plurax.train.epoch_metrics import NonFiniteWarning as NonFiniteWarning
 from plurax.train.fit import Fit as Fit
 from plurax.train.fit import fit as fit
 from plurax.train.replayed import replay as replay
+from plurax.train.rollback import Rollback as Rollback
 
 __version__: str

@@ -1,7 +1,8 @@
 """Small runs to be killed: `python -m tests.resume.runs KIND OUTPUT MOMENT` resumes one.
 
 `MOMENT` is `event:N`, before the Nth time a file or folder below OUTPUT is opened, made, renamed or
-removed by Python, which strikes inside a save; `time:S`, some seconds after the first of them;
+removed by Python, which strikes inside a save; `rollback:N`, likewise, from the first of a rollback
+on; `time:S`, some seconds after the first of them;
 `batch:N`, when the Nth batch of "streamed" is asked for; or `evaluation:N`, in the Nth of "data".
 """
 
@@ -12,6 +13,7 @@ import sys
 import threading
 import warnings
 
+import numpy as np
 import optax
 from tests import models
 
@@ -46,6 +48,13 @@ def batches(fatal=0):
     return Deadly([batch for batch, _ in ArrayData(ROWS, 16).batches(Position(0))], fatal)
 
 
+def poisoned():
+    """Thirteen batches, the fifth to the seventh without a finite loss."""
+    items = [batch for batch, _ in ArrayData(ROWS, 16).batches(Position(0))]
+    bad = [{**batch, "x": np.full_like(batch["x"], np.nan)} for batch in items]
+    return Deadly([*items, *bad[:3], *items, *items[:2]])
+
+
 KINDS = {
     "data": lambda: {"plan": px.Plan(data=2, microbatches=2), "evaluation": ROWS},
     "streamed": lambda: {"data": batches(), "plan": px.Plan(data=2, microbatches=2)},
@@ -54,6 +63,7 @@ KINDS = {
         "task": models.perceptron_stack(depth=2),
         "plan": px.Plan(pipeline=2, microbatches=2),
     },
+    "rolled back": lambda: {"data": poisoned(), "rollback": px.Rollback(after=3, limit=9)},
     "members": lambda: {
         "optimizer": lambda hyper: optax.adamw(hyper["rate"]),
         "plan": px.Plan(chunk=2, batch_dim="major"),
@@ -72,7 +82,7 @@ def arguments(kind):
 
 
 def fit(kind, output, **options):
-    """One of the runs: four epochs of four steps, eight checkpoints."""
+    """One of the runs: four epochs of four steps, eight checkpoints; "rolled back" is longer."""
     return px.fit(
         batch_size=16,
         epochs=EPOCHS,
@@ -95,8 +105,10 @@ def die_at(moment, output):
         nonlocal seen
         if event not in EVENTS or not str(arguments[0]).startswith(output):
             return
+        if how == "rollback" and not seen and ".rollbacks.jsonl.new" not in str(arguments[0]):
+            return
         seen += 1
-        if how == "event" and seen == int(number):
+        if how in ("event", "rollback") and seen == int(number):
             die()
         if how == "time" and seen == 1:
             threading.Timer(float(number), die).start()

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import shutil
+import sys
 import threading
 
 import jax
@@ -288,7 +289,8 @@ def test_a_command_that_stopped_so_says_it_by_its_status(monkeypatch, capsys):
     def train(_arguments):
         raise errors.saving_given_up("run", 3, 60, None, "No space left on device")
 
-    monkeypatch.setattr(commands, "_train", train)
+    monkeypatch.setattr(commands, "train_experiment", train)
+    monkeypatch.setattr(commands, "leave", sys.exit)  # it does not wait for other tests' threads
     with pytest.raises(SystemExit) as ended:
         commands.main(["train", "file.py"])
     assert ended.value.code == ExitCode.PERMANENT

@@ -689,3 +689,12 @@ def test_mistakes_about_machines(workplace, arguments, said, capsys):
     code, out, err = run(capsys, "machine", *arguments)
     assert (code, out) == (2, "")
     assert said in err
+
+
+def test_a_rollback_is_an_option(workplace, capsys, monkeypatch):
+    def refused(**options):
+        raise px.BatchError(repr(options["rollback"]))
+
+    monkeypatch.setattr("plurax.cli.train_command.fit", refused)
+    _, _, err = run(capsys, "train", "small.py", "--rollback.after", "0", "--rollback.spike", "6.5")
+    assert "Rollback(after=0, spike=6.5, limit=3)" in err

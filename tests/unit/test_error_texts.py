@@ -63,6 +63,10 @@ GIVEN: dict[str, list[dict[str, object]]] = {
         {"devices": ["device 2 of process 0"], "leaves": ["a", "b", "c", "d"], "certain": True},
         {"certain": False},
     ],
+    "rollback_not_a_count": [{"name": "after", "given": 2.5}, {"name": "limit", "given": -1}],
+    "rollback_one_network": [{"what": "members"}, {"what": "servers"}],
+    "rollbacks_exhausted": [{"step": 60, "before": [(20, 40), (None, 50)]}],
+    "saving_given_up": [{"saved": 20, "step": 60}, {"saved": None, "step": 60}],
     "schedule_of_other_sizes": [{"found": (2, 4, 1), "wanted": (2, 8, 1)}],
     "sharding_indivisible": [{"shape": (6, 7), "dim": 1, "num_shards": 2}],
     "strategy_of_another_model": [

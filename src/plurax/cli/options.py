@@ -16,6 +16,7 @@ from plurax.planner.tensor import SolverName
 from plurax.resample import Everything, Resample, bootstrap, kfold
 from plurax.server.servers import Servers
 from plurax.train.fit import fit
+from plurax.train.rollback import Rollback
 
 T = TypeVar("T")
 
@@ -78,8 +79,17 @@ class Common:
 
 def chosen_servers(options: Any, servers: Servers | None) -> Servers | None:
     """Return the file's servers with the fields that the command line gives; None without both."""
-    given = {name: value for name, value in vars(options).items() if value is not None}
+    given = _given(options)
     return dataclasses.replace(servers or Servers(), **given) if given else servers
+
+
+def chosen_rollback(options: Any, rollback: Rollback) -> Rollback:
+    """Return the file's rollback with the fields that the command line gives."""
+    return dataclasses.replace(rollback, **_given(options))
+
+
+def _given(options: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(options).items() if value is not None}
 
 
 MachineName = Annotated[
@@ -103,8 +113,8 @@ class Train(Common):
 
 
 NO_OPTIONS = frozenset(
-    ("task", "optimizer", "data", "evaluation", "plan", "members", "machine", "servers", "devices",
-     "command")
+    ("task", "optimizer", "data", "evaluation", "plan", "members", "machine", "servers", "rollback",
+     "devices", "command")
 )  # fmt: skip
 """Arguments of `fit` that are values of Python, or that the options have in another form."""
 
@@ -125,15 +135,15 @@ def fit_options() -> dict[str, Any]:
     }
 
 
-def server_options() -> Any:
-    """Return the options that are fields of `Servers`, None where they are not given."""
-    texts = argument_texts(Servers)
+def options_of(kind: type, doc: str) -> Any:
+    """Return options that are the fields of a dataclass, None where they are not given."""
+    texts = argument_texts(kind)
     fields: list[Any] = [
-        (name, Annotated[kind | None, tyro.conf.arg(help=texts[name])], None)
-        for name, kind in get_type_hints(Servers).items()
+        (name, Annotated[hint | None, tyro.conf.arg(help=texts[name])], None)
+        for name, hint in get_type_hints(kind).items()
     ]
-    made = dataclasses.make_dataclass("ServerOptions", fields, frozen=True)
-    made.__doc__ = "Workers that compute gradients, and servers that hold the parameters."
+    made = dataclasses.make_dataclass(f"{kind.__name__}Options", fields, frozen=True)
+    made.__doc__ = doc
     return made
 
 
@@ -148,8 +158,15 @@ def argument_texts(function: Callable[..., Any]) -> dict[str, str]:
 
 def train_class() -> type[Train]:
     """Return the options of `plurax train`, those that are arguments of `fit` included."""
-    servers = server_options()
-    fields: list[Any] = [*fit_options().items(), ("servers", servers, servers())]
+    servers = options_of(
+        Servers, "Workers that compute gradients, and servers that hold the parameters."
+    )
+    rollback = options_of(Rollback, "When bad steps roll the run back to a checkpoint before them.")
+    fields: list[Any] = [
+        *fit_options().items(),
+        ("servers", servers, servers()),
+        ("rollback", rollback, rollback()),
+    ]
     made = dataclasses.make_dataclass("Train", fields, bases=(Train,), frozen=True, kw_only=True)
     made.__doc__ = Train.__doc__
     return made

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from plurax import errors
 from plurax.cli.machine_command import described_machine
-from plurax.cli.options import chosen_servers, fit_options
+from plurax.cli.options import chosen_rollback, chosen_servers, fit_options
 from plurax.cli.parse import parse, train_options
 from plurax.cli.replay_command import train_command
 from plurax.distributed.environment import writes_files
@@ -42,7 +42,8 @@ def train_experiment(arguments: list[str]) -> int:
     machine = described_machine(options.machine, options.nodes) or made.machine
     servers = chosen_servers(options.servers, made.servers)
     result = fit(**{**vars(made), **chosen, "plan": plan, "members": members, "machine": machine,
-                    "servers": servers, "command": train_command(arguments)})  # fmt: skip
+                    "servers": servers, "command": train_command(arguments),
+                    "rollback": chosen_rollback(options.rollback, made.rollback)})  # fmt: skip
     if result.staleness is not None:
         console.print(str(result.staleness), markup=False)
     if writes_files():

@@ -238,3 +238,36 @@ def shuffle_not_a_bool(given: object) -> BatchError:
 
 def steps_not_positive(given: object) -> BatchError:
     return BatchError(f"steps={given!r}: give a whole number of steps, at least 1.")
+
+
+def rollback_not_a_count(name: str, given: object) -> BatchError:
+    what = {
+        "after": "the number of bad steps in a row that roll a run back, 0 for never",
+        "limit": "the number of rollbacks before a run stops",
+    }
+    return BatchError(f"Rollback({name}={given!r}): give {what[name]}, a whole number ≥ 0.")
+
+
+def rollback_spike(given: object) -> BatchError:
+    return BatchError(
+        f"Rollback(spike={given!r}): give the standard deviations above the mean from which a loss "
+        "is a spike, a number above 0 such as 6.0, or None to look for no spikes."
+    )
+
+
+def rollback_one_network(what: str) -> BatchError:
+    why = {
+        "members": "a member with a step that is not finite is frozen while the others go on",
+        "servers": "workers and servers leave a bad gradient out and go on",
+    }
+    return BatchError(
+        f"rollback= is for one network without servers, and {what}= is given: {why[what]}. Leave "
+        "rollback= out."
+    )
+
+
+def rollback_kind(given: object) -> BatchError:
+    return BatchError(
+        f"rollback is {given!r}, and must be a plurax.Rollback. Write "
+        "rollback=plurax.Rollback(after=10), or plurax.Rollback(after=0) for no rollbacks."
+    )

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from plurax.errors.kinds import CheckpointError, DiskError, SavingStoppedError
+from plurax.errors.kinds import CheckpointError, DiskError, RunStoppedError, SavingStoppedError
 
 
 def checkpoint_none(directory: str) -> CheckpointError:
@@ -182,4 +182,21 @@ def folder_not_shared(directory: str, process: int) -> CheckpointError:
     return CheckpointError(
         f"process {process} does not see {directory}, into which process 0 writes. The processes "
         "save one checkpoint together: give an output on a file system that all hosts share."
+    )
+
+
+def rollbacks_exhausted(
+    step: int, after: int, before: Iterable[tuple[int | None, int]], epoch: int, batch: int
+) -> RunStoppedError:
+    listed = "".join(
+        f"\n  - at step {at} it went back to step {back}" if back is not None
+        else f"\n  - at step {at} no checkpoint was proven good to go back to"
+        for back, at in before
+    )  # fmt: skip
+    return RunStoppedError(
+        f"training stopped at step {step}, batch {batch} of epoch {epoch}: the last {after} steps "
+        f"were bad (their loss or gradient was not finite, or a spike), and that was so before:"
+        f"{listed}\nTry a smaller learning rate, or optax.clip_by_global_norm; look at the data "
+        "before that batch. Rollback(limit=...) allows more rollbacks and Rollback(after=0) none; "
+        "resume goes on from the newest checkpoint."
     )

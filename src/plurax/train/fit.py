@@ -37,7 +37,7 @@ from plurax.task import Task
 from plurax.train.checkpoint import Checkpoints
 from plurax.train.data import Data, as_data
 from plurax.train.epoch_metrics import EpochMetrics, MembersMetrics, NetworkMetrics
-from plurax.train.iterate import StepOutput, train_iter
+from plurax.train.iterate import StepOutput, Turns, train_iter
 from plurax.train.log import MetricsLog, Row
 from plurax.train.measurements import Measurements, estimate_run
 from plurax.train.progress import TrainingProgress
@@ -49,6 +49,7 @@ from plurax.train.restore import (
     saved_tuning,
     with_resampling,
 )
+from plurax.train.rollback import Rollback, Rollbacks, check_rollback
 from plurax.train.run_folder import check_same_run, epoch_length, move_run_aside, save_settings
 from plurax.train.saving import Saving, check_room
 from plurax.train.serve import check_servers, open_servers, serve_iter
@@ -125,6 +126,7 @@ def fit(
     progress: bool = True,
     machine: Machine | None = None,
     servers: Servers | None = None,
+    rollback: Rollback = Rollback(),  # noqa: B008  frozen
     devices: Sequence[jax.Device] | None = None,
     command: Mapping[str, Any] | None = None,
 ) -> Fit:
@@ -163,6 +165,8 @@ def fit(
       predicted beside what is measured. Of a population, and with servers, nothing is predicted.
     - `servers`: workers that compute gradients, each under the plan, and servers that hold the
       parameters, in place of one program that does both.
+    - `rollback`: when bad steps in a row roll the run back to a checkpoint that is proven good, and
+      their data are skipped; only with `output`, and for one network without servers.
     - `devices`: the devices, default all that JAX sees.
     - `command`: how the run is started, written to `command.json` in `output` before the first
       step; `plurax train` gives it, and `plurax replay` reads it.
@@ -182,6 +186,7 @@ def fit(
     epochs, seed, report_every, checkpoint_every = _whole_numbers(*numbers, check_replicas_every)
     check_kinds(task, optimizer, plan, members)
     check_servers(servers, task, plan, members)
+    rule = check_rollback(rollback, members, servers)
     output = None if output is None else _output(output)
     resume, restart = (True, False) if attempt() else (resume, restart)  # by a launcher
     # Check everything before compiling, and lock the output before changing anything in it.
@@ -201,22 +206,23 @@ def fit(
         _check_saveable(program.canonical_shapes, output)
         run = {"seed": seed, "batch_size": program.batch_size, "shuffle": bool(shuffle),
                "ragged": ragged, "epoch_length": epoch_length(source)}  # fmt: skip
-        if checkpoints and restart:
-            group.on_primary(lambda: move_run_aside(checkpoints))
-        state, position, metrics = _start(program, checkpoints, source, seed, run, resume)
+        _move_aside(group, checkpoints if restart else None)
+        rollbacks = Rollbacks(rule, checkpoints, group)
+        begin = functools.partial(_start, program, checkpoints, source, seed, run, rollbacks)
+        state, position, metrics = begin(resume)
         log, history = _open_log(stack, group, output, program, estimated, state, resume, command)
+        rollbacks.write(log, state.steps_taken)
         stop = stack.enter_context(StopSignals())
         bar = _open_bar(stack, program, source, epochs, state, progress and group.is_primary)
         saving = Saving(checkpoints, log, bar.note, group)
         measurements = Measurements(estimated, machine, program, bar.note)
         stack.enter_context(out_of_memory_said(program, lambda: _saved(checkpoints)))
-        coordinator = open_servers(
-            stack, servers, program, optimizer, state, source, like, run, position, checkpoints,
-            bar.note,
-        )  # fmt: skip
-        when = (position, epochs, report_every, checkpoint_every)
+        coordinator = open_servers(stack, servers, program, optimizer, state, source, like, run,
+                                   position, checkpoints, bar.note)  # fmt: skip
+        when = (epochs, report_every, checkpoint_every)
         guard = ReplicaGuard(program, None if servers else check_replicas_every, group)
-        turns = _turns(program, coordinator, state, source, resident, stop, when, group)
+        loop = functools.partial(_turns, program, coordinator, source, resident, stop, when, group)
+        turns = Turns(loop, state, position)
         for steps in bar.compiled(dog.watch(turns, lambda: saving.newest), _described(program)):
             # The order matters: count, evaluate, log, save, and only then stop. A stop therefore
             # always leaves a checkpoint of exactly what was logged.
@@ -229,8 +235,11 @@ def fit(
             last = stopping is not None or (report and at_epoch == epochs)
             saving.check(steps.step)
             guard.check(steps.step, state, now=save)
-            for fetched in metrics.add(steps, fetch_all=report or save or bool(stopping)):
-                _write(log, metrics.step_rows(fetched))
+            fetched = metrics.add(steps, fetch_all=report or save or bool(stopping))
+            _write(log, [row for each in fetched for row in metrics.step_rows(each)])
+            if rollbacks.due(fetched, source.batches_per_epoch, saving):
+                state, metrics, history = _go_back(dog, begin, turns, log, history, rollbacks)
+                continue
             bar.advance(steps.step, at_epoch, *_summary(metrics, coordinator))
             if group.is_primary:
                 metrics.warn_not_finite(steps.step)
@@ -238,24 +247,18 @@ def fit(
                 means = _evaluated(program, state, evaluation, dog)
                 row = metrics.epoch_row(steps.step, at_epoch, means)
                 row |= measurements.add(steps, metrics) | _account_row(coordinator)
-                history.append(row)
-                bar.epoch(row)
-                measurements.show()
-                _write(log, [row])
+                _report(row, history, bar, measurements, log)
                 metrics = metrics.fresh()
             if save:
-                meta = {**run, "position": steps.position.to_json(), "tally": metrics.to_json(),
-                        **members_meta(program)}  # fmt: skip
+                meta = _meta(run, steps, metrics, program, rollbacks)
                 canonical = functools.partial(program.to_canonical, state)
                 with dog.work("save"):
                     saving.save(steps.step, canonical, meta, steps.residuals, last=last)
             if stopping:
-                if not report:
-                    measurements.add(steps, metrics)
+                measurements.add(steps, metrics, reported=report)
                 bar.note(_stopped(stopping, steps.step, output))
                 break
-            if bar.closed:
-                stop.name = stop.name or "SIGPIPE"
+            stop.name = stop.name or ("SIGPIPE" if bar.closed else None)
             if report:
                 metrics.start()
         guard.wait()
@@ -287,6 +290,12 @@ def _open_checkpoints(
         group.on_primary(lambda: _check_empty(checkpoints))
     checkpoints.lock()
     return checkpoints
+
+
+def _move_aside(group: ProcessGroup, checkpoints: Checkpoints | None) -> None:
+    """Move a run that is not wanted any more to another folder; do nothing without one."""
+    if checkpoints is not None:
+        group.on_primary(lambda: move_run_aside(checkpoints))
 
 
 def _check_empty(checkpoints: Checkpoints) -> None:
@@ -358,15 +367,19 @@ def _start(
     source: Data,
     seed: int,
     run: dict[str, Any],
+    rollbacks: Rollbacks,
     resume: bool,
 ) -> tuple[TrainState, Position, EpochMetrics]:
+    """Return the state to go on from, where in the data, and the sums of its epoch."""
     if checkpoints and resume:
+        rollbacks.read()
         restored = restore(program, checkpoints, source)
         if restored is not None:
             state, meta = restored
             check_same_run(str(checkpoints.directory), meta, run)
-            metrics = _new_metrics(program, meta["tally"])
-            return state, Position.from_json(meta["position"]), metrics
+            position, tally = rollbacks.go_on(state.steps_taken, meta)
+            return state, position, _new_metrics(program, tally)
+        rollbacks.forget()
     state = program.init(seed if program.members is None else None)
     return state, Position(), _new_metrics(program)
 
@@ -433,20 +446,65 @@ def _evaluated(
 def _turns(
     program: Program,
     coordinator: Coordinator | None,
-    state: TrainState,
     source: Data,
     resident: bool | None,
     stop: StopSignals,
-    when: tuple[Position, int, int, int | None],
+    when: tuple[int, int, int | None],
     group: ProcessGroup,
+    state: TrainState,
+    start: Position,
 ) -> Iterator[StepOutput]:
     """Return the iterator of the training loop: of one program, or of workers and servers."""
-    schedule: Any = dict(
-        zip(("start", "epochs", "report_every", "checkpoint_every"), when, strict=True)
-    )
+    schedule: Any = dict(zip(("epochs", "report_every", "checkpoint_every"), when, strict=True))
+    schedule["start"] = start
     if coordinator is None:
         return train_iter(program, state, source, resident=resident, group=group, **schedule)
     return serve_iter(coordinator, program, state, source, lambda: bool(stop.name), **schedule)
+
+
+def _report(
+    row: Row,
+    history: list[Row],
+    bar: TrainingProgress,
+    measurements: Measurements,
+    log: MetricsLog | None,
+) -> None:
+    """Add the row of an epoch to the history and the log, and show it."""
+    history.append(row)
+    bar.epoch(row)
+    measurements.show()
+    _write(log, [row])
+
+
+def _go_back(
+    dog: Watchdog,
+    begin: Callable[[bool], tuple[TrainState, Position, EpochMetrics]],
+    turns: Turns,
+    log: MetricsLog | None,
+    history: list[Row],
+    rollbacks: Rollbacks,
+) -> tuple[TrainState, EpochMetrics, list[Row]]:
+    """Let the loop go on from the newest checkpoint; drop what was logged after it."""
+    with dog.work("save"):
+        state, position, metrics = begin(True)
+        step = state.steps_taken
+        if log:
+            log.cut(step)
+        rollbacks.write(log, step)
+        turns.restart(state, position)
+    return state, metrics, [row for row in history if row["step"] <= step]
+
+
+def _meta(
+    run: dict[str, Any],
+    steps: StepOutput,
+    metrics: EpochMetrics,
+    program: Program,
+    rollbacks: Rollbacks,
+) -> dict[str, Any]:
+    """Return what a checkpoint says of the run beside its state."""
+    now = {"position": steps.position.to_json(), "tally": metrics.to_json()}
+    return {**run, **now, **members_meta(program), "rollbacks": rollbacks.to_json()}
 
 
 def _described(program: Program) -> str:

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import jax
@@ -68,6 +68,31 @@ class StepOutput:
     compiled: jax.stages.Compiled | None = None
     settled: bool = True
     residuals: list[list[np.ndarray]] | None = None
+
+
+class Turns(Iterator[StepOutput]):
+    """The training loop as an iterator that can start anew, from another state and position.
+
+    **Arguments:** `begin`, which returns the iterator from a state and a position.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[TrainState, Position], Iterator[StepOutput]],
+        state: TrainState,
+        start: Position,
+    ) -> None:
+        self._begin = begin
+        self._turns = begin(state, start)
+
+    def __next__(self) -> StepOutput:
+        return next(self._turns)
+
+    def restart(self, state: TrainState, start: Position) -> None:
+        """End the iterator and begin another."""
+        if isinstance(self._turns, Generator):
+            self._turns.close()
+        self._turns = self._begin(state, start)
 
 
 def train_iter(

@@ -44,16 +44,24 @@ class MetricsLog:
 
     def __init__(self, directory: Path, *, resume_step: int | None = None) -> None:
         self.path = directory / "metrics.jsonl"
+        self._open(resume_step)
+
+    def _open(self, resume_step: int | None) -> None:
         self.epochs: list[Row] = []
         lines: Iterable[bytes] = ()
         with _said(self.path):
-            directory.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             if resume_step is not None and self.path.exists():
                 lines = self._up_to(resume_step)
             replace_file(self.path, b"".join(lines))
             self._rows = AppendFile(self.path)
             purge = None if resume_step is None else resume_step + 1
-            self._board = Board(directory / "tensorboard", purge)
+            self._board = Board(self.path.parent / "tensorboard", purge)
+
+    def cut(self, step: int) -> None:
+        """Drop the rows after a step, as when resuming there. Raises `CheckpointError`."""
+        self.close()
+        self._open(step)
 
     def __enter__(self) -> "MetricsLog":
         return self

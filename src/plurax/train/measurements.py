@@ -74,9 +74,12 @@ class Measurements:
         elif machine is not None:
             note("predicted  nothing: the step of one network is estimated, not a population's")
 
-    def add(self, steps: StepOutput, metrics: EpochMetrics) -> Row:
-        """Add an epoch; return what its row gets: predicted and measured, under `estimate`."""
-        if self._estimate is None:
+    def add(self, steps: StepOutput, metrics: EpochMetrics, *, reported: bool = False) -> Row:
+        """Add an epoch, unless it was `reported`, that is, added before.
+
+        Return what its row gets: predicted and measured, under `estimate`.
+        """
+        if self._estimate is None or reported:
             return {}
         assert steps.compiled is not None
         read = self.measured or Measured.of(self._estimate, steps.compiled, self._mesh)

@@ -16,7 +16,8 @@ from plurax.train.disk import replace_file
 
 COMMAND = "command.json"
 FILES = (
-    "metrics.jsonl", "tensorboard", "plan.toml", "machine.toml", "servers.jsonl", COMMAND,
+    "metrics.jsonl", "tensorboard", "plan.toml", "machine.toml", "servers.jsonl", "rollbacks.jsonl",
+    COMMAND,
 )  # fmt: skip
 """The files a run writes beside its checkpoints."""
 

@@ -73,6 +73,15 @@ class Saving:
         if self._log and self._log.trouble and not self._alarmed:
             self._alarm(step, step, f"{self._log.path}: {self._log.trouble.strerror}")
 
+    def go_back(self, step: int) -> None:
+        """Take a checkpoint for the newest, because training goes back to it."""
+        self._saved = step
+
+    def wait(self, step: int) -> None:
+        """Wait for the save under way. Raises as `check`."""
+        if self._writing is not None:
+            self._finish(step)
+
     def save(
         self,
         step: int,

@@ -3,7 +3,9 @@
 Orbax is slow to import: import this module where the first checkpoint is written or read.
 """
 
+import dataclasses
 import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +60,30 @@ def _is_news(record: logging.LogRecord) -> bool:
     return not (record.exc_info and ours)
 
 
-def open_manager(directory: Path, keep: int, seconds: float) -> Manager:
-    """Return Orbax's manager of a folder, for writing; a save fails after so many seconds."""
+@dataclasses.dataclass(frozen=True)
+class Preserved:
+    """Orbax's policy for which checkpoints are kept, by a function of their steps, ascending."""
+
+    of_steps: Callable[[Sequence[int]], list[bool]]
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Return for each checkpoint whether it is kept."""
+        return self.of_steps([one.step for one in checkpoints])
+
+
+def open_manager(
+    directory: Path, preserved: Callable[[Sequence[int]], list[bool]], seconds: float
+) -> Manager:
+    """Return Orbax's manager of a folder, for writing; a save fails after so many seconds.
+
+    **Arguments:** `preserved`, which of the steps that have a checkpoint keep it.
+    """
     # Orbax finds the parts of its database (OCDBT) by a glob of the whole path, in which these
     # characters are patterns. Without the database each array is its own file: slower, but right.
     plain = not set("*?[") & set(str(directory))
     # The manager needs the steps of existing checkpoints alone; their metadata may be damaged.
     options = ocp.CheckpointManagerOptions(
-        max_to_keep=keep,
+        preservation_policy=Preserved(preserved),
         create=True,
         lightweight_initialize=True,
         async_options=ocp.AsyncOptions(timeout_secs=round(seconds)),

@@ -19,7 +19,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,6 +64,8 @@ class Checkpoints:
     A save that fails leaves nothing behind, older checkpoints stay, and the next one may succeed. A
     folder that was removed is created anew by the next save.
 
+    **Attributes:** `proven`: the newest checkpoint up to this step is kept, too, however old.
+
     Raises `CheckpointError` for a directory whose name cannot be used.
     """
 
@@ -80,6 +82,7 @@ class Checkpoints:
         self._writing: int | None = None  # the step whose save was not waited for yet
         self._stuck = False
         self._damaged: set[int] = set()  # found while only reading
+        self.proven = -1
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -143,7 +146,7 @@ class Checkpoints:
         from plurax.train.checkpoint.arrays import open_manager
 
         try:
-            self._manager = open_manager(self.directory, self._keep, SAVE_SECONDS)
+            self._manager = open_manager(self.directory, self._preserved, SAVE_SECONDS)
         except OSError as error:
             raise errors.checkpoint_not_written(str(self.directory), str(error)) from None
 
@@ -255,6 +258,28 @@ class Checkpoints:
         for name in [*self.damaged(), *map(str, self.steps())]:
             (self.directory / name).rename(target / name)
         self._manager.reload()
+
+    def _preserved(self, steps: Sequence[int]) -> list[bool]:
+        """Return which checkpoints are kept when another is saved."""
+        proven = max((step for step in steps if step <= self.proven), default=None)
+        return [step in steps[-self._keep :] or step == proven for step in steps]
+
+    def remove_after(self, step: int) -> None:
+        """Remove the checkpoints of later steps, each at once. Raises `DiskError`."""
+        self.lock()
+        assert self._manager is not None
+        self._group.on_primary(functools.partial(self._remove_after, step))
+        self._manager.reload()
+
+    def _remove_after(self, step: int) -> None:
+        try:
+            for later in reversed(self.steps()):
+                if later > step:
+                    aside = self.directory / f"{later}.orbax-checkpoint-tmp-removed"
+                    (self.directory / str(later)).rename(aside)
+            self._remove_unfinished()
+        except OSError as error:
+            raise errors.checkpoint_not_written(str(self.directory), str(error)) from None
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait until all saves are on disk.
@@ -394,6 +419,14 @@ class Checkpoints:
 
         found: Residuals = read_arrays(directory / "residuals", [like] * workers)
         return found
+
+    def run_meta(self, step: int) -> Meta | None:
+        """Return the JSON description that was saved at a step; None where it is damaged."""
+        try:
+            found: Meta = read_description(self.directory / str(step))["run"]
+            return found
+        except Damage:
+            return None
 
     def fingerprints(self, step: int) -> dict[str, str] | None:
         """Return the fingerprint of each leaf that was saved at a step, by path; None without."""
