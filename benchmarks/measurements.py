@@ -21,6 +21,7 @@ from benchmarks.members import members
 from benchmarks.pipelines import pipelines
 from benchmarks.planning import planning
 from benchmarks.recovery import recovery
+from benchmarks.reliability import reliability
 from benchmarks.run import Run
 from benchmarks.servers import servers
 from benchmarks.uneven import uneven
@@ -206,6 +207,7 @@ MEASUREMENTS: dict[str, Callable[[Run], Iterator[Row]]] = {
     "servers": servers,
     "uneven": uneven,
     "recovery": recovery,
+    "reliability": reliability,
 }
 
 

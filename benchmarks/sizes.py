@@ -405,6 +405,18 @@ def plans_to_compare() -> tuple[dict[str, Any], ...]:
 
 
 @dataclasses.dataclass(frozen=True)
+class ReliabilityCase:
+    """A network of which copies are compared; `steps` between two comparisons that are timed."""
+
+    name: str
+    network: Mlp
+    batch: int
+    plans: dict[str, dict[str, int]]
+    steps: int
+    rounds: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Sizes:
     """Everything that `--quick` makes smaller."""
 
@@ -435,12 +447,15 @@ class Sizes:
     servers: tuple[ServersCase, ...]
     uneven: tuple[UnevenCase, ...]
     recovery: tuple[RecoveryCase, ...]
+    reliability: tuple[ReliabilityCase, ...]
 
 
 _MLP = Mlp((8, 1800, 1800, 1800, 16))
 _SMALL_MLP = Mlp((8, 256, 256, 16))
 _SPIRALS = Mlp((2, 32, 2))
 _DIGITS = Mlp((64, 128, 10))
+_TEN_MILLION = Mlp((784, 2048, 2048, 2048, 10))
+_COPIES = {"data=2": {"data": 2}, "data=4": {"data": 4}, "data=4, zero=1": {"data": 4, "zero": 1}}
 _TRANSFORMER = Transformer(layers=4, width=256, heads=4, vocabulary=256, length=64)
 _COLUMN_AND_ROW = {
     **{f"blocks/{name}": (None, None, "tensor") for name in ("query", "key", "value", "up")},
@@ -632,6 +647,10 @@ FULL = Sizes(
             modes={"sync": {"mode": "sync"}, "bounded 3": {"mode": "bounded", "staleness": 3}},
         ),
     ),
+    reliability=(
+        ReliabilityCase("digits", _DIGITS, 64, _COPIES, steps=500, rounds=15),
+        ReliabilityCase("MLP, 10M parameters, batch 1,024", _TEN_MILLION, 1024, _COPIES, 2, 9),
+    ),
 )
 
 _TINY = Transformer(layers=2, width=32, heads=2, vocabulary=32, length=8)
@@ -773,4 +792,5 @@ QUICK = Sizes(
             modes={"bounded 3": {"mode": "bounded", "staleness": 3}},
         ),
     ),
+    reliability=(ReliabilityCase("digits", _DIGITS, 64, {"data=2": {"data": 2}}, 20, rounds=3),),
 )

@@ -161,6 +161,16 @@ def test_recovery_from_a_death_is_measured(tmp_path):
     assert f"| {row['name']} | {sample['update']:.2f} | {sample['work']:.2f} |" in table(result)
 
 
+@pytest.mark.slow
+def test_the_cost_of_watching_a_run_is_measured(tmp_path):
+    (row,) = quick("reliability", tmp_path)
+    assert row["name"] == "digits, data=2"
+    facts = row["facts"]
+    assert facts["every"] == 200
+    assert 0 < facts["copies_share"] == pytest.approx(facts["compare"] / 200 / facts["step"])
+    assert 0 < facts["watchdog"] < facts["step"]
+
+
 def struck(*processes, committed=None):
     return {"event": "struck", "processes": [*processes], "committed": committed, "at": 10.0}
 
