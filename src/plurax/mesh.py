@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from plurax import errors
-from plurax.distributed.global_arrays import least, local_devices, process_count
+from plurax.distributed.global_arrays import least, own_devices
 from plurax.plan import MESH_AXES, Plan
 from plurax.validate import whole_number
 
@@ -26,8 +26,9 @@ def make_mesh(plan: Plan, devices: Sequence[jax.Device] | None = None) -> Mesh:
     Raises `PlanError` where there are too few devices, or too few for some of the processes, and
     where several CPU devices would share JAX's compilation cache (see `_check_cache`).
     """
-    devices = _all_devices(plan) if devices is None else list(devices)
+    devices = jax.devices() if devices is None else list(devices)
     plan.check_devices(len(devices))
+    devices = _of_each_process(plan, devices)
     if plan.devices > 1 and devices[0].platform == "cpu":
         _check_cache()
     grid = np.asarray(devices[: plan.devices]).reshape([plan.axes[axis] for axis in MESH_AXES])
@@ -35,15 +36,15 @@ def make_mesh(plan: Plan, devices: Sequence[jax.Device] | None = None) -> Mesh:
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def _all_devices(plan: Plan) -> list[jax.Device]:
+def _of_each_process(plan: Plan, devices: list[jax.Device]) -> list[jax.Device]:
     """Return the devices for a plan, equally many of each process, process by process."""
-    devices, processes = jax.devices(), process_count()
-    plan.check_devices(len(devices))
-    if plan.devices % processes:
-        raise errors.plan_leaves_processes_out(plan.sizes_text(), plan.devices, processes)
-    share = plan.devices // processes
-    owned = [[one for one in devices if one.process_index == i] for i in range(processes)]
-    return [device for each in owned for device in each[:share]]
+    owned: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        owned.setdefault(device.process_index, []).append(device)
+    share, rest = divmod(plan.devices, len(owned))
+    if rest or any(len(each) < share for each in owned.values()):
+        raise errors.plan_leaves_processes_out(plan.sizes_text(), plan.devices, len(owned))
+    return [device for _, each in sorted(owned.items()) for device in each[:share]]
 
 
 def _check_cache() -> None:
@@ -148,7 +149,7 @@ def memory_budget(mesh: Mesh) -> int:
     memory, divided by the number of devices in the mesh, which share it. Of several processes it
     is the smallest.
     """
-    own = local_devices(mesh)
+    own = own_devices(mesh.devices.flat)
     stats = own[0].memory_stats() or {}
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return least(int(stats.get("bytes_limit", physical // 2 // len(own))))

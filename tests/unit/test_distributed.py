@@ -4,11 +4,11 @@ import os
 import socket
 import subprocess
 import sys
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -20,6 +20,7 @@ from plurax.distributed.environment import Gang, attempt, first_host, gang_of, w
 from plurax.distributed.global_arrays import fetch, gather, least, put
 from plurax.distributed.initialize import exit_code
 from plurax.distributed.process_group import ProcessGroup, open_group
+from plurax.mesh import make_mesh
 
 LAUNCHED = {"PLURAX_COORDINATOR": "10.0.0.1:4321", "PLURAX_PROCESSES": "4", "PLURAX_PROCESS": "2"}
 SLURM = {
@@ -229,20 +230,18 @@ def test_what_the_first_process_raises_all_raise(groups):
 
 @pytest.mark.parametrize("gone", [0, 1, 2])
 def test_a_process_that_ended_is_named(gone, groups):
+    """To process 0, which all others talk with; where that is gone, to each of them."""
     gang = groups(3)
     gang[gone].close()
-    rest = [group for group in gang if group.index != gone]
-    found = everywhere(rest, lambda group: group.all_gather(1) if group.index else None)
-    if gone:
-        (found,) = everywhere([gang[0]], lambda group: group.all_gather(1))
-        assert f"process {gone} on {socket.gethostname()} has ended" in str(found)
-    else:
-        assert all("process 0 on" in str(error) for error in found)
+    left = gang[:1] if gone else gang[1:]
+    for error in everywhere(left, lambda group: group.all_gather(1)):
+        assert isinstance(error, px.ProcessError)
+        assert f"process {gone} on {socket.gethostname()} has ended" in str(error)
 
 
 def test_a_process_that_is_late_is_named(groups):
     gang = groups(2)
-    gang[0]._sockets[0].settimeout(0.05)
+    gang[0].seconds = 0.05
     (found,) = everywhere(gang[:1], lambda group: group.all_gather(1))
     assert isinstance(found, px.ProcessError)
     assert "process 1" in str(found)
@@ -288,10 +287,12 @@ def test_put_and_fetch_in_one_process():
     assert least(3) == 3
 
 
-def test_a_plan_must_use_every_process(monkeypatch):
-    monkeypatch.setattr("plurax.mesh.process_count", lambda: 3)
-    with pytest.raises(px.PlanError, match="which 3 processes cannot share equally"):
-        px.compile(
-            px.Task(init=lambda key: {}, loss=lambda params, batch, keys: batch["x"]),
-            optax.sgd(1.0), px.Plan(data=4), {"x": np.ones(4)},
-        )  # fmt: skip
+@pytest.mark.parametrize("shares", [(2, 2, 2), (4, 1)])
+def test_a_plan_must_use_every_process_equally(shares):
+    devices = [
+        types.SimpleNamespace(process_index=process, platform="gpu")
+        for process, share in enumerate(shares)
+        for _ in range(share)
+    ]
+    with pytest.raises(px.PlanError, match=f"which {len(shares)} processes cannot share equally"):
+        make_mesh(px.Plan(data=4), devices)

@@ -24,6 +24,7 @@ import optax
 from jaxtyping import PyTree
 
 from plurax import errors, tree
+from plurax.distributed.global_arrays import fetch, own_devices
 from plurax.execute.check import check_kinds
 from plurax.execute.compile import compile as compile_
 from plurax.notebook import html_table
@@ -179,13 +180,15 @@ def verify(
     other = dataclasses.replace(one, microbatches=2)
 
     def run(used: Plan, by: optax.GradientTransformation, count: int) -> dict[str, PyTree]:
-        program = compile_(task, by, used, batch, devices=devices)
+        # What one device computes every process computes on a device of its own.
+        where = devices if used is plan else own_devices(devices)
+        program = compile_(task, by, used, batch, devices=where)
         state, losses = program.init(seed), []
         for _ in range(count):
             state, metrics = program.step(state, batch)
-            losses.append(np.asarray(metrics["loss"]))
+            losses.append(fetch(metrics["loss"]))
         kept = program.to_canonical(state)
-        return jax.device_get(
+        return fetch(
             {
                 "loss": losses,
                 "parameters": kept.params,

@@ -11,14 +11,17 @@ split over `data`:
 Every function here is called by all processes, in the same order, like a collective.
 """
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
+
+T = TypeVar("T")
 
 
 def process_count() -> int:
@@ -36,9 +39,9 @@ def is_primary() -> bool:
     return jax.process_index() == 0
 
 
-def local_devices(mesh: Mesh) -> list[jax.Device]:
-    """Return the devices of a mesh that belong to this process."""
-    return [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+def own_devices(devices: Iterable[jax.Device]) -> list[jax.Device]:
+    """Return the devices that belong to this process."""
+    return [device for device in devices if device.process_index == jax.process_index()]
 
 
 def put(values: PyTree, shardings: PyTree) -> PyTree:
@@ -56,7 +59,9 @@ def put(values: PyTree, shardings: PyTree) -> PyTree:
 
 def _put(leaf: Any, sharding: Sharding) -> jax.Array:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        return leaf if leaf.sharding == sharding else jax.jit(_same, out_shardings=sharding)(leaf)
+        if leaf.sharding == sharding:
+            return leaf
+        return one_at_a_time(jax.jit(_same, out_shardings=sharding)(leaf))
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return jax.jit(lambda: leaf, out_shardings=sharding)()
     host = leaf if hasattr(leaf, "dtype") and not isinstance(leaf, jax.Array) else np.asarray(leaf)
@@ -79,7 +84,20 @@ def fetch(values: PyTree) -> PyTree:
 def gather(values: PyTree) -> PyTree:
     """Return arrays of many processes whole on every device of their mesh."""
     whole = jax.tree.map(lambda leaf: NamedSharding(leaf.sharding.mesh, PartitionSpec()), values)
-    return jax.jit(_same, out_shardings=whole)(values)
+    return one_at_a_time(jax.jit(_same, out_shardings=whole)(values))
+
+
+def one_at_a_time(result: T) -> T:
+    """Return what a program computes; between the CPUs of several processes once it is computed.
+
+    Their collectives (Gloo) have no number that tells one program's from another's. Two programs in
+    flight, which each process may run in another order, would receive each other's data: wrong
+    numbers, or the end of the process ("Received data size doesn't match expected size").
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, jax.Array)]
+    if leaves and not leaves[0].is_fully_addressable and jax.default_backend() == "cpu":
+        jax.block_until_ready(leaves)
+    return result
 
 
 def least(value: int) -> int:

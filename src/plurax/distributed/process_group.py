@@ -15,7 +15,9 @@ one process a round is its own value, and nothing is opened.
 import contextlib
 import json
 import secrets
+import selectors
 import socket
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -38,13 +40,15 @@ class ProcessGroup:
     """The processes of a gang, from one of them. Every method is called by all, in one order.
 
     **Attributes:** `count`, `index`; `is_primary`, whether this process writes files and shows
-    progress.
+    progress; `seconds`, how much later than the others a process may be in a round.
     """
+
+    seconds = ROUND_SECONDS
 
     def __init__(self, index: int = 0, sockets: list[socket.socket] | None = None) -> None:
         self.index, self.count = index, 1
-        self._files = [one.makefile("rwb") for one in sockets or []]
         self._sockets = sockets or []
+        self._received = [b""] * len(self._sockets)
         self._names: list[str] = []
         if sockets:
             self._names = self._exchange(socket.gethostname())
@@ -105,41 +109,66 @@ class ProcessGroup:
 
     def close(self) -> None:
         """Close the connections."""
-        for file, one in zip(self._files, self._sockets, strict=True):
-            with contextlib.suppress(OSError):
-                file.close()
+        for one in self._sockets:
             one.close()
 
     # --- Rounds -------------------------------------------------------------------------------
 
     def _exchange(self, value: Any) -> list[Any]:
+        line = json.dumps(value).encode() + b"\n"
         if self.index:
-            self._write(self._files[0], value, 0)
-            values: list[Any] = self._read(self._files[0], 0)
+            self._send(0, line)
+            values: list[Any] = json.loads(self._receive()[0])
             return values
-        others = enumerate(self._files, 1)
-        values = [value, *(self._read(file, process) for process, file in others)]
-        for process, file in enumerate(self._files, 1):
-            self._write(file, values, process)
+        values = [value, *map(json.loads, self._receive())]
+        line = json.dumps(values).encode() + b"\n"
+        for place in range(len(self._sockets)):
+            self._send(place, line)
         return values
 
-    def _write(self, file: Any, value: Any, process: int) -> None:
+    def _send(self, place: int, line: bytes) -> None:
         try:
-            file.write(json.dumps(value).encode() + b"\n")
-            file.flush()
+            self._sockets[place].sendall(line)
         except OSError:
-            raise errors.process_ended(self.named(process)) from None
+            raise errors.process_ended(self._other(place)) from None
 
-    def _read(self, file: Any, process: int) -> Any:
+    def _receive(self) -> list[bytes]:
+        """Return a line from each connection, in whatever order they come.
+
+        Whoever has ended is noticed at once, while others are still busy.
+        """
+        deadline = time.monotonic() + self.seconds
+        with selectors.DefaultSelector() as selector:
+            for place, one in enumerate(self._sockets):
+                if b"\n" not in self._received[place]:
+                    selector.register(one, selectors.EVENT_READ, place)
+            while selector.get_map():
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    late = [self._other(key.data) for key in selector.get_map().values()]
+                    raise errors.process_late(", ".join(late), self.seconds)
+                for key, _ in ready:
+                    self._received[key.data] += self._read(key.data)
+                    if b"\n" in self._received[key.data]:
+                        selector.unregister(key.fileobj)
+        lines = []
+        for place, received in enumerate(self._received):
+            line, _, self._received[place] = received.partition(b"\n")
+            lines.append(line)
+        return lines
+
+    def _read(self, place: int) -> bytes:
         try:
-            line = file.readline()
-        except TimeoutError:
-            raise errors.process_late(self.named(process), ROUND_SECONDS) from None
+            found = self._sockets[place].recv(2**16)
         except OSError:
-            line = b""
-        if not line.endswith(b"\n"):
-            raise errors.process_ended(self.named(process))
-        return json.loads(line)
+            found = b""
+        if not found:
+            raise errors.process_ended(self._other(place))
+        return found
+
+    def _other(self, place: int) -> str:
+        """Return the process at the other end of a connection, for a sentence."""
+        return self.named(0 if self.index else place + 1)
 
 
 def open_group() -> ProcessGroup:

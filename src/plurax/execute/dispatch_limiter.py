@@ -5,6 +5,8 @@ from collections import deque
 import jax
 from jax.sharding import Mesh
 
+from plurax.distributed.global_arrays import one_at_a_time
+
 MOST_ON_CPU = 16
 """The largest number of computations in flight; XLA's CPU client accepts 32 per device.
 
@@ -16,7 +18,8 @@ inside a collective, until XLA aborts the process (seen with JAX 0.10).
 class DispatchLimiter:
     """Keep computations in flight on several CPU devices below XLA's limit.
 
-    On one device, and on other platforms, it does nothing.
+    On one device, and on other platforms, it does nothing; on the CPUs of several processes it lets
+    them run one at a time (`one_at_a_time`).
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -25,6 +28,7 @@ class DispatchLimiter:
 
     def started(self, result: jax.Array) -> None:
         """Record a dispatched computation by a result; above the limit block on the oldest."""
+        one_at_a_time(result)
         if self._limited:
             self._waiting.append(result)
             if len(self._waiting) > MOST_ON_CPU:

@@ -36,6 +36,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, UInt8, UInt32
 
+from plurax.distributed.global_arrays import one_at_a_time
 from plurax.execute.layouts.state_layout import StateLayout
 from plurax.fingerprint import checksums
 from plurax.mesh import replicated
@@ -99,7 +100,7 @@ class ReplicaCheck:
             return None
         leaves = jax.tree.leaves(state)
         verdicts: Array = self._compiled([leaves[index] for index in self._order])
-        return verdicts
+        return one_at_a_time(verdicts)
 
     def findings(self, verdicts: UInt8[Array, "devices leaves"] | None) -> list[ReplicaFinding]:
         """Wait for what `compare` returned, and return a finding for each device that differs."""

@@ -1,0 +1,243 @@
+"""What the processes of a gang do in tests: `python -m tests.processes.cases CASE,CASE FOLDER ...`.
+
+Each process writes what the cases return to `FOLDER/found.INDEX.json`.
+"""
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import plurax as px
+
+# Together in a test's process, this module is imported for its tables alone.
+if __name__ == "__main__":
+    px.initialize()
+
+import jax
+import numpy as np
+import optax
+
+from plurax.distributed.global_arrays import fetch
+from plurax.train.checkpoint.manager import state_fingerprints
+from tests import models
+from tests.zoo import by_hand
+from tests.zoo.test_zoo import MODELS, task
+
+SIZES = (7, 4)
+
+STEPS = {
+    ("vision transformer", "data=2"): {"data": 2, "microbatches": 2},
+    ("gru", "data=8"): {"data": 8},
+    ("recommender", "zero 3"): {"data": 8, "zero": 3},
+    ("unet", "zero 2"): {"data": 4, "zero": 2, "microbatches": 2},
+    ("pinn", "tensor across"): {"tensor": 2},
+    ("vision transformer", "tensor across"): {"tensor": 2},
+    ("branch", "pipeline across"): {"pipeline": 2, "microbatches": 2},
+    ("fourier", "data and tensor"): {"data": 4, "tensor": 2},
+    ("autoregressive", "pipeline and tensor"): {
+        "pipeline": 2, "tensor": 2, "microbatches": 2, "schedule": "zb-h1",
+    },
+    ("experts", "data and pipeline"): {"data": 2, "pipeline": 2, "microbatches": 2, "zero": 1},
+    ("neural ode", "members across"): {"member": 2, "chunk": 1, "batch_dim": "major"},
+    ("graph", "members and zero"): {"member": 2, "data": 2, "zero": 1, "chunk": 1},
+}  # fmt: skip
+"""Networks of the zoo, each under a plan across processes. Of as few devices as processes, the
+plan takes one of each: then `tensor`, `pipeline` and `member` are across hosts."""
+
+QUICK_STEPS = [
+    ("recommender", "zero 3"),
+    ("pinn", "tensor across"),
+    ("branch", "pipeline across"),
+    ("graph", "members and zero"),
+]
+"""Those of a default run."""
+
+ROWS = models.data(50, dtype=np.float64)
+FITS = {
+    "resident": {"plan": {"data": 4}},
+    "streamed": {"plan": {"data": 4, "microbatches": 2}, "resident": False},
+    "zero": {"plan": {"data": 4, "zero": 3}, "batch_size": 14},
+    "batches": {"plan": {"data": 4}, "batches": True},
+    "members": {"plan": {"member": 4, "batch_dim": "major"}, "members": 6},
+    "members of one batch": {
+        "plan": {"member": 2, "data": 2, "batch_dim": "major"}, "members": 3, "resident": False,
+    },
+}  # fmt: skip
+"""Ways to train 50 rows; batches of 16 leave a ragged last one."""
+
+
+QUICK_FITS = ["resident", "streamed", "members"]
+
+
+def fit(name, plan=None, **options):
+    """One of the runs, under its plan or another."""
+    fields = {"batch_size": 16, **FITS[name]}
+    plan = plan or px.Plan(**fields.pop("plan"))
+    fields.pop("plan", None)
+    if count := fields.pop("members", 0):
+        fields["members"] = px.Members(count, resample=resampled(name))
+    data = ROWS
+    if fields.pop("batches", False):
+        data = [{key: rows[at : at + 16] for key, rows in ROWS.items()} for at in range(0, 50, 16)]
+    return px.fit(
+        models.mlp_task(dtype=np.float64), models.optimizer(), data, plan=plan, epochs=3,
+        evaluation=ROWS, progress=False, **{**fields, **options},
+    )  # fmt: skip
+
+
+def resampled(name):
+    if FITS[name].get("resident") is False:
+        return px.Members(1).resample
+    return px.ensemble.bootstrap()
+
+
+# --- Cases ------------------------------------------------------------------------------------
+
+
+def steps(_folder):
+    """The difference of each network's steps from steps by hand, on a device of its own."""
+    return {"/".join(pair): _apart(*pair) for pair in QUICK_STEPS}
+
+
+def more_steps(_folder):
+    """The same of the other networks."""
+    return {"/".join(pair): _apart(*pair) for pair in STEPS if pair not in QUICK_STEPS}
+
+
+def _apart(name, planned):
+    model, fields = MODELS[name], STEPS[name, planned]
+    plan = px.Plan(**fields, shardings=model.rules if fields.get("tensor", 1) > 1 else ())
+    members = px.Members(2) if "members" in planned else None
+    batches = model.batches(SIZES)
+    program = px.compile(task(model), by_hand.optimizer(), plan, batches[0], members=members)
+    state = program.init() if members else program.init(seed=0)
+    rows = []
+    for batch in batches:
+        state, metrics = program.step(state, batch)
+        rows.append(fetch(metrics))
+    state = program.to_canonical(state)
+    got = fetch((state.params, state.opt_state, state.model_state))
+    microbatches = plan.microbatches if model.coupled else 1
+    worst = 0.0
+    for seed in range(2 if members else 1):
+        state, expected = by_hand.trainer(model, microbatches)(SIZES, seed)
+        mine = jax.tree.map(lambda leaf: leaf[seed], got) if members else got  # noqa: B023
+        worst = max(worst, models.max_rel_error(mine, state))
+        for row, want in zip(rows, expected, strict=True):
+            row = {key: value[seed] for key, value in row.items()} if members else row
+            both = [{key: np.asarray(each[key], float) for key in want} for each in (row, want)]
+            worst = max(worst, models.max_rel_error(*both))
+    return worst
+
+
+def fits(folder):
+    """Runs of `fit`, each with what it predicts and evaluates; nothing but JSON."""
+    return {name: outcome(fit(name, output=Path(folder, name))) for name in QUICK_FITS}
+
+
+def more_fits(folder):
+    """The other runs."""
+    others = [name for name in FITS if name not in QUICK_FITS]
+    return {name: outcome(fit(name, output=Path(folder, name))) for name in others}
+
+
+def outcome(result):
+    """What must be equal however many processes train: history, parameters, outputs."""
+    program, state = result.program, result.state
+    parts = list(program.predict(state, iter([ROWS, models.cut(ROWS, 3)])))
+    return {
+        "params": [leaf.ravel().tolist() for leaf in jax.tree.leaves(fetch(state.params))],
+        "history": [row["loss"] for row in result.history],
+        "evaluation": [row["eval_loss"] for row in result.history],
+        "outputs": np.ravel(program.predict(state, ROWS)).tolist(),
+        "streamed": np.concatenate([np.ravel(part) for part in parts]).tolist(),
+        "means": np.ravel(program.evaluate(state, [ROWS])["loss"]).tolist(),
+        "steps": state.steps_taken,
+    }
+
+
+def verifies(_folder):
+    """What `verify` finds."""
+    found = px.verify(
+        models.mlp_task(dtype=np.float64), models.optimizer(), px.Plan(data=4, zero=1),
+        models.cut(ROWS, 16),
+    )  # fmt: skip
+    return {"ok": bool(found.ok), "text": str(found)}
+
+
+MATRIX = {
+    "data": lambda n: {"data": n},
+    "zero": lambda n: {"data": n, "zero": 3},
+    "tensor": lambda n: {"tensor": n, "shardings": {"*/hidden": (..., "tensor")}},
+    "pipeline": lambda n: {"pipeline": n, "microbatches": 2},
+    "members": lambda n: {"member": n, "chunk": 1, "batch_dim": "major"},
+}
+"""Plans for `n` devices."""
+
+
+QUICK_MATRIX = ["zero", "pipeline", "members"]
+"""Those of a default run."""
+
+
+def compiled(kind, devices):
+    plan = px.Plan(**MATRIX[kind](devices))
+    members = px.Members(6) if kind == "members" else None
+    stack = models.perceptron_stack(np.float64, depth=6)
+    batch = models.cut(ROWS, 12)
+    program = px.compile(stack, optax.adam(1e-2), plan, batch, members=members)
+    return program, (program.init() if members else program.init(seed=0)), batch
+
+
+def saves(folder, devices="2", kinds=",".join(QUICK_MATRIX)):
+    """Save the state after two steps under some plans; return its fingerprints."""
+    found = {}
+    for kind in kinds.split(","):
+        program, state, batch = compiled(kind, int(devices))
+        for _ in range(2):
+            state, _ = program.step(state, batch)
+        state = program.to_canonical(state)
+        with px.Checkpoints(Path(folder, kind)) as checkpoints:
+            checkpoints.save(state, {"kind": kind})
+        found[kind] = state_fingerprints(state)
+    return found
+
+
+def restores(_folder, devices, kinds, *saved):
+    """Restore what others saved under each plan that can; return the fingerprints."""
+    found = {}
+    for kind in kinds.split(","):
+        program, _, batch = compiled(kind, int(devices))
+        for folder in saved:
+            for other in kinds.split(","):
+                if (kind == "members") != (other == "members"):
+                    continue
+                checkpoints = px.Checkpoints(Path(folder, other))
+                state, meta = checkpoints.restore(program.canonical_shapes)
+                checkpoints.close()
+                assert meta == {"kind": other}
+                placed = program.place(state)
+                prints = state_fingerprints(program.to_canonical(placed))
+                program.step(placed, batch)
+                found[f"{folder} {other} {kind}"] = prints
+    return found
+
+
+CASES = {
+    case.__name__: case for case in (steps, more_steps, fits, more_fits, verifies, saves, restores)
+}
+
+
+def main(cases, folder, *arguments):
+    jax.config.update("jax_enable_x64", True)
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "Sharding info not provided", UserWarning)
+    warnings.simplefilter("ignore", px.ShardingWarning)
+    found = {case: CASES[case](folder, *arguments) for case in cases.split(",")}
+    index = os.environ["PLURAX_PROCESS"]
+    Path(folder, f"found.{index}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
