@@ -20,7 +20,7 @@ from plurax.launch.events import Events
 from plurax.launch.hosts import HostServer
 from plurax.launch.launcher import free_port
 from plurax.launch.settings import Settings
-from plurax.launch.slurm import Place, first_node, slurm_place
+from plurax.launch.slurm import Place, slurm_place
 from plurax.launch.supervisor import Supervisor
 
 LAUNCHER = """
@@ -431,26 +431,6 @@ def test_a_proof_is_for_one_side_and_one_nonce():
     assert not is_proof("secret", "host 1", "abc", None)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("gpu07", "gpu07"),
-        ("gpu[07-09,12],login1", "gpu07"),
-        ("a1,b2", "a1"),
-        ("rack[1-2]node[3,5]", "rack1node3"),
-        ("n-1.cluster,n-2.cluster", "n-1.cluster"),
-    ],
-)
-def test_the_first_of_slurms_nodes(nodes, first):
-    assert first_node(nodes) == first
-
-
-@pytest.mark.parametrize("nodes", ["", "[", "a b", "$(x)"])
-def test_what_is_no_list_of_nodes(nodes):
-    with pytest.raises(errors.ExperimentError, match="which is no list of nodes"):
-        first_node(nodes)
-
-
 SLURM = {
     "SLURM_PROCID": "1", "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2", "SLURM_JOB_ID": "12",
     "SLURM_STEP_ID": "3", "SLURM_STEP_NODELIST": "gpu[1-2]", "SLURM_STEP_NUM_TASKS": "2",
@@ -485,7 +465,6 @@ def test_the_place_by_options(monkeypatch):
     assert cli.placed(options) == Place(2, 1, "host0:7117")
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PATH", "")
     assert cli.placed(cli.LaunchOptions()) == Place(2, 1, "gpu1:20087")
     assert cli.placed(cli.LaunchOptions(hosts=1)) == Place(1, 0, "127.0.0.1:0")
 

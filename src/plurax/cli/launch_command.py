@@ -12,9 +12,11 @@ from typing import Annotated
 import tyro
 
 from plurax import errors
+from plurax.distributed.environment import attempt
 from plurax.exit_codes import ExitCode
 from plurax.launch.events import Events
 from plurax.launch.launcher import launch
+from plurax.launch.ray_hosts import RayLaunch, launch_on_ray
 from plurax.launch.settings import Limits, Settings
 from plurax.launch.slurm import Place, slurm_place
 
@@ -46,6 +48,9 @@ class LaunchOptions:
     """Index of this host; host 0 leads the others."""
     coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
     """Name or address of host 0, and a free port there, by default 7117."""
+    ray: Annotated[str | None, tyro.conf.arg(metavar="ADDRESS")] = None
+    """Start the launchers on hosts of the Ray cluster at this address, or of the one that `auto`
+    finds."""
     join_seconds: float = 300.0
     """How long to wait for all hosts, at the start and after one was lost."""
     elastic: bool = False
@@ -80,7 +85,10 @@ def launch_command(arguments: list[str]) -> int:
         given = getattr(options, name)
         if given is not None and given < least:
             raise errors.launch_number(name, given, least)
-    command, place = program(arguments[end + 1 :]), placed(options)
+    command = program(arguments[end + 1 :])
+    if options.ray is not None:
+        return on_ray(options, arguments[end + 1 :])
+    place = placed(options)
     if not 1 <= options.min_hosts <= place.hosts:
         raise errors.launch_elastic_hosts(options.min_hosts, place.hosts)
     own = Path(tempfile.mkdtemp(prefix="plurax-launch-"))
@@ -98,6 +106,7 @@ def launch_command(arguments: list[str]) -> int:
         token=os.environ.get("PLURAX_TOKEN"),
         elastic=options.elastic,
         min_hosts=options.min_hosts,
+        first_attempt=attempt(),
         limits=Limits(
             join=options.join_seconds, back=options.back_seconds, stop=options.stop_seconds
         ),
@@ -109,6 +118,21 @@ def launch_command(arguments: list[str]) -> int:
     if code != ExitCode.DONE:
         print(f"plurax launch: exit code {code}; the whole output is in {logs}", file=sys.stderr)
     return code
+
+
+def on_ray(options: LaunchOptions, given: Sequence[str]) -> int:
+    """Start a launcher on each of some hosts of a Ray cluster, with the other options."""
+    if options.hosts is None or (options.host, options.coordinator) != (None, None):
+        raise errors.launch_ray_hosts()
+    default, passed = LaunchOptions(), []
+    for name, value in vars(options).items():
+        if value != getattr(default, name) and name not in ("ray", "hosts"):
+            option = f"--{name.replace('_', '-')}"
+            passed += [option] if value is True else [option, str(value)]
+    asked = RayLaunch(
+        str(options.ray), options.hosts, tuple(passed), tuple(given), options.restarts
+    )
+    return launch_on_ray(asked)
 
 
 def placed(options: LaunchOptions) -> Place:

@@ -128,10 +128,9 @@ def _slurm(environment: Mapping[str, str]) -> Gang:
 def first_host(nodes: str) -> str:
     """Return the first host of a Slurm node list.
 
-    >>> first_host("gpu[007-012,020],cpu3"), first_host("a-1,b"), first_host("n[3]-ib")
-    ('gpu007', 'a-1', 'n3-ib')
+    >>> first_host("gpu[007-012,020],cpu3"), first_host("a-1,b"), first_host("r[1-2]n[3,5]-ib")
+    ('gpu007', 'a-1', 'r1n3-ib')
     """
-    found = re.match(r"([^,\[]*)(?:\[([^\]]*)\])?([^,]*)", nodes)
-    assert found is not None
-    prefix, ranges, suffix = found.groups()
-    return prefix + re.split("[,-]", ranges or "")[0] + suffix
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    assert first is not None
+    return re.sub(r"\[(\w*)[^\]]*\]", r"\1", first[0])

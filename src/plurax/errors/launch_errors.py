@@ -97,10 +97,39 @@ def launch_slurm_tasks(tasks: int, nodes: int) -> ExperimentError:
     )
 
 
-def launch_slurm_nodes(given: str) -> ExperimentError:
+def launch_ray_token() -> ExperimentError:
     return ExperimentError(
-        f"SLURM_STEP_NODELIST is {given!r}, which is no list of nodes. Say --hosts, --host and "
-        "--coordinator."
+        "plurax launch --ray: whoever reaches a Ray cluster can run code on it, so plurax uses "
+        "only one that asks for a token. Start every node of the cluster with RAY_AUTH_MODE=token, "
+        "and set here RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE, with the cluster's token."
+    )
+
+
+def launch_ray_hosts() -> ExperimentError:
+    return ExperimentError(
+        "plurax launch --ray: say on how many hosts, as in --ray auto --hosts 4; --host and "
+        "--coordinator are Ray's to choose."
+    )
+
+
+def launch_ray_not_reached(address: str, reason: str) -> ExperimentError:
+    return ExperimentError(
+        f"plurax launch --ray {address}: there is no Ray cluster that answers, or it refuses this "
+        f"token (RAY_AUTH_TOKEN_PATH). Ray says: {reason}"
+    )
+
+
+def launch_ray_too_small(hosts: int, found: int) -> ExperimentError:
+    return ExperimentError(
+        f"plurax launch --ray --hosts {hosts}: the cluster has {found} nodes. Give a smaller "
+        "number, or add nodes."
+    )
+
+
+def launch_ray_busy(hosts: int, wanted: str, seconds: float) -> ExperimentError:
+    return ExperimentError(
+        f"plurax launch --ray --hosts {hosts}: within {seconds:g} s the cluster had no {hosts} "
+        f"nodes with {wanted} free on each. Wait for its other jobs, or ask for fewer hosts."
     )
 
 

@@ -20,6 +20,10 @@ def become(launcher: int, program: list[str]) -> None:
     if os.getppid() != launcher:  # it ended before the setting
         sys.exit(128 + signal.SIGKILL)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and `exec` keeps that
+    # Who starts a launcher may have blocked or ignored these, as in the background of a shell.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
     os.execvp(program[0], program)
 
 

@@ -69,6 +69,8 @@ class Settings:
     """Whether to go on with the hosts that are left."""
     min_hosts: int = 1
     """Of them, with `elastic`."""
+    first_attempt: int = 0
+    """How often the processes were started before, as in a job that Slurm has requeued."""
     limits: Limits = Limits()
 
     def leader_name(self) -> str:

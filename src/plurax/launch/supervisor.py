@@ -44,7 +44,7 @@ class Supervisor:
         self._hosts: dict[int, int] = {}
         self._gang: dict[int, list[int]] = {}
         self._exits: list[Exit] = []
-        self._attempt, self._failures = -1, 0
+        self._attempt, self._failures = settings.first_attempt - 1, 0
         self._saved: int | None = None
         self._start_step = 0
         self._asked: int | None = None
@@ -57,9 +57,8 @@ class Supervisor:
         self._hosts[host] = processes
         self._attempt = max(self._attempt, attempt) if not self._gang else self._attempt
         if self._settings.hosts > 1:
-            self._events.write(
-                "joined", f"host {host} is here, with {_count(processes)}", host=host
-            )
+            said = f"host {host} of {self._settings.hosts} is here"
+            self._events.write("joined", said, host=host, processes=processes)
         if self._state == "run" and host not in self._gang:
             self._growing = True
             count = _count(sum(map(len, self._gang.values())))
