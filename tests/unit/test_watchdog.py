@@ -208,6 +208,16 @@ def test_the_status_has_the_deadline_of_the_watchdog(opened, clock, tmp_path):
     watched.close()
 
 
+def test_a_deadline_that_comes_sooner_is_written_at_once(opened, clock, tmp_path):
+    """Or a process that holds the GIL right after it has compiled is found as late as that."""
+    dog = opened(status=StatusFile(tmp_path, 0))
+    watched = trained(dog, clock, [60, 0, 0, 0])
+    assert json.loads((tmp_path / "0.json").read_text()) == {
+        "phase": "step", "step": 3, "saved": None, "deadline": clock.now + TIMEOUTS.step,
+    }  # fmt: skip
+    watched.close()
+
+
 def test_an_unchanged_status_is_not_written_again_and_a_lost_folder_ends_nothing(tmp_path):
     folder = tmp_path / "status"
     folder.mkdir()
@@ -226,21 +236,23 @@ def test_an_unchanged_status_is_not_written_again_and_a_lost_folder_ends_nothing
 def test_a_process_that_is_behind_is_named_by_those_that_wait_for_it(
     opened, clock, tmp_path, capfd
 ):
-    StatusFile(tmp_path, 0).write(Status("wait", 2, None, None))
-    StatusFile(tmp_path, 2).write(Status("step", 3, None, None))
+    its_end = clock.now + 3 + TIMEOUTS.step + 40  # its limit is longer than that of this process
+    StatusFile(tmp_path, 0).write(Status("wait", 1, None, its_end))
+    StatusFile(tmp_path, 2).write(Status("step", 2, None, its_end + 1000))  # it waits, too
+    StatusFile(tmp_path, 4).write(Status("step", 3, None, None))
     (tmp_path / "3.json").write_text("{")  # being written by something else
     marks = []
     dog = opened(process=1, status=StatusFile(tmp_path, 1), mark=marks.append)
     watched = trained(dog, clock, [1, 1, 1])
-    began = clock.now
-    clock.pass_by(dog, TIMEOUTS.step + FIRST_TO_OTHERS - 1)
+    until = its_end + FIRST_TO_OTHERS
+    clock.pass_by(dog, until - clock.now - 1)
     assert not dog.ended  # the one behind ends first, or the launcher ends it
     said = json.loads((tmp_path / "1.json").read_text())
-    assert said["deadline"] == began + TIMEOUTS.step + FIRST_TO_OTHERS
+    assert said["deadline"] == until
     clock.pass_by(dog, 3)
     assert dog.ended
     said = capfd.readouterr().err
-    assert "Behind it, and more likely the cause: process 0 (step 2). Its threads:" in said
+    assert "Behind it, and more likely the cause: process 0 (step 1). Its threads:" in said
     assert marks[0] in said
     assert "process 1" in marks[0]
     watched.close()

@@ -12,6 +12,7 @@ will have ended it if it does not go on, on the clock CLOCK_MONOTONIC, None with
 import contextlib
 import dataclasses
 import json
+import threading
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -38,13 +39,20 @@ class StatusFile:
     def __init__(self, folder: Path, process: int) -> None:
         self.folder, self.process = folder, process
         self._written: Status | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def deadline(self) -> float | None:
+        """The deadline that the file has now."""
+        written = self._written
+        return None if written is None else written.deadline
 
     def write(self, status: Status) -> None:
         """Replace the file, if there is anything new; a disk that fails ends nothing."""
-        if status == self._written:
-            return
         path = self.folder / f"{self.process}.json"
-        with contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError):
+            if status == self._written:
+                return
             part = path.with_suffix(".part")
             part.write_text(json.dumps(dataclasses.asdict(status)))
             part.replace(path)

@@ -60,7 +60,7 @@ class Item(Protocol):
 
 
 FIRST_TO_OTHERS = TIMEOUTS.slack + 2 * TIMEOUTS.abort + 10 * TIMEOUTS.look
-"""Seconds after its limit for which a process waits while others of its host are behind it."""
+"""Seconds after the deadline of a process behind that one waits for its end."""
 
 T = TypeVar("T", bound=Item)
 
@@ -118,6 +118,7 @@ class Watchdog:
         self._first: dict[Phase, float] = {}
         self._slept, self._looked = 0.0, clock()
         self._behind: dict[int, int] = {}
+        self._until = 0.0
         self._work: _Work | None = None
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -200,7 +201,14 @@ class Watchdog:
             self._begin("save")  # what is left to write
 
     def _begin(self, phase: Phase) -> None:
-        self._work = _Work(phase, self._clock(), self._slept)
+        self._work = work = _Work(phase, self._clock(), self._slept)
+        said = (self._status and self._status.deadline) or 0.0
+        # The thread writes the status. What has been written of longer work, such as to compile,
+        # must not stand while this hangs in a way that keeps the thread from looking.
+        slack = TIMEOUTS.slack
+        sooner = said > work.began + self._limits.longest_step + slack
+        if sooner and said > self._limit_passes(work) + slack:
+            self._say()
 
     def _done(self) -> None:
         """Remember how long the piece of work took that is done now."""
@@ -227,13 +235,18 @@ class Watchdog:
         if between > ASLEEP * self._limits.look:
             self._slept += between
         if self.enabled and work is not None:
-            over = now - work.began - (self._slept - work.slept) - self.limit(work.phase)
+            limit = self._limit_passes(work)
+            self._behind, others_until = self._find_behind() if now > limit else ({}, 0.0)
             # One that waits for a process of this host lets that one end first, or be ended by the
             # launcher, which then names the right one.
-            self._behind = self._find_behind() if over > 0 else {}
-            if over > (FIRST_TO_OTHERS if self._behind else 0):
-                self._bark(work.phase, over + self.limit(work.phase))
+            self._until = max(limit, others_until)
+            if now > self._until:
+                self._bark(work.phase, now - limit + self.limit(work.phase))
         self._say()
+
+    def _limit_passes(self, work: _Work) -> float:
+        """Return when a piece of work will have taken longer than its limit."""
+        return work.began + (self._slept - work.slept) + self.limit(work.phase)
 
     def limit(self, phase: Phase) -> float:
         """Return the seconds that a piece of work may take."""
@@ -250,8 +263,7 @@ class Watchdog:
             return
         work, deadline = self._work, None
         if work is not None and self.enabled:
-            deadline = work.began + (self._slept - work.slept) + self.limit(work.phase)
-            deadline += FIRST_TO_OTHERS if self._behind else 0
+            deadline = max(self._limit_passes(work), self._until if self._behind else 0.0)
         phase = work.phase if work else "wait"
         self._status.write(Status(phase, self.step, self._saved(), deadline))
 
@@ -273,11 +285,15 @@ class Watchdog:
         self._over.set()
         self._end(ExitCode.STUCK)
 
-    def _find_behind(self) -> dict[int, int]:
-        """Return the processes of this host that are behind, each with its step."""
+    def _find_behind(self) -> tuple[dict[int, int], float]:
+        """Return the processes of this host that are behind, with their steps, and when the last
+        of them will have been ended."""
         others = {} if self._status is None else self._status.others()
         steps = {process: one.get("step", 0) for process, one in others.items()}
-        return {process: step for process, step in steps.items() if step < self.step}
+        last = min(steps.values(), default=self.step)
+        behind = {process: step for process, step in steps.items() if step == last < self.step}
+        deadlines = [others[process].get("deadline") or 0.0 for process in behind]
+        return behind, max(deadlines, default=0.0) + FIRST_TO_OTHERS
 
 
 WORK: Mapping[Phase, str] = {
