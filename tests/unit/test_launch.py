@@ -12,6 +12,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -147,6 +148,33 @@ forever()
     assert [row["code"] for row in rows if row["event"] == "exit"] == [75, 75]
 
 
+def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path):
+    """As in a job in the background of a script, which Ctrl-C does not mean."""
+    body = "os.kill(os.getppid(), signal.SIGINT)\n"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        code, _, said, *_ = launched(tmp_path, body, processes=1)
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert (code, said) == (0, "")
+
+
+def test_no_folder_is_left_unless_something_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    good, bad = tmp_path / "good.py", tmp_path / "bad.py"
+    good.write_text("print('done')")
+    bad.write_text("raise SystemExit(2)")
+    assert cli.launch_command(["--", str(good)]) == 0
+    assert {*tmp_path.iterdir()} == {good, bad}
+    place = ["--hosts", "2", "--host", "0", "--coordinator", "192.0.2.77:1"]
+    with pytest.raises(errors.ExperimentError, match="cannot listen there"):
+        cli.launch_command([*place, "--", str(good)])
+    assert {*tmp_path.iterdir()} == {good, bad}
+    assert cli.launch_command(["--", str(bad)]) == 2
+    (kept,) = {*tmp_path.iterdir()} - {good, bad}
+    assert (kept / "launch.jsonl").is_file()
+
+
 def test_a_second_signal_kills(tmp_path):
     body = """
 signal.signal(signal.SIGINT, lambda *_: os.kill(os.getppid(), signal.SIGINT))
@@ -266,7 +294,8 @@ forever()
 """
     command = [sys.executable, "-m", "plurax.cli", "launch", "--processes", "2",
                "--logs", str(tmp_path / "logs"), "--", fake(tmp_path, body)[1]]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as launcher:
         lines = [launcher.stdout.readline().removeprefix("[1] ") for _ in range(2)]
         pids = [int(pid) for line in lines for pid in line.split()]
         ends = [os.pidfd_open(pid) for pid in pids]
@@ -371,13 +400,21 @@ def test_the_pauses_grow_to_a_limit():
 
 def test_who_does_not_end_is_killed():
     supervisor = Watched()
-    supervisor.ended(0, 137)
+    supervisor.ended(0, 134)
     supervisor.tick(1.9)
     assert supervisor.orders[1:] == []
     supervisor.tick(2.0)
     assert supervisor.orders[1:] == [{"do": "kill", "stuck": False}]
     supervisor.tick(3.0)
     assert len(supervisor.orders) == 2
+
+
+def test_a_kill_leaves_the_others_little_time():
+    """They wait for one that is gone, and could only end too."""
+    supervisor = Watched()
+    supervisor.ended(0, 137)
+    supervisor.tick(0.5)
+    assert supervisor.orders[1:] == [{"do": "kill", "stuck": False}]
 
 
 def test_who_has_done_its_work_waits_longer_for_the_others():

@@ -46,7 +46,11 @@ def test_a_host_runs_a_launcher_and_passes_on_its_output(tmp_path):
     """What the actor does, without Ray."""
     host = _RayHost()
     (tmp_path / "fake.py").write_text(PRELUDE + "print('up', flush=True)\nforever()\n")
-    host.start(["--logs", "logs", "--", "fake.py"], str(tmp_path), {"PLURAX_ATTEMPT": "5"})
+    host.start(
+        ["--logs", "logs", "--", "fake.py"],
+        str(tmp_path),
+        {"PLURAX_ATTEMPT": "5", "TMPDIR": str(tmp_path)},
+    )
     written, code = b"", None
     while code is None:
         parts, code = host.poll(0.1)
@@ -107,7 +111,7 @@ forever()
     assert done.returncode == 2
     assert "--hosts 3: the cluster has 2 nodes" in done.stderr
     with subprocess.Popen(
-        [*command, "2", "--processes", "1", "--", str(path)],
+        [*command, "2", "--logs", "logs", "--", str(path)],
         env=environment,
         cwd=tmp_path,
         stdout=subprocess.PIPE,

@@ -112,9 +112,12 @@ def launch_command(arguments: list[str]) -> int:
         ),
     )
     file = "launch.jsonl" if place.host == 0 else f"launch-{place.host}.jsonl"
-    code = launch(settings, Events(options.events or logs / file))
-    if code == ExitCode.DONE or options.logs is not None:
-        shutil.rmtree(own, ignore_errors=True)
+    code = int(ExitCode.DONE)
+    try:
+        code = launch(settings, Events(options.events or logs / file))
+    finally:
+        if code == ExitCode.DONE or options.logs is not None:
+            shutil.rmtree(own, ignore_errors=True)
     if code != ExitCode.DONE:
         print(f"plurax launch: exit code {code}; the whole output is in {logs}", file=sys.stderr)
     return code

@@ -61,6 +61,8 @@ def this_host(settings: Settings, output: Output) -> Iterator[Host]:
     before = {
         number: signal.signal(number, lambda number, _: host.signals.append(number))
         for number in SIGNALS
+        # One that was ignored stays so, as in a job in the background of a script.
+        if signal.getsignal(number) != signal.SIG_IGN
     }
     try:
         yield host

@@ -16,6 +16,8 @@ class Limits:
 
     aftermath: float = 2.0
     """After a process ended abnormally, for the others to end by themselves."""
+    killed: float = 0.5
+    """After a signal ended a process, which the others cannot outlive: for their own reports."""
     finish: float = 600.0
     """After a process has done its work, for the others to finish too."""
     stop: float = 120.0

@@ -195,8 +195,11 @@ class Supervisor:
     def _process_ended(self, found: Exit, now: float) -> None:
         """Give the others as long as they may need."""
         limits = self._settings.limits
-        longer = {int(ExitCode.DONE): limits.finish, int(ExitCode.PREEMPTED): limits.stop}
-        self._end(now + longer.get(found.code, limits.aftermath), now)
+        others = {int(ExitCode.DONE): limits.finish, int(ExitCode.PREEMPTED): limits.stop}
+        seconds = others.get(found.code, limits.aftermath)
+        if found.code > 128 and found.code != ExitCode.PEER_DIED:
+            seconds = limits.killed
+        self._end(now + seconds, now)
 
     def _end(self, until: float, now: float) -> None:
         """Wait for the processes' end until some time, or until one that was set and is earlier."""
