@@ -2,8 +2,10 @@
 
 `MOMENT` is `event:N`, before the Nth time a file or folder below OUTPUT is opened, made, renamed or
 removed by Python, which strikes inside a save; `rollback:N`, likewise, from the first of a rollback
-on; `time:S`, some seconds after the first of them;
-`batch:N`, when the Nth batch of "streamed" is asked for; or `evaluation:N`, in the Nth of "data".
+on; `file:NAME:N`, before the Nth time that a file of that name is opened or renamed; `remove:N`,
+before the Nth time that any file is removed; `time:S`, some seconds after the first of them;
+`batch:N`, when the Nth batch of "streamed" is asked for, or `stop:N`, when it then waits to be
+killed; or `evaluation:N`, in the Nth of "data".
 """
 
 import functools
@@ -30,22 +32,27 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def stop():
+    print("stopped", flush=True)
+    threading.Event().wait()
+
+
 class Deadly:
     """An iterable that tells nothing; the process dies when the `fatal`th item is asked for."""
 
-    def __init__(self, items, fatal=0):
-        self.items, self.left = items, fatal
+    def __init__(self, items, fatal=0, end=die):
+        self.items, self.left, self.end = items, fatal, end
 
     def __iter__(self):
         for item in self.items:
             self.left -= 1
             if self.left == 0:
-                die()
+                self.end()
             yield item
 
 
-def batches(fatal=0):
-    return Deadly([batch for batch, _ in ArrayData(ROWS, 16).batches(Position(0))], fatal)
+def batches(fatal=0, end=die):
+    return Deadly([batch for batch, _ in ArrayData(ROWS, 16).batches(Position(0))], fatal, end)
 
 
 def poisoned():
@@ -99,18 +106,26 @@ EVENTS = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.truncate
 def die_at(moment, output):
     """Kill this process at a moment."""
     how, _, number = moment.partition(":")
+    name, _, count = number.rpartition(":")
     seen = 0
 
     def hook(event, arguments):
         nonlocal seen
-        if event not in EVENTS or not str(arguments[0]).startswith(output):
+        if event not in EVENTS:
             return
-        if how == "rollback" and not seen and ".rollbacks.jsonl.new" not in str(arguments[0]):
+        path = str(arguments[0])
+        if how == "remove":
+            counts = event == "os.remove"  # inside a folder that is removed by its bare name
+        elif how == "file":
+            counts = path.startswith(output) and os.path.basename(path) == name
+        else:
+            counts = path.startswith(output)
+        if how == "rollback" and not seen and ".rollbacks.jsonl.new" not in path:
             return
-        seen += 1
-        if how in ("event", "rollback") and seen == int(number):
+        seen += counts
+        if counts and how in ("event", "rollback", "file", "remove") and seen == int(count):
             die()
-        if how == "time" and seen == 1:
+        if counts and how == "time" and seen == 1:
             threading.Timer(float(number), die).start()
 
     sys.addaudithook(hook)
@@ -123,8 +138,8 @@ def main(kind, output, moment):
         warnings.simplefilter("error", category)
     how, _, number = moment.partition(":")
     options = {}
-    if how == "batch":
-        options["data"] = batches(int(number))
+    if how in ("batch", "stop"):
+        options["data"] = batches(int(number), die if how == "batch" else stop)
     if how == "evaluation":  # after each epoch, before its checkpoint
         options["evaluation"] = Deadly([ROWS], int(number))
     seen = die_at(moment, output)

@@ -1,10 +1,15 @@
-"""A disk that is full, read-only, slow or gone: training goes on, nothing is seen half-written."""
+"""A disk that is full, read-only, slow or gone, a clock that jumps: training goes on."""
 
 import contextlib
 import errno
+import itertools
+import os
+import re
 import shutil
 import sys
 import threading
+import time
+from pathlib import Path
 
 import jax
 import pytest
@@ -295,3 +300,35 @@ def test_a_command_that_stopped_so_says_it_by_its_status(monkeypatch, capsys):
         commands.main(["train", "file.py"])
     assert ended.value.code == ExitCode.PERMANENT
     assert "no checkpoint is there, so resume starts from the beginning" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::plurax.train.saving.SaveFailedWarning")
+@pytest.mark.parametrize("jump", [-3600.0, 3600.0])
+def test_a_clock_that_jumps_changes_nothing(tmp_path, monkeypatch, undisturbed, jump):
+    """Checkpoints are ordered by their steps, and waits measured by a clock that does not jump.
+
+    Orbax's own waits inside a save are not: one that the jump hits may fail, and the next succeeds.
+    """
+    real, calls = time.time, itertools.count()
+    monkeypatch.setattr(time, "time", lambda: real() + jump * (next(calls) > 100))
+    fit(tmp_path)
+    monkeypatch.undo()
+    is_whole(tmp_path, undisturbed)
+    for age, step in enumerate(reversed(Checkpoints(tmp_path / "checkpoints").steps())):
+        at = real() + jump * (1 + age)
+        os.utime(tmp_path / "checkpoints" / str(step), (at, at))
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.lock()
+        assert checkpoints.run_meta(checkpoints.steps()[-1])["position"]["epoch"] == EPOCHS
+    is_whole(tmp_path, undisturbed)
+
+
+def test_no_wait_is_measured_by_the_clock_of_the_wall():
+    """The only one stamps TensorBoard's events."""
+    source = Path(px.__file__).parent
+    found = {
+        str(path.relative_to(source))
+        for path in source.rglob("*.py")
+        if re.search(r"\btime\.time\(|\bdatetime\b|st_mtime", path.read_text())
+    }
+    assert found == {"train/board.py"}

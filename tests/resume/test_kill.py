@@ -16,6 +16,8 @@ from tests.resume import runs
 from tests.resume.test_resume import log_of
 
 from plurax.train.checkpoint import Checkpoints
+from plurax.train.checkpoint.description import read_description
+from plurax.train.checkpoint.files import verify_files
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -78,8 +80,12 @@ def chain(kind, output, when, *, certain=False):
         if not killed(kind, output, moment):
             assert not certain, "the run has fewer moments than that"
             break
-        # Whoever looks at it in between finds a whole checkpoint, or none, and no damage.
-        assert not Checkpoints(output / "checkpoints").damaged()
+        # Whoever looks at it in between finds whole checkpoints, or none, and no damage.
+        checkpoints = Checkpoints(output / "checkpoints")
+        assert not checkpoints.damaged()
+        for step in checkpoints.steps():
+            read_description(checkpoints.directory / str(step))
+            verify_files(checkpoints.directory / str(step) / "state")
     finish(kind, output)
 
 
@@ -121,6 +127,19 @@ def test_killed_in_a_save(tmp_path, kind, when):
 def test_killed_in_a_rollback(tmp_path, moment):
     """Before it is recorded, before and after checkpoints are removed, in the saves after it."""
     chain("rolled back", tmp_path / "run", [f"rollback:{moment}"], certain=True)
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "file:sha256.json:2",  # the data are written, their digests are not
+        "file:commit_success.txt:5",  # the digests are, the marker is not
+        "file:4.orbax-checkpoint-tmp:1",  # all is, but it has not its name yet
+        "remove:27",  # in the middle of an old checkpoint that is removed
+    ],
+)
+def test_nothing_is_ever_half_visible(tmp_path, moment):
+    chain("data", tmp_path / "run", [moment], certain=True)
 
 
 @pytest.mark.slow

@@ -14,6 +14,9 @@ from jaxtyping import PyTree
 
 from plurax.train.checkpoint.files import write_digests
 
+REMOVED = "removed.orbax-checkpoint-tmp"
+"""The folder into which checkpoints go that are not kept, until their files are removed."""
+
 
 class StateHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
     """Orbax's handler of arrays, which adds digests before a checkpoint is committed."""
@@ -84,6 +87,7 @@ def open_manager(
     # The manager needs the steps of existing checkpoints alone; their metadata may be damaged.
     options = ocp.CheckpointManagerOptions(
         preservation_policy=Preserved(preserved),
+        todelete_subdir=REMOVED,  # at once, by a rename
         create=True,
         lightweight_initialize=True,
         async_options=ocp.AsyncOptions(timeout_secs=round(seconds)),

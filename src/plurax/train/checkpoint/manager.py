@@ -17,6 +17,7 @@ import itertools
 import os
 import re
 import shutil
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -81,6 +82,7 @@ class Checkpoints:
         self._place: Place | None = None  # of the lock
         self._writing: int | None = None  # the step whose save was not waited for yet
         self._stuck = False
+        self._sweeper: threading.Thread | None = None
         self._damaged: set[int] = set()  # found while only reading
         self.proven = -1
 
@@ -297,7 +299,22 @@ class Checkpoints:
             self._stuck = True
             raise errors.checkpoint_too_slow(str(self.directory), seconds)
         self._or_not_written(self._manager.wait_until_finished)
+        if self._writing is not None and self._group.is_primary:
+            self._sweep()
         self._writing = None
+
+    def _sweep(self) -> None:
+        """Remove, in the background, the files of checkpoints that are not kept."""
+        from plurax.train.checkpoint.arrays import REMOVED
+
+        def sweep() -> None:
+            with contextlib.suppress(OSError):
+                # The folder itself stays: the next save may move another checkpoint into it.
+                for one in (self.directory / REMOVED).iterdir():
+                    shutil.rmtree(one, ignore_errors=True)
+
+        self._sweeper = threading.Thread(target=sweep, name="plurax-sweep", daemon=True)
+        self._sweeper.start()
 
     def _or_not_written(self, write: Callable[[], T]) -> T:
         """Return `write()`. Raises `DiskError` in all processes where it fails in one."""
@@ -332,6 +349,11 @@ class Checkpoints:
         finally:
             if not self._stuck:
                 self._close_manager()
+                if self._sweeper is not None:
+                    self._sweeper.join(SAVE_SECONDS)
+                if self._lock.held:
+                    with contextlib.suppress(OSError):
+                        self._remove_unfinished()
                 self._lock.release()
             if self._opened is not None:
                 self._opened.close()
