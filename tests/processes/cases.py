@@ -93,6 +93,14 @@ def resampled(name):
     return px.ensemble.bootstrap()
 
 
+def own_batches(index, count):
+    """Full batches of 16 rows, of which each process gives its own; one process has one more."""
+    share = 16 // count
+    starts = [at + share * index for at in range(0, 48, 16)]
+    own = [{key: rows[at : at + share] for key, rows in ROWS.items()} for at in starts]
+    return own + [models.cut(own[0], share)] * (index == 1)
+
+
 # --- Cases ------------------------------------------------------------------------------------
 
 
@@ -156,6 +164,29 @@ def outcome(result):
         "means": np.ravel(program.evaluate(state, [ROWS])["loss"]).tolist(),
         "steps": state.steps_taken,
     }
+
+
+def shares(folder):
+    """A run of which each process gives its own rows; and what is refused."""
+    from plurax.distributed.process_group import open_group
+
+    group = open_group()
+    task, rule = models.mlp_task(dtype=np.float64), models.optimizer()
+    data = own_batches(group.index, group.count)
+    options = {"epochs": 2, "progress": False, "local_batches": True}
+    whole = px.fit(task, rule, data, plan=px.Plan(data=4), output=Path(folder, "shares"), **options)
+    said = []
+    for fields, given in (
+        ({"plan": px.Plan(data=4)}, [models.cut(batch, 3 + group.index) for batch in data]),
+        ({"plan": px.Plan(data=2, microbatches=3)}, data),
+    ):
+        try:
+            px.fit(task, rule, given, batch_size=16, **fields, **options)
+        except px.PluraxError as error:
+            said.append(str(error))
+    group.close()
+    leaves = jax.tree.leaves(fetch(whole.state.params))
+    return {"params": [leaf.ravel().tolist() for leaf in leaves], "said": said}
 
 
 def verifies(_folder):
@@ -225,7 +256,17 @@ def restores(_folder, devices, kinds, *saved):
 
 
 CASES = {
-    case.__name__: case for case in (steps, more_steps, fits, more_fits, verifies, saves, restores)
+    case.__name__: case
+    for case in (
+        steps,
+        more_steps,
+        fits,
+        more_fits,
+        shares,
+        verifies,
+        saves,
+        restores,
+    )
 }
 
 

@@ -5,6 +5,7 @@ Real processes, connected by JAX's own collectives between CPUs (Gloo) over loop
 
 import itertools
 
+import jax
 import numpy as np
 import pytest
 
@@ -18,7 +19,7 @@ from tests.processes import cases, gang
 def ran(tmp_path_factory):
     """What each of two processes with four devices found, by case, and the folder of the runs."""
     folder = tmp_path_factory.mktemp("ran")
-    return gang.run(2, 4, "steps,fits,verifies,saves", folder), folder
+    return gang.run(2, 4, "steps,fits,shares,verifies,saves", folder), folder
 
 
 @pytest.fixture(scope="module", params=[(2, 4), (4, 2)], ids=lambda sizes: "{}x{}".format(*sizes))
@@ -75,6 +76,20 @@ def test_fit_as_in_one_process(ran, x64, name, tmp_path):
 @pytest.mark.parametrize("name", cases.FITS)
 def test_every_fit_as_in_one_process(ran_more, x64, name, tmp_path):
     check_fit(*ran_more, name, tmp_path)
+
+
+def test_each_process_gives_its_own_rows(ran, x64):
+    """The batch is theirs in the order of the processes; the shortest of them ends an epoch."""
+    batches = [{key: rows[at : at + 16] for key, rows in cases.ROWS.items()} for at in (0, 16, 32)]
+    alone = px.fit(
+        models.mlp_task(dtype=np.float64), models.optimizer(), batches, epochs=2, progress=False
+    )
+    wanted = [np.ravel(leaf) for leaf in jax.tree.leaves(alone.state.params)]
+    for each in [each["shares"] for each in ran[0]]:
+        assert models.max_rel_error([np.asarray(leaf) for leaf in each["params"]], wanted) < 1e-10
+        refused, shared = each["said"]
+        assert "and its share is 8. With local_batches=True" in refused
+        assert "local_batches=True needs rows that each of the 2 processes has" in shared
 
 
 def test_verify_runs_there_too(ran):

@@ -114,7 +114,7 @@ class Train(Common):
 
 NO_OPTIONS = frozenset(
     ("task", "optimizer", "data", "evaluation", "plan", "members", "machine", "servers", "rollback",
-     "devices", "command")
+     "devices", "command", "local_batches")
 )  # fmt: skip
 """Arguments of `fit` that are values of Python, or that the options have in another form."""
 

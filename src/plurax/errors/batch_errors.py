@@ -271,3 +271,34 @@ def rollback_kind(given: object) -> BatchError:
         f"rollback is {given!r}, and must be a plurax.Rollback. Write "
         "rollback=plurax.Rollback(after=10), or plurax.Rollback(after=0) for no rollbacks."
     )
+
+
+def own_rows_not_split(size: int, processes: int) -> BatchError:
+    return BatchError(
+        f"local_batches=True needs rows that each of the {processes} processes has for itself: "
+        "the plan's data axis must go over all processes, and the batch of "
+        f"{size} examples must divide by data times microbatches. Otherwise give every process the "
+        "whole batch, without local_batches."
+    )
+
+
+def own_rows_wrong_count(count: int, own: int) -> BatchError:
+    return BatchError(
+        f"this process gave a batch of {count} examples, and its share is {own}. With "
+        "local_batches=True all processes give equally many at every step; use ragged='drop' to "
+        "leave out a smaller last batch."
+    )
+
+
+def local_batches_need_batches() -> BatchError:
+    return BatchError(
+        "local_batches=True is for an iterable of which each process gives its own rows of every "
+        "batch. Of arrays each process reads only its own rows anyway: leave local_batches out."
+    )
+
+
+def data_of_unequal_length(ended: int, other: int) -> BatchError:
+    return BatchError(
+        f"the data of process {ended} ended, and process {other} has another batch. Every process "
+        "must give the same batches, or with local_batches=True its own rows of them."
+    )

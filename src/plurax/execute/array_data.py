@@ -16,7 +16,8 @@ import numpy as np
 from jaxtyping import Int, PyTree
 
 from plurax import errors
-from plurax.execute.placement import leading_dim
+from plurax.distributed.global_arrays import process_count
+from plurax.execute.placement import Selection, leading_dim
 from plurax.execute.reads import EpochSpec
 from plurax.members import Members
 from plurax.resample import Everything, Resample, epoch_rows
@@ -167,7 +168,9 @@ class ArrayData:
     def batches(self, start: Position) -> Iterator[tuple[PyTree, Position]]:
         """Yield the batches of the epoch from `start` on, each with the position after it."""
         rows, counts = self.epoch_order(start.epoch)
+        # Of several processes each reads only the rows of its own devices, when it places them.
+        take = Selection if process_count() > 1 else lambda leaf, chosen: np.asarray(leaf)[chosen]
         for index in range(start.batch, len(counts)):
             chosen = rows[index, : counts[index]]
-            batch = jax.tree.map(lambda leaf: np.asarray(leaf)[chosen], self.arrays)  # noqa: B023
+            batch = jax.tree.map(lambda leaf: take(leaf, chosen), self.arrays)  # noqa: B023
             yield batch, Position(start.epoch, index + 1)

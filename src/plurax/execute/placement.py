@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from jaxtyping import PyTree
+from jaxtyping import Int, PyTree
 
 from plurax import errors, tree
 from plurax.distributed.global_arrays import process_count, put
@@ -102,15 +102,81 @@ class Placement:
         def filled(path: str, leaf: Any, like: jax.ShapeDtypeStruct) -> Any:
             if isinstance(leaf, jax.Array) and count == self.rows:
                 return put(leaf, self.sharding)
+            if process_count() > 1:  # a program over several processes takes no NumPy arrays
+                return self._put_own_rows(path, leaf, count, like)
             leaf = np.asarray(leaf)
             if count != self.rows:
                 leaf = np.concatenate([leaf, leaf[np.arange(count, self.rows) % count]])
             return exactly(path, leaf, like.dtype)
 
         leaves = map(filled, self._paths, jax.tree.leaves(batch), self._leaves)
-        rows = jax.tree.unflatten(self.structure, leaves)
-        # A program over several processes takes no NumPy arrays.
-        return Placed(rows if process_count() == 1 else put(rows, self.sharding), np.int32(count))
+        return Placed(jax.tree.unflatten(self.structure, leaves), np.int32(count))
+
+    def _put_own_rows(
+        self, path: str, leaf: Any, count: int, like: jax.ShapeDtypeStruct
+    ) -> jax.Array:
+        """Return the padded rows over all processes; of `leaf` read this process's own alone."""
+
+        def rows(index: Any) -> np.ndarray:
+            places = np.arange(self.rows)[index[0]] % count
+            return exactly(path, np.asarray(leaf[places]), like.dtype)
+
+        if not isinstance(leaf, Selection):
+            leaf = np.asarray(leaf)
+        shape = (self.rows, *like.shape[1:])
+        return jax.make_array_from_callback(shape, self.sharding, rows)
+
+    def place_own(self, batch: PyTree) -> Placed:
+        """Put a batch on the devices of which each process gives its own rows.
+
+        All give equally many, and the batch is theirs in the order of the processes; it fills the
+        program's rows. Raises `BatchError` for another number of rows, and where processes share
+        rows.
+        """
+        own = self.own_rows()
+        if own is None or self.rows != self.size:
+            raise errors.own_rows_not_split(self.size, process_count())
+        leaves, structure = jax.tree.flatten(batch)
+        count = leading_dim(batch)
+        if count != own:
+            raise errors.own_rows_wrong_count(count, own)
+        if structure != self.structure:
+            raise errors.batch_mismatch(
+                tree.describe(self.like, batch_dim=True), tree.describe(batch)
+            )
+        placed = [
+            jax.make_array_from_process_local_data(
+                self.sharding,
+                exactly(path, np.asarray(leaf), like.dtype),
+                (self.rows, *like.shape[1:]),
+            )
+            for path, leaf, like in zip(self._paths, leaves, self._leaves, strict=True)
+        ]
+        return Placed(jax.tree.unflatten(self.structure, placed), np.int32(self.size))
+
+    def own_rows(self) -> int | None:
+        """Return the number of rows that only this process has; None where it shares some."""
+        shape = (self.rows,)
+        mine, others = set[int](), set[int]()
+        here = set(self.sharding.addressable_devices)
+        for device, (rows,) in self.sharding.devices_indices_map(shape).items():
+            (mine if device in here else others).update(range(*rows.indices(self.rows)))
+        return None if mine & others else len(mine)
+
+
+class Selection:
+    """Chosen rows of an array, read when they are asked for: `Selection(array, rows)[index]`."""
+
+    def __init__(self, array: Any, rows: Int[np.ndarray, "N"]) -> None:
+        self._array, self._rows = array, rows
+        self.shape = (len(rows), *array.shape[1:])
+        self.dtype, self.ndim = np.dtype(array.dtype), len(self.shape)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return np.asarray(self._array[self._rows[index]])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self[:], dtype)
 
 
 def exactly(path: str, leaf: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -194,7 +260,8 @@ def _canonical(path: str, leaf: Any) -> np.dtype:
             return leaf.dtype
         dtype = leaf.dtype
     else:
-        dtype = leaf.dtype if isinstance(leaf, np.ndarray) else np.asarray(leaf).dtype
+        known = isinstance(leaf, np.ndarray | Selection)
+        dtype = leaf.dtype if known else np.asarray(leaf).dtype
     number = jnp.issubdtype(dtype, jnp.number) and dtype.kind != "m"
     if not (number or dtype == np.bool_):
         raise errors.batch_leaf_not_numbers(path, str(dtype), dtype.kind)

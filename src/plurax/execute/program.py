@@ -280,6 +280,10 @@ class Program:
         program = self if self._pads else self._for_size(self._placement.check(batch))
         return program._placement.place(batch)
 
+    def place_own(self, batch: PyTree) -> Placed:
+        """Put a batch of which each process gives its own rows, for `step_placed`."""
+        return self._placement.place_own(batch)
+
     def step_placed(self, state: TrainState, placed: Placed) -> tuple[TrainState, Metrics]:
         """Update the state from a batch that `place_batch` has put on the devices."""
         program = self if self._pads else self._for_size(leading_dim(placed.rows))

@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.distributed.global_arrays import process_count, process_index
 from plurax.execute.array_data import ArrayData, Position, Ragged, check_ragged
 from plurax.execute.columns import as_arrays, check_kind
 from plurax.execute.placement import is_arrays, leading_dim
@@ -37,14 +38,23 @@ class StreamData:
 
     The state of a Grain iterator is part of the position, so resuming is immediate; any other
     iterable is read again up to the position.
+
+    **Fields:** `source`; `batch_size`, of all processes together; `ragged`; `local`, whether each
+    process gives its own rows of a batch, equally many.
     """
 
     source: Iterable[PyTree]
     batch_size: int
     ragged: Ragged = "pad"
+    local: bool = False
 
     def __post_init__(self) -> None:
         check_ragged(self.ragged)
+
+    @property
+    def own_size(self) -> int:
+        """The number of examples in a full batch of `source`."""
+        return self.batch_size // process_count() if self.local else self.batch_size
 
     @property
     def batches_per_epoch(self) -> int | None:
@@ -60,9 +70,10 @@ class StreamData:
         iterator: Any = iter(self.source)
         stateful = hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
         taken = 0
-        if stateful and start.iterator is not None:
+        saved = self._own_state(start.iterator) if stateful else None
+        if saved is not None:
             try:
-                iterator.set_state(start.iterator)
+                iterator.set_state(saved)
             except (ValueError, TypeError, KeyError, IndexError) as error:
                 raise errors.data_state_refused(str(error)) from error
             taken = start.batch
@@ -72,20 +83,41 @@ class StreamData:
                 continue
             state = iterator.get_state() if stateful else None
             count = leading_dim(batch)
-            if count < self.batch_size and self.ragged != "pad":
+            if count < self.own_size and self.ragged != "pad":
                 if self.ragged == "error":
-                    raise errors.batch_ragged(count, self.batch_size)
+                    raise errors.batch_ragged(count, self.own_size)
                 continue
             yield batch, Position(start.epoch, taken, state)
+
+    def _own_state(self, saved: Any) -> Any:
+        """Return this process's iterator state, of those that all processes saved.
+
+        None where there were more or fewer processes: then the source is read again.
+        """
+        if not self.local:
+            return saved
+        return saved[process_index()] if saved and len(saved) == process_count() else None
 
 
 Data = ArrayData | StreamData
 
+SECONDS_BETWEEN_LOOKS = 0.1
+"""How long a wait for data does not notice that training is to stop."""
+
 
 def as_data(
-    data: Any, *, batch_size: int | None, seed: int, shuffle: bool, ragged: Ragged
+    data: Any,
+    *,
+    batch_size: int | None,
+    seed: int,
+    shuffle: bool,
+    ragged: Ragged,
+    local: bool = False,
 ) -> tuple[Data, PyTree]:
-    """Return `fit`'s data as `Data`, and the shapes of a full batch. Raises `BatchError`."""
+    """Return `fit`'s data as `Data`, and the shapes of a full batch. Raises `BatchError`.
+
+    **Arguments:** `local`, whether each process gives its own rows of a batch.
+    """
     check_ragged(ragged)
     if not isinstance(shuffle, bool | np.bool_):
         raise errors.shuffle_not_a_bool(shuffle)
@@ -97,6 +129,8 @@ def as_data(
         batch_size = size
     check_kind("data", data)
     if is_arrays(data):
+        if local:
+            raise errors.local_batches_need_batches()
         if batch_size is None:
             raise errors.data_needs_batch_size()
         data = as_arrays(data)
@@ -109,18 +143,28 @@ def as_data(
     first = next(iter(data), None)
     if first is None:
         raise errors.data_has_no_batches("the iterable is empty")
-    size = batch_size or leading_dim(first)
+    size = batch_size or leading_dim(first) * (process_count() if local else 1)
     like = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((size, *np.shape(leaf)[1:]), np.asarray(leaf).dtype),
         first,
     )
-    return StreamData(data, size, ragged), like
+    return StreamData(data, size, ragged, local), like
 
 
-def prefetch(items: Iterator[T], load: Callable[[T], T], ahead: int = 2) -> Generator[T]:
+class StillWaiting:
+    """What `prefetch` yields where it is to stop while the next item is not there yet."""
+
+
+def prefetch(
+    items: Iterator[T],
+    load: Callable[[T], T],
+    ahead: int = 2,
+    stopping: Callable[[], bool] = lambda: False,
+) -> Generator[T | StillWaiting]:
     """Yield `load(item)` of each item, computed on another thread up to `ahead` items in advance.
 
-    Errors of `items` and `load` are raised when the item is requested.
+    Errors of `items` and `load` are raised when the item is requested. Once `stopping()`, an item
+    that is not there is not waited for.
     """
     end = object()
     # The queue holds one item fewer than `ahead`: an item waiting in `put` is loaded too.
@@ -149,7 +193,12 @@ def prefetch(items: Iterator[T], load: Callable[[T], T], ahead: int = 2) -> Gene
     thread.start()
     try:
         while True:
-            item, error = ready.get()
+            try:
+                item, error = ready.get(timeout=SECONDS_BETWEEN_LOOKS)
+            except queue.Empty:
+                if stopping():
+                    yield StillWaiting()
+                continue
             if error is not None:
                 raise error
             if item is end:

@@ -116,6 +116,7 @@ def fit(
     evaluation: PyTree | Iterable[PyTree] | None = None,
     shuffle: bool = True,
     ragged: Ragged = "pad",
+    local_batches: bool = False,
     output: str | Path | None = None,
     resume: bool = False,
     restart: bool = False,
@@ -148,6 +149,8 @@ def fit(
     - `shuffle`: whether arrays are read in a new order each epoch.
     - `ragged`: a smaller last batch is trained exactly as it is (`"pad"`), left out (`"drop"`) or
       refused (`"error"`).
+    - `local_batches`: whether of several processes each gives its own rows of every batch, equally
+      many; else all give the same batches. Of arrays each reads only its own rows anyway.
     - `output`: a directory for `metrics.jsonl`, TensorBoard events, `plan.toml` and checkpoints.
     - `resume`: continue from the newest checkpoint in `output`, bit for bit as if never stopped.
       With more members than it holds, the new ones first catch up.
@@ -190,7 +193,8 @@ def fit(
     output = None if output is None else _output(output)
     resume, restart = (True, False) if attempt() else (resume, restart)  # by a launcher
     # Check everything before compiling, and lock the output before changing anything in it.
-    source, like = as_data(data, batch_size=batch_size, seed=seed, shuffle=shuffle, ragged=ragged)
+    source, like = as_data(data, batch_size=batch_size, seed=seed, shuffle=shuffle, ragged=ragged,
+                           local=local_batches)  # fmt: skip
     if members is not None:
         source = with_resampling(members, source)
         plan = saved_tuning(plan, output) if resume else plan
@@ -250,7 +254,7 @@ def fit(
                 _report(row, history, bar, measurements, log)
                 metrics = metrics.fresh()
             if save:
-                meta = _meta(run, steps, metrics, program, rollbacks)
+                meta = _meta(run, steps, metrics, program, rollbacks, group, local_batches)
                 canonical = functools.partial(program.to_canonical, state)
                 with dog.work("save"):
                     saving.save(steps.step, canonical, meta, steps.residuals, last=last)
@@ -458,8 +462,9 @@ def _turns(
     schedule: Any = dict(zip(("epochs", "report_every", "checkpoint_every"), when, strict=True))
     schedule["start"] = start
     if coordinator is None:
-        return train_iter(program, state, source, resident=resident, group=group, **schedule)
-    return serve_iter(coordinator, program, state, source, lambda: bool(stop.name), **schedule)
+        schedule |= {"resident": resident, "group": group, "stopping": stop.called}
+        return train_iter(program, state, source, **schedule)
+    return serve_iter(coordinator, program, state, source, stop.called, **schedule)
 
 
 def _report(
@@ -501,9 +506,17 @@ def _meta(
     metrics: EpochMetrics,
     program: Program,
     rollbacks: Rollbacks,
+    group: ProcessGroup,
+    local: bool,
 ) -> dict[str, Any]:
-    """Return what a checkpoint says of the run beside its state."""
-    now = {"position": steps.position.to_json(), "tally": metrics.to_json()}
+    """Return what a checkpoint says of the run beside its state.
+
+    Where each process has its own rows (`local`), the state of the iterators of all.
+    """
+    position = steps.position.to_json()
+    if local:
+        position["iterator"] = group.all_gather(position["iterator"])
+    now = {"position": position, "tally": metrics.to_json()}
     return {**run, **now, **members_meta(program), "rollbacks": rollbacks.to_json()}
 
 

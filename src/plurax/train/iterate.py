@@ -31,7 +31,7 @@ from plurax.execute.program import Program
 from plurax.execute.step import Metrics
 from plurax.mesh import memory_budget
 from plurax.state import TrainState
-from plurax.train.data import Data, prefetch
+from plurax.train.data import Data, StillWaiting, StreamData, prefetch
 
 SECONDS_PER_CALL = 0.25
 """The target duration of one call, in seconds: short enough for a live bar and Ctrl-C."""
@@ -106,12 +106,14 @@ def train_iter(
     checkpoint_every: int | None = None,
     resident: bool | None = None,
     group: ProcessGroup | None = None,
+    stopping: Callable[[], bool] = lambda: False,
 ) -> Iterator[StepOutput]:
     """Train, yielding after every call into the compiled program. `fit` is built on this loop.
 
     **Arguments:** as for `fit`; `start` is the position in the data to begin at; `group`, the
-    processes that train together, default all. A call never runs past the end of an epoch (for
-    members: an epoch to report) or a multiple of `checkpoint_every`.
+    processes that train together, default all; `stopping()`, whether data that are not there shall
+    no longer be waited for. A call never runs past the end of an epoch (for members: an epoch to
+    report) or a multiple of `checkpoint_every`.
     """
     if isinstance(data, ArrayData) and program.members is not None:
         data = data.read_by(program.members)
@@ -120,8 +122,10 @@ def train_iter(
             group = group or stack.enter_context(contextlib.closing(open_group()))
             when = (start, epochs, report_every, checkpoint_every)
             yield from _resident(program, state, data, group, *when)
-    else:
-        yield from _streamed(program, state, data, start, epochs)
+        return
+    with contextlib.ExitStack() as stack:
+        group = group or stack.enter_context(contextlib.closing(open_group()))
+        yield from _streamed(program, state, data, group, stopping, start, epochs)
 
 
 def _resident(
@@ -202,11 +206,20 @@ def _window(metrics: Metrics, begin: int, size: int) -> Metrics:
 
 
 def _streamed(
-    program: Program, state: TrainState, data: Data, start: Position, epochs: int
+    program: Program,
+    state: TrainState,
+    data: Data,
+    group: ProcessGroup,
+    stopping: Callable[[], bool],
+    start: Position,
+    epochs: int,
 ) -> Iterator[StepOutput]:
+    local = isinstance(data, StreamData) and data.local
+    place = program.place_own if local else program.place_batch
+
     def load(item: tuple[PyTree, Position]) -> tuple[Placed, Position]:
         batch, position = item
-        return program.place_batch(batch), position
+        return place(batch), position
 
     step = state.steps_taken
     compiled = program.compiled_step  # before the clock starts
@@ -214,14 +227,17 @@ def _streamed(
         begin = start if epoch == start.epoch else Position(epoch)
         began = time.monotonic()
         # Hold back one batch, to know which one is the last of the epoch.
-        with contextlib.closing(prefetch(data.batches(begin), load)) as batches:
+        ahead = prefetch(data.batches(begin), load, stopping=stopping)
+        with contextlib.closing(ahead) as batches:
             held = next(batches, None)
             if held is None and begin.batch == 0:
                 raise errors.data_has_no_batches(f"epoch {epoch + 1} of the iterable is empty")
             if held is None:  # the position is inside this epoch, so the data have shrunk
                 raise errors.data_shorter(epoch + 1, begin.batch)
-            while held is not None:
+            while not (held is None or isinstance(held, StillWaiting)):
                 (placed, position), held = held, next(batches, None)
+                if _all_ended(group, held, local=local):
+                    held = None
                 state, metrics = program.step_placed(state, placed)
                 step += 1
                 done = held is None
@@ -229,6 +245,21 @@ def _streamed(
                 seconds = time.monotonic() - began
                 yield StepOutput(state, step, metrics, seconds, after, done, compiled)
                 began = time.monotonic()
+
+
+def _all_ended(group: ProcessGroup, held: Any, *, local: bool) -> bool:
+    """Return whether the epoch ends after the batch before `held`, in all processes alike.
+
+    Where one is to stop and does not wait for its data, it does not end. Where each process has its
+    own rows, it ends with the first that has no more. Raises `BatchError` where all were to give
+    the same batches.
+    """
+    every = group.all_gather(None if isinstance(held, StillWaiting) else held is None)
+    if None in every:
+        return False
+    if any(every) and not all(every) and not local:
+        raise errors.data_of_unequal_length(every.index(True), every.index(False))
+    return any(every)
 
 
 def stays_resident(program: Program, data: ArrayData, wanted: bool | None) -> bool:

@@ -42,6 +42,10 @@ class StopSignals:
             signal.set_wakeup_fd(self._woken)
             os.close(self._pipe[1])
 
+    def called(self) -> bool:
+        """Return whether this process has got a signal."""
+        return self.name is not None
+
     def agree(self, group: ProcessGroup, ready: bool) -> str | None:
         """Return the signal that ends training; all processes return the same one at a step.
 
