@@ -206,7 +206,7 @@ def test_arguments_and_reports_of_every_kind(tmp_path, monkeypatch, capsys):
 def test_a_mistake_of_our_own_shows_all_of_it(workplace, monkeypatch):
     monkeypatch.chdir(workplace)
     monkeypatch.syspath_prepend(workplace)
-    monkeypatch.setattr("plurax.cli.commands.read_rows", int)
+    monkeypatch.setattr("plurax.cli.train_command.read_rows", int)
     with pytest.raises(TypeError, match="int"):
         cli.main(["train", "small.py", "--output", "ours", "--no-progress"])
 
