@@ -203,8 +203,7 @@ def fit(
         dog = stack.enter_context(Watchdog.of_gang(group.count, group.index))
         checkpoints = _open_checkpoints(stack, group, output, resume, restart)
         program = make_program(task, optimizer, plan, like, members, source, resident, devices)
-        if evaluation is not None:
-            program.check_evaluation(evaluation)
+        _check_evaluation(program, evaluation)
         machine = None if servers else machine
         estimated = estimate_run(program, optimizer, like, source, resident, machine)
         _check_saveable(program.canonical_shapes, output)
@@ -343,6 +342,11 @@ def _output(given: str | Path) -> Path:
     if not os.access(there, os.W_OK | os.X_OK):
         raise errors.checkpoint_not_written(str(directory), f"no permission to write in {there}")
     return directory
+
+
+def _check_evaluation(program: Program, evaluation: PyTree | Iterable[PyTree] | None) -> None:
+    if evaluation is not None:
+        program.check_evaluation(evaluation)
 
 
 def _check_saveable(state: TrainState, output: Path | None) -> None:
