@@ -203,10 +203,9 @@ def fit(
         dog = stack.enter_context(Watchdog.of_gang(group.count, group.index))
         checkpoints = _open_checkpoints(stack, group, output, resume, restart)
         program = make_program(task, optimizer, plan, like, members, source, resident, devices)
-        _check_evaluation(program, evaluation)
         machine = None if servers else machine
         estimated = estimate_run(program, optimizer, like, source, resident, machine)
-        _check_saveable(program.canonical_shapes, output)
+        _check_run(program, evaluation, output)
         run = {"seed": seed, "batch_size": program.batch_size, "shuffle": bool(shuffle),
                "ragged": ragged, "epoch_length": epoch_length(source)}  # fmt: skip
         _move_aside(group, checkpoints if restart else None)
@@ -344,9 +343,13 @@ def _output(given: str | Path) -> Path:
     return directory
 
 
-def _check_evaluation(program: Program, evaluation: PyTree | Iterable[PyTree] | None) -> None:
+def _check_run(
+    program: Program, evaluation: PyTree | Iterable[PyTree] | None, output: Path | None
+) -> None:
+    """Raise before the first step what the evaluation and the checkpoints would raise after it."""
     if evaluation is not None:
         program.check_evaluation(evaluation)
+    _check_saveable(program.canonical_shapes, output)
 
 
 def _check_saveable(state: TrainState, output: Path | None) -> None:
