@@ -371,6 +371,7 @@ def test_an_exception_before_the_first_step_is_not_tried_again():
         ([Exit(0, 134), Exit(1, 2)], 1),
         ([Exit(0, 76), Exit(1, 76, stuck=True, stopped=True)], 1),
         ([Exit(0, 76, stuck=True), Exit(1, 76, stuck=True, stopped=True)], 1),
+        ([Exit(0, 76, step=8), Exit(1, 76, step=7)], 1),  # the one behind is waited for
         ([Exit(0, 137), Exit(1, 79, memory=True)], 1),
         ([Exit(0, 75), Exit(1, 0)], 0),
         ([Exit(0, 75), Exit(1, 139)], 1),

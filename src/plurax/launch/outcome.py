@@ -55,7 +55,12 @@ def cause(exits: Sequence[Exit]) -> Exit | None:
     """
     abnormal = [one for one in exits if one.code != ExitCode.DONE and not one.ours]
     abnormal = abnormal or [one for one in exits if one.code != ExitCode.DONE]
-    return min(abnormal, key=_rank, default=None)
+    return min(abnormal, key=lambda one: (_rank(one), _behind(one)), default=None)
+
+
+def _behind(one: Exit) -> int:
+    """Return the step of a process that its watchdog ended: the others wait for the last one."""
+    return (one.step or 0) if one.code == ExitCode.STUCK else 0
 
 
 def _rank(one: Exit) -> int:
