@@ -8,6 +8,7 @@ own. Its launcher describes it in variables:
     PLURAX_PROCESS=2                    which one this is
     PLURAX_DEVICES=8                    virtual CPU devices of each, to rehearse; often not given
     PLURAX_ATTEMPT=1                    how often the gang was restarted
+    PLURAX_ELASTIC=1                    it goes on without hosts that are gone
     PLURAX_STATUS=/run/0                the folder into which each process writes what it does
     PLURAX_WATCHDOG=180                 the least limit of a step in seconds; 0: no watchdog
 
@@ -87,6 +88,11 @@ def status_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
 def watchdog_seconds(environment: Mapping[str, str] = os.environ) -> int | None:
     """Return the least limit of a step that is asked for, or None. Raises `ProcessError`."""
     return _number(environment, "PLURAX_WATCHDOG") if environment.get("PLURAX_WATCHDOG") else None
+
+
+def is_elastic(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the launcher goes on without hosts that are gone."""
+    return environment.get("PLURAX_ELASTIC") == "1"
 
 
 def _launched(environment: Mapping[str, str]) -> Gang:

@@ -36,6 +36,7 @@ from plurax.state import TrainState
 from plurax.task import Task
 from plurax.train.checkpoint import Checkpoints
 from plurax.train.data import Data, as_data
+from plurax.train.elastic import plan_for_those_left
 from plurax.train.epoch_metrics import EpochMetrics, MembersMetrics, NetworkMetrics
 from plurax.train.iterate import StepOutput, Turns, train_iter
 from plurax.train.log import MetricsLog, Row
@@ -187,8 +188,7 @@ def fit(
     """
     numbers = (epochs, seed, report_every, checkpoint_every)
     epochs, seed, report_every, checkpoint_every = _whole_numbers(*numbers, check_replicas_every)
-    check_kinds(task, optimizer, plan, members)
-    check_servers(servers, task, plan, members)
+    plan = _check_arguments(task, optimizer, plan, members, servers)
     rule = check_rollback(rollback, members, servers)
     output = None if output is None else _output(output)
     resume, restart = (True, False) if attempt() else (resume, restart)  # by a launcher
@@ -341,6 +341,15 @@ def _output(given: str | Path) -> Path:
     if not os.access(there, os.W_OK | os.X_OK):
         raise errors.checkpoint_not_written(str(directory), f"no permission to write in {there}")
     return directory
+
+
+def _check_arguments(
+    task: Any, optimizer: Any, plan: Plan, members: Members | None, servers: Servers | None
+) -> Plan:
+    """Raise for arguments of wrong kinds; return the plan, for the devices that are left."""
+    check_kinds(task, optimizer, plan, members)
+    check_servers(servers, task, plan, members)
+    return plan_for_those_left(plan, task)
 
 
 def _check_run(
