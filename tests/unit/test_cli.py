@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from tests import models
@@ -58,6 +59,24 @@ def test_help_names_every_command(capsys):
         assert "plurax machine" in out
         assert "plurax replay RUN" in out
     assert run(capsys, "--version")[1] == f"plurax {px.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (MemoryError("no room for 8 GB"), "no room for 8 GB"),
+        (MemoryError(), "MemoryError()"),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 8 GB"), "RESOURCE_EXHAUSTED: 8 GB"),
+    ],
+)
+def test_out_of_memory_has_a_code_of_its_own(workplace, capsys, monkeypatch, error, reason):
+    def full(**_):
+        raise error
+
+    monkeypatch.setattr("plurax.cli.train_command.fit", full)
+    code, _, said = run(capsys, "train", "small.py")
+    assert code == 79
+    assert said.startswith(f"error: out of memory: {reason}\nA plan with more zero, or over")
 
 
 def test_help_of_a_file_shows_its_defaults(workplace, capsys):

@@ -124,7 +124,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"error: {describe_error(error)}", file=sys.stderr)
         leave(exit_code(error))
     except Exception as error:
-        if not is_users(error) or exit_code(error) == ExitCode.PEER_DIED:
+        code = exit_code(error)
+        if code == ExitCode.OUT_OF_MEMORY:
+            print(f"error: {errors.memory_is_full(str(error) or repr(error))}", file=sys.stderr)
+            leave(code)
+        if not is_users(error) or code == ExitCode.PEER_DIED:
             raise
         print(f"error: {errors.user_code_failed(describe_error(error))}", file=sys.stderr)
         leave(2)

@@ -146,11 +146,17 @@ def exit_code(error: BaseException) -> ExitCode:
         return ExitCode.INTERRUPTED
     if isinstance(error, errors.ReplicaError):
         return ExitCode.CORRUPT
+    if isinstance(error, errors.OutOfMemoryError | MemoryError) or _is_device_full(error):
+        return ExitCode.OUT_OF_MEMORY
     if isinstance(error, errors.RunStoppedError):
         return ExitCode.PERMANENT
     if isinstance(error, errors.PeerError) or _is_lost_link(error):
         return ExitCode.PEER_DIED
     return ExitCode.MISTAKE if isinstance(error, errors.PluraxError) else ExitCode.FAILED
+
+
+def _is_device_full(error: BaseException) -> bool:
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _is_lost_link(error: BaseException) -> bool:

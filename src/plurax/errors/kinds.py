@@ -9,6 +9,10 @@ class PlanError(PluraxError):
     """A plan that cannot run."""
 
 
+class OutOfMemoryError(PlanError):
+    """A plan that needs more memory than there is."""
+
+
 class ShardingWarning(UserWarning):
     """A tensor is not sharded as a rule says, or is gathered for an operation without a rule."""
 

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
-from plurax.errors.kinds import PlanError
+from plurax.errors.kinds import OutOfMemoryError, PlanError
 
 
 def plan_field_not_positive(field: str, value: object) -> PlanError:
@@ -168,11 +168,20 @@ def plan_not_toml(source: str, reason: str) -> PlanError:
     )
 
 
-def out_of_memory(plan: str, needs: str, ways: Iterable[str], saved: str, reason: str) -> PlanError:
+def out_of_memory(
+    plan: str, needs: str, ways: Iterable[str], saved: str, reason: str
+) -> OutOfMemoryError:
     listed = "".join(f"\n  - {way}" for way in ways)
-    return PlanError(
+    return OutOfMemoryError(
         f"out of memory under Plan({plan}){needs}. What needs less:{listed}\n"
         f"plurax plan FILE shows the memory of a plan before it runs. {saved}\n  ({reason})"
+    )
+
+
+def memory_is_full(reason: str) -> OutOfMemoryError:
+    return OutOfMemoryError(
+        f"out of memory: {reason}\nA plan with more zero, or over more devices, needs less "
+        "on each; data given as an iterable or a Grain data set are read a batch at a time."
     )
 
 

@@ -3,9 +3,15 @@
 import os
 import signal
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
+from plurax.distributed.environment import status_folder
 from plurax.distributed.process_group import ProcessGroup
+
+SAME_SECONDS = 5.0
+"""Within which a signal and its copy reach a process that has a launcher."""
 
 
 class StopSignals:
@@ -14,10 +20,23 @@ class StopSignals:
     Python runs its signal handlers between two bytecodes, so not while XLA compiles. The C handler
     writes every signal to a pipe, and a thread that reads the pipe ends the process at the second.
     A signal that was ignored when the process began (a background job) stays ignored.
+
+    Slurm sends a signal to every process of a step, and the launcher, which gets it too, passes it
+    on. So under a launcher what comes within a short time is one signal.
+
+    **Arguments:** `launched`, whether this process has a launcher; `clock`; `end`, what ends the
+    process.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        launched: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        end: Callable[[int], object] = os._exit,
+    ) -> None:
         self.name: str | None = None
+        self._launched = status_folder() is not None if launched is None else launched
+        self._clock, self._end = clock, end
         self._before: dict[signal.Signals, Any] = {}
         self._pipe: tuple[int, int] | None = None
         self._woken = -1
@@ -56,16 +75,21 @@ class StopSignals:
         return next(filter(None, signals), None)
 
     def _note(self, number: int, _frame: object) -> None:
+        if self.name is not None:  # only under a launcher; the thread ends this process
+            return
         self.name = signal.Signals(number).name
         os.write(2, f"\n{self.name}: stopping after this step; once more ends at once\n".encode())
-        for other in self._before:
+        for other in () if self._launched else self._before:
             signal.signal(other, signal.SIG_DFL)
 
     def _watch(self, read: int) -> None:
         """Read signals from the pipe on another thread, until its other end is closed."""
-        seen = 0
+        first: float | None = None
         while got := os.read(read, 1):
-            seen += got[0] in (signal.SIGINT, signal.SIGTERM)
-            if seen > 1:
-                os._exit(128 + got[0])
+            if got[0] not in (signal.SIGINT, signal.SIGTERM):
+                continue
+            if first is None:
+                first = self._clock()
+            elif not self._launched or self._clock() - first > SAME_SECONDS:
+                self._end(128 + got[0])
         os.close(read)
