@@ -89,7 +89,7 @@ def run(mode, transport, epochs=2):
         bound(coordinator)
         for output in serve_iter(coordinator, program, state, DATA, epochs=epochs):
             outputs.append(output)
-            if output.settled:
+            if output.fetched:
                 state = output.state
     return state, account, outputs
 

@@ -58,9 +58,9 @@ def spec(mode, compression):
 
 
 def recorded(folder, mode, compression, transport, residuals=()):
-    """Run two epochs; return the settled states and residuals by step, and the record."""
+    """Run two epochs; return the fetched states and residuals by step, and the record."""
     run, program = spec(mode, compression), compiled()
-    state, settled = program.init(0), {}
+    state, fetched = program.init(0), {}
     record = Record(folder, 0)
     record.write({"event": "start", "step": 0, "servers": dataclasses.asdict(run.servers)})
     kind = Synchronous if run.servers.mode == "sync" else Asynchronous
@@ -68,9 +68,9 @@ def recorded(folder, mode, compression, transport, residuals=()):
     with kind(run, transport, first, Account(), record, residuals=residuals) as coordinator:
         turns = serve_iter(coordinator, program, state, DATA, epochs=2, checkpoint_every=5)
         for output in turns:
-            if output.settled:
-                settled[output.step] = program.to_canonical(output.state), output.residuals
-    return settled, read_events(folder / FILE)
+            if output.fetched:
+                fetched[output.step] = program.to_canonical(output.state), output.residuals
+    return fetched, read_events(folder / FILE)
 
 
 def batches(parts):
@@ -94,19 +94,19 @@ def follow(mode, compression, events, residuals=()):
 def test_every_run_is_repeated_bit_for_bit(tmp_path_factory, mode, compression, seed, times):
     fault = deaths(("worker", "server"), times)
     folder = tmp_path_factory.mktemp("run")
-    settled, events = recorded(folder, mode, compression, Simulated(seed, fault))
+    fetched, events = recorded(folder, mode, compression, Simulated(seed, fault))
     found = follow(mode, compression, events)
-    assert [*settled] == [5, 6, 10, STEPS]
+    assert [*fetched] == [5, 6, 10, STEPS]
     assert {*found} == {*range(STEPS + 1)}
-    for step, (state, residuals) in settled.items():
+    for step, (state, residuals) in fetched.items():
         again, left = found[step]
         assert same(again, state)
         assert models.same_bits(left, residuals or [])
     if compression:
         # Of a run that resumes there nothing else is left.
-        end = events.index({"event": "settled", "step": 5})
+        end = events.index({"event": "fetched", "step": 5})
         again, left = follow(mode, compression, events[: end + 1])[5]
-        assert models.same_bits(left, settled[5][1])
+        assert models.same_bits(left, fetched[5][1])
 
 
 def test_what_a_worker_began_with_is_lost_with_it(tmp_path):
@@ -114,17 +114,17 @@ def test_what_a_worker_began_with_is_lost_with_it(tmp_path):
     like = zero_leaves(jax.tree.leaves(compiled().canonical_shapes.params))
     begun = [[rng.normal(size=one.shape).astype(one.dtype) for one in like] for _ in range(3)]
     killed = Simulated(0, lambda transport: transport.turns or transport.kill("worker 1"))
-    settled, events = recorded(tmp_path, "async", "topk", killed, begun)
+    fetched, events = recorded(tmp_path, "async", "topk", killed, begun)
     assert {"worker": 1, "life": 0}.items() <= next(
         event.items() for event in events if event["event"] == "worker lost"
     )
     found = follow("async", "topk", events, begun)
-    assert models.same_bits(found[STEPS][1], settled[STEPS][1])
-    assert same(found[STEPS][0], settled[STEPS][0])
+    assert models.same_bits(found[STEPS][1], fetched[STEPS][1])
+    assert same(found[STEPS][0], fetched[STEPS][0])
 
 
 def test_another_order_gives_other_bits(tmp_path):
-    settled, events = recorded(tmp_path, "async", None, Simulated(3))
+    fetched, events = recorded(tmp_path, "async", None, Simulated(3))
     pushes = [index for index, event in enumerate(events) if event["event"] == "push"]
     first, second = next(
         (i, j)
@@ -134,7 +134,7 @@ def test_another_order_gives_other_bits(tmp_path):
     )
     events[first], events[second] = events[second], events[first]
     last, _ = follow("async", None, events)[STEPS]
-    assert not same(last.params, settled[STEPS][0].params)
+    assert not same(last.params, fetched[STEPS][0].params)
 
 
 # --- Of `fit` -------------------------------------------------------------------------------------

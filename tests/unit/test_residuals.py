@@ -234,7 +234,7 @@ def test_a_worker_that_is_lost_takes_it_along(tmp_path, started):
     assert models.same_bits(second, zero_leaves(second))
 
 
-def test_a_worker_that_is_lost_before_the_state_is_settled_has_nothing(tmp_path):
+def test_a_worker_that_is_lost_before_the_state_is_fetched_has_nothing(tmp_path):
     """What it had is fetched already, but in the record its loss comes first."""
 
     def fault(transport):
@@ -251,7 +251,7 @@ def test_a_worker_that_is_lost_before_the_state_is_settled_has_nothing(tmp_path)
             coordinator._wait()
         _, (first, second) = coordinator.state(0)
         assert sorted(coordinator.account.restarts) == ["server 0", "worker 1"]
-    assert [event["event"] for event in read_events(tmp_path / FILE)][-1] == "settled"
+    assert [event["event"] for event in read_events(tmp_path / FILE)][-1] == "fetched"
     assert models.same_bits(first, before[0])
     assert models.same_bits(second, zero_leaves(second))
 

@@ -67,7 +67,7 @@ EVENTS = [
     {"event": "pull", "worker": 0, "sequence": 2, "at": 6.0},
     {"event": "compute", "worker": 0, "sequence": 2, "at": 6.5},
     {"event": "push", "worker": 0, "sequence": 2, "at": 7.0},
-    {"event": "settled", "step": 3},
+    {"event": "fetched", "step": 3},
 ]
 AGAIN = [
     {"event": "start", "step": 3, "servers": {"workers": 1, "shards": 2, "mode": "bounded"}},
@@ -75,7 +75,7 @@ AGAIN = [
     {"event": "pull", "worker": 0, "sequence": 0, "at": 1.0},
     {"event": "compute", "worker": 0, "sequence": 0, "at": 1.0},
     {"event": "push", "worker": 0, "sequence": 0, "at": 1.5},
-    {"event": "settled", "step": 4},
+    {"event": "fetched", "step": 4},
 ]
 
 

@@ -13,12 +13,18 @@ import plurax as px
 from plurax.server import shared_memory
 from plurax.server.shared_memory import Borrower, Lender, Lent, SharedFolder, copied
 
-pytestmark = pytest.mark.skipif(not shared_memory.FOLDER.is_dir(), reason="no /dev/shm")
 LARGE = np.arange(50_000, dtype=np.float32)
 
 
+@pytest.fixture(autouse=True)
+def memory(tmp_path, monkeypatch):
+    """A folder in place of /dev/shm, which not every machine has."""
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
+    return tmp_path
+
+
 @pytest.fixture
-def shared():
+def shared(memory):
     folder = SharedFolder()
     yield folder
     folder.close()
@@ -76,19 +82,21 @@ def test_memory_of_a_process_that_ended_is_unmapped(shared, monkeypatch):
         assert len(borrower._files) <= 3
 
 
-def test_no_memory_left_is_an_error_before_anything_is_written(shared, monkeypatch):
+def test_no_memory_left_is_an_error_before_anything_is_written(shared, memory, monkeypatch):
     def full(descriptor, first, size):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(px.PlanError, match=r"0\.00 GB of memory that processes share, and /dev"):
+    with pytest.raises(px.PlanError, match=rf"0\.00 GB of memory that processes share, and {memory}"):
         Lender(shared.folder("server 0")).lend(LARGE)
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next(shared):
+def test_what_a_killed_process_left_is_removed_by_the_next(shared, memory):
     code = (
-        "import os, signal\n"
+        "import os, pathlib, signal\n"
+        "from plurax.server import shared_memory\n"
         "from plurax.server.shared_memory import SharedFolder\n"
+        f"shared_memory.FOLDER = pathlib.Path({str(memory)!r})\n"
         "folder = SharedFolder()\n"
         "print(folder.path, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -14,7 +14,7 @@ from plurax.mesh import cpu_devices
 from plurax.plan import Plan
 from plurax.train.checkpoint import Checkpoints
 from plurax.train.checkpoint.manager import state_fingerprints
-from plurax.train.replayed import recorded_runs, replayed, settled_steps
+from plurax.train.replayed import fetched_steps, recorded_runs, replayed
 from plurax.train.run_folder import COMMAND
 
 
@@ -33,7 +33,7 @@ def replay_command(arguments: list[str]) -> int:
     else:
         start_devices(given)
     made, *_ = made_experiment(file, "plurax replay", given)
-    steps, same = {*settled_steps(runs)}, True
+    steps, same = {*fetched_steps(runs)}, True
     checkpoints = Checkpoints(options.run / "checkpoints")
     for step, state in replayed(made.task, made.optimizer, made.data, options.run, runs, steps):
         found, saved = state_fingerprints(state), checkpoints.fingerprints(step)

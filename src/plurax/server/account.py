@@ -23,7 +23,7 @@ class Account:
       ended less the version of the snapshot that it was restarted from.
     - `repeated`: steps that were computed again after a server's death (`sync` alone).
     - `dropped_examples`: examples of parts that came after the quorum.
-    - `handed_on`: tickets of a lost worker that another worker got.
+    - `reassigned`: tickets of a lost worker that another worker got.
     - `restarts`: names of the workers and servers that ended and were started again, in order.
     - `pushed_bytes`, `pulled_bytes`: between workers and servers.
     - `push_seconds`, `pull_seconds`: of the latest `LATEST`, from the call to the answer.
@@ -38,7 +38,7 @@ class Account:
         self.lost_updates: Counter[int] = Counter()
         self.repeated = 0
         self.dropped_examples = 0
-        self.handed_on = 0
+        self.reassigned = 0
         self.restarts: list[str] = []
         self.pushed_bytes = 0
         self.pulled_bytes = 0
@@ -57,9 +57,9 @@ class Account:
             lines.append(f"  {versions:>3}  {count:>7}  {'#' * max(1, round(40 * count / most))}")
         refused = ", ".join(f"{count} {why}" for why, count in sorted(self.rejected.items()))
         lines.append(f"rejected: {refused or 'none'}; lost: {sum(self.lost_updates.values())}")
-        if self.repeated or self.handed_on or self.dropped_examples:
+        if self.repeated or self.reassigned or self.dropped_examples:
             lines.append(
-                f"steps computed again: {self.repeated}; tickets handed on: {self.handed_on}; "
+                f"steps computed again: {self.repeated}; tickets reassigned: {self.reassigned}; "
                 f"examples dropped after the quorum: {self.dropped_examples}"
             )
         if self.restarts:

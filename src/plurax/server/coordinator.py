@@ -32,7 +32,7 @@ from plurax.state import TrainState
 PATIENCE = 0.5
 """Seconds between two looks at who still lives."""
 SLOW_START = 30.0
-"""Seconds after which the user is told that a worker or a server has not answered yet."""
+"""Seconds after which a line says that a worker or a server has not answered yet."""
 MOST_DEATHS = 3
 """Of a worker or a server, one after the other without having answered in between."""
 
@@ -141,8 +141,8 @@ class Coordinator(abc.ABC):
         """Write an event to the record, with the seconds since the start."""
         if self._record is not None:
             at = {"at": round(self.transport.now() - self._began, 6)}
-            # A resumed run finds where it was settled by the step alone.
-            self._record.write({"event": event, **values, **({} if event == "settled" else at)})
+            # A resumed run finds where it was fetched by the step alone.
+            self._record.write({"event": event, **values, **({} if event == "fetched" else at)})
 
     fate = "lost"
     """Of the updates that a server had made since its last snapshot, when it ends."""
@@ -184,7 +184,7 @@ class Coordinator(abc.ABC):
         found: list[Snapshot | None] = [None]
         while None in found:  # a server that has ended is restarted, and asked again
             found = [answer and answer[1] for answer in self._all("snapshot")]
-        self.record("settled", step=step)
+        self.record("fetched", step=step)
         if self._record is not None:
             self._record.flush()
         state = joined_state(self.spec, [one for one in found if one], step)
@@ -289,7 +289,7 @@ class Coordinator(abc.ABC):
         if flight in flight.slot.flights:
             flight.slot.flights.remove(flight)
             flight.slot.started -= 1
-            self._hand_on([flight])
+            self._reassign([flight])
 
     def _compute(self, flight: Flight) -> None:
         """Let a worker compute, once the parameters are there.
@@ -365,7 +365,7 @@ class Coordinator(abc.ABC):
         lost = [flight for flight in slot.flights if not flight.pushed]
         # What it has pushed is on its way without it.
         slot.flights = [flight for flight in slot.flights if flight.pushed]
-        self._hand_on(lost)
+        self._reassign(lost)
         slot.life, slot.ready, slot.deaths = slot.life + 1, False, slot.deaths + 1
         self.record("worker lost", worker=slot.index, life=life)
         self._begun_with.pop(slot.index, None)  # lost with the memory of its worker
@@ -381,8 +381,8 @@ class Coordinator(abc.ABC):
         slot.actor = self._start_worker(slot.index, slot.life)
         self._greet(slot)
 
-    def _hand_on(self, flights: list[Flight]) -> None:
-        self.account.handed_on += len(flights)
+    def _reassign(self, flights: list[Flight]) -> None:
+        self.account.reassigned += len(flights)
         self._return([flight.ticket for flight in flights])
 
     @abc.abstractmethod
@@ -392,7 +392,7 @@ class Coordinator(abc.ABC):
     def _fetch_residuals(self) -> dict[int, tuple[int, Leaves]]:
         """Return the life and the residuals of each worker that may have any."""
         # A part that comes after the quorum changes what is left too. Whoever still computes one
-        # answers that call first, so its end is in the record before the state is settled.
+        # answers that call first, so its end is in the record before the state is fetched.
         found = {index: (0, leaves) for index, leaves in self._begun_with.items()}
 
         def ask(slot: WorkerSlot) -> None:
@@ -501,7 +501,7 @@ class Coordinator(abc.ABC):
             self._look()
 
     def _look(self) -> None:
-        """Give up who has not shown for so long that it lives; tell of those that do not start."""
+        """Give up actors that gave no sign of life for too long; name those that do not start."""
         for name, since in [*self._starting.items()]:
             if self.transport.now() - since > SLOW_START:
                 del self._starting[name]

@@ -62,6 +62,7 @@ class RayTransport(Transport):
         self._ray = _ray(servers.address)
         self._own = not self._ray.is_initialized()
         self._alone = self._own and servers.address is None
+        self._shared: SharedFolder | None = None
         if self._alone:
             self._start(servers, store_bytes)
         elif self._own:
@@ -70,7 +71,8 @@ class RayTransport(Transport):
         if store_bytes > store:
             self.close()
             raise errors.servers_store_too_small(store_bytes, store, "the cluster's nodes have")
-        self._shared = SharedFolder() if self._alone and FOLDER.is_dir() else None
+        if self._alone and FOLDER.is_dir():
+            self._shared = SharedFolder()
         self._unsent: list[_Call] = []
         self._messages: dict[Any, list[_Call]] = {}
         self._pings: dict[str, tuple[Any, float]] = {}
@@ -151,9 +153,8 @@ class RayTransport(Transport):
             if not there:
                 break
             if rest:  # all that are there, not one at a time
-                there += self._ray.wait(rest, num_returns=len(rest), timeout=0, fetch_local=False)[
-                    0
-                ]
+                more, _ = self._ray.wait(rest, num_returns=len(rest), timeout=0, fetch_local=False)
+                there += more
             for ref in there:
                 self._came(ref, self._messages.pop(ref))
         return [one for one in references if one.is_there]

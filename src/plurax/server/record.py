@@ -14,9 +14,9 @@
     {"event": "saved", "server": 0, "number": 1}           from now on it is restarted from this one
     {"event": "worker lost", "worker": 1, "life": 0}       its next life has 1
     {"event": "server lost", "server": 0, "version": 38, "restored": 24, "number": 1}
-    {"event": "settled", "step": 469}                      nothing is on its way: state as saved
+    {"event": "fetched", "step": 469}                      nothing is on its way: state as saved
 
-Beside `start` and `settled`, all events have `at`: seconds since the workers were started.
+Beside `start` and `fetched`, all events have `at`: seconds since the workers were started.
 Refusals that follow from this order, such as of a push that a server has had, are not listed.
 A run that resumes at step 469 drops what stands after that line, and begins with a `start`; its
 `"residuals": true` says that workers began with what those before had left to send.
@@ -43,12 +43,12 @@ class Record:
         self._file.truncate(self._end_of(step) if step else 0)
 
     def _end_of(self, step: int) -> int:
-        """Return where the line ends that says that this step was settled; 0 without one."""
-        settled, end, found = _line({"event": "settled", "step": step}), 0, 0
+        """Return where the line ends that says that this step was fetched; 0 without one."""
+        fetched, end, found = _line({"event": "fetched", "step": step}), 0, 0
         with self.path.open() as lines:
             for line in lines:
                 end += len(line)  # JSON is ASCII
-                found = end if line == settled else found
+                found = end if line == fetched else found
         return found
 
     def write(self, event: Event) -> None:

@@ -71,8 +71,8 @@ class Replay:
     def steps(self) -> Iterator[int]:
         """Follow the record; yield the number of batches whenever it is reached.
 
-        Where servers went back, that is when it was reached for the last time; of a settled state,
-        when it was settled.
+        Where servers went back, that is when it was reached for the last time; of a fetched state,
+        when it was fetched.
         """
         reached = reached_at(self._events)
         if not reached:
@@ -187,7 +187,7 @@ def reached_at(events: Sequence[Event]) -> dict[int, int]:
         elif not joint and event["event"] == "push":
             step += 1
             index_of[step] = index
-    index_of |= {e["step"]: i for i, e in enumerate(events) if e["event"] == "settled"}
+    index_of |= {e["step"]: i for i, e in enumerate(events) if e["event"] == "fetched"}
     return {index: step for step, index in index_of.items()}
 
 

@@ -113,7 +113,7 @@ class Simulated(Transport):
     def kill(self, name: str, machine: bool = False) -> None:
         """End an actor, if it lives: what it has not answered fails.
 
-        With its `machine`, what lies there is lost.
+        With its `machine`, what is stored there is lost.
         """
         actor = self.actors.pop(name, None)
         if actor is not None:
@@ -193,7 +193,7 @@ class _Queue:
 
 
 class _Large:
-    """A result that lies on the machine of its actor."""
+    """A result that is stored on the machine of its actor."""
 
     def __init__(self, value: Any) -> None:
         self.value, self.lost = value, False

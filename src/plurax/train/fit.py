@@ -229,7 +229,7 @@ def fit(
             # The order matters: count, evaluate, log, save, and only then stop. A stop therefore
             # always leaves a checkpoint of exactly what was logged.
             state = steps.state
-            stopping = stop.agree(group, steps.settled)  # read once; later ones come next
+            stopping = stop.agree(group, steps.fetched)  # read once; later ones come next
             at_epoch = steps.position.epoch
             report = steps.epoch_done and (at_epoch % report_every == 0 or at_epoch == epochs)
             due = checkpoint_every is not None and steps.step % checkpoint_every == 0

@@ -53,7 +53,7 @@ class StepOutput:
       step was dispatched.
     - `position`: in the data, after the steps. `epoch_done`: whether they end an epoch.
     - `compiled`: the compiled program that took the steps, for its memory and its text.
-    - `settled`: whether `state` is that after the steps; parameter servers give it only at the end
+    - `fetched`: whether `state` is that after the steps; parameter servers give it only at the end
       of an epoch and where it is to be saved, else the one before.
     - `residuals`: of each worker of parameter servers what its compression has left to send, one
       array like each parameter; where the state is to be saved, and a compression leaves any.
@@ -66,7 +66,7 @@ class StepOutput:
     position: Position
     epoch_done: bool
     compiled: jax.stages.Compiled | None = None
-    settled: bool = True
+    fetched: bool = True
     residuals: list[list[np.ndarray]] | None = None
 
 

@@ -59,7 +59,7 @@ def replay(
     runs = recorded_runs(output)
     ends = [reached for run in runs for reached in reached_at(run).values()]
     if step is None:
-        step = settled_steps(runs)[-1]
+        step = fetched_steps(runs)[-1]
     number = whole_number(step, 0)
     if number is None or number not in ends:
         raise errors.replay_beyond_record(str(output), step, max(ends))
@@ -86,10 +86,10 @@ def recorded_runs(output: str | Path) -> list[list[Event]]:
     return runs
 
 
-def settled_steps(runs: Sequence[Sequence[Event]]) -> list[int]:
+def fetched_steps(runs: Sequence[Sequence[Event]]) -> list[int]:
     """Return the steps after which nothing was on its way, ascending; if none, the last one."""
-    settled = {e["step"] for run in runs for e in run if e["event"] == "settled"}
-    return sorted(settled) or [max(reached_at(runs[-1]).values())]
+    fetched = {e["step"] for run in runs for e in run if e["event"] == "fetched"}
+    return sorted(fetched) or [max(reached_at(runs[-1]).values())]
 
 
 def replayed(

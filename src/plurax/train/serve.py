@@ -9,7 +9,7 @@ workers, `sync`:
 
 The state is with the servers. It is fetched where it is needed: at the end of an epoch that is
 reported, every `checkpoint_every` batches, and when training is to stop; until then all workers go
-on, and what is yielded is not `settled`.
+on, and what is yielded is not `fetched`.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ def serve_iter(
     """Train with workers and servers, yielding whenever updates have been made.
 
     **Arguments:** as for `train_iter`, and the `coordinator`; `program` is where the state
-    is placed. Where `stopping()`, no further batch is handed out, and the last item is settled.
+    is placed. Where `stopping()`, no further batch is handed out, and the last item is fetched.
     """
     step = state.steps_taken
     for epoch in range(start.epoch, epochs):
@@ -70,7 +70,7 @@ def serve_iter(
                     limit = checkpoint_every - step % checkpoint_every
                 began, updates = time.monotonic(), list[Update]()
                 for more in coordinator.run(batches.take(limit), stopping):
-                    # Held back by one, so that the last of them can be settled.
+                    # Held back by one, so that the last of them can be fetched.
                     if updates:
                         step += len(updates)
                         yield _output(updates, state, step, batches.position, began)
@@ -81,16 +81,16 @@ def serve_iter(
                 at_epoch = epoch + 1
                 report = done and (at_epoch % report_every == 0 or at_epoch == epochs)
                 due = checkpoint_every is not None and step % checkpoint_every == 0
-                settled = report or due or stopping()
+                fetched = report or due or stopping()
                 residuals = None
-                if settled:
+                if fetched:
                     canonical, residuals = coordinator.state(step)
                     state = program.place(canonical)
                 position = Position(at_epoch) if done else batches.position
                 if updates:
                     last = _output(updates, state, step, position, began)
                     yield dataclasses.replace(
-                        last, epoch_done=done, settled=settled, residuals=residuals
+                        last, epoch_done=done, fetched=fetched, residuals=residuals
                     )
                 if stopping():
                     return
@@ -171,7 +171,7 @@ def _output(
         for name in updates[0].metrics
     }
     seconds = time.monotonic() - began
-    return StepOutput(state, step, metrics, seconds, position, epoch_done=False, settled=False)
+    return StepOutput(state, step, metrics, seconds, position, epoch_done=False, fetched=False)
 
 
 def check_servers(servers: Servers | None, task: Any, plan: Plan, members: Any) -> None:
