@@ -1,12 +1,14 @@
 """Build the mesh of a plan from devices, and create virtual CPU devices for rehearsal."""
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from plurax import errors
@@ -31,9 +33,28 @@ def make_mesh(plan: Plan, devices: Sequence[jax.Device] | None = None) -> Mesh:
     devices = _of_each_process(plan, devices)
     if plan.devices > 1 and devices[0].platform == "cpu":
         _check_cache()
-    grid = np.asarray(devices[: plan.devices]).reshape([plan.axes[axis] for axis in MESH_AXES])
+    grid = _grid([plan.axes[axis] for axis in MESH_AXES], devices)
     # Auto axes: where a function is not manual over an axis, XLA's partitioner decides.
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _grid(shape: list[int], devices: list[jax.Device]) -> np.ndarray:
+    """Return the devices in the shape of a mesh, neighbours on fast links next to each other.
+
+    The first axes go across the processes as far as they divide, so that the last ones stay within:
+    `(data=4, tensor=2)` on two processes with four devices is `(2, 1)` processes of `(2, 2)`.
+    """
+    across, rest = [], len({device.process_index for device in devices})
+    for size in shape:
+        across.append(math.gcd(size, rest))
+        rest //= across[-1]
+    if rest > 1:  # 12 devices as (data=4, tensor=3) on six processes
+        return np.asarray(devices).reshape(shape)
+    within = [size // processes for size, processes in zip(shape, across, strict=True)]
+    found: np.ndarray = mesh_utils.create_hybrid_device_mesh(
+        within, across, devices, process_is_granule=True, allow_split_physical_axes=True
+    )
+    return found
 
 
 def _of_each_process(plan: Plan, devices: list[jax.Device]) -> list[jax.Device]:

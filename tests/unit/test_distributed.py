@@ -20,7 +20,8 @@ from plurax.distributed.environment import Gang, attempt, first_host, gang_of, w
 from plurax.distributed.global_arrays import fetch, gather, least, put
 from plurax.distributed.initialize import exit_code
 from plurax.distributed.process_group import ProcessGroup, open_group
-from plurax.mesh import make_mesh
+from plurax.mesh import _grid, make_mesh
+from plurax.plan import MESH_AXES
 
 LAUNCHED = {"PLURAX_COORDINATOR": "10.0.0.1:4321", "PLURAX_PROCESSES": "4", "PLURAX_PROCESS": "2"}
 SLURM = {
@@ -299,3 +300,29 @@ def test_a_plan_must_use_every_process_equally(shares):
     ]
     with pytest.raises(px.PlanError, match=f"which {len(shares)} processes cannot share equally"):
         make_mesh(px.Plan(data=4), devices)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "processes", "axes"),
+    [
+        ({"data": 4, "tensor": 2}, 2, {"data"}),
+        ({"data": 2, "pipeline": 2, "tensor": 2}, 4, {"data", "pipeline"}),
+        ({"member": 2, "data": 2, "tensor": 2}, 2, {"member"}),
+        ({"data": 3, "tensor": 4}, 2, {"tensor"}),
+        ({"tensor": 8}, 4, {"tensor"}),
+    ],
+)
+def test_the_last_axes_stay_within_a_process(sizes, processes, axes):
+    """Which axes of the mesh lead from one process to another."""
+    plan = px.Plan(**sizes)
+    devices = [
+        types.SimpleNamespace(
+            id=i, process_index=i * processes // plan.devices, platform="gpu", device_kind="gpu"
+        )
+        for i in range(plan.devices)
+    ]
+    grid = _grid([plan.axes[axis] for axis in MESH_AXES], devices)
+    assert {device.id for device in grid.flat} == set(range(plan.devices))
+    owner = np.vectorize(lambda device: device.process_index)(grid)
+    across = {axis for dim, axis in enumerate(MESH_AXES) if (np.diff(owner, axis=dim) != 0).any()}
+    assert across == axes

@@ -87,7 +87,8 @@ def test_no_memory_left_is_an_error_before_anything_is_written(shared, memory, m
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(px.PlanError, match=rf"0\.00 GB of memory that processes share, and {memory}"):
+    said = rf"0\.00 GB of memory that processes share, and {memory}"
+    with pytest.raises(px.PlanError, match=said):
         Lender(shared.folder("server 0")).lend(LARGE)
 
 

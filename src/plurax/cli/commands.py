@@ -40,6 +40,7 @@ from plurax.cli.parse import (
 from plurax.cli.replay_command import replay_command
 from plurax.cli.train_command import train_experiment
 from plurax.distributed.environment import writes_files
+from plurax.distributed.global_arrays import described_devices
 from plurax.distributed.initialize import exit_code, leave
 from plurax.execute.placement import chunks, leading_dim
 from plurax.execute.program import Program
@@ -195,7 +196,7 @@ def _plan(arguments: list[str]) -> int:
         plan_report(
             program.plan,
             program.batch_size,
-            [str(device) for device in program.mesh.devices.flat],
+            described_devices(program.mesh.devices.flat),
             tree.parameter_count(params),
             tree.byte_count(params),
             memory,

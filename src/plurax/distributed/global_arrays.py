@@ -44,6 +44,13 @@ def own_devices(devices: Iterable[jax.Device]) -> list[jax.Device]:
     return [device for device in devices if device.process_index == jax.process_index()]
 
 
+def described_devices(devices: Iterable[jax.Device]) -> list[str]:
+    """Return the names of devices, of several processes each with its process."""
+    if jax.process_count() == 1:
+        return [str(device) for device in devices]
+    return [f"{device} of process {device.process_index}" for device in devices]
+
+
 def put(values: PyTree, shardings: PyTree) -> PyTree:
     """Return a tree of arrays with the given shardings, a tree like it or one for all.
 
