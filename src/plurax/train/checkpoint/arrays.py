@@ -75,11 +75,15 @@ class Preserved:
 
 
 def open_manager(
-    directory: Path, preserved: Callable[[Sequence[int]], list[bool]], seconds: float
+    directory: Path,
+    preserved: Callable[[Sequence[int]], list[bool]],
+    seconds: float,
+    barrier: Callable[..., None] | None,
 ) -> Manager:
     """Return Orbax's manager of a folder, for writing; a save fails after so many seconds.
 
-    **Arguments:** `preserved`, which of the steps that have a checkpoint keep it.
+    **Arguments:** `preserved`, which of the steps that have a checkpoint keep it; `barrier`, of
+    several processes, or None.
     """
     # Orbax finds the parts of its database (OCDBT) by a glob of the whole path, in which these
     # characters are patterns. Without the database each array is its own file: slower, but right.
@@ -90,7 +94,7 @@ def open_manager(
         todelete_subdir=REMOVED,  # at once, by a rename
         create=True,
         lightweight_initialize=True,
-        async_options=ocp.AsyncOptions(timeout_secs=round(seconds)),
+        async_options=ocp.AsyncOptions(timeout_secs=round(seconds), barrier_sync_fn=barrier),
     )
     return Manager(
         directory,

@@ -37,6 +37,7 @@ from plurax.train.checkpoint.damage import Damage, DamagedCheckpointWarning
 from plurax.train.checkpoint.description import read_description, sealed
 from plurax.train.checkpoint.files import usable_folder, verify_files
 from plurax.train.checkpoint.lock import FolderLock
+from plurax.train.checkpoint.save_barrier import SaveBarrier
 from plurax.train.disk import Place
 
 T = TypeVar("T")
@@ -82,6 +83,7 @@ class Checkpoints:
         self._place: Place | None = None  # of the lock
         self._writing: int | None = None  # the step whose save was not waited for yet
         self._stuck = False
+        self._barrier: SaveBarrier | None = None
         self._sweeper: threading.Thread | None = None
         self._damaged: set[int] = set()  # found while only reading
         self.proven = -1
@@ -148,7 +150,10 @@ class Checkpoints:
         from plurax.train.checkpoint.arrays import open_manager
 
         try:
-            self._manager = open_manager(self.directory, self._preserved, SAVE_SECONDS)
+            if self._barrier is None and self._group.count > 1:
+                self._barrier = SaveBarrier(open_group())
+            preserved, barrier = self._preserved, self._barrier
+            self._manager = open_manager(self.directory, preserved, SAVE_SECONDS, barrier)
         except OSError as error:
             raise errors.checkpoint_not_written(str(self.directory), str(error)) from None
 
@@ -355,8 +360,9 @@ class Checkpoints:
                     with contextlib.suppress(OSError):
                         self._remove_unfinished()
                 self._lock.release()
-            if self._opened is not None:
-                self._opened.close()
+            for one in (self._opened, self._barrier):
+                if one is not None:
+                    one.close()
 
     # --- Several processes --------------------------------------------------------------------
 
