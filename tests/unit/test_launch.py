@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -146,6 +147,17 @@ forever()
     assert first == "plurax launch: SIGTERM: passed on to the 2 processes"
     assert second.endswith("ended with exit code 75: it was asked to stop, and has saved its state")
     assert [row["code"] for row in rows if row["event"] == "exit"] == [75, 75]
+
+
+def test_a_terminal_that_hangs_up_is_a_sigterm(tmp_path):
+    body = """
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+os.kill(os.getppid(), signal.SIGHUP)
+forever()
+"""
+    code, _, said, *_ = launched(tmp_path, body, processes=1)
+    assert code == 75
+    assert "SIGTERM: passed on to the process\n" in said
 
 
 def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path):
@@ -529,6 +541,35 @@ def test_a_kill_while_the_kernel_counts_one_is_for_memory(tmp_path, monkeypatch)
     code, _, said, *_ = launched(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", processes=1)
     assert code == 79
     assert "because its memory was full (SIGKILL by the kernel); not restarted" in said
+
+
+def test_the_kernel_kills_for_memory(tmp_path):
+    """A launcher in a cgroup of its own, and a process that takes more than there is."""
+    group = Path("/sys/fs/cgroup/memory") / f"plurax-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text("200000000")
+    except OSError:
+        pytest.skip("needs a memory cgroup (v1) that this user may create")
+    body = """
+if process == 1:
+    taken = [bytearray(1_000_000) for _ in range(1000)]
+forever()
+"""
+    launcher = [sys.executable, "-m", "plurax.cli", "launch", "--processes", "2", "--logs"]
+    enter = ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh"]
+    try:
+        done = subprocess.run(
+            [*enter, *launcher, str(tmp_path), "--", fake(tmp_path, body)[1]],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        group.rmdir()
+    assert done.returncode == 79, done.stderr
+    assert "process 1 was killed because its memory was full (SIGKILL by the kernel)" in done.stderr
 
 
 def test_every_code_has_a_meaning():

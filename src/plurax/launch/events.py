@@ -34,5 +34,5 @@ class Events:
             with contextlib.suppress(OSError), self._path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
         if sentence is not None:
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(OSError):  # a closed pipe, or a terminal that hung up
                 print(f"plurax launch: {sentence}", file=self._stream, flush=True)

@@ -11,7 +11,12 @@ from plurax.launch.gang import Gang
 from plurax.launch.output import Output
 from plurax.launch.settings import Settings
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS: dict[int, int] = {
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGHUP: signal.SIGTERM,
+}
+"""What a launcher takes, and what it passes on: work outlives a terminal that hangs up."""
 
 
 class Host:
@@ -59,7 +64,7 @@ def this_host(settings: Settings, output: Output) -> Iterator[Host]:
     host.selector.register(reading, selectors.EVENT_READ, lambda: os.read(reading, 4096))
     wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     before = {
-        number: signal.signal(number, lambda number, _: host.signals.append(number))
+        number: signal.signal(number, lambda number, _: host.signals.append(SIGNALS[number]))
         for number in SIGNALS
         # One that was ignored stays so, as in a job in the background of a script.
         if signal.getsignal(number) != signal.SIG_IGN

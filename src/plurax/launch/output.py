@@ -69,5 +69,5 @@ class Output:
         try:
             self._streams[stream].write(data)
             self._streams[stream].flush()
-        except BrokenPipeError:
+        except OSError:  # a closed pipe, or a terminal that hung up
             self._gone = True

@@ -286,7 +286,7 @@ def _signals() -> Iterator[list[int]]:
     """Collect the signals that ask for an end."""
     received: list[int] = []
     before = {
-        number: signal.signal(number, lambda number, _: received.append(number))
+        number: signal.signal(number, lambda number, _: received.append(SIGNALS[number]))
         for number in SIGNALS
     }
     try:
