@@ -388,6 +388,17 @@ def test_a_connection_reads_lines_that_come_in_parts():
         assert other.recv(100) == b'{"do": "kill"}\n'
 
 
+def test_a_message_that_comes_with_an_answer_is_not_lost():
+    """A leader that has waited for a host sends its welcome and the first order in one."""
+    with pair() as (connection, other, work):
+        other.send(b'{"is": "welcome"}\n{"is": "alive"}\n{"do": "start"}\n{"do": "kill"}\n')
+        work()
+        assert connection.receive_one(1) == {"is": "welcome"}
+        assert connection.receive_one(1) == {"do": "start"}
+        assert connection.receive(1) == [{"do": "kill"}]
+        assert connection.receive_one(1) is None
+
+
 @pytest.mark.parametrize("words", [b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"x" * (MAX_LINE + 1)])
 def test_a_connection_to_no_launcher_is_closed(words):
     with pair() as (connection, other, work):

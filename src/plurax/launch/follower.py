@@ -118,12 +118,11 @@ class _Follower:
         """Return the next message; None where none comes."""
         until = time.monotonic() + self._settings.limits.hello
         while connection.closed is None and time.monotonic() < until:
-            messages = connection.receive(time.monotonic())
-            if messages:
-                return messages[0]
+            message = connection.receive_one(time.monotonic())
+            if message is not None:
+                return message
             self._host.wait()
-        messages = connection.receive(time.monotonic())
-        return messages[0] if messages else None
+        return connection.receive_one(time.monotonic())
 
     def _obey(self, connection: Connection) -> int | None:
         """Do what the leader orders; return its exit code, or None where it is lost."""

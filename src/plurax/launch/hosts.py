@@ -80,10 +80,10 @@ class HostServer:
         now = self._clock()
         found: list[Joined | Received | Lost] = []
         for new in [*self._new]:
-            messages = new.connection.receive(now)
-            if messages:
+            hello = new.connection.receive_one(now)
+            if hello is not None:
                 self._new.remove(new)
-                found += self._welcome(new, messages[0])
+                found += self._welcome(new, hello)
                 continue
             if new.connection.closed is not None or now > new.until:
                 new.connection.close()
