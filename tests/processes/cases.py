@@ -6,6 +6,7 @@ Each process writes what the cases return to `FOLDER/found.INDEX.json`.
 import json
 import os
 import sys
+import unittest.mock
 import warnings
 from pathlib import Path
 
@@ -61,6 +62,7 @@ FITS = {
     "zero": {"plan": {"data": 4, "zero": 3}, "batch_size": 14},
     "batches": {"plan": {"data": 4}, "batches": True},
     "members": {"plan": {"member": 4, "batch_dim": "major"}, "members": 6},
+    "spread": {"plan": {"data": 4}, "spread": True},
     "members of one batch": {
         "plan": {"member": 2, "data": 2, "batch_dim": "major"}, "members": 3, "resident": False,
     },
@@ -68,7 +70,7 @@ FITS = {
 """Ways to train 50 rows; batches of 16 leave a ragged last one."""
 
 
-QUICK_FITS = ["resident", "streamed", "members"]
+QUICK_FITS = ["streamed", "spread", "members"]
 
 
 def fit(name, plan=None, **options):
@@ -79,8 +81,17 @@ def fit(name, plan=None, **options):
     if count := fields.pop("members", 0):
         fields["members"] = px.Members(count, resample=resampled(name))
     data = ROWS
+    if fields.pop("spread", False) and jax.process_count() > 1:
+        options["resident"] = True
+        px_fits = "plurax.train.iterate.fits"
+        with unittest.mock.patch(px_fits, lambda program, arrays, parts=1: parts > 1):
+            return trained(data, plan, fields, options)
     if fields.pop("batches", False):
         data = [{key: rows[at : at + 16] for key, rows in ROWS.items()} for at in range(0, 50, 16)]
+    return trained(data, plan, fields, options)
+
+
+def trained(data, plan, fields, options):
     return px.fit(
         models.mlp_task(dtype=np.float64), models.optimizer(), data, plan=plan, epochs=3,
         evaluation=ROWS, progress=False, **{**fields, **options},
@@ -161,6 +172,7 @@ def outcome(result):
         "evaluation": [row["eval_loss"] for row in result.history],
         "outputs": np.ravel(program.predict(state, ROWS)).tolist(),
         "streamed": np.concatenate([np.ravel(part) for part in parts]).tolist(),
+        "own": own_outputs(result),
         "means": np.ravel(program.evaluate(state, [ROWS])["loss"]).tolist(),
         "steps": state.steps_taken,
     }
@@ -187,6 +199,17 @@ def shares(folder):
     group.close()
     leaves = jax.tree.leaves(fetch(whole.state.params))
     return {"params": [leaf.ravel().tolist() for leaf in leaves], "said": said}
+
+
+def own_outputs(result):
+    """The largest difference of the outputs for a process's own inputs from those of all."""
+    program, state = result.program, result.state
+    count, index = jax.process_count(), jax.process_index()
+    if program.members is not None or count == 1:
+        return 0.0
+    own = {key: rows[index::count][: 20 + 3 * index] for key, rows in ROWS.items()}
+    whole = program.predict(state, ROWS)[index::count][: 20 + 3 * index]
+    return float(np.max(np.abs(program.predict(state, own, chunk=8, local=True) - whole)))
 
 
 def verifies(_folder):

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from tests import models
 
 import plurax as px
 from plurax import errors
@@ -20,6 +21,8 @@ from plurax.distributed.environment import Gang, attempt, first_host, gang_of, w
 from plurax.distributed.global_arrays import fetch, gather, least, put
 from plurax.distributed.initialize import exit_code
 from plurax.distributed.process_group import ProcessGroup, open_group
+from plurax.execute.array_data import ArrayData
+from plurax.hlo import collectives
 from plurax.mesh import _grid, make_mesh
 from plurax.plan import MESH_AXES
 
@@ -326,3 +329,33 @@ def test_the_last_axes_stay_within_a_process(sizes, processes, axes):
     owner = np.vectorize(lambda device: device.process_index)(grid)
     across = {axis for dim, axis in enumerate(MESH_AXES) if (np.diff(owner, axis=dim) != 0).any()}
     assert across == axes
+
+
+def test_data_that_are_spread_stay_spread():
+    """A step moves rows of its batch between devices, never the data set; the numbers are equal."""
+    rows = models.data(500)  # 500 do not divide by 8
+    data = ArrayData(rows, 16)
+    task, optimizer = models.mlp_task(), models.optimizer()
+    program = px.compile(task, optimizer, px.Plan(data=8), data.example_batch())
+    order = program.place_epoch(*data.epoch_order(0))
+    states = []
+    for spread in (False, True):
+        placed = program.place_data(rows, spread=spread)
+        state, _ = program.loop(program.init(0), placed, order, 0, 20)
+        states.append(state.params)
+    assert placed["x"].addressable_shards[0].data.shape[0] == 63
+    assert models.same_bits(*states)
+    compiled = program.compile_loop(placed, order)
+    moved = [one.bytes for one in collectives(compiled.as_text(), program.mesh)]
+    assert len(moved) > 1
+    assert max(moved) < 16 * 500  # of 500 rows of 24 bytes and more
+
+
+def test_own_inputs_are_arrays_for_one_network():
+    batch = models.data(8)
+    program = px.compile(models.mlp_task(), models.optimizer(), px.Plan(data=2), batch)
+    state = program.init(0)
+    whole, own = program.predict(state, batch), program.predict(state, batch, local=True, chunk=3)
+    np.testing.assert_allclose(own, whole, rtol=1e-6)
+    with pytest.raises(px.BatchError, match=r"predict\(local=True\) is for arrays of inputs, of"):
+        program.predict(state, [batch], local=True)

@@ -275,10 +275,10 @@ def rollback_kind(given: object) -> BatchError:
 
 def own_rows_not_split(size: int, processes: int) -> BatchError:
     return BatchError(
-        f"local_batches=True needs rows that each of the {processes} processes has for itself: "
-        "the plan's data axis must go over all processes, and the batch of "
-        f"{size} examples must divide by data times microbatches. Otherwise give every process the "
-        "whole batch, without local_batches."
+        f"rows of its own need rows that each of the {processes} processes has for itself: the "
+        f"plan's data axis must go over all processes, and the batch of {size} examples must "
+        "divide by data times microbatches. Otherwise give every process the whole batch, without "
+        "local_batches or local."
     )
 
 
@@ -301,4 +301,11 @@ def data_of_unequal_length(ended: int, other: int) -> BatchError:
     return BatchError(
         f"the data of process {ended} ended, and process {other} has another batch. Every process "
         "must give the same batches, or with local_batches=True its own rows of them."
+    )
+
+
+def own_inputs_of_one_network() -> BatchError:
+    return BatchError(
+        "predict(local=True) is for arrays of inputs, of one network. Of a population, and of an "
+        "iterable, every process gives the same inputs and gets all outputs: leave local out."
     )

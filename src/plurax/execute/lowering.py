@@ -1,6 +1,7 @@
 """Lower a program's step and loop: trace them for abstract states, data and rows."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -36,6 +37,13 @@ def lower_loop(
     return loop.lower(*_state(functions), data, *abstract(order), COUNT, COUNT)
 
 
+def compile_all(lowered: dict[Any, jax.stages.Lowered]) -> dict[Any, jax.stages.Compiled]:
+    """Compile programs at the same time: the compilation of one uses one core."""
+    with ThreadPoolExecutor(len(lowered)) as pool:
+        started = {key: pool.submit(one.compile) for key, one in lowered.items()}
+        return {key: future.result() for key, future in started.items()}
+
+
 def abstract(values: PyTree) -> PyTree:
     """Return arrays on devices as `jax.ShapeDtypeStruct`s with their shardings."""
     return jax.tree.map(
@@ -44,14 +52,18 @@ def abstract(values: PyTree) -> PyTree:
 
 
 def abstract_data(data: PyTree, mesh: Mesh) -> PyTree:
-    """Return the shapes and dtypes of a data set, replicated over the mesh."""
+    """Return the shapes and dtypes of a data set, and its shardings; replicated where it is not
+    on the devices of the mesh.
+    """
     whole = replicated(mesh)
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype), sharding=whole
-        ),
-        data,
-    )
+
+    def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
+        placed = isinstance(leaf, jax.Array) and leaf.sharding.device_set == whole.device_set
+        where = leaf.sharding if placed else whole
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        return jax.ShapeDtypeStruct(np.shape(leaf), dtype, sharding=where)
+
+    return jax.tree.map(abstract_leaf, data)
 
 
 def _state(functions: StepFunctions) -> tuple[Any, ...]:
@@ -66,6 +78,6 @@ def jitted_update(functions: StepFunctions, fun: Callable[..., Any]) -> Any:
 
 
 def loop_key(data: PyTree, order: tuple[Any, ...]) -> Any:
-    """Return the key of a compiled loop: the structure and shapes of its data and order."""
+    """Return the key of a compiled loop: structure, shapes and shardings of its data and order."""
     leaves, structure = jax.tree.flatten((data, *order))
-    return ("loop", structure, *(leaf.shape for leaf in leaves))
+    return ("loop", structure, *((leaf.shape, leaf.sharding) for leaf in leaves))

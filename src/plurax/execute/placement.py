@@ -202,13 +202,37 @@ def exactly(path: str, leaf: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def device_data(data: PyTree, sharding: NamedSharding) -> PyTree:
-    """Put a whole data set on the devices, its values unchanged. Raises `BatchError`."""
+    """Put a whole data set on the devices, its values unchanged. Raises `BatchError`.
+
+    Where its rows are split over devices that do not divide them, the last rows are repeated.
+    """
+    if sharding.spec:
+        return _spread(data, sharding)
     leaves = [
         leaf if isinstance(leaf, jax.Array) else exactly(path, np.asarray(leaf), dtype)
         for path, leaf in tree.named_leaves(data).items()
         for dtype in [_canonical(path, leaf)]
     ]
     return put(jax.tree.unflatten(jax.tree.structure(data), leaves), sharding)
+
+
+def _spread(data: PyTree, sharding: NamedSharding) -> PyTree:
+    """Split the rows of a data set over the devices; of it read this process's own rows alone."""
+    count = leading_dim(data)
+    rows = count + -count % sharding.mesh.shape["data"]
+
+    def leaf(path: Any, array: Any) -> jax.Array:
+        name = tree.path_name(path)
+        dtype = _canonical(name, array)
+
+        def own(index: Any) -> np.ndarray:
+            places = np.minimum(np.arange(rows)[index[0]], count - 1)
+            return exactly(name, np.asarray(array[places]), dtype)
+
+        shape = (rows, *array.shape[1:])
+        return jax.make_array_from_callback(shape, sharding, own)
+
+    return jax.tree.map_with_path(leaf, data)
 
 
 def is_arrays(data: Any) -> bool:

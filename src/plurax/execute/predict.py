@@ -11,6 +11,7 @@ inputs `(10, 3)`, `chunk=4`, outputs `(10, 2)`:
 """
 
 import itertools
+import math
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from plurax import errors
-from plurax.distributed.global_arrays import gather, process_count
+from plurax.distributed.global_arrays import gather, least, one_at_a_time, process_count
 from plurax.execute.columns import as_arrays, check_kind
 from plurax.execute.gradient import cast_floating, with_precision
 from plurax.execute.placement import Placement, is_arrays, leading_dim
@@ -113,6 +114,29 @@ class Predictor:
         chained = map(as_arrays, itertools.chain([first], batches))
         yield from predict_stream(lambda rows: compiled(*states, rows), placement, chained)
 
+    def own(self, states: tuple[PyTree, ...], inputs: PyTree, chunk: int, alone: bool) -> PyTree:
+        """Return NumPy arrays for inputs of which each process gives its own.
+
+        Every process runs as many programs as the one with the most inputs. Raises `BatchError`
+        where processes share rows of a program, and where it is not of one network (`alone`).
+        """
+        if not (alone and is_arrays(inputs)):
+            raise errors.own_inputs_of_one_network()
+        inputs = as_arrays(inputs)
+        shards = Plan(data=self._mesh.shape["data"], microbatches=self._pieces)
+        placement, compiled = self._program(inputs, shards.padded_size(chunk))
+        share = placement.own_rows()
+        if share is None:
+            raise errors.own_rows_not_split(placement.size, process_count())
+        total, parts = leading_dim(inputs), []
+        most = -least(-math.ceil(total / share))
+        for call in range(most):
+            rows = np.minimum(np.arange(call * share, (call + 1) * share), total - 1)
+            piece = jax.tree.map(lambda leaf: np.asarray(leaf)[rows], inputs)  # noqa: B023
+            outputs = one_at_a_time(compiled(*states, placement.place_own(piece).rows))
+            parts.append(jax.tree.map(_own_rows, outputs))
+        return jax.tree.map(lambda *each: np.concatenate(each)[:total], *parts)
+
     def _program(self, inputs: PyTree, chunk: int) -> tuple[Placement, jax.stages.Compiled]:
         like = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((chunk, *np.shape(leaf)[1:]), leaf.dtype),
@@ -161,6 +185,12 @@ def predict_stream(
     while pending:
         if collect():
             yield outputs
+
+
+def _own_rows(leaf: jax.Array) -> np.ndarray:
+    """Return the rows of an array that are on this process's devices, in their order."""
+    rows = {shard.index[0].start or 0: shard.data for shard in leaf.addressable_shards}
+    return np.concatenate([np.asarray(rows[start]) for start in sorted(rows)])
 
 
 def _copy_rows(leaf: jax.Array, out: np.ndarray, start: int) -> None:

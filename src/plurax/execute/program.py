@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -173,14 +172,11 @@ class Program:
     def _compiled_init(self) -> jax.stages.Compiled:
         if "init" not in self._compiled:
             lowered = {"init": self._init.lower(*lowering.abstract(self._functions.arguments))}
-            if self.data is not None:
-                # The loop runs next. A compilation uses one core: compile both at the same time.
+            if self.data is not None:  # the loop runs next
                 data = lowering.abstract_data(self.data.arrays, self.mesh)
                 if (key := lowering.loop_key(data, ())) not in self._compiled:
                     lowered[key] = lowering.lower_loop(self._functions, data)
-            with ThreadPoolExecutor(len(lowered)) as pool:
-                started = {key: pool.submit(one.compile) for key, one in lowered.items()}
-                self._compiled |= {key: future.result() for key, future in started.items()}
+            self._compiled |= lowering.compile_all(lowered)
         return self._compiled["init"]
 
     def place(self, state: TrainState) -> TrainState:
@@ -246,11 +242,10 @@ class Program:
         part of a step's batch, `first` the index of its first example: sums of parts add up.
         """
         gradients, arguments = self.gradients_call(state, batch, first)
-        sums: Gradients = gradients(*arguments)
-        return sums
+        return gradients(*arguments)
 
     def gradients_call(self, state: TrainState, batch: PyTree, first: int | None) -> Any:
-        """Return the jitted function and the arguments that `gradients` calls it with."""
+        """Return the jitted function and the arguments of `gradients`."""
         program = self if self._pads else self._for_size(self._placement.check(batch))
         part = () if first is None else (np.int32(first),)
         arguments = (*self._functions.arguments, *program._placement.fill(batch), *part)
@@ -275,14 +270,15 @@ class Program:
         functions = self._functions
         return jax.jit(functions.gradients), lowering.jitted_update(functions, functions.apply)
 
-    def place_batch(self, batch: PyTree) -> Placed:
-        """Put a batch on the devices ahead of its step, for `step_placed`. Raises `BatchError`."""
+    def place_batch(self, batch: PyTree, *, local: bool = False) -> Placed:
+        """Put a batch on the devices ahead of its step, for `step_placed`. Raises `BatchError`.
+
+        Where it is `local`, each process gives its own rows, equally many.
+        """
+        if local:
+            return self._placement.place_own(batch)
         program = self if self._pads else self._for_size(self._placement.check(batch))
         return program._placement.place(batch)
-
-    def place_own(self, batch: PyTree) -> Placed:
-        """Put a batch of which each process gives its own rows, for `step_placed`."""
-        return self._placement.place_own(batch)
 
     def step_placed(self, state: TrainState, placed: Placed) -> tuple[TrainState, Metrics]:
         """Update the state from a batch that `place_batch` has put on the devices."""
@@ -363,15 +359,16 @@ class Program:
             put(counts.astype(np.int32), replicated(self.mesh)),
         )
 
-    def place_data(self, data: PyTree) -> PyTree:
-        """Put a whole data set on every device of the mesh, for `loop`. Raises `BatchError`."""
-        return device_data(data, replicated(self.mesh))
+    def place_data(self, data: PyTree, *, spread: bool = False) -> PyTree:
+        """Put a data set on every device, for `loop`, or `spread` its rows over them."""
+        return device_data(data, split_rows(self.mesh) if spread else replicated(self.mesh))
 
     # --- Inference ----------------------------------------------------------------------------
 
     def predict(
-        self, state: TrainState, inputs: PyTree | Iterable[PyTree], *, chunk: int | None = None
-    ) -> Any:
+        self, state: TrainState, inputs: PyTree | Iterable[PyTree], *,
+        chunk: int | None = None, local: bool = False,
+    ) -> Any:  # fmt: skip
         """Return outputs of the task's `predict` for any number of inputs, as NumPy arrays.
 
         **Arguments:**
@@ -380,13 +377,18 @@ class Program:
           generator, a list), for which the result is an iterator with one output per item.
         - `chunk`: rows at a time, default `batch_size`. The last chunk is padded and its outputs
           cut, so that there is one compilation.
+        - `local`: of several processes each gives inputs of its own, a tree of arrays, and gets
+          their outputs alone; of one network.
 
         **Returns:** leaves `(N, ...)`, or of a population `(members, N, ...)`.
 
         While a chunk computes, the outputs of the previous one are copied to the host.
         """
         states = (*self._inference_states(state), *self._functions.arguments)
-        outputs = self._predictor(states, inputs, self.batch_size if chunk is None else chunk)
+        size = self.batch_size if chunk is None else chunk
+        if local:
+            return self._predictor.own(states, inputs, size, self.members is None)
+        outputs = self._predictor(states, inputs, size)
         if self.members is None:
             return outputs
         cut = self._members_first
@@ -507,8 +509,6 @@ class Program:
 
     def _repr_html_(self) -> str:
         return as_table(summary(self, self._compiled.get("step")))
-
-    # --- A population's chunk and batch dim ---------------------------------------------------
 
     def measure(self, plan: Plan, arrays: PyTree) -> tuple[Plan, list[Candidate]]:
         """Measure a plan's open choices by timing the loop over `arrays`, or if None the step.

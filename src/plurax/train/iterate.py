@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from plurax import errors, tree
-from plurax.distributed.global_arrays import fetch
+from plurax.distributed.global_arrays import fetch, process_count
 from plurax.distributed.process_group import ProcessGroup, open_group
 from plurax.execute.array_data import ArrayData, Position
 from plurax.execute.placement import Placed
@@ -144,7 +144,7 @@ def _resident(
     their own orders, so theirs end with the epoch to report.
     """
     alone = program.members is None
-    placed = program.place_data(data.arrays)
+    placed = program.place_data(data.arrays, spread=not fits(program, data.arrays))
     per_epoch = data.batches_per_epoch
     span = per_epoch if alone else per_epoch * report_every
     first, end = start.epoch * per_epoch + start.batch, epochs * per_epoch
@@ -215,11 +215,10 @@ def _streamed(
     epochs: int,
 ) -> Iterator[StepOutput]:
     local = isinstance(data, StreamData) and data.local
-    place = program.place_own if local else program.place_batch
 
     def load(item: tuple[PyTree, Position]) -> tuple[Placed, Position]:
         batch, position = item
-        return place(batch), position
+        return program.place_batch(batch, local=local), position
 
     step = state.steps_taken
     compiled = program.compiled_step  # before the clock starts
@@ -263,10 +262,18 @@ def _all_ended(group: ProcessGroup, held: Any, *, local: bool) -> bool:
 
 
 def stays_resident(program: Program, data: ArrayData, wanted: bool | None) -> bool:
-    """Return whether arrays stay on devices: as compiled for members, as asked, or within a quarter
-    of the memory budget."""
+    """Return whether arrays stay on devices: as compiled for members, as asked, or where they fit.
+
+    Those of several processes may be spread over their devices, where they do not fit on each.
+    """
     if program.members is not None:
         return program.data is not None
     if wanted is not None:
         return wanted
-    return tree.byte_count(data.arrays) <= memory_budget(program.mesh) // 4
+    spread = process_count() > 1 and fits(program, data.arrays, program.mesh.shape["data"])
+    return spread or fits(program, data.arrays)
+
+
+def fits(program: Program, arrays: PyTree, parts: int = 1) -> bool:
+    """Return whether arrays in so many parts take at most a quarter of the memory budget."""
+    return tree.byte_count(arrays) // parts <= memory_budget(program.mesh) // 4
