@@ -17,7 +17,7 @@ from plurax import errors
 from plurax.cli import launch_command as cli
 from plurax.launch.connection import MAX_LINE, Connection, is_proof, proof
 from plurax.launch.events import Events
-from plurax.launch.hosts import HostServer
+from plurax.launch.hosts import HostServer, Joined
 from plurax.launch.launcher import free_port
 from plurax.launch.settings import Settings
 from plurax.launch.slurm import Place, slurm_place
@@ -238,6 +238,45 @@ def test_a_host_that_does_not_fit_is_refused(cluster, settings, message):
     assert message in wrong.lines[-1]
     last = cluster.start(2, token="right")
     assert (leader.code(), last.code()) == (0, 0)
+
+
+HELLO = {"is": "hello", "host": 1, "hosts": 2, "processes": 3, "attempt": -1, "launcher": "a"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "token", "why"),
+    [
+        ({}, "right", None),
+        ({}, "wrong", "token"),
+        ({"processes": "3"}, "right", "words"),
+        ({"host": 0}, "right", "host"),
+        ({"hosts": 3}, "right", "hosts"),
+    ],
+)
+def test_the_leader_checks_whoever_comes(changes, token, why):
+    """Also one that does not ask whether the leader knows the secret."""
+    address = ("127.0.0.1", free_port("127.0.0.1"))
+    place = {"hosts": 2, "coordinator": "{}:{}".format(*address), "token": "right"}
+    selector, found = selectors.DefaultSelector(), []
+    server = HostServer(Settings(("x",), **place), selector, time.monotonic)
+
+    def work():
+        for key, _ in selector.select(20):
+            key.data()
+        found.extend(server.receive())
+
+    with socket.create_connection(address) as peer, peer.makefile("rb") as lines:
+        work()  # accepts
+        hello = {**HELLO, **changes}
+        nonce = json.loads(lines.readline())["nonce"]
+        hello["proof"] = proof(token, f"host {hello['host']}", nonce)
+        peer.sendall(json.dumps(hello).encode() + b"\n")
+        work()  # reads
+        answer = json.loads(lines.readline())
+    assert (answer["is"], answer.get("why")) == ("refused" if why else "welcome", why)
+    assert found == ([] if why else [Joined(1, 3, -1)])
+    server.close(0, 0.1)
+    selector.close()
 
 
 def test_a_leader_that_does_not_come(cluster):
