@@ -337,6 +337,24 @@ def test_output_of_others_waits_for_the_end_of_a_line(tmp_path):
     assert (tmp_path / "1.log").read_bytes() == b"one\ntwerror\no\nthree"
 
 
+def test_what_all_processes_say_is_shown_once(tmp_path):
+    """An error of all, and what collectives between CPUs print; the files have all of it."""
+    out, err = io.BytesIO(), io.BytesIO()
+    output = Output(tmp_path, (out, err))
+    noise = b"[Gloo] Rank 1 is connected to 3 peer ranks. Expected number of connected peers: 3\n"
+    for process in (1, 0, 2):
+        output.write(process, 0, noise)
+        output.write(process, 0, b"[Gloo] of the user\n")
+    output.write(0, 1, b"error: data=3\n")
+    for process in (1, 2):
+        output.write(process, 1, b"error: data=3\nerror: only here\n"[: 31 if process == 1 else 14])
+    output.close()
+    assert b"connected" not in out.getvalue()
+    assert out.getvalue().count(b"[Gloo] of the user\n") == 3
+    assert err.getvalue() == b"error: data=3\n[1] error: only here\n"
+    assert (tmp_path / "2.log").read_bytes().startswith(noise)
+
+
 def test_output_goes_on_without_a_reader_or_a_disk(tmp_path):
     reading, writing = os.pipe()
     os.close(reading)

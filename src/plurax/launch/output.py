@@ -1,13 +1,20 @@
 """The output of the processes of this host: all of it in files, and lines in the terminal."""
 
 import contextlib
+import re
 import sys
 from pathlib import Path
 from typing import BinaryIO
 
+ERROR = b"error: "
+NOISE = re.compile(rb"^\[Gloo\] Rank \d+ is connected to [^\n]*\n", re.MULTILINE)
+"""What JAX's collectives between CPUs print in each process, several times; only in the files."""
+
 
 class Output:
     """Writes the output of processes: of process 0 as it comes, of the others by lines, `[1] ...`.
+
+    An error that several of the others end with is shown once: all find the same mistake.
 
     **Arguments:** `folder`, in which process `i` has the file `i.log`, of all attempts; `streams`,
     where the standard output and the standard error go.
@@ -20,6 +27,7 @@ class Output:
         self._files: dict[int, BinaryIO] = {}
         self._waiting: list[tuple[int, bytes]] = []
         self._within = self._gone = False
+        self._errors: set[bytes] = set()
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, process: int, stream: int, data: bytes) -> None:
@@ -32,15 +40,26 @@ class Output:
                 self._files[process] = (self._folder / f"{process}.log").open("ab", buffering=0)
             self._files[process].write(data)
         if process == 0:
+            data = NOISE.sub(b"", data)
+            self._errors.update(line for line in data.split(b"\n") if line.startswith(ERROR))
             self._show(stream, data)
-            self._within = not data.endswith(b"\n")
+            self._within = bool(data) and not data.endswith(b"\n")
         else:
             *lines, rest = (self._partial.pop((process, stream), b"") + data).split(b"\n")
             self._partial[process, stream] = rest
+            lines = [line for line in lines if self._is_news(line)]
             whole = b"".join(b"[%d] %s\n" % (process, line) for line in lines)
             self._waiting.append((stream, whole))
         if not self._within:
             self.flush()
+
+    def _is_news(self, line: bytes) -> bool:
+        """Return whether to show a line of another process than process 0."""
+        if NOISE.match(line + b"\n") or line in self._errors:
+            return False
+        if line.startswith(ERROR):
+            self._errors.add(line)
+        return True
 
     def flush(self) -> None:
         """Write the lines that wait."""
