@@ -51,6 +51,7 @@ def before_save(monkeypatch):
         action = actions.get(step / PER_EPOCH)
         if action is not None:
             assert not self._checkpoints.busy(60)
+            self.check(step)
             action()
         real(self, step, *args, last=last)
 
@@ -118,7 +119,12 @@ def test_saves_that_fail_do_not_end_training(tmp_path, monkeypatch, undisturbed)
 def test_older_checkpoints_stay_while_saves_fail(tmp_path, monkeypatch, before_save):
     kept = []
     fails(monkeypatch, {4, 5})
-    before_save({6: lambda: kept.append(Checkpoints(tmp_path / "checkpoints").steps())})
+
+    def look():
+        kept.append(Checkpoints(tmp_path / "checkpoints").steps())
+        assert not list(tmp_path.rglob("*tmp*"))
+
+    before_save({6: look})
     with pytest.warns(SaveFailedWarning):
         fit(tmp_path)
     assert kept == [[PER_EPOCH, 2 * PER_EPOCH, 3 * PER_EPOCH]]

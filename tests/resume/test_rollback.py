@@ -1,6 +1,7 @@
 """Bad steps in a row: back to a proven checkpoint, their data skipped, the same after any kill."""
 
 import json
+import shutil
 
 import grain
 import jax
@@ -16,7 +17,15 @@ from plurax.execute.array_data import ArrayData, Position
 from plurax.train.checkpoint import Checkpoints
 from plurax.train.iterate import train_iter
 from plurax.train.log import read_rows
-from plurax.train.rollback import FEWEST, WINDOW, RollbackWarning, Watch, observe, target
+from plurax.train.rollback import (
+    FEWEST,
+    WINDOW,
+    Rollbacks,
+    RollbackWarning,
+    Watch,
+    observe,
+    target,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::plurax.train.epoch_metrics.NonFiniteWarning")
 
@@ -160,7 +169,7 @@ def test_a_window_over_the_end_of_an_epoch(tmp_path):
     with pytest.warns(RollbackWarning):
         epochs = fit(rows(1, 19, 20), tmp_path / "epochs", resident=False)
     assert records(tmp_path / "epochs") == [(12, 21)]
-    assert [row["epoch"] for row in epochs.history] == [2]
+    assert [(row["epoch"], row["examples"]) for row in epochs.history] == [(2, SIZE * 19)]
     assert models.same_bits(epochs.state.params, result.state.params)
 
 
@@ -235,6 +244,29 @@ def test_a_proven_checkpoint_is_kept_until_another_is_proven(tmp_path):
     with pytest.warns(RollbackWarning):
         fit(data, tmp_path, epochs=1, checkpoint_every=2)
     assert records(tmp_path) == [(2, 19)]
+
+
+def test_a_target_that_is_damaged_gives_way_to_one_before(tmp_path, monkeypatch):
+    """Killed once a rollback is recorded; the checkpoint to go back to has lost a bit since."""
+    data, real = rows(13, 14, 15), Rollbacks._replace
+
+    def replace(self, written):
+        real(self, written)
+        if not (tmp_path / "killed").exists():
+            shutil.copytree(tmp_path / "run", tmp_path / "killed")
+
+    monkeypatch.setattr(Rollbacks, "_replace", replace)
+    with pytest.warns(RollbackWarning):
+        whole = fit(data, tmp_path / "run", epochs=1)
+    killed = tmp_path / "killed"
+    assert records(killed) == [(8, 15)]
+    (killed / "checkpoints" / "8" / "meta" / "metadata").write_text("torn")
+    (killed / "checkpoints" / "writer.lock").write_text("")  # this process has not died
+    with pytest.warns((RollbackWarning, px.DamagedCheckpointWarning)):
+        resumed = fit(data, killed, epochs=1, resume=True)
+    assert Checkpoints(killed / "checkpoints").damaged() == ["8.damaged"]
+    assert records(killed) == [(8, 15)]
+    assert models.same_bits(resumed.state.params, whole.state.params)
 
 
 def test_another_restart_forgets_them(tmp_path):

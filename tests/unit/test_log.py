@@ -1,18 +1,24 @@
 """The log on disk: whole after any kill, and never held in memory."""
 
+import contextlib
 import errno
 import math
+import os
+import tempfile
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.draws import draws
 
 from plurax.errors import CheckpointError
 from plurax.execute.array_data import Position
 from plurax.members import Members
 from plurax.train import disk
+from plurax.train.disk import AppendFile, replace_file
 from plurax.train.epoch_metrics import MembersMetrics, NetworkMetrics
 from plurax.train.iterate import StepOutput
 from plurax.train.log import DamagedLogWarning, MetricsLog, read_rows
@@ -166,3 +172,60 @@ def test_means_of_an_epoch_do_not_depend_on_how_its_steps_are_grouped(sizes):
         assert np.array_equal(
             means(make, select, sizes), means(make, select, [count]), equal_nan=True
         )
+
+
+@draws(40)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    st.lists(st.sampled_from([0, 1, 3, 9, 90])),
+)
+def test_a_file_never_ends_in_half_a_record(sizes, room):
+    """Whatever a disk takes of each attempt; once there is room, all is there in its order."""
+    records = [bytes([65 + index]) * size + b"\n" for index, size in enumerate(sizes)]
+    real, left = os.write, [*room]
+
+    def write(file, data):
+        taken = min(left.pop(0), len(data)) if left else len(data)
+        if not taken:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(file, bytes(data[:taken]))
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk.os, "write", write)
+        file = AppendFile(Path(folder, "rows"))
+        for record in records:
+            file.write(record)
+            with contextlib.suppress(OSError):
+                file.flush()
+            found = file.path.read_bytes()
+            assert b"".join(records).startswith(found)
+            assert not found or found.endswith(b"\n")
+            assert (file.trouble is None) == (found.endswith(record))
+        left.clear()
+        file.close()
+        assert file.path.read_bytes() == b"".join(records)
+
+
+def test_a_file_that_was_removed_or_replaced_is_written_anew(tmp_path):
+    file = AppendFile(tmp_path / "rows")
+    file.write(b"a\n")
+    file.flush()
+    (tmp_path / "rows").unlink()
+    file.write(b"b\n")
+    file.flush()
+    assert (tmp_path / "rows").read_bytes() == b"a\nb\n"
+    (tmp_path / "other").write_bytes(b"x\n")
+    (tmp_path / "other").replace(tmp_path / "rows")
+    file.write(b"c\n")
+    file.close()
+    assert (tmp_path / "rows").read_bytes() == b"a\nb\nc\n"
+
+
+def test_a_file_that_cannot_be_replaced_leaves_nothing_behind(tmp_path, monkeypatch):
+    def full(_file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(disk.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        replace_file(tmp_path / "plan.toml", b"data = 2")
+    assert not list(tmp_path.iterdir())
