@@ -17,6 +17,7 @@ from plurax.members import Members
 from plurax.report.curves import draw_curves
 from plurax.report.servers_picture import draw_servers, draw_workers
 from plurax.resample import Everything
+from plurax.train.elastic import plan_for_those_left
 from plurax.train.fit import Fit, fit
 from plurax.train.log import read_rows
 
@@ -33,7 +34,7 @@ def train_experiment(arguments: list[str]) -> int:
     """Train the experiment of a file, and return the exit code."""
     made, options, report = parse(arguments, "train", train_options)
     console = Console(highlight=False, soft_wrap=True)
-    plan = options.chosen_plan()
+    plan = plan_for_those_left(options.chosen_plan(), made.task)
     members = options.members.chosen(made.members)
     if members is not None:
         console.print(f"{members.count} members: {_of_members(members)}", markup=False)
