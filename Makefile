@@ -9,7 +9,7 @@ NEWEST = $(shell for python in python3.12 "$$(pyenv prefix 3.12 2>/dev/null)/bin
 PEERS := .venv-peers
 MUTANTS := .venv-mutants
 
-.PHONY: help setup demo test test-newest test-all test-mutants lint format bench docs constraints clean
+.PHONY: help setup demo test test-newest test-all test-faults test-mutants lint format bench docs constraints clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -43,6 +43,10 @@ test-newest: ## the tests of jaxpr, partition and pipeline on Python 3.12, with 
 
 test-all: setup ## the tests, the slow ones too, with many more draws
 	PLURAX_TEST_PROFILE=all $(RUN)/python -m pytest -n 2 --dist loadfile -m ''
+
+test-faults: export PLURAX_FAULT_ROUNDS ?= 200
+test-faults: setup ## real gangs that are killed, cut off, stopped; PLURAX_FAULT_ROUNDS=200 kills of one
+	$(RUN)/python -m pytest -m '' -rA --tb=short tests/faults tests/resume/test_watched.py
 
 $(MUTANTS)/.installed:
 	$(PYTHON) -m venv $(MUTANTS)
