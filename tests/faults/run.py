@@ -2,16 +2,19 @@
 
 `FAULTS` is JSON, a fault for each attempt of the gang and null where nothing happens:
 
-    {"who": [1], "what": "kill", "step": 33}       before step 33
+    {"who": [1], "what": "kill", "step": 23}       before step 23
     {"who": [0, 1], "what": "kill", "event": 40}   before the 40th time that a file or folder below
                                                    OUTPUT is opened, made, renamed or removed after
                                                    the first step, which strikes inside a save
-    {"who": [0], "what": "launcher", "step": 33}   the launcher is killed, not the process
+    {"who": [0], "what": "launcher", "step": 23}   the launcher is killed, not the process
+
+At the end the same run follows in OUTPUT.undisturbed, to which nothing happens.
 
 With both the earlier one counts. With "draw": SEED instead, each attempt but those from "rounds" on
 draws who is killed and when.
 """
 
+import dataclasses
 import functools
 import json
 import os
@@ -33,8 +36,11 @@ from plurax.execute.program import Program
 from plurax.exit_codes import ExitCode
 from tests import models
 
-EVERY, STEPS = 10, 80
-"""Steps between checkpoints, and of the run."""
+EVERY, STEPS = 10, 40
+"""Steps between checkpoints, and of the run, in two epochs."""
+
+MOST = 5
+"""Checkpoints that a drawn attempt lives for, at most."""
 
 EVENTS = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.truncate", "shutil.rmtree")
 
@@ -57,12 +63,13 @@ class Batches:
         return (models.data(8, seed=number) for number in range(self.count))
 
 
-def fit(output, steps=STEPS, every=EVERY, **options):
+def fit(output, steps=STEPS, every=EVERY, *, data=None, loss=models.example_loss, **options):
     """The run: a network on all devices of all processes, and checkpoints."""
-    arguments = {"plan": px.Plan(data=4), "checkpoint_every": every, "progress": False}
+    task = dataclasses.replace(models.mlp_task(), loss=px.per_example(loss))
+    data = Batches(steps // 2) if data is None else data
     return px.fit(
-        models.mlp_task(), optax.adam(1e-2), Batches(steps), output=output, resume=True,
-        **{**arguments, **options},
+        task, optax.adam(1e-2), data, plan=px.Plan(data=4), epochs=2, output=output, resume=True,
+        checkpoint_every=every, progress=False, **options,
     )  # fmt: skip
 
 
@@ -72,10 +79,10 @@ def drawn(seed, attempt, every):
     fault = {
         "who": [[0], [1], [0, 1]][rng.integers(3)],
         "what": "kill",
-        "steps": int(rng.integers(1, 2 * every)),
+        "steps": int(rng.integers(1, MOST * every)),
         "seconds": float(rng.choice([0.0, rng.uniform(0, 0.02)])),
     }
-    return {**fault, "event": int(rng.integers(1, 160))} if rng.random() < 0.6 else fault
+    return {**fault, "event": int(rng.integers(1, 400))} if rng.random() < 0.6 else fault
 
 
 def strike(fault, output):
@@ -123,7 +130,9 @@ def main(output, given):
     if fault and process in fault["who"]:
         strike(fault, output)
     result = fit(output, **options)
-    raise SystemExit(ExitCode.PREEMPTED if result.interrupted else ExitCode.DONE)
+    if result.interrupted:
+        raise SystemExit(ExitCode.PREEMPTED)
+    fit(f"{output}.undisturbed", **options)
 
 
 if __name__ == "__main__":

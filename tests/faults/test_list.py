@@ -36,14 +36,18 @@ FAULTS = {
     "7 a full disk": (
         "resume/test_disk.py: a_real_disk_is_full_at_the_start a_real_disk_is_full_for_some_epochs "
         "a_real_disk_has_no_room_for_the_log training_stops_after_some_failures_in_a_row",
+        "faults/test_gangs.py: a_full_disk_stops_no_process",
     ),
     "8 a disk that is read-only, slow or gone": (
         "resume/test_disk.py: a_real_disk_is_read_only_for_some_epochs "
         "a_slow_disk_does_not_hold_up_training "
         "a_disk_that_does_not_answer_is_not_waited_for_forever "
         "nothing_is_written_where_a_disk_was_mounted a_folder_that_is_removed_is_created_anew",
+        "faults/test_gangs.py: an_output_that_is_not_shared_is_refused",
     ),
     "9 SIGTERM at any moment, and twice": (
+        "faults/test_gangs.py: a_signal_to_one_process_stops_all_at_one_step "
+        "a_signal_at_any_moment a_second_signal_ends_a_process_and_the_others_notice",
         "unit/test_fit.py: a_signal_saves_and_resume_is_bit_equal "
         "a_second_signal_ends_a_run_whose_data_block",
         "unit/test_launch.py: a_signal_reaches_all_processes a_second_signal_kills",
@@ -69,6 +73,7 @@ FAULTS = {
         "unit/test_distributed.py: a_host_whose_name_is_loopback_is_refused",
     ),
     "14 a loss or gradient that is not finite": (
+        "faults/test_gangs.py: rows_of_one_process_that_are_not_finite_change_nothing",
         "unit/test_batch.py: a_non_finite_step_changes_nothing_and_is_counted",
         "unit/test_step.py: a_gradient_that_is_not_finite_under_a_loss_that_is",
         "resume/test_rollback.py: a_run_goes_back_and_skips",
@@ -123,6 +128,7 @@ FAULTS = {
         "unit/test_launch.py: the_others_are_killed_with_what_they_started",
     ),
     "28 two runs in one folder, two at one port": (
+        "faults/test_gangs.py: a_folder_that_another_run_writes_is_refused_in_all_processes",
         "resume/test_two_runs.py: the_second_run_is_refused_and_has_written_nothing",
         "unit/test_launch_hosts.py: two_leaders_at_one_address",
     ),

@@ -265,6 +265,7 @@ def fit(
                 metrics.start()
         guard.wait()
         measurements.show(at_end=True)
+        stop.name = stop.agree(group, ready=True)
     account, state = coordinator.account if coordinator else None, program.to_canonical(state)
     return Fit(state, program, history, stop.name, estimated, measurements.measured, account)
 

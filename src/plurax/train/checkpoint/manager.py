@@ -16,6 +16,7 @@ import functools
 import itertools
 import os
 import re
+import secrets
 import shutil
 import threading
 import time
@@ -47,6 +48,7 @@ Residuals = list[list[np.ndarray]]
 """Of each worker of parameter servers, one array like each parameter."""
 
 LOCK = "writer.lock"
+PROBE = ".seen-by-all-"
 
 SAVE_SECONDS = TIMEOUTS.save
 """The longest time that anything waits for a save, in seconds."""
@@ -141,10 +143,26 @@ class Checkpoints:
             raise errors.checkpoint_not_written(str(self.directory), str(error)) from None
 
     def _check_shared(self) -> None:
-        """Raise `CheckpointError` unless every process sees the directory of the first one."""
-        seen = self._group.all_gather(self._lock.path.exists())
+        """Raise `CheckpointError` unless every process sees the directory of the first one.
+
+        By a file of a new name: others may be there in folders of the same name on other disks.
+        """
+        if self._group.count == 1:
+            return
+        name = self._group.on_primary(self._write_probe)
+        seen = self._group.all_gather((self.directory / name).exists())
+        self._group.on_primary(self._remove_unfinished)
         if not all(seen):
             raise errors.folder_not_shared(str(self.directory), seen.index(False))
+
+    def _write_probe(self) -> str:
+        """Create an empty file that no earlier run has, and return its name."""
+        try:
+            probe = self.directory / f"{PROBE}{secrets.token_hex(8)}"
+            probe.touch()
+            return probe.name
+        except OSError as error:
+            raise errors.checkpoint_not_written(str(self.directory), str(error)) from None
 
     def _open_manager(self) -> None:
         from plurax.train.checkpoint.arrays import open_manager
@@ -160,6 +178,8 @@ class Checkpoints:
     def _remove_unfinished(self) -> None:
         for unfinished in self.directory.glob("*.orbax-checkpoint-tmp*"):
             shutil.rmtree(unfinished, ignore_errors=True)
+        for probe in self.directory.glob(f"{PROBE}*"):
+            probe.unlink(missing_ok=True)
 
     def _find_again(self) -> None:
         """Lock anew a folder that was removed while this object wrote to it.
