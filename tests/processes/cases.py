@@ -212,6 +212,42 @@ def own_outputs(result):
     return float(np.max(np.abs(program.predict(state, own, chunk=8, local=True) - whole)))
 
 
+def populations(folder):
+    """A sweep, halving, members that join a run, and one of them exported."""
+    task, rule = models.mlp_task(dtype=np.float64), lambda hyper: optax.adam(hyper["rate"])
+    members = px.Members(4, {"rate": [1e-4, 1e-1, 1e-2, 1e-3]})
+    plan = px.Plan(member=2, chunk=2, batch_dim="major")
+    common = {"plan": plan, "evaluation": ROWS, "progress": False, "batch_size": 16}
+    table = px.sweep(
+        task, rule, ROWS, members=members, shapes=[{"batch_size": 16}], epochs=2,
+        output=Path(folder, "sweep"), **{**common, "batch_size": None},
+    )  # fmt: skip
+    halved = px.ensemble.successive_halving(
+        task, rule, ROWS, members=members, min_epochs=1, epochs=2, reduction=2, **common
+    )
+    runs = [
+        px.fit(
+            task, rule, ROWS, members=members.take(range(count)), epochs=2, resume=True,
+            output=Path(folder, "grown"), **common,
+        )
+        for count in (3, 4)
+    ]  # fmt: skip
+    one = px.ensemble.export_member(runs[1].state, 2)
+    said = ""
+    try:
+        px.sweep(task, rule, ROWS, members=members, shapes=[{}], num_parallel=2, **common)
+    except px.PlanError as error:
+        said = str(error)
+    leaves = jax.tree.leaves(jax.device_get(one.params))
+    return {
+        "losses": [row["eval_loss"] for row in table.rows],
+        "scores": [rung.scores for rung in halved.rungs],
+        "grown": np.ravel(runs[1].program.evaluate(runs[1].state, ROWS)["loss"]).tolist(),
+        "exported": [np.ravel(leaf).tolist() for leaf in leaves],
+        "refused": said,
+    }
+
+
 def verifies(_folder):
     """What `verify` finds."""
     found = px.verify(
@@ -286,6 +322,7 @@ CASES = {
         fits,
         more_fits,
         shares,
+        populations,
         verifies,
         saves,
         restores,

@@ -95,6 +95,21 @@ def test_each_process_gives_its_own_rows(ran, x64):
         assert "rows of its own need rows that each of the 2 processes has" in shared
 
 
+@pytest.mark.slow
+def test_populations_as_in_one_process(tmp_path, x64):
+    """A sweep, halving, members that join a run, and one of them exported."""
+    (tmp_path / "alone").mkdir()
+    found = gang.run(2, 2, "populations", tmp_path)
+    alone = cases.populations(tmp_path / "alone")
+    for each in [each["populations"] for each in found]:
+        assert "num_parallel=2 is for one process, and there are 2" in each["refused"]
+        for name in ("losses", "grown"):
+            np.testing.assert_allclose(each[name], alone[name], rtol=1e-10)
+        for name in ("scores", "exported"):
+            for got, want in zip(each[name], alone[name], strict=True):
+                np.testing.assert_allclose(got, want, rtol=1e-10)
+
+
 def test_verify_runs_there_too(ran):
     found = [each["verifies"] for each in ran[0]]
     assert all(each["ok"] for each in found), found[0]["text"]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from plurax import errors
+from plurax.distributed.global_arrays import gather, own_devices
 from plurax.state import TrainState
 
 
@@ -38,8 +39,12 @@ def export_member(state: TrainState, index: int) -> TrainState:
     member's hyperparameters. Raises `MembersError` for an index out of range.
     """
     chosen = _checked(state, index)
-    device = min(state.step.devices(), key=lambda device: device.id)
-    return jax.device_put(jax.tree.map(lambda leaf: leaf[chosen], state), device)
+    # Of several processes each gets the member on a device of its own.
+    device = min(own_devices(state.step.devices()), key=lambda device: device.id)
+    member = jax.tree.map(lambda leaf: leaf[chosen], state)
+    if not state.step.is_fully_addressable:
+        member = jax.tree.map(lambda leaf: leaf.addressable_data(0), gather(member))
+    return jax.device_put(member, device)
 
 
 def _kind(leaf: jax.Array) -> str:

@@ -115,3 +115,10 @@ def devices_of_a_gang(given: str) -> ProcessError:
         f"--devices {given} is for one process. Say how many devices each of several processes has "
         "where they are started: plurax launch --processes 2 --devices 4 -- train FILE."
     )
+
+
+def parallel_sweep_of_processes(num_parallel: int, processes: int) -> PlanError:
+    return PlanError(
+        f"num_parallel={num_parallel} is for one process, and there are {processes}. Leave it out: "
+        "each bucket has the devices of all processes, one after another."
+    )

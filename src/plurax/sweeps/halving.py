@@ -28,6 +28,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.distributed.global_arrays import fetch, is_primary
 from plurax.ensemble.select import join_members, take_members
 from plurax.execute.array_data import ArrayData, Position
 from plurax.execute.check import check_population
@@ -139,7 +140,7 @@ def successive_halving(
     made = make_program(task, optimizer, plan, like, few, read, True, devices)
     if evaluation is not None:
         made.check_evaluation(evaluation)
-    console = new_console(progress)
+    console = new_console(progress and is_primary())
     candidates = list(range(members.count))
     state: TrainState | None = None
     rungs: list[Rung] = []
@@ -161,7 +162,7 @@ def successive_halving(
             seconds.append(took)
         state = join_members(*parts)
         rungs.append(Rung(budget, candidates, scores, sum(seconds)))
-        skipped = np.asarray(state.skipped)
+        skipped = fetch(state.skipped)
         frozen = _warn_of({candidates[i] for i in np.flatnonzero(skipped)}, frozen, members, budget)
         order = _ranked(scores, skipped, sign)
         keep = order if budget == epochs else order[: math.ceil(len(order) / reduction)]

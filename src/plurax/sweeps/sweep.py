@@ -24,6 +24,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.distributed.global_arrays import fetch, is_primary, process_count
 from plurax.ensemble.select import export_member
 from plurax.execute.population import HyperFn
 from plurax.members import Grid, Hyper, Members
@@ -171,9 +172,9 @@ def sweep(
     Plan(member=plan.devices * num_parallel).check_devices(len(available))
     # A bucket takes a free group of devices from the queue and puts it back when it is done.
     groups: queue.SimpleQueue[list[jax.Device]] = queue.SimpleQueue()
-    for index in range(num_parallel):
-        groups.put(available[index * plan.devices : (index + 1) * plan.devices])
-    console = new_console(progress)
+    for group in _device_groups(available, plan, num_parallel):
+        groups.put(group)
+    console = new_console(progress and is_primary())
 
     def run(shape: Hyper) -> Fit:
         group = groups.get()
@@ -200,9 +201,24 @@ def sweep(
     results = _run_all(run, buckets, num_parallel)
     fits = [pair for pair in zip(buckets, results, strict=False) if pair[1].history]
     table = Sweep([row for i, pair in enumerate(fits) for row in _rows(i, names, *pair)], fits)
-    if output is not None and table.rows:
+    if output is not None and table.rows and is_primary():
         table.save_csv(Path(output) / "table.csv")
     return table
+
+
+def _device_groups(
+    devices: list[jax.Device], plan: Plan, num_parallel: int
+) -> list[list[jax.Device]]:
+    """Return the devices of each bucket that runs at the same time.
+
+    Of several processes one bucket has all devices: of two at once each process would start the
+    steps in an order of its own. Raises `PlanError` for more.
+    """
+    if process_count() == 1:
+        return [devices[i * plan.devices : (i + 1) * plan.devices] for i in range(num_parallel)]
+    if num_parallel > 1:
+        raise errors.parallel_sweep_of_processes(num_parallel, process_count())
+    return [devices]
 
 
 def _buckets(shapes: Any) -> list[Hyper]:
@@ -262,7 +278,7 @@ def _value(values: list[Any], index: int) -> float:
 def _rows(bucket: int, names: list[str], shape: Hyper, result: Fit) -> list[Row]:
     last = result.history[-1]["members"]
     table = _members(result).table()
-    skipped = np.asarray(result.state.skipped)
+    skipped = fetch(result.state.skipped)
     return [
         {
             "bucket": bucket,

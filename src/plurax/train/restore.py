@@ -19,13 +19,14 @@ import numpy as np
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.distributed.global_arrays import process_count, put
 from plurax.ensemble.select import join_members
 from plurax.execute.array_data import ArrayData
 from plurax.execute.check import check_kinds
 from plurax.execute.program import Program
 from plurax.execute.program_cache import cached_program, shapes_key
 from plurax.members import Members
-from plurax.mesh import make_mesh
+from plurax.mesh import make_mesh, replicated
 from plurax.plan import Plan
 from plurax.resample import Everything
 from plurax.state import TrainState
@@ -115,7 +116,7 @@ def restore(
     count, wanted = len(meta["members"]["table"]), program.members.count
     if count < wanted and source is not None:
         late = _catch_up(program, source, range(count, wanted), state.steps_taken)
-        state = join_members(state, jax.device_put(late, _first(program)))
+        state = join_members(state, put(late, _where(program)))
         meta["tally"] = {}
     return program.place(state), meta
 
@@ -131,12 +132,15 @@ def _shapes_saved(program: Program, meta: dict[str, Any], *, grow: bool) -> Trai
     if not count or before["table"] != now["table"][:count] or (not grow and count < wanted):
         raise errors.members_not_grown(count, wanted)
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=_first(program)),
+        lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=_where(program)),
         program.canonical_shapes,
     )
 
 
-def _first(program: Program) -> Any:
+def _where(program: Program) -> Any:
+    """Return where members are put together: on the first device; of several processes, on all."""
+    if process_count() > 1:
+        return replicated(program.mesh)
     return jax.sharding.SingleDeviceSharding(program.mesh.devices.flat[0])
 
 
