@@ -51,7 +51,6 @@ QUICK_STEPS = [
     ("recommender", "zero 3"),
     ("pinn", "tensor across"),
     ("branch", "pipeline across"),
-    ("graph", "members and zero"),
 ]
 """Those of a default run."""
 

@@ -359,3 +359,19 @@ def test_own_inputs_are_arrays_for_one_network():
     np.testing.assert_allclose(own, whole, rtol=1e-6)
     with pytest.raises(px.BatchError, match=r"predict\(local=True\) is for arrays of inputs, of"):
         program.predict(state, [batch], local=True)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda *task: px.fit(*task, models.data(8), batch_size=8, servers=px.Servers()),
+        lambda *task: px.ensemble.tune(*task, models.data(8), members=px.Members(2), batch_size=8),
+        lambda *task: px.fastest_batch_size(*task, px.Plan(), models.data(8)),
+        lambda *_: px.analysis.measure_machine(),
+    ],
+    ids=["servers", "tune", "fastest_batch_size", "measure_machine"],
+)
+def test_what_is_for_one_process_says_so(call, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(px.ProcessError, match="is for one process, and there are 2"):
+        call(models.mlp_task(), models.optimizer())

@@ -23,6 +23,7 @@ import optax
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.distributed.global_arrays import MEASURE_IN_ONE, check_alone
 from plurax.execute.placement import leading_dim
 from plurax.execute.program import Program
 from plurax.mesh import make_mesh, memory_budget
@@ -250,6 +251,7 @@ def fastest_batch_size(
     **Arguments:** as for `max_batch_size`; `example` needs real arrays, whose rows are repeated to
     fill each batch; `repeats`, timed steps per size, of which the median counts.
     """
+    check_alone("plurax.fastest_batch_size", MEASURE_IN_ONE)
     mesh = make_mesh(plan, devices)
     unit = plan.data * plan.microbatches
     if max_size is None:

@@ -37,6 +37,7 @@ from plurax.analysis.machine_model import (
     messages,
 )
 from plurax.collective import ring_bytes_sent
+from plurax.distributed.global_arrays import MEASURE_IN_ONE, check_alone
 from plurax.machine import Level, Machine
 from plurax.mesh import memory_budget
 
@@ -64,6 +65,7 @@ def measure_machine(devices: Sequence[jax.Device] | None = None) -> Machine:
 
     On a machine that does other work the numbers vary, by tens of per cent.
     """
+    check_alone("plurax.analysis.measure_machine", MEASURE_IN_ONE)
     mesh = Mesh(np.array(devices or jax.devices()), ("device",))
     overhead = _overhead(mesh)
     peaks, half_dim = fit_products(_products(mesh), overhead)

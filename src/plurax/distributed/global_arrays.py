@@ -21,7 +21,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
+from plurax import errors
+
 T = TypeVar("T")
+
+MEASURE_IN_ONE = "Each process has a clock of its own. Measure in one, and give its result to all."
 
 
 def process_count() -> int:
@@ -32,6 +36,12 @@ def process_count() -> int:
 def process_index() -> int:
     """Return the index of this process."""
     return jax.process_index()
+
+
+def check_alone(what: str, instead: str) -> None:
+    """Raise `ProcessError` where there are several processes; `instead` says what to do."""
+    if jax.process_count() > 1:
+        raise errors.one_process_only(what, jax.process_count(), instead)
 
 
 def is_primary() -> bool:

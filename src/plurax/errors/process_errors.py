@@ -122,3 +122,7 @@ def parallel_sweep_of_processes(num_parallel: int, processes: int) -> PlanError:
         f"num_parallel={num_parallel} is for one process, and there are {processes}. Leave it out: "
         "each bucket has the devices of all processes, one after another."
     )
+
+
+def one_process_only(what: str, processes: int, instead: str) -> ProcessError:
+    return ProcessError(f"{what} is for one process, and there are {processes}. {instead}")

@@ -24,6 +24,7 @@ import optax
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.distributed.global_arrays import check_alone
 from plurax.execute.array_data import ArrayData, Position
 from plurax.execute.placement import leading_dim
 from plurax.execute.program import Program
@@ -182,6 +183,7 @@ def check_servers(servers: Servers | None, task: Any, plan: Plan, members: Any) 
         raise errors.servers_kind(servers)
     if members is not None or not isinstance(task, Task):
         raise errors.servers_one_network()
+    check_alone("servers=", "Workers and servers are processes of their own: start fit once.")
     if task.coupled and servers.parts > 1:
         raise errors.servers_coupled(servers.workers)
     if plan.pipeline > 1 and plan.zero:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
+from plurax.distributed.global_arrays import MEASURE_IN_ONE, check_alone
 from plurax.execute.array_data import ArrayData
 from plurax.execute.autotune import Candidate
 from plurax.execute.check import check_population
@@ -54,9 +55,11 @@ def tune(
 
     **Arguments:** as for `fit`. Fields that the plan already sets are not measured.
 
-    Raises the errors that `fit` raises before its first step.
+    Raises the errors that `fit` raises before its first step, and `ProcessError` in one of several
+    processes, each of which has a clock of its own.
     """
     check_population(task, optimizer, plan, members)
+    check_alone("plurax.ensemble.tune", MEASURE_IN_ONE)
     if plan.chunk is not None and plan.batch_dim is not None:
         return Tuning(plan, [])
     source, like = as_data(data, batch_size=batch_size, seed=0, shuffle=shuffle, ragged="pad")
