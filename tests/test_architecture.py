@@ -96,6 +96,14 @@ def test_imports_run_one_way(path):
             )
 
 
+def test_one_room_knows_which_process_this_is():
+    """What differs between one process and many is in `distributed`; others call its functions."""
+    for path in FILES:
+        if room(path) not in ("distributed", "errors"):
+            code = ast.unparse(ast.parse(path.read_text()))
+            assert not re.search(r"jax\.(process_|distributed)", code), path
+
+
 def test_there_are_at_most_eight_floors():
     assert len(FLOORS) <= 8
     rooms = {room(path) for path in FILES} - {"__init__"}

@@ -210,7 +210,7 @@ if attempt < 2:
     followers[1].until("1 2 1")
     followers[1].until("ready")
     again = cluster.start(1, body, **given)
-    leader.until("host 1 is back: the 2 processes save and stop")
+    leader.until("host 1 is back: saving and stopping the 2 processes")
     leader.until("2 3 1")
     assert [one.code() for one in (leader, followers[1], again)] == [0, 0, 0]
     hosts = [row["hosts"] for row in leader.events() if row["event"] == "start"]

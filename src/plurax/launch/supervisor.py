@@ -62,7 +62,9 @@ class Supervisor:
         if self._state == "run" and host not in self._gang:
             self._growing = True
             count = _count(sum(map(len, self._gang.values())))
-            self._events.write("grow", f"host {host} is back: the {count} save and stop", host=host)
+            self._events.write(
+                "grow", f"host {host} is back: saving and stopping the {count}", host=host
+            )
             self._signal(signal.SIGTERM, now)
         self.tick(now)
 
