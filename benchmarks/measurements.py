@@ -17,7 +17,6 @@ from benchmarks.harness import (
     compare,
     take_turns,
 )
-from benchmarks.hosts import hosts
 from benchmarks.members import members
 from benchmarks.pipelines import pipelines
 from benchmarks.planning import planning
@@ -209,7 +208,6 @@ MEASUREMENTS: dict[str, Callable[[Run], Iterator[Row]]] = {
     "uneven": uneven,
     "recovery": recovery,
     "reliability": reliability,
-    "hosts": hosts,
 }
 
 

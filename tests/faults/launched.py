@@ -15,8 +15,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.faults import run
+
 REPOSITORY = Path(__file__).parents[2]
 RUN = REPOSITORY / "tests/faults/run.py"
+PLURAX = ("-m", "plurax.cli")
 LIMIT = 300
 """Seconds that a launcher may take."""
 
@@ -27,17 +30,22 @@ GONE = 60
 class Launch:
     """A launcher in a process group of its own.
 
+    **Arguments:** `command`, what its processes run; `options`; `prefix`, what starts it; `plurax`,
+    how Python finds it; `name`, of its files in `folder`.
+
     **Attributes:** `output`, the folder of its run.
     """
 
-    def __init__(self, folder, command, options=(), prefix=(), name="launch", **environment):
+    def __init__(
+        self, folder, command, options=(), prefix=(), plurax=PLURAX, name="launch", **environment
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.name = folder, name
         self._before = {*os.listdir("/dev/shm")}
         cache = Path(os.environ["PLURAX_TEST_CACHE"], "killed")  # half a program may be left there
         with self.path("said").open("ab") as said:
             self.popen = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "plurax.cli", "launch", *map(str, options),
+                [*prefix, sys.executable, *plurax, "launch", *map(str, options),
                  "--logs", str(self.path("logs")), "--", *map(str, command)],
                 cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -71,19 +79,24 @@ class Launch:
 
     def check_nothing_left(self):
         """Raise `AssertionError` where a process or shared memory outlives the launcher."""
-        assert not [pid for pid in self._pids() if not _ends(pid)], "processes are left"
+        assert not [pid for pid, began in self._pids() if not _ends(pid, began)], (
+            "processes are left"
+        )
         assert not _unused(self._before), "shared memory is left"
 
     def _pids(self):
         """The processes of all attempts."""
-        found = [path.read_text().split() for path in self.folder.glob("*.pids")]
-        return [int(pid) for pids in found for pid in pids]
+        lines = [
+            line for path in self.folder.glob("*.pids") for line in path.read_text().splitlines()
+        ]
+        return {(int(pid), began) for pid, began in map(str.split, lines)}
 
     def close(self):
         """Kill what still runs."""
-        for pid in (self.popen.pid, *filter(_is_ours, self._pids())):
+        left = [pid for pid, began in self._pids() if _lives(pid, began)]
+        for pid in (self.popen.pid, *left):
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+                os.killpg(os.getpgid(pid), signal.SIGKILL)
         self.popen.wait()
 
 
@@ -98,22 +111,22 @@ def launching(folder, faults=(), processes=2, devices=2, options=(), **more):
         launch.close()
 
 
-def _is_ours(pid):
-    """Whether a process of that number lives and is one of the run, not a newer one."""
+def _lives(pid, began):
+    """Whether a process lives, and is not a newer one of the same number."""
     try:
-        return b"tests/faults" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return run.began(pid) == began
     except OSError:
         return False
 
 
-def _ends(pid):
+def _ends(pid, began):
     """Whether a process has ended, or does so within a limit."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
     try:
-        return not _is_ours(pid) or bool(select.select([descriptor], [], [], GONE)[0])
+        return not _lives(pid, began) or bool(select.select([descriptor], [], [], GONE)[0])
     finally:
         os.close(descriptor)
 

@@ -18,8 +18,11 @@ import dataclasses
 import functools
 import json
 import os
+import resource
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import warnings
 from pathlib import Path
@@ -44,10 +47,86 @@ MOST = 5
 
 EVENTS = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.truncate", "shutil.rmtree")
 
+
+def fill_memory():
+    """Ask for more memory than this process may have."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, used + 2**26))
+    np.zeros(2**30).sum()
+
+
+def read_a_short_file():
+    """Read rows of a file that ends within them."""
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes(30))
+        file.seek(0)
+        np.fromfile(file, np.float32).reshape(8, models.FEATURES)
+
+
+def cut():
+    """Cut the link of this network namespace."""
+    subprocess.run(["ip", "link", "set", LINK, "down"], check=True)
+
+
+LINK = "plurax"
+"""The link of a network namespace to another."""
+
 KINDS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "launcher": lambda: os.kill(os.getppid(), signal.SIGKILL),
+    "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "preempt": lambda: os.kill(os.getppid(), signal.SIGTERM),
+    "memory": fill_memory,
+    "short file": read_a_short_file,
+    "worker": lambda: os.kill(children()[0], signal.SIGKILL),
+    "cut": cut,
 }
+
+
+def note(output, *pids):
+    """Write down processes: `PID TICKS`, which no other process ever has both of."""
+    with Path(output).with_suffix(".pids").open("a") as file:
+        file.writelines(f"{pid} {began(pid)}\n" for pid in pids)
+
+
+def began(pid):
+    """When a process began, in ticks since the start of the machine."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+
+
+def children():
+    """The processes that this one has started: the workers of its loader."""
+    found = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for path in found for pid in path.read_text().split() if is_worker(pid)]
+
+
+def is_worker(pid):
+    """Whether it loads data, and does not only count what is to be removed at the end."""
+    return b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def loaded(count, output):
+    """The same batches from worker processes of Grain."""
+    from absl import flags
+    from grain import MapDataset, MultiprocessingOptions
+
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["run"])
+    batches = MapDataset.source(Rows(count)).to_iter_dataset()
+    return batches.mp_prefetch(MultiprocessingOptions(num_workers=2, per_worker_buffer_size=1))
+
+
+class Rows:
+    """Batches by their number."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, number):
+        return models.data(8, seed=int(number))
 
 
 class Batches:
@@ -88,14 +167,15 @@ def drawn(seed, attempt, every):
 def strike(fault, output):
     """Let this process do what the fault says, when it says it."""
     act = KINDS[fault["what"]]
-    began, seen = None, 0
+    first, seen = None, 0
     step = Program.step_placed
 
     @functools.wraps(step)
     def struck(program, state, placed):
-        nonlocal began
-        began = state.steps_taken if began is None else began
-        if state.steps_taken + 1 == fault.get("step", began + fault.get("steps", -1)):
+        nonlocal first
+        first = state.steps_taken if first is None else first
+        note(output, *children())
+        if state.steps_taken + 1 == fault.get("step", first + fault.get("steps", -1)):
             if seconds := fault.get("seconds"):
                 threading.Timer(seconds, act).start()
             else:
@@ -104,7 +184,7 @@ def strike(fault, output):
 
     def hook(event, arguments):
         nonlocal seen
-        if began is not None and event in EVENTS and str(arguments[0]).startswith(output):
+        if first is not None and event in EVENTS and str(arguments[0]).startswith(output):
             seen += 1
             if seen == fault["event"]:
                 act()
@@ -116,8 +196,7 @@ def strike(fault, output):
 
 def main(output, given):
     attempt, process = (int(os.environ[f"PLURAX_{name}"]) for name in ("ATTEMPT", "PROCESS"))
-    with Path(output).with_suffix(".pids").open("a") as file:
-        file.write(f"{os.getpid()}\n")
+    note(output, os.getpid())
     warnings.simplefilter("error", px.DamagedCheckpointWarning)
     faults, options = json.loads(given), {}
     if isinstance(faults, dict):
@@ -126,6 +205,8 @@ def main(output, given):
         faults = {attempt: drawn(faults["draw"], attempt, faults["every"])} if left else {}
     else:
         faults = dict(enumerate(faults))
+    if os.environ.get("LOADER"):
+        options["data"] = loaded(STEPS // 2, output)
     fault = faults.get(attempt)
     if fault and process in fault["who"]:
         strike(fault, output)

@@ -46,6 +46,8 @@ FAULTS = {
         "faults/test_gangs.py: an_output_that_is_not_shared_is_refused",
     ),
     "9 SIGTERM at any moment, and twice": (
+        "faults/test_launches.py: "
+        "a_signal_to_a_process_is_cured_and_one_to_the_launcher_is_obeyed",
         "faults/test_gangs.py: a_signal_to_one_process_stops_all_at_one_step "
         "a_signal_at_any_moment a_second_signal_ends_a_process_and_the_others_notice",
         "unit/test_fit.py: a_signal_saves_and_resume_is_bit_equal "
@@ -104,6 +106,7 @@ FAULTS = {
         "unit/test_shared_memory.py: no_memory_left_is_an_error_before_anything_is_written",
     ),
     "23 out of memory": (
+        "faults/test_launches.py: out_of_memory_is_not_tried_again",
         "unit/test_launch.py: a_kill_for_memory_is_not_tried_again "
         "a_kill_while_the_kernel_counts_one_is_for_memory",
         "unit/test_fit.py: out_of_memory_says_which_plans_need_less",
@@ -123,11 +126,14 @@ FAULTS = {
         "unit/test_fit.py: resuming_under_another_plan_goes_on",
     ),
     "27 a worker of the data loader that dies, data that are short": (
+        "faults/test_launches.py: a_file_that_is_short_ends_the_run",
         "resume/test_resume.py: an_iterable_that_has_become_shorter_is_refused",
         "unit/test_fit.py: prefetch_keeps_order_and_passes_errors_on",
         "unit/test_launch.py: the_others_are_killed_with_what_they_started",
     ),
     "28 two runs in one folder, two at one port": (
+        "faults/test_launches.py: a_folder_that_another_run_writes_is_not_tried_again "
+        "a_port_that_is_taken_meanwhile",
         "faults/test_gangs.py: a_folder_that_another_run_writes_is_refused_in_all_processes",
         "resume/test_two_runs.py: the_second_run_is_refused_and_has_written_nothing",
         "unit/test_launch_hosts.py: two_leaders_at_one_address",

@@ -19,6 +19,7 @@ from plurax.distributed import initialize as initialize_module
 from plurax.distributed import process_group
 from plurax.distributed.environment import Gang, attempt, first_host, gang_of, writes_files
 from plurax.distributed.global_arrays import fetch, gather, least, put
+from plurax.distributed.initialize import _check_port as check_port
 from plurax.distributed.initialize import exit_code
 from plurax.distributed.process_group import ProcessGroup, open_group
 from plurax.execute.array_data import ArrayData
@@ -123,7 +124,7 @@ def test_initialize_says_where_it_did_not_find_the_others():
         f"px.initialize({address!r}, 2, 1)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert f"process 1 could not join the others at {address}: [Errno" in done.stderr
     assert f"process 1 waits for all 2 processes at {address}, for at most 2 s" in done.stderr
 
@@ -145,6 +146,17 @@ def test_devices_are_chosen_by_the_launcher(tmp_path):
     )  # fmt: skip
     assert done.returncode == 2
     assert "--devices 2 is for one process." in done.stderr
+
+
+def test_a_port_that_is_taken_is_named():
+    """134: a launcher starts all again, with another one."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = taken.getsockname()
+        coordinator = f"127.0.0.1:{address[1]}"
+        with pytest.raises(errors.PeerError, match=f"cannot listen at {coordinator} for"):
+            check_port(*address)
+    check_port(*address)
+    assert exit_code(errors.coordinator_port_taken(coordinator, "")) == 134
 
 
 def test_the_exit_code_says_whose_fault_it_was():
@@ -244,6 +256,13 @@ def test_a_process_that_ended_is_named(gone, groups):
     for error in everywhere(left, lambda group: group.all_gather(1)):
         assert isinstance(error, px.ProcessError)
         assert f"process {gone} on {socket.gethostname()} has ended" in str(error)
+
+
+def test_who_leaves_keeps_nobody_waiting(groups):
+    gang = groups(2)
+    gang[1].leave()
+    found = everywhere(gang, lambda group: group.all_gather(1))
+    assert all(isinstance(error, errors.PeerError) for error in found), found
 
 
 def test_a_process_that_is_late_is_named(groups):

@@ -1,6 +1,7 @@
 """Join the processes of a gang, before anything uses a device."""
 
 import contextlib
+import errno
 import os
 import socket
 import sys
@@ -54,6 +55,9 @@ def initialize(
         return
     if jax.distributed.is_initialized():
         raise errors.initialized_twice()
+    # An exception in one process would leave the others waiting in a collective until they time
+    # out: Python ends, and JAX waits at the end for all processes. So end at once.
+    sys.excepthook = _end_at_once
     try:
         if gang.devices is not None:
             jax.config.update("jax_platforms", "cpu")
@@ -66,14 +70,13 @@ def initialize(
             _join(gang, host, int(port))
     except RuntimeError:
         raise errors.initialized_too_late() from None
-    # An exception in one process would leave the others waiting in a collective until they time
-    # out: Python ends, and JAX waits at the end for all processes. So end at once.
-    sys.excepthook = _end_at_once
 
 
 def _join(gang: Gang, host: str, port: int) -> None:
     if gang.process:
         _wait_for(host, port, gang.process)
+    else:
+        _check_port(host, port)
     jax.distributed.initialize(
         gang.coordinator,
         gang.processes,
@@ -86,6 +89,18 @@ def _join(gang: Gang, host: str, port: int) -> None:
         heartbeat_timeout_seconds=int(TIMEOUTS.heartbeat),
         shutdown_timeout_seconds=SHUTDOWN_SECONDS,
     )
+
+
+def _check_port(host: str, port: int) -> None:
+    """Raise `PeerError` where another program listens: JAX would not say so."""
+    try:
+        (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        with socket.socket(family, socket.SOCK_STREAM) as listening:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as JAX does
+            listening.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise errors.coordinator_port_taken(f"{host}:{port}", str(error)) from None
 
 
 def _wait_for(host: str, port: int, process: int) -> None:

@@ -40,7 +40,8 @@ class ProcessGroup:
     """The processes of a gang, from one of them. Every method is called by all, in one order.
 
     **Attributes:** `count`, `index`; `is_primary`, whether this process writes files and shows
-    progress; `seconds`, how much later than the others a process may be in a round.
+    progress; `seconds`, how much later than the others a process may be in a round; `left`, whether
+    it takes part no more.
     """
 
     seconds = ROUND_SECONDS
@@ -49,6 +50,7 @@ class ProcessGroup:
         self.index, self.count = index, 1
         self._sockets = sockets or []
         self._received = [b""] * len(self._sockets)
+        self.left = False
         self._names: list[str] = []
         if sockets:
             self._names = self._exchange(socket.gethostname())
@@ -107,6 +109,14 @@ class ProcessGroup:
         host = f" on {self._names[process]}" if self._names else ""
         return f"process {process}{host}"
 
+    def leave(self) -> None:
+        """Close the connections, because of an error that perhaps only this process has.
+
+        Later rounds raise `PeerError`, here and in the others, instead of waiting for each other.
+        """
+        self.left = self.count > 1
+        self.close()
+
     def close(self) -> None:
         """Close the connections."""
         for one in self._sockets:
@@ -115,6 +125,8 @@ class ProcessGroup:
     # --- Rounds -------------------------------------------------------------------------------
 
     def _exchange(self, value: Any) -> list[Any]:
+        if self.left:
+            raise errors.process_ended(self.named(self.index))
         line = json.dumps(value).encode() + b"\n"
         if self.index:
             self._send(0, line)

@@ -55,6 +55,13 @@ def initialized_too_late() -> ProcessError:
     )
 
 
+def coordinator_port_taken(coordinator: str, why: str) -> PeerError:
+    return PeerError(
+        f"process 0 cannot listen at {coordinator} for the others: {why}. `plurax launch` starts "
+        "all of them again with another port; by hand, give a coordinator with a free one."
+    )
+
+
 def gang_not_joined(coordinator: str, process: int, why: str) -> ProcessError:
     return ProcessError(
         f"process {process} could not join the others at {coordinator}: {why}. Does process 0 run "

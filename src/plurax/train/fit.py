@@ -218,7 +218,7 @@ def fit(
         bar = _open_bar(stack, program, source, epochs, state, progress and group.is_primary)
         saving = Saving(checkpoints, log, bar.note, group)
         measurements = Measurements(estimated, machine, program, bar.note)
-        stack.enter_context(out_of_memory_said(program, lambda: _saved(checkpoints)))
+        stack.enter_context(out_of_memory_said(program, lambda: _saved(checkpoints, group)))
         coordinator = open_servers(stack, servers, program, optimizer, state, source, like, run,
                                    position, checkpoints, bar.note)  # fmt: skip
         when = (epochs, report_every, checkpoint_every)
@@ -550,11 +550,12 @@ def _account_row(coordinator: Coordinator | None) -> Row:
     return {} if coordinator is None else {"servers": coordinator.account.to_json()}
 
 
-def _saved(checkpoints: Checkpoints | None) -> str:
+def _saved(checkpoints: Checkpoints | None, group: ProcessGroup) -> str:
     """Return a sentence on what was saved, for the error that ends training."""
     if checkpoints is None:
         return "Nothing was saved (no output directory)."
-    with contextlib.suppress(errors.CheckpointError):
+    group.leave()  # the others may have memory left, and not be here
+    with contextlib.suppress(errors.CheckpointError, errors.PeerError):
         checkpoints.wait()
     steps = checkpoints.steps()
     if not steps:

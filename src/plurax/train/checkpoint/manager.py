@@ -49,7 +49,6 @@ Residuals = list[list[np.ndarray]]
 
 LOCK = "writer.lock"
 PROBE = ".seen-by-all-"
-
 SAVE_SECONDS = TIMEOUTS.save
 """The longest time that anything waits for a save, in seconds."""
 
@@ -93,7 +92,10 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        for group in (self._given, self._opened):
+            if kind is not None and group is not None:
+                group.leave()  # the others may be in a step, and not close too
         self.close()
 
     def steps(self) -> list[int]:
@@ -145,7 +147,7 @@ class Checkpoints:
     def _check_shared(self) -> None:
         """Raise `CheckpointError` unless every process sees the directory of the first one.
 
-        By a file of a new name: others may be there in folders of the same name on other disks.
+        By a file of a new name: each may have a folder of that name on a disk of its own.
         """
         if self._group.count == 1:
             return
@@ -157,8 +159,8 @@ class Checkpoints:
 
     def _write_probe(self) -> str:
         """Create an empty file that no earlier run has, and return its name."""
+        probe = self.directory / f"{PROBE}{secrets.token_hex(8)}"
         try:
-            probe = self.directory / f"{PROBE}{secrets.token_hex(8)}"
             probe.touch()
             return probe.name
         except OSError as error:
@@ -370,7 +372,8 @@ class Checkpoints:
         if self._stuck:
             return
         try:
-            self.wait()
+            if self._manager is not None and not self._group.left:
+                self.wait()
         finally:
             if not self._stuck:
                 self._close_manager()
