@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-LIMIT = 400
+LIMIT = 900
 """Seconds that a gang may take."""
 
 
