@@ -116,12 +116,18 @@ def own_batches(index, count):
 
 def steps(_folder):
     """The difference of each network's steps from steps by hand, on a device of its own."""
-    return {"/".join(pair): _apart(*pair) for pair in QUICK_STEPS}
+    return {"/".join(pair): _apart(*pair) for pair in shared(QUICK_STEPS)}
+
+
+def shared(pairs):
+    """Those under plans that all processes share equally."""
+    devices = {pair: px.Plan(**STEPS[pair]).devices for pair in pairs}
+    return [pair for pair in pairs if devices[pair] % jax.process_count() == 0]
 
 
 def more_steps(_folder):
     """The same of the other networks."""
-    return {"/".join(pair): _apart(*pair) for pair in STEPS if pair not in QUICK_STEPS}
+    return {"/".join(pair): _apart(*pair) for pair in shared(STEPS) if pair not in QUICK_STEPS}
 
 
 def _apart(name, planned):

@@ -32,7 +32,11 @@ def ran_more(request, tmp_path_factory):
 
 def check_steps(found, pair):
     name = "/".join(pair)
-    apart = [{**each.get("more_steps", {}), **each["steps"]}[name] for each in found]
+    ran = [{**each.get("more_steps", {}), **each["steps"]} for each in found]
+    if px.Plan(**cases.STEPS[pair]).devices % len(found):
+        assert not any(name in each for each in ran), "not a plan for so many processes"
+        return
+    apart = [each[name] for each in ran]
     assert all(each < 1e-10 for each in apart), apart
 
 
