@@ -17,6 +17,7 @@ from benchmarks.harness import (
     compare,
     take_turns,
 )
+from benchmarks.hosts import hosts
 from benchmarks.members import members
 from benchmarks.pipelines import pipelines
 from benchmarks.planning import planning
@@ -208,6 +209,7 @@ MEASUREMENTS: dict[str, Callable[[Run], Iterator[Row]]] = {
     "uneven": uneven,
     "recovery": recovery,
     "reliability": reliability,
+    "hosts": hosts,
 }
 
 

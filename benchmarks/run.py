@@ -10,6 +10,7 @@ from benchmarks.harness import Worker, WorkerSkippedError
 PEERS = {
     "PyTorch DDP": "torch_peer",
     "TensorFlow MirroredStrategy": "tensorflow_peer",
+    "PyTorch DDP of a transformer": "torch_divided",
     "PyTorch": "torch_peer",
     "Keras predict": "tensorflow_peer",
     "PyTorch members": "torch_members",

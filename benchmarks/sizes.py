@@ -417,6 +417,22 @@ class ReliabilityCase:
 
 
 @dataclasses.dataclass(frozen=True)
+class HostsCase:
+    """A transformer trained by several processes under each of `splits`, keys of `SPLITS`.
+
+    **Fields:** `repeats`, turns; `kills` of one of two processes that train `restarted`.
+    """
+
+    name: str
+    network: Bytewise
+    repeats: int
+    kills: int
+    splits: tuple[str, ...] = ("data=8", "data=8, zero=3")
+    processes: int = 2
+    restarted: Mlp = Mlp((64, 256, 256, 10))
+
+
+@dataclasses.dataclass(frozen=True)
 class Sizes:
     """Everything that `--quick` makes smaller."""
 
@@ -448,6 +464,7 @@ class Sizes:
     uneven: tuple[UnevenCase, ...]
     recovery: tuple[RecoveryCase, ...]
     reliability: tuple[ReliabilityCase, ...]
+    hosts: HostsCase
 
 
 _MLP = Mlp((8, 1800, 1800, 1800, 16))
@@ -651,6 +668,7 @@ FULL = Sizes(
         ReliabilityCase("digits", _DIGITS, 64, _COPIES, steps=500, rounds=15),
         ReliabilityCase("MLP, 10M parameters, batch 1,024", _TEN_MILLION, 1024, _COPIES, 2, 9),
     ),
+    hosts=HostsCase("4.9M parameters", Bytewise(256, 6, 8, 128, batch=16), repeats=7, kills=3),
 )
 
 _TINY = Transformer(layers=2, width=32, heads=2, vocabulary=32, length=8)
@@ -793,4 +811,7 @@ QUICK = Sizes(
         ),
     ),
     reliability=(ReliabilityCase("digits", _DIGITS, 64, {"data=2": {"data": 2}}, 20, rounds=3),),
+    hosts=HostsCase(
+        "tiny", Bytewise(32, 2, 8, 16, batch=8), repeats=2, kills=1, splits=("data=8, zero=3",)
+    ),
 )

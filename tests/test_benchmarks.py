@@ -171,6 +171,24 @@ def test_the_cost_of_watching_a_run_is_measured(tmp_path):
     assert 0 < facts["watchdog"] < facts["step"]
 
 
+@pytest.mark.slow
+def test_several_processes_are_measured_beside_jax_by_hand(tmp_path):
+    rows = quick("hosts", tmp_path)
+    name = "tiny, data=8, zero=3, 2 processes × 4 devices"
+    compared = {row["against"]: row for row in rows if row["row"] == "comparison"}
+    assert {*compared} == {
+        "JAX by hand",
+        "plurax, 1 process × 8 devices",
+        "JAX by hand, 1 process × 8 devices",
+    }
+    assert all(row["name"] == name and row["plurax"]["median"] > 0 for row in compared.values())
+    *_, killed = [row for row in rows if row["row"] == "check"]
+    (sample,), (seconds,) = killed["facts"]["samples"], killed["facts"]["seconds"]
+    assert all(part >= 0 for part in sample.values())
+    assert sum(sample.values()) == pytest.approx(seconds)
+    assert sample["backoff"] >= 0.99  # rounded times
+
+
 def struck(*processes, committed=None):
     return {"event": "struck", "processes": [*processes], "committed": committed, "at": 10.0}
 

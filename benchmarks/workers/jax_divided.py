@@ -21,6 +21,7 @@ from benchmarks.networks import count_parameters
 from benchmarks.workers.jax_setup import carry, need_devices
 from benchmarks.workers.serve import Settings, Side, serve
 from plurax import hlo
+from plurax.distributed.global_arrays import fetch, one_at_a_time
 
 CLIP = 1.0
 AGREE = 1e-4
@@ -29,6 +30,13 @@ AGREE = 1e-4
 def build(settings: Settings) -> tuple[dict[str, Side], dict[str, Any]]:
     split = split_by_hand.Split(**settings["split"])
     need_devices(split.data * split.tensor)
+    return make_sides(settings, split)
+
+
+def make_sides(
+    settings: Settings, split: split_by_hand.Split
+) -> tuple[dict[str, Side], dict[str, Any]]:
+    """The sides and the facts, on the devices of one process or of several."""
     task, batch = make_task(settings), make_batch(settings)
     rules = language_model.shardings(split.sequence) if split.tensor > 1 else {}
     plan = px.Plan(data=split.data, tensor=split.tensor, zero=split.zero, shardings=rules)
@@ -46,7 +54,7 @@ def build(settings: Settings) -> tuple[dict[str, Side], dict[str, Any]]:
         hands["by hand, gathering again"] = dataclasses.replace(split, again=True)
     sides: dict[str, Side] = {}
     losses: dict[str, list[float]] = {}
-    first = jax.device_get((flat(state.params), jax.random.key_data(state.key)))
+    first = fetch((flat(state.params), jax.random.key_data(state.key)))
     for name, hand in hands.items():
         sides[name], losses[name], compiled = by_hand(settings, hand, batch["bytes"], *first)
         found = hlo.collectives(compiled.as_text() or "", hand.mesh)
@@ -80,7 +88,12 @@ def by_hand(
     for _ in range(2):
         state, loss = compiled(state, rows)
         losses.append(float(loss))
-    return carry(lambda state: compiled(state, rows)[0], state), losses, compiled
+
+    def once(state: Any) -> Any:
+        state, _ = compiled(state, rows)
+        return one_at_a_time(state) if settings.get("waits", True) else state
+
+    return carry(once, state), losses, compiled
 
 
 def _adamw(settings: Settings) -> optax.GradientTransformation:

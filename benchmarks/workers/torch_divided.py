@@ -1,6 +1,7 @@
 """The transformer of `examples/language_model.py` in PyTorch, split over processes.
 
-`settings["way"]` is `fsdp` (`fully_shard` of every block), `tensor` (`parallelize_module`, the loss
+`settings["way"]` is `data` (`DistributedDataParallel`), `fsdp` (`fully_shard` of every block),
+`tensor` (`parallelize_module`, the loss
 on shards of the vocabulary) or `compiled` (one GPU, `torch.compile`, bfloat16). One side, `step`.
 """
 
@@ -21,6 +22,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.workers.serve import Settings, Side, SkippedError, serve
 from benchmarks.workers.torch_processes import Processes
@@ -138,8 +140,12 @@ def _rank(rank: int, settings: Settings) -> Callable[[int], float]:
     mesh = init_device_mesh(device.type, (devices,))
     torch.manual_seed(0)
     network = Transformer(settings).to(device)
-    way = {"fsdp": _fully_shard, "tensor": _parallelize}[settings["way"]]
-    way(network, mesh)
+    module: nn.Module = network
+    if settings["way"] == "data":
+        module = DistributedDataParallel(network, gradient_as_bucket_view=True, static_graph=True)
+    else:
+        way = {"fsdp": _fully_shard, "tensor": _parallelize}[settings["way"]]
+        way(network, mesh)
     # Tensors of one kind share a fused update.
     split = [p for p in network.parameters() if isinstance(p, DTensor)]
     whole = [p for p in network.parameters() if not isinstance(p, DTensor)]
@@ -148,7 +154,7 @@ def _rank(rank: int, settings: Settings) -> Callable[[int], float]:
 
     text, after = (part.to(device) for part in _examples(settings))
     on_shards: Callable[[], Any] = contextlib.nullcontext
-    if settings["way"] == "fsdp":
+    if settings["way"] in ("data", "fsdp"):
         share = len(text) // devices
         mine = slice(rank * share, (rank + 1) * share)
         text, after = text[mine], after[mine]
@@ -158,7 +164,7 @@ def _rank(rank: int, settings: Settings) -> Callable[[int], float]:
     def step() -> Tensor:
         optimizer.zero_grad()
         with on_shards():
-            loss = nn.functional.cross_entropy(network(text).flatten(0, 1), after.flatten())
+            loss = nn.functional.cross_entropy(module(text).flatten(0, 1), after.flatten())
             loss.backward()
         _clip(split, whole)
         optimizer.step()
@@ -200,8 +206,8 @@ def _parallelize(network: Transformer, mesh: DeviceMesh) -> None:
 
 def _clip(split: list[nn.Parameter], whole: list[nn.Parameter]) -> None:
     """Gradients by their global norm: `clip_grad_norm_` takes no mixture of the two kinds."""
-    if not whole:
-        nn.utils.clip_grad_norm_(split, CLIP, foreach=True)
+    if not whole or not split:
+        nn.utils.clip_grad_norm_(split or whole, CLIP, foreach=True)
         return
     shards = [p.grad.to_local() for p in split]  # type: ignore[union-attr]
     others = [p.grad for p in whole]
