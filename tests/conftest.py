@@ -119,6 +119,19 @@ def forgotten() -> Iterator[None]:
     gc.collect()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def commands_return() -> Iterator[None]:
+    """A command that fails raises `SystemExit` in tests.
+
+    As a process of its own it ends at once where another thread lives, such as those of a pool that
+    an earlier test has started.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if commands := sys.modules.get("plurax.cli.commands"):
+            patch.setattr(commands, "leave", sys.exit)
+        yield
+
+
 @pytest.fixture
 def x64() -> Iterator[None]:
     """Float64 for one test."""

@@ -6,7 +6,6 @@ import itertools
 import os
 import re
 import shutil
-import sys
 import threading
 import time
 from pathlib import Path
@@ -301,7 +300,6 @@ def test_a_command_that_stopped_so_says_it_by_its_status(monkeypatch, capsys):
         raise errors.saving_given_up("run", 3, 60, None, "No space left on device")
 
     monkeypatch.setattr(commands, "train_experiment", train)
-    monkeypatch.setattr(commands, "leave", sys.exit)  # it does not wait for other tests' threads
     with pytest.raises(SystemExit) as ended:
         commands.main(["train", "file.py"])
     assert ended.value.code == ExitCode.PERMANENT
