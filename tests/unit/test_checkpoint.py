@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import warnings
 
 import jax
@@ -27,6 +28,7 @@ from plurax.train.checkpoint import Checkpoints, DamagedCheckpointWarning, array
 from plurax.train.checkpoint.arrays import StateHandler
 from plurax.train.checkpoint.damage import Damage
 from plurax.train.checkpoint.description import FORMAT, read_description, sealed
+from plurax.train.checkpoint.limited_wait import LimitedWait
 from plurax.train.checkpoint.lock import FolderLock
 
 
@@ -646,3 +648,23 @@ def test_a_child_that_was_forked_does_not_hold_it(tmp_path):
         os.waitpid(child, 0)
     assert json.loads(path.read_bytes())["pid"] == os.getpid()
     again.release()
+
+
+# --- Waiting ----------------------------------------------------------------------------------
+
+
+def test_a_limited_wait_ends_with_the_function_or_with_its_limit():
+    go = threading.Event()
+    waiting = LimitedWait(go.wait)
+    assert not waiting.is_over()
+    assert not waiting.is_over(0.01)
+    go.set()
+    assert waiting.is_over(30)
+    waiting.result()
+
+
+def test_a_limited_wait_raises_what_the_function_raised():
+    waiting = LimitedWait(lambda: 1 / 0)
+    assert waiting.is_over(30)
+    with pytest.raises(ZeroDivisionError):
+        waiting.result()

@@ -114,7 +114,7 @@ def _wait_for(host: str, port: int, process: int) -> None:
             if time.monotonic() > end:
                 where = f"{host}:{port}"
                 raise errors.gang_not_joined(where, process, str(error)) from None
-            time.sleep(0.1)
+            time.sleep(0.1)  # nothing says when a port of another host opens: try again
 
 
 @contextlib.contextmanager

@@ -19,7 +19,6 @@ import re
 import secrets
 import shutil
 import threading
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,6 +36,7 @@ from plurax.timeouts import TIMEOUTS
 from plurax.train.checkpoint.damage import Damage, DamagedCheckpointWarning
 from plurax.train.checkpoint.description import read_description, sealed
 from plurax.train.checkpoint.files import usable_folder, verify_files
+from plurax.train.checkpoint.limited_wait import LimitedWait
 from plurax.train.checkpoint.lock import FolderLock
 from plurax.train.checkpoint.save_barrier import SaveBarrier
 from plurax.train.disk import Place
@@ -82,7 +82,7 @@ class Checkpoints:
         self._lock = FolderLock(self.directory / LOCK)
         self._manager: Any = None
         self._place: Place | None = None  # of the lock
-        self._writing: int | None = None  # the step whose save was not waited for yet
+        self._writing: LimitedWait | None = None  # of the save that was not waited for yet
         self._stuck = False
         self._barrier: SaveBarrier | None = None
         self._sweeper: threading.Thread | None = None
@@ -241,23 +241,13 @@ class Checkpoints:
         saving = (self._manager, step, arrays, sealed({"run": meta, **described}))
         saved = self._or_not_written(lambda: write_step(*saving))
         assert saved, "Orbax leaves out only steps that are not newer"
-        self._writing = step
+        self._writing = LimitedWait(self._manager.wait_until_finished)
 
     def busy(self, seconds: float = 0.0) -> bool:
         """Return whether a save is still being written, `seconds` from now at the latest."""
         if self._writing is None:
             return False
-        return any(self._group.all_gather(self._is_busy(seconds)))
-
-    def _is_busy(self, seconds: float) -> bool:
-        deadline, pause = time.monotonic() + seconds, 0.001
-        while self._manager.is_saving_in_progress():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return True
-            time.sleep(min(pause, left))  # Orbax cannot wait for a limited time
-            pause = min(2 * pause, 0.05)
-        return False
+        return any(self._group.all_gather(not self._writing.is_over(seconds)))
 
     def verify(self, step: int) -> None:
         """Read back what was saved at a step, and set it aside where it is not what was written.
@@ -320,13 +310,13 @@ class Checkpoints:
         seconds = SAVE_SECONDS if seconds is None else seconds
         if self._stuck:
             raise errors.checkpoint_too_slow(str(self.directory), seconds)
-        if self._manager is None:
+        if self._writing is None:
             return
         if self.busy(seconds):
             self._stuck = True
             raise errors.checkpoint_too_slow(str(self.directory), seconds)
-        self._or_not_written(self._manager.wait_until_finished)
-        if self._writing is not None and self._group.is_primary:
+        self._or_not_written(self._writing.result)
+        if self._group.is_primary:
             self._sweep()
         self._writing = None
 
