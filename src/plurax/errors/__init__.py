@@ -15,6 +15,7 @@ from plurax.errors.plan_errors import *  # noqa: F403
 from plurax.errors.prediction_errors import *  # noqa: F403
 from plurax.errors.process_errors import *  # noqa: F403
 from plurax.errors.replica_errors import *  # noqa: F403
+from plurax.errors.report_errors import *  # noqa: F403
 from plurax.errors.schedule_errors import *  # noqa: F403
 from plurax.errors.search_errors import *  # noqa: F403
 from plurax.errors.server_errors import *  # noqa: F403

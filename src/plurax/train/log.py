@@ -142,10 +142,11 @@ def _parsed(path: Path) -> Iterator[tuple[int, bytes, Row | None]]:
     """Yield number, bytes and row of each line; None for a line that is not a whole row."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            yield number, line, _row(line)
+            yield number, line, read_row(line)
 
 
-def _row(line: bytes) -> Row | None:
+def read_row(line: bytes) -> Row | None:
+    """Return the row of a line, None for one that is not a whole row."""
     try:
         row = json.loads(line)
     except ValueError:

@@ -1,0 +1,34 @@
+"""`plurax report`: write runs as one HTML file."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from plurax import tree
+from plurax.report.page.render import write_report
+from plurax.validate import local_path
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportOptions:
+    """Write one HTML file with the curves, sweeps, plans, estimates and events of runs.
+
+    It reads the files of the runs, finished or going on, and needs neither a server nor the
+    network, now or when it is opened.
+    """
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
+    """Output directories of runs, or folders of such directories, as a sweep writes them."""
+    output: Path = Path("report.html")
+    """The file to write."""
+
+
+def report_command(arguments: list[str]) -> int:
+    """Write the page of some runs, and say where it is."""
+    options = tyro.cli(ReportOptions, prog="plurax report", args=arguments)
+    folders = [local_path(run) for run in options.runs]
+    size = write_report(folders, local_path(options.output))
+    print(f"wrote {options.output}: {tree.human_bytes(size)}, open it in a browser")
+    return 0

@@ -1,0 +1,294 @@
+// --- Curves: a panel for each metric, the runs over one another ------------------------------------
+
+const several = data.runs.length > 1;
+const MOST_NAMED = 8;
+const view = {
+  x: 'step', log: false, smooth: 0,
+  kinds: { step: !several, train: !several, eval: true },
+  // Runs that have a colour, dashes and a name, by their index: their slot. The others are grey.
+  slots: new Map(), hidden: new Set(),
+};
+const KINDS = { step: 'every step', train: 'training', eval: 'evaluation' };
+
+/** The runs that are named at first: all if they are few, else those with the lowest last loss. */
+function chooseNamed() {
+  const last = (run) => {
+    const lines = run.curves.loss || Object.values(run.curves)[0] || {};
+    const line = lines.eval || lines.train || lines.step;
+    return line && line[1].length ? line[1][line[1].length - 1] ?? Infinity : Infinity;
+  };
+  const order = data.runs.map((run, index) => index);
+  if (order.length > MOST_NAMED) order.sort((a, b) => last(data.runs[a]) - last(data.runs[b]));
+  order.slice(0, data.runs.length > MOST_NAMED ? 3 : MOST_NAMED)
+    .forEach((index, slot) => view.slots.set(index, slot));
+}
+
+function freeSlot() {
+  const used = new Set(view.slots.values());
+  for (let slot = 0; slot < STYLES; slot += 1) if (!used.has(slot)) return slot;
+  return null;
+}
+
+/** Steps as what the x axis shows: steps, epochs or seconds, by the run's clock. */
+function placed(run, steps) {
+  if (view.x === 'step') return steps;
+  const [known, ...others] = run.clock;
+  const wanted = others[view.x === 'epoch' ? 0 : 1];
+  let at = 0;
+  return steps.map((step) => {
+    while (at < known.length - 2 && known[at + 1] < step) at += 1;
+    const part = (step - known[at]) / (known[at + 1] - known[at] || 1);
+    return wanted[at] + part * (wanted[at + 1] - wanted[at]);
+  });
+}
+
+/** An exponential moving mean, corrected for its start. */
+function smoothed(values) {
+  if (!view.smooth) return values;
+  let mean = 0;
+  let weight = 0;
+  return values.map((value) => {
+    mean = view.smooth * mean + (1 - view.smooth) * value;
+    weight = view.smooth * weight + 1 - view.smooth;
+    return mean / weight;
+  });
+}
+
+const points = (run, [steps, values]) => placed(run, steps).map((x, index) => [x, values[index]]);
+
+/** The kinds of a metric that a run shows: where several runs have no evaluation, their training. */
+function shownKinds(lines) {
+  const chosen = Object.keys(KINDS).filter((kind) => view.kinds[kind] && lines[kind]);
+  if (chosen.length || !view.kinds.eval) return chosen;
+  return ['train', 'step'].filter((kind) => lines[kind]).slice(0, 1);
+}
+
+/** Lines of one run for one metric. */
+function seriesOf(index, metric) {
+  const run = data.runs[index];
+  const lines = run.curves[metric];
+  if (!lines || view.hidden.has(index)) return [];
+  const slot = several ? view.slots.get(index) : null;
+  const grey = several && slot === undefined;
+  const made = [];
+  for (const kind of shownKinds(lines)) {
+    const own = several ? slot ?? 0 : { step: 0, train: 0, eval: 1 }[kind];
+    const style = grey ? { color: color('muted'), type: 'solid' } : lineStyle(own);
+    const few = lines[kind][0].length <= (several ? 30 : 60);
+    if (lines[`${kind}_members`] && !grey) made.push(...bands(run, lines[`${kind}_members`], style, kind));
+    const stepped = kind === 'step';
+    const values = stepped ? [lines[kind][0], smoothed(lines[kind][1])] : lines[kind];
+    const end = several ? run.name : KINDS[kind];
+    made.push({
+      name: several ? `${run.name}, ${KINDS[kind]}` : KINDS[kind], id: `${index} ${kind}`, type: 'line', data: points(run, values),
+      symbol: few && !stepped ? marker(own) : 'none', symbolSize: 6, showAllSymbol: true, clip: true,
+      lineStyle: {
+        ...style, type: several ? style.type : kind === 'eval' ? 'solid' : kind === 'train' ? [7, 3] : 'solid',
+        width: grey ? 1 : stepped ? 1.1 : 2.2,
+        opacity: grey ? 0.4 : stepped && (several || lines.train) && !view.smooth ? 0.4 : 1,
+      },
+      itemStyle: { color: style.color },
+      emphasis: { disabled: grey }, silent: grey,
+      z: grey ? 1 : stepped ? 2 : kind === 'eval' ? 5 : 4,
+      endLabel: grey || stepped || (several && made.some((one) => one.endLabel)) ? undefined : {
+        show: true, formatter: () => shortened(end), color: style.color, fontSize: 11, fontWeight: 600, distance: 5,
+      },
+      labelLayout: { moveOverlap: 'shiftY' },
+    });
+  }
+  return made;
+}
+
+const shortened = (name) => {
+  const most = phone() ? 11 : 18;
+  return name.length > most ? `${name.slice(0, most - 1)}…` : name;
+};
+
+/** Members: the lowest and highest, the quartiles, and the best one dotted. */
+function bands(run, lines, style, kind) {
+  const x = placed(run, lines.x);
+  const area = (low, high, opacity, name) => ({
+    name: `${KINDS[kind]}: ${name}`, type: 'custom', silent: true, z: 1, clip: true, tooltip: { show: false },
+    encode: { x: [0], y: [1, 2] }, data: x.map((at, index) => [at, low[index], high[index]]),
+    renderItem: (params, api) => {
+      if (params.dataIndex > 0) return null;
+      const edge = [...x.map((at, i) => api.coord([at, high[i]])), ...x.map((at, i) => api.coord([at, low[i]])).reverse()];
+      return { type: 'polygon', shape: { points: edge }, style: { fill: style.color, opacity } };
+    },
+  });
+  const best = {
+    name: `${KINDS[kind]}: best member (${lines.member[0]})`, type: 'line', symbol: 'none', z: 3,
+    data: x.map((at, index) => [at, lines.best[index]]),
+    lineStyle: { color: style.color, width: 1.2, type: [1.5, 2.5] }, itemStyle: { color: style.color },
+  };
+  const shown = several ? [] : [area(lines.low, lines.high, 0.13, 'all members')];
+  return [...shown, area(lines.q25, lines.q75, several ? 0.16 : 0.28, 'half of the members'), ...(several ? [] : [best])];
+}
+
+/** Vertical lines where something happened. */
+function eventMarks() {
+  const marks = [];
+  for (const [index, run] of data.runs.entries()) {
+    if (view.hidden.has(index) || (several && !view.slots.has(index))) continue;
+    for (const event of run.events) marks.push({ xAxis: placed(run, [event.step])[0], name: event.text });
+  }
+  if (!marks.length || marks.length > 24) return [];
+  return [{
+    type: 'line', data: [], silent: true, markLine: {
+      symbol: 'none', silent: true, data: marks, animation: false,
+      lineStyle: { color: color('soft'), type: [3, 3], width: 1 },
+      label: { formatter: (mark) => mark.name, color: color('soft'), fontSize: 10, rotate: 90, position: 'insideEndTop' },
+    },
+  }];
+}
+
+const X_NAMES = { step: 'step', epoch: 'epoch', seconds: 'seconds of training' };
+const LOG_LOSS = 30;
+
+/** Whether a metric's axis is logarithmic by itself: a loss over more than a decade and a half. */
+function wideRange(metric) {
+  if (metric !== 'loss') return false;
+  let low = Infinity;
+  let high = 0;
+  for (const run of data.runs) {
+    for (const kind of ['train', 'eval']) {
+      for (const value of run.curves[metric]?.[kind]?.[1] ?? []) {
+        if (value != null) { low = Math.min(low, value); high = Math.max(high, value); }
+      }
+    }
+  }
+  return low > 0 && high > LOG_LOSS * low;
+}
+
+function curveOptions(metric) {
+  const series = data.runs.flatMap((run, index) => seriesOf(index, metric));
+  const labelled = series.some((one) => one.endLabel);
+  const values = series.filter((one) => one.type === 'line').flatMap((one) => one.data.map((point) => point[1]));
+  const positive = values.every((value) => value == null || value > 0);
+  const log = positive && (view.log || (view.log === null && wideRange(metric)));
+  return {
+    grid: { left: 8, right: labelled ? (phone() ? 78 : several ? 122 : 78) : 16, top: 12, bottom: 30, containLabel: true },
+    xAxis: axis(X_NAMES[view.x], { type: 'value', scale: true, splitLine: { show: false }, axisLine: { show: true, lineStyle: { color: color('line') } }, min: 0 }),
+    yAxis: axis('', { type: log ? 'log' : 'value', scale: true, ...(log ? {} : {}) }),
+    tooltip: tooltip({ trigger: 'axis', axisPointer: { type: 'line', snap: true, lineStyle: { color: color('soft') } }, formatter: curveTip }),
+    toolbox: { itemSize: 0, itemGap: 0, feature: { dataZoom: { yAxisIndex: 'none', title: { zoom: '', back: '' } } } },
+    dataZoom: [{ type: 'inside', xAxisIndex: 0, filterMode: 'none', zoomOnMouseWheel: 'ctrl', moveOnMouseMove: false, moveOnMouseWheel: false }],
+    series: [...series, ...eventMarks()],
+  };
+}
+
+/** What the cursor shows: at most twelve named lines, the lowest first. */
+function curveTip(items) {
+  const seen = items.filter((item) => item.seriesType === 'line' && item.value && item.value[1] != null);
+  if (!seen.length) return '';
+  const named = seen.filter((item) => !several || view.slots.has(Number.parseInt(item.seriesId, 10)) || Number.isNaN(Number.parseInt(item.seriesId, 10)));
+  const rows = named.slice(0, 12).map((item) => `<tr><td style="border:0;padding:1px 10px 1px 0">${item.marker}${escaped(item.seriesName)}</td>`
+    + `<td style="border:0;padding:1px 0;text-align:right"><b>${number(item.value[1])}</b></td></tr>`);
+  return `${escaped(X_NAMES[view.x])} ${number(seen[0].value[0])}<table style="min-width:0">${rows.join('')}</table>`;
+}
+
+/** The values of a panel's lines at some places, for the table below it. */
+function curveRows(metric) {
+  const lines = data.runs.flatMap((run, index) => seriesOf(index, metric)).filter((one) => one.type === 'line').slice(0, 12);
+  const long = lines.reduce((a, b) => (b.data.length > a.length ? b.data : a), []);
+  const count = Math.min(long.length, 25);
+  const places = Array.from({ length: count }, (_, i) => long[Math.round((i * (long.length - 1)) / Math.max(1, count - 1))][0]);
+  const nearest = (line, x) => {
+    const found = line.data.reduce((a, b) => (Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a), [Infinity, null]);
+    return found[1];
+  };
+  return [[X_NAMES[view.x], ...lines.map((one) => one.name)], places.map((x) => [x, ...lines.map((one) => nearest(one, x))])];
+}
+
+/** A sentence with what a panel shows, for readers who do not see it. */
+function curveLabel(metric) {
+  const parts = [];
+  for (const [index, run] of data.runs.entries()) {
+    const lines = run.curves[metric];
+    if (!lines || (several && !view.slots.has(index))) continue;
+    const kind = lines.eval ? 'eval' : lines.train ? 'train' : 'step';
+    const values = lines[kind][1].filter((value) => value != null);
+    if (values.length) parts.push(`${several ? `${run.name}, ` : ''}${KINDS[kind]} from ${number(values[0])} to ${number(values[values.length - 1])}`);
+  }
+  return `${parts.join('; ')}. Arrow keys read the values.`;
+}
+
+/** Zoom by dragging over a range where there is a mouse; a double click shows all again. */
+function curveReady(chart, one, metric) {
+  if (matchMedia('(pointer: fine)').matches) {
+    chart.dispatchAction({ type: 'takeGlobalCursor', key: 'dataZoomSelect', dataZoomSelectActive: true });
+  }
+  chart.getZr().on('dblclick', () => chart.dispatchAction({ type: 'dataZoom', start: 0, end: 100 }));
+  one.box.onkeydown = (event) => {
+    const move = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity }[event.key];
+    if (event.key === 'Escape') chart.dispatchAction({ type: 'hideTip' });
+    if (move === undefined) return;
+    event.preventDefault();
+    const [columns, rows] = curveRows(metric);
+    one.cursor = Math.max(0, Math.min(rows.length - 1, one.cursor + move));
+    const row = rows[one.cursor];
+    if (!row) return;
+    const y = row.slice(1).find((value) => value != null) ?? 0;
+    const [left, top] = chart.convertToPixel({ xAxisIndex: 0, yAxisIndex: 0 }, [row[0], y]);
+    chart.dispatchAction({ type: 'showTip', x: left, y: top });
+    say(columns.map((name, place) => `${name} ${number(row[place])}`).join(', '));
+  };
+}
+
+function startCurves() {
+  chooseNamed();
+  view.log = null; // as each panel needs it, until it is chosen
+  const place = byId('curve-charts');
+  const panels = data.metrics.filter((metric) => data.runs.some((run) => run.curves[metric]));
+  const made = panels.map((metric) => addChart(place, {
+    title: words(metric), options: () => curveOptions(metric), rows: () => curveRows(metric),
+    label: () => curveLabel(metric), ready: (chart, one) => curveReady(chart, one, metric),
+  }));
+  const redraw = () => { for (const one of made) one.update(); for (const one of made) if (one.chart) curveReady(one.chart, one, panels[made.indexOf(one)]); };
+  curveControls(redraw);
+  if (several) curveLegend(redraw);
+  return redraw;
+}
+
+function curveControls(redraw) {
+  const place = byId('curve-controls');
+  const select = element('select', { onchange: (event) => { view.x = event.target.value; redraw(); } },
+    Object.entries(X_NAMES).map(([value, name]) => element('option', { value }, name)));
+  place.append(element('label', {}, 'Over', select));
+  const kinds = Object.entries(KINDS).map(([kind, name]) => element('label', {},
+    element('input', { type: 'checkbox', checked: view.kinds[kind], onchange: (event) => { view.kinds[kind] = event.target.checked; redraw(); } }), name));
+  place.append(element('span', { class: 'group', role: 'group', 'aria-label': 'Lines' }, kinds));
+  place.append(element('label', {}, element('input', { type: 'checkbox', onchange: (event) => { view.log = event.target.checked; redraw(); } }), 'logarithmic'));
+  const said = element('output', {}, '0');
+  place.append(element('label', {}, 'Smooth steps', element('input', {
+    type: 'range', min: 0, max: 0.99, step: 0.01, value: 0, 'aria-label': 'Smoothing of every step',
+    oninput: (event) => { view.smooth = Number(event.target.value); said.textContent = event.target.value; redraw(); },
+  }), said));
+  if (matchMedia('(pointer: fine)').matches) place.append(element('span', {}, 'Drag over a chart to zoom, double-click to see all.'));
+}
+
+/** A button for each run: those with a name first; choosing one gives it a line style or takes it. */
+function curveLegend(redraw) {
+  const place = byId('curve-legend');
+  const fill = () => {
+    const order = data.runs.map((_, index) => index).sort((a, b) => (view.slots.has(b) - view.slots.has(a)) || a - b);
+    place.replaceChildren(...order.map((index) => {
+      const slot = view.slots.get(index);
+      return element('button', {
+        type: 'button', class: 'key-button', 'aria-pressed': String(slot !== undefined), title: data.runs[index].name,
+        onclick: () => {
+          if (slot !== undefined) view.slots.delete(index);
+          else if (freeSlot() !== null) view.slots.set(index, freeSlot());
+          else { say(`At most ${STYLES} runs have a line style; take it from another first.`); return; }
+          fill();
+          redraw();
+        },
+      }, slot === undefined ? null : sample(slot), data.runs[index].name);
+    }));
+  };
+  if (data.runs.length > 24) {
+    place.classList.add('scroll');
+    place.style.maxHeight = '9rem';
+  }
+  fill();
+}

@@ -1,0 +1,185 @@
+"""Write runs as one HTML file, which needs neither a server nor the network.
+
+    template.html    the page's frame
+    style.css        ours
+    *.js             ours, joined in the order of `SCRIPTS`
+    vendor/          Apache ECharts, which draws the curves
+
+Text and tables are in the HTML; charts are drawn from numbers in it, embedded as JSON, once they
+come into view. ECharts stands in the page as text and is run after the first paint. The page's own
+Content-Security-Policy names the scripts by their checksums and allows no connection, so no name in
+a run's files can become code.
+"""
+
+import base64
+import hashlib
+import importlib.resources
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import plurax
+from plurax import errors
+from plurax.report.page.chart_data import metric_names, runs_json
+from plurax.report.page.html_parts import Cell, escape, section, table
+from plurax.report.page.run_data import RunData, is_number, read_run, run_folders, run_names
+from plurax.report.page.sections import (
+    estimate_section,
+    events_section,
+    plan_section,
+    runs_section,
+    servers_section,
+)
+from plurax.report.page.sweep_data import SweepData, sweeps
+
+SCRIPTS = ("base.js", "curves.js", "sweep.js", "details.js", "start.js")
+CURVES = (
+    '<div class="controls" id="curve-controls"></div><div id="curve-legend" class="legend"></div>'
+    '<div class="charts" id="curve-charts"></div>'
+)
+NO_SCRIPT = "<noscript><p class=note>Charts need JavaScript; tables do not.</p></noscript>"
+
+
+def write_report(folders: Sequence[Path], output: Path) -> int:
+    """Write the page of some runs, and return the bytes written.
+
+    **Arguments:** `folders`, of runs or of folders of runs; `output`, the file.
+
+    Raises `ExperimentError` for a folder that is no run's, and where the file cannot be written.
+    """
+    if output.is_dir():
+        raise errors.report_output_is_a_run(str(output))
+    paths = run_folders(folders)
+    runs = [read_run(path, name) for path, name in zip(paths, run_names(paths), strict=True)]
+    page = render(runs, sweeps(runs, folders)).encode()
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_bytes(page)
+    except OSError as error:
+        raise errors.not_written(str(output), error.strerror or str(error)) from None
+    return len(page)
+
+
+def render(runs: Sequence[RunData], found: Sequence[SweepData]) -> str:
+    """Return the page of some runs and their sweeps as HTML."""
+    metrics = metric_names(runs)
+    parts = {
+        "runs": runs_section(runs),
+        "curves": section("curves", "Curves", NO_SCRIPT + CURVES),
+        "sweep": section("sweep", "Sweep", '<div id="sweeps"></div>') if found else "",
+        "plan": plan_section(runs),
+        "estimate": estimate_section(runs),
+        "calibration": calibration_section(runs),
+        "servers": servers_section(runs),
+        "events": events_section(runs),
+    }
+    names = {"runs": "Runs" if len(runs) > 1 else "Summary", "curves": "Curves", "sweep": "Sweep",
+             "plan": "Plan", "estimate": "Estimate", "calibration": "Uncertainty",
+             "servers": "Servers", "events": "Events"}  # fmt: skip
+    links = "".join(
+        f'<li><a href="#{key}">{escape(names[key])}</a></li>' for key, part in parts.items() if part
+    )
+    payload = {
+        "runs": runs_json(runs, metrics),
+        "metrics": metrics,
+        "sweeps": [one.to_json() for one in found],
+        "estimates": [_estimates(run) for run in runs],
+        "calibrations": [{"run": run.name, **_numbers(run.calibration)} for run in runs
+                         if run.calibration],
+    }  # fmt: skip
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    script = "(() => {\n'use strict';\n" + "\n".join(map(_asset, SCRIPTS)) + "})();\n"
+    echarts = _asset("vendor/echarts.min.js")
+    return _filled(
+        _asset("template.html"),
+        {
+            "title": escape(title),
+            "version": escape(plurax.__version__),
+            "policy": " ".join(f"'sha256-{_digest(text)}'" for text in (script, echarts)),
+            "style": _asset("style.css"),
+            "links": links,
+            "sections": "\n".join(part for part in parts.values() if part),
+            "data": embedded(payload),
+            "echarts": echarts,
+            "script": script,
+        },
+    )
+
+
+def embedded(payload: Any) -> str:
+    """Return values as JSON that cannot end the element of a page that it stands in.
+
+    >>> embedded({"name": "</script>"})
+    '{"name":"\\\\u003c/script\\\\u003e"}'
+    """
+    text = json.dumps(payload, separators=(",", ":"), allow_nan=False)
+    for letter in "<>&":
+        text = text.replace(letter, f"\\u{ord(letter):04x}")
+    return text  # json.dumps has escaped what is not ASCII
+
+
+def calibration_section(runs: Sequence[RunData]) -> str:
+    """Return how well predictions know what they know, where a run wrote `calibration.json`."""
+    rows: list[list[Any]] = []
+    names: dict[str, None] = {}
+    for run in runs:
+        for name, one in _tables(run.calibration.get("predictions")).items():
+            scores = {"calibration error": one.get("error"), **_tables(one.get("scores"), False)}
+            names |= dict.fromkeys(scores)
+            label = f"{run.name}: {name}" if len(runs) > 1 else name
+            rows.append([Cell(label), scores])
+    if not rows and not any(run.calibration for run in runs):
+        return ""
+    filled = [
+        [label, *(scores.get(n) if is_number(scores.get(n)) else None for n in names)]
+        for label, scores in rows
+    ]
+    content = table("scores of predictions", ["", *names], filled) if rows else ""
+    content += '<div class="charts" id="calibration-charts"></div>'
+    return section("calibration", "Uncertainty and calibration", content)
+
+
+def _tables(value: Any, nested: bool = True) -> dict[str, Any]:
+    """Return a table of tables, or of values; what a file has otherwise is left out."""
+    if not isinstance(value, Mapping):
+        return {}
+    return {str(k): v for k, v in value.items() if not nested or isinstance(v, Mapping)}
+
+
+def _estimates(run: RunData) -> dict[str, Any]:
+    found = run.estimates()
+    last = found[-1][1] if found else {}
+    seconds = [(step, one.get("measured", {}).get("seconds")) for step, one in found]
+    return _numbers({
+        "steps": [step for step, value in seconds if is_number(value)],
+        "seconds": [value for _, value in seconds if is_number(value)],
+        "predicted": last.get("predicted", {}),
+        "measured": last.get("measured", {}),
+        "limit": None if run.machine is None else run.machine.memory,
+    })  # fmt: skip
+
+
+def _numbers(value: Any) -> Any:
+    """Return values as JSON has them: None for numbers that are not finite."""
+    if isinstance(value, Mapping):
+        return {str(name): _numbers(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_numbers(inner) for inner in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if value - value == 0 else None
+    return value
+
+
+def _asset(name: str) -> str:
+    return importlib.resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _filled(template: str, values: Mapping[str, str]) -> str:
+    """Return a template with each `{{name}}` replaced, all at once: values are not read again."""
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: values[found[1]], template)

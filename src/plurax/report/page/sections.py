@@ -1,0 +1,281 @@
+"""The parts of the page that are text and tables: runs side by side, plans, estimates, events."""
+
+import collections
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from plurax.report.page.chart_data import events
+from plurax.report.page.html_parts import (
+    Cell,
+    as_cell,
+    details,
+    duration_text,
+    escape,
+    number_text,
+    pairs,
+    section,
+    table,
+)
+from plurax.report.page.run_data import RunData, is_number
+from plurax.report.page.sweep_data import compared_settings, differing, shared_metrics
+from plurax.report.page.timeline_svg import lanes_svg, pipeline_svg
+from plurax.report.servers_picture import timeline_of
+from plurax.tree import human_bytes
+
+MOST_METRICS = 5
+"""Metrics that are columns of the table of runs."""
+LONGEST = 60
+"""Letters of a setting that a table shows."""
+MOST_PIPELINES = 3
+"""Pipelines whose timelines are drawn."""
+
+
+# --- Runs ---------------------------------------------------------------------------------------
+
+
+def runs_section(runs: Sequence[RunData]) -> str:
+    """Return figures and settings of one run, or a table of several side by side."""
+    return _one_run(runs[0]) if len(runs) == 1 else _several_runs(runs)
+
+
+def _one_run(run: RunData) -> str:
+    figures = {name: number_text(run.last[name]) for name in shared_metrics([run])[:MOST_METRICS]}
+    middle = f"median of {run.members} members" if run.members else ""
+    tiles = [(name.replace("_", " "), value, middle) for name, value in figures.items()]
+    tiles += [
+        (name, text, note)
+        for name, text, note in _amounts(run)
+        if name not in figures and text != "–"
+    ]
+    shown = "".join(
+        f'<div class="tile"><dt>{escape(name)}</dt><dd>{escape(value)}'
+        + (f"<small>{escape(note)}</small>" if note else "")
+        + "</dd></div>"
+        for name, value, note in tiles
+    )
+    settings = {name: _short(value) for name, value in compared_settings(run).items()}
+    more = details("Settings", pairs(settings)) if settings else ""
+    return section("runs", "Summary", f'<dl class="tiles">{shown}</dl>{more}')
+
+
+def _amounts(run: RunData) -> list[tuple[str, str, str]]:
+    rate = run.last.get("examples_per_second")
+    epochs = run.last.get("epoch")
+    return [
+        ("steps", number_text(run.step), f"{epochs} epochs" if epochs else ""),
+        ("time", duration_text(run.seconds) if run.epochs else "–", "without evaluation"),
+        ("throughput", f"{rate:,.0f}" if is_number(rate) else "–", "examples/s, last epoch"),
+    ]
+
+
+def _several_runs(runs: Sequence[RunData]) -> str:
+    settings = [compared_settings(run) for run in runs]
+    differ = differing(settings)
+    metrics = [name for name in shared_metrics(runs) if name not in ("examples_per_second",)]
+    metrics = metrics[:MOST_METRICS]
+    common = {
+        name: collections.Counter(_short(one.get(name)) for one in settings).most_common(1)[0][0]
+        for name in differ
+    }
+    columns: list[str | Cell] = ["run", *(Cell(name.replace("_", " ")) for name in metrics)]
+    columns += ["steps", "time", "examples/s", *(Cell(name, mark="differs") for name in differ)]
+    rows = []
+    for run, one in zip(runs, settings, strict=True):
+        row: list[Any] = [Cell(run.name, run.name), *(run.last.get(name) for name in metrics)]
+        row += [run.step, Cell(duration_text(run.seconds), run.seconds, "number")]
+        row.append(run.last.get("examples_per_second"))
+        row += [_setting(one.get(name), common[name]) for name in differ]
+        rows.append(row)
+    names = [run.name for run in runs]
+    shown = table(
+        f"{len(runs)} runs, last values of each", columns, rows, sortable=True, row_names=names
+    )
+    alike = {name: _short(v) for name, v in settings[0].items() if name not in differ}
+    more = details(f"Alike in all runs: {len(alike)} settings", pairs(alike)) if alike else ""
+    filter_ = (
+        '<p class="controls" id="run-filter" hidden><label>Show runs whose name holds '
+        '<input type="search" autocomplete="off"></label> '
+        '<output aria-live="polite"></output></p>'
+    )
+    said = (
+        "Columns marked ≠ are settings that differ between the runs; a value in bold is not the "
+        "most frequent one. Choose a column's heading to sort by it."
+        if differ
+        else "Choose a column's heading to sort by it."
+    )
+    return section("runs", "Runs side by side", filter_ + shown + more, said)
+
+
+def _setting(value: Any, common: str) -> Cell:
+    cell = as_cell(value if is_number(value) or value is None else _short(value))
+    return cell if _short(value) == common else cell._replace(mark=f"{cell.mark} other".strip())
+
+
+def _short(value: Any) -> str:
+    text = number_text(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+
+
+# --- Plan ---------------------------------------------------------------------------------------
+
+
+def plan_section(runs: Sequence[RunData]) -> str:
+    """Return each distinct plan in words, with its pipeline over time; "" without any."""
+    by_plan: dict[Any, list[RunData]] = {}
+    for run in runs:
+        if run.plan is not None:
+            by_plan.setdefault(run.plan, []).append(run)
+    drawn = itertools.count()
+    parts = []
+    for plan, having in by_plan.items():
+        which = "" if len(by_plan) == 1 else f"<h3>{escape(_listed(having))}</h3>"
+        picture = ""
+        if plan.pipeline > 1 and next(drawn) < MOST_PIPELINES:
+            picture = pipeline_svg(plan)
+        text = plan.explain(having[0].batch_size)
+        parts.append(
+            f"{which}{_mesh(_sizes(plan))}"
+            f'<pre class="plan">{escape(text)}</pre>{picture}'
+        )
+    return section("plan", "Plan", "".join(parts)) if parts else ""
+
+
+def _sizes(plan: Any) -> dict[str, int]:
+    return {name: getattr(plan, name) for name in ("member", "data", "pipeline", "tensor")}
+
+
+def _mesh(sizes: dict[str, int], most: int = 64) -> str:
+    """Return the devices of a mesh as boxes: rows are data or member, columns are the others."""
+    used = {name: size for name, size in sizes.items() if size > 1}
+    count = 1
+    for size in used.values():
+        count *= size
+    if count == 1 or count > most:
+        return ""
+    columns = count
+    if len(used) > 1:
+        columns = count // next(iter(used.values()))
+    places = itertools.product(*(range(size) for size in used.values()))
+    boxes = "".join(
+        f"<li><b>{index}</b>"
+        + "".join(f"<span>{name} {at}</span>" for name, at in zip(used, place, strict=True))
+        + "</li>"
+        for index, place in enumerate(places)
+    )
+    said = " × ".join(f"{name}={size}" for name, size in used.items())
+    return (
+        f'<ol class="mesh" style="--columns:{min(columns, 8)}" aria-label="{count} devices: '
+        f'{said}">{boxes}</ol>'
+    )
+
+
+def _listed(runs: Sequence[RunData], most: int = 6) -> str:
+    names = ", ".join(run.name for run in runs[:most])
+    return names if len(runs) <= most else f"{names} and {len(runs) - most} more"
+
+
+# --- Estimated beside measured ------------------------------------------------------------------
+
+QUANTITIES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("seconds", "a step", duration_text),
+    ("peak", "memory of a device", human_bytes),
+    ("bytes_sent", "sent by a device in a step", human_bytes),
+)
+"""What is predicted and measured: its name, in words, and how it is written."""
+
+
+def estimate_section(runs: Sequence[RunData]) -> str:
+    """Return what was predicted beside what was measured; "" where nothing was."""
+    rows: list[list[Any]] = []
+    for run in runs:
+        found = run.estimates()
+        if not found:
+            continue
+        _, last = found[-1]
+        timed = [one["measured"]["seconds"] for _, one in found if _timed(one)]
+        for name, words, text in QUANTITIES:
+            said = last.get("predicted", {}).get(name)
+            seen = last.get("measured", {}).get(name)
+            if name == "seconds" and timed:
+                seen = sum(timed) / len(timed)
+            rows.append([*([run.name] if len(runs) > 1 else []), words, *_beside(said, seen, text)])
+    if not rows:
+        return ""
+    columns = [*(["run"] if len(runs) > 1 else []), "", "predicted", "measured", "off by"]
+    machines = {one.get("machine") for run in runs for _, one in run.estimates()}
+    note = f"Predicted for {', '.join(sorted(map(str, machines)))} before the first step; measured "
+    note += "by the clock and read from the compiled program."
+    content = table("predicted and measured", columns, rows)
+    content += '<div class="charts" id="estimate-charts"></div>'
+    return section("estimate", "Estimated beside measured", content, note)
+
+
+def _timed(one: Any) -> bool:
+    return is_number(one.get("measured", {}).get("seconds"))
+
+
+def _beside(said: Any, seen: Any, text: Callable[[float], str]) -> list[Cell | str | None]:
+    shown = [Cell(text(v), v, "number") if is_number(v) else None for v in (said, seen)]
+    if not (is_number(said) and is_number(seen) and said):
+        return [*shown, None]
+    off = 100 * (seen / said - 1)
+    return [*shown, Cell(f"{off:+.0f} %", off, "number")]
+
+
+# --- Events -------------------------------------------------------------------------------------
+
+
+def events_section(runs: Sequence[RunData]) -> str:
+    """Return what happened in the runs: skipped updates, rollbacks, saves that failed, resumes."""
+    several = len(runs) > 1
+    rows = [
+        [*([run.name] if several else []), row["step"], row["event"], row["details"]]
+        for run in runs
+        for row in events(run)
+    ]
+    if not rows:
+        said = "No update was skipped, and nothing went wrong."
+        return section("events", "Events", f'<p class="note">{said}</p>')
+    columns = [*(["run"] if several else []), "step", "event", "details"]
+    caption = "1 event" if len(rows) == 1 else f"{len(rows)} events"
+    return section("events", "Events", table(caption, columns, rows, sortable=True))
+
+
+# --- Parameter servers --------------------------------------------------------------------------
+
+
+def servers_section(runs: Sequence[RunData]) -> str:
+    """Return what workers and servers did over time; "" without parameter servers."""
+    parts = []
+    for run in runs:
+        account = run.last.get("servers")
+        if isinstance(account, dict):
+            parts += [f"<h3>{escape(run.name)}</h3>"] if len(runs) > 1 else []
+            parts.append(_account(account))
+        if run.servers:
+            try:
+                lanes, resumed, end = timeline_of(run.servers)
+            except (KeyError, TypeError, ValueError):
+                continue  # of another version
+            parts.append(lanes_svg(lanes, resumed, end))
+    return section("servers", "Parameter servers", "".join(parts)) if parts else ""
+
+
+def _account(account: dict[str, Any]) -> str:
+    staleness = account.get("staleness") or {}
+    total = sum(staleness.values()) or 1
+    rows = [[Cell(v, float(v)), n, f"{100 * n / total:.1f} %"] for v, n in staleness.items()]
+    figures = {
+        "updates": account.get("updates", 0),
+        "rejected": ", ".join(f"{n} {why}" for why, n in (account.get("rejected") or {}).items())
+        or "none",
+        "lost updates": sum((account.get("lost_updates") or {}).values()),
+        "started again": ", ".join(account.get("restarts") or []) or "none",
+        "pushed": human_bytes(account.get("pushed_bytes", 0)),
+        "pulled": human_bytes(account.get("pulled_bytes", 0)),
+    }
+    shown = pairs(figures)
+    if rows:
+        shown += table("staleness of gradients", ["versions", "gradients", "share"], rows)
+    return shown

@@ -1,0 +1,228 @@
+"""The sweeps among some runs: hyperparameters beside metrics, one row for each network.
+
+A sweep is a table that `px.sweep` wrote, a population whose members have hyperparameters of their
+own, or several runs whose settings differ.
+"""
+
+import csv
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from plurax.report.page.run_data import RunData, is_number
+from plurax.sweeps.importance import importance
+
+Row = dict[str, Any]
+
+FEWEST_ROWS = 4
+"""Networks that are compared as a sweep; fewer stand in the table of runs."""
+MOST_ROWS = 5000
+"""Networks of a sweep that are drawn: the first ones."""
+RISING = ("acc", "auc", "f1", "r2", "precision", "recall", "psnr", "ssim", "iou", "bleu", "reward",
+          "return", "score")  # fmt: skip
+"""Parts of the names of metrics that are better where they are larger."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SweepData:
+    """A table of networks.
+
+    **Fields:** `title`; `names` of hyperparameters and `metrics`; `rows`, each with all of them and
+    `label`, what the network is called.
+    """
+
+    title: str
+    names: Sequence[str]
+    metrics: Sequence[str]
+    rows: Sequence[Row]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the page draws: columns, their importance, and which metrics rise."""
+        columns = [*self.names, *self.metrics]
+        shown = self.rows[:MOST_ROWS]
+        return {
+            "title": self.title,
+            "names": list(self.names),
+            "metrics": list(self.metrics),
+            "rising": [metric for metric in self.metrics if rises(metric)],
+            "logs": [name for name in self.names if _logarithmic(self._column(name))],
+            "labels": [row["label"] for row in shown],
+            "rows": [[_plain(row.get(column)) for column in columns] for row in shown],
+            "left_out": len(self.rows) - len(shown),
+            "importance": {
+                metric: [
+                    list(map(_plain, importance(self._column(name), self._numbers(metric))))
+                    for name in self.names
+                ]
+                for metric in self.metrics
+            },
+        }
+
+    def _column(self, name: str) -> list[Any]:
+        return [row.get(name) for row in self.rows]
+
+    def _numbers(self, name: str) -> list[float]:
+        return [v if is_number(v) else math.nan for v in self._column(name)]
+
+
+def sweeps(runs: Sequence[RunData], folders: Iterable[Path]) -> list[SweepData]:
+    """Return the sweeps in the folders of runs, in `folders` of runs, and among the runs."""
+    found = []
+    places = dict.fromkeys([*folders, *(run.path for run in runs)])
+    for folder in places:
+        for path in sorted(folder.glob("*.csv")):
+            table = _read_table(path)
+            found += [] if table is None else [table]
+    found += [one for run in runs if (one := _of_members(run)) is not None]
+    among = _of_runs(runs)
+    return found if among is None else [*found, among]
+
+
+def rises(metric: str) -> bool:
+    """Return whether a metric is better where it is larger, by its name."""
+    words = metric.lower().replace("-", "_").split("_")
+    return any(word.startswith(RISING) for word in words)
+
+
+def differing(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names whose values differ between some rows, missing ones included."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [name for name in names if len({_key(row.get(name)) for row in rows}) > 1]
+
+
+def _key(value: Any) -> str:
+    return str(float(value)) if is_number(value) else repr(value)
+
+
+def _read_table(path: Path) -> SweepData | None:
+    """Return a table that `Sweep.save_csv` wrote, None for another file."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            columns = list(reader.fieldnames or ())
+            if not {"bucket", "member", "seed", "loss"} <= {*columns}:
+                return None
+            rows = [{name: _parsed(row[name]) for name in columns} for row in reader]
+    except (OSError, ValueError, csv.Error, KeyError):
+        return None
+    # Shape settings, hyperparameters, metrics from `loss` on, then `frozen` and `seconds`.
+    first, last = columns.index("loss"), columns.index("frozen") if "frozen" in columns else None
+    names = [name for name in columns[:first] if name not in ("bucket", "member", "seed")]
+    metrics = columns[first:last]
+    for row in rows:
+        row["label"] = f"member {row['member']}" + (
+            f" of bucket {row['bucket']}" if any(one["bucket"] != 0 for one in rows) else ""
+        )
+    title = f"{path.parent.name}/{path.name}"
+    names = [name for name in names if len({_key(row[name]) for row in rows}) > 1]
+    return _table(title, names, metrics, rows)
+
+
+def _of_members(run: RunData) -> SweepData | None:
+    """Return the members of a population with hyperparameters of their own."""
+    values, prefix = run.last.get("members"), "members.hyper."
+    if not isinstance(values, dict):
+        return None
+    hyper = {
+        name.removeprefix(prefix): column
+        for name, column in run.settings.items()
+        if name.startswith(prefix) and isinstance(column, list) and len(column) == run.members
+    }
+    rows = [
+        {name: column[i] for name, column in (hyper | values).items() if i < len(column)}
+        | {"label": f"member {i}"}
+        for i in range(run.members or 0)
+    ]
+    names = [name for name in differing(rows) if name in hyper]
+    return _table(f"members of {run.name}", names, list(values), rows)
+
+
+def _of_runs(runs: Sequence[RunData]) -> SweepData | None:
+    """Return runs as a sweep over the numbers and short texts that differ between them."""
+    settings = [compared_settings(run) for run in runs]
+    names = [
+        name
+        for name in differing(settings)
+        if all(is_number(one.get(name)) or isinstance(one.get(name), str) for one in settings)
+    ]
+    # A text that is different in nearly every run is a name, not a choice.
+    names = [
+        name
+        for name in names
+        if is_number(settings[0][name])
+        or len({one[name] for one in settings}) <= max(2, len(runs) // 2)
+    ]
+    metrics = shared_metrics(runs)
+    rows = [
+        {**{name: one[name] for name in names}, **{m: run.last.get(m) for m in metrics},
+         "label": run.name}
+        for run, one in zip(runs, settings, strict=True)
+    ]  # fmt: skip
+    return _table(f"the {len(runs)} runs", names, metrics, rows)
+
+
+def shared_metrics(runs: Sequence[RunData]) -> list[str]:
+    """Return the metrics that every run reports after an epoch, those of the evaluation first."""
+    hidden = {"kind", "step", "epoch", "examples", "skipped", "weight", "seconds"}
+    names = [
+        name
+        for name in (runs[0].last if runs else {})
+        if name not in hidden
+        and not name.endswith(("_best", "_worst"))
+        and all(is_number(run.last.get(name)) for run in runs)
+    ]
+    return sorted(names, key=lambda name: (not name.startswith("eval_"), names.index(name)))
+
+
+def compared_settings(run: RunData) -> dict[str, Any]:
+    """Return what a run was started with, as far as one compares it with other runs."""
+    plan = {} if run.plan is None else {
+        f"plan.{name}": value for name, value in vars(run.plan).items()
+        if isinstance(value, int | float | str) and value != getattr(type(run.plan)(), name, None)
+    }  # fmt: skip
+    hidden = ("members.hyper.", "started", "time", "file_sha", "command")
+    given = {name: value for name, value in run.settings.items() if not name.startswith(hidden)}
+    found = plan | given
+    if "batch_size" not in found and run.batch_size:
+        found["batch_size"] = run.batch_size
+    if "members" not in found and run.members:
+        found["members"] = run.members
+    return found
+
+
+def _table(
+    title: str, names: Sequence[str], metrics: Sequence[str], rows: Sequence[Row]
+) -> SweepData | None:
+    if not names or not metrics or len(rows) < FEWEST_ROWS:
+        return None
+    return SweepData(title, names, metrics, rows)
+
+
+def _parsed(text: str | None) -> Any:
+    if text is None:
+        raise ValueError("a line with too few columns")
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON holds it; numbers to five digits, None for those not finite."""
+    if is_number(value):
+        return float(f"{value:.5g}") if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool) else str(value)
+
+
+def _logarithmic(column: Sequence[Any]) -> bool:
+    """Return whether values crowd at the low end of a wide range, as those of `log_uniform` do."""
+    if not all(map(is_number, column)):
+        return False
+    numbers = sorted(value for value in column if math.isfinite(value))
+    if not numbers or numbers[0] <= 0 or numbers[-1] <= 30 * numbers[0]:
+        return False
+    return bool(numbers[len(numbers) // 2] < 0.2 * numbers[-1])
