@@ -9,7 +9,7 @@ NEWEST = $(shell for python in python3.12 "$$(pyenv prefix 3.12 2>/dev/null)/bin
 PEERS := .venv-peers
 MUTANTS := .venv-mutants
 
-.PHONY: help setup demo test test-newest test-all test-faults test-mutants lint format bench docs constraints clean
+.PHONY: help setup demo test test-newest test-all test-faults test-mutants lint format bench echarts docs constraints clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -73,6 +73,9 @@ $(PEERS)/.installed: benchmarks/peers.txt
 bench: setup $(PEERS)/.installed ## measure against the peers and write benchmarks/results, docs
 	$(RUN)/python -m benchmarks --peers $(PEERS)/bin/python
 	$(RUN)/python -m benchmarks.report
+
+echarts: setup ## take Apache ECharts anew from npm, for the page of `plurax report`; VERSION=6.1.0
+	$(RUN)/python packaging/vendor_echarts.py $(VERSION)
 
 docs: setup ## build the documentation into site/
 	$(RUN)/mkdocs build --strict

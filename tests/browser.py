@@ -36,13 +36,12 @@ class Browser:
 
     def __enter__(self):
         self._stack = contextlib.ExitStack()
-        folder = self._stack.enter_context(
-            tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        )
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         (read, self._out), (self._in, write) = os.pipe(), os.pipe()
         command = [FOUND, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
                    "--no-first-run", "--disable-extensions", "--disable-background-networking",
-                   f"--user-data-dir={folder}", "--remote-debugging-pipe", "about:blank"]  # fmt: skip
+                   f"--user-data-dir={folder}", "--remote-debugging-pipe",
+                   "about:blank"]  # fmt: skip
         # A shell moves the pipes to 3 and 4.
         shell = ["sh", "-c", f'exec "$@" 3<&{read} 4>&{write}', "sh", *command]
         self._process = subprocess.Popen(

@@ -38,6 +38,7 @@ from plurax.cli.parse import (
     verify_options,
 )
 from plurax.cli.replay_command import replay_command
+from plurax.cli.report_command import report_command
 from plurax.cli.train_command import train_experiment
 from plurax.distributed.environment import writes_files
 from plurax.distributed.global_arrays import described_devices
@@ -75,6 +76,7 @@ HELP = f"""plurax {__version__}: train neural networks in parallel on JAX
   plurax verify FILE     check that a plan computes what one device computes
   plurax machine         print a machine's rates, memory and links: this one's, or published ones
   plurax replay RUN      repeat a run with parameter servers from its record, and compare
+  plurax report RUN ...  write runs as one HTML page: curves, sweeps, plans, estimates, events
   plurax launch -- ...   train by several processes, and again after a fault
 
 FILE is a Python file that defines experiment(), which returns plurax.Experiment(...).
@@ -100,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "verify": _verify,
         "machine": machine_command,
         "replay": replay_command,
+        "report": report_command,
         "launch": launch_command,
     }
     if not arguments or arguments[0] in ("-h", "--help", "help"):

@@ -33,15 +33,7 @@ def report_without_metrics(path: str) -> ExperimentError:
 
 def report_output_is_a_run(path: str) -> ExperimentError:
     return ExperimentError(
-        f"--output {path} is a folder, and the page is one file. Write "
-        f"--output {path}/report.html."
-    )
-
-
-def watch_one_run(path: str, count: int) -> ExperimentError:
-    return ExperimentError(
-        f"{path} holds {count} runs, and plurax watch shows one. Name it, like "
-        f"plurax watch {path}/NAME; plurax report compares several."
+        f"--output {path} is a folder, and the page is one file. Write --output {path}/report.html."
     )
 
 

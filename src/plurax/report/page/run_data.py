@@ -108,7 +108,8 @@ class LogTail:
 
     def __init__(self, path: Path) -> None:
         self.path, self.restarted = path, 0
-        self._offset, self._file = 0, None
+        self._offset = 0
+        self._file: int | None = None
 
     def read(self) -> list[Row]:
         """Return the new rows; none where the file is not there."""

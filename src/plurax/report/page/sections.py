@@ -134,10 +134,7 @@ def plan_section(runs: Sequence[RunData]) -> str:
         if plan.pipeline > 1 and next(drawn) < MOST_PIPELINES:
             picture = pipeline_svg(plan)
         text = plan.explain(having[0].batch_size)
-        parts.append(
-            f"{which}{_mesh(_sizes(plan))}"
-            f'<pre class="plan">{escape(text)}</pre>{picture}'
-        )
+        parts.append(f'{which}{_mesh(_sizes(plan))}<pre class="plan">{escape(text)}</pre>{picture}')
     return section("plan", "Plan", "".join(parts)) if parts else ""
 
 

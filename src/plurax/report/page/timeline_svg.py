@@ -26,7 +26,7 @@ MOST_SPANS = 3000
 
 
 def pipeline_svg(plan: Plan) -> str:
-    """Return the timelines of a plan's pipeline with their idle time; "" for one that cannot run."""
+    """Return a plan's pipeline over time, with its idle time; "" for one that cannot run."""
     try:
         schedule = make_schedule(
             plan.schedule, plan.pipeline, plan.microbatches, plan.virtual_stages
@@ -86,10 +86,13 @@ def lanes_svg(lanes: Mapping[str, Lane], resumed: Sequence[float], end: float) -
         for at, text in lane.deaths:
             x = LEFT + at * unit
             parts.append(f'<text x="{x:.1f}" y="{y + 18}" class="death">✕ {escape(text)}</text>')
-        for at in lane.saved:
-            parts.append(_rect(LEFT + at * unit, y, 1.5, ROW, "saved", f"snapshot, {at:.2f} s"))
-    for at in resumed:
-        parts.append(_rect(LEFT + at * unit, 0, 1.5, height, "resumed", f"resumed, {at:.2f} s"))
+        parts += [
+            _rect(LEFT + at * unit, y, 1.5, ROW, "saved", f"snapshot, {at:.2f} s")
+            for at in lane.saved
+        ]
+    parts += [
+        _rect(LEFT + at * unit, 0, 1.5, height, "resumed", f"resumed, {at:.2f} s") for at in resumed
+    ]
     there = dict.fromkeys(kind for lane in lanes.values() for kind in lane.spans)
     legend = "".join(
         f'<li><span class="key lane-{kind}"></span> {escape(LABELS.get(kind, kind))}</li>'
