@@ -25,6 +25,7 @@ class ExitCode(enum.IntEnum):
     INTERRUPTED = 130
     PEER_DIED = 134
     KILLED = 137
+    READER_GONE = 141
     TERMINATED = 143
 
 
@@ -40,6 +41,7 @@ MEANINGS = {
     ExitCode.INTERRUPTED: "Ctrl-C",
     ExitCode.PEER_DIED: "aborted, as JAX does in every process once another one died",
     ExitCode.KILLED: "killed with SIGKILL",
+    ExitCode.READER_GONE: "nobody reads its output any more, as behind `| head -1`",
     ExitCode.TERMINATED: "ended by SIGTERM, before it could save",
 }
 """A sentence for each code."""

@@ -16,6 +16,7 @@ from tests.pictures import panels
 import plurax as px
 from plurax.cli import commands as cli
 from plurax.cli.options import NO_OPTIONS, argument_texts
+from plurax.cli.table import COMMANDS
 from plurax.train.fit import fit
 from plurax.train.log import read_rows
 
@@ -274,7 +275,7 @@ def test_a_plan_file(workplace, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tran", "small.py"], "'tran' is not a command; the commands are train, predict, plan"),
+        (["tran", "small.py"], "'tran' is not a command; the commands are train, predict"),
         (["train"], "name the experiment file: plurax train FILE"),
         (["train", "--help"], "name the experiment file: plurax train FILE --help"),
         (["train", "missing.py"], "missing.py: no such file"),
@@ -717,3 +718,12 @@ def test_a_rollback_is_an_option(workplace, capsys, monkeypatch):
     monkeypatch.setattr("plurax.cli.train_command.fit", refused)
     _, _, err = run(capsys, "train", "small.py", "--rollback.after", "0", "--rollback.spike", "6.5")
     assert "Rollback(after=0, spike=6.5, limit=3)" in err
+
+
+def test_every_command_of_the_table_is_there(capsys):
+    """Its function can be imported, its help names it, and the help of all shows it once."""
+    _, out, _ = run(capsys, "--help")
+    for command in COMMANDS:
+        assert callable(command.load())
+        assert len(re.findall(rf"^  plurax {re.escape(command.usage)} ", out, re.M)) == 1
+        assert command.help in out

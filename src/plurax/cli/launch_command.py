@@ -12,6 +12,7 @@ from typing import Annotated
 import tyro
 
 from plurax import errors
+from plurax.cli.table import COMMANDS
 from plurax.distributed.environment import attempt
 from plurax.exit_codes import ExitCode
 from plurax.launch.events import Events
@@ -19,10 +20,6 @@ from plurax.launch.launcher import launch
 from plurax.launch.ray_hosts import RayLaunch, launch_on_ray
 from plurax.launch.settings import Limits, Settings
 from plurax.launch.slurm import Place, slurm_place
-
-COMMANDS = ("train", "predict", "plan", "estimate", "verify", "machine", "replay")
-"""Commands of plurax that a process can run."""
-
 
 DEFAULT_PORT = 7117
 """Where host 0 listens, unless the coordinator names another port."""
@@ -161,6 +158,7 @@ def program(given: Sequence[str]) -> tuple[str, ...]:
         if not Path(given[0]).is_file():
             raise errors.launch_no_script(given[0])
         return (sys.executable, *given)
-    if given[0] not in COMMANDS:
-        raise errors.launch_unknown(given[0], COMMANDS)
+    commands = [one.name for one in COMMANDS if one.gangs]
+    if given[0] not in commands:
+        raise errors.launch_unknown(given[0], commands)
     return (sys.executable, "-m", "plurax.cli", *given)

@@ -25,7 +25,7 @@ EXIT = {
     None: ExitCode.DONE,
     "SIGINT": ExitCode.INTERRUPTED,
     "SIGTERM": ExitCode.PREEMPTED,
-    "SIGPIPE": 141,
+    "SIGPIPE": ExitCode.READER_GONE,
 }
 """The exit code by the signal that ended training, after saving."""
 

@@ -1,0 +1,68 @@
+"""What the options choose, for several commands: data, a program, a file to write."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxtyping import PyTree
+
+from plurax import errors, experiment
+from plurax.cli.options import Common
+from plurax.distributed.environment import writes_files
+from plurax.execute.program import Program
+from plurax.members import Members
+from plurax.plan import Plan
+from plurax.train.data import Data, as_data
+from plurax.train.restore import make_program, with_resampling
+
+T = TypeVar("T")
+
+
+def fit_arguments(
+    made: experiment.Experiment, options: Common, plan: Plan, members: Members | None
+) -> dict[str, Any]:
+    """Return the arguments that `fit` and `tune` share."""
+    return {
+        "task": made.task,
+        "optimizer": made.optimizer,
+        "data": made.data,
+        "plan": plan,
+        "members": members,
+        "batch_size": options.batch_size,
+        "shuffle": made.shuffle,
+    }
+
+
+def data_source(made: experiment.Experiment, options: Common) -> tuple[Data, PyTree]:
+    """Return the data, and the shapes of a full batch."""
+    return as_data(
+        made.data,
+        batch_size=options.batch_size,
+        seed=made.seed,
+        shuffle=made.shuffle,
+        ragged=made.ragged,
+    )
+
+
+def chosen_program(made: experiment.Experiment, options: Common, plan: Plan) -> Program:
+    """Return the program to show or to predict with."""
+    members = options.members.chosen(made.members)
+    source, like = data_source(made, options)
+    if members is not None:
+        source = with_resampling(members, source)
+    return make_program(made.task, made.optimizer, plan, like, members, source, None, None)
+
+
+def written(path: Path, write: Callable[[Path], T]) -> T:
+    """Return `write(path)`; of several processes one writes, the others to nowhere.
+
+    Raises `ExperimentError` where the file cannot be written.
+    """
+    if not writes_files():
+        with tempfile.TemporaryDirectory() as elsewhere:
+            return write(Path(elsewhere, path.name))
+    try:
+        return write(path)
+    except (OSError, ValueError) as error:
+        raise errors.not_written(str(path), str(error)) from None

@@ -1,0 +1,62 @@
+"""`plurax estimate`, and `plurax plan --diff`: what plans cost on a machine, by formulas."""
+
+import itertools
+
+from jaxtyping import PyTree
+
+from plurax import errors, experiment
+from plurax.analysis.comparison import Comparison
+from plurax.analysis.estimate import estimate, human_seconds
+from plurax.cli.arguments import value
+from plurax.cli.chosen import data_source
+from plurax.cli.machine_command import machine_named
+from plurax.cli.options import DiffOptions, EstimateOptions, Show
+from plurax.cli.parse import diff_options, estimate_options, parse
+from plurax.machine import Machine
+from plurax.plan import Plan
+from plurax.task import Task
+
+
+def estimate_command(arguments: list[str]) -> int:
+    """Print the estimate of a plan."""
+    made, options, _ = parse(arguments, "estimate", estimate_options)
+    task, machine, like = to_estimate(made, options, "estimate")
+    found = estimate(task, made.optimizer, options.chosen_plan(), like, machine)
+    print(found)
+    if options.examples is not None:
+        takes = human_seconds(found.seconds_for(options.examples))
+        hours = found.device_hours(options.examples)
+        print(f"{options.examples:,.0f} examples take {takes}: {hours:,.3g} device-hours")
+    return 0
+
+
+def diff_command(arguments: list[str]) -> int:
+    """Compare two plans, given as files in front of the other options."""
+    file = value(arguments, "--diff")
+    place = next(i for i, one in enumerate(arguments) if one.split("=")[0] == "--diff")
+    rest = arguments[:place] + arguments[place + (1 if "=" in arguments[place] else 2) :]
+    paths = list(itertools.takewhile(lambda one: not one.startswith("-"), rest))
+    asked_help = bool({"-h", "--help"} & {*rest})
+    if not file or (len(paths) != 2 and not asked_help):
+        raise errors.diff_needs_two_plans(arguments)
+    plans = {path: Plan.load(path) for path in paths}
+    made, options, _ = parse([file, *rest[len(paths) :]], "plan A B --diff", diff_options)
+    task, machine, like = to_estimate(made, options, "plan --diff")
+    found = {}
+    for path, plan in plans.items():
+        try:
+            found[path] = estimate(task, made.optimizer, plan, like, machine)
+        except errors.PlanError as error:
+            raise errors.plan_in_a_file(path, error) from None
+    print(Comparison(found[paths[0]], found[paths[1]], (paths[0], paths[1])))
+    return 0
+
+
+def to_estimate(
+    made: experiment.Experiment, options: EstimateOptions | DiffOptions | Show, command: str
+) -> tuple[Task, Machine, PyTree]:
+    """Return the task, the machine of the options, and the shapes of a batch."""
+    if options.members.chosen(made.members) is not None or not isinstance(made.task, Task):
+        raise errors.estimate_one_network(command)
+    machine = machine_named(options.machine, options.nodes)
+    return made.task, machine, data_source(made, options)[1]

@@ -1,0 +1,164 @@
+"""`plurax plan`: show what a plan does, compiled on the devices of this machine."""
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import get_args
+
+from rich.console import Console
+
+from plurax import errors, experiment, tree
+from plurax.analysis.estimate import Estimate, estimate
+from plurax.analysis.liveness import peak_bytes
+from plurax.analysis.measured import Measured
+from plurax.analysis.plan_ahead import trace_plan
+from plurax.cli.chosen import chosen_program, data_source, fit_arguments, written
+from plurax.cli.estimate_command import diff_command, to_estimate
+from plurax.cli.options import Show
+from plurax.cli.parse import parse, show_options
+from plurax.cli.search_command import search_command
+from plurax.distributed.global_arrays import described_devices
+from plurax.execute.program import Program
+from plurax.pipeline.schedule import make_schedule
+from plurax.plan import Plan, ScheduleName
+from plurax.report.picture import check_matplotlib
+from plurax.report.plan_picture import draw_plan
+from plurax.report.shards import compared_table, shards_table
+from plurax.report.tables import plan_report
+from plurax.report.timeline import Costs, compared_schedules_table, timeline_report
+from plurax.task import Task
+from plurax.train.tune import tune
+
+TABLE_WIDTH, TIMELINE_WIDTH = 160, 100
+
+
+def plan_command(arguments: list[str]) -> int:
+    """Show a plan, or search for one, or compare two."""
+    started = time.perf_counter()
+    if any(one.split("=")[0] == "--diff" for one in arguments):
+        return diff_command(arguments)
+    made, options, _ = parse(arguments, "plan", show_options)
+    plan = options.chosen_plan()
+    if options.search:
+        return search_command(made, options, plan, arguments, started)
+    _check_shown(options, plan)
+    if options.tune is not None:
+        plan = _tuned(made, options, plan, options.tune)
+    predicted = _estimated(made, options, plan)
+    program = chosen_program(made, options, plan)
+    params = program.canonical_shapes.params
+    memory, found = program.memory(), program.collectives()
+    console = Console(highlight=False, soft_wrap=True)
+    columns = console.width if console.is_terminal else TIMELINE_WIDTH
+    # A truncated table is useless; a wrapped line can still be read.
+    console.width = max(console.width, TABLE_WIDTH)
+    planned = program.planned_collectives() if program.members is None else []
+    console.print(
+        plan_report(
+            program.plan,
+            program.batch_size,
+            described_devices(program.mesh.devices.flat),
+            tree.parameter_count(params),
+            tree.byte_count(params),
+            memory,
+            compared_table(planned, found) if planned else None,
+            found,
+            None if program.members else _predicted_peak(made, options, plan, predicted),
+        )
+    )
+    if predicted is not None:
+        beside = Measured.of(predicted, program.compiled, program.mesh)
+        console.print(f"\n{beside}", markup=False)
+    pipeline = _costs(program, plan) if plan.pipeline > 1 else None
+    compared = None
+    if pipeline is not None:
+        console.print("", timeline_report(pipeline, columns))
+    if pipeline is not None and options.compare:
+        with console.status("compiling under the other schedules"):
+            compared = _compared(made, options, plan, pipeline)
+        console.print("", compared_schedules_table(compared, pipeline.schedule.name))
+    if program.members is not None:
+        return 0
+    if planned:
+        console.print("", shards_table(program.shardings))
+    if options.save is not None:
+        known = all(one.trips is not None for one in found)
+        drawn = (program.shardings, memory, found if known or not planned else planned)
+        title = f"{Path(arguments[0]).stem}, {plan.sizes_text()}"
+        path = _with_ending(options.save)
+        written(
+            path, lambda path: draw_plan(title, *drawn, path, pipeline, compared, plan.strategies)
+        )
+        console.print(f"wrote {path}", markup=False)
+    return 0
+
+
+def _check_shown(options: Show, plan: Plan) -> None:
+    """Check the options with which a plan is shown, before anything is compiled."""
+    for name in ("memory", "seconds", "output"):
+        if getattr(options, name) is not None:
+            raise errors.option_needs_search(name)
+    if options.save is not None:
+        check_matplotlib()
+    if options.compare and plan.pipeline == 1:
+        raise errors.compare_needs_pipeline()
+
+
+def _with_ending(path: Path) -> Path:
+    """Return the path of a picture; Matplotlib adds the same ending."""
+    return path if path.suffix else path.with_name(f"{path.name}.png")
+
+
+def _tuned(made: experiment.Experiment, options: Show, plan: Plan, path: Path) -> Plan:
+    """Measure the open choices of a plan, write the plan to a file, and return it."""
+    members = options.members.chosen(made.members)
+    if members is None:
+        raise errors.tune_needs_members()
+    tuning = tune(**fit_arguments(made, options, plan, members))
+    print(tuning)  # print first: measuring may have taken minutes, and writing may fail
+    written(path, tuning.plan.save)
+    print(f"wrote {path}")
+    return tuning.plan
+
+
+def _estimated(made: experiment.Experiment, options: Show, plan: Plan) -> Estimate | None:
+    """Return the estimate of a plan on the machine that is named, if one is."""
+    if options.machine is None and options.nodes == 1:
+        return None
+    task, machine, like = to_estimate(made, options, "plan --machine")
+    return estimate(task, made.optimizer, plan, like, machine)
+
+
+def _predicted_peak(
+    made: experiment.Experiment, options: Show, plan: Plan, predicted: Estimate | None
+) -> int:
+    if predicted is not None:
+        return predicted.peak
+    assert isinstance(made.task, Task)
+    _, like = data_source(made, options)
+    return peak_bytes(trace_plan(made.task, made.optimizer, plan, like).program)
+
+
+def _costs(program: Program, plan: Plan) -> Costs:
+    schedule = make_schedule(plan.schedule, plan.pipeline, plan.microbatches, plan.virtual_stages)
+    planned = program.planned_collectives() if program.members is None else None
+    return Costs.of(schedule, planned or program.collectives(), program.memory())
+
+
+def _compared(
+    made: experiment.Experiment, options: Show, plan: Plan, own: Costs
+) -> dict[str, Costs | str]:
+    """Return the costs of each named schedule and of the plan's, or why it cannot run."""
+    compared: dict[str, Costs | str] = {}
+    names: tuple[ScheduleName, ...] = get_args(ScheduleName)
+    for name in names:
+        if name == plan.schedule:
+            compared[name] = own
+            continue
+        try:
+            # The default number of stages per device depends on the schedule.
+            other = dataclasses.replace(plan, schedule=name, stages=None)
+            compared[name] = _costs(chosen_program(made, options, other), other)
+        except errors.PlanError as error:
+            compared[name] = str(error)
+    return {**compared, own.schedule.name: own}

@@ -1,0 +1,78 @@
+"""`plurax predict`: run a trained network over inputs from a file."""
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from plurax import errors, tree
+from plurax.cli.chosen import chosen_program, written
+from plurax.cli.parse import parse, predict_options
+from plurax.execute.placement import chunks
+from plurax.train.checkpoint import Checkpoints
+from plurax.train.restore import restore
+from plurax.user_frames import describe_error, is_users
+from plurax.validate import local_path
+
+
+def predict_command(arguments: list[str]) -> int:
+    """Run the trained network over inputs, and write its outputs."""
+    made, options, _ = parse(arguments, "predict", predict_options)
+    directory = local_path(options.output) / "checkpoints"
+    if not directory.is_dir():
+        raise errors.checkpoint_none(str(options.output))
+    inputs = _read_arrays(options.inputs)
+    program = chosen_program(made, options, options.chosen_plan())
+    with Checkpoints(directory) as checkpoints:
+        restored = restore(program, checkpoints)
+    if restored is None:
+        raise errors.checkpoint_none(str(options.output))
+    try:
+        outputs = program.predict(restored[0], inputs, chunk=options.chunk)
+    except Exception as error:
+        if not is_users(error) or isinstance(error, errors.PluraxError):
+            raise
+        data = tree.describe(next(chunks(made.data, 1)), batch_dim=True)
+        given = tree.describe(inputs)
+        raise errors.predict_failed(
+            describe_error(error), str(options.inputs), given, data
+        ) from None
+    outputs = jax.tree.map(_of_numpy, outputs)
+    path = written(options.predictions, lambda path: _write_arrays(path, outputs))
+    print(f"wrote {path}:\n{tree.describe(outputs)}")
+    return 0
+
+
+def _read_arrays(path: Path) -> Any:
+    if not path.is_file():
+        raise errors.inputs_not_found(str(path))
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        return loaded if isinstance(loaded, np.ndarray) else dict(loaded)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise errors.inputs_not_arrays(str(path), str(error)) from None
+
+
+def _write_arrays(path: Path, outputs: Any) -> Path:
+    one = isinstance(outputs, np.ndarray)
+    stem = path.stem if path.suffix in (".npy", ".npz") else path.name
+    path = path.with_name(stem + (".npy" if one else ".npz"))
+    if one:
+        np.save(path, outputs, allow_pickle=False)
+        return path
+    # Written by hand because `np.savez` accepts no array named `file`.
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, leaf in tree.named_leaves(outputs).items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, leaf, allow_pickle=False)
+    return path
+
+
+def _of_numpy(array: np.ndarray) -> np.ndarray:
+    """Cast to a dtype that NumPy can load: bfloat16 and the like to float32."""
+    if array.dtype.kind != "V":
+        return array
+    return array.astype(np.float32 if jnp.issubdtype(array.dtype, jnp.inexact) else np.int32)

@@ -1,0 +1,67 @@
+"""`plurax plan --search`: rank plans for a machine."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from plurax import errors, experiment
+from plurax.cli.arguments import bytes_of
+from plurax.cli.chosen import data_source, written
+from plurax.cli.machine_command import machine_named
+from plurax.cli.options import Show
+from plurax.plan import Plan
+from plurax.planner.search import search
+from plurax.report.layer_picture import draw_found
+from plurax.report.picture import check_matplotlib
+from plurax.task import Task
+
+_COMMAND_SECONDS = 7.5
+"""Of the ten that `plurax plan --search` takes: starting Python and JAX takes the others."""
+_LEAST_SECONDS = 4.0
+"""Of a search: fewer than these leave no time for more than one estimate."""
+
+
+def search_command(
+    made: experiment.Experiment, options: Show, plan: Plan, arguments: list[str], started: float
+) -> int:
+    """Rank plans, and write the best one where asked."""
+    if options.members.chosen(made.members) is not None or not isinstance(made.task, Task):
+        raise errors.search_one_network()
+    if options.output is not None:
+        check_matplotlib()
+    machine = machine_named(options.machine, options.nodes)
+    _, batch = data_source(made, options)
+    spent = time.perf_counter() - started
+    left = max(_COMMAND_SECONDS - spent, _LEAST_SECONDS)
+    with Console(stderr=True).status("searching"):
+        found = search(
+            made.task,
+            made.optimizer,
+            batch,
+            machine,
+            pinned=plan if options.plan_file else _given(plan, arguments),
+            memory=bytes_of(options.memory),
+            solver=options.solver,
+            seconds=left if options.seconds is None else options.seconds,
+        )
+    print(found)
+    if options.save is not None:
+        with Console(stderr=True).status("leaving out what the default does as well"):
+            best = found.best
+        written(options.save, best.save)
+        print(f"wrote {options.save}")
+    if options.output is not None:
+        for path in written(options.output, lambda path: draw_found(found, path)):
+            print(f"wrote {path}")
+    return 0
+
+
+def _given(plan: Plan, arguments: Sequence[str]) -> dict[str, Any]:
+    """Return what the command line says of a plan, and the precision, which changes the numbers."""
+    named = {one.removeprefix("--plan.").split("=")[0].replace("-", "_") for one in arguments}
+    fields = [field.name for field in dataclasses.fields(Plan)]
+    kept = [name for name in fields if name in named or name == "precision"]
+    return {name: getattr(plan, name) for name in kept}

@@ -1,0 +1,91 @@
+"""The commands: one line each. Nothing that a command needs is imported before it is chosen."""
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+
+from plurax import __version__
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command: how it is written, a line of help, and the function that runs it."""
+
+    usage: str
+    """The name, and what stands after it."""
+    group: str
+    """The heading under which the help shows it."""
+    help: str
+    """What it does, as a sentence without a capital and a full stop."""
+    function: str
+    """`module:function` in `plurax.cli`; the function takes arguments and returns an exit code."""
+    gangs: bool = False
+    """Whether several processes can run it together, under `plurax launch`."""
+
+    @property
+    def name(self) -> str:
+        """The first word."""
+        return self.usage.split()[0]
+
+    def load(self) -> Callable[[list[str]], int]:
+        """Import the function."""
+        module, _, function = self.function.partition(":")
+        found: Callable[[list[str]], int] = getattr(
+            importlib.import_module(f"plurax.cli.{module}"), function
+        )
+        return found
+
+
+TRAIN, UNDERSTAND = "Train and predict", "Plans and machines"
+RUNS = "Finished and running runs"
+
+COMMANDS = (
+    Command("train FILE", TRAIN, "train the experiment that FILE defines",
+            "train_command:train_experiment", gangs=True),
+    Command("predict FILE", TRAIN, "run its trained network over inputs of any number",
+            "predict_command:predict_command", gangs=True),
+    Command("launch -- ...", TRAIN, "train by several processes, and again after a fault",
+            "launch_command:launch_command"),
+    Command("plan FILE", UNDERSTAND, "show what a plan does on a machine, before anything runs",
+            "plan_command:plan_command", gangs=True),
+    Command("estimate FILE", UNDERSTAND,
+            "say how long a step takes on a machine, and what it holds and sends",
+            "estimate_command:estimate_command", gangs=True),
+    Command("verify FILE", UNDERSTAND, "check that a plan computes what one device computes",
+            "verify_command:verify_command", gangs=True),
+    Command("machine", UNDERSTAND,
+            "print a machine's rates, memory and links: this one's, or published ones",
+            "machine_command:machine_command", gangs=True),
+    Command("report RUN ...", RUNS,
+            "write runs as one HTML page: curves, sweeps, plans, estimates, events",
+            "report_command:report_command"),
+    Command("replay RUN", RUNS,
+            "repeat a run with parameter servers from its record, and compare",
+            "replay_command:replay_command", gangs=True),
+)  # fmt: skip
+"""In the order of the help. A new command is a line here."""
+
+
+def command_named(name: str) -> Command | None:
+    """Return the command of a name, or None."""
+    return next((one for one in COMMANDS if one.name == name), None)
+
+
+def help_text() -> str:
+    """Return the help of `plurax`: the commands in groups."""
+    width = max(len(one.usage) for one in COMMANDS)
+    lines = [f"plurax {__version__}: train neural networks in parallel on JAX"]
+    for group in dict.fromkeys(one.group for one in COMMANDS):
+        own = [one for one in COMMANDS if one.group == group]
+        lines += ["", f"{group}:", *(f"  plurax {one.usage:<{width}}  {one.help}" for one in own)]
+    return "\n".join([*lines, "", FOOT])
+
+
+FOOT = """\
+FILE is a Python file that defines experiment(), which returns plurax.Experiment(...).
+Plan, epochs, batch size, seed and more can be overridden:
+
+  plurax train examples/digits.py --epochs 3 --plan.data 4 --devices 4
+
+plurax COMMAND FILE --help lists all options with the file's own defaults.
+"""

@@ -1,0 +1,25 @@
+"""`plurax verify`: compare steps under a plan with those of one device."""
+
+from rich.console import Console
+
+from plurax import errors
+from plurax.analysis.verify import verify
+from plurax.cli.chosen import data_source
+from plurax.cli.parse import parse, verify_options
+from plurax.execute.placement import chunks, leading_dim
+from plurax.task import Task
+
+
+def verify_command(arguments: list[str]) -> int:
+    """Train some steps under the plan and on one device; return 1 where they differ."""
+    made, options, _ = parse(arguments, "verify", verify_options)
+    if options.members.chosen(made.members) is not None or not isinstance(made.task, Task):
+        raise errors.verify_one_network()
+    _, like = data_source(made, options)
+    batch = next(chunks(made.data, leading_dim(like)))
+    result = verify(
+        made.task, made.optimizer, options.chosen_plan(), batch,
+        steps=options.steps, seed=options.seed,
+    )  # fmt: skip
+    Console(highlight=False, soft_wrap=True).print(str(result), markup=False)
+    return 0 if result.ok else 1
