@@ -6,11 +6,12 @@ events to 4: JSON, each ended by a zero byte.
 
 import base64
 import contextlib
+import fcntl
 import json
 import os
 import select
 import shutil
-import subprocess
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -42,14 +43,13 @@ class Browser:
                    "--no-first-run", "--disable-extensions", "--disable-background-networking",
                    f"--user-data-dir={folder}", "--remote-debugging-pipe",
                    "about:blank"]  # fmt: skip
-        # A shell moves the pipes to 3 and 4.
-        shell = ["sh", "-c", f'exec "$@" 3<&{read} 4>&{write}', "sh", *command]
-        self._process = subprocess.Popen(
-            shell, pass_fds=(read, write), stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        os.close(read)
-        os.close(write)
+        # Out of the way of 3 and 4, which they become in the browser.
+        given = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 10) for one in (read, write)]
+        nowhere = [(os.POSIX_SPAWN_OPEN, one, os.devnull, os.O_RDWR, 0) for one in range(3)]
+        pipes = [(os.POSIX_SPAWN_DUP2, one, 3 + place) for place, one in enumerate(given)]
+        self._process = os.posix_spawn(FOUND, command, os.environ, file_actions=[*nowhere, *pipes])
+        for one in (read, write, *given):
+            os.close(one)
         self._session = None
         pages = self.send("Target.getTargets")["targetInfos"]
         target = next(one["targetId"] for one in pages if one["type"] == "page")
@@ -66,8 +66,8 @@ class Browser:
         return self
 
     def __exit__(self, *_):
-        self._process.kill()
-        self._process.wait()
+        os.kill(self._process, signal.SIGKILL)
+        os.waitpid(self._process, 0)
         os.close(self._out)
         os.close(self._in)
         self._stack.close()

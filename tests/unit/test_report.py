@@ -200,7 +200,7 @@ def test_runs_with_other_settings_are_a_sweep(tmp_path):
     ]
     runs = [read_run(folder) for folder in folders]
     (found,) = sweeps(runs, [])
-    assert found.names == ["learning_rate", "seed"]
+    assert found.names == ["learning_rate"]
     assert found.metrics[:2] == ["eval_loss", "eval_accuracy"]
     assert [row["label"] for row in found.rows] == ["0", "1", "2", "3", "4"]
     assert sweeps(runs[:2], []) == []

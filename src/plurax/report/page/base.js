@@ -155,8 +155,9 @@ function table(columns, rows) {
   const cell = (value, place) => element(place ? 'td' : 'th',
     { class: typeof value === 'number' ? 'number' : null, scope: place ? null : 'row' },
     value instanceof Node ? value : number(value));
+  const right = (place) => (rows.some((row) => typeof row[place] === 'number') ? 'number' : null);
   return element('table', {},
-    element('thead', {}, element('tr', {}, columns.map((name) => element('th', { scope: 'col' }, name)))),
+    element('thead', {}, element('tr', {}, columns.map((name, place) => element('th', { scope: 'col', class: place ? right(place) : null }, name)))),
     element('tbody', {}, rows.map((row) => element('tr', {}, row.map(cell)))));
 }
 

@@ -90,10 +90,9 @@ function seriesOf(index, metric) {
       itemStyle: { color: style.color },
       emphasis: { disabled: grey }, silent: grey,
       z: grey ? 1 : stepped ? 2 : kind === 'eval' ? 5 : 4,
-      endLabel: grey || stepped || (several && made.some((one) => one.endLabel)) ? undefined : {
-        show: true, formatter: () => shortened(end), color: style.color, fontSize: 11, fontWeight: 600, distance: 5,
+      endLabel: grey || stepped || (several ? made.some((one) => one.endLabel) : shownKinds(lines).length === 1) ? undefined : {
+        show: true, formatter: () => shortened(end), color: style.color, fontSize: 11, fontWeight: 600, distance: 6,
       },
-      labelLayout: { moveOverlap: 'shiftY' },
     });
   }
   return made;
@@ -163,18 +162,25 @@ function wideRange(metric) {
 function curveOptions(metric) {
   const series = data.runs.flatMap((run, index) => seriesOf(index, metric));
   const labelled = series.some((one) => one.endLabel);
-  const values = series.filter((one) => one.type === 'line').flatMap((one) => one.data.map((point) => point[1]));
+  const longest = Math.max(...series.filter((one) => one.endLabel).map((one) => one.endLabel.formatter().length));
+  const values = series.flatMap((one) => one.data.flatMap((point) => point.slice(1)));
   const positive = values.every((value) => value == null || value > 0);
   const log = positive && (view.log || (view.log === null && wideRange(metric)));
   return {
-    grid: { left: 8, right: labelled ? (phone() ? 78 : several ? 122 : 78) : 16, top: 12, bottom: 30, containLabel: true },
-    xAxis: axis(X_NAMES[view.x], { type: 'value', scale: true, splitLine: { show: false }, axisLine: { show: true, lineStyle: { color: color('line') } }, min: 0 }),
-    yAxis: axis('', { type: log ? 'log' : 'value', scale: true, ...(log ? {} : {}) }),
+    grid: { left: 8, right: labelled ? 14 + 6.6 * longest : 16, top: 12, bottom: 30, containLabel: true },
+    xAxis: axis(X_NAMES[view.x], { type: 'value', scale: true, splitLine: { show: false }, axisLine: { show: true, lineStyle: { color: color('line') } }, min: 0, max: 'dataMax', axisLabel: { color: color('soft'), fontSize: 11, formatter: short, hideOverlap: true, showMaxLabel: true } }),
+    yAxis: axis('', log ? { type: 'log', ...decades(values) } : { type: 'value', scale: true }),
     tooltip: tooltip({ trigger: 'axis', axisPointer: { type: 'line', snap: true, lineStyle: { color: color('soft') } }, formatter: curveTip }),
     toolbox: { itemSize: 0, itemGap: 0, feature: { dataZoom: { yAxisIndex: 'none', title: { zoom: '', back: '' } } } },
     dataZoom: [{ type: 'inside', xAxisIndex: 0, filterMode: 'none', zoomOnMouseWheel: 'ctrl', moveOnMouseMove: false, moveOnMouseWheel: false }],
     series: [...series, ...eventMarks()],
   };
+}
+
+/** Ends of a logarithmic axis that leave little room empty. */
+function decades(values) {
+  const known = values.filter((value) => value != null);
+  return { min: tidy(Math.min(...known), -1), max: tidy(Math.max(...known), 1) };
 }
 
 /** What the cursor shows: at most twelve named lines, the lowest first. */
@@ -213,8 +219,37 @@ function curveLabel(metric) {
   return `${parts.join('; ')}. Arrow keys read the values.`;
 }
 
+const LABEL_HEIGHT = 13;
+const LABEL_WIDTH = 60;
+
+/** Move the names at the ends of lines apart where they would overlap. */
+function spreadLabels(chart) {
+  const height = chart.getHeight();
+  const found = [];
+  for (const one of chart.getOption().series) {
+    const last = one.endLabel?.show ? [...one.data].reverse().find((point) => point[1] != null) : null;
+    if (!last) continue;
+    const [left, at] = chart.convertToPixel({ xAxisIndex: 0, yAxisIndex: 0 }, last);
+    found.push({ id: one.id, left, at });
+  }
+  // A line that ends elsewhere has room for its name.
+  const end = Math.max(...found.map((one) => one.left));
+  const beside = found.filter((one) => one.left > end - LABEL_WIDTH).sort((a, b) => a.at - b.at);
+  const places = beside.map((one) => one.at);
+  // Each pass moves neighbours apart by half of what they overlap.
+  for (let pass = 0; pass < 60; pass += 1) {
+    for (let i = 1; i < places.length; i += 1) {
+      const overlap = LABEL_HEIGHT - (places[i] - places[i - 1]);
+      if (overlap > 0) { places[i - 1] -= overlap / 2; places[i] += overlap / 2; }
+    }
+  }
+  const series = beside.map((one, i) => ({ id: one.id, endLabel: { offset: [0, Math.max(LABEL_HEIGHT / 2, Math.min(height - LABEL_HEIGHT, places[i])) - one.at] } }));
+  if (series.length > 1) chart.setOption({ series });
+}
+
 /** Zoom by dragging over a range where there is a mouse; a double click shows all again. */
 function curveReady(chart, one, metric) {
+  spreadLabels(chart);
   if (matchMedia('(pointer: fine)').matches) {
     chart.dispatchAction({ type: 'takeGlobalCursor', key: 'dataZoomSelect', dataZoomSelectActive: true });
   }
@@ -264,31 +299,40 @@ function curveControls(redraw) {
     type: 'range', min: 0, max: 0.99, step: 0.01, value: 0, 'aria-label': 'Smoothing of every step',
     oninput: (event) => { view.smooth = Number(event.target.value); said.textContent = event.target.value; redraw(); },
   }), said));
+  if (data.runs.some((run) => run.members)) byId('curves').insertBefore(element('p', { class: 'note' }, bandNote()), byId('curve-charts'));
   if (matchMedia('(pointer: fine)').matches) place.append(element('span', {}, 'Drag over a chart to zoom, double-click to see all.'));
 }
+
+const bandNote = () => (several
+  ? 'Of members: the line is their median, the band holds half of them.'
+  : 'Of members: the line is their median, the darker band holds half of them, the lighter one all; the dotted line is the best one.');
 
 /** A button for each run: those with a name first; choosing one gives it a line style or takes it. */
 function curveLegend(redraw) {
   const place = byId('curve-legend');
-  const fill = () => {
-    const order = data.runs.map((_, index) => index).sort((a, b) => (view.slots.has(b) - view.slots.has(a)) || a - b);
-    place.replaceChildren(...order.map((index) => {
-      const slot = view.slots.get(index);
-      return element('button', {
-        type: 'button', class: 'key-button', 'aria-pressed': String(slot !== undefined), title: data.runs[index].name,
-        onclick: () => {
-          if (slot !== undefined) view.slots.delete(index);
-          else if (freeSlot() !== null) view.slots.set(index, freeSlot());
-          else { say(`At most ${STYLES} runs have a line style; take it from another first.`); return; }
-          fill();
-          redraw();
-        },
-      }, slot === undefined ? null : sample(slot), data.runs[index].name);
-    }));
+  const rest = element('div', { class: 'legend' });
+  const more = element('details', {}, element('summary', {}), rest);
+  const button = (index) => {
+    const slot = view.slots.get(index);
+    return element('button', {
+      type: 'button', class: 'key-button', 'aria-pressed': String(slot !== undefined), title: data.runs[index].name,
+      onclick: () => {
+        if (slot !== undefined) view.slots.delete(index);
+        else if (freeSlot() !== null) view.slots.set(index, freeSlot());
+        else { say(`At most ${STYLES} runs have a line style; take it from another first.`); return; }
+        fill();
+        redraw();
+      },
+    }, slot === undefined ? null : sample(slot), data.runs[index].name);
   };
-  if (data.runs.length > 24) {
-    place.classList.add('scroll');
-    place.style.maxHeight = '9rem';
-  }
+  const fill = () => {
+    const named = [...view.slots.keys()].sort((a, b) => view.slots.get(a) - view.slots.get(b));
+    const others = data.runs.map((_, index) => index).filter((index) => !view.slots.has(index));
+    more.firstChild.textContent = `${others.length} runs in grey: choose one to name it`;
+    rest.replaceChildren(...others.map(button));
+    place.replaceChildren(...named.map(button), ...(others.length > MOST_NAMED ? [] : others.map(button)));
+    more.hidden = others.length <= MOST_NAMED;
+  };
+  place.after(more);
   fill();
 }

@@ -32,12 +32,17 @@ def table(
     `row_names` are the values of `data-run` of the rows.
     """
     heads = [one if isinstance(one, Cell) else Cell(one) for one in columns]
-    body = []
-    for index, row in enumerate(rows):
+    body, filled = [], [[as_cell(value) for value in row] for row in rows]
+    for index, row in enumerate(filled):
         named = f' data-run="{escape(row_names[index])}"' if row_names else ""
-        cells = [_cell(as_cell(value), header=place == 0) for place, value in enumerate(row)]
+        cells = [_cell(cell, header=place == 0) for place, cell in enumerate(row)]
         body.append(f"<tr{named}>{''.join(cells)}</tr>")
-    head = "".join(_head(one, sortable) for one in heads)
+    # The heading of numbers is on the right, as they are.
+    numbers = [any("number" in row[place].mark for row in filled) for place in range(len(heads))]
+    head = "".join(
+        _head(one._replace(mark=f"{one.mark} number".strip() if right else one.mark), sortable)
+        for one, right in zip(heads, numbers, strict=True)
+    )
     kind = ' class="sortable"' if sortable else ""
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}">'
@@ -112,7 +117,7 @@ def duration_text(seconds: float) -> str:
 
 def _head(cell: Cell, sortable: bool) -> str:
     mark = f' class="{cell.mark}"' if cell.mark else ""
-    note = '<span class="visually-hidden"> (differs)</span>' if cell.mark == "differs" else ""
+    note = '<span class="visually-hidden"> (differs)</span>' if "differs" in cell.mark else ""
     text = f"{escape(cell.text)}{note}"
     if sortable and cell.text:
         return f'<th scope="col"{mark} aria-sort="none"><button type="button">{text}</button></th>'

@@ -25,6 +25,8 @@ from plurax.tree import human_bytes
 
 MOST_METRICS = 5
 """Metrics that are columns of the table of runs."""
+FEW = 16
+"""Settings of one run that are shown without being asked for."""
 LONGEST = 60
 """Letters of a setting that a table shows."""
 MOST_PIPELINES = 3
@@ -55,7 +57,7 @@ def _one_run(run: RunData) -> str:
         for name, value, note in tiles
     )
     settings = {name: _short(value) for name, value in compared_settings(run).items()}
-    more = details("Settings", pairs(settings)) if settings else ""
+    more = details("Settings", pairs(settings), shown=len(settings) <= FEW) if settings else ""
     return section("runs", "Summary", f'<dl class="tiles">{shown}</dl>{more}')
 
 
@@ -74,10 +76,7 @@ def _several_runs(runs: Sequence[RunData]) -> str:
     differ = differing(settings)
     metrics = [name for name in shared_metrics(runs) if name not in ("examples_per_second",)]
     metrics = metrics[:MOST_METRICS]
-    common = {
-        name: collections.Counter(_short(one.get(name)) for one in settings).most_common(1)[0][0]
-        for name in differ
-    }
+    common = {name: _usual([_short(one.get(name)) for one in settings]) for name in differ}
     columns: list[str | Cell] = ["run", *(Cell(name.replace("_", " ")) for name in metrics)]
     columns += ["steps", "time", "examples/s", *(Cell(name, mark="differs") for name in differ)]
     rows = []
@@ -99,17 +98,25 @@ def _several_runs(runs: Sequence[RunData]) -> str:
         '<output aria-live="polite"></output></p>'
     )
     said = (
-        "Columns marked ≠ are settings that differ between the runs; a value in bold is not the "
-        "most frequent one. Choose a column's heading to sort by it."
+        "Columns marked ≠ are settings that differ between the runs; a value in bold is not that "
+        "of most runs. Choose a column's heading to sort by it."
         if differ
         else "Choose a column's heading to sort by it."
     )
     return section("runs", "Runs side by side", filter_ + shown + more, said)
 
 
-def _setting(value: Any, common: str) -> Cell:
+def _usual(texts: Sequence[str]) -> str | None:
+    """Return what more than half of the texts are, None where there is no such text."""
+    text, count = collections.Counter(texts).most_common(1)[0]
+    return text if 2 * count > len(texts) else None
+
+
+def _setting(value: Any, usual: str | None) -> Cell:
     cell = as_cell(value if is_number(value) or value is None else _short(value))
-    return cell if _short(value) == common else cell._replace(mark=f"{cell.mark} other".strip())
+    return (
+        cell if usual in (None, _short(value)) else cell._replace(mark=f"{cell.mark} other".strip())
+    )
 
 
 def _short(value: Any) -> str:

@@ -137,7 +137,7 @@ function parallelOptions(sweep, state, columns, column, categories, better) {
   const most = Math.max(1, shown.length - 1);
   const [low, middle, high] = WORST_TO_BEST.map(color);
   return {
-    parallel: upright ? { layout: 'vertical', top: 34, bottom: 16, left: 20, right: 24 } : { top: 48, bottom: 22, left: 46, right: 70 },
+    parallel: upright ? { layout: 'vertical', top: 34, bottom: 16, left: 20, right: 24 } : { top: 48, bottom: 22, left: 14, right: 64 },
     parallelAxis: columns.map((name, dim) => {
       const texts = categories(name);
       const numbers = texts ? [] : sweep.rows.map((row) => row[column(name)]).filter((one) => one != null);
@@ -146,7 +146,7 @@ function parallelOptions(sweep, state, columns, column, categories, better) {
         dim, name: `${words(name)}${log ? ' (log)' : ''}`, type: texts ? 'category' : log ? 'log' : 'value', data: texts ?? undefined,
         ...(texts ? {} : log ? { min: tidy(Math.min(...numbers), -1), max: tidy(Math.max(...numbers), 1) } : { scale: true }),
         nameLocation: upright ? 'start' : 'end', nameGap: upright ? 6 : 18, realtime: true,
-        nameTextStyle: { color: color('ink'), fontSize: 12, fontWeight: 600, ...(upright ? { align: 'left', verticalAlign: 'bottom', padding: [0, 0, 12, 0] } : {}) },
+        nameTextStyle: { color: color('ink'), fontSize: 12, fontWeight: 600, ...(upright ? { align: 'left', verticalAlign: 'bottom', padding: [0, 0, 12, 0] } : dim === 0 ? { align: 'left' } : {}) },
         axisLine: { lineStyle: { color: color('soft') } }, axisTick: { lineStyle: { color: color('soft') } },
         axisLabel: { color: color('ink'), fontSize: 11, formatter: texts ? undefined : short, textBorderColor: color('paper'), textBorderWidth: 3 },
         areaSelectStyle: { width: upright ? 26 : 22, borderWidth: 1, borderColor: color('accent'), color: color('accent'), opacity: 0.25 },
@@ -213,7 +213,7 @@ function scatterOptions(sweep, state, name, value, categories, inside) {
     grid: { left: 8, right: 14, top: 12, bottom: 30, containLabel: true },
     xAxis: axis(`${words(name)}${sweep.logs.includes(name) ? ' (log)' : ''}`, {
       type: texts ? 'category' : sweep.logs.includes(name) ? 'log' : 'value', scale: true, data: texts ?? undefined, splitLine: { show: false },
-      ...(texts ? { axisLabel: { color: color('soft'), fontSize: 11 } } : sweep.logs.includes(name) ? { min: 'dataMin', max: 'dataMax' } : {}),
+      ...(texts ? { axisLabel: { color: color('soft'), fontSize: 11 } } : sweep.logs.includes(name) ? decades(rows.map((row) => value(row, name))) : {}),
       axisLine: { show: true, lineStyle: { color: color('line') } },
     }),
     yAxis: axis('', { type: spansDecades(numbers) ? 'log' : 'value', scale: true }),

@@ -154,6 +154,7 @@ def _of_runs(runs: Sequence[RunData]) -> SweepData | None:
         if is_number(settings[0][name])
         or len({one[name] for one in settings}) <= max(2, len(runs) // 2)
     ]
+    names = [name for name in names if name != "seed"] or names
     metrics = shared_metrics(runs)
     rows = [
         {**{name: one[name] for name in names}, **{m: run.last.get(m) for m in metrics},
