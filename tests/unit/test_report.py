@@ -286,7 +286,7 @@ def test_what_differs_between_runs_is_marked(tmp_path):
         for name, rate, data in (("a", 0.1, 1), ("b", 0.1, 1), ("c", 0.2, 2))
     ]
     text = page_of(tmp_path, *folders)
-    assert '<th scope="col" class="differs"' in text
+    assert '<th scope="col" class="differs number"' in text
     heads = text[text.index("<thead>") : text.index("</thead>")]
     assert "learning_rate" in heads
     assert "plan.data" in heads
