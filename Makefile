@@ -8,8 +8,9 @@ NEWEST = $(shell for python in python3.12 "$$(pyenv prefix 3.12 2>/dev/null)/bin
   "$$python" -c "" 2>/dev/null && echo "$$python" && break; done)
 PEERS := .venv-peers
 MUTANTS := .venv-mutants
+INTEGRATIONS := .venv-integrations
 
-.PHONY: help setup demo test test-newest test-all test-faults test-mutants lint format bench echarts docs constraints clean
+.PHONY: help setup demo test test-newest test-integrations test-all test-faults test-mutants lint format bench echarts docs constraints clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -40,6 +41,17 @@ test-newest: ## the tests of jaxpr, partition and pipeline on Python 3.12, with 
 	else \
 	  echo "NOT TESTED on the newest JAX: there is no Python 3.12 on this machine"; \
 	fi
+
+$(INTEGRATIONS)/.installed: pyproject.toml constraints.txt tests/integrations/requirements.txt
+	$(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -c constraints.txt -r tests/integrations/requirements.txt -e '.[dev]'
+	@touch $@
+
+# One process a file: libraries that bring a runtime of their own do not share one.
+test-integrations: $(INTEGRATIONS)/.installed ## the tests with large libraries: PyTorch, TensorFlow
+	@for file in tests/integrations/test_*.py; do \
+	  $(INTEGRATIONS)/bin/python -m pytest $$file || exit 1; done
 
 test-all: setup ## the tests, the slow ones too, with many more draws
 	PLURAX_TEST_PROFILE=all $(RUN)/python -m pytest -n 2 --dist loadfile -m ''

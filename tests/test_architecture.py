@@ -26,7 +26,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # rooms before it.
 FLOORS = [
     ["lazy", "notebook", "tree", "errors", "exit_codes", "timeouts", "validate", "user_frames"],
-    ["resample", "strategies", "plan", "machine", "state", "task", "members"],
+    ["resample", "strategies", "plan", "machine", "state", "task", "members", "sources"],
     ["distributed", "collective", "mesh", "hlo", "fingerprint", "jaxpr"],
     ["sharding", "partition", "pipeline"],
     ["execute"],

@@ -354,9 +354,9 @@ DATES = np.array(["2020-01-01", "2020-01-02"], "M8[D]")
 MISTAKEN = [
     (Table(), "is a table (Table), and the loss takes arrays; give a dict of arrays"),
     (Dataset(), "is a data set of single examples (Dataset); give its columns as arrays"),
-    ({"n": [1, 2, 3]}, "['n'] is a list, and a dict of data holds arrays with the examples in"),
+    ({"n": [1, 2, "x"]}, "['n'] is a list that holds 'x', and a device holds numbers."),
     ({"n": np.ones(2), "m": 3}, "['m'] is a int, and a dict of data holds arrays"),
-    ("data.csv", "='data.csv' is a string, and plurax reads no files; load it: np.load"),
+    ("data.csv", "='data.csv' is no file that plurax reads: .npy, .npz, .parquet"),
     ({"n": np.array(["a", "b"])}, "batch[n] has dtype <U1, which no device can hold. Number"),
     ({"n": np.array([b"a", b"b"])}, "batch[n] has dtype |S1, which no device can hold."),
     (

@@ -20,6 +20,17 @@ TEXTS = Path(__file__).with_name("error_texts.txt")
 
 # What a builder is given where its annotations do not say enough, or its text has several forms.
 GIVEN: dict[str, list[dict[str, object]]] = {
+    "column_has_nulls": [{"library": name} for name in ("pandas", "polars", "Arrow", "a file")],
+    "column_not_numbers": [
+        {"kind": kind, "library": library}
+        for kind, library in [
+            ("texts", "pandas"),
+            ("times", "polars"),
+            ("lists", "Arrow"),
+            ("objects", "Hugging Face"),
+            ("texts", "a file"),
+        ]
+    ],
     "folder_in_use": [{"owner": None}, {"owner": {"host": "node7", "pid": 4711}}],
     "layers_wrong_sum": [
         {"layers": (3, 2), "found": 4, "model": "stack", "even": (2, 2)},

@@ -20,5 +20,6 @@ from plurax.errors.schedule_errors import *  # noqa: F403
 from plurax.errors.search_errors import *  # noqa: F403
 from plurax.errors.server_errors import *  # noqa: F403
 from plurax.errors.sharding_errors import *  # noqa: F403
+from plurax.errors.source_errors import *  # noqa: F403
 from plurax.errors.sweep_errors import *  # noqa: F403
 from plurax.errors.task_errors import *  # noqa: F403

@@ -137,13 +137,6 @@ def data_not_understood(kind: str) -> BatchError:
     )
 
 
-def data_is_a_name(what: str, given: object) -> BatchError:
-    return BatchError(
-        f"{what}={given!r} is a string, and plurax reads no files; load it: "
-        "np.load(...) for arrays, pandas.read_csv(...) for a table, grain for what fits no memory."
-    )
-
-
 def data_is_a_table(what: str, kind: str) -> BatchError:
     return BatchError(
         f"{what} is a table ({kind}), and the loss takes arrays; give a dict of arrays: "
@@ -156,13 +149,6 @@ def data_is_a_dataset(what: str, kind: str) -> BatchError:
         f"{what} is a data set of single examples ({kind}); give its columns as arrays, "
         "dataset.with_format('numpy')[:], or batches of it: "
         "list(dataset.with_format('numpy').iter(batch_size))."
-    )
-
-
-def data_of_lists(what: str, name: object, kind: str) -> BatchError:
-    return BatchError(
-        f"{what}[{name!r}] is a {kind}, and a dict of data holds arrays with the examples in the "
-        f"leading dim; write np.asarray({what}[{name!r}])."
     )
 
 

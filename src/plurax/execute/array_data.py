@@ -17,7 +17,7 @@ from jaxtyping import Int, PyTree
 
 from plurax import errors
 from plurax.distributed.global_arrays import process_count
-from plurax.execute.placement import Selection, leading_dim
+from plurax.execute.placement import Selection, leading_dim, select_rows
 from plurax.execute.reads import EpochSpec
 from plurax.members import Members
 from plurax.resample import Everything, Resample, epoch_rows
@@ -169,7 +169,7 @@ class ArrayData:
         """Yield the batches of the epoch from `start` on, each with the position after it."""
         rows, counts = self.epoch_order(start.epoch)
         # Of several processes each reads only the rows of its own devices, when it places them.
-        take = Selection if process_count() > 1 else lambda leaf, chosen: np.asarray(leaf)[chosen]
+        take = Selection if process_count() > 1 else select_rows
         for index in range(start.batch, len(counts)):
             chosen = rows[index, : counts[index]]
             batch = jax.tree.map(lambda leaf: take(leaf, chosen), self.arrays)  # noqa: B023

@@ -12,13 +12,13 @@ from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.distributed.global_arrays import fetch
-from plurax.execute.columns import check_kind
 from plurax.execute.gradient import Totals, evaluation
 from plurax.execute.placement import Placed, Placement, chunks, leading_dim
 from plurax.execute.rows import Rows, index_rows
 from plurax.execute.totals import over_data
 from plurax.mesh import split_rows
 from plurax.plan import Plan, Precision
+from plurax.sources.adapt import adapt
 from plurax.state import TrainState
 from plurax.task import Task
 
@@ -65,7 +65,7 @@ def weighted_means(
     for the device; sums over its totals are in float64 on the host. A mean is NaN, not an error,
     where no example has weight. Raises `BatchError` for no data.
     """
-    check_kind("evaluation", data)
+    data = adapt("evaluation", data)
     # Dispatch all chunks, then fetch: the host waits once, not once per chunk.
     parts = [run(placement.place(batch)) for batch in chunks(data, placement.size)]
     if not parts:
@@ -94,7 +94,7 @@ def check_evaluation(
 
     `state` is that of one network, abstract.
     """
-    check_kind("evaluation", data)
+    data = adapt("evaluation", data)
     if isinstance(data, Iterator):
         raise errors.data_one_shot()
     first = next(chunks(data, placement.size), None)

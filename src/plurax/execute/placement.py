@@ -22,6 +22,7 @@ from jaxtyping import Int, PyTree
 
 from plurax import errors, tree
 from plurax.distributed.global_arrays import process_count, put
+from plurax.sources.source import Column, Reading, Source
 
 
 class Placed(NamedTuple):
@@ -179,6 +180,11 @@ class Selection:
         return np.asarray(self[:], dtype)
 
 
+def select_rows(array: Any, rows: Int[np.ndarray, "N"]) -> np.ndarray:
+    """Return rows of an array; of a column in a file no others are read."""
+    return array[rows] if isinstance(array, Column) else np.asarray(array)[rows]
+
+
 def exactly(path: str, leaf: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Cast an array to a dtype that JAX computes with, without changing its values.
 
@@ -269,8 +275,10 @@ def leading_dim(batch: PyTree) -> int:
     return next(iter(sizes.values()))
 
 
-def chunks(data: PyTree | Iterable[PyTree], size: int) -> Iterator[PyTree]:
+def chunks(data: PyTree | Iterable[PyTree] | Source, size: int) -> Iterator[PyTree]:
     """Yield at most `size` rows at a time of a tree of arrays, or of an iterable of trees."""
+    if isinstance(data, Source):
+        data = data.batches(Reading(size), 0, 0)
     for batch in [data] if is_arrays(data) else data:
         for start in range(0, leading_dim(batch), size):
             cut = slice(start, start + size)
@@ -284,7 +292,7 @@ def _canonical(path: str, leaf: Any) -> np.dtype:
             return leaf.dtype
         dtype = leaf.dtype
     else:
-        known = isinstance(leaf, np.ndarray | Selection)
+        known = isinstance(leaf, np.ndarray | Selection | Column)
         dtype = leaf.dtype if known else np.asarray(leaf).dtype
     number = jnp.issubdtype(dtype, jnp.number) and dtype.kind != "m"
     if not (number or dtype == np.bool_):

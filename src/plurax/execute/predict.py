@@ -25,11 +25,12 @@ from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.distributed.global_arrays import gather, least, one_at_a_time, process_count
-from plurax.execute.columns import as_arrays, check_kind
 from plurax.execute.gradient import cast_floating, with_precision
-from plurax.execute.placement import Placement, is_arrays, leading_dim
+from plurax.execute.placement import Placement, is_arrays, leading_dim, select_rows
 from plurax.mesh import split_rows
 from plurax.plan import Plan, Precision
+from plurax.sources.adapt import adapt, as_arrays
+from plurax.sources.source import Reading, Source
 from plurax.task import Task
 from plurax.validate import whole_number
 
@@ -96,10 +97,12 @@ class Predictor:
         """Return NumPy arrays for a tree of arrays; for an iterable of trees an iterator
         of them.
         """
-        check_kind("inputs", inputs)
+        inputs = adapt("inputs", inputs)
         rows = whole_number(chunk)
         if rows is None:
             raise errors.chunk_not_positive(chunk)
+        if isinstance(inputs, Source):
+            inputs = inputs.batches(Reading(rows), 0, 0)
         if not is_arrays(inputs):
             return self._stream(states, iter(inputs), rows)
         return next(self._stream(states, iter([as_arrays(inputs)]), rows))
@@ -120,6 +123,7 @@ class Predictor:
         Every process runs as many programs as the one with the most inputs. Raises `BatchError`
         where processes share rows of a program, and where it is not of one network (`alone`).
         """
+        inputs = adapt("inputs", inputs)
         if not (alone and is_arrays(inputs)):
             raise errors.own_inputs_of_one_network()
         inputs = as_arrays(inputs)
@@ -132,7 +136,7 @@ class Predictor:
         most = -least(-math.ceil(total / share))
         for call in range(most):
             rows = np.minimum(np.arange(call * share, (call + 1) * share), total - 1)
-            piece = jax.tree.map(lambda leaf: np.asarray(leaf)[rows], inputs)  # noqa: B023
+            piece = jax.tree.map(lambda leaf: select_rows(leaf, rows), inputs)  # noqa: B023
             outputs = one_at_a_time(compiled(*states, placement.place_own(piece).rows))
             parts.append(jax.tree.map(_own_rows, outputs))
         return jax.tree.map(lambda *each: np.concatenate(each)[:total], *parts)

@@ -35,7 +35,7 @@ from plurax.execute.initial_state import check_place, check_state, new_state, sa
 from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.execute.mask import MaskWarning, mask_not_read, reads_mask
 from plurax.execute.network import Network
-from plurax.execute.placement import Placed, Placement, device_data, is_arrays, leading_dim
+from plurax.execute.placement import Placed, Placement, device_data, leading_dim
 from plurax.execute.population import HyperFn, Population, example_network
 from plurax.execute.predict import Predictor
 from plurax.execute.replicas import ReplicaCheck
@@ -373,8 +373,8 @@ class Program:
 
         **Arguments:**
 
-        - `inputs`: a tree of arrays with a common leading dim, or an iterable of such trees (a
-          generator, a list), for which the result is an iterator with one output per item.
+        - `inputs`: a tree of arrays, or what becomes one (a DataFrame); or an iterable of trees (a
+          generator, a DataLoader), for which the result is an iterator with one output per item.
         - `chunk`: rows at a time, default `batch_size`. The last chunk is padded and its outputs
           cut, so that there is one compilation.
         - `local`: of several processes each gives inputs of its own, a tree of arrays, and gets
@@ -392,7 +392,7 @@ class Program:
         if self.members is None:
             return outputs
         cut = self._members_first
-        return cut(outputs) if is_arrays(inputs) else map(cut, outputs)
+        return map(cut, outputs) if isinstance(outputs, Iterator) else cut(outputs)
 
     def _members_first(self, outputs: PyTree) -> PyTree:
         return self._cut(jax.tree.map(lambda leaf: np.moveaxis(leaf, 1, 0), outputs))

@@ -25,8 +25,9 @@ from jaxtyping import PyTree
 from plurax import errors
 from plurax.distributed.global_arrays import process_count, process_index
 from plurax.execute.array_data import ArrayData, Position, Ragged, check_ragged
-from plurax.execute.columns import as_arrays, check_kind
 from plurax.execute.placement import is_arrays, leading_dim
+from plurax.sources.adapt import adapt, as_arrays
+from plurax.sources.source import Reading, Source
 from plurax.validate import whole_number
 
 T = TypeVar("T")
@@ -67,6 +68,16 @@ class StreamData:
         Raises `BatchError` for a smaller batch under `ragged="error"`, and where the Grain iterator
         rejects its saved state.
         """
+        for batch, position in self._taken(start):
+            count = leading_dim(batch)
+            if count < self.own_size and self.ragged != "pad":
+                if self.ragged == "error":
+                    raise errors.batch_ragged(count, self.own_size)
+                continue
+            yield batch, position
+
+    def _taken(self, start: Position) -> Iterator[tuple[PyTree, Position]]:
+        """Yield the batches of `source`, each with the position after it."""
         iterator: Any = iter(self.source)
         stateful = hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
         taken = 0
@@ -79,15 +90,9 @@ class StreamData:
             taken = start.batch
         for batch in iterator:
             taken += 1
-            if taken <= start.batch:
-                continue
-            state = iterator.get_state() if stateful else None
-            count = leading_dim(batch)
-            if count < self.own_size and self.ragged != "pad":
-                if self.ragged == "error":
-                    raise errors.batch_ragged(count, self.own_size)
-                continue
-            yield batch, Position(start.epoch, taken, state)
+            if taken > start.batch:
+                state = iterator.get_state() if stateful else None
+                yield batch, Position(start.epoch, taken, state)
 
     def _own_state(self, saved: Any) -> Any:
         """Return this process's iterator state, of those that all processes saved.
@@ -97,6 +102,28 @@ class StreamData:
         if not self.local:
             return saved
         return saved[process_index()] if saved and len(saved) == process_count() else None
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceData(StreamData):
+    """Batches of another library's data, from any position on.
+
+    **Fields:** those of `StreamData`, and `how` they are read.
+    """
+
+    source: Source  # type: ignore[assignment]
+    how: Reading = Reading(1)  # noqa: RUF009  frozen
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        """The number of steps in a pass, or None where the source has no length."""
+        count = self.source.count()
+        return self.how.steps(count) if self.source.by_row and count is not None else count
+
+    def _taken(self, start: Position) -> Iterator[tuple[PyTree, Position]]:
+        batches = self.source.batches(self.how, start.epoch, start.batch)
+        for taken, batch in enumerate(batches, start.batch + 1):
+            yield batch, Position(start.epoch, taken)
 
 
 Data = ArrayData | StreamData
@@ -127,7 +154,12 @@ def as_data(
         if size is None:
             raise errors.batch_size_not_positive(batch_size)
         batch_size = size
-    check_kind("data", data)
+    data = adapt("data", data)
+    if isinstance(data, Source) and data.by_row and (local or batch_size is None):
+        raise errors.local_batches_need_batches() if local else errors.data_needs_batch_size()
+    if isinstance(data, Source):
+        how = Reading(batch_size or 1, seed, shuffle, ragged == "drop")
+        return _source_data(data, how, batch_size, ragged, local)
     if is_arrays(data):
         if local:
             raise errors.local_batches_need_batches()
@@ -144,11 +176,29 @@ def as_data(
     if first is None:
         raise errors.data_has_no_batches("the iterable is empty")
     size = batch_size or leading_dim(first) * (process_count() if local else 1)
-    like = jax.tree.map(
+    return StreamData(data, size, ragged, local), _shapes(first, size)
+
+
+def _source_data(
+    source: Source, how: Reading, batch_size: int | None, ragged: Ragged, local: bool
+) -> tuple["SourceData", PyTree]:
+    """Return data of another library, and the shapes of a full batch. Raises `BatchError`."""
+    first = source.example()
+    if first is None:
+        raise errors.data_has_no_batches("the data set is empty")
+    size = batch_size or leading_dim(first) * (process_count() if local else 1)
+    if source.by_row and (count := source.count()) is not None:
+        size = min(size, count)
+        how = dataclasses.replace(how, batch_size=size)
+    return SourceData(source, size, ragged, local, how), _shapes(first, size)
+
+
+def _shapes(batch: PyTree, size: int) -> PyTree:
+    """Return the shapes of a batch of `size` examples, from any batch."""
+    return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((size, *np.shape(leaf)[1:]), np.asarray(leaf).dtype),
-        first,
+        batch,
     )
-    return StreamData(data, size, ragged, local), like
 
 
 class StillWaiting:

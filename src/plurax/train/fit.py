@@ -32,6 +32,7 @@ from plurax.plan import Plan
 from plurax.server.account import Account
 from plurax.server.coordinator import Coordinator
 from plurax.server.servers import Servers
+from plurax.sources.adapt import adapt
 from plurax.state import TrainState
 from plurax.task import Task
 from plurax.train.checkpoint import Checkpoints
@@ -139,11 +140,14 @@ def fit(
     - `task`, `optimizer`, `plan`: the task, the optimizer and the plan. With members, task and
       optimizer may be functions of a member's hyperparameters: `hyper -> Task`, `hyper -> optax
       transformation`.
-    - `data`: arrays in a tree (a dict of arrays with the same leading dim), shuffled anew every
-      epoch; or a Grain dataset of batches, or any iterable of batches that can be read again.
+    - `data`: arrays in a tree (a dict of arrays with the same leading dim), or what becomes one (a
+      table of pandas, polars or Arrow, a Hugging Face data set, tensors, a file), shuffled anew
+      every epoch; or a Grain dataset of batches, a PyTorch Dataset or DataLoader, a
+      `tf.data.Dataset`, or any iterable of batches that can be read again.
     - `members`: a population to train instead of one network.
     - `epochs`: passes over the data.
-    - `batch_size`: examples per step; required for arrays, else taken from the first batch.
+    - `batch_size`: examples per step; required where the data have no batches, else taken from
+      the first one.
     - `seed`: seed of initialisation, dropout and order; with it training repeats bit for bit. For
       members, each member's seed is used instead.
     - `evaluation`: data to evaluate on after each epoch, over all examples exactly.
@@ -205,7 +209,7 @@ def fit(
         program = make_program(task, optimizer, plan, like, members, source, resident, devices)
         machine = None if servers else machine
         estimated = estimate_run(program, optimizer, like, source, resident, machine)
-        _check_run(program, evaluation, output)
+        evaluation = _check_run(program, evaluation, output)
         run = {"seed": seed, "batch_size": program.batch_size, "shuffle": bool(shuffle),
                "ragged": ragged, "epoch_length": epoch_length(source)}  # fmt: skip
         _move_aside(group, checkpoints if restart else None)
@@ -355,11 +359,16 @@ def _check_arguments(
 
 def _check_run(
     program: Program, evaluation: PyTree | Iterable[PyTree] | None, output: Path | None
-) -> None:
-    """Raise before the first step what the evaluation and the checkpoints would raise after it."""
+) -> PyTree | Iterable[PyTree] | None:
+    """Raise before the first step what the evaluation and the checkpoints would raise after it.
+
+    Return the evaluation as it is read, so that a table is converted once.
+    """
     if evaluation is not None:
+        evaluation = adapt("evaluation", evaluation)
         program.check_evaluation(evaluation)
     _check_saveable(program.canonical_shapes, output)
+    return evaluation
 
 
 def _check_saveable(state: TrainState, output: Path | None) -> None:

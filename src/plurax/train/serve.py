@@ -36,6 +36,7 @@ from plurax.server.record import Record
 from plurax.server.residuals import redistribute, zero_leaves
 from plurax.server.run_spec import RunSpec
 from plurax.server.servers import Servers
+from plurax.sources.source import in_memory
 from plurax.state import TrainState
 from plurax.task import Task
 from plurax.train.checkpoint import Checkpoints
@@ -243,5 +244,6 @@ def run_spec(
     like = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype), batch
     )
-    arrays = source.arrays if isinstance(source, ArrayData) else None
+    # Workers may be other processes, which have no file of the user's open.
+    arrays = in_memory(source.arrays) if isinstance(source, ArrayData) else None
     return RunSpec(program.task, optimizer, servers, program.plan, like, arrays)

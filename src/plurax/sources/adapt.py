@@ -1,0 +1,121 @@
+"""Convert data of any library that plurax knows; leave all others as they are.
+
+A library is known by the name of the module that an object's class, or one that it extends, comes
+from, so no library is imported that the object has not loaded. Example:
+
+    class Mine(torch.utils.data.Dataset)    extends a class of `torch`: `plurax.sources.torch`
+"""
+
+import importlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from plurax import errors
+from plurax.sources.data_files import open_path
+from plurax.sources.source import Column, Source
+
+LIBRARIES = {
+    "datasets": "hugging_face",
+    "numpy": "data_files",
+    "pandas": "pandas",
+    "polars": "polars",
+    "pyarrow": "arrow",
+    "tensorflow": "tensorflow",
+    "torch": "torch",
+}
+"""The module of this package that reads what a library gives."""
+
+
+def adapt(what: str, data: Any) -> Any:
+    """Return data as arrays in a tree, as a `Source`, or as they are (an iterable of batches).
+
+    `what` names the argument in messages. Raises `BatchError` for data that are no numbers, by the
+    name of their column, and for files that cannot be read.
+    """
+    if isinstance(data, Source):
+        return data
+    if isinstance(data, str | bytes | os.PathLike):
+        return open_path(what, data)
+    found = _by_library(what, data)
+    if found is data:
+        _check_kind(what, data)
+        found = _part(what, data) if isinstance(data, Mapping) else data
+    return found
+
+
+def as_arrays(data: PyTree) -> PyTree:
+    """Convert the arrays of other libraries (a pandas column, a torch tensor) to NumPy's."""
+    return jax.tree.map(lambda leaf: _array(leaf) if _foreign(leaf) else leaf, data)
+
+
+def _by_library(what: str, data: Any) -> Any:
+    """Return what the module of the data's library makes of them, or the data."""
+    if isinstance(data, np.ndarray | np.generic):
+        return data
+    for kind in type(data).__mro__:
+        module = LIBRARIES.get(kind.__module__.partition(".")[0])
+        if module is not None:
+            return importlib.import_module(f"plurax.sources.{module}").adapt(what, data)
+    return data
+
+
+def _part(what: str, value: Any) -> Any:
+    """Return a part of a dict of data: a list of numbers and a file of an array become arrays."""
+    if isinstance(value, Mapping):
+        parts = {key: _part(f"{what}[{key!r}]", each) for key, each in value.items()}
+        same = all(parts[key] is value[key] for key in parts)
+        return value if same else parts
+    if isinstance(value, list | range):
+        return _of_list(what, value)
+    if isinstance(value, str | os.PathLike) and os.fspath(value).endswith(".npy"):
+        return open_path(what, value)
+    if np.isscalar(value) or isinstance(value, os.PathLike):
+        raise errors.data_of_scalars(what, type(value).__name__)
+    return value
+
+
+def _of_list(what: str, values: "list[Any] | range") -> np.ndarray:
+    """Return a list of numbers, or of lists of equally many, as an array."""
+    try:
+        array = np.asarray(values)
+    except ValueError:  # lists of different lengths
+        raise errors.data_of_uneven_lists(what) from None
+    if array.dtype.kind not in "biufcV":  # V: bfloat16
+        raise errors.data_of_other_values(what, _first_other(values))
+    return array
+
+
+def _first_other(values: Any) -> object:
+    """Return the first value in lists of lists that is no number."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            return _first_other(value)
+        if not isinstance(value, int | float):
+            return value
+    return values[0]
+
+
+def _check_kind(what: str, data: Any) -> None:
+    """Raise `BatchError` for data of libraries that plurax does not know, and for no data."""
+    kind = type(data).__name__
+    if hasattr(data, "columns") and hasattr(data, "iloc"):
+        raise errors.data_is_a_table(what, kind)
+    if hasattr(data, "with_format") and hasattr(data, "features"):
+        raise errors.data_is_a_dataset(what, kind)
+    if isinstance(data, Mapping) and not jax.tree.leaves(data):
+        raise errors.batch_is_empty()
+
+
+def _foreign(leaf: Any) -> bool:
+    known = np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct | Column
+    return not isinstance(leaf, known) and hasattr(leaf, "__array__")
+
+
+def _array(leaf: Any) -> np.ndarray:
+    """Return an array of another library as NumPy's."""
+    return np.asarray(_by_library("data", leaf))

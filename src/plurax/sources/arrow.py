@@ -1,0 +1,65 @@
+"""Arrow: a table is a dict of its columns, without a copy where a column is one piece in memory."""
+
+from typing import Any
+
+import numpy as np
+
+from plurax import errors
+
+
+def adapt(what: str, data: Any) -> Any:
+    """Return the columns of a Table or RecordBatch by name; other objects as they are.
+
+    Raises `BatchError` for a column with other values than numbers, or without some.
+    """
+    import pyarrow as pa
+
+    if not isinstance(data, pa.Table | pa.RecordBatch):
+        return data
+    return arrays(what, data)
+
+
+def arrays(what: str, table: Any, library: str = "Arrow") -> dict[str, np.ndarray]:
+    """Return the columns of a table by name. `library` is the user's, for messages."""
+    import pyarrow as pa
+
+    found = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        if isinstance(column, pa.ChunkedArray):
+            column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+        if name in found:
+            raise errors.column_twice(what, name)
+        found[name] = _array(what, name, column, library)
+    return found
+
+
+def _array(what: str, name: str, column: Any, library: str) -> np.ndarray:
+    import pyarrow as pa
+
+    kind = column.type
+    if column.null_count:
+        raise errors.column_has_nulls(what, name, column.null_count, library)
+    if isinstance(kind, pa.BaseExtensionType):
+        shape = getattr(kind, "shape", None)
+        inner = _array(what, name, column.storage, library)
+        return inner if shape is None else inner.reshape(len(column), *shape)
+    if pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        lengths = np.asarray(column.value_lengths()) if len(column) else np.zeros(1, int)
+        if lengths.min() != lengths.max():
+            raise errors.column_not_numbers(what, name, str(kind), "lists", library)
+        # Not `column.values`: those are of the whole list, where `column` is a part of it.
+        inner = _array(what, name, column.flatten(), library)
+        return inner.reshape(len(column), int(lengths[0]), *inner.shape[1:])
+    if pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return column.to_numpy(zero_copy_only=False)
+    raise errors.column_not_numbers(what, name, str(kind), _kind(kind), library)
+
+
+def _kind(kind: Any) -> str:
+    import pyarrow as pa
+
+    texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_dictionary,
+             pa.types.is_string_view)  # fmt: skip
+    if any(one(kind) for one in texts):
+        return "texts"
+    return "times" if pa.types.is_temporal(kind) else "objects"
