@@ -56,6 +56,8 @@ COMMANDS = (
     Command("machine", UNDERSTAND,
             "print a machine's rates, memory and links: this one's, or published ones",
             "machine_command:machine_command", gangs=True),
+    Command("watch RUN", RUNS, "show a run in the terminal while it goes on",
+            "watch_command:watch_command"),
     Command("report RUN ...", RUNS,
             "write runs as one HTML page: curves, sweeps, plans, estimates, events",
             "report_command:report_command"),

@@ -37,6 +37,13 @@ def report_output_is_a_run(path: str) -> ExperimentError:
     )
 
 
+def watch_one_run(path: str, count: int) -> ExperimentError:
+    return ExperimentError(
+        f"{path} holds {count} runs, and plurax watch shows one. Name it, like "
+        f"plurax watch {path}/NAME; plurax report compares several."
+    )
+
+
 def calibration_of_nothing() -> BatchError:
     return BatchError(
         "save_calibration got nothing to write. Give what predictions were compared with their "

@@ -11,6 +11,7 @@ written by another version. What cannot be read is left out.
     starts.jsonl        each time it was started or resumed    RunData.starts
     calibration.json    by `px.ensemble.save_calibration`      RunData.calibration
     before.1, ...       runs that were set aside               RunData.set_aside
+    checkpoints/        whether a process writes there         RunData.going_on
 """
 
 import contextlib
@@ -20,7 +21,7 @@ import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 from jaxtyping import Float
@@ -29,6 +30,7 @@ from plurax import errors
 from plurax.machine import Machine
 from plurax.plan import Plan
 from plurax.server.record import Event, read_events
+from plurax.train.checkpoint.lock import LOCK, writer_of
 from plurax.train.log import Row, read_row
 
 T = TypeVar("T")
@@ -68,6 +70,7 @@ class RunData:
     calibration: Mapping[str, Any]
     set_aside: int
     batch_size: int | None
+    going_on: bool
 
     @property
     def last(self) -> Row:
@@ -160,6 +163,7 @@ def read_run(path: Path, name: str | None = None) -> RunData:
         calibration=_read(lambda: _json_table(path / "calibration.json")) or {},
         set_aside=len(list(path.glob("before.*"))),
         batch_size=max((row.get("examples", 0) for row in kinds["step"]), default=0) or None,
+        going_on=bool(writer_of(path / "checkpoints" / LOCK)),
     )
 
 
@@ -217,7 +221,7 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
     """Return whether a value of a row is a number, and no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 

@@ -57,8 +57,9 @@ def _one_run(run: RunData) -> str:
         for name, value, note in tiles
     )
     settings = {name: _short(value) for name, value in compared_settings(run).items()}
+    said = "The run was going on when this page was written." if run.going_on else ""
     more = details("Settings", pairs(settings), shown=len(settings) <= FEW) if settings else ""
-    return section("runs", "Summary", f'<dl class="tiles">{shown}</dl>{more}')
+    return section("runs", "Summary", f'<dl class="tiles">{shown}</dl>{more}', said)
 
 
 def _amounts(run: RunData) -> list[tuple[str, str, str]]:
@@ -81,7 +82,8 @@ def _several_runs(runs: Sequence[RunData]) -> str:
     columns += ["steps", "time", "examples/s", *(Cell(name, mark="differs") for name in differ)]
     rows = []
     for run, one in zip(runs, settings, strict=True):
-        row: list[Any] = [Cell(run.name, run.name), *(run.last.get(name) for name in metrics)]
+        named = f"{run.name} (going on)" if run.going_on else run.name
+        row: list[Any] = [Cell(named, run.name), *(run.last.get(name) for name in metrics)]
         row += [run.step, Cell(duration_text(run.seconds), run.seconds, "number")]
         row.append(run.last.get("examples_per_second"))
         row += [_setting(one.get(name), common[name]) for name in differ]

@@ -26,6 +26,9 @@ from typing import Any
 
 from plurax import errors
 
+LOCK = "writer.lock"
+"""The name of the file in a folder of checkpoints."""
+
 Owner = dict[str, Any]
 """`host`, `boot`, `pid` and `started` (ticks since boot), the latter None where unknown."""
 
@@ -146,3 +149,20 @@ def _started(pid: int) -> int | None:
         return None
     fields = stat.rpartition(")")[2].split()  # its name, in brackets, may hold anything
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def writer_of(path: Path) -> bool | None:
+    """Return whether the writer that a lock file names lives, None where it names none.
+
+    The file is only read: a writer that is about to begin is not in its way. A writer on another
+    host counts as alive.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        owner = _read_owner(descriptor)
+    finally:
+        os.close(descriptor)
+    return None if owner is None else not _is_gone(owner)

@@ -37,7 +37,7 @@ from plurax.train.checkpoint.damage import Damage, DamagedCheckpointWarning
 from plurax.train.checkpoint.description import read_description, sealed
 from plurax.train.checkpoint.files import usable_folder, verify_files
 from plurax.train.checkpoint.limited_wait import LimitedWait
-from plurax.train.checkpoint.lock import FolderLock
+from plurax.train.checkpoint.lock import LOCK, FolderLock
 from plurax.train.checkpoint.save_barrier import SaveBarrier
 from plurax.train.disk import Place
 
@@ -47,7 +47,6 @@ Meta = dict[str, Any]
 Residuals = list[list[np.ndarray]]
 """Of each worker of parameter servers, one array like each parameter."""
 
-LOCK = "writer.lock"
 PROBE = ".seen-by-all-"
 SAVE_SECONDS = TIMEOUTS.save
 """The longest time that anything waits for a save, in seconds."""
