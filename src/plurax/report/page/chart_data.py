@@ -169,7 +169,7 @@ def _skips(run: RunData) -> list[Row]:
         if is_number(now) and now > frozen:
             text = f"{now - frozen} of {run.members} members, at or before this step"
             found.append({"step": row["step"], "event": "members frozen", "details": text})
-            frozen = now
+            frozen = int(now)
     return found
 
 
