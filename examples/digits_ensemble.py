@@ -122,20 +122,24 @@ def report(made: px.Experiment, result: px.Fit, directory: Path) -> Iterator[Pat
         ),
     }
     table = Table("held-out digits", "accuracy", "log loss", "Brier score", "calibration error")
-    calibrations = {}
+    calibrations, scores, combined = {}, {}, {}
     for name, values in logits.items():
-        probabilities = px.ensemble.combine_classification(values).probabilities
+        combined[name] = px.ensemble.combine_classification(values)
+        probabilities = combined[name].probabilities
         calibrations[name] = px.ensemble.calibration(probabilities, labels, bins=10)
-        table.add_row(
-            name,
-            f"{px.ensemble.accuracy(probabilities, labels):.2%}",
-            f"{px.ensemble.nll(probabilities, labels):.4f}",
-            f"{px.ensemble.brier(probabilities, labels):.4f}",
-            f"{calibrations[name].error:.4f}",
-        )
+        accuracy, log_loss, brier = scores[name] = [
+            score(probabilities, labels)
+            for score in (px.ensemble.accuracy, px.ensemble.nll, px.ensemble.brier)
+        ]
+        error = calibrations[name].error
+        table.add_row(name, f"{accuracy:.2%}", f"{log_loss:.4f}", f"{brier:.4f}", f"{error:.4f}")
     Console().print(table)
     px.ensemble.draw_reliability(calibrations, directory / "reliability.png")
     yield directory / "reliability.png"
+    # For the page of `plurax report`.
+    columns = ("accuracy", "log loss", "Brier score")
+    named = {name: dict(zip(columns, row, strict=True)) for name, row in scores.items()}
+    yield px.ensemble.save_calibration(directory, calibrations, scores=named, uncertainty=combined)
 
     settings = px.Members(2 * result.program.members.count, SWEEP)
     found = px.sweep(made.task, made.optimizer, made.data, members=settings, plan=plan,

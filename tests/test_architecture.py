@@ -54,7 +54,7 @@ PUBLIC = {
         bootstrap brier calibration combine_classification combine_regression draw_confidence
         draw_parallel
         draw_reliability export_member fit_temperature grid join_members kfold log_uniform
-        max_members nll subsample successive_halving take_members tune uniform""",
+        max_members nll save_calibration subsample successive_halving take_members tune uniform""",
     "plurax.pipeline": """
         Action LayerAssignment Schedule Timeline check_schedule draw_schedules gpipe interleaved
         make_schedule one_f_one_b simulate zb_h1""",

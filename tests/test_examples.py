@@ -115,7 +115,7 @@ def test_the_digits_ensemble_reports_and_sweeps(tmp_path, capsys):
     result = train(made, plan=plan, members=members)
     assert result.history[-1]["eval_accuracy"] > 0.7
     wrote = [path.name for path in functions["report"](made, result, tmp_path)]
-    assert wrote == ["reliability.png", "sweep.csv", "sweep.png"]
+    assert wrote == ["reliability.png", "calibration.json", "sweep.csv", "sweep.png"]
     printed = capsys.readouterr().out
     assert "4 bootstrapped" in printed
     assert "best setting" in printed

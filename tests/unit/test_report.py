@@ -321,6 +321,32 @@ def test_predicted_stands_beside_measured(tmp_path):
     assert "+100 %" in text
 
 
+def test_calibration_and_uncertainty_are_written_and_shown(tmp_path):
+    folder = write_run(tmp_path / "one")
+    logits = np.random.default_rng(0).normal(size=(5, 30, 3))
+    labels = np.arange(30) % 3
+    combined = px.ensemble.combine_classification(logits)
+    said = px.ensemble.calibration(combined.probabilities, labels, bins=5)
+    spread = px.ensemble.combine_regression(logits[..., 0])
+    path = px.ensemble.save_calibration(
+        folder, {"five": said}, scores={"five": {"log loss": 1.25}},
+        uncertainty={"five": combined, "targets": spread},
+    )  # fmt: skip
+    assert path == folder / "calibration.json"
+    text = page_of(tmp_path, folder)
+    assert "scores of predictions" in text
+    assert ">1.25</td>" in text
+    (shown,) = json.loads(Parsed(text).texts["data"])["calibrations"]
+    assert shown["predictions"]["five"]["count"] == said.count.tolist()
+    assert sum(shown["uncertainty"]["five"]["epistemic"]["count"]) == 30
+    assert shown["uncertainty"]["five"]["total"]["mean"] == pytest.approx(
+        combined.entropy.mean(), rel=1e-4
+    )
+    assert shown["uncertainty"]["targets"]["unit"] == "variance"
+    with pytest.raises(px.BatchError, match="save_calibration got nothing to write"):
+        px.ensemble.save_calibration(folder, {})
+
+
 def test_the_library_in_the_package_is_the_one_that_is_noted():
     vendor = render.importlib.resources.files("plurax.report.page") / "vendor"
     noted = tomllib.loads(vendor.joinpath("echarts.toml").read_text())

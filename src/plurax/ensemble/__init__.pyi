@@ -18,6 +18,7 @@ from plurax.members import log_uniform as log_uniform
 from plurax.members import uniform as uniform
 from plurax.report.calibration import draw_confidence as draw_confidence
 from plurax.report.calibration import draw_reliability as draw_reliability
+from plurax.report.calibration_file import save_calibration as save_calibration
 from plurax.report.parallel import draw_parallel as draw_parallel
 from plurax.resample import bootstrap as bootstrap
 from plurax.resample import kfold as kfold
