@@ -26,7 +26,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # rooms before it.
 FLOORS = [
     ["lazy", "notebook", "tree", "errors", "exit_codes", "timeouts", "validate", "user_frames"],
-    ["resample", "strategies", "plan", "machine", "state", "task", "members", "sources"],
+    ["metrics", "resample", "strategies", "plan", "machine", "state", "task", "members", "sources"],
     ["distributed", "collective", "mesh", "hlo", "fingerprint", "jaxpr"],
     ["sharding", "partition", "pipeline"],
     ["execute"],
@@ -43,7 +43,7 @@ PUBLIC = {
         ReplicaError Rollback RunStoppedError Servers ShardingWarning Task TaskError compile
         estimate fastest_batch_size fit initialize max_batch_size name per_example replay search
         shard stack stage_boundary sweep verify virtual_devices adapters analysis
-        ensemble pipeline sharding train""",
+        ensemble metrics pipeline sharding train""",
     "plurax.adapters": "equinox linen nnx",
     "plurax.analysis": """
         Collective Comparison Difference Estimate FastestBatchSize Level MaxBatchSize Measured
@@ -55,6 +55,8 @@ PUBLIC = {
         draw_parallel
         draw_reliability export_member fit_temperature grid join_members kfold log_uniform
         max_members nll save_calibration subsample successive_halving take_members tune uniform""",
+    "plurax.metrics": """
+        Metric accuracy auc confusion_matrix f1 mean perplexity precision r2 recall""",
     "plurax.pipeline": """
         Action LayerAssignment Schedule Timeline check_schedule draw_schedules gpipe interleaved
         make_schedule one_f_one_b simulate zb_h1""",

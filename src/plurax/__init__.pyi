@@ -1,6 +1,7 @@
 from plurax import adapters as adapters
 from plurax import analysis as analysis
 from plurax import ensemble as ensemble
+from plurax import metrics as metrics
 from plurax import pipeline as pipeline
 from plurax import sharding as sharding
 from plurax import train as train

@@ -30,6 +30,8 @@ class Task:
       outputs depends on row `i` of the inputs.
     - `evaluate(params, batch)`: like `loss` without keys, for evaluation (no dropout). Without it,
       evaluation calls `loss` with fixed keys.
+    - `metrics(params, batch) -> {name: Metric}`: metrics over the data of an evaluation that are
+      no means, such as AUC (`plurax.metrics`).
     - `weight(batch) -> (B,)`: the weight of each example (its tokens, say); default ones. The
       loss of a step is `sum(weight * loss) / sum(weight)`, over all microbatches and devices.
     - `coupled`: the loss couples examples (contrastive, batch statistics). It is then called as
@@ -37,7 +39,7 @@ class Task:
       `mask`, shape `(B,)` of bool, is false for padding rows, which must not enter the coupling.
     - `stateful`: the loss reads and writes model state that is not trained (batch-norm
       statistics). Then `init(key) -> (params, model_state)`, `loss(params, model_state, batch,
-      keys, mask) -> (losses, metrics, model_state)`, and `predict` and `evaluate` take
+      keys, mask) -> (losses, metrics, model_state)`, and `predict`, `evaluate` and `metrics` take
       `model_state` after `params`. Needs `coupled`. Microbatches run in order, and each reads the
       state that the previous one wrote.
 
@@ -55,6 +57,7 @@ class Task:
     loss: Callable[..., Any]
     predict: Callable[..., PyTree] | None = None
     evaluate: Callable[..., LossOutput] | None = None
+    metrics: Callable[..., dict[str, Any]] | None = None
     weight: Callable[[PyTree], Float[Array, "B"]] | None = None
     coupled: bool = False
     stateful: bool = False
@@ -71,6 +74,7 @@ class Task:
         for name, function, arguments in (
             ("Task.predict", self.predict, f"{params}, inputs"),
             ("Task.evaluate", self.evaluate, f"{params}, batch"),
+            ("Task.metrics", self.metrics, f"{params}, batch"),
             ("Task.weight", self.weight, "batch"),
         ):
             if function is not None:
@@ -124,7 +128,7 @@ class Stack:
     """A network of equal layers between an embedding and a head; `stack` creates it.
 
     **Fields:** `embed`, `block`, `head`; `depth`; `tied`, names of parameters of `embed` that are
-    passed to the head too; `predict`.
+    passed to the head too; `predict`; `metrics`.
     """
 
     embed: Layer
@@ -133,6 +137,7 @@ class Stack:
     depth: int
     tied: tuple[str, ...] = ()
     predict: Callable[..., PyTree] | None = None
+    metrics: Callable[..., dict[str, Any]] | None = None
 
     def init(self, key: Key[Array, ""]) -> PyTree:
         """Return parameters `embed`, `blocks` with a leading dim of layers, `head`."""
@@ -187,6 +192,7 @@ def stack(
     depth: int,
     *,
     predict: Callable[..., PyTree] | None = None,
+    metrics: Callable[..., dict[str, Any]] | None = None,
     tied: Sequence[str] = (),
     weight: Callable[[PyTree], Float[Array, "B"]] | None = None,
 ) -> Task:
@@ -201,6 +207,8 @@ def stack(
     - `head`: `apply(params, x, batch, keys) -> (B,) losses`, or with metrics as `Task.loss`.
     - `depth`: the number of layers; stages need not divide it.
     - `predict(params, x, inputs) -> outputs`: the head's outputs for inference.
+    - `metrics(params, x, batch) -> {name: Metric}`: as `Task.metrics`, from the head's parameters
+      and the last layer's output.
     - `tied`: names of parameters of `embed` that are added to the head's parameters.
     - `weight`: as in `Task`.
 
@@ -225,7 +233,7 @@ def stack(
     """
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
         raise errors.stack_depth(depth)
-    parts = Stack(Layer(*embed), Layer(*block), Layer(*head), depth, tuple(tied), predict)
+    parts = Stack(Layer(*embed), Layer(*block), Layer(*head), depth, tuple(tied), predict, metrics)
 
     def init(key: Key[Array, ""]) -> PyTree:
         params = parts.init(key)
@@ -244,11 +252,16 @@ def stack(
         assert predict is not None
         return predict(parts.head_params(params), parts.layers(params, inputs, None), inputs)
 
+    def over_data(params: PyTree, batch: PyTree) -> dict[str, Any]:
+        assert metrics is not None
+        return metrics(parts.head_params(params), parts.layers(params, batch, None), batch)
+
     return Task(
         init=init,
         loss=loss,
         predict=None if predict is None else outputs,
         evaluate=loss,
+        metrics=None if metrics is None else over_data,
         weight=weight,
         stack=parts,
     )

@@ -3,6 +3,7 @@
 Each process writes what the cases return to `FOLDER/found.INDEX.json`.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -90,9 +91,15 @@ def fit(name, plan=None, **options):
     return trained(data, plan, fields, options)
 
 
+def confusion(params, batch):
+    found = models.logits(params, batch["x"]).argmax(-1)
+    return {"confusion": px.metrics.confusion_matrix(found, batch["y"], models.CLASSES)}
+
+
 def trained(data, plan, fields, options):
+    task = dataclasses.replace(models.mlp_task(dtype=np.float64), metrics=confusion)
     return px.fit(
-        models.mlp_task(dtype=np.float64), models.optimizer(), data, plan=plan, epochs=3,
+        task, models.optimizer(), data, plan=plan, epochs=3,
         evaluation=ROWS, progress=False, **{**fields, **options},
     )  # fmt: skip
 
@@ -179,6 +186,7 @@ def outcome(result):
         "streamed": np.concatenate([np.ravel(part) for part in parts]).tolist(),
         "own": own_outputs(result),
         "means": np.ravel(program.evaluate(state, [ROWS])["loss"]).tolist(),
+        "confusion": np.ravel(program.evaluate(state, [ROWS])["confusion"]).tolist(),
         "steps": state.steps_taken,
     }
 

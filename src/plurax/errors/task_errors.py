@@ -43,6 +43,45 @@ def metric_name_taken(name: str, taken: Iterable[str]) -> TaskError:
     )
 
 
+def metrics_not_a_dict(where: str, kind: str) -> TaskError:
+    return TaskError(
+        f"{where} returned a {kind}; it must return a dict of metrics by name: "
+        '{"auc": plurax.metrics.auc(scores, batch["y"])}.'
+    )
+
+
+def metric_is_none(where: str, name: str, kind: str) -> TaskError:
+    return TaskError(
+        f"{where}, metric {name!r}: it is a {kind}, and must be a plurax.metrics.Metric, whose "
+        "`finish` is a function: one of those that plurax.metrics builds, or "
+        "Metric(contributions, finish). A mean over examples is plurax.metrics.mean(values)."
+    )
+
+
+def metric_wrong_shape(
+    where: str, name: str, path: str, shape: tuple[int, ...], batch: int
+) -> TaskError:
+    inside = f" {path!r}" if path else ""
+    return TaskError(
+        f"{where}, metric {name!r}: its contribution{inside} has shape {shape}; it must have the "
+        f"leading dim {batch}, one contribution per example. Leave the sum over examples to plurax."
+    )
+
+
+def metric_named_twice(where: str, name: str) -> TaskError:
+    return TaskError(
+        f"{where}: the name {name!r} is taken by a metric of the loss or by what plurax reports "
+        "itself; choose another one."
+    )
+
+
+def metric_not_finished(name: str, kind: str) -> TaskError:
+    return TaskError(
+        f"the metric {name!r}: `finish` returned a {kind}; it must return a number, an array of "
+        "numbers, or a dict of them."
+    )
+
+
 def parameter_not_floating(path: str, dtype: str) -> TaskError:
     return TaskError(
         f"Task.init: the parameter {path!r} has dtype {dtype}, which has no gradient. Keep what is "

@@ -1,4 +1,4 @@
-"""Compute weighted means of loss and metrics over any number of examples, each counted once."""
+"""Evaluate: means of loss and metrics over any number of examples, each counted once."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -12,17 +12,19 @@ from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.distributed.global_arrays import fetch
-from plurax.execute.gradient import Totals, evaluation
+from plurax.execute.gradient import Totals, evaluation, losses_and_metrics
 from plurax.execute.placement import Placed, Placement, chunks, leading_dim
-from plurax.execute.rows import Rows, index_rows
+from plurax.execute.rows import Rows, abstract_rows, index_rows
 from plurax.execute.totals import over_data
 from plurax.mesh import split_rows
+from plurax.metrics.metric import Metric
 from plurax.plan import Plan, Precision
 from plurax.sources.adapt import adapt
 from plurax.state import TrainState
 from plurax.task import Task
 
 Evaluation = Callable[[PyTree, PyTree, Rows], Totals]
+Finish = dict[str, Callable[[PyTree], Any]]
 
 
 def device_evaluation(
@@ -56,31 +58,70 @@ def evaluation_placement(batch: PyTree, plan: Plan, mesh: Mesh) -> Placement:
     return Placement(like, Plan(data=plan.data).padded_size(size), split_rows(mesh))
 
 
-def weighted_means(
-    run: Callable[[Placed], Totals], placement: Placement, data: PyTree | Iterable[PyTree]
-) -> dict[str, np.ndarray]:
-    """Return means by name over all of `data`, a tree of arrays or an iterable of them.
+def evaluate_data(
+    run: Callable[[Placed], Totals],
+    placement: Placement,
+    data: PyTree | Iterable[PyTree],
+    finish: Finish,
+    members: int | None = None,
+) -> dict[str, Any]:
+    """Return weighted means and metrics by name over all of `data`.
 
-    Scalars, or `(members,)` where the totals have a dim of members. `run` returns without waiting
-    for the device; sums over its totals are in float64 on the host. A mean is NaN, not an error,
-    where no example has weight. Raises `BatchError` for no data.
+    `data` is a tree of arrays or an iterable of them. `run` returns without waiting for the device;
+    sums over its totals are in float64 on the host. Means are floats, or of `members` arrays
+    `(members,)`; a metric is what its `finish` returns. A mean is NaN, not an error, where no
+    example has weight. Raises `BatchError` for no data, `TaskError` for what is no metric.
     """
     data = adapt("evaluation", data)
     # Dispatch all chunks, then fetch: the host waits once, not once per chunk.
     parts = [run(placement.place(batch)) for batch in chunks(data, placement.size)]
     if not parts:
         raise errors.batch_is_empty()
-    host = fetch(parts)
 
-    def total(values: list[Any]) -> np.ndarray:
-        return np.sum(np.asarray(values, np.float64), axis=0)
+    def total(*values: Any) -> np.ndarray:
+        whole = np.sum(np.asarray(values, np.float64), axis=0)
+        return np.asarray(whole if members is None else whole[:members])
 
-    weight = total([part.weight for part in host])
-    weight = np.where(weight == 0, math.nan, weight)
-    sums = {"loss": total([part.loss for part in host])}
-    for name in host[0].metrics:
-        sums[name] = total([part.metrics[name] for part in host])
-    return {name: value / weight for name, value in sums.items()}
+    sums: Totals = jax.tree.map(total, *fetch(parts))
+    weight = np.where(sums.weight == 0, math.nan, sums.weight)
+    found: dict[str, Any] = {}
+    for name, value in {"loss": sums.loss, **sums.metrics}.items():
+        if name in finish:
+            found |= _finished(name, finish[name], value, members)
+        else:
+            found[name] = value / weight
+    scalar = members is None
+    return {k: float(v) if scalar and np.ndim(v) == 0 else v for k, v in found.items()}
+
+
+def _finished(
+    name: str, finish: Callable[[PyTree], Any], sums: PyTree, members: int | None
+) -> dict[str, np.ndarray]:
+    """Return a metric's number or array from its sums, or those of a dict as `name_key`."""
+    if members is not None:
+        each = [
+            _finished(name, finish, jax.tree.map(lambda leaf, m=m: leaf[m], sums), None)
+            for m in range(members)
+        ]
+        return {key: np.stack([one[key] for one in each]) for key in each[0]}
+    value = finish(sums)
+    named = {f"{name}_{k}": v for k, v in value.items()} if isinstance(value, dict) else {"": value}
+    arrays = {key or name: np.asarray(value) for key, value in named.items()}
+    for key, array in arrays.items():
+        if array.dtype.kind not in "biuf":
+            raise errors.metric_not_finished(key, type(value).__name__)
+    return arrays
+
+
+def finish_of(task: Task, precision: Precision, placement: Placement, state: TrainState) -> Finish:
+    """Return for each metric over the data the function of its sums; found by tracing shapes.
+
+    `state` is that of one network, abstract.
+    """
+    evaluated = losses_and_metrics(task, precision)
+    rows = abstract_rows(placement.abstract())
+    _, metrics = jax.eval_shape(evaluated, state.params, state.model_state, rows)
+    return {name: one.finish for name, one in metrics.items() if isinstance(one, Metric)}
 
 
 def check_evaluation(

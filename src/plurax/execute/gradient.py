@@ -22,6 +22,7 @@ from plurax import errors, tree
 from plurax.execute.rows import Rows
 from plurax.jaxpr.batch_minor import batch_minor
 from plurax.jaxpr.remat import order_recomputation, rematerialized
+from plurax.metrics.metric import Metric
 from plurax.plan import BatchDim, Precision, Remat
 from plurax.task import Task
 from plurax.tree import sum_dtype
@@ -34,12 +35,13 @@ class Totals(NamedTuple):
     """Sums over rows; adding two gives the totals of both sets of rows.
 
     **Fields:** `weight`, scalar, the sum of the rows' weights; `loss` and each of `metrics`,
-    scalars, weighted sums; `grads`, the gradient of `loss`, a tree like the parameters (or `()`).
+    scalars, weighted sums, and in evaluation for each `Metric` the tree of its sums; `grads`, the
+    gradient of `loss`, a tree like the parameters (or `()`).
     """
 
     weight: Float[Array, ""]
     loss: Float[Array, ""]
-    metrics: dict[str, Float[Array, ""]]
+    metrics: dict[str, PyTree]
     grads: PyTree
 
 
@@ -71,8 +73,8 @@ def with_precision(
     return computing
 
 
-def check_losses(output: Any, size: int, where: str) -> tuple[Array, dict[str, Array]]:
-    """Split a loss's output into losses `(size,)` and a dict of metrics `(size,)`.
+def check_losses(output: Any, size: int, where: str) -> tuple[Array, dict[str, Any]]:
+    """Split a loss's output into losses `(size,)` and a dict of metrics, `(size,)` or `Metric`s.
 
     Raises `TaskError` for another structure, shape or dtype, and for a reserved metric name.
     """
@@ -92,7 +94,9 @@ def check_losses(output: Any, size: int, where: str) -> tuple[Array, dict[str, A
     if losses.shape == () or (losses.shape == (1,) and size != 1):
         raise errors.loss_is_scalar(where, losses.shape, size)
     for part, value in {"": losses, **{f", metric {k!r},": v for k, v in metrics.items()}}.items():
-        if jnp.shape(value) != (size,):
+        if isinstance(value, Metric):
+            check_metric(where, part.split("'")[1], value, size)
+        elif jnp.shape(value) != (size,):
             raise errors.loss_wrong_shape(where + part, jnp.shape(value), size)
     if not jnp.issubdtype(losses.dtype, jnp.floating):
         raise errors.loss_not_floating(where, str(losses.dtype))
@@ -102,8 +106,22 @@ def check_losses(output: Any, size: int, where: str) -> tuple[Array, dict[str, A
     return losses, metrics
 
 
+def check_metric(where: str, name: str, metric: Any, size: int) -> None:
+    """Raise `TaskError` unless it is a `Metric` with one contribution per row."""
+    if not (isinstance(metric, Metric) and callable(metric.finish)):
+        raise errors.metric_is_none(where, name, type(metric).__name__)
+    for path, leaf in tree.named_leaves(metric.contributions).items():
+        if jnp.shape(leaf)[:1] != (size,):
+            raise errors.metric_wrong_shape(where, name, path, jnp.shape(leaf), size)
+
+
+def without_data_set(metrics: dict[str, Any]) -> dict[str, Array]:
+    """Return the metrics that a training step averages: those that are no `Metric`."""
+    return {name: value for name, value in metrics.items() if not isinstance(value, Metric)}
+
+
 def weighted_sums(
-    losses: Float[Array, "N"], metrics: dict[str, Array], weight: Array | None, rows: Rows
+    losses: Float[Array, "N"], metrics: dict[str, Any], weight: Array | None, rows: Rows
 ) -> Totals:
     """Return the weighted sums over the real rows, in float32 or wider; `grads` is `()`."""
     dtype = sum_dtype(losses.dtype)
@@ -112,10 +130,20 @@ def weighted_sums(
     def total(values: Array) -> Array:
         return jnp.sum(jnp.where(rows.mask, weights * values.astype(dtype), 0))
 
+    def total_of_dims(values: Array) -> Array:
+        dtype, dims = sum_dtype(values.dtype), (-1,) + (1,) * (values.ndim - 1)
+        weighted = weights.astype(dtype).reshape(dims) * values.astype(dtype)
+        return jnp.sum(jnp.where(rows.mask.reshape(dims), weighted, 0), axis=0)
+
+    def sums(value: Any) -> PyTree:
+        if isinstance(value, Metric):
+            return jax.tree.map(total_of_dims, value.contributions)
+        return total(value)
+
     return Totals(
         weight=jnp.sum(jnp.where(rows.mask, weights, 0)),
         loss=total(losses),
-        metrics={name: total(value) for name, value in metrics.items()},
+        metrics={name: sums(value) for name, value in metrics.items()},
         grads=(),
     )
 
@@ -186,7 +214,8 @@ def split_output(
             )
         model_state = _next_state(output[2], model_state)
         output = output[:2]
-    return (*check_losses(output, size, f"Task.loss{where}"), model_state)
+    losses, metrics = check_losses(output, size, f"Task.loss{where}")
+    return losses, without_data_set(metrics), model_state
 
 
 def _next_state(new: PyTree, old: PyTree) -> PyTree:
@@ -207,24 +236,57 @@ def _next_state(new: PyTree, old: PyTree) -> PyTree:
 def evaluation(task: Task, precision: Precision) -> Callable[[PyTree, PyTree, Rows], Totals]:
     """Return `(params, model_state, rows) -> totals` without gradient.
 
-    It calls `Task.evaluate` if there is one (dropout off), else `Task.loss`. Raises `TaskError` for
-    a coupled task without `evaluate`.
+    It calls `Task.evaluate` if there is one (dropout off), else `Task.loss`, and `Task.metrics`.
+    Raises `TaskError` for a coupled task without `evaluate`.
     """
+    evaluated = losses_and_metrics(task, precision)
+
+    def run(params: PyTree, model_state: PyTree, rows: Rows) -> Totals:
+        losses, metrics = evaluated(params, model_state, rows)
+        weight = check_weight(task, rows.batch, rows.mask.shape[0])
+        return weighted_sums(losses, metrics, weight, rows)
+
+    return run
+
+
+def losses_and_metrics(
+    task: Task, precision: Precision
+) -> Callable[[PyTree, PyTree, Rows], tuple[Array, dict[str, Any]]]:
+    """Return `(params, model_state, rows) -> (losses, metrics)` of evaluation, not yet added up."""
     if task.evaluate is None and task.coupled:
         raise errors.coupled_needs_evaluate()
     where = "Task.loss" if task.evaluate is None else "Task.evaluate"
     fun = with_precision(task.evaluate or task.loss, precision, task.stateful)
+    more = task.metrics and with_precision(task.metrics, precision, task.stateful)
 
-    def run(params: PyTree, model_state: PyTree, rows: Rows) -> Totals:
+    def run(params: PyTree, model_state: PyTree, rows: Rows) -> tuple[Array, dict[str, Any]]:
         size = rows.mask.shape[0]
         states = (model_state,) if task.stateful else ()
         keys = () if task.evaluate is not None else (rows.keys,)
         output = fun(params, *states, rows.batch, *keys)
         place = place_of(task.evaluate or task.loss)
         losses, metrics = check_losses(output, size, where + place)
-        return weighted_sums(losses, metrics, check_weight(task, rows.batch, size), rows)
+        if more is not None:
+            found = more(params, *states, rows.batch)
+            where_ = f"Task.metrics{place_of(task.metrics)}"  # type: ignore[arg-type]
+            metrics = with_metrics(metrics, found, size, where_)
+        return losses, metrics
 
     return run
+
+
+def with_metrics(metrics: dict[str, Any], more: Any, size: int, where: str) -> dict[str, Any]:
+    """Return the metrics of a loss and those of `Task.metrics` together.
+
+    Raises `TaskError` where `more` is no dict of `Metric`s, or a name is taken.
+    """
+    if not isinstance(more, dict):
+        raise errors.metrics_not_a_dict(where, type(more).__name__)
+    for name, metric in more.items():
+        check_metric(where, name, metric, size)
+        if name in RESERVED or name in metrics:
+            raise errors.metric_named_twice(where, name)
+    return {**metrics, **more}
 
 
 def check_parameters(params: PyTree) -> None:

@@ -23,13 +23,12 @@ from plurax import errors
 from plurax import hlo as compiled_hlo
 from plurax.collective import Collective
 from plurax.distributed.global_arrays import put
-from plurax.execute import lowering
+from plurax.execute import evaluate, lowering
 from plurax.execute.array_data import ArrayData
 from plurax.execute.autotune import Candidate
 from plurax.execute.choose_chunk import choose_plan, measure_plan
 from plurax.execute.dispatch_limiter import DispatchLimiter
 from plurax.execute.epoch_loop import equal_sizes
-from plurax.execute.evaluate import check_evaluation, evaluation_placement, weighted_means
 from plurax.execute.gradient import Totals
 from plurax.execute.initial_state import check_place, check_state, new_state, same_shapes
 from plurax.execute.layouts.parameter_info import ParameterInfo
@@ -79,15 +78,14 @@ class Program:
             raise errors.plan_has_members(plan.member)
         if members and members.hyper and isinstance(task, Task) and hasattr(optimizer, "update"):
             raise errors.members_need_a_function("optimizer")
-        self.task, self.mesh, self.members = task, mesh, members
-        self._optimizer = optimizer
+        self.task, self.mesh, self.members, self._optimizer = task, mesh, members, optimizer
         self.batch_size = leading_dim(batch)
         rows = plan.padded_size(self.batch_size)
         # An `exact` program adds no padding: rows that do not divide go to every device.
         split = rows == self.batch_size or not exact
         sharding = split_rows(mesh) if split else replicated(mesh)
         self._placement = Placement(batch, rows if split else self.batch_size, sharding)
-        self._evaluation = evaluation_placement(batch, plan, mesh)
+        self._evaluation = evaluate.evaluation_placement(batch, plan, mesh)
         self._in_flight = DispatchLimiter(mesh)
         self._compiled: dict[Any, jax.stages.Compiled] = {}
         self._of_size: dict[int, Program] = {}
@@ -405,7 +403,8 @@ class Program:
         """Return weighted means of loss and metrics over all examples of `data`, each counted once.
 
         `data` is a tree of arrays with any leading dim, or an iterable of such trees. Sums over
-        chunks are in float64 on the host. Means are floats, or of a population arrays `(members,)`.
+        chunks are in float64 on the host. Means are floats, or of a population arrays `(members,)`;
+        metrics over the data (`plurax.metrics`) may be arrays, `(members, ...)` of a population.
         """
         states = (*self._inference_states(state), *self._functions.arguments)
 
@@ -414,23 +413,25 @@ class Program:
             self._in_flight.started(part.loss)
             return part
 
-        means = weighted_means(run, self._evaluation, data)
-        if self.members is None:
-            return {name: float(mean) for name, mean in means.items()}
-        return self._cut(means)
+        count = self.members.count if self.members else None
+        return evaluate.evaluate_data(run, self._evaluation, data, self._finish, count)
+
+    @functools.cached_property
+    def _finish(self) -> dict[str, Any]:
+        find, task = within(self.mesh, evaluate.finish_of), self._example.task
+        return find(task, self.plan.precision, self._evaluation, self._new_state_like)
 
     def check_evaluation(self, data: PyTree | Iterable[PyTree]) -> None:
         """Raise the errors of `evaluate` for these data, without compiling or computing."""
-        check = within(self.mesh, check_evaluation)
-        precision = self.plan.precision
-        check(self._example.task, precision, self._evaluation, self._new_state_like, data)
+        check, task = within(self.mesh, evaluate.check_evaluation), self._example.task
+        check(task, self.plan.precision, self._evaluation, self._new_state_like, data)
 
     @property
     def _compiled_evaluate(self) -> jax.stages.Compiled:
         if "evaluate" not in self._compiled:
-            evaluate = jax.jit(self._functions.evaluate)
+            lower = jax.jit(self._functions.evaluate).lower
             arguments = *self._abstract_inference(), self._evaluation.abstract(), lowering.COUNT
-            self._compiled["evaluate"] = evaluate.lower(*arguments).compile()
+            self._compiled["evaluate"] = lower(*arguments).compile()
         return self._compiled["evaluate"]
 
     def _inference_states(self, state: TrainState) -> tuple[PyTree, PyTree]:
@@ -561,9 +562,8 @@ class Program:
         return jax.tree.map(lambda leaf: leaf[: self._members.count], values)
 
     def _reads_mask(self) -> bool:
-        task = self._example.task
-        loss = within(self.mesh, task.loss)
-        return reads_mask(task, self._new_state_like, self._placement.like, loss)
+        task, rows = self._example.task, self._placement.like
+        return reads_mask(task, self._new_state_like, rows, within(self.mesh, task.loss))
 
     def _for_size(self, size: int) -> "Program":
         """Return this program, or one for exactly `size` rows if the loss ignores its mask."""
@@ -571,13 +571,13 @@ class Program:
         if size == self.batch_size:
             return self
         if size not in self._of_size:
+            rows = self._placement.like
             like = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype),
-                self._placement.like,
+                lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype), rows
             )
             one = Program(self.task, self._optimizer, self.plan, like, self.mesh, exact=True)
-            unit = self.plan.data * self.plan.microbatches
-            warnings.warn(mask_not_read(size, self.batch_size, unit), MaskWarning, stacklevel=3)
+            said = mask_not_read(size, self.batch_size, self.plan.data * self.plan.microbatches)
+            warnings.warn(said, MaskWarning, stacklevel=3)
             self._of_size[size] = one
         return self._of_size[size]
 

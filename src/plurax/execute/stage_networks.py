@@ -30,7 +30,9 @@ from plurax.execute.gradient import (
     evaluation,
     split_output,
     weighted_sums,
+    with_metrics,
     with_precision,
+    without_data_set,
 )
 from plurax.execute.predict import device_predict
 from plurax.execute.rows import Rows
@@ -44,14 +46,21 @@ from plurax.task import Stack, Task
 Traced = Callable[..., tuple[Any, PyTree]]
 
 
-def totals_of(task: Task, output: Any, rows: Rows, where: str) -> tuple[Any, Totals]:
+def totals_of(
+    task: Task, output: Any, rows: Rows, where: str, more: dict[str, Any] | None = None
+) -> tuple[Any, Totals]:
     """Return the loss sum to differentiate, and all sums, from a loss's output.
 
-    `where` names the function in errors. Raises `TaskError` if losses, metrics or weights do not
-    have one value per row.
+    `where` names the function in errors; `more` are the metrics over a data set in evaluation,
+    None in training. Raises `TaskError` if losses, metrics or weights do not have one value per
+    row.
     """
     size = rows.mask.shape[0]
     losses, metrics = check_losses(output, size, where)
+    if more is None:
+        metrics = without_data_set(metrics)
+    else:
+        metrics = with_metrics(metrics, more, size, "metrics of plurax.stack")
     totals = weighted_sums(losses, metrics, check_weight(task, rows.batch, size), rows)
     return totals.loss, totals
 
@@ -95,16 +104,21 @@ def evaluating_network(
 ) -> StagedNetwork | None:
     """Return the network whose last stage computes the totals of evaluation.
 
-    Returns None if the task's evaluation has no stage boundaries. Arguments as `training_network`.
+    Returns None if the task's evaluation has no stage boundaries, or `Task.metrics` runs the
+    network once more. Arguments as `training_network`.
     """
     if task.stack is not None:
 
         def end(params: PyTree, x: PyTree, rows: Rows, batch: PyTree) -> tuple[Any, Totals]:
             assert task.stack is not None
             output = task.stack.apply_head(params, x, batch, None)
-            return totals_of(task, output, rows, "head.apply of plurax.stack")
+            metrics = task.stack.metrics
+            more = {} if metrics is None else metrics(params, x, batch)
+            return totals_of(task, output, rows, "head.apply of plurax.stack", more)
 
         return stack_network(task.stack, plan, like, end, keyless=True)
+    if task.metrics is not None:
+        return None
     evaluate = evaluation(task, plan.precision)
 
     def total(params: PyTree, model_state: PyTree, rows: Rows) -> tuple[Any, Totals, tuple[()]]:

@@ -90,7 +90,7 @@ class Sweep:
             {
                 "epoch": one["epoch"],
                 "step": one["step"],
-                **{name: _value(values, index) for name, values in one["members"].items()},
+                **_values(one["members"], index),
             }
             for one in result.history
         ]
@@ -269,6 +269,15 @@ def _seconds(result: Fit) -> float:
     return float(sum(row["seconds"] for row in result.history))
 
 
+def _values(members: Row, index: int) -> Row:
+    """Return a member's numbers; arrays, such as a confusion matrix, have no place in a table."""
+    return {
+        name: _value(values, index)
+        for name, values in members.items()
+        if not isinstance(values[index], list)
+    }
+
+
 def _value(values: list[Any], index: int) -> float:
     """Return a member's value, NaN where it had not joined yet or the value is missing."""
     value = values[index] if index < len(values) else None
@@ -284,7 +293,7 @@ def _rows(bucket: int, names: list[str], shape: Hyper, result: Fit) -> list[Row]
             "bucket": bucket,
             **{name: shape.get(name) for name in names},
             **one,
-            **{name: _value(values, index) for name, values in last.items()},
+            **_values(last, index),
             "frozen": bool(skipped[index]),
             "seconds": _seconds(result) / len(table),
         }

@@ -232,7 +232,8 @@ class NetworkMetrics(EpochMetrics):
     def epoch_row(self, step: int, epoch: int, evaluation: dict[str, Any] | None) -> Row:
         """Return weighted means of the training metrics, and the evaluation's under `eval_...`."""
         values = {name: float(mean) for name, mean in self.means().items()}
-        values |= {f"eval_{name}": mean for name, mean in (evaluation or {}).items()}
+        for name, value in (evaluation or {}).items():
+            values[f"eval_{name}"] = value.tolist() if isinstance(value, np.ndarray) else value
         return self._row(step, epoch, values, int(self.skipped))
 
 
@@ -291,6 +292,8 @@ class MembersMetrics(EpochMetrics):
         # A frozen member's evaluation is finite: it keeps the parameters from before the failure.
         well = np.broadcast_to(np.equal(self.skipped, 0), (self._members.count,))
         for name, all_ in every.items():
+            if np.ndim(all_) > 1:  # an array of each member, such as a confusion matrix
+                continue
             values |= _spread(name, all_[well], ends=name in ("loss", "eval_loss"))
         frozen = int(np.count_nonzero(self.skipped))
         row = self._row(step, epoch, values, frozen)

@@ -309,15 +309,14 @@ class ShardedBackend(Backend):
             self.warn_of(partitioner.records)
             return values
 
-        def reduced(totals: Totals) -> Totals:
-            return jax.tree.map(self._summed, totals, is_leaf=is_sharded_value)
+        return device_evaluation(run, self._data, self._summed)
 
-        return device_evaluation(run, self._data, reduced)
-
-    def _summed(self, value: ShardedValue) -> Array:
-        partial = self._sum_over_rows(value).sharding.partial
-        axes = tuple(sorted(self.axes.mesh_axes(sorted(partial))))
-        return lax.psum(value.array, axes) if axes else value.array
+    def _summed(self, totals: Totals) -> Totals:
+        """Return sums of all devices: a metric's may be arrays, computed in shards."""
+        leaves, structure = jax.tree.flatten(totals, is_leaf=is_sharded_value)
+        goals = [TensorSharding.replicated(len(value.shape)) for value in leaves]
+        sums = reduced([self._sum_over_rows(value) for value in leaves], goals, self.partitioner())
+        return jax.tree.unflatten(structure, sums)
 
     def predict(self) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
         """Return `(params, model_state, inputs) -> outputs` on shards, for this device's rows."""

@@ -125,6 +125,8 @@ def _of_members(run: RunData) -> SweepData | None:
     values, prefix = run.last.get("members"), "members.hyper."
     if not isinstance(values, dict):
         return None
+    # An array of each member, such as a confusion matrix, is no column.
+    values = {name: v for name, v in values.items() if not any(isinstance(x, list) for x in v)}
     hyper = {
         name.removeprefix(prefix): column
         for name, column in run.settings.items()

@@ -1,0 +1,10 @@
+from plurax.metrics.averages import mean as mean
+from plurax.metrics.averages import perplexity as perplexity
+from plurax.metrics.averages import r2 as r2
+from plurax.metrics.classification import accuracy as accuracy
+from plurax.metrics.classification import auc as auc
+from plurax.metrics.classification import confusion_matrix as confusion_matrix
+from plurax.metrics.classification import f1 as f1
+from plurax.metrics.classification import precision as precision
+from plurax.metrics.classification import recall as recall
+from plurax.metrics.metric import Metric as Metric
