@@ -13,6 +13,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tests.faults import run
@@ -61,6 +62,24 @@ class Launch:
         """Return its exit code, once it has ended."""
         return self.popen.wait(limit)
 
+    def until(self, words, limit=LIMIT):
+        """Wait until it or a process of it has printed some words. Raises `AssertionError`."""
+        command = ["tail", "-n", "+1", "-f", str(self.path("said"))]
+        ended, printed = os.pidfd_open(self.popen.pid), b""
+        end = time.monotonic() + limit
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as tail:
+            try:
+                while words.encode() not in printed:
+                    left = max(0.0, end - time.monotonic())
+                    ready, *_ = select.select([tail.stdout, ended], [], [], left)
+                    if tail.stdout not in ready:  # too late, or all is printed
+                        assert words in self.said, f"{words!r} was not printed: {self.said}"
+                        return
+                    printed += os.read(tail.stdout.fileno(), 1 << 16)
+            finally:
+                tail.kill()
+                os.close(ended)
+
     @property
     def said(self):
         """What it and its processes have printed."""
@@ -82,7 +101,8 @@ class Launch:
         assert not [pid for pid, began in self._pids() if not _ends(pid, began)], (
             "processes are left"
         )
-        assert not _unused(self._before), "shared memory is left"
+        left = _unused(self._before)
+        assert not left, f"shared memory is left: {left}"
 
     def _pids(self):
         """The processes of all attempts."""

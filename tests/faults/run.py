@@ -63,13 +63,21 @@ def read_a_short_file():
         np.fromfile(file, np.float32).reshape(8, models.FEATURES)
 
 
+LINK = "plurax"
+"""The link of a network namespace to another."""
+
+
 def cut():
     """Cut the link of this network namespace."""
     subprocess.run(["ip", "link", "set", LINK, "down"], check=True)
+    print("the link is down", flush=True)
 
 
-LINK = "plurax"
-"""The link of a network namespace to another."""
+def drop():
+    """Drop all that this network namespace sends: no packet fits into the bucket of one byte."""
+    bucket = ("tbf", "rate", "1kbit", "burst", "1", "limit", "1")
+    subprocess.run(["tc", "qdisc", "replace", "dev", LINK, "root", *bucket], check=True)
+
 
 KINDS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -80,6 +88,7 @@ KINDS = {
     "short file": read_a_short_file,
     "worker": lambda: os.kill(children()[0], signal.SIGKILL),
     "cut": cut,
+    "drop": drop,
 }
 
 
@@ -176,6 +185,7 @@ def strike(fault, output):
         first = state.steps_taken if first is None else first
         note(output, *children())
         if state.steps_taken + 1 == fault.get("step", first + fault.get("steps", -1)):
+            Program.step_placed = step  # whoever outlives this is not struck again
             if seconds := fault.get("seconds"):
                 threading.Timer(seconds, act).start()
             else:

@@ -1,6 +1,7 @@
 """Launchers of several hosts, on this one, with processes that only pretend to train."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import selectors
@@ -18,7 +19,7 @@ from plurax.cli import launch_command as cli
 from plurax.launch.connection import MAX_LINE, Connection, is_proof, proof
 from plurax.launch.events import Events
 from plurax.launch.hosts import HostServer, Joined
-from plurax.launch.launcher import free_port
+from plurax.launch.launcher import free_port, launch
 from plurax.launch.settings import Settings
 from plurax.launch.slurm import Place, slurm_place
 from plurax.launch.supervisor import Supervisor
@@ -522,5 +523,11 @@ def test_the_place_by_options(monkeypatch):
 def test_a_name_that_only_this_host_reaches(monkeypatch, tmp_path):
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
     settings = Settings(("x",), hosts=2, coordinator="host0:7117", logs=tmp_path, status=tmp_path)
-    with pytest.raises(errors.ExperimentError, match=r"is 127\.0\.1\.1, which no other host"):
+    with pytest.raises(
+        errors.ExperimentError, match=r"on host 0 .* 127\.0\.1\.1, which leads to no"
+    ):
         HostServer(settings, selectors.DefaultSelector(), time.monotonic)
+    with pytest.raises(
+        errors.ExperimentError, match=r"on host 1 .* 127\.0\.1\.1, which leads to no"
+    ):
+        launch(dataclasses.replace(settings, host=1), Events(None, io.StringIO()))

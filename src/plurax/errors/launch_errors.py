@@ -76,10 +76,10 @@ def launch_cannot_listen(coordinator: str, reason: str) -> ExperimentError:
     )
 
 
-def launch_loopback(name: str, address: str) -> ExperimentError:
+def launch_loopback(name: str, host: int, address: str) -> ExperimentError:
     return ExperimentError(
-        f"plurax launch --coordinator {name}: on host 0 this name is {address}, "
-        "which no other host reaches. Give its address in the network, or correct /etc/hosts there."
+        f"plurax launch --coordinator {name}: on host {host} this name is {address}, which leads "
+        "to no other host. Give host 0's address in the network, or correct /etc/hosts there."
     )
 
 

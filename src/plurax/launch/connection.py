@@ -14,6 +14,9 @@ import selectors
 import socket
 from typing import Any
 
+from plurax import errors
+from plurax.launch.settings import Settings
+
 Message = dict[str, Any]
 MAX_LINE = 1 << 16
 """Bytes of a line; whoever sends a longer one is no launcher."""
@@ -27,6 +30,19 @@ def proof(token: str, side: str, nonce: str) -> str:
 def is_proof(token: str, side: str, nonce: str, given: object) -> bool:
     """Return whether a proof is right, in a time that does not depend on it."""
     return hmac.compare_digest(proof(token, side, nonce).encode(), str(given).encode())
+
+
+def leader_address(settings: Settings) -> tuple[str, int]:
+    """Return the name or address of host 0, and the port of its launcher.
+
+    Raises `ExperimentError` where this host has a loopback address for that name, as in many an
+    `/etc/hosts`, and `OSError` where it has none.
+    """
+    name, port = settings.leader_name(), int(settings.coordinator.rpartition(":")[2])
+    found = socket.gethostbyname(name)
+    if found.startswith("127.") and not name.startswith(("127.", "localhost")):
+        raise errors.launch_loopback(name, settings.host, found)
+    return name, port
 
 
 class Connection:

@@ -11,7 +11,7 @@ from typing import Any
 
 from plurax import errors
 from plurax.exit_codes import ExitCode
-from plurax.launch.connection import Connection, Message, is_proof, proof
+from plurax.launch.connection import Connection, Message, is_proof, leader_address, proof
 from plurax.launch.events import Events
 from plurax.launch.host import Host
 from plurax.launch.settings import Settings
@@ -55,11 +55,12 @@ class _Follower:
 
     def _reach(self) -> Connection | int:
         """Return a connection to the leader, or an exit code where a signal came first."""
-        limits, address = self._settings.limits, self._settings.leader_address()
+        limits = self._settings.limits
         until = time.monotonic() + limits.join
         while True:
             reason = "it accepts, and says nothing"
             try:
+                address = leader_address(self._settings)
                 peer = socket.create_connection(address, timeout=limits.hello)
             except OSError as error:
                 reason = str(error)
@@ -71,7 +72,7 @@ class _Follower:
                     return connection
                 connection.close()
             if time.monotonic() > until:
-                raise errors.launch_not_reached("{}:{}".format(*address), limits.join, reason)
+                raise errors.launch_not_reached(self._settings.coordinator, limits.join, reason)
             self._host.wait(limits.retry)
             if self._host.signals:
                 return 128 + self._host.signals[0]

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 
 from plurax import errors
-from plurax.launch.connection import Connection, Message, is_proof, proof
+from plurax.launch.connection import Connection, Message, is_proof, leader_address, proof
 from plurax.launch.settings import Settings
 
 REPORTS = {
@@ -50,19 +50,15 @@ class HostServer:
 
     **Arguments:** `settings`; `selector`, which is waited on; `clock`.
 
-    Raises `ExperimentError` where the coordinator's address cannot be listened at.
+    Raises `ExperimentError` where the coordinator's address cannot be listened at, or is loopback.
     """
 
     def __init__(
         self, settings: Settings, selector: selectors.BaseSelector, clock: Callable[[], float]
     ) -> None:
         self._settings, self._selector, self._clock = settings, selector, clock
-        address = settings.leader_address()
         try:
-            found = socket.gethostbyname(address[0])
-            if found.startswith("127.") and not address[0].startswith(("127.", "localhost")):
-                raise errors.launch_loopback(address[0], found)
-            self._listening = socket.create_server(address, backlog=128)
+            self._listening = socket.create_server(leader_address(settings), backlog=128)
         except OSError as error:
             raise errors.launch_cannot_listen(settings.coordinator, str(error)) from None
         self._listening.setblocking(False)

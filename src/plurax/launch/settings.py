@@ -78,7 +78,3 @@ class Settings:
     def leader_name(self) -> str:
         """Return the name or address of host 0."""
         return self.coordinator.rpartition(":")[0]
-
-    def leader_address(self) -> tuple[str, int]:
-        """Return the name or address of host 0, and the port of its launcher."""
-        return self.leader_name(), int(self.coordinator.rpartition(":")[2])

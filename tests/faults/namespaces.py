@@ -1,0 +1,112 @@
+"""Two hosts on this machine: network namespaces that a pair of virtual devices joins.
+
+    with two_hosts(folder) as hosts:
+        Launch(..., prefix=hosts[1].prefix())
+
+Each host has a name and `/etc/hosts` of its own, which are gone with the processes that see them.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import subprocess
+
+import pytest
+
+from tests.faults.run import LINK
+
+NETWORK = "10.99.0"
+"""Of every pair of hosts: namespaces do not see each other's addresses."""
+
+ENTER = 'mount --bind "$0" /etc/hosts && echo "$1" >/proc/sys/kernel/hostname && shift && exec "$@"'
+
+_numbers = itertools.count()
+
+
+class HostNamespace:
+    """A namespace that is a host. `index`: 0 or 1; `folder`, for its file of names."""
+
+    def __init__(self, index, folder):
+        self.index, self.address = index, f"{NETWORK}.{index + 1}"
+        self.namespace = f"plurax-{os.getpid()}-{next(_numbers)}"
+        self._names = folder / f"{self.namespace}.hosts"
+
+    def prefix(self, **addresses):
+        """Return the command that starts a command there; `addresses`, names that differ."""
+        names = {"localhost": "127.0.0.1", **{f"host{i}": f"{NETWORK}.{i + 1}" for i in range(2)}}
+        rows = {**names, **addresses}.items()
+        self._names.write_text("".join(f"{address} {name}\n" for name, address in rows))
+        enter = ("unshare", "--uts", "sh", "-c", ENTER, str(self._names), f"host{self.index}")
+        return ("ip", "netns", "exec", self.namespace, *enter)
+
+    def add(self):
+        """Add the namespace. Raises `CalledProcessError`."""
+        _call("ip", "netns", "add", self.namespace)
+
+    def connect(self):
+        """Connect it to its link."""
+        _call("ip", "-n", self.namespace, "address", "add", f"{self.address}/24", "dev", LINK)
+        _call("ip", "-n", self.namespace, "link", "set", "lo", "up")
+        self.mend()
+
+    def mend(self):
+        """Let everything through its link again."""
+        _call("ip", "-n", self.namespace, "link", "set", LINK, "up")
+        if self.queue()["kind"] == "tbf":
+            _call("tc", "-n", self.namespace, "qdisc", "delete", "dev", LINK, "root")
+
+    def slow_down(self, rate, queue):
+        """Let its link send with a rate, such as "2mbit", and drop what exceeds a queue in bytes.
+
+        Raises `CalledProcessError` where the kernel has no token bucket.
+        """
+        limits = ("rate", rate, "burst", "1600", "limit", str(queue))
+        _call("tc", "-n", self.namespace, "qdisc", "replace", "dev", LINK, "root", "tbf", *limits)
+
+    def queue(self):
+        """Return what the kernel has counted of what its link sends."""
+        said = _call("tc", "-n", self.namespace, "-s", "-j", "qdisc", "show", "dev", LINK)
+        return json.loads(said)[0]
+
+    def remove(self):
+        subprocess.run(["ip", "netns", "delete", self.namespace], capture_output=True)
+
+
+@contextlib.contextmanager
+def two_hosts(folder):
+    """Yield two hosts that are connected; skips the test where that is not permitted."""
+    hosts = [HostNamespace(index, folder) for index in range(2)]
+    try:
+        try:
+            _remove_those_of_the_dead()
+            for host in hosts:
+                host.add()
+            first, second = (host.namespace for host in hosts)
+            pair = ("type", "veth", "peer", "name", LINK, "netns", second)
+            _call("ip", "link", "add", LINK, "netns", first, *pair)
+            _call(*hosts[0].prefix(), "true")
+        except (FileNotFoundError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"needs root: network namespaces ({getattr(error, 'stderr', error)})")
+        for host in hosts:
+            host.connect()
+        yield hosts
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            for host in hosts:
+                host.remove()
+
+
+def _remove_those_of_the_dead():
+    """Remove the namespaces of tests that were killed before they could."""
+    for name in _call("ip", "netns", "list").split():
+        if match := re.fullmatch(r"plurax-(\d+)-\d+", name):
+            try:
+                os.kill(int(match[1]), 0)
+            except ProcessLookupError:
+                subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def _call(*command):
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -1,0 +1,149 @@
+"""Gangs on two hosts, network namespaces of this machine: their network is cut, slow, misnamed.
+
+Rows 12 and 13 of the list of faults.
+"""
+
+import contextlib
+import subprocess
+
+import pytest
+
+from plurax.train.checkpoint import Checkpoints
+from tests.faults.launched import PLURAX, launching
+from tests.faults.namespaces import two_hosts
+from tests.faults.run import STEPS
+from tests.faults.test_kills import check_end
+
+PORT = 7117
+
+SHORT = """
+import functools
+from plurax.cli import launch_command, main
+
+launch_command.Limits = functools.partial(launch_command.Limits, silence=3, retry=0.1)
+main()
+"""
+"""A launcher that waits only a short time for another host."""
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    with two_hosts(tmp_path) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def both(hosts, folder, faults=(), leader=None, names=({}, {}), plurax=PLURAX):
+    """Launch the run on both hosts, with a process each; `leader`, how they call host 0."""
+    with contextlib.ExitStack() as stack:
+        place = ("--hosts", 2, "--coordinator", f"{leader or hosts[0].address}:{PORT}", "--host")
+        launched = [
+            launching(
+                folder, faults, 1, options=(*place, index), plurax=plurax,
+                prefix=hosts[index].prefix(**names[index]), name=f"host{index}",
+            )
+            for index in range(2)
+        ]  # fmt: skip
+        yield [stack.enter_context(one) for one in launched]
+
+
+def check_ended(launches, code=0):
+    """Raise `AssertionError` unless both launchers end with a code, and nothing is left of them."""
+    for one in launches:
+        assert one.wait() == code, one.said
+    for one in launches:
+        one.check_nothing_left()
+
+
+def fault(what, step=15):
+    return {"who": [1], "what": what, "step": step}
+
+
+@pytest.mark.slow
+def test_two_hosts_end_as_one(hosts, tmp_path):
+    """The same processes on one host end with the same bits."""
+    with both(hosts, tmp_path) as launches:
+        check_ended(launches)
+        assert launches[0].restarts() == []
+    with launching(tmp_path / "one") as launch:
+        check_ended([launch])
+    found, expected = (
+        Checkpoints(folder / "run" / "checkpoints").fingerprints(STEPS)
+        for folder in (tmp_path, tmp_path / "one")
+    )
+    assert found == expected
+
+
+@pytest.mark.slow
+def test_the_link_is_down_for_a_moment(hosts, tmp_path):
+    """What was sent meanwhile is sent again, and nobody takes that for a fault."""
+    with both(hosts, tmp_path, [fault("cut")]) as launches:
+        launches[1].until("the link is down")
+        hosts[1].mend()
+        check_ended(launches)
+        assert launches[0].restarts() == []
+    check_end(tmp_path)
+
+
+def check_lost(hosts, folder, what, plurax=PLURAX):
+    """Both sides notice, each ends its process; once the link is back the run ends bit-equal."""
+    with both(hosts, folder, [fault(what)], plurax=plurax) as launches:
+        launches[0].until("host 1 is lost")
+        launches[0].until("restarting the 2 processes from the checkpoint of step 10")
+        launches[1].until("the leader is lost")
+        hosts[1].mend()
+        check_ended(launches)
+        assert launches[0].restarts() == [(1, 134)]
+    check_end(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["cut", "drop"])
+def test_the_link_is_lost_until_the_launchers_notice(hosts, tmp_path, what):
+    """Cut in both directions, or silent in one."""
+    check_lost(hosts, tmp_path, what, ("-c", SHORT))
+
+
+@pytest.mark.slow
+def test_the_link_is_lost_with_the_limits_of_a_real_run(hosts, tmp_path):
+    check_lost(hosts, tmp_path, "cut")
+
+
+@pytest.mark.slow
+def test_a_slow_link(hosts, tmp_path):
+    """Little goes through, with packets that wait and packets that are lost: no false alarm."""
+    try:
+        for host in hosts:
+            host.slow_down("2mbit", 6000)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"needs a kernel with token buckets (tbf): {error.stderr}")
+    with both(hosts, tmp_path, plurax=("-c", SHORT)) as launches:
+        check_ended(launches)
+        assert launches[0].restarts() == []
+        assert not any(row["event"] == "lost" for one in launches for row in one.events)
+    for host in hosts:
+        assert host.queue()["overlimits"] > 0
+        assert host.queue()["drops"] > 0
+    check_end(tmp_path)
+
+
+def test_the_name_of_the_leader_is_loopback(hosts, tmp_path):
+    """As where `/etc/hosts` has a row for the host's own name, and is the same on all hosts."""
+    names = [{"host0": "127.0.1.1"}] * 2
+    with both(hosts, tmp_path, leader="host0", names=names) as launches:
+        check_ended(launches, 2)
+        for index, one in enumerate(launches):
+            assert f"--coordinator host0: on host {index} this name is 127.0.1.1" in one.said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_name_of_a_host_is_loopback(hosts, tmp_path, index):
+    """All know the leader's address; one host's own name, which JAX reads, is of no use."""
+    names = [{}, {}]
+    names[index] = {f"host{index}": "127.0.1.1"}
+    with both(hosts, tmp_path, names=names) as launches:
+        check_ended(launches, 2)
+        said = launches[index].said
+        assert f"this host's name, host{index}, resolves to its loopback address" in said
+        assert launches[0].restarts() == []
