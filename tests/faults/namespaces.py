@@ -57,13 +57,13 @@ class HostNamespace:
         if self.queue()["kind"] == "tbf":
             _call("tc", "-n", self.namespace, "qdisc", "delete", "dev", LINK, "root")
 
-    def slow_down(self, rate, queue):
-        """Let its link send with a rate, such as "2mbit", and drop what exceeds a queue in bytes.
+    def send_through(self, kind, *options):
+        """Let its link send through a queue of the kernel: a kind of `tc`, with its options.
 
-        Raises `CalledProcessError` where the kernel has no token bucket.
+        Raises `CalledProcessError` where the kernel does not have that kind.
         """
-        limits = ("rate", rate, "burst", "1600", "limit", str(queue))
-        _call("tc", "-n", self.namespace, "qdisc", "replace", "dev", LINK, "root", "tbf", *limits)
+        device = ("dev", LINK, "root")
+        _call("tc", "-n", self.namespace, "qdisc", "replace", *device, kind, *options)
 
     def queue(self):
         """Return what the kernel has counted of what its link sends."""

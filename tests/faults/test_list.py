@@ -67,11 +67,17 @@ FAULTS = {
         "a_process_that_holds_the_interpreter_is_named_and_writes_its_stacks",
     ),
     "12 a network that is cut or slow": (
+        "faults/test_network.py: two_hosts_end_as_one the_link_is_down_for_a_moment "
+        "the_link_is_lost_until_the_launchers_notice "
+        "the_link_is_lost_with_the_limits_of_a_real_run a_slow_link",
         "unit/test_launch_hosts.py: a_silent_connection_is_lost_and_a_living_one_says_so "
         "a_full_network_is_not_waited_for",
         "unit/test_distributed.py: a_process_that_ended_is_named a_process_that_is_late_is_named",
     ),
     "13 a host name that is loopback": (
+        "faults/test_network.py: the_name_of_the_leader_is_loopback "
+        "the_name_of_a_host_is_loopback",
+        "unit/test_launch_hosts.py: a_name_that_only_this_host_reaches",
         "unit/test_distributed.py: a_host_whose_name_is_loopback_is_refused",
     ),
     "14 a loss or gradient that is not finite": (
