@@ -31,7 +31,7 @@ FLOORS = [
     ["sharding", "partition", "pipeline"],
     ["execute"],
     ["adapters", "analysis", "ensemble", "server"],
-    ["train", "planner", "sweeps"],
+    ["train", "callbacks", "planner", "sweeps"],
     ["experiment", "report", "launch", "cli"],
 ]
 ORDER = [name for rooms in FLOORS for name in rooms]
@@ -43,12 +43,13 @@ PUBLIC = {
         ReplicaError Rollback RunStoppedError Servers ShardingWarning Task TaskError compile
         estimate fastest_batch_size fit initialize max_batch_size name per_example replay search
         shard stack stage_boundary sweep verify virtual_devices adapters analysis
-        ensemble metrics pipeline sharding train""",
+        callbacks ensemble metrics pipeline sharding train""",
     "plurax.adapters": "equinox linen nnx",
     "plurax.analysis": """
         Collective Comparison Difference Estimate FastestBatchSize Level MaxBatchSize Measured
         Memory Planned PlannedMemory Seconds Verification draw_estimates draw_layer draw_search
         draw_servers draw_workers measure_machine planned""",
+    "plurax.callbacks": "EarlyStopping Ema LearningRate Profile",
     "plurax.ensemble": """
         Calibration Classification Halving MaxMembers Regression Rung Sweep Tuning accuracy
         bootstrap brier calibration combine_classification combine_regression draw_confidence
@@ -63,8 +64,8 @@ PUBLIC = {
     "plurax.sharding": """
         Axes ParameterInfo ReshardStep TensorSharding apply_moves megatron plan_reshard""",
     "plurax.train": """
-        ArrayData Gradients Position ReplicaCheck ReplicaFinding StepOutput StreamData TrainState
-        train_iter""",
+        ArrayData Gradients Position ReplicaCheck ReplicaFinding Run StepOutput StreamData
+        TrainState train_iter""",
 }
 
 

@@ -1,5 +1,6 @@
 from plurax import adapters as adapters
 from plurax import analysis as analysis
+from plurax import callbacks as callbacks
 from plurax import ensemble as ensemble
 from plurax import metrics as metrics
 from plurax import pipeline as pipeline

@@ -508,7 +508,7 @@ def test_when_nobody_reads_what_is_printed_the_epoch_is_saved(tmp_path, monkeypa
             super().epoch(row)
             self.closed = True
 
-    monkeypatch.setattr("plurax.train.fit.TrainingProgress", Closed)
+    monkeypatch.setattr("plurax.train.opening.TrainingProgress", Closed)
     stopped = fit(output=tmp_path)
     assert stopped.interrupted == "SIGPIPE"
     monkeypatch.undo()
@@ -524,7 +524,7 @@ def test_out_of_memory_says_which_plans_need_less(tmp_path, monkeypatch):
         raise jax.errors.JaxRuntimeError(message)
         yield
 
-    monkeypatch.setattr("plurax.train.fit.train_iter", exhausted)
+    monkeypatch.setattr("plurax.train.loop.train_iter", exhausted)
     with pytest.raises(px.PlanError) as raised:
         fit(output=tmp_path, resume=True)
     said = str(raised.value)

@@ -144,7 +144,7 @@ def test_a_run_that_is_stopped_in_its_first_epoch_is_measured(monkeypatch):
                 signal.raise_signal(signal.SIGTERM)
             yield steps
 
-    monkeypatch.setattr("plurax.train.fit.train_iter", stopped)
+    monkeypatch.setattr("plurax.train.loop.train_iter", stopped)
     result = fit(resident=False)
     assert (result.interrupted, result.history) == ("SIGTERM", [])
     assert result.measured.seconds > 0

@@ -114,7 +114,7 @@ class Train(Common):
 
 NO_OPTIONS = frozenset(
     ("task", "optimizer", "data", "evaluation", "plan", "members", "machine", "servers", "rollback",
-     "devices", "command", "local_batches")
+     "devices", "command", "local_batches", "callbacks")
 )  # fmt: skip
 """Arguments of `fit` that are values of Python, or that the options have in another form."""
 

@@ -5,6 +5,7 @@ their text. `assert` is for mistakes of our own.
 """
 
 from plurax.errors.batch_errors import *  # noqa: F403
+from plurax.errors.callback_errors import *  # noqa: F403
 from plurax.errors.checkpoint_errors import *  # noqa: F403
 from plurax.errors.experiment_errors import *  # noqa: F403
 from plurax.errors.kinds import *  # noqa: F403

@@ -5,5 +5,6 @@ from plurax.execute.replicas import ReplicaFinding as ReplicaFinding
 from plurax.execute.step import Gradients as Gradients
 from plurax.state import TrainState as TrainState
 from plurax.train.data import StreamData as StreamData
+from plurax.train.hooks import Run as Run
 from plurax.train.iterate import StepOutput as StepOutput
 from plurax.train.iterate import train_iter as train_iter

@@ -183,9 +183,8 @@ def _added(total: Any, values: np.ndarray) -> np.ndarray:
 
 
 def _step_numbers(steps: StepOutput, count: int) -> list[dict[str, Any]]:
-    epoch = steps.position.epoch + (0 if steps.epoch_done else 1)
     first = steps.step - count + 1
-    return [{"kind": "step", "step": first + i, "epoch": epoch} for i in range(count)]
+    return [{"kind": "step", "step": first + i, "epoch": steps.epoch} for i in range(count)]
 
 
 class NetworkMetrics(EpochMetrics):

@@ -69,6 +69,11 @@ class StepOutput:
     fetched: bool = True
     residuals: list[list[np.ndarray]] | None = None
 
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch that the last step belongs to, from 1 on."""
+        return self.position.epoch + (0 if self.epoch_done else 1)
+
 
 class Turns(Iterator[StepOutput]):
     """The training loop as an iterator that can start anew, from another state and position.
@@ -107,20 +112,22 @@ def train_iter(
     resident: bool | None = None,
     group: ProcessGroup | None = None,
     stopping: Callable[[], bool] = lambda: False,
+    next_stop: Callable[[int], int | None] = lambda step: None,
 ) -> Iterator[StepOutput]:
     """Train, yielding after every call into the compiled program. `fit` is built on this loop.
 
     **Arguments:** as for `fit`; `start` is the position in the data to begin at; `group`, the
     processes that train together, default all; `stopping()`, whether data that are not there shall
-    no longer be waited for. A call never runs past the end of an epoch (for members: an epoch to
-    report) or a multiple of `checkpoint_every`.
+    no longer be waited for; `next_stop(step)`, the first step after `step` at whose end a call has
+    to end, or None. A call never runs past the end of an epoch (for members: an epoch to report) or
+    a multiple of `checkpoint_every`.
     """
     if isinstance(data, ArrayData) and program.members is not None:
         data = data.read_by(program.members)
     if isinstance(data, ArrayData) and stays_resident(program, data, resident):
         with contextlib.ExitStack() as stack:
             group = group or stack.enter_context(contextlib.closing(open_group()))
-            when = (start, epochs, report_every, checkpoint_every)
+            when = (start, epochs, report_every, checkpoint_every, next_stop)
             yield from _resident(program, state, data, group, *when)
         return
     with contextlib.ExitStack() as stack:
@@ -137,6 +144,7 @@ def _resident(
     epochs: int,
     report_every: int,
     checkpoint_every: int | None,
+    next_stop: Callable[[int], int | None],
 ) -> Iterator[StepOutput]:
     """Yield calls over resident data, each of about `SECONDS_PER_CALL`.
 
@@ -161,6 +169,8 @@ def _resident(
         stop = min(at + per_call, (at // span + 1) * span, end)
         if checkpoint_every:
             stop = min(stop, at + checkpoint_every - (at + taken) % checkpoint_every)
+        wanted = next_stop(at + taken)
+        stop = stop if wanted is None else min(stop, wanted - taken)
         offset = epoch * per_epoch if alone else 0
         state, metrics = program.loop(state, placed, order, at - offset, stop - offset)
         host = _to_host(program, metrics, at - offset, stop - offset)

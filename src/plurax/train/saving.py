@@ -57,6 +57,11 @@ class Saving:
         self._alarmed = self._slow = False
 
     @property
+    def wanted(self) -> bool:
+        """Whether there is anywhere to save."""
+        return self._checkpoints is not None
+
+    @property
     def newest(self) -> int | None:
         """The step of the newest checkpoint, None without one."""
         return self._saved

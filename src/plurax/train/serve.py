@@ -8,7 +8,8 @@ workers, `sync`:
     batch 1    rows [1]          part 0: row 1                nothing is left for worker 1
 
 The state is with the servers. It is fetched where it is needed: at the end of an epoch that is
-reported, every `checkpoint_every` batches, and when training is to stop; until then all workers go
+reported, every `checkpoint_every` batches, where `next_stop` says, and when training is to stop;
+until then all workers go
 on, and what is yielded is not `fetched`.
 """
 
@@ -55,6 +56,7 @@ def serve_iter(
     epochs: int = 1,
     report_every: int = 1,
     checkpoint_every: int | None = None,
+    next_stop: Callable[[int], int | None] = lambda step: None,
 ) -> Iterator[StepOutput]:
     """Train with workers and servers, yielding whenever updates have been made.
 
@@ -67,9 +69,11 @@ def serve_iter(
         batches = _Batches(data, begin, step, coordinator.spec.servers.parts)
         with contextlib.closing(batches):
             while not batches.ended():
-                limit = None
+                save = None
                 if checkpoint_every is not None:
-                    limit = checkpoint_every - step % checkpoint_every
+                    save = step + checkpoint_every - step % checkpoint_every
+                wanted = min(filter(None, (save, next_stop(step))), default=None)
+                limit = wanted and wanted - step
                 began, updates = time.monotonic(), list[Update]()
                 for more in coordinator.run(batches.take(limit), stopping):
                     # Held back by one, so that the last of them can be fetched.
@@ -82,8 +86,7 @@ def serve_iter(
                 step += len(updates)
                 at_epoch = epoch + 1
                 report = done and (at_epoch % report_every == 0 or at_epoch == epochs)
-                due = checkpoint_every is not None and step % checkpoint_every == 0
-                fetched = report or due or stopping()
+                fetched = report or step == wanted or stopping()
                 residuals = None
                 if fetched:
                     canonical, residuals = coordinator.state(step)

@@ -1,0 +1,87 @@
+"""Average the parameters over the steps."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import PyTree
+
+from plurax import errors
+from plurax.state import TrainState
+from plurax.train.hooks import Run
+from plurax.train.log import Row
+
+
+class EmaState(NamedTuple):
+    """The state of an optimizer that also averages: its own, and the average."""
+
+    inner: Any
+    average: PyTree
+
+
+class Ema:
+    """Keep an exponential moving average of the parameters (Polyak & Juditsky, 1992).
+
+        average = decay * average + (1 - decay) * params        after every step
+
+    The average is part of the optimizer's state: it is computed in the compiled step, sharded as
+    the parameters are, and in every checkpoint. A step that is left out leaves it as it was.
+
+    **Arguments:** `decay`, in [0, 1); `evaluate`, whether to evaluate the average too, and add what
+    is found to the rows of epochs under `eval_ema_...`.
+
+    Raises `TaskError` for another decay.
+    """
+
+    def __init__(self, decay: float = 0.999, *, evaluate: bool = True) -> None:
+        if isinstance(decay, bool) or not isinstance(decay, float | int) or not 0 <= decay < 1:
+            raise errors.ema_decay(decay)
+        self._decay, self._evaluate = decay, evaluate
+
+    def wrap_optimizer(self, optimizer: Any) -> Any:
+        """Return the optimizer with the average beside its own state."""
+        if isinstance(optimizer, optax.GradientTransformation):
+            return _averaging(optimizer, self._decay)
+        return lambda hyper: _averaging(optimizer(hyper), self._decay)
+
+    def on_evaluation(self, run: Run, row: Row) -> None:
+        """Evaluate the average."""
+        if not self._evaluate:
+            return
+        canonical = run.program.to_canonical(run.state)
+        averaged = run.program.place(dataclasses.replace(canonical, params=self.params(canonical)))
+        found = run.evaluate(averaged) or {}
+        for name, value in found.items():
+            row[f"eval_ema_{name}"] = float(jnp.median(jnp.asarray(value)))
+            if run.members is not None:
+                row["members"][f"eval_ema_{name}"] = jax.device_get(value).tolist()
+
+    def params(self, state: TrainState) -> PyTree:
+        """Return the average in a state that `fit` returned.
+
+        Raises `TaskError` for a state of a run without this callback.
+        """
+        if not isinstance(state.opt_state, EmaState):
+            raise errors.ema_not_in_state()
+        return state.opt_state.average
+
+
+def _averaging(
+    optimizer: optax.GradientTransformation, decay: float
+) -> optax.GradientTransformationExtraArgs:
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: PyTree) -> EmaState:
+        return EmaState(inner.init(params), jax.tree.map(jnp.copy, params))
+
+    def update(
+        gradients: PyTree, state: EmaState, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, EmaState]:
+        updates, own = inner.update(gradients, state.inner, params, **extra)
+        moved = optax.apply_updates(params, updates)
+        average = optax.incremental_update(moved, state.average, 1 - decay)
+        return updates, EmaState(own, average)
+
+    return optax.GradientTransformationExtraArgs(init, update)

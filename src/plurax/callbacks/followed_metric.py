@@ -1,0 +1,78 @@
+"""A metric that a callback follows from epoch to epoch, of one network or of each member."""
+
+import math
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Bool
+
+from plurax import errors
+from plurax.train.log import Row
+
+Mode = Literal["min", "max"]
+
+LARGER_IS_BETTER = ("accuracy", "auc", "f1", "precision", "recall", "r2")
+"""Ends of the names of metrics whose largest value is the best."""
+
+
+class FollowedMetric:
+    """The best value of a metric so far.
+
+    **Arguments:** `callback`, the name to use in errors; `metric`, its name in the rows of epochs;
+    `mode`, whether the smallest or the largest value is the best, None to guess by the name;
+    `min_delta`, by how much a value has to be better.
+
+    **Attributes:** `best`, shape `(members,)`, `(1,)` for one network.
+
+    Raises `TaskError` for another mode.
+    """
+
+    def __init__(self, callback: str, metric: str, mode: Mode | None, min_delta: float) -> None:
+        if mode not in ("min", "max", None):
+            raise errors.callback_mode(callback, mode)
+        ends = tuple(part for name in LARGER_IS_BETTER for part in (name, f"_{name}"))
+        guessed = "max" if metric.endswith(ends) else "min"
+        self.metric, self._callback = metric, callback
+        self._sign = 1.0 if (mode or guessed) == "min" else -1.0
+        self._min_delta = min_delta
+        self.best: np.ndarray | None = None
+
+    def improved(self, row: Row) -> Bool[np.ndarray, "M"]:
+        """Return who is better in this row than ever before, and remember it.
+
+        A value that is not finite is better than none.
+
+        Raises `TaskError` for a row without this metric.
+        """
+        now = np.atleast_1d(self._value(row)).astype(np.float64)
+        if self.best is None:
+            self.best = np.full(now.shape, math.nan)
+        better = self._sign * now < self._sign * self.best - self._min_delta
+        better |= np.isnan(self.best) & np.isfinite(now)
+        self.best = np.where(better, now, self.best)
+        return better
+
+    def _value(self, row: Row) -> Any:
+        values = row.get("members", row)
+        if self.metric not in values:
+            there = [name for name, value in values.items() if isinstance(value, float | list)]
+            raise errors.callback_metric_missing(self._callback, self.metric, there)
+        value = values[self.metric]
+        if np.asarray(value).dtype.kind not in "fiu" or np.ndim(value) > ("members" in row):
+            kind = type(value).__name__
+            raise errors.callback_metric_not_a_number(self._callback, self.metric, kind)
+        return value
+
+    def to_json(self) -> list[float] | None:
+        """Return the best values, for a checkpoint."""
+        return None if self.best is None else [float(one) for one in self.best]
+
+    def restore(self, saved: list[float] | None) -> None:
+        """Take the best values of a checkpoint."""
+        self.best = None if saved is None else np.asarray(saved, np.float64)
+
+    def text(self) -> str:
+        """Return the best value, of members the best of all, as text."""
+        if self.best is None or not np.isfinite(self.best).any():
+            return "none"
+        return f"{self._sign * np.nanmin(self._sign * self.best):.6g}"

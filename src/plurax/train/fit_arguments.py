@@ -1,0 +1,110 @@
+"""Check the arguments of `fit` before anything is compiled or written."""
+
+import itertools
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from plurax import errors, tree
+from plurax.execute.check import check_kinds
+from plurax.execute.placement import is_arrays
+from plurax.execute.program import Program
+from plurax.members import Members
+from plurax.plan import Plan
+from plurax.server.servers import Servers
+from plurax.sources.adapt import adapt
+from plurax.state import TrainState
+from plurax.train.elastic import plan_for_those_left
+from plurax.train.saving import check_room
+from plurax.train.serve import check_servers
+from plurax.validate import check_seed, local_path, whole_number
+
+
+def checked_numbers(
+    epochs: int, seed: int, report_every: int, checkpoint_every: int | None, compare_every: Any
+) -> tuple[int, int, int, int | None]:
+    """Return `fit`'s numbers as Python integers, which JSON can encode. Raises for others."""
+
+    def positive(given: Any, refused: Callable[[Any], Exception]) -> int:
+        number = whole_number(given)
+        if number is None:
+            raise refused(given)
+        return number
+
+    if compare_every is not None:
+        positive(compare_every, errors.check_replicas_every_not_positive)
+    every = checkpoint_every
+    if every is not None:
+        every = positive(every, errors.checkpoint_every_not_positive)
+    return (
+        positive(epochs, errors.epochs_not_positive),
+        check_seed(seed),
+        positive(report_every, errors.report_every_not_positive),
+        every,
+    )
+
+
+def output_folder(given: str | Path) -> Path:
+    """Return the output directory, if it can be one. Raises `CheckpointError`."""
+    directory = local_path(given)
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise errors.output_is_a_file(str(directory), str(there))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise errors.checkpoint_not_written(str(directory), f"no permission to write in {there}")
+    return directory
+
+
+def check_arguments(
+    task: Any, optimizer: Any, plan: Plan, members: Members | None, servers: Servers | None
+) -> Plan:
+    """Raise for arguments of wrong kinds; return the plan, for the devices that are left."""
+    check_kinds(task, optimizer, plan, members)
+    check_servers(servers, task, plan, members)
+    return plan_for_those_left(plan, task)
+
+
+def check_run(
+    program: Program,
+    evaluation: PyTree | Iterable[PyTree] | None,
+    output: Path | None,
+    batches: int = 0,
+) -> PyTree | Iterable[PyTree] | None:
+    """Raise before the first step what the evaluation and the checkpoints would raise after it.
+
+    Return the evaluation as it is read, so that a table is converted once; of it the first
+    `batches`, 0 for all.
+    """
+    if evaluation is not None:
+        evaluation = adapt("evaluation", evaluation)
+        program.check_evaluation(evaluation)
+    _check_saveable(program.canonical_shapes, output)
+    return _first(evaluation, batches, program.batch_size) if batches else evaluation
+
+
+def _check_saveable(state: TrainState, output: Path | None) -> None:
+    """Raise `CheckpointError` before the first step for a leaf that no checkpoint can hold.
+
+    And for a disk that has no room for one.
+    """
+    if output is None:
+        return
+    parts = {"params": state.params, "opt_state": state.opt_state, "model": state.model_state}
+    for path, leaf in tree.named_leaves(parts).items():
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or 0 in leaf.shape:
+            raise errors.leaf_not_saveable(path, f"{leaf.dtype}{list(leaf.shape)}")
+    check_room(output, state)
+
+
+def _first(data: Any, batches: int, batch_size: int) -> Any:
+    """Return the first batches of evaluation data, for a fast development run."""
+    if data is None:
+        return None
+    if is_arrays(data):
+        return jax.tree.map(lambda leaf: leaf[: batches * batch_size], data)
+    return list(itertools.islice(data, batches))

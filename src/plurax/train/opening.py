@@ -1,0 +1,139 @@
+"""Open what a run needs before its first step: its folder, its state, its log, its bar."""
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from plurax import errors
+from plurax.analysis.estimate import Estimate
+from plurax.distributed.process_group import ProcessGroup
+from plurax.execute.array_data import Position
+from plurax.execute.program import Program
+from plurax.execute.summary import choice_text
+from plurax.state import TrainState
+from plurax.train.checkpoint import Checkpoints
+from plurax.train.data import Data
+from plurax.train.epoch_metrics import EpochMetrics, MembersMetrics, NetworkMetrics
+from plurax.train.hooks import Hooks
+from plurax.train.log import MetricsLog, Row
+from plurax.train.progress import TrainingProgress
+from plurax.train.restore import restore
+from plurax.train.rollback import Rollbacks
+from plurax.train.run_folder import check_same_run, move_run_aside, save_settings
+
+
+def open_checkpoints(
+    stack: contextlib.ExitStack,
+    group: ProcessGroup,
+    output: str | Path | None,
+    resume: bool,
+    restart: bool,
+) -> Checkpoints | None:
+    """Return the checkpoints of `output`, locked for this process, or None without an output.
+
+    Raises `CheckpointError`, before changing anything, for an output that holds another run.
+    """
+    if resume and restart:
+        raise errors.resume_and_restart()
+    if output is None:
+        return None
+    checkpoints = stack.enter_context(Checkpoints(Path(output) / "checkpoints", group=group))
+    if not resume and not restart:
+        group.on_primary(lambda: _check_empty(checkpoints))
+    checkpoints.lock()
+    return checkpoints
+
+
+def move_aside(group: ProcessGroup, checkpoints: Checkpoints | None) -> None:
+    """Move a run that is not wanted any more to another folder; do nothing without one."""
+    if checkpoints is not None:
+        group.on_primary(lambda: move_run_aside(checkpoints))
+
+
+def _check_empty(checkpoints: Checkpoints) -> None:
+    if checkpoints.steps():
+        output = checkpoints.directory.parent
+        raise errors.output_has_run(str(output), checkpoints.steps()[-1])
+    if checkpoints.damaged():
+        raise errors.checkpoint_all_damaged(str(checkpoints.directory), checkpoints.damaged())
+
+
+def _new_metrics(program: Program, saved: dict[str, Any] | None = None) -> EpochMetrics:
+    if program.members is not None:
+        return MembersMetrics(program.members, saved)
+    return NetworkMetrics(saved)
+
+
+def start(
+    program: Program,
+    checkpoints: Checkpoints | None,
+    source: Data,
+    seed: int,
+    run: dict[str, Any],
+    rollbacks: Rollbacks,
+    hooks: Hooks,
+    resume: bool,
+) -> tuple[TrainState, Position, EpochMetrics]:
+    """Return the state to go on from, where in the data, and the sums of its epoch.
+
+    The callbacks get the state that the checkpoint has of them.
+    """
+    if checkpoints and resume:
+        rollbacks.read()
+        restored = restore(program, checkpoints, source)
+        if restored is not None:
+            state, meta = restored
+            check_same_run(str(checkpoints.directory), meta, run)
+            position, tally = rollbacks.go_on(state.steps_taken, meta)
+            hooks.restore(meta.get("callbacks", {}))
+            return state, position, _new_metrics(program, tally)
+        rollbacks.forget()
+    state = program.init(seed if program.members is None else None)
+    return state, Position(), _new_metrics(program)
+
+
+def open_log(
+    stack: contextlib.ExitStack,
+    group: ProcessGroup,
+    output: str | Path | None,
+    program: Program,
+    estimated: Estimate | None,
+    state: TrainState,
+    resume: bool,
+    command: Mapping[str, Any] | None,
+) -> tuple[MetricsLog | None, list[Row]]:
+    """Return the log, None in processes that write none, and the epochs it held before."""
+    if output is None:
+        return None, []
+    log: MetricsLog | None = None
+    resume_step = state.steps_taken if resume else None
+
+    def opened() -> list[Row]:
+        nonlocal log
+        log = stack.enter_context(MetricsLog(Path(output), resume_step=resume_step))
+        machine = estimated.machine if estimated else None
+        save_settings(program.plan, machine, command, Path(output))
+        return log.epochs
+
+    history = list(group.on_primary(opened))
+    return log, history
+
+
+def open_bar(
+    stack: contextlib.ExitStack,
+    program: Program,
+    source: Data,
+    epochs: int,
+    max_steps: int | None,
+    state: TrainState,
+    progress: bool,
+) -> TrainingProgress:
+    """Return the bar of a run, begun at its state."""
+    per_epoch = source.batches_per_epoch
+    steps = per_epoch and min(per_epoch * epochs, max_steps or per_epoch * epochs)
+    bar = TrainingProgress(epochs, steps, state.steps_taken, show=progress)
+    stack.enter_context(bar)
+    if program.chose:
+        bar.note(choice_text(program.plan))
+    return bar

@@ -1,0 +1,79 @@
+"""End training where it is planned: after a number of steps, after a time, or as a callback asks.
+
+All processes end after the same step: what one of them finds, by its own clock, counts for all.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
+
+from plurax import errors
+from plurax.train.hooks import Hooks, Run
+from plurax.validate import whole_number
+
+
+class PlannedEnd:
+    """When a run is to end before its last epoch, and where its loop has to look.
+
+    **Arguments:** `max_steps` and `max_seconds`, None for no limit; `clock`, in seconds.
+    """
+
+    def __init__(
+        self,
+        max_steps: int | None,
+        max_seconds: float | None,
+        hooks: Hooks,
+        run: Run,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_steps, self._max_seconds, self._hooks = max_steps, max_seconds, hooks
+        self._run, self._clock, self._began = run, clock, clock()
+
+    def next_stop(self, step: int) -> int | None:
+        """Return the first step after `step` at whose end the loop has to look."""
+        limit = self._max_steps if self._max_steps and self._max_steps > step else None
+        return min(filter(None, (limit, self._hooks.next_stop(step))), default=None)
+
+    def called(self) -> bool:
+        """Return whether this process wants training to end; data are not waited for then."""
+        run, limit = self._run, self._max_seconds
+        if self._max_steps is not None and run.step >= self._max_steps:
+            run.stop(f"max_steps={self._max_steps}")
+        if limit is not None and self._clock() - self._began >= limit:
+            run.stop(f"max_seconds={limit:g}")
+        return run.stopped is not None
+
+    def agree(self, ready: bool = True) -> str | None:
+        """Return why training ends after this step, in all processes alike; None to go on.
+
+        Where this one is not `ready`, it asks for nothing.
+        """
+        asked = self._run.stopped if self.called() and ready else None
+        found = next(filter(None, self._run.group.all_gather(asked)), None)
+        self._run.stopped = self._run.stopped or found
+        return found
+
+
+def check_limits(max_steps: Any, max_seconds: Any, fast_dev_run: Any) -> tuple[int | None, int]:
+    """Return the limit of steps, and the steps of a fast development run or 0.
+
+    Raises `TaskError` for others.
+    """
+    steps = None if max_steps is None else whole_number(max_steps)
+    if max_steps is not None and steps is None:
+        raise errors.max_steps_not_positive(max_steps)
+    if max_seconds is not None and not _is_positive(max_seconds):
+        raise errors.max_seconds_not_positive(max_seconds)
+    if isinstance(fast_dev_run, bool):
+        return steps, int(fast_dev_run)
+    few = whole_number(fast_dev_run)
+    if few is None:
+        raise errors.fast_dev_run_not_understood(fast_dev_run)
+    return steps, few
+
+
+def _is_positive(number: Any) -> bool:
+    numeric = isinstance(number, Real) and number is not True
+    return numeric and 0 < float(number) < math.inf
