@@ -96,11 +96,19 @@ function loadLibrary() {
 }
 
 const charts = [];
+const waiting = [];
+
+/** Draw what waits one after another, so that the page answers in between. */
+function drawNext() {
+  waiting.shift()?.draw();
+  if (waiting.length) setTimeout(drawNext);
+}
+
 const visible = 'IntersectionObserver' in window
   ? new IntersectionObserver((entries) => {
-    for (const entry of entries) {
-      if (entry.isIntersecting) entry.target.draw();
-    }
+    const seen = entries.filter((entry) => entry.isIntersecting).map((entry) => entry.target);
+    if (!waiting.length && seen.length) setTimeout(drawNext);
+    waiting.push(...seen);
   }, { rootMargin: '200px' })
   : null;
 

@@ -6,7 +6,7 @@ const view = {
   x: 'step', log: false, smooth: 0,
   kinds: { step: !several, train: !several, eval: true },
   // Runs that have a colour, dashes and a name, by their index: their slot. The others are grey.
-  slots: new Map(), hidden: new Set(),
+  slots: new Map(),
 };
 const KINDS = { step: 'every step', train: 'training', eval: 'evaluation' };
 
@@ -63,19 +63,31 @@ function shownKinds(lines) {
   return ['train', 'step'].filter((kind) => lines[kind]).slice(0, 1);
 }
 
-/** Lines of one run for one metric. */
+/** All runs without a name as one grey line with gaps: a hundred lines of their own would be slow. */
+function greySeries(metric) {
+  const line = data.runs.flatMap((run, index) => {
+    if (!several || view.slots.has(index) || !run.curves[metric]) return [];
+    const lines = run.curves[metric];
+    return shownKinds(lines).flatMap((kind) => [...points(run, kind === 'step' ? [lines[kind][0], smoothed(lines[kind][1])] : lines[kind]), [null, null]]);
+  });
+  if (!line.length) return [];
+  return [{
+    name: 'other runs', type: 'line', data: line, symbol: 'none', silent: true, z: 1, emphasis: { disabled: true },
+    lineStyle: { color: color('muted'), width: 1, opacity: 0.4 }, tooltip: { show: false },
+  }];
+}
+
+/** Lines of one named run for one metric. */
 function seriesOf(index, metric) {
   const run = data.runs[index];
   const lines = run.curves[metric];
-  if (!lines || view.hidden.has(index)) return [];
-  const slot = several ? view.slots.get(index) : null;
-  const grey = several && slot === undefined;
+  if (!lines || (several && !view.slots.has(index))) return [];
   const made = [];
   for (const kind of shownKinds(lines)) {
-    const own = several ? slot ?? 0 : { step: 0, train: 0, eval: 1 }[kind];
-    const style = grey ? { color: color('muted'), type: 'solid' } : lineStyle(own);
+    const own = several ? view.slots.get(index) : { step: 0, train: 0, eval: 1 }[kind];
+    const style = lineStyle(own);
     const few = lines[kind][0].length <= (several ? 30 : 60);
-    if (lines[`${kind}_members`] && !grey) made.push(...bands(run, lines[`${kind}_members`], style, kind));
+    if (lines[`${kind}_members`]) made.push(...bands(run, lines[`${kind}_members`], style, kind));
     const stepped = kind === 'step';
     const values = stepped ? [lines[kind][0], smoothed(lines[kind][1])] : lines[kind];
     const end = several ? run.name : KINDS[kind];
@@ -84,13 +96,12 @@ function seriesOf(index, metric) {
       symbol: few && !stepped ? marker(own) : 'none', symbolSize: 6, showAllSymbol: true, clip: true,
       lineStyle: {
         ...style, type: several ? style.type : kind === 'eval' ? 'solid' : kind === 'train' ? [7, 3] : 'solid',
-        width: grey ? 1 : stepped ? 1.1 : 2.2,
-        opacity: grey ? 0.4 : stepped && (several || lines.train) && !view.smooth ? 0.4 : 1,
+        width: stepped ? 1.1 : 2.2,
+        opacity: stepped && (several || lines.train) && !view.smooth ? 0.4 : 1,
       },
       itemStyle: { color: style.color },
-      emphasis: { disabled: grey }, silent: grey,
-      z: grey ? 1 : stepped ? 2 : kind === 'eval' ? 5 : 4,
-      endLabel: grey || stepped || (several ? made.some((one) => one.endLabel) : shownKinds(lines).length === 1) ? undefined : {
+      z: stepped ? 2 : kind === 'eval' ? 5 : 4,
+      endLabel: stepped || (several ? made.some((one) => one.endLabel) : shownKinds(lines).length === 1) ? undefined : {
         show: true, formatter: () => shortened(end), color: style.color, fontSize: 11, fontWeight: 600, distance: 6,
       },
     });
@@ -128,7 +139,7 @@ function bands(run, lines, style, kind) {
 function eventMarks() {
   const marks = [];
   for (const [index, run] of data.runs.entries()) {
-    if (view.hidden.has(index) || (several && !view.slots.has(index))) continue;
+    if (several && !view.slots.has(index)) continue;
     for (const event of run.events) marks.push({ xAxis: placed(run, [event.step])[0], name: event.text });
   }
   if (!marks.length || marks.length > 24) return [];
@@ -160,11 +171,11 @@ function wideRange(metric) {
 }
 
 function curveOptions(metric) {
-  const series = data.runs.flatMap((run, index) => seriesOf(index, metric));
+  const series = [...greySeries(metric), ...data.runs.flatMap((run, index) => seriesOf(index, metric))];
   const labelled = series.some((one) => one.endLabel);
   const longest = Math.max(...series.filter((one) => one.endLabel).map((one) => one.endLabel.formatter().length));
-  const values = series.flatMap((one) => one.data.flatMap((point) => point.slice(1)));
-  const positive = values.every((value) => value == null || value > 0);
+  const values = series.flatMap((one) => one.data.flatMap((point) => point.slice(1))).filter((value) => value != null);
+  const positive = values.length > 0 && values.every((value) => value > 0);
   const log = positive && (view.log || (view.log === null && wideRange(metric)));
   return {
     grid: { left: 8, right: labelled ? 14 + 6.6 * longest : 16, top: 12, bottom: 30, containLabel: true },
@@ -179,16 +190,19 @@ function curveOptions(metric) {
 
 /** Ends of a logarithmic axis that leave little room empty. */
 function decades(values) {
-  const known = values.filter((value) => value != null);
-  return { min: tidy(Math.min(...known), -1), max: tidy(Math.max(...known), 1) };
+  const [low, high] = values.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, -Infinity]);
+  const [min, max] = [tidy(low, -1), tidy(high, 1)];
+  // The label of an end beside that of a power of ten would overlap it.
+  const near = (end) => Math.abs(Math.log10(end) - Math.round(Math.log10(end))) < 0.35;
+  const power = (end) => Math.log10(end) % 1 === 0;
+  return { min, max, axisLabel: { ...axis('').axisLabel, showMinLabel: power(min) || !near(min), showMaxLabel: power(max) || !near(max) } };
 }
 
-/** What the cursor shows: at most twelve named lines, the lowest first. */
+/** What the cursor shows: the values of at most twelve lines. */
 function curveTip(items) {
-  const seen = items.filter((item) => item.seriesType === 'line' && item.value && item.value[1] != null);
+  const seen = items.filter((item) => item.seriesType === 'line' && item.seriesName !== 'other runs' && item.value && item.value[1] != null);
   if (!seen.length) return '';
-  const named = seen.filter((item) => !several || view.slots.has(Number.parseInt(item.seriesId, 10)) || Number.isNaN(Number.parseInt(item.seriesId, 10)));
-  const rows = named.slice(0, 12).map((item) => `<tr><td style="border:0;padding:1px 10px 1px 0">${item.marker}${escaped(item.seriesName)}</td>`
+  const rows = seen.slice(0, 12).map((item) => `<tr><td style="border:0;padding:1px 10px 1px 0">${item.marker}${escaped(item.seriesName)}</td>`
     + `<td style="border:0;padding:1px 0;text-align:right"><b>${number(item.value[1])}</b></td></tr>`);
   return `${escaped(X_NAMES[view.x])} ${number(seen[0].value[0])}<table style="min-width:0">${rows.join('')}</table>`;
 }

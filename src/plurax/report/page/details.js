@@ -103,7 +103,7 @@ function startCalibration() {
     const title = several ? found.run : '';
     if (predictions.length) {
       addChart(place, {
-        title: 'Reliability', note: title || 'below the diagonal: too sure; bars: ± one standard error',
+        title: 'Reliability', note: [title, 'below the diagonal: too sure; ± one standard error; hollow: under 10 examples'].filter(Boolean).join(': '),
         options: () => reliabilityOptions(predictions), rows: () => reliabilityRows(predictions),
         label: () => predictions.map(([name, one]) => `${name}: calibration error ${number(one.error)}`).join('; '),
       });
@@ -114,7 +114,7 @@ function startCalibration() {
       addChart(place, {
         title: 'Uncertainty', note: `${several ? `${found.run}, ` : ''}${name}`,
         options: () => uncertaintyOptions(parts), label: () => `mean epistemic ${number(parts.epistemic?.mean)}, aleatoric ${number(parts.aleatoric?.mean)}`,
-        rows: () => [['from', ...UNCERTAIN.filter((kind) => parts[kind])], parts.edges.slice(0, -1).map((edge, at) => [edge, ...UNCERTAIN.filter((kind) => parts[kind]).map((kind) => parts[kind].count[at])])],
+        rows: () => [[`more than (${parts.unit ?? ''})`, ...UNCERTAIN.filter((kind) => parts[kind]).map((kind) => `${kind}, % of examples`)], parts.edges.map((edge, at) => [edge, ...UNCERTAIN.filter((kind) => parts[kind]).map((kind) => shareAbove(parts[kind].count)[at])])],
       });
     }
   }
@@ -122,12 +122,17 @@ function startCalibration() {
 
 const legendOf = (names) => ({ top: 0, left: 0, type: 'scroll', textStyle: { color: color('ink'), fontSize: 12 }, itemWidth: 30, data: names, pageTextStyle: { color: color('soft') } });
 
+const FEW = 10; // examples of a bin below which its accuracy says little: drawn hollow, off the line
+
 function reliabilityOptions(predictions) {
   const series = predictions.flatMap(([name, one], slot) => {
     const style = lineStyle(slot);
-    const bins = one.confidence.map((x, at) => [x, one.accuracy[at], one.count[at]]).filter(([x, y]) => x != null && y != null);
+    const all = one.confidence.map((x, at) => [x, one.accuracy[at], one.count[at]]).filter(([x, y]) => x != null && y != null);
+    const bins = all.filter(([, , count]) => count >= FEW);
+    const rare = all.filter(([, , count]) => count < FEW);
     return [
       { name, type: 'line', data: bins, symbol: marker(slot), symbolSize: 8, lineStyle: { ...style, width: 2 }, itemStyle: { color: style.color }, z: 3 },
+      { name, type: 'scatter', data: rare, symbol: marker(slot), symbolSize: 6, itemStyle: { color: color('paper'), borderColor: style.color, borderWidth: 1.5 }, z: 3 },
       {
         name, type: 'custom', data: bins, encode: { x: 0, y: 1 }, silent: true, tooltip: { show: false }, z: 2, clip: true,
         renderItem: (params, api) => {
@@ -169,18 +174,27 @@ function countOptions(predictions) {
 
 const UNCERTAIN = ['total', 'aleatoric', 'epistemic'];
 
+/** The share of examples, in percent, with more uncertainty than each edge. */
+function shareAbove(counts) {
+  const total = counts.reduce((a, b) => a + b, 0) || 1;
+  let left = total;
+  return [100, ...counts.map((count) => { left -= count; return (100 * left) / total; })];
+}
+
 function uncertaintyOptions(parts) {
   const kinds = UNCERTAIN.filter((kind) => parts[kind]);
   return {
     legend: legendOf(kinds),
-    grid: { left: 8, right: 18, top: 36, bottom: 32, containLabel: true },
-    xAxis: axis(parts.unit ?? '', { type: 'value', min: 0, splitLine: { show: false }, axisLine: { show: true, lineStyle: { color: color('line') } } }),
-    yAxis: axis('', { type: 'value' }),
-    tooltip: tooltip({ trigger: 'axis' }),
+    grid: { left: 26, right: 18, top: 36, bottom: 32, containLabel: true },
+    xAxis: axis(parts.unit ?? '', { type: 'value', min: 0, max: 'dataMax', splitLine: { show: false }, axisLine: { show: true, lineStyle: { color: color('line') } } }),
+    yAxis: axis('% of examples with more', { type: 'value', min: 0, max: 100, nameGap: 36 }),
+    tooltip: tooltip({ trigger: 'axis', formatter: (items) => `more than ${number(items[0].value[0])} ${escaped(parts.unit ?? '')}<br>${items.map((item) => `${item.marker}${escaped(item.seriesName)}: <b>${number(item.value[1])} %</b>`).join('<br>')}` }),
     series: kinds.map((kind, slot) => {
       const style = lineStyle(slot);
-      const data = parts.edges.map((edge, at) => [edge, parts[kind].count[Math.min(at, parts[kind].count.length - 1)]]);
-      return { name: kind, type: 'line', step: 'end', symbol: 'none', data, lineStyle: { ...style, width: 2 }, itemStyle: { color: style.color } };
+      return {
+        name: kind, type: 'line', symbol: 'none', data: shareAbove(parts[kind].count).map((share, at) => [parts.edges[at], share]),
+        lineStyle: { ...style, width: 2 }, itemStyle: { color: style.color },
+      };
     }),
   };
 }

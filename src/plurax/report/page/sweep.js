@@ -146,7 +146,7 @@ function parallelOptions(sweep, state, columns, column, categories, better) {
         dim, name: `${words(name)}${log ? ' (log)' : ''}`, type: texts ? 'category' : log ? 'log' : 'value', data: texts ?? undefined,
         ...(texts ? {} : log ? { min: tidy(Math.min(...numbers), -1), max: tidy(Math.max(...numbers), 1) } : { scale: true }),
         nameLocation: upright ? 'start' : 'end', nameGap: upright ? 6 : 18, realtime: true,
-        nameTextStyle: { color: color('ink'), fontSize: 12, fontWeight: 600, ...(upright ? { align: 'left', verticalAlign: 'bottom', padding: [0, 0, 12, 0] } : dim === 0 ? { align: 'left' } : {}) },
+        nameTextStyle: { color: color('ink'), fontSize: 12, fontWeight: 600, backgroundColor: color('paper'), ...(upright ? { align: 'left', verticalAlign: 'bottom', padding: [2, 4, 12, 0] } : dim === 0 ? { align: 'left' } : {}) },
         axisLine: { lineStyle: { color: color('soft') } }, axisTick: { lineStyle: { color: color('soft') } },
         axisLabel: { color: color('ink'), fontSize: 11, formatter: texts ? undefined : short, textBorderColor: color('paper'), textBorderWidth: 3 },
         areaSelectStyle: { width: upright ? 26 : 22, borderWidth: 1, borderColor: color('accent'), color: color('accent'), opacity: 0.25 },
@@ -191,8 +191,7 @@ function importanceTable(sweep, state) {
     return [words(sweep.names[at]), text, way];
   });
   const made = table(['hyperparameter', `explains of ${words(state.metric)}`, 'the metric'], rows);
-  made.prepend(element('caption', {}, 'Importance: the share of the metric’s ranks that a hyperparameter explains by itself'));
-  return made;
+  return element('div', {}, element('p', { class: 'note' }, 'Importance: the share of the metric’s ranks that a hyperparameter explains by itself.'), made);
 }
 
 function bestRows(sweep, state, rows, value) {
