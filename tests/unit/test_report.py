@@ -16,7 +16,7 @@ from plurax.errors import ExperimentError
 from plurax.report.page import render
 from plurax.report.page.chart_data import BUDGET, events, metric_names, runs_json
 from plurax.report.page.run_data import LogTail, read_run, run_folders, run_names
-from plurax.report.page.sweep_data import rises, sweeps
+from plurax.report.page.sweep_data import compared_settings, rises, sweeps
 from plurax.report.page.thin import thin
 from plurax.sweeps.importance import importance
 
@@ -191,6 +191,21 @@ def test_a_sweeps_table_is_read(tmp_path):
     shares = dict(zip(shown["names"], shown["importance"]["eval_accuracy"], strict=True))
     assert shares["learning_rate"][0] > 0.9 > 0.2 > shares["dropout"][0]
     assert shares["learning_rate"][1] == 1
+
+
+def test_members_with_hyperparameters_of_their_own_are_a_sweep(tmp_path):
+    folder = write_run(tmp_path / "one", members=5)
+    (folder / "run.toml").write_text(
+        'started = "now"\n[options]\nepochs = 4\nseed = "None"\n'
+        "[members]\ncount = 5\n[members.hyper]\nrate = [0.1, 0.2, 0.3, 0.4, 0.5]\n"
+        "same = [1, 1, 1, 1, 1]\n[plan]\ndata = 1\n"
+    )
+    run = read_run(folder)
+    (found,) = sweeps([run], [])
+    assert found.names == ["rate"]
+    assert found.metrics == ["loss", "eval_loss", "eval_accuracy"]
+    assert [row["rate"] for row in found.rows] == [0.1, 0.2, 0.3, 0.4, 0.5]
+    assert compared_settings(run) == {"epochs": 4, "members.count": 5, "batch_size": 16}
 
 
 def test_runs_with_other_settings_are_a_sweep(tmp_path):

@@ -44,7 +44,11 @@ class Measured:
         return cls(estimate, hlo.memory(compiled).peak, sent)
 
     def to_json(self) -> dict[str, Any]:
-        """Return both as values that JSON holds, with the machine and its correction."""
+        """Return both as values that JSON holds, with the machine and its correction.
+
+        Of the prediction also `memory` by kind, in bytes, and `parts`, seconds by what a device
+        does.
+        """
         machine, predicted = self.estimate.machine, self.estimate
         measured = {"peak": self.peak, "bytes_sent": self.bytes_sent}
         return {
@@ -54,6 +58,8 @@ class Measured:
                 "peak": predicted.peak,
                 "bytes_sent": predicted.total_sent,
                 "seconds": predicted.seconds,
+                "memory": dict(predicted.memory),
+                "parts": {name: part for name, part in predicted.parts().items() if part},
             },
             "measured": measured if self.seconds is None else measured | {"seconds": self.seconds},
         }

@@ -20,6 +20,7 @@ function startEstimates() {
     }
   }
   for (const [run, one] of data.estimates.map((each, index) => [data.runs[index], each]).slice(0, 4)) {
+    if (one.predicted.parts) addParts(place, run, one);
     if (one.predicted.peak) addMemory(place, run, one);
   }
 }
@@ -68,26 +69,44 @@ const PATTERNS = [
   { symbol: 'triangle', dashArrayX: [[8, 8]], dashArrayY: [9, 3], symbolSize: 0.8 },
 ];
 
+/** Where the seconds of a step go, by the estimate, beside those measured. */
+function addParts(place, run, one) {
+  const seen = one.seconds.length ? one.seconds.reduce((a, b) => a + b, 0) / one.seconds.length : null;
+  addStack(place, {
+    title: 'Where a step spends its time', note: several ? run.name : '', kinds: Object.entries(one.predicted.parts),
+    measured: seen, text: duration,
+  });
+}
+
 /** What a device holds, predicted by kind beside what was measured, and the limit of the device. */
 function addMemory(place, run, one) {
-  const kinds = Object.entries(one.predicted.memory ?? { 'all of it': one.predicted.peak }).filter(([, size]) => size > 0);
   const most = Math.max(one.predicted.peak, one.measured.peak ?? 0);
+  addStack(place, {
+    title: 'Memory of a device', note: [several ? run.name : '', one.limit ? `which has ${bytes(one.limit)}` : ''].filter(Boolean).join(', '),
+    kinds: Object.entries(one.predicted.memory ?? { 'all of it': one.predicted.peak }), measured: one.measured.peak ?? null,
+    text: bytes, max: one.limit && one.limit < 4 * most ? one.limit : undefined,
+  });
+}
+
+/** Two bars: what was predicted, by kind, above what was measured. */
+function addStack(place, { title, note, kinds, measured, text, max }) {
+  const shown = kinds.filter(([, size]) => size > 0).sort((a, b) => b[1] - a[1]);
+  const half = { barWidth: 26, type: 'bar', stack: 'all' };
   addChart(place, {
-    title: 'Memory of a device', kind: 'low', note: [several ? run.name : '', one.limit ? `of ${bytes(one.limit)}` : ''].filter(Boolean).join(', '),
-    label: () => kinds.map(([name, size]) => `${words(name)} ${bytes(size)}`).join(', '),
-    rows: () => [['', 'predicted'], kinds.map(([name, size]) => [words(name), bytes(size)])],
+    title, note, kind: 'low', label: () => `Predicted: ${shown.map(([name, size]) => `${words(name)} ${text(size)}`).join(', ')}`,
+    rows: () => [['', 'predicted'], shown.map(([name, size]) => [words(name), text(size)])],
     options: () => ({
-      grid: { left: 8, right: 20, top: 40, bottom: 24, containLabel: true },
-      legend: { top: 0, left: 0, textStyle: { color: color('soft'), fontSize: 11 }, itemWidth: 16, itemHeight: 10, data: kinds.map(([name]) => words(name)) },
-      xAxis: axis('', { type: 'value', max: one.limit && one.limit < 4 * most ? one.limit : undefined, axisLabel: { color: color('soft'), fontSize: 11, formatter: bytes, hideOverlap: true } }),
+      grid: { left: 8, right: 24, top: phone() ? 66 : 46, bottom: 24, containLabel: true },
+      legend: { top: 0, left: 0, textStyle: { color: color('ink'), fontSize: 11 }, itemWidth: 16, itemHeight: 10, itemGap: 8, data: shown.map(([name]) => words(name)) },
+      xAxis: axis('', { type: 'value', max, axisLabel: { color: color('soft'), fontSize: 11, formatter: text, hideOverlap: true } }),
       yAxis: axis('', { type: 'category', data: ['measured', 'predicted'], splitLine: { show: false }, axisLabel: { color: color('ink'), fontSize: 12 } }),
-      tooltip: tooltip({ formatter: (item) => `${escaped(item.seriesName)}: <b>${bytes(item.value)}</b>` }),
+      tooltip: tooltip({ formatter: (item) => `${escaped(item.seriesName)}: <b>${text(item.value)}</b>` }),
       series: [
-        ...kinds.map(([name, size], at) => ({
-          name: words(name), type: 'bar', stack: 'all', barWidth: 26, data: [null, size],
+        ...shown.map(([name, size], at) => ({
+          ...half, name: words(name), data: [null, size],
           itemStyle: { color: color(`run-${at % STYLES}`), borderColor: color('paper'), borderWidth: 1, decal: { color: color('paper'), ...PATTERNS[at % PATTERNS.length] } },
         })),
-        { name: 'measured', type: 'bar', stack: 'all', barWidth: 26, data: [one.measured.peak ?? null, null], itemStyle: { color: color('muted') } },
+        { ...half, name: 'measured', data: [measured, null], itemStyle: { color: color('muted') } },
       ],
     }),
   });

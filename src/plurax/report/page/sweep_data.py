@@ -179,18 +179,25 @@ def shared_metrics(runs: Sequence[RunData]) -> list[str]:
     return sorted(names, key=lambda name: (not name.startswith("eval_"), names.index(name)))
 
 
+HIDDEN = ("started", "plan.", "members.hyper.", "members.seeds", "options.machine", "command.")
+"""How names in `run.toml` begin that no comparison shows; fields of the plan come from the plan."""
+
+
 def compared_settings(run: RunData) -> dict[str, Any]:
     """Return what a run was started with, as far as one compares it with other runs."""
     plan = {} if run.plan is None else {
         f"plan.{name}": value for name, value in vars(run.plan).items()
         if isinstance(value, int | float | str) and value != getattr(type(run.plan)(), name, None)
     }  # fmt: skip
-    hidden = ("members.hyper.", "started", "time", "file_sha", "command")
-    given = {name: value for name, value in run.settings.items() if not name.startswith(hidden)}
+    given = {
+        name.removeprefix("options."): value
+        for name, value in run.settings.items()
+        if not name.startswith(HIDDEN) and value != "None"  # as `run.toml` writes None
+    }
     found = plan | given
-    if "batch_size" not in found and run.batch_size:
-        found["batch_size"] = run.batch_size
-    if "members" not in found and run.members:
+    if run.batch_size:
+        found.setdefault("batch_size", run.batch_size)
+    if run.members and "members.count" not in found:
         found["members"] = run.members
     return found
 
