@@ -96,6 +96,12 @@ class Launch:
         rows = [row for row in self.events if row["event"] == "restart"]
         return [(row["process"], row["code"]) for row in rows]
 
+    def ends(self):
+        """The processes that ended in another way than by `kill -9`, and what was written then."""
+        rows = [row for row in self.events if row["event"] == "exit" and row["code"] != 137]
+        logs = {path.name: path.read_text()[-20_000:] for path in self.path("logs").glob("*.log")}
+        return rows, logs
+
     def check_nothing_left(self):
         """Raise `AssertionError` where a process or shared memory outlives the launcher."""
         assert not [pid for pid, began in self._pids() if not _ends(pid, began)], (

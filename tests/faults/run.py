@@ -14,6 +14,7 @@ With both the earlier one counts. With "draw": SEED instead, each attempt but th
 draws who is killed and when.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -105,8 +106,11 @@ def began(pid):
 
 def children():
     """The processes that this one has started: the workers of its loader."""
-    found = Path("/proc/self/task").glob("*/children")
-    return [int(pid) for path in found for pid in path.read_text().split() if is_worker(pid)]
+    found = []
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError):  # a thread that has ended meanwhile
+            found += path.read_text().split()
+    return [int(pid) for pid in found if is_worker(pid)]
 
 
 def is_worker(pid):

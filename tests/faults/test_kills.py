@@ -67,5 +67,5 @@ def test_many_kills(tmp_path):
         launch.check_nothing_left()
         causes = launch.restarts()
     assert len(causes) == ROUNDS
-    assert {code for _, code in causes} == {137}
+    assert {code for _, code in causes} == {137}, launch.ends()
     check_end(tmp_path, drawn["steps"])
