@@ -48,11 +48,7 @@ STEPS = {
 """Networks of the zoo, each under a plan across processes. Of as few devices as processes, the
 plan takes one of each: then `tensor`, `pipeline` and `member` are across hosts."""
 
-QUICK_STEPS = [
-    ("recommender", "zero 3"),
-    ("pinn", "tensor across"),
-    ("branch", "pipeline across"),
-]
+QUICK_STEPS = [("recommender", "zero 3"), ("branch", "pipeline across")]
 """Those of a default run."""
 
 ROWS = models.data(50, dtype=np.float64)

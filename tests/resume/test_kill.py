@@ -132,10 +132,12 @@ def test_killed_in_a_rollback(tmp_path, moment):
 @pytest.mark.parametrize(
     "moment",
     [
-        "file:sha256.json:2",  # the data are written, their digests are not
-        "file:commit_success.txt:5",  # the digests are, the marker is not
-        "file:4.orbax-checkpoint-tmp:1",  # all is, but it has not its name yet
-        "remove:27",  # in the middle of an old checkpoint that is removed
+        # The data are written, their digests are not; the digests are, the marker is not.
+        pytest.param("file:sha256.json:2", marks=pytest.mark.slow),
+        "file:commit_success.txt:5",
+        # All is, but it has not its name yet; in the middle of an old checkpoint that is removed.
+        pytest.param("file:4.orbax-checkpoint-tmp:1", marks=pytest.mark.slow),
+        "remove:27",
     ],
 )
 def test_nothing_is_ever_half_visible(tmp_path, moment):

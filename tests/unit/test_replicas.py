@@ -212,7 +212,7 @@ def flip_after(monkeypatch):
     return flip
 
 
-@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("resident", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_nothing_poisoned_is_saved_and_the_run_goes_on(flip_after, monkeypatch, tmp_path, resident):
     wanted = fit(resident=resident).state
     flip_after(19, "loop" if resident else "step_placed")
