@@ -1,6 +1,7 @@
 """Trees of arrays: the paths of their leaves, their bytes, and how to show them."""
 
 import math
+import re
 from typing import Any
 
 import jax
@@ -68,3 +69,20 @@ def describe(tree: PyTree, *, batch_dim: bool = False, indent: str = "    ") -> 
         dtype = getattr(leaf, "dtype", type(leaf).__name__)
         lines.append(f"{indent}{name or '(the array)'}: {dtype}[{','.join(dims)}]")
     return "\n".join(lines) or f"{indent}(no arrays)"
+
+
+def differences(here: str, there: str) -> dict[str, tuple[str | None, str | None]]:
+    """Return the leaves that differ between two descriptions, with what each says, None if nothing.
+
+    >>> differences("a: float32[3]\\nb: int32[]", "a: float32[4]\\nb: int32[]\\nkey is a key<fry>")
+    {'a': ('float32[3]', 'float32[4]'), 'key': (None, 'key<fry>')}
+    """
+    ours, theirs = _lines(here), _lines(there)
+    names = dict.fromkeys([*ours, *theirs])
+    both = {name: (ours.get(name), theirs.get(name)) for name in names}
+    return {name: said for name, said in both.items() if said[0] != said[1]}
+
+
+def _lines(description: str) -> dict[str, str]:
+    parts = [re.split(": | is a ", line.strip(), maxsplit=1) for line in description.splitlines()]
+    return {one[0]: one[1] for one in parts if len(one) == 2}

@@ -139,7 +139,9 @@ def test_a_run_with_servers_is_drawn(workplace, capsys, drawn):
         "--servers.mode", "async", "--servers.transport", "threads",
     )  # fmt: skip
     assert code == 0
-    assert "curves.png, metrics.jsonl, tensorboard/, checkpoints/, plan.toml, servers.jsonl" in out
+    assert (
+        "curves.png, metrics.jsonl, tensorboard/, checkpoints/, plan.toml, run.toml, servers" in out
+    )
     staleness, updates, _ = panels(drawn["servers.png"])
     assert staleness.shapes >= 1
     assert updates.lines == [("", 4)]
@@ -162,9 +164,8 @@ def test_a_run_with_servers_is_repeated_from_its_folder(workplace, capsys):
     steps = [line for line in out.splitlines() if line.startswith("step ")]
     assert [line.partition(":")[0] for line in steps] == ["step 4", "step 8"]
     assert all(line.endswith(", equal to its checkpoint, bit for bit") for line in steps)
-    command = workplace / "runs" / "small" / "command.json"
-    said = command.read_text()
-    command.write_text(said.replace('"0.1"', '"0.2"'))
+    command = workplace / "runs" / "small" / "run.toml"
+    command.write_text(command.read_text().replace("rate = 0.1\n", "rate = 0.2\n"))
     code, out, _ = run(capsys, "replay", "runs/small")
     assert code == 1
     assert re.search("step 4: .*, NOT its checkpoint: .*params/hidden", out)
@@ -212,7 +213,7 @@ def test_without_matplotlib(workplace, capsys, monkeypatch):
     code, out, _ = run(capsys, "train", "small.py", "--epochs", "1")
     assert code == 0
     assert f"no curves.png: {missing} 'plurax[pictures]'`." in out
-    assert "wrote runs/small: metrics.jsonl, tensorboard/, checkpoints/, plan.toml" in out
+    assert "wrote runs/small: metrics.jsonl, tensorboard/, checkpoints/, plan.toml, run.toml" in out
     code, _, err = run(capsys, "plan", "small.py", "--save", "plan.png")
     assert code == 2
     assert err.startswith(f"error: {missing}")
@@ -638,7 +639,7 @@ def test_a_found_plan_runs_beside_its_estimate_and_its_machine_learns(
     said = [line for line in out.splitlines() if re.match("predicted |measured ", line)]
     assert [line.split()[0] for line in said] == ["predicted", "measured", "measured"]
     assert " a step" in said[2]
-    assert "checkpoints/, plan.toml, machine.toml" in out
+    assert "checkpoints/, plan.toml, run.toml, machine.toml" in out
     pairs = [row["estimate"] for row in read_rows(Path("runs/small/metrics.jsonl"))
              if row["kind"] == "epoch"]  # fmt: skip
     ratios = [pair["measured"]["seconds"] / pair["predicted"]["seconds"] for pair in pairs]

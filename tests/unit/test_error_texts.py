@@ -20,6 +20,15 @@ TEXTS = Path(__file__).with_name("error_texts.txt")
 
 # What a builder is given where its annotations do not say enough, or its text has several forms.
 GIVEN: dict[str, list[dict[str, object]]] = {
+    "checkpoint_mismatch": [
+        {
+            "differ": {
+                "params/w": ("float32[3,4]", "float32[3,8]"),
+                "params/b": ("float32[8]", None),
+            }
+        },
+        {"differ": {f"params/{i}": (None, "float32[]") for i in range(14)}},
+    ],
     "column_has_nulls": [{"library": name} for name in ("pandas", "polars", "Arrow", "a file")],
     "column_not_numbers": [
         {"kind": kind, "library": library}

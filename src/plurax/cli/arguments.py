@@ -91,10 +91,15 @@ def start_devices(arguments: list[str], *, rehearsal: bool = False) -> None:
     virtual_devices(count)
 
 
-def shrink_data_axis(plan: Plan, arguments: list[str], available: int) -> Plan:
-    """Shrink the file's `data` to make room for the axes that the command line names."""
+def shrink_data_axis(
+    plan: Plan, arguments: list[str], available: int, *, unasked: bool = False
+) -> Plan:
+    """Shrink the file's `data` to make room for the axes that the command line names.
+
+    `unasked`: also where it names none.
+    """
     named = [axis for axis in MESH_AXES if value(arguments, f"--plan.{axis}") is not None]
-    if not named or "data" in named or plan.devices <= available:
+    if not (named or unasked) or "data" in named or plan.devices <= available:
         return plan
     return dataclasses.replace(plan, data=max(1, available // (plan.devices // plan.data)))
 

@@ -19,7 +19,7 @@ from plurax.task import Task
 
 def estimate_command(arguments: list[str]) -> int:
     """Print the estimate of a plan."""
-    made, options, _ = parse(arguments, "estimate", estimate_options)
+    made, options, *_ = parse(arguments, "estimate", estimate_options)
     task, machine, like = to_estimate(made, options, "estimate")
     found = estimate(task, made.optimizer, options.chosen_plan(), like, machine)
     print(found)
@@ -40,7 +40,7 @@ def diff_command(arguments: list[str]) -> int:
     if not file or (len(paths) != 2 and not asked_help):
         raise errors.diff_needs_two_plans(arguments)
     plans = {path: Plan.load(path) for path in paths}
-    made, options, _ = parse([file, *rest[len(paths) :]], "plan A B --diff", diff_options)
+    made, options, *_ = parse([file, *rest[len(paths) :]], "plan A B --diff", diff_options)
     task, machine, like = to_estimate(made, options, "plan --diff")
     found = {}
     for path, plan in plans.items():

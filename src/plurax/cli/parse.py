@@ -3,13 +3,14 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import tyro
 
-from plurax import errors, experiment
+from plurax import experiment
 from plurax.cli.arguments import made_experiment, shrink_data_axis, start_devices
+from plurax.cli.file_or_run import file_or_run, with_remembered
 from plurax.cli.options import (
     DiffOptions,
     EstimateOptions,
@@ -67,23 +68,34 @@ def common_options(made: experiment.Experiment) -> dict[str, Any]:
     }
 
 
+class Parsed(NamedTuple):
+    """What a command line says: an experiment, options, the file's report and the file."""
+
+    made: experiment.Experiment
+    options: Any
+    report: experiment.Report | None
+    file: Path
+
+
 def parse(
     arguments: list[str],
     command: str,
     defaults: Callable[[Path, experiment.Experiment], Any],
-) -> tuple[experiment.Experiment, Any, experiment.Report | None]:
-    """Return the file's experiment, the options with its values as defaults, and its report.
+) -> Parsed:
+    """Return the file's experiment, and the options with its values as defaults, or with a run's.
 
     Devices come first, because importing the file may start JAX; then the arguments of the file's
     `experiment(...)`, given as `--experiment.NAME`; then all options, with `--help`.
     """
     program = f"plurax {command} FILE"
-    if not arguments or arguments[0].startswith("-"):
-        raise errors.no_experiment_file(command, asked_help=bool({"-h", "--help"} & {*arguments}))
-    file, rest = Path(arguments[0]), arguments[1:]
-    start_devices(rest, rehearsal=command in ("plan", "verify", "estimate"))
-    made, own, report = made_experiment(file, program, rest)
+    source = file_or_run(arguments, command)
+    file, run, rest = source.file, source.run, source.rest
+    rehearsal = command in ("plan", "verify", "estimate")
+    start_devices(source.devices, rehearsal=rehearsal or run is not None)
+    made, own, report = made_experiment(file, program, source.experiment)
     default = defaults(file, made)
+    if run is not None:
+        default = with_remembered(default, run, rest)
     # One level of options, so that --plan.data stays short.
     kind = type(default)
     with_own = dataclasses.make_dataclass(
@@ -97,8 +109,10 @@ def parse(
         args=rest,
         default=with_own(**values, experiment=own),
     )
-    plan = shrink_data_axis(options.plan, rest, len(jax.devices()))
-    return made, dataclasses.replace(options, plan=plan), report
+    # What a run has trained is also used where there are fewer devices.
+    smaller = run is not None and command == "predict"
+    plan = shrink_data_axis(options.plan, rest, len(jax.devices()), unasked=smaller)
+    return Parsed(made, dataclasses.replace(options, plan=plan), report, file)
 
 
 def _seeds(members: Members) -> int | None:

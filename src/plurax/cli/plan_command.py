@@ -37,7 +37,7 @@ def plan_command(arguments: list[str]) -> int:
     started = time.perf_counter()
     if any(one.split("=")[0] == "--diff" for one in arguments):
         return diff_command(arguments)
-    made, options, _ = parse(arguments, "plan", show_options)
+    made, options, *_ = parse(arguments, "plan", show_options)
     plan = options.chosen_plan()
     if options.search:
         return search_command(made, options, plan, arguments, started)

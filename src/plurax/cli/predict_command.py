@@ -20,7 +20,7 @@ from plurax.validate import local_path
 
 def predict_command(arguments: list[str]) -> int:
     """Run the trained network over inputs, and write its outputs."""
-    made, options, _ = parse(arguments, "predict", predict_options)
+    made, options, *_ = parse(arguments, "predict", predict_options)
     directory = local_path(options.output) / "checkpoints"
     if not directory.is_dir():
         raise errors.checkpoint_none(str(options.output))

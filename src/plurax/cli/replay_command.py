@@ -1,38 +1,29 @@
-"""`plurax replay`, and the note of how a run was started."""
+"""`plurax replay`: repeat a run with parameter servers from its record."""
 
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 import tyro
 
-from plurax import errors
-from plurax.cli.arguments import made_experiment, start_devices, value
+from plurax import errors, experiment
+from plurax.cli.arguments import made_experiment, start_devices
+from plurax.cli.file_or_run import Source, run_file_of
 from plurax.cli.options import ReplayOptions
 from plurax.mesh import cpu_devices
 from plurax.plan import Plan
 from plurax.train.checkpoint import Checkpoints
 from plurax.train.checkpoint.manager import state_fingerprints
 from plurax.train.replayed import fetched_steps, recorded_runs, replayed
-from plurax.train.run_folder import COMMAND
-
-
-def train_command(arguments: list[str]) -> dict[str, Any]:
-    """Return for a run's folder from which file and with which arguments it is trained."""
-    return {"file": str(Path(arguments[0]).resolve()), "arguments": arguments[1:]}
+from plurax.train.run_file import RunSettings, read_run_file
 
 
 def replay_command(arguments: list[str]) -> int:
     """Repeat a run from its record; return 0 where all states are those that were saved."""
     options = tyro.cli(ReplayOptions, prog="plurax replay", args=arguments)
     runs = recorded_runs(options.run)
-    file, given = _command(options.run, options.file)
-    if value(given, "--devices") is None:
-        cpu_devices(max(Plan.from_toml(run[0]["plan"]).devices for run in runs))
-    else:
-        start_devices(given)
-    made, *_ = made_experiment(file, "plurax replay", given)
+    devices = max(Plan.from_toml(run[0]["plan"]).devices for run in runs)
+    made = _experiment(options.run, options.file, devices)
     steps, same = {*fetched_steps(runs)}, True
     checkpoints = Checkpoints(options.run / "checkpoints")
     for step, state in replayed(made.task, made.optimizer, made.data, options.run, runs, steps):
@@ -48,14 +39,21 @@ def replay_command(arguments: list[str]) -> int:
     return 0 if same else 1
 
 
-def _command(run: Path, file: Path | None) -> tuple[Path, list[str]]:
-    """Return the file and the arguments with which a run was started."""
-    path, said = run / COMMAND, dict[str, Any]()
-    if path.is_file():
-        said = json.loads(path.read_text())
-    elif file is None:
-        raise errors.replay_needs_file(str(run))
-    return file or Path(said["file"]), said.get("arguments", [])
+def _experiment(folder: Path, file: Path | None, devices: int) -> experiment.Experiment:
+    """Return the experiment of a run, with its own arguments, once there are devices for it."""
+    run = read_run_file(folder)
+    if run is None:
+        if file is None:
+            raise errors.run_without_file(str(folder), "replay")
+        run = RunSettings(folder, file, {}, {}, None)
+    given = run.options.get("devices")
+    if given is None:
+        cpu_devices(devices)
+    else:
+        start_devices([f"--devices={given}"])
+    source = Source(file or run_file_of(run, "replay"), run, [])
+    made, *_ = made_experiment(source.file, "plurax replay", source.experiment)
+    return made
 
 
 def _digest(prints: dict[str, str]) -> str:

@@ -1,5 +1,6 @@
 """`plurax train FILE`: train, and draw what the run has logged."""
 
+import dataclasses
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from plurax import errors
 from plurax.cli.machine_command import described_machine
 from plurax.cli.options import chosen_rollback, chosen_servers, fit_options
 from plurax.cli.parse import parse, train_options
-from plurax.cli.replay_command import train_command
 from plurax.distributed.environment import writes_files
 from plurax.exit_codes import ExitCode
 from plurax.members import Members
@@ -32,7 +32,7 @@ EXIT = {
 
 def train_experiment(arguments: list[str]) -> int:
     """Train the experiment of a file, and return the exit code."""
-    made, options, report = parse(arguments, "train", train_options)
+    made, options, report, file = parse(arguments, "train", train_options)
     console = Console(highlight=False, soft_wrap=True)
     plan = plan_for_those_left(options.chosen_plan(), made.task)
     members = options.members.chosen(made.members)
@@ -43,17 +43,28 @@ def train_experiment(arguments: list[str]) -> int:
     machine = described_machine(options.machine, options.nodes) or made.machine
     servers = chosen_servers(options.servers, made.servers)
     result = fit(**{**vars(made), **chosen, "plan": plan, "members": members, "machine": machine,
-                    "servers": servers, "command": train_command(arguments),
+                    "servers": servers, "command": _remembered(file, options),
                     "rollback": chosen_rollback(options.rollback, made.rollback)})  # fmt: skip
     if result.staleness is not None:
         console.print(str(result.staleness), markup=False)
     if writes_files():
         mode = None if servers is None else servers.mode
-        written = _draw(result, options.output, mode, Path(arguments[0]).stem, console)
+        written = _draw(result, options.output, mode, Path(arguments[0]).resolve().stem, console)
         console.print(f"wrote {options.output}: {', '.join(written)}", markup=False)
     if report is not None and result.interrupted is None:
         _report(report, made, result, options.output, console)
     return EXIT[result.interrupted]
+
+
+def _remembered(file: Path, options: Any) -> dict[str, Any]:
+    """Return for `run.toml` what `fit` does not know: FILE, its arguments, and other options."""
+    names = {field.name for field in dataclasses.fields(options)}
+    own = names - {*fit_options(), "plan", "plan_file", "experiment"}
+    return {
+        "file": str(file.resolve()),
+        **{name: getattr(options, name) for name in sorted(own)},
+        "experiment": dataclasses.asdict(options.experiment),
+    }
 
 
 def _draw(result: Fit, output: Path, mode: str | None, title: str, console: Console) -> list[str]:
@@ -61,7 +72,7 @@ def _draw(result: Fit, output: Path, mode: str | None, title: str, console: Cons
 
     `mode` is that of parameter servers, or None without them.
     """
-    written = ["metrics.jsonl", "tensorboard/", "checkpoints/", "plan.toml"]
+    written = ["metrics.jsonl", "tensorboard/", "checkpoints/", "plan.toml", "run.toml"]
     written += ["machine.toml"] if result.estimate else []
     rows = list(read_rows(output / "metrics.jsonl"))
     if not any(row["kind"] == "epoch" for row in rows):

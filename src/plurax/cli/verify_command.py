@@ -12,7 +12,7 @@ from plurax.task import Task
 
 def verify_command(arguments: list[str]) -> int:
     """Train some steps under the plan and on one device; return 1 where they differ."""
-    made, options, _ = parse(arguments, "verify", verify_options)
+    made, options, *_ = parse(arguments, "verify", verify_options)
     if options.members.chosen(made.members) is not None or not isinstance(made.task, Task):
         raise errors.verify_one_network()
     _, like = data_source(made, options)

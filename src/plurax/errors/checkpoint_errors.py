@@ -5,6 +5,9 @@ from typing import Any
 
 from plurax.errors.kinds import CheckpointError, DiskError, RunStoppedError, SavingStoppedError
 
+MOST_LISTED = 12
+"""Tensors that a message lists."""
+
 
 def checkpoint_none(directory: str) -> CheckpointError:
     return CheckpointError(f"{directory} holds no checkpoint; train with this directory first.")
@@ -19,11 +22,21 @@ def checkpoint_all_damaged(directory: str, reasons: Iterable[str]) -> Checkpoint
     )
 
 
-def checkpoint_mismatch(directory: str, expected: str, given: str) -> CheckpointError:
+def checkpoint_mismatch(
+    directory: str, differ: Mapping[str, tuple[str | None, str | None]]
+) -> CheckpointError:
+    """`differ`: what program and checkpoint hold, each None where it is not there, by path."""
+    lines = [
+        f"\n    {path}: {ours or 'nothing'} in the program, {saved or 'nothing'} in the checkpoint"
+        for path, (ours, saved) in differ.items()
+    ]
+    left = len(lines) - MOST_LISTED
+    more = f"\n    and {left} more" if left > 0 else ""
     return CheckpointError(
-        f"the checkpoint in {directory} was written by another task or optimizer.\n"
-        f"  the program holds:\n{expected}\n  the checkpoint holds:\n{given}\n"
-        "Use another directory, or the task and optimizer it was written with."
+        f"the checkpoint in {directory} was written by another task or optimizer. What differs:"
+        f"{''.join(lines[:MOST_LISTED])}{more}\n"
+        "Use another directory, or the task and optimizer it was written with, with the same "
+        "--experiment options: plurax takes them from the run's folder in place of FILE."
     )
 
 

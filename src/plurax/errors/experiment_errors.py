@@ -38,6 +38,35 @@ def experiment_missing_file(path: str) -> ExperimentError:
     return ExperimentError(f"{path}: no such file; give a Python file that defines experiment().")
 
 
+def run_file_unreadable(path: str, reason: str) -> ExperimentError:
+    return ExperimentError(
+        f"{path} cannot be read: {reason}. Mend it, or give the experiment file in place of the "
+        "run's folder."
+    )
+
+
+def folder_is_no_run(folder: str, command: str) -> ExperimentError:
+    return ExperimentError(
+        f"{folder} is a folder without a run.toml, so it is not that of a run. Write plurax "
+        f"{command} FILE, where FILE is Python that defines experiment(), or the folder that "
+        "plurax train wrote."
+    )
+
+
+def run_without_file(folder: str, command: str) -> ExperimentError:
+    return ExperimentError(
+        f"{folder} does not say which FILE it was trained from: plurax train did not write it. Add "
+        f"the file that defines experiment(): plurax {command} {folder} FILE"
+    )
+
+
+def run_file_moved(folder: str, file: str, command: str) -> ExperimentError:
+    return ExperimentError(
+        f"{folder} was trained from {file}, which is not there any more. Say where it is now: "
+        f"plurax {command} {folder} FILE"
+    )
+
+
 def experiment_missing_function(path: str) -> ExperimentError:
     return ExperimentError(
         f"{path} does not define experiment(). Add:\n\n"

@@ -169,10 +169,3 @@ def replay_beyond_record(directory: str, step: int, last: int) -> CheckpointErro
     return CheckpointError(
         f"step {step} of the run in {directory} cannot be replayed: its record ends at step {last}."
     )
-
-
-def replay_needs_file(directory: str) -> CheckpointError:
-    return CheckpointError(
-        f"{directory} does not say which FILE it was trained from: it was not written by plurax "
-        f"train, or training did not end. Say plurax replay {directory} FILE."
-    )

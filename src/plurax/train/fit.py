@@ -192,8 +192,8 @@ def fit(
     - `fast_dev_run`: try everything once: train one step, or as many as given, evaluate on as many
       batches, call the callbacks, and write nothing.
     - `devices`: the devices, default all that JAX sees.
-    - `command`: how the run is started, written to `command.json` in `output` before the first
-      step; `plurax train` gives it, and `plurax replay` reads it.
+    - `command`: what the command line says of the run, for `run.toml`, which is written to
+      `output` before the first step, with all other arguments; `plurax train` gives it.
 
     Ctrl-C and SIGTERM end training after the current call (a step, or about a quarter of a second
     of steps over resident data), save, and return with `interrupted` set; a second signal ends the
@@ -208,7 +208,7 @@ def fit(
     `CheckpointError`, and `ReplicaError` for a device with faulty memory or arithmetic, before
     anything of it is saved.
     """
-    numbers = (epochs, seed, report_every, checkpoint_every)
+    given, numbers = dict(locals()), (epochs, seed, report_every, checkpoint_every)
     epochs, seed, report_every, checkpoint_every = checked_numbers(*numbers, check_replicas_every)
     plan = check_arguments(task, optimizer, plan, members, servers)
     rule = check_rollback(rollback, members, servers)
@@ -241,7 +241,7 @@ def fit(
             start, program, checkpoints, source, seed, settings, rollbacks, hooks
         )
         state, position, metrics = begin(resume)
-        log, history = open_log(stack, group, output, program, estimated, state, resume, command)
+        log, history = open_log(stack, group, output, program, estimated, state, resume, given)
         rollbacks.write(log, state.steps_taken)
         stop = stack.enter_context(StopSignals())
         progress = progress and group.is_primary

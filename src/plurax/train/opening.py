@@ -101,7 +101,7 @@ def open_log(
     estimated: Estimate | None,
     state: TrainState,
     resume: bool,
-    command: Mapping[str, Any] | None,
+    given: Mapping[str, Any],
 ) -> tuple[MetricsLog | None, list[Row]]:
     """Return the log, None in processes that write none, and the epochs it held before."""
     if output is None:
@@ -113,7 +113,7 @@ def open_log(
         nonlocal log
         log = stack.enter_context(MetricsLog(Path(output), resume_step=resume_step))
         machine = estimated.machine if estimated else None
-        save_settings(program.plan, machine, command, Path(output))
+        save_settings(program, machine, given, state.steps_taken, Path(output))
         return log.epochs
 
     history = list(group.on_primary(opened))

@@ -8,16 +8,16 @@ from typing import Any
 
 from plurax import errors
 from plurax.execute.array_data import ArrayData
+from plurax.execute.program import Program
 from plurax.machine import Machine
-from plurax.plan import Plan
 from plurax.train.checkpoint import Checkpoints
 from plurax.train.data import Data
 from plurax.train.disk import replace_file
+from plurax.train.run_file import RUN_FILE, STARTS, run_toml, utc_now
 
-COMMAND = "command.json"
 FILES = (
     "metrics.jsonl", "tensorboard", "plan.toml", "machine.toml", "servers.jsonl", "rollbacks.jsonl",
-    COMMAND,
+    RUN_FILE, STARTS,
 )  # fmt: skip
 """The files a run writes beside its checkpoints."""
 
@@ -42,18 +42,21 @@ def check_same_run(directory: str, meta: dict[str, Any], run: dict[str, Any]) ->
 
 
 def save_settings(
-    plan: Plan, machine: Machine | None, command: Mapping[str, Any] | None, output: Path
+    program: Program, machine: Machine | None, given: Mapping[str, Any], step: int, output: Path
 ) -> None:
-    """Write `plan.toml`, where given `machine.toml` and `command.json`, each atomically.
+    """Write `plan.toml`, `run.toml` and where given `machine.toml`, each atomically.
+
+    **Arguments:** `given`, the arguments of `fit`; `step`, at which the run goes on.
 
     Raises `CheckpointError` where writing fails.
     """
     try:
-        replace_file(output / "plan.toml", plan.to_toml().encode())
+        replace_file(output / "plan.toml", program.plan.to_toml().encode())
         if machine is not None:
             replace_file(output / "machine.toml", machine.to_toml().encode())
-        if command is not None:
-            replace_file(output / COMMAND, json.dumps(command, indent=1).encode())
+        replace_file(output / RUN_FILE, run_toml(given, program).encode())
+        with (output / STARTS).open("a") as starts:
+            starts.write(json.dumps({"step": step, "time": utc_now()}) + "\n")
     except OSError as error:
         raise errors.checkpoint_not_written(str(output), str(error)) from None
 

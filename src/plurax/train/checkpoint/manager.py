@@ -486,7 +486,8 @@ class Checkpoints:
         plain_like, keys = _plain(like)
         shapes = tree.describe(plain_like) + keys
         if shapes != described["shapes"]:
-            raise errors.checkpoint_mismatch(str(self.directory), shapes, described["shapes"])
+            differ = tree.differences(shapes, described["shapes"])
+            raise errors.checkpoint_mismatch(str(self.directory), differ)
         names = ["state", "residuals"] if "workers" in described else ["state"]
         for name in names:
             self._read_by_primary(functools.partial(verify_files, directory / name))

@@ -1,0 +1,128 @@
+"""FILE, or in its place the folder of a run, whose `run.toml` says how it was started.
+
+plurax train runs/digits --epochs 50
+    FILE         examples/digits.py      [command] file
+    experiment   --experiment.width=64   [experiment]
+    defaults     --batch-size 128, ...   [options], [command]
+    plan         data=4                  [plan]
+    then what the command line says      --epochs 50
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, TypeVar
+
+from plurax import errors
+from plurax.cli.arguments import value
+from plurax.distributed.environment import gang_of
+from plurax.plan import MESH_AXES
+from plurax.train.run_file import RunSettings, read_run_file
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where the experiment comes from.
+
+    **Fields:** `file`, that defines it; `run`, what the run remembers, None where FILE is given;
+    `rest`, the other arguments of the command line.
+    """
+
+    file: Path
+    run: RunSettings | None
+    rest: list[str]
+
+    @property
+    def experiment(self) -> list[str]:
+        """The arguments of the file's `experiment()`, those of the command line last."""
+        return [*([] if self.run is None else tokens("--experiment", self.run.experiment)),
+                *self.rest]  # fmt: skip
+
+    @property
+    def devices(self) -> list[str]:
+        """The arguments that say how many devices are needed, those of the command line last."""
+        if self.run is None:
+            return self.rest
+        given = self.run.options.get("devices")
+        own = [f"--devices={given}"] if given is not None and gang_of() is None else []
+        if self.run.plan is not None:
+            own += [f"--plan.{axis}={getattr(self.run.plan, axis)}" for axis in MESH_AXES]
+        return [*own, *self.rest]
+
+
+def file_or_run(arguments: list[str], command: str) -> Source:
+    """Read the first argument: FILE, or the folder of a run, after which FILE may stand.
+
+    Raises `ExperimentError` for a folder that is none of a run, or whose FILE is not there.
+    """
+    if not arguments or arguments[0].startswith("-"):
+        raise errors.no_experiment_file(command, asked_help=bool({"-h", "--help"} & {*arguments}))
+    first, rest = Path(arguments[0]), arguments[1:]
+    if not first.is_dir():
+        return Source(first, None, rest)
+    run = read_run_file(first)
+    if run is None:
+        raise errors.folder_is_no_run(str(first), command)
+    if rest and not rest[0].startswith("-"):
+        return Source(Path(rest[0]), run, rest[1:])
+    return Source(run_file_of(run, command), run, rest)
+
+
+def run_file_of(run: RunSettings, command: str) -> Path:
+    """Return the FILE of a run. Raises `ExperimentError` where it has none, or it is gone."""
+    if run.file is None:
+        raise errors.run_without_file(str(run.folder), command)
+    if not run.file.is_file():
+        raise errors.run_file_moved(str(run.folder), str(run.file), command)
+    return run.file
+
+
+def with_remembered(options: T, run: RunSettings, rest: list[str]) -> T:
+    """Return options with the values of a run as defaults, as far as they have them.
+
+    Its folder is the output, and there training goes on, unless the command line says otherwise.
+    """
+    assert dataclasses.is_dataclass(options)
+    assert not isinstance(options, type)
+    names = {field.name for field in dataclasses.fields(options)}
+    found: dict[str, Any] = {
+        name: _like(getattr(options, name), given)
+        for name, given in run.options.items()
+        if name in names
+    }
+    if run.plan is not None:
+        found["plan"] = run.plan
+    if isinstance(getattr(options, "output", None), Path):
+        found["output"] = run.folder
+    if "resume" in names:
+        found["resume"] = value(rest, "--output") is None and "--restart" not in rest
+    return dataclasses.replace(options, **found)
+
+
+def _like(default: Any, given: Any) -> Any:
+    if isinstance(given, dict) and dataclasses.is_dataclass(default):
+        names = {field.name for field in dataclasses.fields(default)}
+        known = {name: _like(None, one) for name, one in given.items() if name in names}
+        return dataclasses.replace(default, **known)  # type: ignore[type-var]
+    return tuple(given) if isinstance(given, list) else given
+
+
+def tokens(name: str, given: Any) -> list[str]:
+    """Return arguments that give a value again.
+
+    >>> tokens("--experiment", {"learning_rate": 0.1, "deep": False, "sizes": [3, 4]})
+    ['--experiment.learning-rate=0.1', '--experiment.no-deep', '--experiment.sizes', '3', '4']
+    """
+    if isinstance(given, dict):
+        return [
+            token
+            for inner, one in given.items()
+            for token in tokens(f"{name}.{inner.replace('_', '-')}", one)
+        ]
+    if isinstance(given, bool):
+        head, _, last = name.rpartition(".")
+        return [name if given else f"{head}.no-{last}"]
+    if isinstance(given, list):
+        return [name, *map(str, given)]
+    return [f"{name}={given}"]

@@ -1,0 +1,243 @@
+"""`run.toml`: how a run was started, written before its first step, and read by the command line.
+
+started = "2026-05-04T09:30:00+00:00"
+callbacks = ["EarlyStopping"]  # their names
+[options]                     # arguments of fit; None as the command line writes it
+epochs = 3
+checkpoint_every = "None"
+[command]                     # of plurax train: FILE, and options that fit has in another form
+file = "/work/digits.py"
+[experiment]                  # arguments of the file's experiment()
+width = 64
+[plan]                        # as in plan.toml
+data = 4
+[members]  [servers]  [rollback]  [versions]  [devices]  [git]
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import enum
+import importlib.metadata
+import json
+import platform
+import re
+import subprocess
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plurax import __version__, errors
+from plurax.execute.program import Program
+from plurax.members import Members
+from plurax.plan import Plan
+from plurax.validate import local_path
+
+RUN_FILE = "run.toml"
+STARTS = "starts.jsonl"
+"""One line each time the run was started: `step` and `time`."""
+
+NOTE = "# How this run was started. The command line reads it where it is given this folder.\n"
+VERSIONS = ("jax", "jaxlib", "numpy", "optax", "orbax-checkpoint")
+NOT_OPTIONS = frozenset(("output", "resume", "restart", "command"))
+"""Arguments of `fit` that say where a run is, and not what it is."""
+MOST_HYPER = 10_000
+"""The longest list of hyperparameters that is written."""
+GIT_SECONDS = 5.0
+"""How long git may take to answer, as in a large repository on a slow disk."""
+
+Table = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSettings:
+    """What a `run.toml` says.
+
+    **Fields:** `folder`, of the run; `file`, its FILE, None where it was not trained by `plurax
+    train`; `options`, of the command line by name, tables for those with a dot; `experiment`, the
+    arguments of the file's `experiment()`; `plan`, None where it is not there.
+    """
+
+    folder: Path
+    file: Path | None
+    options: Table
+    experiment: Table
+    plan: Plan | None
+
+
+def read_run_file(folder: str | Path) -> RunSettings | None:
+    """Return what the `run.toml` of a folder says, None where it has none.
+
+    Raises `ExperimentError` for a file that is not TOML, and `PlanError` for its plan.
+    """
+    folder = local_path(folder)
+    path = folder / RUN_FILE
+    if not path.is_file():
+        return None
+    try:
+        table: Table = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise errors.run_file_unreadable(str(path), str(error)) from None
+    command = table.get("command", {})
+    file = command.pop("file", None)
+    plan = _plan(table["plan"], str(path)) if "plan" in table else None
+    options = {
+        name: _read(value) for name, value in {**table.get("options", {}), **command}.items()
+    }
+    return RunSettings(folder, file and Path(file), options, table.get("experiment", {}), plan)
+
+
+def run_toml(given: Mapping[str, Any], program: Program) -> str:
+    """Return the text of `run.toml`.
+
+    **Arguments:**
+
+    - `given`: the arguments of `fit` by name, the `command` among them: what `plurax train` says
+      of `file`, `experiment` and options that `fit` has in another form.
+    - `program`: its program.
+    """
+    command = dict(given.get("command") or {})
+    devices = list(program.mesh.devices.flat)
+    folder = Path(command["file"]).parent if "file" in command else Path()
+    plan = re.sub(r"^(\[\[?)", r"\1plan.", program.plan.to_toml(), flags=re.MULTILINE)
+    tables = {
+        "options": {name: value for name, value in given.items() if _is_option(name, value)},
+        "experiment": command.pop("experiment", {}),
+        "command": command,
+        "members": _members(program.members),
+        "servers": given.get("servers"),
+        "rollback": given.get("rollback"),
+        "versions": versions(),
+        "devices": {
+            "platform": devices[0].platform,
+            "kind": devices[0].device_kind,
+            "count": len(devices),
+            "processes": len({device.process_index for device in devices}),
+        },
+        "git": git_state(folder),
+    }
+    started = f"started = {_value(utc_now())}\n"
+    if callbacks := [type(one).__name__ for one in given.get("callbacks", ())]:
+        started += f"callbacks = {_value(callbacks)}\n"
+    text = "".join(_table(name, _as_table(table)) for name, table in tables.items())
+    return f"{NOTE}{started}{text}\n[plan]\n{plan}"
+
+
+def utc_now() -> str:
+    """Return the time, as `2026-05-04T09:30:00+00:00`."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def versions() -> Table:
+    """Return the versions of Python, plurax and what it computes with."""
+    found = {"plurax": __version__, "python": platform.python_version()}
+    for name in VERSIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def git_state(folder: Path) -> Table:
+    """Return `commit` and whether files differ from it (`dirty`); empty without git."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    if not commit:
+        return {}
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": bool(changed)} if changed is not None else {"commit": commit}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True, text=True, timeout=GIT_SECONDS, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _is_option(name: str, value: object) -> bool:
+    plain = value is None or isinstance(value, bool | int | float | str | np.number)
+    return plain and name not in NOT_OPTIONS
+
+
+def _members(members: Members | None) -> Table:
+    if members is None:
+        return {}
+    seeds = [row["seed"] for row in members.table()]
+    hyper = {name: values.tolist() for name, values in members.hyper_table().items()}
+    return {
+        "count": members.count,
+        **({} if seeds == list(range(members.count)) else {"seeds": seeds}),
+        "resample": repr(members.resample),
+        "hyper": {name: values for name, values in hyper.items() if len(values) <= MOST_HYPER},
+    }
+
+
+def _plan(values: Table, source: str) -> Plan:
+    known = [field.name for field in dataclasses.fields(Plan)]
+    for key in values:
+        if key not in known:
+            raise errors.plan_unknown_key(key, known, source)
+    try:
+        return Plan(**values)
+    except errors.PlanError as error:
+        raise errors.plan_in_a_file(source, error) from None
+
+
+# --- TOML ----------------------------------------------------------------------------------------
+
+
+def _read(value: Any) -> Any:
+    """Return a value as it was before it was written."""
+    if isinstance(value, dict):
+        return {name: _read(inner) for name, inner in value.items()}
+    return None if value == "None" else value
+
+
+def _table(name: str, table: Table) -> str:
+    """Return a table and those in it; nothing for an empty one."""
+    plain = {key: value for key, value in table.items() if not isinstance(value, dict)}
+    lines = [f"{_key(key)} = {_value(value)}" for key, value in plain.items()]
+    text = "\n".join(["", f"[{name}]", *lines, ""]) if lines else ""
+    inner = {key: value for key, value in table.items() if isinstance(value, dict)}
+    return text + "".join(_table(f"{name}.{_key(key)}", value) for key, value in inner.items())
+
+
+def _as_table(value: Any) -> Table:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if not isinstance(value, Mapping):
+        return {}
+    return {
+        str(key): _as_table(one) if isinstance(one, Mapping) or _is_instance(one) else one
+        for key, one in value.items()
+    }
+
+
+def _is_instance(value: object) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _value(name)
+
+
+def _value(value: Any) -> str:
+    """Return a value of TOML; what TOML has not, as text."""
+    if isinstance(value, enum.Enum):
+        return _value(value.name)
+    if isinstance(value, np.generic):
+        return _value(value.item())
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return f"[{', '.join(map(_value, value))}]"
+    # A basic string of TOML is JSON's with DEL escaped too.
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007F")

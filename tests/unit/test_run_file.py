@@ -1,0 +1,248 @@
+"""A run remembers itself: `run.toml`, and the commands that take a run's folder for FILE."""
+
+import enum
+import json
+import subprocess
+import tomllib
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from tests import models
+
+import plurax as px
+from plurax.cli import commands as cli
+from plurax.cli.file_or_run import tokens
+from plurax.train.log import read_rows
+from plurax.train.run_file import git_state, read_run_file, run_toml
+
+EXPERIMENT = """
+import optax, plurax as px
+from tests import models
+
+def experiment(rate: float = 1e-2, sizes: tuple[int, ...] = (3,), quick: bool = True):
+    return px.Experiment(
+        task=models.mlp_task(), optimizer=optax.adamw(rate), data=models.data(50), batch_size=16,
+        epochs=2, plan=px.Plan(data=2),
+    )
+"""
+
+
+class Watcher:
+    """A callback."""
+
+    def on_step(self, run, row):
+        pass
+
+
+def trained(output, **options):
+    given = {"plan": px.Plan(data=2), "batch_size": 16, "progress": False, **options}
+    px.fit(models.mlp_task(), optax.adamw(1e-2), models.data(32), output=output, **given)
+    return tomllib.loads((output / "run.toml").read_text())
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.py").write_text(EXPERIMENT)
+    return tmp_path
+
+
+@pytest.fixture
+def ran(workplace, capsys):
+    """A run of two epochs, with arguments of every kind."""
+    code, _, err = run(
+        capsys, "train", "small.py", "--output", "ran", "--experiment.rate", "0.1", "--seed", "3",
+        "--experiment.no-quick", "--experiment.sizes", "4", "5", "--plan.data", "4",
+        "--plan.microbatches", "2", "--no-progress", "--rollback.after", "5",
+    )  # fmt: skip
+    assert code == 0, err
+    return workplace / "ran"
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([str(argument) for argument in arguments])
+    printed = capsys.readouterr()
+    return stopped.value.code, printed.out, printed.err
+
+
+def test_fit_writes_how_it_was_called(tmp_path):
+    found = trained(tmp_path / "run", seed=7, checkpoint_every=2, callbacks=[Watcher()])
+    assert found["callbacks"] == ["Watcher"]
+    options = found["options"]
+    assert (options["seed"], options["checkpoint_every"], options["batch_size"]) == (7, 2, 16)
+    assert options["resident"] == "None"  # as the command line writes it
+    assert not {"output", "resume", "restart"} & options.keys()
+    assert found["plan"]["data"] == 2
+    assert found["versions"]["plurax"] == px.__version__
+    assert found["versions"]["jax"] == jax.__version__
+    assert found["devices"] == {"platform": "cpu", "kind": "cpu", "count": 2, "processes": 1}
+    assert found["rollback"]["after"] == px.Rollback().after
+    assert found["started"].endswith("+00:00")
+    assert not {"command", "experiment", "members", "servers"} & found.keys()
+    (start,) = map(json.loads, (tmp_path / "run" / "starts.jsonl").read_text().splitlines())
+    assert start == {"step": 0, "time": start["time"]}
+
+
+def test_it_is_there_before_the_first_step(tmp_path):
+    class Data:
+        def __iter__(self):
+            first = models.data(16)
+            yield first
+            raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        px.fit(models.mlp_task(), optax.adamw(1e-2), Data(), output=tmp_path / "run")
+    assert read_run_file(tmp_path / "run") is not None
+
+
+def test_a_population_is_noted_with_its_hyperparameters(tmp_path):
+    rates = [0.1, 0.2, 0.30000001192092896]
+    px.fit(
+        models.mlp_task(), lambda hyper: optax.sgd(hyper["rate"]), models.data(32), batch_size=16,
+        members=px.Members([4, 5, 6], {"rate": rates}, px.ensemble.bootstrap()), progress=False,
+        output=tmp_path,
+    )  # fmt: skip
+    found = tomllib.loads((tmp_path / "run.toml").read_text())["members"]
+    assert (found["count"], found["seeds"], found["resample"]) == (3, [4, 5, 6], "Bootstrap()")
+    assert found["hyper"]["rate"] == pytest.approx(rates)
+
+
+def test_each_start_is_a_line_and_a_restart_begins_anew(tmp_path):
+    trained(tmp_path)
+    trained(tmp_path, epochs=2, resume=True)
+    lines = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 2]
+    trained(tmp_path, restart=True)
+    assert len((tmp_path / "starts.jsonl").read_text().splitlines()) == 1
+    assert (tmp_path / "before.1" / "run.toml").is_file()
+
+
+def test_the_state_of_git(tmp_path, monkeypatch):
+    def git(*arguments):
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(
+            ["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True
+        )
+
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert git_state(tmp_path) == {}
+    git("init")
+    assert git_state(tmp_path) == {}  # no commit yet
+    (tmp_path / "a.py").write_text("1")
+    git("add", "a.py")
+    git("commit", "-m", "a")
+    clean = git_state(tmp_path)
+    assert len(clean["commit"]) == 40
+    assert clean["dirty"] is False
+    (tmp_path / "new.txt").write_text("a file that git does not know")
+    assert git_state(tmp_path) == clean
+    (tmp_path / "a.py").write_text("2")
+    assert git_state(tmp_path) == {**clean, "dirty": True}
+    monkeypatch.setenv("PATH", "")
+    assert git_state(tmp_path) == {}
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+def test_every_value_is_read_back(tmp_path):
+    """Texts that TOML escapes, numbers, lists; what it has not as text; a plan with tables."""
+    plan = px.Plan(tensor=2, shardings={"*/w x": (None, "tensor")})
+    batch = models.data(8)
+    program = px.compile(models.mlp_task(), optax.sgd(0.1), px.Plan(data=2), batch)
+    program = type("Planned", (), {"plan": plan, "mesh": program.mesh, "members": None})()
+    own = {"text": 'a "b"\n\x7f', "path": Path("a/b"), "colour": Colour.RED, "none": None,
+           "tiny": 1e-30, "list": (1, 2), "table": {"in side": True}, "n": np.int64(3)}  # fmt: skip
+    command = {"file": "a b.py", "experiment": own, "members": {"seeds": None, "folds": 5}}
+    given = {"epochs": np.int32(2), "data": batch, "command": command}
+    text = run_toml(given, program)
+    (tmp_path / "run.toml").write_text(text, encoding="utf-8")
+    found = read_run_file(tmp_path)
+    assert found.plan == plan
+    assert found.file == Path("a b.py")
+    assert found.options == {"epochs": 2, "members": {"seeds": None, "folds": 5}}
+    plain = {"path": "a/b", "colour": "RED", "none": "None", "list": [1, 2]}
+    assert found.experiment == {**own, **plain}
+
+
+def test_arguments_that_give_a_value_again():
+    assert tokens("--a", {"b_c": {"d": 1}, "e": [1.5, "x"], "f": "None"}) == [
+        "--a.b-c.d=1", "--a.e", "1.5", "x", "--a.f=None"
+    ]  # fmt: skip
+
+
+def test_training_goes_on_in_a_folder_alone(ran, capsys):
+    """With all options and arguments of before, and what the command line says besides."""
+    before = read_run_file(ran)
+    assert before.experiment == {"rate": 0.1, "sizes": [4, 5], "quick": False}
+    assert (before.plan, before.options["rollback"]["after"]) == (
+        px.Plan(data=4, microbatches=2), 5
+    )  # fmt: skip
+    Path("small.py").write_text(EXPERIMENT.replace("epochs=2", "epochs=9").replace("1e-2", "9.0"))
+    code, out, err = run(capsys, "train", "ran", "--epochs", "3")
+    assert code == 0, err
+    assert "Plan(data=4, microbatches=2): 4 devices" in out
+    after = read_run_file(ran)
+    assert after.experiment == before.experiment
+    assert after.options == {**before.options, "epochs": 3}
+    rows = [row["step"] for row in read_rows(ran / "metrics.jsonl") if row["kind"] == "step"]
+    assert rows == list(range(1, 13))
+    # Another output is another run, which starts from scratch.
+    code, _, err = run(capsys, "train", "ran", "--output", "other", "--plan.data", "2")
+    assert code == 0, err
+    assert read_run_file("other").plan == px.Plan(data=2, microbatches=2)
+    assert json.loads(Path("other/starts.jsonl").read_text())["step"] == 0
+
+
+def test_other_commands_read_a_folder(ran, capsys):
+    np.savez("inputs.npz", x=models.data(5)["x"])
+    code, out, err = run(capsys, "predict", "ran", "--inputs", "inputs.npz")
+    assert code == 0, err
+    assert "float32[5,3]" in out
+    code, out, _ = run(capsys, "verify", "ran", "--steps", "1")
+    assert code == 0
+    assert "Plan(data=4, microbatches=2)" in out
+    code, out, _ = run(capsys, "plan", "ran", "--plan.microbatches", "4")
+    assert code == 0
+    assert "Plan(data=4, microbatches=4)" in out
+    code, out, _ = run(capsys, "train", "ran", "--help")
+    assert "(default: 3)" in out  # its seed
+    assert "(default: ran)" in out
+
+
+def test_a_run_is_predicted_with_on_fewer_devices(ran, capsys):
+    """`data` gives way; training goes on under the same plan only."""
+    path = ran / "run.toml"
+    path.write_text(path.read_text().replace("data = 4", "data = 16"))
+    np.savez("inputs.npz", x=models.data(5)["x"])
+    code, _, err = run(capsys, "predict", "ran", "--inputs", "inputs.npz")
+    assert code == 0, err
+    code, _, err = run(capsys, "train", "ran", "--epochs", "3")
+    assert (code, "needs 16 devices" in err) == (2, True)
+
+
+def test_mistakes_about_folders(ran, capsys, tmp_path):
+    def said(*arguments):
+        code, _, err = run(capsys, *arguments)
+        assert code == 2
+        return err
+
+    Path("empty").mkdir()
+    assert "empty is a folder without a run.toml" in said("train", "empty")
+    Path("small.py").rename("moved.py")
+    assert "which is not there any more. Say where it is" in said("verify", "ran")
+    assert run(capsys, "verify", "ran", "moved.py", "--steps", "1")[0] == 0
+    text = (ran / "run.toml").read_text()
+    (ran / "run.toml").write_text(text.replace("[plan]\n", "[plan]\ndat = 4\n"))
+    assert "'dat' is not a field of a plan" in said("verify", "ran")
+    (ran / "run.toml").write_text(text.replace("data = 4", "data = 0"))
+    assert "run.toml is not a plan that can run" in said("verify", "ran")
+    (ran / "run.toml").write_text("1 / 0")
+    assert "run.toml cannot be read: " in said("verify", "ran")
+    trained(tmp_path / "by_hand")
+    assert "does not say which FILE it was trained from" in said("train", "by_hand")
