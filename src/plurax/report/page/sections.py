@@ -18,7 +18,12 @@ from plurax.report.page.html_parts import (
     table,
 )
 from plurax.report.page.run_data import RunData, is_number
-from plurax.report.page.sweep_data import compared_settings, differing, shared_metrics
+from plurax.report.page.sweep_data import (
+    aligned_settings,
+    compared_settings,
+    differing,
+    shared_metrics,
+)
 from plurax.report.page.timeline_svg import lanes_svg, pipeline_svg
 from plurax.report.servers_picture import timeline_of
 from plurax.tree import human_bytes
@@ -73,7 +78,7 @@ def _amounts(run: RunData) -> list[tuple[str, str, str]]:
 
 
 def _several_runs(runs: Sequence[RunData]) -> str:
-    settings = [compared_settings(run) for run in runs]
+    settings = aligned_settings(runs)
     differ = differing(settings)
     metrics = [name for name in shared_metrics(runs) if name not in ("examples_per_second",)]
     metrics = metrics[:MOST_METRICS]
@@ -226,7 +231,8 @@ def _beside(said: Any, seen: Any, text: Callable[[float], str]) -> list[Cell | s
     if not (is_number(said) and is_number(seen) and said):
         return [*shown, None]
     off = 100 * (seen / said - 1)
-    return [*shown, Cell(f"{off:+.0f} %", off, "number")]
+    words = f"{off:+.0f} %" if abs(off) < 200 else f"× {seen / said:.3g}"
+    return [*shown, Cell(words, off, "number")]
 
 
 # --- Events -------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from plurax.plan import Plan
 from plurax.report.page.run_data import RunData, is_number
 from plurax.sweeps.importance import importance
 
@@ -143,7 +144,7 @@ def _of_members(run: RunData) -> SweepData | None:
 
 def _of_runs(runs: Sequence[RunData]) -> SweepData | None:
     """Return runs as a sweep over the numbers and short texts that differ between them."""
-    settings = [compared_settings(run) for run in runs]
+    settings = aligned_settings(runs)
     names = [
         name
         for name in differing(settings)
@@ -187,7 +188,7 @@ def compared_settings(run: RunData) -> dict[str, Any]:
     """Return what a run was started with, as far as one compares it with other runs."""
     plan = {} if run.plan is None else {
         f"plan.{name}": value for name, value in vars(run.plan).items()
-        if isinstance(value, int | float | str) and value != getattr(type(run.plan)(), name, None)
+        if isinstance(value, int | float | str) and value != getattr(Plan(), name, None)
     }  # fmt: skip
     given = {
         name.removeprefix("options."): value
@@ -200,6 +201,18 @@ def compared_settings(run: RunData) -> dict[str, Any]:
     if run.members and "members.count" not in found:
         found["members"] = run.members
     return found
+
+
+def aligned_settings(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+    """Return the settings of runs; a field of a plan that others set has its default there."""
+    settings = [compared_settings(run) for run in runs]
+    named = dict.fromkeys(name for one in settings for name in one if name.startswith("plan."))
+    defaults = {name: getattr(Plan(), name.removeprefix("plan."), None) for name in named}
+    return [
+        one if run.plan is None else {name: value for name, value in defaults.items()
+                                      if value is not None} | one
+        for run, one in zip(runs, settings, strict=True)
+    ]  # fmt: skip
 
 
 def _table(

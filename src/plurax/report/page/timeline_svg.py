@@ -3,7 +3,7 @@
 Blocks have letters or patterns beside their colours, and a title with their times.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from plurax import errors
 from plurax.pipeline.schedule import make_schedule
@@ -13,8 +13,10 @@ from plurax.report.page.html_parts import escape
 from plurax.report.servers_picture import LABELS, Lane
 from plurax.report.timeline import Block, blocks, differing, kinds_of_work, percent, stages_of
 
-ROW, GAP, LEFT, TOP = 26, 4, 92, 6
-"""Heights of a row and the space between two, and the margins, in pixels."""
+ROW, GAP, TOP = 26, 4, 6
+"""Heights of a row and of the space between two, and the margin above, in pixels."""
+LETTER = 7.2
+"""Width of a letter of a row's name."""
 UNIT, LEAST, WIDEST = 22, 6, 1100
 """Pixels of a forward through one stage, at most and at least, and of a whole timeline."""
 LETTERS = 15
@@ -51,28 +53,29 @@ def _timeline(title: str, names: Sequence[str], lines: Sequence[Sequence[Block]]
     end = max(block.end for line in lines for block in line)
     if sum(map(len, lines)) > MOST_BLOCKS:
         return f'<p class="note">{escape(title)}; too many actions to draw.</p>'
-    unit = max(LEAST, min(UNIT, WIDEST / end))
+    unit, left = max(LEAST, min(UNIT, WIDEST / end)), _margin(names)
     parts = []
     for index, (name, line) in enumerate(zip(names, lines, strict=True)):
         y = TOP + index * (ROW + GAP)
         parts.append(f'<text x="0" y="{y + 17}" class="name">{escape(name)}</text>')
-        parts.append(_rect(LEFT, y, end * unit, ROW, "idle", ""))
+        parts.append(_rect(left, y, end * unit, ROW, "idle", ""))
         for block in line:
-            x, width = LEFT + block.start * unit, (block.end - block.start) * unit
+            x, width = left + block.start * unit, (block.end - block.start) * unit
             text = str(block.action)
             said = f"{text}, {block.start} to {block.end}"
             parts.append(_rect(x + 0.5, y, width - 1, ROW, f"work-{block.action.kind}", said))
             if width > LETTERS + 3 * max(0, len(text) - 2):
                 middle = f'x="{x + width / 2:.1f}" y="{y + 17}"'
                 parts.append(f'<text {middle} class="letter">{escape(text)}</text>')
-    return _figure(title, LEFT + end * unit + 2, TOP + len(lines) * (ROW + GAP), "".join(parts))
+    return _figure(title, left + end * unit + 2, TOP + len(lines) * (ROW + GAP), "".join(parts))
 
 
 def lanes_svg(lanes: Mapping[str, Lane], resumed: Sequence[float], end: float) -> str:
     """Return what each worker and server did over the seconds of a run."""
     if not end:
         return ""
-    unit, height = (WIDEST - LEFT) / end, TOP + len(lanes) * (ROW + GAP)
+    left = _margin(lanes)
+    unit, height = (WIDEST - left) / end, TOP + len(lanes) * (ROW + GAP)
     parts = []
     for index, (name, lane) in enumerate(lanes.items()):
         y = TOP + index * (ROW + GAP)
@@ -82,16 +85,16 @@ def lanes_svg(lanes: Mapping[str, Lane], resumed: Sequence[float], end: float) -
                 width = max(0.4, long * unit)
                 said = f"{LABELS.get(kind, kind)}, {start:.2f} to {start + long:.2f} s"
                 shown = said if width > 2 else ""
-                parts.append(_rect(LEFT + start * unit, y, width, ROW, f"lane-{kind}", shown))
+                parts.append(_rect(left + start * unit, y, width, ROW, f"lane-{kind}", shown))
         for at, text in lane.deaths:
-            x = LEFT + at * unit
+            x = left + at * unit
             parts.append(f'<text x="{x:.1f}" y="{y + 18}" class="death">✕ {escape(text)}</text>')
         parts += [
-            _rect(LEFT + at * unit, y, 1.5, ROW, "saved", f"snapshot, {at:.2f} s")
+            _rect(left + at * unit, y, 1.5, ROW, "saved", f"snapshot, {at:.2f} s")
             for at in lane.saved
         ]
     parts += [
-        _rect(LEFT + at * unit, 0, 1.5, height, "resumed", f"resumed, {at:.2f} s") for at in resumed
+        _rect(left + at * unit, 0, 1.5, height, "resumed", f"resumed, {at:.2f} s") for at in resumed
     ]
     there = dict.fromkeys(kind for lane in lanes.values() for kind in lane.spans)
     legend = "".join(
@@ -100,6 +103,11 @@ def lanes_svg(lanes: Mapping[str, Lane], resumed: Sequence[float], end: float) -
     )
     title = f"what workers and servers did in {end:.1f} seconds"
     return _figure(title, WIDEST + 60, height, "".join(parts)) + f'<ul class="legend">{legend}</ul>'
+
+
+def _margin(names: Iterable[str]) -> float:
+    """Return the width of the names of rows."""
+    return 12 + LETTER * max(map(len, names))
 
 
 def _rect(x: float, y: float, width: float, height: float, kind: str, title: str) -> str:
