@@ -21,6 +21,7 @@ from tests.faults import run
 REPOSITORY = Path(__file__).parents[2]
 RUN = REPOSITORY / "tests/faults/run.py"
 PLURAX = ("-m", "plurax.cli")
+SHARED = Path("/dev/shm")
 LIMIT = 300
 """Seconds that a launcher may take."""
 
@@ -32,17 +33,18 @@ class Launch:
     """A launcher in a process group of its own.
 
     **Arguments:** `command`, what its processes run; `options`; `prefix`, what starts it; `plurax`,
-    how Python finds it; `name`, of its files in `folder`.
+    how Python finds it; `name`, of its files in `folder`; `shared`, what its `/dev/shm` is.
 
     **Attributes:** `output`, the folder of its run.
     """
 
     def __init__(
-        self, folder, command, options=(), prefix=(), plurax=PLURAX, name="launch", **environment
-    ):
+        self, folder, command, options=(), prefix=(), plurax=PLURAX, name="launch",
+        shared=SHARED, **environment,
+    ):  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.name = folder, name
-        self._before = {*os.listdir("/dev/shm")}
+        self._shared, self._before = shared, {*os.listdir(shared)}
         cache = Path(os.environ["PLURAX_TEST_CACHE"], "killed")  # half a program may be left there
         with self.path("said").open("ab") as said:
             self.popen = subprocess.Popen(
@@ -107,11 +109,11 @@ class Launch:
         assert not [pid for pid, began in self._pids() if not _ends(pid, began)], (
             "processes are left"
         )
-        left, end = _unused(self._before), time.monotonic() + GONE
+        left, end = _unused(self._before, self._shared), time.monotonic() + GONE
         while left:  # other tests share that folder, and no event says when theirs has gone
             assert time.monotonic() < end, f"shared memory is left: {left}"
             time.sleep(0.1)
-            left &= _unused(self._before)
+            left &= _unused(self._before, self._shared)
 
     def _pids(self):
         """The processes of all attempts."""
@@ -160,9 +162,9 @@ def _ends(pid, began):
         os.close(descriptor)
 
 
-def _unused(before):
+def _unused(before, shared):
     """The files of shared memory that are new and that no process has mapped."""
-    new = {*os.listdir("/dev/shm")} - before
+    new = {*os.listdir(shared)} - before
     mapped = ""
     for path in Path("/proc").glob("[0-9]*/maps") if new else ():
         with contextlib.suppress(OSError):

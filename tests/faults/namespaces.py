@@ -3,7 +3,7 @@
     with two_hosts(folder) as hosts:
         Launch(..., prefix=hosts[1].prefix())
 
-Each host has a name and `/etc/hosts` of its own, which are gone with the processes that see them.
+Each host has a name, `/etc/hosts` and `/dev/shm` of its own, which are gone with its processes.
 """
 
 import contextlib
@@ -20,26 +20,34 @@ from tests.faults.run import LINK
 NETWORK = "10.99.0"
 """Of every pair of hosts: namespaces do not see each other's addresses."""
 
-ENTER = 'mount --bind "$0" /etc/hosts && echo "$1" >/proc/sys/kernel/hostname && shift && exec "$@"'
+ENTER = """
+mount --bind "$0" /etc/hosts && mount --bind "$1" /dev/shm || exit
+echo "$2" >/proc/sys/kernel/hostname && shift 2 && exec "$@"
+"""
 
 _numbers = itertools.count()
 
 
 class HostNamespace:
-    """A namespace that is a host. `index`: 0 or 1; `folder`, for its file of names."""
+    """A namespace that is a host. `index`: 0 or 1; `folder`, for its names and its shared memory.
+
+    **Attributes:** `shared`, the folder that is its `/dev/shm`.
+    """
 
     def __init__(self, index, folder):
         self.index, self.address = index, f"{NETWORK}.{index + 1}"
         self.namespace = f"plurax-{os.getpid()}-{next(_numbers)}"
         self._names = folder / f"{self.namespace}.hosts"
+        self.shared = folder / f"{self.namespace}.shm"
+        self.shared.mkdir()
 
     def prefix(self, **addresses):
         """Return the command that starts a command there; `addresses`, names that differ."""
         names = {"localhost": "127.0.0.1", **{f"host{i}": f"{NETWORK}.{i + 1}" for i in range(2)}}
         rows = {**names, **addresses}.items()
         self._names.write_text("".join(f"{address} {name}\n" for name, address in rows))
-        enter = ("unshare", "--uts", "sh", "-c", ENTER, str(self._names), f"host{self.index}")
-        return ("ip", "netns", "exec", self.namespace, *enter)
+        own = (str(self._names), str(self.shared), f"host{self.index}")
+        return ("ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", ENTER, *own)
 
     def add(self):
         """Add the namespace. Raises `CalledProcessError`."""

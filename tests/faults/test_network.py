@@ -41,6 +41,7 @@ def both(hosts, folder, faults=(), leader=None, names=({}, {}), plurax=PLURAX):
             launching(
                 folder, faults, 1, options=(*place, index), plurax=plurax,
                 prefix=hosts[index].prefix(**names[index]), name=f"host{index}",
+                shared=hosts[index].shared,
             )
             for index in range(2)
         ]  # fmt: skip
