@@ -439,7 +439,11 @@ def test_a_message_that_comes_with_an_answer_is_not_lost():
         assert connection.receive_one(1) is None
 
 
-@pytest.mark.parametrize("words", [b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"x" * (MAX_LINE + 1)])
+@pytest.mark.parametrize(
+    "words",
+    [b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"x" * (MAX_LINE + 1), b"[" * 50_000 + b"\n"],
+    ids=["http", "list", "long", "deep"],
+)
 def test_a_connection_to_no_launcher_is_closed(words):
     with pair() as (connection, other, work):
         other.setblocking(False)
@@ -480,6 +484,13 @@ def test_a_proof_is_for_one_side_and_one_nonce():
     wrong = [("other", "host 1", "abc"), ("secret", "host 2", "abc"), ("secret", "host 1", "abd")]
     assert not any(is_proof(*one, given) for one in wrong)
     assert not is_proof("secret", "host 1", "abc", None)
+
+
+def test_a_proof_with_words_that_are_not_unicode_is_only_wrong():
+    """A lone surrogate, which JSON allows and UTF-8 does not; in a token, a byte of a terminal."""
+    (lone,) = json.loads(r'["\ud800"]')
+    assert not is_proof("secret", "host 1", "abc", lone)
+    assert is_proof(lone, lone, lone, proof(lone, lone, lone))
 
 
 SLURM = {

@@ -24,12 +24,18 @@ MAX_LINE = 1 << 16
 
 def proof(token: str, side: str, nonce: str) -> str:
     """Return what shows that a side ("leader" or "host 3") knows the token."""
-    return hmac.new(token.encode(), f"{side} {nonce}".encode(), hashlib.sha256).hexdigest()
+    key, words = _bytes(token), _bytes(f"{side} {nonce}")
+    return hmac.new(key, words, hashlib.sha256).hexdigest()
 
 
 def is_proof(token: str, side: str, nonce: str, given: object) -> bool:
     """Return whether a proof is right, in a time that does not depend on it."""
-    return hmac.compare_digest(proof(token, side, nonce).encode(), str(given).encode())
+    return hmac.compare_digest(_bytes(proof(token, side, nonce)), _bytes(str(given)))
+
+
+def _bytes(text: str) -> bytes:
+    """Encode any text: a stranger's may have lone surrogates, which UTF-8 has no bytes for."""
+    return text.encode(errors="surrogatepass")
 
 
 def leader_address(settings: Settings) -> tuple[str, int]:
@@ -128,7 +134,7 @@ class Connection:
     def _parse(self, line: bytes) -> None:
         try:
             message = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):  # the latter for "[[[[...", nested too deeply
             message = None
         if isinstance(message, dict):
             self._messages.append(message)
