@@ -109,6 +109,10 @@ if attempt == 0:
         (["--", "fly"], "what each process runs is a path that ends in .py, or a command"),
         (["--", "gone.py"], "plurax launch -- gone.py: there is no such file."),
         (["--processes", "0", "--", "train"], "--processes 0: give a number of at least 1."),
+        (["--stop-seconds", "-1", "--", "train"], "--stop-seconds -1.0: give a number of at least"),
+        (["--join-seconds", "nan", "--", "train"], "--join-seconds nan: give a number of at least"),
+        (["--logs", "/dev/null/a", "--", "train"], "/dev/null/a could not be written: Not a dir"),
+        (["--events", "/dev", "--", "train"], "/dev could not be written: Is a directory"),
     ],
 )
 def test_mistakes_in_the_options(options, message):

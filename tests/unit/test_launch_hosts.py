@@ -513,6 +513,10 @@ def test_the_place_in_a_slurm_step():
         (["--hosts", "2", "--host", "2", "--coordinator", "a:1"], "--host 2. Each host runs one"),
         (["--hosts", "2", "--host", "0"], "--coordinator is missing. On every host say where"),
         (["--hosts", "2", "--host", "0", "--coordinator", "a:b"], "a:b: give a name or address"),
+        (["--hosts", "2", "--host", "0", "--coordinator", "a:0"], "a:0: give a name or address"),
+        (["--hosts", "2", "--host", "0", "--coordinator", "a:70000"], "and a port below 65536."),
+        (["--hosts", "1", "--host", "3"], "--host 3. Each host runs one launcher"),
+        (["--host", "2"], "--host and --coordinator are for several hosts. Say how many"),
         (["--elastic", "--min-hosts", "2"], "--min-hosts 2: give a number from 1 to 1."),
     ],
 )

@@ -175,4 +175,4 @@ def test_the_launchers_of_a_cluster_get_the_options(monkeypatch):
     assert cli.launch_command([*options, "--", "train", "FILE", "--plan.data", "8"]) == 0
     passed = ("--processes", "2", "--elastic", "--logs", "a")
     program = ("train", "FILE", "--plan.data", "8")
-    assert asked == [ray_hosts.RayLaunch("auto", 4, passed, program)]
+    assert asked == [ray_hosts.RayLaunch("auto", 4, passed, program, 3)]

@@ -13,7 +13,7 @@ import tyro
 
 from plurax import errors
 from plurax.cli.table import COMMANDS
-from plurax.distributed.environment import attempt
+from plurax.distributed.environment import attempt, host_and_port
 from plurax.exit_codes import ExitCode
 from plurax.launch.events import Events
 from plurax.launch.launcher import launch
@@ -23,6 +23,10 @@ from plurax.launch.slurm import Place, slurm_place
 
 DEFAULT_PORT = 7117
 """Where host 0 listens, unless the coordinator names another port."""
+ALONE = Place(Settings.hosts, Settings.host, Settings.coordinator)
+LEAST = {"processes": 1, "devices": 1, "restarts": 0, "hosts": 1,
+         "join_seconds": 0, "back_seconds": 0, "stop_seconds": 0}  # fmt: skip
+"""The smallest number that an option may have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +41,7 @@ class LaunchOptions:
     """Number of processes on this host."""
     devices: int | None = None
     """Virtual CPU devices of each process. None: the devices that JAX finds."""
-    restarts: int = 3
+    restarts: int = Settings.restarts
     """Restarts in a row, as long as no new checkpoint is written in between."""
     hosts: int | None = None
     """Number of hosts, each with its own launcher. None: those of the Slurm step, or this one."""
@@ -48,15 +52,15 @@ class LaunchOptions:
     ray: Annotated[str | None, tyro.conf.arg(metavar="ADDRESS")] = None
     """Start the launchers on hosts of the Ray cluster at this address, or of the one that `auto`
     finds."""
-    join_seconds: float = 300.0
+    join_seconds: float = Limits.join
     """How long to wait for all hosts, at the start and after one was lost."""
     elastic: bool = False
     """Go on with the hosts that are left, and with all once they are back."""
     min_hosts: int = 1
     """With --elastic: the least number of hosts to go on with."""
-    back_seconds: float = 60.0
+    back_seconds: float = Limits.back
     """With --elastic: how long to wait for a lost host before the others go on."""
-    stop_seconds: float = 120.0
+    stop_seconds: float = Limits.stop
     """How long the processes may take to save and end after SIGTERM."""
     logs: Path | None = None
     """Folder of each process's whole output. None: a temporary one, kept after a failure."""
@@ -78,16 +82,17 @@ def launch_command(arguments: list[str]) -> int:
     """Start the processes; return the exit code of the gang."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options = tyro.cli(LaunchOptions, prog="plurax launch", args=arguments[:end])
-    for name, least in (("processes", 1), ("devices", 1), ("restarts", 0), ("hosts", 1)):
+    for name, least in LEAST.items():
         given = getattr(options, name)
-        if given is not None and given < least:
-            raise errors.launch_number(name, given, least)
+        if given is not None and not given >= least:  # nor is nan
+            raise errors.launch_number(name.replace("_", "-"), given, least)
     command = program(arguments[end + 1 :])
     if options.ray is not None:
         return on_ray(options, arguments[end + 1 :])
     place = placed(options)
     if not 1 <= options.min_hosts <= place.hosts:
         raise errors.launch_elastic_hosts(options.min_hosts, place.hosts)
+    check_writable(options)
     own = Path(tempfile.mkdtemp(prefix="plurax-launch-"))
     logs = options.logs or own
     settings = Settings(
@@ -135,19 +140,34 @@ def on_ray(options: LaunchOptions, given: Sequence[str]) -> int:
     return launch_on_ray(asked)
 
 
+def check_writable(options: LaunchOptions) -> None:
+    """Create the folders of the options. Raises `ExperimentError` where they cannot be written."""
+    try:
+        if options.logs is not None:
+            options.logs.mkdir(parents=True, exist_ok=True)
+        if options.events is not None:
+            options.events.parent.mkdir(parents=True, exist_ok=True)
+            options.events.open("a").close()
+    except OSError as error:
+        raise errors.not_written(str(error.filename), str(error.strerror)) from None
+
+
 def placed(options: LaunchOptions) -> Place:
     """Return this host's place among the hosts: of the options, of Slurm, or alone."""
-    if options.hosts is None:
-        return slurm_place(os.environ) or Place(1, 0, "127.0.0.1:0")
-    if options.hosts == 1:
-        return Place(1, 0, "127.0.0.1:0")
-    if options.host is None or not 0 <= options.host < options.hosts:
-        raise errors.launch_host(options.host, options.hosts)
-    given = options.coordinator
-    name, _, port = (given or "").partition(":")
-    if not name or not (port or str(DEFAULT_PORT)).isdecimal():
-        raise errors.launch_coordinator(given, options.hosts)
-    return Place(options.hosts, options.host, f"{name}:{port or DEFAULT_PORT}")
+    hosts, host, coordinator = options.hosts, options.host, options.coordinator
+    if hosts is None:
+        if host is not None or coordinator is not None:
+            raise errors.launch_hosts_missing()
+        return slurm_place(os.environ) or ALONE
+    if host is None and hosts > 1 or host is not None and not 0 <= host < hosts:
+        raise errors.launch_host(host, hosts)
+    if host is None or hosts == 1:
+        return ALONE
+    given = coordinator or ""
+    address = host_and_port(given if ":" in given else f"{given}:{DEFAULT_PORT}")
+    if address is None:
+        raise errors.launch_coordinator(coordinator, hosts)
+    return Place(hosts, host, "{}:{}".format(*address))
 
 
 def program(given: Sequence[str]) -> tuple[str, ...]:

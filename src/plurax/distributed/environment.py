@@ -50,13 +50,25 @@ class Gang:
     local_devices: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        host, _, port = self.coordinator.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        if host_and_port(self.coordinator) is None:
             raise errors.coordinator_not_an_address(self.coordinator)
         if whole_number(self.processes) is None:
             raise errors.processes_not_positive(self.processes)
         if whole_number(self.process, 0) is None or self.process >= self.processes:
             raise errors.process_not_there(self.process, self.processes)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """The coordinator's host and port."""
+        found = host_and_port(self.coordinator)
+        assert found is not None
+        return found
+
+
+def host_and_port(address: str) -> tuple[str, int] | None:
+    """Return the parts of `host:port`; None for what is no such address."""
+    host, _, port = address.rpartition(":")
+    return (host, int(port)) if host and port.isdecimal() and 0 < int(port) < 2**16 else None
 
 
 def gang_of(environment: Mapping[str, str] = os.environ) -> Gang | None:

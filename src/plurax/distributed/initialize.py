@@ -64,15 +64,15 @@ def initialize(
             jax.config.update("jax_num_cpu_devices", gang.devices)
         # `fit` has its own handler of SIGTERM, and JAX's would replace it.
         jax.config.update("jax_enable_preemption_service", False)
-        host, _, port = gang.coordinator.rpartition(":")
-        _check_name(host)
+        _check_name(gang.address[0])
         with _waiting(gang):
-            _join(gang, host, int(port))
+            _join(gang)
     except RuntimeError:
         raise errors.initialized_too_late() from None
 
 
-def _join(gang: Gang, host: str, port: int) -> None:
+def _join(gang: Gang) -> None:
+    host, port = gang.address
     if gang.process:
         _wait_for(host, port, gang.process)
     else:
@@ -84,7 +84,7 @@ def _join(gang: Gang, host: str, port: int) -> None:
         gang.local_devices,
         cluster_detection_method="deactivate",
         # By default JAX listens at every address of the host, to anyone.
-        coordinator_bind_address=f"{host}:{port}" if gang.process == 0 else None,
+        coordinator_bind_address=gang.coordinator if gang.process == 0 else None,
         initialization_timeout=INITIALIZE_SECONDS,
         heartbeat_timeout_seconds=int(TIMEOUTS.heartbeat),
         shutdown_timeout_seconds=SHUTDOWN_SECONDS,

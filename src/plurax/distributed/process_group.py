@@ -254,7 +254,7 @@ def _own_address() -> str:
     """Return this host's address, as others reach it: process 0's is that of the coordinator."""
     gang = gang_of()
     if gang is not None:
-        return gang.coordinator.rpartition(":")[0]
+        return gang.address[0]
     probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     with probe, contextlib.suppress(OSError):
         probe.connect(("192.0.2.1", 9))  # sends nothing: only looks up the route

@@ -24,8 +24,15 @@ def launch_no_script(path: str) -> ExperimentError:
     return ExperimentError(f"plurax launch -- {path}: there is no such file.")
 
 
+def launch_hosts_missing() -> ExperimentError:
+    return ExperimentError(
+        "plurax launch: --host and --coordinator are for several hosts. Say how many there are, as "
+        "in --hosts 4 --host 2 --coordinator host0:7117."
+    )
+
+
 def launch_coordinator(given: str | None, hosts: int) -> ExperimentError:
-    found = "is missing" if given is None else f"{given}: give a name or address and a port"
+    found = "is missing" if given is None else f"{given}: give a name or address, and a port below 65536"
     return ExperimentError(
         f"plurax launch --hosts {hosts}: --coordinator {found}. On every host say where host 0 "
         "listens, a free port of it, as in --coordinator host0:7117."

@@ -46,7 +46,7 @@ class RayLaunch:
     hosts: int
     options: tuple[str, ...]
     program: tuple[str, ...]
-    restarts: int = 3
+    restarts: int
 
 
 def launch_on_ray(asked: RayLaunch) -> int:
