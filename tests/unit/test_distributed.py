@@ -101,7 +101,9 @@ def test_initialize_without_a_gang_does_nothing():
 def test_initialize_is_refused_too_late_and_by_halves():
     with pytest.raises(px.ProcessError, match=r"needs processes and process too") as caught:
         px.initialize("127.0.0.1:1234")
-    assert "Under `plurax launch` and `srun` give none of them." in str(caught.value)
+    assert "Under `plurax launch` and `srun` give no arguments." in str(caught.value)
+    with pytest.raises(px.ProcessError, match=r"needs coordinator and processes and process too"):
+        px.initialize(devices=2)
     jax.devices()
     with pytest.raises(px.ProcessError, match=r"comes too late: JAX has been used"):
         px.initialize("127.0.0.1:1234", 2, 0)

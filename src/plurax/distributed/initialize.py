@@ -208,14 +208,10 @@ def _chosen(
     devices: int | None,
     local_devices: Sequence[int] | None,
 ) -> Gang | None:
-    given = {"coordinator": coordinator, "processes": processes, "process": process}
-    missing = [name for name, value in given.items() if value is None]
-    if len(missing) == 3:
+    if (coordinator, processes, process, devices, local_devices) == (None,) * 5:
         return gang_of(os.environ)
-    if missing:
-        raise errors.initialize_incomplete(missing)
-    assert coordinator is not None
-    assert processes is not None
-    assert process is not None
+    if coordinator is None or processes is None or process is None:
+        needed = {"coordinator": coordinator, "processes": processes, "process": process}
+        raise errors.initialize_incomplete([name for name in needed if needed[name] is None])
     owned = None if local_devices is None else tuple(local_devices)
     return Gang(coordinator, processes, process, devices, owned)

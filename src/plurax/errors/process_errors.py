@@ -37,7 +37,7 @@ def initialize_incomplete(missing: Sequence[str]) -> ProcessError:
     return ProcessError(
         f"plurax.initialize needs {' and '.join(missing)} too: "
         "plurax.initialize('host0:1234', processes=2, process=0). Under `plurax launch` and "
-        "`srun` give none of them."
+        "`srun` give no arguments."
     )
 
 
