@@ -244,7 +244,16 @@ def test_what_the_first_process_raises_all_raise(groups):
     assert len({str(error) for error in found}) == 1
     first, second = everywhere(gang, lambda group: group.on_primary(lambda: 1 / 0))
     assert isinstance(first, ZeroDivisionError)
-    assert "process 0 failed: ZeroDivisionError: division by zero" in str(second)
+    here = f"process 0 on {socket.gethostname()} failed: ZeroDivisionError: division by zero"
+    assert str(second) == here
+    # What only one raises in `together` names that one.
+    def fails(group):
+        return group.together(lambda: 1 // (1 - group.index))
+
+    first, second = everywhere(gang, fails)
+    here = f"process 1 on {socket.gethostname()} failed: ZeroDivisionError: "
+    assert str(first).startswith(here)
+    assert isinstance(second, ZeroDivisionError)
     # The round is complete in all of them: the next one is not out of step.
     assert everywhere(gang, lambda group: group.all_gather(1)) == [[1, 1]] * 2
 
@@ -280,7 +289,6 @@ def test_strangers_are_not_let_in(monkeypatch):
     """Only who knows the secret is connected; who is missing is named."""
     monkeypatch.setattr(process_group, "CONNECT_SECONDS", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(1.0)
         address = server.getsockname()
         others = [socket.create_connection(address) for _ in range(2)]
         others[0].sendall(b"guessed 1\n")
@@ -289,6 +297,17 @@ def test_strangers_are_not_let_in(monkeypatch):
             process_group._accepted(server, "secret", 3)
     for one in others:
         one.close()
+
+
+def test_a_stranger_that_says_nothing_keeps_nobody_out(monkeypatch):
+    monkeypatch.setattr(process_group, "TOKEN_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        with socket.create_connection(address), socket.create_connection(address) as other:
+            other.sendall(b"secret 1\n")
+            (found,) = process_group._accepted(server, "secret", 2)
+            assert found.getpeername() == other.getsockname()
+            found.close()
 
 
 def test_the_first_process_cannot_be_reached(monkeypatch):

@@ -32,6 +32,9 @@ from plurax.timeouts import TIMEOUTS
 T = TypeVar("T")
 
 CONNECT_SECONDS = 60.0
+"""For all processes to connect with process 0."""
+TOKEN_SECONDS = 10.0
+"""For whoever connects to say the gang's secret."""
 ROUND_SECONDS = TIMEOUTS.gang_round
 """How long one process may be later than the others: it may compile, or wait for a disk."""
 
@@ -83,7 +86,7 @@ class ProcessGroup:
             raise error
         result, described = answer
         if described is not None:
-            raise _raised(*described)
+            raise _raised(*described, self.named(0))
         return result
 
     def together(self, function: Callable[[], T]) -> T:
@@ -100,8 +103,7 @@ class ProcessGroup:
             raise error
         for process, described in enumerate(answers):
             if described is not None:
-                kind, text = described
-                raise _raised(kind, f"{self.named(process)}: {text}")
+                raise _raised(*described, self.named(process), in_text=True)
         return cast(T, result)
 
     def named(self, process: int) -> str:
@@ -201,11 +203,10 @@ def _connected() -> ProcessGroup:
             one.sendall(f"{token} {index}\n".encode())
         except OSError as error:
             raise errors.process_not_reached(f"{host}:{port}", str(error)) from None
-        _prepare(one)
+        _prepare(one, ROUND_SECONDS)
         return ProcessGroup(index, [one])
     host, token = _own_address(), secrets.token_hex(16)
     with socket.create_server((host, 0), backlog=count) as server:
-        server.settimeout(CONNECT_SECONDS)
         _broadcast((host, server.getsockname()[1], token))
         return ProcessGroup(0, _accepted(server, token, count))
 
@@ -213,28 +214,37 @@ def _connected() -> ProcessGroup:
 def _accepted(server: socket.socket, token: str, count: int) -> list[socket.socket]:
     """Return a connection of each other process, in their order."""
     found: dict[int, socket.socket] = {}
+    deadline = time.monotonic() + CONNECT_SECONDS
     while len(found) < count - 1:
         try:
+            server.settimeout(max(0.0, deadline - time.monotonic()))
             one, _ = server.accept()
-            _prepare(one, CONNECT_SECONDS)
-            line = b""
-            while not line.endswith(b"\n") and len(line) < 100 and (byte := one.recv(1)):
-                line += byte
         except OSError:
             for other in found.values():
                 other.close()
             missing = sorted(set(range(1, count)) - set(found))
             raise errors.processes_not_connected(missing, CONNECT_SECONDS) from None
-        given, _, process = line.decode(errors="replace").partition(" ")
-        if secrets.compare_digest(given, token):
-            _prepare(one)
-            found[int(process)] = one
+        process = _announced(one, token)
+        if process is None:  # a stranger
+            one.close()
         else:
-            one.close()  # a stranger
+            _prepare(one, ROUND_SECONDS)
+            found[process] = one
     return [found[process] for process in range(1, count)]
 
 
-def _prepare(one: socket.socket, seconds: float = ROUND_SECONDS) -> None:
+def _announced(one: socket.socket, token: str) -> int | None:
+    """Return which process has connected; None for one that does not say the gang's secret."""
+    _prepare(one, TOKEN_SECONDS)
+    line = b""
+    with contextlib.suppress(OSError):
+        while not line.endswith(b"\n") and len(line) < 100 and (byte := one.recv(1)):
+            line += byte
+    given, _, process = line.partition(b" ")
+    return int(process) if secrets.compare_digest(given, token.encode()) else None
+
+
+def _prepare(one: socket.socket, seconds: float) -> None:
     one.settimeout(seconds)
     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -262,16 +272,19 @@ def _own_address() -> str:
     return "127.0.0.1"
 
 
-# --- Errors of process 0, in the others -------------------------------------------------------
+# --- Errors of one process, in the others -------------------------------------------------------
 
 
 def _described(error: Exception | None) -> tuple[str, str] | None:
     return None if error is None else (type(error).__name__, str(error))
 
 
-def _raised(kind: str, text: str) -> Exception:
+def _raised(kind: str, text: str, who: str, in_text: bool = False) -> Exception:
+    """Return the error of a process; `in_text`: an error of plurax says too whose it is."""
     known = {found.__name__: found for found in _subclasses(errors.PluraxError)}
-    return known[kind](text) if kind in known else errors.primary_failed(kind, text)
+    if kind not in known:
+        return errors.process_failed(who, kind, text)
+    return known[kind](f"{who}: {text}" if in_text else text)
 
 
 def _subclasses(kind: type[Exception]) -> list[type[Exception]]:

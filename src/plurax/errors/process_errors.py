@@ -106,8 +106,8 @@ def processes_not_connected(missing: Sequence[int], seconds: float) -> ProcessEr
     )
 
 
-def primary_failed(kind: str, text: str) -> ProcessError:
-    return ProcessError(f"process 0 failed: {kind}: {text}")
+def process_failed(who: str, kind: str, text: str) -> ProcessError:
+    return ProcessError(f"{who} failed: {kind}: {text}")
 
 
 def plan_leaves_processes_out(plan: str, devices: int, processes: int) -> PlanError:
