@@ -246,6 +246,7 @@ def test_what_the_first_process_raises_all_raise(groups):
     assert isinstance(first, ZeroDivisionError)
     here = f"process 0 on {socket.gethostname()} failed: ZeroDivisionError: division by zero"
     assert str(second) == here
+
     # What only one raises in `together` names that one.
     def fails(group):
         return group.together(lambda: 1 // (1 - group.index))

@@ -159,10 +159,10 @@ def placed(options: LaunchOptions) -> Place:
         if host is not None or coordinator is not None:
             raise errors.launch_hosts_missing()
         return slurm_place(os.environ) or ALONE
-    if host is None and hosts > 1 or host is not None and not 0 <= host < hosts:
-        raise errors.launch_host(host, hosts)
-    if host is None or hosts == 1:
+    if hosts == 1 and host in (None, 0):
         return ALONE
+    if host is None or not 0 <= host < hosts:
+        raise errors.launch_host(host, hosts)
     given = coordinator or ""
     address = host_and_port(given if ":" in given else f"{given}:{DEFAULT_PORT}")
     if address is None:

@@ -86,7 +86,8 @@ class ProcessGroup:
             raise error
         result, described = answer
         if described is not None:
-            raise _raised(*described, self.named(0))
+            kind, text = described
+            raise _raised(kind, text, self.named(0))
         return result
 
     def together(self, function: Callable[[], T]) -> T:
@@ -103,7 +104,8 @@ class ProcessGroup:
             raise error
         for process, described in enumerate(answers):
             if described is not None:
-                raise _raised(*described, self.named(process), in_text=True)
+                kind, text = described
+                raise _raised(kind, text, self.named(process), in_text=True)
         return cast(T, result)
 
     def named(self, process: int) -> str:

@@ -32,7 +32,8 @@ def launch_hosts_missing() -> ExperimentError:
 
 
 def launch_coordinator(given: str | None, hosts: int) -> ExperimentError:
-    found = "is missing" if given is None else f"{given}: give a name or address, and a port below 65536"
+    wanted = "give a name or address, and a port below 65536"
+    found = "is missing" if given is None else f"{given}: {wanted}"
     return ExperimentError(
         f"plurax launch --hosts {hosts}: --coordinator {found}. On every host say where host 0 "
         "listens, a free port of it, as in --coordinator host0:7117."
