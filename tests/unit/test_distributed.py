@@ -244,15 +244,15 @@ def test_what_the_first_process_raises_all_raise(groups):
     assert len({str(error) for error in found}) == 1
     first, second = everywhere(gang, lambda group: group.on_primary(lambda: 1 / 0))
     assert isinstance(first, ZeroDivisionError)
-    here = f"process 0 on {socket.gethostname()} failed: ZeroDivisionError: division by zero"
-    assert str(second) == here
+    words = "failed, so all of them stop: ZeroDivisionError: division by zero"
+    assert str(second) == f"process 0 on {socket.gethostname()} {words}"
 
     # What only one raises in `together` names that one.
     def fails(group):
         return group.together(lambda: 1 // (1 - group.index))
 
     first, second = everywhere(gang, fails)
-    here = f"process 1 on {socket.gethostname()} failed: ZeroDivisionError: "
+    here = f"process 1 on {socket.gethostname()} failed, so all of them stop: ZeroDivisionError: "
     assert str(first).startswith(here)
     assert isinstance(second, ZeroDivisionError)
     # The round is complete in all of them: the next one is not out of step.

@@ -107,7 +107,7 @@ def processes_not_connected(missing: Sequence[int], seconds: float) -> ProcessEr
 
 
 def process_failed(who: str, kind: str, text: str) -> ProcessError:
-    return ProcessError(f"{who} failed: {kind}: {text}")
+    return ProcessError(f"{who} failed, so all of them stop: {kind}: {text}")
 
 
 def plan_leaves_processes_out(plan: str, devices: int, processes: int) -> PlanError:
