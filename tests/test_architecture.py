@@ -26,7 +26,18 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # rooms before it.
 FLOORS = [
     ["lazy", "notebook", "tree", "errors", "exit_codes", "timeouts", "validate", "user_frames"],
-    ["metrics", "resample", "strategies", "plan", "machine", "state", "task", "members", "sources"],
+    [
+        "metrics",
+        "resample",
+        "strategies",
+        "plan",
+        "machine",
+        "state",
+        "task",
+        "freezing",
+        "members",
+        "sources",
+    ],
     ["distributed", "collective", "mesh", "hlo", "fingerprint", "jaxpr"],
     ["sharding", "partition", "pipeline"],
     ["execute"],
@@ -41,8 +52,8 @@ PUBLIC = {
         ExperimentError Fit Machine MachineError MaskWarning Members MembersError
         MissingPackageError NonFiniteWarning Plan PlanError PluraxError ProcessError Program
         ReplicaError Rollback RunStoppedError Servers ShardingWarning Task TaskError compile
-        estimate fastest_batch_size fit initialize max_batch_size name per_example replay search
-        shard stack stage_boundary sweep verify virtual_devices adapters analysis
+        estimate fastest_batch_size fit freeze initialize max_batch_size name per_example replay
+        search shard stack stage_boundary sweep verify virtual_devices adapters analysis
         callbacks ensemble metrics pipeline sharding train""",
     "plurax.adapters": "equinox linen nnx",
     "plurax.analysis": """

@@ -28,6 +28,7 @@ from plurax.execute.compile import compile as compile
 from plurax.execute.mask import MaskWarning as MaskWarning
 from plurax.execute.program import Program as Program
 from plurax.experiment import Experiment as Experiment
+from plurax.freezing import freeze as freeze
 from plurax.machine import Machine as Machine
 from plurax.members import Members as Members
 from plurax.mesh import virtual_devices as virtual_devices

@@ -34,6 +34,7 @@ class Task:
       no means, such as AUC (`plurax.metrics`).
     - `weight(batch) -> (B,)`: the weight of each example (its tokens, say); default ones. The
       loss of a step is `sum(weight * loss) / sum(weight)`, over all microbatches and devices.
+    - `frozen`: patterns of the paths of parameters that are not trained; see `plurax.freeze`.
     - `coupled`: the loss couples examples (contrastive, batch statistics). It is then called as
       `loss(params, batch, keys, mask)` with every example of a microbatch across all devices;
       `mask`, shape `(B,)` of bool, is false for padding rows, which must not enter the coupling.
@@ -59,6 +60,7 @@ class Task:
     evaluate: Callable[..., LossOutput] | None = None
     metrics: Callable[..., dict[str, Any]] | None = None
     weight: Callable[[PyTree], Float[Array, "B"]] | None = None
+    frozen: tuple[str, ...] = ()
     coupled: bool = False
     stateful: bool = False
     stack: Optional["Stack"] = None

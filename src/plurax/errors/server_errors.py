@@ -70,6 +70,14 @@ def servers_one_network() -> PlanError:
     )
 
 
+def servers_frozen() -> PlanError:
+    return PlanError(
+        "servers hold every parameter with its optimizer state, and cannot leave out frozen ones "
+        "(Task.frozen). Train without servers=, or give frozen parameters updates of zero: "
+        "optax.partition({..., 'frozen': optax.set_to_zero()}, labels)."
+    )
+
+
 def servers_kind(given: object) -> PlanError:
     return PlanError(
         f"fit(servers={given!r}): servers is a plurax.Servers, such as "

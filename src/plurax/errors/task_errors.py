@@ -82,6 +82,20 @@ def metric_not_finished(name: str, kind: str) -> TaskError:
     )
 
 
+def frozen_unused(pattern: str, paths: Iterable[str]) -> TaskError:
+    return TaskError(
+        f"frozen={pattern!r} matches no parameter; their paths are {', '.join(paths)}. "
+        "A pattern matches a whole path: 'embed/*' is all of `embed`, at any depth."
+    )
+
+
+def all_frozen(patterns: Iterable[str]) -> TaskError:
+    return TaskError(
+        f"the patterns {', '.join(map(repr, patterns))} freeze every parameter, and none is left "
+        "to train."
+    )
+
+
 def parameter_not_floating(path: str, dtype: str) -> TaskError:
     return TaskError(
         f"Task.init: the parameter {path!r} has dtype {dtype}, which has no gradient. Keep what is "

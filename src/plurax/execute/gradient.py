@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, PyTree
 
 from plurax import errors, tree
 from plurax.execute.rows import Rows
+from plurax.freezing import trained, with_frozen
 from plurax.jaxpr.batch_minor import batch_minor
 from plurax.jaxpr.remat import order_recomputation, rematerialized
 from plurax.metrics.metric import Metric
@@ -36,7 +37,7 @@ class Totals(NamedTuple):
 
     **Fields:** `weight`, scalar, the sum of the rows' weights; `loss` and each of `metrics`,
     scalars, weighted sums, and in evaluation for each `Metric` the tree of its sums; `grads`, the
-    gradient of `loss`, a tree like the parameters (or `()`).
+    gradient of `loss`, a tree like the parameters that are not frozen (or `()`).
     """
 
     weight: Float[Array, ""]
@@ -179,8 +180,9 @@ def gradient(
     loss = rematerialized(with_precision(task.loss, precision, task.stateful), remat)
 
     def total_loss(
-        params: PyTree, model_state: PyTree, rows: Rows
+        some: PyTree, params: PyTree, model_state: PyTree, rows: Rows
     ) -> tuple[Array, tuple[Totals, PyTree]]:
+        params = with_frozen(some, params)
         size = rows.mask.shape[0]
         extra = (rows.mask,) if task.coupled else ()
         states = (model_state,) if task.stateful else ()
@@ -190,7 +192,9 @@ def gradient(
         return totals.loss, (totals, model_state)
 
     def run(params: PyTree, model_state: PyTree, rows: Rows) -> tuple[Totals, PyTree]:
-        grads, (totals, model_state) = jax.grad(total_loss, has_aux=True)(params, model_state, rows)
+        grads, (totals, model_state) = jax.grad(total_loss, has_aux=True)(
+            trained(task.frozen, params), params, model_state, rows
+        )
         return totals._replace(grads=grads), model_state
 
     run_ = batch_minor(run, batch_argument=2) if batch_dim == "minor" else run

@@ -1,5 +1,6 @@
 """Create the state of one network, and check that a state belongs to a program."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from jaxtyping import PyTree
 
 from plurax import errors, tree
 from plurax.execute.gradient import check_parameters
+from plurax.freezing import check_frozen, trained
 from plurax.state import TrainState
 from plurax.task import Task
 
@@ -19,10 +21,23 @@ def new_state(task: Task, optimizer: optax.GradientTransformation, key: Any) -> 
     init_key, run_key = jax.random.split(key)
     params, model_state = initial(task, init_key)
     check_parameters(params)
+    check_frozen(task.frozen, params)
     zero = jnp.zeros((), jnp.int32)
-    state = TrainState(zero, params, optimizer.init(params), model_state, run_key, zero)
+    opt_state = optimizer.init(trained(task.frozen, params))
+    state = TrainState(zero, params, opt_state, model_state, run_key, zero)
     # Strip weak types: a weakly typed leaf would change dtype in the first step and recompile.
     return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, leaf.dtype), state)
+
+
+def replace_params(
+    state: TrainState, task: Task, optimizer: optax.GradientTransformation, params: PyTree
+) -> TrainState:
+    """Return a fresh state that begins with given parameters.
+
+    The optimizer's state may depend on the parameters, so it is created from the given ones.
+    """
+    opt_state = jax.jit(optimizer.init)(trained(task.frozen, params))
+    return dataclasses.replace(state, params=params, opt_state=opt_state)
 
 
 def initial(task: Task, key: Any) -> tuple[PyTree, PyTree]:

@@ -6,7 +6,6 @@ called; `compile` compiles the step.
 """
 
 import copy
-import dataclasses
 import functools
 import warnings
 from collections.abc import Iterable, Iterator
@@ -23,14 +22,14 @@ from plurax import errors
 from plurax import hlo as compiled_hlo
 from plurax.collective import Collective
 from plurax.distributed.global_arrays import put
-from plurax.execute import evaluate, lowering
+from plurax.execute import evaluate, initial_state, lowering
 from plurax.execute.array_data import ArrayData
 from plurax.execute.autotune import Candidate
 from plurax.execute.choose_chunk import choose_plan, measure_plan
 from plurax.execute.dispatch_limiter import DispatchLimiter
 from plurax.execute.epoch_loop import equal_sizes
 from plurax.execute.gradient import Totals
-from plurax.execute.initial_state import check_place, check_state, new_state, same_shapes
+from plurax.execute.initial_state import new_state, same_shapes
 from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.execute.mask import MaskWarning, mask_not_read, reads_mask
 from plurax.execute.network import Network
@@ -157,10 +156,9 @@ class Program:
         state: TrainState = self._init(jax.random.key(check_seed(0 if seed is None else seed)))
         if params is None:
             return state
-        # The optimizer's state may depend on the parameters, so it is created from the given ones.
-        opt_state = jax.jit(self._optimizer.init)(params)
-        fresh = dataclasses.replace(self.to_canonical(state), params=params, opt_state=opt_state)
-        return self.place(fresh)
+        return self.place(
+            initial_state.replace_params(self.to_canonical(state), *self._example, params)
+        )
 
     @functools.cached_property
     def _init(self) -> Any:
@@ -551,8 +549,8 @@ class Program:
         except (TypeError, ValueError):
             if not same_shapes(state, self.state_shapes) and self.members is not None:
                 self._functions.layout.check(state)
-            check_state(state, self.state_shapes)
-            check_place(state, self.state_shapes)
+            initial_state.check_state(state, self.state_shapes)
+            initial_state.check_place(state, self.state_shapes)
             raise
         self._in_flight.started(metrics["loss"])
         return state, metrics

@@ -1,7 +1,7 @@
 """The two halves of a training step, as pure functions: sum the gradients, apply them."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from plurax import errors
 from plurax.execute.rows import StepKey
 from plurax.execute.totals import BatchTotals
+from plurax.freezing import trained, with_frozen
 from plurax.state import TrainState
 
 Metrics = dict[str, Array]
@@ -22,8 +23,10 @@ Step = Callable[[TrainState, PyTree, Int[Array, ""]], tuple[TrainState, Metrics]
 Update = Callable[[PyTree, PyTree, PyTree, Array], tuple[PyTree, PyTree]]
 
 
-def whole_update(optimizer: optax.GradientTransformation) -> Update:
+def whole_update(optimizer: optax.GradientTransformation, frozen: Sequence[str] = ()) -> Update:
     """Return `(grads, opt_state, params, loss) -> (params, opt_state)` for unsharded tensors.
+
+    The optimizer sees the parameters without the `frozen` ones, as `grads` is without them.
 
     The loss is passed to the optimizer as `value` if it accepts it. The function raises `TaskError`
     for an optimizer that requires other arguments, such as a function.
@@ -34,8 +37,9 @@ def whole_update(optimizer: optax.GradientTransformation) -> Update:
         grads: PyTree, opt_state: PyTree, params: PyTree, loss: Array
     ) -> tuple[PyTree, PyTree]:
         def call(**extra: Array) -> tuple[PyTree, PyTree]:
-            updates, new = optimizer.update(grads, opt_state, params, **extra)
-            return optax.apply_updates(params, updates), new
+            some = trained(frozen, params)
+            updates, new = optimizer.update(grads, opt_state, some, **extra)
+            return with_frozen(optax.apply_updates(some, updates), params), new
 
         def with_value() -> tuple[PyTree, PyTree]:
             try:
@@ -110,6 +114,7 @@ def make_gradients(total: BatchTotals) -> Callable[..., Gradients]:
 
 def make_apply(
     update: Update,
+    dtypes: PyTree,
     norm: Callable[[PyTree], Array] | None = None,
     *,
     freeze: bool = False,
@@ -121,8 +126,9 @@ def make_apply(
         if loss and gradient norm are finite:
             params, opt_state = update(grads / weight, opt_state, params, loss / weight)
 
-    `norm(grads)` computes the global norm, by default of unsharded tensors. With `freeze`, no
-    update follows the first that was left out.
+    `dtypes` are those of the parameters, a tree like the gradients. `norm(grads)` computes the
+    global norm, by default of unsharded tensors. With `freeze`, no update follows the first that
+    was left out.
 
     Metrics are scalars: `loss` and the task's metrics, weighted means over the batch; `grad_norm`,
     the global norm before the optimizer; `weight`, the sum of weights; `examples`; `skipped`, 1
@@ -142,7 +148,7 @@ def make_apply(
 
         def updated() -> PyTree:
             grads = jax.tree.map(
-                lambda g, p: (g * scale.astype(g.dtype)).astype(p.dtype), sums.grads, state.params
+                lambda g, dtype: (g * scale.astype(g.dtype)).astype(dtype), sums.grads, dtypes
             )
             new = (*update(grads, state.opt_state, state.params, loss), sums.model_state)
             return jax.tree.map(lambda n, o: jnp.asarray(n, o.dtype), new, old)

@@ -157,8 +157,8 @@ class ScheduleExecutor:
         layers = self.network.layers.leaves if self.network.layers else ()
         shared = [
             leaf
-            for leaf, home in enumerate(self.trained.homes)
-            if home is None and leaf not in layers
+            for leaf in self.trained.trained(range(len(self.trained.homes)))
+            if self.trained.homes[leaf] is None and leaf not in layers
         ]
         residuals, weight_residuals = (
             vjps.layer_residuals.lengths,
@@ -176,7 +176,8 @@ class ScheduleExecutor:
             # Gradients: one sum per layer of this device, one per parameter of all devices, and
             # flat buffers for parameters of this device only: their shapes differ by device.
             "layer_sums": {
-                leaf: _zeros(vjps.grads[leaf].array, self.assignment.rows) for leaf in layers
+                leaf: _zeros(vjps.grads[leaf].array, self.assignment.rows)
+                for leaf in self.trained.trained(layers)
             },
             "shared_sums": {leaf: _zeros(vjps.grads[leaf].array) for leaf in shared},
             "homed_sums": zeros(max_lengths(one.lengths for one in vjps.grad_packings), wide=True),
@@ -404,11 +405,12 @@ class ScheduleExecutor:
         """Add a microbatch's gradients of a stage function's parameters to the sums."""
         shared, homed = dict(carry["shared_sums"]), carry["homed_sums"]
         packing = self.vjps.grad_packings[stage % self.schedule.devices]
-        for leaf, grad in zip(self.network.stage_fns[stage].leaves, grads, strict=True):
+        leaves = self.trained.trained(self.network.stage_fns[stage].leaves)
+        for leaf, grad in zip(leaves, grads, strict=True):
             if self.trained.homes[leaf] is None:
                 shared[leaf] = shared[leaf] + grad.array.astype(shared[leaf].dtype)
             else:
-                homed = packing.add(homed, [grad.array], [self.trained.packing_index(leaf)])
+                homed = packing.add(homed, [grad.array], [self.trained.gradient_index(leaf)])
         return {**carry, "shared_sums": shared, "homed_sums": homed}
 
     # --- One layer ----------------------------------------------------------------------------
@@ -501,7 +503,8 @@ class ScheduleExecutor:
         """Add a microbatch's gradients of one layer to that layer's row of the sums."""
         assert self.network.layers is not None
         sums, row = dict(carry["layer_sums"]), self._layer_row(action, k)
-        for leaf, grad in zip(self.network.layers.leaves, grads, strict=True):
+        leaves = self.trained.trained(self.network.layers.leaves)
+        for leaf, grad in zip(leaves, grads, strict=True):
             old = lax.dynamic_index_in_dim(sums[leaf], row, keepdims=False)
             new = old + grad.array.astype(old.dtype)
             sums[leaf] = lax.dynamic_update_index_in_dim(sums[leaf], new, row, 0)

@@ -66,12 +66,27 @@ class StageParams:
     - `homes`: for each parameter the one device that has it; None where all do.
     - `packings`: for each device the `Packing` of the parameters that only it has.
     - `homed`: this device's flat buffers, laid out by its packing.
+    - `frozen`: the parameters without gradient.
     """
 
     values: Values
     homes: Sequence[int | None]
     packings: Sequence[Packing]
     homed: Buffers
+    frozen: frozenset[int] = frozenset()
+
+    def trained(self, leaves: Sequence[int]) -> list[int]:
+        """Return those of some parameters that have a gradient."""
+        return [leaf for leaf in leaves if leaf not in self.frozen]
+
+    def frozen_places(self, leaves: Sequence[int]) -> list[int]:
+        """Return the places of the frozen ones among some parameters."""
+        return [place for place, leaf in enumerate(leaves) if leaf in self.frozen]
+
+    def gradient_index(self, leaf: int) -> int:
+        """Return the index of a parameter's gradient in the packing of its device."""
+        home = self.homes[leaf]
+        return sum(self.homes[other] == home for other in self.trained(range(leaf)))
 
     def packing_index(self, leaf: int) -> int:
         """Return the index of a parameter in the packing of its device."""

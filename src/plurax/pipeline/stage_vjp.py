@@ -29,7 +29,7 @@ Parameters and rows are never residuals: the device still has them when the back
 Sources: the split of the backward pass is Qi et al. 2023, https://arxiv.org/abs/2401.10241.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -61,6 +61,7 @@ class StageVjp:
     - `fun`: `fun(params, x, rest) -> (y, aux)`, of whole tensors; `y` must be floating.
     - `params`, `x`, `rest`: its arguments as trees of `jax.ShapeDtypeStruct`s of whole tensors.
     - `partitioner`: the `Partitioner` that evaluates its equations on this device's shards.
+    - `frozen`: indices of the params that are not differentiated; `params` is then a list.
     - `reads`, `writes`: the last `reads` leaves of `rest` and the last `writes` leaves of `aux` are
       model state. By the time of the backward pass the state has changed, so the residuals include
       what the backward pass needs of it.
@@ -76,16 +77,27 @@ class StageVjp:
         rest: PyTree,
         partitioner: Partitioner,
         *,
+        frozen: Collection[int] = (),
         reads: int = 0,
         writes: int = 0,
     ) -> None:
         self.partitioner, self._reads, self._writes = partitioner, reads, writes
         self.sizes = tuple(len(jax.tree.leaves(part)) for part in (params, x, rest))
+        self._num_grads = self.sizes[0] - len(frozen)
         structure: Any = None
 
         def forward(params: PyTree, x: PyTree, rest: PyTree) -> Any:
             nonlocal structure
-            y, back, aux = jax.vjp(lambda p, x: fun(p, x, rest), params, x, has_aux=True)
+
+            def of_some(some: PyTree, x: PyTree) -> Any:
+                if not frozen:
+                    return fun(some, x, rest)
+                left = iter(some)
+                all_ = [old if i in frozen else next(left) for i, old in enumerate(params)]
+                return fun(all_, x, rest)
+
+            some = [p for i, p in enumerate(params) if i not in frozen] if frozen else params
+            y, back, aux = jax.vjp(of_some, some, x, has_aux=True)
             # `jax.vjp`'s function is a pytree: its leaves are all that the backward pass needs.
             leaves, structure = jax.tree.flatten(back)
             return y, aux, leaves
@@ -140,9 +152,9 @@ class StageVjp:
         Sets `_input_eqns`, `_weight_eqns` and `_weight_residuals`: the variables that the second
         part reads and the first part (or the cotangent) provides.
         """
-        params = self.sizes[0]
         outputs = self._backward.outvars
-        self._param_grads, self._input_grads = outputs[:params], outputs[params:]
+        self._param_grads = outputs[: self._num_grads]
+        self._input_grads = outputs[self._num_grads :]
         self._input_eqns = needed(self._backward.eqns, self._input_grads, set())
         first = set(map(id, self._input_eqns))
         self._weight_eqns = [eqn for eqn in self._backward.eqns if id(eqn) not in first]

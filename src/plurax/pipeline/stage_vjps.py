@@ -130,6 +130,7 @@ class StageVjps:
         rest = (self._rows_like(), _whole(states)) if states else self._rows_like()
         vjp = StageVjp(
             stage_fn.fun, _whole(params), like, rest, partitioner,
+            frozen=self.trained.frozen_places(stage_fn.leaves),
             reads=len(stage_fn.reads), writes=len(stage_fn.writes),
         )  # fmt: skip
         self.partitioners.append(partitioner)
@@ -153,7 +154,10 @@ class StageVjps:
         assert layers is not None
         inputs = self._layer_inputs(x, rows)
         rest = (self._rows_like(), jax.ShapeDtypeStruct((), jnp.int32))
-        self.layer = vjp = StageVjp(layers.fun, _whole(inputs.params), like, rest, partitioner)
+        self.layer = vjp = StageVjp(
+            layers.fun, _whole(inputs.params), like, rest, partitioner,
+            frozen=self.trained.frozen_places(layers.leaves),
+        )  # fmt: skip
         self.partitioners.append(partitioner)
         # A layer's output is the next layer's input, so both need one sharding: take that of the
         # output, and find the residuals for an input in that sharding.
@@ -190,7 +194,7 @@ class StageVjps:
                     grads = vjp.weight_gradient(inputs, stored, weight_residuals, goals)
                 else:
                     grads, _ = vjp.backward(inputs, stored, cotangent, shardings, goals)
-            self.grads.update(zip(leaves, grads, strict=True))
+            self.grads.update(zip(self.trained.trained(leaves), grads, strict=True))
             return PackedValues(weight_residuals)
 
         for stage, stage_fn in self.network.stage_fns.items():
@@ -264,7 +268,7 @@ class StageVjps:
                         self.grads[leaf].array.shape, self.trained.values[leaf].dtype
                     )
                     for leaf, home in enumerate(self.trained.homes)
-                    if home == device
+                    if home == device and leaf not in self.trained.frozen
                 ]
             )
             for device in range(self.schedule.devices)
@@ -276,13 +280,15 @@ class StageVjps:
 
     def stage_fn_goals(self, stage: int) -> list[TensorSharding | None]:
         """Return the goal shardings of the gradients of a `StageFn`'s parameters."""
-        return [self._goals[leaf] for leaf in self.network.stage_fns[stage].leaves]
+        leaves = self.network.stage_fns[stage].leaves
+        return [self._goals[leaf] for leaf in self.trained.trained(leaves)]
 
     @property
     def layer_goals(self) -> list[TensorSharding | None]:
         """Return the goal shardings of the gradients of one layer's parameters."""
         layers = self.network.layers
-        return [self._goals[leaf] for leaf in layers.leaves] if layers else []
+        leaves = layers.leaves if layers else ()
+        return [self._goals[leaf] for leaf in self.trained.trained(leaves)]
 
 
 def _whole(values: Values) -> list[jax.ShapeDtypeStruct]:

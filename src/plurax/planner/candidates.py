@@ -93,7 +93,8 @@ def model_of(
     rows = abstract_rows(batch)
     totals: dict[str, Totals] = {}
     for remat in remats:
-        fun = gradient(task, precision, remat=remat)
+        # Of frozen parameters the search counts gradients as of the others.
+        fun = gradient(dataclasses.replace(task, frozen=()), precision, remat=remat)
         graph = graph_of(fun, (like.params, like.model_state, rows), Axes({}), searched=())
         totals[remat] = _totals(graph, machine, task.stack.depth if task.stack else 1)
     layers = 1 + _boundaries(graph.traced.jaxpr) if task.stack is None else task.stack.depth

@@ -239,7 +239,11 @@ def graph_of_step(task: Task, plan: Plan, batch: PyTree, parts: Sequence[int] = 
     )
     rules = Rules(plan.rules, {"tensor": plan.tensor})
     return graph_of(
-        within(mesh, gradient(task, plan.precision, remat=plan.remat)),
+        # Of frozen parameters the search counts gradients as of the others.
+        within(
+            mesh,
+            gradient(dataclasses.replace(task, frozen=()), plan.precision, remat=plan.remat),
+        ),
         args,
         axes,
         searched=axes.expand_all(split),

@@ -72,7 +72,8 @@ class ShardedUpdate:
         self._number(state, sums, layout.homes)
         self._given, given = jax.tree.structure((state, sums)), jax.tree.leaves((state, sums))
         # XLA sums rows of all gradients together (`_norm` of a step), which no shard could.
-        apply = make_apply(whole_update(optimizer), norm=_norm)
+        dtypes = jax.tree.map(lambda leaf: leaf.dtype, state.params)
+        apply = make_apply(whole_update(optimizer), dtypes, _norm)
         shapes = jax.eval_shape(apply, state, sums)
         self._made, made = jax.tree.structure(shapes), jax.tree.leaves(shapes)
         self.metrics = {name: shapes[1][name] for name in sorted(shapes[1])}

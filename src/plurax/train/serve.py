@@ -187,6 +187,8 @@ def check_servers(servers: Servers | None, task: Any, plan: Plan, members: Any) 
         raise errors.servers_kind(servers)
     if members is not None or not isinstance(task, Task):
         raise errors.servers_one_network()
+    if task.frozen:
+        raise errors.servers_frozen()
     check_alone("servers=", "Workers and servers are processes of their own: start fit once.")
     if task.coupled and servers.parts > 1:
         raise errors.servers_coupled(servers.workers)

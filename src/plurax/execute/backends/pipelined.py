@@ -40,6 +40,7 @@ from plurax.execute.backends.sharded import ShardedBackend
 from plurax.execute.gradient import Totals
 from plurax.execute.initial_state import initial
 from plurax.execute.layouts.staged_state import (
+    NO_GRADIENT,
     ON_ALL,
     Staged,
     StagedState,
@@ -56,6 +57,7 @@ from plurax.execute.stage_networks import (
 )
 from plurax.execute.step import Gradients, Metrics, make_apply, make_gradients, whole_update
 from plurax.execute.totals import BatchTotals, round_robin
+from plurax.freezing import frozen_leaves
 from plurax.partition.partitioner import Partitioner
 from plurax.partition.values import ShardedValue
 from plurax.pipeline.executor import ScheduleExecutor
@@ -162,7 +164,7 @@ class PipelinedBackend(Backend):
         self, *, freeze: bool = False
     ) -> Callable[[TrainState, Gradients], tuple[TrainState, Metrics]]:
         """Return `(state, gradients) -> (state, metrics)`, each parameter where it is stored."""
-        return make_apply(self._update, self._norm, freeze=freeze)
+        return make_apply(self._update, self.layout.gradient_dtypes, self._norm, freeze=freeze)
 
     def planned_collectives(self) -> list[Collective]:
         """Return the collectives of a step; empty until the step has been traced."""
@@ -266,7 +268,9 @@ class PipelinedBackend(Backend):
             here = homes.packings[home].leaves[at] if array is None else array
             values.append(ShardedValue(here, leaf.shape, one, is_param=True))
         given = [None if home == ON_ALL else home for home in homes.homes]
-        return StageParams(values, given, homes.packings, params.stage_buffers)
+        is_frozen = frozen_leaves(self.task.frozen, base.layout.like.params)
+        frozen = frozenset(index for index, yes in enumerate(is_frozen) if yes)
+        return StageParams(values, given, homes.packings, params.stage_buffers, frozen)
 
     # --- Reduction ----------------------------------------------------------------------------
 
@@ -369,8 +373,10 @@ class PipelinedBackend(Backend):
             *self._inputs(params, layout.params, like.params, shardings.params),
             ShardedValue(loss, (), TensorSharding(())),
         ]
-        whole = whole_update(self.optimizer)
-        structure = jax.tree.structure((like.params, like.opt_state, like.params, loss))
+        whole = whole_update(self.optimizer, self.task.frozen)
+        structure = jax.tree.structure(
+            (base.layout.gradient_like, like.opt_state, like.params, loss)
+        )
 
         def fun(*leaves: Array) -> list[Any]:
             return jax.tree.leaves(whole(*jax.tree.unflatten(structure, leaves)))
@@ -415,6 +421,8 @@ class PipelinedBackend(Backend):
                 inputs.append(ShardedValue(array, leaf.shape, one))
                 continue
             home, at = homes.locate(index)
+            if home == NO_GRADIENT:
+                continue
 
             def read(
                 home: int = home, at: int = at, leaf: Any = leaf, one: Any = one

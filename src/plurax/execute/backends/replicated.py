@@ -33,13 +33,14 @@ from plurax.task import Task
 class ReplicatedBackend(Backend):
     """A task's functions on one device that has all of the network. See `Backend`."""
 
+    layout: StateShardings
     manual_axes = frozenset({"data"})
 
     def __init__(self, task: Task, optimizer: optax.GradientTransformation, plan: Plan) -> None:
         self.task, self.optimizer, self.plan = task, optimizer, plan
         like = jax.eval_shape(lambda: new_state(task, optimizer, jax.random.key(0)))
         stacked = [False] * len(jax.tree.leaves(like.params))
-        self.layout = StateShardings(like, plan, Rules((), {}), {}, stacked)
+        self.layout = StateShardings(like, plan, Rules((), {}), {}, stacked, frozen=task.frozen)
 
     def of(self, task: Task, optimizer: optax.GradientTransformation) -> "ReplicatedBackend":
         """Return a copy for another member of a population."""
@@ -65,7 +66,8 @@ class ReplicatedBackend(Backend):
         self, *, freeze: bool = False
     ) -> Callable[[TrainState, Gradients], tuple[TrainState, Metrics]]:
         """Return `(state, gradients) -> (state, metrics)`, the same on every device."""
-        return make_apply(whole_update(self.optimizer), freeze=freeze)
+        update = whole_update(self.optimizer, self.task.frozen)
+        return make_apply(update, self.layout.gradient_dtypes, freeze=freeze)
 
     def evaluate(self) -> Callable[[PyTree, PyTree, PyTree, Any], Totals]:
         """Return `(params, model_state, rows, count) -> totals` on one device."""

@@ -49,6 +49,7 @@ from plurax.execute.reduction import reduced
 from plurax.execute.rows import Rows
 from plurax.execute.step import Gradients, Metrics, make_apply, make_gradients, whole_update
 from plurax.execute.totals import BatchTotals, coupled_totals, device_totals, uneven_totals
+from plurax.freezing import trained
 from plurax.jaxpr.interpret import all_equations, holds
 from plurax.mesh import within
 from plurax.partition.partitioner import Partitioner, partition
@@ -109,7 +110,7 @@ class ShardedBackend(Backend):
         stacked = stacks(jaxpr, like.params)
         if order_layers is not None:
             like = jax.eval_shape(order_layers, like)
-        self.layout = StateShardings(like, plan, rules, sizes, stacked, layered)
+        self.layout = StateShardings(like, plan, rules, sizes, stacked, layered, frozen=task.frozen)
         annotations = (e for e in all_equations(jaxpr) if e.primitive.name == "annotate")
         tags = {eqn.params["tag"] for eqn in annotations}
         names = sorted({tag.name for tag in tags if isinstance(tag, Named)})
@@ -161,7 +162,7 @@ class ShardedBackend(Backend):
         self, *, freeze: bool = False
     ) -> Callable[[TrainState, Gradients], tuple[TrainState, Metrics]]:
         """Return `(state, gradients) -> (state, metrics)` on this device's shards."""
-        return make_apply(self._update, self._norm, freeze=freeze)
+        return make_apply(self._update, self.layout.gradient_dtypes, self._norm, freeze=freeze)
 
     def planned_collectives(self) -> list[Collective]:
         """Return the collectives of a step; empty until the step has been traced."""
@@ -186,8 +187,9 @@ class ShardedBackend(Backend):
             def wanted(shapes: tuple[Totals, PyTree]) -> tuple[Totals, PyTree]:
                 none = jax.tree.map(lambda _: None, shapes)
                 totals: Totals = none[0]
-                goals = self.layout.shards if self.plan.zero >= 2 else self.layout.shardings.params
-                return totals._replace(grads=self.expanded(goals)), none[1]
+                layout = self.layout
+                goals = layout.shards if self.plan.zero >= 2 else layout.shardings.params
+                return totals._replace(grads=self.expanded(trained(layout.frozen, goals))), none[1]
 
             own = (self._split if split else _whole) if self.task.coupled else _varying
             args = (self._parameters(params), _whole(model_state), own(rows))
@@ -207,7 +209,7 @@ class ShardedBackend(Backend):
         whole = jax.tree.map(
             lambda _: TensorSharding(()), totals._replace(grads=()), is_leaf=is_sharded_value
         )
-        targets = whole._replace(grads=self.expanded(self.layout.shards))
+        targets = whole._replace(grads=self.expanded(self.layout.gradient_shards))
         leaves, structure = jax.tree.flatten(totals, is_leaf=is_sharded_value)
         goals = jax.tree.leaves(targets, is_leaf=is_sharding)
         sums = reduced([self._sum_over_rows(value) for value in leaves], goals, partitioner)
@@ -251,7 +253,7 @@ class ShardedBackend(Backend):
         sums: dict[tuple[str, ...], Array] = {}
         for array, sharding in zip(
             jax.tree.leaves(grads),
-            jax.tree.leaves(self.expanded(self.layout.shards), is_leaf=is_sharding),
+            jax.tree.leaves(self.expanded(self.layout.gradient_shards), is_leaf=is_sharding),
             strict=True,
         ):
             # Squares of shards split over the same axes are added up before they are communicated.
@@ -270,13 +272,15 @@ class ShardedBackend(Backend):
     ) -> tuple[PyTree, PyTree]:
         partitioner = self.partitioner()
         args = (
-            self._values(grads, self.layout.like.params, self.layout.shards),
+            self._values(grads, self.layout.gradient_like, self.layout.gradient_shards),
             self._values(opt_state, self.layout.like.opt_state, self.layout.shardings.opt_state),
             self._parameters(params),
             _whole(loss),
         )
         goals = self.expanded((self.layout.shardings.params, self.layout.shardings.opt_state))
-        values = partition(whole_update(self.optimizer), partitioner, args, lambda _: goals)
+        values = partition(
+            whole_update(self.optimizer, self.task.frozen), partitioner, args, lambda _: goals
+        )
         self.records["update"] = partitioner.records
         self.warn_of_gathers()
         # `warn_of_gathers` has reported all gathers over `data` already.

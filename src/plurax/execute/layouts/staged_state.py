@@ -35,14 +35,18 @@ from jaxtyping import Array, PyTree
 from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.execute.layouts.state_layout import StateLayout
 from plurax.execute.layouts.state_shardings import StateShardings
+from plurax.freezing import frozen_leaves
 from plurax.pipeline.packing import Packing, max_lengths, zeros
 from plurax.pipeline.stage_update import broadcast_from_stage
 from plurax.pipeline.stages import LayerAssignment
-from plurax.sharding.rules import match_opt_state_to_params, padded_shape
+from plurax.sharding.rules import is_sharding, match_opt_state_to_params, padded_shape
 from plurax.state import TrainState
 
 ON_ALL = -1
 """The entry in `homes` of a tensor that is on all devices of the pipeline."""
+
+NO_GRADIENT = -2
+"""The entry in `homes` of the gradient of a frozen parameter, which no device has."""
 
 EVERYWHERE = P(("data", "pipeline", "tensor"))
 """The `PartitionSpec` of buffers that differ on every device."""
@@ -65,7 +69,7 @@ class StagePlacement:
     """The device of each leaf of a tree, and its offset in that device's buffers.
 
     **Arguments:** `like`, the tree as `jax.ShapeDtypeStruct`s of one device's shards; `homes`, for
-    each leaf a device of the pipeline or `ON_ALL`; `devices`, their number.
+    each leaf a device of the pipeline, `ON_ALL` or `NO_GRADIENT`; `devices`, their number.
 
     **Attributes:** `homes`; `packings`, one `Packing` per device; `lengths`, the number of elements
     of the buffers by dtype, the same on all devices; `structure`, of the tree.
@@ -188,7 +192,11 @@ class StagedState(StateLayout):
             return StagePlacement(jax.tree.map(local, tree, shardings), at, devices)
 
         self.params = of(like.params, shardings.params, given)
-        self.shards = of(like.params, inner.shards, given)
+        is_frozen = frozen_leaves(inner.frozen, like.params)
+        with_gradient = [
+            NO_GRADIENT if no else home for home, no in zip(given, is_frozen, strict=True)
+        ]
+        self.shards = of(like.params, inner.shards, with_gradient)
         self.opt_state = of(like.opt_state, shardings.opt_state, kept)
 
     # --- The contract -------------------------------------------------------------------------
@@ -232,7 +240,16 @@ class StagedState(StateLayout):
     @property
     def gradient_specs(self) -> Staged:
         """The `PartitionSpec`s of reduced gradients."""
-        return self._staged_specs(self.shards, self.inner.gradient_specs)
+        specs = jax.tree.map(lambda one: one.spec, self.inner.shards, is_leaf=is_sharding)
+        return self._staged_specs(self.shards, specs)
+
+    @property
+    def gradient_dtypes(self) -> Staged:
+        """The dtypes of the parameters that have a gradient."""
+        leaves = jax.tree.leaves(self.inner.like.params)
+        pairs = zip(leaves, self.shards.homes, strict=True)
+        rest = tuple(leaf.dtype for leaf, home in pairs if home == ON_ALL)
+        return Staged(rest, {name: np.dtype(name) for name in self.shards.lengths})
 
     @functools.cached_property
     def canonical(self) -> TrainState:

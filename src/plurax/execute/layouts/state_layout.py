@@ -52,7 +52,8 @@ class StateLayout(abc.ABC):
     @property
     @abc.abstractmethod
     def gradient_specs(self) -> PyTree:
-        """The `PartitionSpec`s of reduced gradients, a tree like the stored parameters."""
+        """The `PartitionSpec`s of reduced gradients, a tree like the stored parameters that are not
+        frozen."""
 
     @property
     @abc.abstractmethod

@@ -30,6 +30,7 @@ from jaxtyping import Array, PyTree
 from plurax import tree
 from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.execute.layouts.state_layout import StateLayout
+from plurax.freezing import frozen_leaves, trained
 from plurax.jaxpr.compat import Scan, is_call_or_remat
 from plurax.jaxpr.interpret import interpret
 from plurax.plan import Plan
@@ -56,9 +57,10 @@ class StateShardings(StateLayout):
     - `axes`: the sizes of the mesh axes.
     - `stacked`: for each parameter whether layers are stacked along its leading dim (see `stacks`).
     - `layered`: for each parameter whether these layers are split over `pipeline`; empty for none.
+    - `frozen`: patterns of the parameters without gradient.
 
     **Attributes:** `like`; `shardings`, a `TrainState` of `TensorSharding`s; `shards`, a tree like
-    the parameters with the shardings of the reduced gradients and of the optimizer state.
+    the parameters with the shardings of the reduced gradients and of the optimizer state; `frozen`.
     """
 
     def __init__(
@@ -69,8 +71,10 @@ class StateShardings(StateLayout):
         axes: AxisSizes,
         stacked: Sequence[bool],
         layered: Sequence[bool] = (),
+        *,
+        frozen: Sequence[str] = (),
     ) -> None:
-        self.like = like
+        self.like, self.frozen = like, frozen
         self._rules, self._axes = rules, axes
         given = parameter_shardings(rules, like.params)
         if any(layered):
@@ -119,7 +123,10 @@ class StateShardings(StateLayout):
             for dim in sharding.indivisible_dims(leaf.shape, self._axes):
                 n = padded_shape(leaf.shape, sharding, self._axes)[dim]
                 filled[path] = f"dim {dim} is padded from {leaf.shape[dim]} to {n}"
-        return {**self._rules.notes, **filled}
+        names = list(tree.named_leaves(self.like.params))
+        is_frozen = frozen_leaves(self.frozen, self.like.params)
+        frozen = {name: "frozen" for name, yes in zip(names, is_frozen, strict=True) if yes}
+        return {**frozen, **self._rules.notes, **filled}
 
     def parameters(self) -> list[ParameterInfo]:
         """Return a `ParameterInfo` for each parameter."""
@@ -147,7 +154,24 @@ class StateShardings(StateLayout):
     @property
     def gradient_specs(self) -> PyTree:
         """The `PartitionSpec`s of reduced gradients."""
-        return jax.tree.map(lambda sharding: sharding.spec, self.shards, is_leaf=is_sharding)
+        return jax.tree.map(
+            lambda sharding: sharding.spec, self.gradient_shards, is_leaf=is_sharding
+        )
+
+    @property
+    def gradient_shards(self) -> PyTree:
+        """The shardings of reduced gradients, a tree like the parameters that are not frozen."""
+        return trained(self.frozen, self.shards)
+
+    @property
+    def gradient_like(self) -> PyTree:
+        """The parameters that are not frozen, as `jax.ShapeDtypeStruct`s."""
+        return trained(self.frozen, self.like.params)
+
+    @property
+    def gradient_dtypes(self) -> PyTree:
+        """The dtypes of the parameters that are not frozen."""
+        return jax.tree.map(lambda leaf: leaf.dtype, self.gradient_like)
 
     @property
     def canonical(self) -> TrainState:
