@@ -83,7 +83,9 @@ def by_hand(task, name, seed):
 
         def mean(own, batch=batch, keys=keys):
             out = task.loss(whole(own), batch, keys)
-            return jnp.mean(out[0] if isinstance(out, tuple) else out)
+            losses = out[0] if isinstance(out, tuple) else out
+            weight = jnp.ones(losses.shape) if task.weight is None else task.weight(batch)
+            return jnp.sum(weight * losses) / jnp.sum(weight)
 
         grads = jax.grad(mean)(own)
         updates, state = optimizer.update(grads, state, own)
