@@ -10,17 +10,19 @@ import socket
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 from tests.unit.test_launch import PRELUDE
 
 from plurax import errors
 from plurax.cli import launch_command as cli
+from plurax.launch import follower
 from plurax.launch.connection import MAX_LINE, Connection, is_proof, proof
 from plurax.launch.events import Events
 from plurax.launch.hosts import HostServer, Joined
 from plurax.launch.launcher import free_port, launch
-from plurax.launch.settings import Settings
+from plurax.launch.settings import Limits, Settings
 from plurax.launch.slurm import Place, slurm_place
 from plurax.launch.supervisor import Supervisor
 
@@ -348,6 +350,17 @@ def test_processes_of_the_leader_that_cannot_be_killed_end_the_run():
     leading.supervisor.tick(32)
     assert leading.supervisor.code == 77
     assert "SIGKILL does not end process 0" in leading.said.getvalue()
+
+
+def test_processes_of_a_follower_that_cannot_be_killed_end_its_launcher(monkeypatch):
+    gang = types.SimpleNamespace(alive=[types.SimpleNamespace(number=3)], obey=lambda order: None)
+    host = types.SimpleNamespace(gang=gang, wait=lambda: None)
+    settings, said = Settings(("x",), limits=Limits(silence=0.01)), io.StringIO()
+    lost = types.SimpleNamespace(closed="it closed the connection")
+    monkeypatch.setattr(follower._Follower, "_reach", lambda self: lost)
+    monkeypatch.setattr(follower._Follower, "_obey", lambda self, connection: None)
+    assert follower.follow(settings, host, Events(None, said)) == 77
+    assert "SIGKILL does not end process 3: perhaps its file system hangs" in said.getvalue()
 
 
 def test_what_an_earlier_attempt_reports_is_not_read():

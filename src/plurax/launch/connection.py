@@ -12,12 +12,11 @@ import hmac
 import json
 import selectors
 import socket
-from typing import Any
 
 from plurax import errors
+from plurax.launch.protocol import Message
 from plurax.launch.settings import Settings
 
-Message = dict[str, Any]
 MAX_LINE = 1 << 16
 """Bytes of a line; whoever sends a longer one is no launcher."""
 

@@ -7,14 +7,17 @@ launcher, may come back.
 import secrets
 import socket
 import time
-from typing import Any
 
 from plurax import errors
 from plurax.exit_codes import ExitCode
-from plurax.launch.connection import Connection, Message, is_proof, leader_address, proof
+from plurax.launch.connection import Connection, is_proof, leader_address, proof
 from plurax.launch.events import Events
 from plurax.launch.host import Host
+from plurax.launch.protocol import Message
 from plurax.launch.settings import Settings
+from plurax.launch.supervisor import UNKILLABLE
+
+SILENT = "it accepts, and says nothing"
 
 
 def follow(settings: Settings, host: Host, events: Events) -> int:
@@ -31,7 +34,6 @@ class _Follower:
     def __init__(self, settings: Settings, host: Host, events: Events) -> None:
         self._settings, self._host, self._events = settings, host, events
         self._launcher, self._attempt = secrets.token_hex(8), -1
-        self._asked = 0
 
     def run(self) -> int:
         """Reach the leader, obey it; again where it is lost."""
@@ -49,8 +51,10 @@ class _Follower:
             until = time.monotonic() + self._settings.limits.silence
             while self._host.gang.alive and time.monotonic() < until:
                 self._host.wait()
-            if self._host.gang.alive:  # not even SIGKILL ends them: a file system may hang
-                return ExitCode.PERMANENT
+            if self._host.gang.alive:
+                number, code = self._host.gang.alive[0].number, int(ExitCode.PERMANENT)
+                self._events.write("over", UNKILLABLE.format(number), code=code)
+                return code
             self._host.reports.clear()
 
     def _reach(self) -> Connection | int:
@@ -58,7 +62,6 @@ class _Follower:
         limits = self._settings.limits
         until = time.monotonic() + limits.join
         while True:
-            reason = "it accepts, and says nothing"
             try:
                 address = leader_address(self._settings)
                 peer = socket.create_connection(address, timeout=limits.hello)
@@ -67,10 +70,11 @@ class _Follower:
             else:
                 now = time.monotonic()
                 connection = Connection(peer, self._host.selector, limits.silence, now)
-                reason = self._greet(connection) or ""
-                if not reason:
+                found = self._greet(connection)
+                if found is None:
                     return connection
                 connection.close()
+                reason = found
             if time.monotonic() > until:
                 raise errors.launch_not_reached(self._settings.coordinator, limits.join, reason)
             self._host.wait(limits.retry)
@@ -83,7 +87,7 @@ class _Follower:
         token, name = settings.token or "", f"host {settings.host}"
         leader = self._answer(connection)
         if leader is None:
-            return connection.closed or "it accepts, and says nothing"
+            return connection.closed or SILENT
         hello = {
             "is": "hello",
             "host": settings.host,
@@ -97,7 +101,7 @@ class _Follower:
         connection.send(hello)
         answer = self._answer(connection)
         if answer is None:
-            return connection.closed or "it accepts, and says nothing"
+            return connection.closed or SILENT
         if answer.get("is") == "welcome":
             if is_proof(token, "leader", nonce, answer.get("proof")):
                 return None
@@ -142,7 +146,7 @@ class _Follower:
             for report in host.taken_reports():
                 connection.send(report)
 
-    def _do(self, order: dict[str, Any]) -> None:
+    def _do(self, order: Message) -> None:
         if order.get("do") == "start":
             self._attempt = order["attempt"]
         if order.get("do") in ("start", "signal", "kill"):

@@ -20,9 +20,9 @@ from plurax.exit_codes import ExitCode, shell_code
 from plurax.launch.lateness import Lateness
 from plurax.launch.memory_kills import memory_kills
 from plurax.launch.output import Output
+from plurax.launch.protocol import Message
 from plurax.launch.settings import Settings
 
-Message = dict[str, Any]
 CHILD, REAPER = (str(Path(__file__).with_name(name)) for name in ("child.py", "reaper.py"))
 ALONE = (sys.executable, "-I", "-S")
 """Python with nothing but its standard library, which starts in a few milliseconds."""

@@ -8,16 +8,9 @@ import socket
 from collections.abc import Callable
 
 from plurax import errors
-from plurax.launch.connection import Connection, Message, is_proof, leader_address, proof
+from plurax.launch.connection import Connection, is_proof, leader_address, proof
+from plurax.launch.protocol import REPORTS, Message
 from plurax.launch.settings import Settings
-
-REPORTS = {
-    "exit": {"attempt", "process", "code", "step", "stuck", "stopped", "memory", "ours"},
-    "progress": {"attempt", "saved"},
-    "stuck": {"attempt", "process"},
-    "asked": {"signal"},
-}
-"""What a report says at least; others are not read."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,12 +3,12 @@
 import socket
 import time
 
-from plurax.launch.connection import Message
 from plurax.launch.events import Events
 from plurax.launch.follower import follow
 from plurax.launch.host import Host, this_host
 from plurax.launch.hosts import HostServer, Joined, Received
 from plurax.launch.output import Output
+from plurax.launch.protocol import Message
 from plurax.launch.settings import Settings
 from plurax.launch.supervisor import Supervisor
 

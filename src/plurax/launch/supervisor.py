@@ -12,14 +12,14 @@ states and knows neither processes nor sockets; it takes messages and the time, 
 
 import signal
 from collections.abc import Callable
-from typing import Any
 
 from plurax.exit_codes import FINAL, ExitCode
 from plurax.launch.events import Events
 from plurax.launch.outcome import Exit, cause
+from plurax.launch.protocol import EXIT, Message
 from plurax.launch.settings import Settings
 
-Message = dict[str, Any]
+UNKILLABLE = "SIGKILL does not end process {}: perhaps its file system hangs"
 
 
 class Supervisor:
@@ -89,8 +89,7 @@ class Supervisor:
         if message["is"] != "asked" and message["attempt"] != self._attempt:
             return
         if message["is"] == "exit":
-            names = ("process", "code", "step", "stuck", "stopped", "memory", "ours")
-            found = Exit(host=host, **{name: message[name] for name in names})
+            found = Exit(host=host, **{name: message[name] for name in EXIT})
             self._exits.append(found)
             self._events.write("exit", **_fields(message), host=host)
             self._process_ended(found, now)
@@ -156,8 +155,7 @@ class Supervisor:
         ended = {one.process for one in self._exits}
         left = [process for process in self._gang.get(0, ()) if process not in ended]
         if left:
-            said = f"SIGKILL does not end process {left[0]}: perhaps its file system hangs"
-            self._over(ExitCode.PERMANENT, said)
+            self._over(ExitCode.PERMANENT, UNKILLABLE.format(left[0]))
             return
         for host in [*self._gang]:
             if not ended.issuperset(self._gang[host]):
