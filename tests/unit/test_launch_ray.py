@@ -168,6 +168,15 @@ def test_a_cluster_that_does_not_do(ray, message, monkeypatch):
         cli.launch_command(["--ray", "auto", "--hosts", "2", "--", "train", "FILE"])
 
 
+def test_a_last_line_without_an_end_is_shown(capsys):
+    asked = ray_hosts.RayLaunch("auto", 2, (), (), 0)
+    driver = ray_hosts._Driver(pretended(), asked, [])
+    driver._show(1, 0, b"whole\npart")
+    assert capsys.readouterr().out == "whole\n"
+    driver._finish()
+    assert capsys.readouterr().out == "part\n"
+
+
 def test_the_launchers_of_a_cluster_get_the_options(monkeypatch):
     asked = []
     monkeypatch.setattr(cli, "launch_on_ray", lambda found: asked.append(found) or 0)

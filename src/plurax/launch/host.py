@@ -6,9 +6,9 @@ import selectors
 import signal
 from collections.abc import Iterator
 
-from plurax.launch.connection import Message
 from plurax.launch.gang import Gang
 from plurax.launch.output import Output
+from plurax.launch.protocol import Message
 from plurax.launch.settings import Settings
 
 SIGNALS: dict[int, int] = {
@@ -63,18 +63,27 @@ def this_host(settings: Settings, output: Output) -> Iterator[Host]:
     os.set_blocking(writing, False)
     host.selector.register(reading, selectors.EVENT_READ, lambda: os.read(reading, 4096))
     wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    try:
+        with collected_signals(host.signals):
+            yield host
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        host.close()
+        os.close(reading)
+        os.close(writing)
+
+
+@contextlib.contextmanager
+def collected_signals(received: list[int]) -> Iterator[None]:
+    """Append the signals that ask for an end to a list, instead of ending."""
     before = {
-        number: signal.signal(number, lambda number, _: host.signals.append(SIGNALS[number]))
+        number: signal.signal(number, lambda number, _: received.append(SIGNALS[number]))
         for number in SIGNALS
         # One that was ignored stays so, as in a job in the background of a script.
         if signal.getsignal(number) != signal.SIG_IGN
     }
     try:
-        yield host
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(wakeup)
-        host.close()
-        os.close(reading)
-        os.close(writing)

@@ -15,23 +15,24 @@ import logging
 import os
 import secrets
 import selectors
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from plurax import errors
 from plurax.exit_codes import ExitCode, shell_code
 from plurax.launch.gang import ALONE, CHILD
-from plurax.launch.host import SIGNALS
+from plurax.launch.host import collected_signals
 
 KILLED = int(ExitCode.KILLED)
 READY_SECONDS = 120.0
 """For the cluster to have enough hosts free."""
+FINISH_SECONDS = 10.0
+"""For the other launchers to end, once the leader's has."""
 POLL_SECONDS = 0.2
 """That an actor waits for output before it answers."""
 
@@ -60,8 +61,9 @@ def launch_on_ray(asked: RayLaunch) -> int:
         ray.init(address=asked.address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
         raise errors.launch_ray_not_reached(asked.address, str(error)) from None
+    received: list[int] = []
     try:
-        with _signals() as received:
+        with collected_signals(received):
             return _Driver(ray, asked, received).run()
     finally:
         ray.shutdown()
@@ -196,10 +198,12 @@ class _Driver:
         self._poll(host)
 
     def _finish(self) -> None:
-        """Read what the other launchers say at their end."""
-        until = time.monotonic() + 10
+        """Read what the other launchers say at their end, and show lines that have none."""
+        until = time.monotonic() + FINISH_SECONDS
         while self._polls and time.monotonic() < until:
             self._ended(1)
+        for host, stream in [place for place, rest in self._lines.items() if rest]:
+            self._show(host, stream, b"\n")
 
     def _stop(self) -> None:
         """End all actors; what they have started ends with them."""
@@ -209,7 +213,7 @@ class _Driver:
         self._polls.clear()
 
     def _show(self, host: int, stream: int, data: bytes) -> None:
-        """Write whole lines of a launcher's output; the last may come without its end."""
+        """Write whole lines of a launcher's output; the rest waits for its end."""
         *lines, rest = (self._lines.pop((host, stream), b"") + data).split(b"\n")
         self._lines[host, stream] = rest
         out = (sys.stdout, sys.stderr)[stream]
@@ -244,7 +248,6 @@ class _RayHost:
 
     def start(self, arguments: Sequence[str], folder: str, variables: dict[str, str]) -> None:
         """Start the launcher in the folder that has the same path here."""
-        self._selector = selectors.DefaultSelector()
         here = [*ALONE, CHILD, str(os.getpid()), sys.executable, "-m", "plurax.cli", "launch"]
         self._popen = subprocess.Popen(
             [*here, *arguments],
@@ -279,18 +282,3 @@ class _RayHost:
         """Send a signal to the launcher."""
         if self._popen is not None:
             self._popen.send_signal(number)
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collect the signals that ask for an end."""
-    received: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, _: received.append(SIGNALS[number]))
-        for number in SIGNALS
-    }
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
