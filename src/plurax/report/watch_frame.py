@@ -105,10 +105,8 @@ class WatchedRun:
     @property
     def total_epochs(self) -> int | None:
         """The epochs of the whole run, None where its files do not say."""
-        for name, value in self.settings.items():
-            if name.rpartition(".")[2] == "epochs" and isinstance(value, int):
-                return value
-        return None
+        epochs = self.settings.get("options.epochs")
+        return epochs if isinstance(epochs, int) else None
 
     @property
     def state(self) -> str:

@@ -102,7 +102,7 @@ function seriesOf(index, metric) {
       itemStyle: { color: style.color },
       z: stepped ? 2 : kind === 'eval' ? 5 : 4,
       endLabel: stepped || (several ? made.some((one) => one.endLabel) : shownKinds(lines).length === 1) ? undefined : {
-        show: true, formatter: () => shortened(end), color: style.color, fontSize: 11, fontWeight: 600, distance: 6,
+        show: true, formatter: () => shortened(end), color: style.color, fontSize: 11, fontWeight: 600, distance: 6, textBorderColor: color('paper'), textBorderWidth: 3,
       },
     });
   }

@@ -277,7 +277,10 @@ def servers_section(runs: Sequence[RunData]) -> str:
 def _account(account: dict[str, Any]) -> str:
     staleness = account.get("staleness") or {}
     total = sum(staleness.values()) or 1
-    rows = [[Cell(v, float(v)), n, f"{100 * n / total:.1f} %"] for v, n in staleness.items()]
+    rows = [
+        [Cell(v, float(v)), n, Cell(f"{100 * n / total:.1f} %", n, "number")]
+        for v, n in staleness.items()
+    ]
     figures = {
         "updates": account.get("updates", 0),
         "rejected": ", ".join(f"{n} {why}" for why, n in (account.get("rejected") or {}).items())

@@ -148,7 +148,8 @@ def _of_runs(runs: Sequence[RunData]) -> SweepData | None:
     names = [
         name
         for name in differing(settings)
-        if all(is_number(one.get(name)) or isinstance(one.get(name), str) for one in settings)
+        if not name.startswith(SURROUNDINGS)
+        and all(is_number(one.get(name)) or isinstance(one.get(name), str) for one in settings)
     ]
     # A text that is different in nearly every run is a name, not a choice.
     names = [
@@ -180,8 +181,15 @@ def shared_metrics(runs: Sequence[RunData]) -> list[str]:
     return sorted(names, key=lambda name: (not name.startswith("eval_"), names.index(name)))
 
 
-HIDDEN = ("started", "plan.", "members.hyper.", "members.seeds", "options.machine", "command.")
+HIDDEN = ("started", "plan.", "members.hyper.", "members.seeds", "options.machine", "command.",
+          "options.progress")  # fmt: skip
 """How names in `run.toml` begin that no comparison shows; fields of the plan come from the plan."""
+
+
+ORDER = ("file", "experiment.", "batch_size", "epochs", "seed", "plan.", "members")
+"""How the names begin that stand first."""
+SURROUNDINGS = ("versions.", "devices.", "git.", "file")
+"""What a run was trained with and is no hyperparameter."""
 
 
 def compared_settings(run: RunData) -> dict[str, Any]:
@@ -200,7 +208,15 @@ def compared_settings(run: RunData) -> dict[str, Any]:
         found.setdefault("batch_size", run.batch_size)
     if run.members and "members.count" not in found:
         found["members"] = run.members
-    return found
+    if "git.commit" in found:
+        found["git.commit"] = str(found["git.commit"])[:10]
+    file = run.settings.get("command.file")
+    found |= {} if file is None else {"file": Path(str(file)).name}
+
+    def place(name: str) -> int:
+        return next((at for at, begin in enumerate(ORDER) if name.startswith(begin)), len(ORDER))
+
+    return {name: found[name] for name in sorted(found, key=place)}
 
 
 def aligned_settings(runs: Sequence[RunData]) -> list[dict[str, Any]]:
