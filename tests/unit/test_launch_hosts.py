@@ -513,7 +513,7 @@ SLURM = {
 
 
 def test_the_place_in_a_slurm_step():
-    assert slurm_place(SLURM) == Place(2, 1, "gpu1:20087")
+    assert slurm_place(SLURM) == Place(2, 1, "gpu1:20393")
     assert slurm_place({"SLURM_JOB_ID": "12"}) is None  # in a job, and not in a step
     with pytest.raises(errors.ExperimentError, match="srun --ntasks-per-node=1 plurax launch"):
         slurm_place({**SLURM, "SLURM_STEP_NUM_TASKS": "8"})
@@ -544,7 +544,7 @@ def test_the_place_by_options(monkeypatch):
     assert cli.placed(options) == Place(2, 1, "host0:7117")
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
-    assert cli.placed(cli.LaunchOptions()) == Place(2, 1, "gpu1:20087")
+    assert cli.placed(cli.LaunchOptions()) == Place(2, 1, "gpu1:20393")
     assert cli.placed(cli.LaunchOptions(hosts=1)) == Place(1, 0, "127.0.0.1:0")
 
 

@@ -30,8 +30,8 @@ from pathlib import Path
 from plurax import errors
 from plurax.validate import whole_number
 
-FIRST_PORT, PORTS = 40_000, 20_000
-"""The ports among which a Slurm step chooses its coordinator's."""
+FIRST_PORT, PORTS = 20_000, 10_000
+"""The ports of Slurm steps: below those that Linux gives to outgoing connections, from 32768."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,18 +129,24 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 def _slurm(environment: Mapping[str, str]) -> Gang:
     hosts = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_NODELIST"]
-    # The processes agree on a port without talking: from the job, the step and the restart.
-    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    job, step, restart = (int(environment.get(name) or 0) for name in names)
-    port = FIRST_PORT + (job * 31 + step * 7 + restart) % PORTS
     per_node = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
     alone = per_node.partition("(")[0] == "1"
     return Gang(
-        f"{first_host(hosts)}:{port}",
+        f"{first_host(hosts)}:{step_port(environment)}",
         int(environment["SLURM_STEP_NUM_TASKS"]),
         int(environment["SLURM_PROCID"]),
         local_devices=None if alone else (int(environment["SLURM_LOCALID"]),),
     )
+
+
+def step_port(environment: Mapping[str, str]) -> int:
+    """Return a port for a Slurm step, which its processes agree on without talking.
+
+    Two jobs may share a node, and a requeued one may find its old port still in use.
+    """
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    job, step, restart = (int(environment.get(name) or 0) for name in names)
+    return FIRST_PORT + (job * 31 + step * 7 + restart) % PORTS
 
 
 def first_host(nodes: str) -> str:

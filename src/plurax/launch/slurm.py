@@ -7,10 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from plurax import errors
-from plurax.distributed.environment import first_host
-
-FIRST_PORT, PORTS = 20_000, 10_000
-"""A leader's port is among these, by the number of the job: two jobs may share a node."""
+from plurax.distributed.environment import first_host, step_port
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +32,4 @@ def slurm_place(environment: Mapping[str, str]) -> Place | None:
     if tasks != nodes:
         raise errors.launch_slurm_tasks(tasks, nodes)
     first = first_host(environment["SLURM_STEP_NODELIST"])
-    job, step = (environment.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    port = FIRST_PORT + (int(job) * 7 + int(step)) % PORTS
-    return Place(nodes, int(environment["SLURM_NODEID"]), f"{first}:{port}")
+    return Place(nodes, int(environment["SLURM_NODEID"]), f"{first}:{step_port(environment)}")
