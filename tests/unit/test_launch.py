@@ -27,7 +27,7 @@ from plurax.launch.lateness import Lateness
 from plurax.launch.launcher import launch
 from plurax.launch.memory_kills import memory_kills
 from plurax.launch.outcome import Exit, cause
-from plurax.launch.output import Output
+from plurax.launch.output import MAX_LINE, Output
 from plurax.launch.settings import Limits, Settings
 from plurax.launch.supervisor import Supervisor
 
@@ -339,6 +339,21 @@ def test_output_of_others_waits_for_the_end_of_a_line(tmp_path):
     )
     assert err.getvalue() == b"[1] error\n"
     assert (tmp_path / "1.log").read_bytes() == b"one\ntwerror\no\nthree"
+
+
+def test_a_line_that_never_ends_is_shown_in_parts(tmp_path):
+    out = io.BytesIO()
+    output = Output(tmp_path, (out, out))
+    for _ in range(3):
+        output.write(1, 0, b"\rstep".ljust(MAX_LINE // 2 + 1))
+    assert len(out.getvalue()) == 2 * (MAX_LINE // 2 + 1) + len(b"[1] \n")
+    output.close()
+
+
+def test_the_launcher_loads_neither_jax_nor_numpy():
+    code = "import sys, plurax.cli.launch_command; print(*{'jax', 'numpy'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"
 
 
 def test_what_all_processes_say_is_shown_once(tmp_path):

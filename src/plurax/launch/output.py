@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 ERROR = b"error: "
+MAX_LINE = 1 << 16
+"""Bytes after which a line is shown without its end, as of a progress bar that never has one."""
 NOISE = re.compile(rb"^\[Gloo\] Rank \d+ is connected to [^\n]*\n", re.MULTILINE)
 """What JAX's collectives between CPUs print in each process, several times; only in the files."""
 
@@ -46,6 +48,8 @@ class Output:
             self._within = bool(data) and not data.endswith(b"\n")
         else:
             *lines, rest = (self._partial.pop((process, stream), b"") + data).split(b"\n")
+            if len(rest) > MAX_LINE:
+                lines, rest = [*lines, rest], b""
             self._partial[process, stream] = rest
             lines = [line for line in lines if self._is_news(line)]
             whole = b"".join(b"[%d] %s\n" % (process, line) for line in lines)
