@@ -167,8 +167,9 @@ def memory_budget(mesh: Mesh) -> int:
     """Return the bytes a program may use on each device of a mesh.
 
     This is the limit that the device reports. Where it reports none (CPU): half of the machine's
-    memory, divided by the number of devices in the mesh, which share it. Of several processes it
-    is the smallest.
+    memory, divided by the devices of this process in the mesh, which share it; processes on one
+    machine do not know of each other, and each counts the same half. Of several processes it is
+    the smallest.
     """
     own = own_devices(mesh.devices.flat)
     stats = own[0].memory_stats() or {}

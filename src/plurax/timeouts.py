@@ -1,4 +1,4 @@
-"""Every limit on waiting in a gang of processes, in seconds, and how the limits are nested.
+"""The limits on waiting of which one must end before another, in seconds, and how they are nested.
 
 Who waits longest learns least: the process that is stuck can say where it hangs, a process that
 waits for it only whom it misses, and the launcher only that nothing moves. So the limits are

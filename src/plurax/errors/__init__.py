@@ -1,4 +1,4 @@
-"""What goes wrong for a user: nine kinds of error, one builder per message.
+"""What goes wrong for a user: kinds of error, and one builder per message.
 
 Every message says what is wrong, where, why, and what to write instead. The tests pin
 their text. `assert` is for mistakes of our own.

@@ -24,10 +24,11 @@ def _files(root: Path, own: Path) -> list[Path]:
     found = []
     for line in lines:
         _, kinds, path = line.split(":", 2)
-        base, name = (
-            (root, "memory.events") if not kinds else (root / "memory", "memory.oom_control")
-        )
-        if kinds and "memory" not in kinds.split(","):
+        if not kinds:
+            base, name = root, "memory.events"
+        elif "memory" in kinds.split(","):
+            base, name = root / "memory", "memory.oom_control"
+        else:
             continue
         # In a container the path is the host's, and the container sees its own cgroup at the root.
         inside = [base / path.strip("/") / name, base / name]

@@ -10,8 +10,8 @@ from plurax.timeouts import TIMEOUTS
 class Limits:
     """Seconds that a launcher waits for one thing or another; tests choose others.
 
-    They are longer than those inside a process: its watchdog, JAX's heartbeat and the barrier of a
-    checkpoint end a process before its launcher does, with a better message.
+    A process that is stuck ends itself first, with a better message: the launcher counts `slack`
+    from the limit of the process's watchdog, which `plurax.timeouts` nests within the others.
     """
 
     aftermath: float = 2.0
