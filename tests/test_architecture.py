@@ -60,7 +60,9 @@ PUBLIC = {
         Collective Comparison Difference Estimate FastestBatchSize Level MaxBatchSize Measured
         Memory Planned PlannedMemory Seconds Verification draw_estimates draw_layer draw_search
         draw_servers draw_workers measure_machine planned""",
-    "plurax.callbacks": "EarlyStopping Ema LearningRate Profile",
+    "plurax.callbacks": """
+        Csv EarlyStopping Ema JsonLines KeepBest LearningRate Logger Mlflow Profile TensorBoard
+        Wandb""",
     "plurax.ensemble": """
         Calibration Classification Halving MaxMembers Regression Rung Sweep Tuning accuracy
         bootstrap brier calibration combine_classification combine_regression draw_confidence

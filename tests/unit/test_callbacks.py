@@ -1,10 +1,14 @@
 """Callbacks: who is called when, with what; stopping, resuming, members; those of the library."""
 
+import csv
 import functools
 import itertools
 import json
+import struct
+import sys
 
 import jax
+import mlflow
 import numpy as np
 import optax
 import pytest
@@ -473,3 +477,161 @@ def test_a_checkpoint_keeps_json(tmp_path):
     meta = px.Checkpoints(tmp_path / "checkpoints").run_meta(12)
     assert sorted(meta["callbacks"]) == ["EarlyStopping.0", "EarlyStopping.1"]
     json.dumps(meta["callbacks"])
+
+
+def same(one, other):
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+BEST = {
+    "on disk": {"output": True},
+    "in memory": {},
+    "zero": {"output": True, "plan": px.Plan(data=2, zero=3)},
+    "streamed": {"resident": False},
+}
+
+
+@pytest.mark.parametrize("name", BEST)
+def test_the_best_epoch_is_kept(name, tmp_path):
+    options = dict(BEST[name])
+    if options.pop("output", False):
+        options["output"] = tmp_path
+    best = cb.KeepBest("score")
+    result = fit([Says(3.0, 1.0, 2.0, float("nan")), best], **options)
+    options.pop("output", None)
+    wanted = fit(max_steps=2 * STEPS, **options)
+    same(result.program.to_canonical(best.restore(result.program)).params, wanted.state.params)
+    assert best.restore(result.program).steps_taken == 2 * STEPS
+
+
+@pytest.mark.parametrize("output", [True, False])
+def test_each_member_keeps_its_own_best_epoch(output, tmp_path):
+    """Also over a resume, where the run was ended in between."""
+    values = [(3.0, 1.0), (2.0, 2.0), (4.0, 0.5), (5.0, 5.0)]
+    options = {"members": px.Members(2), **({"output": tmp_path} if output else {})}
+    best = cb.KeepBest("score")
+    if output:
+        fit([Says(*values), best], max_steps=2 * STEPS, **options)
+        best = cb.KeepBest("score")
+        result = fit([Says(*values), best], resume=True, **options)
+    else:
+        result = fit([Says(*values), best], **options)
+    kept = best.restore(result.program)
+    for member, epoch in enumerate((2, 3)):
+        wanted = fit(members=px.Members(2), max_steps=epoch * STEPS).state.params
+        same(
+            jax.tree.map(lambda leaf, m=member: leaf[m], kept.params),
+            jax.tree.map(lambda leaf, m=member: leaf[m], wanted),
+        )
+
+
+def test_a_run_that_goes_on_keeps_what_was_the_best(tmp_path):
+    """The newer of two was kept after the checkpoint from which the run goes on."""
+    values = (3.0, 1.0, 2.0, 0.5)
+
+    class KilledError(Exception):
+        pass
+
+    class Kills:
+        def on_save(self, run, step):
+            if step == 4 * STEPS:
+                raise KilledError
+
+    callbacks = [Says(*values), cb.KeepBest("score"), Kills()]
+    with pytest.raises(KilledError):
+        fit(callbacks, output=tmp_path)
+    (tmp_path / "checkpoints" / "12").rename(tmp_path / "elsewhere")
+    again = cb.KeepBest("score")
+    result = fit([Says(*values), again], output=tmp_path, resume=True, max_steps=3 * STEPS)
+    assert again.restore(result.program).steps_taken == 2 * STEPS
+    result = fit([Says(*values), again], output=tmp_path, resume=True)
+    assert again.restore(result.program).steps_taken == 4 * STEPS
+
+
+def test_nothing_is_kept_before_an_epoch():
+    best = cb.KeepBest("score")
+    result = fit([Says(*[float("nan")] * 4), best])
+    with pytest.raises(px.TaskError, match="has kept no state yet"):
+        best.restore(result.program)
+
+
+# --- Loggers ------------------------------------------------------------------------------------
+
+
+class Fails:
+    def on_epoch(self, run, row):
+        if row["epoch"] == 3:
+            raise RuntimeError("mine")
+
+
+def read_csv(folder):
+    with (folder / "rows.csv").open(newline="") as file:
+        return [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(file)]
+
+
+def read_board(folder):
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = {}
+    for path in sorted((folder / "board").iterdir()):
+        data = path.read_bytes()
+        while data:
+            (size,) = struct.unpack("<Q", data[:8])
+            event = Event.FromString(data[12 : 12 + size])
+            data = data[16 + size :]
+            for value in event.summary.value:
+                if value.tag == "epoch/loss":
+                    found[event.step] = value.simple_value
+    return sorted(found.items())
+
+
+def read_mlflow(folder):
+    client = mlflow.MlflowClient(str(folder / "mlruns"))
+    (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "epoch/loss")
+    return sorted({(one.step, one.value) for one in history})
+
+
+LOGGERS = {
+    "json": (
+        lambda folder: cb.JsonLines(folder / "rows.jsonl"),
+        lambda folder: [
+            (row["step"], row["loss"])
+            for row in read_rows(folder / "rows.jsonl")
+            if row["kind"] == "epoch"
+        ],
+    ),
+    "csv": (lambda folder: cb.Csv(folder / "rows.csv"), read_csv),
+    "board": (lambda folder: cb.TensorBoard(folder / "board"), read_board),
+    "mlflow": (
+        lambda folder: cb.Mlflow("mine", tracking_uri=(folder / "mlruns").as_uri()),
+        read_mlflow,
+    ),
+}
+"""What makes a logger, and what reads the losses of epochs that it wrote."""
+
+
+@pytest.mark.parametrize("name", LOGGERS)
+def test_a_logger_goes_on_where_a_run_does(name, tmp_path, monkeypatch):
+    """Ended by an error in epoch 3, resumed from the checkpoint of epoch 2: every row once."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database needs packages of its own
+    make, read = LOGGERS[name]
+    with pytest.raises(RuntimeError, match="mine"):
+        fit([make(tmp_path), Fails()], output=tmp_path / "run")
+    result = fit([make(tmp_path)], output=tmp_path / "run", resume=True)
+    wanted = [(row["step"], row["loss"]) for row in result.history]
+    assert [step for step, _ in wanted] == [3, 6, 9, 12]
+    assert read(tmp_path) == [(step, pytest.approx(loss)) for step, loss in wanted]
+
+
+def test_a_package_that_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(px.MissingPackageError, match=r"Wandb needs wandb, .*plurax\[wandb\]"):
+        cb.Wandb()
+
+
+@pytest.mark.parametrize("given", [0, 1.5])
+def test_steps_between_rows(given):
+    with pytest.raises(px.TaskError, match=r"JsonLines\(every=.*give a whole number"):
+        cb.JsonLines("rows.jsonl", every=given)

@@ -59,6 +59,13 @@ def callback_mode(name: str, given: object) -> TaskError:
     return TaskError(f"{name}(mode={given!r}): give 'min', 'max', or None to guess by the name.")
 
 
+def nothing_kept(metric: str) -> TaskError:
+    return TaskError(
+        f"KeepBest({metric!r}) has kept no state yet: it keeps one after the first epoch whose "
+        f"{metric} is a finite number."
+    )
+
+
 def ema_decay(given: object) -> TaskError:
     return TaskError(f"Ema(decay={given!r}): give a number ≥ 0 and < 1, such as 0.999.")
 

@@ -57,7 +57,7 @@ class Run:
     - `output`: the directory of the run, or None.
     - `group`: the processes that train together; every process calls every hook.
     - `settings`: what the run was started with: seed, batch size and the like, by name.
-    - `stopped`: why training ends, once it is known.
+    - `stopped`: why training ends, once it is known; `failed`: whether an error ends it.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class Run:
         self.history, self.output, self.group = history, output, group
         self.settings = settings
         self.stopped: str | None = None
+        self.failed = False
         self._evaluate = evaluate
 
     def see(self, steps: StepOutput) -> TrainState:
@@ -150,7 +151,7 @@ class Hooks:
         try:
             yield
         except BaseException as error:
-            run.stopped = f"{type(error).__name__}: {error}"
+            run.stopped, run.failed = f"{type(error).__name__}: {error}", True
             raise
         finally:
             self.call("on_stop", run)

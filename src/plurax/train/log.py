@@ -100,7 +100,7 @@ class MetricsLog:
 
     def write(self, row: Row) -> None:
         """Append a row; on a full disk it waits in memory."""
-        self._rows.write(_line(row))
+        self._rows.write(encode_row(row))
         if row["kind"] == "event" or (row["kind"] == "step" and row["step"] % BOARD_EVERY):
             return
         values = {
@@ -169,7 +169,7 @@ def _numbers(value: Any) -> Any:
     return value
 
 
-def _line(row: Row) -> bytes:
+def encode_row(row: Row) -> bytes:
     """Encode one row as a line of JSON; a value that is not finite becomes text."""
     return (json.dumps(_plain(row)) + "\n").encode()
 

@@ -1,0 +1,251 @@
+"""Log the rows of a run elsewhere: files of one's own, MLflow, Weights & Biases.
+
+`fit(output=...)` writes `metrics.jsonl` and TensorBoard events by itself. A logger is a callback,
+so it also sees what callbacks before it have added to a row: put loggers last.
+"""
+
+import abc
+import csv
+import importlib
+import io
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from plurax import errors
+from plurax.train.board import Board
+from plurax.train.disk import AppendFile, replace_file
+from plurax.train.hooks import Run
+from plurax.train.log import Row, encode_row, read_rows
+from plurax.validate import whole_number
+
+
+class Logger(abc.ABC):
+    """Writes rows somewhere, in the first process only.
+
+    **Arguments:** `every`, steps between those that are written; rows of epochs always are.
+
+    Raises `TaskError` for another number.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        count = whole_number(every)
+        if count is None:
+            raise errors.callback_count(type(self).__name__, "every", every)
+        self._every = count
+
+    def on_start(self, run: Run) -> None:
+        """Open; a run that is resumed goes on after its step."""
+        if run.is_primary:
+            self._open(run)
+
+    def on_step(self, run: Run, row: Row) -> None:
+        """Write a step."""
+        if run.is_primary and row["step"] % self._every == 0:
+            self._write(row)
+
+    def on_epoch(self, run: Run, row: Row) -> None:
+        """Write an epoch."""
+        if run.is_primary:
+            self._write(row)
+
+    def on_stop(self, run: Run) -> None:
+        """Close."""
+        if run.is_primary:
+            self._close(run)
+
+    @abc.abstractmethod
+    def _open(self, run: Run) -> None: ...
+
+    @abc.abstractmethod
+    def _write(self, row: Row) -> None: ...
+
+    @abc.abstractmethod
+    def _close(self, run: Run) -> None: ...
+
+
+class JsonLines(Logger):
+    """Write rows to a file, one JSON object a line, as `metrics.jsonl` has them."""
+
+    def __init__(self, path: str | Path, *, every: int = 1) -> None:
+        super().__init__(every)
+        self._path = Path(path)
+
+    def _open(self, run: Run) -> None:
+        kept = b""
+        if run.step and self._path.exists():
+            rows = [row for row in read_rows(self._path) if row["step"] <= run.step]
+            kept = b"".join(map(encode_row, rows))
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(self._path, kept)
+        self._file = AppendFile(self._path)
+
+    def _write(self, row: Row) -> None:
+        self._file.write(encode_row(row))
+
+    def _close(self, run: Run) -> None:
+        self._file.close()
+
+
+class Csv(Logger):
+    """Write the rows of epochs to a table with a column for each number."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__()
+        self._path = Path(path)
+        self._rows: list[dict[str, Any]] = []
+
+    def on_step(self, run: Run, row: Row) -> None:
+        """Leave steps out."""
+
+    def _open(self, run: Run) -> None:
+        self._rows = []
+        if run.step and self._path.exists():
+            with self._path.open(newline="") as file:
+                self._rows = [row for row in csv.DictReader(file) if int(row["step"]) <= run.step]
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+
+    def _write(self, row: Row) -> None:
+        self._rows.append(_numbers(row))
+        columns = dict.fromkeys(name for one in self._rows for name in one)  # a later row has more
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, [*columns])
+        writer.writeheader()
+        writer.writerows(self._rows)
+        replace_file(self._path, text.getvalue().encode())
+
+    def _close(self, run: Run) -> None:
+        pass
+
+
+class TensorBoard(Logger):
+    """Write numbers to TensorBoard events in a directory; `output` has its own already."""
+
+    def __init__(self, directory: str | Path, *, every: int = 10) -> None:
+        super().__init__(every)
+        self._directory = Path(directory)
+
+    def _open(self, run: Run) -> None:
+        self._board = Board(self._directory, run.step + 1 if run.step else None)
+
+    def _write(self, row: Row) -> None:
+        self._board.scalars(_named(row), row["step"])
+
+    def _close(self, run: Run) -> None:
+        self._board.file.close()
+
+
+class Mlflow(Logger):
+    """Log to MLflow: settings as parameters, rows as metrics.
+
+    A run that is resumed goes on in the same run of MLflow.
+
+    **Arguments:** `experiment`, its name; `tracking_uri`, default what MLflow is set to (the
+    environment variable `MLFLOW_TRACKING_URI`); `name`, of the run.
+
+    Raises `MissingPackageError` without `mlflow` or `mlflow-skinny`.
+    """
+
+    def __init__(
+        self,
+        experiment: str = "plurax",
+        *,
+        tracking_uri: str | None = None,
+        name: str | None = None,
+        every: int = 10,
+    ) -> None:
+        super().__init__(every)
+        self._experiment, self._uri, self._name = experiment, tracking_uri, name
+        self._id: str | None = None
+        self._mlflow = _imported("mlflow", "Mlflow")
+
+    def _open(self, run: Run) -> None:
+        self._client = self._mlflow.MlflowClient(self._uri)
+        if self._id is not None:
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        found = self._client.get_experiment_by_name(self._experiment)
+        experiment = (
+            found.experiment_id if found else self._client.create_experiment(self._experiment)
+        )
+        self._id = self._client.create_run(experiment, run_name=self._name).info.run_id
+        for name, value in _settings(run).items():
+            self._client.log_param(self._id, name, value)
+
+    def _write(self, row: Row) -> None:
+        metric = self._mlflow.entities.Metric
+        metrics = [metric(name, value, 0, row["step"]) for name, value in _named(row).items()]
+        self._client.log_batch(self._id, metrics)
+
+    def _close(self, run: Run) -> None:
+        self._client.set_terminated(self._id, "FAILED" if run.failed else "FINISHED")
+
+    def get_state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {"id": self._id}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take what a checkpoint kept."""
+        self._id = state["id"]
+
+
+class Wandb(Logger):
+    """Log to Weights & Biases: settings as configuration, rows as history.
+
+    A run that is resumed goes on in the same run there.
+
+    **Arguments:** `project`; `name`, of the run; `options`, further arguments of `wandb.init`.
+
+    Raises `MissingPackageError` without `wandb`.
+    """
+
+    def __init__(
+        self, project: str = "plurax", *, name: str | None = None, every: int = 10, **options: Any
+    ) -> None:
+        super().__init__(every)
+        self._options = {"project": project, "name": name, **options}
+        self._id: str | None = None
+        self._wandb = _imported("wandb", "Wandb")
+
+    def _open(self, run: Run) -> None:
+        again = {"id": self._id, "resume": "allow"} if self._id else {}
+        self._run = self._wandb.init(config=_settings(run), **{**self._options, **again})
+        self._id = self._run.id
+
+    def _write(self, row: Row) -> None:
+        self._run.log(_named(row), step=row["step"])
+
+    def _close(self, run: Run) -> None:
+        self._run.finish(exit_code=int(run.failed))
+
+    def get_state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {"id": self._id}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take what a checkpoint kept."""
+        self._id = state["id"]
+
+
+def _numbers(row: Row) -> dict[str, float]:
+    return {name: value for name, value in row.items() if isinstance(value, int | float)}
+
+
+def _named(row: Row) -> dict[str, float]:
+    """Return the numbers of a row by names like `step/loss`."""
+    numbers = {name: value for name, value in _numbers(row).items() if name != "step"}
+    return {f"{row['kind']}/{name}": value for name, value in numbers.items()}
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """Return what the run was started with: its settings, and the fields of its plan."""
+    plan = tomllib.loads(run.program.plan.to_toml())
+    members = {} if run.members is None else {"members": run.members.count}
+    return {**run.settings, **{f"plan.{name}": value for name, value in plan.items()}, **members}
+
+
+def _imported(package: str, callback: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise errors.package_missing(callback, package, package) from None
