@@ -49,7 +49,7 @@ $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt tests/integrations/re
 	@touch $@
 
 # One process a file: libraries that bring a runtime of their own do not share one.
-test-integrations: $(INTEGRATIONS)/.installed ## the tests with large libraries: PyTorch, TensorFlow
+test-integrations: $(INTEGRATIONS)/.installed ## the tests with large libraries: PyTorch, TensorFlow, W&B
 	@for file in tests/integrations/test_*.py; do \
 	  $(INTEGRATIONS)/bin/python -m pytest $$file || exit 1; done
 
