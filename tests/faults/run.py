@@ -14,7 +14,6 @@ With both the earlier one counts. With "draw": SEED instead, each attempt but th
 draws who is killed and when.
 """
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -39,6 +38,7 @@ import optax
 from plurax.execute.program import Program
 from plurax.exit_codes import ExitCode
 from tests import models
+from tests.faults.notes import NoteNames, children, note, workers
 
 EVERY, STEPS = 10, 40
 """Steps between checkpoints, and of the run, in two epochs."""
@@ -87,35 +87,10 @@ KINDS = {
     "preempt": lambda: os.kill(os.getppid(), signal.SIGTERM),
     "memory": fill_memory,
     "short file": read_a_short_file,
-    "worker": lambda: os.kill(children()[0], signal.SIGKILL),
+    "worker": lambda: os.kill(workers()[0], signal.SIGKILL),
     "cut": cut,
     "drop": drop,
 }
-
-
-def note(output, *pids):
-    """Write down processes: `PID TICKS`, which no other process ever has both of."""
-    with Path(output).with_suffix(".pids").open("a") as file:
-        file.writelines(f"{pid} {began(pid)}\n" for pid in pids)
-
-
-def began(pid):
-    """When a process began, in ticks since the start of the machine."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-
-
-def children():
-    """The processes that this one has started: the workers of its loader."""
-    found = []
-    for path in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(FileNotFoundError):  # a thread that has ended meanwhile
-            found += path.read_text().split()
-    return [int(pid) for pid in found if is_worker(pid)]
-
-
-def is_worker(pid):
-    """Whether it loads data, and does not only count what is to be removed at the end."""
-    return b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def loaded(count, output):
@@ -125,8 +100,11 @@ def loaded(count, output):
 
     if not flags.FLAGS.is_parsed():
         flags.FLAGS(["run"])
+    note_names = NoteNames(output)
+    note_names()
     batches = MapDataset.source(Rows(count)).to_iter_dataset()
-    return batches.mp_prefetch(MultiprocessingOptions(num_workers=2, per_worker_buffer_size=1))
+    two = MultiprocessingOptions(num_workers=2, per_worker_buffer_size=1)
+    return batches.mp_prefetch(two, worker_init_fn=note_names)
 
 
 class Rows:
@@ -210,7 +188,7 @@ def strike(fault, output):
 
 def main(output, given):
     attempt, process = (int(os.environ[f"PLURAX_{name}"]) for name in ("ATTEMPT", "PROCESS"))
-    note(output, os.getpid())
+    note(output, *children(os.getppid()))  # with what ends others when the launcher is killed
     warnings.simplefilter("error", px.DamagedCheckpointWarning)
     faults, options = json.loads(given), {}
     if isinstance(faults, dict):

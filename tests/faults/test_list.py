@@ -135,6 +135,8 @@ FAULTS = {
         "faults/test_launches.py: a_file_that_is_short_ends_the_run",
         "resume/test_resume.py: an_iterable_that_has_become_shorter_is_refused",
         "unit/test_fit.py: prefetch_keeps_order_and_passes_errors_on",
+        "faults/test_loaders.py: what_is_shared_with_a_worker_is_removed "
+        "a_process_or_its_worker_is_killed a_launcher_is_killed",
         "unit/test_launch.py: the_others_are_killed_with_what_they_started",
     ),
     "28 two runs in one folder, two at one port": (

@@ -4,6 +4,7 @@ Each of them ends by itself after half a minute, whatever happens to its launche
 """
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -17,6 +18,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.faults.notes import children
 
 from plurax import errors
 from plurax.cli import launch_command as cli
@@ -275,18 +277,21 @@ def test_a_process_whose_launcher_is_gone_does_not_start():
     assert done.returncode == 137
 
 
-def test_the_others_are_killed_with_what_they_started(tmp_path):
+@pytest.mark.parametrize("kind", ["", "# resource_tracker import main"])
+def test_the_others_are_killed_with_what_they_started(tmp_path, kind):
+    """So is what looks like a resource tracker and does not end by itself."""
     os.mkfifo(tmp_path / "ready")
     body = f"""
 path = {str(tmp_path / "ready")!r}
-print(subprocess.Popen([sys.executable, "-c", {BOUNDED!r}]).pid)
+print(subprocess.Popen([sys.executable, "-c", {BOUNDED + kind!r}]).pid)
 if process == 1:
     open(path, "w").close()
     forever()
 open(path).read()
 sys.exit(2)
 """
-    code, rows, said, *_ = launched(tmp_path, body)
+    quick = dataclasses.replace(QUICK, cleanup=0.3 if kind else 20)
+    code, rows, said, *_ = launched(tmp_path, body, limits=quick)
     assert code == 2
     assert said.endswith("a mistake in what it was given; a restart does not cure it\n")
     assert [(row["process"], row["ours"]) for row in rows if row["event"] == "exit"] == [
@@ -302,7 +307,7 @@ sys.exit(2)
 
 
 def test_nothing_outlives_a_launcher_that_is_killed(tmp_path):
-    """Neither the processes nor what they started."""
+    """Neither the processes nor what they started, nor the folder of their status."""
     body = f"""
 child = subprocess.Popen([sys.executable, "-c", {BOUNDED!r}])
 print(os.getpid(), child.pid)
@@ -314,12 +319,13 @@ forever()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as launcher:
         lines = [launcher.stdout.readline().removeprefix("[1] ") for _ in range(2)]
         pids = [int(pid) for line in lines for pid in line.split()]
-        ends = [os.pidfd_open(pid) for pid in pids]
+        ends = [os.pidfd_open(pid) for pid in {*pids, *children(launcher.pid)}]
         launcher.kill()
-        assert len(ends) == 4
+        assert len(ends) == 5  # with the reaper
         for end in ends:
             assert select.select([end], [], [], 20)[0], "a process lives on"
             os.close(end)
+    assert {path.name for path in tmp_path.iterdir()} == {"fake.py", "logs"}
 
 
 def test_output_of_others_waits_for_the_end_of_a_line(tmp_path):

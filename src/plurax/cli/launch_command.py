@@ -93,15 +93,15 @@ def launch_command(arguments: list[str]) -> int:
     if not 1 <= options.min_hosts <= place.hosts:
         raise errors.launch_elastic_hosts(options.min_hosts, place.hosts)
     check_writable(options)
-    own = Path(tempfile.mkdtemp(prefix="plurax-launch-"))
-    logs = options.logs or own
+    status = Path(tempfile.mkdtemp(prefix="plurax-status-"))
+    logs = options.logs or Path(tempfile.mkdtemp(prefix="plurax-launch-"))
     settings = Settings(
         command,
         processes=options.processes,
         devices=options.devices,
         restarts=options.restarts,
         logs=logs,
-        status=own / "status",
+        status=status,
         hosts=place.hosts,
         host=place.host,
         coordinator=place.coordinator,
@@ -118,8 +118,9 @@ def launch_command(arguments: list[str]) -> int:
     try:
         code = launch(settings, Events(options.events or logs / file))
     finally:
-        if code == ExitCode.DONE or options.logs is not None:
-            shutil.rmtree(own, ignore_errors=True)
+        shutil.rmtree(status, ignore_errors=True)
+        if code == ExitCode.DONE and options.logs is None:
+            shutil.rmtree(logs, ignore_errors=True)
     if code != ExitCode.DONE:
         print(f"plurax launch: exit code {code}; the whole output is in {logs}", file=sys.stderr)
     return code

@@ -21,6 +21,7 @@ from plurax.launch.lateness import Lateness
 from plurax.launch.memory_kills import memory_kills
 from plurax.launch.output import Output
 from plurax.launch.protocol import Message
+from plurax.launch.reaper import end_group, kill_group
 from plurax.launch.settings import Settings
 
 CHILD, REAPER = (str(Path(__file__).with_name(name)) for name in ("child.py", "reaper.py"))
@@ -51,7 +52,9 @@ class Gang:
         self._attempt, self._saved, self._looked = -1, -1, 0.0
         self._kills_before = 0
         self._reaper = subprocess.Popen(
-            [*ALONE, REAPER], stdin=subprocess.PIPE, start_new_session=True
+            [*ALONE, REAPER, str(settings.limits.cleanup), str(settings.status.resolve())],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
         )
 
     def obey(self, order: Message) -> None:
@@ -74,9 +77,7 @@ class Gang:
 
     def tick(self) -> None:
         """Read what is there: who has ended, and at times the status files."""
-        for process in self.alive:
-            if process.popen.poll() is not None:
-                self._ended(process)
+        self._take_ended([one for one in self.alive if one.popen.poll() is not None])
         now = self._clock()
         if now - self._looked < self._settings.limits.poll:
             return
@@ -97,10 +98,11 @@ class Gang:
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # a file system may hang
                 process.popen.wait(self._settings.limits.silence)
-                self._ended(process)
+        self._take_ended([one for one in self.alive if one.popen.poll() is not None])
         assert self._reaper.stdin is not None
         self._reaper.stdin.close()
-        self._reaper.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it removes a folder
+            self._reaper.wait(self._settings.limits.silence)
         self._output.close()
 
     @property
@@ -161,10 +163,17 @@ class Gang:
         process.send(signal.SIGABRT)
         process.send(signal.SIGCONT)  # a stopped process gets no signal but this and SIGKILL
 
+    def _take_ended(self, processes: list["_Process"]) -> None:
+        """Report that processes have ended, once what they started has too."""
+        groups = [(process, kill_group(process.popen.pid)) for process in processes]
+        until = time.monotonic() + self._settings.limits.cleanup  # one limit for all of them
+        for process, pids in groups:
+            end_group(process.popen.pid, pids, until)
+            self._ended(process)
+
     def _ended(self, process: "_Process") -> None:
-        """Report that a process has ended, once what it started has too."""
+        """Report that a process has ended, and close what belongs to it."""
         process.ended = True
-        process.send(signal.SIGKILL, group=True)
         self._tell_reaper("-", process)
         self._selector.unregister(process.pidfd)
         os.close(process.pidfd)
@@ -223,18 +232,15 @@ class _Process:
         self.lateness = Lateness()
         self.status: dict[str, Any] = {}
 
-    def send(self, number: int, group: bool = False) -> None:
-        """Send a signal to the process, or to it and what it started."""
+    def send(self, number: int) -> None:
+        """Send a signal to the process."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if group:
-                os.killpg(self.popen.pid, number)
-            else:
-                self.popen.send_signal(number)
+            self.popen.send_signal(number)
 
     def kill(self) -> None:
-        """Kill the process and what it started."""
+        """Kill the process and what it started, but what removes their shared memory."""
         self.killed = True
-        self.send(signal.SIGKILL, group=True)
+        kill_group(self.popen.pid)
 
     def look(self, now: float, awake: bool) -> None:
         """Read the status file. Being late counts only while this launcher is awake itself."""

@@ -28,6 +28,8 @@ class Limits:
     """After the deadline in a process's status."""
     poll: float = 0.2
     """Between two readings of the status files."""
+    cleanup: float = 5.0
+    """After a process ended, for what it started to end, and to remove its shared memory."""
     backoff: float = 1.0
     """Before the first restart in a row; twice as long before each further one."""
     max_backoff: float = 60.0
@@ -58,7 +60,7 @@ class Settings:
     logs: Path = Path("logs")
     """Folder of each process's output."""
     status: Path = Path("status")
-    """Folder below which each attempt has the folder of its status files."""
+    """Folder below which each attempt has the folder of its status files; removed at the end."""
     hosts: int = 1
     """Hosts, each with one launcher."""
     host: int = 0
