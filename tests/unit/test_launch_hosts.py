@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import io
 import json
 import selectors
@@ -450,6 +451,33 @@ def test_a_message_that_comes_with_an_answer_is_not_lost():
         assert connection.receive_one(1) == {"do": "start"}
         assert connection.receive(1) == [{"do": "kill"}]
         assert connection.receive_one(1) is None
+
+
+def test_the_last_order_is_read_though_nothing_can_be_sent_any_more():
+    """A leader says "end" and closes, while a follower reports: as when Slurm signals both."""
+    with pair() as (connection, other, _):
+        other.send(b'{"do": "end", "code": 75}\n')
+        other.close()
+        connection.send({"is": "asked", "signal": 15})
+        assert connection.closed is not None
+        assert connection.receive(1) == [{"do": "end", "code": 75}]
+
+
+def test_a_leader_with_too_many_open_files_goes_on(monkeypatch):
+    def full(_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket.socket, "accept", full)
+    address = ("127.0.0.1", free_port("127.0.0.1"))
+    selector = selectors.DefaultSelector()
+    settings = Settings(("x",), hosts=2, coordinator="{}:{}".format(*address))
+    server = HostServer(settings, selector, time.monotonic)
+    with socket.create_connection(address):
+        for key, _ in selector.select(20):
+            key.data()
+        assert server.receive() == []
+    server.close(0, 0.1)
+    selector.close()
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,7 @@ class Connection:
         except (BlockingIOError, InterruptedError):
             pass
         except OSError as error:
+            self._read()  # the other side may have said "end" before it closed
             self.close(str(error))
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)

@@ -106,7 +106,7 @@ class HostServer:
         self._listening.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionError):
+        with contextlib.suppress(OSError):  # gone already, or too many open files: try again later
             peer, _ = self._listening.accept()
             now = self._clock()
             limits = self._settings.limits
