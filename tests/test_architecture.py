@@ -38,7 +38,7 @@ FLOORS = [
         "members",
         "sources",
     ],
-    ["distributed", "collective", "mesh", "hlo", "fingerprint", "jaxpr"],
+    ["distributed", "collective", "mesh", "hlo", "fingerprint", "jaxpr", "weights"],
     ["sharding", "partition", "pipeline"],
     ["execute"],
     ["adapters", "analysis", "ensemble", "server"],
@@ -53,8 +53,8 @@ PUBLIC = {
         MissingPackageError NonFiniteWarning Plan PlanError PluraxError ProcessError Program
         ReplicaError Rollback RunStoppedError Servers ShardingWarning Task TaskError compile
         estimate fastest_batch_size fit freeze initialize max_batch_size name per_example replay
-        search shard stack stage_boundary sweep verify virtual_devices adapters analysis
-        callbacks ensemble metrics pipeline sharding train""",
+        search shard stack stage_boundary start_from sweep verify virtual_devices adapters analysis
+        callbacks ensemble metrics pipeline sharding train weights""",
     "plurax.adapters": "equinox linen nnx",
     "plurax.analysis": """
         Collective Comparison Difference Estimate FastestBatchSize Level MaxBatchSize Measured
@@ -79,6 +79,7 @@ PUBLIC = {
     "plurax.train": """
         ArrayData Gradients Position ReplicaCheck ReplicaFinding Run StepOutput StreamData
         TrainState train_iter""",
+    "plurax.weights": "labels load save",
 }
 
 

@@ -6,6 +6,7 @@ from plurax import metrics as metrics
 from plurax import pipeline as pipeline
 from plurax import sharding as sharding
 from plurax import train as train
+from plurax import weights as weights
 from plurax.analysis.batch_size import fastest_batch_size as fastest_batch_size
 from plurax.analysis.batch_size import max_batch_size as max_batch_size
 from plurax.analysis.estimate import estimate as estimate
@@ -49,5 +50,6 @@ from plurax.train.fit import Fit as Fit
 from plurax.train.fit import fit as fit
 from plurax.train.replayed import replay as replay
 from plurax.train.rollback import Rollback as Rollback
+from plurax.weights.start import start_from as start_from
 
 __version__: str

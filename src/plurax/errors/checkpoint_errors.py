@@ -1,6 +1,6 @@
 """Checkpoints that cannot be written or read."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from plurax.errors.kinds import CheckpointError, DiskError, RunStoppedError, SavingStoppedError
@@ -213,3 +213,41 @@ def rollbacks_exhausted(
         "before that batch. Rollback(limit=...) allows more rollbacks and Rollback(after=0) none; "
         "resume goes on from the newest checkpoint."
     )
+
+
+def weights_unknown(path: str, exists: bool) -> CheckpointError:
+    if not exists:
+        return CheckpointError(f"{path}: there are no weights; no such file or folder.")
+    return CheckpointError(
+        f"{path} is neither a .safetensors nor a .msgpack file, nor a folder with an Orbax "
+        "checkpoint or the output of a run."
+    )
+
+
+def weights_damaged(path: str, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path}: the weights cannot be read: {reason}")
+
+
+def weights_suffix(path: str) -> CheckpointError:
+    return CheckpointError(f"{path}: weights are written to a .safetensors file; name it so.")
+
+
+def weights_differ(
+    missing: Sequence[str],
+    unused: Sequence[str],
+    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
+    strict: bool,
+) -> CheckpointError:
+    parts = [
+        *(
+            f"  {name}: the parameter has shape {wanted}, the weight {given}"
+            for name, (wanted, given) in shapes.items()
+        ),
+        *(f"  {name}: no weight of this name" for name in (missing if strict else ())),
+        *(f"  {name}: no parameter of this name" for name in (unused if strict else ())),
+    ]
+    more = f"\n  and {len(parts) - 20} more" if len(parts) > 20 else ""
+    shown = "\n".join(parts[:20]) or "  no weight has the name of a parameter"
+    way = "rename= changes names"
+    way += "; strict=False starts the others as the task's init has them" if strict else ""
+    return CheckpointError(f"the weights differ from the task's parameters:\n{shown}{more}\n{way}.")

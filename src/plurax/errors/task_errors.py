@@ -89,6 +89,18 @@ def frozen_unused(pattern: str, paths: Iterable[str]) -> TaskError:
     )
 
 
+def label_unused(pattern: str, paths: Iterable[str]) -> TaskError:
+    return TaskError(
+        f"labels: the pattern {pattern!r} matches no parameter; their paths are {', '.join(paths)}."
+    )
+
+
+def label_missing(path: str) -> TaskError:
+    return TaskError(
+        f"labels: no pattern matches the parameter {path!r}; add one, or give labels(default=...)."
+    )
+
+
 def all_frozen(patterns: Iterable[str]) -> TaskError:
     return TaskError(
         f"the patterns {', '.join(map(repr, patterns))} freeze every parameter, and none is left "

@@ -1,25 +1,42 @@
 """Create the state of one network, and check that a state belongs to a program."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from plurax import errors, tree
+from plurax.distributed.global_arrays import put
 from plurax.execute.gradient import check_parameters
 from plurax.freezing import check_frozen, trained
+from plurax.mesh import replicated
 from plurax.state import TrainState
 from plurax.task import Task
+from plurax.weights.start import StartInit, replaced
+
+if TYPE_CHECKING:
+    from plurax.execute.layouts.state_layout import StateLayout
 
 
-def new_state(task: Task, optimizer: optax.GradientTransformation, key: Any) -> TrainState:
-    """Return the state at step 0; `key` is the key of the seed. Raises `TaskError`."""
+def new_state(
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    key: Any,
+    start: Mapping[str, jax.Array] | None = None,
+) -> TrainState:
+    """Return the state at step 0; `key` is the key of the seed. Raises `TaskError`.
+
+    `start` are the parameters by path that begin otherwise than the task's `init` has them.
+    """
     # One key for the parameters, the other for the steps (dropout), folded with the step number.
     init_key, run_key = jax.random.split(key)
     params, model_state = initial(task, init_key)
+    params = replaced(params, start or {})
     check_parameters(params)
     check_frozen(task.frozen, params)
     zero = jnp.zeros((), jnp.int32)
@@ -41,13 +58,32 @@ def replace_params(
 
 
 def initial(task: Task, key: Any) -> tuple[PyTree, PyTree]:
-    """Return parameters and model state, `()` for a task without state. Raises `TaskError`."""
-    made = task.init(key)
+    """Return parameters and model state, `()` for a task without state. Raises `TaskError`.
+
+    Of a task that starts from weights the parameters are those without them.
+    """
+    made = (task.init.fresh if isinstance(task.init, StartInit) else task.init)(key)
     if not task.stateful:
         return made, ()
     if not (isinstance(made, tuple) and len(made) == 2):
         raise errors.init_needs_model_state()
     return made
+
+
+def place_start(task: Task, layout: "StateLayout", mesh: Mesh) -> dict[str, jax.Array]:
+    """Return the weights that a task starts from by path, each in its sharding on a mesh.
+
+    Of members, which all have the same, every device has them whole.
+    """
+    if not isinstance(task.init, StartInit):
+        return {}
+    like = tree.named_leaves(layout.canonical.params)
+    where = tree.named_leaves(layout.canonical_shardings(mesh).params)
+    weights = {}
+    for name, array in task.init.weights.items():
+        one = like[name].shape == array.shape
+        weights[name] = put(array, where[name] if one else replicated(mesh))
+    return weights
 
 
 def same_shapes(state: TrainState, like: TrainState) -> bool:
@@ -66,6 +102,12 @@ def check_state(state: TrainState, like: TrainState) -> None:
     expected, given = tree.describe(like), tree.describe(state)
     if expected != given:
         raise errors.state_mismatch(expected, given)
+
+
+def check_stored(state: TrainState, like: TrainState) -> None:
+    """Raise `BatchError` where a stored state is not as the program's."""
+    check_state(state, like)
+    check_place(state, like)
 
 
 def check_place(state: TrainState, like: TrainState) -> None:

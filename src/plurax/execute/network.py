@@ -9,9 +9,10 @@ split as the layout says and rows split over `data`. Example, `Plan(data=2)`, a 
     count       ()           ()          8, or fewer where the last rows are padding
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -55,9 +56,9 @@ class Network(StepFunctions):
         self.metrics_sharding, self.outputs_sharding = replicated(mesh), split_rows(mesh)
         self._rows = rows
 
-    def init(self, key: Any) -> TrainState:
-        """Return a fresh stored state for the key of a seed."""
-        return self.layout.from_canonical(new_state(self.task, self.optimizer, key))
+    def init(self, key: Any, start: Mapping[str, jax.Array]) -> TrainState:
+        """Return a fresh stored state for the key of a seed, and parameters that start by path."""
+        return self.layout.from_canonical(new_state(self.task, self.optimizer, key, start))
 
     @property
     def _split(self) -> bool:

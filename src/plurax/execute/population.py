@@ -25,7 +25,7 @@ divide the members evenly where it can, to avoid compiling the remainder.
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -188,10 +188,10 @@ class Population(StepFunctions):
         """Return the task and the optimizer of a member with these hyperparameters."""
         return task_and_optimizer(self._task, self._optimizer, hyper)
 
-    def new_state(self, member: MemberArrays) -> TrainState:
+    def new_state(self, member: MemberArrays, start: Mapping[str, jax.Array]) -> TrainState:
         """Return a fresh state of one member, equal to that of one network with its seed."""
         one = self.make(member.hyper)
-        return new_state(one.task, one.optimizer, jax.random.key(member.seeds))
+        return new_state(one.task, one.optimizer, jax.random.key(member.seeds), start)
 
     def _backend(self, member: MemberArrays) -> Backend:
         return self.backend.of(*self.make(member.hyper))
@@ -213,15 +213,16 @@ class Population(StepFunctions):
 
     # --- The population -----------------------------------------------------------------------
 
-    def init(self, arrays: MemberArrays) -> TrainState:
-        """Return fresh states of all members, leaves `(K, ...)`."""
-
-        def fresh(member: MemberArrays) -> TrainState:
-            return self.backend.own(self.new_state(member))
+    def init(self, arrays: MemberArrays, start: Mapping[str, jax.Array]) -> TrainState:
+        """Return fresh states of all members, leaves `(K, ...)`; all begin at `start`, by path."""
 
         # `lax.map` rather than `vmap`: only one member's temporaries exist at a time, and the body
         # for one member compiles in half the time of the body for many.
-        return self._spread(lambda arrays: jax.lax.map(fresh, arrays), "m", "s")(arrays)
+        def all_(arrays: MemberArrays, start: Mapping[str, jax.Array]) -> TrainState:
+            return jax.lax.map(lambda one: self.backend.own(self.new_state(one, start)), arrays)
+
+        states: TrainState = self._spread(all_, "m.", "s")(arrays, start)
+        return states
 
     def step(
         self, state: TrainState, arrays: MemberArrays, batch: PyTree, count: Int[Array, ""]

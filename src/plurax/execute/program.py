@@ -29,7 +29,7 @@ from plurax.execute.choose_chunk import choose_plan, measure_plan
 from plurax.execute.dispatch_limiter import DispatchLimiter
 from plurax.execute.epoch_loop import equal_sizes
 from plurax.execute.gradient import Totals
-from plurax.execute.initial_state import new_state, same_shapes
+from plurax.execute.initial_state import new_state, replace_params, same_shapes
 from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.execute.mask import MaskWarning, mask_not_read, reads_mask
 from plurax.execute.network import Network
@@ -152,13 +152,16 @@ class Program:
         if self.members is not None:
             if seed is not None or params is not None:
                 raise errors.members_start_alone("seed" if params is None else "params")
-            return self._compiled_init(*self._functions.arguments)
-        state: TrainState = self._init(jax.random.key(check_seed(0 if seed is None else seed)))
+            return self._compiled_init(*self._functions.arguments, self._start)
+        key = jax.random.key(check_seed(0 if seed is None else seed))
+        state: TrainState = self._init(key, self._start)
         if params is None:
             return state
-        return self.place(
-            initial_state.replace_params(self.to_canonical(state), *self._example, params)
-        )
+        return self.place(replace_params(self.to_canonical(state), *self._example, params))
+
+    @property
+    def _start(self) -> dict[str, jax.Array]:
+        return initial_state.place_start(self._example.task, self._functions.layout, self.mesh)
 
     @functools.cached_property
     def _init(self) -> Any:
@@ -167,7 +170,8 @@ class Program:
     @property
     def _compiled_init(self) -> jax.stages.Compiled:
         if "init" not in self._compiled:
-            lowered = {"init": self._init.lower(*lowering.abstract(self._functions.arguments))}
+            arguments = lowering.abstract((*self._functions.arguments, self._start))
+            lowered = {"init": self._init.lower(*arguments)}
             if self.data is not None:  # the loop runs next
                 data = lowering.abstract_data(self.data.arrays, self.mesh)
                 if (key := lowering.loop_key(data, ())) not in self._compiled:
@@ -515,15 +519,14 @@ class Program:
         **Returns:** the plan with its choices, and every candidate measured.
         """
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._placement.like)
-        place = self._placement.place
-        arguments = place(zeros) if arrays is None else (self.place_data(arrays),)
+        none = arrays is None
+        arguments = self._placement.place(zeros) if none else (self.place_data(arrays),)
         return measure_plan(
             self._population, plan, self._lower_most_run, arguments, looped=self.data is not None
         )
 
     def _population(self, plan: Plan) -> Population:
-        reads = None if self.data is None else self.data.epoch_spec
-        like = self._placement.like
+        like, reads = self._placement.like, self.data.epoch_spec if self.data else None
         return Population(self.task, self._optimizer, plan, self.mesh, like, self._members, reads)
 
     def _lower_most_run(self, functions: StepFunctions) -> jax.stages.Lowered:
@@ -549,8 +552,7 @@ class Program:
         except (TypeError, ValueError):
             if not same_shapes(state, self.state_shapes) and self.members is not None:
                 self._functions.layout.check(state)
-            initial_state.check_state(state, self.state_shapes)
-            initial_state.check_place(state, self.state_shapes)
+            initial_state.check_stored(state, self.state_shapes)
             raise
         self._in_flight.started(metrics["loss"])
         return state, metrics

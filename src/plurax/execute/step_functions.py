@@ -5,7 +5,7 @@ places batches and states, and calls them. Every function takes `arguments` afte
 all calls pass unchanged, such as the members' seeds and hyperparameters.
 
                  one network                          a population of K members
-    init         (key) -> state                       (members) -> states, leaves (K, ...)
+    init         (key, start) -> state                (members, start) -> states (K, ...)
     step         (state, rows, count)                 (states, members, rows, count)
                    -> state, metrics ()                 -> states, metrics (K,)
     loop         (state, data, rows, counts, ...)     (states, members, data, ...)

@@ -1,0 +1,40 @@
+"""Write weights to a file that other libraries read."""
+
+import os
+
+import numpy as np
+from jaxtyping import PyTree
+
+from plurax import errors, tree
+from plurax.distributed.global_arrays import fetch, is_primary
+from plurax.validate import local_path
+
+
+def save(params: PyTree, path: str | os.PathLike[str]) -> None:
+    """Write parameters to a `.safetensors` file, named by path, `"encoder/0/kernel"`.
+
+    Call it in every process of a gang; one of them writes. The file appears when it is whole.
+
+    **Arguments:** `params`, a tree of arrays, on any devices (those of
+    `program.to_canonical(state)` have their usual shapes); `path`, which ends in `.safetensors`.
+
+    Raises `CheckpointError` for another ending, `MissingPackageError` without safetensors.
+    """
+    path = local_path(path)
+    if path.suffix != ".safetensors":
+        raise errors.weights_suffix(str(path))
+    try:
+        from safetensors.numpy import save_file
+    except ImportError:
+        raise errors.package_missing(".safetensors files", "safetensors", "safetensors") from None
+    whole = {name: np.ascontiguousarray(leaf) for name, leaf in named(params).items()}
+    if is_primary():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.part")
+        save_file(whole, part)
+        part.replace(path)
+
+
+def named(params: PyTree) -> dict[str, np.ndarray]:
+    """Return the arrays of a tree on the host, by path."""
+    return tree.named_leaves(fetch(params))
