@@ -59,7 +59,7 @@ PUBLIC = {
     "plurax.analysis": """
         Collective Comparison Difference Estimate FastestBatchSize Level MaxBatchSize Measured
         Memory Planned PlannedMemory Seconds Verification draw_estimates draw_layer draw_search
-        draw_servers draw_workers measure_machine planned""",
+        draw_servers draw_workers measure_machine planned write_report""",
     "plurax.callbacks": """
         Csv EarlyStopping Ema JsonLines KeepBest LearningRate Logger Mlflow Profile TensorBoard
         Wandb""",

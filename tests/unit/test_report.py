@@ -4,6 +4,7 @@ import hashlib
 import html.parser
 import json
 import math
+import re
 import tomllib
 
 import numpy as np
@@ -143,6 +144,20 @@ def test_the_bands_of_members_are_their_quartiles_and_ends(tmp_path):
     assert metric_names([one]) == ["loss", "accuracy", "grad_norm", "examples_per_second"]
 
 
+def test_a_confusion_matrix_is_shown_and_other_lists_are_not(tmp_path):
+    folder = write_run(tmp_path / "one", members=2)
+    lists = {"eval_confusion": [[5.0, 1.0], [2.0, 4.0]], "eval_row": [1.0, 2.0], "eval_no": [[1]],
+             "eval_ragged": [[1.0, 2.0], [3.0]], "eval_text": [["a", "b"], ["c", "d"]]}  # fmt: skip
+    row = epoch_row(80, 5, 0.1, members=2) | lists
+    row["members"] |= {"eval_confusion": [lists["eval_confusion"]] * 2}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    one = read_run(folder)
+    (found,) = runs_json([one], metric_names([one]))
+    assert found["matrices"] == {"eval_confusion": [[5, 1], [2, 4]]}
+    page_of(tmp_path, folder)
+
+
 def test_events_are_listed_in_order(tmp_path):
     folder = write_run(tmp_path / "one")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -252,7 +267,7 @@ class Parsed(html.parser.HTMLParser):
 
 def page_of(tmp_path, *folders):
     output = tmp_path / "pages" / "report.html"
-    assert render.write_report(folders, output) == output.stat().st_size
+    assert px.analysis.write_report(folders, output) == output
     return output.read_text(encoding="utf-8")
 
 
@@ -360,6 +375,38 @@ def test_calibration_and_uncertainty_are_written_and_shown(tmp_path):
     assert shown["uncertainty"]["targets"]["unit"] == "variance"
     with pytest.raises(px.BatchError, match="save_calibration got nothing to write"):
         px.ensemble.save_calibration(folder, {})
+
+
+def test_a_run_before_its_first_epoch_is_shown(tmp_path):
+    folder = write_run(tmp_path / "one")
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:5]))
+    (folder / "plan.toml").unlink()
+    text = page_of(tmp_path, folder)
+    assert "<dt>loss</dt><dd>1.375" in text
+    assert '<a href="#plan">' not in text
+
+
+def contrast(first, second):
+    """The ratio of two colours' luminances, as WCAG 2 defines it."""
+
+    def luminance(color):
+        parts = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+        return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
+
+    low, high = sorted((luminance(first), luminance(second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", [0, 1, 2], ids=["light", "dark", "dark by the system"])
+def test_text_and_lines_stand_out_from_the_paper(theme):
+    style = render.importlib.resources.files("plurax.report.page") / "style.css"
+    block = style.read_text().split("--paper:")[1:][theme].partition("}")[0]
+    colors = dict(re.findall(r"--([\w-]+): (#\w{6})", f"--paper:{block}"))
+    names = ["ink", "soft", "accent", *(f"run-{slot}" for slot in range(8))]
+    poor = {name: contrast(colors[name], colors["paper"]) for name in names}
+    assert all(ratio >= 4.5 for ratio in poor.values()), poor
 
 
 def test_the_library_in_the_package_is_the_one_that_is_noted():

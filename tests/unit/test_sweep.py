@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import json
 import math
 import os
 import signal
@@ -125,6 +126,28 @@ def test_best(table):
         found.best("loss", mode="largest")
     with pytest.raises(px.MembersError, match=r"this is not a row of this sweep"):
         found.state({"width": 5, "batch_size": 16, "member": 0})
+
+
+def test_importance_of_settings(table):
+    found, _ = table
+    shares = found.importance()
+    assert next(iter(shares)) == "rate"
+    assert shares.keys() == {"rate", "width", "batch_size"}
+    assert 0.3 < shares["rate"] <= 1
+    assert found.importance("loss").keys() == shares.keys()
+    with pytest.raises(px.MembersError, match="lost"):
+        found.importance("lost")
+
+
+def test_a_report_of_a_sweep_has_its_table(table, tmp_path):
+    page = px.analysis.write_report(table[1], tmp_path / "sweep.html").read_text()
+    data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    assert len(data["runs"]) == 4
+    first = data["sweeps"][0]
+    assert first["title"].endswith("/table.csv")
+    assert first["names"] == ["width", "batch_size", "rate"]
+    assert len(first["rows"]) == 16
+    assert dict(zip(first["names"], first["importance"]["eval_loss"], strict=True))["rate"][0] > 0.3
 
 
 def test_tables_leave_the_library(table, tmp_path, monkeypatch, drawn):

@@ -14,6 +14,7 @@ from plurax.collective import Collective as Collective
 from plurax.hlo import Memory as Memory
 from plurax.machine import Level as Level
 from plurax.report.layer_picture import draw_layer as draw_layer
+from plurax.report.page.render import write_report as write_report
 from plurax.report.search_picture import draw_estimates as draw_estimates
 from plurax.report.search_picture import draw_search as draw_search
 from plurax.report.servers_picture import draw_servers as draw_servers

@@ -8,7 +8,6 @@ import tyro
 
 from plurax import tree
 from plurax.report.page.render import write_report
-from plurax.validate import local_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +27,7 @@ class ReportOptions:
 def report_command(arguments: list[str]) -> int:
     """Write the page of some runs, and say where it is."""
     options = tyro.cli(ReportOptions, prog="plurax report", args=arguments)
-    folders = [local_path(run) for run in options.runs]
-    size = write_report(folders, local_path(options.output))
-    print(f"wrote {options.output}: {tree.human_bytes(size)}, open it in a browser")
+    written = write_report(options.runs, options.output)
+    size = tree.human_bytes(written.stat().st_size)
+    print(f"wrote {options.output}: {size}, open it in a browser")
     return 0

@@ -12,6 +12,7 @@ With `num_parallel=2` both buckets train at once, each on its group of `plan.dev
 
 import csv
 import dataclasses
+import itertools
 import math
 import queue
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ from plurax.execute.population import HyperFn
 from plurax.members import Grid, Hyper, Members
 from plurax.plan import Plan
 from plurax.state import TrainState
+from plurax.sweeps.importance import importance
 from plurax.task import Task
 from plurax.train.fit import Fit, fit
 from plurax.train.progress import new_console
@@ -77,6 +79,24 @@ class Sweep:
         if name not in self.rows[0]:
             raise errors.sweep_no_metric(name, self.rows[0])
         return name
+
+    def importance(self, metric: str | None = None) -> dict[str, float]:
+        """Return which share of a metric's ranks each setting explains by itself, 0 to 1.
+
+        The settings are those of shapes and the hyperparameters, the most important first; those
+        that are equal in all rows are left out. Two that matter only together explain nothing by
+        themselves. The default metric is that of `best`. Raises `MembersError` as `best` does.
+        """
+        metric = self.metric(metric)
+        names = itertools.takewhile(lambda name: name != "loss", self.rows[0])
+        columns = {name: [row[name] for row in self.rows] for name in names}
+        scores = [row[metric] for row in self.rows]
+        shares = {
+            name: importance(values, scores).share
+            for name, values in columns.items()
+            if name not in ("bucket", "member", "seed") and len({*map(str, values)}) > 1
+        }
+        return dict(sorted(shares.items(), key=lambda pair: -pair[1]))
 
     def state(self, row: Row) -> TrainState:
         """Return the state of a row's member, as one network's."""

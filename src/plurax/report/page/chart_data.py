@@ -21,6 +21,8 @@ FEWEST, MOST = 40, 1000
 """Points of one curve."""
 LAST = ("grad_norm", "learning_rate", "staleness", "examples_per_second")
 """Metrics whose panels come last."""
+LARGEST_MATRIX = 64
+"""Rows of a confusion matrix that is drawn."""
 MOST_LISTED = 200
 """Events of a run that the page lists."""
 
@@ -58,8 +60,20 @@ def _run(run: RunData, metrics: Sequence[str], points: int) -> dict[str, Any]:
         "members": run.members,
         "curves": {name: found for name, found in curves.items() if found},
         "clock": _clock(run, points),
+        "matrices": _matrices(run.last),
         "events": [{"step": row["step"], "text": row["event"]} for row in events(run)],
     }
+
+
+def _matrices(row: Row) -> dict[str, list[list[Any]]]:
+    """Return the square matrices of a row, such as a confusion matrix."""
+    found = {}
+    for name, value in row.items():
+        if isinstance(value, list) and 2 <= len(value) <= LARGEST_MATRIX:
+            square = all(isinstance(one, list) and len(one) == len(value) for one in value)
+            if square and all(is_number(number) for one in value for number in one):
+                found[name] = [_rounded(np.asarray(one, np.float64)) for one in value]
+    return found
 
 
 def _curves(run: RunData, name: str, points: int) -> dict[str, Any]:

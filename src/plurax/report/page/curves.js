@@ -293,10 +293,38 @@ function startCurves() {
     title: words(metric), options: () => curveOptions(metric), rows: () => curveRows(metric),
     label: () => curveLabel(metric), ready: (chart, one) => curveReady(chart, one, metric),
   }));
+  for (const run of several ? data.runs.filter((one, index) => view.slots.has(index)).slice(0, 4) : data.runs) {
+    for (const [name, matrix] of Object.entries(run.matrices)) addMatrix(place, run, name, matrix);
+  }
   const redraw = () => { for (const one of made) one.update(); for (const one of made) if (one.chart) curveReady(one.chart, one, panels[made.indexOf(one)]); };
   curveControls(redraw);
   if (several) curveLegend(redraw);
   return redraw;
+}
+
+/** A confusion matrix: rows are labels, columns predictions; shades are shares of the row. */
+function addMatrix(place, run, name, matrix) {
+  const sums = matrix.map((row) => row.reduce((a, b) => a + (b ?? 0), 0) || 1);
+  const cells = matrix.flatMap((row, label) => row.map((count, guess) => [guess, label, (100 * count) / sums[label], count]));
+  const right = matrix.reduce((a, row, at) => a + row[at], 0) / sums.reduce((a, b) => a + b, 0);
+  const classes = matrix.map((_, at) => String(at));
+  addChart(place, {
+    title: words(name), note: `${several ? `${run.name}, ` : ''}after the last epoch; shades: share of the label`,
+    label: () => `${number(100 * right)} % on the diagonal`,
+    rows: () => [['label', ...classes.map((one) => `predicted ${one}`)], matrix.map((row, at) => [`label ${at}`, ...row])],
+    options: () => ({
+      grid: { left: 26, right: 16, top: 8, bottom: 34, containLabel: true },
+      xAxis: axis('predicted', { type: 'category', data: classes, splitLine: { show: false }, axisLabel: { color: color('soft'), fontSize: 11 } }),
+      yAxis: axis('label', { type: 'category', data: classes, inverse: true, nameGap: 28, splitLine: { show: false }, axisLabel: { color: color('soft'), fontSize: 11 } }),
+      visualMap: { show: false, min: 0, max: 100, dimension: 2, inRange: { color: [color('paper'), color('run-0')] } },
+      tooltip: tooltip({ formatter: (item) => `label ${item.value[1]}, predicted ${item.value[0]}: <b>${number(item.value[3])}</b> (${number(item.value[2])} %)` }),
+      series: [{
+        type: 'heatmap', itemStyle: { borderColor: color('grid'), borderWidth: 1 },
+        data: cells.map((value) => ({ value, label: { color: value[2] > 55 ? color('paper') : color('ink') } })),
+        label: { show: matrix.length <= 12, formatter: (item) => (item.value[3] ? short(item.value[3]) : ''), fontSize: 11 },
+      }],
+    }),
+  });
 }
 
 function curveControls(redraw) {

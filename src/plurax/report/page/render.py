@@ -33,6 +33,7 @@ from plurax.report.page.sections import (
     servers_section,
 )
 from plurax.report.page.sweep_data import SweepData, sweeps
+from plurax.validate import local_path
 
 SCRIPTS = ("base.js", "curves.js", "sweep.js", "details.js", "start.js")
 CURVES = (
@@ -42,24 +43,29 @@ CURVES = (
 NO_SCRIPT = "<noscript><p class=note>Charts need JavaScript; tables do not.</p></noscript>"
 
 
-def write_report(folders: Sequence[Path], output: Path) -> int:
-    """Write the page of some runs, and return the bytes written.
+def write_report(
+    runs: str | Path | Sequence[str | Path], output: str | Path = "report.html"
+) -> Path:
+    """Write runs as one HTML file, as `plurax report` does, and return its path.
 
-    **Arguments:** `folders`, of runs or of folders of runs; `output`, the file.
+    **Arguments:** `runs`, output directories of runs, or folders of such directories, as a sweep
+    writes them; `output`, the file.
 
     Raises `ExperimentError` for a folder that is no run's, and where the file cannot be written.
     """
+    given = [runs] if isinstance(runs, str | Path) else runs
+    folders, output = [local_path(one) for one in given], local_path(output)
     if output.is_dir():
         raise errors.report_output_is_a_run(str(output))
     paths = run_folders(folders)
-    runs = [read_run(path, name) for path, name in zip(paths, run_names(paths), strict=True)]
-    page = render(runs, sweeps(runs, folders)).encode()
+    read = [read_run(path, name) for path, name in zip(paths, run_names(paths), strict=True)]
+    page = render(read, sweeps(read, folders)).encode()
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_bytes(page)
     except OSError as error:
         raise errors.not_written(str(output), error.strerror or str(error)) from None
-    return len(page)
+    return output
 
 
 def render(runs: Sequence[RunData], found: Sequence[SweepData]) -> str:

@@ -78,6 +78,13 @@ class RunData:
         return self.epochs[-1] if self.epochs else {}
 
     @property
+    def final(self) -> Row:
+        """The last value of each metric: after the last epoch, else of the last step."""
+        if self.epochs:
+            return self.last
+        return {name: float(one.values[-1]) for name, one in self.steps.items()}
+
+    @property
     def step(self) -> int:
         """The last step that was logged, 0 before the first."""
         ends = [int(one.steps[-1]) for one in self.steps.values()]

@@ -47,7 +47,7 @@ def runs_section(runs: Sequence[RunData]) -> str:
 
 
 def _one_run(run: RunData) -> str:
-    figures = {name: number_text(run.last[name]) for name in shared_metrics([run])[:MOST_METRICS]}
+    figures = {name: number_text(run.final[name]) for name in shared_metrics([run])[:MOST_METRICS]}
     middle = f"median of {run.members} members" if run.members else ""
     tiles = [(name.replace("_", " "), value, middle) for name, value in figures.items()]
     tiles += [
@@ -88,7 +88,7 @@ def _several_runs(runs: Sequence[RunData]) -> str:
     rows = []
     for run, one in zip(runs, settings, strict=True):
         named = f"{run.name} (going on)" if run.going_on else run.name
-        row: list[Any] = [Cell(named, run.name), *(run.last.get(name) for name in metrics)]
+        row: list[Any] = [Cell(named, run.name), *(run.final.get(name) for name in metrics)]
         row += [run.step, Cell(duration_text(run.seconds), run.seconds, "number")]
         row.append(run.last.get("examples_per_second"))
         row += [_setting(one.get(name), common[name]) for name in differ]

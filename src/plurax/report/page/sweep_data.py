@@ -161,7 +161,7 @@ def _of_runs(runs: Sequence[RunData]) -> SweepData | None:
     names = [name for name in names if name != "seed"] or names
     metrics = shared_metrics(runs)
     rows = [
-        {**{name: one[name] for name in names}, **{m: run.last.get(m) for m in metrics},
+        {**{name: one[name] for name in names}, **{m: run.final.get(m) for m in metrics},
          "label": run.name}
         for run, one in zip(runs, settings, strict=True)
     ]  # fmt: skip
@@ -173,10 +173,10 @@ def shared_metrics(runs: Sequence[RunData]) -> list[str]:
     hidden = {"kind", "step", "epoch", "examples", "skipped", "weight", "seconds"}
     names = [
         name
-        for name in (runs[0].last if runs else {})
+        for name in (runs[0].final if runs else {})
         if name not in hidden
         and not name.endswith(("_best", "_worst"))
-        and all(is_number(run.last.get(name)) for run in runs)
+        and all(is_number(run.final.get(name)) for run in runs)
     ]
     return sorted(names, key=lambda name: (not name.startswith("eval_"), names.index(name)))
 
