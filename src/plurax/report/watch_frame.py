@@ -131,7 +131,7 @@ class WatchedRun:
         if total:
             done = self._epochs_done()
             bar = ProgressBar(total=total, completed=min(done, total), width=min(width, 72))
-            parts.append(bar)
+            parts += [bar, Text("")]
         if self.values:
             values = np.asarray(self.values)
             parts += [Text(""), *curve_lines(self.metric, values, min(COLUMNS, width - 14))]
