@@ -12,14 +12,22 @@ from multiprocessing.shared_memory import SharedMemory
 
 from tests.faults.notes import NoteNames, children, note
 
+LIMIT = 60
+"""Seconds for the worker to share its memory."""
 
-def work(output, names):
-    """Share more and more, until the queue is full."""
+
+def work(output, names, shared):
+    """Share some memory, say so, and wait for ever.
+
+    A worker that is killed while it creates more may leave it: Python registers it a moment later.
+    """
     NoteNames(output)()
-    while True:
+    for _ in range(3):
         memory = SharedMemory(create=True, size=8)
         names.put(memory.name)
         memory.close()
+    shared.set()
+    signal.pause()
 
 
 def main(output, striker, who):
@@ -27,10 +35,11 @@ def main(output, striker, who):
     note(output, *children(os.getppid()))  # with what ends others when the launcher is killed
     NoteNames(output)()
     context = multiprocessing.get_context("spawn")
-    names = context.Queue(2)
-    worker = context.Process(target=work, args=(output, names), daemon=True)
+    names, shared = context.Queue(), context.Event()
+    worker = context.Process(target=work, args=(output, names, shared), daemon=True)
     worker.start()
-    SharedMemory(names.get()).unlink()
+    SharedMemory(names.get()).unlink()  # the others are between both, and nobody maps them
+    assert shared.wait(LIMIT)
     note(output, *children())
     if attempt == 0 and process == int(striker):
         pids = {"process": os.getpid(), "worker": worker.pid, "launcher": os.getppid()}

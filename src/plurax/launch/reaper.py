@@ -31,7 +31,7 @@ def kill_group(group: int) -> set[int]:
     ended. Killed with them, as by `os.killpg`, it leaves all of it in `/dev/shm`, which is memory,
     and which nobody else can tell from that of another program: a batch that was between a worker
     and its reader is mapped by nobody. So it alone is left, to do its work and end by itself. What
-    a worker had created and not yet registered when it was killed, some microseconds, nobody knows.
+    a worker had just created and not yet registered when it was killed, nobody knows.
     """
     found: set[int] = set()
     while new := {*_members(group)} - found:  # a process may have started another one meanwhile
