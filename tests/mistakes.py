@@ -201,7 +201,7 @@ PYTHON = {
 # test_mistakes.py: `small.py` is a good experiment, `trained` the output of its run.
 COMMANDS = {
     "The command and the file": [
-        ("tran small.py", 2, "'tran' is not a command; the commands are train, predict"),
+        ("tran small.py", 2, "'tran' is not a command; the commands are new, examples, train"),
         ("train", 2, "name the experiment file: plurax train FILE"),
         ("train missing.py", 2, "missing.py: no such file"),
         ("train empty.py", 2, "empty.py does not define experiment()"),

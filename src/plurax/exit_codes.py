@@ -41,10 +41,25 @@ MEANINGS = {
     ExitCode.INTERRUPTED: "Ctrl-C",
     ExitCode.PEER_DIED: "aborted, as JAX does in every process once another one died",
     ExitCode.KILLED: "killed with SIGKILL",
-    ExitCode.READER_GONE: "nobody reads its output any more, as behind `| head -1`",
+    ExitCode.READER_GONE: "nobody reads its output any more, as when `head` has read enough",
     ExitCode.TERMINATED: "ended by SIGTERM, before it could save",
 }
 """A sentence for each code."""
+
+ADVICE = {
+    ExitCode.DONE: "of `plurax watch`, the run has ended",
+    ExitCode.FAILED: "of `plurax verify`, a tensor differs; of `plurax replay`, a saved state does",
+    ExitCode.MISTAKE: "one message, starting with `error:`, says what to write instead",
+    ExitCode.PREEMPTED: "start it again with `--resume`",
+    ExitCode.STUCK: "only of several processes; the stacks of all threads were printed",
+    ExitCode.PERMANENT: "the message says why",
+    ExitCode.CORRUPT: "nothing of it is saved: start it again with `--resume`",
+    ExitCode.OUT_OF_MEMORY: "the message has the plans that need less",
+    ExitCode.INTERRUPTED: "training has saved; of `plurax watch`, the run goes on",
+    ExitCode.PEER_DIED: "another process of several is gone; `plurax launch` starts all again",
+    ExitCode.READER_GONE: "training has saved: start it again with `--resume`",
+}
+"""What to do about it, or what it says besides."""
 
 FINAL = frozenset(
     {

@@ -276,7 +276,7 @@ def test_a_plan_file(workplace, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tran", "small.py"], "'tran' is not a command; the commands are train, predict"),
+        (["tran", "small.py"], "'tran' is not a command; the commands are new, examples, train"),
         (["train"], "name the experiment file: plurax train FILE"),
         (["train", "--help"], "name the experiment file: plurax train FILE --help"),
         (["train", "missing.py"], "missing.py: no such file"),

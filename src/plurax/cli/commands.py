@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from plurax import __version__, errors
-from plurax.cli.table import COMMANDS, command_named, help_text
+from plurax.cli.table import COMMANDS, command_named, exit_codes_text, help_text
 from plurax.distributed.environment import writes_files
 from plurax.distributed.initialize import exit_code, leave
 from plurax.exit_codes import ExitCode
@@ -16,6 +16,11 @@ from plurax.user_frames import describe_error, is_users
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the command `plurax`. Exits with one of `ExitCode`."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:2] == ["help", "exit-codes"]:
+        print(exit_codes_text(), end="")
+        raise SystemExit(ExitCode.DONE)
+    if arguments[:1] == ["help"] and len(arguments) > 1:
+        arguments = [*arguments[1:], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(help_text(), end="")
         raise SystemExit(ExitCode.DONE)

@@ -12,6 +12,7 @@ from typing import Annotated
 import tyro
 
 from plurax import errors
+from plurax.cli.grouped import parse_options
 from plurax.cli.table import COMMANDS
 from plurax.distributed.environment import attempt, host_and_port
 from plurax.exit_codes import ExitCode
@@ -81,7 +82,7 @@ def main(arguments: list[str]) -> None:
 def launch_command(arguments: list[str]) -> int:
     """Start the processes; return the exit code of the gang."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    options = tyro.cli(LaunchOptions, prog="plurax launch", args=arguments[:end])
+    options = parse_options(LaunchOptions, "plurax launch", arguments[:end])
     for name, least in LEAST.items():
         given = getattr(options, name)
         if given is not None and not given >= least:  # nor is nan

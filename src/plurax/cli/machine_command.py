@@ -2,12 +2,12 @@
 
 import sys
 
-import tyro
 from rich.console import Console
 
 from plurax import errors
 from plurax.analysis.machine_timings import measure_machine
 from plurax.cli.arguments import start_devices
+from plurax.cli.grouped import parse_options
 from plurax.cli.options import MachineOptions
 from plurax.machine import Machine
 from plurax.train.learn import learned, machine_of_run
@@ -16,7 +16,7 @@ from plurax.train.learn import learned, machine_of_run
 def machine_command(arguments: list[str]) -> int:
     """Print a machine: published, measured, or corrected by runs on it."""
     start_devices(arguments)
-    options = tyro.cli(MachineOptions, prog="plurax machine", args=arguments)
+    options = parse_options(MachineOptions, "plurax machine", arguments)
     machine = _chosen(options)
     if options.runs:
         machine = learned(machine, options.runs)

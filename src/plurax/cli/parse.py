@@ -11,6 +11,7 @@ import tyro
 from plurax import experiment
 from plurax.cli.arguments import made_experiment, shrink_data_axis, start_devices
 from plurax.cli.file_or_run import file_or_run, with_remembered
+from plurax.cli.grouped import parse_options
 from plurax.cli.options import (
     DiffOptions,
     EstimateOptions,
@@ -102,12 +103,9 @@ def parse(
         kind.__name__, [("experiment", type(own))], bases=(kind,), frozen=True, kw_only=True
     )
     values = {field.name: getattr(default, field.name) for field in dataclasses.fields(kind)}
-    options = tyro.cli(
-        with_own,
-        prog=program,
-        description=kind.__doc__,
-        args=rest,
-        default=with_own(**values, experiment=own),
+    with_own.__doc__ = kind.__doc__
+    options: Any = parse_options(
+        with_own, program, rest, default=with_own(**values, experiment=own)
     )
     # What a run has trained is also used where there are fewer devices.
     smaller = run is not None and command == "predict"

@@ -4,11 +4,10 @@ import hashlib
 import json
 from pathlib import Path
 
-import tyro
-
 from plurax import errors, experiment
 from plurax.cli.arguments import made_experiment, start_devices
 from plurax.cli.file_or_run import Source, run_file_of
+from plurax.cli.grouped import parse_options
 from plurax.cli.options import ReplayOptions
 from plurax.mesh import cpu_devices
 from plurax.plan import Plan
@@ -20,7 +19,7 @@ from plurax.train.run_file import RunSettings, read_run_file
 
 def replay_command(arguments: list[str]) -> int:
     """Repeat a run from its record; return 0 where all states are those that were saved."""
-    options = tyro.cli(ReplayOptions, prog="plurax replay", args=arguments)
+    options = parse_options(ReplayOptions, "plurax replay", arguments)
     runs = recorded_runs(options.run)
     devices = max(Plan.from_toml(run[0]["plan"]).devices for run in runs)
     made = _experiment(options.run, options.file, devices)

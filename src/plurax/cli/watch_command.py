@@ -9,6 +9,7 @@ import tyro
 from rich.console import Console
 from rich.live import Live
 
+from plurax.cli.grouped import parse_options
 from plurax.exit_codes import ExitCode
 from plurax.report.watch_frame import WatchedRun
 from plurax.validate import local_path
@@ -34,7 +35,7 @@ class WatchOptions:
 
 def watch_command(arguments: list[str]) -> int:
     """Show a run until it has ended."""
-    options = tyro.cli(WatchOptions, prog="plurax watch", args=arguments)
+    options = parse_options(WatchOptions, "plurax watch", arguments)
     run = WatchedRun(local_path(options.run), options.metric)
     return watch(run, Console(highlight=False), options.every, once=options.once)
 

@@ -136,6 +136,20 @@ def devices_not_understood(value: str) -> PlanError:
     )
 
 
+def file_is_there(path: str) -> ExperimentError:
+    return ExperimentError(
+        f"{path} is there already, and is not written over. Give another name or folder, or move "
+        "it away."
+    )
+
+
+def example_unknown(name: str, known: Iterable[str]) -> ExperimentError:
+    return ExperimentError(
+        f"{name!r} is not an example; the examples are {', '.join(known)}. plurax examples says "
+        "what each is."
+    )
+
+
 def inputs_not_found(path: str) -> BatchError:
     return BatchError(f"{path}: no such file; --inputs wants a .npy or .npz file.")
 

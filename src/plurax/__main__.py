@@ -1,0 +1,5 @@
+"""`python -m plurax`, the same as `plurax`."""
+
+from plurax.cli import main
+
+main()

@@ -1,0 +1,53 @@
+"""`plurax completion`: a script with which a shell completes commands and options."""
+
+import contextlib
+import dataclasses
+import importlib
+import io
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from plurax.cli.grouped import parse_options, without_breaks
+from plurax.cli.table import COMMANDS, Command
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionOptions:
+    """Print a script with which a shell completes plurax.
+
+    bash: plurax completion bash > ~/.local/share/bash-completion/completions/plurax;
+    zsh: plurax completion zsh > a file _plurax in a folder of $fpath.
+    """
+
+    shell: tyro.conf.Positional[Literal["bash", "zsh"]]
+    """The shell."""
+
+
+def completion_command(arguments: list[str]) -> int:
+    """Print the script; it is tyro's, of all commands with their options."""
+    options = parse_options(CompletionOptions, "plurax completion", arguments)
+    script = io.StringIO()
+    with contextlib.redirect_stdout(script), contextlib.suppress(SystemExit):
+        tyro.extras.subcommand_cli_from_dict(
+            {command.name: options_of(command) for command in COMMANDS},
+            prog="plurax",
+            args=["--tyro-print-completion", options.shell],
+        )
+    # Where no option fits, bash completes the name of a file.
+    print(script.getvalue().replace("complete -F ", "complete -o bashdefault -o default -F "))
+    return 0
+
+
+def options_of(command: Command) -> Any:
+    """Return the options of a command as a dataclass, with FILE where it has one."""
+    module, _, name = command.options.partition(":")
+    found = getattr(importlib.import_module(f"plurax.cli.{module}"), name)
+    kind = without_breaks(found if isinstance(found, type) else found())
+    if "FILE" not in command.usage:
+        return kind
+    file: Any = ("file", tyro.conf.Positional[Path], Path("FILE"))
+    made = dataclasses.make_dataclass(kind.__name__, [file], bases=(kind,), frozen=True)
+    made.__doc__ = kind.__doc__
+    return made

@@ -1,0 +1,204 @@
+"""`plurax doctor`: what a bug report should say about an installation, and what is slow in it."""
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import tyro
+
+from plurax import tree
+from plurax.cli.arguments import start_devices
+from plurax.cli.grouped import parse_options
+from plurax.cli.options import Devices
+from plurax.train.run_file import versions
+
+SMALL_SHM = 1 << 30
+"""Bytes of /dev/shm below which it is small: that of a container is 64 MB by default."""
+
+SETTINGS = ("jax_enable_x64", "jax_disable_jit", "jax_debug_nans", "jax_debug_infs",
+            "jax_default_matmul_precision", "jax_compilation_cache_dir",
+            "jax_enable_compilation_cache")  # fmt: skip
+
+ENVIRONMENT = ("XLA_", "JAX_", "PLURAX_", "CUDA_", "NCCL_", "TPU_", "OMP_")
+"""How the names of the variables begin that change what is computed, or how fast."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DoctorOptions:
+    """Print devices, versions, what is installed and what is slow, to paste into a bug report.
+
+    It names no users, hosts or paths but those in variables of XLA, JAX and plurax.
+    """
+
+    devices: Annotated[Devices, tyro.conf.arg(metavar="N|cores")] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What is known of a process and its machine.
+
+    **Fields:** `platform` and `kinds`, of JAX's devices; `memory`, bytes of one, None where JAX
+    does not say; `cores` that this process may use; `shm`, bytes of /dev/shm, None without one;
+    `gpus`, GPUs of the machine, whether JAX uses them or not; `settings`, of JAX; `environment`.
+    """
+
+    platform: str
+    kinds: Sequence[str]
+    memory: int | None
+    cores: int
+    shm: int | None
+    gpus: int
+    settings: Mapping[str, object]
+    environment: Mapping[str, str]
+
+
+def doctor_command(arguments: list[str]) -> int:
+    """Print the report."""
+    options = parse_options(DoctorOptions, "plurax doctor", arguments)
+    start_devices([] if options.devices is None else ["--devices", options.devices])
+    facts = gather()
+    here = f"{platform.system()} {platform.release()} on {platform.machine()}"
+    lines = ["versions:", *_pairs(versions()), *_pairs({"system": here}), "", "devices:"]
+    lines += [f"  {line}" for line in devices_text(facts)]
+    lines += ["", "extras:", *_pairs(extras()), "", "settings:"]
+    set_here = {name: value for name, value in facts.settings.items() if value is not None}
+    lines += [*_pairs(set_here), *_pairs(facts.environment)]
+    lines += [
+        "",
+        "slow, or surprising:",
+        *(f"  - {text}" for text in findings(facts)),
+    ]
+    print("\n".join(lines))
+    return 0
+
+
+def gather() -> Facts:
+    """Return the facts of this process; starts JAX."""
+    devices = jax.local_devices()
+    stats = devices[0].memory_stats() or {}
+    shm = Path("/dev/shm")
+    return Facts(
+        platform=devices[0].platform,
+        kinds=[device.device_kind for device in devices],
+        memory=stats.get("bytes_limit"),
+        cores=len(os.sched_getaffinity(0)),
+        shm=shutil.disk_usage(shm).total if shm.is_dir() else None,
+        gpus=len([path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdecimal()]),
+        settings={name: jax.config.values.get(name) for name in SETTINGS},
+        environment=shown_environment(os.environ),
+    )
+
+
+def shown_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that matter, without those that may be secrets.
+
+    >>> shown_environment({"XLA_FLAGS": "", "PLURAX_TOKEN": "1234", "HOME": "/"})
+    {'XLA_FLAGS': ''}
+    """
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if name.startswith(ENVIRONMENT) and not re.search("TOKEN|KEY|SECRET|PASSWORD", name)
+    }
+
+
+def devices_text(facts: Facts) -> list[str]:
+    """Return lines that say which devices JAX has."""
+    counts = {kind: list(facts.kinds).count(kind) for kind in dict.fromkeys(facts.kinds)}
+    each = "" if facts.memory is None else f", {tree.human_bytes(facts.memory)} each for JAX"
+    lines = [f"{count} × {kind} ({facts.platform}){each}" for kind, count in counts.items()]
+    lines.append(f"{facts.cores} cores for this process")
+    if facts.shm is not None:
+        lines.append(f"/dev/shm of {tree.human_bytes(facts.shm)}")
+    return lines
+
+
+def extras() -> dict[str, str]:
+    """Return each package of an extra, with its version or the extra to install."""
+    found: dict[str, str] = {}
+    for text in importlib.metadata.requires("plurax") or ():
+        match = re.match(r"([\w.-]+)(?:\[.*?\])?.*;.*extra == [\"']([\w-]+)[\"']", text)
+        if match is None or match[2] == "dev" or match[1] in ("plurax", "jax"):
+            continue
+        try:
+            found[match[1]] = importlib.metadata.version(match[1])
+        except importlib.metadata.PackageNotFoundError:
+            found[match[1]] = f"not installed (plurax[{match[2]}])"
+    return found
+
+
+def findings(facts: Facts) -> list[str]:
+    """Return what is slow or surprising, each with what to do about it."""
+    found = [*_of_devices(facts), *_of_settings(facts), *_of_memory(facts)]
+    return found or ["nothing"]
+
+
+def _of_devices(facts: Facts) -> Iterator[str]:
+    count = len(facts.kinds)
+    if facts.platform == "cpu" and facts.gpus:
+        yield (
+            f"this machine has {facts.gpus} NVIDIA GPUs and JAX uses none of them: install "
+            "plurax[cuda13], or plurax[cuda12] for an older driver, and unset JAX_PLATFORMS"
+        )
+    elif facts.platform == "cpu" and count == 1 and facts.cores > 1:
+        yield (
+            f"one CPU device for {facts.cores} cores: `--devices cores` and `--plan.data "
+            f"{facts.cores}` use them all, often faster"
+        )
+    if facts.platform == "cpu" and count > facts.cores:
+        yield f"{count} virtual CPU devices share {facts.cores} cores: for tests, not for speed"
+    if len(set(facts.kinds)) > 1:
+        yield "the devices are of several kinds, and a step waits for the slowest of them"
+
+
+def _of_settings(facts: Facts) -> Iterator[str]:
+    on = facts.settings
+    if on.get("jax_disable_jit"):
+        yield "jax_disable_jit is on: nothing is compiled, and a step takes a hundred times as long"
+    if on.get("jax_debug_nans") or on.get("jax_debug_infs"):
+        yield "jax_debug_nans or jax_debug_infs is on: every result is copied to the host and read"
+    if on.get("jax_enable_x64"):
+        yield (
+            "jax_enable_x64 is on: arrays of float64 stay so, with twice the memory, and on most "
+            "GPUs a small part of the speed"
+        )
+    if on.get("jax_default_matmul_precision") in ("highest", "float32") and facts.platform != "cpu":
+        yield "jax_default_matmul_precision keeps matrix products off the fast units of the device"
+    if not (on.get("jax_compilation_cache_dir") and on.get("jax_enable_compilation_cache", True)):
+        yield (
+            "nothing that is compiled is kept: JAX_COMPILATION_CACHE_DIR=~/.cache/jax saves the "
+            "time of compiling from the second start on"
+        )
+    if "--xla_force_host_platform_device_count" in facts.environment.get("XLA_FLAGS", ""):
+        yield "XLA_FLAGS sets the number of CPU devices; `--devices` does so without it"
+
+
+def _of_memory(facts: Facts) -> Iterator[str]:
+    preallocate = facts.environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower()
+    if facts.platform == "gpu" and preallocate in ("false", "0"):
+        yield (
+            "XLA_PYTHON_CLIENT_PREALLOCATE is off: memory is asked for piece by piece, slower, and "
+            "may break into pieces too small to use"
+        )
+    elif facts.platform == "gpu" and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in facts.environment:
+        yield (
+            "JAX takes three quarters of a GPU's memory at its start: "
+            "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 gives it more, and two processes on one GPU need "
+            "less each"
+        )
+    if facts.shm is not None and facts.shm < SMALL_SHM:
+        yield (
+            f"/dev/shm has {tree.human_bytes(facts.shm)}: loaders with several processes and "
+            "parameter servers pass arrays through it; of a container --shm-size sets it"
+        )
+
+
+def _pairs(values: Mapping[str, object]) -> list[str]:
+    return [f"  {name}: {value}" for name, value in values.items()]

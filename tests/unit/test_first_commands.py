@@ -1,0 +1,224 @@
+"""The commands of the first day: new, examples, help, completion, doctor."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import plurax as px
+from plurax.cli import commands as cli
+from plurax.cli import doctor_command as doctor
+from plurax.cli import example_commands, options
+from plurax.cli.grouped import GROUPS, field_texts
+from plurax.cli.table import COMMANDS
+from plurax.exit_codes import ADVICE, MEANINGS, ExitCode
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([str(argument) for argument in arguments])
+    printed = capsys.readouterr()
+    return stopped.value.code, printed.out, printed.err
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_new_file_trains_and_predicts(capsys):
+    code, out, _ = run(capsys, "new", "mine")
+    assert (code, out) == (0, "wrote mine.py\n\n  plurax train mine.py\n")
+    text = Path("mine.py").read_text()
+    assert "plurax predict runs/mine --inputs" in text
+    assert "template" not in text
+    code, _, err = run(capsys, "train", "mine.py", "--epochs", "2", "--no-progress")
+    assert code == 0, err
+    np.savez("inputs.npz", x=np.zeros((3, 2), np.float32))
+    code, out, err = run(capsys, "predict", "runs/mine", "--inputs", "inputs.npz")
+    assert code == 0, err
+    assert "float32[3]" in out
+
+
+def test_nothing_is_written_over(capsys):
+    Path("mine.py").write_text("my own")
+    for command in (["new", "mine.py"], ["new", "mine"]):
+        code, _, err = run(capsys, *command)
+        assert (code, "mine.py is there already, and is not written over." in err) == (2, True)
+    assert Path("mine.py").read_text() == "my own"
+    code, _, err = run(capsys, "new", "/proc/no/mine.py")
+    assert (code, "/proc/no/mine.py could not be written" in err) == (2, True)
+
+
+def test_examples_are_listed_and_written(capsys):
+    code, out, _ = run(capsys, "examples")
+    assert code == 0
+    names = sorted(path.stem for path in (REPOSITORY / "examples").glob("*.py"))
+    assert re.findall(r"^  (\w+)  ", out, re.M) == [one for one in names if one != "template"]
+    assert "  spirals          Two noisy spirals: a hundred networks" in out
+    code, out, _ = run(capsys, "examples", "spirals")
+    assert (code, "plurax train spirals.py" in out) == (0, True)
+    assert Path("spirals.py").read_text() == (REPOSITORY / "examples" / "spirals.py").read_text()
+    assert run(capsys, "examples", "spirals")[0] == 2
+    code, out, _ = run(capsys, "examples", "optuna_digits.py", "--to", "there")
+    assert (code, "python there/optuna_digits.py" in out) == (0, True)
+    assert Path("there/digits_ensemble.py").is_file()  # which it reads
+    code, _, err = run(capsys, "examples", "digit")
+    assert (code, "'digit' is not an example; the examples are digits, " in err) == (2, True)
+
+
+def test_an_example_says_what_it_needs():
+    text = "import numpy, not_there.inside\nfrom also_not import a\nfrom .beside import b\n"
+    assert example_commands.missing_packages(text) == ["also_not", "not_there"]
+
+
+def test_every_example_has_a_first_line():
+    for path in example_commands.examples().values():
+        assert (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0].endswith(".")
+
+
+def test_help_of_a_command_and_of_the_exit_codes(capsys):
+    code, out, _ = run(capsys, "help", "watch")
+    assert code == 0
+    assert "usage: plurax watch" in out
+    code, out, _ = run(capsys, "help", "exit-codes")
+    assert code == 0
+    assert [int(one) for one in re.findall(r"^ +(\d+)  ", out, re.M)] == sorted(ExitCode)
+    for text in [*MEANINGS.values(), *ADVICE.values()]:
+        assert text in out
+
+
+def test_the_guide_has_every_exit_code():
+    """Its table is that of the module: code, meaning, advice."""
+    page = (REPOSITORY / "docs" / "guides" / "command-line.md").read_text()
+    table = page.split("## Exit status")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (\d+) \| (.*?) \| (.*?) \|$", table, re.M)
+    assert rows == [(str(int(c)), MEANINGS[c], ADVICE.get(c, "")) for c in sorted(ExitCode)]
+
+
+def test_every_option_of_train_has_a_group(capsys):
+    """And is shown in it, in one piece: the line breaks are those of the terminal."""
+    grouped = {name for group in GROUPS for name in group.options}
+    nested = {"plan", "members", "servers", "rollback"}
+    names = {field.name for field in options.train_class().__dataclass_fields__.values()}
+    assert names - nested - grouped == set()
+    run(capsys, "new", "mine")
+    code, out, _ = run(capsys, "train", "mine.py", "--help")
+    assert code == 0
+    titles = re.findall(r"^\W*(\w[\w ]*?) options\W*$", out, re.M)  # in boxes on a terminal
+    assert titles == ["data", "training", "device", "output and checkpoint", "plan", "members",
+                      "servers", "rollback", "experiment"]  # fmt: skip
+    assert "--plan.shardings" not in out  # a value of Python
+    said = " ".join(out.replace("│", " ").split())
+    assert "beside what is measured. None: as in the file." in said
+    text = field_texts(px.Plan)["microbatches"]
+    words = re.search(r"(--plan.microbatches INT.*?)--plan.precision", out, re.S)[1].split("\n")
+    lines = [line.strip("│ ") for line in words if line.strip("│ ")][1:]
+    assert " ".join(lines) == f"{text} (default: 1)"
+    assert min(len(line) for line in lines[:-1]) > 55, lines  # none ends early
+
+
+def test_options_come_out_of_their_groups(capsys, monkeypatch):
+    """Also where a group has the name of an option, as `search` of `plurax plan`."""
+    from plurax.cli.parse import parse, show_options
+
+    run(capsys, "new", "mine")
+    given = ["mine.py", "--seconds", "3", "--plan.data", "2", "--members.folds", "4"]
+    options = parse(given, "plan", show_options).options
+    assert (options.search, options.seconds, options.save) == (False, 3.0, None)
+    assert (options.plan, options.members.folds) == (px.Plan(data=2), 4)
+    assert parse([*given, "--search"], "plan", show_options).options.search is True
+
+
+def test_a_shell_completes_commands_and_options(capsys):
+    """The real script in the real shell."""
+    code, script, _ = run(capsys, "completion", "bash")
+    assert code == 0
+    Path("experiment.py").touch()
+    lines = "\n".join(
+        f'COMP_WORDS=({words} "{last}"); COMP_CWORD={len(words.split())}; COMPREPLY=(); '
+        '_tyro_plurax plurax; echo "${COMPREPLY[@]}"'
+        for words, last in [("plurax", "tr"), ("plurax train x.py", "--plan.micro"),
+                            ("plurax train x.py --ragged", ""), ("plurax report", "--out"),
+                            ("plurax machine", "--pre"), ("plurax", "")]
+    )  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-c", f"{script}\n{lines}\ncomplete -p plurax"], capture_output=True, text=True
+    )
+    *found, every, how = done.stdout.splitlines()
+    assert found == ["train", "--plan.microbatches", "pad drop error", "--output", "--preset"]
+    assert {*every.split()} == {"-h", "--help", *(one.name for one in COMMANDS)}
+    assert "-o default" in how  # names of files
+    code, script, _ = run(capsys, "completion", "zsh")
+    assert (code, script.startswith("#compdef plurax")) == (0, True)
+
+
+def test_python_runs_the_package():
+    done = subprocess.run(
+        [sys.executable, "-m", "plurax", "--version"], capture_output=True, text=True
+    )
+    assert done.stdout == f"plurax {px.__version__}\n", done.stderr
+
+
+# --- plurax doctor --------------------------------------------------------------------------------
+
+
+def facts(**changes):
+    """Those of a machine with nothing to say of."""
+    known = {
+        "platform": "gpu", "kinds": ["A"] * 2, "memory": 2**30, "cores": 8, "shm": 2**34,
+        "gpus": 2, "settings": {"jax_compilation_cache_dir": "there"},
+        "environment": {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"},
+    }  # fmt: skip
+    return doctor.Facts(**{**known, **changes})
+
+
+def test_doctor_prints_what_a_bug_report_needs(capsys, monkeypatch):
+    monkeypatch.setenv("XLA_NOTHING", "42")
+    monkeypatch.setenv("PLURAX_TOKEN", "secret")
+    code, out, err = run(capsys, "doctor")
+    assert (code, err) == (0, "")
+    for text in (f"plurax: {px.__version__}", "jax: ", "8 × cpu (cpu)", "cores for this process",
+                 "flax: ", "XLA_NOTHING: 42", "slow, or surprising:\n  - "):  # fmt: skip
+        assert text in out
+    assert "secret" not in out
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "nothing"),
+        ({"platform": "cpu", "kinds": ["cpu"]}, "has 2 NVIDIA GPUs and JAX uses none of them"),
+        ({"platform": "cpu", "kinds": ["cpu"], "gpus": 0}, "one CPU device for 8 cores"),
+        ({"platform": "cpu", "kinds": ["cpu"] * 16, "gpus": 0}, "16 virtual CPU devices share 8"),
+        ({"kinds": ["A", "B"]}, "of several kinds"),
+        ({"settings": {}}, "nothing that is compiled is kept"),
+        ({"settings": {"jax_compilation_cache_dir": "a", "jax_enable_compilation_cache": False}},
+         "nothing that is compiled is kept"),
+        ({"settings": {"jax_compilation_cache_dir": "a", "jax_disable_jit": True}}, "is compiled"),
+        ({"settings": {"jax_compilation_cache_dir": "a", "jax_debug_nans": True}}, "to the host"),
+        ({"settings": {"jax_compilation_cache_dir": "a", "jax_enable_x64": True}}, "float64"),
+        ({"settings": {"jax_compilation_cache_dir": "a",
+                       "jax_default_matmul_precision": "highest"}}, "off the fast units"),
+        ({"environment": {}}, "JAX takes three quarters of a GPU's memory"),
+        ({"environment": {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}}, "piece by piece"),
+        ({"environment": {"XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+                          "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}}, "`--devices` does so"),
+        ({"shm": 2**26}, "/dev/shm has 64.0 MiB"),
+    ],
+)  # fmt: skip
+def test_doctor_says_what_is_slow(changes, said):
+    (found,) = doctor.findings(facts(**changes))
+    assert said in found
+
+
+def test_doctor_counts_devices_by_kind():
+    lines = doctor.devices_text(facts(kinds=["A", "A", "B"], memory=None, shm=None))
+    assert lines == ["2 × A (gpu)", "1 × B (gpu)", "8 cores for this process"]
