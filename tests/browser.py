@@ -143,6 +143,13 @@ class Browser:
                       button="left")  # fmt: skip
         self.send("Input.dispatchMouseEvent", type="mouseReleased", x=end[0], y=end[1], **mouse)
 
+    def click(self, place, times=1):
+        """Click on a place in the window."""
+        for count in range(1, times + 1):
+            for kind in ("mousePressed", "mouseReleased"):
+                self.send("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1],
+                          button="left", clickCount=count)  # fmt: skip
+
     def press(self, key):
         """Press a key."""
         for kind in ("keyDown", "keyUp"):

@@ -110,6 +110,21 @@ def test_ranges_can_be_given_by_keyboard(desktop):
     assert desktop.said == []
 
 
+def test_dragging_zooms_and_a_double_click_shows_all(desktop):
+    box = "document.querySelector('#curve-charts .chart')"
+    desktop.run(f"{box}.scrollIntoView({{block: 'center', behavior: 'instant'}}); {box}.draw()")
+    left, top = desktop.run(
+        f"(() => {{ const r = {box}.getBoundingClientRect(); return [r.left, r.top]; }})()"
+    )
+    chart = f"echarts.getInstanceByDom({box})"
+    zoom = f"{chart}.getOption().dataZoom.map((one) => one.end - one.start)"
+    desktop.drag((left + 150, top + 60), (left + 300, top + 160))
+    assert min(desktop.run(zoom)) < 50
+    desktop.click((left + 200, top + 100), times=2)
+    assert min(desktop.run(zoom)) == 100
+    assert desktop.said == []
+
+
 def test_arrow_keys_read_a_curve(desktop):
     desktop.run("document.querySelector('#curve-charts .chart').draw()")
     desktop.run("document.querySelector('#curve-charts .chart').focus()")

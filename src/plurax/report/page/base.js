@@ -20,6 +20,7 @@ const escaped = (text) =>
   String(text).replace(/[&<>"']/g, (letter) => `&#${letter.charCodeAt(0)};`);
 const color = (name) => getComputedStyle(root).getPropertyValue(`--${name}`).trim();
 const words = (name) => name.replaceAll('_', ' ');
+const touched = () => matchMedia('(pointer: coarse)').matches;
 const phone = () => window.innerWidth < 640;
 const say = (text) => { byId('said').textContent = text; };
 

@@ -264,7 +264,7 @@ function spreadLabels(chart) {
 /** Zoom by dragging over a range where there is a mouse; a double click shows all again. */
 function curveReady(chart, one, metric) {
   spreadLabels(chart);
-  if (matchMedia('(pointer: fine)').matches) {
+  if (!touched()) {
     chart.dispatchAction({ type: 'takeGlobalCursor', key: 'dataZoomSelect', dataZoomSelectActive: true });
   }
   chart.getZr().on('dblclick', () => chart.dispatchAction({ type: 'dataZoom', start: 0, end: 100 }));
@@ -342,7 +342,7 @@ function curveControls(redraw) {
     oninput: (event) => { view.smooth = Number(event.target.value); said.textContent = event.target.value; redraw(); },
   }), said));
   if (data.runs.some((run) => run.members)) byId('curves').insertBefore(element('p', { class: 'note' }, bandNote()), byId('curve-charts'));
-  if (matchMedia('(pointer: fine)').matches) place.append(element('span', {}, 'Drag over a chart to zoom, double-click to see all.'));
+  if (!touched()) place.append(element('span', {}, 'Drag over a chart to zoom, double-click to see all.'));
 }
 
 const bandNote = () => (several

@@ -64,6 +64,7 @@ function addSweep(sweep, index) {
         for (const [at, one] of chart.getOption().parallelAxis.entries()) {
           state.ranges[columns()[at]] = readRanges(chart, at, one);
         }
+        shadeRanges(chart);
         refresh(false);
       });
       applyRanges();
@@ -89,6 +90,7 @@ function addSweep(sweep, index) {
     for (const [at, name] of columns().entries()) {
       parallel.chart.dispatchAction({ type: 'axisAreaSelect', parallelAxisIndex: at, intervals: state.ranges[name] ?? [] }, { silent: true });
     }
+    shadeRanges(parallel.chart);
   }
 
   function refresh(redraw) {
@@ -127,6 +129,15 @@ function addSweep(sweep, index) {
 function readRanges(chart, at) {
   const model = chart.getModel().getComponent('parallelAxis', at);
   return (model.activeIntervals ?? []).map((range) => [...range].sort((a, b) => a - b));
+}
+
+/** Ranges as translucent as the one being dragged: ECharts draws the earlier ones over the lines. */
+function shadeRanges(chart) {
+  for (const one of chart.getZr().storage.getDisplayList(true)) {
+    if (one.name === 'main' && one.type === 'rect') {
+      one.setStyle({ fill: color('accent'), stroke: color('accent'), lineWidth: 1, opacity: 0.25 });
+    }
+  }
 }
 
 function parallelOptions(sweep, state, columns, column, categories, better) {
