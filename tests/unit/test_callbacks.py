@@ -428,6 +428,15 @@ def test_the_average_is_that_of_a_loop_by_hand(name, x64):
         ema.params(plain.state)
 
 
+def test_frozen_parameters_are_their_own_average():
+    ema = cb.Ema(0.9)
+    result = fit([ema], px.freeze(models.mlp_task(), "bias"))
+    average = ema.params(result.state)
+    same(average["bias"], result.state.params["bias"])
+    assert (average["out"] != result.state.params["out"]).any()
+    assert np.isfinite(result.history[-1]["eval_ema_loss"])
+
+
 @pytest.mark.parametrize("given", [1.0, -0.1, "0.9", True])
 def test_a_decay_is_below_one(given):
     with pytest.raises(px.TaskError, match=r"give a number ≥ 0 and < 1"):

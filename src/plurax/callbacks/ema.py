@@ -59,13 +59,23 @@ class Ema:
                 row["members"][f"eval_ema_{name}"] = jax.device_get(value).tolist()
 
     def params(self, state: TrainState) -> PyTree:
-        """Return the average in a state that `fit` returned.
+        """Return the average in a state that `fit` returned; frozen parameters are as they are.
 
         Raises `TaskError` for a state of a run without this callback.
         """
         if not isinstance(state.opt_state, EmaState):
             raise errors.ema_not_in_state()
-        return state.opt_state.average
+        return jax.tree.map(
+            lambda average, now: now if _is_frozen(average) else average,
+            state.opt_state.average,
+            state.params,
+            is_leaf=_is_frozen,
+        )
+
+
+def _is_frozen(leaf: Any) -> bool:
+    """Return whether an optimizer's tree has nothing here, because the parameter is not trained."""
+    return isinstance(leaf, optax.MaskedNode)
 
 
 def _averaging(
