@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from benchmarks import sizes
+from benchmarks.callbacks import callbacks
 from benchmarks.compiling import compiling
 from benchmarks.divided import divided
 from benchmarks.harness import (
@@ -209,6 +210,7 @@ MEASUREMENTS: dict[str, Callable[[Run], Iterator[Row]]] = {
     "uneven": uneven,
     "recovery": recovery,
     "reliability": reliability,
+    "callbacks": callbacks,
     "hosts": hosts,
 }
 

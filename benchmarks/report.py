@@ -41,6 +41,7 @@ TITLES = {
     "uneven": "Four workers, one of them four times as slow",
     "recovery": "Parameter servers: seconds from a death until training goes on",
     "reliability": "Copies compared bit by bit, and the watchdog",
+    "callbacks": "What callbacks cost",
     "hosts": "Several processes, and a restart",
 }
 UNEVEN = "uneven.png"

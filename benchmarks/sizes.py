@@ -417,6 +417,18 @@ class ReliabilityCase:
 
 
 @dataclasses.dataclass(frozen=True)
+class CallbacksCase:
+    """A network trained by `fit`, `epochs` of `steps`, with callbacks and without."""
+
+    name: str
+    network: Mlp
+    batch: int
+    steps: int
+    epochs: int
+    repeats: int
+
+
+@dataclasses.dataclass(frozen=True)
 class HostsCase:
     """A transformer trained by several processes under each of `splits`, keys of `SPLITS`.
 
@@ -464,6 +476,7 @@ class Sizes:
     uneven: tuple[UnevenCase, ...]
     recovery: tuple[RecoveryCase, ...]
     reliability: tuple[ReliabilityCase, ...]
+    callbacks: tuple[CallbacksCase, ...]
     hosts: HostsCase
 
 
@@ -668,6 +681,10 @@ FULL = Sizes(
         ReliabilityCase("digits", _DIGITS, 64, _COPIES, steps=500, rounds=15),
         ReliabilityCase("MLP, 10M parameters, batch 1,024", _TEN_MILLION, 1024, _COPIES, 2, 9),
     ),
+    callbacks=(
+        CallbacksCase("digits", _DIGITS, 64, steps=200, epochs=40, repeats=15),
+        CallbacksCase("MLP, 10M parameters, batch 256", _TEN_MILLION, 256, 10, 3, repeats=7),
+    ),
     hosts=HostsCase("4.9M parameters", Bytewise(256, 6, 8, 128, batch=16), repeats=7, kills=3),
 )
 
@@ -811,6 +828,7 @@ QUICK = Sizes(
         ),
     ),
     reliability=(ReliabilityCase("digits", _DIGITS, 64, {"data=2": {"data": 2}}, 20, rounds=3),),
+    callbacks=(CallbacksCase("digits", _DIGITS, 64, steps=20, epochs=2, repeats=3),),
     hosts=HostsCase(
         "tiny", Bytewise(32, 2, 8, 16, batch=8), repeats=2, kills=1, splits=("data=8, zero=3",)
     ),

@@ -93,29 +93,46 @@ class Csv(Logger):
     def __init__(self, path: str | Path) -> None:
         super().__init__()
         self._path = Path(path)
-        self._rows: list[dict[str, Any]] = []
 
     def on_step(self, run: Run, row: Row) -> None:
         """Leave steps out."""
 
     def _open(self, run: Run) -> None:
-        self._rows = []
+        self._rows: list[dict[str, Any]] = []
+        self._columns: list[str] = []
         if run.step and self._path.exists():
             with self._path.open(newline="") as file:
-                self._rows = [row for row in csv.DictReader(file) if int(row["step"]) <= run.step]
+                self._rows = [row for row in csv.DictReader(file) if _is_up_to(row, run.step)]
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._write_anew()
 
     def _write(self, row: Row) -> None:
         self._rows.append(_numbers(row))
-        columns = dict.fromkeys(name for one in self._rows for name in one)  # a later row has more
+        if set(self._rows[-1]) <= set(self._columns):
+            self._file.write(self._lines(self._rows[-1:]))
+        else:
+            self._file.close()
+            self._write_anew()
+
+    def _write_anew(self) -> None:
+        """Write the whole table, because a row has a column that those before had not."""
+        self._columns = [*dict.fromkeys(name for one in self._rows for name in one)]
+        header = dict(zip(self._columns, self._columns, strict=True))
+        replace_file(self._path, self._lines([header, *self._rows]) if header else b"")
+        self._file = AppendFile(self._path)
+
+    def _lines(self, rows: list[dict[str, Any]]) -> bytes:
         text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, [*columns])
-        writer.writeheader()
-        writer.writerows(self._rows)
-        replace_file(self._path, text.getvalue().encode())
+        csv.DictWriter(text, self._columns).writerows(rows)
+        return text.getvalue().encode()
 
     def _close(self, run: Run) -> None:
-        pass
+        self._file.close()
+
+
+def _is_up_to(row: dict[str, Any], step: int) -> bool:
+    """Return whether a line of a table is whole, and of a step that is not to come again."""
+    return None not in row.values() and int(row["step"]) <= step
 
 
 class TensorBoard(Logger):

@@ -133,8 +133,10 @@ class Hooks:
     def steps(self, run: Run, calls: Iterable[list[Row]]) -> list[Row]:
         """Call `on_step` for each step of some calls of the loop, and return their rows."""
         rows = [row for rows in calls for row in rows]
-        for row in rows if self._of["on_step"] else ():
-            self.call("on_step", run, row)
+        for name, one in self._of["on_step"]:
+            with _named(name, "on_step"):
+                for row in rows:
+                    one.on_step(run, row)
         return rows
 
     def report(self, run: Run, row: Row, *, evaluated: bool) -> None:
@@ -189,11 +191,18 @@ class Hooks:
             raise errors.callback_state_not_json(name, str(error)) from None
 
     def _call(self, name: str, hook: str, *arguments: Any) -> Any:
-        try:
+        with _named(name, hook):
             return getattr(self._callbacks[name], hook)(*arguments)
-        except Exception as error:
-            error.add_note(f"This was raised by {hook} of the callback {name}.")
-            raise
+
+
+@contextlib.contextmanager
+def _named(callback: str, hook: str) -> Iterator[None]:
+    """Say in an error which callback raised it."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"This was raised by {hook} of the callback {callback}.")
+        raise
 
 
 def check_callbacks(callbacks: Any) -> Sequence[Any]:
