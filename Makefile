@@ -10,7 +10,7 @@ PEERS := .venv-peers
 MUTANTS := .venv-mutants
 INTEGRATIONS := .venv-integrations
 
-.PHONY: help setup demo test test-newest test-integrations test-all test-faults test-mutants lint format bench echarts docs constraints clean
+.PHONY: help setup demo test test-newest test-integrations test-all test-faults test-mutants lint format bench echarts docs constraints package clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -96,6 +96,11 @@ constraints: setup ## resolve constraints.txt anew, for Python 3.11 to 3.13
 	$(RUN)/python -m pip install --quiet uv
 	$(RUN)/uv pip compile --universal --python-version 3.11 --extra dev --upgrade --no-header \
 	  --no-annotate --no-emit-index-url --no-emit-find-links pyproject.toml -o constraints.txt
+
+package: setup ## build sdist and wheel into dist/, check them, and train from the wheel alone
+	rm -rf dist
+	$(RUN)/python -m build --outdir dist
+	packaging/try_wheel.sh dist
 
 clean: ## remove what was built, runs excepted
 	rm -rf .venv .venv-* site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
