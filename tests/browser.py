@@ -143,6 +143,14 @@ class Browser:
                       button="left")  # fmt: skip
         self.send("Input.dispatchMouseEvent", type="mouseReleased", x=end[0], y=end[1], **mouse)
 
+    def touch(self, start, end, steps=10):
+        """Move a finger from a place in the window to another."""
+        for step in range(steps + 1):
+            x, y = (a + (b - a) * step / steps for a, b in zip(start, end, strict=True))
+            kind = "touchMove" if step else "touchStart"
+            self.send("Input.dispatchTouchEvent", type=kind, touchPoints=[{"x": x, "y": y}])
+        self.send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+
     def click(self, place, times=1):
         """Click on a place in the window."""
         for count in range(1, times + 1):

@@ -184,6 +184,10 @@ def test_importance_finds_the_hyperparameter_that_matters():
     assert importance(rate.tolist(), score.tolist()).share > 0.8
     assert abs(importance(rate.tolist(), score.tolist()).direction) < 0.2
     assert importance(other.tolist(), score.tolist()).share < 0.05
+    # What groups explain by chance is subtracted: of 40 members it would be a tenth.
+    draws = rng.random((2, 100, 40))
+    chance = [importance(a.tolist(), b.tolist()).share for a, b in zip(*draws, strict=True)]
+    assert np.mean(chance) < 0.07
     kinds = ["a" if one < 0.2 else "b" for one in rate]
     assert importance(kinds, score.tolist()).share > 0.1
     assert importance([1.0] * 400, score.tolist()).share == 0

@@ -164,6 +164,26 @@ def test_a_phone_shows_all_without_scrolling_sideways(pages, name):
         assert browser.said == []
 
 
+def test_a_finger_brushes_on_an_axis_and_scrolls_elsewhere(pages):
+    with Browser(390, 800, phone=True) as browser:
+        browser.open(pages / "one.html")
+        for box in ("'.chart.parallel'", "'#curve-charts .chart'"):
+            find = f"document.querySelector({box})"
+            browser.run(f"{find}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
+            browser.wait(f"{find}.querySelector('canvas')")
+            left, top = browser.run(
+                f"(() => {{ const r = {find}.getBoundingClientRect(); return [r.left, r.top]; }})()"
+            )
+            if "parallel" in box:
+                browser.touch((left + 120, top + 34), (left + 220, top + 34))
+                count = "document.querySelector('#sweeps output').textContent"
+                browser.wait(f"{count}.includes(' of 60 networks chosen')")
+            before = browser.run("scrollY")
+            browser.touch((left + 150, top + 160), (left + 150, top + 60))
+            browser.wait(f"scrollY > {before} + 20")
+        assert browser.said == []
+
+
 def test_tables_sort_and_runs_are_named(pages):
     with Browser() as browser:
         browser.open(pages / "two.html")

@@ -183,7 +183,7 @@ function curveOptions(metric) {
     yAxis: axis('', log ? { type: 'log', ...decades(values) } : { type: 'value', scale: true }),
     tooltip: tooltip({ trigger: 'axis', axisPointer: { type: 'line', snap: true, lineStyle: { color: color('soft') } }, formatter: curveTip }),
     toolbox: { itemSize: 0, itemGap: 0, feature: { dataZoom: { yAxisIndex: 'none', title: { zoom: '', back: '' } } } },
-    dataZoom: [{ type: 'inside', xAxisIndex: 0, filterMode: 'none', zoomOnMouseWheel: 'ctrl', moveOnMouseMove: false, moveOnMouseWheel: false }],
+    dataZoom: [{ type: 'inside', xAxisIndex: 0, filterMode: 'none', zoomOnMouseWheel: 'ctrl', moveOnMouseMove: false, moveOnMouseWheel: false, preventDefaultMouseMove: false, disabled: touched() }],
     series: [...series, ...eventMarks()],
   };
 }

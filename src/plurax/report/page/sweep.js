@@ -68,6 +68,7 @@ function addSweep(sweep, index) {
         refresh(false);
       });
       applyRanges();
+      scrollBetweenAxes(chart, () => columns().length);
     },
   });
   const fields = element('fieldset', { class: 'ranges' });
@@ -131,6 +132,24 @@ function readRanges(chart, at) {
   return (model.activeIntervals ?? []).map((range) => [...range].sort((a, b) => a - b));
 }
 
+const UPRIGHT = { top: 34, bottom: 16 };
+const FINGER = 26; // pixels from an axis within which a finger means the axis
+
+/** Of a chart with upright axes: a finger that is on no axis scrolls the page. */
+function scrollBetweenAxes(chart, count) {
+  const box = chart.getDom();
+  const pass = (event) => {
+    if (!phone()) return;
+    const point = event.touches ? event.touches[0] : event;
+    const y = point.clientY - box.getBoundingClientRect().top - UPRIGHT.top;
+    const apart = (box.clientHeight - UPRIGHT.top - UPRIGHT.bottom) / Math.max(1, count() - 1);
+    if (Math.abs(y - apart * Math.round(y / apart)) > FINGER) event.stopPropagation();
+  };
+  // Once: the chart is created anew in the same box when the theme changes.
+  if (!box.dataset.scrolls) box.addEventListener('touchstart', pass, { capture: true, passive: true });
+  box.dataset.scrolls = 'true';
+}
+
 /** Ranges as translucent as the one being dragged: ECharts draws the earlier ones over the lines. */
 function shadeRanges(chart) {
   for (const one of chart.getZr().storage.getDisplayList(true)) {
@@ -148,7 +167,7 @@ function parallelOptions(sweep, state, columns, column, categories, better) {
   const most = Math.max(1, shown.length - 1);
   const [low, middle, high] = WORST_TO_BEST.map(color);
   return {
-    parallel: upright ? { layout: 'vertical', top: 34, bottom: 16, left: 20, right: 24 } : { top: 48, bottom: 22, left: 14, right: 64 },
+    parallel: upright ? { layout: 'vertical', ...UPRIGHT, left: 20, right: 24 } : { top: 48, bottom: 22, left: 14, right: 64 },
     parallelAxis: columns.map((name, dim) => {
       const texts = categories(name);
       const numbers = texts ? [] : sweep.rows.map((row) => row[column(name)]).filter((one) => one != null);
