@@ -52,9 +52,10 @@ PUBLIC = {
         ExperimentError Fit Machine MachineError MaskWarning Members MembersError
         MissingPackageError NonFiniteWarning Plan PlanError PluraxError ProcessError Program
         ReplicaError Rollback RunStoppedError Servers ShardingWarning Task TaskError compile
-        estimate fastest_batch_size fit freeze initialize max_batch_size name per_example replay
-        search shard stack stage_boundary start_from sweep verify virtual_devices adapters analysis
-        callbacks ensemble metrics pipeline sharding train weights""",
+        estimate export_predict fastest_batch_size fit freeze initialize max_batch_size name
+        per_example replay search shard stack stage_boundary start_from sweep verify
+        virtual_devices adapters analysis callbacks ensemble metrics pipeline sharding train
+        weights""",
     "plurax.adapters": "equinox linen nnx",
     "plurax.analysis": """
         Collective Comparison Difference Estimate FastestBatchSize Level MaxBatchSize Measured

@@ -26,6 +26,7 @@ from plurax.errors.kinds import RunStoppedError as RunStoppedError
 from plurax.errors.kinds import ShardingWarning as ShardingWarning
 from plurax.errors.kinds import TaskError as TaskError
 from plurax.execute.compile import compile as compile
+from plurax.execute.export_predict import export_predict as export_predict
 from plurax.execute.mask import MaskWarning as MaskWarning
 from plurax.execute.program import Program as Program
 from plurax.experiment import Experiment as Experiment

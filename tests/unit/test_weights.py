@@ -65,14 +65,25 @@ def test_orbax(tmp_path):
 
 
 @pytest.mark.parametrize("count", [None, 2])
-def test_the_newest_checkpoint_of_a_run(tmp_path, count):
+def test_the_newest_checkpoint_of_a_run(tmp_path, count, monkeypatch, caplog):
     members = px.Members(count) if count else None
     run = px.fit(
         models.mlp_task(), optax.adam(0.1), models.data(32), members=members, epochs=2,
         output=tmp_path, **OPTIONS,
     )  # fmt: skip
-    for folder in (tmp_path, tmp_path / "checkpoints", tmp_path / "checkpoints" / "4"):
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path, tmp_path / "checkpoints", "checkpoints/4"):
         same(px.weights.load(folder), run.state.params)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["manifest.ocdbt", "_METADATA"])
+def test_a_damaged_checkpoint_is_named(tmp_path, name):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "own", some())
+    (tmp_path / "own" / name).write_bytes(b"{")
+    with pytest.raises(px.CheckpointError, match="own: the weights cannot be read: "):
+        px.weights.load(tmp_path / "own")
 
 
 def test_saved_from_shards(tmp_path):

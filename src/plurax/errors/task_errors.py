@@ -154,6 +154,13 @@ def coupled_needs_evaluate() -> TaskError:
     )
 
 
+def export_needs_a_size(reason: str) -> TaskError:
+    return TaskError(
+        "Task.predict computes with its number of rows, so it cannot be exported for any number: "
+        f"give export_predict(batch_size=...) one. JAX: {reason}"
+    )
+
+
 def predict_wrong_shape(shape: tuple[int, ...], batch: int) -> TaskError:
     return TaskError(
         f"Task.predict returned an array of shape {shape} for {batch} inputs; every output needs "

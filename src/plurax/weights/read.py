@@ -5,6 +5,7 @@ model.msgpack          what `flax.serialization.to_bytes` wrote
 a folder               an Orbax checkpoint; of a run of plurax the parameters of its newest one
 """
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -68,17 +69,20 @@ def _read_msgpack(path: Path) -> Any:
 def _read_orbax(path: Path) -> dict[str, np.ndarray]:
     import orbax.checkpoint as ocp  # slow to import
 
-    folder = _arrays_folder(path)
+    folder = _arrays_folder(path.absolute())
     if folder is None:
         raise errors.weights_unknown(str(path), True)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    # The handler, not a checkpointer: that logs a warning where a checkpoint has no metadata of its
+    # own, as those have none that are parts of others.
+    handler = ocp.PyTreeCheckpointHandler()
+    with contextlib.closing(handler):
         try:
-            like = checkpointer.metadata(folder).item_metadata.tree
+            like = handler.metadata(folder).tree
             state = isinstance(like, dict) and {"params", "opt_state", "step"} <= like.keys()
             like = {"params": like["params"]} if state else like
             kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like)
             read = ocp.args.PyTreeRestore(like, restore_args=kinds, partial_restore=True)
-            arrays = checkpointer.restore(folder, args=read)
+            arrays = handler.restore(folder, args=read)
         except (ValueError, KeyError, OSError) as error:
             raise errors.weights_damaged(str(folder), str(error)) from error
     return _named(arrays["params"] if state else arrays)
