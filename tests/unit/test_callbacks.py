@@ -158,9 +158,10 @@ def test_seconds_are_limited(monkeypatch):
     assert 0 < result.state.steps_taken < 20
 
 
-def test_a_limit_that_is_reached_trains_no_step(tmp_path):
+def test_a_limit_that_is_reached_trains_no_step(tmp_path, capsys):
     fit(output=tmp_path, max_steps=4)
-    again = fit(output=tmp_path, max_steps=4, resume=True)
+    again = fit(output=tmp_path, max_steps=4, resume=True, progress=True)
+    assert "the run had ended at step 4, nothing is trained: max_steps=4" in capsys.readouterr().out
     assert again.state.steps_taken == 4
     assert again.stopped == "max_steps=4"
 
@@ -286,7 +287,7 @@ def test_a_state_that_json_cannot_hold(tmp_path):
 LIMITS = {
     "max_steps": (0, 2.5, True),
     "max_seconds": (0, -1.0, True, "10", float("nan"), float("inf")),
-    "fast_dev_run": (0, -1, 1.5, "yes"),
+    "fast_dev_run": (-1, 1.5, "yes"),
 }
 
 
@@ -297,7 +298,7 @@ def test_limits_that_are_none(name, given):
     said = {
         "max_steps": "give a whole number ≥ 1, or None for no limit",
         "max_seconds": "give a number > 0, or None for no limit",
-        "fast_dev_run": "give True, or a number of steps ≥ 1, or False",
+        "fast_dev_run": "give a number of steps, True for one, or 0 for a whole run",
     }
     with pytest.raises(px.TaskError) as caught:
         fit(**{name: given})

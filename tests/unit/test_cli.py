@@ -110,6 +110,13 @@ def test_an_experiment_takes_the_arguments_of_fit():
         px.Experiment("task", "optimizer", "data", epoch=3)
 
 
+def test_a_fast_run_writes_nothing(workplace, capsys):
+    code, out, _ = run(capsys, "train", "small.py", "--fast-dev-run", "2")
+    assert code == 0
+    assert out.endswith("max_steps=2\na fast development run: nothing was written\n")
+    assert not (workplace / "runs").exists()
+
+
 def test_train_writes_what_it_says(workplace, capsys, drawn):
     code, out, _ = run(
         capsys, "train", "small.py", "--plan.data", "4", "--epochs", "3", "--experiment.rate", "0.1"

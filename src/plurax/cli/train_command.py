@@ -47,6 +47,9 @@ def train_experiment(arguments: list[str]) -> int:
                     "rollback": chosen_rollback(options.rollback, made.rollback)})  # fmt: skip
     if result.staleness is not None:
         console.print(str(result.staleness), markup=False)
+    if options.fast_dev_run:
+        console.print("a fast development run: nothing was written", markup=False)
+        return EXIT[result.interrupted]
     if writes_files():
         mode = None if servers is None else servers.mode
         written = _draw(result, options.output, mode, Path(arguments[0]).resolve().stem, console)

@@ -107,4 +107,6 @@ def max_seconds_not_positive(given: object) -> TaskError:
 
 
 def fast_dev_run_not_understood(given: object) -> TaskError:
-    return TaskError(f"fit(fast_dev_run={given!r}): give True, or a number of steps ≥ 1, or False.")
+    return TaskError(
+        f"fit(fast_dev_run={given!r}): give a number of steps, True for one, or 0 for a whole run."
+    )

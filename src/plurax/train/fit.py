@@ -138,7 +138,7 @@ def fit(
     callbacks: Sequence[Any] = (),
     max_steps: int | None = None,
     max_seconds: float | None = None,
-    fast_dev_run: bool | int = False,
+    fast_dev_run: int = 0,
     devices: Sequence[jax.Device] | None = None,
     command: Mapping[str, Any] | None = None,
 ) -> Fit:
@@ -189,7 +189,7 @@ def fit(
       `plurax.callbacks`, or of your own.
     - `max_steps`: steps after which training ends, within an epoch too.
     - `max_seconds`: seconds after which training ends, once the call under way is done.
-    - `fast_dev_run`: try everything once: train one step, or as many as given, evaluate on as many
+    - `fast_dev_run`: try everything: train this many steps (True is one), evaluate on as many
       batches, call the callbacks, and write nothing.
     - `devices`: the devices, default all that JAX sees.
     - `command`: what the command line says of the run, for `run.toml`, which is written to

@@ -126,9 +126,10 @@ class Loop:
 
     def _turns(self, state: TrainState, start: Position) -> Iterator[StepOutput]:
         """Return the calls of the loop: of one program, or of workers and servers."""
-        if self.end.agree():  # a limit was reached before, or a callback ends the run at its start
-            return iter(())
         run = self.run
+        if reason := self.end.agree():  # a limit was reached before, or a callback ends the run
+            self.bar.note(f"the run had ended at step {run.step}, nothing is trained: {reason}")
+            return iter(())
         schedule: Any = {
             "start": start,
             "epochs": self.epochs,

@@ -66,9 +66,7 @@ def check_limits(max_steps: Any, max_seconds: Any, fast_dev_run: Any) -> tuple[i
         raise errors.max_steps_not_positive(max_steps)
     if max_seconds is not None and not _is_positive(max_seconds):
         raise errors.max_seconds_not_positive(max_seconds)
-    if isinstance(fast_dev_run, bool):
-        return steps, int(fast_dev_run)
-    few = whole_number(fast_dev_run)
+    few = 1 if fast_dev_run is True else whole_number(fast_dev_run or 0, least=0)
     if few is None:
         raise errors.fast_dev_run_not_understood(fast_dev_run)
     return steps, few
