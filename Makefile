@@ -82,8 +82,9 @@ $(PEERS)/.installed: benchmarks/peers.txt
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
-bench: setup $(PEERS)/.installed ## measure against the peers and write benchmarks/results, docs
+bench: setup $(PEERS)/.installed $(INTEGRATIONS)/.installed ## measure against the peers and write benchmarks/results, docs
 	$(RUN)/python -m benchmarks --peers $(PEERS)/bin/python
+	$(INTEGRATIONS)/bin/python -m benchmarks sources  # with the libraries that give the data
 	$(RUN)/python -m benchmarks.report
 
 echarts: setup ## take Apache ECharts anew from npm, for the page of `plurax report`; VERSION=6.1.0

@@ -26,6 +26,7 @@ from benchmarks.recovery import recovery
 from benchmarks.reliability import reliability
 from benchmarks.run import Run
 from benchmarks.servers import servers
+from benchmarks.sources import sources
 from benchmarks.uneven import uneven
 
 STEP_TARGET = 1 / 1.02
@@ -212,6 +213,7 @@ MEASUREMENTS: dict[str, Callable[[Run], Iterator[Row]]] = {
     "reliability": reliability,
     "callbacks": callbacks,
     "hosts": hosts,
+    "sources": sources,
 }
 
 

@@ -429,6 +429,22 @@ class CallbacksCase:
 
 
 @dataclasses.dataclass(frozen=True)
+class SourcesCase:
+    """A perceptron over a table of `rows`, read from each of `sources` (`workers/jax_sources.py`).
+
+    **Fields:** `epochs` of a turn; `repeats`, turns.
+    """
+
+    name: str
+    network: Mlp
+    rows: int
+    batch: int
+    epochs: int
+    repeats: int
+    sources: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class HostsCase:
     """A transformer trained by several processes under each of `splits`, keys of `SPLITS`.
 
@@ -478,6 +494,7 @@ class Sizes:
     reliability: tuple[ReliabilityCase, ...]
     callbacks: tuple[CallbacksCase, ...]
     hosts: HostsCase
+    sources: tuple[SourcesCase, ...]
 
 
 _MLP = Mlp((8, 1800, 1800, 1800, 16))
@@ -485,6 +502,14 @@ _SMALL_MLP = Mlp((8, 256, 256, 16))
 _SPIRALS = Mlp((2, 32, 2))
 _DIGITS = Mlp((64, 128, 10))
 _TEN_MILLION = Mlp((784, 2048, 2048, 2048, 10))
+_SOURCES = (
+    "NumPy arrays", "a dict of lists", "a pandas DataFrame", "a polars DataFrame",
+    "an Arrow table", "mapped .npy files", "an .npz file", "a Parquet file in windows",
+    "an Arrow file in windows", "a Grain dataset", "a PyTorch TensorDataset", "a PyTorch Dataset",
+    "a PyTorch DataLoader", "a Hugging Face Dataset", "a Hugging Face IterableDataset",
+    "a tf.data.Dataset",
+)  # fmt: skip
+_SMALL_STEPS = ("NumPy arrays", "a pandas DataFrame", "a PyTorch DataLoader", "a tf.data.Dataset")
 _COPIES = {"data=2": {"data": 2}, "data=4": {"data": 4}, "data=4, zero=1": {"data": 4, "zero": 1}}
 _TRANSFORMER = Transformer(layers=4, width=256, heads=4, vocabulary=256, length=64)
 _COLUMN_AND_ROW = {
@@ -686,6 +711,12 @@ FULL = Sizes(
         CallbacksCase("MLP, 10M parameters, batch 256", _TEN_MILLION, 256, 10, 3, repeats=7),
     ),
     hosts=HostsCase("4.9M parameters", Bytewise(256, 6, 8, 128, batch=16), repeats=7, kills=3),
+    sources=(
+        SourcesCase("batch 1,024", Mlp((16, 256, 256, 1)), 100_000, 1024, 3, 7, _SOURCES),
+        SourcesCase(
+            "batch 256, a step of 0.3 ms", Mlp((16, 128, 128, 1)), 100_000, 256, 3, 5, _SMALL_STEPS
+        ),
+    ),
 )
 
 _TINY = Transformer(layers=2, width=32, heads=2, vocabulary=32, length=8)
@@ -832,4 +863,10 @@ QUICK = Sizes(
     hosts=HostsCase(
         "tiny", Bytewise(32, 2, 8, 16, batch=8), repeats=2, kills=1, splits=("data=8, zero=3",)
     ),
-)
+    sources=(
+        SourcesCase(
+            "tiny", Mlp((4, 8, 1)), 200, 32, 2, 2,
+            ("NumPy arrays", "a pandas DataFrame", "a Parquet file in windows", _SOURCES[-1]),
+        ),
+    ),
+)  # fmt: skip

@@ -40,6 +40,17 @@ def test_a_quick_measurement_writes_both_sides(tmp_path):
 
 
 @pytest.mark.slow
+def test_data_sources_are_measured_beside_their_own_loops(tmp_path):
+    rows = quick("sources", tmp_path)
+    compared = {row["name"]: row for row in rows if row["row"] == "comparison"}
+    assert {"NumPy arrays, tiny", "NumPy arrays, streamed, tiny"} < set(compared)
+    assert all(row["facts"]["rows"] == 400 for row in compared.values())
+    assert any("rows a second" in row["name"] for row in rows if row["row"] == "check")
+    (skipped,) = [row for row in rows if row["row"] == "skipped"]
+    assert skipped["reason"].startswith("tensorflow is not installed here")
+
+
+@pytest.mark.slow
 def test_members_are_measured_beside_jax_by_hand(tmp_path):
     rows = quick("members", tmp_path)
     compared = [row for row in rows if "plurax" in row and "other" in row]

@@ -4,7 +4,7 @@ Rows of a Parquet file cannot be read alone: a row group, of up to a million row
 whole. So an epoch reads the row groups once, in a new order, a window of several at a time, and
 shuffles the rows within a window. Example, 6 row groups of 100 rows, windows of 2, batches of 80:
 
-    order of epoch 0     4 1 | 0 5 | 3 2         Grain's index shuffle, by (seed, epoch)
+    order of epoch 0     4 1 | 0 5 | 3 2         by (seed, epoch)
     window 0             rows of groups 4 and 1, shuffled: batches 0 and 1, and 40 rows of batch 2
     window 1             rows of groups 0 and 5, shuffled: 40 rows of batch 2, batches 3 and 4
 
@@ -151,7 +151,7 @@ class Blocks(Source):
     def batches(self, how: Reading, epoch: int, start: int) -> Iterator[PyTree]:
         """Yield the batches of an epoch; windows before batch `start` are not read."""
         windows = self._windows(how, epoch)
-        sizes = [int(self._rows[windows[index]].sum()) for index in range(len(windows))]
+        sizes = [int(self._rows[window].sum()) for window in windows]
         ends = np.cumsum(sizes)
         left = how.steps(self.count()) - start
         first = int(np.searchsorted(ends, start * how.batch_size, side="right"))
@@ -173,18 +173,18 @@ class Blocks(Source):
         if parts and not how.drop:
             yield _joined(parts)
 
-    def _windows(self, how: Reading, epoch: int) -> Any:
-        """Return the blocks of each window of an epoch, as a Grain dataset of lists."""
-        import grain
-
-        blocks = grain.MapDataset.range(len(self._places))
+    def _windows(self, how: Reading, epoch: int) -> list[list[int]]:
+        """Return the blocks of each window of an epoch."""
+        count = len(self._places)
         if not how.shuffle:
-            return blocks.batch(1, batch_fn=list)
-        mean = max(1, self.byte_count // len(self._places))
-        words = np.random.SeedSequence((how.seed & 0xFFFFFFFF, epoch)).generate_state(1)
-        return blocks.shuffle(seed=int(words[0])).batch(max(1, WINDOW // mean), batch_fn=list)
+            return [[block] for block in range(count)]
+        order = _order(count, how.seed, epoch).tolist()
+        size = max(1, WINDOW * count // max(1, self.byte_count))
+        return [order[first : first + size] for first in range(0, count, size)]
 
-    def _read_ahead(self, windows: Any, first: int, how: Reading, epoch: int) -> Iterator[Window]:
+    def _read_ahead(
+        self, windows: list[list[int]], first: int, how: Reading, epoch: int
+    ) -> Iterator[Window]:
         """Yield the windows from `first` on, the next one read by a thread of Grain's."""
         import grain
 
@@ -192,10 +192,8 @@ class Blocks(Source):
             columns = self._read(windows[index])
             if not how.shuffle:
                 return Window(columns, None)
-            # Random bits of Philox stay the same in all versions of NumPy; its permutations do not.
-            key = np.random.Philox(key=(how.seed & 0xFFFFFFFF) << 64 | epoch << 32 | index)
-            rows = key.random_raw(len(next(iter(columns.values()))))
-            return Window(columns, np.argsort(rows, kind="stable"))
+            count = len(next(iter(columns.values())))
+            return Window(columns, _order(count, how.seed, epoch, index + 1))
 
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
         order = grain.MapDataset.range(first, len(windows)).map(read)
@@ -212,6 +210,15 @@ class Blocks(Source):
                                                str(self._paths[file]))  # fmt: skip
             parts.append(found)
         return _joined(parts)
+
+
+def _order(count: int, seed: int, epoch: int, window: int = 0) -> np.ndarray:
+    """Return an order of `count` blocks, or of the rows of a window (from 1).
+
+    Random bits of Philox stay the same in all versions of NumPy; its permutations need not.
+    """
+    key = (seed & 0xFFFFFFFF) << 64 | epoch << 32 | window
+    return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
 
 
 def _shapes(columns: dict[str, np.ndarray]) -> dict[str, Any]:

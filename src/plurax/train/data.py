@@ -172,11 +172,24 @@ def as_data(
         raise errors.data_not_understood(type(data).__name__)
     if isinstance(data, Iterator):
         raise errors.data_one_shot()
-    first = next(iter(data), None)
+    first = _first(data)
     if first is None:
         raise errors.data_has_no_batches("the iterable is empty")
     size = batch_size or leading_dim(first) * (process_count() if local else 1)
     return StreamData(data, size, ragged, local), _shapes(first, size)
+
+
+def _first(data: Any) -> PyTree | None:
+    """Return the first batch, None where there is none.
+
+    A Grain dataset that is read by index reads hundreds of batches ahead once it is iterated.
+    """
+    by_index = any(kind.__module__.startswith("grain.") for kind in type(data).__mro__)
+    if by_index and hasattr(data, "__getitem__") and len(data):
+        first = data[0]
+        if first is not None:  # None: filtered out
+            return first
+    return next(iter(data), None)
 
 
 def _source_data(
