@@ -108,7 +108,7 @@ class EpochMetrics(abc.ABC):
 
     def _count(self, metrics: dict[str, np.ndarray]) -> None:
         """Add metrics `(..., k)` to the sums `(...)`."""
-        if metrics["skipped"].shape == (1,):
+        if all(value.shape == (1,) for value in metrics.values()):
             self._count_step({name: value.item() for name, value in metrics.items()})
             return
         ok = metrics["skipped"] == 0
