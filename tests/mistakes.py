@@ -13,6 +13,8 @@ PYTHON = {
          "the task is a Linear, and what is trained is a plurax.Task. plurax.adapters.nnx.task("),
         ("px.fit(equinox_module, optimizer, data, batch_size=8)", "TaskError",
          "the task is a Linear, and what is trained is a plurax.Task. plurax.adapters.equinox."),
+        ("px.fit(transformed, optimizer, data, batch_size=8)", "TaskError",
+         "the task is a Transformed, and what is trained is a plurax.Task. plurax.adapters.haiku."),
         ("px.fit(loss, optimizer, data, batch_size=8)", "TaskError",
          "the task is a function, and what is trained is a plurax.Task. A function of "
          "hyperparameters, hyper -> Task, needs members="),
@@ -38,6 +40,8 @@ PYTHON = {
          "TaskError", "takes (model, batch), and is called with (model, batch, keys)"),
         ("px.adapters.equinox.task(build=equinox_module, loss=flax_loss)", "TaskError",
          "equinox.task(build=...) got a Linear instance"),
+        ("px.adapters.haiku.task(lambda x: x, lambda key: {}, flax_loss)", "TaskError",
+         "haiku.task(transformed=...) got a function; give a pair of pure functions: "),
     ],
     "The optimizer": [
         ("px.fit(task, 'adam', data, batch_size=8)", "TaskError",

@@ -56,7 +56,7 @@ PUBLIC = {
         per_example replay search shard stack stage_boundary start_from sweep verify
         virtual_devices adapters analysis callbacks ensemble metrics pipeline sharding train
         weights""",
-    "plurax.adapters": "equinox linen nnx",
+    "plurax.adapters": "equinox haiku linen nnx",
     "plurax.analysis": """
         Collective Comparison Difference Estimate FastestBatchSize Level MaxBatchSize Measured
         Memory Planned PlannedMemory Seconds Verification draw_estimates draw_layer draw_search

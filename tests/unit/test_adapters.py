@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import equinox as eqx
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,13 +16,15 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from tests.models import CLASSES, FEATURES, cut, max_rel_error, same_bits
+from tests.promotion import allowed
 
 import plurax as px
 from plurax.adapters import equinox as equinox_adapter
+from plurax.adapters import haiku as haiku_adapter
 from plurax.adapters import linen as linen_adapter
 from plurax.adapters import nnx as nnx_adapter
 
-LIBRARIES = ("nnx", "linen", "equinox")
+LIBRARIES = ("nnx", "linen", "equinox", "haiku")
 WIDTH = 16
 
 
@@ -118,7 +121,35 @@ def equinox_mlp():
     return task, lambda state: jax.vmap(equinox_adapter.model(EquinoxMlp, state))
 
 
-MLPS = {"nnx": nnx_mlp, "linen": linen_mlp, "equinox": equinox_mlp}
+def haiku_mlp():
+    def network(x, is_training):
+        x = jnp.tanh(hk.Linear(WIDTH)(x))
+        x = hk.dropout(hk.next_rng_key(), 0.2, x) if is_training else x
+        return hk.Linear(CLASSES)(x)
+
+    transformed = hk.transform(allowed(network))
+
+    def example_loss(apply, example, key):
+        return entropy(apply(key, example["x"], is_training=True), example["y"])
+
+    task = haiku_adapter.task(
+        transformed,
+        lambda key: transformed.init(key, jnp.ones((1, FEATURES)), is_training=True),
+        px.per_example(example_loss),
+        predict=lambda apply, inputs: apply(None, inputs["x"], is_training=False),
+        evaluate=lambda apply, batch: entropy(
+            apply(None, batch["x"], is_training=False), batch["y"]
+        ),
+    )
+    return (
+        task,
+        lambda state: (
+            lambda x: transformed.apply(*haiku_adapter.variables(state), None, x, is_training=False)
+        ),
+    )
+
+
+MLPS = {"nnx": nnx_mlp, "linen": linen_mlp, "equinox": equinox_mlp, "haiku": haiku_mlp}
 
 
 OPTIMIZER = optax.sgd(0.3, momentum=0.9)
@@ -265,10 +296,46 @@ def linen_normed():
     )
 
 
+def haiku_normed():
+    def network(x, is_training):
+        x = hk.Linear(WIDTH, with_bias=False)(x)
+        x = hk.BatchNorm(True, True, decay_rate=0.8)(x, is_training)
+        return hk.Linear(CLASSES)(jax.nn.relu(x))
+
+    transformed = hk.transform_with_state(allowed(network))
+
+    def loss(apply, batch, keys, mask):
+        logits, state = apply(None, batch["x"], is_training=True)
+        return entropy(logits, batch["y"]), {}, state
+
+    def evaluate(apply, batch):
+        logits, _ = apply(None, batch["x"], is_training=False)
+        return entropy(logits, batch["y"]), {"top": logits.max(-1)}
+
+    task = haiku_adapter.task(
+        transformed,
+        lambda key: transformed.init(key, jnp.ones((1, FEATURES)), is_training=True),
+        loss,
+        predict=lambda apply, inputs: apply(None, inputs["x"], is_training=False)[0],
+        evaluate=evaluate,
+        coupled=True,
+    )
+
+    def by_hand(params, stats, batch):
+        logits, stats = transformed.apply(params, stats, None, batch["x"], is_training=True)
+        return entropy(logits, batch["y"]), stats
+
+    def get_model(state):
+        trained = haiku_adapter.variables(state)
+        return lambda x: transformed.apply(*trained, None, x, is_training=False)[0]
+
+    return task, by_hand, get_model
+
+
 NORMED = {"nnx": nnx_normed, "linen": linen_normed}
 
 
-def train_by_hand(task, by_hand, sizes, microbatches):
+def train_by_hand(task, by_hand, sizes, microbatches, rows=ROWS):
     """The same training in plain JAX: microbatch `m` is every `microbatches`-th example from m."""
     init_key, _ = jax.random.split(jax.random.key(0))
     params, stats = jax.jit(task.init)(init_key)
@@ -290,7 +357,7 @@ def train_by_hand(task, by_hand, sizes, microbatches):
         return optax.apply_updates(params, updates), moments, stats
 
     for size in sizes:
-        params, moments, stats = step(params, moments, stats, cut(ROWS, size))
+        params, moments, stats = step(params, moments, stats, cut(rows, size))
     return params, stats
 
 
@@ -308,6 +375,25 @@ def test_batch_norm_is_exact_on_any_number_of_devices(library):
     np.testing.assert_allclose(outputs, again, rtol=1e-5, atol=1e-5)
     means = program.evaluate(state, ROWS)
     np.testing.assert_allclose(means["top"], again.max(-1).mean(), rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::plurax.MaskWarning")
+def test_haiku_batch_norm_has_no_mask_and_no_padding(x64):
+    """A smaller batch runs in a program of its own size, and a full one has to divide."""
+    task, by_hand, get_model = haiku_normed()
+    rows = {"x": ROWS["x"][:12].astype(np.float64), "y": ROWS["y"][:12]}
+    expected = train_by_hand(task, by_hand, (12, 9), microbatches=2, rows=rows)
+    for axes in ({"data": 2}, {"data": 3, "zero": 3}):
+        program = px.compile(task, OPTIMIZER, px.Plan(microbatches=2, **axes), rows)
+        state = program.init(seed=0)
+        for size in (12, 9):
+            state, _ = program.step(state, cut(rows, size))
+        state = program.to_canonical(state)
+        assert max_rel_error((state.params, state.model_state), expected) < 1e-10
+    again = get_model(state)(rows["x"])
+    np.testing.assert_allclose(program.predict(state, rows), again, rtol=1e-10)
+    means = program.evaluate(state, rows)
+    np.testing.assert_allclose(means["top"], again.max(-1).mean(), rtol=1e-10)
 
 
 # --- What is not a parameter ------------------------------------------------------------------
@@ -430,6 +516,14 @@ def test_state_needs_coupled():
             lambda key: module.init(key, jnp.ones((1, FEATURES)), train=True),
             lambda apply, batch, keys: None,
         )
+    transformed = hk.transform_with_state(allowed(lambda x: hk.BatchNorm(True, True, 0.8)(x, True)))
+    message = message.split(" and a loss")[0].partition(r"\(")[0] + r"\(batch_norm/~/mean_ema/"
+    with pytest.raises(px.TaskError, match=message.format("", "")):
+        haiku_adapter.task(
+            transformed,
+            lambda key: transformed.init(key, jnp.ones((1, FEATURES))),
+            lambda apply, batch, keys: None,
+        )
 
 
 @pytest.mark.parametrize("lift", [True, False])
@@ -461,6 +555,89 @@ def test_linen_state_needs_updates():
         px.compile(task, optax.sgd(0.1), px.Plan(), ROWS)
 
 
+def haiku_linear(loss, **options):
+    """A task of one linear layer whose state, if it has any, counts calls."""
+
+    def network(x):
+        if options.get("state"):
+            count = hk.get_state("count", (), init=jnp.zeros)
+            hk.set_state("count", count + 1)
+        if options.get("draws"):
+            x = hk.dropout(hk.next_rng_key(), 0.5, x)
+        return hk.Linear(CLASSES)(x)
+
+    make = hk.transform_with_state if "state" in options else hk.transform
+    transformed = make(allowed(network))
+    return haiku_adapter.task(
+        transformed,
+        lambda key: transformed.init(key, jnp.ones((1, FEATURES))),
+        loss,
+        coupled=bool(options.get("state")),
+    )
+
+
+def test_haiku_state_that_is_empty_needs_nothing():
+    def loss(apply, batch, keys):
+        logits, state = apply(None, batch["x"])
+        assert not jax.tree.leaves(state)
+        return entropy(logits, batch["y"])
+
+    task = haiku_linear(loss, state=False)
+    assert not task.stateful
+    _, state = train(task, px.Plan(data=2))
+    assert len(haiku_adapter.variables(state)) == 1
+
+
+def test_haiku_wants_one_key_where_the_model_draws():
+    def none(apply, batch, keys):
+        return entropy(apply(None, batch["x"]), batch["y"])
+
+    def all_of_them(apply, batch, keys):
+        return entropy(apply(keys, batch["x"]), batch["y"])
+
+    def old(apply, batch, keys):
+        return entropy(apply(jax.random.PRNGKey(0), batch["x"]), batch["y"])
+
+    for loss, message in (
+        (
+            none,
+            r"draws random numbers, and apply\(key, \.\.\.\) got None.*plurax\.per_example\(f\)",
+        ),
+        (
+            all_of_them,
+            r"the Haiku model got keys of shape \(13,\), and takes one\..*plurax\.per_example\(f\)",
+        ),
+    ):
+        with pytest.raises(px.TaskError, match=message):
+            px.compile(haiku_linear(loss, draws=True), OPTIMIZER, px.Plan(), ROWS)
+    train(haiku_linear(old, draws=True), px.Plan(), sizes=(13,))
+
+
+def test_a_mistake_of_the_users_own_in_a_haiku_model_is_shown_as_it_is():
+    def loss(apply, batch, keys):
+        return entropy(apply(None, batch["x"], "more"), batch["y"])
+
+    with pytest.raises(TypeError, match="takes 1 positional argument"):
+        px.compile(haiku_linear(loss), OPTIMIZER, px.Plan(), ROWS)
+
+
+def test_haiku_state_needs_state():
+    task = haiku_linear(
+        lambda apply, batch, keys, mask: entropy(apply(None, batch["x"])[0], batch["y"]), state=True
+    )
+    message = (
+        r"the loss of a model with state returned something else.*expected "
+        r"\(losses, metrics, state\), where apply\(\.\.\.\) gave the state beside the outputs"
+    )
+    with pytest.raises(px.TaskError, match=message):
+        px.compile(task, OPTIMIZER, px.Plan(), ROWS)
+
+
+def test_haiku_takes_what_is_transformed():
+    with pytest.raises(px.TaskError, match=r"got a function; give a pair.*=hk\.transform\(f\)"):
+        haiku_adapter.task(lambda x: x, lambda key: {}, lambda apply, batch, keys: None)
+
+
 def test_equinox_batch_norm_is_refused():
     def build(key):
         return eqx.nn.Sequential([eqx.nn.BatchNorm(FEATURES, "batch", mode="batch")])
@@ -471,14 +648,18 @@ def test_equinox_batch_norm_is_refused():
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_missing_library_says_which_extra_brings_it(library, monkeypatch):
-    package = "equinox" if library == "equinox" else "flax"
+    package = {"equinox": "equinox", "haiku": "haiku"}.get(library, "flax")
+    name = "dm-haiku" if library == "haiku" else package
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, f"plurax.adapters.{library}")
-    with pytest.raises(ImportError, match=rf"{package} is not installed; .*plurax\[{package}\]"):
+    with pytest.raises(ImportError, match=rf"{name} is not installed; .*plurax\[{package}\]"):
         importlib.import_module(f"plurax.adapters.{library}")
 
 
-def test_plurax_alone_imports_neither_library():
-    code = "import plurax, sys; print({'flax', 'equinox', 'plurax.adapters'} & set(sys.modules))"
+def test_plurax_alone_imports_no_library():
+    code = (
+        "import plurax, sys; "
+        "print({'flax', 'equinox', 'haiku', 'keras', 'plurax.adapters'} & set(sys.modules))"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "set()"

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import equinox as eqx
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,6 +54,7 @@ def names():
         ),
         "flax_loss": lambda model, batch, keys: batch["y"],
         "linen_module": nn.Dense(1), "nnx_module": nnx.Linear(3, 1, rngs=nnx.Rngs(0)),
+        "transformed": hk.transform(lambda x: x),
         "equinox_module": eqx.nn.Linear(3, 1, key=jax.random.key(0)),
         "program": px.compile(task, optax.sgd(0.1), px.Plan(), data),
     }  # fmt: skip

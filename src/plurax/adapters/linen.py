@@ -7,11 +7,7 @@ import jax
 from jaxtyping import Array, Float, Key, PyTree
 
 from plurax import errors
-from plurax.adapters.model_functions import (
-    check_model_functions,
-    state_needs_coupled,
-    taking_params,
-)
+from plurax.adapters.model_functions import check_model_functions, taking_params
 from plurax.state import TrainState
 from plurax.task import Task
 from plurax.tree import named_leaves
@@ -86,7 +82,7 @@ def task(
     _, kept = _cut(jax.eval_shape(lambda: init(jax.random.key(0))))
     stateful = bool(kept)
     if stateful and not coupled:
-        raise state_needs_coupled(named_leaves(kept))
+        raise errors.model_state_needs_coupled(named_leaves(kept))
 
     def call(variables: PyTree, *args: Any, **kwargs: Any) -> Any:
         return module.apply(variables, *args, **kwargs)

@@ -1,11 +1,10 @@
 """A `Task` from a model of another library; each library is imported only by its own module."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from jaxtyping import PyTree
 
-from plurax.errors import TaskError
 from plurax.validate import check_takes
 
 
@@ -41,13 +40,3 @@ def check_model_functions(
     for name, function, rest in (("predict", predict, "inputs"), ("evaluate", evaluate, "batch")):
         if function is not None:
             check_takes(f"{library}.task({name}=...)", function, f"{model}, {rest}")
-
-
-def state_needs_coupled(names: Iterable[str]) -> TaskError:
-    """The error for a model that carries state into a task that is not coupled."""
-    return TaskError(
-        f"the model carries state besides its parameters ({', '.join(names)}), and a loss that "
-        "writes state makes examples depend on each other. Say task(..., coupled=True): the loss "
-        "then sees every example of a microbatch across all devices, and its last argument is the "
-        "mask, false for rows that only fill up the batch and must stay out of the state."
-    )

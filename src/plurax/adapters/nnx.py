@@ -24,11 +24,7 @@ import jax
 from jaxtyping import Array, Float, Key, PyTree
 
 from plurax import errors
-from plurax.adapters.model_functions import (
-    check_model_functions,
-    state_needs_coupled,
-    taking_params,
-)
+from plurax.adapters.model_functions import check_model_functions, taking_params
 from plurax.state import TrainState
 from plurax.task import Task
 from plurax.tree import named_leaves
@@ -113,7 +109,7 @@ def task(
     state = jax.eval_shape(lambda: nnx.to_pure_dict(_split(_built(build, 0))[1]))
     stateful = bool(state)
     if stateful and not coupled:
-        raise state_needs_coupled(named_leaves(state))
+        raise errors.model_state_needs_coupled(named_leaves(state))
     bind = functools.partial(_filled, build)
     return Task(
         init=init,

@@ -12,6 +12,7 @@ from plurax.errors.kinds import *  # noqa: F403
 from plurax.errors.launch_errors import *  # noqa: F403
 from plurax.errors.machine_errors import *  # noqa: F403
 from plurax.errors.member_errors import *  # noqa: F403
+from plurax.errors.model_errors import *  # noqa: F403
 from plurax.errors.plan_errors import *  # noqa: F403
 from plurax.errors.prediction_errors import *  # noqa: F403
 from plurax.errors.process_errors import *  # noqa: F403

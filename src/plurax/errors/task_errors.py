@@ -215,6 +215,8 @@ def task_is_none(kind: str, library: str | None) -> TaskError:
         "nnx": "plurax.adapters.nnx.task(build=lambda rngs: ..., loss=...) makes a task of one.",
         "equinox": "plurax.adapters.equinox.task(build=lambda key: ..., loss=...) makes a task of "
         "one.",
+        "haiku": "plurax.adapters.haiku.task(transformed, init=..., loss=...) makes a task of it.",
+        "keras": "plurax.adapters.keras.task(model, loss) makes a task of it.",
         "function": "A function of hyperparameters, hyper -> Task, needs "
         "members=plurax.Members(...).",
     }

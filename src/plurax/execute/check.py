@@ -7,7 +7,13 @@ from plurax.members import Members
 from plurax.plan import Plan
 from plurax.task import Task
 
-LIBRARIES = (("flax.linen", "linen"), ("flax.nnx", "nnx"), ("equinox", "equinox"))
+LIBRARIES = (
+    ("flax.linen", "linen"),
+    ("flax.nnx", "nnx"),
+    ("equinox", "equinox"),
+    ("haiku.", "haiku"),
+    ("keras.", "keras"),
+)
 
 
 def check_kinds(task: Any, optimizer: Any, plan: Any, members: Any) -> None:
@@ -36,7 +42,7 @@ def check_population(task: Any, optimizer: Any, plan: Any, members: Any) -> None
 
 
 def _library(task: Any) -> str | None:
-    """Return the library (Flax, Equinox) of a model or model class given as a task, or None."""
+    """Return the library (Flax, Keras) of a model or model class given as a task, or None."""
     kinds = task.__mro__ if isinstance(task, type) else type(task).__mro__
     modules = [kind.__module__ for kind in kinds]
     for prefix, name in LIBRARIES:
