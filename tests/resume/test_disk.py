@@ -299,7 +299,7 @@ def test_a_command_that_stopped_so_says_it_by_its_status(monkeypatch, capsys):
     def train(_arguments):
         raise errors.saving_given_up("run", 3, 60, None, "No space left on device")
 
-    monkeypatch.setattr(commands, "train_experiment", train)
+    monkeypatch.setattr("plurax.cli.train_command.train_experiment", train)
     with pytest.raises(SystemExit) as ended:
         commands.main(["train", "file.py"])
     assert ended.value.code == ExitCode.PERMANENT
@@ -328,11 +328,11 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path, monkeypatch, undisturbed, 
 
 
 def test_no_wait_is_measured_by_the_clock_of_the_wall():
-    """The only one stamps TensorBoard's events."""
+    """It only stamps TensorBoard's events and the starts of a run."""
     source = Path(px.__file__).parent
     found = {
         str(path.relative_to(source))
         for path in source.rglob("*.py")
         if re.search(r"\btime\.time\(|\bdatetime\b|st_mtime", path.read_text())
     }
-    assert found == {"train/board.py"}
+    assert found == {"train/board.py", "train/run_file.py"}

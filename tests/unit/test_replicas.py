@@ -246,7 +246,7 @@ def test_the_command_ends_with_a_code_of_its_own(monkeypatch, capsys):
     def train(arguments):
         raise errors.replicas_differ(7, ["device 2 of process 0"], ["params/w"], True)
 
-    monkeypatch.setattr(commands, "train_experiment", train)
+    monkeypatch.setattr("plurax.cli.train_command.train_experiment", train)
     with pytest.raises(SystemExit) as said:
         commands.main(["train", "file.py"])
     assert said.value.code == 78
