@@ -227,6 +227,14 @@ def test_rows_are_mixed_within_a_window_and_over_the_row_groups(tmp_path, monkey
     assert counts.max() < 250
 
 
+def test_the_bytes_of_a_file_are_those_of_its_arrays(tmp_path):
+    """A column of one value takes next to nothing in the file."""
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(3_000)), 3)
+    same = pa.table({"y": np.zeros(1_000, np.float32), "x": vectors, "l": [[1]] * 1_000})
+    pq.write_table(same, tmp_path / "same.parquet")
+    assert blocks.ParquetTable(tmp_path / "same.parquet").byte_count == 1_000 * (4 + 3 * 8)
+
+
 def test_what_an_array_of_arrow_holds_is_not_copied():
     found = adapt("data", ARROW)
     for name, column in TABLE.items():
