@@ -117,6 +117,8 @@ def test_a_callback_ends_a_run_after_an_epoch(name, tmp_path):
     assert result.state.steps_taken == 2 * STEPS
     assert px.Checkpoints(tmp_path / "checkpoints").steps()[-1] == 2 * STEPS
     assert "stopped='enough'" in repr(result)
+    *_, event = read_rows(tmp_path / "metrics.jsonl")
+    assert event == {"kind": "event", "event": "stopped", "step": 2 * STEPS, "reason": "enough"}
 
 
 @pytest.mark.parametrize("name", ["resident", "streamed", "members"])

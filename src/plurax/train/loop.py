@@ -100,6 +100,8 @@ class Loop:
                 self._report(steps, metrics)
                 ending = ending or self.end.agree()
                 metrics = metrics.fresh() if steps.epoch_done else metrics
+            if ending and signal is None:
+                self._write([_event("stopped", steps.step, reason=ending)])
             if save:
                 is_last = report and steps.position.epoch == self.epochs
                 self._save(steps, metrics, last=is_last or ending is not None)
@@ -225,6 +227,10 @@ def saved_text(checkpoints: Checkpoints | None, group: ProcessGroup) -> str:
     if not steps:
         return "No checkpoint was saved yet."
     return f"The checkpoint of step {steps[-1]} is saved; resume under another plan goes on there."
+
+
+def _event(event: str, step: int, **more: object) -> Row:
+    return {"kind": "event", "event": event, "step": step, **more}
 
 
 def _described(program: Program) -> str:
