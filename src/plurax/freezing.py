@@ -43,6 +43,8 @@ def freeze(task: Task, *patterns: str) -> Task:
     >>> freeze(task, "base").frozen
     ('base',)
     """
+    if not isinstance(task, Task):
+        raise errors.needs_a_task("plurax.freeze", type(task).__name__)
     return dataclasses.replace(task, frozen=(*task.frozen, *patterns))
 
 

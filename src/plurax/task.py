@@ -69,6 +69,9 @@ class Task:
     def __post_init__(self) -> None:
         if self.stateful and not self.coupled:
             raise errors.stateful_needs_coupled()
+        frozen: Any = self.frozen
+        if isinstance(frozen, str) or not all(isinstance(one, str) for one in frozen):
+            raise errors.frozen_not_patterns(frozen)
         params = "params, model_state" if self.stateful else "params"
         mask = ", mask" if self.coupled else ""
         check_takes("Task.init", self.init, "key")

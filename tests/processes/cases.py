@@ -58,6 +58,7 @@ FITS = {
     "zero": {"plan": {"data": 4, "zero": 3}, "batch_size": 14},
     "batches": {"plan": {"data": 4}, "batches": True},
     "members": {"plan": {"member": 4, "batch_dim": "major"}, "members": 6},
+    "tuned": {"plan": {"data": 4, "zero": 3}, "tuned": True},
     "spread": {"plan": {"data": 4}, "spread": True},
     "members of one batch": {
         "plan": {"member": 2, "data": 2, "batch_dim": "major"}, "members": 3, "resident": False,
@@ -94,6 +95,9 @@ def confusion(params, batch):
 
 def trained(data, plan, fields, options):
     task = dataclasses.replace(models.mlp_task(dtype=np.float64), metrics=confusion)
+    if fields.pop("tuned", False):
+        start = np.linspace(-1, 1, 5 * 16).reshape(5, 16)
+        task = px.freeze(px.start_from(task, {"hidden": start}, strict=False), "hidden")
     return px.fit(
         task, models.optimizer(), data, plan=plan, epochs=3,
         evaluation=ROWS, progress=False, **{**fields, **options},

@@ -82,6 +82,19 @@ def metric_not_finished(name: str, kind: str) -> TaskError:
     )
 
 
+def needs_a_task(what: str, kind: str) -> TaskError:
+    return TaskError(
+        f"{what} got a {kind} for its task, and needs a plurax.Task. Of a function of "
+        f"hyperparameters, call it inside: lambda hyper: {what}(make_task(hyper), ...)."
+    )
+
+
+def frozen_not_patterns(given: object) -> TaskError:
+    return TaskError(
+        f"frozen={given!r}: give patterns of paths, plurax.freeze(task, 'embed/*', 'head/bias')."
+    )
+
+
 def frozen_unused(pattern: str, paths: Iterable[str]) -> TaskError:
     return TaskError(
         f"frozen={pattern!r} matches no parameter; their paths are {', '.join(paths)}. "

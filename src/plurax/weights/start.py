@@ -72,6 +72,8 @@ def start_from(
     >>> start_from(task, {"w": np.ones(3, np.float32)}).init(None)["w"]
     Array([1., 1., 1.], dtype=float32)
     """
+    if not isinstance(task, Task):
+        raise errors.needs_a_task("plurax.start_from", type(task).__name__)
     given = load(weights) if isinstance(weights, str | os.PathLike) else tree.named_leaves(weights)
     named = _renamed({name.replace(".", "/"): leaf for name, leaf in given.items()}, rename)
     fresh = task.init.fresh if isinstance(task.init, StartInit) else task.init
