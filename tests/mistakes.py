@@ -239,6 +239,14 @@ COMMANDS = {
         ("train small.py --epoch 3", 2, "--epochs INT"),
         ("train small.py --epochs many", 2, "many"),
     ],
+    "Folders and new files": [
+        ("train .", 2, ". is a folder without a run.toml, so it is not that of a run."),
+        ("verify trained none.py", 2, "none.py: no such file"),
+        ("new small.py", 2, "small.py is there already, and is not written over."),
+        ("new /proc/no/a.py", 2, "/proc/no/a.py could not be written"),
+        ("examples digit", 2, "'digit' is not an example; the examples are digits,"),
+        ("completion fish", 2, "zsh"),
+    ],
     "Numbers": [
         ("train small.py --epochs 0", 2, "epochs=0: give the number of passes"),
         ("train small.py --batch-size -4", 2, "batch_size=-4: give the number of examples"),
