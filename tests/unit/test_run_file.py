@@ -165,7 +165,7 @@ def test_every_value_is_read_back(tmp_path):
     found = read_run_file(tmp_path)
     assert found.plan == plan
     assert found.file == Path("a b.py")
-    assert found.options == {"epochs": 2, "members": {"seeds": None, "folds": 5}}
+    assert found.options == {"epochs": 2, "members": {"folds": 5}}
     plain = {"path": "a/b", "colour": "RED", "none": "None", "list": [1, 2]}
     assert found.experiment == {**own, **plain}
 
@@ -213,6 +213,19 @@ def test_other_commands_read_a_folder(ran, capsys):
     code, out, _ = run(capsys, "train", "ran", "--help")
     assert "(default: 3)" in out  # its seed
     assert "(default: ran)" in out
+
+
+def test_a_run_of_python_is_read_with_a_file(workplace, capsys):
+    """The file gives what `run.toml` has not: the task, members, servers."""
+    trained(workplace / "by_hand", seed=5)
+    Path("small.py").write_text(EXPERIMENT.replace("data(50)", "data(32)"))
+    np.savez("inputs.npz", x=models.data(5)["x"])
+    code, _, err = run(capsys, "predict", "by_hand", "small.py", "--inputs", "inputs.npz")
+    assert code == 0, err
+    code, _, err = run(capsys, "train", "by_hand", "small.py", "--epochs", "2")
+    assert code == 0, err
+    found = read_run_file("by_hand")
+    assert (found.options["seed"], found.file) == (5, workplace / "small.py")
 
 
 def test_a_run_is_predicted_with_on_fewer_devices(ran, capsys):

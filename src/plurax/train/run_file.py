@@ -42,8 +42,11 @@ STARTS = "starts.jsonl"
 
 NOTE = "# How this run was started. The command line reads it where it is given this folder.\n"
 VERSIONS = ("jax", "jaxlib", "numpy", "optax", "orbax-checkpoint")
-NOT_OPTIONS = frozenset(("output", "resume", "restart", "command"))
-"""Arguments of `fit` that say where a run is, and not what it is."""
+NOT_OPTIONS = frozenset(
+    ("output", "resume", "restart", "command", "plan", "members", "machine", "servers", "rollback",
+     "evaluation", "devices")
+)  # fmt: skip
+"""Arguments of `fit` that say where a run is, or that stand elsewhere in the file."""
 MOST_HYPER = 10_000
 """The longest list of hyperparameters that is written."""
 GIT_SECONDS = 5.0
@@ -106,7 +109,7 @@ def run_toml(given: Mapping[str, Any], program: Program) -> str:
     tables = {
         "options": {name: value for name, value in given.items() if _is_option(name, value)},
         "experiment": command.pop("experiment", {}),
-        "command": command,
+        "command": _given(command),
         "members": _members(program.members),
         "servers": given.get("servers"),
         "rollback": given.get("rollback"),
@@ -163,6 +166,16 @@ def _git(folder: Path, *arguments: str) -> str | None:
 def _is_option(name: str, value: object) -> bool:
     plain = value is None or isinstance(value, bool | int | float | str | np.number)
     return plain and name not in NOT_OPTIONS
+
+
+def _given(command: Mapping[str, Any]) -> Table:
+    """Return the options that were given, and the tables of them."""
+    tables = {name: _as_table(one) if _is_instance(one) else one for name, one in command.items()}
+    return {
+        name: _given(one) if isinstance(one, Mapping) else one
+        for name, one in tables.items()
+        if one is not None
+    }
 
 
 def _members(members: Members | None) -> Table:
