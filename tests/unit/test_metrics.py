@@ -117,6 +117,34 @@ def test_as_scikit_learn_of_all_rows(x64, name, weights):
     assert got["confusion"].sum() == (ROWS["w"].sum() if weights else 53)
 
 
+def test_the_network_runs_once():
+    """XLA finds what the loss and the metrics both compute."""
+    plain = models.mlp_task()
+    measured = px.Task(
+        init=plain.init, loss=plain.loss, evaluate=plain.evaluate,
+        metrics=lambda p, batch: all_metrics(models.logits(p, batch["x"]), batch["y"]),
+    )  # fmt: skip
+    products = []
+    for task in (plain, measured):
+        program = px.compile(task, optax.sgd(0.1), px.Plan(), models.data(16))
+        text = program._compiled_evaluate.as_text()
+        products.append(len(re.findall(r" dot\(|custom-call\(", text)))
+    assert products[0] == products[1] > 0
+
+
+def test_sums_that_are_computed_in_shards_are_put_together(x64):
+    """Under `tensor=3` each device has the outputs of one class."""
+
+    def metrics(params, batch):
+        return {"sum": px.metrics.Metric(models.logits(params, batch["x"]), lambda sums: sums)}
+
+    task = models.mlp_task(dtype=np.float64)
+    task = px.Task(init=task.init, loss=task.loss, evaluate=task.evaluate, metrics=metrics)
+    one, got = (evaluated(task, PLANS[name], ROWS) for name in ("one device", "tensor"))
+    close(got, one)
+    assert got["sum"].shape == (3,)
+
+
 def test_batches_of_any_size_give_one_result(x64):
     """The mean over batches of an AUC would be another."""
     parts = [{k: v[a:b] for k, v in ROWS.items()} for a, b in ((0, 3), (3, 4), (4, 41), (41, 53))]

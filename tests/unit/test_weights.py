@@ -163,6 +163,15 @@ def test_no_device_has_what_it_does_not_need():
     assert "all-to-all" not in text
 
 
+def test_no_program_has_weights_as_constants(monkeypatch):
+    """The engine takes the weights as arguments, and never calls the task's own `init`."""
+    task = px.start_from(models.mlp_task(), some())
+    monkeypatch.setattr(type(task.init), "__call__", None)
+    for members in (None, px.Members(2)):
+        program = px.compile(task, optax.adam(0.1), px.Plan(), BATCH, members=members)
+        program.step(program.init(), BATCH)
+
+
 @pytest.mark.parametrize("plan", [px.Plan(), px.Plan(member=2, data=2, zero=1)])
 def test_every_member_starts_there(plan):
     task = px.start_from(models.mlp_task(), {"hidden": some()["hidden"]}, strict=False)
