@@ -42,11 +42,13 @@ PLANS = {
     "zb-h1": {"data": 2, "pipeline": 2, "microbatches": 4, "schedule": "zb-h1", "zero": 1},
     "zero 2 in stages": {"data": 2, "pipeline": 2, "microbatches": 2, "zero": 2},
     "members": {"member": 2, "chunk": 1, "batch_dim": "major"},
+    "members, minor": {"member": 2, "batch_dim": "minor", "remat": "full"},
     "members and zero": {"member": 2, "data": 2, "zero": 2, "chunk": 1, "batch_dim": "major"},
 }
 PAIRS = [
     ("mlp", "one device"), ("mlp", "data"), ("mlp", "zero 1"), ("mlp", "zero 2"),
-    ("mlp", "zero 3"), ("mlp", "tensor"), ("mlp", "members"), ("mlp", "members and zero"),
+    ("mlp", "zero 3"), ("mlp", "tensor"), ("mlp", "members"), ("mlp", "members, minor"),
+    ("mlp", "members and zero"),
     ("stack", "1f1b"), ("stack", "zb-h1"), ("layers", "1f1b"), ("layers", "zero 2 in stages"),
     ("layers", "zb-h1"), ("head", "1f1b"), ("marked", "1f1b"),
     ("marked", "zb-h1"), ("marked", "zero 2 in stages"),
