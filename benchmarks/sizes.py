@@ -509,7 +509,7 @@ _SOURCES = (
     "a PyTorch DataLoader", "a Hugging Face Dataset", "a Hugging Face IterableDataset",
     "a tf.data.Dataset",
 )  # fmt: skip
-_SMALL_STEPS = ("NumPy arrays", "a pandas DataFrame", "a PyTorch DataLoader", "a tf.data.Dataset")
+_SMALL_STEPS = ("NumPy arrays", "a PyTorch DataLoader")
 _COPIES = {"data=2": {"data": 2}, "data=4": {"data": 4}, "data=4, zero=1": {"data": 4, "zero": 1}}
 _TRANSFORMER = Transformer(layers=4, width=256, heads=4, vocabulary=256, length=64)
 _COLUMN_AND_ROW = {
@@ -712,9 +712,9 @@ FULL = Sizes(
     ),
     hosts=HostsCase("4.9M parameters", Bytewise(256, 6, 8, 128, batch=16), repeats=7, kills=3),
     sources=(
-        SourcesCase("batch 1,024", Mlp((16, 256, 256, 1)), 100_000, 1024, 3, 7, _SOURCES),
+        SourcesCase("batch 1,024", Mlp((16, 256, 256, 1)), 100_000, 1024, 2, 5, _SOURCES),
         SourcesCase(
-            "batch 256, a step of 0.3 ms", Mlp((16, 128, 128, 1)), 100_000, 256, 3, 5, _SMALL_STEPS
+            "batch 256, a step of 0.3 ms", Mlp((16, 128, 128, 1)), 100_000, 256, 2, 5, _SMALL_STEPS
         ),
     ),
 )

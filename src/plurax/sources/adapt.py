@@ -44,7 +44,10 @@ def adapt(what: str, data: Any) -> Any:
     found = _by_library(what, data)
     if found is data:
         _check_kind(what, data)
-        found = _part(what, data) if isinstance(data, Mapping) else data
+        if isinstance(data, Mapping):
+            found = _part(what, data)
+            if not jax.tree.leaves(found):
+                raise errors.batch_is_empty()
     return found
 
 
@@ -101,14 +104,12 @@ def _first_other(values: Any) -> object:
 
 
 def _check_kind(what: str, data: Any) -> None:
-    """Raise `BatchError` for data of libraries that plurax does not know, and for no data."""
+    """Raise `BatchError` for data of libraries that plurax does not know."""
     kind = type(data).__name__
     if hasattr(data, "columns") and hasattr(data, "iloc"):
         raise errors.data_is_a_table(what, kind)
     if hasattr(data, "with_format") and hasattr(data, "features"):
         raise errors.data_is_a_dataset(what, kind)
-    if isinstance(data, Mapping) and not jax.tree.leaves(data):
-        raise errors.batch_is_empty()
 
 
 def _foreign(leaf: Any) -> bool:
