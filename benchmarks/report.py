@@ -43,7 +43,7 @@ TITLES = {
     "reliability": "Copies compared bit by bit, and the watchdog",
     "callbacks": "What callbacks cost",
     "hosts": "Several processes, and a restart",
-    "sources": "Data sources: `fit` beside a loop by hand",
+    "sources": "Data sources under fit, beside their own loops",
 }
 UNEVEN = "uneven.png"
 """Loss over seconds, of four workers of which one is slow."""

@@ -55,4 +55,5 @@ class Batches(Source):
         for _ in range(self._begun, epoch + 1):  # one more: the first was `example`
             iter(self._data)
         self._begun = max(self._begun, epoch + 1) + 1
-        yield from self._data.skip(start).as_numpy_iterator()
+        data = self._data.skip(start) if start else self._data
+        yield from data.as_numpy_iterator()
