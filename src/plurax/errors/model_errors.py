@@ -36,3 +36,50 @@ def model_state_needs_coupled(names: Iterable[str]) -> TaskError:
         "then sees every example of a microbatch across all devices, and its last argument is the "
         "mask, false for rows that only fill up the batch and must stay out of the state."
     )
+
+
+def keras_backend(backend: str) -> TaskError:
+    return TaskError(
+        f"Keras runs on {backend} in this process, and plurax trains what runs on JAX. Set the "
+        "backend before the first import of Keras: KERAS_BACKEND=jax in the environment, or "
+        'os.environ["KERAS_BACKEND"] = "jax" at the top of the file.'
+    )
+
+
+def not_a_keras_model(kind: str) -> TaskError:
+    return TaskError(
+        f"keras.task(model=...) got a {kind}; give a Keras model, or a function without arguments "
+        "that makes one: model=lambda: keras.Sequential([...])."
+    )
+
+
+def keras_not_built(name: str) -> TaskError:
+    return TaskError(
+        f"the Keras model {name!r} has no weights yet, because it knows no shape of its inputs. "
+        "Begin it with keras.Input(shape=...), or call model.build((None, ...)) first."
+    )
+
+
+def keras_names_twice(path: str) -> TaskError:
+    return TaskError(
+        f"two weights of the Keras model are called {path!r}, and parameters are told apart by "
+        "name. Give the layers that hold them names of their own: name=..."
+    )
+
+
+def keras_wants_key(layers: Iterable[str]) -> TaskError:
+    return TaskError(
+        f"the Keras model draws random numbers in training ({', '.join(layers)}), and got no key. "
+        "Take them from the example's key: write the loss for one example, "
+        "f(model, example, key), call model(example[None], training=True, key=key)[0] in it, and "
+        "lift it: loss=plurax.per_example(f). A coupled loss, which sees all rows, gives keys[0]."
+    )
+
+
+def keras_losses_left_out(name: str) -> TaskError:
+    return TaskError(
+        f"the Keras model {name!r} has losses of its own (regularizers of its layers, or "
+        "add_loss), which a loss per example does not contain. Leave them out, and write what they "
+        "do where it belongs: decay of weights in the optimizer (optax.adamw), other terms in the "
+        "loss of each example."
+    )

@@ -1,0 +1,304 @@
+"""A `Task` from a Keras 3 model on JAX.
+
+A Keras model keeps its weights in variables. `stateless_call` runs it as a pure function of their
+values, in three groups:
+
+    trainable variables        parameters, named by their paths: dense/kernel
+    seed generators' states    put in from a random key in each call, and never kept
+    other variables            model state: the moving averages of batch norm
+
+Initial weights come from a seed by way of the initializers. While a model is made inside a
+`keras.StatelessScope`, its variables have no values and keep their initializers, which are then
+called with keys of the seed: Keras on JAX draws from a key where it is given one for a seed.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key, PyTree
+
+from plurax import errors
+from plurax.adapters.model_functions import check_model_functions, taking_params
+from plurax.state import TrainState
+from plurax.task import Task, per_example
+from plurax.tree import named_leaves
+
+try:
+    import keras
+except ImportError as error:
+    raise errors.missing_extra("keras", "keras") from error
+
+if keras.config.backend() != "jax":
+    raise errors.keras_backend(keras.config.backend())
+
+Model = Any  # keras.Model
+Call = Callable[..., Any]
+Values = dict[str, Any]
+
+
+def task(
+    model: Model | Callable[[], Model],
+    loss: Any,
+    *,
+    predict: Callable[[Call, PyTree], PyTree] | None = None,
+    evaluate: Callable[[Call, PyTree], Any] | None = None,
+    weight: Callable[[PyTree], Float[Array, "B"]] | None = None,
+    coupled: bool = False,
+) -> Task:
+    """A task from a Keras model; its functions take `model` where those of `Task` take params.
+
+    There, `model(x, training=False, key=None, ...)` calls the model with the values under training;
+    further arguments, such as `mask`, are the model's own. It is a JAX tree, so that
+    `plurax.per_example` lifts a `loss(model, example, key)` written for one example; dropout takes
+    that example's key: `model(example["x"][None], training=True, key=key)[0]`. A coupled loss sees
+    all rows, and gives `keys[0]`.
+
+    **Arguments:**
+
+    - `model`: a function without arguments that makes the model, whose first weights are then drawn
+      from the seed; or a model, whose weights are the first ones whatever the seed, which is right
+      for one that was trained before. The model knows the shape of its inputs
+      (`keras.Input`, or `model.build`).
+    - `loss(model, batch, keys)`: one loss per example, shape `(B,)`, or a pair of that and
+      `{name: (B,) metrics}`; `keys`, shape `(B,)`, holds a random key per example. With `coupled`
+      it is `loss(model, batch, keys, mask)`. Or a `keras.losses.Loss`: then batches are pairs
+      `(x, y)` as for `model.fit`, and `predict` of `x` and `evaluate` are there, too.
+    - `predict(model, inputs)`, `evaluate(model, batch)`, `weight`, `coupled`: as for `Task`.
+
+    Trainable variables are trained, by their paths. Others, such as the averages of
+    `BatchNormalization`, are model state: the task then needs `coupled`, `model(x, training=True)`
+    returns `(outputs, state)`, and the loss `(losses, metrics, state)`. Batch norm that gets the
+    mask (`mask=mask` for inputs of one dim) is exact over ragged batches; else a batch of another
+    size than the full one runs in a program compiled for its size, and a `MaskWarning` says so.
+    Freeze weights by `plurax.freeze`, for `layer.trainable = False` makes them model state.
+
+    **Returns:** a `Task`. Its parameters are nested dicts, by the paths of variables.
+
+    Raises `TaskError` where the model has no weights yet, or state and the task is not coupled;
+    and, once it is compiled, where it draws random numbers without a key, or has losses of its own
+    (regularizers).
+
+    ```python
+    task = px.adapters.keras.task(
+        lambda: keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)]),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    result = px.fit(task, optax.adam(1e-2), (x, y), batch_size=64, epochs=5)
+    ```
+    """
+    network = _Network(model)
+    if isinstance(loss, keras.losses.Loss):
+        loss, more = _of_keras_loss(loss, network)
+        predict, evaluate = predict or more["predict"], evaluate or more["evaluate"]
+    stateful = bool(network.state_names)
+    if stateful and not coupled:
+        raise errors.model_state_needs_coupled(network.state_names)
+    check_model_functions("keras", "model", loss, predict, evaluate, coupled=coupled)
+
+    def stateful_loss(params: PyTree, state: PyTree, *args: Any) -> Any:
+        output = loss(network.bind(params, state), *args)
+        if not (isinstance(output, tuple) and len(output) == 3):
+            raise errors.loss_wrong_structure(
+                f"the loss of a model with state ({', '.join(network.state_names)})",
+                "something else",
+                "(losses, metrics, state), where model(..., training=True) gave the state",
+            )
+        return output
+
+    return Task(
+        init=network.init if stateful else lambda key: network.init(key)[0],
+        loss=stateful_loss if stateful else lambda params, *args: loss(network.bind(params), *args),
+        predict=taking_params(predict, network.bind),
+        evaluate=taking_params(evaluate, network.bind),
+        weight=weight,
+        coupled=coupled,
+        stateful=stateful,
+    )
+
+
+def model(model: Model | Callable[[], Model], state: TrainState) -> Model:
+    """Assign trained values to the Keras model, and return it.
+
+    **Arguments:** `model`, as given to `task`: a function makes a new one; `state`, the trained
+    state of one network.
+    """
+    filled = model if isinstance(model, keras.Model) else model()
+    names = _names(filled)
+    values = _flat((state.params, state.model_state or {}))
+    for variable in filled.variables:
+        if not _is_seed(variable):
+            variable.assign(values[names[variable.path]])
+    return filled
+
+
+class _Network:
+    """A Keras model as a pure function of its variables' values."""
+
+    def __init__(self, model: Any) -> None:
+        self._initializers: dict[str, Any] = {}
+        if isinstance(model, keras.Model):
+            self._model = model
+        elif isinstance(model, keras.losses.Loss | type) or not callable(model):
+            raise errors.not_a_keras_model(getattr(model, "__name__", type(model).__name__))
+        else:
+            with keras.StatelessScope():
+                self._model = model()
+                if not isinstance(self._model, keras.Model):
+                    raise errors.not_a_keras_model(type(self._model).__name__)
+                # Once the scope ends, the variables get values and drop these.
+                self._initializers = {v.path: v._initializer for v in self._model.variables}
+        if not self._model.built:
+            raise errors.keras_not_built(self._model.name)
+        self._names = _names(self._model)
+        self._params = self._model.trainable_variables
+        self._others = self._model.non_trainable_variables
+        self._seeds = [v for v in self._others if _is_seed(v)]
+        self.state_names = [self._names[v.path] for v in self._others if not _is_seed(v)]
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers in training."""
+        return bool(self._seeds)
+
+    def init(self, key: Key[Array, ""]) -> tuple[PyTree, PyTree]:
+        """The first values of parameters and model state."""
+        values = {}
+        for index, variable in enumerate([*self._params, *self._others]):
+            if not _is_seed(variable):
+                values[variable.path] = self._first(variable, jax.random.fold_in(key, index))
+        return self._nested(self._params, values), self._nested(self._others, values)
+
+    def bind(self, params: PyTree, state: PyTree = ()) -> Call:
+        """The model with these values, to be called as `model(x, training=False, key=None)`."""
+        return jax.tree_util.Partial(self._call, params, state or {})
+
+    def _first(self, variable: Any, key: Key[Array, ""]) -> Any:
+        initializer = self._initializers.get(variable.path)
+        if initializer is None:  # a model that has its weights
+            return jnp.asarray(variable.value)
+        if hasattr(initializer, "seed"):
+            initializer = copy.copy(initializer)
+            initializer.seed = key
+        return jnp.asarray(initializer(variable.shape, dtype=variable.dtype))
+
+    def _call(
+        self,
+        params: PyTree,
+        state: PyTree,
+        *args: Any,
+        training: bool = False,
+        key: Any = None,
+        **options: Any,
+    ) -> Any:
+        if key is not None and jnp.ndim(key) > 0:
+            raise errors.model_got_keys(
+                "Keras", "model(example[None], training=True, key=key)", jnp.shape(key)
+            )
+        if training and self._seeds and key is None:
+            every = self._model._flatten_layers()
+            drawing = [layer.name for layer in every if hasattr(layer, "seed_generator")]
+            raise errors.keras_wants_key(drawing or [seed.path for seed in self._seeds])
+        values = _flat((params, state))
+        for index, seed in enumerate(self._seeds):
+            drawn = jax.random.fold_in(jax.random.key(0) if key is None else key, index)
+            values[self._names[seed.path]] = jax.random.bits(drawn, seed.shape, seed.dtype)
+        outputs, new, losses = self._model.stateless_call(
+            [values[self._names[v.path]] for v in self._params],
+            [values[self._names[v.path]] for v in self._others],
+            *args,
+            training=training,
+            return_losses=True,
+            **options,
+        )
+        if training and losses:
+            raise errors.keras_losses_left_out(self._model.name)
+        if not (training and self.state_names):
+            return outputs
+        paths = [v.path for v in self._others]
+        return outputs, self._nested(self._others, dict(zip(paths, new, strict=True)))
+
+    def _nested(self, variables: Iterable[Any], values: Mapping[str, Any]) -> Values:
+        """Values by path as nested dicts: `{"dense": {"kernel": ...}}`, without seeds' states."""
+        nested: Values = {}
+        for variable in variables:
+            if not _is_seed(variable):
+                *folders, name = self._names[variable.path].split("/")
+                inner = nested
+                for folder in folders:
+                    inner = inner.setdefault(folder, {})
+                inner[name] = values[variable.path]
+        return nested
+
+
+def _of_keras_loss(loss: Any, network: _Network) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return functions of batches `(x, y)` for a loss of Keras, without its mean over the batch."""
+
+    def losses(outputs: Any, y: Any) -> Float[Array, "B"]:
+        each = loss.call(y, outputs)
+        return jnp.mean(each, axis=tuple(range(1, jnp.ndim(each))))
+
+    def of_example(model: Call, example: PyTree, key: Key[Array, ""]) -> Any:
+        x, y = jax.tree.map(lambda leaf: leaf[None], example)
+        return losses(model(x, training=True, key=key), y)[0]
+
+    def of_batch(model: Call, batch: PyTree, keys: Any) -> Any:
+        x, y = batch
+        return losses(model(x, training=True), y)
+
+    def with_state(model: Call, batch: PyTree, keys: Any, mask: Any) -> Any:
+        x, y = batch
+        outputs, state = model(x, training=True, key=keys[0])
+        return losses(outputs, y), {}, state
+
+    def evaluate(model: Call, batch: PyTree) -> Any:
+        x, y = batch
+        return losses(model(x), y)
+
+    more = {"evaluate": evaluate, "predict": lambda model, inputs: model(inputs)}
+    if network.state_names:
+        return with_state, more
+    return per_example(of_example) if network.draws else of_batch, more
+
+
+def _names(model: Any) -> dict[str, str]:
+    """A name for each variable's path, the same for every model that one function makes.
+
+    Keras numbers layers without names over the whole process: in a second model the first layer may
+    be `dense_2`. Here numbers begin anew in each model: `dense`, `dense_1`.
+    """
+    renamed: dict[str, str] = {}
+    counts: dict[str, int] = {}
+    for layer in model._flatten_layers(include_self=True, recursive=True):
+        kind = _snake_case(type(layer).__name__)
+        if layer.name not in renamed and re.fullmatch(rf"{kind}(_\d+)?", layer.name):
+            number = counts.get(kind, 0)
+            counts[kind] = number + 1
+            renamed[layer.name] = f"{kind}_{number}" if number else kind
+    names: dict[str, str] = {}
+    for variable in model.variables:
+        parts = [renamed.get(part, part) for part in variable.path.split("/")]
+        name = "/".join(parts)
+        if variable.path in names or name in names.values():
+            raise errors.keras_names_twice(variable.path)
+        names[variable.path] = name
+    return names
+
+
+def _snake_case(name: str) -> str:
+    """A class's name as Keras writes it for a layer without one: `Conv2D`, `conv2d`."""
+    name = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", re.sub(r"\W+", "", name))
+    return re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
+
+
+def _is_seed(variable: Any) -> bool:
+    """Whether this is the state of a `keras.random.SeedGenerator`."""
+    return variable.name == "seed_generator_state"
+
+
+def _flat(trees: PyTree) -> dict[str, Any]:
+    """The values of several trees of nested dicts, by their paths."""
+    return {name: value for tree in trees for name, value in named_leaves(tree).items()}
