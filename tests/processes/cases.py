@@ -191,6 +191,26 @@ def outcome(result):
     }
 
 
+def called(folder):
+    """A run with callbacks, which one of them ends: the best state, the average, the reason."""
+    best, average = px.callbacks.KeepBest("eval_loss"), px.callbacks.Ema(0.9)
+    stopping = px.callbacks.EarlyStopping("eval_loss", patience=1, min_delta=1e9)
+    result = px.fit(
+        models.mlp_task(dtype=np.float64), models.optimizer(), ROWS, batch_size=16, epochs=5,
+        plan=px.Plan(data=4, zero=3), evaluation=ROWS, output=Path(folder, "called"),
+        callbacks=[stopping, best, average], progress=False,
+    )  # fmt: skip
+    state = result.program.to_canonical(best.restore(result.program))
+    trees = {"best": state.params, "average": average.params(result.state)}
+    leaves = {name: jax.tree.leaves(fetch(one)) for name, one in trees.items()}
+    return {
+        **{name: [leaf.ravel().tolist() for leaf in every] for name, every in leaves.items()},
+        "stopped": result.stopped.partition(":")[0],
+        "steps": result.state.steps_taken,
+        "history": [[row["eval_loss"], row["eval_ema_loss"]] for row in result.history],
+    }
+
+
 def shares(folder):
     """A run of which each process gives its own rows; and what is refused."""
     from plurax.distributed.process_group import open_group
@@ -333,6 +353,7 @@ CASES = {
         steps,
         more_steps,
         fits,
+        called,
         more_fits,
         shares,
         populations,

@@ -100,6 +100,22 @@ def test_each_process_gives_its_own_rows(ran, x64):
 
 
 @pytest.mark.slow
+def test_callbacks_as_in_one_process(tmp_path, x64):
+    """All processes call them; one of them ends the run in all, and all find the best state."""
+    (tmp_path / "alone").mkdir()
+    found = [each["called"] for each in gang.run(2, 2, "called", tmp_path)]
+    alone = cases.called(tmp_path / "alone")
+    assert (alone["steps"], alone["stopped"]) == (
+        8, "EarlyStopping('eval_loss', patience=1)",
+    )  # fmt: skip
+    assert found[0] == found[1]
+    for name in ("best", "average", "history"):
+        for got, want in zip(found[0][name], alone[name], strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-10)
+    assert (found[0]["steps"], found[0]["stopped"]) == (alone["steps"], alone["stopped"])
+
+
+@pytest.mark.slow
 def test_populations_as_in_one_process(tmp_path, x64):
     """A sweep, halving, members that join a run, and one of them exported."""
     (tmp_path / "alone").mkdir()

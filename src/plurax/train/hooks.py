@@ -12,6 +12,10 @@ dispatched. A callback that has to see the state after a certain step says so by
 
     next_stop(step) -> int | None    the first step after `step` where a call of the loop shall end,
                                      with `run.step` and `run.state` those of the last row
+
+What has to happen in every step belongs into the compiled program, as part of the optimizer:
+
+    wrap_optimizer(optimizer)        returns the optimizer to train with
 """
 
 import contextlib
@@ -121,9 +125,6 @@ class Hooks:
             hook: [(name, one) for name, one in self._callbacks.items() if hasattr(one, hook)]
             for hook in (*HOOKS, "next_stop", "get_state", "set_state", "wrap_optimizer")
         }
-
-    def __bool__(self) -> bool:
-        return bool(self._callbacks)
 
     def call(self, hook: str, *arguments: Any) -> None:
         """Call a hook of all callbacks that have it."""
