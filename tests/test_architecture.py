@@ -79,7 +79,7 @@ PUBLIC = {
         Axes ParameterInfo ReshardStep TensorSharding apply_moves megatron plan_reshard""",
     "plurax.train": """
         ArrayData Gradients Position ReplicaCheck ReplicaFinding Run StepOutput StreamData
-        TrainState train_iter""",
+        TrainState draw_curves train_iter""",
     "plurax.weights": "labels load save",
 }
 

@@ -1,6 +1,7 @@
 """Small HTML tables: what a notebook shows of a plan, a program or a result (`_repr_html_`)."""
 
 import html
+import sys
 from collections.abc import Iterable, Sequence
 
 
@@ -18,6 +19,12 @@ def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
         f'<table>\n<caption style="text-align:left">{html.escape(title)}</caption>\n'
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>"
     )
+
+
+def in_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook, and not IPython in a terminal."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return getattr(shell, "kernel", None) is not None
 
 
 def _cell(tag: str, value: object) -> str:

@@ -1,5 +1,6 @@
 """Create Matplotlib figures. Matplotlib is an extra, imported when the first figure is created."""
 
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,7 +30,13 @@ def new_figure(
     check_matplotlib()
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout=layout, dpi=120)
+    class ShownFigure(Figure):  # a notebook shows others only where pyplot is set up
+        def _repr_png_(self) -> bytes:
+            page = io.BytesIO()
+            self.savefig(page, format="png")
+            return page.getvalue()
+
+    return ShownFigure(figsize=(width, height), layout=layout, dpi=120)
 
 
 def saved(

@@ -6,12 +6,13 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import optax
 from jaxtyping import PyTree
 
+import plurax.train
 from plurax.analysis.estimate import Estimate
 from plurax.analysis.measured import Measured
 from plurax.distributed.environment import attempt
@@ -60,6 +61,9 @@ from plurax.train.serve import open_servers
 from plurax.train.stop_signals import StopSignals
 from plurax.train.watchdog import Watchdog
 
+if TYPE_CHECKING:
+    import matplotlib.figure
+
 SHOWN_ROWS = 10
 
 
@@ -100,6 +104,17 @@ class Fit:
         parts += [f"interrupted={self.interrupted!r}"] if self.interrupted else []
         parts += [f"stopped={self.stopped!r}"] if self.stopped else []
         return f"Fit({', '.join(parts)})"
+
+    def plot(self, path: str | Path | None = None) -> "matplotlib.figure.Figure":
+        """Draw the curves of training and evaluation; of members the median, in bands of all.
+
+        **Arguments:** `path`, of the picture, if it shall be saved; its ending is the format.
+
+        **Returns:** a Matplotlib figure, which a notebook shows. Raises `MissingPackageError`
+        without Matplotlib.
+        """
+        draw: Any = plurax.train.draw_curves
+        return draw(self.history, path)
 
     def _repr_html_(self) -> str:
         shown = self.history[-SHOWN_ROWS:]

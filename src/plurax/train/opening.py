@@ -11,12 +11,14 @@ from plurax.distributed.process_group import ProcessGroup
 from plurax.execute.array_data import Position
 from plurax.execute.program import Program
 from plurax.execute.summary import choice_text
+from plurax.notebook import in_notebook
 from plurax.state import TrainState
 from plurax.train.checkpoint import Checkpoints
 from plurax.train.data import Data
 from plurax.train.epoch_metrics import EpochMetrics, MembersMetrics, NetworkMetrics
 from plurax.train.hooks import Hooks
 from plurax.train.log import MetricsLog, Row
+from plurax.train.notebook_progress import NotebookProgress
 from plurax.train.progress import TrainingProgress
 from plurax.train.restore import restore
 from plurax.train.rollback import Rollbacks
@@ -132,7 +134,8 @@ def open_bar(
     """Return the bar of a run, begun at its state."""
     per_epoch = source.batches_per_epoch
     steps = per_epoch and min(per_epoch * epochs, max_steps or per_epoch * epochs)
-    bar = TrainingProgress(epochs, steps, state.steps_taken, show=progress)
+    kind = NotebookProgress if in_notebook() else TrainingProgress
+    bar = kind(epochs, steps, state.steps_taken, show=progress)
     stack.enter_context(bar)
     if program.chose:
         bar.note(choice_text(program.plan))

@@ -12,6 +12,8 @@ if TYPE_CHECKING:  # Rich is imported when there is something to show
 T = TypeVar("T")
 
 SECONDS_BETWEEN_LINES = 10.0
+HIDDEN = {"kind", "step", "epoch", "seconds", "examples_per_second", "weight", "examples",
+          "grad_norm", "skipped"}  # fmt: skip
 
 
 class TrainingProgress:
@@ -79,17 +81,9 @@ class TrainingProgress:
     def epoch(self, row: Mapping[str, Any]) -> None:
         """Print the log row of a finished epoch."""
         self._last_line = time.monotonic()
-        hidden = {"kind", "step", "epoch", "seconds", "examples_per_second", "weight", "examples",
-                  "grad_norm", "skipped"}  # fmt: skip
         width = len(str(self._epochs))
         parts = [f"epoch {row['epoch']:>{width}}/{self._epochs}"]
-        parts += [
-            f"{name.replace('_', ' ')} {value:.4f}{_ends(row, name)}"
-            for name, value in row.items()
-            if name not in hidden
-            and isinstance(value, float)
-            and not name.endswith(("_best", "_worst"))
-        ]
+        parts += [" ".join(item) for item in shown_values(row).items()]
         parts.append(f"{row['examples_per_second']:,.0f} examples/s")
         if row.get("skipped"):
             what = "members frozen" if "members" in row else "updates skipped"
@@ -146,6 +140,17 @@ class TrainingProgress:
         hours, minutes = divmod(minutes, 60)
         clock = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
         return f"  {clock} left"
+
+
+def shown_values(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return what is shown of a row of an epoch, by name: losses and metrics."""
+    return {
+        name.replace("_", " "): f"{value:.4f}{_ends(row, name)}"
+        for name, value in row.items()
+        if name not in HIDDEN
+        and isinstance(value, float)
+        and not name.endswith(("_best", "_worst"))
+    }
 
 
 def new_console(show: bool = True) -> "Console":

@@ -9,6 +9,7 @@ from typing import Any
 
 from plurax.distributed.environment import status_folder
 from plurax.distributed.process_group import ProcessGroup
+from plurax.notebook import in_notebook
 
 SAME_SECONDS = 5.0
 """Within which a signal and its copy reach a process that has a launcher."""
@@ -22,7 +23,8 @@ class StopSignals:
     A signal that was ignored when the process began (a background job) stays ignored.
 
     Slurm sends a signal to every process of a step, and the launcher, which gets it too, passes it
-    on. So under a launcher what comes within a short time is one signal.
+    on. So under a launcher what comes within a short time is one signal. In the kernel of a
+    notebook a second signal raises KeyboardInterrupt, as ever, for the kernel has to go on.
 
     **Arguments:** `launched`, whether this process has a launcher; `clock`; `end`, what ends the
     process.
@@ -37,6 +39,7 @@ class StopSignals:
         self.name: str | None = None
         self._launched = status_folder() is not None if launched is None else launched
         self._clock, self._end = clock, end
+        self._in_kernel = in_notebook()
         self._before: dict[signal.Signals, Any] = {}
         self._pipe: tuple[int, int] | None = None
         self._woken = -1
@@ -79,8 +82,8 @@ class StopSignals:
             return
         self.name = signal.Signals(number).name
         os.write(2, f"\n{self.name}: stopping after this step; once more ends at once\n".encode())
-        for other in () if self._launched else self._before:
-            signal.signal(other, signal.SIG_DFL)
+        for other, before in () if self._launched else self._before.items():
+            signal.signal(other, before if self._in_kernel else signal.SIG_DFL)
 
     def _watch(self, read: int) -> None:
         """Read signals from the pipe on another thread, until its other end is closed."""
@@ -88,7 +91,7 @@ class StopSignals:
         while got := os.read(read, 1):
             if got[0] not in (signal.SIGINT, signal.SIGTERM):
                 continue
-            if first is None:
+            if first is None or self._in_kernel:
                 first = self._clock()
             elif not self._launched or self._clock() - first > SAME_SECONDS:
                 self._end(128 + got[0])
