@@ -75,8 +75,8 @@ class StepOutput:
         return self.position.epoch + (0 if self.epoch_done else 1)
 
 
-class Turns(Iterator[StepOutput]):
-    """The training loop as an iterator that can start anew, from another state and position.
+class Calls(Iterator[StepOutput]):
+    """The calls of the training loop, which can start anew from another state and position.
 
     **Arguments:** `begin`, which returns the iterator from a state and a position.
     """
@@ -88,16 +88,16 @@ class Turns(Iterator[StepOutput]):
         start: Position,
     ) -> None:
         self._begin = begin
-        self._turns = begin(state, start)
+        self._calls = begin(state, start)
 
     def __next__(self) -> StepOutput:
-        return next(self._turns)
+        return next(self._calls)
 
     def restart(self, state: TrainState, start: Position) -> None:
         """End the iterator and begin another."""
-        if isinstance(self._turns, Generator):
-            self._turns.close()
-        self._turns = self._begin(state, start)
+        if isinstance(self._calls, Generator):
+            self._calls.close()
+        self._calls = self._begin(state, start)
 
 
 def train_iter(
@@ -124,15 +124,13 @@ def train_iter(
     """
     if isinstance(data, ArrayData) and program.members is not None:
         data = data.read_by(program.members)
-    if isinstance(data, ArrayData) and stays_resident(program, data, resident):
-        with contextlib.ExitStack() as stack:
-            group = group or stack.enter_context(contextlib.closing(open_group()))
-            when = (start, epochs, report_every, checkpoint_every, next_stop)
-            yield from _resident(program, state, data, group, *when)
-        return
     with contextlib.ExitStack() as stack:
         group = group or stack.enter_context(contextlib.closing(open_group()))
-        yield from _streamed(program, state, data, group, stopping, start, epochs)
+        if isinstance(data, ArrayData) and stays_resident(program, data, resident):
+            when = (start, epochs, report_every, checkpoint_every, next_stop)
+            yield from _resident(program, state, data, group, *when)
+        else:
+            yield from _streamed(program, state, data, group, stopping, start, epochs)
 
 
 def _resident(

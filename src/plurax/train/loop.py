@@ -26,7 +26,7 @@ from plurax.train.checkpoint import Checkpoints
 from plurax.train.data import Data
 from plurax.train.epoch_metrics import EpochMetrics
 from plurax.train.hooks import Hooks, Run
-from plurax.train.iterate import StepOutput, Turns, train_iter
+from plurax.train.iterate import Calls, StepOutput, train_iter
 from plurax.train.log import MetricsLog, Row
 from plurax.train.measurements import Measurements
 from plurax.train.planned_end import PlannedEnd
@@ -77,8 +77,8 @@ class Loop:
     def train(self, state: TrainState, position: Position, metrics: EpochMetrics) -> TrainState:
         """Train from a state, a position in the data and the sums of its epoch, to the end."""
         run, bar, saving = self.run, self.bar, self.saving
-        turns = Turns(self._turns, state, position)
-        watched = self.dog.watch(turns, lambda: saving.newest)
+        calls = Calls(self._calls, state, position)
+        watched = self.dog.watch(calls, lambda: saving.newest)
         for steps in bar.compiled(watched, _described(run.program)):
             state = run.see(steps)
             signal = self.stop.agree(run.group, steps.fetched)  # read once; later ones come next
@@ -91,7 +91,7 @@ class Loop:
             fetched = metrics.add(steps, fetch_all=wanted)
             self._write(self.hooks.steps(run, map(metrics.step_rows, fetched)))
             if self.rollbacks.due(fetched, self.source.batches_per_epoch, saving):
-                state, metrics = self._go_back(turns)
+                state, metrics = self._go_back(calls)
                 continue
             bar.advance(steps.step, steps.position.epoch, *self._summary(metrics))
             if run.is_primary:
@@ -126,7 +126,7 @@ class Loop:
         self.run.stopped = self.stop.name or planned
         return self.stop.name, planned
 
-    def _turns(self, state: TrainState, start: Position) -> Iterator[StepOutput]:
+    def _calls(self, state: TrainState, start: Position) -> Iterator[StepOutput]:
         """Return the calls of the loop: of one program, or of workers and servers."""
         run = self.run
         if reason := self.end.agree():  # a limit was reached before, or a callback ends the run
@@ -184,7 +184,7 @@ class Loop:
             self.saving.save(steps.step, canonical, meta, steps.residuals, last=last)
         self.hooks.call("on_save", run, steps.step)
 
-    def _go_back(self, turns: Turns) -> tuple[TrainState, EpochMetrics]:
+    def _go_back(self, calls: Calls) -> tuple[TrainState, EpochMetrics]:
         """Go on from the newest checkpoint; drop what was logged after it."""
         with self.dog.work("save"):
             state, position, metrics = self.begin(True)
@@ -193,7 +193,7 @@ class Loop:
                 self.log.cut(step)
             self.rollbacks.write(self.log, step)
             self.run.go_back(state)
-            turns.restart(state, position)
+            calls.restart(state, position)
         return state, metrics
 
     def _write(self, rows: Iterable[Row]) -> None:

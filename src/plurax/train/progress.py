@@ -108,14 +108,14 @@ class TrainingProgress:
             self._bar.remove_task(task)
             self._bar.update(self._task, visible=True)
 
-    def compiled(self, turns: Iterator[T], what: str) -> Iterator[T]:
+    def compiled(self, calls: Iterator[T], what: str) -> Iterator[T]:
         """Yield the items of a training loop, showing that the first one compiles."""
         end = object()
         with self.compiling(what):
-            first = next(turns, end)
+            first = next(calls, end)
         if first is not end:
             yield first  # type: ignore[misc]
-        yield from turns
+        yield from calls
 
     def note(self, text: str) -> None:
         """Print a line for the user."""

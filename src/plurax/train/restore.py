@@ -152,8 +152,8 @@ def _catch_up(program: Program, source: Data, indices: Sequence[int], steps: int
     per_epoch = source.batches_per_epoch
     epochs = -(-steps // per_epoch) if per_epoch else np.iinfo(np.int32).max
     ends = {"epochs": epochs, "report_every": epochs, "checkpoint_every": steps}
-    for turn in train_iter(late, state, source, **ends):  # type: ignore[arg-type]
-        state = turn.state
-        if turn.step >= steps:
+    for call in train_iter(late, state, source, **ends):  # type: ignore[arg-type]
+        state = call.state
+        if call.step >= steps:
             break
     return late.to_canonical(state)

@@ -9,8 +9,7 @@ workers, `sync`:
 
 The state is with the servers. It is fetched where it is needed: at the end of an epoch that is
 reported, every `checkpoint_every` batches, where `next_stop` says, and when training is to stop;
-until then all workers go
-on, and what is yielded is not `fetched`.
+until then all workers go on, and what is yielded is not `fetched`.
 """
 
 import contextlib
@@ -58,7 +57,7 @@ def serve_iter(
     checkpoint_every: int | None = None,
     next_stop: Callable[[int], int | None] = lambda step: None,
 ) -> Iterator[StepOutput]:
-    """Train with workers and servers, yielding whenever updates have been made.
+    """Train with workers and servers, yielding after every few updates.
 
     **Arguments:** as for `train_iter`, and the `coordinator`; `program` is where the state
     is placed. Where `stopping()`, no further batch is handed out, and the last item is fetched.
