@@ -129,7 +129,7 @@ class SourceData(StreamData):
 Data = ArrayData | StreamData
 
 SECONDS_BETWEEN_LOOKS = 0.1
-"""How long a wait for data does not notice that training is to stop."""
+"""How long a wait for data, or for room for them, does not notice that training is to stop."""
 
 
 def as_data(
@@ -237,7 +237,7 @@ def prefetch(
     def put(item: Any) -> bool:
         while not stopped.is_set():
             with contextlib.suppress(queue.Full):
-                ready.put(item, timeout=0.1)
+                ready.put(item, timeout=SECONDS_BETWEEN_LOOKS)
                 return True
         return False
 

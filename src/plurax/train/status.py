@@ -14,10 +14,9 @@ import dataclasses
 import json
 import threading
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 Phase = Literal["start", "compile", "step", "evaluate", "save", "wait"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -92,8 +92,6 @@ class Watchdog:
     - `status`: where to write what this process does, or None.
     - `process`: this process's index, to name it.
     - `limits`: of pieces of work.
-    - `mark`: is called with the text that names this process, before its end: for a store that
-      other processes read.
     - `clock`, `end`: the monotonic clock, and what ends the process with an exit code.
 
     **Attributes:** `step`, the last step that was finished.
@@ -106,13 +104,12 @@ class Watchdog:
         status: StatusFile | None = None,
         process: int = 0,
         limits: Limits = Limits(),
-        mark: Callable[[str], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[int], object] = os._exit,
     ) -> None:
         self.enabled, self.step = enabled, 0
         self._status, self._process, self._limits = status, process, limits
-        self._mark, self._clock, self._end = mark, clock, end
+        self._clock, self._end = clock, end
         self._saved: Callable[[], int | None] = _nothing
         self._durations: dict[Phase, deque[float]] = {}
         self._first: dict[Phase, float] = {}
@@ -277,9 +274,6 @@ class Watchdog:
         behind = ", ".join(f"{process} (step {step})" for process, step in self._behind.items())
         text += f". Behind it, and more likely the cause: process {behind}" if behind else ""
         with contextlib.suppress(Exception):  # nothing may keep it from ending
-            if self._mark is not None:
-                self._mark(text)
-        with contextlib.suppress(Exception):
             print(f"\nplurax: {text}. Its threads:", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(all_threads=True)
         self._over.set()

@@ -299,21 +299,17 @@ class Checkpoints:
         except OSError as error:
             raise errors.checkpoint_not_written(str(self.directory), str(error)) from None
 
-    def wait(self, seconds: float | None = None) -> None:
+    def wait(self) -> None:
         """Wait until all saves are on disk.
 
-        **Arguments:** `seconds`, to wait at most; default `SAVE_SECONDS`.
-
-        Raises `DiskError` if a save failed, or takes longer.
+        Raises `DiskError` if a save failed, or takes longer than `SAVE_SECONDS`.
         """
-        seconds = SAVE_SECONDS if seconds is None else seconds
-        if self._stuck:
-            raise errors.checkpoint_too_slow(str(self.directory), seconds)
-        if self._writing is None:
+        if self._writing is None and not self._stuck:
             return
-        if self.busy(seconds):
+        if self._stuck or self.busy(SAVE_SECONDS):
             self._stuck = True
-            raise errors.checkpoint_too_slow(str(self.directory), seconds)
+            raise errors.checkpoint_too_slow(str(self.directory), SAVE_SECONDS)
+        assert self._writing is not None
         self._or_not_written(self._writing.result)
         if self._group.is_primary:
             self._sweep()
