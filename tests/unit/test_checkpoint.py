@@ -404,6 +404,17 @@ def test_a_full_disk_is_said_and_the_next_save_works(tmp_path, monkeypatch, part
         assert writer.steps() == [1, 2]
 
 
+def test_a_manager_that_never_closes_does_not_keep_the_folder(tmp_path, monkeypatch):
+    def broken(self):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched, Checkpoints(saved(tmp_path, 1)) as writer:
+        writer.lock()
+        patched.setattr(ocp.CheckpointManager, "close", broken)
+    with Checkpoints(tmp_path) as writer:
+        writer.lock()
+
+
 def test_all_checkpoints_are_moved_damaged_ones_too(tmp_path):
     (saved(tmp_path / "run", 1, 2) / "1").rename(tmp_path / "run" / "1.damaged")
     with Checkpoints(tmp_path / "run") as writer:

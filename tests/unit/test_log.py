@@ -206,6 +206,28 @@ def test_a_file_never_ends_in_half_a_record(sizes, room):
         assert file.path.read_bytes() == b"".join(records)
 
 
+def test_half_a_record_that_could_not_be_cut_off_is_cut_off_later(tmp_path, monkeypatch):
+    def broken(*_args):
+        raise OSError(errno.EIO, "Input/output error")
+
+    def half(descriptor, data):
+        if len(data) == 1:
+            broken()
+        return real(descriptor, data[:-1])
+
+    file, real = AppendFile(tmp_path / "rows"), os.write
+    file.write(b"a\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(disk.os, "write", half)
+        patched.setattr(disk.os, "ftruncate", broken)
+        with pytest.raises(OSError, match="Input/output"):
+            file.flush()
+    assert file.path.read_bytes() == b"a"
+    file.write(b"b\n")
+    file.close()
+    assert file.path.read_bytes() == b"a\nb\n"
+
+
 def test_a_file_that_was_removed_or_replaced_is_written_anew(tmp_path):
     file = AppendFile(tmp_path / "rows")
     file.write(b"a\n")

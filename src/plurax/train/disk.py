@@ -93,6 +93,8 @@ class AppendFile:
 
     def _drain(self) -> None:
         try:
+            if self.trouble is not None:  # half a record may be left, which could not be cut off
+                os.ftruncate(self._file, self._end)
             left = bytes(self._waiting)
             while left:
                 left = left[os.write(self._file, left) :]

@@ -48,6 +48,9 @@ Residuals = list[list[np.ndarray]]
 """Of each worker of parameter servers, one array like each parameter."""
 
 PROBE = ".seen-by-all-"
+CLOSINGS = 10
+"""Times that Orbax's manager is closed; after that its threads are left behind."""
+
 SAVE_SECONDS = TIMEOUTS.save
 """The longest time that anything waits for a save, in seconds."""
 
@@ -199,12 +202,11 @@ class Checkpoints:
 
     def _close_manager(self) -> None:
         """Close Orbax's manager, which raises each error of a save that failed once more."""
-        while self._manager is not None:
-            try:
-                self._manager.close()
-                self._manager = None
-            except Exception:
-                continue
+        manager, self._manager = self._manager, None
+        for _ in range(CLOSINGS if manager is not None else 0):
+            with contextlib.suppress(Exception):
+                manager.close()
+                return
 
     def save(self, state: TrainState, meta: Meta, residuals: Residuals | None = None) -> None:
         """Save a state and its JSON description; return before the bytes are on disk.
