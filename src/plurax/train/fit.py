@@ -200,7 +200,7 @@ def fit(
     - `rollback`: when bad steps in a row roll the run back to a checkpoint that is proven good, and
       their data are skipped; only with `output`, and for one network without servers.
     - `callbacks`: objects with any of `on_start`, `on_step`, `on_epoch`, `on_evaluation`, `on_save`
-      and `on_stop`, which are told what happened, may add to a row and may stop the run; those of
+      and `on_stop`, which see what happens, may add to a row and may stop the run; those of
       `plurax.callbacks`, or of your own.
     - `max_steps`: steps after which training ends, within an epoch too.
     - `max_seconds`: seconds after which training ends, once the call under way is done.

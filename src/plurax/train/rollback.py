@@ -153,7 +153,7 @@ class Rollbacks:
         return {"count": self._count, "watch": dataclasses.asdict(self._watch)}
 
     def due(self, fetched: list[StepOutput], batches_per_epoch: int | None, saving: Saving) -> bool:
-        """Return whether the run has to go back; `_start` then finds from where it goes on.
+        """Return whether the run has to go back; `opening.start` then finds from where.
 
         **Arguments:** `fetched`, steps whose metrics are on the host.
 
