@@ -1,5 +1,9 @@
 """Training in a notebook, by a real kernel: what is shown, and what an interrupt does."""
 
+import json
+import runpy
+from pathlib import Path
+
 import pytest
 from jupyter_client.manager import start_new_kernel
 
@@ -99,3 +103,22 @@ def test_an_interrupt_saves_and_returns_and_the_kernel_goes_on(kernel, tmp_path)
     assert said.split() == ["SIGINT", "True", "True", "True"]
     outputs = kernel.run("print(result.program.plan)")
     assert outputs[-1][1]["text"].startswith("Plan(")
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_tutorial_is_a_notebook_too():
+    written = (DOCS / "tutorial.ipynb").read_text("utf-8")
+    made = runpy.run_path(str(DOCS / "notebook.py"))["notebook"]
+    assert written == made((DOCS / "tutorial.md").read_text("utf-8")), "python docs/notebook.py"
+
+
+def test_the_tutorials_notebook_runs(tmp_path):
+    kernel = Kernel()
+    kernel.run(f"import os; os.chdir({str(tmp_path)!r})")
+    for cell in json.loads((DOCS / "tutorial.ipynb").read_text("utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            kernel.run("".join(cell["source"]))
+    kernel.client.stop_channels()
+    kernel.manager.shutdown_kernel(now=True)
