@@ -161,7 +161,11 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 os.kill(os.getppid(), signal.SIGHUP)
 forever()
 """
-    code, _, said, *_ = launched(tmp_path, body, processes=1)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
+    try:
+        code, _, said, *_ = launched(tmp_path, body, processes=1)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert code == 75
     assert "SIGTERM: passed on to the process\n" in said
 

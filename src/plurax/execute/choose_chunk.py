@@ -17,6 +17,7 @@ from plurax import hlo as compiled_hlo
 from plurax.execute.autotune import Candidate, Run, autotune, timed_runner
 from plurax.execute.backends.choose import needs_partitioner
 from plurax.execute.chunk_rule import choose_chunk, even_chunk
+from plurax.execute.initial_state import place_start
 from plurax.execute.population import Population
 from plurax.mesh import memory_budget
 from plurax.plan import Plan
@@ -69,13 +70,14 @@ def measure_plan(
     """
     example = make(plan)
     like = example.layout.abstract(example.mesh)
+    start = place_start(example.example.task, example.layout, example.mesh)
     init = jax.jit(example.init, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, like))
 
     def build(plan: Plan) -> tuple[int, Callable[[], Run]]:
         compiled = lower(make(plan)).compile()
 
         def run() -> Run:
-            state = init(*example.arguments)
+            state = init(*example.arguments, start)
             return timed_runner(compiled, state, (*example.arguments, *arguments), looped)
 
         return compiled_hlo.memory(compiled).peak, run
