@@ -2,8 +2,8 @@
 
 A hundred points on two spirals; networks of one hidden layer. Each member of the population trains
 on its own bootstrap sample of the points. The report draws the network of seed 0, that of the seed
-that agrees with it least, and the bootstrapped ensemble: where there are no points, each network is
-sure of itself, and the ensemble is not.
+that agrees with it least, the bootstrapped ensemble, and where its members contradict each other:
+where there are no points, each network is sure of itself, and the ensemble says that it is not.
 
     plurax train examples/spirals.py --members.seeds 100 --plan.member 2
 """
@@ -20,7 +20,8 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 import plurax as px
 
 HIDDEN = 32
-EXTENT = (-1.6, 1.6, -1.6, 1.6)
+EXTENT = (-3.0, 3.0, -3.0, 3.0)
+"""Far wider than the points: what nobody has seen is to be in the picture."""
 GRID = 121
 
 
@@ -106,10 +107,14 @@ def report(made: px.Experiment, result: px.Fit, directory: Path) -> Iterator[Pat
 
     alone = [confidence(logits) for logits in same.program.predict(same.state, plane)]
     other = int(np.argmax([np.abs(one - alone[0]).mean() for one in alone]))
+    together = px.ensemble.combine_classification(program.predict(result.state, plane))
     panels = {
         "one network, seed 0": alone[0],
         f"one network, seed {other}": alone[other],
-        f"{len(alone)} bootstrapped networks": confidence(program.predict(result.state, plane)),
+        f"{len(alone)} bootstrapped networks": together.probabilities[:, 1].reshape(GRID, GRID),
     }
-    px.ensemble.draw_confidence(panels, EXTENT, points, labels, directory / "confidence.png")
+    doubt = {"what they do not know": together.epistemic.reshape(GRID, GRID)}
+    px.ensemble.draw_confidence(
+        panels, EXTENT, points, labels, directory / "confidence.png", epistemic=doubt
+    )
     yield directory / "confidence.png"

@@ -115,11 +115,14 @@ def test_the_spirals_are_learnt_and_drawn(tmp_path, drawn):
     assert result.history[-1]["accuracy"] > 0.95
     pictures = list(functions["report"](made, result, tmp_path))
     assert [path.name for path in pictures] == ["confidence.png"]
-    first, other, together, _scale = panels(drawn["confidence.png"])
+    first, other, together, doubt, *scales = panels(drawn["confidence.png"])
+    assert doubt.title == "what they do not know"
+    assert [scale.y for scale in scales] == ["mutual information (nats)", "probability of class 1"]
     assert (first.title, together.title) == ("one network, seed 0", "8 bootstrapped networks")
     assert other.title in {f"one network, seed {seed}" for seed in range(1, 8)}
     # Probabilities, the line between them, and a cloud for each class.
     assert [panel.areas for panel in (first, other, together)] == [4, 4, 4]
+    assert doubt.areas == 3  # no line: half is of no meaning there
 
 
 def test_the_digits_ensemble_reports_and_sweeps(tmp_path, capsys):

@@ -166,6 +166,7 @@ def test_tables_leave_the_library(table, tmp_path, monkeypatch, drawn):
     across, upright = (sum(n == size for _, n in panel.lines) for size in (4, 2))
     assert (across, upright) == (len(found.rows), 4)  # a line for each row, an axis for each name
     assert {"width", "batch size", "rate (log)", "eval loss"} < set(panel.texts)
+    assert sum(label == "the best" for label, _ in panel.lines) == 1
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
     with pytest.raises(px.MembersError, match=r"to_pandas needs pandas: pip install pandas"):
         found.to_pandas()

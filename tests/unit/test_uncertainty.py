@@ -21,7 +21,7 @@ from plurax.ensemble.uncertainty import (
     nll,
 )
 from plurax.errors import BatchError
-from plurax.report.calibration import draw_confidence, draw_reliability
+from plurax.report.calibration import _intervals, draw_confidence, draw_reliability
 
 SHAPES = st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(2, 4))
 VALUES = st.floats(-300, 300, width=32)
@@ -306,8 +306,27 @@ def test_a_reliability_diagram_is_written(tmp_path):
         f"{scale} times": calibration(combine_classification(scale * logits).probabilities, labels)
         for scale in range(1, 9)
     }
-    draw_reliability(said, tmp_path / "all.png")
+    figure = draw_reliability(said, tmp_path / "all.png")
     assert (tmp_path / "all.png").read_bytes().startswith(PNG)
+    above, below = figure.axes
+    assert len(above.containers) == len(said)  # points with their intervals
+    for bars, one in zip(below.containers, said.values(), strict=True):
+        assert [bar.get_height() for bar in bars] == one.count.tolist()
+
+
+def test_wilsons_intervals():
+    """Against the table of R. G. Newcombe (Statistics in Medicine 1998), method 3."""
+    accuracy, count = np.array([81 / 263, 15 / 148, 0 / 20, 1 / 29]), np.array([263, 148, 20, 29])
+    below, above = _intervals(accuracy, count)
+    np.testing.assert_allclose(accuracy - below, [0.2553, 0.0624, 0, 0.0061], atol=5e-5)
+    np.testing.assert_allclose(accuracy + above, [0.3662, 0.1605, 0.1611, 0.1718], atol=5e-5)
+
+
+def test_what_an_ensemble_does_not_know_is_drawn_beside():
+    figure = draw_confidence({"mean": P}, (-1, 1, 0, 1), P, L, epistemic={"doubt": 0.1 * P})
+    assert [axis.get_title() for axis in figure.axes] == ["mean", "doubt", "", ""]
+    # What is below zero by rounding, or above ln 2, is drawn as if at the end.
+    draw_confidence({"mean": P}, (-1, 1, 0, 1), P, L, epistemic={"doubt": 9 * P - 1})
 
 
 @pytest.mark.parametrize("count", [1, 5])

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from plurax.report.picture import new_figure, saved
+from plurax.report.picture import BLUE, VERMILION, new_figure, saved
 
 if TYPE_CHECKING:
     import matplotlib.figure
 
-TRAIN, EVALUATION = "#3b6fb6", "#c4572b"
+TRAIN, EVALUATION = BLUE, VERMILION
 SKIP = {"kind", "step", "epoch", "seconds", "examples_per_second", "weight", "examples",
         "skipped", "grad_norm", "staleness"}  # fmt: skip
 

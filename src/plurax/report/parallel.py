@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
-from plurax.report.picture import new_figure, saved
+from plurax.report.picture import BLUE, GREY, LIGHT, VERMILION, new_figure, saved
 from plurax.validate import Mode, sign_of_mode
 
 if TYPE_CHECKING:
@@ -22,7 +22,9 @@ def draw_parallel(
     *,
     mode: Mode = "min",
 ) -> "matplotlib.figure.Figure":
-    """Draw one line per row across one axis per name, coloured by the metric; the best is thick.
+    """Draw one line per row across one axis per name: the best tenth dark, the others light.
+
+    The best row is thick, with markers.
 
     **Arguments:** `rows`, as `Sweep.rows`; `names`, of the numbers to show, without the metric. An
     axis is logarithmic where its values are positive, span more than a factor of thirty, and crowd
@@ -37,31 +39,33 @@ def draw_parallel(
     score = values_RA[:, -1]
     finite = np.isfinite(score)
     figure = new_figure(max(5.0, 2.1 * len(names)), 4.2)
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-
     axis = figure.subplots()
     rank = places_RA[:, -1] if sign_of_mode(mode) > 0 else 1 - places_RA[:, -1]
-    colors = ScalarMappable(Normalize(0, 1.1), cmap="viridis")
-    order = np.argsort(np.where(finite, -rank, -np.inf))  # the best is drawn last
-    best = order[-1]
+    order = np.argsort(np.where(finite, -rank, np.inf), kind="stable")  # the best first
+    dark = max(1, min(10, round(finite.sum() / 10)))
     across = np.arange(len(names))
-    for row in order:
+    for nth, row in reversed(list(enumerate(order))):  # the best is drawn last
         if not finite[row]:
-            axis.plot(across[:-1], places_RA[row, :-1], ":", color="#999999", linewidth=0.8)
-            continue
-        width = 2.6 if row == best else 0.8
-        axis.plot(across, places_RA[row], color=colors.to_rgba(rank[row]), linewidth=width,
-                  alpha=1.0 if row == best else 0.55)  # fmt: skip
+            axis.plot(across[:-1], places_RA[row, :-1], ":", color=GREY, linewidth=0.8)
+        elif nth == 0:
+            axis.plot(across, places_RA[row], "-o", color=VERMILION, linewidth=2.6, markersize=6,
+                      label="the best", zorder=3)  # fmt: skip
+        else:
+            label = f"the best {dark} of {len(rows)}" if nth == dark - 1 else None
+            axis.plot(across, places_RA[row], color=BLUE if nth < dark else LIGHT,
+                      linewidth=1.2 if nth < dark else 0.7, label=label)  # fmt: skip
     for x, (name, column, log) in enumerate(zip(names, values_RA.T, logs, strict=True)):
-        axis.axvline(x, color="black", linewidth=0.8)
+        axis.plot([x, x], [0, 1], color="black", linewidth=0.8)
         for place_, text in _ticks(column, log):
             axis.annotate(text, (x, place_), (4, 0), textcoords="offset points", va="center",
-                          fontsize=8, bbox={"fc": "white", "ec": "none", "alpha": 0.7, "pad": 0.6})  # fmt: skip  # noqa: E501
+                          fontsize=8, zorder=4,
+                          bbox={"fc": "white", "ec": "none", "alpha": 0.8, "pad": 0.6})  # fmt: skip
         kind = " (log)" if log else ""
         axis.text(x, 1.06, name.replace("_", " ") + kind, ha="center", fontsize=9.5)
     axis.set(xlim=(-0.35, len(names) - 0.5), ylim=(-0.04, 1.12))
     axis.axis("off")
+    if finite.any():
+        figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     return saved(figure, path)
 
 

@@ -9,6 +9,25 @@ from plurax import errors
 if TYPE_CHECKING:
     import matplotlib.figure
 
+BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#e69f00", "#009e73", "#cc79a7"
+SKY, VERMILION, BLACK = "#56b4e9", "#d55e00", "#000000"
+PALETTE = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION, BLACK)
+"""Colours that readers who see few colours tell apart (M. Okabe and K. Ito 2008)."""
+LIGHT, GREY = "#d4d4d4", "#777777"
+"""What is behind, and what is said beside."""
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+DASHES = ("-", "--", "-.", ":")
+"""Beside colours, so that a picture reads without them."""
+
+
+def line_style(index: int) -> dict[str, str]:
+    """Return the colour, the marker and the dashes of the line of an index; colours repeat."""
+    return {
+        "color": PALETTE[index % len(PALETTE)],
+        "marker": MARKERS[index % len(MARKERS)],
+        "linestyle": DASHES[index % len(DASHES)],
+    }
+
 
 def check_matplotlib() -> None:
     """Raise `MissingPackageError` where Matplotlib is not installed, before expensive work."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from plurax import errors
 from plurax.analysis.estimate import Estimate, human_seconds
 from plurax.planner.found import Found, Ranked
-from plurax.report.picture import new_figure, saved
+from plurax.report.picture import BLUE, ORANGE, PURPLE, SKY, new_figure, saved
 from plurax.report.plan_picture import PAPER
 from plurax.tree import human_bytes
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import SubFigure
 
 PARTS = {
-    "matrix products": "#56b4e9",
+    "matrix products": SKY,
     "memory traffic": "#b5ddf4",
-    "collectives over tensor": "#e69f00",
+    "collectives over tensor": ORANGE,
     "collectives over data": "#f6d58c",
     "collectives over pipeline": "#d98a54",
     "starting kernels": "#a6a6a6",
@@ -29,14 +29,14 @@ PARTS = {
     "optimizer's update": "#2fb48c",
 }
 KINDS = {
-    "parameters": "#56b4e9",
+    "parameters": SKY,
     "gradients": "#b5ddf4",
     "optimizer": "#2fb48c",
-    "model_state": "#cc79a7",
+    "model_state": PURPLE,
     "batch": "#a6a6a6",
-    "temporaries": "#e69f00",
+    "temporaries": ORANGE,
 }
-CHOSEN, FITS, OUTSIDE, PALE = "#0072b2", "#8cc0e8", "#b34700", "#b8b8b8"
+CHOSEN, FITS, OUTSIDE, PALE = BLUE, "#8cc0e8", "#b34700", "#b8b8b8"
 WIDTH, PLAN, LEGEND, FRONTIER = 9.0, 0.5, 1.1, 3.0
 """Inches: the width, and the heights of a plan's bars, of legends with titles, of the frontier."""
 CHARACTER = 3.7

@@ -14,7 +14,6 @@ gives waits of 0.1 and 0.4 s, two pulls of 0.1 s, a gradient of 0.4 s, one of 0.
 dropped, and a cross; until its next `worker ready` it starts and compiles.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from plurax.report.picture import new_figure, saved
+from plurax.report.picture import (
+    BLUE,
+    GREEN,
+    LIGHT,
+    ORANGE,
+    PALETTE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    line_style,
+    new_figure,
+    saved,
+)
 from plurax.server.record import FILE, Event, read_events
 from plurax.train.log import Row, read_rows
 
@@ -30,14 +41,12 @@ if TYPE_CHECKING:
     import matplotlib.figure
     from matplotlib.axes import Axes
 
-PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000")
-"""Colours that readers who see few colours tell apart (Okabe and Ito 2008)."""
 KINDS = {
-    "gradient": "#0072b2",
-    "dropped": "#e69f00",
-    "pulling": "#cc79a7",
-    "waiting": "#dddddd",
-    "starting": "#56b4e9",
+    "gradient": BLUE,
+    "dropped": ORANGE,
+    "pulling": PURPLE,
+    "waiting": LIGHT,
+    "starting": SKY,
 }
 """What a worker does, with its colour."""
 LABELS = {
@@ -47,7 +56,7 @@ LABELS = {
     "waiting": "waits for others",
     "starting": "starts again and compiles",
 }
-SERVER, DEATH = "#009e73", "#d55e00"
+SERVER, DEATH = GREEN, VERMILION
 SMOOTHED = 25
 """A loss is the mean over this part of its run."""
 LANE, AROUND = 0.3, 1.4
@@ -118,16 +127,17 @@ def _draw_losses(updates: "Axes", seconds: "Axes", runs: Mapping[str, Sequence[R
         for name, rows in runs.items()
     }  # fmt: skip
     ends, smooth = list[float](), False
-    for color, (name, loss) in zip(itertools.cycle(PALETTE), losses.items(), strict=False):
+    for index, (name, loss) in enumerate(losses.items()):
         if not len(loss):
             continue
         over = max(1, len(loss) // SMOOTHED)
+        style = {**line_style(index), "marker": "", "linewidth": 1.4}
         smooth |= over > 1
         steps = loss[over - 1 :, 0]
         means = np.convolve(loss[:, 1], np.full(over, 1 / over), "valid")
-        updates.plot(steps, means, color=color, linewidth=1.4)
+        updates.plot(steps, means, **style)
         at = _seconds(steps, runs[name])
-        seconds.plot(at[np.isfinite(at)], means[np.isfinite(at)], color=color, linewidth=1.4)
+        seconds.plot(at[np.isfinite(at)], means[np.isfinite(at)], **style)
         ends += [means.min(), means.max()]
     for axis, x in ((updates, "updates"), (seconds, "seconds, without the first call")):
         axis.set_xlabel(x)
