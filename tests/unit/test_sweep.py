@@ -172,6 +172,16 @@ def test_tables_leave_the_library(table, tmp_path, monkeypatch, drawn):
         found.to_pandas()
 
 
+@pytest.mark.parametrize(("mode", "best"), [("min", 1.0), ("max", 3.0)])
+def test_the_best_row_is_the_one_drawn_as_best(mode, best):
+    scores = [2.0, 3.0, np.nan, 1.0]
+    rows = [{"rate": score, "loss": score} for score in scores]
+    (axis,) = draw_parallel(rows, ["rate"], "loss", mode=mode).axes
+    (line,) = [line for line in axis.lines if line.get_label() == "the best"]
+    place = (best - 1) / 2
+    np.testing.assert_allclose(line.get_ydata(), [place, place])
+
+
 def test_buckets_side_by_side_give_the_same(table):
     found, _ = table
     beside = px.sweep(

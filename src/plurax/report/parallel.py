@@ -22,9 +22,9 @@ def draw_parallel(
     *,
     mode: Mode = "min",
 ) -> "matplotlib.figure.Figure":
-    """Draw one line per row across one axis per name: the best tenth dark, the others light.
+    """Draw one line per row across one axis per name: the best few dark, the rest light.
 
-    The best row is thick, with markers.
+    Dark is the best tenth, ten rows at most; the best row is thick, with markers.
 
     **Arguments:** `rows`, as `Sweep.rows`; `names`, of the numbers to show, without the metric. An
     axis is logarithmic where its values are positive, span more than a factor of thirty, and crowd
@@ -40,8 +40,9 @@ def draw_parallel(
     finite = np.isfinite(score)
     figure = new_figure(max(5.0, 2.1 * len(names)), 4.2)
     axis = figure.subplots()
+    # The lower, the better.
     rank = places_RA[:, -1] if sign_of_mode(mode) > 0 else 1 - places_RA[:, -1]
-    order = np.argsort(np.where(finite, -rank, np.inf), kind="stable")  # the best first
+    order = np.argsort(np.where(finite, rank, np.inf), kind="stable")  # the best first
     dark = max(1, min(10, round(finite.sum() / 10)))
     across = np.arange(len(names))
     for nth, row in reversed(list(enumerate(order))):  # the best is drawn last
