@@ -20,7 +20,7 @@ DASHES = ("-", "--", "-.", ":")
 """Beside colours, so that a picture reads without them."""
 
 
-def line_style(index: int) -> dict[str, str]:
+def line_style(index: int) -> dict[str, Any]:
     """Return the colour, the marker and the dashes of the line of an index; colours repeat."""
     return {
         "color": PALETTE[index % len(PALETTE)],
