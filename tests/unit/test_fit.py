@@ -210,6 +210,43 @@ def test_prefetch_keeps_order_and_passes_errors_on():
         next(items)
 
 
+@pytest.mark.parametrize("plan", [px.Plan(), px.Plan(data=4)], ids=str)
+def test_batches_may_be_written_over_once_they_were_given(plan):
+    """As loaders do that read each batch into the same memory, of which JAX on CPU has a view."""
+
+    class Reader:
+        def __init__(self, *, one_memory):
+            self.one_memory = one_memory
+
+        def __iter__(self):
+            batch = aligned(models.cut(ROWS, 8))
+            for number in range(6):
+                batch = batch if self.one_memory else aligned(batch)
+                for name, rows in ROWS.items():
+                    batch[name][:] = rows[8 * number : 8 * number + 8]
+                yield batch
+
+    def losses(*, one_memory):
+        batches = Reader(one_memory=one_memory)
+        history = fit(batches, plan=plan, batch_size=None, evaluation=batches).history
+        return [(row["loss"], row["eval_loss"]) for row in history]
+
+    assert losses(one_memory=True) == losses(one_memory=False)
+
+
+def aligned(batch):
+    """Return a copy in memory that begins at a multiple of 64 bytes, of which JAX takes a view."""
+
+    def copy(rows):
+        memory = np.empty(rows.nbytes + 64, np.uint8)
+        start = -memory.ctypes.data % 64
+        found = memory[start : start + rows.nbytes].view(rows.dtype).reshape(rows.shape)
+        found[:] = rows
+        return found
+
+    return {name: copy(rows) for name, rows in batch.items()}
+
+
 # --- Non-finite values ------------------------------------------------------------------------
 
 

@@ -92,14 +92,22 @@ class Placement:
     def place(self, batch: PyTree) -> Placed:
         """Check a batch, pad it by repeating its examples, and put it on the devices."""
         rows, size = self.fill(batch)
-        if process_count() == 1 and self._on_one_cpu:
+        rows = jax.tree.map(self._own_memory, rows)
+        if process_count() == 1 and self._on_cpu and self.sharding.mesh.size == 1:
             return Placed(self._copy(rows), size)
         return Placed(put(rows, self.sharding), size)
 
     @functools.cached_property
-    def _on_one_cpu(self) -> bool:
-        device, *others = self.sharding.mesh.devices.flat
-        return not others and device.platform == "cpu"
+    def _on_cpu(self) -> bool:
+        return bool(self.sharding.mesh.devices.flat[0].platform == "cpu")
+
+    def _own_memory(self, leaf: Any) -> Any:
+        """Return an array that no loader writes the next batch into.
+
+        On CPU JAX does not copy an aligned NumPy array: a program reads its memory when it runs,
+        and by then batches further ahead have been read (seen with JAX 0.10).
+        """
+        return leaf.copy() if self._on_cpu and isinstance(leaf, np.ndarray) else leaf
 
     @functools.cached_property
     def _copy(self) -> Callable[[PyTree], PyTree]:
@@ -164,7 +172,7 @@ class Placement:
         placed = [
             jax.make_array_from_process_local_data(
                 self.sharding,
-                exactly(path, np.asarray(leaf), like.dtype),
+                self._own_memory(exactly(path, np.asarray(leaf), like.dtype)),
                 (self.rows, *like.shape[1:]),
             )
             for path, leaf, like in zip(self._paths, leaves, self._leaves, strict=True)
