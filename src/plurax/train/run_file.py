@@ -6,7 +6,7 @@ callbacks = ["EarlyStopping"]  # their names
 epochs = 3
 checkpoint_every = "None"
 [command]                     # of plurax train: FILE, and options that fit has in another form
-file = "/work/digits.py"
+file = "/data/digits/digits.py"
 [experiment]                  # arguments of the file's experiment()
 width = 64
 [plan]                        # as in plan.toml
