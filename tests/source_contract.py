@@ -108,7 +108,7 @@ def check_resume(case: Case, folder: Any) -> None:
 
     def run(data: Any, state: Any, start: px.train.Position) -> list[Any]:
         found = []
-        arguments = {"epochs": 2, "resident": False, "start": start}
+        arguments = {"epochs": 2, "resident": False, "start": start, "checkpoint_every": 1}
         for output in px.train.train_iter(program, state, data, **arguments):
             kept = jax.tree.map(np.array, jax.tree.map(_plain, output.state))
             found.append((kept, output.position.to_json(), output.state.params.tolist()))

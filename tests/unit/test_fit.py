@@ -369,7 +369,7 @@ def test_resume_at_every_step_of_a_grain_dataset(tmp_path):
     program = px.compile(TASK, models.optimizer(), PLAN, like)
     whole = []
     with Checkpoints(tmp_path, keep=20) as checkpoints:
-        for steps in train_iter(program, program.init(), source, epochs=2):
+        for steps in train_iter(program, program.init(), source, epochs=2, checkpoint_every=1):
             checkpoints.save(steps.state, {"position": steps.position.to_json()})
             whole.append(jax.device_get(steps.state.params))
         checkpoints.wait()
@@ -381,7 +381,9 @@ def test_resume_at_every_step_of_a_grain_dataset(tmp_path):
         assert int(state.step) == step
         tail = [
             jax.device_get(steps.state.params)
-            for steps in train_iter(program, state, source, start=start, epochs=2)
+            for steps in train_iter(
+                program, state, source, start=start, epochs=2, checkpoint_every=1
+            )
         ]
         assert models.same_bits(tail, whole[step:])
         (tmp_path / str(step)).rename(tmp_path / f"taken-{step}")

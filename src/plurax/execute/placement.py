@@ -12,13 +12,14 @@ scalar. Example, `Plan(data=2, microbatches=2)`, compiled for 6 examples:
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, PyTree
 
 from plurax import errors, tree
@@ -136,6 +137,25 @@ class Placement:
 
         leaves = map(filled, self._paths, jax.tree.leaves(batch), self._leaves)
         return Placed(jax.tree.unflatten(self.structure, leaves), np.int32(count))
+
+    def write(self, batch: PyTree, leaves: Sequence[np.ndarray], begin: int) -> int:
+        """Check a batch, copy it into arrays from row `begin` on; return its number of examples."""
+        count = self.check(batch)
+        for path, leaf, into in zip(self._paths, jax.tree.leaves(batch), leaves, strict=True):
+            into[begin : begin + count] = exactly(path, np.asarray(leaf), into.dtype)
+        return count
+
+    def place_order(self, rows: Int[np.ndarray, "S B"], counts: Int[np.ndarray, "S"]) -> Placed:
+        """Put the order of steps on the devices: rows of a data set `(S, N)`, padded by repeating.
+
+        **Arguments:** as for `Program.place_epoch`.
+        """
+        # Row i of a step holds example i mod count, as in `rows.py`.
+        places = np.arange(self.rows) % counts[:, None]
+        rows = np.take_along_axis(rows, places, axis=1).astype(np.int32)
+        columns = NamedSharding(self.sharding.mesh, P(None, *self.sharding.spec))
+        whole = NamedSharding(self.sharding.mesh, P())
+        return Placed(put(rows, columns), put(counts.astype(np.int32), whole))
 
     def _put_own_rows(
         self, path: str, leaf: Any, count: int, like: jax.ShapeDtypeStruct

@@ -14,8 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 from jaxtyping import Int, PyTree
 
 from plurax import errors
@@ -25,6 +24,7 @@ from plurax.distributed.global_arrays import put
 from plurax.execute import evaluate, initial_state, lowering
 from plurax.execute.array_data import ArrayData
 from plurax.execute.autotune import Candidate
+from plurax.execute.batch_buffer import Buffers
 from plurax.execute.choose_chunk import choose_plan, measure_plan
 from plurax.execute.dispatch_limiter import DispatchLimiter
 from plurax.execute.epoch_loop import equal_sizes
@@ -285,6 +285,12 @@ class Program:
         program = self if self._pads else self._for_size(leading_dim(placed.rows))
         return program._step(state, placed)
 
+    @functools.cached_property
+    def buffers(self) -> Buffers | None:
+        """Memory for small batches, several of which a call of `loop` takes; None: it cannot."""
+        alone = self.members is None and self._pads  # else each size needs a program of its own
+        return Buffers.of(self._placement, self.mesh) if alone else None
+
     def _step(self, state: TrainState, placed: Placed) -> tuple[TrainState, Metrics]:
         state, metrics = self._run(self.compiled_step, state, *placed)
         return state, metrics if self.members is None else self._cut(metrics)
@@ -350,14 +356,7 @@ class Program:
         - `rows`: `(S, B)`, the index of the example in each row of each step.
         - `counts`: `(S,)`, how many rows of each step are real; padding repeats them.
         """
-        # Row i of a step holds example i mod count, as in `rows.py`.
-        places = np.arange(self._placement.rows) % counts[:, None]
-        rows = np.take_along_axis(rows, places, axis=1).astype(np.int32)
-        columns = NamedSharding(self.mesh, P(None, *self._placement.sharding.spec))
-        return Placed(
-            put(rows, columns),
-            put(counts.astype(np.int32), replicated(self.mesh)),
-        )
+        return self._placement.place_order(rows, counts)
 
     def place_data(self, data: PyTree, *, spread: bool = False) -> PyTree:
         """Put a data set on every device, for `loop`, or `spread` its rows over them."""

@@ -41,13 +41,15 @@ class StreamData:
     iterable is read again up to the position.
 
     **Fields:** `source`; `batch_size`, of all processes together; `ragged`; `local`, whether each
-    process gives its own rows of a batch, equally many.
+    process gives its own rows of a batch, equally many; `on_devices`, whether its batches are
+    arrays of JAX.
     """
 
     source: Iterable[PyTree]
     batch_size: int
     ragged: Ragged = "pad"
     local: bool = False
+    on_devices: bool = False
 
     def __post_init__(self) -> None:
         check_ragged(self.ragged)
@@ -176,7 +178,8 @@ def as_data(
     if first is None:
         raise errors.data_has_no_batches("the iterable is empty")
     size = batch_size or leading_dim(first) * (process_count() if local else 1)
-    return StreamData(data, size, ragged, local), _shapes(first, size)
+    on_devices = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(first))
+    return StreamData(data, size, ragged, local, on_devices), _shapes(first, size)
 
 
 def _first(data: Any) -> PyTree | None:
@@ -203,7 +206,7 @@ def _source_data(
     if source.by_row and (count := source.count()) is not None:
         size = min(size, count)
         how = dataclasses.replace(how, batch_size=size)
-    return SourceData(source, size, ragged, local, how), _shapes(first, size)
+    return SourceData(source, size, ragged, local, how=how), _shapes(first, size)
 
 
 def _shapes(batch: PyTree, size: int) -> PyTree:

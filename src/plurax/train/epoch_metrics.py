@@ -100,7 +100,9 @@ class EpochMetrics(abc.ABC):
         fetched = []
         while len(self._waiting) > waiting:
             steps = self._waiting.popleft()
-            host = jax.tree.map(self._by_step, fetch(steps.metrics))
+            found = jax.tree.map(self._by_step, fetch(steps.metrics))
+            columns = slice(*(steps.columns or (None,)))
+            host = {name: metric[..., columns] for name, metric in found.items()}
             steps = dataclasses.replace(steps, metrics=host)
             self._count(host)
             fetched.append(steps)

@@ -13,8 +13,9 @@ epoch, `checkpoint_every=300`:
 import contextlib
 import dataclasses
 import functools
+import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from plurax import errors, tree
 from plurax.distributed.global_arrays import fetch, process_count
 from plurax.distributed.process_group import ProcessGroup, open_group
 from plurax.execute.array_data import ArrayData, Position
+from plurax.execute.batch_buffer import Buffers
 from plurax.execute.placement import Placed
 from plurax.execute.population import MAX_STEPS_PER_CALL
 from plurax.execute.program import Program
@@ -32,6 +34,7 @@ from plurax.execute.step import Metrics
 from plurax.mesh import memory_budget
 from plurax.state import TrainState
 from plurax.train.data import Data, StillWaiting, StreamData, prefetch
+from plurax.train.read_ahead import ReadAhead
 
 SECONDS_PER_CALL = 0.25
 """The target duration of one call, in seconds: short enough for a live bar and Ctrl-C."""
@@ -55,6 +58,8 @@ class StepOutput:
     - `compiled`: the compiled program that took the steps, for its memory and its text.
     - `fetched`: whether `state` is that after the steps; parameter servers give it only at the end
       of an epoch and where it is to be saved, else the one before.
+    - `columns`: the first and the end of these steps in `metrics`, where they have others too.
+    - `positions`: after each of several steps, where it does not follow from the last one.
     - `residuals`: of each worker of parameter servers what its compression has left to send, one
       array like each parameter; where the state is to be saved, and a compression leaves any.
     """
@@ -68,6 +73,8 @@ class StepOutput:
     compiled: jax.stages.Compiled | None = None
     fetched: bool = True
     residuals: list[list[np.ndarray]] | None = None
+    columns: tuple[int, int] | None = None
+    positions: Sequence[Position] | None = None
 
     @property
     def epoch(self) -> int:
@@ -124,11 +131,14 @@ def train_iter(
     """
     if isinstance(data, ArrayData) and program.members is not None:
         data = data.read_by(program.members)
+    limit = functools.partial(_limit, checkpoint_every, next_stop)
+    on_devices = isinstance(data, StreamData) and data.on_devices
     with contextlib.ExitStack() as stack:
         group = group or stack.enter_context(contextlib.closing(open_group()))
         if isinstance(data, ArrayData) and stays_resident(program, data, resident):
-            when = (start, epochs, report_every, checkpoint_every, next_stop)
-            yield from _resident(program, state, data, group, *when)
+            yield from _resident(program, state, data, group, start, epochs, report_every, limit)
+        elif (buffers := program.buffers) is not None and not on_devices:
+            yield from _buffered(program, state, data, buffers, stopping, start, epochs, limit)
         else:
             yield from _streamed(program, state, data, group, stopping, start, epochs)
 
@@ -141,8 +151,7 @@ def _resident(
     start: Position,
     epochs: int,
     report_every: int,
-    checkpoint_every: int | None,
-    next_stop: Callable[[int], int | None],
+    limit: Callable[[int], int],
 ) -> Iterator[StepOutput]:
     """Yield calls over resident data, each of about `SECONDS_PER_CALL`.
 
@@ -164,24 +173,28 @@ def _resident(
         if at == first:
             compiled = program.compile_loop(placed, order)
             began = time.monotonic()
-        stop = min(at + per_call, (at // span + 1) * span, end)
-        if checkpoint_every:
-            stop = min(stop, at + checkpoint_every - (at + taken) % checkpoint_every)
-        wanted = next_stop(at + taken)
-        stop = stop if wanted is None else min(stop, wanted - taken)
+        stop = min(at + per_call, (at // span + 1) * span, end, limit(at + taken) - taken)
         offset = epoch * per_epoch if alone else 0
         state, metrics = program.loop(state, placed, order, at - offset, stop - offset)
         host = _to_host(program, metrics, at - offset, stop - offset)
         seconds = time.monotonic() - began
-        # Aim at `SECONDS_PER_CALL`. Steps per call change how often the host looks, nothing else.
-        fitting = round(SECONDS_PER_CALL * (stop - at) / max(seconds, 1e-9))
-        per_call = max(1, min(2 * per_call, fitting, WINDOW if alone else MAX_STEPS_PER_CALL))
+        most = WINDOW if alone else MAX_STEPS_PER_CALL
+        per_call = _next_length(per_call, stop - at, seconds, most)
         per_call, *_ = group.all_gather(per_call)  # each process has its own clock
         at = stop
         position = Position(*divmod(at, per_epoch))
         done = position.batch == 0
         yield StepOutput(state, at + taken, host, seconds, position, done, compiled)
         began = time.monotonic()
+
+
+def _limit(checkpoint_every: int | None, next_stop: Callable[[int], int | None], step: int) -> int:
+    """Return the step at which a call that begins after `step` has to end at the latest."""
+    wanted = next_stop(step)
+    limit = sys.maxsize if wanted is None else wanted
+    if checkpoint_every:
+        limit = min(limit, step + checkpoint_every - step % checkpoint_every)
+    return limit
 
 
 def _to_host(program: Program, metrics: Metrics, first: int, stop: int) -> dict[str, np.ndarray]:
@@ -213,6 +226,69 @@ def _window(metrics: Metrics, begin: int, size: int) -> Metrics:
     }
 
 
+def _buffered(
+    program: Program,
+    state: TrainState,
+    data: Data,
+    buffers: Buffers,
+    stopping: Callable[[], bool],
+    start: Position,
+    epochs: int,
+    limit: Callable[[int], int],
+) -> Iterator[StepOutput]:
+    """Yield calls over small batches, which are read ahead into buffers of several.
+
+    `limit(step)` is the step at which a call that begins after `step` has to end.
+    """
+    step, per_call = state.steps_taken, 1
+    in_flight: Metrics | None = None  # of the call before: one computes while the next is prepared
+    for epoch in range(start.epoch, epochs):
+        begin = start if epoch == start.epoch else Position(epoch)
+        began = time.monotonic()
+        with ReadAhead(data.batches(begin), buffers.new, stopping) as ahead:
+            filled = ahead.take(per_call)
+            if filled is None and not stopping():
+                raise _no_batches(begin)
+            while filled is not None:
+                count = len(filled.positions)
+                placed, order = buffers.place(filled.buffer)
+                if in_flight is None:
+                    compiled = program.compile_loop(placed, order)
+                    began = ended = time.monotonic()
+                at = 0
+                while at < count:
+                    stop = min(at + per_call, count, at + limit(step) - step)
+                    # Whether the last batch ends the epoch, the source has to say.
+                    done = stop == count and ahead.has_more() is False
+                    state, metrics = program.loop(state, placed, order, at, stop)
+                    jax.block_until_ready(in_flight)
+                    now = time.monotonic()
+                    per_call = _next_length(per_call, stop - at, now - ended, buffers.slots)
+                    ended, in_flight, step = now, metrics["loss"], step + stop - at
+                    positions = filled.positions[at:stop]
+                    after = Position(epoch + 1) if done else positions[-1]
+                    yield StepOutput(state, step, metrics, now - began, after, done, compiled,
+                                     columns=(at, stop), positions=positions)  # fmt: skip
+                    began, at = time.monotonic(), stop
+                filled = None if done else ahead.take(per_call)
+
+
+def _next_length(per_call: int, steps: int, seconds: float, most: int) -> int:
+    """Return the steps of the next call, to take `SECONDS_PER_CALL`, after one of `steps`.
+
+    They change how often the host looks, nothing else.
+    """
+    fitting = round(SECONDS_PER_CALL * steps / max(seconds, 1e-9))
+    return max(1, min(2 * per_call, fitting, most))
+
+
+def _no_batches(begin: Position) -> errors.BatchError:
+    """Return the error of an epoch in which no batch was read from a position on."""
+    if begin.batch == 0:
+        return errors.data_has_no_batches(f"epoch {begin.epoch + 1} of the iterable is empty")
+    return errors.data_shorter(begin.epoch + 1, begin.batch)  # the data have shrunk
+
+
 def _streamed(
     program: Program,
     state: TrainState,
@@ -237,10 +313,8 @@ def _streamed(
         ahead = prefetch(data.batches(begin), load, stopping=stopping)
         with contextlib.closing(ahead) as batches:
             held = next(batches, None)
-            if held is None and begin.batch == 0:
-                raise errors.data_has_no_batches(f"epoch {epoch + 1} of the iterable is empty")
-            if held is None:  # the position is inside this epoch, so the data have shrunk
-                raise errors.data_shorter(epoch + 1, begin.batch)
+            if held is None:
+                raise _no_batches(begin)
             while not (held is None or isinstance(held, StillWaiting)):
                 (placed, position), held = held, next(batches, None)
                 if _all_ended(group, held, local=local):

@@ -301,6 +301,8 @@ def _position(output: StepOutput, step: int, batches_per_epoch: int | None) -> P
     back = output.step - step
     if not back:
         return output.position
+    if output.positions is not None:
+        return output.positions[-1 - back]
     assert batches_per_epoch is not None, "a call of several steps reads arrays"
     at = output.position.epoch * batches_per_epoch + output.position.batch - back
     return Position(*divmod(at, batches_per_epoch))

@@ -1,0 +1,174 @@
+"""Batches read ahead on another thread, into buffers that one call trains on."""
+
+import threading
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import plurax as px
+from plurax.execute.array_data import Position
+from plurax.execute.batch_buffer import ALIGNMENT, BYTES, MOST_SLOTS
+from plurax.train.data import StreamData
+from plurax.train.iterate import train_iter
+from plurax.train.read_ahead import ReadAhead
+
+SIZE = 4
+TASK = px.Task(
+    init=lambda key: jax.numpy.zeros(3),
+    loss=lambda params, batch, keys: (batch["x"] @ params - batch["y"]) ** 2,
+)
+
+
+def batches(count, size=SIZE):
+    rng = np.random.default_rng(0)
+    return [{"x": rng.normal(size=(size, 3)), "y": rng.normal(size=size)} for _ in range(count)]
+
+
+def compiled(plan=px.Plan(), size=SIZE):  # noqa: B008  frozen
+    return px.compile(TASK, optax.sgd(0.1), plan, batches(1, size)[0])
+
+
+def positions(each):
+    return ((batch, Position(0, at)) for at, batch in enumerate(each, 1))
+
+
+def reading(source, stopping=lambda: False):
+    return ReadAhead(source, compiled().buffers.new, stopping)
+
+
+class Slow:
+    """A source that gives batches until it is told to wait, and then waits for `go`."""
+
+    def __init__(self, each, wait_after):
+        self.go = threading.Event()
+        self.each, self.wait_after = each, wait_after
+
+    def __iter__(self):
+        for at, pair in enumerate(positions(self.each)):
+            if at == self.wait_after:
+                assert self.go.wait(60)
+            yield pair
+
+
+def test_fast_batches_come_in_full_buffers_and_in_order():
+    each = batches(MOST_SLOTS * 2 + 3)
+    with reading(positions(each)) as ahead:
+        sizes, xs, places = [], [], []
+        while filled := ahead.take(MOST_SLOTS):
+            count = len(filled.positions)
+            sizes.append(count)
+            xs.append(filled.buffer.rows["x"][: count * SIZE].copy())
+            places += [position.batch for position in filled.positions]
+        assert ahead.has_more() is False
+    assert sizes == [MOST_SLOTS, MOST_SLOTS, 3]
+    wanted = np.concatenate([one["x"] for one in each]).astype(np.float32)
+    np.testing.assert_array_equal(np.concatenate(xs), wanted)
+    assert places == list(range(1, len(each) + 1))
+
+
+def test_of_a_slow_source_what_is_there_is_taken():
+    source = Slow(batches(5), wait_after=2)
+    with reading(iter(source)) as ahead:
+        assert len(ahead.take(4).positions) == 2
+        source.go.set()
+        assert ahead.has_more() is True
+        assert [len(ahead.take(4).positions), ahead.take(4)] == [3, None]
+
+
+def test_while_training_is_to_stop_nothing_is_waited_for():
+    stopping = threading.Event()
+    source = Slow(batches(3), wait_after=1)
+    with reading(iter(source), stopping.is_set) as ahead:
+        assert len(ahead.take(1).positions) == 1
+        stopping.set()
+        assert ahead.take(1) is None
+        assert ahead.has_more() is None
+        source.go.set()
+
+
+def test_errors_of_a_source_come_after_the_batches_before():
+    def broken():
+        yield from positions(batches(2))
+        raise OSError("the disk is gone")
+
+    with reading(broken()) as ahead:
+        assert len(ahead.take(9).positions) == 2
+        for ask in (ahead.has_more, lambda: ahead.take(1)):
+            with pytest.raises(OSError, match="the disk is gone"):
+                ask()
+
+
+def test_batches_that_do_not_fit_are_refused():
+    with reading(positions([*batches(1), {"x": np.ones((SIZE, 2)), "y": np.ones(SIZE)}])) as ahead:
+        assert len(ahead.take(9).positions) == 1
+        with pytest.raises(px.BatchError, match="x"):
+            ahead.take(1)
+
+
+def test_the_thread_ends_where_nothing_more_is_taken():
+    with reading(positions(batches(MOST_SLOTS * 3))) as ahead:
+        thread = ahead._thread
+        assert ahead.take(1)
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_a_buffer_pads_its_last_batch_and_is_aligned():
+    buffer = compiled().buffers.new()
+    for batch in (*batches(1), *batches(1, size=3)):
+        buffer.write(batch)
+    rows, counts = buffer.order()
+    assert counts[:3].tolist() == [SIZE, 3, SIZE]
+    assert rows[1].tolist() == [4, 5, 6, 7]
+    assert all(leaf.ctypes.data % ALIGNMENT == 0 for leaf in jax.tree.leaves(buffer.rows))
+    assert len(buffer) == 2
+    assert not buffer.is_full
+
+
+def test_large_batches_members_and_coupled_losses_have_no_buffers():
+    assert compiled().buffers.slots == MOST_SLOTS
+    rows = BYTES // (4 * 4) // 5
+    assert compiled(size=rows).buffers.slots == 5
+    assert compiled(size=2 * rows).buffers is None
+    members = px.compile(TASK, optax.sgd(0.1), px.Plan(), batches(1)[0], members=px.Members(2))
+    assert members.buffers is None
+
+
+@pytest.mark.parametrize("plan", [px.Plan(), px.Plan(data=4), px.Plan(data=2, zero=3)], ids=str)
+@pytest.mark.parametrize("every", [None, 1, 3], ids=str)
+@pytest.mark.usefixtures("x64")
+def test_buffered_steps_are_those_of_a_loop_by_hand(plan, every):
+    """However many of them a call takes; and each call ends where it has to."""
+    each = [*batches(9), *batches(1, size=3)]
+    program = compiled(plan)
+    outputs = train_iter(
+        program, program.init(0), StreamData(each, SIZE), epochs=2, checkpoint_every=every
+    )
+    params, steps, losses = np.zeros(3), [], []
+    for output in outputs:
+        steps.append(output.step)
+        begin, end = output.columns
+        losses += np.asarray(output.metrics["loss"])[begin:end].tolist()
+        positions = [position.batch for position in output.positions]
+        assert positions == list(range(positions[-1] - (end - begin) + 1, positions[-1] + 1))
+        last = output
+    wanted = []
+    for batch in each * 2:
+        wrong = batch["x"] @ params - batch["y"]
+        wanted.append(np.mean(wrong**2))
+        params = params - 0.1 * 2 * batch["x"].T @ wrong / len(wrong)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-10)
+    np.testing.assert_allclose(program.to_canonical(last.state).params, params, rtol=1e-10)
+    assert (last.position, last.epoch_done, last.step) == (Position(2), True, 20)
+    assert set(range(0, 21, every or 10)) - {0} <= set(steps)
+    assert 10 in steps
+
+
+def test_arrays_of_jax_stay_on_their_devices():
+    """They are not copied to the host and back: a call takes one batch."""
+    each = [jax.tree.map(jax.numpy.asarray, batch) for batch in batches(5)]
+    result = px.fit(TASK, optax.sgd(0.1), each, epochs=1, progress=False)
+    by_hand = px.fit(TASK, optax.sgd(0.1), batches(5), epochs=1, progress=False)
+    np.testing.assert_allclose(result.state.params, by_hand.state.params, rtol=1e-10)
