@@ -53,7 +53,7 @@ class ParquetTable:
         import pyarrow.parquet as pq
 
         self.path = path
-        meta = pq.read_metadata(path)
+        self._meta = meta = pq.read_metadata(path)
         groups = [meta.row_group(index) for index in range(meta.num_row_groups)]
         self.rows = [group.num_rows for group in groups]
         width = sum(_width(kind) for kind in meta.schema.to_arrow_schema().types)
@@ -65,7 +65,7 @@ class ParquetTable:
         """Return a row group."""
         import pyarrow.parquet as pq
 
-        with pq.ParquetFile(self.path) as file:
+        with pq.ParquetFile(self.path, metadata=self._meta) as file:
             return file.read_row_group(block)
 
 
