@@ -38,6 +38,11 @@ def make_mesh(plan: Plan, devices: Sequence[jax.Device] | None = None) -> Mesh:
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
+def on_cpu(mesh: Mesh) -> bool:
+    """Return whether the devices of a mesh are CPUs; an abstract mesh has none."""
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+
+
 def _grid(shape: list[int], devices: list[jax.Device]) -> np.ndarray:
     """Return the devices in the shape of a mesh, neighbours on fast links next to each other.
 

@@ -249,7 +249,7 @@ class Resharder:
         """
         axes = self.axes
         if data_varying:
-            self.axes = Axes(axes.mesh, axes.parts, permutes=False)
+            self.axes = Axes(axes.mesh, axes.parts, permutes=False, on_cpu=axes.on_cpu)
         try:
             yield
         finally:

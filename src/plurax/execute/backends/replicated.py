@@ -24,6 +24,7 @@ from plurax.execute.layouts.state_shardings import StateShardings
 from plurax.execute.predict import device_predict
 from plurax.execute.step import Gradients, Metrics, make_apply, make_gradients, whole_update
 from plurax.execute.totals import coupled_totals, device_totals, uneven_totals
+from plurax.jaxpr.convolutions import channels_last
 from plurax.plan import Plan
 from plurax.sharding.rules import Rules
 from plurax.state import TrainState
@@ -36,8 +37,16 @@ class ReplicatedBackend(Backend):
     layout: StateShardings
     manual_axes = frozenset({"data"})
 
-    def __init__(self, task: Task, optimizer: optax.GradientTransformation, plan: Plan) -> None:
+    def __init__(
+        self,
+        task: Task,
+        optimizer: optax.GradientTransformation,
+        plan: Plan,
+        *,
+        on_cpu: bool = False,
+    ) -> None:
         self.task, self.optimizer, self.plan = task, optimizer, plan
+        self._on_cpu = on_cpu
         like = jax.eval_shape(lambda: new_state(task, optimizer, jax.random.key(0)))
         stacked = [False] * len(jax.tree.leaves(like.params))
         self.layout = StateShardings(like, plan, Rules((), {}), {}, stacked, frozen=task.frozen)
@@ -56,6 +65,8 @@ class ReplicatedBackend(Backend):
         """Return `(state, rows, count, first=None) -> gradients`, reduced over all devices."""
         plan = self.plan
         fun = gradient(self.task, plan.precision, plan.batch_dim, plan.remat, ordered=True)
+        if self._on_cpu:
+            fun = channels_last(fun)
         if not self.task.coupled:
             totals = device_totals(fun, plan.data, plan.microbatches)
         else:

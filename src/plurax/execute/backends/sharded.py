@@ -51,7 +51,7 @@ from plurax.execute.step import Gradients, Metrics, make_apply, make_gradients, 
 from plurax.execute.totals import BatchTotals, coupled_totals, device_totals, uneven_totals
 from plurax.freezing import trained
 from plurax.jaxpr.interpret import all_equations, holds
-from plurax.mesh import within
+from plurax.mesh import on_cpu, within
 from plurax.partition.partitioner import Partitioner, partition
 from plurax.partition.pins import with_strategies
 from plurax.partition.values import ShardedValue, is_sharded_value, shard_of_rows
@@ -120,10 +120,11 @@ class ShardedBackend(Backend):
                 plan.tensor, list(tree.named_leaves(like.params)), names
             )
         parts = _parts(tags, sizes.get("tensor", 1))
-        self.axes = Axes(sizes, parts, permutes=plan.pipeline == 1)
+        runs = {"permutes": plan.pipeline == 1, "on_cpu": on_cpu(mesh)}
+        self.axes = Axes(sizes, parts, **runs)
         # Only the devices of one stage run its equations: no collective there spans `pipeline`.
         inner = {axis: size for axis, size in sizes.items() if axis != "pipeline"}
-        self.stage_axes = Axes(inner, parts, permutes=plan.pipeline == 1)
+        self.stage_axes = Axes(inner, parts, **runs)
         self.records: dict[str, list[Collective]] = {}
         self._warned: set[str] = set()
 

@@ -16,6 +16,7 @@ The bytes to reshard parameters are compared first, because the plan has chosen 
 then all bytes, in which a partial sum counts with twice the bytes of its all-reduce.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from plurax.jaxpr.convolutions import convolve
+from plurax.jaxpr.interpret import bind
 from plurax.partition.operators.common import (
     common_sharding,
     decided,
@@ -206,4 +209,9 @@ def convolution(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> 
     dims: list[tuple[str, ...]] = [()] * len(out)
     dims[out[0]], dims[out[1]] = split.get(("batch", 0), ()), split.get(("right", 0), ())
     summed = frozenset(split.get(("sum", 0), ()))
-    return decided(context, eqn, inputs, operands, TensorSharding(tuple(dims), summed))
+    decision = decided(context, eqn, inputs, operands, TensorSharding(tuple(dims), summed))
+
+    def execute(*shards: Array) -> list[Array]:
+        return convolve(eqn, shards) if context.axes.on_cpu else bind(eqn, shards)
+
+    return dataclasses.replace(decision, execute=execute)
