@@ -21,28 +21,12 @@ from plurax.validate import whole_number
 
 
 class Logger(abc.ABC):
-    """Writes rows somewhere, in the first process only.
-
-    **Arguments:** `every`, steps between those that are written; rows of epochs always are.
-
-    Raises `TaskError` for another number.
-    """
-
-    def __init__(self, every: int = 1) -> None:
-        count = whole_number(every)
-        if count is None:
-            raise errors.callback_count(type(self).__name__, "every", every)
-        self._every = count
+    """Writes rows of epochs somewhere, in the first process only."""
 
     def on_start(self, run: Run) -> None:
         """Open; a run that is resumed goes on after its step."""
         if run.is_primary:
             self._open(run)
-
-    def on_step(self, run: Run, row: Row) -> None:
-        """Write a step."""
-        if run.is_primary and row["step"] % self._every == 0:
-            self._write(row)
 
     def on_epoch(self, run: Run, row: Row) -> None:
         """Write an epoch."""
@@ -64,7 +48,27 @@ class Logger(abc.ABC):
     def _close(self, run: Run) -> None: ...
 
 
-class JsonLines(Logger):
+class StepLogger(Logger):
+    """Writes rows of steps, too.
+
+    **Arguments:** `every`, steps between those that are written; rows of epochs always are.
+
+    Raises `TaskError` for another number.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        count = whole_number(every)
+        if count is None:
+            raise errors.callback_count(type(self).__name__, "every", every)
+        self._every = count
+
+    def on_step(self, run: Run, row: Row) -> None:
+        """Write a step."""
+        if run.is_primary and row["step"] % self._every == 0:
+            self._write(row)
+
+
+class JsonLines(StepLogger):
     """Write rows to a file, one JSON object a line, as `metrics.jsonl` has them."""
 
     def __init__(self, path: str | Path, *, every: int = 1) -> None:
@@ -91,11 +95,7 @@ class Csv(Logger):
     """Write the rows of epochs to a table with a column for each number."""
 
     def __init__(self, path: str | Path) -> None:
-        super().__init__()
         self._path = Path(path)
-
-    def on_step(self, run: Run, row: Row) -> None:
-        """Leave steps out."""
 
     def _open(self, run: Run) -> None:
         self._rows: list[dict[str, Any]] = []
@@ -135,7 +135,7 @@ def _is_up_to(row: dict[str, Any], step: int) -> bool:
     return None not in row.values() and int(row["step"]) <= step
 
 
-class TensorBoard(Logger):
+class TensorBoard(StepLogger):
     """Write numbers to TensorBoard events in a directory; `output` has its own already."""
 
     def __init__(self, directory: str | Path, *, every: int = 10) -> None:
@@ -152,7 +152,7 @@ class TensorBoard(Logger):
         self._board.file.close()
 
 
-class Mlflow(Logger):
+class Mlflow(StepLogger):
     """Log to MLflow: settings as parameters, rows as metrics.
 
     A run that is resumed goes on in the same run of MLflow.
@@ -206,7 +206,7 @@ class Mlflow(Logger):
         self._id = state["id"]
 
 
-class Wandb(Logger):
+class Wandb(StepLogger):
     """Log to Weights & Biases: settings as configuration, rows as history.
 
     A run that is resumed goes on in the same run there.

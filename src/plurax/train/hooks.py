@@ -135,9 +135,10 @@ class Hooks:
         """Call `on_step` for each step of some calls of the loop, and return their rows."""
         rows = [row for rows in calls for row in rows]
         for name, one in self._of["on_step"]:
+            on_step = one.on_step
             with _named(name, "on_step"):
                 for row in rows:
-                    one.on_step(run, row)
+                    on_step(run, row)
         return rows
 
     def report(self, run: Run, row: Row, *, evaluated: bool) -> None:
