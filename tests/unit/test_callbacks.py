@@ -250,6 +250,20 @@ class Array:
         pass
 
 
+def test_a_callback_may_only_wrap_the_optimizer():
+    class Halved:
+        def wrap_optimizer(self, optimizer):
+            return optax.chain(optax.scale(0.5), optimizer)
+
+    plain = fit(optimizer=optax.sgd(0.05))
+    halved = fit([Halved()], optimizer=optax.sgd(0.1))
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5),
+        halved.state.params,
+        plain.state.params,
+    )
+
+
 MISTAKES = {
     "not a list": (Recorder(), "the callbacks are a Recorder; write a list: "),
     "a class": ([Recorder], "the callback Recorder is a class; write an object of it"),

@@ -217,7 +217,7 @@ def check_callbacks(callbacks: Any) -> Sequence[Any]:
             raise errors.callback_is_a_class(one.__name__)
         hooks = {hook for hook in dir(one) if hook.startswith("on_")}
         unknown = sorted(hooks - set(HOOKS))
-        if unknown or not hooks:
+        if unknown or not (hooks or hasattr(one, "wrap_optimizer")):
             raise errors.callback_hooks(name, unknown, HOOKS)
         for hook in hooks:
             check_takes(f"{hook} of the callback {name}", getattr(one, hook), HOOKS[hook])
