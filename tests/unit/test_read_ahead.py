@@ -172,3 +172,24 @@ def test_arrays_of_jax_stay_on_their_devices():
     result = px.fit(TASK, optax.sgd(0.1), each, epochs=1, progress=False)
     by_hand = px.fit(TASK, optax.sgd(0.1), batches(5), epochs=1, progress=False)
     np.testing.assert_allclose(result.state.params, by_hand.state.params, rtol=1e-10)
+
+
+def test_training_that_is_to_stop_does_not_begin_another_epoch():
+    stopping = threading.Event()
+
+    class Blocked:
+        begun = 0
+
+        def __iter__(self):
+            self.begun += 1
+            yield from batches(2)
+            stopping.set()
+            threading.Event().wait()  # for ever; the thread is a daemon
+
+    data, program = Blocked(), compiled()
+    outputs = train_iter(
+        program, program.init(0), StreamData(data, SIZE), epochs=9, stopping=stopping.is_set
+    )
+    *_, last = outputs
+    assert (last.step, last.position, last.epoch_done) == (2, Position(0, 2), False)
+    assert data.begun == 1

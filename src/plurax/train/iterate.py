@@ -246,7 +246,7 @@ def _buffered(
         begin = start if epoch == start.epoch else Position(epoch)
         began = time.monotonic()
         with ReadAhead(data.batches(begin), buffers.new, stopping) as ahead:
-            filled = ahead.take(per_call)
+            filled, done = ahead.take(per_call), False
             if filled is None and not stopping():
                 raise _no_batches(begin)
             while filled is not None:
@@ -271,6 +271,8 @@ def _buffered(
                                      columns=(at, stop), positions=positions)  # fmt: skip
                     began, at = time.monotonic(), stop
                 filled = None if done else ahead.take(per_call)
+            if not done:  # training is to stop, and the next batch is not there yet
+                return
 
 
 def _next_length(per_call: int, steps: int, seconds: float, most: int) -> int:
