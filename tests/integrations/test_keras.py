@@ -175,6 +175,51 @@ def test_batch_norm_is_model_state_and_takes_the_mask(double, axes):
     assert max_rel_error(values_of(normed, state), list(expected)) < ROUNDED
 
 
+METRICS = [
+    "accuracy",
+    "sparse_top_k_categorical_accuracy",
+    keras.metrics.sparse_categorical_accuracy,
+]
+
+
+@pytest.mark.parametrize("build", [mlp, with_dropout, normed])
+def test_names_of_losses_and_metrics_mean_what_they_mean_in_compile(build):
+    """Beside Keras's own `evaluate`; batch norm couples the task by itself."""
+    x, y = rows(12)
+
+    def probabilities():
+        return keras.Sequential([build(), layers.Softmax()])
+
+    task = adapter.task(probabilities, "sparse_categorical_crossentropy", metrics=METRICS)
+    program, state = train(task, px.Plan(data=2), (x, y), (12, 12))
+    found = program.evaluate(state, (x, y))
+    model = adapter.model(probabilities, state)
+    model.compile(loss="sparse_categorical_crossentropy", metrics=METRICS)
+    expected = model.evaluate(x, y, verbose=0, return_dict=True)
+    assert sorted(expected) == sorted(found)
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, abs=1e-5), name
+
+
+@pytest.mark.parametrize(("outputs", "y", "kind"), [
+    (np.array([[0.2], [0.7]]), np.array([[0], [0]]), "binary"),
+    (np.eye(3), np.array([0, 1, 1]), "sparse_categorical"),
+    (np.eye(3), np.array([[0], [1], [1]]), "sparse_categorical"),
+    (np.eye(3), np.eye(3)[[0, 1, 1]], "categorical"),
+])  # fmt: skip
+def test_accuracy_is_chosen_by_the_shapes(outputs, y, kind):
+    expected = getattr(keras.metrics, f"{kind}_accuracy")(y, outputs)
+    np.testing.assert_array_equal(adapter._accuracy(y, outputs), expected)
+
+
+def test_metrics_of_a_data_set():
+    task = adapter.task(mlp, CROSS_ENTROPY, metrics=lambda model, batch: {
+        "confusion": px.metrics.confusion_matrix(model(batch[0]).argmax(1), batch[1], CLASSES)
+    })  # fmt: skip
+    program, state = train(task, px.Plan(data=2), rows(), (13,))
+    assert np.sum(program.evaluate(state, rows())["confusion"]) == 13
+
+
 @pytest.mark.filterwarnings("ignore::plurax.MaskWarning")
 @pytest.mark.parametrize("axes", [{"data": 2}, {"data": 3, "zero": 1}])
 def test_images_and_subclasses(double, axes):
@@ -197,10 +242,10 @@ def test_dropout_takes_the_examples_key_and_no_plan_changes_it(double):
     assert max_rel_error(spread.params, alone.params) < 1e-10
     params, keys = alone.params, jax.random.split(jax.random.key(1), 13)
     loss = jax.jit(task.loss)
-    losses = loss(params, data, keys)
+    losses, _ = loss(params, data, keys)
     backwards = jax.tree.map(lambda leaf: leaf[::-1], data)
-    np.testing.assert_allclose(loss(params, backwards, keys[::-1])[::-1], losses, rtol=1e-10)
-    other = loss(params, data, jax.random.split(jax.random.key(2), 13))
+    np.testing.assert_allclose(loss(params, backwards, keys[::-1])[0][::-1], losses, rtol=1e-10)
+    other, _ = loss(params, data, jax.random.split(jax.random.key(2), 13))
     assert np.mean(np.asarray(other) == np.asarray(losses)) < 0.5
 
 
@@ -300,7 +345,10 @@ REFUSED = {
     "a class": (keras.Sequential, CROSS_ENTROPY, {}, "got a Sequential; give a Keras model"),
     "a function of others": (lambda: 3, CROSS_ENTROPY, {}, "got a int; give a Keras model"),
     "a number": (3, CROSS_ENTROPY, {}, "got a int; give a Keras model"),
-    "state": (normed, CROSS_ENTROPY, {}, "moving_variance.*Say task.*coupled=True"),
+    "a metric of a data set": (mlp, CROSS_ENTROPY, {"metrics": ["AUC"]},
+                               r"got 'AUC', which is no function of one value per example"),
+    "a metric without a name": (mlp, "mse", {"metrics": ["accuracy", 3]}, "got 'int', which is no"),
+    "state": (normed, masked, {}, "moving_variance.*Say task.*coupled=True"),
     "state not given": (normed, lambda model, batch, keys, mask: entropy(
         model(batch[0], training=True)[0], batch[1]), {"coupled": True},
         r"expected \(losses, metrics, state\), where model\(\.\.\., training=True\)"),

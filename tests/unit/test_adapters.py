@@ -39,6 +39,10 @@ ROWS = make_data(13)
 entropy = optax.softmax_cross_entropy_with_integer_labels
 
 
+def right(logits, y):
+    return {"right": px.metrics.accuracy(logits.argmax(1), y)}
+
+
 # --- One MLP with dropout in each library -----------------------------------------------------
 
 
@@ -66,6 +70,7 @@ def nnx_mlp():
         px.per_example(nnx_example_loss),
         predict=lambda model, inputs: model(inputs["x"]),
         evaluate=lambda model, batch: entropy(model(batch["x"]), batch["y"]),
+        metrics=lambda model, batch: right(model(batch["x"]), batch["y"]),
     )
     return task, lambda state: nnx_adapter.model(NnxMlp, state)
 
@@ -90,6 +95,7 @@ def linen_mlp():
         px.per_example(example_loss),
         predict=lambda apply, inputs: apply(inputs["x"], train=False),
         evaluate=lambda apply, batch: entropy(apply(batch["x"], train=False), batch["y"]),
+        metrics=lambda apply, batch: right(apply(batch["x"], train=False), batch["y"]),
     )
     return task, lambda state: functools.partial(
         module.apply, linen_adapter.variables(state), train=False
@@ -117,6 +123,7 @@ def equinox_mlp():
         px.per_example(lambda model, one, key: entropy(model(one["x"], key), one["y"])),
         predict=lambda model, inputs: jax.vmap(model)(inputs["x"]),
         evaluate=lambda model, batch: entropy(jax.vmap(model)(batch["x"]), batch["y"]),
+        metrics=lambda model, batch: right(jax.vmap(model)(batch["x"]), batch["y"]),
     )
     return task, lambda state: jax.vmap(equinox_adapter.model(EquinoxMlp, state))
 
@@ -140,6 +147,7 @@ def haiku_mlp():
         evaluate=lambda apply, batch: entropy(
             apply(None, batch["x"], is_training=False), batch["y"]
         ),
+        metrics=lambda apply, batch: right(apply(None, batch["x"], is_training=False), batch["y"]),
     )
     return (
         task,
@@ -188,6 +196,8 @@ def test_trains_evaluates_is_saved_and_comes_back(library, tmp_path):
     np.testing.assert_allclose(outputs, again, rtol=1e-5, atol=1e-5)
     loss = entropy(again, held_out["y"]).mean()
     np.testing.assert_allclose(result.history[-1]["eval_loss"], loss, rtol=1e-5)
+    share = np.mean(np.asarray(again).argmax(1) == held_out["y"])
+    assert result.history[-1]["eval_right"] == pytest.approx(share)
     with px.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(result.state, {})
         restored, _ = checkpoints.restore(result.program.state_shapes)

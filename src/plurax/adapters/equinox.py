@@ -27,6 +27,7 @@ def task(
     *,
     predict: Callable[[Any, PyTree], PyTree] | None = None,
     evaluate: Callable[[Any, PyTree], Any] | None = None,
+    metrics: Callable[[Any, PyTree], dict[str, Any]] | None = None,
     weight: Callable[[PyTree], Float[Array, "B"]] | None = None,
     coupled: bool = False,
 ) -> Task:
@@ -40,8 +41,8 @@ def task(
       take one example, so `jax.vmap` the model here, or write `f(model, example, key)` and pass
       `plurax.per_example(f)`; dropout takes that example's key. With `coupled` it is
       `loss(model, batch, keys, mask)`.
-    - `predict(model, inputs)`, `evaluate(model, batch)`: as for `Task`; the model is in inference
-      mode (`eqx.nn.inference_mode`).
+    - `predict(model, inputs)`, `evaluate(model, batch)`, `metrics(model, batch)`: as for `Task`;
+      the model is in inference mode (`eqx.nn.inference_mode`).
     - `weight`, `coupled`: as for `Task`.
 
     Floating arrays are trained. Other arrays (indices, say) are constants, those of
@@ -68,7 +69,7 @@ def task(
     if isinstance(build, eqx.Module):
         raise errors.build_is_a_module("equinox", type(build).__name__, "key")
     check_takes("equinox.task(build=...)", build, "key")
-    check_model_functions("equinox", "model", loss, predict, evaluate, coupled=coupled)
+    check_model_functions("equinox", "model", loss, predict, evaluate, metrics, coupled=coupled)
 
     skeleton = _Skeleton(build)
     return Task(
@@ -76,6 +77,7 @@ def task(
         loss=lambda params, *args: loss(skeleton.model(params), *args),
         predict=taking_params(predict, skeleton.inference_model),
         evaluate=taking_params(evaluate, skeleton.inference_model),
+        metrics=taking_params(metrics, skeleton.inference_model),
         weight=weight,
         coupled=coupled,
     )

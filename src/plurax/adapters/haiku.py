@@ -29,6 +29,7 @@ def task(
     *,
     predict: Callable[[Apply, PyTree], PyTree] | None = None,
     evaluate: Callable[[Apply, PyTree], Any] | None = None,
+    metrics: Callable[[Apply, PyTree], dict[str, Any]] | None = None,
     weight: Callable[[PyTree], Float[Array, "B"]] | None = None,
     coupled: bool = False,
 ) -> Task:
@@ -47,7 +48,8 @@ def task(
     - `loss(apply, batch, keys)`: one loss per example, shape `(B,)`, or a pair of that and
       `{name: (B,) metrics}`; `keys`, shape `(B,)`, holds a random key per example. With `coupled`
       it is `loss(apply, batch, keys, mask)`.
-    - `predict(apply, inputs)`, `evaluate(apply, batch)`, `weight`, `coupled`: as for `Task`.
+    - `predict(apply, inputs)`, `evaluate(apply, batch)`, `metrics(apply, batch)`, `weight`,
+      `coupled`: as for `Task`.
 
     Parameters are trained. State, such as the averages of `hk.BatchNorm`, is model state: the task
     then needs `coupled`, and the loss returns `(losses, metrics, state)` with the state that
@@ -80,7 +82,7 @@ def task(
         kind = transformed.__name__ if isinstance(transformed, type) else type(transformed).__name__
         raise errors.not_transformed(kind)
     check_takes("haiku.task(init=...)", init, "key")
-    check_model_functions("haiku", "apply", loss, predict, evaluate, coupled=coupled)
+    check_model_functions("haiku", "apply", loss, predict, evaluate, metrics, coupled=coupled)
     with_state = isinstance(transformed, hk.TransformedWithState)
     first = jax.eval_shape(lambda: init(jax.random.key(0)))
     kept = first[1] if with_state else {}
@@ -116,6 +118,7 @@ def task(
         loss=stateful_loss if stateful else lambda params, *args: loss(bind(params), *args),
         predict=taking_params(predict, bind),
         evaluate=taking_params(evaluate, bind),
+        metrics=taking_params(metrics, bind),
         weight=weight,
         coupled=coupled,
         stateful=stateful,

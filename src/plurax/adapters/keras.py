@@ -13,9 +13,10 @@ called with keys of the seed: Keras on JAX draws from a key where it is given on
 """
 
 import copy
+import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,8 @@ Model = Any  # keras.Model
 Call = Callable[..., Any]
 Values = dict[str, Any]
 
+_SHORT = {"acc": "accuracy", "mse": "mean_squared_error", "mae": "mean_absolute_error"}
+
 
 def task(
     model: Model | Callable[[], Model],
@@ -46,6 +49,7 @@ def task(
     *,
     predict: Callable[[Call, PyTree], PyTree] | None = None,
     evaluate: Callable[[Call, PyTree], Any] | None = None,
+    metrics: Sequence[str | Call] | Callable[[Call, PyTree], dict[str, Any]] | None = None,
     weight: Callable[[PyTree], Float[Array, "B"]] | None = None,
     coupled: bool = False,
 ) -> Task:
@@ -65,9 +69,13 @@ def task(
       (`keras.Input`, or `model.build`).
     - `loss(model, batch, keys)`: one loss per example, shape `(B,)`, or a pair of that and
       `{name: (B,) metrics}`; `keys`, shape `(B,)`, holds a random key per example. With `coupled`
-      it is `loss(model, batch, keys, mask)`. Or a `keras.losses.Loss`: then batches are pairs
-      `(x, y)` as for `model.fit`, and `predict` of `x` and `evaluate` are there, too.
+      it is `loss(model, batch, keys, mask)`. Or a `keras.losses.Loss`, or its name: then batches
+      are pairs `(x, y)` as for `model.fit`, `predict` of `x` and `evaluate` are there too, and
+      `coupled` is as the model needs it.
     - `predict(model, inputs)`, `evaluate(model, batch)`, `weight`, `coupled`: as for `Task`.
+    - `metrics(model, batch)`: as for `Task`. With a loss of Keras, or a list as for
+      `model.compile`: `"accuracy"`, names of functions in `keras.metrics`, or functions
+      `f(y, outputs)` of one value per example.
 
     Trainable variables are trained, by their paths. Others, such as the averages of
     `BatchNormalization`, are model state: the task then needs `coupled`, `model(x, training=True)`
@@ -86,18 +94,22 @@ def task(
     task = px.adapters.keras.task(
         lambda: keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)]),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
     )
     result = px.fit(task, optax.adam(1e-2), (x, y), batch_size=64, epochs=5)
     ```
     """
     network = _Network(model)
-    if isinstance(loss, keras.losses.Loss):
-        loss, more = _of_keras_loss(loss, network)
-        predict, evaluate = predict or more["predict"], evaluate or more["evaluate"]
     stateful = bool(network.state_names)
+    if isinstance(loss, str | keras.losses.Loss):
+        named = {} if metrics is None or callable(metrics) else _metrics(metrics)
+        metrics = metrics if callable(metrics) else None
+        loss, more = _of_keras_loss(loss, network, named)
+        predict, evaluate = predict or more["predict"], evaluate or more["evaluate"]
+        coupled = coupled or stateful
     if stateful and not coupled:
         raise errors.model_state_needs_coupled(network.state_names)
-    check_model_functions("keras", "model", loss, predict, evaluate, coupled=coupled)
+    check_model_functions("keras", "model", loss, predict, evaluate, metrics, coupled=coupled)
 
     def stateful_loss(params: PyTree, state: PyTree, *args: Any) -> Any:
         output = loss(network.bind(params, state), *args)
@@ -114,6 +126,7 @@ def task(
         loss=stateful_loss if stateful else lambda params, *args: loss(network.bind(params), *args),
         predict=taking_params(predict, network.bind),
         evaluate=taking_params(evaluate, network.bind),
+        metrics=taking_params(cast(Call | None, metrics), network.bind),
         weight=weight,
         coupled=coupled,
         stateful=stateful,
@@ -234,34 +247,71 @@ class _Network:
         return nested
 
 
-def _of_keras_loss(loss: Any, network: _Network) -> tuple[Callable[..., Any], dict[str, Any]]:
+def _of_keras_loss(
+    loss: Any, network: _Network, metrics: Mapping[str, Call]
+) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return functions of batches `(x, y)` for a loss of Keras, without its mean over the batch."""
+    function = keras.losses.get(loss) if isinstance(loss, str) else loss
+    function = function.call if isinstance(function, keras.losses.Loss) else function
 
-    def losses(outputs: Any, y: Any) -> Float[Array, "B"]:
-        each = loss.call(y, outputs)
-        return jnp.mean(each, axis=tuple(range(1, jnp.ndim(each))))
+    def values(outputs: Any, y: Any) -> tuple[Float[Array, "B"], dict[str, Float[Array, "B"]]]:
+        found = {name: _of_rows(metric(y, outputs)) for name, metric in metrics.items()}
+        return _of_rows(function(y, outputs)), found
 
     def of_example(model: Call, example: PyTree, key: Key[Array, ""]) -> Any:
         x, y = jax.tree.map(lambda leaf: leaf[None], example)
-        return losses(model(x, training=True, key=key), y)[0]
+        return jax.tree.map(lambda leaf: leaf[0], values(model(x, training=True, key=key), y))
 
     def of_batch(model: Call, batch: PyTree, keys: Any) -> Any:
         x, y = batch
-        return losses(model(x, training=True), y)
+        return values(model(x, training=True), y)
 
     def with_state(model: Call, batch: PyTree, keys: Any, mask: Any) -> Any:
         x, y = batch
         outputs, state = model(x, training=True, key=keys[0])
-        return losses(outputs, y), {}, state
+        return *values(outputs, y), state
 
     def evaluate(model: Call, batch: PyTree) -> Any:
         x, y = batch
-        return losses(model(x), y)
+        return values(model(x), y)
 
     more = {"evaluate": evaluate, "predict": lambda model, inputs: model(inputs)}
     if network.state_names:
         return with_state, more
     return per_example(of_example) if network.draws else of_batch, more
+
+
+def _of_rows(values: Any) -> Float[Array, "B"]:
+    """One value per example: the mean over all other dims."""
+    values = jnp.asarray(values)
+    values = values if jnp.issubdtype(values.dtype, jnp.floating) else values.astype(float)
+    return jnp.mean(values, axis=tuple(range(1, jnp.ndim(values))))
+
+
+def _metrics(given: Sequence[str | Call]) -> dict[str, Call]:
+    """The functions of metrics as `model.compile` takes them, by name.
+
+    Raises `TaskError` for one that is no mean of a value per example.
+    """
+    found: dict[str, Call] = {}
+    for one in [given] if isinstance(given, str) else given:
+        function: Any = one
+        if isinstance(one, str):
+            name = _SHORT.get(one, one)
+            function = _accuracy if name == "accuracy" else getattr(keras.metrics, name, None)
+        if isinstance(function, type) or not inspect.isroutine(function):
+            raise errors.keras_metric(one if isinstance(one, str) else type(one).__name__)
+        found[one if isinstance(one, str) else function.__name__] = function
+    return found
+
+
+def _accuracy(y: Any, outputs: Any) -> Any:
+    """Keras's `"accuracy"`, which is chosen by the shapes."""
+    if outputs.shape[-1] == 1:
+        return keras.metrics.binary_accuracy(y, outputs)
+    if jnp.ndim(y) < jnp.ndim(outputs) or y.shape[-1] == 1:
+        return keras.metrics.sparse_categorical_accuracy(y, outputs)
+    return keras.metrics.categorical_accuracy(y, outputs)
 
 
 def _names(model: Any) -> dict[str, str]:

@@ -28,6 +28,7 @@ def task(
     *,
     predict: Callable[[Apply, PyTree], PyTree] | None = None,
     evaluate: Callable[[Apply, PyTree], Any] | None = None,
+    metrics: Callable[[Apply, PyTree], dict[str, Any]] | None = None,
     weight: Callable[[PyTree], Float[Array, "B"]] | None = None,
     coupled: bool = False,
 ) -> Task:
@@ -45,7 +46,8 @@ def task(
     - `loss(apply, batch, keys)`: one loss per example, shape `(B,)`, or a pair of that and
       `{name: (B,) metrics}`; `keys`, shape `(B,)`, holds a random key per example. With `coupled`
       it is `loss(apply, batch, keys, mask)`.
-    - `predict(apply, inputs)`, `evaluate(apply, batch)`, `weight`, `coupled`: as for `Task`.
+    - `predict(apply, inputs)`, `evaluate(apply, batch)`, `metrics(apply, batch)`, `weight`,
+      `coupled`: as for `Task`.
 
     The collection `params` is trained. Every other one, such as `batch_stats`, is model state: the
     task then needs `coupled`, and the loss returns `(losses, metrics, updates)` with the updates
@@ -78,7 +80,7 @@ def task(
         kind = module.__name__ if isinstance(module, type) else type(module).__name__
         raise errors.module_is_none(kind)
     check_takes("linen.task(init=...)", init, "key")
-    check_model_functions("linen", "apply", loss, predict, evaluate, coupled=coupled)
+    check_model_functions("linen", "apply", loss, predict, evaluate, metrics, coupled=coupled)
     _, kept = _cut(jax.eval_shape(lambda: init(jax.random.key(0))))
     stateful = bool(kept)
     if stateful and not coupled:
@@ -106,6 +108,7 @@ def task(
         loss=stateful_loss if stateful else lambda params, *args: loss(bind(params), *args),
         predict=taking_params(predict, bind),
         evaluate=taking_params(evaluate, bind),
+        metrics=taking_params(metrics, bind),
         weight=weight,
         coupled=coupled,
         stateful=stateful,

@@ -31,12 +31,17 @@ def check_model_functions(
     loss: Any,
     predict: Any,
     evaluate: Any,
+    metrics: Any,
     *,
     coupled: bool,
 ) -> None:
     """Raise `TaskError` where a function of a model takes other arguments than it will be given."""
     mask = ", mask" if coupled else ""
     check_takes(f"{library}.task(loss=...)", loss, f"{model}, batch, keys{mask}")
-    for name, function, rest in (("predict", predict, "inputs"), ("evaluate", evaluate, "batch")):
+    for name, function, rest in (
+        ("predict", predict, "inputs"),
+        ("evaluate", evaluate, "batch"),
+        ("metrics", metrics, "batch"),
+    ):
         if function is not None:
             check_takes(f"{library}.task({name}=...)", function, f"{model}, {rest}")

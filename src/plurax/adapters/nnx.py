@@ -44,6 +44,7 @@ def task(
     *,
     predict: Callable[[nnx.Module, PyTree], PyTree] | None = None,
     evaluate: Callable[[nnx.Module, PyTree], Any] | None = None,
+    metrics: Callable[[nnx.Module, PyTree], dict[str, Any]] | None = None,
     weight: Callable[[PyTree], Float[Array, "B"]] | None = None,
     coupled: bool = False,
 ) -> Task:
@@ -55,8 +56,8 @@ def task(
     - `loss(model, batch, keys)`: one loss per example, shape `(B,)`, or a pair of that and
       `{name: (B,) metrics}`; `keys`, shape `(B,)`, holds a random key per example. With `coupled`
       it is `loss(model, batch, keys, mask)`. The model is in training mode (`model.train()`).
-    - `predict(model, inputs)`, `evaluate(model, batch)`: as for `Task`; the model is in evaluation
-      mode (`model.eval()`).
+    - `predict(model, inputs)`, `evaluate(model, batch)`, `metrics(model, batch)`: as for `Task`;
+      the model is in evaluation mode (`model.eval()`).
     - `weight`, `coupled`: as for `Task`.
 
     `nnx.Param`s are trained. Every other variable, such as an `nnx.BatchStat`, is model state: what
@@ -88,7 +89,7 @@ def task(
     if isinstance(build, nnx.Module):
         raise errors.build_is_a_module("nnx", type(build).__name__, "rngs")
     check_takes("nnx.task(build=...)", build, "rngs")
-    check_model_functions("nnx", "model", loss, predict, evaluate, coupled=coupled)
+    check_model_functions("nnx", "model", loss, predict, evaluate, metrics, coupled=coupled)
 
     def init(key: Key[Array, ""]) -> PyTree:
         params, state = map(nnx.to_pure_dict, _split(_built(build, key)))
@@ -116,6 +117,7 @@ def task(
         loss=stateful_loss if stateful else stateless_loss,
         predict=taking_params(predict, bind),
         evaluate=taking_params(evaluate, bind),
+        metrics=taking_params(metrics, bind),
         weight=weight,
         coupled=coupled,
         stateful=stateful,

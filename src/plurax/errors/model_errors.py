@@ -53,6 +53,15 @@ def not_a_keras_model(kind: str) -> TaskError:
     )
 
 
+def keras_metric(name: str) -> TaskError:
+    return TaskError(
+        f"keras.task(metrics=[...]) got {name!r}, which is no function of one value per example: "
+        'plurax averages "accuracy", functions in keras.metrics such as '
+        '"sparse_top_k_categorical_accuracy", and f(y, outputs) of your own. For what is no mean '
+        'write metrics=lambda model, batch: {"auc": plurax.metrics.auc(...)}.'
+    )
+
+
 def keras_not_built(name: str) -> TaskError:
     return TaskError(
         f"the Keras model {name!r} has no weights yet, because it knows no shape of its inputs. "
