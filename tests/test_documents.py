@@ -1,4 +1,8 @@
-"""Every Python block of the README and the docs runs as written, and prints what the page says."""
+"""Every Python block of the README and the docs runs as written, and prints what the page says.
+
+A `text` block right after one is what it prints. In a `console` block each line that begins with
+`$ plurax` is a command, and the lines after it are what it prints.
+"""
 
 import ast
 import contextlib
@@ -8,12 +12,14 @@ import importlib
 import io
 import pkgutil
 import re
+import shlex
 import warnings
 from pathlib import Path
 
 import pytest
 
 import plurax as px
+from plurax.cli import commands as cli
 
 REPOSITORY = Path(__file__).parents[1]
 WRITTEN = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
@@ -25,7 +31,8 @@ PAGES = [
     if "```python" in page.read_text(encoding="utf-8") and page not in ELSEWHERE
 ]
 BLOCKS = re.compile(
-    r"^(?P<indent> *)```python\n(?P<code>.*?)^ *```\n(\s*^ *```text\n(?P<text>.*?)^ *```)?",
+    r"^(?P<indent> *)```python\n(?P<code>.*?)^ *```\n(\s*^ *```text\n(?P<text>.*?)^ *```)?"
+    r"|^```console\n(?P<console>.*?)^```",
     re.DOTALL | re.MULTILINE,
 )
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?![\d])")
@@ -66,6 +73,9 @@ def run(page, words_only=None):
     names = {"__name__": "__main__"}
     for block in BLOCKS.finditer(text):
         line = text.count("\n", 0, block.start()) + 1
+        if block["console"] is not None:
+            run_commands(f"{page.name}:{line}", block["console"], words_only)
+            continue
         code = "\n" * line + _undented(block["code"], block["indent"])
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), warnings.catch_warnings():
@@ -76,6 +86,20 @@ def run(page, words_only=None):
             said = _undented(block["text"], block["indent"])
             differ = different(said, printed.getvalue(), words_only)
             assert not differ, f"{page.name}:{line} prints something else:\n{differ}"
+
+
+def run_commands(where, block, words_only=None):
+    """Run the commands of a `console` block in this process, and compare what they print."""
+    first, *parts = re.split(r"^\$ plurax ", block, flags=re.MULTILINE)
+    assert not first, f"{where}: a console block begins with `$ plurax`"
+    for part in parts:
+        command, _, said = part.partition("\n")
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as stopped:
+            cli.main(shlex.split(command, comments=True))
+        assert stopped.value.code == 0, f"{where}: plurax {command} exits with {stopped.value.code}"
+        differ = different(said, printed.getvalue(), words_only)
+        assert not differ, f"{where}: plurax {command} prints something else:\n{differ}"
 
 
 def _undented(block, indent):
@@ -93,15 +117,33 @@ def different(said, printed, words_only=None):
     b = [line.rstrip() for line in printed.splitlines() if line.strip()]
     if len(a) != len(b) and "..." not in a:
         return f"{len(a)} lines, and {len(b)} were printed:\n{printed}"
-    if "..." in a:  # lines left out
-        first = a.index("...")
-        b = b[:first] + b[len(b) - (len(a) - first - 1) :]
-        a = a[:first] + a[first + 1 :]
+
+    def alike(one, other):
+        return _alike(one, other, words_only is not None and words_only.search(one))
+
     return "\n".join(
-        f"- {one}\n+ {other}"
-        for one, other in zip(a, b, strict=True)
-        if not _alike(one, other, words_only is not None and words_only.search(one))
+        f"- {one}\n+ {other}" for one, other in _pairs(a, b, alike) if not alike(one, other)
     )
+
+
+def _pairs(said, printed, alike):
+    """Pair lines of a page with those printed; a line `...` stands for any number of lines."""
+    parts = [[]]
+    for line in said:
+        if line == "...":
+            parts.append([])
+        else:
+            parts[-1].append(line)
+    start = 0
+    for index, part in enumerate(parts):
+        if part and index == len(parts) - 1 > 0:
+            start = max(start, len(printed) - len(part))
+        elif part and index:
+            places = range(start, len(printed))
+            start = next((at for at in places if alike(part[0], printed[at])), start)
+        found = printed[start : start + len(part)]
+        yield from zip(part, found + [""] * (len(part) - len(found)), strict=True)
+        start += len(part)
 
 
 def _alike(said, printed, words_only):
@@ -134,6 +176,31 @@ def _close(said, printed):
     if "." not in said and "e" not in said:
         return a == b  # counts are exact
     return abs(a - b) <= max(0.01 * abs(a), 1.01 * 10.0**-decimals)
+
+
+@pytest.mark.parametrize(
+    ("said", "printed", "same"),
+    [
+        ("a 1\nb", "a 1\nb", True),
+        ("a 1\nb", "a 2\nb", False),
+        ("a 1\nb", "a 1", False),
+        ("a\n...\nd", "a\nb\nc\nd", True),
+        ("a\n...\nd", "a\nb\nc", False),
+        ("a\n...\nc 3\n...", "a\nb\nc 3\nd", True),
+        ("a\n...\nc 3\n...", "a\nb\nc 4\nd", False),
+        ("...\na\n...\nb\n...", "b\na\nc", False),
+        ("...\na", "", False),
+    ],
+)
+def test_lines_may_be_left_out(said, printed, same):
+    assert (not different(said, printed)) == same
+
+
+def test_commands_are_compared(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_commands("here", "$ plurax new a.py\nwrote a.py\n...\n$ plurax examples\n...\n")
+    with pytest.raises(AssertionError, match="plurax examples prints something else"):
+        run_commands("here", "$ plurax examples\nnone\n...\n")
 
 
 def test_pages_have_each_heading_once():
