@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from plurax.adapters import equinox as equinox_adapter
 from plurax.adapters import haiku as haiku_adapter
 from plurax.adapters import linen as linen_adapter
 from plurax.adapters import nnx as nnx_adapter
+from plurax.validate import place_of
 
 LIBRARIES = ("nnx", "linen", "equinox", "haiku")
 WIDTH = 16
@@ -547,6 +549,16 @@ def test_nnx_dropout_from_its_own_streams_is_refused(lift):
         match=r"draws from its own random stream 'default'.*say nnx\.reseed\(model, default=key\)",
     ):
         px.compile(task, optax.sgd(0.1), px.Plan(data=2), ROWS)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_messages_show_the_users_own_function(library):
+    task, _ = MLPS[library]()
+    for function in (task.loss, task.predict, task.evaluate):
+        assert re.search(r"test_adapters\.py:\d+", place_of(function))
+    averaged = nnx_adapter.task(NnxMlp, lambda model, batch, keys: batch["x"].mean())
+    with pytest.raises(px.TaskError, match=r"^Task\.loss \(\S*test_adapters\.py:\d+\) returned"):
+        px.compile(averaged, OPTIMIZER, px.Plan(), ROWS)
 
 
 def test_linen_state_needs_updates():

@@ -228,6 +228,33 @@ def test_a_run_of_python_is_read_with_a_file(workplace, capsys):
     assert (found.options["seed"], found.file) == (5, workplace / "small.py")
 
 
+@pytest.mark.parametrize("members", ["None", "px.Members(2)"])
+def test_the_best_state_predicts(members, workplace, capsys):
+    """The largest loss is that of the first epoch, so that the best state is not the newest."""
+    given = f'members={members}, callbacks=[px.callbacks.KeepBest("loss", mode="max")]'
+    Path("small.py").write_text(EXPERIMENT.replace("epochs=2", f"epochs=3, {given}"))
+    np.savez("inputs.npz", x=models.data(5)["x"])
+    predict = ("predict", "--inputs", "inputs.npz")
+    code, _, err = run(capsys, "train", "small.py", "--output", "one", "--epochs", "1")
+    assert code == 0, err
+    code, _, err = run(capsys, "train", "small.py", "--output", "three")
+    assert code == 0, err
+    for folder, *options in (("one",), ("three", "--best"), ("three",)):
+        where = ("--predictions", f"{folder}{len(options)}.npy")
+        code, _, err = run(capsys, predict[0], folder, *predict[1:], *where, *options)
+        assert code == 0, err
+    first, best, newest = (np.load(f"{name}.npy") for name in ("one0", "three1", "three0"))
+    np.testing.assert_array_equal(best, first)
+    assert not np.array_equal(newest, first)
+
+
+def test_a_run_that_kept_no_best_state_says_so(ran, capsys):
+    np.savez("inputs.npz", x=models.data(5)["x"])
+    code, _, err = run(capsys, "predict", "ran", "--inputs", "inputs.npz", "--best")
+    assert code == 2
+    assert "ran holds no best state, which --best predicts with" in err
+
+
 def test_a_run_is_predicted_with_on_fewer_devices(ran, capsys):
     """`data` gives way; training goes on under the same plan only."""
     path = ran / "run.toml"

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
 from plurax import errors
-from plurax.adapters.model_functions import check_model_functions, taking_params
+from plurax.adapters.model_functions import check_model_functions, stands_for, taking_params
 from plurax.state import TrainState
 from plurax.task import Task
 from plurax.validate import check_takes
@@ -74,7 +74,7 @@ def task(
     skeleton = _Skeleton(build)
     return Task(
         init=lambda key: skeleton.params_of(build(key)),
-        loss=lambda params, *args: loss(skeleton.model(params), *args),
+        loss=stands_for(loss, lambda params, *args: loss(skeleton.model(params), *args)),
         predict=taking_params(predict, skeleton.inference_model),
         evaluate=taking_params(evaluate, skeleton.inference_model),
         metrics=taking_params(metrics, skeleton.inference_model),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
 from plurax import errors
-from plurax.adapters.model_functions import check_model_functions, taking_params
+from plurax.adapters.model_functions import check_model_functions, stands_for, taking_params
 from plurax.state import TrainState
 from plurax.task import Task
 from plurax.tree import named_leaves
@@ -103,6 +103,9 @@ def task(
     def bind(params: PyTree, state: PyTree = ()) -> Apply:
         return jax.tree_util.Partial(call, (params, state or {}) if with_state else (params,))
 
+    def stateless_loss(params: PyTree, *args: Any) -> Any:
+        return loss(bind(params), *args)
+
     def stateful_loss(params: PyTree, state: PyTree, *args: Any) -> Any:
         output = loss(bind(params, state), *args)
         if not (isinstance(output, tuple) and len(output) == 3):
@@ -115,7 +118,7 @@ def task(
 
     return Task(
         init=lambda key: init(key)[0] if with_state and not stateful else init(key),
-        loss=stateful_loss if stateful else lambda params, *args: loss(bind(params), *args),
+        loss=stands_for(loss, stateful_loss if stateful else stateless_loss),
         predict=taking_params(predict, bind),
         evaluate=taking_params(evaluate, bind),
         metrics=taking_params(metrics, bind),

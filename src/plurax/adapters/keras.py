@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
 from plurax import errors
-from plurax.adapters.model_functions import check_model_functions, taking_params
+from plurax.adapters.model_functions import check_model_functions, stands_for, taking_params
 from plurax.state import TrainState
 from plurax.task import Task, per_example
 from plurax.tree import named_leaves
@@ -111,6 +111,9 @@ def task(
         raise errors.model_state_needs_coupled(network.state_names)
     check_model_functions("keras", "model", loss, predict, evaluate, metrics, coupled=coupled)
 
+    def stateless_loss(params: PyTree, *args: Any) -> Any:
+        return loss(network.bind(params), *args)
+
     def stateful_loss(params: PyTree, state: PyTree, *args: Any) -> Any:
         output = loss(network.bind(params, state), *args)
         if not (isinstance(output, tuple) and len(output) == 3):
@@ -123,7 +126,7 @@ def task(
 
     return Task(
         init=network.init if stateful else lambda key: network.init(key)[0],
-        loss=stateful_loss if stateful else lambda params, *args: loss(network.bind(params), *args),
+        loss=stands_for(loss, stateful_loss if stateful else stateless_loss),
         predict=taking_params(predict, network.bind),
         evaluate=taking_params(evaluate, network.bind),
         metrics=taking_params(cast(Call | None, metrics), network.bind),

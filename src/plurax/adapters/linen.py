@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Float, Key, PyTree
 
 from plurax import errors
-from plurax.adapters.model_functions import check_model_functions, taking_params
+from plurax.adapters.model_functions import check_model_functions, stands_for, taking_params
 from plurax.state import TrainState
 from plurax.task import Task
 from plurax.tree import named_leaves
@@ -92,6 +92,9 @@ def task(
     def bind(params: PyTree, state: PyTree = ()) -> Apply:
         return jax.tree_util.Partial(call, _join(params, state))
 
+    def stateless_loss(params: PyTree, *args: Any) -> Any:
+        return loss(bind(params), *args)
+
     def stateful_loss(params: PyTree, state: PyTree, *args: Any) -> Any:
         output = loss(bind(params, state), *args)
         if not (isinstance(output, tuple) and len(output) == 3 and isinstance(output[2], Mapping)):
@@ -105,7 +108,7 @@ def task(
 
     return Task(
         init=lambda key: _cut(init(key)) if stateful else _cut(init(key))[0],
-        loss=stateful_loss if stateful else lambda params, *args: loss(bind(params), *args),
+        loss=stands_for(loss, stateful_loss if stateful else stateless_loss),
         predict=taking_params(predict, bind),
         evaluate=taking_params(evaluate, bind),
         metrics=taking_params(metrics, bind),

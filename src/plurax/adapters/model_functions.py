@@ -1,5 +1,6 @@
 """A `Task` from a model of another library; each library is imported only by its own module."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,13 @@ def taking_params(
         *state, inputs = args
         return function(bind(params, *state), inputs)
 
+    return stands_for(function, run)
+
+
+def stands_for(function: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `run`, which calls a user's function; errors then show the file and line of that."""
+    run.__signature__ = inspect.signature(run)  # type: ignore[attr-defined]  # its own
+    run.__wrapped__ = function  # type: ignore[attr-defined]
     return run
 
 

@@ -24,7 +24,7 @@ import jax
 from jaxtyping import Array, Float, Key, PyTree
 
 from plurax import errors
-from plurax.adapters.model_functions import check_model_functions, taking_params
+from plurax.adapters.model_functions import check_model_functions, stands_for, taking_params
 from plurax.state import TrainState
 from plurax.task import Task
 from plurax.tree import named_leaves
@@ -114,7 +114,7 @@ def task(
     bind = functools.partial(_filled, build)
     return Task(
         init=init,
-        loss=stateful_loss if stateful else stateless_loss,
+        loss=stands_for(loss, stateful_loss if stateful else stateless_loss),
         predict=taking_params(predict, bind),
         evaluate=taking_params(evaluate, bind),
         metrics=taking_params(metrics, bind),

@@ -21,6 +21,7 @@ from plurax.state import TrainState
 from plurax.train.checkpoint import Checkpoints
 from plurax.train.hooks import Run
 from plurax.train.log import Row
+from plurax.train.restore import members_meta
 
 
 class KeepBest:
@@ -69,7 +70,7 @@ class KeepBest:
             self._best = state = jax.tree.map(jnp.copy, state)  # the next step reuses its memory
         if self._saved is not None:
             said = {"metric": self._followed.metric, "best": self._followed.to_json()}
-            self._saved.save(state, {"step": run.step, **said})
+            self._saved.save(state, {"step": run.step, **said, **members_meta(run.program)})
 
     def on_stop(self, run: Run) -> None:
         """Wait for the save under way."""

@@ -211,7 +211,12 @@ class Wandb(StepLogger):
 
     A run that is resumed goes on in the same run there.
 
-    **Arguments:** `project`; `name`, of the run; `options`, further arguments of `wandb.init`.
+    **Arguments:** `project`; `name`, of the run; `options`, further arguments of `wandb.init`, of
+    which `config` is added to the settings.
+
+    What you log besides, such as pictures, needs the step of the rows:
+    `wandb.run.log({...}, step=run.step)` in a callback. Without it the client counts its own steps,
+    and leaves out rows of a step before.
 
     Raises `MissingPackageError` without `wandb`.
     """
@@ -226,7 +231,9 @@ class Wandb(StepLogger):
 
     def _open(self, run: Run) -> None:
         again = {"id": self._id, "resume": "allow"} if self._id else {}
-        self._run = self._wandb.init(config=_settings(run), **{**self._options, **again})
+        options = {**self._options, **again}
+        options["config"] = {**_settings(run), **(options.get("config") or {})}
+        self._run = self._wandb.init(**options)
         self._id = self._run.id
 
     def _write(self, row: Row) -> None:

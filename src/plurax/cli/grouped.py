@@ -38,7 +38,7 @@ class Group:
 
 GROUPS = (
     Group("data", "What is read, and in which order.",
-          ("batch_size", "shuffle", "ragged", "inputs", "predictions", "chunk")),
+          ("batch_size", "shuffle", "ragged", "inputs", "predictions", "chunk", "best")),
     Group("training", "How long, and from which seed.",
           ("epochs", "max_steps", "max_seconds", "fast_dev_run", "steps", "seed", "resident")),
     Group("device", "Where it runs, or is estimated to run.",

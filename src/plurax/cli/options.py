@@ -184,6 +184,8 @@ class Predict(Common):
     """File for the outputs: .npy for one array, .npz for a dict of arrays."""
     chunk: int | None = None
     """Inputs at a time; default the batch size."""
+    best: bool = False
+    """Predict with the state that the callback KeepBest has kept, in place of the newest."""
 
 
 @dataclasses.dataclass(frozen=True)

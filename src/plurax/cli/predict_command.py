@@ -21,15 +21,16 @@ from plurax.validate import local_path
 def predict_command(arguments: list[str]) -> int:
     """Run the trained network over inputs, and write its outputs."""
     made, options, *_ = parse(arguments, "predict", predict_options)
-    directory = local_path(options.output) / "checkpoints"
+    missing = errors.best_none if options.best else errors.checkpoint_none
+    directory = local_path(options.output) / ("best" if options.best else "checkpoints")
     if not directory.is_dir():
-        raise errors.checkpoint_none(str(options.output))
+        raise missing(str(options.output))
     inputs = _read_arrays(options.inputs)
     program = chosen_program(made, options, options.chosen_plan())
     with Checkpoints(directory) as checkpoints:
         restored = restore(program, checkpoints)
     if restored is None:
-        raise errors.checkpoint_none(str(options.output))
+        raise missing(str(options.output))
     try:
         outputs = program.predict(restored[0], inputs, chunk=options.chunk)
     except Exception as error:

@@ -13,6 +13,14 @@ def checkpoint_none(directory: str) -> CheckpointError:
     return CheckpointError(f"{directory} holds no checkpoint; train with this directory first.")
 
 
+def best_none(directory: str) -> CheckpointError:
+    return CheckpointError(
+        f"{directory} holds no best state, which --best predicts with: train with "
+        'callbacks=[plurax.callbacks.KeepBest("eval_loss")]. Without --best the newest state is '
+        "taken."
+    )
+
+
 def checkpoint_all_damaged(directory: str, reasons: Iterable[str]) -> CheckpointError:
     listed = "\n".join(f"  - {reason}" for reason in reasons)
     return CheckpointError(
