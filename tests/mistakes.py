@@ -23,6 +23,9 @@ PYTHON = {
         ("px.Task(init=init, loss=lambda params, batch: batch['y'])", "TaskError",
          "takes (params, batch), and is called with (params, batch, keys): write "
          "def loss(params, batch, keys)"),
+        ("px.compile(px.Task(init=init, loss=lambda params, batch, keys: "
+         "jax.lax.pmean(batch['y'], 'batch')), optimizer, px.Plan(), data).evaluate(None, data)",
+         "TaskError", "communicates over an axis 'batch', as functions for jax.pmap do."),
         ("px.Task(init=init, loss=loss, predict=lambda x: x)", "TaskError",
          "takes (x), and is called with (params, inputs)"),
         ("px.Task(init=init(key), loss=loss)", "TaskError",

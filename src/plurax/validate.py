@@ -1,5 +1,6 @@
 """Numbers and paths as users give them, before anything is done with them. Imports no JAX."""
 
+import functools
 import inspect
 import operator
 import os
@@ -74,6 +75,22 @@ def check_takes(what: str, function: Any, arguments: str) -> None:
         raise errors.function_takes_others(
             what, arguments, str(signature), place_of(function)
         ) from None
+
+
+def without_axes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function; `TaskError` where it communicates over an axis that nothing binds."""
+
+    @functools.wraps(function)
+    def called(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except NameError as error:
+            found = re.search(r"unbound axis name: (\S+?)\.?(\s|$)", str(error))
+            if found is None:
+                raise
+            raise errors.axis_is_unbound(place_of(function), found[1]) from error
+
+    return called
 
 
 def place_of(function: Callable[..., Any]) -> str:

@@ -508,6 +508,16 @@ def test_fit_with_a_mask_that_is_not_read(x64, resident):
     assert models.max_rel_error(trained_, expected_) < 1e-10
 
 
+def test_a_population_leaves_out_a_batch_that_would_be_filled_up():
+    options = {"batch_size": 12, "epochs": 2, "ragged": "drop", "progress": False}
+    task, plan = unmasked("normed"), px.Plan(chunk=2, batch_dim="major")
+    many = px.fit(task, optimizer(), models.data(19), members=px.Members(2), plan=plan, **options)
+    alone = px.fit(task, optimizer(), models.data(19), **options)
+    first = px.ensemble.export_member(many.state, 0)
+    assert many.history[-1]["step"] == 2
+    assert models.max_rel_error(first.params, alone.state.params) < 1e-5
+
+
 def test_a_batch_size_that_would_be_filled_up_is_refused():
     match = r"batches of 13 examples need padding .* into 4 .*4 divides \(12 or 16\)"
     with pytest.raises(px.BatchError, match=match):

@@ -19,6 +19,14 @@ def loss_is_scalar(where: str, shape: tuple[int, ...], batch: int) -> TaskError:
     )
 
 
+def axis_is_unbound(where: str, axis: str) -> TaskError:
+    return TaskError(
+        f"a function of the task{where} communicates over an axis {axis!r}, as functions for "
+        "jax.pmap do. plurax does every sum over devices, and a coupled loss sees the examples of "
+        "all of them: leave out jax.lax.pmean, psum and the like, and axis_name in batch norm."
+    )
+
+
 def loss_wrong_shape(where: str, shape: tuple[int, ...], batch: int) -> TaskError:
     return TaskError(
         f"{where} returned shape {shape}; it must be ({batch},), one number per example. "

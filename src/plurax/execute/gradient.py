@@ -27,7 +27,7 @@ from plurax.metrics.metric import Metric
 from plurax.plan import BatchDim, Precision, Remat
 from plurax.task import Task
 from plurax.tree import sum_dtype
-from plurax.validate import place_of
+from plurax.validate import place_of, without_axes
 
 RESERVED = frozenset({"loss", "weight", "grad_norm", "examples", "skipped"})
 
@@ -63,6 +63,7 @@ def with_precision(
     Gradients keep the parameters' dtype. Model state is not cast: a small increment of a running
     average would round to nothing in bfloat16.
     """
+    fun = without_axes(fun)
     if precision == "float32":
         return fun
 

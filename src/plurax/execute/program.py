@@ -45,7 +45,7 @@ from plurax.mesh import replicated, split_rows, within
 from plurax.plan import Plan
 from plurax.state import TrainState
 from plurax.task import Task
-from plurax.validate import check_seed
+from plurax.validate import check_seed, without_axes
 
 
 class Program:
@@ -104,7 +104,7 @@ class Program:
             like = self._placement.like
             self._functions: StepFunctions = Network(task, optimizer, plan, mesh, like, sharding)
         else:
-            if data is not None:
+            if data is not None and data.ragged == "pad":
                 self._check_size(data.draws % self.batch_size)
             self._functions = choose_plan(self._population, plan, self._lower_most_run)
             self.chose = self._functions.plan != plan
@@ -562,7 +562,8 @@ class Program:
 
     def _reads_mask(self) -> bool:
         task, rows = self._example.task, self._placement.like
-        return reads_mask(task, self._new_state_like, rows, within(self.mesh, task.loss))
+        loss = within(self.mesh, without_axes(task.loss))
+        return reads_mask(task, self._new_state_like, rows, loss)
 
     def _for_size(self, size: int) -> "Program":
         """Return this program, or one for exactly `size` rows if the loss ignores its mask."""
