@@ -13,13 +13,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.ticker import LogLocator, NullLocator
-
-from benchmarks import machine
+from benchmarks import charts, machine
+from benchmarks.charts import range_of
+from benchmarks.charts import speed_of as _speed
 from benchmarks.harness import ROOT
 
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
@@ -47,10 +43,10 @@ TITLES = {
 }
 UNEVEN = "uneven.png"
 """Loss over seconds, of four workers of which one is slow."""
-COLOURS = {True: "#0072B2", False: "#D55E00", None: "#999999"}
-OCTAVES = (0.25, 0.5, 1, 2, 4, 8, 16)
-LINES = (("#0072B2", "o"), ("#009E73", "s"), ("#D55E00", "^"), ("#000000", "D"), ("#CC79A7", "v"))
-"""The colour and the marker of each peer of populations, and of each way to train."""
+UNEVEN_PICTURE = (
+    "![Held-out loss over seconds in each way to train; a large mark where the goal is reached, "
+    f"faint lines after it](assets/{UNEVEN})"
+)
 
 
 def main() -> None:
@@ -64,10 +60,9 @@ def main() -> None:
     else:
         results = newest(ROOT / "benchmarks" / "results")
     options.pictures.mkdir(parents=True, exist_ok=True)
-    plt.rc("font", size=12)
-    draw(results, options.pictures / "benchmarks.png")
-    draw_members(results, options.pictures / "benchmarks-members.png")
-    draw_uneven(results, options.pictures / UNEVEN)
+    charts.draw_speeds(results, TITLES, options.pictures)
+    charts.draw_members(results, options.pictures / "benchmarks-members.png")
+    charts.draw_uneven(results, options.pictures / UNEVEN)
     fill(options.page, "\n\n".join(table(result) for result in results))
     if options.page == PAGE:
         fill(README, headlines(results))
@@ -114,11 +109,8 @@ def headlines(results: list[dict[str, Any]]) -> str:
                 and row["facts"].get("members", 100) >= 100
             ]  # fmt: skip
             if speeds:
-                low, high = _speed(min(speeds)), _speed(max(speeds))
-                span = f"{low} ×" if low == high else f"{low} to {high} ×"
-                lines.append(
-                    f"| {text} | {against} | {span} | {machine.label(result['machine'])} |"
-                )
+                where = machine.label(result["machine"])
+                lines.append(f"| {text} | {against} | {range_of(speeds)} | {where} |")
     return "\n".join(lines)
 
 
@@ -145,11 +137,6 @@ def _over(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
     here = {"date": old["date"], "versions": old["versions"]}
     earlier = {row["group"]: old["earlier"].get(row["group"], here) for row in kept}
     return {**new, "rows": kept + new["rows"], "earlier": earlier}
-
-
-def _speed(speed: float) -> str:
-    """Three digits, more before the point, two after it at most."""
-    return f"{speed:.{2 if speed < 10 else 1 if speed < 100 else 0}f}"
 
 
 def _target(target: float | None) -> str:
@@ -185,7 +172,7 @@ def table(result: dict[str, Any]) -> str:
             lines += ["| | found | reached |", "|---|---|---|"]
             lines += [f"| {r['name']} | {r['found']} | {_mark(r)} |" for r in checked]
         if checked and group == "uneven":
-            lines += ["", f"![Held-out loss over seconds in each way to train](assets/{UNEVEN})"]
+            lines += ["", UNEVEN_PICTURE]
         skipped = [row for row in rows if row["row"] == "skipped"]
         lines += [""] * bool(skipped and len(skipped) < len(rows))
         lines += [f"- not measured: {row['name']}: {row['reason']}" for row in skipped]
@@ -236,155 +223,6 @@ def _seconds(side: dict[str, Any]) -> str:
 
 def _mark(row: dict[str, Any]) -> str:
     return {True: "yes", False: "**no**", None: ""}[row["reached"]]
-
-
-# ---- the pictures ------------------------------------------------------------------------------
-
-
-def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """A dot for each comparison, in one line for each peer, on a logarithmic axis.
-
-    The dots of a peer are what the tables have in as many rows. Populations have a picture of
-    their own: what counts there is the number of networks.
-    """
-    lines: list[tuple[str, list[dict[str, Any]]]] = []
-    for group, title in TITLES.items():
-        for result in results if group != "members" else ():
-            peers: dict[str, list[dict[str, Any]]] = {}
-            for row in _compared(result, group):
-                peers.setdefault(row["against"], []).append(row)
-            if peers:
-                lines.append((f"{title}: {machine.label(result['machine'])}", []))
-                lines += peers.items()
-    if not lines:
-        return
-    speeds = [row["speed"] for _, rows in lines for row in rows]
-    height = 0.29 * len(lines) + 1.2
-    figure, axis = plt.subplots(figsize=(9, height))
-    figure.subplots_adjust(left=0.4, right=0.83, bottom=0.75 / height, top=1 - 0.45 / height)
-    axis.set_xscale("log")
-    axis.set_xlim(0.85 * min(speeds), 1.15 * max(speeds))
-    axis.set_ylim(len(lines) - 0.4, -0.6)
-    axis.axvspan(axis.get_xlim()[0], 1, color="#F0F0F0", zorder=0)
-    axis.axvline(1, color="black", linewidth=1.2, zorder=1)
-    for place, (text, rows) in enumerate(lines):
-        _line(axis, place, text, rows)
-    for reached, words in ((True, "target reached"), (False, "missed"), (None, "none set")):
-        axis.plot([], [], "o", color=COLOURS[reached], label=words)
-    figure.legend(loc="upper center", ncols=3, frameon=False)
-    axis.set_yticks([])
-    axis.set_xticks([tick for tick in OCTAVES if min(speeds) < tick < 1.15 * max(speeds)])
-    axis.minorticks_off()
-    axis.xaxis.set_major_formatter("{x:g} ×")
-    axis.set_xlabel("slower    ←    times as fast as the peer    →    faster")
-    axis.spines[["top", "right", "left"]].set_visible(False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
-def _line(axis: plt.Axes, place: int, text: str, rows: list[dict[str, Any]]) -> None:
-    """A peer's name, its dots and their range; without rows a heading, `title: machine`."""
-    beside = axis.get_yaxis_transform()
-    if not rows:
-        title, where = text.split(": ")
-        axis.text(-0.91, place, title, transform=beside, va="center", weight="bold")
-        axis.text(
-            1.38, place, where, transform=beside, va="center", ha="right", color="#666666"
-        ).set_fontsize(10.5)
-        return
-    speeds = [row["speed"] for row in rows]
-    low, high = _speed(min(speeds)), _speed(max(speeds))
-    axis.text(-0.02, place, text, transform=beside, va="center", ha="right")
-    axis.text(1.02, place, f"{low} ×" if low == high else f"{low} to {high} ×",
-              transform=beside, va="center")  # fmt: skip
-    axis.axhline(place, color="#DDDDDD", linewidth=0.8, zorder=0)
-    axis.plot([min(speeds), max(speeds)], [place] * 2, color="#444444", linewidth=1.5, zorder=2)
-    for row in rows:
-        axis.plot(
-            row["speed"], place, "o", color=COLOURS[row["reached"]], markersize=7, mec="white"
-        )
-
-
-def draw_members(results: list[dict[str, Any]], path: Path) -> None:
-    """Speed over the number of networks, a panel for each population and a line for each peer."""
-    panels: dict[str, list[dict[str, Any]]] = {}
-    for result in results:
-        for row in _compared(result, "members"):
-            facts = row["facts"]
-            title = f"{facts['case']}: {facts['parameters']:,} parameters"
-            panels.setdefault(f"{title}\n{machine.label(result['machine'])}", []).append(row)
-    if not panels:
-        return
-    peers = list(dict.fromkeys(row["against"] for rows in panels.values() for row in rows))
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(9, 4.6), sharey=True, squeeze=False, layout="constrained"
-    )
-    for (title, rows), axis in zip(panels.items(), axes[0], strict=True):
-        for peer, (colour, marker) in zip(peers, LINES, strict=False):
-            points = sorted(
-                (row["facts"]["members"], row["speed"]) for row in rows if row["against"] == peer
-            )
-            axis.loglog(
-                *zip(*points, strict=True), color=colour, marker=marker, linewidth=2, label=peer
-            )
-        axis.axhline(1, color="black", linewidth=1.2, zorder=1.9)
-        axis.set_title(title, fontsize=12)
-        axis.set_xlabel("networks")
-        axis.xaxis.set_major_formatter("{x:,.0f}")
-        axis.yaxis.set_major_formatter("{x:g} ×")
-        axis.minorticks_off()
-        axis.grid(color="#DDDDDD", linewidth=0.8)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].set_ylabel("times as fast as the peer")
-    handles = axes[0][0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside upper center", ncols=2, frameon=False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
-def draw_uneven(results: list[dict[str, Any]], path: Path) -> None:
-    """Held-out loss over seconds, a panel for each example and a line for each way to train.
-
-    Every epoch takes the median of the epochs after the first, as in the tables.
-    """
-    panels: dict[str, list[dict[str, Any]]] = {}
-    for result in results:
-        for row in result["rows"]:
-            if (row["row"], row["group"]) == ("check", "uneven"):
-                title = f"{row['facts']['data']}\n{machine.label(result['machine'])}"
-                panels.setdefault(title, []).append(row["facts"])
-    if not panels:
-        return
-    figure, axes = plt.subplots(1, len(panels), figsize=(9, 4.6), squeeze=False,
-                                layout="constrained")  # fmt: skip
-    for (title, ways), axis in zip(panels.items(), axes[0], strict=True):
-        for facts, (colour, marker) in zip(ways, LINES, strict=False):
-            seconds = [facts["epoch"] * (index + 1) for index in range(len(facts["losses"]))]
-            axis.semilogy(seconds, facts["losses"], color=colour, marker=marker, markersize=4,
-                          linewidth=1.6, label=facts["way"])  # fmt: skip
-        goal = ways[0]["goal"]
-        axis.axhline(goal, color="black", linewidth=1, linestyle=":")
-        axis.text(1.01, goal, f"goal\n{goal:g}", transform=axis.get_yaxis_transform(), va="center")
-        axis.set_title(title, fontsize=12)
-        axis.set_xlabel("seconds")
-        axis.set_xlim(left=0)
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_minor_locator(NullLocator())
-        axis.grid(color="#DDDDDD", linewidth=0.8)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].set_ylabel("held-out loss")
-    handles = axes[0][0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside upper center", ncols=len(handles[0]), frameon=False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
-def _compared(result: dict[str, Any], group: str) -> list[dict[str, Any]]:
-    """The comparisons of a group."""
-    return [row for row in result["rows"] if (row["row"], row["group"]) == ("comparison", group)]
 
 
 if __name__ == "__main__":

@@ -8,13 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks import charts
 from benchmarks.harness import Worker
 from benchmarks.planning import agreement
 from benchmarks.recovery import Recovery, recovered
-from benchmarks.report import table
+from benchmarks.report import ROOT, TITLES, newest, table
 from benchmarks.uneven import epochs_to
 
 REPOSITORY = Path(__file__).parents[1]
+MACHINE = {"cpu": "A processor", "cores": 2, "gpus": []}
 
 
 def quick(group, output):
@@ -253,3 +255,31 @@ def test_agreement_counts_pairs_that_differ_enough():
     assert agreement(predicted, same) == 1.0, "a and b are too near to each other to count"
     assert agreement(predicted, {**same, "d": 5.5}) == pytest.approx((4 - 1) / 5)
     assert agreement(predicted, {name: -one for name, one in same.items()}) == -1.0
+
+
+def test_every_group_that_is_compared_is_in_a_picture():
+    results = newest(ROOT / "benchmarks" / "results")
+    rows = [row for result in results for row in result["rows"] if row["row"] == "comparison"]
+    drawn = [group for _, groups in charts.CHARTS.values() for group in groups]
+    assert set(drawn) | {"members"} == set(TITLES)
+    assert {row["group"] for row in rows} <= {*drawn, "members"}
+
+
+def test_words_of_pictures_of_speeds_stay_in_their_columns(tmp_path):
+    row = {
+        "row": "comparison", "name": "a thing", "against": "a peer of many words " * 4, "group": "step",
+        "speed": 123.0, "spread": [80.0, 130.0], "target": 0.5, "reached": True,
+    }  # fmt: skip
+    slow = {**row, "speed": 0.011, "spread": [0.01, 0.012], "reached": False}
+    lines = list(charts._lines([{"rows": [row, slow], "machine": MACHINE}], "step", "A step"))
+    figure = charts._draw_lines("Steps", lines)
+    figure.canvas.draw()
+    (axis,) = figure.axes
+    inside = axis.get_window_extent()
+    words, speeds = axis.texts[-2:]
+    assert 0 <= words.get_window_extent().x0 < words.get_window_extent().x1 <= inside.x0
+    assert inside.x1 <= speeds.get_window_extent().x0
+    assert speeds.get_window_extent().x1 <= figure.bbox.x1
+    assert speeds.get_text() == "0.01 to 123 ×"
+    written = charts.draw_speeds([{"rows": [row], "machine": MACHINE}], TITLES, tmp_path)
+    assert [path.name for path in written] == ["benchmarks.png"]
