@@ -39,9 +39,9 @@ STYLES: dict[bool | None, tuple[str, str, str, str]] = {
 }
 """Marker, colour, what fills it, and the words, by whether the target was reached."""
 TICKS = (0.125, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128)
-WIDTH, DPI, LEFT, RIGHT = 7.4, 130, 2.75, 1.15
+WIDTH, DPI, LEFT, RIGHT = 7.4, 130, 2.85, 1.15
 """The width, pixels per inch, and the columns of words, in inches."""
-WORDS = 40
+WORDS = 38
 """The most characters of a line's words."""
 HEADING, ROW, LINE, AROUND = 0.36, 0.1, 0.17, (0.66, 0.6)
 """Inches of a heading, a row, what a line has besides, and above and below all."""

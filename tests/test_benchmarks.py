@@ -267,8 +267,8 @@ def test_every_group_that_is_compared_is_in_a_picture():
 
 def test_words_of_pictures_of_speeds_stay_in_their_columns(tmp_path):
     row = {
-        "row": "comparison", "name": "a thing", "against": "a peer of many words " * 4, "group": "step",
-        "speed": 123.0, "spread": [80.0, 130.0], "target": 0.5, "reached": True,
+        "row": "comparison", "name": "a thing", "against": "a peer of many words " * 4,
+        "group": "step", "speed": 123.0, "spread": [80.0, 130.0], "target": 0.5, "reached": True,
     }  # fmt: skip
     slow = {**row, "speed": 0.011, "spread": [0.01, 0.012], "reached": False}
     lines = list(charts._lines([{"rows": [row, slow], "machine": MACHINE}], "step", "A step"))
