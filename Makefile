@@ -10,7 +10,7 @@ PEERS := .venv-peers
 MUTANTS := .venv-mutants
 INTEGRATIONS := .venv-integrations
 
-.PHONY: help setup demo test test-newest test-integrations test-all test-faults test-mutants lint format bench echarts docs constraints package clean
+.PHONY: help setup demo test chromium test-newest test-integrations test-all test-faults test-mutants lint format bench echarts docs constraints package clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -32,6 +32,11 @@ demo: setup ## real handwritten digits on all cores, then a hundred networks at 
 # One worker runs a file: its tests share what one of them computes and compiles.
 test: setup ## run the tests, or those in TESTS="tests/unit/test_plan.py ..."
 	$(RUN)/python -m pytest -n 2 --dist loadfile $(TESTS)
+
+chromium: ## install Chromium from Debian or Ubuntu, which the tests of the report page draw it with
+	@for name in chromium google-chrome chrome; do command -v $$name && exit; done; \
+	as=$$(test "$$(id -u)" = 0 || echo sudo); export DEBIAN_FRONTEND=noninteractive; \
+	$$as apt-get update -qq && $$as apt-get install -qq -y --no-install-recommends chromium
 
 test-newest: TESTS = $(addprefix tests/unit/test_,$(addsuffix .py,jaxpr batch_minor sharding \
   drawn_programs schedules stages)) tests/hlo/test_stages_hlo.py

@@ -36,6 +36,7 @@ class Browser:
         self._count, self._rest = 0, b""
 
     def __enter__(self):
+        assert FOUND, "there is no chromium on this machine: make chromium installs it"
         self._stack = contextlib.ExitStack()
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         (read, self._out), (self._in, write) = os.pipe(), os.pipe()

@@ -109,12 +109,10 @@ class Launch:
         assert not [pid for pid, began in self._pids() if not _ends(pid, began)], (
             "processes are left"
         )
-        left, end = _unused(self._before, self._shared), time.monotonic() + GONE
-        while left:  # other tests share that folder, and no event says when theirs has gone
-            assert time.monotonic() < end, f"shared memory is left: {left}"
-            time.sleep(0.1)
-            left &= _unused(self._before, self._shared)
-        assert not self.names() & {*os.listdir(self._shared)}, "multiprocessing's is left"
+        there = {*os.listdir(self._shared)}
+        # Other tests share /dev/shm, and nobody else a folder of the launcher's own.
+        left = there & self.names() if self._shared == SHARED else there - self._before
+        assert not left, f"shared memory is left: {left}"
 
     def names(self):
         """The shared memory that its processes have noted, as files."""
@@ -165,18 +163,3 @@ def _ends(pid, began):
         return not _lives(pid, began) or bool(select.select([descriptor], [], [], GONE)[0])
     finally:
         os.close(descriptor)
-
-
-def _unused(before, shared):
-    """The files of shared memory that are new and that no process has mapped.
-
-    But multiprocessing's, which nobody maps on their way from one process to another: other tests
-    have such at the same time. `Launch.names` has ours.
-    """
-    new = {*os.listdir(shared)} - before
-    new = {name for name in new if not name.startswith(("psm_", "sem.mp-"))}
-    mapped = ""
-    for path in Path("/proc").glob("[0-9]*/maps") if new else ():
-        with contextlib.suppress(OSError):
-            mapped += path.read_text()
-    return {name for name in new if f"/dev/shm/{name}" not in mapped}
