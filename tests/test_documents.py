@@ -23,7 +23,7 @@ from plurax.cli import commands as cli
 
 REPOSITORY = Path(__file__).parents[1]
 WRITTEN = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
-ELSEWHERE = {REPOSITORY / "docs" / "guides" / "keras.md"}
+ELSEWHERE = {REPOSITORY / "docs" / folder / "keras.md" for folder in ("guides", "coming-from")}
 """Pages that need a large library: tests/integrations runs them."""
 PAGES = [
     page

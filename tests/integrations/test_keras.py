@@ -378,6 +378,7 @@ def test_another_backend_is_refused(monkeypatch):
         importlib.import_module("plurax.adapters.keras")
 
 
-def test_the_page_runs(tmp_path, monkeypatch):
+@pytest.mark.parametrize("folder", ["guides", "coming-from"])
+def test_the_page_runs(tmp_path, monkeypatch, folder):
     monkeypatch.chdir(tmp_path)
-    run(REPOSITORY / "docs" / "guides" / "keras.md")
+    run(REPOSITORY / "docs" / folder / "keras.md")
