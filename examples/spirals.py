@@ -3,7 +3,9 @@
 A hundred points on two spirals; networks of one hidden layer. Each member of the population trains
 on its own bootstrap sample of the points. The report draws the network of seed 0, that of the seed
 that agrees with it least, the bootstrapped ensemble, and where its members contradict each other:
-where there are no points, each network is sure of itself, and the ensemble says that it is not.
+where their borders leave the points, left and right, each network is sure of its own, and the
+ensemble is not. Above and below there are no points either, but all networks say the same there:
+that members agree does not prove that they know.
 
     plurax train examples/spirals.py --members.seeds 100 --plan.member 2
 """

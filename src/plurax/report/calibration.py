@@ -30,6 +30,8 @@ def draw_reliability(
     2017). Bars are 95 % intervals of the accuracy of a bin (E. B. Wilson, JASA 1927), so that a bin
     of few examples is not taken for a fact. Empty bins are left out.
 
+    The guide [Pictures](../guides/pictures.md#draw_reliability) shows one.
+
     **Arguments:** `calibrations`, results of `plurax.ensemble.calibration` by their names in the
     legend; `path`, of the picture (its ending determines the format). Raises `BatchError` without
     any.
@@ -97,6 +99,8 @@ def draw_confidence(
     All panels share one scale. The black line is where both classes are equally likely; white is a
     probability of one half. Panels of `epistemic` show where an ensemble does not know: light
     where its members agree, dark where each of them says something else.
+
+    The guide [Pictures](../guides/pictures.md#draw_confidence) shows one.
 
     **Arguments:**
 

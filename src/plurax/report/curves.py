@@ -24,6 +24,8 @@ def draw_curves(
     For a population: the median member, bands that hold half and nine tenths of the members, and
     the member with the lowest last loss.
 
+    The guide [Pictures](../guides/pictures.md#draw_curves) shows one.
+
     **Arguments:** `rows`, as `plurax.train.log.read_rows` yields them; `path`, of the picture (its
     ending determines the format).
     """

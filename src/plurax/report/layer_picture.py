@@ -51,6 +51,8 @@ def draw_layer(found: Found, path: str | Path | None = None) -> "matplotlib.figu
     in the box if it is sent within the operator. Equations in a row are one box, and those that
     have no part in the layer's output are left out.
 
+    The guide [Pictures](../guides/pictures.md#draw_layer) shows one.
+
     **Arguments:** `found`, as `plurax.search` returns it; `path`, of the picture (its ending
     determines the format). Raises `PlanError` if the best plan does not use `tensor`.
     """

@@ -26,6 +26,8 @@ def draw_parallel(
 
     Dark is the best tenth, ten rows at most; the best row is thick, with markers.
 
+    The guide [Pictures](../guides/pictures.md#draw_parallel) shows one.
+
     **Arguments:** `rows`, as `Sweep.rows`; `names`, of the numbers to show, without the metric. An
     axis is logarithmic where its values are positive, span more than a factor of thirty, and crowd
     at the low end. Rows whose metric is not finite are dotted grey.

@@ -91,6 +91,8 @@ def draw_schedules(
 ) -> "matplotlib.figure.Figure":
     """Draw the timelines of schedules, one above the other, as PNG, before anything runs.
 
+    The guide [Pictures](../guides/pictures.md#draw_schedules) shows one.
+
     **Arguments:** `schedules`, of any sizes; `path` of the picture. Each is drawn with every device
     starting as soon as it can and, where that differs, in lockstep, as a program runs it.
 

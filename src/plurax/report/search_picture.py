@@ -48,6 +48,8 @@ def draw_estimates(
 ) -> "matplotlib.figure.Figure":
     """Draw where the time of a step goes, and the memory of a device by kind, one bar per plan.
 
+    The guide [Pictures](../guides/pictures.md#draw_estimates) shows one.
+
     **Arguments:** `estimates`, as `plurax.estimate` returns them, by their names in the picture;
     `path`, of the picture (its ending determines the format). Raises `BatchError` without any.
     """
@@ -65,6 +67,8 @@ def draw_search(found: Found, path: str | Path | None = None) -> "matplotlib.fig
 
     The lower panel has every plan that was estimated, those that do not fit too. The line joins
     plans than which no other one takes both less time and less memory.
+
+    The guide [Pictures](../guides/pictures.md#draw_search) shows one.
 
     **Arguments:** `found`, as `plurax.search` returns it; `path`, of the picture (its ending
     determines the format).

@@ -71,6 +71,8 @@ def draw_servers(
 ) -> "matplotlib.figure.Figure":
     """Draw the staleness of some runs, and their loss against updates and against seconds.
 
+    The guide [Pictures](../guides/pictures.md#draw_servers) shows one.
+
     **Arguments:** `runs`, by name, each its output directory or the rows of its `metrics.jsonl`;
     `path` of the picture (its ending determines the format).
 
@@ -176,6 +178,8 @@ class Lane(NamedTuple):
 
 def draw_workers(output: str | Path, path: str | Path | None = None) -> "matplotlib.figure.Figure":
     """Draw what each worker and server of a run did over time, with waits and deaths.
+
+    The guide [Pictures](../guides/pictures.md#draw_workers) shows one.
 
     **Arguments:** `output`, the directory of a run with `servers.jsonl`; `path` of the picture (its
     ending determines the format). Of a run that was resumed the parts stand one after the other,
