@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,9 @@ REPOSITORY = Path(__file__).parents[2]
 RUN = REPOSITORY / "tests/faults/run.py"
 PLURAX = ("-m", "plurax.cli")
 SHARED = Path("/dev/shm")
+PRIVATE = ("sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"')
+"""With a folder and a command: runs it with the folder as its `/dev/shm`, in a mount namespace."""
+
 LIMIT = 300
 """Seconds that a launcher may take."""
 
@@ -33,18 +37,21 @@ class Launch:
     """A launcher in a process group of its own.
 
     **Arguments:** `command`, what its processes run; `options`; `prefix`, what starts it; `plurax`,
-    how Python finds it; `name`, of its files in `folder`; `shared`, what its `/dev/shm` is.
+    how Python finds it; `name`, of its files in `folder`; `shared`, what its `/dev/shm` is: without
+    it a folder of its own where that is permitted, else that of this machine.
 
     **Attributes:** `output`, the folder of its run.
     """
 
     def __init__(
         self, folder, command, options=(), prefix=(), plurax=PLURAX, name="launch",
-        shared=SHARED, **environment,
+        shared=None, **environment,
     ):  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.name = folder, name
-        self._shared, self._before = shared, {*os.listdir(shared)}
+        self._shared = shared
+        if shared is None:
+            prefix = (*prefix, *self._enter_private_memory())
         cache = Path(os.environ["PLURAX_TEST_CACHE"], "killed")  # half a program may be left there
         with self.path("said").open("ab") as said:
             self.popen = subprocess.Popen(
@@ -109,14 +116,28 @@ class Launch:
         assert not [pid for pid, began in self._pids() if not _ends(pid, began)], (
             "processes are left"
         )
-        there = {*os.listdir(self._shared)}
-        # Other tests share /dev/shm, and nobody else a folder of the launcher's own.
-        left = there & self.names() if self._shared == SHARED else there - self._before
-        assert not left, f"shared memory is left: {left}"
+        left = {*os.listdir(self._shared)}
+        assert not self.names() & left, "multiprocessing's is left"
+        if self._shared != SHARED:  # what others have there is not ours
+            # A worker that is killed while it creates some may leave what nobody has registered.
+            left = {name for name in left if not name.startswith(("psm_", "sem.mp-"))}
+            assert not left, f"shared memory is left: {left}"
 
     def names(self):
         """The shared memory that its processes have noted, as files."""
         return {name for path in self.folder.glob("*.names") for name in path.read_text().split()}
+
+    def _enter_private_memory(self):
+        """Return the command that starts one with a `/dev/shm` of its own, if that is permitted."""
+        folder = self.path("shm")
+        folder.mkdir()
+        user = () if os.geteuid() == 0 else ("--map-root-user",)
+        enter = ("unshare", *user, "--mount", *PRIVATE, str(folder))
+        permitted = shutil.which("unshare") and not subprocess.call(
+            [*enter, "true"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        self._shared = folder if permitted else SHARED
+        return enter if permitted else ()
 
     def _pids(self):
         """The processes of all attempts."""
