@@ -248,7 +248,7 @@ COMMANDS = {
         ("new small.py", 2, "small.py is there already, and is not written over."),
         ("new /proc/no/a.py", 2, "/proc/no/a.py could not be written"),
         ("examples digit", 2, "'digit' is not an example; the examples are digits,"),
-        ("completion fish", 2, "zsh"),
+        ("completion nushell", 2, "zsh"),
     ],
     "Numbers": [
         ("train small.py --epochs 0", 2, "epochs=0: give the number of passes"),

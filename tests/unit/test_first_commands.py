@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -158,6 +159,31 @@ def test_a_shell_completes_commands_and_options(capsys):
     assert "-o default" in how  # names of files
     code, script, _ = run(capsys, "completion", "zsh")
     assert (code, script.startswith("#compdef plurax")) == (0, True)
+
+
+def test_fish_completes_commands_options_and_files(capsys):
+    """In the real shell where it is there; else what the script hands to it is looked at."""
+    code, script, _ = run(capsys, "completion", "fish")
+    assert code == 0
+    for one in COMMANDS:
+        assert f"'{one.name}': {{'description'" in script
+    calls = [line for line in script.splitlines() if line.strip().startswith("complete ")]
+    assert calls
+    assert not any("--no-files" in line for line in calls)
+    if shutil.which("fish") is None:
+        return
+    Path("experiment.py").touch()
+    asked = ["plurax tr", "plurax train x.py --plan.micro", "plurax report --out",
+             "plurax train x.py --ragged ", "plurax train experi"]  # fmt: skip
+    lines = "\n".join(f"complete -C '{line}'; echo --" for line in asked)
+    done = subprocess.run(["fish", "-c", f"{script}\n{lines}"], capture_output=True, text=True)
+    assert done.stderr == ""
+    found = [
+        {line.split("\t")[0] for line in part.splitlines()} - {""}
+        for part in done.stdout.split("--\n")
+    ]
+    wanted = {"train"}, {"--plan.microbatches"}, {"--output"}, {"pad", "drop", "error"}
+    assert all(one <= got for one, got in zip((*wanted, {"experiment.py"}), found, strict=False))
 
 
 def test_python_runs_the_package():

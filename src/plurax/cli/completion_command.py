@@ -18,10 +18,11 @@ class CompletionOptions:
     """Print a script with which a shell completes plurax.
 
     bash: plurax completion bash > ~/.local/share/bash-completion/completions/plurax;
-    zsh: plurax completion zsh > a file _plurax in a folder of $fpath.
+    zsh: plurax completion zsh > a file _plurax in a folder of $fpath;
+    fish: plurax completion fish > ~/.config/fish/completions/plurax.fish.
     """
 
-    shell: tyro.conf.Positional[Literal["bash", "zsh"]]
+    shell: tyro.conf.Positional[Literal["bash", "zsh", "fish"]]
     """The shell."""
 
 
@@ -35,8 +36,9 @@ def completion_command(arguments: list[str]) -> int:
             prog="plurax",
             args=["--tyro-print-completion", options.shell],
         )
-    # Where no option fits, bash completes the name of a file.
-    print(script.getvalue().replace("complete -F ", "complete -o bashdefault -o default -F "))
+    # tyro's scripts for bash and fish complete no names of files, and FILE is one.
+    found = script.getvalue().replace("complete -F ", "complete -o bashdefault -o default -F ")
+    print(found.replace("complete --no-files ", "complete "))
     return 0
 
 

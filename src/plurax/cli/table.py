@@ -73,7 +73,7 @@ COMMANDS = (
             "machine_command:machine_command", "options:MachineOptions", gangs=True),
     Command("doctor", HERE, "print devices, versions and what is slow, for a bug report",
             "doctor_command:doctor_command", "doctor_command:DoctorOptions"),
-    Command("completion SHELL", HERE, "print a script with which bash or zsh completes all this",
+    Command("completion SHELL", HERE, "print a script with which bash, zsh or fish completes it",
             "completion_command:completion_command", "completion_command:CompletionOptions"),
 )  # fmt: skip
 """In the order of the help. A new command is a line here."""
