@@ -4,12 +4,10 @@ import json
 import struct
 
 import optax
-import pytest
+import wandb
 
 import plurax as px
 from tests import models
-
-wandb = pytest.importorskip("wandb")
 
 
 def records(data):
