@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 from plurax import errors
 from plurax.ensemble.uncertainty import Calibration
-from plurax.report.picture import GREY, ORANGE, PALETTE, SKY, line_style, new_figure, saved
+from plurax.report.picture import GREY, HATCHES, ORANGE, PALETTE, SKY, line_style, new_figure, saved
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -81,7 +81,7 @@ def _draw_counts(axis: Any, count: Int[np.ndarray, "M"], index: int, of: int) ->
     width = 0.86 / len(count) / of
     middles = (np.arange(len(count)) + 0.5) / len(count)
     axis.bar(middles + (index - (of - 1) / 2) * width, count, width,
-             color=PALETTE[index % len(PALETTE)], hatch=("", "////", "....")[index % 3],
+             color=PALETTE[index % len(PALETTE)], hatch=HATCHES[index % len(HATCHES)],
              edgecolor="white", linewidth=0.3)  # fmt: skip
 
 

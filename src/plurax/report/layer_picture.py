@@ -4,6 +4,7 @@ Boxes stand in rows by their depth, parameters to the left of the operator that 
 that passes over rows, as that of a residual connection, goes down a lane on the right.
 """
 
+import textwrap
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,17 @@ from typing import TYPE_CHECKING, Any
 from plurax import errors
 from plurax.planner.found import Found
 from plurax.planner.layer import Box, Edge, Layer, Sent, layer_of
-from plurax.report.picture import new_figure, saved
-from plurax.report.plan_picture import PAPER
+from plurax.report.picture import (
+    GREEN,
+    GREY,
+    ORANGE,
+    PAPER,
+    SKY,
+    VERMILION,
+    lighter,
+    new_figure,
+    saved,
+)
 from plurax.report.search_picture import draw_search
 from plurax.sharding.axes import Axes
 from plurax.sharding.spec import TensorSharding
@@ -22,7 +32,8 @@ if TYPE_CHECKING:
     import matplotlib.figure
     from matplotlib.axes import Axes as Panel
 
-FIRST, INNER, PARTIAL, LINE, SENT = "#8cc9f0", "#5fbf9f", "#f6c06b", "#8a8a8a", "#b34700"
+FIRST, INNER, PARTIAL = lighter(SKY, 0.35), lighter(GREEN, 0.4), lighter(ORANGE, 0.4)
+LINE, SENT = GREY, VERMILION
 COLORS = {
     PAPER: "replicated",
     FIRST: "split in the first dim",
@@ -36,8 +47,10 @@ HEIGHT, ROW, MARGIN = 0.34, 0.58, 0.12
 
 LONGEST = 28
 """Characters of a function's name."""
-ABOVE, BELOW = 0.32, 0.3
-"""Inches: the heights of the title and the legend."""
+ABOVE, NEXT, BELOW = 0.32, 0.17, 0.3
+"""Inches: the heights of the title, of each further line of it, and of the legend."""
+LETTERS = 11
+"""The letters of the title in an inch."""
 
 Places = list[tuple[float, float]]
 """The middle of each box, in inches."""
@@ -62,7 +75,14 @@ def draw_layer(found: Found, path: str | Path | None = None) -> "matplotlib.figu
     solved = found.shardings.exactly(plan)
     layer = layer_of(solved)
     places, width, height = _placed(layer)
-    whole = height + ABOVE + BELOW
+    sent = human_bytes(layer.bytes_sent) if layer.bytes_sent else "nothing"
+    rows = solved.rows_of_a_microbatch
+    title = (
+        f"{'the network' if layer.whole else 'a layer'} over tensor={plan.tensor}: in its forward "
+        f"pass of {rows:g} example{'s' if rows != 1 else ''} a device sends {sent}"
+    )
+    lines = textwrap.wrap(title, int(width * LETTERS))
+    whole = height + ABOVE + NEXT * (len(lines) - 1) + BELOW
     figure = new_figure(width, whole, layout=None)
     axis = figure.add_axes((0, BELOW / whole, 1, height / whole))
     axis.set(xlim=(0, width), ylim=(height, 0))
@@ -71,13 +91,7 @@ def draw_layer(found: Found, path: str | Path | None = None) -> "matplotlib.figu
         _draw_edge(axis, layer, places, edge, lane)
     for box, (x, y) in zip(layer.boxes, places, strict=True):
         _draw_box(axis, box, x, y, solved.graph.axes)
-    sent = human_bytes(layer.bytes_sent) if layer.bytes_sent else "nothing"
-    rows = solved.rows_of_a_microbatch
-    title = (
-        f"{'the network' if layer.whole else 'a layer'} over tensor={plan.tensor}: in its forward "
-        f"pass of {rows:g} example{'s' if rows != 1 else ''}"
-    )
-    figure.suptitle(f"{title} a device sends {sent}", fontsize=10, y=1 - 0.1 / whole, va="top")
+    figure.suptitle("\n".join(lines), fontsize=10, y=1 - 0.1 / whole, va="top")
     _legend(figure, layer)
     return saved(figure, path)
 
@@ -178,7 +192,7 @@ def _draw_edge(axis: "Panel", layer: Layer, places: Places, edge: Edge, lane: in
     axis.annotate("", points[-1], points[-2], arrowprops=arrow)
     if edge.sent:
         at_x, at_y, side, turned = label
-        axis.text(at_x, at_y, _sent(edge.sent), fontsize=8, color=SENT, ha=side, va="center",
+        axis.text(at_x, at_y, _sent(edge.sent), fontsize=8, weight="bold", ha=side, va="center",
                   rotation=turned,
                   bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
 
@@ -206,7 +220,7 @@ def _color(sharding: TensorSharding) -> str:
 
 def _texts(box: Box, axes: Axes) -> tuple[str, str]:
     """Return the two lines of a box."""
-    shape = _shape(box, axes)
+    shape = _shape(box, axes) + (" partial" if box.sharding.partial else "")
     if box.kind in ("parameter", "input", "output"):
         return box.name.rpartition("/")[2] or box.kind, shape
     title = ", ".join(box.operators[:3]) + (", ..." if len(box.operators) > 3 else "")

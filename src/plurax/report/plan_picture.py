@@ -10,7 +10,7 @@ from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.hlo import Memory
 from plurax.pipeline.schedule import Schedule
 from plurax.pipeline.simulation import Timeline, simulate
-from plurax.report.picture import new_figure, saved
+from plurax.report.picture import BLUE, PAPER, new_figure, saved
 from plurax.report.shards import kinds_of_memory
 from plurax.report.timeline import (
     COLOURS,
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import SubFigure
 
-BARS, PAPER = "#3f51b5", "#ececec"
 WIDTH, WIDER = 9.0, 14.0
 """Widths in inches; the wider one where schedules are compared."""
 DEVICE, AROUND, REASON, LEGEND = 0.24, 0.62, 0.7, 0.5
@@ -270,7 +269,7 @@ def _bars(
 ) -> None:
     names, values = list(sizes), list(sizes.values())
     positions = range(len(names))
-    axis.barh(positions, values, color=BARS, height=0.6)
+    axis.barh(positions, values, color=BLUE, height=0.6)
     axis.set_yticks(positions, names, fontsize=8)
     axis.set_ylim(max(len(names), 4) - 0.5, -0.5)
     largest = max(values) or 1.0

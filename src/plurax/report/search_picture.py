@@ -8,8 +8,21 @@ from typing import TYPE_CHECKING, NamedTuple
 from plurax import errors
 from plurax.analysis.estimate import Estimate, human_seconds
 from plurax.planner.found import Found, Ranked
-from plurax.report.picture import BLUE, ORANGE, PURPLE, SKY, new_figure, saved
-from plurax.report.plan_picture import PAPER
+from plurax.report.picture import (
+    BLUE,
+    GREEN,
+    GREY,
+    LIGHT,
+    ORANGE,
+    PAPER,
+    PURPLE,
+    SKY,
+    VERMILION,
+    YELLOW,
+    lighter,
+    new_figure,
+    saved,
+)
 from plurax.tree import human_bytes
 
 if TYPE_CHECKING:
@@ -19,24 +32,24 @@ if TYPE_CHECKING:
 
 PARTS = {
     "matrix products": SKY,
-    "memory traffic": "#b5ddf4",
+    "memory traffic": lighter(SKY, 0.6),
     "collectives over tensor": ORANGE,
-    "collectives over data": "#f6d58c",
-    "collectives over pipeline": "#d98a54",
-    "starting kernels": "#a6a6a6",
-    "pipeline bubble": "#dddddd",
-    "collectives over several axes": "#f0e442",
-    "optimizer's update": "#2fb48c",
+    "collectives over data": lighter(ORANGE, 0.55),
+    "collectives over pipeline": lighter(VERMILION, 0.3),
+    "starting kernels": lighter(GREY, 0.35),
+    "pipeline bubble": LIGHT,
+    "collectives over several axes": YELLOW,
+    "optimizer's update": lighter(GREEN, 0.2),
 }
 KINDS = {
     "parameters": SKY,
-    "gradients": "#b5ddf4",
-    "optimizer": "#2fb48c",
+    "gradients": lighter(SKY, 0.6),
+    "optimizer": lighter(GREEN, 0.2),
     "model_state": PURPLE,
-    "batch": "#a6a6a6",
+    "batch": lighter(GREY, 0.35),
     "temporaries": ORANGE,
 }
-CHOSEN, FITS, OUTSIDE, PALE = BLUE, "#8cc0e8", "#b34700", "#b8b8b8"
+CHOSEN, FITS, OUTSIDE, PALE = BLUE, lighter(BLUE, 0.5), VERMILION, lighter(GREY, 0.4)
 WIDTH, PLAN, LEGEND, FRONTIER = 9.0, 0.5, 1.1, 3.0
 """Inches: the width, and the heights of a plan's bars, of legends with titles, of the frontier."""
 CHARACTER = 3.7
@@ -130,7 +143,7 @@ def _stacked(
         for name, color in colors.items():
             size = parts.get(name, 0.0)
             axis.barh(row, size, left=at, color=color, height=0.5, edgecolor="white",
-                      linewidth=0.5, zorder=2)  # fmt: skip
+                      linewidth=0.5, zorder=2, hatch=_hatch(name))  # fmt: skip
             value = text(size)
             if CHARACTER * (len(value) + 1) < points * size:
                 axis.text(at + size / 2, row, value, ha="center", va="center", fontsize=6.5)
@@ -145,10 +158,19 @@ def _stacked(
     from matplotlib.patches import Patch
 
     seen = [name for name in colors if max(row.get(name, 0.0) for row in rows) > 2e-3 * end]
-    handles = [Patch(color=colors[name], label=name.replace("_", " ")) for name in seen]
+    handles = [
+        Patch(facecolor=colors[name], edgecolor="white", linewidth=0, hatch=_hatch(name),
+              label=name.replace("_", " "))
+        for name in seen
+    ]  # fmt: skip
     axis.legend(handles=handles, loc="upper left", bbox_to_anchor=(-0.02, 0.0), ncols=3,
                 frameon=False, fontsize=7, handlelength=1.0, handletextpad=0.5,
                 columnspacing=1.0)  # fmt: skip
+
+
+def _hatch(name: str) -> str:
+    """What is sent is hatched, so that it is seen without colours."""
+    return "////" if name.startswith("collectives") else ""
 
 
 # --- Time against memory --------------------------------------------------------------------------

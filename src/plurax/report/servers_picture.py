@@ -24,6 +24,7 @@ import numpy as np
 from plurax.report.picture import (
     BLUE,
     GREEN,
+    HATCHES,
     LIGHT,
     ORANGE,
     PALETTE,
@@ -49,6 +50,7 @@ KINDS = {
     "starting": SKY,
 }
 """What a worker does, with its colour."""
+HATCHED = {"dropped": HATCHES[1], "pulling": HATCHES[2], "starting": HATCHES[3]}
 LABELS = {
     "gradient": "computes a gradient",
     "dropped": "computes one that is dropped",
@@ -112,7 +114,8 @@ def _draw_staleness(axis: "Axes", runs: Mapping[str, Sequence[Row]]) -> None:
         mean = sum(versions * count for versions, count in counts.items()) / total
         places = np.array(sorted(counts), float) + (index - (len(runs) - 1) / 2) * width
         shares = [100 * counts[versions] / total for versions in sorted(counts)]
-        axis.bar(places, shares, width, color=PALETTE[index % len(PALETTE)],
+        axis.bar(places, shares, width, color=PALETTE[index % len(PALETTE)], edgecolor="white",
+                 linewidth=0, hatch=HATCHES[index % len(HATCHES)],
                  label=f"{name} (staleness {mean:.1f} on average)")  # fmt: skip
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_xlabel("staleness: updates since the parameters were pulled")
@@ -192,7 +195,8 @@ def draw_workers(output: str | Path, path: str | Path | None = None) -> "matplot
         for kind, spans in lane.spans.items():
             color = SERVER if kind == "server" else KINDS[kind]
             height = 0.16 if kind == "server" else 0.72
-            axis.broken_barh(spans, (row - height / 2, height), facecolors=color, linewidth=0)
+            axis.broken_barh(spans, (row - height / 2, height), facecolors=color, linewidth=0,
+                             edgecolor="white", hatch=HATCHED.get(kind))  # fmt: skip
         if lane.saved:
             axis.vlines(lane.saved, row - 0.24, row + 0.24, color=SERVER, linewidth=0.9)
         for at, words in lane.deaths:
@@ -278,8 +282,10 @@ def _legend_of_workers(figure: "matplotlib.figure.Figure", lanes: Mapping[str, L
 
     there = {kind for lane in lanes.values() for kind in lane.spans}
     shown: list[Patch | Line2D] = [
-        Patch(color=color, label=LABELS[kind]) for kind, color in KINDS.items() if kind in there
-    ]
+        Patch(facecolor=color, edgecolor="white", linewidth=0, hatch=HATCHED.get(kind),
+              label=LABELS[kind])
+        for kind, color in KINDS.items() if kind in there
+    ]  # fmt: skip
     if any(lane.saved for lane in lanes.values()):
         shown.append(Line2D([], [], color=SERVER, marker="|", label="server, and its snapshots"))
     if any(lane.deaths for lane in lanes.values()):

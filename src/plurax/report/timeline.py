@@ -23,9 +23,11 @@ from plurax.collective import Collective
 from plurax.hlo import Memory
 from plurax.pipeline.schedule import Action, Schedule
 from plurax.pipeline.simulation import Timeline, simulate
+from plurax.report.picture import GREEN, ORANGE, SKY, lighter
 from plurax.tree import human_bytes
 
-COLOURS = {"F": "#56b4e9", "B": "#e69f00", "W": "#2fb48c"}
+COLOURS = {"F": lighter(SKY, 0.4), "B": ORANGE, "W": GREEN}
+"""Of each kind of work; without colours one is darker than the other."""
 IDLE = "·"
 ROUNDING = 1e-9
 NARROWEST, WIDEST = 80, 120
