@@ -13,8 +13,10 @@ import io
 import pkgutil
 import re
 import shlex
+import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,9 +55,24 @@ def each(pages):
     )
 
 
+class Wandb:
+    """The client of Weights & Biases, as far as pages need it; tests/integrations has the real."""
+
+    def init(self, **options):
+        return SimpleNamespace(id="a-run", log=self.log, finish=self.finish)
+
+    def log(self, row, step):
+        assert row
+        assert step > 0
+
+    def finish(self, exit_code):
+        assert exit_code == 0
+
+
 @each(PAGES)
 def test_the_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "wandb", Wandb())
     run(page, HELD if page.name in COMPILED else None)
 
 
