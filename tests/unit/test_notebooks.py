@@ -24,6 +24,27 @@ task = px.Task(
 SHORT = """
 result = px.fit(task, optax.sgd(0.1), data, batch_size=16, epochs=3)
 """
+OF_MEMBERS = """
+result = px.fit(task, optax.sgd(0.1), data, batch_size=16, epochs=3, members=px.Members(4))
+result.plot()
+"""
+STUCK = """
+import threading
+from plurax.train.stop_signals import StopSignals
+
+note = StopSignals._note
+def noting(self, *signalled):
+    note(self, *signalled)
+    print("noted")
+StopSignals._note = noting
+
+class Stuck:
+    def on_step(self, run, row):
+        print("waits")
+        threading.Event().wait()
+
+px.fit(task, optax.sgd(0.1), data, batch_size=16, epochs=3, callbacks=[Stuck()])
+"""
 LONG = """
 result = px.fit(task, optax.sgd(0.01), data, batch_size=16, epochs=10**7, output=FOLDER)
 now = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
@@ -36,8 +57,12 @@ class Kernel:
     def __init__(self):
         self.manager, self.client = start_new_kernel(kernel_name="python3")
 
-    def run(self, code, until=None):
-        """The outputs of a cell; `until(message)` says when to interrupt it."""
+    def run(self, code, *untils, error=None):
+        """The outputs of a cell; it is interrupted where each `until(message)` in order is true.
+
+        It has to end with an error of the name `error`, or with none.
+        """
+        untils, raised = [*untils], None
         asked = self.client.execute(code)
         found = []
         while True:
@@ -45,13 +70,16 @@ class Kernel:
             if message["parent_header"].get("msg_id") != asked:
                 continue
             kind, content = message["msg_type"], message["content"]
-            assert kind != "error", "\n".join(content["traceback"])
+            if kind == "error":
+                raised = content["ename"]
+                assert raised == error, "\n".join(content["traceback"])
             if kind == "status" and content["execution_state"] == "idle":
+                assert raised == error
                 return found
             found.append((kind, content))
-            if until is not None and until(kind, content):
+            if untils and untils[0](kind, content):
                 self.manager.interrupt_kernel()
-                until = None
+                del untils[0]
 
 
 @pytest.fixture(scope="module")
@@ -92,13 +120,32 @@ def test_curves_are_shown_inline(kernel):
     assert shown["data"]["image/png"].startswith("iVBOR")
 
 
+def test_curves_of_members_are_shown_inline(kernel):
+    (shown,) = [content for kind, content in kernel.run(OF_MEMBERS) if kind == "execute_result"]
+    assert shown["data"]["image/png"].startswith("iVBOR")
+    bands = kernel.run("print(len(result.plot().axes[0].collections) > 0)")
+    assert bands[-1][1]["text"] == "True\n"
+
+
+def test_a_second_interrupt_raises_at_once_and_the_kernel_goes_on(kernel):
+    """The step would never end; the second comes once the first has been noted."""
+
+    def printed(word):
+        return lambda kind, content: kind == "stream" and word in content["text"]
+
+    kernel.run(STUCK, printed("waits"), printed("noted"), error="KeyboardInterrupt")
+    kernel.run("StopSignals._note = note")
+    code = "print((signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before)"
+    assert kernel.run(code)[-1][1]["text"] == "True\n"
+
+
 def test_an_interrupt_saves_and_returns_and_the_kernel_goes_on(kernel, tmp_path):
     code = f"FOLDER = {str(tmp_path / 'run')!r}" + LONG
 
     def trained(kind, content):
         return kind == "update_display_data" and "examples/s" in content["data"]["text/html"]
 
-    outputs = kernel.run(code, until=trained)
+    outputs = kernel.run(code, trained)
     said = "".join(c["text"] for k, c in outputs if k == "stream" and c["name"] == "stdout")
     assert said.split() == ["SIGINT", "True", "True", "True"]
     outputs = kernel.run("print(result.program.plan)")
