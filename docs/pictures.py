@@ -1,15 +1,31 @@
-"""The pictures of the documentation that show plans, schedules and searches.
+"""The pictures of the documentation, from nothing but the examples.
 
-    python docs/pictures.py
+    python docs/pictures.py                       # all of them
+    python docs/pictures.py schedules search      # those of some of the names below
 
-writes `schedules.png`, `what-is-split.png`, `search.png`, `layer.png` and `estimates.png` into
-`docs/assets`, and `servers.png` and `workers.png`, for which it needs Ray. It takes some minutes,
-most of them to search and to train, and no device.
+writes into `docs/assets`, with a palette of few colours, so that a page loads fast:
+
+| name | pictures | needs |
+|---|---|---|
+| `digits` | `digits-curves.png` | |
+| `spirals` | `spirals-curves.png`, `spirals-confidence.png` | |
+| `ensemble` | `digits-reliability.png`, `digits-sweep.png`, `report.png` | Chromium for one |
+| `domains` | `domains-sections.png` | some minutes |
+| `search` | `search.png`, `layer.png`, `estimates.png` | two minutes |
+| `servers` | `servers.png`, `workers.png` | Ray |
+| `schedules` | `schedules.png` | |
+| `what-is-split` | `what-is-split.png` | |
+
+Those of the benchmarks are drawn by `python -m benchmarks.report`.
 """
 
 import dataclasses
+import itertools
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,16 +40,94 @@ from jaxtyping import Array, PyTree
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.patheffects import withStroke
 
 import plurax as px
 from plurax import experiment
+from plurax.report.picture import LIGHT, PALETTE, shrink_png
 
 ASSETS = Path(__file__).parent / "assets"
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1}
 """By name, with the stages of a device."""
-OWNERS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")
-SHARED = "#cfcfcf"
+OWNERS, SHARED = PALETTE[:4], LIGHT
+MOST = 120_000
+"""Bytes of a picture that no page waits for."""
+
+
+def main() -> None:
+    """Draw the pictures that are named, or all."""
+    names = sys.argv[1:] or list(PICTURES)
+    unknown = set(names) - set(PICTURES)
+    if unknown:
+        sys.exit(f"no pictures are named {', '.join(sorted(unknown))}; {', '.join(PICTURES)} are")
+    for name in names:
+        PICTURES[name]()
+
+
+def _keep(drawn: Path, name: str) -> None:
+    """Put a picture into the documentation, with as many colours as its size allows."""
+    kept = ASSETS / name
+    whole = drawn.read_bytes()
+    for colors in (256, 128, 64, 32):
+        kept.write_bytes(whole)
+        shrink_png(kept, colors)
+        if kept.stat().st_size <= MOST:
+            break
+    print(f"{name}: {kept.stat().st_size:,} bytes in {colors} colours", flush=True)
+
+
+# --- Examples -------------------------------------------------------------------------------------
+
+
+def draw_digits() -> None:
+    """Train the digits as the guide says."""
+    with tempfile.TemporaryDirectory() as name:
+        _keep(_trained_by_command("digits", Path(name)) / "curves.png", "digits-curves.png")
+
+
+def draw_spirals() -> None:
+    """Train a hundred networks on two spirals, and draw what they know."""
+    with tempfile.TemporaryDirectory() as name:
+        run = _trained_by_command("spirals", Path(name), "--members.seeds", "100",
+                                  "--plan.member", "2")  # fmt: skip
+        _keep(run / "curves.png", "spirals-curves.png")
+        _keep(run / "confidence.png", "spirals-confidence.png")
+
+
+def draw_ensemble() -> None:
+    """Train an ensemble and a sweep of the digits, and take a picture of their page."""
+    with tempfile.TemporaryDirectory() as name:
+        run = _trained_by_command("digits_ensemble", Path(name) / "ensemble")
+        _keep(run / "reliability.png", "digits-reliability.png")
+        _keep(run / "sweep.png", "digits-sweep.png")
+        page, picture = run / "page.html", run / "page.png"
+        px.analysis.write_report([run], page)
+        chromium = shutil.which("chromium") or shutil.which("google-chrome")
+        if chromium is None:
+            print("report.png: there is no Chromium, it stays as it is")
+            return
+        _run(chromium, "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=949,1570",
+             "--virtual-time-budget=9000", f"--screenshot={picture}", page.as_uri())  # fmt: skip
+        _keep(picture, "report.png")
+
+
+def draw_domains() -> None:
+    """Train the smaller network on the rock domains, and draw sections."""
+    with tempfile.TemporaryDirectory() as name:
+        drawn = Path(name) / "sections.png"
+        _run(sys.executable, str(EXAMPLES / "domains.py"), "--output", str(drawn))
+        _keep(drawn, "domains-sections.png")
+
+
+def _trained_by_command(example: str, output: Path, *options: str) -> Path:
+    _run(sys.executable, "-m", "plurax", "train", str(EXAMPLES / f"{example}.py"),
+         "--devices", "cores", "--output", str(output), *options)  # fmt: skip
+    return output
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True)
 
 
 # --- What is split --------------------------------------------------------------------------------
@@ -78,7 +172,15 @@ PLANS: dict[str, tuple[Owner, Owner, Owner]] = {
 PARTS = ("parameters", "optimizer's state", "activations")
 
 
-def draw_what_is_split(path: Path) -> None:
+def draw_what_is_split() -> None:
+    """What six plans split."""
+    with tempfile.TemporaryDirectory() as name, matplotlib.rc_context({"hatch.linewidth": 5}):
+        path = Path(name) / "split.png"
+        _draw_plans(path)
+        _keep(path, "what-is-split.png")
+
+
+def _draw_plans(path: Path) -> None:
     """For each of some plans which of four devices has which part of what."""
     figure = Figure(figsize=(9.0, 4.4), layout="constrained", dpi=120)
     panels = figure.subfigures(2, 3, squeeze=False).ravel()
@@ -108,11 +210,34 @@ def _draw_part(axis: Axes, owner: Owner) -> None:
                 device = owner(layer, column / columns, (strip + 0.5) / strips)
                 at = (column / columns, layer + height * strip / strips)
                 _draw_box(axis, at, (1 / columns, height / strips), device)
+        _number_owners(axis, owner, layer, height)
     axis.set_xlim(0, 1)
     axis.set_ylim(LAYERS, 0)
     axis.set_xticks([])
     axis.set_yticks([])
     axis.spines[:].set_visible(False)
+
+
+def _number_owners(axis: Axes, owner: Owner, layer: int, height: float) -> None:
+    """Write the devices of a layer, where each has it in its whole thickness."""
+    owners = [
+        {owner(layer, (column + 0.5) / 4, (strip + 0.5) / 5) for strip in range(5)}
+        for column in range(4)
+    ]
+    if all(len(devices) == 1 for devices in owners):
+        columns = zip(range(4), (devices.pop() for devices in owners), strict=True)
+        for device, same in itertools.groupby(columns, lambda one: one[1]):
+            places = [(column + 0.5) / 4 for column, _ in same]
+            _number(axis, sum(places) / len(places), layer + height / 2, device)
+
+
+def _number(axis: Axes, x: float, y: float, device: int | None) -> None:
+    """Write which device it is, or which two, for readers who do not see the colours."""
+    if device is not None:
+        pair = device - len(OWNERS)
+        text = str(device) if pair < 0 else f"{pair}, {pair + 2}"
+        axis.text(x, y, text, ha="center", va="center", fontsize=6.5,
+                  path_effects=[withStroke(linewidth=1.6, foreground="white")])  # fmt: skip
 
 
 def _draw_box(
@@ -146,6 +271,8 @@ def draw_a_search() -> None:
     print(found)
     px.analysis.draw_search(found, ASSETS / "search.png")
     px.analysis.draw_layer(found, ASSETS / "layer.png")
+    _keep(ASSETS / "search.png", "search.png")
+    _keep(ASSETS / "layer.png", "layer.png")
     best = found.best
     shown = {
         f"remat={remat!r}": px.estimate(
@@ -155,6 +282,7 @@ def draw_a_search() -> None:
         for remat in ("none", "dots", "full")
     }  # fmt: skip
     px.analysis.draw_estimates(shown, ASSETS / "estimates.png")
+    _keep(ASSETS / "estimates.png", "estimates.png")
 
 
 # --- Parameter servers ----------------------------------------------------------------------------
@@ -177,6 +305,8 @@ def draw_runs_with_servers() -> None:
         px.analysis.draw_servers(runs, ASSETS / "servers.png")
         dying = dataclasses.replace(SERVERS["bounded, staleness=3"], snapshot_every=20)
         px.analysis.draw_workers(_trained(dying, folder / "dying", 130), ASSETS / "workers.png")
+    _keep(ASSETS / "servers.png", "servers.png")
+    _keep(ASSETS / "workers.png", "workers.png")
 
 
 def _trained(servers: px.Servers, output: Path, deaths: int | None = None) -> Path:
@@ -247,12 +377,28 @@ def _first(mark: Path) -> bool:
     return True
 
 
-if __name__ == "__main__":
-    draw_runs_with_servers()
-    draw_a_search()
+# --- Schedules ------------------------------------------------------------------------------------
+
+
+def draw_schedules() -> None:
+    """Four schedules on four devices with eight microbatches."""
     schedules = [
         px.pipeline.make_schedule(name, 4, 8, chunks) for name, chunks in SCHEDULES.items()
     ]
     px.pipeline.draw_schedules(schedules, ASSETS / "schedules.png")
-    with matplotlib.rc_context({"hatch.linewidth": 5}):
-        draw_what_is_split(ASSETS / "what-is-split.png")
+    _keep(ASSETS / "schedules.png", "schedules.png")
+
+
+PICTURES: dict[str, Callable[[], None]] = {
+    "digits": draw_digits,
+    "spirals": draw_spirals,
+    "ensemble": draw_ensemble,
+    "domains": draw_domains,
+    "search": draw_a_search,
+    "servers": draw_runs_with_servers,
+    "schedules": draw_schedules,
+    "what-is-split": draw_what_is_split,
+}
+
+if __name__ == "__main__":
+    main()

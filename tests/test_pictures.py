@@ -37,3 +37,13 @@ def test_a_picture_is_shown_in_the_guide(module, name):
 
 def test_the_guide_shows_nothing_that_is_not_public():
     assert set(sections()) == {name for _, name in DRAWN}
+
+
+def test_pictures_of_the_documentation_are_small():
+    """`docs/pictures.py` and `benchmarks.report` write them with few colours."""
+    large = {
+        path.name: path.stat().st_size
+        for path in (PAGE.parents[1] / "assets").glob("*.png")
+        if path.stat().st_size > 120_000
+    }
+    assert not large

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     import matplotlib.figure
 
 CLASSES = ((SKY, "o"), (ORANGE, "^"))
-COLUMNS = 4
+COLUMNS = 3
+"""Panels side by side at most: more would be too small on a page."""
 Z = 1.959964
 """Standard deviations on each side of nineteen twentieths of a normal distribution."""
 
@@ -123,7 +124,7 @@ def draw_confidence(
         raise errors.points_do_not_fit(points.shape, labels.shape, np.unique(labels)[:9].tolist())
     doubts = epistemic or {}
     count = len(panels) + len(doubts)
-    columns = min(count, COLUMNS)
+    columns = 2 if count == 4 else min(count, COLUMNS)
     rows = math.ceil(count / columns)
     shape = (extent[3] - extent[2]) / (extent[1] - extent[0])
     size = (3.0 * columns + (1.8 if doubts else 0.9), (3.0 * shape + 0.4) * rows + 0.2)
