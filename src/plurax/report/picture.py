@@ -85,5 +85,6 @@ def shrink_png(path: str | Path, colors: int = 128) -> None:
 
     with Image.open(path) as opened:
         image = opened.convert("RGB")
-    image = image.quantize(colors, dither=Image.Dither.NONE)
+    method = Image.Quantize.FASTOCTREE  # keeps a colour that few pixels have
+    image = image.quantize(colors, method=method, dither=Image.Dither.NONE)
     image.save(path, format="png", optimize=True)
