@@ -259,8 +259,8 @@ GROUP = "[[groups]]\ndevices = 2\n" + MACHINE
     [
         (MACHINE.replace("memory = 1e9\n", ""), "a Machine needs 'memory', which is missing"),
         (MACHINE + LEVEL.replace("devices = 8\n", ""), "a Level needs 'devices', which is missing"),
-        (MACHINE + "overhed = 1e-6\n", "has no 'overhed'. Did you mean 'overhead'? It has name, "),
-        (MACHINE + LEVEL + "speed = 1\n", "a Level has no 'speed'"),
+        (MACHINE + "overhed = 1e-6\n", "of a Machine. Did you mean 'overhead'? The fields are"),
+        (MACHINE + LEVEL + "speed = 1\n", "'speed' is not a field of a Level"),
         (MACHINE + "efficiency = 1.5\n", "efficiency=1.5, and is the share of the peak rates"),
         (MACHINE + "efficiency = 0\n", "efficiency=0, and must be a finite number above 0"),
         (MACHINE + "half_dim = -1\n", "half_dim=-1, and must be a finite number of at least 0"),

@@ -1,8 +1,8 @@
 """Machines that no plan can be estimated on."""
 
-import difflib
 from collections.abc import Iterable
 
+from plurax.errors import hints
 from plurax.errors.kinds import MachineError
 
 
@@ -101,9 +101,10 @@ def machine_devices_differ(name: str, counts: Iterable[tuple[int, str]]) -> Mach
 
 def machine_unknown_key(kind: str, key: str, known: Iterable[str]) -> MachineError:
     known = list(known)
-    close = difflib.get_close_matches(key, known, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return MachineError(f"a {kind} has no {key!r}.{hint} It has {', '.join(known)}.")
+    hint = hints.did_you_mean(key, known)
+    return MachineError(
+        f"{key!r} is not a field of a {kind}.{hint} The fields are {', '.join(known)}."
+    )
 
 
 def machine_missing_key(kind: str, key: str) -> MachineError:
@@ -123,8 +124,7 @@ def machine_not_toml(source: str, reason: str) -> MachineError:
 
 def machine_preset_unknown(name: str, known: Iterable[str]) -> MachineError:
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
+    hint = hints.did_you_mean(name, known)
     return MachineError(
         f"there is no published machine {name!r}.{hint} There are {', '.join(known)}, and fewer "
         "devices of each: 4xA100-80GB, A100-80GB. plurax.Machine.load(path) reads a machine of "

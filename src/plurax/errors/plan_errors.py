@@ -1,8 +1,8 @@
 """Plans that cannot run."""
 
-import difflib
 from collections.abc import Iterable
 
+from plurax.errors import hints
 from plurax.errors.kinds import OutOfMemoryError, PlanError
 
 
@@ -24,8 +24,7 @@ def plan_field_not_a_choice(field: str, value: object, choices: Iterable[object]
 
 def plan_schedule_unknown(value: object, names: Iterable[str]) -> PlanError:
     names = list(names)
-    close = difflib.get_close_matches(value.lower(), names, n=1) if isinstance(value, str) else []
-    hint = f" Did you mean {close[0]!r}?" if close else ""
+    hint = hints.did_you_mean(value.lower(), names) if isinstance(value, str) else ""
     return PlanError(
         f"Plan(schedule={value!r}): the schedules that have a name are {', '.join(names)}.{hint} "
         "One written by hand is a list with one line for each device: "
@@ -95,8 +94,7 @@ def plan_rule_unknown_axis(pattern: str, entries: tuple[object, ...], name: obje
 
 def plan_rule_unused(pattern: str, paths: Iterable[str], names: Iterable[str]) -> PlanError:
     known = [*paths, *names]
-    close = difflib.get_close_matches(pattern.strip("*/"), known, n=1, cutoff=0.4)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
+    hint = hints.did_you_mean(pattern.strip("*/"), known, cutoff=0.4)
     return PlanError(
         f"the sharding rule {pattern!r} matches no parameter and no named activation.{hint} "
         f"Parameters: {', '.join(paths) or 'none'}. Named activations: "
@@ -142,8 +140,7 @@ def cache_mixes_collectives(directory: str, flag: str) -> PlanError:
 
 def plan_unknown_key(key: str, known: Iterable[str], source: str) -> PlanError:
     known = list(known)
-    close = difflib.get_close_matches(key, known, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
+    hint = hints.did_you_mean(key, known)
     return PlanError(
         f"{source}: {key!r} is not a field of a plan.{hint} The fields are {', '.join(known)}."
     )

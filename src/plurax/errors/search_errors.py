@@ -1,14 +1,13 @@
 """Searches that have no answer."""
 
-import difflib
 from collections.abc import Sequence
 
+from plurax.errors import hints
 from plurax.errors.kinds import PlanError
 
 
 def pin_of_nothing(path: str, paths: Sequence[str]) -> PlanError:
-    close = difflib.get_close_matches(path, paths, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
+    hint = hints.did_you_mean(path, paths)
     return PlanError(
         f"the strategy pinned for {path!r} belongs to no equation and no parameter of this "
         f"step.{hint}"
