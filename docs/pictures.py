@@ -107,7 +107,8 @@ def draw_ensemble() -> None:
         if chromium is None:
             print("report.png: there is no Chromium, it stays as it is")
             return
-        _run(chromium, "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=949,1570",
+        _run(chromium, "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1265,2093",
+             "--force-device-scale-factor=0.75",
              "--virtual-time-budget=9000", f"--screenshot={picture}", page.as_uri())  # fmt: skip
         _keep(picture, "report.png")
 
