@@ -139,7 +139,7 @@ def test_a_run_that_is_stopped_in_its_first_epoch_is_measured(monkeypatch):
     turns = train_iter
 
     def stopped(*args, **options):
-        for steps in turns(*args, **options):
+        for steps in turns(*args, **{**options, "checkpoint_every": 1}):
             if steps.step == 2:
                 signal.raise_signal(signal.SIGTERM)
             yield steps

@@ -197,8 +197,8 @@ def fit(output=None, **options):
 def flip_after(monkeypatch):
     """A function after which the device 2 has a flipped bit once a step is taken."""
 
-    def flip(step, method, name="params/blocks/hidden"):
-        run = getattr(Program, method)
+    def flip(step, name="params/blocks/hidden"):
+        run = Program.loop
 
         def wrapped(program, state, *args):
             before = state.steps_taken
@@ -207,7 +207,7 @@ def flip_after(monkeypatch):
                 state, _ = with_flip(program, state, name, program.mesh.devices.flat[2])
             return state, metrics
 
-        monkeypatch.setattr(Program, method, wrapped)
+        monkeypatch.setattr(Program, "loop", wrapped)
 
     return flip
 
@@ -215,7 +215,7 @@ def flip_after(monkeypatch):
 @pytest.mark.parametrize("resident", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_nothing_poisoned_is_saved_and_the_run_goes_on(flip_after, monkeypatch, tmp_path, resident):
     wanted = fit(resident=resident).state
-    flip_after(19, "loop" if resident else "step_placed")
+    flip_after(19)
     with pytest.raises(
         px.ReplicaError, match=r"device 2 of process 0 holds other bits than"
     ) as said:
@@ -230,15 +230,15 @@ def test_nothing_poisoned_is_saved_and_the_run_goes_on(flip_after, monkeypatch, 
 
 
 def test_a_flipped_bit_is_found_within_some_steps(flip_after):
-    flip_after(7, "step_placed", "opt_state/0/mu/blocks/out")
+    flip_after(7, "opt_state/0/mu/blocks/out")
     with pytest.raises(px.ReplicaError, match="after step 10 device 2 of process 0"):
-        fit(resident=False, check_replicas_every=5)
+        fit(resident=False, check_replicas_every=5, checkpoint_every=5)
     with pytest.raises(px.ReplicaError, match="after step 32 device 2 of process 0"):
         fit(resident=False, check_replicas_every=32)  # read after the last step
 
 
 def test_nothing_is_compared_where_that_is_asked_for(flip_after):
-    flip_after(7, "step_placed")
+    flip_after(7)
     assert fit(resident=False, check_replicas_every=None).state.steps_taken == 32
 
 
