@@ -154,3 +154,27 @@ def check_fit(case: Case, folder: Any, output: Any) -> None:
     if not isinstance(found, np.ndarray):
         found = np.concatenate(list(found))
     assert sorted(found.tolist()) == (TABLE["y"] * 2).tolist()
+
+
+class Contract:
+    """What holds for every case; a file's class of this name gives its cases."""
+
+    def test_the_batches_are_those_of_arrays_or_of_the_librarys_own_loop(self, case, tmp_path):
+        check_batches(case, tmp_path)
+
+    def test_a_run_resumes_after_every_step(self, case, tmp_path):
+        check_resume(case, tmp_path)
+
+    def test_fit_trains_evaluates_predicts_and_resumes(self, case, tmp_path):
+        (tmp_path / "data").mkdir()
+        check_fit(case, tmp_path / "data", tmp_path / "run")
+
+
+def check_members(case: Case, folder: Any) -> None:
+    """Each member draws its own rows, as of arrays."""
+    members = px.Members(3, resample=px.ensemble.bootstrap())
+    options: dict[str, Any] = {"members": members, "batch_size": BATCH, "progress": False}
+    wanted = px.fit(TASK, optax.sgd(0.01), TABLE, **options).state.params
+    found = px.fit(TASK, optax.sgd(0.01), case.make(folder), **options).state.params
+    np.testing.assert_array_equal(found, wanted)
+    assert len(np.unique(found, axis=0)) == 3

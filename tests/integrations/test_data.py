@@ -24,9 +24,8 @@ from tests.source_contract import (
     TABLE,
     TASK,
     Case,
-    check_batches,
-    check_fit,
-    check_resume,
+    Contract,
+    check_members,
     values,
 )
 
@@ -151,19 +150,8 @@ def seed():
 
 
 @every
-def test_the_batches_are_those_of_arrays_or_of_the_librarys_own_loop(case, tmp_path):
-    check_batches(case, tmp_path)
-
-
-@every
-def test_a_run_resumes_after_every_step(case, tmp_path):
-    check_resume(case, tmp_path)
-
-
-@every
-def test_fit_trains_evaluates_predicts_and_resumes(case, tmp_path):
-    (tmp_path / "data").mkdir()
-    check_fit(case, tmp_path / "data", tmp_path / "run")
+class TestEverySource(Contract):
+    pass
 
 
 SHUFFLED = ["DataLoader, shuffle", "DataLoader, generator", "DataLoader, sampler",
@@ -208,11 +196,7 @@ def test_a_loader_may_have_processes():
 
 @pytest.mark.parametrize("name", ["tensors", "TensorDataset", "datasets", "datasets, on disk"])
 def test_members_draw_their_own_rows_of_what_becomes_arrays(name, tmp_path):
-    members = px.Members(3, resample=px.ensemble.bootstrap())
-    options = {"members": members, "batch_size": BATCH, "progress": False}
-    wanted = px.fit(TASK, optax.sgd(0.01), TABLE, **options).state.params
-    found = px.fit(TASK, optax.sgd(0.01), CASES[name].make(tmp_path), **options).state.params
-    np.testing.assert_array_equal(found, wanted)
+    check_members(CASES[name], tmp_path)
 
 
 def test_examples_are_computed_anew_in_each_epoch():

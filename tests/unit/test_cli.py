@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import pytest
 from tests import models
+from tests.command import run
 from tests.pictures import panels
 
 import plurax as px
-from plurax.cli import commands as cli
 from plurax.cli.options import NO_OPTIONS, argument_texts
 from plurax.cli.table import COMMANDS
 from plurax.train.fit import fit
@@ -41,14 +41,6 @@ def workplace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.py").write_text(EXPERIMENT)
     return tmp_path
-
-
-def run(capsys, *arguments):
-    """Exit code, what was printed, what was said on stderr."""
-    with pytest.raises(SystemExit) as stopped:
-        cli.main([str(argument) for argument in arguments])
-    printed = capsys.readouterr()
-    return stopped.value.code, printed.out, printed.err
 
 
 def test_help_names_every_command(capsys):

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.command import run
 
 import plurax as px
-from plurax.cli import commands as cli
 from plurax.cli import doctor_command as doctor
 from plurax.cli import example_commands, options
 from plurax.cli.grouped import GROUPS, field_texts
@@ -19,13 +19,6 @@ from plurax.cli.table import COMMANDS
 from plurax.exit_codes import ADVICE, MEANINGS, ExitCode
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-def run(capsys, *arguments):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main([str(argument) for argument in arguments])
-    printed = capsys.readouterr()
-    return stopped.value.code, printed.out, printed.err
 
 
 @pytest.fixture(autouse=True)

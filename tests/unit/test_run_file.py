@@ -11,9 +11,9 @@ import numpy as np
 import optax
 import pytest
 from tests import models
+from tests.command import run
 
 import plurax as px
-from plurax.cli import commands as cli
 from plurax.cli.file_or_run import tokens
 from plurax.train.log import read_rows
 from plurax.train.run_file import git_state, read_run_file, run_toml
@@ -60,13 +60,6 @@ def ran(workplace, capsys):
     )  # fmt: skip
     assert code == 0, err
     return workplace / "ran"
-
-
-def run(capsys, *arguments):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main([str(argument) for argument in arguments])
-    printed = capsys.readouterr()
-    return stopped.value.code, printed.out, printed.err
 
 
 def test_fit_writes_how_it_was_called(tmp_path):

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.command import run
 from tests.pictures import legend, panels
 
 import plurax as px
-from plurax.cli import commands as cli
 from plurax.collective import Collective
 from plurax.hlo import Memory
 from plurax.pipeline.schedule import SCHEDULES, make_schedule
@@ -178,13 +178,6 @@ def experiment(depth: int = 3):
         plan=px.Plan(pipeline=2, microbatches=3),
     )
 """
-
-
-def run(capsys, *arguments):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main([str(argument) for argument in arguments])
-    printed = capsys.readouterr()
-    return stopped.value.code, printed.out, printed.err
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
 from plurax import errors
-from plurax.adapters.model_functions import check_model_functions, stands_for, taking_params
+from plurax.adapters.model_functions import ModelFunctions
 from plurax.state import TrainState
 from plurax.task import Task
 from plurax.validate import check_takes
@@ -69,17 +69,13 @@ def task(
     if isinstance(build, eqx.Module):
         raise errors.build_is_a_module("equinox", type(build).__name__, "key")
     check_takes("equinox.task(build=...)", build, "key")
-    check_model_functions("equinox", "model", loss, predict, evaluate, metrics, coupled=coupled)
-
+    functions = ModelFunctions(loss, predict, evaluate, metrics, weight, coupled)
+    functions.check("equinox", "model")
     skeleton = _Skeleton(build)
-    return Task(
-        init=lambda key: skeleton.params_of(build(key)),
-        loss=stands_for(loss, lambda params, *args: loss(skeleton.model(params), *args)),
-        predict=taking_params(predict, skeleton.inference_model),
-        evaluate=taking_params(evaluate, skeleton.inference_model),
-        metrics=taking_params(metrics, skeleton.inference_model),
-        weight=weight,
-        coupled=coupled,
+    return functions.task(
+        lambda key: skeleton.params_of(build(key)),
+        skeleton.model,
+        inference=skeleton.inference_model,
     )
 
 
@@ -107,7 +103,7 @@ class _Skeleton:
     def __init__(self, build: Build) -> None:
         empty = eqx.filter_eval_shape(lambda: build(jax.random.key(0)))
         if any(map(_is_state, jax.tree.leaves(empty, is_leaf=_is_state))):
-            raise _state_takes_no_mask()
+            raise errors.equinox_state_takes_no_mask()
         self._params, rest = eqx.partition(empty, _is_trained)
         self._constants, self._static = eqx.partition(rest, _is_shape)
         # Compiled, so that the parameters, which nobody reads, are never made.
@@ -147,11 +143,3 @@ def _is_constant(leaf: Any) -> bool:
 
 def _is_state(leaf: Any) -> bool:
     return isinstance(leaf, eqx.nn.State | eqx.nn.StateIndex)
-
-
-def _state_takes_no_mask() -> errors.TaskError:
-    return errors.TaskError(
-        "the model has layers with state (eqx.nn.BatchNorm, say), which average over all rows of a "
-        "batch and take no mask, so that rows that only fill up a batch would enter. Use a layer "
-        "without state, such as eqx.nn.GroupNorm or eqx.nn.LayerNorm."
-    )

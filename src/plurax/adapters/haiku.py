@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
 from plurax import errors
-from plurax.adapters.model_functions import check_model_functions, stands_for, taking_params
+from plurax.adapters.model_functions import ModelFunctions, three
 from plurax.state import TrainState
 from plurax.task import Task
 from plurax.tree import named_leaves
@@ -82,13 +82,11 @@ def task(
         kind = transformed.__name__ if isinstance(transformed, type) else type(transformed).__name__
         raise errors.not_transformed(kind)
     check_takes("haiku.task(init=...)", init, "key")
-    check_model_functions("haiku", "apply", loss, predict, evaluate, metrics, coupled=coupled)
+    functions = ModelFunctions(loss, predict, evaluate, metrics, weight, coupled)
     with_state = isinstance(transformed, hk.TransformedWithState)
     first = jax.eval_shape(lambda: init(jax.random.key(0)))
-    kept = first[1] if with_state else {}
-    stateful = bool(jax.tree.leaves(kept))
-    if stateful and not coupled:
-        raise errors.model_state_needs_coupled(named_leaves(kept))
+    kept = list(named_leaves(first[1])) if with_state else []
+    functions.check("haiku", "apply", kept)
 
     def call(variables: tuple[PyTree, ...], key: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_several(key):
@@ -103,29 +101,14 @@ def task(
     def bind(params: PyTree, state: PyTree = ()) -> Apply:
         return jax.tree_util.Partial(call, (params, state or {}) if with_state else (params,))
 
-    def stateless_loss(params: PyTree, *args: Any) -> Any:
-        return loss(bind(params), *args)
+    def updated(_: Apply, output: Any, __: PyTree) -> tuple[Any, Any, PyTree]:
+        where = "the loss of a model with state"
+        expected = "(losses, metrics, state), where apply(...) gave the state beside the outputs"
+        return three(output, where, expected)
 
-    def stateful_loss(params: PyTree, state: PyTree, *args: Any) -> Any:
-        output = loss(bind(params, state), *args)
-        if not (isinstance(output, tuple) and len(output) == 3):
-            raise errors.loss_wrong_structure(
-                "the loss of a model with state",
-                "something else",
-                "(losses, metrics, state), where apply(...) gave the state beside the outputs",
-            )
-        return output
-
-    return Task(
-        init=lambda key: init(key)[0] if with_state and not stateful else init(key),
-        loss=stands_for(loss, stateful_loss if stateful else stateless_loss),
-        predict=taking_params(predict, bind),
-        evaluate=taking_params(evaluate, bind),
-        metrics=taking_params(metrics, bind),
-        weight=weight,
-        coupled=coupled,
-        stateful=stateful,
-    )
+    if kept or not with_state:
+        return functions.task(init, bind, updated=updated if kept else None)
+    return functions.task(lambda key: init(key)[0], bind)
 
 
 def variables(state: TrainState) -> tuple[PyTree, ...]:

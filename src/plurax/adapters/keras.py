@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
 from plurax import errors
-from plurax.adapters.model_functions import check_model_functions, stands_for, taking_params
+from plurax.adapters.model_functions import ModelFunctions, three
 from plurax.state import TrainState
 from plurax.task import Task, per_example
 from plurax.tree import named_leaves
@@ -107,33 +107,17 @@ def task(
         loss, more = _of_keras_loss(loss, network, named)
         predict, evaluate = predict or more["predict"], evaluate or more["evaluate"]
         coupled = coupled or stateful
-    if stateful and not coupled:
-        raise errors.model_state_needs_coupled(network.state_names)
-    check_model_functions("keras", "model", loss, predict, evaluate, metrics, coupled=coupled)
+    functions = ModelFunctions(loss, predict, evaluate, cast(Any, metrics), weight, coupled)
+    functions.check("keras", "model", network.state_names)
 
-    def stateless_loss(params: PyTree, *args: Any) -> Any:
-        return loss(network.bind(params), *args)
+    def updated(_: Call, output: Any, __: PyTree) -> tuple[Any, Any, PyTree]:
+        where = f"the loss of a model with state ({', '.join(network.state_names)})"
+        expected = "(losses, metrics, state), where model(..., training=True) gave the state"
+        return three(output, where, expected)
 
-    def stateful_loss(params: PyTree, state: PyTree, *args: Any) -> Any:
-        output = loss(network.bind(params, state), *args)
-        if not (isinstance(output, tuple) and len(output) == 3):
-            raise errors.loss_wrong_structure(
-                f"the loss of a model with state ({', '.join(network.state_names)})",
-                "something else",
-                "(losses, metrics, state), where model(..., training=True) gave the state",
-            )
-        return output
-
-    return Task(
-        init=network.init if stateful else lambda key: network.init(key)[0],
-        loss=stands_for(loss, stateful_loss if stateful else stateless_loss),
-        predict=taking_params(predict, network.bind),
-        evaluate=taking_params(evaluate, network.bind),
-        metrics=taking_params(cast(Call | None, metrics), network.bind),
-        weight=weight,
-        coupled=coupled,
-        stateful=stateful,
-    )
+    if stateful:
+        return functions.task(network.init, network.bind, updated=updated)
+    return functions.task(lambda key: network.init(key)[0], network.bind)
 
 
 def model(model: Model | Callable[[], Model], state: TrainState) -> Model:

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Float, Key, PyTree
 
 from plurax import errors
-from plurax.adapters.model_functions import check_model_functions, stands_for, taking_params
+from plurax.adapters.model_functions import ModelFunctions, three
 from plurax.state import TrainState
 from plurax.task import Task
 from plurax.tree import named_leaves
@@ -80,11 +80,9 @@ def task(
         kind = module.__name__ if isinstance(module, type) else type(module).__name__
         raise errors.module_is_none(kind)
     check_takes("linen.task(init=...)", init, "key")
-    check_model_functions("linen", "apply", loss, predict, evaluate, metrics, coupled=coupled)
+    functions = ModelFunctions(loss, predict, evaluate, metrics, weight, coupled)
     _, kept = _cut(jax.eval_shape(lambda: init(jax.random.key(0))))
-    stateful = bool(kept)
-    if stateful and not coupled:
-        raise errors.model_state_needs_coupled(named_leaves(kept))
+    functions.check("linen", "apply", named_leaves(kept))
 
     def call(variables: PyTree, *args: Any, **kwargs: Any) -> Any:
         return module.apply(variables, *args, **kwargs)
@@ -92,30 +90,17 @@ def task(
     def bind(params: PyTree, state: PyTree = ()) -> Apply:
         return jax.tree_util.Partial(call, _join(params, state))
 
-    def stateless_loss(params: PyTree, *args: Any) -> Any:
-        return loss(bind(params), *args)
-
-    def stateful_loss(params: PyTree, state: PyTree, *args: Any) -> Any:
-        output = loss(bind(params, state), *args)
-        if not (isinstance(output, tuple) and len(output) == 3 and isinstance(output[2], Mapping)):
-            raise errors.loss_wrong_structure(
-                f"the loss of a module with state ({', '.join(state)})",
-                "something else",
-                "(losses, metrics, updates), where apply(..., mutable=[...]) gave the updates",
-            )
-        losses, metrics, updates = output
+    def updated(_: Apply, output: Any, state: PyTree) -> tuple[Any, Any, PyTree]:
+        where = f"the loss of a module with state ({', '.join(state)})"
+        expected = "(losses, metrics, updates), where apply(..., mutable=[...]) gave the updates"
+        losses, metrics, updates = three(output, where, expected)
+        if not isinstance(updates, Mapping):
+            raise errors.loss_wrong_structure(where, "something else", expected)
         return losses, metrics, {name: updates.get(name, state[name]) for name in state}
 
-    return Task(
-        init=lambda key: _cut(init(key)) if stateful else _cut(init(key))[0],
-        loss=stands_for(loss, stateful_loss if stateful else stateless_loss),
-        predict=taking_params(predict, bind),
-        evaluate=taking_params(evaluate, bind),
-        metrics=taking_params(metrics, bind),
-        weight=weight,
-        coupled=coupled,
-        stateful=stateful,
-    )
+    if kept:
+        return functions.task(lambda key: _cut(init(key)), bind, updated=updated)
+    return functions.task(lambda key: _cut(init(key))[0], bind)
 
 
 def variables(state: TrainState) -> dict[str, PyTree]:

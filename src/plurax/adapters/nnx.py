@@ -24,7 +24,7 @@ import jax
 from jaxtyping import Array, Float, Key, PyTree
 
 from plurax import errors
-from plurax.adapters.model_functions import check_model_functions, stands_for, taking_params
+from plurax.adapters.model_functions import ModelFunctions
 from plurax.state import TrainState
 from plurax.task import Task
 from plurax.tree import named_leaves
@@ -89,38 +89,27 @@ def task(
     if isinstance(build, nnx.Module):
         raise errors.build_is_a_module("nnx", type(build).__name__, "rngs")
     check_takes("nnx.task(build=...)", build, "rngs")
-    check_model_functions("nnx", "model", loss, predict, evaluate, metrics, coupled=coupled)
+    functions = ModelFunctions(loss, predict, evaluate, metrics, weight, coupled)
+    kept = jax.eval_shape(lambda: nnx.to_pure_dict(_split(_built(build, 0))[1]))
+    functions.check("nnx", "model", named_leaves(kept))
 
     def init(key: Key[Array, ""]) -> PyTree:
         params, state = map(nnx.to_pure_dict, _split(_built(build, key)))
-        return (params, state) if stateful else params
+        return (params, state) if kept else params
 
-    def stateless_loss(params: PyTree, *args: Any) -> Any:
-        return loss(_filled(build, params, training=True), *args)
-
-    def stateful_loss(params: PyTree, state: PyTree, *args: Any) -> Any:
-        model = _filled(build, params, state, training=True)
-        known = [path for path, _ in nnx.to_flat_state(_split(model)[1])]
-        output = loss(model, *args)
+    def updated(model: nnx.Module, output: Any, state: PyTree) -> tuple[Any, Any, PyTree]:
         losses, metrics = output if isinstance(output, tuple) and len(output) == 2 else (output, {})
         found = dict(nnx.to_flat_state(_split(model)[1]))
+        # What the call has added to the module is not kept.
+        known = dict(nnx.to_flat_state(nnx.State(state)))
         new = nnx.from_flat_state({path: found[path] for path in known})
         return losses, metrics, nnx.to_pure_dict(new)
 
-    state = jax.eval_shape(lambda: nnx.to_pure_dict(_split(_built(build, 0))[1]))
-    stateful = bool(state)
-    if stateful and not coupled:
-        raise errors.model_state_needs_coupled(named_leaves(state))
-    bind = functools.partial(_filled, build)
-    return Task(
-        init=init,
-        loss=stands_for(loss, stateful_loss if stateful else stateless_loss),
-        predict=taking_params(predict, bind),
-        evaluate=taking_params(evaluate, bind),
-        metrics=taking_params(metrics, bind),
-        weight=weight,
-        coupled=coupled,
-        stateful=stateful,
+    return functions.task(
+        init,
+        functools.partial(_filled, build, training=True),
+        inference=functools.partial(_filled, build),
+        updated=updated if kept else None,
     )
 
 
@@ -187,11 +176,4 @@ class _Unseeded:
     shape: tuple[int, ...]
 
     def __getitem__(self, index: Any) -> Any:
-        raise errors.TaskError(
-            f"the model draws from its own random stream {self.stream!r}, which would give the "
-            "same numbers in every step. Take them from the example's key: write the loss for one "
-            "example, lift it with plurax.per_example(f), and in f(model, example, key) say "
-            f"nnx.reseed(model, {self.stream}=key) before calling the model, or pass "
-            "rngs=nnx.Rngs(key) to the call. Where there is no key (in predict) or the numbers do "
-            f"not matter (a recurrent layer's zeros), say nnx.reseed(model, {self.stream}=0)."
-        )
+        raise errors.nnx_stream_not_reseeded(self.stream)

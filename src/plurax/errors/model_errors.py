@@ -38,6 +38,25 @@ def model_state_needs_coupled(names: Iterable[str]) -> TaskError:
     )
 
 
+def equinox_state_takes_no_mask() -> TaskError:
+    return TaskError(
+        "the model has layers with state (eqx.nn.BatchNorm, say), which average over all rows of a "
+        "batch and take no mask, so that rows that only fill up a batch would enter. Use a layer "
+        "without state, such as eqx.nn.GroupNorm or eqx.nn.LayerNorm."
+    )
+
+
+def nnx_stream_not_reseeded(stream: str) -> TaskError:
+    return TaskError(
+        f"the model draws from its own random stream {stream!r}, which would give the same numbers "
+        "in every step. Take them from the example's key: write the loss for one example, lift it "
+        f"with plurax.per_example(f), and in f(model, example, key) say nnx.reseed(model, {stream}="
+        "key) before calling the model, or pass rngs=nnx.Rngs(key) to the call. Where there is no "
+        "key (in predict) or the numbers do not matter (a recurrent layer's zeros), say "
+        f"nnx.reseed(model, {stream}=0)."
+    )
+
+
 def keras_backend(backend: str) -> TaskError:
     return TaskError(
         f"Keras runs on {backend} in this process, and plurax trains what runs on JAX. Set the "
