@@ -103,7 +103,7 @@ def of_tf(shuffle=False):
 
 
 def passes_of_tf(data, epoch):
-    for _ in range(epoch + 1):  # one pass more: `fit` looks at the shapes of a batch
+    for _ in range(epoch):
         iter(data)
     return data.as_numpy_iterator()
 

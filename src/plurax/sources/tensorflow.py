@@ -5,6 +5,7 @@ that were begun before. A resumed run so begins as many passes as the run before
 nothing from them.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,11 +40,16 @@ class Batches(Source):
     def __init__(self, data: Any) -> None:
         self._data = data
         self._begun = 0  # passes
+        # The first pass, of which the first batch was looked at: TensorFlow has filled its buffers.
+        self._first: Iterator[PyTree] | None = None
 
     def example(self) -> PyTree:
-        """Return the first batch."""
-        self._begun += 1
-        return next(iter(self._data.take(1).as_numpy_iterator()), None)
+        """Return the first batch; the pass goes on with it."""
+        iterator = self._pass()
+        first = next(iterator, None)
+        if self._begun == 1 and first is not None:
+            self._first = itertools.chain([first], iterator)
+        return first
 
     def count(self) -> int | None:
         """Return the number of batches, None where TensorFlow does not know it."""
@@ -51,9 +57,14 @@ class Batches(Source):
         return count if count >= 0 else None
 
     def batches(self, how: Reading, epoch: int, start: int) -> Iterator[PyTree]:
-        """Yield the batches of a pass; TensorFlow skips those before `start`."""
-        for _ in range(self._begun, epoch + 1):  # one more: the first was `example`
-            iter(self._data)
-        self._begun = max(self._begun, epoch + 1) + 1
-        data = self._data.skip(start) if start else self._data
-        yield from data.as_numpy_iterator()
+        """Yield the batches of a pass; those before `start` are read and dropped."""
+        first, self._first = self._first, None
+        if epoch or first is None:
+            for _ in range(self._begun, epoch):
+                self._pass()
+            first = self._pass()
+        yield from itertools.islice(first, start, None)
+
+    def _pass(self) -> Iterator[PyTree]:
+        self._begun += 1
+        return iter(self._data.as_numpy_iterator())
