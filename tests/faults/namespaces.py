@@ -95,8 +95,10 @@ def two_hosts(folder):
             pair = ("type", "veth", "peer", "name", LINK, "netns", second)
             _call("ip", "link", "add", LINK, "netns", first, *pair)
             _call(*hosts[0].prefix(), "true")
+            _call("tc", "-V")  # in /usr/sbin, which is not on everybody's path
         except (FileNotFoundError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"needs root: network namespaces ({getattr(error, 'stderr', error)})")
+            said = getattr(error, "stderr", error)
+            pytest.skip(f"needs root, ip and tc: network namespaces ({said})")
         for host in hosts:
             host.connect()
         yield hosts
