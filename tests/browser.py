@@ -16,7 +16,14 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
+
 FOUND = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chrome")
+needed = pytest.mark.skipif(
+    FOUND is None and not os.environ.get("PLURAX_TEST_BROWSER"),  # CI sets it
+    reason="there is no chromium on this machine: make chromium installs it",
+)
+"""For tests that need it."""
 SECONDS = 60
 """The most that the browser may take for one answer."""
 

@@ -2,7 +2,6 @@
 
 import functools
 import http.server
-import os
 import subprocess
 import sys
 import threading
@@ -12,13 +11,7 @@ import pytest
 
 from tests import browser
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        browser.FOUND is None and not os.environ.get("PLURAX_TEST_BROWSER"),
-        reason="needs Chromium",
-    ),
-]
+pytestmark = [pytest.mark.slow, browser.needed]
 REPOSITORY = Path(__file__).parents[1]
 PAGES = ["", "tutorial/", "choosing-a-plan/", "how-do-i/", "faq/", "guides/pipelines/",
          "guides/optimizers/", "guides/extending/", "coming-from/jax/", "performance/"]  # fmt: skip

@@ -118,3 +118,13 @@ def test_a_task_without_predict(tmp_path):
     program = px.compile(task, optax.sgd(0.1), px.Plan(), BATCH)
     with pytest.raises(px.TaskError, match="this task has no predict function"):
         px.export_predict(program, program.init(), ROWS, tmp_path / "a")
+
+
+def test_an_error_of_the_function_itself_is_not_taken_for_one_of_the_rows(tmp_path):
+    def predict(params, inputs):
+        raise ValueError("there is no such head")
+
+    task = px.Task(init=models.init, loss=models.mlp_task().loss, predict=predict)
+    program = px.compile(task, optax.sgd(0.1), px.Plan(), BATCH)
+    with pytest.raises(ValueError, match="no such head"):
+        px.export_predict(program, program.init(), ROWS, tmp_path / "a")

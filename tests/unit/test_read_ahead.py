@@ -9,7 +9,7 @@ import pytest
 
 import plurax as px
 from plurax.execute.array_data import Position
-from plurax.execute.batch_buffer import ALIGNMENT, BYTES, MOST_SLOTS
+from plurax.execute.batch_buffer import ALIGNMENT, BYTES, MOST_SLOTS, BatchBuffer
 from plurax.train.data import StreamData
 from plurax.train.iterate import train_iter
 from plurax.train.read_ahead import ReadAhead
@@ -166,10 +166,18 @@ def test_buffered_steps_are_those_of_a_loop_by_hand(plan, every):
     assert 10 in steps
 
 
-def test_arrays_of_jax_stay_on_their_devices():
+def test_arrays_of_jax_stay_on_their_devices(monkeypatch):
     """They are not copied to the host and back: a call takes one batch."""
+
+    def written(*_):
+        raise AssertionError("a batch was copied to the host")
+
+    monkeypatch.setattr(BatchBuffer, "write", written)
     each = [jax.tree.map(jax.numpy.asarray, batch) for batch in batches(5)]
     result = px.fit(TASK, optax.sgd(0.1), each, epochs=1, progress=False)
+    with pytest.raises(AssertionError, match="copied to the host"):
+        px.fit(TASK, optax.sgd(0.1), batches(5), epochs=1, progress=False)
+    monkeypatch.undo()
     by_hand = px.fit(TASK, optax.sgd(0.1), batches(5), epochs=1, progress=False)
     np.testing.assert_allclose(result.state.params, by_hand.state.params, rtol=1e-10)
 

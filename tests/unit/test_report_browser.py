@@ -1,23 +1,19 @@
 """The page of `plurax report` in a real browser: drawn, without errors, light, dark, on a phone.
 
-Skipped where there is no Chromium (`make chromium` installs it), but not in CI, which sets
-`PLURAX_TEST_BROWSER`.
+Skipped where there is no Chromium (`make chromium` installs it), but not in CI.
 """
 
 import json
-import os
 
 import pytest
-from tests.browser import FOUND, Browser
+from tests import browser
+from tests.browser import Browser
 from tests.runs import epoch_row, write_run, write_sweep
 
 import plurax as px
 from plurax.report.page.render import write_report
 
-pytestmark = pytest.mark.skipif(
-    FOUND is None and not os.environ.get("PLURAX_TEST_BROWSER"),
-    reason="there is no chromium on this machine: make chromium installs it",
-)
+pytestmark = browser.needed
 
 NASTY = "<img src=x onerror=alert(1)>"
 DRAW_ALL = "document.querySelectorAll('.chart').forEach((one) => one.draw())"

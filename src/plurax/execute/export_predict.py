@@ -70,6 +70,8 @@ def export_predict(
     except (NotImplementedError, TypeError, ValueError) as error:
         if batch_size is not None or isinstance(error, errors.PluraxError):
             raise
+        # A function that fails for a certain number of rows, too, has an error of its own.
+        jax.eval_shape(predict, jax.tree.map(_two_rows, like))
         raise errors.export_needs_a_size(str(error).splitlines()[0]) from error
     data = exported.serialize()
     if is_primary():
@@ -78,6 +80,10 @@ def export_predict(
         part = path.with_name(f".{path.name}.part")
         part.write_bytes(data)
         part.replace(path)
+
+
+def _two_rows(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((2, *leaf.shape[1:]), leaf.dtype)
 
 
 def _whole_predict(program: Program, state: TrainState) -> Callable[[PyTree], PyTree]:

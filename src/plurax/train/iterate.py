@@ -241,36 +241,37 @@ def _buffered(
     `limit(step)` is the step at which a call that begins after `step` has to end.
     """
     step, per_call = state.steps_taken, 1
-    in_flight: Metrics | None = None  # of the call before: one computes while the next is prepared
+    # The call before: one computes while the next is prepared.
+    in_flight: Metrics | None = None
+    its_steps, ended = 1, time.monotonic()
+
+    def most() -> int:
+        return min(per_call, limit(step) - step)
+
     for epoch in range(start.epoch, epochs):
         begin = start if epoch == start.epoch else Position(epoch)
-        began = time.monotonic()
+        began, done = time.monotonic(), False
         with ReadAhead(data.batches(begin), buffers.new, stopping) as ahead:
-            filled, done = ahead.take(per_call), False
-            if filled is None and not stopping():
-                raise _no_batches(begin)
-            while filled is not None:
-                count = len(filled.positions)
-                placed, order = buffers.place(filled.buffer)
+            for part in ahead.parts(most):
+                if part.first == 0:
+                    placed, order = buffers.place(part.buffer)
                 if in_flight is None:
                     compiled = program.compile_loop(placed, order)
                     began = ended = time.monotonic()
-                at = 0
-                while at < count:
-                    stop = min(at + per_call, count, at + limit(step) - step)
-                    # Whether the last batch ends the epoch, the source has to say.
-                    done = stop == count and ahead.has_more() is False
-                    state, metrics = program.loop(state, placed, order, at, stop)
-                    jax.block_until_ready(in_flight)
-                    now = time.monotonic()
-                    per_call = _next_length(per_call, stop - at, now - ended, buffers.slots)
-                    ended, in_flight, step = now, metrics["loss"], step + stop - at
-                    positions = filled.positions[at:stop]
-                    after = Position(epoch + 1) if done else positions[-1]
-                    yield StepOutput(state, step, metrics, now - began, after, done, compiled,
-                                     columns=(at, stop), positions=positions)  # fmt: skip
-                    began, at = time.monotonic(), stop
-                filled = None if done else ahead.take(per_call)
+                state, metrics = program.loop(state, placed, order, part.first, part.stop)
+                jax.block_until_ready(in_flight)
+                now = time.monotonic()
+                per_call = _next_length(per_call, its_steps, now - ended, buffers.slots)
+                its_steps, ended, in_flight = part.stop - part.first, now, metrics["loss"]
+                step, done = step + its_steps, part.is_last
+                position = Position(epoch + 1) if done else part.positions[-1]
+                yield StepOutput(
+                    state, step, metrics, now - began, position, done, compiled,
+                    columns=(part.first, part.stop), positions=part.positions,
+                )  # fmt: skip
+                began = time.monotonic()
+            if ahead.is_empty and not stopping():
+                raise _no_batches(begin)
             if not done:  # training is to stop, and the next batch is not there yet
                 return
 

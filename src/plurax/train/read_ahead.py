@@ -34,6 +34,19 @@ class Filled(NamedTuple):
     positions: list[Position]
 
 
+class Part(NamedTuple):
+    """Batches of a buffer for one call: those in the slots `first` to `stop`.
+
+    **Fields:** `positions`, in the data, after each of them; `is_last`, whether they end the epoch.
+    """
+
+    buffer: BatchBuffer
+    first: int
+    stop: int
+    positions: list[Position]
+    is_last: bool
+
+
 class ReadAhead:
     """Batches of an epoch, read ahead. Use as a context manager.
 
@@ -42,6 +55,8 @@ class ReadAhead:
     - `batches`: pairs of a batch and the position after it.
     - `new_buffer`: returns an empty buffer.
     - `stopping`: whether batches that are not there shall no longer be waited for.
+
+    **Attributes:** `is_empty`, whether `parts` has given none.
     """
 
     def __init__(
@@ -51,6 +66,7 @@ class ReadAhead:
         stopping: Callable[[], bool],
     ) -> None:
         self._batches, self._new_buffer, self._stopping = batches, new_buffer, stopping
+        self.is_empty = True
         self._changed = threading.Condition()
         self._filling = Filled(new_buffer(), [])
         self._wanted = 0  # batches that the loop waits for
@@ -73,6 +89,21 @@ class ReadAhead:
             self._closed = True
             self._changed.notify_all()
         self._thread.join(timeout=1.0)  # so that a source that does not block is not read any more
+
+    def parts(self, most: Callable[[], int]) -> Iterator[Part]:
+        """Yield the batches of the epoch, in parts of at most `most()` of one buffer.
+
+        It ends early where it waits and is `stopping()`. Raises what the source has raised.
+        """
+        is_last = False
+        while not is_last and (filled := self.take(most())) is not None:
+            self.is_empty, first = False, 0
+            while first < len(filled.positions):
+                stop = min(first + most(), len(filled.positions))
+                # Whether the last batch ends the epoch, the source has to say.
+                is_last = stop == len(filled.positions) and self.has_more() is False
+                yield Part(filled.buffer, first, stop, filled.positions[first:stop], is_last)
+                first = stop
 
     def take(self, wanted: int) -> Filled | None:
         """Return the batches read so far, `wanted` or as many as come within a moment.
