@@ -307,12 +307,17 @@ def test_a_signal_saves_and_resume_is_bit_equal(tmp_path, number):
             os.kill(os.getpid(), number)
 
     # Inherited as ignored, as by a job in the background, it would stay so.
-    before = signal.signal(number, signal.default_int_handler)
+    def handler(*_):
+        seen.extend(Checkpoints(tmp_path / "checkpoints").steps())
+
+    seen = []
+    before = signal.signal(number, handler)
     stopped = fit(Batches(at=strike), output=tmp_path, evaluation=ROWS)
     assert stopped.interrupted == signal.Signals(number).name
     taken = int(stopped.state.step)
     assert 4 <= taken < 12
-    assert signal.signal(number, before) is signal.default_int_handler
+    assert signal.signal(number, before) is handler
+    assert seen[-1:] == [taken], "the caller's handler is called once all is saved"
     resumed = fit(Batches(), output=tmp_path, resume=True, evaluation=ROWS)
     whole = fit(Batches(), evaluation=ROWS)
     assert models.same_bits(resumed.state.params, whole.state.params)

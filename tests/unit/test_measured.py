@@ -145,7 +145,9 @@ def test_a_run_that_is_stopped_in_its_first_epoch_is_measured(monkeypatch):
             yield steps
 
     monkeypatch.setattr("plurax.train.loop.train_iter", stopped)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # else it ends the process
     result = fit(resident=False)
+    signal.signal(signal.SIGTERM, before)
     assert (result.interrupted, result.history) == ("SIGTERM", [])
     assert result.measured.seconds > 0
 

@@ -208,14 +208,17 @@ def fit(
       batches, call the callbacks, and write nothing.
     - `devices`: the devices, default all that JAX sees.
     - `command`: what the command line says of the run, for `run.toml`, which is written to
-      `output` before the first step, with all other arguments; `plurax train` gives it.
+      `output` before the first step, with all other arguments; `plurax train` gives it, and ends
+      by itself after a signal: `fit` returns.
 
     Ctrl-C and SIGTERM end training after the current call (a step, or about a quarter of a second
-    of steps over resident data), save, and return with `interrupted` set; a second signal ends the
-    process at once. Where it ends by `max_steps`, `max_seconds` or a callback, it evaluates,
-    reports and saves first, and returns with `stopped` set. A step whose loss or gradient is not
-    finite leaves the state unchanged, is counted in `state.skipped` and reported; a member with
-    such a step is frozen.
+    of steps over resident data) and save. After Ctrl-C `fit` returns with `interrupted` set;
+    SIGTERM then ends the process, with status 75 under a launcher or as one of several. Where the
+    caller has a handler of its own, that is called, and `fit` returns if it does. A second signal
+    ends the process at once. Where it ends by `max_steps`, `max_seconds` or a callback, it
+    evaluates, reports and saves first, and returns with `stopped` set. A step whose loss or
+    gradient is not finite leaves the state unchanged, is counted in `state.skipped` and reported; a
+    member with such a step is frozen.
 
     **Returns:** a `Fit`.
 
@@ -279,4 +282,6 @@ def fit(
         state = loop.train(state, position, metrics)
         why, measured = loop.ended(), loop.measurements.measured
     account, state = coordinator.account if coordinator else None, program.to_canonical(state)
+    if command is None:
+        stop.deliver(group.count)
     return Fit(state, program, run.history, *why, estimated, measured, account)

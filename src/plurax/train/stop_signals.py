@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 from plurax.distributed.environment import status_folder
 from plurax.distributed.process_group import ProcessGroup
+from plurax.exit_codes import ExitCode
 from plurax.notebook import in_notebook
 
 SAME_SECONDS = 5.0
@@ -59,7 +61,8 @@ class StopSignals:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # None: of C, which Python cannot set again.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if self._pipe is not None:
             signal.set_wakeup_fd(self._woken)
             os.close(self._pipe[1])
@@ -76,6 +79,26 @@ class StopSignals:
         signals = group.all_gather(self.name if ready else None)
         self.name = self.name or next(filter(None, signals), None)
         return next(filter(None, signals), None)
+
+    def deliver(self, processes: int) -> None:
+        """Give the signal that ended training its usual end, now that all is saved and closed.
+
+        A handler that the caller has set is called, and may return. Without one SIGTERM ends the
+        process: by the signal, or, as one of several `processes` or with a launcher, with the
+        status that says that it has saved. After a Ctrl-C the caller goes on, with what is trained.
+        """
+        number = getattr(signal.Signals, self.name or "", None)
+        if number not in self._before:
+            return
+        handler = self._before[number]
+        has_own = callable(handler) and handler is not signal.default_int_handler
+        if not has_own and number == signal.SIGINT:
+            return
+        if not has_own and (self._launched or processes > 1):
+            raise SystemExit(ExitCode.PREEMPTED)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        signal.raise_signal(number)
 
     def _note(self, number: int, _frame: object) -> None:
         if self.name is not None:  # only under a launcher; the thread ends this process
