@@ -1,10 +1,13 @@
 """What training changes, and what a checkpoint holds."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Array, Int, Key, PyTree
+
+from plurax import errors
 
 
 @jax.tree_util.register_dataclass
@@ -39,3 +42,29 @@ class TrainState:
         if isinstance(step, jax.Array):
             step = step.addressable_shards[0].data
         return int(np.max(np.asarray(step)))
+
+
+def check_not_donated(state: PyTree) -> None:
+    """Raise `BatchError` where a step has used up any leaf of a state, or of a part of it.
+
+    A program over several devices would not raise: XLA ends the process (seen with JAX 0.10).
+    """
+    _check_not_donated(jax.tree.leaves(state))
+
+
+def check_donatable(state: PyTree) -> None:
+    """Raise `BatchError` where a step cannot reuse the memory of a state.
+
+    A step has used it up, or an array is in it twice.
+    """
+    leaves = jax.tree.leaves(state)
+    _check_not_donated(leaves)
+    if len(set(map(id, leaves))) < len(leaves):
+        raise errors.state_shares_array()
+
+
+def _check_not_donated(leaves: list[Any]) -> None:
+    for leaf in leaves:
+        # Leaves from elsewhere may be NumPy arrays, which nobody donates.
+        if getattr(leaf, "is_deleted", bool)():
+            raise errors.state_was_donated()

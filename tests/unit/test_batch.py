@@ -1,6 +1,9 @@
 """Batches and states that do not fit are refused with what was expected and what was given."""
 
+import dataclasses
 import functools
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -382,3 +385,80 @@ def test_data_that_are_no_arrays_of_numbers_are_refused_by_name(data, message):
     with pytest.raises(px.BatchError) as raised:
         program.predict(program.init(), data)
     assert message in str(raised.value)
+
+
+# Before a step looked at every leaf, the first of these calls ended the process.
+PARTLY_USED = """
+import dataclasses, sys, tempfile
+import jax, jax.numpy as jnp, numpy as np, optax, plurax as px
+from plurax.train.checkpoint.manager import Checkpoints
+
+px.virtual_devices(2)
+task = px.Task(
+    init=lambda key: {name: jax.random.normal(key, (3, 3)) for name in "ab"},
+    loss=lambda params, batch, keys: ((batch["x"] @ params["a"] @ params["b"]) ** 2).sum(1),
+    predict=lambda params, inputs: inputs["x"] @ params["a"],
+)
+batch = {"x": np.ones((4, 3), np.float32)}
+many = {"members": px.Members(2)}
+for plan, members in [
+    (px.Plan(data=2), {}), (px.Plan(data=2, zero=3), {}), (px.Plan(), {}), (px.Plan(member=2), many)
+]:
+    program = px.compile(task, optax.adam(0.1), plan, batch, **members)
+    start = (lambda: program.init()) if members else (lambda: program.init(1))
+
+    def part(other):
+        return dataclasses.replace(start(), params={**start().params, "a": other.params["a"]})
+
+    # Calls after the first take JAX's way in C++, which did not look.
+    for _ in range(3):
+        fresh, _ = program.step(start(), batch)
+        program.evaluate(fresh, batch), program.predict(fresh, batch)
+        sums = program.gradients(fresh, batch)
+        program.apply(fresh, sums)
+    used = start()
+    program.step(used, batch)
+    saved = Checkpoints(tempfile.mkdtemp())
+    twice = start()
+    for what, call in {
+        "step": lambda: program.step(part(used), batch),
+        "gradients": lambda: program.gradients(part(used), batch),
+        "apply": lambda: program.apply(part(used), sums),
+        "evaluate": lambda: program.evaluate(part(used), batch),
+        "predict": lambda: program.predict(part(used), batch),
+        "stream": lambda: next(program.predict(part(used), iter([batch]))),
+        "to_canonical": lambda: program.to_canonical(part(used)),
+        "place": lambda: program.place(part(used)),
+        "replicas": lambda: program.replicas.check(part(used)),
+        "save": lambda: saved.save(part(used), {}),
+        "twice": lambda: program.step(
+            dataclasses.replace(twice, params=dict.fromkeys("ab", twice.params["a"])), batch
+        ),
+    }.items():
+        try:
+            call()
+        except px.BatchError as error:
+            print(what, "twice in" in str(error), "given to an earlier step" in str(error))
+"""
+
+
+def test_a_state_used_in_part_is_named_by_all_that_read_it():
+    run = subprocess.run([sys.executable, "-c", PARTLY_USED], capture_output=True, text=True)
+    reads = ["step", "gradients", "apply", "evaluate", "predict", "stream", "to_canonical", "place"]
+    said = [f"{what} False True" for what in [*reads, "replicas", "save"]] + ["twice True False"]
+    assert (run.returncode, run.stdout.split("\n")) == (0, [*said * 4, ""]), run.stderr
+
+
+def test_a_state_of_numpy_arrays_is_a_state(program):
+    """As a checkpoint is read by other libraries; the key is JAX's own."""
+    state = program.init()
+    host = dataclasses.replace(jax.device_get(dataclasses.replace(state, key=0)), key=state.key)
+    assert isinstance(host.step, np.ndarray)
+    assert int(program.step(host, ROWS)[0].step) == 1
+
+
+def test_a_batch_that_was_deleted_is_named(program):
+    rows = jax.tree.map(jnp.asarray, ROWS)
+    rows["x"].delete()
+    with pytest.raises(px.BatchError, match=r"batch\[x\] was given to a function that reused"):
+        program.step(program.init(), rows)

@@ -75,6 +75,21 @@ def state_was_donated() -> BatchError:
     )
 
 
+def state_shares_array() -> BatchError:
+    return BatchError(
+        "an array is twice in this state, and a step reuses the memory of each array once. Copy it "
+        "for its second place, jnp.copy(array), or program.place(state), which copies all."
+    )
+
+
+def batch_was_deleted(path: str) -> BatchError:
+    name = f"batch[{path}]" if path else "the batch"
+    return BatchError(
+        f"{name} was given to a function that reused its memory (donate_argnums), or was deleted. "
+        "Copy it before that, jnp.copy(array), or load it again."
+    )
+
+
 def state_mismatch(expected: str, given: str) -> BatchError:
     return BatchError(
         f"the state does not belong to this program.\n  expected:\n{expected}\n  given:\n{given}"

@@ -126,6 +126,8 @@ class Placement:
         count = self.check(batch)
 
         def filled(path: str, leaf: Any, like: jax.ShapeDtypeStruct) -> Any:
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise errors.batch_was_deleted(path)
             if isinstance(leaf, jax.Array) and count == self.rows:
                 return put(leaf, self.sharding)
             if process_count() > 1:  # a program over several processes takes no NumPy arrays

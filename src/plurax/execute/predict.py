@@ -31,6 +31,7 @@ from plurax.mesh import split_rows
 from plurax.plan import Plan, Precision
 from plurax.sources.adapt import adapt, as_arrays
 from plurax.sources.source import Reading, Source
+from plurax.state import check_not_donated
 from plurax.task import Task
 from plurax.validate import whole_number
 
@@ -115,7 +116,12 @@ class Predictor:
             return
         placement, compiled = self._program(first, chunk)
         chained = map(as_arrays, itertools.chain([first], batches))
-        yield from predict_stream(lambda rows: compiled(*states, rows), placement, chained)
+
+        def run(rows: PyTree) -> PyTree:
+            check_not_donated(states)  # while the caller reads outputs, it may train on
+            return compiled(*states, rows)
+
+        yield from predict_stream(run, placement, chained)
 
     def own(self, states: tuple[PyTree, ...], inputs: PyTree, chunk: int, alone: bool) -> PyTree:
         """Return NumPy arrays for inputs of which each process gives its own.
@@ -132,6 +138,7 @@ class Predictor:
         share = placement.own_rows()
         if share is None:
             raise errors.own_rows_not_split(placement.size, process_count())
+        check_not_donated(states)
         total, parts = leading_dim(inputs), []
         most = -least(-math.ceil(total / share))
         for call in range(most):

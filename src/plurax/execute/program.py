@@ -43,7 +43,7 @@ from plurax.execute.summary import as_table, in_a_line, summary
 from plurax.members import Members
 from plurax.mesh import replicated, split_rows, within
 from plurax.plan import Plan
-from plurax.state import TrainState
+from plurax.state import TrainState, check_donatable, check_not_donated
 from plurax.task import Task
 from plurax.validate import check_seed, without_axes
 
@@ -185,6 +185,7 @@ class Program:
         Raises `BatchError` where structure, shapes or dtypes differ from `canonical_shapes`, and
         `MembersError` for the state of one network or of another number of members.
         """
+        check_not_donated(state)
         layout = self._functions.layout
         # Copy: the first step donates the state, and the caller's arrays must stay valid.
         copied = jax.tree.map(jnp.copy, state)
@@ -204,12 +205,14 @@ class Program:
 
         The arrays are unchanged except where the plan padded a dim that its shards do not divide.
         """
+        check_not_donated(state)
         return self._functions.layout.to_canonical(state)
 
     def from_canonical(self, state: TrainState) -> TrainState:
         """Pad a state that has the shapes of `to_canonical`; return any other state unchanged."""
         # This runs in every step, so it compares shapes only; paths are formatted for errors alone.
-        if self._functions.layout.is_canonical or not same_shapes(state, self._canonical):
+        layout = self._functions.layout
+        if layout.is_canonical or not same_shapes(state, layout.canonical):
             return state
         return self.place(state)
 
@@ -246,6 +249,7 @@ class Program:
 
     def gradients_call(self, state: TrainState, batch: PyTree, first: int | None) -> Any:
         """Return the jitted function and the arguments of `gradients`."""
+        check_not_donated(state)
         program = self if self._pads else self._for_size(self._placement.check(batch))
         part = () if first is None else (np.int32(first),)
         arguments = (*self._functions.arguments, *program._placement.fill(batch), *part)
@@ -258,8 +262,7 @@ class Program:
         `step(state, batch)`, bit for bit. (Of a pipeline the metric `grad_norm` may differ in its
         last bit: XLA adds up the stages' squares in another order.)
         """
-        if state.step.is_deleted():
-            raise errors.state_was_donated()
+        check_not_donated(state)
         _, apply = self._halves
         arguments = (*self._functions.arguments, gradients)
         state, metrics = apply(self.from_canonical(state), *arguments)
@@ -390,11 +393,12 @@ class Program:
         outputs = self._predictor(states, inputs, size)
         if self.members is None:
             return outputs
-        cut = self._members_first
-        return map(cut, outputs) if isinstance(outputs, Iterator) else cut(outputs)
 
-    def _members_first(self, outputs: PyTree) -> PyTree:
-        return self._cut(jax.tree.map(lambda leaf: np.moveaxis(leaf, 1, 0), outputs))
+        def members_first(outputs: PyTree) -> PyTree:
+            return self._cut(jax.tree.map(lambda leaf: np.moveaxis(leaf, 1, 0), outputs))
+
+        several = isinstance(outputs, Iterator)
+        return map(members_first, outputs) if several else members_first(outputs)
 
     def _compile_predict(self, rows: PyTree) -> jax.stages.Compiled:
         predict = jax.jit(self._functions.predict, out_shardings=self._functions.outputs_sharding)
@@ -410,6 +414,7 @@ class Program:
         states = (*self._inference_states(state), *self._functions.arguments)
 
         def run(placed: Placed) -> Totals:
+            check_not_donated(states)
             part = self._compiled_evaluate(*states, *placed)
             self._in_flight.started(part.loss)
             return part
@@ -468,10 +473,7 @@ class Program:
         return self.compiled.as_text() or ""
 
     def collectives(self) -> list[Collective]:
-        """Return the collectives of one step, read from the compiled program.
-
-        None is over the mesh axis `member`.
-        """
+        """Return the collectives of one compiled step; none is over the mesh axis `member`."""
         return compiled_hlo.collectives(self.hlo(), self.mesh)
 
     def planned_collectives(self) -> list[Collective]:
@@ -502,7 +504,7 @@ class Program:
         """The state that `to_canonical` returns, as a tree of `jax.ShapeDtypeStruct`s."""
         return jax.tree.map(
             lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-            self._canonical,
+            self._functions.layout.canonical,
             self._functions.layout.canonical_shardings(self.mesh),
         )
 
@@ -543,12 +545,14 @@ class Program:
         return self.members
 
     def _run(self, compiled: jax.stages.Compiled, state: TrainState, *args: Any) -> Any:
-        if state.step.is_deleted():
-            raise errors.state_was_donated()
+        if self.mesh.size > 1 or getattr(state.step, "is_deleted", bool)():
+            check_donatable(state)  # of one device the program raises, and looks cost 4% of a step
         state = self.from_canonical(state)
         try:
             state, metrics = compiled(state, *self._functions.arguments, *args)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RuntimeError) as error:
+            if not isinstance(error, jax.errors.JaxRuntimeError):  # which may be out of memory
+                check_donatable(state)
             if not same_shapes(state, self.state_shapes) and self.members is not None:
                 self._functions.layout.check(state)
             initial_state.check_stored(state, self.state_shapes)
@@ -590,10 +594,6 @@ class Program:
     def _new_state_like(self) -> TrainState:
         """The state of one network, abstract."""
         return jax.eval_shape(lambda: new_state(*self._example, jax.random.key(0)))
-
-    @functools.cached_property
-    def _canonical(self) -> TrainState:
-        return self._functions.layout.canonical
 
     @property
     def _state_shardings(self) -> PyTree:

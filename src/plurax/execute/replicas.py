@@ -40,7 +40,7 @@ from plurax.distributed.global_arrays import one_at_a_time
 from plurax.execute.layouts.state_layout import StateLayout
 from plurax.fingerprint import checksums
 from plurax.mesh import replicated
-from plurax.state import TrainState
+from plurax.state import TrainState, check_not_donated
 
 SAME, OUTVOTED, TIED = 0, 1, 2
 """The verdict on a copy: equal to the majority, unlike it, or there is no majority."""
@@ -96,6 +96,7 @@ class ReplicaCheck:
         The verdicts are for `findings`. The state, stored as the layout says, is not donated. All
         processes call this, as a step, and get the same verdicts.
         """
+        check_not_donated(state)
         if not self._groups:
             return None
         leaves = jax.tree.leaves(state)

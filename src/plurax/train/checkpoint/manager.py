@@ -31,7 +31,7 @@ from jaxtyping import PyTree
 from plurax import errors, tree
 from plurax.distributed.process_group import ProcessGroup, open_group
 from plurax.fingerprint import fingerprints
-from plurax.state import TrainState
+from plurax.state import TrainState, check_not_donated
 from plurax.timeouts import TIMEOUTS
 from plurax.train.checkpoint.damage import Damage, DamagedCheckpointWarning
 from plurax.train.checkpoint.description import read_description, sealed
@@ -217,6 +217,7 @@ class Checkpoints:
         the previous one failed, or if the state is older than the newest saved, or differs from the
         one saved at the same step.
         """
+        check_not_donated(state)
         self.wait()
         self._find_again()
         self.lock()
