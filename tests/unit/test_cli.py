@@ -82,9 +82,30 @@ def test_help_of_a_file_shows_its_defaults(workplace, capsys):
     assert "(default: 0.01)" in out
 
 
+@pytest.mark.parametrize("command", ["train", "predict", "plan", "estimate", "verify"])
+def test_help_fits_on_a_screen(workplace, capsys, monkeypatch, command):
+    """With and without FILE, whose arguments it shows; `--help-all` has the rest."""
+    monkeypatch.setenv("COLUMNS", "80")
+    _, every, _ = run(capsys, command, "small.py", "--help-all")
+    code, out, _ = run(capsys, command, "small.py", "--help")
+    assert (code, len(out.splitlines()) < 42 < len(every.splitlines())) == (0, True)
+    assert "--experiment.rate FLOAT" in out
+    code, out, _ = run(capsys, command, "--help")
+    assert (code, len(out.splitlines()) < 42) == (0, True)
+    assert "--help-all" in out
+    assert "--plan.tensor" not in out
+    assert "--plan.tensor" in every
+
+
+def test_help_of_differences_has_no_plan(workplace, capsys):
+    Path("a.toml").write_text(px.Plan().to_toml())
+    code, out, _ = run(capsys, "plan", "a.toml", "a.toml", "--diff", "small.py", "--help")
+    assert (code, "--machine" in out, "--plan.data" in out) == (0, True, False)
+
+
 def test_every_argument_of_fit_is_an_option_in_its_own_words(workplace, capsys):
     """But for values of Python. With the first sentence that the docstring has of it."""
-    _, out, _ = run(capsys, "train", "small.py", "--help")
+    _, out, _ = run(capsys, "train", "small.py", "--help-all")
     said = " ".join(out.replace("│", " ").split())
     names = set(inspect.signature(fit).parameters) - NO_OPTIONS
     assert len(names) > 10
@@ -275,9 +296,18 @@ def test_a_plan_file(workplace, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tran", "small.py"], "'tran' is not a command; the commands are new, examples, train"),
+        (["tran", "small.py"], "'tran' is not a command. Did you mean 'train'? The commands are"),
+        (["nwe"], "'nwe' is not a command. Did you mean 'new'?"),
+        (["examples", "spirls"], "'spirls' is not an example. Did you mean 'spirals'?"),
+        (["train", "small.py", "--epohcs", "3"], "Unrecognized options: --epohcs, 3 Perhaps you"),
+        (["train", "small.py", "--epochs", "x"], "error: --epochs: invalid literal for int()"),
+        (["train", "small.py", "--ragged", "x"], "invalid choice 'x' for argument '--ragged'"),
+        (["train", "small.py", "--experiment.x", "3"], "Unrecognized options: --experiment.x"),
+        (["new"], "Missing from plurax new:"),
+        (["watch", "--x"], "Missing value for argument 'run'"),
+        (["doctor", "--x"], "Unrecognized options: --x"),
+        (["report"], "name the folders of the runs: plurax report RUN ..."),
         (["train"], "name the experiment file: plurax train FILE"),
-        (["train", "--help"], "name the experiment file: plurax train FILE --help"),
         (["train", "missing.py"], "missing.py: no such file"),
         (["train", "empty.py"], "empty.py does not define experiment()"),
         (["train", "broken.py"], "broken.py could not be loaded: File"),
@@ -302,6 +332,7 @@ def test_mistakes_are_named(workplace, capsys, arguments, message):
     assert err.startswith("error: ")
     assert message in " ".join(err.split())
     assert "Traceback" not in err
+    assert "╭" not in err
 
 
 def test_inputs_that_are_none(workplace, capsys):
@@ -410,7 +441,7 @@ def test_members_of_one_network_and_its_mistakes(population, capsys):
     code, _, err = run(capsys, "train", "many.py", "--plan.member", "200")
     assert code == 2
     assert "needs 200 devices (member=200)" in err
-    code, out, _ = run(capsys, "train", "many.py", "--help")
+    code, out, _ = run(capsys, "train", "many.py", "--help-all")
     assert "--members.seeds" in out
     assert "--plan.chunk" in out
 

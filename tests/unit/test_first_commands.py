@@ -1,6 +1,7 @@
 """The commands of the first day: new, examples, help, completion, doctor."""
 
 import ast
+import importlib.metadata
 import re
 import shutil
 import subprocess
@@ -65,7 +66,10 @@ def test_examples_are_listed_and_written(capsys):
     assert (code, "python there/optuna_digits.py" in out) == (0, True)
     assert Path("there/digits_ensemble.py").is_file()  # which it reads
     code, _, err = run(capsys, "examples", "digit")
-    assert (code, "'digit' is not an example; the examples are digits, " in err) == (2, True)
+    assert (
+        code,
+        "'digit' is not an example. Did you mean 'digits'? The examples are digits, " in err,
+    ) == (2, True)
 
 
 def test_an_example_says_what_it_needs():
@@ -104,7 +108,7 @@ def test_every_option_of_train_has_a_group(capsys):
     names = {field.name for field in options.train_class().__dataclass_fields__.values()}
     assert names - nested - grouped == set()
     run(capsys, "new", "mine")
-    code, out, _ = run(capsys, "train", "mine.py", "--help")
+    code, out, _ = run(capsys, "train", "mine.py", "--help-all")
     assert code == 0
     titles = re.findall(r"^\W*(\w[\w ]*?) options\W*$", out, re.M)  # in boxes on a terminal
     assert titles == ["data", "training", "device", "output and checkpoint", "plan", "members",
@@ -208,6 +212,19 @@ def test_doctor_prints_what_a_bug_report_needs(capsys, monkeypatch):
                  "flax: ", "XLA_NOTHING: 42", "slow, or surprising:\n  - "):  # fmt: skip
         assert text in out
     assert "secret" not in out
+
+
+def test_doctor_says_what_is_missing_in_a_line(monkeypatch):
+    def version(name):
+        if name in ("keras", "torch"):
+            raise importlib.metadata.PackageNotFoundError
+        return "1.0"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    installed, missing = doctor.extras()
+    assert missing == ["plurax[keras]", "plurax[torch]"]
+    assert installed["flax"] == "1.0"
+    assert installed.keys().isdisjoint(("keras", "torch"))
 
 
 @pytest.mark.parametrize(

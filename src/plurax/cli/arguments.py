@@ -14,9 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from plurax import errors, experiment
+from plurax.cli.grouped import parse_by_tyro
 from plurax.distributed.environment import gang_of
 from plurax.distributed.initialize import initialize
 from plurax.mesh import cpu_devices, virtual_devices
@@ -47,7 +46,7 @@ def made_experiment(
     function, report = experiment.load(file)
     own = experiment_dataclass(function)
     wrapped = dataclasses.make_dataclass("Own", [("experiment", own)], frozen=True)
-    chosen: Any = tyro.cli(wrapped, prog=program, args=experiment_args(arguments))
+    chosen = parse_by_tyro(wrapped, experiment_args(arguments), prog=program)
     return function(**dataclasses.asdict(chosen.experiment)), chosen.experiment, report
 
 

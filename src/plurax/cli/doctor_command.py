@@ -67,7 +67,10 @@ def doctor_command(arguments: list[str]) -> int:
     here = f"{platform.system()} {platform.release()} on {platform.machine()}"
     lines = ["versions:", *_pairs(versions()), *_pairs({"system": here}), "", "devices:"]
     lines += [f"  {line}" for line in devices_text(facts)]
-    lines += ["", "extras:", *_pairs(extras()), "", "settings:"]
+    installed, missing = extras()
+    lines += ["", "extras:", *_pairs(installed)]
+    lines += [f"  not installed: {', '.join(missing)}"] if missing else []
+    lines += ["", "settings:"]
     set_here = {name: value for name, value in facts.settings.items() if value is not None}
     lines += [*_pairs(set_here), *_pairs(facts.environment)]
     lines += [
@@ -120,9 +123,10 @@ def devices_text(facts: Facts) -> list[str]:
     return lines
 
 
-def extras() -> dict[str, str]:
-    """Return each package of an extra, with its version or the extra to install."""
+def extras() -> tuple[dict[str, str], list[str]]:
+    """Return the versions of the packages of extras, and the extras that are not installed."""
     found: dict[str, str] = {}
+    missing: list[str] = []
     for text in importlib.metadata.requires("plurax") or ():
         match = re.match(r"([\w.-]+)(?:\[.*?\])?.*;.*extra == [\"']([\w-]+)[\"']", text)
         if match is None or match[2] == "dev" or match[1] in ("plurax", "jax"):
@@ -130,8 +134,8 @@ def extras() -> dict[str, str]:
         try:
             found[match[1]] = importlib.metadata.version(match[1])
         except importlib.metadata.PackageNotFoundError:
-            found[match[1]] = f"not installed (plurax[{match[2]}])"
-    return found
+            missing.append(f"plurax[{match[2]}]")
+    return found, list(dict.fromkeys(missing))
 
 
 def findings(facts: Facts) -> list[str]:

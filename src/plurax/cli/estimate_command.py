@@ -9,6 +9,7 @@ from plurax.analysis.comparison import Comparison
 from plurax.analysis.estimate import estimate, human_seconds
 from plurax.cli.arguments import value
 from plurax.cli.chosen import data_source
+from plurax.cli.grouped import HELP
 from plurax.cli.machine_command import machine_named
 from plurax.cli.options import DiffOptions, EstimateOptions, Show
 from plurax.cli.parse import diff_options, estimate_options, parse
@@ -36,7 +37,7 @@ def diff_command(arguments: list[str]) -> int:
     place = next(i for i, one in enumerate(arguments) if one.split("=")[0] == "--diff")
     rest = arguments[:place] + arguments[place + (1 if "=" in arguments[place] else 2) :]
     paths = list(itertools.takewhile(lambda one: not one.startswith("-"), rest))
-    asked_help = bool({"-h", "--help"} & {*rest})
+    asked_help = bool({*HELP} & {*rest})
     if not file or (len(paths) != 2 and not asked_help):
         raise errors.diff_needs_two_plans(arguments)
     plans = {path: Plan.load(path) for path in paths}

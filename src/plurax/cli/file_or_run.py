@@ -57,7 +57,7 @@ def file_or_run(arguments: list[str], command: str) -> Source:
     Raises `ExperimentError` for a folder that is none of a run, or whose FILE is not there.
     """
     if not arguments or arguments[0].startswith("-"):
-        raise errors.no_experiment_file(command, asked_help=bool({"-h", "--help"} & {*arguments}))
+        raise errors.no_experiment_file(command)
     first, rest = Path(arguments[0]), arguments[1:]
     if not first.is_dir():
         return Source(first, None, rest)

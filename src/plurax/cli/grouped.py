@@ -8,17 +8,26 @@ source. So what is parsed is a copy of the options:
           training=Training(epochs, ...), plan=Plan(...))
 
 and what comes out is flat again.
+
+`--help` shows of many options those that are needed most, each with the first sentence of its
+help, so that they fit on a screen; `--help-all` shows all.
 """
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import inspect
+import io
+import re
+import sys
 import textwrap
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import tyro
+
+from plurax import errors
 
 T = TypeVar("T")
 
@@ -51,6 +60,15 @@ GROUPS = (
 )  # fmt: skip
 """In the order of the help. An option that none of them names is shown before them."""
 
+HELP = ("-h", "--help", "--help-all")
+
+NEEDED_MOST = (
+    "epochs", "batch_size", "seed", "output", "resume", "restart", "inputs", "predictions", "steps",
+    "search", "save", "devices", "machine", "plan.data", "plan.microbatches", "plan.zero",
+    "members.seeds",
+)  # fmt: skip
+"""What `--help` shows of the options of a command with FILE, in this order."""
+
 
 def parse_options(kind: type[T], prog: str, arguments: Sequence[str], default: Any = None) -> T:
     """Return options of a kind, parsed by tyro.
@@ -62,13 +80,16 @@ def parse_options(kind: type[T], prog: str, arguments: Sequence[str], default: A
     - `arguments`: the command line.
     - `default`: an instance with the defaults; None for those of the fields.
     """
-    copied, instance, fixed = _grouped(kind, default)
+    whole = "--help-all" in arguments
+    short = default is not None and not whole and bool({*HELP} & {*arguments})
     description = inspect.cleandoc(kind.__doc__ or "")
-    options = {} if instance is None else {"default": instance}
-    config = (tyro.conf.SuppressFixed,)
-    parsed: Any = tyro.cli(
-        copied, prog=prog, description=description, args=list(arguments), config=config, **options
-    )
+    if short:
+        description = description.split("\n\n")[0] + " --help-all shows all options."
+        parse_by_tyro(_needed_most(default), ["--help"], prog=prog, description=description)
+    copied, instance, fixed = _grouped(kind, default)
+    options = {"prog": prog, "description": description, "config": (tyro.conf.SuppressFixed,)}
+    options |= {} if instance is None else {"default": instance}
+    parsed = parse_by_tyro(copied, ["--help"] if whole else arguments, **options)
     values = dict(fixed)
     names = {one.name for one in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name, value in vars(parsed).items():
@@ -81,9 +102,49 @@ def parse_options(kind: type[T], prog: str, arguments: Sequence[str], default: A
     return create(**values)
 
 
+def parse_by_tyro(kind: type, arguments: Sequence[str], **options: Any) -> Any:
+    """Return an instance of a dataclass, of the arguments.
+
+    Raises `ExperimentError` with what tyro says of arguments that it refuses, without its frame.
+    """
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            parsed = tyro.cli(kind, args=list(arguments), **options)
+    except SystemExit as stopped:
+        if not stopped.code:
+            raise
+        # A title, then the text, in a frame where the terminal has the signs for it.
+        lines = [line.strip("│").rstrip() for line in said.getvalue().splitlines()[1:]]
+        text = textwrap.dedent("\n".join(line for line in lines if re.search(r"\w", line)))
+        raise errors.options_refused(text.removeprefix("Error parsing ")) from None
+    sys.stderr.write(said.getvalue())
+    return parsed
+
+
 def without_breaks(kind: type) -> type:
     """Return a copy of a dataclass for tyro, with the help of each field on one line."""
     return _grouped(kind, None)[0]
+
+
+def _needed_most(default: Any) -> type:
+    """Return a dataclass of the options that `--help` shows, each with one sentence of help."""
+    own = dataclasses.fields(default.experiment) if hasattr(default, "experiment") else ()
+    columns = []
+    for path in (*NEEDED_MOST, *(f"experiment.{field.name}" for field in own)):
+        group, _, name = path.rpartition(".")
+        owner = getattr(default, group, None) if group else default
+        groups = get_type_hints(type(default), include_extras=True)
+        if not hasattr(owner, name) or tyro.conf.Fixed in get_args(groups.get(group)):
+            continue
+        hint = get_type_hints(type(owner), include_extras=True)[name]
+        base, *marks = get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
+        mark: Any = next((mark for mark in marks if hasattr(mark, "help")), tyro.conf.arg())
+        text = mark.help or field_texts(type(owner)).get(name) or ""
+        sentence = re.split(r"(?<=\.)\s|[;:]", text)[0]
+        mark = dataclasses.replace(mark, name=path, help=sentence or None)
+        columns.append((path.replace(".", "_"), Annotated[base, mark], getattr(owner, name)))
+    return _dataclass("Needed", columns, None)
 
 
 def _grouped(kind: type, default: Any) -> tuple[type, Any, dict[str, Any]]:

@@ -11,7 +11,7 @@ import tyro
 from plurax import experiment
 from plurax.cli.arguments import made_experiment, shrink_data_axis, start_devices
 from plurax.cli.file_or_run import file_or_run, with_remembered
-from plurax.cli.grouped import parse_options
+from plurax.cli.grouped import HELP, parse_options
 from plurax.cli.options import (
     DiffOptions,
     EstimateOptions,
@@ -89,6 +89,10 @@ def parse(
     `experiment(...)`, given as `--experiment.NAME`; then all options, with `--help`.
     """
     program = f"plurax {command} FILE"
+    if arguments[:1] and arguments[0] in HELP:  # with the defaults of plurax itself
+        nothing: Any = None
+        default = defaults(Path("FILE"), experiment.Experiment(nothing, nothing, nothing))
+        parse_options(type(default), program, arguments[:1], default=default)
     source = file_or_run(arguments, command)
     file, run, rest = source.file, source.run, source.rest
     rehearsal = command in ("plan", "verify", "estimate")

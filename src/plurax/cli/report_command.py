@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from plurax import tree
+from plurax import errors, tree
 from plurax.cli.grouped import parse_options
 from plurax.report.page.render import write_report
 
@@ -28,6 +28,8 @@ class ReportOptions:
 def report_command(arguments: list[str]) -> int:
     """Write the page of some runs, and say where it is."""
     options = parse_options(ReportOptions, "plurax report", arguments)
+    if not options.runs:
+        raise errors.report_of_nothing()
     written = write_report(options.runs, options.output)
     size = tree.human_bytes(written.stat().st_size)
     print(f"wrote {options.output}: {size}, open it in a browser")

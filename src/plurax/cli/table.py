@@ -101,8 +101,8 @@ Plan, epochs, batch size, seed and more can be overridden:
 
   plurax train digits.py --epochs 3 --plan.data 4 --devices 4
 
-plurax COMMAND FILE --help lists all options with the file's own defaults, plurax help exit-codes
-the exit codes.
+plurax COMMAND FILE --help lists the options needed most with the file's own defaults, --help-all
+all of them, and plurax help exit-codes the exit codes.
 """
 
 

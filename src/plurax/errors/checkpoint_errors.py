@@ -110,7 +110,8 @@ def checkpoint_meta_not_json(reason: str) -> CheckpointError:
 def output_has_run(directory: str, step: int) -> CheckpointError:
     return CheckpointError(
         f"{directory} already holds a run, saved at step {step}. To continue it, pass resume=True "
-        "(--resume on the command line); to start anew, choose another output directory."
+        "(--resume on the command line); to start anew, pass restart=True (--restart), which keeps "
+        "it as before.1, or choose another output directory."
     )
 
 

@@ -1,7 +1,8 @@
 """Files and arguments given to the command line."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from plurax.errors import hints
 from plurax.errors.kinds import BatchError, ExperimentError, MissingPackageError, PlanError
 
 
@@ -114,18 +115,20 @@ def not_written(path: str, reason: str) -> ExperimentError:
     return ExperimentError(f"{path} could not be written: {reason}")
 
 
-def unknown_command(given: str, known: Iterable[str]) -> ExperimentError:
+def unknown_command(given: str, known: Sequence[str]) -> ExperimentError:
     return ExperimentError(
-        f"{given!r} is not a command; the commands are {', '.join(known)}. "
-        "plurax --help explains them."
+        f"{given!r} is not a command.{hints.did_you_mean(given, known)} The commands are "
+        f"{', '.join(known)}; plurax --help explains them."
     )
 
 
-def no_experiment_file(command: str, asked_help: bool) -> ExperimentError:
-    want = f"plurax {command} FILE" + (" --help" if asked_help else "")
-    why = "the options and their defaults depend on it" if asked_help else "it comes first"
+def options_refused(said: str) -> ExperimentError:
+    return ExperimentError(said)
+
+
+def no_experiment_file(command: str) -> ExperimentError:
     return ExperimentError(
-        f"name the experiment file: {want} ({why}). "
+        f"name the experiment file: plurax {command} FILE (it comes first). "
         "FILE is Python that defines experiment(); plurax --help shows an example."
     )
 
@@ -143,10 +146,10 @@ def file_is_there(path: str) -> ExperimentError:
     )
 
 
-def example_unknown(name: str, known: Iterable[str]) -> ExperimentError:
+def example_unknown(name: str, known: Sequence[str]) -> ExperimentError:
     return ExperimentError(
-        f"{name!r} is not an example; the examples are {', '.join(known)}. plurax examples says "
-        "what each is."
+        f"{name!r} is not an example.{hints.did_you_mean(name, known)} The examples are "
+        f"{', '.join(known)}; plurax examples says what each is."
     )
 
 

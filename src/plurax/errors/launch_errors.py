@@ -1,7 +1,8 @@
 """Errors about several processes, and about the launcher that starts them."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
+from plurax.errors import hints
 from plurax.errors.kinds import ExperimentError
 
 
@@ -13,10 +14,10 @@ def launch_nothing() -> ExperimentError:
     )
 
 
-def launch_unknown(given: str, commands: Iterable[str]) -> ExperimentError:
+def launch_unknown(given: str, commands: Sequence[str]) -> ExperimentError:
     return ExperimentError(
         f"plurax launch -- {given}: what each process runs is a path that ends in .py, or a "
-        f"command of plurax: {', '.join(commands)}."
+        f"command of plurax: {', '.join(commands)}.{hints.did_you_mean(given, commands)}"
     )
 
 

@@ -3,6 +3,12 @@
 from plurax.errors.kinds import BatchError, ExperimentError
 
 
+def report_of_nothing() -> ExperimentError:
+    return ExperimentError(
+        "name the folders of the runs: plurax report RUN ..., such as plurax report runs/digits."
+    )
+
+
 def report_no_folder(path: str) -> ExperimentError:
     return ExperimentError(
         f"{path}: no such folder. Give the output directory of a run, which `fit(output=...)` and "
