@@ -227,7 +227,7 @@ PYTHON = {
 COMMANDS = {
     "The command and the file": [
         ("nwe small.py", 2, "'nwe' is not a command. Did you mean 'new'?"),
-        ("tran small.py", 2, "'tran' is not a command. Did you mean 'train'? The commands are new, examples, train"),
+        ("tran small.py", 2, "'tran' is not a command. Did you mean 'train'?"),
         ("train", 2, "name the experiment file: plurax train FILE"),
         ("train missing.py", 2, "missing.py: no such file"),
         ("train empty.py", 2, "empty.py does not define experiment()"),
@@ -248,7 +248,7 @@ COMMANDS = {
         ("verify trained none.py", 2, "none.py: no such file"),
         ("new small.py", 2, "small.py is there already, and is not written over."),
         ("new /proc/no/a.py", 2, "/proc/no/a.py could not be written"),
-        ("examples digit", 2, "'digit' is not an example. Did you mean 'digits'? The examples are digits,"),
+        ("examples digit", 2, "'digit' is not an example. Did you mean 'digits'?"),
         ("completion nushell", 2, "zsh"),
     ],
     "Numbers": [
@@ -309,7 +309,7 @@ COMMANDS = {
         ("train small.py --output file.txt", 2, "file.txt is a file, and output is a directory"),
         ("train small.py --output gs://bucket/run", 2, "gs:// is another"),
         ("train small.py --output /proc/run", 2, "could not be written"),
-        ("train small.py --output trained", 2, "(--resume on the command line); to start anew, pass restart=True (--restart), which keeps"),
+        ("train small.py --output trained", 2, "to start anew, pass restart=True (--restart)"),
     ],
 }  # fmt: skip
 
