@@ -117,7 +117,7 @@ def parse_by_tyro(kind: type, arguments: Sequence[str], **options: Any) -> Any:
         # A title, then the text, in a frame where the terminal has the signs for it.
         lines = [line.strip("│").rstrip() for line in said.getvalue().splitlines()[1:]]
         text = textwrap.dedent("\n".join(line for line in lines if re.search(r"\w", line)))
-        raise errors.options_refused(text.removeprefix("Error parsing ")) from None
+        raise errors.ExperimentError(text.removeprefix("Error parsing ")) from None
     sys.stderr.write(said.getvalue())
     return parsed
 

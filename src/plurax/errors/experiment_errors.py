@@ -122,10 +122,6 @@ def unknown_command(given: str, known: Sequence[str]) -> ExperimentError:
     )
 
 
-def options_refused(said: str) -> ExperimentError:
-    return ExperimentError(said)
-
-
 def no_experiment_file(command: str) -> ExperimentError:
     return ExperimentError(
         f"name the experiment file: plurax {command} FILE (it comes first). "
