@@ -62,8 +62,8 @@ PUBLIC = {
         Memory Planned PlannedMemory Seconds Verification draw_estimates draw_layer draw_search
         draw_servers draw_workers measure_machine planned write_report""",
     "plurax.callbacks": """
-        Csv EarlyStopping Ema JsonLines KeepBest LearningRate Logger Mlflow Profile TensorBoard
-        Wandb""",
+        Csv EarlyStopping Ema JsonLines KeepBest LearningRate Logger Mlflow Profile
+        ReduceOnPlateau TensorBoard Wandb""",
     "plurax.ensemble": """
         Calibration Classification Halving MaxMembers Regression Rung Sweep Tuning accuracy
         bootstrap brier calibration combine_classification combine_regression draw_confidence

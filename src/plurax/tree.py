@@ -35,6 +35,17 @@ def sum_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
         return jnp.promote_types(dtype, jnp.float32)
 
 
+def with_rows(batch: PyTree, count: Any) -> PyTree:
+    """Return the shapes and dtypes of a batch with another number of rows, the leading dim.
+
+    >>> with_rows({"x": np.zeros((8, 3))}, 2)
+    {'x': ShapeDtypeStruct(shape=(2, 3), dtype=float64)}
+    """
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype), batch
+    )
+
+
 def byte_count(tree: PyTree) -> int:
     """Bytes of all arrays (or `jax.ShapeDtypeStruct`s) of a tree, each counted whole."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -8,4 +8,5 @@ from plurax.callbacks.loggers import Logger as Logger
 from plurax.callbacks.loggers import Mlflow as Mlflow
 from plurax.callbacks.loggers import TensorBoard as TensorBoard
 from plurax.callbacks.loggers import Wandb as Wandb
+from plurax.callbacks.reduce_on_plateau import ReduceOnPlateau as ReduceOnPlateau
 from plurax.callbacks.step_trace import Profile as Profile

@@ -53,7 +53,7 @@ GROUPS = (
     Group("device", "Where it runs, or is estimated to run.",
           ("devices", "plan_file", "machine", "nodes")),
     Group("output and checkpoint", "What is written, and where it goes on.",
-          ("output", "resume", "restart", "report_every", "checkpoint_every",
+          ("output", "resume", "restart", "report_every", "evaluate_every", "checkpoint_every",
            "check_replicas_every", "progress", "save")),
     Group("search", "Which plans are compared, and for how long.",
           ("search", "memory", "solver", "seconds", "tune", "compare")),

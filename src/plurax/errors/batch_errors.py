@@ -226,6 +226,19 @@ def checkpoint_every_not_positive(given: object) -> BatchError:
     )
 
 
+def evaluate_every_not_positive(given: object) -> BatchError:
+    return BatchError(
+        f"evaluate_every={given!r}: give the number of steps between evaluations, a whole number "
+        "≥ 1, or leave it out to evaluate after each epoch only."
+    )
+
+
+def evaluate_every_without_data(given: int) -> BatchError:
+    return BatchError(
+        f"evaluate_every={given} needs data to evaluate on: give fit(evaluation=...) too."
+    )
+
+
 def chunk_not_positive(given: object) -> BatchError:
     return BatchError(
         f"chunk={given!r}: give the number of inputs at a time, a whole number ≥ 1, or leave it "

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from plurax.errors import hints
 from plurax.errors.kinds import TaskError
 
 
@@ -83,6 +84,63 @@ def learning_rate_not_found() -> TaskError:
         "LearningRate(schedule), or write "
         "optax.inject_hyperparams(optax.adam)(learning_rate=schedule)."
     )
+
+
+def argument_unknown(
+    function: str, name: str, write: str | None, known: Sequence[str]
+) -> TaskError:
+    hint = f" Write {write}." if write else hints.did_you_mean(name, known)
+    return TaskError(f"{function}() has no argument {name!r}.{hint}")
+
+
+def plateau_factor(given: object) -> TaskError:
+    return TaskError(
+        f"ReduceOnPlateau(factor={given!r}): give a number > 0 and < 1, such as 0.5; the learning "
+        "rate is multiplied by it."
+    )
+
+
+def hyperparams_not_now(*, servers: bool) -> TaskError:
+    if servers:
+        return TaskError(
+            "run.set_hyperparams(): with servers= the optimizer's state is on the servers. Give "
+            "the optimizer a schedule, or train without servers."
+        )
+    return TaskError(
+        "run.set_hyperparams(): set them in on_start, on_evaluation or on_epoch. on_step is called "
+        "some steps late, so that a resumed run would set them elsewhere; for a value of each step "
+        "give the optimizer a schedule."
+    )
+
+
+def hyperparam_unknown(name: str, there: list[str]) -> TaskError:
+    if there:
+        return TaskError(
+            f"the optimizer's state keeps no hyperparameter {name!r}; it keeps {', '.join(there)}."
+        )
+    return TaskError(
+        f"the optimizer's state keeps no hyperparameter {name!r}, nor any other. Write "
+        f"optax.inject_hyperparams(optax.adam)({name}=1e-3) for optax.adam(1e-3)."
+    )
+
+
+def hyperparam_ambiguous(name: str, paths: list[str]) -> TaskError:
+    return TaskError(
+        f"several hyperparameters of the optimizer are named {name!r}. Give the path of one: "
+        f"{', '.join(paths)}."
+    )
+
+
+def hyperparam_scheduled(name: str) -> TaskError:
+    return TaskError(
+        f"the hyperparameter {name!r} follows a schedule, which would replace another value in the "
+        "next step. Give optax.inject_hyperparams a number in place of the schedule."
+    )
+
+
+def hyperparam_not_a_number(name: str, value: object, members: int | None) -> TaskError:
+    many = f", or an array of {members} of them, one for each member" if members else ""
+    return TaskError(f"the hyperparameter {name}={value!r}: give a finite number{many}.")
 
 
 def profile_steps(given: object) -> TaskError:

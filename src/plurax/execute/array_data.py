@@ -21,6 +21,7 @@ from plurax.execute.placement import Selection, leading_dim, select_rows
 from plurax.execute.reads import EpochSpec
 from plurax.members import Members
 from plurax.resample import Everything, Resample, epoch_rows
+from plurax.tree import with_rows
 
 Ragged = Literal["pad", "drop", "error"]
 
@@ -140,10 +141,7 @@ class ArrayData:
 
     def example_batch(self) -> PyTree:
         """Return the shapes and dtypes of a full batch."""
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((self.batch_size, *leaf.shape[1:]), leaf.dtype),
-            self.arrays,
-        )
+        return with_rows(self.arrays, self.batch_size)
 
     def epoch_order(self, epoch: int) -> tuple[Int[np.ndarray, "S B"], Int[np.ndarray, "S"]]:
         """Return the rows `(S, B)` of an epoch's batches and how many are real `(S,)`; int64."""

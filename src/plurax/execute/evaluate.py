@@ -22,6 +22,7 @@ from plurax.plan import Plan, Precision
 from plurax.sources.adapt import adapt
 from plurax.state import TrainState
 from plurax.task import Task
+from plurax.tree import with_rows
 
 Evaluation = Callable[[PyTree, PyTree, Rows], Totals]
 Finish = dict[str, Callable[[PyTree], Any]]
@@ -54,8 +55,9 @@ def evaluation_placement(batch: PyTree, plan: Plan, mesh: Mesh) -> Placement:
     if plan.pipeline > 1:
         return Placement(batch, plan.padded_size(leading_dim(batch)), split_rows(mesh))
     size = -(-leading_dim(batch) // plan.microbatches)
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), batch)
-    return Placement(like, Plan(data=plan.data).padded_size(size), split_rows(mesh))
+    return Placement(
+        with_rows(batch, size), Plan(data=plan.data).padded_size(size), split_rows(mesh)
+    )
 
 
 def evaluate_data(

@@ -18,6 +18,7 @@ from plurax.mesh import make_mesh, within
 from plurax.plan import Plan
 from plurax.sources.adapt import adapt, as_arrays
 from plurax.state import TrainState
+from plurax.tree import with_rows
 from plurax.validate import local_path
 
 
@@ -61,10 +62,7 @@ def export_predict(
     size: Any = batch_size
     if batch_size is None:
         (size,) = jax.export.symbolic_shape("batch")
-    like = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype),
-        as_arrays(adapt("inputs", inputs)),
-    )
+    like = with_rows(as_arrays(adapt("inputs", inputs)), size)
     try:
         exported = jax.export.export(jax.jit(predict), platforms=platforms)(like)
     except (NotImplementedError, TypeError, ValueError) as error:

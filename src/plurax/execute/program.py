@@ -29,6 +29,7 @@ from plurax.execute.choose_chunk import choose_plan, measure_plan
 from plurax.execute.dispatch_limiter import DispatchLimiter
 from plurax.execute.epoch_loop import equal_sizes
 from plurax.execute.gradient import Totals
+from plurax.execute.hyperparams import Hyperparams
 from plurax.execute.initial_state import new_state, replace_params, same_shapes
 from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.execute.mask import MaskWarning, mask_not_read, reads_mask
@@ -45,6 +46,7 @@ from plurax.mesh import replicated, split_rows, within
 from plurax.plan import Plan
 from plurax.state import TrainState, check_donatable, check_not_donated
 from plurax.task import Task
+from plurax.tree import with_rows
 from plurax.validate import check_seed, without_axes
 
 
@@ -192,9 +194,7 @@ class Program:
         if same_shapes(state, self.state_shapes):
             return put(copied, self._state_shardings)
         layout.check(state)
-        copied = put(copied, layout.canonical_shardings(self.mesh))
-        stored: TrainState = self._stored(copied)
-        return stored
+        return self._stored(put(copied, layout.canonical_shardings(self.mesh)))
 
     @functools.cached_property
     def _stored(self) -> Any:
@@ -220,6 +220,11 @@ class Program:
     def replicas(self) -> ReplicaCheck:
         """The comparison of what several devices hold alike in a state."""
         return ReplicaCheck(self._functions.layout, self.mesh)
+
+    @functools.cached_property
+    def hyperparams(self) -> Hyperparams:
+        """What `optax.inject_hyperparams` keeps in the optimizer's state, to read and to set."""
+        return Hyperparams(self._functions.layout, self.members.count if self.members else None)
 
     # --- Training -----------------------------------------------------------------------------
 
@@ -520,11 +525,9 @@ class Program:
         **Returns:** the plan with its choices, and every candidate measured.
         """
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._placement.like)
-        none = arrays is None
-        arguments = self._placement.place(zeros) if none else (self.place_data(arrays),)
-        return measure_plan(
-            self._population, plan, self._lower_most_run, arguments, looped=self.data is not None
-        )
+        data = self._placement.place(zeros) if arrays is None else (self.place_data(arrays),)
+        looped = self.data is not None
+        return measure_plan(self._population, plan, self._lower_most_run, data, looped=looped)
 
     def _population(self, plan: Plan) -> Population:
         like, reads = self._placement.like, self.data.epoch_spec if self.data else None
@@ -575,10 +578,7 @@ class Program:
         if size == self.batch_size:
             return self
         if size not in self._of_size:
-            rows = self._placement.like
-            like = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype), rows
-            )
+            like = with_rows(self._placement.like, size)
             one = Program(self.task, self._optimizer, self.plan, like, self.mesh, exact=True)
             said = mask_not_read(size, self.batch_size, self.plan.data * self.plan.microbatches)
             warnings.warn(said, MaskWarning, stacklevel=3)

@@ -31,6 +31,7 @@ def draw_curves(
     """
     steps = [row for row in rows if row["kind"] == "step"]
     epochs = [row for row in rows if row["kind"] == "epoch"]
+    evaluations = [row for row in rows if row["kind"] in ("evaluation", "epoch")]
     names = [
         name
         for name, value in (epochs[-1] if epochs else {}).items()
@@ -46,14 +47,14 @@ def draw_curves(
         points = [(row["step"], row[name]) for row in steps if isinstance(row.get(name), float)]
         if points and "members" not in epochs[-1]:
             axis.plot(*zip(*points, strict=True), color=TRAIN, alpha=0.25, linewidth=0.8)
-        for kind, color, marker, label in (
-            (name, TRAIN, "o", "training, mean of the epoch"),
-            (f"eval_{name}", EVALUATION, "s", "evaluation"),
+        for kind, means, color, marker, label in (
+            (name, epochs, TRAIN, "o", "training, mean of the epoch"),
+            (f"eval_{name}", evaluations, EVALUATION, "s", "evaluation"),
         ):
             if "members" in epochs[-1]:
-                _bands(axis, epochs, kind, color, label)
+                _bands(axis, means, kind, color, label)
             else:
-                _line(axis, epochs, kind, color, marker, label)
+                _line(axis, means, kind, color, marker, label)
         values = [row[name] for row in epochs if isinstance(row.get(name), float)]
         if not values:
             axis.set_title("no finite value", fontsize=10)

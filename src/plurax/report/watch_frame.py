@@ -88,6 +88,7 @@ class WatchedRun:
         self.step = max(self.step, row["step"])
         if kind == "epoch":
             self.epochs.append(row)
+        if kind != "step":
             return
         value = row.get(self.metric)
         if is_number(value):

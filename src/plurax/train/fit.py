@@ -47,6 +47,7 @@ from plurax.train.opening import (
     open_log,
     start,
 )
+from plurax.train.other_names import answers_other_names
 from plurax.train.planned_end import PlannedEnd, check_limits
 from plurax.train.replica_guard import ReplicaGuard
 from plurax.train.restore import (
@@ -125,6 +126,7 @@ class Fit:
         return html_table(f"{self!r}{note}", columns, rows)
 
 
+@answers_other_names
 def fit(
     task: Task | HyperFn,
     optimizer: optax.GradientTransformation | HyperFn,
@@ -143,6 +145,7 @@ def fit(
     resume: bool = False,
     restart: bool = False,
     report_every: int = 1,
+    evaluate_every: int | None = None,
     checkpoint_every: int | None = None,
     check_replicas_every: int | None = 200,
     resident: bool | None = None,
@@ -186,6 +189,8 @@ def fit(
     - `restart`: start from scratch in an `output` that holds a run, which is moved to a folder
       `before.1` (2, 3, ...) in it.
     - `report_every`: epochs between rows of history, evaluations and checkpoints.
+    - `evaluate_every`: steps between additional evaluations, within an epoch; each calls
+      `on_evaluation` and adds a row of kind `"evaluation"` to the log.
     - `checkpoint_every`: steps between additional checkpoints.
     - `check_replicas_every`: steps between comparisons of what several devices hold alike, bit by
       bit, at the end of the call in which they are due; before every checkpoint, too. None: never.
@@ -226,8 +231,10 @@ def fit(
     `CheckpointError`, and `ReplicaError` for a device with faulty memory or arithmetic, before
     anything of it is saved.
     """
-    given, numbers = dict(locals()), (epochs, seed, report_every, checkpoint_every)
-    epochs, seed, report_every, checkpoint_every = checked_numbers(*numbers, check_replicas_every)
+    given = dict(locals())
+    epochs, seed, report_every, checkpoint_every, evaluate_every = checked_numbers(
+        epochs, seed, report_every, checkpoint_every, evaluate_every, check_replicas_every
+    )
     plan = check_arguments(task, optimizer, plan, members, servers)
     rule = check_rollback(rollback, members, servers)
     hooks = Hooks(check_callbacks(callbacks))
@@ -250,7 +257,7 @@ def fit(
         program = make_program(task, optimizer, plan, like, members, source, resident, devices)
         machine = None if servers else machine
         estimated = estimate_run(program, optimizer, like, source, resident, machine)
-        evaluation = check_run(program, evaluation, output, few)
+        evaluation = check_run(program, evaluation, output, few, evaluate_every)
         settings = {"seed": seed, "batch_size": program.batch_size, "shuffle": bool(shuffle),
                     "ragged": ragged, "epoch_length": epoch_length(source)}  # fmt: skip
         move_aside(group, checkpoints if restart else None)
@@ -268,10 +275,12 @@ def fit(
         coordinator = open_servers(stack, servers, program, optimizer, state, source, like,
                                    settings, position, checkpoints, bar.note)  # fmt: skip
         run = Run(program, state, history, output, group, settings,
-                  functools.partial(evaluated, program, evaluation, dog))  # fmt: skip
+                  functools.partial(evaluated, program, evaluation, dog),
+                  servers=servers is not None)  # fmt: skip
         stack.enter_context(hooks.running(run))
         loop = Loop(
             run=run, source=source, evaluates=evaluation is not None, epochs=epochs,
+            evaluate_every=evaluate_every,
             report_every=report_every, checkpoint_every=checkpoint_every, resident=resident,
             local_batches=local_batches, begin=begin, hooks=hooks, coordinator=coordinator,
             end=PlannedEnd(max_steps, max_seconds, hooks, run), stop=stop, dog=dog, log=log,
@@ -279,7 +288,7 @@ def fit(
             measurements=Measurements(estimated, machine, program, bar.note),
             guard=ReplicaGuard(program, None if servers else check_replicas_every, group),
         )  # fmt: skip
-        state = loop.train(state, position, metrics)
+        state = loop.train(position, metrics)
         why, measured = loop.ended(), loop.measurements.measured
     account, state = coordinator.account if coordinator else None, program.to_canonical(state)
     if command is None:

@@ -26,8 +26,13 @@ from plurax.validate import check_seed, local_path, whole_number
 
 
 def checked_numbers(
-    epochs: int, seed: int, report_every: int, checkpoint_every: int | None, compare_every: Any
-) -> tuple[int, int, int, int | None]:
+    epochs: int,
+    seed: int,
+    report_every: int,
+    checkpoint_every: int | None,
+    evaluate_every: int | None,
+    compare_every: Any,
+) -> tuple[int, int, int, int | None, int | None]:
     """Return `fit`'s numbers as Python integers, which JSON can encode. Raises for others."""
 
     def positive(given: Any, refused: Callable[[Any], Exception]) -> int:
@@ -36,16 +41,16 @@ def checked_numbers(
             raise refused(given)
         return number
 
-    if compare_every is not None:
-        positive(compare_every, errors.check_replicas_every_not_positive)
-    every = checkpoint_every
-    if every is not None:
-        every = positive(every, errors.checkpoint_every_not_positive)
+    def steps(given: Any, refused: Callable[[Any], Exception]) -> int | None:
+        return None if given is None else positive(given, refused)
+
+    steps(compare_every, errors.check_replicas_every_not_positive)
     return (
         positive(epochs, errors.epochs_not_positive),
         check_seed(seed),
         positive(report_every, errors.report_every_not_positive),
-        every,
+        steps(checkpoint_every, errors.checkpoint_every_not_positive),
+        steps(evaluate_every, errors.evaluate_every_not_positive),
     )
 
 
@@ -74,6 +79,7 @@ def check_run(
     evaluation: PyTree | Iterable[PyTree] | None,
     output: Path | None,
     batches: int = 0,
+    evaluate_every: int | None = None,
 ) -> PyTree | Iterable[PyTree] | None:
     """Raise before the first step what the evaluation and the checkpoints would raise after it.
 
@@ -83,6 +89,8 @@ def check_run(
     if evaluation is not None:
         evaluation = adapt("evaluation", evaluation)
         program.check_evaluation(evaluation)
+    elif evaluate_every is not None:
+        raise errors.evaluate_every_without_data(evaluate_every)
     _check_saveable(program.canonical_shapes, output)
     return _first(evaluation, batches, program.batch_size) if batches else evaluation
 

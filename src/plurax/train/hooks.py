@@ -2,7 +2,7 @@
 
     on_start(run)              before the first step, after a checkpoint was restored
     on_step(run, row)          for each step, once its metrics are on the host
-    on_evaluation(run, row)    after an evaluation, with the row of its epoch
+    on_evaluation(run, row)    after an evaluation, with the row of its epoch, or a row of its own
     on_epoch(run, row)         after an epoch that is reported, before it is logged and saved
     on_save(run, step)         after a checkpoint was begun
     on_stop(run)               at the end, after an error too
@@ -73,6 +73,8 @@ class Run:
         group: ProcessGroup,
         settings: Mapping[str, Any],
         evaluate: Callable[[TrainState], dict[str, Any] | None],
+        *,
+        servers: bool = False,
     ) -> None:
         self.program, self.members = program, program.members
         self.state, self.step, self.epoch = state, state.steps_taken, 0
@@ -80,7 +82,7 @@ class Run:
         self.settings = settings
         self.stopped: str | None = None
         self.failed = False
-        self._evaluate = evaluate
+        self._evaluate, self._servers, self._settable = evaluate, servers, False
 
     def see(self, steps: StepOutput) -> TrainState:
         """Take what a call of the training loop returned."""
@@ -107,6 +109,39 @@ class Run:
     def evaluate(self, state: TrainState) -> dict[str, Any] | None:
         """Return the metrics of another state on the evaluation data; None without such data."""
         return self._evaluate(state)
+
+    @property
+    def hyperparams(self) -> dict[str, Any]:
+        """What `optax.inject_hyperparams` keeps in the optimizer's state, by name.
+
+        Numbers; of members an array `(members,)` each.
+        """
+        return self.program.hyperparams.read(self.state)
+
+    def set_hyperparams(self, **values: Any) -> None:
+        """Set what the optimizer reads from the next step on, such as `learning_rate=1e-4`.
+
+        The optimizer keeps it in its state by `optax.inject_hyperparams`, so a checkpoint has it,
+        and a run that is resumed goes on with it. A hook may set it where the state is that of a
+        known step: `on_start`, `on_evaluation` and `on_epoch`.
+
+        **Arguments:** a number for each name, of members also an array `(members,)`.
+
+        Raises `TaskError` for a name that the optimizer's state does not have or that follows a
+        schedule, for other values, in other hooks, and with parameter servers.
+        """
+        if not self._settable:
+            raise errors.hyperparams_not_now(servers=self._servers)
+        self.state = self.program.hyperparams.set(self.state, values)
+
+    @contextlib.contextmanager
+    def settable(self) -> Iterator[None]:
+        """Let hooks set hyperparameters: the loop takes the state that they leave."""
+        self._settable = not self._servers
+        try:
+            yield
+        finally:
+            self._settable = False
 
     def stop(self, reason: str) -> None:
         """End training: from `on_epoch` at once, from `on_step` after the call under way."""
@@ -142,16 +177,19 @@ class Hooks:
         return rows
 
     def report(self, run: Run, row: Row, *, evaluated: bool) -> None:
-        """Call `on_evaluation` and `on_epoch` with an epoch's row, and add it to the history."""
-        if evaluated:
-            self.call("on_evaluation", run, row)
-        self.call("on_epoch", run, row)
-        run.history.append(row)
+        """Call `on_evaluation` and, with an epoch's row, `on_epoch`; the history has epochs."""
+        with run.settable():
+            if evaluated:
+                self.call("on_evaluation", run, row)
+            if row["kind"] == "epoch":
+                self.call("on_epoch", run, row)
+                run.history.append(row)
 
     @contextlib.contextmanager
     def running(self, run: Run) -> Iterator[None]:
         """Call `on_start` now and `on_stop` at the end, after an error too."""
-        self.call("on_start", run)
+        with run.settable():
+            self.call("on_start", run)
         try:
             yield
         except BaseException as error:

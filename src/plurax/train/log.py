@@ -17,6 +17,9 @@ Row = dict[str, Any]
 BOARD_EVERY = 10
 """Steps between those written to TensorBoard; `metrics.jsonl` has every step."""
 
+KINDS = ("step", "evaluation", "epoch", "event")
+"""The kinds of rows."""
+
 NOT_FINITE = ("nan", "inf", "-inf")
 """The texts that stand in JSON for numbers that JSON cannot hold."""
 
@@ -28,10 +31,10 @@ class DamagedLogWarning(UserWarning):
 class MetricsLog:
     """Writes rows of metrics to `metrics.jsonl` and to TensorBoard events in a directory.
 
-    A row has `kind` (`"step"` or `"epoch"`), `step`, `epoch` and numbers; of a population also
-    `members`, a dict of lists with a number for each member. A row of kind `"event"` says under
-    `event` what happened. Opening a directory for a run that resumes at `resume_step` drops the
-    rows after that step, which the run writes again.
+    A row has `kind` (`"step"`, `"epoch"` or, within an epoch, `"evaluation"`), `step`, `epoch` and
+    numbers; of a population also `members`, a dict of lists with a number for each member. A row of
+    kind `"event"` says under `event` what happened. Opening a directory for a run that resumes at
+    `resume_step` drops the rows after that step, which the run writes again.
 
     The file is append-only. When `flush` returns, all rows are on disk: call it before the
     checkpoint of the same step, so that no checkpoint is ever ahead of its log. On a disk that is
@@ -153,7 +156,7 @@ def read_row(line: bytes) -> Row | None:
         return None
     if not line.endswith(b"\n") or not isinstance(row, dict):
         return None
-    if not isinstance(row.get("step"), int) or row.get("kind") not in ("step", "epoch", "event"):
+    if not isinstance(row.get("step"), int) or row.get("kind") not in KINDS:
         return None
     return {name: _numbers(value) for name, value in row.items()}
 

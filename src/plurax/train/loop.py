@@ -47,7 +47,7 @@ class Loop:
     **Fields:** as the arguments of `fit`, and
 
     - `run`: the run as its callbacks see it, the program and the processes included.
-    - `evaluates`: whether there are evaluation data.
+    - `evaluates`: whether there are evaluation data, for epochs and every `evaluate_every` steps.
     - `begin(resume)`: returns state, position and sums to begin with, of the newest checkpoint.
     - `coordinator`: of parameter servers, or None.
     - `log`: None in processes that write none.
@@ -56,6 +56,7 @@ class Loop:
     run: Run
     source: Data
     evaluates: bool
+    evaluate_every: int | None
     epochs: int
     report_every: int
     checkpoint_every: int | None
@@ -74,20 +75,22 @@ class Loop:
     measurements: Measurements
     guard: ReplicaGuard
 
-    def train(self, state: TrainState, position: Position, metrics: EpochMetrics) -> TrainState:
-        """Train from a state, a position in the data and the sums of its epoch, to the end."""
+    def train(self, position: Position, metrics: EpochMetrics) -> TrainState:
+        """Train from a position in the data and the sums of its epoch, to the end."""
         run, bar, saving = self.run, self.bar, self.saving
-        calls = Calls(self._calls, state, position)
+        calls = Calls(self._calls, run.state, position)  # callbacks may have set something in it
         watched = self.dog.watch(calls, lambda: saving.newest)
         for steps in bar.compiled(watched, _described(run.program)):
             state = run.see(steps)
             signal = self.stop.agree(run.group, steps.fetched)  # read once; later ones come next
             ending = signal or self.end.agree(steps.fetched)
             report = self._reports(steps) or (ending is not None and signal is None)
-            save = saving.wanted and (report or self._is_due(steps.step) or ending is not None)
+            save = saving.wanted and (report or self._saves(steps.step) or ending is not None)
             saving.check(steps.step)
             self.guard.check(steps.step, state, now=save)
-            wanted = report or save or ending is not None or self.hooks.stops_at(steps.step)
+            evaluate = self._evaluates_within(steps.step) and not report
+            wanted = report or save or evaluate or ending is not None
+            wanted = wanted or self.hooks.stops_at(steps.step)
             fetched = metrics.add(steps, fetch_all=wanted)
             self._write(self.hooks.steps(run, map(metrics.step_rows, fetched)))
             if self.rollbacks.due(fetched, self.source.batches_per_epoch, saving):
@@ -100,6 +103,12 @@ class Loop:
                 self._report(steps, metrics)
                 ending = ending or self.end.agree()
                 metrics = metrics.fresh() if steps.epoch_done else metrics
+            elif evaluate:
+                self._evaluate(steps, metrics)
+                ending = ending or self.end.agree()
+            if run.state is not state:
+                state = run.state
+                calls.replace(state)
             if ending and signal is None:
                 self._write([_event("stopped", steps.step, reason=ending)])
             if save:
@@ -110,11 +119,11 @@ class Loop:
                 bar.note(_stopped(ending, steps.step, run.output, signal=signal is not None))
                 break
             self.stop.name = self.stop.name or ("SIGPIPE" if bar.closed else None)
-            if report:
+            if report or evaluate:
                 metrics.start()
         self.guard.wait()
         self.measurements.show(at_end=True)
-        return state
+        return run.state
 
     def ended(self) -> tuple[str | None, str | None]:
         """Return the signal that ended training, or why it ended as planned; of both, one or none.
@@ -137,7 +146,7 @@ class Loop:
             "epochs": self.epochs,
             "report_every": self.report_every,
             "checkpoint_every": self.checkpoint_every,
-            "next_stop": self.end.next_stop,
+            "next_stop": self._next_stop,
             "stopping": lambda: self.stop.called() or self.end.called(),
         }
         if self.coordinator is None:
@@ -149,8 +158,18 @@ class Loop:
         epoch = steps.position.epoch
         return steps.epoch_done and (epoch % self.report_every == 0 or epoch == self.epochs)
 
-    def _is_due(self, step: int) -> bool:
-        return self.checkpoint_every is not None and step % self.checkpoint_every == 0
+    def _saves(self, step: int) -> bool:
+        return _is_due(step, self.checkpoint_every)
+
+    def _evaluates_within(self, step: int) -> bool:
+        """Return whether a step within an epoch is followed by an evaluation."""
+        return self.evaluates and _is_due(step, self.evaluate_every)
+
+    def _next_stop(self, step: int) -> int | None:
+        """Return the first step after `step` at whose end the loop has to look."""
+        every = self.evaluate_every if self.evaluates else None
+        due = None if every is None else step + every - step % every
+        return min(filter(None, (due, self.end.next_stop(step))), default=None)
 
     def _report(self, steps: StepOutput, metrics: EpochMetrics) -> None:
         """Evaluate; add the row of an epoch to the history and the log, and show it."""
@@ -160,6 +179,13 @@ class Loop:
         self.hooks.report(self.run, row, evaluated=self.evaluates)
         self.bar.epoch(row)
         self.measurements.show()
+        self._write([row])
+
+    def _evaluate(self, steps: StepOutput, metrics: EpochMetrics) -> None:
+        """Evaluate within an epoch; add a row of its own to the log."""
+        row = metrics.epoch_row(steps.step, steps.epoch, self.run.evaluate(steps.state))
+        row |= {"kind": "evaluation"}
+        self.hooks.report(self.run, row, evaluated=True)
         self._write([row])
 
     def _save(self, steps: StepOutput, metrics: EpochMetrics, *, last: bool) -> None:
@@ -179,7 +205,7 @@ class Loop:
             "rollbacks": self.rollbacks.to_json(),
             "callbacks": self.hooks.to_json(),
         }
-        canonical = functools.partial(run.program.to_canonical, steps.state)
+        canonical = functools.partial(run.program.to_canonical, run.state)
         with self.dog.work("save"):
             self.saving.save(steps.step, canonical, meta, steps.residuals, last=last)
         self.hooks.call("on_save", run, steps.step)
@@ -227,6 +253,10 @@ def saved_text(checkpoints: Checkpoints | None, group: ProcessGroup) -> str:
     if not steps:
         return "No checkpoint was saved yet."
     return f"The checkpoint of step {steps[-1]} is saved; resume under another plan goes on there."
+
+
+def _is_due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
 
 
 def _event(event: str, step: int, **more: object) -> Row:

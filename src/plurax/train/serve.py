@@ -42,6 +42,7 @@ from plurax.task import Task
 from plurax.train.checkpoint import Checkpoints
 from plurax.train.data import Data
 from plurax.train.iterate import StepOutput
+from plurax.tree import with_rows
 
 
 def serve_iter(
@@ -245,9 +246,7 @@ def run_spec(
     """Return what workers and servers need to know of a run. `batch`: shapes of the largest."""
     assert isinstance(program.task, Task)
     size = -(-program.batch_size // servers.parts)
-    like = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype), batch
-    )
+    like = with_rows(batch, size)
     # Workers may be other processes, which have no file of the user's open.
     arrays = in_memory(source.arrays) if isinstance(source, ArrayData) else None
     return RunSpec(program.task, optimizer, servers, program.plan, like, arrays)

@@ -81,23 +81,26 @@ def _curves(run: RunData, name: str, points: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if name in run.steps:
         found["step"] = _thinned(run.steps[name].steps, run.steps[name].values, points)
-    for kind, key in (("train", name), ("eval", f"eval_{name}")):
-        rows = [row for row in run.epochs if is_number(row.get(key))]
+    for kind, key, means in (
+        ("train", name, run.epochs),
+        ("eval", f"eval_{name}", run.evaluations),
+    ):
+        rows = [row for row in means if is_number(row.get(key))]
         if rows:
             steps = np.asarray([row["step"] for row in rows], np.float64)
             found[kind] = _thinned(steps, np.asarray([row[key] for row in rows], float), points)
-        bands = _bands(run.epochs, key, points)
+        bands = _bands(means, key, points)
         if bands:
             found[f"{kind}_members"] = bands
     return found
 
 
-def _bands(epochs: Sequence[Row], name: str, points: int) -> dict[str, list[Any]] | None:
+def _bands(means: Sequence[Row], name: str, points: int) -> dict[str, list[Any]] | None:
     """Return of each epoch the lowest, quartiles and highest of the members, and the best one.
 
     The best one is that with the lowest last loss, of the evaluation where there was one.
     """
-    rows = [row for row in epochs if name in (row.get("members") or {})]
+    rows = [row for row in means if name in (row.get("members") or {})]
     if not rows:
         return None
     last = rows[-1]["members"]

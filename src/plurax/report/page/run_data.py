@@ -31,7 +31,7 @@ from plurax.machine import Machine
 from plurax.plan import Plan
 from plurax.server.record import Event, read_events
 from plurax.train.checkpoint.lock import LOCK, writer_of
-from plurax.train.log import Row, read_row
+from plurax.train.log import KINDS, Row, read_row
 
 T = TypeVar("T")
 
@@ -60,6 +60,7 @@ class RunData:
     name: str
     steps: Mapping[str, Series]
     epochs: Sequence[Row]
+    evaluations: Sequence[Row]
     events: Sequence[Row]
     skipped: Sequence[int]
     settings: Mapping[str, Any]
@@ -150,7 +151,7 @@ def read_run(path: Path, name: str | None = None) -> RunData:
     if not os.access(log, os.R_OK):
         raise errors.report_unreadable(str(log))
     rows = LogTail(log).read()
-    kinds: dict[str, list[Row]] = {"step": [], "epoch": [], "event": []}
+    kinds: dict[str, list[Row]] = {kind: [] for kind in KINDS}
     for row in rows:
         kinds[row["kind"]].append(row)
     if not kinds["step"] and not kinds["epoch"]:
@@ -160,6 +161,7 @@ def read_run(path: Path, name: str | None = None) -> RunData:
         name=path.name if name is None else name,
         steps=_series(kinds["step"]),
         epochs=kinds["epoch"],
+        evaluations=[row for row in rows if row["kind"] in ("evaluation", "epoch")],
         events=kinds["event"],
         skipped=[row["step"] for row in kinds["step"] if row.get("skipped")],
         settings=read_settings(path / "run.toml"),

@@ -1,0 +1,124 @@
+"""Train with smaller steps once a metric no longer improves."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import PyTree
+
+from plurax import errors
+from plurax.callbacks.followed_metric import FollowedMetric, Mode
+from plurax.train.hooks import Run
+from plurax.train.log import Row
+from plurax.validate import whole_number
+
+SCALE = "learning_rate_scale"
+"""The hyperparameter that the callback adds to the optimizer, and its name in the rows."""
+
+
+class ReduceOnPlateau:
+    """Multiply the learning rate by a factor whenever a metric has stopped to improve.
+
+        updates = scale * optimizer's updates        in every step, under every plan
+        scale = factor * scale                       after `patience` values without improvement
+
+    So it works with every optimizer, and on top of its schedule. The scale is a part of the
+    optimizer's state, thus in every checkpoint; of members each has its own. A metric of the
+    evaluation is looked at after each evaluation, within an epoch too (`fit(evaluate_every=...)`),
+    others after each epoch. The rows of epochs have the scale as `learning_rate_scale`.
+
+    **Arguments:**
+
+    - `metric`: its name in the rows, such as `"eval_loss"`.
+    - `factor`: between 0 and 1.
+    - `patience`: values in a row without improvement.
+    - `mode`: whether the smallest (`"min"`) or largest (`"max"`) value is the best; by default the
+      largest of accuracies, AUC, F1, precision, recall and R², the smallest of all others.
+    - `min_delta`: by how much a value has to be better to count, in the metric's unit.
+
+    Raises `TaskError` for other values, for a metric that a row does not have, and with parameter
+    servers. `torch.optim.lr_scheduler.ReduceLROnPlateau` and `keras.callbacks.ReduceLROnPlateau`
+    do the same.
+
+    >>> ReduceOnPlateau("eval_loss", factor=0.1, patience=2)
+    ReduceOnPlateau('eval_loss', factor=0.1, patience=2)
+    """
+
+    def __init__(
+        self,
+        metric: str,
+        factor: float = 0.5,
+        patience: int = 3,
+        *,
+        mode: Mode | None = None,
+        min_delta: float = 0.0,
+    ) -> None:
+        count = whole_number(patience)
+        if count is None:
+            raise errors.callback_count("ReduceOnPlateau", "patience", patience)
+        if isinstance(factor, bool) or not isinstance(factor, float | int) or not 0 < factor < 1:
+            raise errors.plateau_factor(factor)
+        self._followed = FollowedMetric("ReduceOnPlateau", metric, mode, min_delta)
+        self._factor, self._patience = float(factor), count
+        self._waited = np.zeros(1, int)
+
+    def __repr__(self) -> str:
+        metric = self._followed.metric
+        return f"ReduceOnPlateau({metric!r}, factor={self._factor}, patience={self._patience})"
+
+    def wrap_optimizer(self, optimizer: Any) -> Any:
+        """Return the optimizer with its updates scaled."""
+        if isinstance(optimizer, optax.GradientTransformation):
+            return optax.chain(optimizer, _scaled())
+        return lambda hyper: optax.chain(optimizer(hyper), _scaled())
+
+    def on_start(self, run: Run) -> None:
+        """Refuse parameter servers before the first step."""
+        run.set_hyperparams()
+
+    def on_evaluation(self, run: Run, row: Row) -> None:
+        """Look at a metric of the evaluation."""
+        if self._followed.metric.startswith("eval_"):
+            self._look(run, row)
+
+    def on_epoch(self, run: Run, row: Row) -> None:
+        """Look at any other metric, and log the scale."""
+        if not self._followed.metric.startswith("eval_"):
+            self._look(run, row)
+        scale = run.hyperparams[SCALE]
+        row[SCALE] = float(np.median(scale))
+        if run.members is not None:
+            row["members"][SCALE] = scale.tolist()
+
+    def _look(self, run: Run, row: Row) -> None:
+        """Count values without improvement, and reduce the scale where there were enough."""
+        self._waited = np.where(self._followed.improved(row), 0, self._waited + 1)
+        reduce = self._waited >= self._patience
+        if reduce.any():
+            self._waited = np.where(reduce, 0, self._waited)
+            scale = run.hyperparams[SCALE] * np.where(reduce, self._factor, 1.0)
+            run.set_hyperparams(**{SCALE: scale if run.members is not None else scale[0]})
+
+    def get_state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps; the scale is in the optimizer's state."""
+        return {"best": self._followed.to_json(), "waited": self._waited.tolist()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take what a checkpoint kept."""
+        self._followed.restore(state["best"])
+        self._waited = np.asarray(state["waited"])
+
+
+def _scaled() -> optax.GradientTransformation:
+    """Return a transformation that multiplies updates by a number kept in its state."""
+
+    def init(params: PyTree) -> PyTree:
+        return {"hyperparams": {SCALE: jnp.ones((), jnp.float32)}}
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
+        scale = state["hyperparams"][SCALE]
+        return jax.tree.map(lambda update: update * scale.astype(update.dtype), updates), state
+
+    return optax.GradientTransformation(init, update)
