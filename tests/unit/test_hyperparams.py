@@ -85,8 +85,8 @@ def plain_task():
 def test_a_rate_that_a_callback_sets_trains_as_by_hand(x64, plan, resident):
     halve = HalveAtEvaluation()
     result = fit(
-        plain_task(), adam(np.float64), plan=plan, resident=resident, shuffle=False, evaluate_every=2,
-        callbacks=[halve],
+        plain_task(), adam(np.float64), plan=plan, resident=resident, shuffle=False,
+        evaluate_every=2, callbacks=[halve],
     )  # fmt: skip
     assert halve.steps == [2, 3, 4, 6]
     assert [row["rate"] for row in result.history] == [RATE / 4, RATE / 16]
