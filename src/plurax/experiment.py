@@ -11,6 +11,7 @@ from plurax import errors
 from plurax.members import Members
 from plurax.plan import Plan
 from plurax.train.fit import fit
+from plurax.train.other_names import check_names
 from plurax.user_frames import describe_error
 
 P = ParamSpec("P")
@@ -43,6 +44,7 @@ class Experiment:
 
     @_takes(fit)
     def __init__(self, *args: Any, **options: Any) -> None:
+        check_names(fit, "Experiment", options)
         try:
             bound = inspect.signature(fit).bind(*args, **options)
         except TypeError as error:

@@ -126,7 +126,6 @@ class Fit:
         return html_table(f"{self!r}{note}", columns, rows)
 
 
-@answers_other_names
 def fit(
     task: Task | HyperFn,
     optimizer: optax.GradientTransformation | HyperFn,
@@ -294,3 +293,7 @@ def fit(
     if command is None:
         stop.deliver(group.count)
     return Fit(state, program, run.history, *why, estimated, measured, account)
+
+
+if not TYPE_CHECKING:  # a type checker knows the arguments
+    fit = answers_other_names(fit)

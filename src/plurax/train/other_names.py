@@ -2,8 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
 
 from plurax import errors
 
@@ -41,14 +41,19 @@ WRITE = {
 
 def answers_other_names(function: Callable[P, T]) -> Callable[P, T]:
     """Return a function that says of an argument it does not have what to write instead."""
-    known = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def answering(*args: P.args, **kwargs: P.kwargs) -> T:
-        for name in kwargs:
-            if name not in known:
-                write = next((here for here, names in WRITE.items() if name in names.split()), None)
-                raise errors.argument_unknown(function.__name__, name, write, known)
+        check_names(function, function.__name__, kwargs)
         return function(*args, **kwargs)
 
     return answering
+
+
+def check_names(function: Callable[..., Any], shown: str, names: Iterable[str]) -> None:
+    """Raise `TaskError` for a name that is no argument of a function, shown as `shown`."""
+    known = list(inspect.signature(function).parameters)
+    for name in names:
+        if name not in known:
+            write = next((here for here, others in WRITE.items() if name in others.split()), None)
+            raise errors.argument_unknown(shown, name, write, known)
