@@ -25,7 +25,17 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # Each floor may import from those above it in this list. Within a floor, a room may import from the
 # rooms before it.
 FLOORS = [
-    ["lazy", "notebook", "tree", "errors", "exit_codes", "timeouts", "validate", "user_frames"],
+    [
+        "lazy",
+        "notebook",
+        "tree",
+        "errors",
+        "exit_codes",
+        "timeouts",
+        "disk",
+        "validate",
+        "user_frames",
+    ],
     [
         "metrics",
         "resample",

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from plurax import errors
+from plurax.disk import replace_file
 from plurax.notebook import html_table
 from plurax.validate import whole_number
 
@@ -380,7 +381,7 @@ class Machine:
 
     def save(self, path: str | Path) -> None:
         """Write the machine to a TOML file."""
-        Path(path).write_text(self.to_toml(), encoding="utf-8")
+        replace_file(Path(path), self.to_toml().encode())
 
     @classmethod
     def load(cls, path: str | Path) -> "Machine":

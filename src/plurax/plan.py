@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from plurax import errors
+from plurax.disk import replace_file
 from plurax.notebook import html_table
 from plurax.strategies import Strategies
 from plurax.validate import whole_number
@@ -373,7 +374,7 @@ data=1 means 'not used'.
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a TOML file."""
-        Path(path).write_text(self.to_toml(), encoding="utf-8")
+        replace_file(Path(path), self.to_toml().encode())
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.draws import draws
 
+from plurax import disk
+from plurax.disk import AppendFile, replace_file
 from plurax.errors import CheckpointError
 from plurax.execute.array_data import Position
 from plurax.members import Members
-from plurax.train import disk
-from plurax.train.disk import AppendFile, replace_file
 from plurax.train.epoch_metrics import MembersMetrics, NetworkMetrics
 from plurax.train.iterate import StepOutput
 from plurax.train.log import DamagedLogWarning, MetricsLog, read_rows

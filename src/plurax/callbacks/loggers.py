@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from plurax import errors
+from plurax.disk import AppendFile, replace_file
 from plurax.train.board import Board
-from plurax.train.disk import AppendFile, replace_file
 from plurax.train.hooks import Run
 from plurax.train.log import Row, encode_row, read_rows
 from plurax.validate import whole_number

@@ -11,6 +11,7 @@ import numpy as np
 from plurax import errors, tree
 from plurax.cli.chosen import chosen_program, written
 from plurax.cli.parse import parse, predict_options
+from plurax.disk import replacing
 from plurax.execute.placement import chunks
 from plurax.train.checkpoint import Checkpoints
 from plurax.train.restore import restore
@@ -61,14 +62,16 @@ def _write_arrays(path: Path, outputs: Any) -> Path:
     one = isinstance(outputs, np.ndarray)
     stem = path.stem if path.suffix in (".npy", ".npz") else path.name
     path = path.with_name(stem + (".npy" if one else ".npz"))
-    if one:
-        np.save(path, outputs, allow_pickle=False)
-        return path
-    # Written by hand because `np.savez` accepts no array named `file`.
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, leaf in tree.named_leaves(outputs).items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-                np.lib.format.write_array(file, leaf, allow_pickle=False)
+    with replacing(path) as new:
+        if one:
+            with new.open("wb") as file:
+                np.save(file, outputs, allow_pickle=False)
+            return path
+        # Written by hand because `np.savez` accepts no array named `file`.
+        with zipfile.ZipFile(new, "w") as archive:
+            for name, leaf in tree.named_leaves(outputs).items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                    np.lib.format.write_array(file, leaf, allow_pickle=False)
     return path
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.disk import make_folder, replace_file
 from plurax.distributed.global_arrays import fetch, is_primary
 from plurax.execute.population import Population
 from plurax.execute.predict import device_predict
@@ -74,10 +75,8 @@ def export_predict(
     data = exported.serialize()
     if is_primary():
         path = local_path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.part")
-        part.write_bytes(data)
-        part.replace(path)
+        make_folder(path.parent)
+        replace_file(path, bytes(data))
 
 
 def _two_rows(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

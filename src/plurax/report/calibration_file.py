@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Float
 
 from plurax import errors
+from plurax.disk import replace_file
 from plurax.ensemble.uncertainty import Calibration, Classification, Regression
 
 FILE = "calibration.json"
@@ -64,7 +65,7 @@ def save_calibration(
         "uncertainty": {name: _histograms(one) for name, one in (uncertainty or {}).items()},
     }
     path = Path(directory) / FILE
-    path.write_text(json.dumps(written, indent=1), encoding="utf-8")
+    replace_file(path, json.dumps(written, indent=1).encode())
     return path
 
 

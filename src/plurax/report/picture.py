@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from plurax import errors
+from plurax.disk import replacing
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -72,7 +73,10 @@ def saved(
 ) -> "matplotlib.figure.Figure":
     """Return the figure, after saving it if a path is given; its ending determines the format."""
     if path is not None:
-        figure.savefig(path, **options)
+        path = Path(path)
+        path = path if path.suffix else path.with_suffix(".png")
+        with replacing(path) as new:
+            figure.savefig(new, format=path.suffix[1:], **options)
     return figure
 
 
@@ -87,4 +91,5 @@ def shrink_png(path: str | Path, colors: int = 128) -> None:
         image = opened.convert("RGB")
     method = Image.Quantize.FASTOCTREE  # keeps a colour that few pixels have
     image = image.quantize(colors, method=method, dither=Image.Dither.NONE)
-    image.save(path, format="png", optimize=True)
+    with replacing(Path(path)) as new:
+        image.save(new, format="png", optimize=True)

@@ -26,6 +26,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from plurax.disk import AppendFile, replace_file
+
 FILE = "servers.jsonl"
 
 Event = dict[str, Any]
@@ -39,28 +41,26 @@ class Record:
 
     def __init__(self, directory: Path, step: int) -> None:
         self.path = directory / FILE
-        self._file = self.path.open("a+")
-        self._file.truncate(self._end_of(step) if step else 0)
+        replace_file(self.path, self._up_to(step) if step else b"")
+        self._file = AppendFile(self.path)
 
-    def _end_of(self, step: int) -> int:
-        """Return where the line ends that says that this step was fetched; 0 without one."""
-        fetched, end, found = _line({"event": "fetched", "step": step}), 0, 0
-        with self.path.open() as lines:
-            for line in lines:
-                end += len(line)  # JSON is ASCII
-                found = end if line == fetched else found
-        return found
+    def _up_to(self, step: int) -> bytes:
+        """Return the lines up to the one that says that this step was fetched; none without one."""
+        fetched = _line({"event": "fetched", "step": step})
+        record = self.path.read_bytes() if self.path.exists() else b""
+        before, line, _ = record.rpartition(fetched)
+        return before + line
 
     def write(self, event: Event) -> None:
         """Add an event; it is on disk after the next `flush`."""
         self._file.write(_line(event))
 
     def flush(self) -> None:
-        """Write the events to disk."""
+        """Return when all events are on disk. Raises `OSError`, and the events then wait."""
         self._file.flush()
 
     def close(self) -> None:
-        """Write the events to disk, and end the record."""
+        """Flush, and end the record. Raises `OSError`."""
         self._file.close()
 
 
@@ -70,5 +70,5 @@ def read_events(path: Path) -> list[Event]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def _line(event: Event) -> str:
-    return json.dumps(event) + "\n"
+def _line(event: Event) -> bytes:
+    return (json.dumps(event) + "\n").encode()

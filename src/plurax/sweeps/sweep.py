@@ -25,6 +25,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.disk import replacing
 from plurax.distributed.global_arrays import fetch, is_primary, process_count
 from plurax.ensemble.select import export_member
 from plurax.execute.population import HyperFn
@@ -146,7 +147,7 @@ class Sweep:
         """Write the table as comma-separated values. Raises `MembersError` where it is empty."""
         if not self.rows:
             raise errors.sweep_without_rows()
-        with Path(path).open("w", newline="", encoding="utf-8") as file:
+        with replacing(Path(path)) as new, new.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(self.rows[0]))
             writer.writeheader()
             writer.writerows(self.rows)

@@ -10,7 +10,7 @@ import struct
 import time
 from pathlib import Path
 
-from plurax.train.disk import AppendFile
+from plurax.disk import AppendFile, make_folder
 
 
 class Board:
@@ -24,7 +24,7 @@ class Board:
     def __init__(self, directory: Path, purge_step: int | None) -> None:
         from tensorboardX.proto.event_pb2 import Event, SessionLog  # slow to import
 
-        directory.mkdir(parents=True, exist_ok=True)
+        make_folder(directory)
         # The name orders the files of a folder, of which the last may be a second old.
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
         self.file = AppendFile(directory / name)

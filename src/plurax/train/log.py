@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from plurax import errors
+from plurax.disk import AppendFile, make_folder, replace_file
 from plurax.train.board import Board
-from plurax.train.disk import AppendFile, replace_file
 
 Row = dict[str, Any]
 
@@ -53,7 +53,7 @@ class MetricsLog:
         self.epochs: list[Row] = []
         lines: Iterable[bytes] = ()
         with _said(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path.parent)
             if resume_step is not None and self.path.exists():
                 lines = self._up_to(resume_step)
             replace_file(self.path, b"".join(lines))

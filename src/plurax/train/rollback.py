@@ -34,10 +34,10 @@ from typing import Any
 import numpy as np
 
 from plurax import errors
+from plurax.disk import replace_file, sync_folder
 from plurax.distributed.process_group import ProcessGroup
 from plurax.execute.array_data import Position
 from plurax.train.checkpoint import Checkpoints
-from plurax.train.disk import replace_file
 from plurax.train.iterate import StepOutput
 from plurax.train.log import MetricsLog, Row
 from plurax.train.saving import Saving
@@ -262,12 +262,17 @@ class Rollbacks:
         """Forget those of a run before, of which there is no checkpoint."""
         self._records = []
         if self._checkpoints is not None:
-            self._group.on_primary(functools.partial(self._path.unlink, missing_ok=True))
+            self._group.on_primary(self._remove)
 
     @property
     def _path(self) -> Path:
         assert self._checkpoints is not None
         return self._checkpoints.directory.parent / FILE
+
+    def _remove(self) -> None:
+        if self._path.exists():
+            self._path.unlink()
+            sync_folder(self._path.parent)
 
     def _write(self, records: list[Row]) -> None:
         self._records = records

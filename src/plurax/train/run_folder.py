@@ -1,18 +1,18 @@
 """Check a run's folder before resuming in it, and move a run aside before restarting in it."""
 
 import itertools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from plurax import errors
+from plurax.disk import AppendFile, replace_file, sync_folder
 from plurax.execute.array_data import ArrayData
 from plurax.execute.program import Program
 from plurax.machine import Machine
 from plurax.train.checkpoint import Checkpoints
 from plurax.train.data import Data
-from plurax.train.disk import replace_file
+from plurax.train.log import encode_row
 from plurax.train.run_file import RUN_FILE, STARTS, run_toml, utc_now
 
 FILES = (
@@ -55,8 +55,9 @@ def save_settings(
         if machine is not None:
             replace_file(output / "machine.toml", machine.to_toml().encode())
         replace_file(output / RUN_FILE, run_toml(given, program).encode())
-        with (output / STARTS).open("a") as starts:
-            starts.write(json.dumps({"step": step, "time": utc_now()}) + "\n")
+        starts = AppendFile(output / STARTS)
+        starts.write(encode_row({"step": step, "time": utc_now()}))
+        starts.close()
     except OSError as error:
         raise errors.checkpoint_not_written(str(output), str(error)) from None
 
@@ -79,6 +80,8 @@ def move_run_aside(checkpoints: Checkpoints) -> None:
         target.mkdir()
         for path in there:
             path.rename(target / path.name)
+        for folder in (target, output):
+            sync_folder(folder)
         checkpoints.move_all(target / "checkpoints")
     except OSError as error:
         raise errors.checkpoint_not_written(str(output), str(error)) from None

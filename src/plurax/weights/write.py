@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from plurax import errors, tree
+from plurax.disk import make_folder, replacing
 from plurax.distributed.global_arrays import fetch, is_primary
 from plurax.validate import local_path
 
@@ -29,10 +30,9 @@ def save(params: PyTree, path: str | os.PathLike[str]) -> None:
         raise errors.package_missing(".safetensors files", "safetensors", "safetensors") from None
     whole = {name: np.ascontiguousarray(leaf) for name, leaf in named(params).items()}
     if is_primary():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.part")
-        save_file(whole, part)
-        part.replace(path)
+        make_folder(path.parent)
+        with replacing(path) as new:
+            save_file(whole, new)
 
 
 def named(params: PyTree) -> dict[str, np.ndarray]:

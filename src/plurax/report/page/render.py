@@ -22,6 +22,7 @@ from typing import Any
 
 import plurax
 from plurax import errors
+from plurax.disk import make_folder, replace_file
 from plurax.report.page.chart_data import metric_names, runs_json
 from plurax.report.page.html_parts import Cell, escape, section, table
 from plurax.report.page.run_data import RunData, is_number, read_run, run_folders, run_names
@@ -61,8 +62,8 @@ def write_report(
     read = [read_run(path, name) for path, name in zip(paths, run_names(paths), strict=True)]
     page = render(read, sweeps(read, folders)).encode()
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_bytes(page)
+        make_folder(output.parent)
+        replace_file(output, page)
     except OSError as error:
         raise errors.not_written(str(output), error.strerror or str(error)) from None
     return output

@@ -3,6 +3,7 @@
 Orbax is slow to import: import this module where the first checkpoint is written or read.
 """
 
+import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
+from plurax.disk import sync_file, sync_folder, sync_tree
 from plurax.train.checkpoint.files import write_digests
 
 REMOVED = "removed.orbax-checkpoint-tmp"
@@ -35,6 +37,35 @@ class StateSave(ocp.args.StandardSave):  # type: ignore[misc]
 @ocp.args.register_with_handler(StateHandler, for_restore=True)
 class StateRestore(ocp.args.StandardRestore):  # type: ignore[misc]
     """The shapes, dtypes and shardings to restore."""
+
+
+class DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):  # type: ignore[misc]
+    """Orbax's temporary folder of a checkpoint, on disk before it is renamed, and after.
+
+    Orbax syncs only what its library of arrays writes: after a power cut the other files are empty,
+    and the folder has its old name. What its own `finalize` writes just before the rename, a mark
+    and a time, nobody here reads.
+    """
+
+    async def finalize(self) -> None:
+        """Sync all files and folders, rename, and sync the folder above."""
+        if SUFFIX in self.get().parent.name:  # a part of a checkpoint, which is synced as a whole
+            await super().finalize()
+            return
+        await asyncio.to_thread(sync_tree, Path(self.get()))
+        await super().finalize()
+        await asyncio.to_thread(_sync_renamed, Path(self.get_final()))
+
+
+SUFFIX = ocp.path.atomicity.TMP_DIR_SUFFIX
+
+
+def _sync_renamed(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_file():
+            sync_file(path)
+    sync_folder(folder)
+    sync_folder(folder.parent)
 
 
 class Manager(ocp.CheckpointManager):  # type: ignore[misc]
@@ -94,6 +125,7 @@ def open_manager(
         todelete_subdir=REMOVED,  # at once, by a rename
         create=True,
         lightweight_initialize=True,
+        temporary_path_class=DurablePath,
         async_options=ocp.AsyncOptions(timeout_secs=round(seconds), barrier_sync_fn=barrier),
     )
     return Manager(

@@ -7,7 +7,6 @@ damage before Orbax opens a file; any later error of Orbax is not damage.
 import errno
 import hashlib
 import json
-import os
 import re
 from pathlib import Path
 
@@ -22,8 +21,6 @@ def write_digests(directory: Path) -> None:
     """Write the digests of a folder whose files are all written. Raises `OSError`."""
     with (directory / DIGESTS).open("x", encoding="utf-8") as file:
         json.dump(_digests(directory), file)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def verify_files(directory: Path) -> None:

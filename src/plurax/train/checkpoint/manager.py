@@ -29,6 +29,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from plurax import errors, tree
+from plurax.disk import Place, make_folder, sync_folder
 from plurax.distributed.process_group import ProcessGroup, open_group
 from plurax.fingerprint import fingerprints
 from plurax.state import TrainState, check_not_donated
@@ -39,7 +40,6 @@ from plurax.train.checkpoint.files import usable_folder, verify_files
 from plurax.train.checkpoint.limited_wait import LimitedWait
 from plurax.train.checkpoint.lock import LOCK, FolderLock
 from plurax.train.checkpoint.save_barrier import SaveBarrier
-from plurax.train.disk import Place
 
 T = TypeVar("T")
 
@@ -136,7 +136,7 @@ class Checkpoints:
 
     def _become_writer(self) -> None:
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            make_folder(self.directory)
             if not self._lock.held:
                 self._lock.acquire()
                 self._place = Place(self._lock.path)
@@ -173,7 +173,7 @@ class Checkpoints:
 
         try:
             if self._barrier is None and self._group.count > 1:
-                self._barrier = SaveBarrier(open_group())
+                self._barrier = SaveBarrier(open_group(), self.directory)
             preserved, barrier = self._preserved, self._barrier
             self._manager = open_manager(self.directory, preserved, SAVE_SECONDS, barrier)
         except OSError as error:
@@ -275,9 +275,11 @@ class Checkpoints:
         self.lock()
         self.wait()
         assert self._manager is not None
-        target.mkdir()
+        make_folder(target)
         for name in [*self.damaged(), *map(str, self.steps())]:
             (self.directory / name).rename(target / name)
+        for folder in (target, self.directory):
+            sync_folder(folder)
         self._manager.reload()
 
     def _preserved(self, steps: Sequence[int]) -> list[bool]:
@@ -298,6 +300,7 @@ class Checkpoints:
                 if later > step:
                     aside = self.directory / f"{later}.orbax-checkpoint-tmp-removed"
                     (self.directory / str(later)).rename(aside)
+            sync_folder(self.directory)
             self._remove_unfinished()
         except OSError as error:
             raise errors.checkpoint_not_written(str(self.directory), str(error)) from None
@@ -521,6 +524,7 @@ class Checkpoints:
             if not target.exists():
                 break
         (self.directory / str(step)).rename(target)
+        sync_folder(self.directory)
         return target.name
 
 

@@ -7,6 +7,9 @@ process 1 has met a full disk:
     process 1    end of the save, waits   end of the save
 """
 
+from pathlib import Path
+
+from plurax.disk import sync_file
 from plurax.distributed.process_group import ProcessGroup
 
 STAGES = ("async_write_complete", "async_commit_complete")
@@ -16,16 +19,21 @@ STAGES = ("async_write_complete", "async_commit_complete")
 class SaveBarrier:
     """Orbax's `barrier_sync_fn`; all processes call it from one thread at a time.
 
-    **Arguments:** `group`, which nothing else uses.
+    **Arguments:** `group`, which nothing else uses; `directory`, of the checkpoints.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: ProcessGroup, directory: Path) -> None:
+        self._group, self._directory = group, directory
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         """Return when all processes are here. Raises `OSError` where one failed before it."""
         del timeout_ms  # the group has a limit of its own
         stage = next((one for one in STAGES if one in key), key)
+        if stage == STAGES[0]:
+            # Process 0 syncs the checkpoint before it is renamed, but no other host's memory.
+            own = f"*.orbax-checkpoint-tmp/*/array_metadatas/process_{self._group.index}"
+            for path in self._directory.glob(own):
+                sync_file(path)
         while True:
             stages = self._group.all_gather(stage)
             if all(one == stage for one in stages):

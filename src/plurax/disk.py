@@ -1,6 +1,11 @@
-"""Files on a disk that may fill up, turn read-only or vanish while a run writes to it.
+"""Files on a disk that may fill up, turn read-only or vanish, of a machine that may lose power.
 
-What cannot be written waits in memory, and the file never holds half a record:
+A file is on disk when its bytes are (`fsync`), and can be found there when the folder is that names
+it. So whatever is replaced goes in this order, and a power cut leaves the old content or the new:
+
+    write .run.toml.new     sync the file     rename it to run.toml     sync the folder
+
+What cannot be written to a log waits in memory, and the file never holds half a record:
 
     records     a b c        waiting: a b c      on disk:
     flush                    waiting:            on disk: a b c
@@ -11,6 +16,8 @@ What cannot be written waits in memory, and the file never holds half a record:
 import contextlib
 import errno
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 BUFFER = 64 * 1024
@@ -63,6 +70,11 @@ class AppendFile:
     def _open(self) -> None:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         self._file = os.open(self.path, flags, 0o644)
+        try:
+            sync_folder(self.path.parent)
+        except OSError:
+            os.close(self._file)
+            raise
         self._end = os.fstat(self._file).st_size
         self._place = Place(self.path)
 
@@ -120,18 +132,80 @@ class AppendFile:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file's content atomically: readers, and a kill, find the old or the new content.
+    """Replace a file's content atomically, as `replacing` does. Raises `OSError`."""
+    with replacing(path) as new:
+        new.write_bytes(content)
 
-    Raises `OSError`, and leaves nothing behind then.
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the path of a new file, which replaces `path` atomically when the block ends.
+
+    Readers, a kill and a power cut find the old content or the new one; with the return the new one
+    is on disk. A link stays, and what it leads to is replaced; what is no file, such as
+    `/dev/stdout`, is written to directly.
+
+    Raises `OSError`, and leaves nothing behind where anything is raised.
     """
-    temporary = path.with_name(f".{path.name}.new")
+    if path.parent == Path("/dev") or (path.exists() and not path.is_file()):
+        yield path
+        return
+    path = Path(os.path.realpath(path))
+    new = path.with_name(f".{path.name}.new")
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
+        new.unlink(missing_ok=True)  # of a process that was killed, or a link of somebody else
+        yield new
+        if path.exists():
+            shutil.copymode(path, new)
+        sync_file(new)
+        new.replace(path)
+    except BaseException:
         with contextlib.suppress(OSError):
-            temporary.unlink()
+            new.unlink()
         raise
+    sync_folder(path.parent)
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and those above it that are missing, on disk. Raises `OSError`."""
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in reversed(missing):
+        sync_folder(one.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Return when the bytes of a file are on disk, whoever wrote them. Raises `OSError`."""
+    _sync(path, os.O_RDONLY)
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the names in a folder are on disk. Raises `OSError`.
+
+    Some file systems of a network cannot be asked, nor can a folder that may not be read.
+    """
+    try:
+        _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
+            raise
+
+
+def sync_tree(folder: Path) -> None:
+    """Return when all that is below a folder is on disk. Raises `OSError`."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for path, _, files in os.walk(folder, topdown=False, onerror=refuse):
+        for name in files:
+            sync_file(Path(path, name))
+        sync_folder(Path(path))
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
