@@ -20,6 +20,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from plurax import errors
+
 BUFFER = 64 * 1024
 """Bytes that wait in memory before they are written without a `flush`."""
 
@@ -129,6 +131,15 @@ class AppendFile:
             replace_file(self.path, file.read(end))
         self._open()
         os.close(old)
+
+
+@contextlib.contextmanager
+def log_errors(path: Path) -> Iterator[None]:
+    """Raise `DiskError` for an `OSError` while a log is written."""
+    try:
+        yield
+    except OSError as error:
+        raise errors.log_not_written(str(path), error.strerror or str(error)) from error
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import warnings
+from pathlib import Path
 
 import numpy as np
 import optax
@@ -70,6 +71,7 @@ KINDS = {
         "task": models.perceptron_stack(depth=2),
         "plan": px.Plan(pipeline=2, microbatches=2),
     },
+    "logged": lambda: {"data": batches()},
     "rolled back": lambda: {"data": poisoned(), "rollback": px.Rollback(after=3, limit=9)},
     "members": lambda: {
         "optimizer": lambda hyper: optax.adamw(hyper["rate"]),
@@ -81,6 +83,12 @@ KINDS = {
 }
 
 
+def loggers(output):
+    return [px.callbacks.KeepBest("loss"), px.callbacks.Csv(output / "logs" / "table.csv"),
+            px.callbacks.JsonLines(output / "logs" / "rows.jsonl"),
+            px.callbacks.TensorBoard(output / "board", every=1)]  # fmt: skip
+
+
 @functools.cache
 def arguments(kind):
     """Of `fit`; the same objects each time, for which programs are compiled once in a process."""
@@ -90,6 +98,8 @@ def arguments(kind):
 
 def fit(kind, output, **options):
     """One of the runs: four epochs of four steps, eight checkpoints; "rolled back" is longer."""
+    if kind == "logged":
+        options["callbacks"] = loggers(Path(output))
     return px.fit(
         batch_size=16,
         epochs=EPOCHS,

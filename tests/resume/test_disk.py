@@ -15,7 +15,7 @@ import pytest
 from tests import disks, models
 
 import plurax as px
-from plurax import errors
+from plurax import disk, errors
 from plurax.cli import commands
 from plurax.errors.kinds import RunStoppedError
 from plurax.execute.array_data import ArrayData, Position
@@ -263,6 +263,84 @@ def test_a_real_disk_has_no_room_for_the_log(tmp_path, before_save, undisturbed)
         ((newest, logged),) = seen
         assert newest <= logged < 5 * PER_EPOCH
         is_whole(run, undisturbed)
+
+
+class Late:
+    """Adds a column while the disk is full."""
+
+    def on_epoch(self, run, row):
+        if row["epoch"] == 3:
+            row["late"] = 1.0
+
+
+def test_a_real_disk_is_full_while_callbacks_write_to_it(tmp_path, before_save, undisturbed):
+    """A table with a new column, rows, events and the best state: all are there in the end."""
+    best, kept = px.callbacks.KeepBest("loss"), {}
+
+    class Keeps:
+        def on_epoch(self, run, row):
+            kept[run.step] = run.params()
+
+    with disks.mounted(tmp_path / "disk", size="2m") as disk, contextlib.ExitStack() as stack:
+        before_save({2: lambda: stack.callback(disks.fill(disk)), 4: stack.close})
+        callbacks = [Late(), Keeps(), best, px.callbacks.Csv(disk / "table.csv"),
+                     px.callbacks.JsonLines(disk / "rows.jsonl"),
+                     px.callbacks.TensorBoard(disk / "board")]  # fmt: skip
+        with pytest.warns(SaveFailedWarning, match="No space left on device") as warned:
+            result = fit(disk / "run", callbacks=callbacks)
+        assert any("KeepBest: the state of step" in str(one.message) for one in warned)
+        header, *lines = (disk / "table.csv").read_text().splitlines()
+        assert "late" in header.split(",")
+        assert len(lines) == EPOCHS
+        rows = [row["step"] for row in read_rows(disk / "rows.jsonl") if row["kind"] == "step"]
+        assert rows == list(range(1, STEPS + 1))
+        losses = {row["step"]: row["loss"] for row in result.history}
+        found = best.restore(result.program)
+        assert found.steps_taken == min(losses, key=losses.get)
+        assert models.same_bits(found.params, kept[found.steps_taken])
+        assert models.same_bits(result.state.params, undisturbed)
+
+
+@pytest.mark.parametrize("which", ["Csv", "JsonLines", "TensorBoard"])
+def test_a_logger_that_cannot_write_at_the_end_says_so(tmp_path, monkeypatch, which):
+    logger = getattr(px.callbacks, which)(tmp_path / "there")
+    monkeypatch.setattr(disk.AppendFile, "_drain", full)
+    with pytest.raises(errors.DiskError, match=r"the log .*there could not be written: No space"):
+        fit(callbacks=[logger], epochs=1)
+
+
+def test_an_error_of_a_callback_is_no_error_of_the_disk(tmp_path):
+    class Uploads:
+        def on_save(self, run, step):
+            raise ConnectionResetError("by peer")
+
+    with pytest.raises(ConnectionResetError, match="by peer"):
+        fit(tmp_path, callbacks=[Uploads()])
+
+
+def test_the_best_state_of_a_checkpoint_is_there_after_a_kill(tmp_path):
+    """Its own save was not on disk yet; the checkpoint of the same step has that state."""
+    best, kept = px.callbacks.KeepBest("loss"), tmp_path / "best"
+    whole = fit(tmp_path, epochs=2, callbacks=[best])
+    wanted = jax.device_get(best.restore(whole.program).params)
+    assert Checkpoints(kept).steps() == [PER_EPOCH, 2 * PER_EPOCH]
+    shutil.rmtree(kept / str(2 * PER_EPOCH))
+    again = px.callbacks.KeepBest("loss")
+    resumed = fit(tmp_path, epochs=2, resume=True, callbacks=[again])
+    assert models.same_bits(again.restore(resumed.program).params, wanted)
+
+
+def test_a_best_state_that_is_gone_is_said(tmp_path):
+    class Worse:
+        def on_epoch(self, run, row):
+            row["score"] = float(row["epoch"])
+
+    fit(tmp_path, epochs=2, callbacks=[Worse(), px.callbacks.KeepBest("score", mode="min")])
+    shutil.rmtree(tmp_path / "best")
+    best = px.callbacks.KeepBest("score", mode="min")
+    with pytest.warns(SaveFailedWarning, match=r"KeepBest: the state of step 13 is not in .*best"):
+        result = fit(tmp_path, epochs=3, resume=True, callbacks=[Worse(), best])
+    assert best.restore(result.program).steps_taken == 3 * PER_EPOCH
 
 
 def test_a_real_disk_is_read_only_for_some_epochs(tmp_path, before_save, undisturbed):

@@ -1,8 +1,10 @@
 """kill -9 in the middle of training; the run that resumes ends bit-equal to one never stopped."""
 
+import csv
 import functools
 import json
 import os
+import struct
 import subprocess
 import sys
 import tempfile
@@ -11,13 +13,15 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from tensorboardX.proto.event_pb2 import Event
 from tests import models
 from tests.resume import runs
-from tests.resume.test_resume import log_of
+from tests.resume.test_resume import CLOCK, log_of
 
 from plurax.train.checkpoint import Checkpoints
 from plurax.train.checkpoint.description import read_description
 from plurax.train.checkpoint.files import verify_files
+from plurax.train.log import read_rows
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -107,6 +111,46 @@ def test_killed_between_saves(tmp_path, kind, moment):
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         assert 0 < checkpoints.steps()[-1] < runs.STEPS
     finish(kind, tmp_path)
+
+
+def files_of_loggers(output):
+    """What the user's loggers have written, but for what the clock says."""
+    with (output / "logs" / "table.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    lines = list(read_rows(output / "logs" / "rows.jsonl"))
+    rows = [{name: value for name, value in row.items() if name not in CLOCK}
+            for row in (*table, *lines)]  # fmt: skip
+    return rows, shown(output / "board")
+
+
+def shown(board):
+    """The scalars that TensorBoard shows of a folder: a file hides those before from its step."""
+    found = {}
+    for path in sorted(board.iterdir()):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            event, data = Event.FromString(data[12 : 12 + length]), data[16 + length :]
+            if event.HasField("session_log"):
+                found = {key: value for key, value in found.items() if key[1] < event.step}
+            for one in event.summary.value:
+                if not one.tag.endswith(tuple(CLOCK)):
+                    found[one.tag, event.step] = one.simple_value
+    return found
+
+
+@pytest.mark.parametrize(
+    "moment", ["batch:15", pytest.param("batch:8", marks=pytest.mark.slow), "file:16:1"]
+)
+def test_files_of_loggers_are_those_of_a_run_that_was_not_killed(tmp_path, moment):
+    """In a step between two checkpoints, and before the last one gets its name."""
+    assert killed("logged", tmp_path / "killed", moment)
+    rows = list(read_rows(tmp_path / "killed" / "logs" / "rows.jsonl"))
+    newest = Checkpoints(tmp_path / "killed" / "checkpoints").steps()[-1]
+    assert {row["step"] for row in rows} >= set(range(1, newest + 1))
+    finish("logged", tmp_path / "killed")
+    runs.fit("logged", tmp_path / "whole")
+    assert files_of_loggers(tmp_path / "killed") == files_of_loggers(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(

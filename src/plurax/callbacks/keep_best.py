@@ -4,9 +4,16 @@ Of members each keeps the state of its own best epoch. Example, three members af
 
     eval_loss    0.5 0.4 0.9       all are better than nothing         kept: epoch 1 1 1
     eval_loss    0.3 0.6 0.7       members 0 and 2 are better          kept: epoch 2 1 2
+
+It is written in the background, and what a checkpoint says of the best state agrees with it:
+
+    best state of an earlier step      on disk before the checkpoint is begun
+    best state of the same step        may be lost in a kill: the checkpoint has that state
+    a save that failed                 the best is the one on disk again; a later one may be better
 """
 
 import contextlib
+import warnings
 from typing import Any
 
 import jax
@@ -22,6 +29,7 @@ from plurax.train.checkpoint import Checkpoints
 from plurax.train.hooks import Run
 from plurax.train.log import Row
 from plurax.train.restore import members_meta
+from plurax.train.saving import SaveFailedWarning
 
 
 class KeepBest:
@@ -32,8 +40,10 @@ class KeepBest:
 
     **Arguments:** `metric`, `mode` and `min_delta` as for `EarlyStopping`.
 
+    A disk that fails for a while ends nothing: a `SaveFailedWarning` says which state was not kept.
+
     Raises `TaskError` for another mode, and for a metric that a row does not have;
-    `CheckpointError` where the state cannot be saved.
+    `CheckpointError` where the folder cannot be written at the start.
     """
 
     def __init__(
@@ -42,6 +52,9 @@ class KeepBest:
         self._followed = FollowedMetric("KeepBest", metric, mode, min_delta)
         self._saved: Checkpoints | None = None
         self._best: TrainState | None = None
+        self._step = -1  # of the last that was better
+        self._on_disk: list[float] | None = None
+        self._writing = self._restored = False
 
     def on_start(self, run: Run) -> None:
         """Go on from what a run that is resumed has kept."""
@@ -50,19 +63,44 @@ class KeepBest:
             return
         # Two are kept: a run may resume before the newer of them.
         self._saved = Checkpoints(run.output / "best", keep=2, group=run.group)
+        self._go_on(run)
+
+    def _go_on(self, run: Run) -> None:
+        """Go on at a checkpoint, after a start or a rollback, with what is on disk."""
+        assert self._saved is not None
+        self._restored = self._writing = False
         if run.step == 0 or self._followed.best is None:
+            self._on_disk = None
             self._saved.remove_after(-1)
             return
-        self._saved.remove_after(run.step)
+        self._saved.remove_after(self._step)
         if run.members is not None:
             restored = self._saved.restore(run.program.canonical_shapes)
             self._best = None if restored is None else restored[0]
+        self._on_disk = run.group.on_primary(self._read)
+        lost = _differ(self._followed.to_json(), self._on_disk)
+        if not lost.any():
+            return
+        if self._step == run.step:  # killed while it was written
+            self._save(run, lost)
+        else:
+            self._forget(f"step {self._step} is not in {self._saved.directory}")
 
     def on_epoch(self, run: Run, row: Row) -> None:
         """Keep the state where it is the best."""
+        self._settle(run)
         better = self._followed.improved(row)
-        if not better.any():
-            return
+        if better.any():
+            self._step = run.step
+            self._save(run, better)
+
+    def on_save(self, run: Run, step: int) -> None:
+        """Wait for the best state of an earlier step."""
+        if self._step < step:
+            self._settle(run)
+
+    def _save(self, run: Run, better: Bool[np.ndarray, "M"]) -> None:
+        """Keep the state of those that are better, and begin to write it."""
         state = run.program.to_canonical(run.state)
         if run.members is not None and self._best is not None:
             self._best = state = _merged(better, state, self._best)
@@ -70,13 +108,51 @@ class KeepBest:
             self._best = state = jax.tree.map(jnp.copy, state)  # the next step reuses its memory
         if self._saved is not None:
             said = {"metric": self._followed.metric, "best": self._followed.to_json()}
-            self._saved.save(state, {"step": run.step, **said, **members_meta(run.program)})
+            try:
+                self._saved.save(state, {"step": run.step, **said, **members_meta(run.program)})
+                self._writing = True
+            except errors.DiskError as error:
+                self._forget(f"step {run.step} could not be saved: {error}")
+
+    def _settle(self, run: Run, *, again: bool = False) -> None:
+        """Wait for the save under way; where it failed, try `again` while the state is there."""
+        if self._saved is None or not (self._writing or self._restored):
+            return
+        self._writing = False
+        try:
+            self._saved.wait()
+            if self._restored:
+                self._go_on(run)
+                return
+            self._on_disk = self._followed.to_json()
+        except errors.DiskError as error:
+            if again and self._step == run.step:
+                self._save(run, _differ(self._followed.to_json(), self._on_disk))
+                self._settle(run)
+            else:
+                self._forget(f"step {self._step} could not be saved: {error}")
+
+    def _forget(self, why: str) -> None:
+        """Go back to the best that is on disk, and say so."""
+        warnings.warn(
+            f"KeepBest: the state of {why}. The best before it is kept, and the next state that is "
+            "better than that is saved.",
+            SaveFailedWarning,
+            stacklevel=5,
+        )
+        self._followed.restore(self._on_disk)
+
+    def _read(self) -> list[float] | None:
+        """Return the best values of the state on disk."""
+        assert self._saved is not None
+        meta = [self._saved.run_meta(step) for step in self._saved.steps()[-1:]]
+        return meta[0]["best"] if meta and meta[0] else None
 
     def on_stop(self, run: Run) -> None:
         """Wait for the save under way."""
         if self._saved is not None:
             with contextlib.closing(self._saved):
-                self._saved.wait()
+                self._settle(run, again=not run.failed)
 
     def restore(self, program: Program) -> TrainState:
         """Return the best state, placed for a program such as `result.program`.
@@ -93,11 +169,19 @@ class KeepBest:
 
     def get_state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
-        return {"best": self._followed.to_json()}
+        return {"best": self._followed.to_json(), "step": self._step}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Take what a checkpoint kept."""
         self._followed.restore(state["best"])
+        self._step, self._restored = state["step"], True
+
+
+def _differ(now: list[float] | None, before: list[float] | None) -> Bool[np.ndarray, "M"]:
+    """Return whose best value is another than before."""
+    if now is None or before is None or len(now) != len(before):
+        return np.ones(len(now or [0.0]), bool)
+    return ~np.isclose(now, before, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 @jax.jit

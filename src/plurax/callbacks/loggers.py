@@ -5,6 +5,7 @@ so it also sees what callbacks before it have added to a row: put loggers last.
 """
 
 import abc
+import contextlib
 import csv
 import importlib
 import io
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from plurax import errors
-from plurax.disk import AppendFile, replace_file
+from plurax.disk import AppendFile, log_errors, make_folder, replace_file
 from plurax.train.board import Board
 from plurax.train.hooks import Run
 from plurax.train.log import Row, encode_row, read_rows
@@ -33,16 +34,25 @@ class Logger(abc.ABC):
         if run.is_primary:
             self._write(row)
 
-    def on_stop(self, run: Run) -> None:
-        """Close."""
+    def on_save(self, run: Run, step: int) -> None:
+        """Write to disk what a checkpoint shall not be ahead of."""
         if run.is_primary:
-            self._close(run)
+            self._flush()
+
+    def on_stop(self, run: Run) -> None:
+        """Close; an error that ends training is not replaced by one of the disk."""
+        if run.is_primary:
+            with contextlib.suppress(*(errors.DiskError,) if run.failed else ()):
+                self._close(run)
 
     @abc.abstractmethod
     def _open(self, run: Run) -> None: ...
 
     @abc.abstractmethod
     def _write(self, row: Row) -> None: ...
+
+    def _flush(self) -> None:  # noqa: B027  what sends at once has nothing to do
+        """Return when all is on disk that was written; raise `DiskError` where it is not."""
 
     @abc.abstractmethod
     def _close(self, run: Run) -> None: ...
@@ -80,22 +90,32 @@ class JsonLines(StepLogger):
         if run.step and self._path.exists():
             rows = [row for row in read_rows(self._path) if row["step"] <= run.step]
             kept = b"".join(map(encode_row, rows))
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(self._path, kept)
-        self._file = AppendFile(self._path)
+        with log_errors(self._path):
+            make_folder(self._path.parent)
+            replace_file(self._path, kept)
+            self._file = AppendFile(self._path)
 
     def _write(self, row: Row) -> None:
         self._file.write(encode_row(row))
 
+    def _flush(self) -> None:
+        with log_errors(self._path):
+            self._file.flush()
+
     def _close(self, run: Run) -> None:
-        self._file.close()
+        with log_errors(self._path):
+            self._file.close()
 
 
 class Csv(Logger):
-    """Write the rows of epochs to a table with a column for each number."""
+    """Write the rows of epochs to a table with a column for each number.
+
+    On a full disk rows wait in memory.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
+        self._file: AppendFile | None = None  # None: the whole table has to be written
 
     def _open(self, run: Run) -> None:
         self._rows: list[dict[str, Any]] = []
@@ -103,31 +123,43 @@ class Csv(Logger):
         if run.step and self._path.exists():
             with self._path.open(newline="") as file:
                 self._rows = [row for row in csv.DictReader(file) if _is_up_to(row, run.step)]
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._write_anew()
+        with log_errors(self._path):
+            make_folder(self._path.parent)
+            self._write_anew()
 
     def _write(self, row: Row) -> None:
         self._rows.append(_numbers(row))
-        if set(self._rows[-1]) <= set(self._columns):
+        if self._file is not None and set(self._rows[-1]) <= set(self._columns):
             self._file.write(self._lines(self._rows[-1:]))
         else:
-            self._file.close()
-            self._write_anew()
+            with contextlib.suppress(OSError):  # the next row tries again, or the next flush
+                self._write_anew()
 
-    def _write_anew(self) -> None:
+    def _write_anew(self) -> AppendFile:
         """Write the whole table, because a row has a column that those before had not."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            with contextlib.suppress(OSError):
+                file.close()
         self._columns = [*dict.fromkeys(name for one in self._rows for name in one)]
         header = dict(zip(self._columns, self._columns, strict=True))
         replace_file(self._path, self._lines([header, *self._rows]) if header else b"")
         self._file = AppendFile(self._path)
+        return self._file
 
     def _lines(self, rows: list[dict[str, Any]]) -> bytes:
         text = io.StringIO(newline="")
         csv.DictWriter(text, self._columns).writerows(rows)
         return text.getvalue().encode()
 
+    def _flush(self) -> None:
+        with log_errors(self._path):
+            (self._file or self._write_anew()).flush()
+
     def _close(self, run: Run) -> None:
-        self._file.close()
+        with log_errors(self._path):
+            file, self._file = self._file or self._write_anew(), None
+            file.close()
 
 
 def _is_up_to(row: dict[str, Any], step: int) -> bool:
@@ -143,13 +175,19 @@ class TensorBoard(StepLogger):
         self._directory = Path(directory)
 
     def _open(self, run: Run) -> None:
-        self._board = Board(self._directory, run.step + 1 if run.step else None)
+        with log_errors(self._directory):
+            self._board = Board(self._directory, run.step + 1 if run.step else None)
 
     def _write(self, row: Row) -> None:
         self._board.scalars(_named(row), row["step"])
 
+    def _flush(self) -> None:
+        with log_errors(self._directory):
+            self._board.file.flush()
+
     def _close(self, run: Run) -> None:
-        self._board.file.close()
+        with log_errors(self._directory):
+            self._board.file.close()
 
 
 class Mlflow(StepLogger):

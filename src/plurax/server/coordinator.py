@@ -132,10 +132,12 @@ class Coordinator(abc.ABC):
     def __enter__(self) -> "Coordinator":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close; an error that ends training is not replaced by one of the record."""
         self.transport.close()
         if self._record is not None:
-            self._record.close()
+            with contextlib.suppress(*() if kind is None else (errors.DiskError,)):
+                self._record.close()
 
     def record(self, event: str, **values: Any) -> None:
         """Write an event to the record, with the seconds since the start."""
@@ -143,6 +145,11 @@ class Coordinator(abc.ABC):
             at = {"at": round(self.transport.now() - self._began, 6)}
             # A resumed run finds where it was fetched by the step alone.
             self._record.write({"event": event, **values, **({} if event == "fetched" else at)})
+
+    def flush(self) -> None:
+        """Return when the record is on disk. Raises `DiskError`."""
+        if self._record is not None:
+            self._record.flush()
 
     fate = "lost"
     """Of the updates that a server had made since its last snapshot, when it ends."""
@@ -185,8 +192,6 @@ class Coordinator(abc.ABC):
         while None in found:  # a server that has ended is restarted, and asked again
             found = [answer and answer[1] for answer in self._all("snapshot")]
         self.record("fetched", step=step)
-        if self._record is not None:
-            self._record.flush()
         state = joined_state(self.spec, [one for one in found if one], step)
         return state, self._residuals(left) if wanted else None
 

@@ -26,7 +26,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from plurax.disk import AppendFile, replace_file
+from plurax.disk import AppendFile, log_errors, replace_file
 
 FILE = "servers.jsonl"
 
@@ -37,12 +37,15 @@ class Record:
     """Writes the events of a run to `servers.jsonl` in its directory.
 
     **Arguments:** `directory`; `step`, at which the run begins: events after it are dropped.
+
+    Raises `DiskError` where the file cannot be written.
     """
 
     def __init__(self, directory: Path, step: int) -> None:
         self.path = directory / FILE
-        replace_file(self.path, self._up_to(step) if step else b"")
-        self._file = AppendFile(self.path)
+        with log_errors(self.path):
+            replace_file(self.path, self._up_to(step) if step else b"")
+            self._file = AppendFile(self.path)
 
     def _up_to(self, step: int) -> bytes:
         """Return the lines up to the one that says that this step was fetched; none without one."""
@@ -56,12 +59,14 @@ class Record:
         self._file.write(_line(event))
 
     def flush(self) -> None:
-        """Return when all events are on disk. Raises `OSError`, and the events then wait."""
-        self._file.flush()
+        """Return when all events are on disk. Raises `DiskError`, and the events then wait."""
+        with log_errors(self.path):
+            self._file.flush()
 
     def close(self) -> None:
-        """Flush, and end the record. Raises `OSError`."""
-        self._file.close()
+        """Flush, and end the record. Raises `DiskError`."""
+        with log_errors(self.path):
+            self._file.close()
 
 
 def read_events(path: Path) -> list[Event]:

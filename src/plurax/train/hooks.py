@@ -4,7 +4,7 @@
     on_step(run, row)          for each step, once its metrics are on the host
     on_evaluation(run, row)    after an evaluation, with the row of its epoch, or a row of its own
     on_epoch(run, row)         after an epoch that is reported, before it is logged and saved
-    on_save(run, step)         after a checkpoint was begun
+    on_save(run, step)         before a checkpoint is begun: write what shall agree with it
     on_stop(run)               at the end, after an error too
 
 Metrics reach the host some calls late, so that it never waits for the step that it has just
@@ -19,6 +19,7 @@ What has to happen in every step belongs into the compiled program, as part of t
 """
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -165,6 +166,11 @@ class Hooks:
         """Call a hook of all callbacks that have it."""
         for name, _ in self._of[hook]:
             self._call(name, hook, *arguments)
+
+    def save(self, run: Run, step: int) -> None:
+        """Call `on_save` of all callbacks; where one raises in a process, raise in all of them."""
+        for name, _ in self._of["on_save"]:
+            run.group.together(functools.partial(self._call, name, "on_save", run, step))
 
     def steps(self, run: Run, calls: Iterable[list[Row]]) -> list[Row]:
         """Call `on_step` for each step of some calls of the loop, and return their rows."""

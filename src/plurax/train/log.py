@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from plurax import errors
-from plurax.disk import AppendFile, make_folder, replace_file
+from plurax.disk import AppendFile, log_errors, make_folder, replace_file
 from plurax.train.board import Board
 
 Row = dict[str, Any]
@@ -52,7 +52,7 @@ class MetricsLog:
     def _open(self, resume_step: int | None) -> None:
         self.epochs: list[Row] = []
         lines: Iterable[bytes] = ()
-        with _said(self.path):
+        with log_errors(self.path):
             make_folder(self.path.parent)
             if resume_step is not None and self.path.exists():
                 lines = self._up_to(resume_step)
@@ -115,23 +115,14 @@ class MetricsLog:
 
     def flush(self) -> None:
         """Return when all rows are on disk. Raises `CheckpointError` where writing fails."""
-        with _said(self.path):
+        with log_errors(self.path):
             self._rows.flush()
             self._board.file.flush()
 
     def close(self) -> None:
         """Flush and close. Raises `CheckpointError` where writing fails."""
-        with _said(self.path), contextlib.closing(self._board.file):
+        with log_errors(self.path), contextlib.closing(self._board.file):
             self._rows.close()
-
-
-@contextlib.contextmanager
-def _said(path: Path) -> Iterator[None]:
-    """Raise `CheckpointError` for an `OSError` while writing the log."""
-    try:
-        yield
-    except OSError as error:
-        raise errors.log_not_written(str(path), error.strerror or str(error)) from error
 
 
 def read_rows(path: Path) -> Iterator[Row]:

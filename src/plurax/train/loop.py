@@ -23,6 +23,7 @@ from plurax.execute.program import Program
 from plurax.server.coordinator import Coordinator
 from plurax.state import TrainState
 from plurax.train.checkpoint import Checkpoints
+from plurax.train.checkpoint.manager import Meta
 from plurax.train.data import Data
 from plurax.train.epoch_metrics import EpochMetrics
 from plurax.train.hooks import Hooks, Run
@@ -197,18 +198,23 @@ class Loop:
         position = steps.position.to_json()
         if self.local_batches:
             position["iterator"] = run.group.all_gather(position["iterator"])
-        meta = {
-            **run.settings,
-            "position": position,
-            "tally": metrics.to_json(),
-            **members_meta(run.program),
-            "rollbacks": self.rollbacks.to_json(),
-            "callbacks": self.hooks.to_json(),
-        }
+
+        def described() -> Meta:
+            self.hooks.save(run, steps.step)
+            if self.coordinator:
+                self.coordinator.flush()
+            return {
+                **run.settings,
+                "position": position,
+                "tally": metrics.to_json(),
+                **members_meta(run.program),
+                "rollbacks": self.rollbacks.to_json(),
+                "callbacks": self.hooks.to_json(),
+            }
+
         canonical = functools.partial(run.program.to_canonical, run.state)
         with self.dog.work("save"):
-            self.saving.save(steps.step, canonical, meta, steps.residuals, last=last)
-        self.hooks.call("on_save", run, steps.step)
+            self.saving.save(steps.step, canonical, described, steps.residuals, last=last)
 
     def _go_back(self, calls: Calls) -> tuple[TrainState, EpochMetrics]:
         """Go on from the newest checkpoint; drop what was logged after it."""

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from plurax import errors
-from plurax.disk import replace_file, sync_folder
+from plurax.disk import log_errors, replace_file, sync_folder
 from plurax.distributed.process_group import ProcessGroup
 from plurax.execute.array_data import Position
 from plurax.train.checkpoint import Checkpoints
@@ -280,10 +280,8 @@ class Rollbacks:
 
     def _replace(self, records: list[Row]) -> None:
         text = "".join(f"{json.dumps(one)}\n" for one in records)
-        try:
+        with log_errors(self._path):
             replace_file(self._path, text.encode())
-        except OSError as error:
-            raise errors.log_not_written(str(self._path), error.strerror or str(error)) from error
 
 
 def check_rollback(rule: Rollback, members: object, servers: object) -> Rollback | None:

@@ -91,12 +91,14 @@ class Saving:
         self,
         step: int,
         state: Callable[[], TrainState],
-        meta: Meta,
+        described: Callable[[], Meta],
         residuals: Residuals | None,
         *,
         last: bool,
     ) -> None:
-        """Save what `state` returns, in the background.
+        """Save what `state` and `described` return, in the background.
+
+        `described` writes what has to be on disk before, and raises `DiskError` where it cannot.
 
         Where the save before is still being written, this one is left out, so that training does
         not wait for a slow disk. At the `last` it waits for both, reads back what was written, and
@@ -111,18 +113,27 @@ class Saving:
             return
         if self._writing is not None:
             self._finish(step)
-        started = self._start(step, state, meta, residuals)
+        started = self._start(step, state, described, residuals)
         while last and not (started and self._finish(step, verify=True)):
-            started = self._start(step, state, meta, residuals)
+            started = self._start(step, state, described, residuals)
 
     def _start(
-        self, step: int, state: Callable[[], TrainState], meta: Meta, residuals: Residuals | None
+        self,
+        step: int,
+        state: Callable[[], TrainState],
+        described: Callable[[], Meta],
+        residuals: Residuals | None,
     ) -> bool:
         """Start to save, and return whether the disk took what has to be written at once."""
         assert self._checkpoints is not None
         try:
-            # No checkpoint is ever ahead of its log.
+            # No checkpoint is ever ahead of its logs.
+            meta = described()
             self._group.on_primary(self._log.flush if self._log else lambda: None)
+        except errors.DiskError as error:
+            self._fail(step, step, error)
+            return False
+        try:
             self._checkpoints.save(state(), meta, residuals)
         except (errors.DiskError, OSError) as error:
             self._fail(step, step, error)
