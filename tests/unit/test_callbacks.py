@@ -279,7 +279,7 @@ MISTAKES = {
         "the callback EarlyStopping follows 'eval_f2', and a row has loss",
     ),
     "not a number": (
-        [cb.EarlyStopping("kind")],
+        [Recorder(), cb.EarlyStopping("kind")],
         "the callback EarlyStopping follows 'kind', which is a str in the row; name a number",
     ),
     "no rate": ([cb.LearningRate()], "LearningRate() finds no learning rate in the optimizer's"),
@@ -293,6 +293,15 @@ def test_mistakes(name):
     with pytest.raises(px.TaskError) as caught:
         fit(callbacks)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [cb.KeepBest, cb.EarlyStopping, cb.ReduceOnPlateau])
+@pytest.mark.parametrize("metric", ["acc", "eval_loss", "eval_accuracy", "eval_ema_losss"])
+def test_a_metric_that_no_row_will_have_is_refused_before_the_first_step(monkeypatch, make, metric):
+    monkeypatch.setattr("plurax.train.loop.train_iter", None)
+    evaluation = DATA if "ema" in metric else None
+    with pytest.raises(px.TaskError, match=f"follows '{metric}', and a row has loss, grad_norm"):
+        fit([make(metric)], evaluation=evaluation)
 
 
 def test_a_state_that_json_cannot_hold(tmp_path):

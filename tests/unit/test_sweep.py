@@ -303,6 +303,20 @@ def test_halving_by_the_training_metric_and_its_errors():
         halving(metric="none")
 
 
+@pytest.mark.parametrize("evaluation", [None, ROWS])
+def test_halving_names_metrics_as_rows_do(evaluation, monkeypatch):
+    """`eval_accuracy` of the evaluation, `accuracy` of training; known before the first step."""
+    wanted = "accuracy" if evaluation is None else "eval_accuracy"
+    both = halving(evaluation=ROWS, metric="accuracy", mode="max", epochs=1)
+    found = halving(evaluation=evaluation, metric=wanted, mode="max", epochs=1)
+    assert (found.rungs[0].scores == both.rungs[0].scores) == (evaluation is None)
+    monkeypatch.setattr("plurax.sweeps.halving._train", None)
+    there = "there are loss, grad_norm, accuracy" + ", eval_loss, eval_accuracy" * bool(evaluation)
+    for name in ("acc", "eval_acc", "members", *(() if evaluation else ("eval_accuracy",))):
+        with pytest.raises(px.MembersError, match=rf"no metric '{name}'; {there}"):
+            halving(evaluation=evaluation, metric=name)
+
+
 def hyper_task(**metrics):
     """Linear regression whose metrics are hyperparameters; the loss of a `bad` member is NaN."""
 

@@ -44,6 +44,7 @@ class EarlyStopping:
 
     def on_start(self, run: Run) -> None:
         """Do not train on where the run had ended before."""
+        self._followed.check(run)
         self._stop_if_done(run)
 
     def on_epoch(self, run: Run, row: Row) -> None:

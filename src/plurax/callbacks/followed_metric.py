@@ -1,5 +1,6 @@
 """A metric that a callback follows from epoch to epoch, of one network or of each member."""
 
+import fnmatch
 import math
 from typing import Any, Literal
 
@@ -7,6 +8,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from plurax import errors
+from plurax.train.hooks import Run
 from plurax.train.log import Row
 
 Mode = Literal["min", "max"]
@@ -36,6 +38,15 @@ class FollowedMetric:
         self._sign = 1.0 if (mode or guessed) == "min" else -1.0
         self._min_delta = min_delta
         self.best: np.ndarray | None = None
+
+    def check(self, run: Run) -> None:
+        """Raise `TaskError` before the first step where no row will have the metric."""
+        names = run.metric_names()
+        if names is None:
+            return
+        base = self.metric.replace("eval_ema_", "eval_", 1)  # which EMA adds
+        if not any(fnmatch.fnmatchcase(base, name) for name in names):
+            raise errors.callback_metric_missing(self._callback, self.metric, names)
 
     def improved(self, row: Row) -> Bool[np.ndarray, "M"]:
         """Return who is better in this row than ever before, and remember it.

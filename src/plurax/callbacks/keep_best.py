@@ -58,6 +58,7 @@ class KeepBest:
 
     def on_start(self, run: Run) -> None:
         """Go on from what a run that is resumed has kept."""
+        self._followed.check(run)
         self._best = None
         if run.output is None:
             return

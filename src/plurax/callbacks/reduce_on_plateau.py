@@ -75,7 +75,8 @@ class ReduceOnPlateau:
         return lambda hyper: optax.chain(optimizer(hyper), _scaled())
 
     def on_start(self, run: Run) -> None:
-        """Refuse parameter servers before the first step."""
+        """Refuse parameter servers, and a metric that no row will have, before the first step."""
+        self._followed.check(run)
         run.set_hyperparams()
 
     def on_evaluation(self, run: Run, row: Row) -> None:

@@ -21,7 +21,10 @@ def sweep_without_rows() -> MembersError:
 
 
 def sweep_no_metric(name: str, known: Iterable[str]) -> MembersError:
-    return MembersError(f"there is no metric {name!r}; there are {', '.join(known)}.")
+    return MembersError(
+        f"there is no metric {name!r}; there are {', '.join(known)}. Those of the evaluation begin "
+        "with eval_."
+    )
 
 
 def mode_unknown(given: object) -> MembersError:

@@ -12,10 +12,17 @@ from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.distributed.global_arrays import fetch
-from plurax.execute.gradient import Totals, evaluation, losses_and_metrics
+from plurax.execute.gradient import (
+    Totals,
+    evaluation,
+    losses_and_metrics,
+    split_output,
+    with_precision,
+)
 from plurax.execute.placement import Placed, Placement, chunks, leading_dim
 from plurax.execute.rows import Rows, abstract_rows, index_rows
 from plurax.execute.totals import over_data
+from plurax.members import Members
 from plurax.mesh import split_rows
 from plurax.metrics.metric import Metric
 from plurax.plan import Plan, Precision
@@ -65,7 +72,7 @@ def evaluate_data(
     placement: Placement,
     data: PyTree | Iterable[PyTree],
     finish: Finish,
-    members: int | None = None,
+    members: Members | None = None,
 ) -> dict[str, Any]:
     """Return weighted means and metrics by name over all of `data`.
 
@@ -80,16 +87,18 @@ def evaluate_data(
     if not parts:
         raise errors.batch_is_empty()
 
+    count = members.count if members else None
+
     def total(*values: Any) -> np.ndarray:
         whole = np.sum(np.asarray(values, np.float64), axis=0)
-        return np.asarray(whole if members is None else whole[:members])
+        return np.asarray(whole if count is None else whole[:count])
 
     sums: Totals = jax.tree.map(total, *fetch(parts))
     weight = np.where(sums.weight == 0, math.nan, sums.weight)
     found: dict[str, Any] = {}
     for name, value in {"loss": sums.loss, **sums.metrics}.items():
         if name in finish:
-            found |= _finished(name, finish[name], value, members)
+            found |= _finished(name, finish[name], value, count)
         else:
             found[name] = value / weight
     scalar = members is None
@@ -124,6 +133,35 @@ def finish_of(task: Task, precision: Precision, placement: Placement, state: Tra
     rows = abstract_rows(placement.abstract())
     _, metrics = jax.eval_shape(evaluated, state.params, state.model_state, rows)
     return {name: one.finish for name, one in metrics.items() if isinstance(one, Metric)}
+
+
+def metric_names(
+    task: Task, precision: Precision, placement: Placement, state: TrainState, evaluated: bool
+) -> list[str]:
+    """Return the names of the metrics of an epoch's row; found by tracing shapes.
+
+    A metric over the data may be a dict once it is finished, so it has a pattern too: `eval_auc_*`.
+
+    **Arguments:** `state`, that of one network, abstract; `evaluated`, whether there are evaluation
+    data.
+    """
+    rows = abstract_rows(placement.abstract())
+
+    def training(params: PyTree, model_state: PyTree, rows: Rows) -> dict[str, Any]:
+        states = (model_state,) if task.stateful else ()
+        extra = (rows.mask,) if task.coupled else ()
+        loss = with_precision(task.loss, precision, task.stateful)
+        output = loss(params, *states, rows.batch, rows.keys, *extra)
+        return split_output(task, output, model_state, rows.mask.shape[0])[1]
+
+    of_steps = jax.eval_shape(training, state.params, state.model_state, rows)
+    names = ["loss", "grad_norm", *of_steps]
+    if not evaluated:
+        return names
+    evaluate = losses_and_metrics(task, precision)
+    _, metrics = jax.eval_shape(evaluate, state.params, state.model_state, rows)
+    over_data = [f"{name}_*" for name, one in metrics.items() if isinstance(one, Metric)]
+    return [*names, *(f"eval_{name}" for name in ("loss", *metrics, *over_data))]
 
 
 def check_evaluation(

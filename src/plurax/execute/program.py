@@ -388,8 +388,6 @@ class Program:
           their outputs alone; of one network.
 
         **Returns:** leaves `(N, ...)`, or of a population `(members, N, ...)`.
-
-        While a chunk computes, the outputs of the previous one are copied to the host.
         """
         states = (*self._inference_states(state), *self._functions.arguments)
         size = self.batch_size if chunk is None else chunk
@@ -412,9 +410,8 @@ class Program:
     def evaluate(self, state: TrainState, data: PyTree | Iterable[PyTree]) -> dict[str, Any]:
         """Return weighted means of loss and metrics over all examples of `data`, each counted once.
 
-        `data` is a tree of arrays with any leading dim, or an iterable of such trees. Sums over
-        chunks are in float64 on the host. Means are floats, or of a population arrays `(members,)`;
-        metrics over the data (`plurax.metrics`) may be arrays, `(members, ...)` of a population.
+        `data` is a tree of arrays with any leading dim, or an iterable of such trees. Means are
+        floats, or of a population arrays `(members,)`; metrics over the data may be arrays.
         """
         states = (*self._inference_states(state), *self._functions.arguments)
 
@@ -424,8 +421,7 @@ class Program:
             self._in_flight.started(part.loss)
             return part
 
-        count = self.members.count if self.members else None
-        return evaluate.evaluate_data(run, self._evaluation, data, self._finish, count)
+        return evaluate.evaluate_data(run, self._evaluation, data, self._finish, self.members)
 
     @functools.cached_property
     def _finish(self) -> dict[str, Any]:
@@ -436,6 +432,11 @@ class Program:
         """Raise the errors of `evaluate` for these data, without compiling or computing."""
         check, task = within(self.mesh, evaluate.check_evaluation), self._example.task
         check(task, self.plan.precision, self._evaluation, self._new_state_like, data)
+
+    def metric_names(self, *, evaluated: bool) -> list[str]:
+        """Return the names of the metrics in the row of an epoch; `evaluated`, `eval_...` too."""
+        names, task = within(self.mesh, evaluate.metric_names), self._example.task
+        return names(task, self.plan.precision, self._evaluation, self._new_state_like, evaluated)
 
     @property
     def _compiled_evaluate(self) -> jax.stages.Compiled:
@@ -484,8 +485,7 @@ class Program:
     def planned_collectives(self) -> list[Collective]:
         """Return the collectives that the partitioner inserts in one step, before XLA compiles.
 
-        Empty for a plan that splits nothing but the batch. Collectives in a `jax.shard_map` of the
-        model's code are not included.
+        Those in a `jax.shard_map` of the model's code are not included.
         """
         self.compiled_step  # noqa: B018  traced here
         return self._functions.backend.planned_collectives()

@@ -18,6 +18,7 @@ optimization", AISTATS 2016.
 """
 
 import dataclasses
+import fnmatch
 import itertools
 import math
 from collections.abc import Sequence
@@ -100,7 +101,7 @@ def successive_halving(
     reduction: int = 3,
     slots: int | None = None,
     evaluation: PyTree = None,
-    metric: str = "loss",
+    metric: str | None = None,
     mode: Mode = "min",
     plan: Plan = Plan(),  # noqa: B008  frozen
     shuffle: bool = True,
@@ -125,10 +126,11 @@ def successive_halving(
     - `epochs`: of the survivors; `min_epochs`: of every candidate, before the first halving.
     - `reduction`: one candidate in `reduction` continues.
     - `slots`: members trained at a time; default all.
-    - `metric`: of the evaluation, or without one of the last epoch of training; members are ranked
-      by it, ascending, or with `mode="max"` descending. Frozen members come last.
+    - `metric`: its name in the rows of `fit`, `eval_...` of the evaluation; the default is
+      `eval_loss`, or `loss` without evaluation. Members are ranked by it, ascending, or with
+      `mode="max"` descending. Frozen members come last.
 
-    Raises the errors of `fit`, and `MembersError` for invalid budgets, slots or `mode`.
+    Raises the errors of `fit`, and `MembersError` for invalid budgets, slots, `metric` or `mode`.
     """
     check_population(task, optimizer, plan, members)
     sign = sign_of_mode(mode)
@@ -140,6 +142,10 @@ def successive_halving(
     made = make_program(task, optimizer, plan, like, few, read, True, devices)
     if evaluation is not None:
         made.check_evaluation(evaluation)
+    metric = metric or ("loss" if evaluation is None else "eval_loss")
+    names = made.metric_names(evaluated=evaluation is not None)
+    if not any(fnmatch.fnmatchcase(metric, name) for name in names):
+        raise errors.sweep_no_metric(metric, names)
     console = new_console(progress and is_primary())
     candidates = list(range(members.count))
     state: TrainState | None = None
@@ -223,7 +229,9 @@ def _train(
         seconds.append(output.seconds)
         if output.epoch_done and output.position.epoch < budget:
             metrics = MembersMetrics(members)
-    means = metrics.means() if evaluation is None else program.evaluate(state, evaluation)
+    means = metrics.means()
+    if metric.startswith("eval_"):
+        means = {f"eval_{k}": v for k, v in program.evaluate(state, evaluation).items()}
     if metric not in means:
         raise errors.sweep_no_metric(metric, means)
     return program.to_canonical(state), np.asarray(means[metric]).tolist(), sum(seconds)

@@ -275,11 +275,10 @@ def fit(
                                    settings, position, checkpoints, bar.note)  # fmt: skip
         run = Run(program, state, history, output, group, settings,
                   functools.partial(evaluated, program, evaluation, dog),
-                  servers=servers is not None)  # fmt: skip
+                  evaluation is not None, servers=servers is not None)  # fmt: skip
         stack.enter_context(hooks.running(run))
         loop = Loop(
-            run=run, source=source, evaluates=evaluation is not None, epochs=epochs,
-            evaluate_every=evaluate_every,
+            run=run, source=source, epochs=epochs, evaluate_every=evaluate_every,
             report_every=report_every, checkpoint_every=checkpoint_every, resident=resident,
             local_batches=local_batches, begin=begin, hooks=hooks, coordinator=coordinator,
             end=PlannedEnd(max_steps, max_seconds, hooks, run), stop=stop, dog=dog, log=log,

@@ -61,6 +61,8 @@ class Run:
     - `history`: the rows of the epochs so far, the newest last.
     - `output`: the directory of the run, or None.
     - `group`: the processes that train together; every process calls every hook.
+    - `evaluates`: whether there are evaluation data.
+    - `adds_metrics`: whether a callback that is not of plurax may add metrics to a row.
     - `settings`: what the run was started with: seed, batch size and the like, by name.
     - `stopped`: why training ends, once it is known; `failed`: whether an error ends it.
     """
@@ -74,6 +76,7 @@ class Run:
         group: ProcessGroup,
         settings: Mapping[str, Any],
         evaluate: Callable[[TrainState], dict[str, Any] | None],
+        evaluates: bool,
         *,
         servers: bool = False,
     ) -> None:
@@ -84,6 +87,7 @@ class Run:
         self.stopped: str | None = None
         self.failed = False
         self._evaluate, self._servers, self._settable = evaluate, servers, False
+        self.evaluates, self.adds_metrics = evaluates, False
 
     def see(self, steps: StepOutput) -> TrainState:
         """Take what a call of the training loop returned."""
@@ -144,6 +148,16 @@ class Run:
         finally:
             self._settable = False
 
+    def metric_names(self) -> list[str] | None:
+        """Return the metrics of an epoch's row, before there is one; None where that is not known.
+
+        A name may be a pattern, such as `eval_auc_*`.
+        """
+        if self.adds_metrics:
+            return None
+        own = ("skipped", "seconds", "examples_per_second", "learning_rate")
+        return [*self.program.metric_names(evaluated=self.evaluates), *own]
+
     def stop(self, reason: str) -> None:
         """End training: from `on_epoch` at once, from `on_step` after the call under way."""
         self.stopped = self.stopped or reason
@@ -182,10 +196,10 @@ class Hooks:
                     on_step(run, row)
         return rows
 
-    def report(self, run: Run, row: Row, *, evaluated: bool) -> None:
+    def report(self, run: Run, row: Row) -> None:
         """Call `on_evaluation` and, with an epoch's row, `on_epoch`; the history has epochs."""
         with run.settable():
-            if evaluated:
+            if run.evaluates:
                 self.call("on_evaluation", run, row)
             if row["kind"] == "epoch":
                 self.call("on_epoch", run, row)
@@ -194,6 +208,8 @@ class Hooks:
     @contextlib.contextmanager
     def running(self, run: Run) -> Iterator[None]:
         """Call `on_start` now and `on_stop` at the end, after an error too."""
+        kinds = [type(one).__module__ for one in self._callbacks.values()]
+        run.adds_metrics = not all(kind.startswith("plurax.") for kind in kinds)
         with run.settable():
             self.call("on_start", run)
         try:

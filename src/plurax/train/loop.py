@@ -48,7 +48,6 @@ class Loop:
     **Fields:** as the arguments of `fit`, and
 
     - `run`: the run as its callbacks see it, the program and the processes included.
-    - `evaluates`: whether there are evaluation data, for epochs and every `evaluate_every` steps.
     - `begin(resume)`: returns state, position and sums to begin with, of the newest checkpoint.
     - `coordinator`: of parameter servers, or None.
     - `log`: None in processes that write none.
@@ -56,7 +55,6 @@ class Loop:
 
     run: Run
     source: Data
-    evaluates: bool
     evaluate_every: int | None
     epochs: int
     report_every: int
@@ -164,11 +162,11 @@ class Loop:
 
     def _evaluates_within(self, step: int) -> bool:
         """Return whether a step within an epoch is followed by an evaluation."""
-        return self.evaluates and _is_due(step, self.evaluate_every)
+        return self.run.evaluates and _is_due(step, self.evaluate_every)
 
     def _next_stop(self, step: int) -> int | None:
         """Return the first step after `step` at whose end the loop has to look."""
-        every = self.evaluate_every if self.evaluates else None
+        every = self.evaluate_every if self.run.evaluates else None
         due = None if every is None else step + every - step % every
         return min(filter(None, (due, self.end.next_stop(step))), default=None)
 
@@ -177,7 +175,7 @@ class Loop:
         row = metrics.epoch_row(steps.step, steps.epoch, self.run.evaluate(steps.state))
         row |= self.measurements.add(steps, metrics)
         row |= {"servers": self.coordinator.account.to_json()} if self.coordinator else {}
-        self.hooks.report(self.run, row, evaluated=self.evaluates)
+        self.hooks.report(self.run, row)
         self.bar.epoch(row)
         self.measurements.show()
         self._write([row])
@@ -186,7 +184,7 @@ class Loop:
         """Evaluate within an epoch; add a row of its own to the log."""
         row = metrics.epoch_row(steps.step, steps.epoch, self.run.evaluate(steps.state))
         row |= {"kind": "evaluation"}
-        self.hooks.report(self.run, row, evaluated=True)
+        self.hooks.report(self.run, row)
         self._write([row])
 
     def _save(self, steps: StepOutput, metrics: EpochMetrics, *, last: bool) -> None:
