@@ -140,12 +140,7 @@ def successive_halving(
     if not isinstance(read, ArrayData):
         raise errors.halving_needs_arrays()
     made = make_program(task, optimizer, plan, like, few, read, True, devices)
-    if evaluation is not None:
-        made.check_evaluation(evaluation)
-    metric = metric or ("loss" if evaluation is None else "eval_loss")
-    names = made.metric_names(evaluated=evaluation is not None)
-    if not any(fnmatch.fnmatchcase(metric, name) for name in names):
-        raise errors.sweep_no_metric(metric, names)
+    metric = _checked_metric(made, metric, evaluation)
     console = new_console(progress and is_primary())
     candidates = list(range(members.count))
     state: TrainState | None = None
@@ -188,6 +183,17 @@ def _width(members: Members, min_epochs: Any, epochs: Any, reduction: Any, slots
     if width is None:
         raise errors.halving_wrong_slots(slots)
     return min(width, members.count)
+
+
+def _checked_metric(program: Program, metric: str | None, evaluation: PyTree) -> str:
+    """Return the metric to rank by. Raises the errors of evaluating, and `MembersError`."""
+    if evaluation is not None:
+        program.check_evaluation(evaluation)
+    metric = metric or ("loss" if evaluation is None else "eval_loss")
+    names = program.metric_names(evaluated=evaluation is not None)
+    if not any(fnmatch.fnmatchcase(metric, name) for name in names):
+        raise errors.sweep_no_metric(metric, names)
+    return metric
 
 
 def _warn_of(now: set[int], before: set[int], members: Members, budget: int) -> set[int]:
