@@ -486,28 +486,105 @@ def test_equinox_constants_are_those_of_the_first_key_for_every_seed():
     )
 
 
-def annotated_nnx():
-    start = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+class Masked(eqx.Module):
+    """A model as flowjax makes them: a function that closes over an array of `__init__`."""
+
+    linear: eqx.nn.Linear
+    rest: object
+
+    def __init__(self, key, close, order):
+        self.linear = eqx.nn.Linear(FEATURES, CLASSES, key=key)
+        self.rest = close(order)
+
+    def __call__(self, x):
+        return self.linear(self.rest(x))
+
+
+class Shuffle:
+    def __init__(self, order):
+        self.order = order
+
+    def __call__(self, x):
+        return x[self.order]
+
+
+CLOSURES = {
+    "function": lambda order: lambda x: x[order],
+    "default": lambda order: lambda x, order=order: x[order],
+    "nested": lambda order: {"f": lambda x: x[order]}["f"].__call__,
+    "partial": lambda order: functools.partial(lambda order, x: x[order], order),
+    "object": Shuffle,
+    "method": lambda order: Shuffle(order).__call__,
+}
+
+
+@pytest.mark.parametrize("close", CLOSURES.values(), ids=CLOSURES)
+def test_equinox_functions_may_close_over_arrays(close):
+    def make(order):
+        return equinox_adapter.task(
+            lambda key: Masked(key, close, order()),
+            lambda model, batch, keys: entropy(jax.vmap(model)(batch["x"]), batch["y"]),
+            predict=lambda model, inputs: jax.vmap(model)(inputs["x"]),
+        )
+
+    def inside():
+        return jnp.flip(jnp.arange(FEATURES))
+
+    kept = np.arange(FEATURES)[::-1].copy()  # an array that no trace makes
+    _, expected = train(make(lambda: kept), px.Plan())
+    for plan in px.Plan(), px.Plan(data=2), px.Plan(data=2, microbatches=2, zero=3):
+        program, state = train(make(inside), plan)
+        got = program.to_canonical(state)
+        for one, other in zip(*map(jax.tree.leaves, (got.params, expected.params)), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        model = equinox_adapter.model(lambda key: Masked(key, close, inside()), got)
+        predicted = program.predict(state, ROWS)
+        np.testing.assert_allclose(jax.vmap(model)(ROWS["x"]), predicted, rtol=1e-5, atol=1e-5)
+
+
+def annotated_nnx(axis, wrap=nnx.with_partitioning):
+    start = wrap(nnx.initializers.lecun_normal(), (None, axis))
     return nnx_adapter.task(
         lambda rngs: nnx.Linear(FEATURES, CLASSES, kernel_init=start, rngs=rngs),
         lambda model, batch, keys: entropy(model(batch["x"]), batch["y"]),
     )
 
 
-def annotated_linen():
-    start = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
-    module = nn.Dense(CLASSES, kernel_init=start)
+def annotated_linen(axis, wrap=nn.with_partitioning):
+    """`nn.DenseGeneral` reads the annotation before its kernel has the dims that it is for."""
+    start = wrap(nn.initializers.lecun_normal(), (None, axis, None))
+    module = nn.DenseGeneral((CLASSES, 2), kernel_init=start)
     return linen_adapter.task(
         module,
         lambda key: module.init(key, jnp.ones((1, FEATURES))),
-        lambda apply, batch, keys: entropy(apply(batch["x"]), batch["y"]),
+        lambda apply, batch, keys: entropy(apply(batch["x"])[..., 0], batch["y"]),
+        predict=lambda apply, inputs: apply(inputs["x"]),
     )
 
 
-@pytest.mark.parametrize("make", [annotated_nnx, annotated_linen])
-def test_sharding_annotations_for_some_other_mesh_do_no_harm(make):
-    _, state = train(make(), px.Plan(data=2), sizes=(13,))
+def annotated_logical(axis):
+    return annotated_linen(axis, nn.with_logical_partitioning)
+
+
+@pytest.mark.parametrize("axis", ["model", "data"])
+@pytest.mark.parametrize("make", [annotated_nnx, annotated_linen, annotated_logical])
+def test_sharding_annotations_for_some_other_mesh_do_no_harm(make, axis):
+    _, state = train(make(axis), px.Plan(data=2), sizes=(13,))
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state.params))
+
+
+def test_annotations_of_a_plans_own_axes_leave_plans_as_they_are():
+    """Such as those of nanodo, whose `with_partitioning` names `data`."""
+    plain = annotated_linen("data", lambda start, names: start)
+    _, expected = train(plain, px.Plan(), sizes=(13, 6))
+    splits = {"kernel": (None, None, "tensor")}
+    for plan in px.Plan(data=2, zero=3), px.Plan(data=2, tensor=2, shardings=splits):
+        program, state = train(annotated_linen("data"), plan, sizes=(13, 6))
+        program.predict(state, ROWS)
+        got = program.to_canonical(state).params
+        jax.tree.map(
+            lambda *one: np.testing.assert_allclose(*one, 1e-5, 1e-6), got, expected.params
+        )
 
 
 # --- Errors -----------------------------------------------------------------------------------

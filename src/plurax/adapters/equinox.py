@@ -1,10 +1,13 @@
 """A `Task` from an Equinox module."""
 
+import gc
+import types
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Key, PyTree
 
 from plurax import errors
@@ -98,14 +101,20 @@ def model(build: Build, state: TrainState) -> Any:
 
 
 class _Skeleton:
-    """A model without its arrays, to be filled any number of times."""
+    """A model without its arrays, to be filled any number of times.
+
+    A function that `build` makes may close over an array (flowjax masks weights so). In a skeleton
+    that is a tracer of a trace which has ended, so such a model is built anew in each trace.
+    """
 
     def __init__(self, build: Build) -> None:
+        self._build = build
         empty = eqx.filter_eval_shape(lambda: build(jax.random.key(0)))
         if any(map(_is_state, jax.tree.leaves(empty, is_leaf=_is_state))):
             raise errors.equinox_state_takes_no_mask()
         self._params, rest = eqx.partition(empty, _is_trained)
         self._constants, self._static = eqx.partition(rest, _is_shape)
+        self._has_tracer = _refers_to_tracer(self._static)
         # Compiled, so that the parameters, which nobody reads, are never made.
         self._made = jax.jit(lambda: eqx.filter(build(jax.random.key(0)), _is_constant))
 
@@ -115,6 +124,9 @@ class _Skeleton:
 
     def model(self, params: PyTree) -> Any:
         """The model with these parameters."""
+        if self._has_tracer:
+            like, rest = eqx.partition(self._build(jax.random.key(0)), eqx.is_inexact_array)
+            return eqx.combine(_fill(like, params), rest)
         constants = self._constants
         if jax.tree.leaves(constants):
             constants = _fill(constants, self._made())
@@ -127,6 +139,23 @@ class _Skeleton:
 
 def _fill(like: PyTree, values: PyTree) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(values))
+
+
+def _refers_to_tracer(value: Any) -> bool:
+    """Whether a tracer is in a value, in what its functions close over, or in what these hold."""
+    seen, todo = set[int](), [value]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, jax.core.Tracer):
+            return True
+        if id(value) in seen or isinstance(value, type | types.ModuleType | jax.Array | np.ndarray):
+            continue
+        seen.add(id(value))
+        if isinstance(value, types.FunctionType):  # its globals are not its own
+            todo += [value.__closure__, value.__defaults__, value.__kwdefaults__]
+        else:
+            todo += gc.get_referents(value)
+    return False
 
 
 def _is_shape(leaf: Any) -> bool:

@@ -81,11 +81,14 @@ def task(
         raise errors.module_is_none(kind)
     check_takes("linen.task(init=...)", init, "key")
     functions = ModelFunctions(loss, predict, evaluate, metrics, weight, coupled)
-    _, kept = _cut(jax.eval_shape(lambda: init(jax.random.key(0))))
+    fresh = jax.eval_shape(lambda: init(jax.random.key(0)))
+    _, kept = _cut(fresh)
     functions.check("linen", "apply", named_leaves(kept))
+    boxes = jax.tree.leaves(fresh, is_leaf=_is_box)
+    apply = _without_mesh(module.apply) if any(map(_is_box, boxes)) else module.apply
 
     def call(variables: PyTree, *args: Any, **kwargs: Any) -> Any:
-        return module.apply(variables, *args, **kwargs)
+        return apply(variables, *args, **kwargs)
 
     def bind(params: PyTree, state: PyTree = ()) -> Apply:
         return jax.tree_util.Partial(call, _join(params, state))
@@ -98,6 +101,7 @@ def task(
             raise errors.loss_wrong_structure(where, "something else", expected)
         return losses, metrics, {name: updates.get(name, state[name]) for name in state}
 
+    init = _without_mesh(init)
     if kept:
         return functions.task(lambda key: _cut(init(key)), bind, updated=updated)
     return functions.task(lambda key: _cut(init(key))[0], bind)
@@ -127,6 +131,25 @@ def _cut(variables: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
     """The collection `params`, and the others; no partitioning boxes, for the plan decides that."""
     others = dict(nn.unbox(variables))
     return others.pop("params", {}), others
+
+
+def _is_box(node: Any) -> bool:
+    return isinstance(node, nn.meta.AxisMetadata)
+
+
+def _without_mesh(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `fun`, traced outside of any mesh.
+
+    `nn.with_partitioning` names axes of the user's own mesh. Inside a mesh Flax asks JAX for these
+    shardings wherever a parameter is read, which fails: the plan's axes are not the user's, and
+    `nn.DenseGeneral` does so before it gives the parameter its dims.
+    """
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return fun(*args, **kwargs)
+
+    return traced
 
 
 def _join(params: PyTree, state: PyTree) -> dict[str, PyTree]:
