@@ -35,6 +35,7 @@ FLOORS = [
         "disk",
         "validate",
         "user_frames",
+        "locked_folder",
     ],
     [
         "metrics",

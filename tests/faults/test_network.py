@@ -41,7 +41,7 @@ def both(hosts, folder, faults=(), leader=None, names=({}, {}), plurax=PLURAX):
             launching(
                 folder, faults, 1, options=(*place, index), plurax=plurax,
                 prefix=hosts[index].prefix(**names[index]), name=f"host{index}",
-                shared=hosts[index].shared,
+                shared=hosts[index].shared, PLURAX_TOKEN="secret",
             )
             for index in range(2)
         ]  # fmt: skip

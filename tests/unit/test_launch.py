@@ -188,6 +188,7 @@ def test_no_folder_is_left_unless_something_failed(tmp_path, monkeypatch):
     bad.write_text("raise SystemExit(2)")
     assert cli.launch_command(["--", str(good)]) == 0
     assert {*tmp_path.iterdir()} == {good, bad}
+    monkeypatch.setenv("PLURAX_TOKEN", "secret")
     place = ["--hosts", "2", "--host", "0", "--coordinator", "192.0.2.77:1"]
     with pytest.raises(errors.ExperimentError, match="cannot listen there"):
         cli.launch_command([*place, "--", str(good)])
@@ -195,6 +196,10 @@ def test_no_folder_is_left_unless_something_failed(tmp_path, monkeypatch):
     assert cli.launch_command(["--", str(bad)]) == 2
     (kept,) = {*tmp_path.iterdir()} - {good, bad}
     assert (kept / "launch.jsonl").is_file()
+    (tmp_path / "plurax-launch-left").mkdir()  # of one that was killed, with its output
+    (tmp_path / "plurax-status-left").mkdir()
+    assert cli.launch_command(["--", str(good)]) == 0
+    assert {*tmp_path.iterdir()} == {good, bad, kept}
 
 
 def test_a_second_signal_kills(tmp_path):

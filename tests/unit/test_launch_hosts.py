@@ -21,8 +21,9 @@ from plurax.cli import launch_command as cli
 from plurax.launch import follower
 from plurax.launch.connection import MAX_LINE, Connection, is_proof, proof
 from plurax.launch.events import Events
-from plurax.launch.hosts import HostServer, Joined
+from plurax.launch.hosts import MAX_STRANGERS, HostServer, Joined, Lost, Received
 from plurax.launch.launcher import free_port, launch
+from plurax.launch.protocol import is_order
 from plurax.launch.settings import Limits, Settings
 from plurax.launch.slurm import Place, slurm_place
 from plurax.launch.supervisor import Supervisor
@@ -587,3 +588,127 @@ def test_a_name_that_only_this_host_reaches(monkeypatch, tmp_path):
         errors.ExperimentError, match=r"on host 1 .* 127\.0\.1\.1, which leads to no"
     ):
         launch(dataclasses.replace(settings, host=1), Events(None, io.StringIO()))
+
+
+@contextlib.contextmanager
+def serving(**settings):
+    """Yield what accepts launchers, its address, and a function that waits and lets it work."""
+    address = ("127.0.0.1", free_port("127.0.0.1"))
+    selector = selectors.DefaultSelector()
+    settings = Settings(("x",), hosts=2, coordinator="{}:{}".format(*address), **settings)
+    server = HostServer(settings, selector, time.monotonic)
+
+    def work():
+        for key, _ in selector.select(20):
+            key.data()
+        return server.receive()
+
+    yield server, address, work
+    server.close(0, 0.1)
+    selector.close()
+
+
+def say_hello(peer, token="", **changes):
+    """Say who one is, as a follower does."""
+    lines = peer.makefile("rb")
+    nonce = json.loads(lines.readline())["nonce"]
+    words = {"is": "hello", "host": 1, "hosts": 2, "processes": 1, "attempt": -1, "launcher": "a",
+             "nonce": "b", "proof": proof(token, "host 1", nonce), **changes}  # fmt: skip
+    peer.sendall(json.dumps(words).encode() + b"\n")
+    return lines
+
+
+def test_a_flood_of_connections_leaves_room_for_a_launcher():
+    """None of them says who it is; a launcher does so at once."""
+    with serving(token="secret") as (server, address, work), contextlib.ExitStack() as stack:
+        flood = []
+        for _ in range(3 * MAX_STRANGERS):
+            flood.append(stack.enter_context(socket.create_connection(address, timeout=20)))
+            assert work() == []
+        assert len(server._new) == 2 + MAX_STRANGERS
+        for stranger in flood[: -2 - MAX_STRANGERS]:
+            while stranger.recv(100):  # its nonce, then the end
+                pass
+        peer = stack.enter_context(socket.create_connection(address, timeout=20))
+        assert work() == []
+        lines = stack.enter_context(say_hello(peer, "secret"))
+        found = []
+        while not found:
+            found = work()
+        assert found == [Joined(1, 1, -1)]
+        assert json.loads(lines.readline())["is"] == "welcome"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"processes": 1_000_000_000}, {"processes": 0}, {"processes": -1}, {"processes": True},
+        {"attempt": 10**30}, {"host": "1"}, {"hosts": [2]}, {"launcher": {}}, {"nonce": None},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_hello_with_absurd_numbers_is_refused(changes):
+    with serving() as (_, address, work), socket.create_connection(address, timeout=20) as peer:
+        work()
+        with say_hello(peer, **changes) as lines:
+            assert work() == []
+            assert json.loads(lines.readline()) == {"is": "refused", "why": "words"}
+
+
+STARTED = {"do": "start", "attempt": 1, "processes": 2, "first": 0, "coordinator": "a:1"}
+ENDED = {"is": "exit", "attempt": 1, "process": 1, "code": 0, "step": None, "stuck": False,
+         "stopped": False, "memory": False, "ours": False}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        {"is": ["x"]}, {"is": {}}, {"is": None}, {}, {"is": "exit"}, {**ENDED, "code": "0"},
+        {**ENDED, "process": [1]}, {**ENDED, "step": "a"}, {**ENDED, "memory": 1},
+        {"is": "progress", "attempt": 1, "saved": None}, {"is": "asked", "signal": "15"},
+        {"is": "progress", "attempt": 1, "saved": 10**400},
+    ],
+    ids=lambda report: str(report)[:40],
+)  # fmt: skip
+def test_a_report_that_is_none_ends_the_connection(report):
+    with serving() as (_, address, work), socket.create_connection(address, timeout=20) as peer:
+        work()
+        with say_hello(peer) as lines:
+            assert work() == [Joined(1, 1, -1)]
+            lines.readline()
+            peer.sendall(json.dumps(ENDED).encode() + b"\n")
+            assert work() == [Received(1, ENDED)]
+            peer.sendall(json.dumps(report).encode() + b"\n")
+            assert work() == [Lost(1, "what it sent is no message of a launcher")]
+
+
+@pytest.mark.parametrize(
+    ("order", "understood"),
+    [
+        (STARTED, True), ({**STARTED, "elastic": True}, True), ({"do": "end", "code": 0}, True),
+        ({"do": "signal", "signal": 15}, True), ({"do": "kill", "stuck": False}, True),
+        ({"do": "end"}, False), ({"do": "end", "code": "0"}, False), ({"do": ["end"]}, False),
+        ({**STARTED, "first": None}, False), ({"is": "end", "code": 0}, False), ({}, False),
+    ],
+    ids=lambda one: str(one)[:40],
+)  # fmt: skip
+def test_which_orders_are_understood(order, understood):
+    assert is_order(order) == understood
+
+
+def test_the_end_of_a_process_of_another_host_does_not_count():
+    leading = Leading()
+    leading.ended(0, 0, process=2)
+    leading.ended(0, 0)
+    leading.ended(0, 0)
+    assert leading.supervisor.code is None
+    leading.ended(1, 0)
+    leading.ended(2, 0)
+    assert leading.supervisor.code == 0
+
+
+def test_several_hosts_need_a_secret(monkeypatch):
+    monkeypatch.delenv("PLURAX_TOKEN", raising=False)
+    options = ["--hosts", "2", "--host", "0", "--coordinator", "127.0.0.1:1", "--", "train"]
+    with pytest.raises(errors.ExperimentError, match="on 2 hosts: without a secret anyone who"):
+        cli.launch_command(options)

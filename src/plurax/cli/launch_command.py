@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from plurax.launch.launcher import launch
 from plurax.launch.ray_hosts import RayLaunch, launch_on_ray
 from plurax.launch.settings import Limits, Settings
 from plurax.launch.slurm import Place, slurm_place
+from plurax.locked_folder import LockedFolder
 
 DEFAULT_PORT = 7117
 """Where host 0 listens, unless the coordinator names another port."""
@@ -93,20 +93,26 @@ def launch_command(arguments: list[str]) -> int:
     place = placed(options)
     if not 1 <= options.min_hosts <= place.hosts:
         raise errors.launch_elastic_hosts(options.min_hosts, place.hosts)
+    token = os.environ.get("PLURAX_TOKEN")
+    if place.hosts > 1 and not token:
+        raise errors.launch_token_missing(place.hosts)
     check_writable(options)
-    status = Path(tempfile.mkdtemp(prefix="plurax-status-"))
-    logs = options.logs or Path(tempfile.mkdtemp(prefix="plurax-launch-"))
+    temporary = Path(tempfile.gettempdir())
+    status = LockedFolder(temporary, "plurax-status-")
+    own_logs = LockedFolder(temporary, "plurax-launch-") if options.logs is None else None
+    logs = options.logs if own_logs is None else own_logs.path
+    assert logs is not None
     settings = Settings(
         command,
         processes=options.processes,
         devices=options.devices,
         restarts=options.restarts,
         logs=logs,
-        status=status,
+        status=status.path,
         hosts=place.hosts,
         host=place.host,
         coordinator=place.coordinator,
-        token=os.environ.get("PLURAX_TOKEN"),
+        token=token,
         elastic=options.elastic,
         min_hosts=options.min_hosts,
         first_attempt=attempt(),
@@ -119,9 +125,11 @@ def launch_command(arguments: list[str]) -> int:
     try:
         code = launch(settings, Events(options.events or logs / file))
     finally:
-        shutil.rmtree(status, ignore_errors=True)
-        if code == ExitCode.DONE and options.logs is None:
-            shutil.rmtree(logs, ignore_errors=True)
+        status.close()
+        if own_logs is not None:
+            if code != ExitCode.DONE:  # kept: the next launcher does not remove it
+                logs = logs.rename(tempfile.mkdtemp(prefix="plurax-logs-"))
+            own_logs.close()
     if code != ExitCode.DONE:
         print(f"plurax launch: exit code {code}; the whole output is in {logs}", file=sys.stderr)
     return code

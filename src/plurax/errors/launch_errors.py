@@ -56,7 +56,7 @@ def launch_host_taken(host: int) -> ExperimentError:
     )
 
 
-def launch_other_hosts(hosts: int, leaders: int) -> ExperimentError:
+def launch_other_hosts(hosts: int, leaders: object) -> ExperimentError:
     return ExperimentError(
         f"plurax launch --hosts {hosts}: host 0 was started with --hosts {leaders}. Give the same "
         "number on every host."
@@ -66,8 +66,16 @@ def launch_other_hosts(hosts: int, leaders: int) -> ExperimentError:
 def launch_token(coordinator: str) -> ExperimentError:
     return ExperimentError(
         f"plurax launch --coordinator {coordinator}: this host and host 0 do not have the same "
-        "secret. Set the environment variable PLURAX_TOKEN to the same words on every host, or on "
-        "none."
+        "secret. Set the environment variable PLURAX_TOKEN to the same words on every host."
+    )
+
+
+def launch_token_missing(hosts: int) -> ExperimentError:
+    return ExperimentError(
+        f"plurax launch on {hosts} hosts: without a secret anyone who reaches the port of host 0 "
+        "could join in place of a host. Set the environment variable PLURAX_TOKEN to the same "
+        "secret on every host; in a Slurm script write export PLURAX_TOKEN=$(openssl rand -hex 16) "
+        "before srun."
     )
 
 

@@ -1,9 +1,9 @@
 """A connection between two launchers: lines of JSON, and proof that both know the same secret.
 
 The lines carry orders such as "start attempt 3" and reports such as "process 5 ended with 137", and
-never a program: what a host runs stands on its own command line. Where PLURAX_TOKEN is set, both
-sides prove that they know it before anything else is read, and it does not cross the network: each
-sends random bytes, and the other answers with their HMAC.
+never a program: what a host runs stands on its own command line. Both sides
+prove that they know PLURAX_TOKEN before anything else is read, and it does not cross the network:
+each sends random bytes, and the other answers with their HMAC.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from plurax.launch.settings import Settings
 
 MAX_LINE = 1 << 16
 """Bytes of a line; whoever sends a longer one is no launcher."""
+NO_LAUNCHER = "what it sent is no message of a launcher"
 
 
 def proof(token: str, side: str, nonce: str) -> str:
@@ -126,7 +127,7 @@ class Connection:
             return
         *lines, self._unread = (self._unread + data).split(b"\n")
         if len(self._unread) > MAX_LINE:
-            self.close("what it sent is no message of a launcher")
+            self.close(NO_LAUNCHER)
         for line in lines:
             self._parse(line)
 
@@ -138,7 +139,7 @@ class Connection:
         if isinstance(message, dict):
             self._messages.append(message)
         else:
-            self.close("what it sent is no message of a launcher")
+            self.close(NO_LAUNCHER)
 
     def _write(self) -> None:
         if self.closed is not None:

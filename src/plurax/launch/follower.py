@@ -10,10 +10,10 @@ import time
 
 from plurax import errors
 from plurax.exit_codes import ExitCode
-from plurax.launch.connection import Connection, is_proof, leader_address, proof
+from plurax.launch.connection import NO_LAUNCHER, Connection, is_proof, leader_address, proof
 from plurax.launch.events import Events
 from plurax.launch.host import Host
-from plurax.launch.protocol import Message
+from plurax.launch.protocol import Message, is_order
 from plurax.launch.settings import Settings
 from plurax.launch.supervisor import UNKILLABLE
 
@@ -116,7 +116,7 @@ class _Follower:
         if answer.get("why") == "token":
             return errors.launch_token(settings.coordinator)
         if answer.get("why") == "hosts":
-            return errors.launch_other_hosts(settings.hosts, answer["hosts"])
+            return errors.launch_other_hosts(settings.hosts, answer.get("hosts"))
         return errors.launch_host(settings.host, settings.hosts)
 
     def _answer(self, connection: Connection) -> Message | None:
@@ -135,7 +135,10 @@ class _Follower:
         while True:
             host.wait()
             for order in connection.receive(time.monotonic()):
-                if order.get("do") == "end":
+                if not is_order(order):
+                    connection.close(NO_LAUNCHER)
+                    break
+                if order["do"] == "end":
                     connection.close()
                     return int(order["code"])
                 self._do(order)
@@ -147,7 +150,6 @@ class _Follower:
                 connection.send(report)
 
     def _do(self, order: Message) -> None:
-        if order.get("do") == "start":
+        if order["do"] == "start":
             self._attempt = order["attempt"]
-        if order.get("do") in ("start", "signal", "kill"):
-            self._host.gang.obey(order)
+        self._host.gang.obey(order)

@@ -8,9 +8,12 @@ import socket
 from collections.abc import Callable
 
 from plurax import errors
-from plurax.launch.connection import Connection, is_proof, leader_address, proof
-from plurax.launch.protocol import REPORTS, Message
+from plurax.launch.connection import NO_LAUNCHER, Connection, is_proof, leader_address, proof
+from plurax.launch.protocol import Message, is_hello, is_report
 from plurax.launch.settings import Settings
+
+MAX_STRANGERS = 64
+"""Connections beside those of the hosts that may be open before they say who they are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +82,10 @@ class HostServer:
                 self._new.remove(new)
         for host, member in [*self._hosts.items()]:
             for one in member.connection.receive(now):
-                if one.get("is") in REPORTS and REPORTS[one["is"]] <= one.keys():
+                if is_report(one):
                     found.append(Received(host, one))
+                else:
+                    member.connection.close(NO_LAUNCHER)
             if member.connection.closed is not None:
                 found.append(Lost(host, member.connection.closed))
                 del self._hosts[host]
@@ -110,6 +115,9 @@ class HostServer:
             peer, _ = self._listening.accept()
             now = self._clock()
             limits = self._settings.limits
+            if len(self._new) >= self._settings.hosts + MAX_STRANGERS:
+                # A launcher says who it is at once, so who has waited longest is none.
+                self._new.pop(0).connection.close("others came after it")
             connection = Connection(peer, self._selector, limits.silence, now)
             nonce = secrets.token_hex(16)
             connection.send({"is": "leader", "nonce": nonce})
@@ -136,8 +144,7 @@ class HostServer:
     def _refusal(self, hello: Message, nonce: str) -> Message | None:
         """Return why a host is refused, or None."""
         host, hosts, token = hello.get("host"), self._settings.hosts, self._settings.token
-        numbers = [hello.get(name) for name in ("host", "hosts", "processes", "attempt")]
-        if not all(type(number) is int for number in numbers) or "launcher" not in hello:
+        if not is_hello(hello):
             return {"why": "words"}
         if not is_proof(token or "", f"host {host}", nonce, hello.get("proof")):
             return {"why": "token"}

@@ -6,17 +6,78 @@ Orders go from the supervisor to the hosts, and reports come back:
     {"do": "signal", "signal": 15}                    {"is": "stuck", "attempt": 3, "process": 5}
     {"do": "kill", "stuck": false}                    {"is": "exit", "process": 5, "code": 137, ...}
     {"do": "end", "code": 0}                          {"is": "asked", "signal": 15}
+
+What comes over the network may be anything: it is read once `is_order`, `is_report` or `is_hello`
+says that it is what it should be.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 Message = dict[str, Any]
-EXIT = ("process", "code", "step", "stuck", "stopped", "memory", "ours")
-"""What a report says of a process that has ended: fields of `plurax.launch.outcome.Exit`."""
-REPORTS = {
-    "exit": {"attempt", *EXIT},
-    "progress": {"attempt", "saved"},
-    "stuck": {"attempt", "process"},
-    "asked": {"signal"},
+Fields = Mapping[str, tuple[type, ...]]
+NoneType = type(None)
+EXIT: Fields = {
+    "process": (int,),
+    "code": (int,),
+    "step": (int, NoneType),
+    "stuck": (bool,),
+    "stopped": (bool,),
+    "memory": (bool,),
+    "ours": (bool,),
 }
-"""What a report says at least; others are not read."""
+"""What a report says of a process that has ended: fields of `plurax.launch.outcome.Exit`."""
+HELLO: Fields = {
+    "host": (int,),
+    "hosts": (int,),
+    "processes": (int,),
+    "attempt": (int,),
+    "launcher": (str,),
+    "nonce": (str,),
+    "proof": (str,),
+}
+REPORTS: Mapping[str, Fields] = {
+    "exit": {"attempt": (int,), **EXIT},
+    "progress": {"attempt": (int,), "saved": (int,)},
+    "stuck": {"attempt": (int,), "process": (int,)},
+    "asked": {"signal": (int,)},
+}
+"""What a report says at least."""
+ORDERS: Mapping[str, Fields] = {
+    "start": {"attempt": (int,), "processes": (int,), "first": (int,), "coordinator": (str,)},
+    "signal": {"signal": (int,)},
+    "kill": {"stuck": (bool,)},
+    "end": {"code": (int,)},
+}
+MAX_PROCESSES = 4096
+"""Of a host."""
+MAX_NUMBER = 1 << 53
+
+
+def is_report(message: Message) -> bool:
+    """Return whether a message is what a host reports."""
+    return _has_kind(message, "is", REPORTS)
+
+
+def is_order(message: Message) -> bool:
+    """Return whether a message is an order to a host."""
+    return _has_kind(message, "do", ORDERS)
+
+
+def is_hello(message: Message) -> bool:
+    """Return whether a message says who a launcher is, and how much it can start."""
+    return _has(message, HELLO) and 1 <= message["processes"] <= MAX_PROCESSES
+
+
+def _has_kind(message: Message, key: str, kinds: Mapping[str, Fields]) -> bool:
+    kind = message.get(key)
+    return isinstance(kind, str) and kind in kinds and _has(message, kinds[kind])
+
+
+def _has(message: Message, fields: Fields) -> bool:
+    """Return whether all fields are there, of their types, without absurd numbers."""
+    found = [message.get(name, ...) for name in fields]
+    return all(
+        type(value) in types and not (type(value) is int and abs(value) > MAX_NUMBER)
+        for value, types in zip(found, fields.values(), strict=True)
+    )

@@ -78,17 +78,23 @@ class Supervisor:
 
     def _lose(self, host: int, now: float) -> None:
         """Count the processes of a host as ended."""
-        ended = {one.process for one in self._exits}
-        for process in [one for one in self._gang.get(host, ()) if one not in ended]:
+        for process in self._living(host):
             found = Exit(process, ExitCode.PEER_DIED, host, lost=True)
             self._exits.append(found)
             self._process_ended(found, now)
+
+    def _living(self, host: int) -> list[int]:
+        """Return the processes of a host that have not ended."""
+        ended = {one.process for one in self._exits}
+        return [one for one in self._gang.get(host, ()) if one not in ended]
 
     def received(self, host: int, message: Message, now: float) -> None:
         """Take what a host reports."""
         if message["is"] != "asked" and message["attempt"] != self._attempt:
             return
         if message["is"] == "exit":
+            if message["process"] not in self._living(host):
+                return
             found = Exit(host=host, **{name: message[name] for name in EXIT})
             self._exits.append(found)
             self._events.write("exit", **_fields(message), host=host)
@@ -152,13 +158,11 @@ class Supervisor:
 
     def _give_up(self, now: float) -> None:
         """Go on without processes that SIGKILL does not end, as where a file system hangs."""
-        ended = {one.process for one in self._exits}
-        left = [process for process in self._gang.get(0, ()) if process not in ended]
-        if left:
+        if left := self._living(0):
             self._over(ExitCode.PERMANENT, UNKILLABLE.format(left[0]))
             return
         for host in [*self._gang]:
-            if not ended.issuperset(self._gang[host]):
+            if self._living(host):
                 self._send(host, {"do": "drop"})
             self._lose(host, now)
         self._conclude(now)

@@ -17,19 +17,18 @@ is removed with the last that was lent of it.
 """
 
 import errno
-import fcntl
 import mmap
 import os
 import pickle
 import shutil
 import tempfile
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from plurax import errors
+from plurax.locked_folder import LockedFolder
 
 FOLDER = Path("/dev/shm")
 """Where files are memory that all processes of a machine can map."""
@@ -149,40 +148,12 @@ def copied(value: Any) -> Any:
     return pickle.loads(value.content, buffers=[bytearray(content[a:b]) for a, b in value.places])
 
 
-class SharedFolder:
-    """A folder of /dev/shm for the processes of a run; removed at the end of this process.
-
-    One that a process has left that was killed is removed by the next run: its lock is free.
-    """
+class SharedFolder(LockedFolder):
+    """A folder of /dev/shm for the processes of a run; removed at the end of this process."""
 
     def __init__(self) -> None:
-        for left in FOLDER.glob("plurax-*"):
-            _remove_if_left(left)
-        new = Path(tempfile.mkdtemp(prefix=".plurax-", dir=FOLDER))
-        lock = os.open(new, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        self.path = new.rename(FOLDER / new.name[1:])  # with its lock, or not there
-        self.close = weakref.finalize(self, _close, self.path, lock)
+        super().__init__(FOLDER, "plurax-")
 
     def folder(self, name: str) -> str:
         """Return a new folder of one process."""
         return tempfile.mkdtemp(prefix=f"{name.replace(' ', '-')}-", dir=self.path)
-
-
-def _close(path: Path, lock: int) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-    os.close(lock)
-
-
-def _remove_if_left(path: Path) -> None:
-    try:
-        lock = os.open(path, os.O_RDONLY)
-    except OSError:
-        return  # of another user, or gone
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
-    except OSError:
-        pass  # its process lives
-    finally:
-        os.close(lock)
