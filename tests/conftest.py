@@ -14,7 +14,7 @@ from typing import Any
 # Virtual devices wait for each other: on a busy machine longer than XLA's forty seconds.
 FLAGS = {
     "--xla_backend_optimization_level": "0",
-    # Several devices' programs come from the cache right only like this (plurax.mesh).
+    # Several devices' programs come from the cache right only so (distributed.compilation_cache).
     "--xla_cpu_enable_concurrency_optimized_scheduler": (
         "true" if os.environ.get("PLURAX_TEST_UNCACHED") else "false"
     ),

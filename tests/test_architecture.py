@@ -36,6 +36,9 @@ FLOORS = [
         "validate",
         "user_frames",
         "locked_folder",
+        "reaper",
+        "terminal",
+        "console",
     ],
     [
         "metrics",

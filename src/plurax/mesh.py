@@ -12,12 +12,10 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from plurax import errors
+from plurax.distributed.compilation_cache import check_cache, make_cache_safe
 from plurax.distributed.global_arrays import least, own_devices
 from plurax.plan import MESH_AXES, Plan
 from plurax.validate import whole_number
-
-ONE_AT_A_TIME = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
-"""An XLA flag under which a program on CPU runs its operations one after another."""
 
 
 def make_mesh(plan: Plan, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -26,13 +24,13 @@ def make_mesh(plan: Plan, devices: Sequence[jax.Device] | None = None) -> Mesh:
     Of several processes each gives equally many. The last axes of the mesh are within a process and
     the first ones across: `tensor`, which communicates most, leaves a host only where it has to.
     Raises `PlanError` where there are too few devices, or too few for some of the processes, and
-    where several CPU devices would share JAX's compilation cache (see `_check_cache`).
+    where several CPU devices would share JAX's compilation cache (`distributed.compilation_cache`).
     """
     devices = jax.devices() if devices is None else list(devices)
     plan.check_devices(len(devices))
     devices = _of_each_process(plan, devices)
     if plan.devices > 1 and devices[0].platform == "cpu":
-        _check_cache()
+        check_cache()
     grid = _grid([plan.axes[axis] for axis in MESH_AXES], devices)
     # Auto axes: where a function is not manual over an axis, XLA's partitioner decides.
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
@@ -71,31 +69,6 @@ def _of_each_process(plan: Plan, devices: list[jax.Device]) -> list[jax.Device]:
     if rest or any(len(each) < share for each in owned.values()):
         raise errors.plan_leaves_processes_out(plan.sizes_text(), plan.devices, len(owned))
     return [device for _, each in sorted(owned.items()) for device in each[:share]]
-
-
-def _check_cache() -> None:
-    """Raise `PlanError` where a program for several CPU devices could be loaded from a cache.
-
-    XLA's CPU client gives all collectives of a program that it loads from JAX's compilation cache
-    the same number. Concurrent ones then receive each other's data: the program returns wrong
-    numbers, or ends the process (seen with JAX 0.10 and 0.12). Run one after another they are
-    right.
-    """
-    if _is_cached() and ONE_AT_A_TIME not in os.environ.get("XLA_FLAGS", ""):
-        directory = jax.config.values["jax_compilation_cache_dir"]
-        raise errors.cache_mixes_collectives(directory, ONE_AT_A_TIME)
-
-
-def _is_cached() -> bool:
-    config = jax.config.values
-    return bool(config["jax_compilation_cache_dir"] and config["jax_enable_compilation_cache"])
-
-
-def _one_at_a_time() -> None:
-    """Set the flag before the first use of JAX, where a compilation cache is on."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    if _is_cached() and ONE_AT_A_TIME not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {ONE_AT_A_TIME}".strip()
 
 
 def on_devices(
@@ -155,7 +128,7 @@ def virtual_devices(count: int) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", count)
         jax.config.update("jax_platforms", "cpu")
-        _one_at_a_time()
+        make_cache_safe()
     except RuntimeError:
         if len(jax.devices()) != count:
             raise errors.devices_already_started(count, len(jax.devices())) from None
@@ -165,7 +138,7 @@ def cpu_devices(count: int) -> None:
     """Split the CPU into `count` devices if JAX runs on it; call it before the first use of JAX."""
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", count)
-        _one_at_a_time()
+        make_cache_safe()
 
 
 def memory_budget(mesh: Mesh) -> int:

@@ -204,14 +204,27 @@ def facts(**changes):
 
 
 def test_doctor_prints_what_a_bug_report_needs(capsys, monkeypatch):
-    monkeypatch.setenv("XLA_NOTHING", "42")
-    monkeypatch.setenv("PLURAX_TOKEN", "secret")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.42")
+    monkeypatch.setenv("JAX_PLATFORM_NAME", "cpu\x1b[2J")
+    hidden = ("PLURAX_TOKEN", "PLURAX_AUTH", "XLA_PASS", "JAX_CREDENTIALS", "PLURAX_COORDINATOR",
+              "JAX_COORDINATOR_ADDRESS", "NCCL_SOCKET_IFNAME")  # fmt: skip
+    for name in hidden:
+        monkeypatch.setenv(name, "secret.host")
     code, out, err = run(capsys, "doctor")
     assert (code, err) == (0, "")
-    for text in (f"plurax: {px.__version__}", "jax: ", "8 × cpu (cpu)", "cores for this process",
-                 "flax: ", "XLA_NOTHING: 42", "slow, or surprising:\n  - "):  # fmt: skip
+    for text in (
+        f"plurax: {px.__version__}",
+        "jax: ",
+        "8 × cpu (cpu)",
+        "cores for this process",
+        "flax: ",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION: 0.42",
+        "slow, or surprising:\n  - ",
+    ):
         assert text in out
+    assert [f"  {name}: (set)" in out for name in hidden] == [True] * len(hidden)
     assert "secret" not in out
+    assert r"JAX_PLATFORM_NAME: cpu\x1b[2J" in out
 
 
 def test_doctor_says_what_is_missing_in_a_line(monkeypatch):

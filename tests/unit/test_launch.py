@@ -629,3 +629,49 @@ def test_every_code_has_a_meaning():
     assert meaning(139) == "ended by SIGSEGV"
     assert meaning(5) == "exit code 5"
     assert (shell_code(-9), shell_code(75)) == (137, 75)
+
+
+GLOO = "raise jax.errors.JaxRuntimeError('Gloo all-reduce: Connection reset by peer')"
+OURS = "raise errors.process_ended('process 1 on here')"
+MISTAKE = "raise ValueError('a mistake of its own')"
+
+
+@pytest.mark.parametrize("how", ["script", "command"])
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (GLOO, "error: another process has ended, so this one cannot go on. Its own output says"),
+        (OURS, "error: process 1 on here has ended, so this one cannot go on. Its own output says"),
+        (MISTAKE, None),
+    ],
+)
+def test_the_trace_of_a_process_whose_peer_died_is_only_in_its_file(tmp_path, how, error, shown):
+    """The line that helps, of the launcher, does not stand below a trace that does not."""
+    start = {
+        "script": "sys.excepthook = end_at_once\nfail()",
+        "command": "commands.command_named = lambda name: SimpleNamespace(load=lambda: fail)\n"
+        "commands.main(['fail'])",
+    }[how]
+    body = f"""
+from types import SimpleNamespace
+import jax
+from plurax import errors
+from plurax.cli import commands
+from plurax.distributed.initialize import end_at_once
+
+def fail(*_):
+    {error}
+
+{start}
+"""
+    code, _, _, _, err = launched(tmp_path, body, processes=1, restarts=0)
+    log = (tmp_path / "logs/0.log").read_text()
+    assert "Traceback" in log or (how, error) == ("command", OURS)
+    if shown is None:
+        assert code != 134
+        assert "a mistake of its own" in err
+    else:
+        assert code == 134
+        assert err.startswith(shown)
+        assert len(err.splitlines()) <= 2
+        assert "Traceback" not in err

@@ -643,7 +643,7 @@ def test_a_flood_of_connections_leaves_room_for_a_launcher():
     "changes",
     [
         {"processes": 1_000_000_000}, {"processes": 0}, {"processes": -1}, {"processes": True},
-        {"attempt": 10**30}, {"host": "1"}, {"hosts": [2]}, {"launcher": {}}, {"nonce": None},
+        {"attempt": 10**30}, {"host": "1"}, {"hosts": [2]}, {"launcher": {}}, {"proof": None},
     ],
     ids=str,
 )  # fmt: skip

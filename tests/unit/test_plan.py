@@ -13,6 +13,7 @@ from tests import models
 
 import plurax as px
 from plurax import Plan, PlanError
+from plurax.launch.launcher import free_port
 
 plans = st.builds(
     Plan,
@@ -292,16 +293,30 @@ def test_a_cache_that_mixes_collectives_is_refused(monkeypatch):
     px.compile(models.mlp_task(), models.optimizer(), px.Plan(), models.data(8))
 
 
-def test_virtual_devices_make_a_cache_safe(tmp_path):
-    """The flag is set before JAX starts, and what is loaded computes the same."""
-    code = """
+CACHED = """
 import os, plurax as px
-px.virtual_devices(2)
-from plurax.mesh import ONE_AT_A_TIME, make_mesh
+{start}
+from plurax.distributed.compilation_cache import ONE_AT_A_TIME
+from plurax.mesh import make_mesh
 cached = bool(os.environ["JAX_COMPILATION_CACHE_DIR"])
 assert (ONE_AT_A_TIME in os.environ["XLA_FLAGS"]) == cached
 make_mesh(px.Plan(data=2))
 """
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "px.virtual_devices(2)",
+        "px.initialize('127.0.0.1:{port}', 1, 0, devices=2)",  # as under a launcher
+        "px.initialize('127.0.0.1:{port}', 1, 0)",
+        "from plurax.cli.arguments import start_devices; start_devices([])",
+    ],
+)
+def test_a_cache_is_safe_however_devices_are_chosen(tmp_path, start):
+    """The flag is set before JAX starts, and what is loaded computes the same."""
+    code = CACHED.format(start=start.format(port=free_port("127.0.0.1")))
     for cache in ("", str(tmp_path)):
-        env = {**os.environ, "XLA_FLAGS": "", "JAX_COMPILATION_CACHE_DIR": cache}
+        env = {**os.environ, "XLA_FLAGS": "", "JAX_COMPILATION_CACHE_DIR": cache,
+               "JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}  # fmt: skip
         subprocess.run([sys.executable, "-c", code], env=env, check=True)

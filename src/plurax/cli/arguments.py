@@ -16,6 +16,7 @@ from typing import Any
 
 from plurax import errors, experiment
 from plurax.cli.grouped import parse_by_tyro
+from plurax.distributed.compilation_cache import make_cache_safe
 from plurax.distributed.environment import gang_of
 from plurax.distributed.initialize import initialize
 from plurax.mesh import cpu_devices, virtual_devices
@@ -69,6 +70,7 @@ def start_devices(arguments: list[str], *, rehearsal: bool = False) -> None:
     for its result, gets as many as it needs, up to `REHEARSED`. A process of several first joins
     the others.
     """
+    make_cache_safe()
     chosen = value(arguments, "--devices")
     if gang_of() is not None:
         if chosen is not None:

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from plurax import __version__, errors
 from plurax.cli.table import COMMANDS, command_named, exit_codes_text, help_text
 from plurax.distributed.environment import writes_files
-from plurax.distributed.initialize import exit_code, leave
+from plurax.distributed.initialize import end_at_once, exit_code, leave
 from plurax.exit_codes import ExitCode
+from plurax.terminal import printable
 from plurax.user_frames import describe_error, is_users
 
 
@@ -42,16 +43,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("\nSIGINT: stopped before the first step; nothing was trained.", file=sys.stderr)
         raise SystemExit(ExitCode.INTERRUPTED) from None
     except errors.PluraxError as error:
-        print(f"error: {describe_error(error)}", file=sys.stderr)
+        print(printable(f"error: {describe_error(error)}"), file=sys.stderr)
         leave(exit_code(error))
     except Exception as error:
         code = exit_code(error)
         if code == ExitCode.OUT_OF_MEMORY:
-            print(f"error: {errors.memory_is_full(str(error) or repr(error))}", file=sys.stderr)
+            print(
+                printable(f"error: {errors.memory_is_full(str(error) or repr(error))}"),
+                file=sys.stderr,
+            )
             leave(code)
-        if not is_users(error) or code == ExitCode.PEER_DIED:
+        if code == ExitCode.PEER_DIED:
+            end_at_once(type(error), error, error.__traceback__)
+        if not is_users(error):
             raise
-        print(f"error: {errors.user_code_failed(describe_error(error))}", file=sys.stderr)
+        print(
+            printable(f"error: {errors.user_code_failed(describe_error(error))}"), file=sys.stderr
+        )
         leave(ExitCode.MISTAKE)
 
 

@@ -17,6 +17,7 @@ from plurax import tree
 from plurax.cli.arguments import start_devices
 from plurax.cli.grouped import parse_options
 from plurax.cli.options import Devices
+from plurax.terminal import printable
 from plurax.train.run_file import versions
 
 SMALL_SHM = 1 << 30
@@ -30,11 +31,27 @@ ENVIRONMENT = ("XLA_", "JAX_", "PLURAX_", "CUDA_", "NCCL_", "TPU_", "OMP_")
 """How the names of the variables begin that change what is computed, or how fast."""
 
 
+SHOWN = (
+    "XLA_FLAGS", "XLA_PYTHON_CLIENT_ALLOCATOR", "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_PREALLOCATE", "JAX_COMPILATION_CACHE_DIR", "JAX_DEBUG_INFS",
+    "JAX_DEBUG_NANS", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_DISABLE_JIT",
+    "JAX_ENABLE_COMPILATION_CACHE", "JAX_ENABLE_X64", "JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS",
+    "JAX_PLATFORM_NAME", "PLURAX_ATTEMPT", "PLURAX_DEVICES", "PLURAX_ELASTIC", "PLURAX_PROCESS",
+    "PLURAX_PROCESSES", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_ORDER",
+    "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "NCCL_ALGO", "NCCL_DEBUG",
+    "NCCL_IB_DISABLE", "NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_PROTO",
+    "NCCL_SHM_DISABLE", "OMP_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND",
+)  # fmt: skip
+"""Variables whose values are shown: anything may be in others, such as a password or a host."""
+
+HIDDEN = "(set)"
+
+
 @dataclasses.dataclass(frozen=True)
 class DoctorOptions:
     """Print devices, versions, what is installed and what is slow, to paste into a bug report.
 
-    It names no users, hosts or paths but those in variables of XLA, JAX and plurax.
+    It names no users or hosts, and of variables that it does not know only the names.
     """
 
     devices: Annotated[Devices, tyro.conf.arg(metavar="N|cores")] = None
@@ -78,7 +95,7 @@ def doctor_command(arguments: list[str]) -> int:
         "slow, or surprising:",
         *(f"  - {text}" for text in findings(facts)),
     ]
-    print("\n".join(lines))
+    print("\n".join(map(printable, lines)))
     return 0
 
 
@@ -100,15 +117,15 @@ def gather() -> Facts:
 
 
 def shown_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that matter, without those that may be secrets.
+    """Return the variables that matter: of those in `SHOWN` the values, else that they are set.
 
-    >>> shown_environment({"XLA_FLAGS": "", "PLURAX_TOKEN": "1234", "HOME": "/"})
-    {'XLA_FLAGS': ''}
+    >>> shown_environment({"XLA_FLAGS": "-a", "PLURAX_TOKEN": "1234", "HOME": "/"})
+    {'PLURAX_TOKEN': '(set)', 'XLA_FLAGS': '-a'}
     """
     return {
-        name: value
+        name: value if name in SHOWN else HIDDEN
         for name, value in sorted(environment.items())
-        if name.startswith(ENVIRONMENT) and not re.search("TOKEN|KEY|SECRET|PASSWORD", name)
+        if name.startswith(ENVIRONMENT)
     }
 
 

@@ -21,6 +21,7 @@ from plurax.launch.ray_hosts import RayLaunch, launch_on_ray
 from plurax.launch.settings import Limits, Settings
 from plurax.launch.slurm import Place, slurm_place
 from plurax.locked_folder import LockedFolder
+from plurax.terminal import printable
 
 DEFAULT_PORT = 7117
 """Where host 0 listens, unless the coordinator names another port."""
@@ -75,7 +76,7 @@ def main(arguments: list[str]) -> None:
     try:
         raise SystemExit(launch_command(arguments[1:]))
     except errors.PluraxError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         raise SystemExit(ExitCode.MISTAKE) from None
 
 

@@ -2,13 +2,12 @@
 
 import sys
 
-from rich.console import Console
-
 from plurax import errors
 from plurax.analysis.machine_timings import measure_machine
 from plurax.cli.arguments import start_devices
 from plurax.cli.grouped import parse_options
 from plurax.cli.options import MachineOptions
+from plurax.console import PlainConsole
 from plurax.machine import Machine
 from plurax.train.learn import learned, machine_of_run
 
@@ -54,5 +53,5 @@ def described_machine(name: str | None, nodes: int) -> Machine | None:
 
 
 def _measured() -> Machine:
-    with Console(stderr=True).status("measuring this machine, up to a minute"):
+    with PlainConsole(stderr=True).status("measuring this machine, up to a minute"):
         return measure_machine()

@@ -5,8 +5,6 @@ import time
 from pathlib import Path
 from typing import get_args
 
-from rich.console import Console
-
 from plurax import errors, experiment, tree
 from plurax.analysis.estimate import Estimate, estimate
 from plurax.analysis.liveness import peak_bytes
@@ -17,6 +15,7 @@ from plurax.cli.estimate_command import diff_command, to_estimate
 from plurax.cli.options import Show
 from plurax.cli.parse import parse, show_options
 from plurax.cli.search_command import search_command
+from plurax.console import PlainConsole
 from plurax.distributed.global_arrays import described_devices
 from plurax.execute.program import Program
 from plurax.pipeline.schedule import make_schedule
@@ -48,7 +47,7 @@ def plan_command(arguments: list[str]) -> int:
     program = chosen_program(made, options, plan)
     params = program.canonical_shapes.params
     memory, found = program.memory(), program.collectives()
-    console = Console(highlight=False, soft_wrap=True)
+    console = PlainConsole()
     columns = console.width if console.is_terminal else TIMELINE_WIDTH
     # A truncated table is useless; a wrapped line can still be read.
     console.width = max(console.width, TABLE_WIDTH)
@@ -68,7 +67,7 @@ def plan_command(arguments: list[str]) -> int:
     )
     if predicted is not None:
         beside = Measured.of(predicted, program.compiled, program.mesh)
-        console.print(f"\n{beside}", markup=False)
+        console.print(f"\n{beside}")
     pipeline = _costs(program, plan) if plan.pipeline > 1 else None
     compared = None
     if pipeline is not None:
@@ -89,7 +88,7 @@ def plan_command(arguments: list[str]) -> int:
         written(
             path, lambda path: draw_plan(title, *drawn, path, pipeline, compared, plan.strategies)
         )
-        console.print(f"wrote {path}", markup=False)
+        console.print(f"wrote {path}")
     return 0
 
 

@@ -5,13 +5,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-
 from plurax import errors, experiment
 from plurax.cli.arguments import bytes_of
 from plurax.cli.chosen import data_source, written
 from plurax.cli.machine_command import machine_named
 from plurax.cli.options import Show
+from plurax.console import PlainConsole
 from plurax.plan import Plan
 from plurax.planner.search import search
 from plurax.report.layer_picture import draw_found
@@ -36,7 +35,7 @@ def search_command(
     _, batch = data_source(made, options)
     spent = time.perf_counter() - started
     left = max(_COMMAND_SECONDS - spent, _LEAST_SECONDS)
-    with Console(stderr=True).status("searching"):
+    with PlainConsole(stderr=True).status("searching"):
         found = search(
             made.task,
             made.optimizer,
@@ -49,7 +48,7 @@ def search_command(
         )
     print(found)
     if options.save is not None:
-        with Console(stderr=True).status("leaving out what the default does as well"):
+        with PlainConsole(stderr=True).status("leaving out what the default does as well"):
             best = found.best
         written(options.save, best.save)
         print(f"wrote {options.save}")

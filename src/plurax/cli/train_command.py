@@ -5,12 +5,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from plurax import errors
 from plurax.cli.machine_command import described_machine
 from plurax.cli.options import chosen_rollback, chosen_servers, fit_options
 from plurax.cli.parse import parse, train_options
+from plurax.console import PlainConsole
 from plurax.distributed.environment import writes_files
 from plurax.exit_codes import ExitCode
 from plurax.members import Members
@@ -33,12 +32,12 @@ EXIT = {
 def train_experiment(arguments: list[str]) -> int:
     """Train the experiment of a file, and return the exit code."""
     made, options, report, file = parse(arguments, "train", train_options)
-    console = Console(highlight=False, soft_wrap=True)
+    console = PlainConsole()
     plan = plan_for_those_left(options.chosen_plan(), made.task)
     members = options.members.chosen(made.members)
     if members is not None:
-        console.print(f"{members.count} members: {_of_members(members)}", markup=False)
-    console.print(plan.explain(options.batch_size), markup=False)
+        console.print(f"{members.count} members: {_of_members(members)}")
+    console.print(plan.explain(options.batch_size))
     chosen = {name: getattr(options, name) for name in fit_options()}
     machine = described_machine(options.machine, options.nodes) or made.machine
     servers = chosen_servers(options.servers, made.servers)
@@ -46,14 +45,14 @@ def train_experiment(arguments: list[str]) -> int:
                     "servers": servers, "command": _remembered(file, options),
                     "rollback": chosen_rollback(options.rollback, made.rollback)})  # fmt: skip
     if result.staleness is not None:
-        console.print(str(result.staleness), markup=False)
+        console.print(str(result.staleness))
     if options.fast_dev_run:
-        console.print("a fast development run: nothing was written", markup=False)
+        console.print("a fast development run: nothing was written")
         return EXIT[result.interrupted]
     if writes_files():
         mode = None if servers is None else servers.mode
         written = _draw(result, options.output, mode, Path(arguments[0]).resolve().stem, console)
-        console.print(f"wrote {options.output}: {', '.join(written)}", markup=False)
+        console.print(f"wrote {options.output}: {', '.join(written)}")
     if report is not None and result.interrupted is None:
         _report(report, made, result, options.output, console)
     return EXIT[result.interrupted]
@@ -70,7 +69,9 @@ def _remembered(file: Path, options: Any) -> dict[str, Any]:
     }
 
 
-def _draw(result: Fit, output: Path, mode: str | None, title: str, console: Console) -> list[str]:
+def _draw(
+    result: Fit, output: Path, mode: str | None, title: str, console: PlainConsole
+) -> list[str]:
     """Draw the curves, with parameter servers also what they did; return the files of the run.
 
     `mode` is that of parameter servers, or None without them.
@@ -88,15 +89,15 @@ def _draw(result: Fit, output: Path, mode: str | None, title: str, console: Cons
             draw_workers(output, output / "workers.png")
             written += ["servers.jsonl", "servers.png", "workers.png"]
     except errors.MissingPackageError as missing:
-        console.print(f"no curves.png: {missing}", markup=False)
+        console.print(f"no curves.png: {missing}")
     return written
 
 
-def _report(report: Any, made: Any, result: Fit, output: Path, console: Console) -> None:
+def _report(report: Any, made: Any, result: Fit, output: Path, console: PlainConsole) -> None:
     """Call the file's own report; of several processes all compute it, and one keeps it."""
     if writes_files():
         for path in report(made, result, output) or ():
-            console.print(f"wrote {path}", markup=False)
+            console.print(f"wrote {path}")
     else:
         with tempfile.TemporaryDirectory() as elsewhere:
             report(made, result, Path(elsewhere))

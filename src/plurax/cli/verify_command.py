@@ -1,11 +1,10 @@
 """`plurax verify`: compare steps under a plan with those of one device."""
 
-from rich.console import Console
-
 from plurax import errors
 from plurax.analysis.verify import verify
 from plurax.cli.chosen import data_source
 from plurax.cli.parse import parse, verify_options
+from plurax.console import PlainConsole
 from plurax.execute.placement import chunks, leading_dim
 from plurax.task import Task
 
@@ -21,5 +20,5 @@ def verify_command(arguments: list[str]) -> int:
         made.task, made.optimizer, options.chosen_plan(), batch,
         steps=options.steps, seed=options.seed,
     )  # fmt: skip
-    Console(highlight=False, soft_wrap=True).print(str(result), markup=False)
+    PlainConsole().print(str(result))
     return 0 if result.ok else 1

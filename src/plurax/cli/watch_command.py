@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import tyro
-from rich.console import Console
 from rich.live import Live
 
 from plurax.cli.grouped import parse_options
+from plurax.console import PlainConsole
 from plurax.exit_codes import ExitCode
 from plurax.report.watch_frame import WatchedRun
 from plurax.validate import local_path
@@ -37,12 +37,12 @@ def watch_command(arguments: list[str]) -> int:
     """Show a run until it has ended."""
     options = parse_options(WatchOptions, "plurax watch", arguments)
     run = WatchedRun(local_path(options.run), options.metric)
-    return watch(run, Console(highlight=False), options.every, once=options.once)
+    return watch(run, PlainConsole(soft_wrap=False), options.every, once=options.once)
 
 
 def watch(
     run: WatchedRun,
-    console: Console,
+    console: PlainConsole,
     every: float,
     *,
     once: bool = False,

@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import NoReturn
@@ -14,6 +15,7 @@ from typing import NoReturn
 import jax
 
 from plurax import errors
+from plurax.distributed.compilation_cache import make_cache_safe
 from plurax.distributed.environment import Gang, gang_of
 from plurax.exit_codes import ExitCode
 from plurax.timeouts import TIMEOUTS
@@ -57,11 +59,12 @@ def initialize(
         raise errors.initialized_twice()
     # An exception in one process would leave the others waiting in a collective until they time
     # out: Python ends, and JAX waits at the end for all processes. So end at once.
-    sys.excepthook = _end_at_once
+    sys.excepthook = end_at_once
     try:
         if gang.devices is not None:
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", gang.devices)
+        make_cache_safe()
         # `fit` has its own handler of SIGTERM, and JAX's would replace it.
         jax.config.update("jax_enable_preemption_service", False)
         _check_name(gang.address[0])
@@ -183,22 +186,37 @@ def _is_lost_link(error: BaseException) -> bool:
 def leave(status: int) -> NoReturn:
     """End the process of a command that stopped.
 
-    One of several ends at once, so that the others notice; and so does one of which a thread still
-    waits for a disk that does not answer.
+    One of several ends at once, so that the others notice; and so does one whose peer has ended,
+    for it would wait for that at its end, and one of which a thread still waits for a disk that
+    does not answer.
     """
     others = [one for one in threading.enumerate() if one is not threading.main_thread()]
-    if jax.distributed.is_initialized() or any(not one.daemon for one in others):
+    waits = status == ExitCode.PEER_DIED or any(not one.daemon for one in others)
+    if jax.distributed.is_initialized() or waits:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
     raise SystemExit(status)
 
 
-def _end_at_once(
+def end_at_once(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    sys.__excepthook__(kind, error, trace)
-    leave(exit_code(error))
+    """Print an error that nobody catches, and end: a `sys.excepthook`.
+
+    Where another process has ended, what this one was doing says nothing of why. Under a launcher,
+    which says that, the trace goes to the file of this process's output alone.
+    """
+    code, log = exit_code(error), os.environ.get("PLURAX_LOG")
+    if code != ExitCode.PEER_DIED or log is None:
+        sys.__excepthook__(kind, error, trace)
+    else:
+        with contextlib.suppress(OSError), open(log, "a") as file:
+            traceback.print_exception(kind, error, trace, file=file)
+        is_ours = isinstance(error, errors.PluraxError)
+        said = error if is_ours else errors.process_ended("another process")
+        print(f"error: {said}", file=sys.stderr)
+    leave(code)
 
 
 def _chosen(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from plurax.errors.kinds import CheckpointError, PlanError
+from plurax.errors.kinds import CheckpointError, PeerError, PlanError
 
 
 def optimizer_needs_shards(operation: str) -> PlanError:
@@ -130,10 +130,18 @@ def servers_store_too_small(wanted: int, found: int, where: str) -> PlanError:
     )
 
 
-def servers_head_gone(address: str, reason: str) -> PlanError:
-    return PlanError(
+def servers_head_gone(address: str, reason: str) -> PeerError:
+    return PeerError(
         f"the head of the Ray cluster ({address}) has ended: {reason}. Workers and servers cannot "
         "be started again without it. Training stopped; what was saved last can be resumed."
+    )
+
+
+def servers_raylet_gone() -> PeerError:
+    return PeerError(
+        "Ray's process on this machine (raylet) has ended. It was killed, perhaps for memory; its "
+        "log is in /tmp/ray/session_latest/logs. Workers and servers cannot be started again "
+        "without it. Training stopped; what was saved last can be resumed."
     )
 
 

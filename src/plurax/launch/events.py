@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from plurax.terminal import printable
+
 
 class Events:
     """Writes events.
@@ -35,4 +37,4 @@ class Events:
                 file.write(json.dumps(row) + "\n")
         if sentence is not None:
             with contextlib.suppress(OSError):  # a closed pipe, or a terminal that hung up
-                print(f"plurax launch: {sentence}", file=self._stream, flush=True)
+                print(printable(f"plurax launch: {sentence}"), file=self._stream, flush=True)

@@ -10,7 +10,6 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,12 +20,10 @@ from plurax.launch.lateness import Lateness
 from plurax.launch.memory_kills import memory_kills
 from plurax.launch.output import Output
 from plurax.launch.protocol import Message
-from plurax.launch.reaper import end_group, kill_group
 from plurax.launch.settings import Settings
+from plurax.reaper import ALONE, Reaper, end_group, kill_group
 
-CHILD, REAPER = (str(Path(__file__).with_name(name)) for name in ("child.py", "reaper.py"))
-ALONE = (sys.executable, "-I", "-S")
-"""Python with nothing but its standard library, which starts in a few milliseconds."""
+CHILD = str(Path(__file__).with_name("child.py"))
 
 
 class Gang:
@@ -51,11 +48,8 @@ class Gang:
         self._processes: list[_Process] = []
         self._attempt, self._saved, self._looked = -1, -1, 0.0
         self._kills_before = 0
-        self._reaper = subprocess.Popen(
-            [*ALONE, REAPER, str(settings.limits.cleanup), str(settings.status.resolve())],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
+        self._reaper = Reaper(settings.limits.cleanup)
+        self._reaper.tell(str(settings.status.resolve()))
 
     def obey(self, order: Message) -> None:
         """Do what whoever decides has ordered: start, signal or kill the processes."""
@@ -99,10 +93,7 @@ class Gang:
             with contextlib.suppress(subprocess.TimeoutExpired):  # a file system may hang
                 process.popen.wait(self._settings.limits.silence)
         self._take_ended([one for one in self.alive if one.popen.poll() is not None])
-        assert self._reaper.stdin is not None
-        self._reaper.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it removes a folder
-            self._reaper.wait(self._settings.limits.silence)
+        self._reaper.close(self._settings.limits.silence)
         self._output.close()
 
     @property
@@ -123,7 +114,7 @@ class Gang:
             for number in range(first, first + settings.processes)
         ]
         for process in self._processes:
-            self._tell_reaper("+", process)
+            self._reaper.tell(f"+{process.popen.pid}")
             self._selector.register(process.pidfd, selectors.EVENT_READ, _nothing)
             for stream, pipe in enumerate(process.pipes):
                 read = _Reader(self._selector, self._output, process.number, stream, pipe)
@@ -138,18 +129,13 @@ class Gang:
             "PLURAX_PROCESS": str(number),
             "PLURAX_ATTEMPT": str(order["attempt"]),
             "PLURAX_STATUS": str(folder.resolve()),
+            "PLURAX_LOG": str(self._output.path(number).resolve()),
             "PYTHONUNBUFFERED": "1",  # what it wrote is there when it is killed
         }
         devices = self._settings.devices
         said |= {} if devices is None else {"PLURAX_DEVICES": str(devices)}
         said |= {"PLURAX_ELASTIC": "1"} if order.get("elastic") else {}
         return kept | said
-
-    def _tell_reaper(self, sign: str, process: "_Process") -> None:
-        assert self._reaper.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._reaper.stdin.write(f"{sign}{process.popen.pid}\n".encode())
-            self._reaper.stdin.flush()
 
     def _late(self, process: "_Process") -> bool:
         late = process.lateness.seconds(self._clock())
@@ -174,7 +160,7 @@ class Gang:
     def _ended(self, process: "_Process") -> None:
         """Report that a process has ended, and close what belongs to it."""
         process.ended = True
-        self._tell_reaper("-", process)
+        self._reaper.tell(f"-{process.popen.pid}")
         self._selector.unregister(process.pidfd)
         os.close(process.pidfd)
         for reader in process.readers:
@@ -201,7 +187,8 @@ class Gang:
 OWN = frozenset(
     f"PLURAX_{name}"
     for name in (
-        "COORDINATOR", "PROCESSES", "PROCESS", "DEVICES", "ATTEMPT", "STATUS", "ELASTIC", "TOKEN",
+        "COORDINATOR", "PROCESSES", "PROCESS", "DEVICES", "ATTEMPT", "STATUS", "LOG", "ELASTIC",
+        "TOKEN",
     )
 )  # fmt: skip
 """Variables that speak of another gang where this launcher has them; the last is a secret."""

@@ -32,6 +32,10 @@ class Output:
         self._errors: set[bytes] = set()
         folder.mkdir(parents=True, exist_ok=True)
 
+    def path(self, process: int) -> Path:
+        """Return the file of a process."""
+        return self._folder / f"{process}.log"
+
     def write(self, process: int, stream: int, data: bytes) -> None:
         """Take what a process has written; `stream` is 0 for its output and 1 for its errors.
 
@@ -39,7 +43,7 @@ class Output:
         """
         with contextlib.suppress(OSError):  # a full disk ends no run
             if process not in self._files:
-                self._files[process] = (self._folder / f"{process}.log").open("ab", buffering=0)
+                self._files[process] = self.path(process).open("ab", buffering=0)
             self._files[process].write(data)
         if process == 0:
             data = NOISE.sub(b"", data)

@@ -33,7 +33,6 @@ HELLO: Fields = {
     "processes": (int,),
     "attempt": (int,),
     "launcher": (str,),
-    "nonce": (str,),
     "proof": (str,),
 }
 REPORTS: Mapping[str, Fields] = {

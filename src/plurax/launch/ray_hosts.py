@@ -25,8 +25,9 @@ from typing import Any
 
 from plurax import errors
 from plurax.exit_codes import ExitCode, shell_code
-from plurax.launch.gang import ALONE, CHILD
+from plurax.launch.gang import CHILD
 from plurax.launch.host import collected_signals
+from plurax.reaper import ALONE
 
 KILLED = int(ExitCode.KILLED)
 READY_SECONDS = 120.0

@@ -23,18 +23,22 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from plurax import errors
+from plurax.distributed.initialize import end_at_once
 from plurax.execute.program_cache import TRACING
+from plurax.locked_folder import LockedFolder
 from plurax.mesh import cpu_devices
+from plurax.reaper import Reaper
 from plurax.server.servers import Servers
 from plurax.server.shared_memory import FOLDER, Borrower, Lender, Lent, SharedFolder, copied
 from plurax.server.transport import Actor, ActorGoneError, ResultLostError, Transport
@@ -44,6 +48,12 @@ SETTINGS = (
     "jax_persistent_cache_min_entry_size_bytes", "jax_enable_compilation_cache",
 )  # fmt: skip
 """The JAX settings of this process that its workers and servers have too."""
+
+MARK = "PLURAX_DRIVER"
+"""A variable of the processes of Ray that belong to one run."""
+
+REAP_SECONDS = 10.0
+"""For the processes of Ray to end, once they are killed."""
 
 LEAST_STORE_BYTES = 256 << 20
 """Of memory that processes share, where Ray runs on this machine alone."""
@@ -63,22 +73,30 @@ class RayTransport(Transport):
         self._own = not self._ray.is_initialized()
         self._alone = self._own and servers.address is None
         self._shared: SharedFolder | None = None
-        if self._alone:
-            self._start(servers, store_bytes)
-        elif self._own:
-            self._join(str(servers.address))
+        self._reaper = Reaper(REAP_SECONDS) if self._alone else None
+        with _own_sigterm():
+            if self._alone:
+                self._start(servers, store_bytes)
+            elif self._own:
+                self._join(str(servers.address))
         store = int(self._ray.cluster_resources().get("object_store_memory", 0))
         if store_bytes > store:
             self.close()
             raise errors.servers_store_too_small(store_bytes, store, "the cluster's nodes have")
         if self._alone and FOLDER.is_dir():
             self._shared = SharedFolder()
+            if self._reaper is not None:
+                self._reaper.tell(str(self._shared.path))
         self._unsent: list[_Call] = []
         self._messages: dict[Any, list[_Call]] = {}
         self._pings: dict[str, tuple[Any, float]] = {}
         self._places: dict[str, tuple[str, int]] = {}
         self._here = self._ray.get_runtime_context().get_node_id()
         self._head = str(self._ray.get_runtime_context().gcs_address)
+        nodes = {node["NodeID"]: node for node in self._ray.nodes()}
+        self._raylet = socket.socket(socket.AF_UNIX)  # which the end of Ray's process here closes
+        self._raylet.connect(str(nodes[self._here]["RayletSocketName"]))
+        self._raylet.setblocking(False)
         # Pings are answered on a thread of their own.
         host = type("Host", (_Host,), {"ping": self._ray.method(concurrency_group="ping")(_ping)})
         self._host = self._ray.remote(concurrency_groups={"ping": 1})(host)
@@ -89,7 +107,11 @@ class RayTransport(Transport):
         free = shutil.disk_usage(FOLDER).free if FOLDER.is_dir() else store_bytes
         if store_bytes > free:
             raise errors.servers_store_too_small(store_bytes, free, f"{FOLDER} has")
-        with warnings.catch_warnings():
+        mark = secrets.token_hex(16)
+        if self._reaper is not None:
+            # Once this process is killed, two of Ray's would look for it only once a minute.
+            self._reaper.tell(f"={MARK}={mark}")
+        with _marked(mark), warnings.catch_warnings():
             # Its processes are started by fork and exec at once, which no thread of JAX is in.
             warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
             self._ray.init(
@@ -197,6 +219,8 @@ class RayTransport(Transport):
             for call in calls:
                 if call.lasting and not self._alone:
                     self._fetch(call.results)
+        except errors.PeerError:
+            raise
         except Exception as found:
             error = found
         for call, values in zip(calls, answers, strict=True):
@@ -218,6 +242,7 @@ class RayTransport(Transport):
         try:
             return self._ray.get(ref)
         except exceptions.RayActorError as error:
+            self._check_ray()
             raise ActorGoneError(str(error)) from error
         except exceptions.ObjectLostError as error:
             raise ResultLostError(str(error)) from error
@@ -248,7 +273,7 @@ class RayTransport(Transport):
 
         Before its first answer a process is starting, and nobody is missed.
         """
-        self._check_head()
+        self._check_ray()
         now, silent = time.monotonic(), []
         for actor in actors:
             ping, since = self._pings.get(actor.name, (None, now))
@@ -263,18 +288,34 @@ class RayTransport(Transport):
                 silent.append(actor)
         return silent
 
-    def _check_head(self) -> None:
-        """Raise `PlanError` where the head of the cluster has ended: nothing can be restarted."""
-        if reason := _unreachable(self._head):
-            self._own = False  # there is nobody to say good-bye to
-            raise errors.servers_head_gone(self._head, reason)
+    def _check_ray(self) -> None:
+        """Raise `PeerError` where Ray has ended, here or at the head: nothing can be restarted.
+
+        Ray ends this process without a word as soon as it needs the store of a raylet that is gone.
+        """
+        reason = _unreachable(self._head)
+        gone = errors.servers_head_gone(self._head, reason) if reason else None
+        if gone is None and _is_closed(self._raylet):
+            gone = errors.servers_raylet_gone()
+        if gone is None:
+            return
+        # There is nobody to say good-bye to: Ray would wait for its head for a minute, before it
+        # prints an error that nobody catches and at the end, and then end this process by itself.
+        self._own = False
+        sys.excepthook = end_at_once
+        raise gone
 
     def close(self) -> None:
         """End all processes, and Ray where it was started here."""
+        self._raylet.close()
         if self._own:
             self._ray.shutdown()
         if self._shared is not None:
             self._shared.close()
+        if self._reaper is not None and self._own:
+            self._reaper.dismiss()
+        elif self._reaper is not None:
+            self._reaper.close(REAP_SECONDS)
 
 
 class _Process:
@@ -413,6 +454,37 @@ def _unreachable(address: str) -> str | None:
     return None
 
 
+def _is_closed(peer: socket.socket) -> bool:
+    """Return whether the other end of a connection, which never says anything, has ended."""
+    try:
+        return peer.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep this process's handler of SIGTERM, which saves: Ray sets another, which ends at once."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)
+
+
+@contextlib.contextmanager
+def _marked(mark: str) -> Iterator[None]:
+    """Give the processes that are started a mark in their environment."""
+    os.environ[MARK] = mark
+    try:
+        yield
+    finally:
+        del os.environ[MARK]
+
+
 def _ping(self: Any) -> tuple[str, int]:
     """Return the node and the process's id; a busy worker answers too."""
     import ray
@@ -441,9 +513,16 @@ def _ray(address: str | None) -> Any:
 
 def _new_token() -> Path:
     """Write a token to a file that only this user can read; it is removed with this process."""
-    folder = tempfile.mkdtemp(prefix="plurax-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    path = Path(folder) / "token"
+    folder = LockedFolder(Path(tempfile.gettempdir()), "plurax-token-")
+    reaper = Reaper(REAP_SECONDS)
+    reaper.tell(str(folder.path))
+
+    def close() -> None:
+        folder.close()
+        reaper.dismiss()
+
+    atexit.register(close)  # which keeps both until then: Ray may be started again
+    path = folder.path / "token"
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
     return path

@@ -216,7 +216,7 @@ def sweep(
             )
         finally:
             groups.put(group)
-        console.print(_line(shape, result), markup=False)
+        console.print(_line(shape, result))
         return result
 
     results = _run_all(run, buckets, num_parallel)

@@ -125,7 +125,7 @@ class TrainingProgress:
         if not self._show:
             return
         try:
-            (self._bar.console if self._bar else self._console).print(text, markup=False)
+            (self._bar.console if self._bar else self._console).print(text)
         except (BrokenPipeError, SystemExit):  # Rich turns a broken pipe into an exit
             # The reader has closed the pipe (`| head -1`). Stop printing, so that training can
             # save.
@@ -155,19 +155,19 @@ def shown_values(row: Mapping[str, Any]) -> dict[str, str]:
 
 def new_console(show: bool = True) -> "Console":
     """Return the console for lines of progress; without `show` it prints nothing."""
-    from rich.console import Console
+    from plurax.console import PlainConsole
 
-    return Console(soft_wrap=True, highlight=False, quiet=not show)
+    return PlainConsole(quiet=not show)
 
 
 def _new_bar(console: "Console") -> "Progress":
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     return Progress(
-        TextColumn("[bold]{task.description}"),
+        TextColumn("{task.description}", style="bold", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[text]}"),
+        TextColumn("{task.fields[text]}", markup=False),
         TimeElapsedColumn(),
         console=console,
     )
