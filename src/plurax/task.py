@@ -25,7 +25,8 @@ class Task:
     - `init(key) -> params`: the parameters, any tree of floating arrays.
     - `loss(params, batch, keys)`: one loss per example, shape `(B,)`; or `((B,) losses,
       {name: (B,) metrics})`. `batch` is a tree of arrays with leading dim `B`, `keys` holds one
-      random key per example, shape `(B,)`. The library does every sum.
+      random key per example, shape `(B,)`. The library does every sum. Row `i` of what it returns
+      depends on row `i` alone, which is checked when it is compiled; or it is `coupled`.
     - `predict(params, inputs) -> outputs`: trees of arrays with leading dim `B`; row `i` of the
       outputs depends on row `i` of the inputs.
     - `evaluate(params, batch)`: like `loss` without keys, for evaluation (no dropout). Without it,

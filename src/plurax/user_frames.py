@@ -21,16 +21,16 @@ OWN = str(Path(__file__).parent) + os.sep
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """The frames of an exception that lie in the user's files, outermost first."""
     frames = traceback.extract_tb(error.__traceback__)
-    return [frame for frame in frames if _is_users(frame.filename)]
+    return [frame for frame in frames if is_users_file(frame.filename)]
 
 
 def is_users(error: BaseException) -> bool:
     """Whether the user's code raised it, itself or through a library it called."""
     frames = traceback.extract_tb(error.__traceback__)
-    known = [f for f in frames if _is_users(f.filename) or f.filename.startswith(OWN)]
-    if isinstance(error, SyntaxError) and _is_users(error.filename or ""):
+    known = [f for f in frames if is_users_file(f.filename) or f.filename.startswith(OWN)]
+    if isinstance(error, SyntaxError) and is_users_file(error.filename or ""):
         return True
-    return bool(known) and _is_users(known[-1].filename)
+    return bool(known) and is_users_file(known[-1].filename)
 
 
 def describe_error(error: BaseException) -> str:
@@ -50,7 +50,8 @@ def describe_error(error: BaseException) -> str:
     return "".join(lines).rstrip("\n")
 
 
-def _is_users(file: str) -> bool:
+def is_users_file(file: str) -> bool:
+    """Whether a file is neither of plurax nor of an installed library."""
     if file.startswith(("<", OWN)) or INSTALLED & {*Path(file).parts}:
         return False
     paths = sysconfig.get_paths()

@@ -12,6 +12,7 @@ from tests import models
 
 import plurax as px
 from plurax.analysis import verify as verification
+from plurax.execute import coupling
 
 MLP = {"hidden": (None, "tensor"), "bias": ("tensor",), "out": ("tensor", None)}
 
@@ -163,24 +164,60 @@ def test_one_example_has_one_order_of_sums():
 
 def test_what_is_allowed():
     """By hand: 16 times another order of sums; of a lower precision 4 times the larger of both."""
-    far = lambda a, b: {"w": np.float32([4, 4 + a]), "b": np.float32([1 + b])}  # noqa: E731
+    bit = 2.0**-14
+
+    def far(a, b):
+        return {"w": np.float32([4, 4 + a * bit]), "b": np.float32([1 + b * bit])}
+
     expected = {"loss": {"": np.float32(2)}, "gradient": far(0, 0), "optimizer": {"n": np.int32(3)}}
     again = {
         "loss": {"": np.float32(2)},
         "gradient": far(0.5, 0.25),
         "optimizer": {"n": np.int32(4)},
     }
+    # A loss may agree by chance, and is allowed what its gradient is.
     assert verification._allowed(expected, again, None) == (
-        {"loss": 0.0, "gradient": 16 * 0.25, "optimizer": 0.0}, 0.25
+        {"loss": 4 * bit, "gradient": 4 * bit, "optimizer": 0.0}, 0.25 * bit
     )  # fmt: skip
     full = {**expected, "gradient": far(2, 0)}
     assert verification._allowed(expected, again, full) == (
-        {"loss": 4 * 0.5, "gradient": 4 * 0.5, "optimizer": 0.0}, 0.5
+        {"loss": 2 * bit, "gradient": 2 * bit, "optimizer": 0.0}, 0.5 * bit
     )  # fmt: skip
     again["gradient"] = far(4, 0)
     assert verification._allowed(expected, again, full) == (
-        {"loss": 4 * 0.5, "gradient": 4 * 1.0, "optimizer": 0.0}, 0.5
+        {"loss": 2 * bit, "gradient": 4 * bit, "optimizer": 0.0}, 0.5 * bit
     )  # fmt: skip
+    # More than half of the digits in one step is no rounding.
+    again["gradient"] = far(0, 1000)
+    allowed, _ = verification._allowed(expected, again, None)
+    assert allowed["gradient"] == 16 * 2**-11.5
+
+
+UNSAID = {
+    "standardise": lambda x: (x - x.mean(axis=0)[None]) / x.std(axis=0)[None],
+    "centre": lambda x: x - x.mean(axis=0)[None],
+    "log_softmax": lambda x: jax.nn.log_softmax(x, axis=0),
+    "roll": lambda x: jnp.roll(x, 1, axis=0),
+}
+
+
+@pytest.mark.parametrize("plan", [{"data": 2}, {"microbatches": 2}])
+@pytest.mark.parametrize("name", UNSAID)
+def test_a_loss_that_couples_rows_unsaid_is_found(name, plan, monkeypatch):
+    """Where the check of its trace lets it pass: the tolerance does not contain the fault."""
+    monkeypatch.setattr(coupling, "_is_seen", lambda *args: False)
+
+    def loss(params, batch, keys):
+        kept = jax.vmap(lambda key, x: jax.random.bernoulli(key, 0.8, x.shape))(keys, batch["x"])
+        x = jnp.where(kept, UNSAID[name](batch["x"]), 0)
+        return (x @ params["w"] - batch["x"][:, 0]) ** 2
+
+    task = px.Task(init=lambda key: {"w": jax.random.normal(key, (5,))}, loss=loss)
+    batch = {"x": np.random.default_rng(0).normal(size=(16, 5)).astype(np.float32)}
+    result = px.verify(task, optax.sgd(0.1), px.Plan(**plan), batch, steps=1)
+    assert not result.ok
+    assert result.first.where == "loss"
+    assert result.first.error > 5 * result.first.tolerance
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Tasks whose functions do not keep their contract."""
 
+import linecache
 import re
 from collections.abc import Iterable
 
@@ -32,6 +33,45 @@ def loss_wrong_shape(where: str, shape: tuple[int, ...], batch: int) -> TaskErro
         f"{where} returned shape {shape}; it must be ({batch},), one number per example. "
         "Sum or average over the other dims (tokens, pixels) inside the loss, not over the batch."
     )
+
+
+def loss_is_coupled(where: str, line: str) -> TaskError:
+    return TaskError(
+        f"{where}: the loss of an example depends on the rows of other examples{_meet(line)}. It "
+        "would change with the number of devices and of microbatches. Two ways out:\n"
+        "  1. examples are to be compared (contrastive, batch statistics): say Task(..., "
+        "coupled=True) and write loss(params, batch, keys, mask). It sees all examples of a "
+        "microbatch across all devices, and must leave out the rows where mask is false;\n"
+        "  2. they are not: compute with the dims of an example alone (axis=1 and on) and with "
+        "constants of the data set, or write the loss for one example: "
+        "Task(loss=plurax.per_example(f))."
+    )
+
+
+def rows_are_mixed(where: str, line: str) -> TaskError:
+    return TaskError(
+        f"{where}: row i of its result must depend on row i of the batch alone, and depends on "
+        f"other rows{_meet(line)}. Rows are computed in chunks and on several devices, and the "
+        "result would change with their number. Use constants of the data set or statistics that "
+        "training stored (Task(..., stateful=True, coupled=True)), not those of the batch."
+    )
+
+
+def rows_may_mix(where: str, line: str) -> str:
+    return (
+        f"{where}: by its trace the result of an example depends on other examples{_meet(line)}, "
+        "and plurax cannot run it here to be sure. If it does, the result changes with the number "
+        "of devices and of microbatches: say Task(..., coupled=True); plurax.verify shows it."
+    )
+
+
+def _meet(line: str) -> str:
+    """Return where rows meet, from a line `model.py:12:16 (loss)`, with what is written there."""
+    found = re.fullmatch(r"(.*):(\d+):\d+ \((.*)\)", line)
+    if found is None:
+        return ""
+    code = linecache.getline(found[1], int(found[2])).strip()
+    return f", which meet at {found[1]}:{found[2]}" + (f": {code}" if code else "")
 
 
 def loss_not_floating(where: str, dtype: str) -> TaskError:

@@ -26,13 +26,14 @@ from plurax.execute.array_data import ArrayData
 from plurax.execute.autotune import Candidate
 from plurax.execute.batch_buffer import Buffers
 from plurax.execute.choose_chunk import choose_plan, measure_plan
+from plurax.execute.coupling import check_evaluate, check_predict, may_pad
 from plurax.execute.dispatch_limiter import DispatchLimiter
 from plurax.execute.epoch_loop import equal_sizes
 from plurax.execute.gradient import Totals
 from plurax.execute.hyperparams import Hyperparams
 from plurax.execute.initial_state import new_state, replace_params, same_shapes
 from plurax.execute.layouts.parameter_info import ParameterInfo
-from plurax.execute.mask import MaskWarning, mask_not_read, reads_mask
+from plurax.execute.mask import MaskWarning, mask_not_read
 from plurax.execute.network import Network
 from plurax.execute.placement import Placed, Placement, device_data, leading_dim
 from plurax.execute.population import HyperFn, Population, example_network
@@ -47,7 +48,7 @@ from plurax.plan import Plan
 from plurax.state import TrainState, check_donatable, check_not_donated
 from plurax.task import Task
 from plurax.tree import with_rows
-from plurax.validate import check_seed, without_axes
+from plurax.validate import check_seed
 
 
 class Program:
@@ -93,7 +94,8 @@ class Program:
         self._example = example_network(task, optimizer, members)
         # A coupled loss (one that mixes examples, such as batch norm) must ignore padding rows by
         # its mask; if it does not, only batches that need no padding are valid.
-        self._pads = exact or not self._example.task.coupled or self._reads_mask()
+        like = self._placement.like
+        self._pads = exact or may_pad(self._example.task, self._new_state_like, like, mesh)
         # A pipeline needs microbatches of one size: it can neither skip padding nor replicate rows.
         odd = plan.pipeline > 1 and not split
         if odd or (not self._pads and rows != self.batch_size):
@@ -103,7 +105,6 @@ class Program:
         self.chose = False
         if members is None:
             assert isinstance(task, Task)
-            like = self._placement.like
             self._functions: StepFunctions = Network(task, optimizer, plan, mesh, like, sharding)
         else:
             if data is not None and data.ragged == "pad":
@@ -404,6 +405,7 @@ class Program:
         return map(members_first, outputs) if several else members_first(outputs)
 
     def _compile_predict(self, rows: PyTree) -> jax.stages.Compiled:
+        check_predict(self._example.task, self._new_state_like, rows, self.mesh)
         predict = jax.jit(self._functions.predict, out_shardings=self._functions.outputs_sharding)
         return predict.lower(*self._abstract_inference(), rows).compile()
 
@@ -441,8 +443,9 @@ class Program:
     @property
     def _compiled_evaluate(self) -> jax.stages.Compiled:
         if "evaluate" not in self._compiled:
-            lower = jax.jit(self._functions.evaluate).lower
-            arguments = *self._abstract_inference(), self._evaluation.abstract(), lowering.COUNT
+            lower, rows = jax.jit(self._functions.evaluate).lower, self._evaluation.abstract()
+            check_evaluate(self._example.task, self._new_state_like, rows, self.mesh)
+            arguments = *self._abstract_inference(), rows, lowering.COUNT
             self._compiled["evaluate"] = lower(*arguments).compile()
         return self._compiled["evaluate"]
 
@@ -566,11 +569,6 @@ class Program:
     def _cut(self, values: PyTree) -> PyTree:
         """Drop the members that fill the slots, from leaves `(slots, ...)`."""
         return jax.tree.map(lambda leaf: leaf[: self._members.count], values)
-
-    def _reads_mask(self) -> bool:
-        task, rows = self._example.task, self._placement.like
-        loss = within(self.mesh, without_axes(task.loss))
-        return reads_mask(task, self._new_state_like, rows, loss)
 
     def _for_size(self, size: int) -> "Program":
         """Return this program, or one for exactly `size` rows if the loss ignores its mask."""

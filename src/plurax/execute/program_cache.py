@@ -16,8 +16,10 @@ from jaxtyping import PyTree
 
 from plurax.task import Task
 
-KEPT = 4
-"""The largest number of programs cached per task; the least recently used is dropped first."""
+KEPT = 5
+"""The largest number of programs (and of checks of the loss) cached per task.
+
+The least recently used is dropped first."""
 ATTRIBUTE = "_plurax_programs"
 TRACING = (
     "jax_enable_x64", "jax_default_prng_impl", "jax_default_matmul_precision", "jax_debug_nans",

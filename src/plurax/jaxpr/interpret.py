@@ -33,8 +33,12 @@ from jax.extend.core import Literal, Var
 from jaxtyping import Array
 
 from plurax.jaxpr.compat import CHEAP, called_jaxpr, inner_jaxprs, is_call
+from plurax.user_frames import is_users_file
 
 Handler = Callable[[Any, list[Any]], Sequence[Any]]
+
+FRAMES = 200
+"""The largest number of frames of a model that are read of an equation."""
 
 
 def bind(eqn: Any, arrays: Sequence[Array], **changed: Any) -> list[Array]:
@@ -141,6 +145,24 @@ def equation_context(eqn: Any, *, inlined: bool = False) -> Iterator[None]:
         jax.sharding.use_abstract_mesh(mesh),
     ):
         yield
+
+
+def source_line(eqns: Sequence[Any]) -> str:
+    """Return the line of the user's code, or else of a library, that holds the last of `eqns`.
+
+    **Arguments:** `eqns`, an equation after the calls and loops that enclose it, outermost first.
+
+    JAX caches traces, so the frames of a called function may name another call site. An inner frame
+    is therefore trusted only if the line found so far is among its outer frames.
+    """
+    line = ""
+    for eqn in eqns:
+        lines = source_info_util.summarize(eqn.source_info, FRAMES).splitlines()
+        # A rule of differentiation may have no frame of the model.
+        if lines and (not line or line in lines):
+            users = [one for one in lines if is_users_file(one.split(":")[0])]
+            line = (users or lines)[-1]
+    return line
 
 
 # --- Reading equations ----------------------------------------------------------------------------

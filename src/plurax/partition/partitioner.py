@@ -37,7 +37,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import jax
-from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, Literal
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
@@ -46,7 +45,7 @@ from plurax import errors
 from plurax.collective import Collective
 from plurax.jaxpr.barrier import order_after_cotangent, pick_dependency
 from plurax.jaxpr.compat import ANNOTATIONS, REMAT, called_jaxpr, is_recomputed, open_jaxpr
-from plurax.jaxpr.interpret import flat_equations, holds, needed
+from plurax.jaxpr.interpret import flat_equations, holds, needed, source_line
 from plurax.mesh import within
 from plurax.partition.annotation_resolver import AnnotationResolver, NameRule
 from plurax.partition.branches import Branches
@@ -66,9 +65,6 @@ from plurax.partition.values import (
 from plurax.sharding.annotations import Pinned
 from plurax.sharding.axes import Axes
 from plurax.sharding.spec import TensorSharding
-
-FRAMES = 200
-"""Maximal number of stack frames read per equation."""
 
 
 @final
@@ -101,18 +97,8 @@ class Partitioner(Resharder):
         self._calls: list[Any] = []
 
     def _line(self, eqn: Any) -> str:
-        """Return the line of the model's code that holds an equation or an enclosing call.
-
-        JAX caches traces, so the frames of a called function may name another call site. An inner
-        frame is therefore trusted only if the line found so far is among its outer frames.
-        """
-        line = ""
-        for one in (*self._calls, eqn):
-            lines = source_info_util.summarize(one.source_info, FRAMES).splitlines()
-            # A rule of differentiation may have no frame of the model.
-            if lines and (not line or line in lines):
-                line = lines[-1]
-        return line
+        """Return the line of the model's code that holds an equation or an enclosing call."""
+        return source_line((*self._calls, eqn))
 
     # --- Evaluating ---------------------------------------------------------------------------
 
