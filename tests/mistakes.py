@@ -166,6 +166,33 @@ PYTHON = {
          "shapes=px.ensemble.grid(width=[1, 2]))", "MembersError",
          "Give a function that builds it: def task(width): return plurax.Task(...)."),
     ],
+    "Arguments of other kinds": [
+        ("px.fit(task, optimizer, data, batch_size=8, output=-1)", "ArgumentError",
+         "plurax.fit(output=-1): output must be a path, of names of at most 255 bytes or None."),
+        ("px.fit(task, optimizer, data, batch_size=8, output='a' * 256)", "ArgumentError",
+         "output must be a path, of names of at most 255 bytes or None."),
+        ("px.fit(task, optimizer, data, batch_size=8, evaluation=-1)", "BatchError",
+         "evaluation of type int are not supported; give arrays in a tree"),
+        ("px.fit(task, optimizer, data, batch_size=8, devices='x')", "ArgumentError",
+         "plurax.fit(devices='x'): devices must be a sequence, each a Device or None."),
+        ("px.Plan(data=10**5000)", "ArgumentError",
+         "plurax.Plan(data=a whole number of 5001 digits): data must be a whole number."),
+        ("px.Members(3).arrays(rows=-1)", "ArgumentError", "plurax.Members.arrays(rows=-1): rows"),
+        ("px.search(task, optimizer, data, machine, solver='exakt')", "ArgumentError",
+         "plurax.search(solver='exakt'): solver must be one of 'exact', 'recursive', 'propagate'. "
+         "Did you mean 'exact'?"),
+        ("px.search(task, optimizer, data, machine, count=0)", "ArgumentError",
+         "plurax.search(count=0): count must be a whole number from 1"),
+        ("px.search(task, optimizer, data, machine, memory='40 pounds')", "ArgumentError",
+         "memory='40 pounds' is no number of bytes above 0: write 40GB, 512MB or 4e10"),
+        ("px.search(task, optimizer, data, machine, pinned={'dta': 2})", "PlanError",
+         "pinned: 'dta' is not a field of a plan. Did you mean 'data'?"),
+        ("px.search(task, optimizer, data, machine, pinned=px.Plan(tensor=2, "
+         "shardings={'v': ('tensor',)}))", "PlanError",
+         "the sharding rule 'v' matches no parameter and no named activation."),
+        ("px.search(task, optimizer, data, '8xH100-80GB')", "MachineError",
+         "machine='8xH100-80GB', and must be a plurax.Machine"),
+    ],
     "Numbers": [
         *(
             (f"px.fit(task, optimizer, data, batch_size=8, {name}={value})", kind, message)

@@ -13,6 +13,9 @@ it too:
 
 So `import plurax` itself loads neither JAX nor any room, and importing one room loads no other for
 the sake of its public names. This is "lazy loading" of Scientific Python's SPEC 1.
+
+What is public is called by users, so here each function also learns to say which argument was wrong
+(`argument_check`).
 """
 
 import ast
@@ -42,7 +45,9 @@ def public_names(
             raise AttributeError(said)
         if module == package:  # a package inside this one
             return importlib.import_module(f"{package}.{name}")
-        value = getattr(importlib.import_module(module), name)
+        importlib.import_module(module)
+        _explain_all(package, modules)
+        value = getattr(sys.modules[module], name)
         setattr(sys.modules[package], name, value)
         return value
 
@@ -54,3 +59,17 @@ def _names(stub: Path) -> dict[str, str | None]:
     body = ast.parse(stub.read_text()).body
     imports = [node for node in body if isinstance(node, ast.ImportFrom)]
     return {alias.name: node.module for node in imports for alias in node.names}
+
+
+def _explain_all(package: str, modules: dict[str, str | None]) -> None:
+    """Let the package's public functions and classes say which argument is wrong.
+
+    Those of all modules that are imported: a user has a `Program` without ever naming the class.
+    """
+    from plurax.argument_check import explain
+
+    for name, module in modules.items():
+        loaded = sys.modules.get(module or "")
+        if loaded is not None and module != package and hasattr(loaded, name):
+            # In its own module, so that pickle finds it there by its name.
+            setattr(loaded, name, explain(f"{package}.{name}", getattr(loaded, name)))

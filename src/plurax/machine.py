@@ -208,6 +208,9 @@ class Machine:
         >>> machine.collective_seconds("all-gather", 3e9, 32)  # 8 members share 8 × 25 GB/s
         0.015
         """
+        for size in (group_size, stride):
+            if size < 1:
+                raise errors.machine_devices_not_whole(f"Machine({self.name!r})", size, 1)
         if group_size == 1:
             return 0.0
         mesh_devices = self.devices if mesh_devices is None else mesh_devices
@@ -258,6 +261,8 @@ class Machine:
         """
         groups = _groups(f"Machine({name!r})", groups)
         kinds = [kind for _, kind in groups]
+        if not kinds:
+            raise errors.machine_groups_do_not_add_up(f"Machine({name!r})", [0], 1)
         return cls(
             name=name,
             flops={

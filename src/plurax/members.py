@@ -183,11 +183,8 @@ class Members:
         40
         """
         population = self._indices()
-        for given in indices:
-            index = whole_number(given, 0)
-            if index is None or index >= len(population):
-                raise errors.member_not_there(given, len(population))
-        return dataclasses.replace(self, indices=tuple(int(population[i]) for i in indices))
+        taken = tuple(int(population[self._checked(index)]) for index in indices)
+        return dataclasses.replace(self, indices=taken)
 
     def hyper_table(self) -> dict[str, np.ndarray]:
         """Return each hyperparameter's values, shape `(count,)`. Raises `MembersError`."""
@@ -212,7 +209,8 @@ class Members:
 
     def hyper_of(self, member: int) -> Hyper:
         """Return the hyperparameters of the member at a position, as Python numbers."""
-        return {name: values[member].item() for name, values in self.hyper_table().items()}
+        index = self._checked(member)
+        return {name: values[index].item() for name, values in self.hyper_table().items()}
 
     @property
     def hyper_dtypes(self) -> dict[str, Any]:
@@ -222,7 +220,13 @@ class Members:
     def seed_of(self, member: int) -> int:
         """Return the seed of the member at a position."""
         seeds = self._seeds()
-        return int(seeds[int(self._indices()[member]) % len(seeds)])
+        return int(seeds[int(self._indices()[self._checked(member)]) % len(seeds)])
+
+    def _checked(self, member: int) -> int:
+        index = whole_number(member, 0)
+        if index is None or index >= self.count:
+            raise errors.member_not_there(member, self.count)
+        return index
 
     def epoch_length(self, rows: int) -> int:
         """Return the draws in an epoch over data of `rows` rows: the longest pass of any member."""

@@ -2,20 +2,24 @@
 
 import functools
 import inspect
+import math
 import operator
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from plurax import errors
+from plurax.argument_check import MAX_NUMBER, fits, text
 
 Mode = Literal["min", "max"]
 
 
 def whole_number(value: object, least: int = 1) -> int | None:
-    """`value` as an int if it is a whole number of at least `least`, else None.
+    """`value` as an int if it is a whole number from `least` to `MAX_NUMBER`, else None.
 
     NumPy's integers are whole numbers; floats and bools are not, be their value one or not: `3.0`
     is more often a mistake than meant.
@@ -29,7 +33,50 @@ def whole_number(value: object, least: int = 1) -> int | None:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
-    return number if number >= least else None
+    return number if least <= number < MAX_NUMBER else None
+
+
+def check_whole(
+    function: str, name: str, value: object, least: int = 1, most: int = 2**31 - 1
+) -> int:
+    """Return an argument of a public function as an int in a range. Raises `ArgumentError`."""
+    number = whole_number(value, least)
+    if number is None or number > most:
+        raise errors.argument_misfits(
+            function, name, text(value), f"a whole number from {least} to {most}"
+        )
+    return number
+
+
+def check_number(function: str, name: str, value: object, least: float = -math.inf) -> None:
+    """Raise `ArgumentError` for an argument that is no number of at least `least`."""
+    if not fits(value, float) or not value >= least:  # type: ignore[operator]
+        expected = "a number" if least == -math.inf else f"a number of at least {least:g}"
+        raise errors.argument_misfits(function, name, text(value), expected)
+
+
+def bytes_of(given: object) -> int:
+    """Return a number of bytes, as `40e9` or as a command line has it, `"40GB"`.
+
+    Raises `ArgumentError` for what is no number above 0.
+
+    >>> bytes_of("40GB"), bytes_of(4e10)
+    (40000000000, 40000000000)
+    """
+    count = given
+    if isinstance(given, str):
+        read = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d\d?)?) *([kMGT]?)B?", given)
+        count = float(read[1]) * 1000 ** " kMGT".index(read[2] or " ") if read else None
+    number = isinstance(count, int | float | np.number) and not isinstance(count, bool)
+    if not number or not 0 < count < MAX_NUMBER:  # type: ignore[operator]
+        raise errors.bytes_not_understood(text(given))
+    return int(count)  # type: ignore[call-overload]
+
+
+def check_choice(function: str, name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise `ArgumentError` where an argument is none of some words."""
+    if not isinstance(value, str) or value not in choices:
+        raise errors.argument_no_choice(function, name, value, text(value), choices)
 
 
 def sign_of_mode(mode: object) -> int:

@@ -56,6 +56,7 @@ def names():
         "linen_module": nn.Dense(1), "nnx_module": nnx.Linear(3, 1, rngs=nnx.Rngs(0)),
         "transformed": hk.transform(lambda x: x),
         "equinox_module": eqx.nn.Linear(3, 1, key=jax.random.key(0)),
+        "machine": px.Machine.preset("8xA100-80GB"),
         "program": px.compile(task, optax.sgd(0.1), px.Plan(), data),
     }  # fmt: skip
 

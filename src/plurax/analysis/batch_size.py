@@ -31,6 +31,7 @@ from plurax.notebook import html_table
 from plurax.plan import Plan
 from plurax.task import Task
 from plurax.tree import human_bytes
+from plurax.validate import bytes_of, check_whole
 
 MAX_COMPILATIONS = 10
 KNEE = 0.95
@@ -81,7 +82,7 @@ def max_batch_size(
     plan: Plan,
     example: PyTree,
     *,
-    memory: int | None = None,
+    memory: float | str | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> MaxBatchSize:
     """Return the largest batch whose training step fits in memory, without running a step.
@@ -93,13 +94,14 @@ def max_batch_size(
 
     - `task`, `optimizer`, `plan`: as for `compile`.
     - `example`: a batch of any size: arrays or `jax.ShapeDtypeStruct`s with a leading dim.
-    - `memory`: bytes per device. Default: what the device reports as its limit; where it reports
-      none (CPU), half of the machine's memory divided by the plan's devices.
+    - `memory`: bytes per device, such as `40e9` or `"40GB"`. Default: what the device reports as
+      its limit; where it reports none (CPU), half of the machine's memory divided by the plan's
+      devices.
 
     Raises `BatchError` where not even the smallest batch fits.
     """
     mesh = make_mesh(plan, devices)
-    budget = memory_budget(mesh) if memory is None else memory
+    budget = memory_budget(mesh) if memory is None else bytes_of(memory)
     unit = plan.data * plan.microbatches
 
     def peak(units: int) -> int:
@@ -239,7 +241,7 @@ def fastest_batch_size(
     example: PyTree,
     *,
     max_size: int | None = None,
-    memory: int | None = None,
+    memory: float | str | None = None,
     repeats: int = 5,
     devices: Sequence[jax.Device] | None = None,
 ) -> FastestBatchSize:
@@ -252,6 +254,7 @@ def fastest_batch_size(
     fill each batch; `repeats`, timed steps per size, of which the median counts.
     """
     check_alone("plurax.fastest_batch_size", MEASURE_IN_ONE)
+    repeats = check_whole("plurax.fastest_batch_size", "repeats", repeats)
     mesh = make_mesh(plan, devices)
     unit = plan.data * plan.microbatches
     if max_size is None:

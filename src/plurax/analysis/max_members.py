@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 
 from plurax import errors, hlo
 from plurax.analysis.batch_size import largest_below
+from plurax.execute.check import check_kinds
 from plurax.execute.lowering import lower_step
 from plurax.execute.placement import Placement, leading_dim
 from plurax.execute.population import HyperFn, Population
@@ -16,6 +17,7 @@ from plurax.members import Members
 from plurax.mesh import make_mesh, memory_budget, split_rows
 from plurax.plan import Plan
 from plurax.task import Task
+from plurax.validate import bytes_of
 
 FIRST_CHUNK = 16
 """Members at a time, where the plan leaves `chunk` open."""
@@ -56,7 +58,7 @@ def max_members(
     batch: PyTree,
     *,
     members: Members | None = None,
-    memory: int | None = None,
+    memory: float | str | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> MaxMembers:
     """Return how many members fit in memory, without running a step: at most 10 compilations.
@@ -66,19 +68,22 @@ def max_members(
     - `task`, `optimizer`, `plan`, `batch`: as for `compile`. If the plan leaves `chunk` open,
       members are assumed to run in chunks of 16, or one by one where that does not fit.
     - `members`: for the names of their hyperparameters, if they have any.
-    - `memory`: bytes per device. Default: what the device reports as its limit; where it reports
-      none (CPU), half of the machine's memory divided by the plan's devices. Data that stay on the
-      devices need room in addition: `memory=budget - bytes_of_data`.
+    - `memory`: bytes per device, such as `40e9` or `"40GB"`. Default: what the device reports as
+      its limit; where it reports none (CPU), half of the machine's memory divided by the plan's
+      devices. Data that stay on the devices need room in addition:
+      `memory=budget - bytes_of_data`.
 
     Raises `MembersError` where not even the smallest population fits.
     """
+    members = members or Members(1)
+    check_kinds(task, optimizer, plan, members)
     mesh = make_mesh(plan, devices)
-    budget = memory_budget(mesh) if memory is None else memory
+    budget = memory_budget(mesh) if memory is None else bytes_of(memory)
     placement = Placement(batch, plan.padded_size(leading_dim(batch)), split_rows(mesh))
     for chunk in [plan.chunk] if plan.chunk else [FIRST_CHUNK, 1]:
         chosen = dataclasses.replace(plan, chunk=chunk, batch_dim=plan.batch_dim or "major")
         like = placement.like
-        population = Population(task, optimizer, chosen, mesh, like, members or Members(1))
+        population = Population(task, optimizer, chosen, mesh, like, members)
         unit = plan.member * chunk
 
         # Search in whole chunks on every device: a partial chunk would compile a second body.

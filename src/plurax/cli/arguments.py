@@ -9,7 +9,6 @@ import dataclasses
 import inspect
 import math
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,13 +113,3 @@ def value(arguments: list[str], name: str) -> str | None:
         elif argument.startswith(f"{name}="):
             found = argument.removeprefix(f"{name}=")
     return found
-
-
-def bytes_of(text: str | None) -> float | None:
-    """Return a number of bytes, such as `40GB`; None for None."""
-    if text is None:
-        return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?) *([kMGT]?)B?", text)
-    if found is None:
-        raise errors.bytes_not_understood(text)
-    return float(found[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[found[2]]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from plurax import errors, experiment
-from plurax.cli.arguments import bytes_of
 from plurax.cli.chosen import data_source, written
 from plurax.cli.machine_command import machine_named
 from plurax.cli.options import Show
@@ -42,7 +41,7 @@ def search_command(
             batch,
             machine,
             pinned=plan if options.plan_file else _given(plan, arguments),
-            memory=bytes_of(options.memory),
+            memory=options.memory,
             solver=options.solver,
             seconds=left if options.seconds is None else options.seconds,
         )

@@ -4,6 +4,7 @@ Every message says what is wrong, where, why, and what to write instead. The tes
 their text. `assert` is for mistakes of our own.
 """
 
+from plurax.errors.argument_errors import *  # noqa: F403
 from plurax.errors.batch_errors import *  # noqa: F403
 from plurax.errors.callback_errors import *  # noqa: F403
 from plurax.errors.checkpoint_errors import *  # noqa: F403

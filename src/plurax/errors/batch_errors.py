@@ -145,10 +145,10 @@ def data_state_refused(reason: str) -> BatchError:
     )
 
 
-def data_not_understood(kind: str) -> BatchError:
+def data_not_understood(what: str, kind: str) -> BatchError:
     return BatchError(
-        f"data of type {kind} are not supported; give arrays in a tree (a dict of arrays with the "
-        "same leading dim), a Grain dataset of batches, or an iterable of batches."
+        f"{what} of type {kind} are not supported; give arrays in a tree (a dict of arrays with "
+        "the same leading dim), a Grain dataset of batches, or an iterable of batches."
     )
 
 

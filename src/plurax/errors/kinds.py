@@ -5,6 +5,10 @@ class PluraxError(ValueError):
     """Base of every error that a user of plurax can cause."""
 
 
+class ArgumentError(PluraxError, TypeError):
+    """An argument that is not what its annotation says, or that a function does not take."""
+
+
 class PlanError(PluraxError):
     """A plan that cannot run."""
 

@@ -124,6 +124,14 @@ def hyper_needs_a_value(what: str, reason: str) -> TaskError:
     )
 
 
+def hyper_function_returns(what: str, kind: str) -> TaskError:
+    wanted = "a plurax.Task" if what == "task" else "a transformation of optax"
+    return TaskError(
+        f"{what}(hyper) returned a {kind}, and must return {wanted}: it is called with a dict of "
+        "hyperparameters."
+    )
+
+
 def hyper_missing(what: str, name: str, known: Iterable[str]) -> TaskError:
     names = ", ".join(repr(one) for one in known) or "none"
     return TaskError(

@@ -30,6 +30,13 @@ def schedule_has_no_chunks(name: str, chunks: int) -> PlanError:
     )
 
 
+def schedule_too_long(name: str, devices: int, microbatches: int, chunks: int) -> PlanError:
+    return PlanError(
+        f"the schedule {name!r} for {devices} devices × {microbatches} microbatches × {chunks} "
+        "stages on each is too long to write down; take fewer microbatches."
+    )
+
+
 def schedule_of_other_sizes(found: Sequence[int], wanted: Sequence[int]) -> PlanError:
     names = ("devices", "microbatches", "stages on each")
     has, needs = (

@@ -86,7 +86,3 @@ def option_needs_search(name: str) -> PlanError:
         f"--{name} is an option of a search, and `plurax plan` shows the plan as it is: add "
         f"--search, or leave --{name} out."
     )
-
-
-def bytes_not_understood(text: str) -> PlanError:
-    return PlanError(f"--memory {text} is no number of bytes: write 40GB, 512MB or 4e10.")

@@ -104,3 +104,10 @@ def strategy_not_of_tensor(counts: tuple[int, ...], tensor: int) -> PlanError:
         f"tensor={tensor}: the product of the counts must be {tensor} or a divisor of it, and each "
         "count a product of its prime factors."
     )
+
+
+def annotated_no_array(given: str) -> PlanError:
+    return PlanError(
+        f"{given} is no array; plurax.name, plurax.stage_boundary and plurax.shard take an array "
+        "of numbers, or a tree of such arrays."
+    )

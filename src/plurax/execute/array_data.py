@@ -22,6 +22,7 @@ from plurax.execute.reads import EpochSpec
 from plurax.members import Members
 from plurax.resample import Everything, Resample, epoch_rows
 from plurax.tree import with_rows
+from plurax.validate import whole_number
 
 Ragged = Literal["pad", "drop", "error"]
 
@@ -93,6 +94,8 @@ class ArrayData:
 
     def __post_init__(self) -> None:
         check_ragged(self.ragged)
+        if whole_number(self.batch_size) is None:
+            raise errors.batch_size_not_positive(self.batch_size)
         examples = self.draws
         rest = examples % self.batch_size
         if rest and self.ragged == "error":

@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 from plurax import errors
 from plurax.disk import make_folder, replace_file
 from plurax.distributed.global_arrays import fetch, is_primary
+from plurax.execute.placement import abstract_batch
 from plurax.execute.population import Population
 from plurax.execute.predict import device_predict
 from plurax.execute.program import Program
@@ -20,7 +21,7 @@ from plurax.plan import Plan
 from plurax.sources.adapt import adapt, as_arrays
 from plurax.state import TrainState
 from plurax.tree import with_rows
-from plurax.validate import local_path
+from plurax.validate import check_whole, local_path
 
 
 def export_predict(
@@ -61,9 +62,11 @@ def export_predict(
         raise errors.package_missing("the file format of jax.export", "flatbuffers", "export")
     predict = _whole_predict(program, state)
     size: Any = batch_size
+    if size is not None:
+        size = check_whole("plurax.export_predict", "batch_size", size)
     if batch_size is None:
         (size,) = jax.export.symbolic_shape("batch")
-    like = with_rows(as_arrays(adapt("inputs", inputs)), size)
+    like = with_rows(abstract_batch(as_arrays(adapt("inputs", inputs))), size)
     try:
         exported = jax.export.export(jax.jit(predict), platforms=platforms)(like)
     except (NotImplementedError, TypeError, ValueError) as error:

@@ -52,7 +52,9 @@ def replace_params(
     """Return a fresh state that begins with given parameters.
 
     The optimizer's state may depend on the parameters, so it is created from the given ones.
+    Raises `BatchError` where structure, shapes or dtypes differ.
     """
+    check_state(dataclasses.replace(state, params=params), state)
     opt_state = jax.jit(optimizer.init)(trained(task.frozen, params))
     return dataclasses.replace(state, params=params, opt_state=opt_state)
 

@@ -51,12 +51,9 @@ class Placement:
         self.rows = rows
         self.sharding = sharding
         self.structure: Any = jax.tree.structure(like)
-        self._leaves = [
-            jax.ShapeDtypeStruct(np.shape(leaf), _canonical(path, leaf))
-            for path, leaf in tree.named_leaves(like).items()
-        ]
+        self.like = abstract_batch(like)
+        self._leaves = jax.tree.leaves(self.like)
         self._paths = list(tree.named_leaves(like))
-        self.like = jax.tree.unflatten(self.structure, self._leaves)
 
     def abstract(self) -> PyTree:
         """Return the rows as `jax.ShapeDtypeStruct`s with their sharding."""
@@ -319,6 +316,16 @@ def leading_dim(batch: PyTree) -> int:
     if len(set(sizes.values())) > 1:
         raise errors.batch_uneven_leaves(sizes)
     return next(iter(sizes.values()))
+
+
+def abstract_batch(batch: PyTree) -> PyTree:
+    """Return a batch as `jax.ShapeDtypeStruct`s. Raises `BatchError` where it is not one."""
+    leading_dim(batch)
+    leaves = [
+        jax.ShapeDtypeStruct(np.shape(leaf), _canonical(path, leaf))
+        for path, leaf in tree.named_leaves(batch).items()
+    ]
+    return jax.tree.unflatten(jax.tree.structure(batch), leaves)
 
 
 def chunks(data: PyTree | Iterable[PyTree] | Source, size: int) -> Iterator[PyTree]:

@@ -99,7 +99,7 @@ def example_network(
 
 def _call(what: str, maker: HyperFn, hyper: Hyper) -> Any:
     try:
-        return maker(hyper)
+        returned = maker(hyper)
     except KeyError as error:
         if error.args and error.args[0] not in hyper and isinstance(error.args[0], str):
             # Only a KeyError for a name that `hyper` lacks is about hyperparameters; pass on
@@ -109,6 +109,10 @@ def _call(what: str, maker: HyperFn, hyper: Hyper) -> Any:
     except jax.errors.ConcretizationTypeError as error:
         reason = str(error).splitlines()[0]
         raise errors.hyper_needs_a_value(what, reason) from error
+    fits = isinstance(returned, Task) if what == "task" else hasattr(returned, "update")
+    if not fits:
+        raise errors.hyper_function_returns(what, type(returned).__name__)
+    return returned
 
 
 def _traced_once(fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ from jaxtyping import Array
 
 from plurax.metrics.metric import Metric, ratio, sum_positions
 from plurax.tree import sum_dtype
+from plurax.validate import check_number
 
 
 def mean(values: Array, where: Array | None = None) -> Metric:
@@ -40,6 +41,7 @@ def r2(predicted: Array, targets: Array, *, center: float = 0.0) -> Metric:
 
     Source: Draper and Smith, Applied Regression Analysis, 1998.
     """
+    check_number("plurax.metrics.r2", "center", center)
     dtype = sum_dtype(targets.dtype)
     wanted = targets.astype(dtype) - jnp.asarray(center, dtype)
     errors = targets.astype(dtype) - predicted.astype(dtype)

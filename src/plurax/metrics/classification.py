@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from plurax.metrics.averages import mean
 from plurax.metrics.metric import Metric, ratio
+from plurax.validate import check_whole
 
 Average = Literal["binary", "macro", "micro", "none"]
 
@@ -104,6 +105,7 @@ def _confusions(
 ) -> Float[Array, "B classes classes"]:
     """Return each example's counts of pairs (label, predicted); XLA adds them up without storing
     them."""
+    classes = check_whole("plurax.metrics", "classes", classes, most=2**15)
     pairs = labels.astype(jnp.int32) * classes + predicted.astype(jnp.int32)
     counts = _one_hot(pairs.reshape(pairs.shape[0], -1), classes * classes)
     if where is not None:

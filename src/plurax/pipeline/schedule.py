@@ -27,8 +27,12 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from typing import NamedTuple
 
 from plurax import errors
+from plurax.validate import check_whole
 
 KINDS = ("F", "B", "W")
+
+MAX_ACTIONS = 10**7
+"""More actions of one kind no table of a schedule holds."""
 
 
 class Action(NamedTuple):
@@ -131,7 +135,7 @@ def gpipe(devices: int, microbatches: int, chunks: int = 1) -> Schedule:
 
     Bubble `(p - 1) / (m + p - 1)`; every device stores the activations of all microbatches.
     """
-    _one_chunk("gpipe", chunks)
+    _check_sizes("gpipe", devices, microbatches, chunks)
     forward = tuple(Action("F", m) for m in range(microbatches))
     backward = tuple(Action("B", m) for m in range(microbatches))
     return Schedule("gpipe", (forward + backward,) * devices)
@@ -143,7 +147,7 @@ def one_f_one_b(devices: int, microbatches: int, chunks: int = 1) -> Schedule:
 
     Bubble as GPipe's; device `d` of `p` stores the activations of at most `p - d` microbatches.
     """
-    _one_chunk("1f1b", chunks)
+    _check_sizes("1f1b", devices, microbatches, chunks)
     lines = []
     for device in range(devices):
         # Until the first cotangent is back from the devices behind, only forwards are possible.
@@ -159,6 +163,7 @@ def interleaved(devices: int, microbatches: int, chunks: int) -> Schedule:
     Bubble `(p - 1) / (v m + p - 1)` with `v` chunks: a `v`-th of the idle time, for `v` times the
     sends. Raises `PlanError` where `devices` does not divide `microbatches`.
     """
+    _check_sizes("interleaved", devices, microbatches, chunks)
     if microbatches % devices:
         raise errors.schedule_indivisible("interleaved", devices, microbatches)
     total = microbatches * chunks
@@ -187,7 +192,7 @@ def zb_h1(devices: int, microbatches: int, chunks: int = 1) -> Schedule:
     1F1B with a split backward pass; device `d` delays W by `d` microbatches. Bubble
     `(p - 1) / (3 m + p - 1)`, about a third of 1F1B's, if F, B and W take equally long.
     """
-    _one_chunk("zb-h1", chunks)
+    _check_sizes("zb-h1", devices, microbatches, chunks)
     lines = []
     for device in range(devices):
         warm = min(microbatches, devices - device - 1)
@@ -224,6 +229,8 @@ def make_schedule(
     microbatches or chunks.
     """
     if isinstance(given, str):
+        if given not in SCHEDULES:
+            raise errors.plan_schedule_unknown(given, SCHEDULES)
         return SCHEDULES[given](devices, microbatches, chunks)
     schedule = Schedule.parse(given)
     check_schedule(schedule)
@@ -364,6 +371,12 @@ def _in_turns(
     return tuple(line + list(backward[len(forward) - warm :]))
 
 
-def _one_chunk(name: str, chunks: int) -> None:
-    if chunks != 1:
+def _check_sizes(name: str, devices: int, microbatches: int, chunks: int) -> None:
+    """Raise `PlanError` for a schedule that there is not, or that no table holds."""
+    sizes = {"devices": devices, "microbatches": microbatches, "chunks": chunks}
+    for what, size in sizes.items():
+        check_whole("a schedule", what, size, most=MAX_ACTIONS)
+    if chunks != 1 and name != "interleaved":
         raise errors.schedule_has_no_chunks(name, chunks)
+    if devices * microbatches * chunks > MAX_ACTIONS:
+        raise errors.schedule_too_long(name, devices, microbatches, chunks)

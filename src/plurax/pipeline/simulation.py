@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from plurax import errors
+from plurax.argument_check import text
 from plurax.notebook import html_table
 from plurax.pipeline.schedule import Action, Schedule, live_activations, ticks
 
@@ -88,6 +90,11 @@ def simulate(
     whole = {"F": forward, "B": backward if schedule.split else backward + weight, "W": weight}
     takes = {kind: duration / schedule.chunks for kind, duration in whole.items()}
     lengths = [1.0] * schedule.stages if stage_lengths is None else stage_lengths
+    if len(lengths) != schedule.stages:
+        raise errors.argument_misfits(
+            "plurax.pipeline.simulate", "stage_lengths", text(stage_lengths),
+            f"{schedule.stages} numbers, one for each stage",
+        )  # fmt: skip
     free = [0.0] * schedule.devices
     ended: dict[tuple[int, Action], float] = {}
     spans = []

@@ -37,7 +37,7 @@ from plurax.plan import Plan, Precision, Remat
 from plurax.planner.costs import Seconds, reduction_seconds
 from plurax.planner.graph import Graph, graph_of
 from plurax.planner.lockstep import stage_times
-from plurax.sharding.annotations import Boundary
+from plurax.sharding.annotations import Boundary, activation_names, annotations_in
 from plurax.sharding.axes import Axes
 from plurax.state import TrainState
 from plurax.task import Task
@@ -68,7 +68,7 @@ class Model:
 
     **Fields:** `like`, the training state as `jax.ShapeDtypeStruct`s; `totals`, by remat policy;
     `parameters` and `optimizer`, the bytes of each; `batch_size`; `layers`, the largest
-    number of stages into which the model can be cut; `precision`.
+    number of stages into which the model can be cut; `precision`; `names`, of activations.
     """
 
     like: TrainState
@@ -78,6 +78,7 @@ class Model:
     batch_size: int
     layers: int
     precision: Precision
+    names: Sequence[str]
 
 
 def model_of(
@@ -106,6 +107,7 @@ def model_of(
         batch_size=leading_dim(batch),
         layers=layers,
         precision=precision,
+        names=activation_names(annotations_in(graph.traced.jaxpr)),
     )
 
 

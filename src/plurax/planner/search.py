@@ -27,15 +27,16 @@ import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
-import jax
 import optax
 from jaxtyping import PyTree
 
-from plurax import errors
+from plurax import errors, tree
 from plurax.analysis.estimate import Estimate
 from plurax.analysis.machine_timings import measure_machine
+from plurax.execute.check import check_kinds
+from plurax.execute.placement import abstract_batch
 from plurax.machine import Machine
 from plurax.plan import Plan
 from plurax.planner.candidates import REMATS, Candidate, Model, candidates, model_of, tensor_rows
@@ -43,7 +44,9 @@ from plurax.planner.costs import Seconds, state_ratios
 from plurax.planner.found import Found, Ranked
 from plurax.planner.steady import estimate_steady
 from plurax.planner.tensor import SolverName, TensorSearch
+from plurax.sharding.rules import Rules
 from plurax.task import Task
+from plurax.validate import bytes_of, check_choice, check_number, check_whole
 
 
 def search(
@@ -53,7 +56,7 @@ def search(
     machine: Machine | None = None,
     *,
     pinned: Plan | Mapping[str, Any] | None = None,
-    memory: float | None = None,
+    memory: float | str | None = None,
     solver: SolverName = "exact",
     count: int = 5,
     seconds: float = 9.0,
@@ -68,7 +71,8 @@ def search(
     - `pinned`: a plan whose fields and sharding rules hold; what it leaves at the default is
       searched. As a dict, all its fields hold: `{"tensor": 1}` searches without `tensor`.
       `precision` is never searched, because it changes the numbers.
-    - `memory`: bytes that a device may use; by default all that the machine has.
+    - `memory`: bytes that a device may use, such as `40e9` or `"40GB"`; by default all that the
+      machine has.
     - `solver`: of the shardings over `tensor`. `exact` proves that there are none better under the
       costs of the machine; `recursive` takes the largest operators first; `propagate` goes from
       what is pinned outward.
@@ -80,12 +84,21 @@ def search(
     """
     fields = [] if pinned is None else _pinned_fields(pinned)
     pinned = Plan(**pinned) if isinstance(pinned, Mapping) else pinned or Plan()
-    machine = machine or measure_machine()
+    check_kinds(task, optimizer, pinned, None)
+    check_choice("plurax.search", "solver", solver, get_args(SolverName))
+    count = check_whole("plurax.search", "count", count)
+    check_number("plurax.search", "seconds", seconds, 0)
+    if machine is None:
+        machine = measure_machine()
+    if not isinstance(machine, Machine):
+        raise errors.machine_wrong_type(machine)
+    limit = machine.memory if memory is None else bytes_of(memory)
     started = time.perf_counter()
-    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
+    like = abstract_batch(batch)
     remats = (pinned.remat,) if "remat" in fields else REMATS
     model = model_of(task, optimizer, like, pinned.precision, machine, remats)
-    limit = machine.memory if memory is None else memory
+    paths = list(tree.named_leaves(model.like.params))
+    Rules(pinned.rules, {}).check_used(paths, model.names)
     every = list(candidates(model, machine, machine.devices, pinned, fields))
     if not every:
         raise errors.search_without_candidates(str(pinned), machine.devices, model.batch_size)
@@ -116,6 +129,10 @@ def search(
 def _pinned_fields(pinned: Plan | Mapping[str, Any]) -> list[str]:
     """Return the fields of a plan that the search must keep."""
     if isinstance(pinned, Mapping):
+        known = [field.name for field in dataclasses.fields(Plan)]
+        for name in pinned:
+            if name not in known:
+                raise errors.plan_unknown_key(name, known, "pinned")
         return list(pinned)
     return [
         field.name

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from plurax import errors
+from plurax.argument_check import text
 from plurax.report.picture import BLUE, VERMILION, new_figure, saved
 
 if TYPE_CHECKING:
@@ -29,9 +31,14 @@ def draw_curves(
     **Arguments:** `rows`, as `plurax.train.log.read_rows` yields them; `path`, of the picture (its
     ending determines the format).
     """
-    steps = [row for row in rows if row["kind"] == "step"]
-    epochs = [row for row in rows if row["kind"] == "epoch"]
-    evaluations = [row for row in rows if row["kind"] in ("evaluation", "epoch")]
+    steps = [row for row in rows if row.get("kind") == "step"]
+    epochs = [row for row in rows if row.get("kind") == "epoch"]
+    evaluations = [row for row in rows if row.get("kind") in ("evaluation", "epoch")]
+    if not epochs:
+        raise errors.argument_misfits(
+            "plurax.train.draw_curves", "rows", text(rows),
+            "rows of a log, and one of them of an epoch: {'kind': 'epoch', 'loss': 0.1, ...}",
+        )  # fmt: skip
     names = [
         name
         for name, value in (epochs[-1] if epochs else {}).items()

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float
 
 from plurax.report.picture import BLUE, GREY, LIGHT, VERMILION, new_figure, saved
-from plurax.validate import Mode, sign_of_mode
+from plurax.validate import Mode, check_choice, sign_of_mode
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -33,6 +33,9 @@ def draw_parallel(
     at the low end. Rows whose metric is not finite are dotted grey.
     """
     names = [*names, metric]
+    known = [name for name in (rows[0] if rows else ()) if all(name in row for row in rows)]
+    for argument, given in (*(("names", name) for name in names[:-1]), ("metric", metric)):
+        check_choice("plurax.ensemble.draw_parallel", argument, given, known)
     values_RA = np.asarray([[float(row[name]) for name in names] for row in rows])
     logs = [_logarithmic(column) for column in values_RA.T]
     places_RA = np.stack(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from plurax import errors
 from plurax.collective import Collective
 from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.hlo import Memory
@@ -104,6 +105,10 @@ def draw_schedules(
             simulate(schedule), simulate(schedule, lockstep=True)
         ).items()
     ]
+    if not shown:
+        raise errors.argument_misfits(
+            "plurax.pipeline.draw_schedules", "schedules", "[]", "at least one schedule"
+        )
     heights = [AROUND + DEVICE * timeline.schedule.devices for _, timeline in shown]
     figure = new_figure(WIDTH, LEGEND + sum(heights))
     (part,) = figure.subfigures(1, 1, squeeze=False)[:, 0]

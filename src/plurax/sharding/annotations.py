@@ -15,15 +15,18 @@ resharded; the cotangent is resharded to the sharding that the value had before.
     dx = annotate[tag=hidden transposed=True] dy
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, PyTree
 
 from plurax import errors
+from plurax.argument_check import text
+from plurax.jaxpr.interpret import all_equations
 from plurax.sharding.factors import factors
 from plurax.sharding.spec import TensorSharding
 
@@ -109,6 +112,17 @@ def name(x: PyTree, text: str) -> PyTree:
     return jax.tree.map(lambda leaf: _mark(leaf, Named(text)), x)
 
 
+def annotations_in(jaxpr: Any) -> set[Tag]:
+    """Return the annotations of a traced function."""
+    annotations = (e for e in all_equations(jaxpr) if e.primitive.name == "annotate")
+    return {eqn.params["tag"] for eqn in annotations}
+
+
+def activation_names(tags: Iterable[Tag]) -> list[str]:
+    """Return the names that annotations give to activations."""
+    return sorted({tag.name for tag in tags if isinstance(tag, Named)})
+
+
 def stage_boundary(x: PyTree) -> PyTree:
     """Mark where a model can be cut into pipeline stages; a plan with `pipeline` cuts it there.
 
@@ -175,5 +189,7 @@ def shard(f: Callable[..., Any], strategy: Strategy) -> Callable[..., Any]:
     return sharded
 
 
-def _mark(x: Array, tag: Tag) -> Array:
+def _mark(x: Any, tag: Tag) -> Array:
+    if not isinstance(x, jax.Array) and np.asarray(x).dtype.kind not in "biufcV":  # V: bfloat16
+        raise errors.annotated_no_array(text(x))
     return annotate_p.bind(x, tag=tag, batch=(), transposed=False)

@@ -8,6 +8,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from plurax import errors
+from plurax.argument_check import text
 
 AxisSizes = Mapping[str, int]
 Dims = tuple[tuple[str, ...], ...]
@@ -90,10 +91,14 @@ class TensorSharding:
         Raises `PlanError` if a position is outside the device matrix.
         """
         entries = []
+        if len(axes) != len(device_matrix):
+            raise errors.argument_misfits(
+                "TensorSharding.from_map", "axes", text(axes), "a name for each axis of the matrix"
+            )
         for indices in tensor_map:
             several = indices if isinstance(indices, tuple) else (indices,)
             for index in several:
-                if not -1 <= index < len(device_matrix):
+                if not isinstance(index, int) or not -1 <= index < len(device_matrix):
                     raise errors.tensor_map_outside(tuple(tensor_map), tuple(device_matrix))
             entries.append(tuple(axes[len(axes) - 1 - p] for p in several if p != -1))
         return cls(tuple(entries))
@@ -105,6 +110,9 @@ class TensorSharding:
         ((2, 4), (1, 0))
         """
         names = list(axes)
+        for axis in self.axes:
+            if axis not in axes:
+                raise errors.sharding_unknown_axis("the tensor", axis, tuple(axes))
         tensor_map = [
             tuple(len(names) - 1 - names.index(axis) for axis in dim) or (-1,) for dim in self.dims
         ]
@@ -117,11 +125,17 @@ class TensorSharding:
 
     def num_shards(self, dim: int, axes: AxisSizes) -> int:
         """Return the number of shards of a dim."""
-        return math.prod(axes[axis] for axis in self.dims[dim])
+        try:
+            return math.prod(axes[axis] for axis in self.dims[dim])
+        except KeyError as error:
+            raise errors.sharding_unknown_axis("the tensor", error.args[0], tuple(axes)) from None
+        except IndexError:
+            raise errors.sharding_wrong_rank("the tensor", (1,) * (dim + 1), repr(self)) from None
 
     def shard_shape(self, shape: Sequence[int], axes: AxisSizes) -> tuple[int, ...]:
         """Return the shape of one shard; a dim that its shards do not divide is padded."""
-        assert len(shape) == len(self.dims), (shape, self)
+        if len(shape) != len(self.dims):
+            raise errors.sharding_wrong_rank("the tensor", tuple(shape), repr(self))
         return tuple(-(-size // self.num_shards(dim, axes)) for dim, size in enumerate(shape))
 
     def shard_bytes(self, shape: Sequence[int], itemsize: int, axes: AxisSizes) -> int:
@@ -170,4 +184,9 @@ class TensorSharding:
 def _names(entry: Any) -> tuple[str, ...]:
     if entry is None:
         return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
+    names = (entry,) if isinstance(entry, str) else entry
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+        raise errors.argument_misfits(
+            "TensorSharding.of", "entry", text(entry), "None, the name of a mesh axis, or several"
+        )
+    return tuple(names)

@@ -110,6 +110,10 @@ def _check_kind(what: str, data: Any) -> None:
         raise errors.data_is_a_table(what, kind)
     if hasattr(data, "with_format") and hasattr(data, "features"):
         raise errors.data_is_a_dataset(what, kind)
+    # Neither arrays, nor batches to take one after the other, nor a tree that JAX knows.
+    has_items = hasattr(data, "shape") or hasattr(data, "__iter__") or hasattr(data, "__getitem__")
+    if data is None or (not has_items and jax.tree.leaves([data])[0] is data):
+        raise errors.data_not_understood(what, kind)
 
 
 def _foreign(leaf: Any) -> bool:

@@ -170,8 +170,6 @@ def as_data(
         data = as_arrays(data)
         source = ArrayData(data, min(batch_size, leading_dim(data)), seed, shuffle, ragged)
         return source, source.example_batch()
-    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
-        raise errors.data_not_understood(type(data).__name__)
     if isinstance(data, Iterator):
         raise errors.data_one_shot()
     first = _first(data)

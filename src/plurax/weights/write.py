@@ -29,6 +29,9 @@ def save(params: PyTree, path: str | os.PathLike[str]) -> None:
     except ImportError:
         raise errors.package_missing(".safetensors files", "safetensors", "safetensors") from None
     whole = {name: np.ascontiguousarray(leaf) for name, leaf in named(params).items()}
+    for name, leaf in whole.items():
+        if leaf.dtype.kind not in "biufV":  # V: bfloat16
+            raise errors.leaf_not_saveable(name, str(leaf.dtype))
     if is_primary():
         make_folder(path.parent)
         with replacing(path) as new:

@@ -50,13 +50,13 @@ from plurax.execute.rows import Rows
 from plurax.execute.step import Gradients, Metrics, make_apply, make_gradients, whole_update
 from plurax.execute.totals import BatchTotals, coupled_totals, device_totals, uneven_totals
 from plurax.freezing import trained
-from plurax.jaxpr.interpret import all_equations, holds
+from plurax.jaxpr.interpret import holds
 from plurax.mesh import on_cpu, within
 from plurax.partition.partitioner import Partitioner, partition
 from plurax.partition.pins import with_strategies
 from plurax.partition.values import ShardedValue, is_sharded_value, shard_of_rows
 from plurax.plan import Plan
-from plurax.sharding.annotations import Named, Split, Tag
+from plurax.sharding.annotations import Split, Tag, activation_names, annotations_in
 from plurax.sharding.axes import Axes
 from plurax.sharding.rules import Rules, is_sharding
 from plurax.sharding.spec import TensorSharding
@@ -111,9 +111,8 @@ class ShardedBackend(Backend):
         if order_layers is not None:
             like = jax.eval_shape(order_layers, like)
         self.layout = StateShardings(like, plan, rules, sizes, stacked, layered, frozen=task.frozen)
-        annotations = (e for e in all_equations(jaxpr) if e.primitive.name == "annotate")
-        tags = {eqn.params["tag"] for eqn in annotations}
-        names = sorted({tag.name for tag in tags if isinstance(tag, Named)})
+        tags = annotations_in(jaxpr)
+        names = activation_names(tags)
         self._rules.check_used(list(tree.named_leaves(like.params)), names)
         if sizes.get("tensor", 1) > 1 and not _uses_tensor(plan, tags, jaxpr):
             raise errors.plan_tensor_unused(

@@ -22,6 +22,7 @@ from typing import Any
 
 import plurax
 from plurax import errors
+from plurax.argument_check import text
 from plurax.disk import make_folder, replace_file
 from plurax.report.page.chart_data import metric_names, runs_json
 from plurax.report.page.html_parts import Cell, escape, section, table
@@ -59,6 +60,10 @@ def write_report(
     if output.is_dir():
         raise errors.report_output_is_a_run(str(output))
     paths = run_folders(folders)
+    if not paths:
+        raise errors.argument_misfits(
+            "plurax.analysis.write_report", "runs", text(runs), "at least one folder of a run"
+        )
     read = [read_run(path, name) for path, name in zip(paths, run_names(paths), strict=True)]
     page = render(read, sweeps(read, folders)).encode()
     try:
