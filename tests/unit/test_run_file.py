@@ -279,3 +279,129 @@ def test_mistakes_about_folders(ran, capsys, tmp_path):
     assert "run.toml cannot be read: " in said("verify", "ran")
     trained(tmp_path / "by_hand")
     assert "does not say which FILE it was trained from" in said("train", "by_hand")
+
+
+# --- What a checkpoint was made with ----------------------------------------------------------
+
+
+def changed(folder, old, new):
+    path = folder / "run.toml"
+    text = path.read_text()
+    assert text.count(old) == 1, text
+    path.write_text(text.replace(old, new))
+
+
+def test_arguments_that_changed_in_the_file_are_not_trained_on(ran, capsys):
+    changed(ran, "rate = 0.1\n", "rate = 0.91\n")
+    before = sorted(path.name for path in (ran / "checkpoints").iterdir())
+    code, _, err = run(capsys, "train", "ran", "--epochs", "3")
+    assert code == 2
+    assert "experiment.rate: 0.1 in the run, 0.91 now" in err
+    assert "--experiment.rate=0.1" in err
+    assert "--restart" in err
+    assert sorted(path.name for path in (ran / "checkpoints").iterdir()) == before
+    # Whoever names it means it, the old value or the new.
+    code, _, err = run(capsys, "train", "ran", "--epochs", "3", "--experiment.rate=0.1")
+    assert code == 0, err
+    code, _, err = run(capsys, "train", "ran", "--epochs", "4", "--experiment.rate", "0.91")
+    assert code == 0, err
+    code, _, err = run(capsys, "train", "ran", "--epochs", "5")
+    assert code == 0, err
+    assert read_run_file(ran).experiment["rate"] == 0.91
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("quick = false", "quick = true", "--experiment.no-quick"),
+        ("sizes = [4, 5]", "sizes = [4, 6]", "--experiment.sizes 4 5"),
+    ],
+)
+def test_arguments_of_every_kind_are_compared(ran, capsys, old, new, named):
+    changed(ran, old, new)
+    code, _, err = run(capsys, "train", "ran", "--epochs", "3")
+    assert code == 2
+    assert f"experiment.{old.split()[0]}: " in err
+    assert f"To go on as before, write {named};" in err
+    code, _, err = run(capsys, "train", "ran", "--epochs", "3", *named.split())
+    assert code == 0, err
+
+
+def test_a_default_that_changed_in_the_experiment_file_is_not_trained_on(workplace, capsys):
+    train = ("train", "small.py", "--output", "ran", "--no-progress")
+    assert run(capsys, *train)[0] == 0
+    path = workplace / "small.py"
+    path.write_text(EXPERIMENT.replace("rate: float = 1e-2", "rate: float = 1e-3, more: int = 1"))
+    code, _, err = run(capsys, *train, "--resume", "--epochs", "3")
+    assert code == 2
+    assert "experiment.rate: 0.01 in the run, 0.001 now" in err
+    assert "experiment.more" not in err  # there was none
+    code, _, err = run(capsys, "train", "ran", "--epochs", "3")  # run.toml has that of the run
+    assert code == 0, err
+
+
+def test_what_may_change_may_change_in_the_file(ran, capsys):
+    changed(ran, "epochs = 2", "epochs = 3")
+    changed(ran, "microbatches = 2", "microbatches = 4")
+    changed(ran, "data = 4", "data = 2")
+    code, _, err = run(capsys, "train", "ran", "--checkpoint-every", "2")
+    assert code == 0, err
+
+
+def without(table, text):
+    return "\n[".join(one for one in text.split("\n[") if not one.startswith(table))
+
+
+BROKEN = {
+    "an unknown table": (
+        lambda text: text + "[gut]\nx = 1\n",
+        "has [gut], which plurax does not know. Did you mean '[git]'?",
+    ),
+    "a command": (
+        lambda text: without("command", text).replace("\nstarted", "\ncommand = 3\nstarted"),
+        "has command = 3, and it is a table there",
+    ),
+    "a plan": (
+        lambda text: without("plan", text).replace("\nstarted", "\nplan = 1\nstarted"),
+        "has plan = 1, and it is a table there",
+    ),
+    "an unknown option": (
+        lambda text: text.replace("epochs = 2", "epochz = 2"),
+        "has epochz, which plurax does not know. Did you mean 'epochs'?",
+    ),
+    "an unknown part of an option": (
+        lambda text: text.replace("[command.members]", "[command.members]\nkount = 2"),
+        "has members.kount, which plurax does not know. Did you mean 'count'?",
+    ),
+    "an option that is a table": (
+        lambda text: without("command.members", text).replace(
+            "[command]", "[command]\nmembers = 3"
+        ),
+        "has members = 3, and it is a table there",
+    ),
+    "a file that is none": (
+        lambda text: text.replace("file = ", "file = 3 #"),
+        "has file = 3, and it is a text there",
+    ),
+    "an unknown argument": (
+        lambda text: text.replace("rate = 0.1", "rote = 0.1"),
+        "--experiment.rote",
+    ),
+    "an unknown axis": (
+        lambda text: text.replace("microbatches = 2", "mikrobatches = 2"),
+        "Did you mean 'microbatches'?",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_not_as_it_was_written_is_refused(ran, capsys, name):
+    change, said = BROKEN[name]
+    path = ran / "run.toml"
+    text = path.read_text()
+    assert change(text) != text
+    path.write_text(change(text))
+    code, _, err = run(capsys, "train", "ran", "--epochs", "3")
+    assert code == 2
+    assert said in " ".join(err.replace("│", " ").split())
+    assert "Traceback" not in err

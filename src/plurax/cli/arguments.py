@@ -61,6 +61,21 @@ def experiment_args(arguments: list[str]) -> list[str]:
     return kept
 
 
+def experiment_names(arguments: list[str]) -> list[str]:
+    """Return the names of the arguments `--experiment.NAME`, dotted; of a flag both it may be.
+
+    >>> experiment_names(["--experiment.learning-rate=0.1", "--experiment.net.no-bias"])
+    ['learning_rate', 'net.no_bias', 'net.bias']
+    """
+    names = []
+    for argument in arguments:
+        if argument.startswith("--experiment."):
+            name = argument.partition("=")[0].removeprefix("--experiment.").replace("-", "_")
+            above, dot, last = name.rpartition(".")
+            names += [name, f"{above}{dot}{last[3:]}"] if last.startswith("no_") else [name]
+    return names
+
+
 def start_devices(arguments: list[str], *, rehearsal: bool = False) -> None:
     """Apply `--devices` before anything else uses JAX. Raises `PlanError`.
 

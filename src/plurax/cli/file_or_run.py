@@ -9,14 +9,17 @@ plurax train runs/digits --epochs 50
 """
 
 import dataclasses
+import inspect
 from pathlib import Path
 from typing import Any, TypeVar
 
 from plurax import errors
 from plurax.cli.arguments import value
+from plurax.cli.options import train_class
 from plurax.distributed.environment import gang_of
 from plurax.plan import MESH_AXES
-from plurax.train.run_file import RunSettings, read_run_file
+from plurax.train.fit import fit
+from plurax.train.run_file import RUN_FILE, RunSettings, read_run_file
 
 T = TypeVar("T")
 
@@ -86,8 +89,12 @@ def with_remembered(options: T, run: RunSettings, rest: list[str]) -> T:
     assert dataclasses.is_dataclass(options)
     assert not isinstance(options, type)
     names = {field.name for field in dataclasses.fields(options)}
+    path, known = str(run.folder / RUN_FILE), [*names, *_remembered_names()]
+    for name in run.options:
+        if name not in known:
+            raise errors.run_file_unknown(path, name, known)
     found: dict[str, Any] = {
-        name: _like(getattr(options, name), given)
+        name: _like(getattr(options, name), given, name, path)
         for name, given in run.options.items()
         if name in names
     }
@@ -100,10 +107,21 @@ def with_remembered(options: T, run: RunSettings, rest: list[str]) -> T:
     return dataclasses.replace(options, **found)
 
 
-def _like(default: Any, given: Any) -> Any:
-    if isinstance(given, dict) and dataclasses.is_dataclass(default):
-        names = {field.name for field in dataclasses.fields(default)}
-        known = {name: _like(None, one) for name, one in given.items() if name in names}
+def _remembered_names() -> list[str]:
+    """Return the names that `plurax train` writes to `run.toml`, of which a command has a part."""
+    train = [field.name for field in dataclasses.fields(train_class())]
+    return [*train, *inspect.signature(fit).parameters]
+
+
+def _like(default: Any, given: Any, option: str, path: str) -> Any:
+    if dataclasses.is_dataclass(default):
+        if not isinstance(given, dict):
+            raise errors.run_file_value(path, option, given, "a table")
+        names = [field.name for field in dataclasses.fields(default)]
+        for name in given:
+            if name not in names:
+                raise errors.run_file_unknown(path, f"{option}.{name}", names)
+        known = {name: _like(None, one, name, path) for name, one in given.items()}
         return dataclasses.replace(default, **known)  # type: ignore[type-var]
     return tuple(given) if isinstance(given, list) else given
 

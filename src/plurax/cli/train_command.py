@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from plurax import errors
+from plurax.cli.arguments import experiment_names
 from plurax.cli.machine_command import described_machine
 from plurax.cli.options import chosen_rollback, chosen_servers, fit_options
 from plurax.cli.parse import parse, train_options
@@ -42,7 +43,7 @@ def train_experiment(arguments: list[str]) -> int:
     machine = described_machine(options.machine, options.nodes) or made.machine
     servers = chosen_servers(options.servers, made.servers)
     result = fit(**{**vars(made), **chosen, "plan": plan, "members": members, "machine": machine,
-                    "servers": servers, "command": _remembered(file, options),
+                    "servers": servers, "command": _remembered(file, options, arguments),
                     "rollback": chosen_rollback(options.rollback, made.rollback)})  # fmt: skip
     if result.staleness is not None:
         console.print(str(result.staleness))
@@ -58,14 +59,18 @@ def train_experiment(arguments: list[str]) -> int:
     return EXIT[result.interrupted]
 
 
-def _remembered(file: Path, options: Any) -> dict[str, Any]:
-    """Return for `run.toml` what `fit` does not know: FILE, its arguments, and other options."""
+def _remembered(file: Path, options: Any, arguments: list[str]) -> dict[str, Any]:
+    """Return for `run.toml` what `fit` does not know: FILE, its arguments, and other options.
+
+    `named` are those arguments of FILE that this command line has: a run may go on with them.
+    """
     names = {field.name for field in dataclasses.fields(options)}
     own = names - {*fit_options(), "plan", "plan_file", "experiment"}
     return {
         "file": str(file.resolve()),
         **{name: getattr(options, name) for name in sorted(own)},
         "experiment": dataclasses.asdict(options.experiment),
+        "named": experiment_names(arguments),
     }
 
 

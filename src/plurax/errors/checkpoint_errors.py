@@ -55,6 +55,34 @@ def checkpoint_other_run(directory: str, field: str, saved: object, now: object)
     )
 
 
+def checkpoint_other_experiment(
+    directory: str, changed: Mapping[str, tuple[object, object]]
+) -> CheckpointError:
+    """`changed`: what an argument was in the run and is now, by dotted name."""
+    listed = "".join(
+        f"\n    experiment.{name}: {saved!r} in the run, {now!r} now"
+        for name, (saved, now) in changed.items()
+    )
+    before = " ".join(_option(name, saved) for name, (saved, _) in changed.items())
+    after = " ".join(_option(name, now) for name, (_, now) in changed.items())
+    return CheckpointError(
+        f"the run saved in {directory} was trained with other arguments of experiment():{listed}\n"
+        "run.toml, or a default of FILE, has changed since, and continuing would not be the same "
+        f"training. To go on as before, write {before}; to go on with the new values from here on, "
+        f"{after}; to start from scratch, --restart."
+    )
+
+
+def _option(name: str, value: object) -> str:
+    """Return how the command line gives an argument of `experiment()`, by dotted name."""
+    above, dot, last = name.replace("_", "-").rpartition(".")
+    if isinstance(value, bool):
+        return f"--experiment.{above}{dot}{'' if value else 'no-'}{last}"
+    if isinstance(value, list):
+        return f"--experiment.{above}{dot}{last} {' '.join(map(str, value))}"
+    return f"--experiment.{above}{dot}{last}={value}"
+
+
 def checkpoint_other_data(directory: str, saved: int, now: int) -> CheckpointError:
     return CheckpointError(
         f"an epoch of the run saved in {directory} has {saved} examples (of an iterable: batches) "

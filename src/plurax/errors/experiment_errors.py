@@ -46,6 +46,20 @@ def run_file_unreadable(path: str, reason: str) -> ExperimentError:
     )
 
 
+def run_file_unknown(path: str, name: str, known: Sequence[str]) -> ExperimentError:
+    return ExperimentError(
+        f"{path} has {name}, which plurax does not know.{hints.did_you_mean(name, known)} Write it "
+        "as it was, or remove it; plurax train FILE writes the file anew."
+    )
+
+
+def run_file_value(path: str, name: str, value: object, kind: str) -> ExperimentError:
+    return ExperimentError(
+        f"{path} has {name} = {value!r}, and it is {kind} there. Write it as it was, or remove it; "
+        "plurax train FILE writes the file anew."
+    )
+
+
 def folder_is_no_run(folder: str, command: str) -> ExperimentError:
     return ExperimentError(
         f"{folder} is a folder without a run.toml, so it is not that of a run. Write plurax "

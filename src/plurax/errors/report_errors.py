@@ -37,6 +37,13 @@ def report_without_metrics(path: str) -> ExperimentError:
     )
 
 
+def report_log_damaged(path: str, damage: str) -> ExperimentError:
+    return ExperimentError(
+        f"{path} has no row of metrics, and a checkpoint of the run says that it had: {damage}. "
+        "Put the file back from a copy; training with resume goes on without it."
+    )
+
+
 def report_output_is_a_run(path: str) -> ExperimentError:
     return ExperimentError(
         f"--output {path} is a folder, and the page is one file. Write --output {path}/report.html."

@@ -23,9 +23,11 @@ from rich.table import Table
 from rich.text import Text
 
 from plurax import errors
-from plurax.report.page.run_data import METRICS, LogTail, is_number, read_settings, run_folders
+from plurax.report.page.run_data import LogTail, is_number, read_settings, run_folders
+from plurax.train.checkpoint import Checkpoints
 from plurax.train.checkpoint.lock import LOCK, writer_of
-from plurax.train.log import Row
+from plurax.train.log import LOG_FILE, Row
+from plurax.train.log_check import damage_row, log_damage
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 ROWS, COLUMNS = 6, 60
@@ -53,9 +55,10 @@ class WatchedRun:
         if len(folders) > 1:
             raise errors.watch_one_run(str(path), len(folders))
         self.path, self.metric = folders[0], metric
-        self._tail = LogTail(self.path / METRICS)
+        self._tail = LogTail(self.path / LOG_FILE)
         self._now, self._heard = now, now()
         self._restarts = 0
+        self._seen: tuple[int, ...] = ()
         self.settings: dict[str, Any] = {}
         self._clear()
         self.read()
@@ -76,9 +79,18 @@ class WatchedRun:
         for row in rows:
             self._heard = self._now()
             self._take(row)
+        self._check_log()
         self.alive = writer_of(self.path / "checkpoints" / LOCK)
         # While the file is being replaced, what it said before.
         self.settings = read_settings(self.path / "run.toml") or self.settings
+
+    def _check_log(self) -> None:
+        """Compare the log with each new checkpoint, and after it was replaced."""
+        seen = (self._restarts, *Checkpoints(self.path / "checkpoints").steps()[-1:])
+        if seen != self._seen:
+            self._seen = seen
+            if (damage := log_damage(self.path)) is not None:
+                self.events.append(damage_row(*damage))
 
     def _take(self, row: Row) -> None:
         kind = row["kind"]

@@ -56,6 +56,7 @@ from plurax.train.restore import (
     with_resampling,
 )
 from plurax.train.rollback import Rollback, Rollbacks, check_rollback
+from plurax.train.run_file import experiment_values
 from plurax.train.run_folder import epoch_length
 from plurax.train.saving import Saving
 from plurax.train.serve import open_servers
@@ -258,11 +259,13 @@ def fit(
         estimated = estimate_run(program, optimizer, like, source, resident, machine)
         evaluation = check_run(program, evaluation, output, few, evaluate_every)
         settings = {"seed": seed, "batch_size": program.batch_size, "shuffle": bool(shuffle),
-                    "ragged": ragged, "epoch_length": epoch_length(source)}  # fmt: skip
+                    "ragged": ragged, "epoch_length": epoch_length(source),
+                    **experiment_values(command)}  # fmt: skip
         move_aside(group, checkpoints if restart else None)
         rollbacks = Rollbacks(rule, checkpoints, group)
+        named = (command or {}).get("named", ())
         begin = functools.partial(
-            start, program, checkpoints, source, seed, settings, rollbacks, hooks
+            start, program, checkpoints, source, seed, settings, rollbacks, hooks, named
         )
         state, position, metrics = begin(resume)
         log, history = open_log(stack, group, output, program, estimated, state, resume, given)

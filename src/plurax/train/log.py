@@ -1,6 +1,7 @@
 """Write metrics to disk: JSON lines, which plurax reads back, and TensorBoard events."""
 
 import contextlib
+import hashlib
 import json
 import math
 import warnings
@@ -14,6 +15,8 @@ from plurax.train.board import Board
 
 Row = dict[str, Any]
 
+LOG_FILE = "metrics.jsonl"
+
 BOARD_EVERY = 10
 """Steps between those written to TensorBoard; `metrics.jsonl` has every step."""
 
@@ -25,7 +28,7 @@ NOT_FINITE = ("nan", "inf", "-inf")
 
 
 class DamagedLogWarning(UserWarning):
-    """Lines of `metrics.jsonl` could not be read, and were left out."""
+    """Lines of `metrics.jsonl` are missing, changed, or cannot be read."""
 
 
 class MetricsLog:
@@ -46,7 +49,7 @@ class MetricsLog:
     """
 
     def __init__(self, directory: Path, *, resume_step: int | None = None) -> None:
-        self.path = directory / "metrics.jsonl"
+        self.path = directory / LOG_FILE
         self._open(resume_step)
 
     def _open(self, resume_step: int | None) -> None:
@@ -56,7 +59,9 @@ class MetricsLog:
             make_folder(self.path.parent)
             if resume_step is not None and self.path.exists():
                 lines = self._up_to(resume_step)
-            replace_file(self.path, b"".join(lines))
+            content = b"".join(lines)
+            replace_file(self.path, content)
+            self._length, self._sum = len(content), hashlib.sha256(content)
             self._rows = AppendFile(self.path)
             purge = None if resume_step is None else resume_step + 1
             self._board = Board(self.path.parent / "tensorboard", purge)
@@ -103,7 +108,10 @@ class MetricsLog:
 
     def write(self, row: Row) -> None:
         """Append a row; on a full disk it waits in memory."""
-        self._rows.write(encode_row(row))
+        line = encode_row(row)
+        self._rows.write(line)
+        self._length += len(line)
+        self._sum.update(line)
         if row["kind"] == "event" or (row["kind"] == "step" and row["step"] % BOARD_EVERY):
             return
         values = {
@@ -113,11 +121,15 @@ class MetricsLog:
         }
         self._board.scalars(values, row["step"])
 
-    def flush(self) -> None:
-        """Return when all rows are on disk. Raises `CheckpointError` where writing fails."""
+    def flush(self) -> dict[str, Any]:
+        """Return length and checksum of the log when all rows are on disk.
+
+        Raises `CheckpointError` where writing fails.
+        """
         with log_errors(self.path):
             self._rows.flush()
             self._board.file.flush()
+        return {"length": self._length, "sha256": self._sum.hexdigest()}
 
     def close(self) -> None:
         """Flush and close. Raises `CheckpointError` where writing fails."""

@@ -1,7 +1,8 @@
 """Open what a run needs before its first step: its folder, its state, its log, its bar."""
 
 import contextlib
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from plurax.train.checkpoint import Checkpoints
 from plurax.train.data import Data
 from plurax.train.epoch_metrics import EpochMetrics, MembersMetrics, NetworkMetrics
 from plurax.train.hooks import Hooks
-from plurax.train.log import MetricsLog, Row
+from plurax.train.log import DamagedLogWarning, MetricsLog, Row
+from plurax.train.log_check import damage_row, log_damage
 from plurax.train.notebook_progress import NotebookProgress
 from plurax.train.progress import TrainingProgress
 from plurax.train.restore import restore
@@ -75,9 +77,12 @@ def start(
     run: dict[str, Any],
     rollbacks: Rollbacks,
     hooks: Hooks,
+    named: Sequence[str],
     resume: bool,
 ) -> tuple[TrainState, Position, EpochMetrics]:
     """Return the state to go on from, where in the data, and the sums of its epoch.
+
+    **Arguments:** `named`, arguments of `experiment()` that may differ from those of the run.
 
     The callbacks get the state that the checkpoint has of them.
     """
@@ -86,7 +91,7 @@ def start(
         restored = restore(program, checkpoints, source)
         if restored is not None:
             state, meta = restored
-            check_same_run(str(checkpoints.directory), meta, run)
+            check_same_run(str(checkpoints.directory), meta, run, named)
             position, tally = rollbacks.go_on(state.steps_taken, meta)
             hooks.restore(meta.get("callbacks", {}))
             return state, position, _new_metrics(program, tally)
@@ -113,7 +118,11 @@ def open_log(
 
     def opened() -> list[Row]:
         nonlocal log
+        damage = log_damage(Path(output), resume_step) if resume_step else None
         log = stack.enter_context(MetricsLog(Path(output), resume_step=resume_step))
+        if damage is not None:
+            warnings.warn(f"{log.path}: {damage[1]}", DamagedLogWarning, stacklevel=4)
+            log.write(damage_row(*damage))
         machine = estimated.machine if estimated else None
         save_settings(program, machine, given, state.steps_taken, Path(output))
         return log.epochs

@@ -47,6 +47,8 @@ NOT_OPTIONS = frozenset(
      "evaluation", "devices")
 )  # fmt: skip
 """Arguments of `fit` that say where a run is, or that stand elsewhere in the file."""
+TABLES = ("options", "command", "experiment", "plan", "members", "servers", "rollback", "versions",
+          "devices", "git")  # fmt: skip
 MOST_HYPER = 10_000
 """The longest list of hyperparameters that is written."""
 GIT_SECONDS = 5.0
@@ -74,7 +76,8 @@ class RunSettings:
 def read_run_file(folder: str | Path) -> RunSettings | None:
     """Return what the `run.toml` of a folder says, None where it has none.
 
-    Raises `ExperimentError` for a file that is not TOML, and `PlanError` for its plan.
+    Raises `ExperimentError` for a file that is not TOML, or not as `run_toml` writes it, and
+    `PlanError` for its plan.
     """
     folder = local_path(folder)
     path = folder / RUN_FILE
@@ -84,13 +87,46 @@ def read_run_file(folder: str | Path) -> RunSettings | None:
         table: Table = tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise errors.run_file_unreadable(str(path), str(error)) from None
+    _check_tables(table, str(path))
     command = table.get("command", {})
     file = command.pop("file", None)
+    if file is not None and not isinstance(file, str):
+        raise errors.run_file_value(str(path), "file", file, "a text")
     plan = _plan(table["plan"], str(path)) if "plan" in table else None
     options = {
         name: _read(value) for name, value in {**table.get("options", {}), **command}.items()
     }
-    return RunSettings(folder, file and Path(file), options, table.get("experiment", {}), plan)
+    return RunSettings(
+        folder, Path(file) if file else None, options, table.get("experiment", {}), plan
+    )
+
+
+def _check_tables(table: Table, path: str) -> None:
+    for name, value in table.items():
+        if name not in (*TABLES, "started", "callbacks"):
+            raise errors.run_file_unknown(path, f"[{name}]", [f"[{one}]" for one in TABLES])
+        if name in TABLES and not isinstance(value, dict):
+            raise errors.run_file_value(path, name, value, "a table")
+
+
+def experiment_values(command: Mapping[str, Any] | None) -> Table:
+    """Return the arguments of the file's `experiment()`, for a checkpoint.
+
+    Under `experiment`, by dotted name; nothing for a run that no command line has started.
+    """
+    if not command or "experiment" not in command:
+        return {}
+    values: Table = {}
+
+    def add(prefix: str, table: Table) -> None:
+        for name, value in table.items():
+            if isinstance(value, dict):
+                add(f"{prefix}{name}.", value)
+            else:
+                values[f"{prefix}{name}"] = json.loads(json.dumps(value, default=_value))
+
+    add("", _as_table(command["experiment"]))
+    return {"experiment": values}
 
 
 def run_toml(given: Mapping[str, Any], program: Program) -> str:
@@ -102,7 +138,8 @@ def run_toml(given: Mapping[str, Any], program: Program) -> str:
       of `file`, `experiment` and options that `fit` has in another form.
     - `program`: its program.
     """
-    command = dict(given.get("command") or {})
+    command = {**(given.get("command") or {})}
+    command.pop("named", None)
     devices = list(program.mesh.devices.flat)
     folder = Path(command["file"]).parent if "file" in command else Path()
     plan = re.sub(r"^(\[\[?)", r"\1plan.", program.plan.to_toml(), flags=re.MULTILINE)

@@ -1,7 +1,8 @@
 """Check a run's folder before resuming in it, and move a run aside before restarting in it."""
 
 import itertools
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,25 @@ def epoch_length(source: Data) -> int | None:
     return source.draws if isinstance(source, ArrayData) else source.batches_per_epoch
 
 
-def check_same_run(directory: str, meta: dict[str, Any], run: dict[str, Any]) -> None:
-    """Raise `CheckpointError` unless a run with these settings may continue from a checkpoint."""
-    if not meta.keys() >= {*run, "position", "tally"}:
+def check_same_run(
+    directory: str, meta: dict[str, Any], run: dict[str, Any], named: Sequence[str] = ()
+) -> None:
+    """Raise `CheckpointError` unless a run with these settings may continue from a checkpoint.
+
+    **Arguments:** `named`, arguments of `experiment()` that may differ.
+    """
+    settings = {name: value for name, value in run.items() if name != "experiment"}
+    if not meta.keys() >= {*settings, "position", "tally"}:
         raise errors.checkpoint_by_hand(directory)
-    for field, now in run.items():
+    saved = meta.get("experiment", {})
+    changed = {
+        name: (saved[name], now)
+        for name, now in run.get("experiment", {}).items()
+        if name in saved and name not in named and json.dumps(saved[name]) != json.dumps(now)
+    }
+    if changed:
+        raise errors.checkpoint_other_experiment(directory, changed)
+    for field, now in settings.items():
         before = meta[field]
         if before == now:
             continue

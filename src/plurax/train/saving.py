@@ -129,12 +129,12 @@ class Saving:
         try:
             # No checkpoint is ever ahead of its logs.
             meta = described()
-            self._group.on_primary(self._log.flush if self._log else lambda: None)
+            log = self._group.on_primary(self._log.flush if self._log else lambda: None)
         except errors.DiskError as error:
             self._fail(step, step, error)
             return False
         try:
-            self._checkpoints.save(state(), meta, residuals)
+            self._checkpoints.save(state(), {**meta, "log": log}, residuals)
         except (errors.DiskError, OSError) as error:
             self._fail(step, step, error)
             return False

@@ -19,6 +19,7 @@ import dataclasses
 import json
 import os
 import tomllib
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
@@ -31,11 +32,10 @@ from plurax.machine import Machine
 from plurax.plan import Plan
 from plurax.server.record import Event, read_events
 from plurax.train.checkpoint.lock import LOCK, writer_of
-from plurax.train.log import KINDS, Row, read_row
+from plurax.train.log import KINDS, LOG_FILE, DamagedLogWarning, Row, read_row
+from plurax.train.log_check import damage_row, log_damage
 
 T = TypeVar("T")
-
-METRICS = "metrics.jsonl"
 
 NOT_METRICS = frozenset(("kind", "step", "epoch", "weight", "examples", "skipped", "seconds"))
 """Numbers of a row that are no curve."""
@@ -145,17 +145,22 @@ def read_run(path: Path, name: str | None = None) -> RunData:
 
     Raises `ExperimentError` for a folder without `metrics.jsonl`, and where nothing is in it.
     """
-    log = path / METRICS
+    log = path / LOG_FILE
     if not log.is_file():
         raise errors.report_not_a_run(str(path))
     if not os.access(log, os.R_OK):
         raise errors.report_unreadable(str(log))
-    rows = LogTail(log).read()
+    rows, damage = LogTail(log).read(), _read(lambda: log_damage(path))
     kinds: dict[str, list[Row]] = {kind: [] for kind in KINDS}
     for row in rows:
         kinds[row["kind"]].append(row)
     if not kinds["step"] and not kinds["epoch"]:
+        if damage is not None:
+            raise errors.report_log_damaged(str(log), damage[1])
         raise errors.report_without_metrics(str(log))
+    if damage is not None:
+        warnings.warn(f"{log}: {damage[1]}", DamagedLogWarning, stacklevel=3)
+        kinds["event"].append(damage_row(*damage))
     return RunData(
         path=path,
         name=path.name if name is None else name,
@@ -185,10 +190,12 @@ def run_folders(given: Iterable[Path]) -> list[Path]:
     for path in given:
         if not path.is_dir():
             raise errors.report_no_folder(str(path))
-        if (path / METRICS).is_file():
+        if (path / LOG_FILE).is_file():
             found.append(path)
             continue
-        inside = [log.parent for log in (*path.glob(f"*/{METRICS}"), *path.glob(f"*/*/{METRICS}"))]
+        inside = [
+            log.parent for log in (*path.glob(f"*/{LOG_FILE}"), *path.glob(f"*/*/{LOG_FILE}"))
+        ]
         inside = sorted(one for one in inside if not one.name.startswith("before."))
         if not inside:
             raise errors.report_not_a_run(str(path))
