@@ -370,8 +370,8 @@ BROKEN = {
         "has epochz, which plurax does not know. Did you mean 'epochs'?",
     ),
     "an unknown part of an option": (
-        lambda text: text.replace("[command.members]", "[command.members]\nkount = 2"),
-        "has members.kount, which plurax does not know. Did you mean 'count'?",
+        lambda text: text.replace("[command.members]", "[command.members]\nsead = 2"),
+        "has members.sead, which plurax does not know. Did you mean 'seeds'?",
     ),
     "an option that is a table": (
         lambda text: without("command.members", text).replace(
