@@ -52,11 +52,16 @@ FAULTS = {
         "a_signal_at_any_moment a_second_signal_ends_a_process_and_the_others_notice",
         "unit/test_fit.py: a_signal_saves_and_resume_is_bit_equal "
         "a_second_signal_ends_a_run_whose_data_block",
+        "unit/test_stop_signals.py: a_script_that_gets_sigterm_ends_with_its_checkpoint "
+        "what_a_signal_does_once_all_is_saved a_fit_within_a_fit_stops_both",
+        "unit/test_reaper.py: ray_does_not_replace_the_handler_that_saves",
         "unit/test_launch.py: a_signal_reaches_all_processes a_second_signal_kills",
     ),
     "10 kill -9 of a rank, of the coordinator, of the launcher": (
         "faults/test_kills.py: processes_and_the_launcher_are_killed all_are_killed_together",
-        "unit/test_launch.py: nothing_outlives_a_launcher_that_is_killed",
+        "unit/test_launch.py: nothing_outlives_a_launcher_that_is_killed "
+        "the_trace_of_a_process_whose_peer_died_is_only_in_its_file",
+        "unit/test_locked_folder.py: the_next_removes_what_a_killed_process_has_left",
         "unit/test_launch_hosts.py: a_lost_host_may_come_back a_lost_leader_may_come_back",
     ),
     "11 a rank that hangs, is stopped, holds the GIL": (
@@ -93,8 +98,9 @@ FAULTS = {
         "resume/test_watched.py: a_fault_is_named_and_the_run_ends_as_if_it_had_not_been",
     ),
     "17, 18, 20 servers, workers and heads of clusters that die": (
-        "resume/test_server_deaths.py: every_death_is_survived a_worker_and_a_server_are_killed "
-        "the_head_of_the_cluster_is_missed",
+        "resume/test_server_deaths.py: every_death_is_survived a_worker_and_a_server_are_killed",
+        "unit/test_reaper.py: the_end_of_ray_is_said "
+        "marked_processes_end_and_folders_go_with_a_killed_process",
     ),
     "19 pushes that are damaged, twice, too old": (
         "unit/test_servers.py: pushes_drawn_at_random_change_nothing_and_kill_nobody "
@@ -104,7 +110,9 @@ FAULTS = {
         "resume/test_server_deaths.py: another_token_is_refused "
         "a_cluster_without_a_token_is_refused",
         "unit/test_launch_hosts.py: a_host_that_does_not_fit_is_refused "
-        "a_proof_is_for_one_side_and_one_nonce a_connection_to_no_launcher_is_closed",
+        "a_proof_is_for_one_side_and_one_nonce a_connection_to_no_launcher_is_closed "
+        "several_hosts_need_a_secret a_flood_of_connections_leaves_room_for_a_launcher "
+        "a_hello_with_absurd_numbers_is_refused a_report_that_is_none_ends_the_connection",
         "unit/test_distributed.py: strangers_are_not_let_in",
     ),
     "22 a store that is too small": (

@@ -220,10 +220,3 @@ def test_a_cluster_without_a_token_is_refused(monkeypatch):
 def test_a_store_that_is_too_small_is_refused():
     with pytest.raises(px.PlanError, match="GB of memory that processes share, and /dev/shm has"):
         RayTransport(SYNC, store_bytes=1 << 50)
-
-
-def test_the_head_of_the_cluster_is_missed():
-    transport = RayTransport.__new__(RayTransport)  # of a cluster that has ended
-    transport._head, transport._own = "127.0.0.1:1", True
-    with pytest.raises(px.PlanError, match="cannot be started again without it"):
-        transport.silent([], 1.0)

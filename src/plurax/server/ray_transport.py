@@ -73,10 +73,11 @@ class RayTransport(Transport):
         self._own = not self._ray.is_initialized()
         self._alone = self._own and servers.address is None
         self._shared: SharedFolder | None = None
-        self._reaper = Reaper(REAP_SECONDS) if self._alone else None
+        self._raylet: socket.socket | None = None
+        self._reaper: Reaper | None = None
         with _own_sigterm():
             if self._alone:
-                self._start(servers, store_bytes)
+                self._reaper = self._start(servers, store_bytes)
             elif self._own:
                 self._join(str(servers.address))
         store = int(self._ray.cluster_resources().get("object_store_memory", 0))
@@ -101,17 +102,17 @@ class RayTransport(Transport):
         host = type("Host", (_Host,), {"ping": self._ray.method(concurrency_group="ping")(_ping)})
         self._host = self._ray.remote(concurrency_groups={"ping": 1})(host)
 
-    def _start(self, servers: Servers, store_bytes: int) -> None:
-        """Start Ray on this machine."""
+    def _start(self, servers: Servers, store_bytes: int) -> Reaper:
+        """Start Ray on this machine; return what ends it once this process is killed."""
         store_bytes = max(store_bytes + store_bytes // 4, LEAST_STORE_BYTES)
         free = shutil.disk_usage(FOLDER).free if FOLDER.is_dir() else store_bytes
         if store_bytes > free:
             raise errors.servers_store_too_small(store_bytes, free, f"{FOLDER} has")
-        mark = secrets.token_hex(16)
-        if self._reaper is not None:
-            # Once this process is killed, two of Ray's would look for it only once a minute.
-            self._reaper.tell(f"={MARK}={mark}")
-        with _marked(mark), warnings.catch_warnings():
+        reaper, mark = Reaper(REAP_SECONDS), secrets.token_hex(16)
+        # Two of Ray's processes would look for this one only once a minute.
+        reaper.tell(f"={MARK}={mark}")
+        with contextlib.ExitStack() as stack, _marked(mark), warnings.catch_warnings():
+            stack.callback(reaper.close, REAP_SECONDS)
             # Its processes are started by fork and exec at once, which no thread of JAX is in.
             warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
             self._ray.init(
@@ -122,6 +123,8 @@ class RayTransport(Transport):
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
+            stack.pop_all()
+        return reaper
 
     def _join(self, address: str) -> None:
         """Join a running cluster."""
@@ -295,7 +298,7 @@ class RayTransport(Transport):
         """
         reason = _unreachable(self._head)
         gone = errors.servers_head_gone(self._head, reason) if reason else None
-        if gone is None and _is_closed(self._raylet):
+        if gone is None and self._raylet is not None and _is_closed(self._raylet):
             gone = errors.servers_raylet_gone()
         if gone is None:
             return
@@ -307,7 +310,8 @@ class RayTransport(Transport):
 
     def close(self) -> None:
         """End all processes, and Ray where it was started here."""
-        self._raylet.close()
+        if self._raylet is not None:
+            self._raylet.close()
         if self._own:
             self._ray.shutdown()
         if self._shared is not None:
