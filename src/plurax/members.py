@@ -19,6 +19,10 @@ Hyper = dict[str, Any]
 """The hyperparameters of one member: scalars by name."""
 
 
+MAX_MEMBERS = 100_000
+"""The most members: their seeds and settings are listed in Python, and all are compiled at once."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Distribution:
     """A uniform distribution over `[low, high)`, or of the logarithm (`log=True`).
@@ -136,6 +140,9 @@ class Members:
         object.__setattr__(self, "draw_seed", check_seed(self.draw_seed))
         if not isinstance(self.hyper, Mapping):
             raise errors.hyper_not_named(self.hyper)
+        given = self.seeds if self.seeds is None or isinstance(self.seeds, int) else len(self.seeds)
+        if given is not None and given > MAX_MEMBERS:
+            raise errors.members_too_many(given, MAX_MEMBERS)
         seeds = self._seeds()
         if not seeds or self.indices == ():
             raise errors.members_none()

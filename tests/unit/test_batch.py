@@ -462,3 +462,82 @@ def test_a_batch_that_was_deleted_is_named(program):
     rows["x"].delete()
     with pytest.raises(px.BatchError, match=r"batch\[x\] was given to a function that reused"):
         program.step(program.init(), rows)
+
+
+PLANS = [px.Plan(), px.Plan(data=2, microbatches=2), px.Plan(data=2, zero=3)]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("coupled", [False, True])
+def test_arrays_without_elements_change_nothing(plan, coupled):
+    def loss(params, batch, keys, *mask):
+        return (batch["x"] @ params["w"]) ** 2 + (mask[0].sum(dtype=jnp.float32) if mask else 0.0)
+
+    task = px.Task(
+        init=lambda key: {"w": jnp.ones(5)},
+        loss=loss,
+        coupled=coupled,
+        evaluate=lambda p, b: b["x"] @ p["w"],
+    )
+    losses = []
+    for rows in {"x": ROWS["x"]}, {"x": ROWS["x"], "none": np.zeros((8, 0, 2), np.float32)}:
+        program = px.compile(task, optax.sgd(0.1), plan, rows)
+        state = program.init()
+        for size in 8, 3:
+            state, metrics = program.step(state, models.cut(rows, size))
+        losses.append((float(metrics["loss"]), program.evaluate(state, rows)["loss"]))
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_random_keys_are_padded_as_other_rows(plan):
+    keys = jax.random.split(jax.random.key(1), 8)
+    noise = np.asarray(jax.vmap(jax.random.normal)(keys))
+
+    def trained(loss, rows):
+        task = px.Task(init=lambda key: {"w": jnp.ones(5)}, loss=loss)
+        program = px.compile(task, optax.sgd(0.1), plan, rows)
+        state, first = program.step(program.init(), models.cut(rows, 3))
+        placed = program.place_batch(models.cut(rows, 5))
+        state, second = program.step_placed(state, placed)
+        streamed = px.fit(task, optax.sgd(0.1), [rows, models.cut(rows, 3)], plan=plan, epochs=1)
+        resident = px.fit(task, optax.sgd(0.1), rows, plan=plan, epochs=1, batch_size=3)
+        last = [run.history[-1]["loss"] for run in (streamed, resident)]
+        return [first["loss"], second["loss"], program.evaluate(state, rows)["loss"], *last]
+
+    drawn = trained(
+        lambda p, b, k: (b["x"] @ p["w"]) ** 2 + jax.vmap(jax.random.normal)(b["key"]),
+        {"x": ROWS["x"], "key": keys},
+    )
+    read = trained(
+        lambda p, b, k: (b["x"] @ p["w"]) ** 2 + b["noise"], {"x": ROWS["x"], "noise": noise}
+    )
+    np.testing.assert_allclose(drawn, read, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("value", "kind"), [(1.5, "float"), (2, "int"), ("relu", "str")])
+@pytest.mark.parametrize("members", [None, px.Members(2)])
+def test_a_parameter_that_is_no_array_is_named(value, kind, members):
+    task = px.Task(
+        init=lambda key: {"w": jnp.ones(5), "s": value},
+        loss=lambda params, batch, keys: batch["x"] @ params["w"],
+    )
+    with pytest.raises(px.TaskError, match=f"parameter 's' is a Python {kind}, and parameters are"):
+        px.compile(task, optax.sgd(0.1), px.Plan(), ROWS, members=members)
+
+
+def test_numbers_in_place_of_parameters_are_no_state(program):
+    params = jax.tree.map(lambda leaf: 1.0, program.init().params)
+    with pytest.raises(px.BatchError, match=r"does not belong to this program"):
+        program.init(params=params)
+
+
+def test_sizes_beyond_any_device_are_refused_at_once(program):
+    rows = {"x": jax.ShapeDtypeStruct((10**12, 5), np.float32)}
+    with pytest.raises(px.BatchError, match=r"of 1,000,000,000,000 rows: a program takes at most"):
+        px.compile(models.mlp_task(), optax.sgd(0.1), px.Plan(), rows)
+    with pytest.raises(px.BatchError, match=r"of 1,000,000,000,000 rows: a program takes at most"):
+        program.predict(program.init(), ROWS, chunk=10**12)
+    for seeds in 10**6, 10**12, range(10**12):
+        with pytest.raises(px.MembersError, match=r"000 members: a population is compiled as one"):
+            px.Members(seeds)

@@ -49,6 +49,14 @@ def batch_too_large(given: int, compiled: int) -> BatchError:
     )
 
 
+def batch_too_many_rows(rows: int, largest: int) -> BatchError:
+    return BatchError(
+        f"a batch (batch_size=, chunk=) of {rows:,} rows: a program takes at most {largest:,}. "
+        "Give the number of examples of a step, which has to fit the devices' memory; "
+        "plurax.max_batch_size finds the largest."
+    )
+
+
 def batch_mismatch(expected: str, given: str) -> BatchError:
     return BatchError(
         "the batch does not fit the program (B is any number of examples up to the compiled size)."

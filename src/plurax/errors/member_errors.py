@@ -10,6 +10,14 @@ def members_none() -> MembersError:
     return MembersError("Members(seeds=...): a population needs at least one member.")
 
 
+def members_too_many(given: int, largest: int) -> MembersError:
+    return MembersError(
+        f"{given:,} members: a population is compiled as one program, of at most {largest:,}. "
+        "Train it in several calls, each with some of the seeds: Members(range(0, 1000)), "
+        "Members(range(1000, 2000)). plurax.max_members says how many fit a device."
+    )
+
+
 def members_are_none(given: object) -> MembersError:
     number = given if isinstance(given, int) else 10
     return MembersError(

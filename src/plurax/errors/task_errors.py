@@ -169,6 +169,14 @@ def all_frozen(patterns: Iterable[str]) -> TaskError:
     )
 
 
+def parameter_not_an_array(path: str, kind: str) -> TaskError:
+    return TaskError(
+        f"Task.init: the parameter {path!r} is a Python {kind}, and parameters are arrays. Write "
+        "jnp.asarray(value, jnp.float32) for a number that is trained, and keep the rest out of "
+        "params: close over it."
+    )
+
+
 def parameter_not_floating(path: str, dtype: str) -> TaskError:
     return TaskError(
         f"Task.init: the parameter {path!r} has dtype {dtype}, which has no gradient. Keep what is "

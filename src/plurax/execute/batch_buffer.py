@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int, PyTree
 
 from plurax.distributed.global_arrays import process_count
-from plurax.execute.placement import Placed, Placement, device_data
+from plurax.execute.placement import Placed, Placement, device_data, is_key
 from plurax.mesh import replicated
 
 BYTES = 4 * 2**20
@@ -87,9 +87,12 @@ class Buffers:
     def of(cls, placement: Placement, mesh: Mesh) -> "Buffers | None":
         """Return buffers for batches that a placement takes; None where batches are too large.
 
-        None of several processes either: each reads the rows of its own devices alone.
+        None of several processes either: each reads the rows of its own devices alone; nor of
+        random keys, which are no NumPy arrays.
         """
         leaves = jax.tree.leaves(placement.like)
+        if any(is_key(leaf) for leaf in leaves):
+            return None
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
         slots = min(MOST_SLOTS, BYTES // max(1, size))
         return (

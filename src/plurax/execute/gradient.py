@@ -295,7 +295,9 @@ def with_metrics(metrics: dict[str, Any], more: Any, size: int, where: str) -> d
 
 
 def check_parameters(params: PyTree) -> None:
-    """Raise `TaskError` where a parameter has no gradient."""
+    """Raise `TaskError` where a parameter is no array, or has no gradient."""
     for path, leaf in tree.named_leaves(params).items():
+        if not hasattr(leaf, "dtype"):
+            raise errors.parameter_not_an_array(path, type(leaf).__name__)
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise errors.parameter_not_floating(path, str(leaf.dtype))

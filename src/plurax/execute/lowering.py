@@ -60,7 +60,7 @@ def abstract_data(data: PyTree, mesh: Mesh) -> PyTree:
     def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
         placed = isinstance(leaf, jax.Array) and leaf.sharding.device_set == whole.device_set
         where = leaf.sharding if placed else whole
-        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
         return jax.ShapeDtypeStruct(np.shape(leaf), dtype, sharding=where)
 
     return jax.tree.map(abstract_leaf, data)

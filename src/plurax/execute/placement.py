@@ -26,6 +26,9 @@ from plurax import errors, tree
 from plurax.distributed.global_arrays import process_count, put
 from plurax.sources.source import Column, Reading, Source
 
+MAX_ROWS = 2**31 - 1
+"""A program counts its rows in int32."""
+
 
 class Placed(NamedTuple):
     """A batch on its devices: `rows`, a tree of arrays `(N, ...)`, the first `size` real."""
@@ -48,6 +51,8 @@ class Placement:
 
     def __init__(self, like: PyTree, rows: int, sharding: NamedSharding) -> None:
         self.size = leading_dim(like)
+        if rows > MAX_ROWS:
+            raise errors.batch_too_many_rows(rows, MAX_ROWS)
         self.rows = rows
         self.sharding = sharding
         self.structure: Any = jax.tree.structure(like)
@@ -127,6 +132,8 @@ class Placement:
                 raise errors.batch_was_deleted(path)
             if isinstance(leaf, jax.Array) and count == self.rows:
                 return put(leaf, self.sharding)
+            if is_key(like):
+                return put(_padded_keys(leaf, self.rows), self.sharding)
             if process_count() > 1:  # a program over several processes takes no NumPy arrays
                 return self._put_own_rows(path, leaf, count, like)
             leaf = np.asarray(leaf)
@@ -336,6 +343,18 @@ def chunks(data: PyTree | Iterable[PyTree] | Source, size: int) -> Iterator[PyTr
         for start in range(0, leading_dim(batch), size):
             cut = slice(start, start + size)
             yield jax.tree.map(operator.itemgetter(cut), batch)
+
+
+def is_key(leaf: Any) -> bool:
+    """Return whether an array holds random keys, which have no form as a NumPy array."""
+    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def _padded_keys(keys: Any, rows: int) -> jax.Array:
+    """Return `rows` random keys: the given ones, repeated."""
+    numbers = np.asarray(jax.random.key_data(keys))
+    padded = numbers[np.arange(rows) % len(numbers)]
+    return jax.random.wrap_key_data(padded, impl=jax.random.key_impl(keys))
 
 
 def _canonical(path: str, leaf: Any) -> np.dtype:

@@ -192,9 +192,9 @@ class Program:
         layout = self._functions.layout
         # Copy: the first step donates the state, and the caller's arrays must stay valid.
         copied = jax.tree.map(jnp.copy, state)
-        if same_shapes(state, self.state_shapes):
+        if same_shapes(copied, self.state_shapes):
             return put(copied, self._state_shardings)
-        layout.check(state)
+        layout.check(copied)
         return self._stored(put(copied, layout.canonical_shardings(self.mesh)))
 
     @functools.cached_property

@@ -52,7 +52,8 @@ def device_totals(
         return fun(params, state, part)
 
     def split(leaf: Array) -> Array:
-        return leaf.reshape(microbatches, -1, *leaf.shape[1:])
+        # No -1 for a size: of a leaf without elements it could be any.
+        return leaf.reshape(microbatches, leaf.shape[0] // microbatches, *leaf.shape[1:])
 
     return _in_microbatches(one, split, axis_size, microbatches, reduce or over_data(axis_size))
 
@@ -166,7 +167,8 @@ def round_robin(leaf: Array, microbatches: int) -> Array:
 
     The reshape to (size, microbatches) keeps each device's rows on the device.
     """
-    return jnp.moveaxis(leaf.reshape(-1, microbatches, *leaf.shape[1:]), 1, 0)
+    size = leaf.shape[0] // microbatches
+    return jnp.moveaxis(leaf.reshape(size, microbatches, *leaf.shape[1:]), 1, 0)
 
 
 def _where_any(

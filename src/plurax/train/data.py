@@ -210,7 +210,9 @@ def _source_data(
 def _shapes(batch: PyTree, size: int) -> PyTree:
     """Return the shapes of a batch of `size` examples, from any batch."""
     return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((size, *np.shape(leaf)[1:]), np.asarray(leaf).dtype),
+        lambda leaf: jax.ShapeDtypeStruct(
+            (size, *np.shape(leaf)[1:]), getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
+        ),
         batch,
     )
 

@@ -226,7 +226,7 @@ class PipelinedBackend(Backend):
         m = self.plan.microbatches
         if coupled:
             return jax.tree.map(lambda leaf: round_robin(leaf, m), rows)
-        return jax.tree.map(lambda leaf: leaf.reshape(m, -1, *leaf.shape[1:]), rows)
+        return jax.tree.map(lambda leaf: leaf.reshape(m, len(leaf) // m, *leaf.shape[1:]), rows)
 
     def _stage(self, trips: int = 1, *, joint: bool = False) -> Partitioner:
         return self._base.partitioner(trips, stage=True, joint=joint)
