@@ -11,6 +11,7 @@ import pytest
 from tests import models
 
 import plurax as px
+from plurax.hlo import _computations
 from plurax.pipeline.schedule import SCHEDULES, make_schedule, ticks
 
 ROWS = 4
@@ -168,3 +169,34 @@ def test_split_boundaries_are_exchanged_as_shards():
     program = compiled(tensor=2, shardings=rules)
     permutes = [c for c in program.collectives() if c.kind == "collective-permute"]
     assert {c.bytes for c in permutes} == {BOUNDARY // 2}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_device_computes_the_actions_of_the_schedule_alone(schedule):
+    """What stands in the loop over the ticks itself, every device computes in every tick."""
+
+    def loss(params, batch, keys):
+        x = batch["x"]
+        for number, w in enumerate(params):
+            x = px.stage_boundary(x) if number == 2 else x
+            x = jnp.tanh(x @ w)
+        return ((x - batch["y"]) ** 2).sum(1)
+
+    task = px.Task(init=lambda key: list(jax.random.normal(key, (4, 16, 16))), loss=loss)
+    batch = {name: np.ones((8, 16), np.float32) for name in "xy"}
+    plan = px.Plan(pipeline=2, microbatches=4, schedule=schedule)
+    program = px.compile(task, optax.sgd(0.1), plan, batch)
+    computations = dict(_computations(program.compiled_step.as_text()))
+
+    def depths(name, depth):
+        """Of the matrix products in a computation the number of loops around each."""
+        for line in computations[name]:
+            if re.search(r" (dot|custom-call)\(", line):
+                yield depth
+            for called in re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.-]+)", line):
+                yield from depths(called, depth + (" while(" in line))
+
+    entry = re.search(r"^ENTRY %?([\w.-]+)", program.compiled_step.as_text(), re.M)[1]
+    found = list(depths(entry, 0))
+    assert len(found) >= 2 * 2 + 4 * 2 - 1
+    assert min(found) == 2

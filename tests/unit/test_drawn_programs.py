@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from jax import lax
+from jax.scipy.sparse.linalg import cg
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from tests import models, planning
@@ -98,6 +99,8 @@ ON_PARAMETERS = {
     "stopped": lambda w, p: w * lax.stop_gradient(jnp.tanh(w)),
     "rounded": lambda w, p: scaled(w, (MASK > 0).astype(np.int32)),
     "again": lambda w, p: jax.checkpoint(lambda w: jnp.tanh(w) * MASK)(w),
+    "solved": lambda w, p: jnp.linalg.solve(jnp.eye(4) * 9 + w @ w.T, w),
+    "conjugate gradients": lambda w, p: cg(lambda v: v * 9 + w @ (w.T @ v), w, tol=1e-14)[0],
     "decomposed": lambda w, p: jnp.linalg.cholesky(jnp.eye(4) * 9 + w @ w.T) @ w,
 }
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from jax.experimental.compute_on import compute_on
+from jax.scipy.sparse.linalg import cg
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from tests import models, planning
@@ -507,6 +508,18 @@ OPERATIONS = {
         lambda x: jax.lax.scan(lambda c, row: (c * row[None], row), x, x[:0, :1])[0], (TABLE,),
         (S("tensor", None),)),
     "triangular": (lambda x: jnp.tril(x), (TABLE,), (S("tensor", None),)),
+    "solved": (
+        lambda x, y: jnp.linalg.solve(x[:, :8] @ x[:, :8].T + 9 * jnp.eye(8), y), (TABLE, TABLE),
+        (S("tensor", None), S(None, "tensor"))),
+    "conjugate gradients": (
+        lambda x, y: cg(lambda v: x @ (x.T @ v) + v, y, tol=1e-14)[0], (TABLE, TABLE),
+        (S(None, "tensor"), S("tensor", None))),
+    "conjugate gradients of each row": (
+        lambda x, y: jax.vmap(lambda row: cg(lambda v: x.T @ (x @ v) + v, row, tol=1e-14)[0])(y),
+        (TABLE, TABLE), (S("tensor", None), S(None, "tensor"))),
+    "put": (
+        lambda x, y: jax.device_put((x @ y.T, y.sum(1))), (TABLE, TABLE),
+        (S(None, "tensor"), S(None, "tensor"))),
     "inverse": (lambda x: jnp.linalg.inv(x[:, :8]), (TABLE,), (S("tensor", None),)),
     # Created in the loop's body for the first time, and again after it.
     "flat in a loop": (

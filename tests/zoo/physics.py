@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax.scipy.sparse.linalg import cg
 
 from tests.zoo.by_hand import Model, complex_matrix, matrix
 
@@ -220,4 +221,47 @@ def clipped_loss(mark, params, batch, keys):
 
 CLIPPED = Model(
     clipped_init, clipped_loss, points, {"in": (None, "tensor"), "out": ("tensor", None)}
+)
+
+
+# --- Implicit layers: linear systems, and a root that is turned to until it stands still ----------
+
+
+def root(params, x):
+    """The root of `z - tanh(z @ again + x)`: as many turns as it takes, with no limit."""
+
+    def turns(fun, start):
+        return jax.lax.while_loop(
+            lambda z: jnp.abs(fun(z)).max() > 1e-14, lambda z: z - fun(z), start
+        )
+
+    def tangent(fun, y):
+        return jnp.linalg.solve(jax.jacobian(fun)(y), y)
+
+    return jax.lax.custom_root(
+        lambda z: z - jnp.tanh(z @ params["again"] + x), jnp.zeros(6), turns, tangent
+    )
+
+
+def implicit_init(key):
+    return {**deq_init(key), "spread": matrix(jax.random.fold_in(key, 3), 6, 6, scale=0.3)}
+
+
+def implicit_loss(mark, params, batch, keys):
+    definite = jnp.eye(6) + params["spread"] @ params["spread"].T
+
+    def solved(row):
+        return cg(lambda v: definite @ v, row, tol=1e-14)[0]
+
+    x = mark(jax.vmap(solved)(batch["x"] @ params["in"]))
+    z = mark(jax.vmap(root, (None, 0))(params["inner"], x))
+    y = z @ jnp.linalg.solve(definite, params["head"])
+    return ((y - batch["y"]) ** 2).sum(1), {}
+
+
+IMPLICIT = Model(
+    implicit_init,
+    implicit_loss,
+    points,
+    {"inner/again": (None, "tensor"), "spread": ("tensor", None)},
 )

@@ -30,6 +30,7 @@ MODELS = {
     "pinn": physics.PINN,
     "neural ode": physics.ODE,
     "equilibrium": physics.DEQ,
+    "implicit": physics.IMPLICIT,
     "branch": physics.CLIPPED,
     "graph": sets.GRAPH,
     "contrastive": sets.CONTRASTIVE,

@@ -22,10 +22,11 @@ from jax.extend.core import Literal
 
 from plurax.jaxpr.compat import (
     ELEMENTWISE,
-    INLINED,
-    REMAT,
     Scan,
+    call_operands,
+    called_jaxpr,
     inner_jaxprs,
+    is_call_or_remat,
     open_jaxpr,
 )
 from plurax.jaxpr.product_dims import product_dims
@@ -206,7 +207,9 @@ class Flattener:
         self, eqn: Any, inputs: list[Value | None], ops: list[Op]
     ) -> Sequence[Value | None]:
         name, params = eqn.primitive.name, eqn.params
-        if name in INLINED or name in REMAT or name == "shard_map":
+        if is_call_or_remat(eqn):
+            return self.inline(called_jaxpr(eqn)[0], call_operands(eqn, inputs), ops)
+        if name == "shard_map":
             return self.inline(inner_jaxprs(eqn)[0], inputs, ops)
         if self._is_view(eqn, name, params):
             return inputs[: len(eqn.outvars)]

@@ -8,12 +8,16 @@ and `ONLY_NEWER` list those that one version has), so an update of JAX shows wha
     a jaxpr with its constants     `ClosedJaxpr`                 `Jaxpr`; `ClosedJaxpr` is an alias
     a scan's consts and carries    `num_consts`, `num_carry`     the trees `ft_in`, `ft_out`
     `jnp.log2(x)`                  `log`, `div`                  `log2`
+    a call of a closed jaxpr       `closed_call`                 `eval_jaxpr`
+    `lax.custom_root`              `custom_jvp_call`             `call_hi_primitive`
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtyping import Array
@@ -54,6 +58,9 @@ ANNOTATIONS = frozenset(["annotate", "sharding_constraint"])
 INLINED = {
     "jit": "jaxpr",
     "closed_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
+    "call_hi_primitive": "_prim",
+    "custom_linear_solve": "jaxprs",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
 }
@@ -65,7 +72,7 @@ REMAT = {"remat2": "jaxpr"}
 ONLY_OLDER = frozenset(["closed_call"])
 """Primitives of JAX 0.10 that JAX 0.12 does not have."""
 
-ONLY_NEWER = frozenset(["log2", "one_minus_square"])
+ONLY_NEWER = frozenset(["call_hi_primitive", "eval_jaxpr", "log2", "one_minus_square"])
 """Primitives of JAX 0.12 that JAX 0.10 does not have."""
 
 PARAMETERS = {
@@ -78,6 +85,7 @@ PARAMETERS = {
     "convert_element_type": ("new_dtype", "sharding"),
     "cumsum": ("axis",),
     "custom_jvp_call": ("call_jaxpr",),
+    "custom_linear_solve": ("const_lengths", "jaxprs"),
     "custom_vjp_call": ("call_jaxpr",),
     "dot_general": ("dimension_numbers", "out_sharding", "preferred_element_type"),
     "dynamic_slice": ("slice_sizes",),
@@ -114,11 +122,37 @@ def open_jaxpr(inner: Any) -> tuple[Any, list[Any]]:
 
 def called_jaxpr(eqn: Any) -> tuple[Any, list[Any]]:
     """Return the jaxpr and the constants that a call (in `INLINED` or `REMAT`) evaluates."""
-    return open_jaxpr(eqn.params[(INLINED | REMAT)[eqn.primitive.name]])
+    name, params = eqn.primitive.name, eqn.params
+    if name == "custom_linear_solve":
+        return open_jaxpr(params["jaxprs"].solve)
+    if name == "call_hi_primitive":
+        # The parameter holds an object of a private class: its function is traced only now, in the
+        # mesh of the equation.
+        expand = functools.partial(eqn.primitive.to_lojax, **params)
+        avals: list[Any] = [atom.aval for atom in eqn.invars]
+        with jax.sharding.use_abstract_mesh(avals[0].sharding.mesh):
+            return open_jaxpr(jax.make_jaxpr(expand)(*avals))
+    return open_jaxpr(params[(INLINED | REMAT)[name]])
+
+
+def call_operands(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Return those operands of a call that its jaxpr (see `called_jaxpr`) reads.
+
+    The first ones of a `custom_linear_solve` are the constants of four functions, of which only
+    `solve` is called; the others are for its derivative.
+    """
+    if eqn.primitive.name != "custom_linear_solve":
+        return list(operands)
+    counts = eqn.params["const_lengths"]
+    start = counts.matvec + counts.vecmat
+    end = start + counts.solve
+    return [*operands[start:end], *operands[end + counts.transpose_solve :]]
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
     """Return the jaxprs among an equation's parameters: loop bodies, branches, called functions."""
+    if eqn.primitive.name == "call_hi_primitive":
+        return [called_jaxpr(eqn)[0]]
     found: list[Any] = []
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):

@@ -32,7 +32,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Literal, Var
 from jaxtyping import Array
 
-from plurax.jaxpr.compat import CHEAP, called_jaxpr, inner_jaxprs, is_call
+from plurax.jaxpr.compat import CHEAP, call_operands, called_jaxpr, inner_jaxprs, is_call
 from plurax.user_frames import is_users_file
 
 Handler = Callable[[Any, list[Any]], Sequence[Any]]
@@ -107,8 +107,9 @@ def evaluate(
         with equation_context(eqn, inlined=inlined):
             if inlined:
                 body = called_jaxpr(eqn)
+                operands = call_operands(eqn, inputs)
                 outputs: Sequence[Any] = interpret(
-                    *body, inputs, handlers, default, inline=inline, lift=lift
+                    *body, operands, handlers, default, inline=inline, lift=lift
                 )
             else:
                 outputs = (handlers or {}).get(eqn.primitive.name, default)(eqn, inputs)
@@ -265,7 +266,7 @@ def flat_equations(eqns: Sequence[Any], results: Sequence[Any]) -> FlatEquations
             own = info.name_stack if stack is None else stack + info.name_stack
             if is_call(eqn):
                 body, values = called_jaxpr(eqn)
-                inner = dict(zip(body.invars, read, strict=True))
+                inner = dict(zip(body.invars, call_operands(eqn, read), strict=True))
                 inner.update((var, Var(var.aval)) for var in body.constvars)
                 flat.constants.update(
                     (inner[v], c) for v, c in zip(body.constvars, values, strict=True)

@@ -21,11 +21,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
+from jax.extend.core.primitives import closed_call_p
 from jaxtyping import PyTree
 
 from plurax import errors
-from plurax.jaxpr.compat import INLINED, REMAT, Scan, called_jaxpr, open_jaxpr
+from plurax.jaxpr.compat import INLINED, REMAT, Scan, call_operands, called_jaxpr, open_jaxpr
 from plurax.sharding.annotations import Pinned, annotate_p
 from plurax.sharding.spec import TensorSharding
 from plurax.strategies import Entries, Strategies, Strategy, axes_of
@@ -182,7 +183,13 @@ def _loop(before: list[Any], eqn: Any, given: Mapping[str, Strategy], path: str)
 
 def _with_body(eqn: Any, body: Any) -> Any:
     """Return a call or a scan that evaluates another jaxpr."""
-    key = {**INLINED, **REMAT, "scan": "jaxpr"}[eqn.primitive.name]
+    name = eqn.primitive.name
+    if name in ("custom_linear_solve", "call_hi_primitive"):
+        # Their other functions are for a derivative, which has been taken.
+        call = {"call_jaxpr": ClosedJaxpr(body, called_jaxpr(eqn)[1])}
+        operands = call_operands(eqn, eqn.invars)
+        return eqn.replace(primitive=closed_call_p, invars=operands, params=call)
+    key = {**INLINED, **REMAT, "scan": "jaxpr"}[name]
     old = eqn.params[key]
     # An open jaxpr stays open: `checkpoint` takes one.
     new = body if open_jaxpr(old)[0] is old else old.replace(jaxpr=body)

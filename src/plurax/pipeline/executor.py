@@ -302,6 +302,9 @@ class ScheduleExecutor:
             carry["states"][leaf] = value.array
         if last:
             carry["aux"] = self._add_aux(carry["aux"], aux[:count], action)
+            # No stage receives it; an `x` that the loop left as it is would be a constant of the
+            # loop, and XLA would move what reads it out (see `_on_stage`).
+            carry["x"] = jax.tree.map(jnp.zeros_like, carry["x"])
         else:
             carry["x"] = self.vjps.boundaries[stage].write(carry["x"], y)
         if self.vjps.backward:
@@ -512,9 +515,11 @@ class ScheduleExecutor:
 
 
 def _on_stage(
-    run_fn: Callable[[Carry, Carry, int], Carry], action: Carry, stage: int, carry: Carry, _: Array
+    run_fn: Callable[[Carry, Carry, int], Carry], action: Carry, stage: int, carry: Carry, i: Array
 ) -> Carry:
-    return run_fn(carry, action, stage)
+    # `i` is 0, which XLA does not know. What does not depend on it, XLA moves out of the loop, and
+    # every device would compute it in every tick, of other stages and idle ticks from no real data.
+    return run_fn(carry, {name: field + i for name, field in action.items()}, stage)
 
 
 def _repeat(count: Array, body: Callable[[Carry, Array], Carry], carry: Carry) -> Carry:

@@ -40,7 +40,14 @@ from plurax.execute.gradient import gradient
 from plurax.execute.initial_state import initial
 from plurax.execute.placement import leading_dim
 from plurax.execute.rows import Rows, index_rows
-from plurax.jaxpr.compat import REMAT, Scan, called_jaxpr, is_call_or_remat, is_recomputed
+from plurax.jaxpr.compat import (
+    REMAT,
+    Scan,
+    call_operands,
+    called_jaxpr,
+    is_call_or_remat,
+    is_recomputed,
+)
 from plurax.mesh import within
 from plurax.partition.annotation_resolver import AnnotationResolver, NameRule
 from plurax.partition.rule_context import RuleContext
@@ -384,7 +391,8 @@ class _Builder:
         if is_call_or_remat(eqn):
             if name in REMAT and is_recomputed(eqn):
                 inputs = [self._alias(value) for value in inputs]
-            return self.evaluate(*called_jaxpr(eqn), inputs, f"{path}/", trips)
+            operands = call_operands(eqn, inputs)
+            return self.evaluate(*called_jaxpr(eqn), operands, f"{path}/", trips)
         if name == "scan":
             return self._scan(eqn, inputs, path, trips)
         if name in ("annotate", "sharding_constraint"):

@@ -12,7 +12,7 @@ from plurax.partition.operators.common import Rule
 from plurax.partition.operators.common import by_default as by_default
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(ELEMENTWISE | {"device_put"}, elementwise.elementwise),
+    **dict.fromkeys(ELEMENTWISE, elementwise.elementwise),
     **dict.fromkeys(REDUCTIONS, elementwise.reduction),
     **dict.fromkeys(
         ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"], shape_ops.single_dim_rule("axis")
@@ -77,7 +77,7 @@ RULES: dict[str, Rule] = {
         ["random_bits", "random_split", "random_unwrap", "random_wrap", "bitcast_convert_type"],
         random.random,
     ),
-    "optimization_barrier": shape_ops.barrier,
+    **dict.fromkeys(["device_put", "optimization_barrier"], shape_ops.barrier),
     "reshard": shape_ops.unchanged,
 }
 """Rules by the names of JAX's primitives; `by_default` is the rule of all others."""

@@ -288,8 +288,11 @@ def reduce_window(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -
 
 
 def barrier(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
-    """Apply an optimization barrier; shardings stay as they are."""
-    shardings = [context.first(versions).sharding for versions in inputs]
+    """Apply an operation that returns all its operands; shardings stay as they are."""
+    shardings = [
+        maybe_partial(context, atom, versions)
+        for atom, versions in zip(eqn.invars, inputs, strict=True)
+    ]
     operands = [Operand(one, (have,)) for one, have in zip(inputs, shardings, strict=True)]
     outputs = tuple(
         result(context, eqn, [versions], sharding, index)
