@@ -244,7 +244,8 @@ def root(params, x):
 
 
 def implicit_init(key):
-    return {**deq_init(key), "spread": matrix(jax.random.fold_in(key, 3), 6, 6, scale=0.3)}
+    spread = matrix(jax.random.fold_in(key, 3), 6, 6, scale=0.3)
+    return {**deq_init(key), "spread": spread, "unused": jnp.ones((6, 2))}  # by no stage
 
 
 def implicit_loss(mark, params, batch, keys):

@@ -272,10 +272,18 @@ class Cut:
         read = [atom for eqn in eqns for atom in eqn.invars]
         return results, eqns, set(variables([*results, *read]))
 
+    def _unread(self) -> set[int]:
+        """Return the indices of the parameters that no stage reads."""
+        reads = [self._stage_eqns(stage, self._writer)[2] for stage in range(self.stages)]
+        params = self._jaxpr.invars[: self._count]
+        return {index for index, var in enumerate(params) if not any(var in one for one in reads)}
+
     def _stage_fn(self, stage: int) -> StageFn:
         results, eqns, read = self._stage_eqns(stage, self._writer)
         params = self._jaxpr.invars[: self._count]
-        leaves = tuple(index for index, var in enumerate(params) if var in read)
+        # The first stage has the parameters that no stage reads: their gradients are zeros.
+        unread = self._unread() if stage == 0 else set()
+        leaves = tuple(i for i, var in enumerate(params) if var in read or i in unread)
         reads = tuple(index for index, var in enumerate(self._states) if var in read)
         writes = tuple(leaf for leaf, at in sorted(self._writer.items()) if at == stage)
         inputs = [
