@@ -30,6 +30,7 @@ TABLES = {
     "ELEMENTWISE": compat.ELEMENTWISE,
     "CHEAP": compat.CHEAP,
     "REDUCTIONS": compat.REDUCTIONS,
+    "HOST_CALLS": compat.HOST_CALLS,
     "INLINED": compat.INLINED,
     "REMAT": compat.REMAT,
     "PARAMETERS": compat.PARAMETERS,

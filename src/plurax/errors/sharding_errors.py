@@ -68,6 +68,14 @@ def by_hand_over_data(spec: Any) -> PlanError:
     )
 
 
+def ordered_print(where: str, devices: int) -> PlanError:
+    return PlanError(
+        f"jax.debug.print or jax.debug.callback with ordered=True at {where}: JAX orders them on "
+        f"one device only, and the plan has {devices}. Leave out ordered=True, or train on one "
+        "device, Plan()."
+    )
+
+
 def strategy_wrong_arguments(strategy: Sequence[Any], given: int) -> PlanError:
     return PlanError(
         f"shard(strategy={tuple(strategy)}) has counts for {len(strategy)} arguments and the "

@@ -22,10 +22,11 @@ from plurax import errors
 from plurax.execute.backends.choose import make_backend
 from plurax.execute.epoch_loop import make_loop
 from plurax.execute.gradient import Totals
+from plurax.execute.host_calls import on_devices_with_host_calls
 from plurax.execute.initial_state import new_state
 from plurax.execute.step import Gradients, Metrics, Step, gradient_specs
 from plurax.execute.step_functions import StepFunctions
-from plurax.mesh import on_devices, replicated, split_rows, within
+from plurax.mesh import replicated, split_rows, within
 from plurax.plan import Plan
 from plurax.state import TrainState
 from plurax.task import Task
@@ -127,6 +128,6 @@ class Network(StepFunctions):
             "r": P("data"), ".": P(),
         }  # fmt: skip
         if any(self.mesh.shape[axis] > 1 for axis in axes) or axes == set(self.mesh.axis_names):
-            fun = on_devices(fun, self.mesh, set(axes), kinds, takes, gives)
+            fun = on_devices_with_host_calls(fun, self.mesh, set(axes), kinds, takes, gives)
         # On a mesh of one device XLA finds no mesh, but a model may name its axes.
         return within(self.mesh, fun) if self.mesh.size == 1 else fun

@@ -42,6 +42,7 @@ from plurax.execute.backends.backend import Backend
 from plurax.execute.backends.choose import make_backend, microbatch
 from plurax.execute.chunk_rule import MemberWork, work_of
 from plurax.execute.gradient import Totals, gradient
+from plurax.execute.host_calls import on_devices_with_host_calls
 from plurax.execute.initial_state import new_state
 from plurax.execute.layouts.members_layout import MembersLayout
 from plurax.execute.placement import leading_dim
@@ -50,7 +51,7 @@ from plurax.execute.rows import Rows
 from plurax.execute.step import Gradients, Metrics, gradient_specs
 from plurax.execute.step_functions import StepFunctions
 from plurax.members import Hyper, MemberArrays, Members
-from plurax.mesh import on_devices, within
+from plurax.mesh import within
 from plurax.plan import Plan
 from plurax.state import TrainState
 from plurax.task import Task
@@ -431,4 +432,5 @@ class Population(StepFunctions):
             "s": specs, "p": (specs.params, specs.model_state), "m": P("member"),
             "d": P("data"), "o": P("data", "member"), ".": P(),
         }  # fmt: skip
-        return on_devices(fun, self.mesh, set(self.mesh.axis_names), kinds, takes, gives)
+        axes = set(self.mesh.axis_names)
+        return on_devices_with_host_calls(fun, self.mesh, axes, kinds, takes, gives)

@@ -55,6 +55,9 @@ REDUCTIONS = frozenset([
 ANNOTATIONS = frozenset(["annotate", "sharding_constraint"])
 """Equations that may give their operand a sharding; its entries stay as they are."""
 
+HOST_CALLS = frozenset(["debug_callback", "debug_print", "io_callback", "pure_callback"])
+"""Calls of a Python function on the host."""
+
 INLINED = {
     "jit": "jaxpr",
     "closed_call": "call_jaxpr",

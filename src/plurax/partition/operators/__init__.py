@@ -10,6 +10,7 @@ from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS
 from plurax.partition.operators import elementwise, gather_scatter, products, random, shape_ops
 from plurax.partition.operators.common import Rule
 from plurax.partition.operators.common import by_default as by_default
+from plurax.partition.operators.common import whole
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise.elementwise),
@@ -79,5 +80,6 @@ RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(["device_put", "optimization_barrier"], shape_ops.barrier),
     "reshard": shape_ops.unchanged,
+    **dict.fromkeys(["debug_callback", "debug_print"], whole),
 }
 """Rules by the names of JAX's primitives; `by_default` is the rule of all others."""

@@ -95,6 +95,11 @@ def by_default(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> D
     return dataclasses.replace(decision, without_rule=True)
 
 
+def whole(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -> Decision:
+    """Apply an operation that is meant for whole tensors, such as a print, to replicated ones."""
+    return dataclasses.replace(by_default(context, eqn, inputs), without_rule=False)
+
+
 def fitting(versions: ValueVersions, target: TensorSharding) -> TensorSharding:
     """Return an operand's sharding for a result sharded as `target`.
 

@@ -1,0 +1,55 @@
+"""Run a step on every device, with what calls Python on the host inside.
+
+`jax.debug.print`, `jax.pure_callback` and the libraries that use them (the error checks of Diffrax)
+call a Python function on the host, once per device. XLA can do so only in a `jax.shard_map` that is
+manual over all axes of the mesh; a plan that splits only the batch is manual over `data` alone, so
+that the model may constrain shardings over the other axes. So the step is traced first:
+
+    the traced step holds                     runs manual over
+    no callback                               `data`, from that trace
+    a callback                                all axes, traced again
+    an ordered `jax.debug.print`, devices > 1 nothing: JAX orders the prints of one device only
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.extend import source_info_util
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import Mesh
+
+from plurax import errors
+from plurax.jaxpr.compat import HOST_CALLS
+from plurax.jaxpr.interpret import all_equations
+from plurax.mesh import on_devices
+
+
+def on_devices_with_host_calls(
+    fun: Callable[..., Any],
+    mesh: Mesh,
+    axes: set[str],
+    kinds: Mapping[str, Any],
+    takes: str,
+    gives: str,
+) -> Callable[..., Any]:
+    """Return `fun` on every device, with arguments as `plurax.mesh.on_devices` takes them.
+
+    Raises `PlanError` where it is traced if it prints in order and the mesh has several devices.
+    """
+
+    def run(*args: Any) -> Any:
+        mapped = on_devices(fun, mesh, axes, kinds, takes, gives)
+        closed, shapes = jax.make_jaxpr(mapped, return_shape=True)(*args)
+        calls = [eqn for eqn in all_equations(closed.jaxpr) if eqn.primitive.name in HOST_CALLS]
+        for eqn in calls:
+            # The class of the effect is private. JAX runs an ordered `io_callback` everywhere.
+            ordered = any(type(one).__name__ == "OrderedDebugEffect" for one in eqn.effects)
+            if ordered and mesh.size > 1:
+                raise errors.ordered_print(source_info_util.summarize(eqn.source_info), mesh.size)
+        if calls and axes != set(mesh.axis_names):
+            return on_devices(fun, mesh, set(mesh.axis_names), kinds, takes, gives)(*args)
+        results = jaxpr_as_fun(closed)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return run

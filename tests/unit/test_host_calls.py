@@ -1,0 +1,108 @@
+"""Losses and predictions that call Python on the host, on several devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import io_callback
+from tests import models
+
+import plurax as px
+
+HEARD: list[float] = []
+
+
+def sines(x):
+    """Sines computed by NumPy, as a solver in a library would be."""
+
+    @jax.custom_jvp
+    def on_host(x):
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.pure_callback(np.sin, like, x, vmap_method="expand_dims")
+
+    on_host.defjvp(lambda x, change: (on_host(*x), jnp.cos(*x) * change[0]))
+    return on_host(x)
+
+
+def loss(params, batch, keys):
+    x = sines(batch["x"] @ params["w"])
+    jax.debug.print("the mean is {}", x.mean())
+    io_callback(lambda value: HEARD.append(float(value)), None, jax.lax.stop_gradient(x).mean())
+    return ((x - batch["y"]) ** 2).sum(1)
+
+
+def predict(params, inputs):
+    return sines(inputs["x"] @ params["w"])
+
+
+def init(key):
+    return {"w": jax.random.normal(key, (6, 4), float)}
+
+
+TASK = px.Task(init=init, loss=loss, predict=predict)
+RNG = np.random.default_rng(0)
+BATCH = {"x": RNG.normal(size=(8, 6)), "y": RNG.normal(size=(8, 4))}
+
+
+def compiled(task=TASK, **fields):
+    return px.compile(task, optax.sgd(0.1), px.Plan(**fields), BATCH)
+
+
+def after_a_step(program):
+    return jax.device_get(program.step(program.init(seed=0), BATCH)[0].params)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"data": 2},
+        {"data": 2, "microbatches": 2},
+        {"data": 2, "zero": 3},
+        {"tensor": 2, "shardings": {"w": (None, "tensor")}},
+    ],
+    ids=str,
+)
+# A tensor plan gathers the operands of `pure_callback`, and says so.
+@pytest.mark.filterwarnings("ignore:`pure_callback`:plurax.errors.ShardingWarning")
+def test_a_loss_that_calls_the_host_trains_alike_under_every_plan(x64, capfd, fields):
+    wanted = after_a_step(compiled())
+    capfd.readouterr(), HEARD.clear()
+    program = compiled(**fields)
+    assert models.max_rel_error(after_a_step(program), wanted) < 1e-10
+    jax.effects_barrier()
+    # Once per device and microbatch, of its own rows.
+    times = program.plan.devices * program.plan.microbatches
+    assert capfd.readouterr().out.count("the mean is ") == len(HEARD) == times
+
+
+def test_predictions_and_evaluations_call_the_host_on_several_devices(x64):
+    alone, program = compiled(), compiled(data=2)
+    state = alone.init(seed=0)
+    same = program.init(seed=0)
+    np.testing.assert_allclose(program.predict(same, BATCH), alone.predict(state, BATCH))
+    found, wanted = program.evaluate(same, BATCH), alone.evaluate(state, BATCH)
+    np.testing.assert_allclose(found["loss"], wanted["loss"], rtol=1e-12)
+
+
+def test_a_plan_that_splits_the_batch_alone_may_still_constrain_shardings():
+    def constrained(params, batch, keys):
+        x = batch["x"] @ params["w"]
+        x = jax.lax.with_sharding_constraint(x, jax.P(None, "tensor"))
+        return ((x - batch["y"]) ** 2).sum(1)
+
+    compiled(px.Task(init=init, loss=constrained), data=2)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_prints_in_order_are_refused_on_several_devices_by_their_line(zero):
+    def ordered(params, batch, keys):
+        x = batch["x"] @ params["w"]
+        jax.debug.print("{}", x.mean(), ordered=True)
+        return ((x - batch["y"]) ** 2).sum(1)
+
+    line = ordered.__code__.co_firstlineno + 2
+    task = px.Task(init=init, loss=ordered)
+    compiled(task)
+    with pytest.raises(px.PlanError, match=rf"test_host_calls\.py:{line}.* Leave out ordered=True"):
+        compiled(task, data=2, zero=zero)
