@@ -182,6 +182,9 @@ EXAMPLES = {
     "convert_element_type": lambda x: x.astype(jnp.bfloat16),
     "cumsum": lambda x: jnp.cumsum(x, 0),
     "custom_jvp_call": jvp,
+    "custom_linear_solve": lambda x: lax.custom_linear_solve(
+        lambda v: x @ v, x[0], lambda _, b: b, lambda _, b: b
+    ),
     "custom_vjp_call": vjp,
     "dot_general": lambda x: x @ x,
     "dynamic_slice": lambda x: lax.dynamic_slice(x, (1, jnp.argmax(x[0])), (1, 1)),

@@ -11,6 +11,7 @@ from jax.experimental import io_callback
 from tests import models
 
 import plurax as px
+from plurax.pipeline import packing
 
 
 def refused(task, plan, match, batch=None, optimizer=None):
@@ -374,3 +375,35 @@ def test_what_an_optimizer_prints():
     (count, leaf, norm), _ = heard(marked(1), px.Plan(), optimizer)
     found, _ = heard(marked(1), px.Plan(pipeline=2), optimizer)
     assert found == [count, count, leaf, norm, norm]
+
+
+def test_more_elements_than_an_index_counts_are_in_several_buffers():
+    """Nothing is allocated: shapes are followed."""
+    leaves = [jax.ShapeDtypeStruct(shape, "float32") for shape in [(2**30,)] * 3 + [(2**31, 2)]]
+    found = packing.Packing([*leaves, jax.ShapeDtypeStruct((3,), "int32")])
+    assert found.lengths == {
+        "float32": 2**30, "float32/1": 2**30, "float32/2": 2**30, "float32/3": 2**32, "int32": 3,
+    }  # fmt: skip
+    flat, rows = (jax.eval_shape(lambda r=r: packing.zeros(found.lengths, r)) for r in (None, 2))
+    for read, write, buffers, at in (
+        (found.read, found.write, flat, ()),
+        (found.read_row, found.write_row, rows, (1,)),
+    ):
+        written = jax.eval_shape(write, buffers, *at, found.leaves)
+        assert jax.eval_shape(read, written, *at) == found.leaves
+
+
+def test_a_pipeline_with_several_buffers_computes_the_same(monkeypatch):
+    task, batch = models.perceptron_stack(depth=3), models.data(8)
+
+    def trained():
+        program = px.compile(task, models.optimizer(), px.Plan(pipeline=2, microbatches=2), batch)
+        state, _ = program.step(program.init(seed=0), batch)
+        whole = program.to_canonical(state)
+        return jax.device_get((whole.params, whole.opt_state)), state.opt_state.stage_buffers
+
+    wanted, buffers = trained()
+    monkeypatch.setattr(packing, "MAX_OFFSET", 1)
+    got, several = trained()
+    assert models.max_rel_error(got, wanted) == 0
+    assert set(several) > set(buffers)

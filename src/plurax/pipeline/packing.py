@@ -1,4 +1,4 @@
-"""Pack tensors of many shapes into one flat buffer for each dtype.
+"""Pack tensors of many shapes into flat buffers, one for each dtype.
 
 Inside `shard_map` every device has arrays of the same shapes, but the stages of a network have
 tensors of different shapes: an embedding's table on one device, a head's kernel on another. So each
@@ -13,6 +13,9 @@ Example: device 0 has `f32[100, 8]` and `i32[4]`, device 1 has `f32[8, 10]` and 
     device 1               float32[0:80] -> (8, 10), float32[80:90] -> (10,), the rest unused
 
 Buffers of shape `(rows, length)` store one such packing per row: the slots of residuals.
+
+Offsets are int32, as all indices of JAX. Where the tensors of a dtype have more elements, those
+beyond `MAX_OFFSET` are in further buffers: "float32", "float32/1", and so on.
 """
 
 import math
@@ -21,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
@@ -29,14 +33,17 @@ from plurax.tree import sum_dtype
 Buffers = dict[str, Array]
 Lengths = dict[str, int]
 
+MAX_OFFSET = 2**31 - 1
+"""The largest offset of a tensor's end in a buffer that has several tensors."""
+
 
 class Packing:
-    """The offsets of some tensors in flat buffers, one buffer for each dtype.
+    """The offsets of some tensors in flat buffers.
 
     **Arguments:** `leaves`, arrays or `jax.ShapeDtypeStruct`s of one device's tensors.
 
     **Attributes:** `leaves`, as `jax.ShapeDtypeStruct`s; `lengths`, the number of elements of each
-    buffer by the dtype's name.
+    buffer by its name, which begins with the dtype's (see `buffer_dtype`).
 
     >>> packing = Packing([jnp.ones((2, 3)), jnp.ones(4), jnp.ones(2, jnp.int32)])
     >>> packing.lengths
@@ -47,13 +54,18 @@ class Packing:
         self.leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
         self.lengths: Lengths = {}
         self._at: list[tuple[str, int, tuple[int, ...]]] = []
+        latest: dict[str, str] = {}
         for leaf in self.leaves:
             # A random key is stored as its uint32 data.
             data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
-            name = str(data.dtype)
+            dtype, size = str(data.dtype), math.prod(data.shape)
+            name = latest.setdefault(dtype, dtype)
+            if self.lengths.get(name, 0) > 0 and self.lengths[name] + size > MAX_OFFSET:
+                number = sum(buffer_dtype(other) == dtype for other in self.lengths)
+                name = latest[dtype] = f"{dtype}/{number}"
             offset = self.lengths.get(name, 0)
             self._at.append((name, offset, data.shape))
-            self.lengths[name] = offset + math.prod(data.shape)
+            self.lengths[name] = offset + size
 
     def read(
         self, buffers: Mapping[str, Array], indices: Sequence[int] | None = None
@@ -86,7 +98,7 @@ class Packing:
         buffers = dict(buffers)
         for array, (name, offset, _) in zip(arrays, self._at, strict=True):
             flat = _data(array).reshape(1, -1)
-            buffers[name] = lax.dynamic_update_slice(buffers[name], flat, (row, jnp.int32(offset)))
+            buffers[name] = lax.dynamic_update_slice(buffers[name], flat, (row, np.int32(offset)))
         return buffers
 
     def read_row(self, buffers: Mapping[str, Array], row: Any) -> list[Array]:
@@ -94,7 +106,7 @@ class Packing:
         found = []
         for leaf, (name, offset, shape) in zip(self.leaves, self._at, strict=True):
             size = (1, math.prod(shape))
-            array = lax.dynamic_slice(buffers[name], (row, jnp.int32(offset)), size).reshape(shape)
+            array = lax.dynamic_slice(buffers[name], (row, np.int32(offset)), size).reshape(shape)
             if _is_key(leaf):
                 array = jax.random.wrap_key_data(array, impl=key_impl(leaf))
             found.append(array)
@@ -116,7 +128,7 @@ class Packing:
 
 
 def max_lengths(lengths: Iterable[Lengths]) -> Lengths:
-    """Return by dtype the length of buffers in which packings of each of these lengths fit."""
+    """Return by name the length of buffers in which packings of each of these lengths fit."""
     longest: Lengths = {}
     for one in lengths:
         for name, length in one.items():
@@ -128,9 +140,15 @@ def zeros(lengths: Lengths, rows: int | None = None, *, wide: bool = False) -> B
     """Return buffers of zeros, `(length,)` or `(rows, length)`; with `wide` float32 or wider."""
     shape = () if rows is None else (rows,)
     return {
-        name: jnp.zeros((*shape, length), sum_dtype(name) if wide else name)
+        name: jnp.zeros((*shape, length), sum_dtype(dtype) if wide else dtype)
         for name, length in lengths.items()
+        for dtype in [buffer_dtype(name)]
     }
+
+
+def buffer_dtype(name: str) -> str:
+    """Return the name of the dtype of a buffer."""
+    return name.partition("/")[0]
 
 
 def _is_key(leaf: Any) -> bool:

@@ -36,7 +36,7 @@ from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.execute.layouts.state_layout import StateLayout
 from plurax.execute.layouts.state_shardings import StateShardings
 from plurax.freezing import frozen_leaves
-from plurax.pipeline.packing import Packing, max_lengths, zeros
+from plurax.pipeline.packing import Packing, buffer_dtype, max_lengths, zeros
 from plurax.pipeline.stage_update import broadcast_from_stage
 from plurax.pipeline.stages import LayerAssignment
 from plurax.sharding.rules import is_sharding, match_opt_state_to_params, padded_shape
@@ -249,7 +249,7 @@ class StagedState(StateLayout):
         leaves = jax.tree.leaves(self.inner.like.params)
         pairs = zip(leaves, self.shards.homes, strict=True)
         rest = tuple(leaf.dtype for leaf, home in pairs if home == ON_ALL)
-        return Staged(rest, {name: np.dtype(name) for name in self.shards.lengths})
+        return Staged(rest, {name: np.dtype(buffer_dtype(name)) for name in self.shards.lengths})
 
     @functools.cached_property
     def canonical(self) -> TrainState:
@@ -266,7 +266,7 @@ class StagedState(StateLayout):
             rest = tuple(a for a, h in zip(leaves, homes.homes, strict=True) if h == ON_ALL)
             stage_buffers = {
                 name: jax.ShapeDtypeStruct(
-                    (ways * length,), name, sharding=NamedSharding(mesh, EVERYWHERE)
+                    (ways * length,), buffer_dtype(name), sharding=NamedSharding(mesh, EVERYWHERE)
                 )
                 for name, length in homes.lengths.items()
             }

@@ -8,9 +8,8 @@ rule gets replicated inputs, which is always right.
 
 from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS
 from plurax.partition.operators import elementwise, gather_scatter, products, random, shape_ops
-from plurax.partition.operators.common import Rule
+from plurax.partition.operators.common import Rule, whole
 from plurax.partition.operators.common import by_default as by_default
-from plurax.partition.operators.common import whole
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise.elementwise),
