@@ -15,13 +15,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.extend import source_info_util
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
 from plurax import errors
 from plurax.jaxpr.compat import HOST_CALLS
-from plurax.jaxpr.interpret import all_equations
+from plurax.jaxpr.interpret import all_equations, source_line
 from plurax.mesh import on_devices
 
 
@@ -46,7 +45,7 @@ def on_devices_with_host_calls(
             # The class of the effect is private. JAX runs an ordered `io_callback` everywhere.
             ordered = any(type(one).__name__ == "OrderedDebugEffect" for one in eqn.effects)
             if ordered and mesh.size > 1:
-                raise errors.ordered_print(source_info_util.summarize(eqn.source_info), mesh.size)
+                raise errors.ordered_print(source_line([eqn]), mesh.size)
         if calls and axes != set(mesh.axis_names):
             return on_devices(fun, mesh, set(mesh.axis_names), kinds, takes, gives)(*args)
         results = jaxpr_as_fun(closed)(*jax.tree.leaves(args))

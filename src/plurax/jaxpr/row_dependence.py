@@ -27,7 +27,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from plurax.jaxpr import row_rules
-from plurax.jaxpr.compat import Scan, called_jaxpr, is_call_or_remat, open_jaxpr
+from plurax.jaxpr.compat import Scan, call_operands, called_jaxpr, is_call_or_remat, open_jaxpr
 from plurax.jaxpr.interpret import interpret, source_line
 from plurax.jaxpr.row_rules import DOES, MAY, NONE, Levels, compressed, none
 
@@ -88,7 +88,6 @@ class _Walk:
             "scan": self._scan,
             "while": self._while,
             "cond": self._cond,
-            "custom_linear_solve": self._solve,
             "shard_map": self._shard_map,
         }
 
@@ -113,7 +112,7 @@ class _Walk:
         if is_call_or_remat(eqn):
             self._calls.append(eqn)
             try:
-                return self.run(*called_jaxpr(eqn), inputs)
+                return self.run(*called_jaxpr(eqn), call_operands(eqn, inputs))
             finally:
                 self._calls.pop()
         name = eqn.primitive.name
@@ -205,12 +204,6 @@ class _Walk:
         for other in branches[1:]:
             joined = [_joined(*pair) for pair in zip(joined, other, strict=True)]
         return [self._after(eqn, index, value) for value in joined]
-
-    def _solve(self, eqn: Any, inputs: list[RowsRead]) -> list[RowsRead]:
-        counts, solve = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
-        first = counts.matvec + counts.vecmat
-        right = inputs[sum(counts) :]
-        return self._inside(eqn, solve, [*inputs[first : first + counts.solve], *right])
 
     def _after(self, eqn: Any, decision: RowsRead, value: RowsRead) -> RowsRead:
         """Return a value that depends on a decision, too.
