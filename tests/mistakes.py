@@ -350,7 +350,8 @@ def page() -> str:
         "Every row is run by the tests (`tests/unit/test_mistakes.py`); this page is printed by "
         "`python -m tests.mistakes`.",
         "",
-        "A mistake in your own functions or file is shown with your own lines, and no others.",
+        "A mistake in your own functions or file is shown with your own lines, and no others, in a "
+        "script and on the command line; `JAX_TRACEBACK_FILTERING=off` shows all of a script's.",
         "Where plurax shows a whole traceback, the mistake is ours: please report it.",
         "",
         "## In Python",

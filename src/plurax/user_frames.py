@@ -3,14 +3,26 @@
 A traceback through plurax has dozens of frames of plurax, JAX and Python between the few that the
 user wrote. Shown are these; and where the innermost frame of user and plurax is one of plurax, the
 mistake is ours, and nothing is left out.
+
+On the command line `describe_error` prints them. In a script the functions of plurax that a user
+calls leave them in the traceback (`shows_user_frames`), as JAX leaves out its own frames, and with
+JAX's switch for it: `JAX_TRACEBACK_FILTERING=off` shows all.
 """
 
+import functools
 import os
+import sys
 import sysconfig
 import traceback
+import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 from plurax import errors
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 INSTALLED = frozenset(["site-packages", "dist-packages"])
 """Folders of libraries: there are more of them than Python's own, such as a user's."""
@@ -31,6 +43,45 @@ def is_users(error: BaseException) -> bool:
     if isinstance(error, SyntaxError) and is_users_file(error.filename or ""):
         return True
     return bool(known) and is_users_file(known[-1].filename)
+
+
+def shows_user_frames(function: Callable[P, R]) -> Callable[P, R]:
+    """Return the function, whose errors that are a user's have only the user's frames."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if not _shows_all() and (isinstance(error, errors.PluraxError) or is_users(error)):
+                _leave_users(error)
+            raise
+
+    return call
+
+
+def _shows_all() -> bool:
+    jax: Any = sys.modules.get("jax")
+    return jax is not None and jax.config.jax_traceback_filtering == "off"
+
+
+def _leave_users(error: BaseException) -> None:
+    """Leave out of a traceback, and of those that it is shown with, all frames but the user's."""
+    frames, here = [], error.__traceback__
+    while here is not None:
+        frames.append(here)
+        here = here.tb_next
+    kept: types.TracebackType | None = None
+    for one in reversed(frames):
+        if _is_users(one.tb_frame.f_code.co_filename):
+            kept = types.TracebackType(kept, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    error.__traceback__ = kept
+    notes = getattr(error, "__notes__", [])
+    if notes:  # what JAX says of frames it left out, where more were left out
+        error.__notes__ = [note for note in notes if "JAX has removed" not in note]
+    chained = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if chained is not None:
+        _leave_users(chained)
 
 
 def describe_error(error: BaseException) -> str:

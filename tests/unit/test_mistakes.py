@@ -1,5 +1,7 @@
 """Each row of the table of mistakes: before a step is taken, one error that says what to write."""
 
+import functools
+import traceback
 from pathlib import Path
 
 import equinox as eqx
@@ -89,6 +91,93 @@ def test_integers_of_other_libraries_are_whole_numbers(tmp_path, names, kind):
         plan=px.Plan(data=2), output=tmp_path, resume=True, progress=False,
     )  # fmt: skip
     assert int(result.state.step) == int(again.state.step) == 8
+
+
+# --- In a script ----------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def by_sizes(x, sizes):
+    return x * sizes[0]
+
+
+def in_numpy(p, b, k):
+    return np.asarray(loss(p, b, k))
+
+
+LOSSES = {
+    "a field": (lambda p, b, k: b["z"], "The batch has 'x', 'y'."),
+    "a field misspelled": (lambda p, b, k: b["yy"], "The batch has 'x', 'y'. Did you mean 'y'?"),
+    "one key": (lambda p, b, k: jax.random.normal(k, (8,)), "and keys [8], one for each example."),
+    "NumPy": (in_numpy, "write jnp in place of np."),
+    "a branch": (lambda p, b, k: b["y"] if b["y"][0] > 0 else b["x"], "write jnp.where(condition"),
+    "a float": (lambda p, b, k: b["y"] * float(p["w"][0]), "leave out float(), int() and .item()"),
+    "rows": (lambda p, b, k: b["y"][b["y"] > 0], "give the others the weight 0"),
+    "a static list": (lambda p, b, k: by_sizes(b["y"], [2]), "give a tuple in place of a list"),
+    "a width": (
+        lambda p, b, k: b["x"].T @ p["w"],
+        "called with x float32[8, 3], y float",
+    ),
+}
+
+
+CHECKED = ("jaxtyping/_decorator.py", "tests/typecheck.py", "tests/promotion.py")
+
+
+def shown(error):
+    """The files of the frames, without the tests' check of annotations, and what Python prints."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    files = [file for file in files if not file.endswith(CHECKED)]
+    return files, "".join(traceback.format_exception(error))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_script_shows_the_users_frames_and_a_hint(names, name):
+    function, hint = LOSSES[name]
+    task = px.Task(init=init, loss=lambda p, b, k: function(p, b, k))
+    with pytest.raises(Exception) as raised:  # noqa: PT011  of Python, JAX or NumPy
+        px.fit(task, optax.sgd(0.1), names["data"], batch_size=8, progress=False)
+    files, text = shown(raised.value)
+    assert set(files) <= {__file__}
+    assert len(files) >= 3
+    assert hint in text
+    assert "JAX has removed" not in text
+
+
+def test_predict_and_our_own_errors_show_the_users_frames(names):
+    program, data = names["program"], names["data"]
+    wide = {"x": np.ones((4, 7), np.float32)}
+    for call, said in (
+        (lambda: program.predict(program.init(), wide), "It was called with x float32[32, 7]."),
+        (lambda: program.predict(program.init(), {"z": wide["x"]}), "The batch has 'z'."),
+        (lambda: px.fit(names["task"], optax.sgd("0.1"), data, batch_size=8), "not optax.sgd('0"),
+        (lambda: px.fit(names["task"], optax.sgd(0.1), data, batch_size=8.0), "batch_size=8.0"),
+        (lambda: px.compile(names["task"], optax.sgd(0.1), px.Plan(data=9), data), "9 devices"),
+    ):
+        with pytest.raises(Exception) as raised:  # noqa: PT011
+            call()
+        files, text = shown(raised.value)
+        assert set(files) == {__file__}
+        assert said in text
+
+
+def test_a_mistake_of_ours_and_jaxs_switch_show_all_frames(names, monkeypatch):
+    def fit():
+        with pytest.raises((KeyError, TypeError)) as raised:
+            px.fit(px.Task(init=init, loss=lambda p, b, k: b["z"]), optax.sgd(0.1),
+                   names["data"], batch_size=8, progress=False)  # fmt: skip
+        return shown(raised.value)[0]
+
+    own = str(Path(px.__file__).parent)
+    assert not any(file.startswith(own) for file in fit())
+    monkeypatch.setattr("plurax.train.fit.make_program", int)
+    assert any(file.startswith(own) for file in fit())
+    monkeypatch.undo()
+    jax.config.update("jax_traceback_filtering", "off")
+    try:
+        assert any(file.startswith(own) for file in fit())
+    finally:
+        jax.config.update("jax_traceback_filtering", "auto")
 
 
 # --- On the command line --------------------------------------------------------------------------

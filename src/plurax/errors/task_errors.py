@@ -278,6 +278,13 @@ def optimizer_wants_arguments(wanted: str) -> TaskError:
     )
 
 
+def optimizer_failed(said: str) -> TaskError:
+    return TaskError(
+        f"the optimizer's update failed: {said}\nIts arguments are numbers or schedules: "
+        "optax.sgd(0.1), not optax.sgd('0.1'); a schedule takes the step, schedule(step)."
+    )
+
+
 def task_is_none(kind: str, library: str | None) -> TaskError:
     ways = {
         "linen": "plurax.adapters.linen.task(module, init=..., loss=...) makes a task of it.",

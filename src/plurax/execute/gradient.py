@@ -11,6 +11,7 @@ devices all add up to the same total. Example, 3 examples padded to 4 rows, weig
     mean loss       5.5 / 2.5 = 2.2               divided once per step, in `step.py`
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from plurax import errors, tree
+from plurax.errors import hints
 from plurax.execute.rows import Rows
 from plurax.freezing import trained, with_frozen
 from plurax.jaxpr.batch_minor import batch_minor
@@ -63,7 +65,7 @@ def with_precision(
     Gradients keep the parameters' dtype. Model state is not cast: a small increment of a running
     average would round to nothing in bfloat16.
     """
-    fun = without_axes(fun)
+    fun = _with_notes(without_axes(fun), 2 if stateful else 1)
     if precision == "float32":
         return fun
 
@@ -73,6 +75,32 @@ def with_precision(
         return fun(*(a if i == kept else cast_floating(a, dtype) for i, a in enumerate(args)))
 
     return computing
+
+
+def _with_notes(fun: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """Return a function of the task whose exceptions say what it was called with.
+
+    `place`: which of its arguments is the batch, or the inputs.
+    """
+
+    @functools.wraps(fun)
+    def noted(*args: PyTree) -> Any:
+        try:
+            return fun(*args)
+        except errors.PluraxError:
+            raise
+        except Exception as error:
+            if not getattr(error, "__notes__", None):
+                batch, keys = args[place], args[place + 1 : place + 2]
+                fields = [*map(str, batch)] if isinstance(batch, dict) else []
+                leaves = tree.named_leaves(batch).items()
+                given = ", ".join(f"{k} {leaf.dtype}{list(leaf.shape)}" for k, leaf in leaves)
+                if keys:
+                    given += f", and keys {list(jnp.shape(keys[0]))}, one for each example"
+                error.add_note(hints.of_a_function(error, given.strip(), fields))
+            raise
+
+    return noted
 
 
 def check_losses(output: Any, size: int, where: str) -> tuple[Array, dict[str, Any]]:

@@ -1,8 +1,7 @@
 """A compiled task, optimizer and plan: one network or a population, for one batch size.
 
-`Program` places states and batches on the devices, and compiles and calls the functions of a
-`StepFunctions`: `Network` for one network, `Population` for many. Each is compiled when it is first
-called; `compile` compiles the step.
+`Program` places states and batches on the devices, and compiles each function of a `StepFunctions`
+(`Network` for one network, `Population` for many) when it is first called; `compile`, the step.
 """
 
 import copy
@@ -48,6 +47,7 @@ from plurax.plan import Plan
 from plurax.state import TrainState, check_donatable, check_not_donated
 from plurax.task import Task
 from plurax.tree import with_rows
+from plurax.user_frames import shows_user_frames
 from plurax.validate import check_seed
 
 
@@ -146,9 +146,8 @@ class Program:
     def init(self, seed: int | None = None, *, params: PyTree = None) -> TrainState:
         """Return a fresh state, its parameters created in their sharding.
 
-        The same seed (default 0) gives the same state under every plan. With `params`, a tree like
-        the task's parameters, training starts from them. Members have seeds of their own: each
-        member's state equals that of one network with its seed.
+        The same seed (default 0) gives the same state under every plan. Training starts from
+        `params`, a tree like the task's. A member's state equals that of one network with its seed.
 
         Raises `MembersError` for a seed or parameters where there are members.
         """
@@ -373,6 +372,7 @@ class Program:
 
     # --- Inference ----------------------------------------------------------------------------
 
+    @shows_user_frames
     def predict(
         self, state: TrainState, inputs: PyTree | Iterable[PyTree], *,
         chunk: int | None = None, local: bool = False,
@@ -385,8 +385,7 @@ class Program:
           generator, a DataLoader), for which the result is an iterator with one output per item.
         - `chunk`: rows at a time, default `batch_size`. The last chunk is padded and its outputs
           cut, so that there is one compilation.
-        - `local`: of several processes each gives inputs of its own, a tree of arrays, and gets
-          their outputs alone; of one network.
+        - `local`: each of several processes gives arrays of its own, and gets their outputs alone.
 
         **Returns:** leaves `(N, ...)`, or of a population `(members, N, ...)`.
         """
@@ -401,14 +400,15 @@ class Program:
         def members_first(outputs: PyTree) -> PyTree:
             return self._cut(jax.tree.map(lambda leaf: np.moveaxis(leaf, 1, 0), outputs))
 
-        several = isinstance(outputs, Iterator)
-        return map(members_first, outputs) if several else members_first(outputs)
+        each = isinstance(outputs, Iterator)
+        return map(members_first, outputs) if each else members_first(outputs)
 
     def _compile_predict(self, rows: PyTree) -> jax.stages.Compiled:
         check_predict(self._example.task, self._new_state_like, rows, self.mesh)
         predict = jax.jit(self._functions.predict, out_shardings=self._functions.outputs_sharding)
         return predict.lower(*self._abstract_inference(), rows).compile()
 
+    @shows_user_frames
     def evaluate(self, state: TrainState, data: PyTree | Iterable[PyTree]) -> dict[str, Any]:
         """Return weighted means of loss and metrics over all examples of `data`, each counted once.
 

@@ -15,6 +15,7 @@ from plurax.execute.rows import StepKey
 from plurax.execute.totals import BatchTotals
 from plurax.freezing import trained, with_frozen
 from plurax.state import TrainState
+from plurax.user_frames import is_users
 
 Metrics = dict[str, Array]
 Step = Callable[[TrainState, PyTree, Int[Array, ""]], tuple[TrainState, Metrics]]
@@ -55,7 +56,9 @@ def whole_update(optimizer: optax.GradientTransformation, frozen: Sequence[str] 
         except (TypeError, ValueError) as error:
             if wanted := _WANTED.search(str(error)):
                 raise errors.optimizer_wants_arguments(wanted[0]) from error
-            raise
+            if is_users(error):
+                raise
+            raise errors.optimizer_failed(f"{type(error).__name__}: {error}") from None
 
     return update
 
