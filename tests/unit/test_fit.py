@@ -10,7 +10,9 @@ from pathlib import Path
 
 import grain
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from tests import models
 
@@ -259,6 +261,47 @@ def test_a_nan_in_the_data_is_skipped_counted_and_said(resident):
     assert [row["skipped"] for row in result.history] == [1, 1, 1]
     assert all(np.isfinite(row["loss"]) for row in result.history)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.state.params))
+
+
+def classify(logits=4, learning_rate=0.1, **columns):
+    """Train a linear classifier for three epochs; return what was said of values not finite."""
+
+    def predict(params, inputs):
+        return inputs["x"].astype(jnp.float32) @ params["w"]
+
+    def loss(params, batch, keys):
+        return optax.softmax_cross_entropy_with_integer_labels(predict(params, batch), batch["y"])
+
+    def squares(params, batch, keys):
+        return ((predict(params, batch) - batch["y"].astype(jnp.float32)[:, None]) ** 2).mean(1)
+
+    rows = {"x": ROWS["x"], "y": np.arange(50) % 4, **columns}
+    task = px.Task(
+        init=lambda key: {"w": jnp.zeros((rows["x"].shape[1], logits))},
+        loss=loss if logits > 1 else squares, predict=predict,
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        px.fit(task, optax.sgd(learning_rate), rows, batch_size=10, epochs=40, progress=False)
+    return [str(one.message) for one in told if one.category is NonFiniteWarning]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"y": np.arange(50) % 5}, "y has values from 0 to 4, and predict has 4 outputs: labels"),
+        ({"y": np.arange(50) % 4 - 1, "x": np.full((50, 3), np.inf, np.float32)}, "from -1 to 2"),
+        ({"x": np.where(np.arange(50)[:, None] == 7, np.nan, ROWS["x"])},
+         "x has NaN or infinite values in 1 of 50 rows, the first is row 7"),
+        ({"x": np.full((50, 3), 255, np.uint8), "logits": 1, "learning_rate": 1.0},
+         "x is uint8, with values up to 255: scale it, such as x.astype(np.float32) / 255."),
+        ({"logits": 1, "learning_rate": 1e3}, "before: training diverges."),
+    ],
+)  # fmt: skip
+def test_what_is_not_finite_is_said_once_with_its_cause(given, said):
+    (message,) = classify(**given)
+    assert said in message
+    assert message.startswith("at or before step ")
 
 
 # --- Output, resume, signals ------------------------------------------------------------------

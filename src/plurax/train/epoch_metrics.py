@@ -19,6 +19,7 @@ import math
 import time
 import warnings
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -173,8 +174,11 @@ class EpochMetrics(abc.ABC):
         """Return a few words on the last step; empty while no metrics have been fetched."""
 
     @abc.abstractmethod
-    def warn_not_finite(self, step: int) -> None:
-        """Warn of skipped updates that were not warned of before."""
+    def warn_not_finite(self, step: int, why: Callable[[Any], str]) -> None:
+        """Warn of skipped updates that were not warned of before.
+
+        **Arguments:** `why`, returns the cause from the mean norm of the epoch's finite gradients.
+        """
 
     @abc.abstractmethod
     def epoch_row(self, step: int, epoch: int, evaluation: dict[str, Any] | None) -> Row:
@@ -212,8 +216,10 @@ class NetworkMetrics(EpochMetrics):
         self._last = math.nan
 
     def fresh(self) -> "NetworkMetrics":
-        """Return empty metrics; skipped updates are warned of once in each epoch."""
-        return NetworkMetrics()
+        """Return empty metrics; skipped updates are warned of once."""
+        fresh = NetworkMetrics()
+        fresh._warned = self._warned
+        return fresh
 
     def _by_step(self, metric: np.ndarray) -> np.ndarray:
         return np.atleast_1d(metric)
@@ -235,16 +241,17 @@ class NetworkMetrics(EpochMetrics):
         """Return the last loss as text."""
         return "" if math.isnan(self._last) and not self.skipped else f"loss {self._last:.4g}"
 
-    def warn_not_finite(self, step: int) -> None:
-        """Warn at the first skipped update of an epoch; the epoch's row has the count."""
+    def warn_not_finite(self, step: int, why: Callable[[Any], str]) -> None:
+        """Warn at the first skipped update of a run; the rows of its epochs have the counts."""
         if self.skipped and not self._warned:
             self._warned = True
             warnings.warn(
                 f"at or before step {step} the loss or its gradient was not finite: the update was "
-                "left out on all devices and the parameters are unchanged. A smaller learning "
-                "rate or optax.clip_by_global_norm may help; a NaN in the data will come again.",
+                "left out on all devices and the parameters are unchanged. "
+                f"{why(self.means().get('grad_norm', math.nan))} This is said once; `skipped` "
+                "of an epoch counts such steps.",
                 NonFiniteWarning,
-                stacklevel=3,
+                stacklevel=6,
             )
 
     def epoch_row(self, step: int, epoch: int, evaluation: dict[str, Any] | None) -> Row:
@@ -298,13 +305,14 @@ class MembersMetrics(EpochMetrics):
         best, median, worst = (spread[n] for n in ("loss_best", "loss", "loss_worst"))
         return f"loss best {best:.4g} median {median:.4g} worst {worst:.4g}"
 
-    def warn_not_finite(self, step: int) -> None:
-        """Warn of the members that were frozen since the last warning."""
+    def warn_not_finite(self, step: int, why: Callable[[Any], str]) -> None:
+        """Warn of the members that were frozen since the last warning; say why at the first."""
         new = sorted(set(np.flatnonzero(self.skipped).tolist()) - self._frozen)
         if not new:
             return
+        said = "" if self._frozen else f" {why(self.means().get('grad_norm', math.nan))}"
         self._frozen |= set(new)
-        warn_frozen(self._members, new, f"at or before step {step}", stacklevel=4)
+        warn_frozen(self._members, new, f"at or before step {step}", said, stacklevel=7)
 
     def epoch_row(self, step: int, epoch: int, evaluation: dict[str, Any] | None) -> Row:
         """Return the spread of each metric over members, and all values under `members`."""
@@ -321,7 +329,9 @@ class MembersMetrics(EpochMetrics):
         return {**row, "members": {name: all_.tolist() for name, all_ in every.items()}}
 
 
-def warn_frozen(members: Members, new: list[int], when: str, *, stacklevel: int) -> None:
+def warn_frozen(
+    members: Members, new: list[int], when: str, why: str = "", *, stacklevel: int
+) -> None:
     """Warn of frozen members, given by index."""
     named = "; ".join(
         ", ".join(f"{name} {value:.6g}" for name, value in row.items())
@@ -330,7 +340,7 @@ def warn_frozen(members: Members, new: list[int], when: str, *, stacklevel: int)
     more = f" and {len(new) - 5} more" if len(new) > 5 else ""
     warnings.warn(
         f"{when} the loss or its gradient was not finite in {len(new)} of {members.count} members, "
-        f"which are frozen as they were while the others go on: {named}{more}.",
+        f"which are frozen as they were while the others go on: {named}{more}.{why}",
         NonFiniteWarning,
         stacklevel=stacklevel,
     )

@@ -30,6 +30,7 @@ from plurax.train.hooks import Hooks, Run
 from plurax.train.iterate import Calls, StepOutput, train_iter
 from plurax.train.log import MetricsLog, Row
 from plurax.train.measurements import Measurements
+from plurax.train.not_finite import why_not_finite
 from plurax.train.planned_end import PlannedEnd
 from plurax.train.progress import TrainingProgress
 from plurax.train.replica_guard import ReplicaGuard
@@ -97,7 +98,8 @@ class Loop:
                 continue
             bar.advance(steps.step, steps.position.epoch, *self._summary(metrics))
             if run.is_primary:
-                metrics.warn_not_finite(steps.step)
+                why = functools.partial(why_not_finite, run.program, self.source)
+                metrics.warn_not_finite(steps.step, why)
             if report:
                 self._report(steps, metrics)
                 ending = ending or self.end.agree()
