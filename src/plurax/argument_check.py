@@ -25,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 
 from plurax import errors
-from plurax.user_frames import is_users
+from plurax.user_frames import is_users, leave_users_frames
 
 MAX_NUMBER = 2**63
 """Whole numbers of this size and above count nothing; Python cannot even print those of 4,300
@@ -68,9 +68,11 @@ def _explained(public: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except errors.PluraxError:
+        except errors.PluraxError as error:
+            leave_users_frames(error)
             raise
         except Exception as error:
+            leave_users_frames(error)
             explanation = (
                 None if is_users(error) else _explanation(public, function, args, kwargs, error)
             )

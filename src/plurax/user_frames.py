@@ -5,24 +5,19 @@ user wrote. Shown are these; and where the innermost frame of user and plurax is
 mistake is ours, and nothing is left out.
 
 On the command line `describe_error` prints them. In a script the functions of plurax that a user
-calls leave them in the traceback (`shows_user_frames`), as JAX leaves out its own frames, and with
+calls leave them in the traceback (`leave_users_frames`), as JAX leaves out its own frames, and with
 JAX's switch for it: `JAX_TRACEBACK_FILTERING=off` shows all.
 """
 
-import functools
 import os
 import sys
 import sysconfig
 import traceback
 import types
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from plurax import errors
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 INSTALLED = frozenset(["site-packages", "dist-packages"])
 """Folders of libraries: there are more of them than Python's own, such as a user's."""
@@ -45,19 +40,10 @@ def is_users(error: BaseException) -> bool:
     return bool(known) and is_users_file(known[-1].filename)
 
 
-def shows_user_frames(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function, whose errors that are a user's have only the user's frames."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except Exception as error:
-            if not _shows_all() and (isinstance(error, errors.PluraxError) or is_users(error)):
-                _leave_users(error)
-            raise
-
-    return call
+def leave_users_frames(error: BaseException) -> None:
+    """Leave the user's frames alone in the traceback of an error that is a user's."""
+    if not _shows_all() and (isinstance(error, errors.PluraxError) or is_users(error)):
+        _leave_users(error)
 
 
 def _shows_all() -> bool:
@@ -73,7 +59,7 @@ def _leave_users(error: BaseException) -> None:
         here = here.tb_next
     kept: types.TracebackType | None = None
     for one in reversed(frames):
-        if _is_users(one.tb_frame.f_code.co_filename):
+        if is_users_file(one.tb_frame.f_code.co_filename):
             kept = types.TracebackType(kept, one.tb_frame, one.tb_lasti, one.tb_lineno)
     error.__traceback__ = kept
     notes = getattr(error, "__notes__", [])

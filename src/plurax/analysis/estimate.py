@@ -35,7 +35,6 @@ from plurax.pipeline.schedule import ticks
 from plurax.plan import MESH_AXES, Plan
 from plurax.task import Task
 from plurax.tree import human_bytes
-from plurax.user_frames import shows_user_frames
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +194,6 @@ class Estimate:
         return f"Plan({self.plan.sizes_text()}) on {self.machine.name}"
 
 
-@shows_user_frames
 def estimate(
     task: Task,
     optimizer: optax.GradientTransformation,

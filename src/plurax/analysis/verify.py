@@ -30,7 +30,6 @@ from plurax.execute.compile import compile as compile_
 from plurax.notebook import html_table
 from plurax.plan import Plan
 from plurax.task import Task
-from plurax.user_frames import shows_user_frames
 from plurax.validate import whole_number
 
 FACTOR = 16.0
@@ -138,7 +137,6 @@ class Verification:
         )
 
 
-@shows_user_frames
 def verify(
     task: Task,
     optimizer: optax.GradientTransformation,

@@ -15,10 +15,8 @@ from plurax.members import Members
 from plurax.mesh import make_mesh
 from plurax.plan import Plan
 from plurax.task import Task
-from plurax.user_frames import shows_user_frames
 
 
-@shows_user_frames
 def compile(
     task: Task | HyperFn,
     optimizer: optax.GradientTransformation | HyperFn,

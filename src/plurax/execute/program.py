@@ -47,7 +47,6 @@ from plurax.plan import Plan
 from plurax.state import TrainState, check_donatable, check_not_donated
 from plurax.task import Task
 from plurax.tree import with_rows
-from plurax.user_frames import shows_user_frames
 from plurax.validate import check_seed
 
 
@@ -372,7 +371,6 @@ class Program:
 
     # --- Inference ----------------------------------------------------------------------------
 
-    @shows_user_frames
     def predict(
         self, state: TrainState, inputs: PyTree | Iterable[PyTree], *,
         chunk: int | None = None, local: bool = False,
@@ -408,7 +406,6 @@ class Program:
         predict = jax.jit(self._functions.predict, out_shardings=self._functions.outputs_sharding)
         return predict.lower(*self._abstract_inference(), rows).compile()
 
-    @shows_user_frames
     def evaluate(self, state: TrainState, data: PyTree | Iterable[PyTree]) -> dict[str, Any]:
         """Return weighted means of loss and metrics over all examples of `data`, each counted once.
 

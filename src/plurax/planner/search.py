@@ -46,11 +46,9 @@ from plurax.planner.steady import estimate_steady
 from plurax.planner.tensor import SolverName, TensorSearch
 from plurax.sharding.rules import Rules
 from plurax.task import Task
-from plurax.user_frames import shows_user_frames
 from plurax.validate import bytes_of, check_choice, check_number, check_whole
 
 
-@shows_user_frames
 def search(
     task: Task,
     optimizer: optax.GradientTransformation,

@@ -245,11 +245,14 @@ class NetworkMetrics(EpochMetrics):
         """Warn at the first skipped update of a run; the rows of its epochs have the counts."""
         if self.skipped and not self._warned:
             self._warned = True
+            cause = why(self.means().get("grad_norm", math.nan)) or (
+                "A smaller learning rate or optax.clip_by_global_norm may help; a NaN in the data "
+                "will come again."
+            )
             warnings.warn(
                 f"at or before step {step} the loss or its gradient was not finite: the update was "
-                "left out on all devices and the parameters are unchanged. "
-                f"{why(self.means().get('grad_norm', math.nan))} This is said once; `skipped` "
-                "of an epoch counts such steps.",
+                f"left out on all devices and the parameters are unchanged. {cause} This is said "
+                "once; `skipped` of an epoch counts such steps.",
                 NonFiniteWarning,
                 stacklevel=6,
             )
@@ -310,9 +313,9 @@ class MembersMetrics(EpochMetrics):
         new = sorted(set(np.flatnonzero(self.skipped).tolist()) - self._frozen)
         if not new:
             return
-        said = "" if self._frozen else f" {why(self.means().get('grad_norm', math.nan))}"
+        cause = "" if self._frozen else why(self.means().get("grad_norm", math.nan))
         self._frozen |= set(new)
-        warn_frozen(self._members, new, f"at or before step {step}", said, stacklevel=7)
+        warn_frozen(self._members, new, f"at or before step {step}", cause, stacklevel=7)
 
     def epoch_row(self, step: int, epoch: int, evaluation: dict[str, Any] | None) -> Row:
         """Return the spread of each metric over members, and all values under `members`."""
@@ -340,7 +343,7 @@ def warn_frozen(
     more = f" and {len(new) - 5} more" if len(new) > 5 else ""
     warnings.warn(
         f"{when} the loss or its gradient was not finite in {len(new)} of {members.count} members, "
-        f"which are frozen as they were while the others go on: {named}{more}.{why}",
+        f"which are frozen as they were while the others go on: {named}{more}. {why}".rstrip(),
         NonFiniteWarning,
         stacklevel=stacklevel,
     )

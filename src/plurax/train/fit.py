@@ -62,7 +62,6 @@ from plurax.train.saving import Saving
 from plurax.train.serve import open_servers
 from plurax.train.stop_signals import StopSignals
 from plurax.train.watchdog import Watchdog
-from plurax.user_frames import shows_user_frames
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -299,4 +298,4 @@ def fit(
 
 
 if not TYPE_CHECKING:  # a type checker knows the arguments
-    fit = shows_user_frames(answers_other_names(fit))
+    fit = answers_other_names(fit)

@@ -23,7 +23,7 @@ LARGEST_PART = 1 << 28
 
 
 def why_not_finite(program: Program, source: Any, mean_norm: Any) -> str:
-    """Return sentences on what the data and the gradients say.
+    """Return sentences on what the data and the gradients say; "" where they say nothing.
 
     **Arguments:** `source`, the data of training, looked at where they are arrays; `mean_norm`,
     the mean norm of the gradients of the epoch's finite steps, of members `(members,)`.
@@ -36,11 +36,6 @@ def why_not_finite(program: Program, source: Any, mean_norm: Any) -> str:
         found.append(
             f"The mean norm of the gradients was {largest:.3g} before: training diverges. A "
             "smaller learning rate or optax.clip_by_global_norm may help."
-        )
-    if not found:
-        found.append(
-            "A smaller learning rate or optax.clip_by_global_norm may help; a NaN in the data will "
-            "come again."
         )
     return " ".join(found)
 
