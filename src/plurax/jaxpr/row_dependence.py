@@ -253,7 +253,7 @@ def _row(x: RowsRead, index: int) -> RowsRead:
 
 
 def _any_row(x: RowsRead) -> RowsRead:
-    return RowsRead(compressed(x.levels.max(0)), None, x.line)
+    return RowsRead(compressed(x.levels.max(0, initial=NONE)), None, x.line)
 
 
 def _joined(one: RowsRead, other: RowsRead) -> RowsRead:

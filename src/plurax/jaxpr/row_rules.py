@@ -78,7 +78,7 @@ def in_order(levels: Levels) -> bool:
         if length % size or length == 1:
             continue
         others = tuple(d for d in range(levels.ndim - 1) if d != dim)
-        reads = levels.max(others) > NONE
+        reads = levels.max(others, initial=NONE) > NONE
         for inner in range(1, length // size + 1):
             if (length // size) % inner == 0:
                 own = (np.arange(length) // inner) % size
@@ -314,7 +314,7 @@ def _rev(eqn: Any, levels: Sequence[Levels]) -> Levels:
 def _concatenate(eqn: Any, levels: Sequence[Levels]) -> Levels:
     dim = eqn.params["dimension"]
     sizes = [_shape(atom)[dim] for atom in eqn.invars]
-    shape = list(np.broadcast_shapes(*(_over_shape(one, dim) for one in levels)))
+    shape = list(np.broadcast_shapes(*(_over(one, [dim]).shape for one in levels)))
     parts = []
     for one, size in zip(levels, sizes, strict=True):
         shape[dim] = size
@@ -330,10 +330,6 @@ def _stack(eqn: Any, levels: Sequence[Levels]) -> Levels:
 def _unstack(eqn: Any, levels: Sequence[Levels]) -> list[Levels]:
     (one, *_), axis = levels, eqn.params["axis"]
     return [one.take(0 if one.shape[axis] == 1 else i, axis) for i in range(len(eqn.outvars))]
-
-
-def _over_shape(levels: Levels, dim: int) -> tuple[int, ...]:
-    return (*levels.shape[:dim], 1, *levels.shape[dim + 1 :])
 
 
 def _split(eqn: Any, levels: Sequence[Levels]) -> list[Levels]:
@@ -536,7 +532,7 @@ def _gather(eqn: Any, levels: Sequence[Levels], known: Any) -> list[Levels]:
         if fixed
         else moved.reshape(*(1,) * index_rank, *moved.shape)
     )
-    reads = index.max(-2)
+    reads = index.max(-2, initial=NONE)
     reads = reads.reshape(*reads.shape[:-1], *(1,) * len(windows), reads.shape[-1])
     both = np.maximum(taken, reads)
     rest = [d for d in range(rank) if d not in numbers.offset_dims]
@@ -554,7 +550,7 @@ def _scatter(eqn: Any, levels: Sequence[Levels], known: Any) -> Levels:
     windows = [d for d in range(len(old)) if d not in gone]
     index_rank = index.ndim - 2
     rest = [d for d in range(len(update)) if d not in numbers.update_window_dims]
-    reads = index.max(-2)
+    reads = index.max(-2, initial=NONE)
     reads = reads.reshape(*reads.shape[:-1], *(1,) * len(windows), reads.shape[-1])
     new = new.transpose(*rest, *numbers.update_window_dims, new.ndim - 1)
     new = np.maximum(new, reads)
