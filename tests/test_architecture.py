@@ -26,7 +26,6 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # rooms before it.
 FLOORS = [
     [
-        "lazy",
         "notebook",
         "tree",
         "errors",
@@ -35,6 +34,8 @@ FLOORS = [
         "disk",
         "user_frames",
         "argument_check",
+        "lazy",
+        "reading",
         "validate",
         "locked_folder",
         "reaper",

@@ -152,9 +152,9 @@ def fits(value: Any, hint: Any) -> bool:
     """
     kind, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind is typing.Union or kind is types.UnionType:
-        is_path = any(part is Path or typing.get_origin(part) is os.PathLike for part in parts)
-        if is_path and isinstance(value, str | os.PathLike):
-            return _is_path(value)
+        of_path = any(part is Path or typing.get_origin(part) is os.PathLike for part in parts)
+        if of_path and isinstance(value, str | os.PathLike):
+            return is_path(value)
         return any(fits(value, part) for part in parts)
     if kind is Literal:
         return isinstance(value, str | int | None) and value in parts
@@ -203,7 +203,7 @@ def _is_number(value: Any, kind: type) -> bool:
     return kind is float and isinstance(value, float)
 
 
-def _is_path(value: str | os.PathLike[str]) -> bool:
+def is_path(value: str | os.PathLike[str]) -> bool:
     """Whether a file system can hold a file of this name."""
     try:
         name = os.fsencode(value)

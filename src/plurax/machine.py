@@ -28,7 +28,6 @@ import itertools
 import json
 import math
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -37,6 +36,7 @@ from typing import Any
 from plurax import errors
 from plurax.disk import replace_file
 from plurax.notebook import html_table
+from plurax.reading import parse_toml, read_text, refusing
 from plurax.validate import whole_number
 
 
@@ -366,10 +366,8 @@ class Machine:
     @classmethod
     def from_toml(cls, text: str, *, source: str = "the machine") -> "Machine":
         """Parse a machine from TOML. Raises `MachineError`, which names `source`."""
-        try:
-            values: dict[str, Any] = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise errors.machine_not_toml(source, str(error)) from None
+        with refusing(lambda reason: errors.machine_not_toml(source, reason)):
+            values = parse_toml(text)
         try:
             levels = [_build(Level, one) for one in _tables(values, "levels")]
             groups = [_group(one) for one in _tables(values, "groups")]
@@ -391,11 +389,8 @@ class Machine:
     @classmethod
     def load(cls, path: str | Path) -> "Machine":
         """Read a machine from a TOML file. Raises `MachineError`."""
-        try:
-            # Some editors begin a file with a byte order mark, which is not TOML.
-            text = Path(path).read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise errors.machine_not_toml(str(path), str(error)) from None
+        with refusing(lambda reason: errors.machine_not_toml(str(path), reason)):
+            text = read_text(path)
         return cls.from_toml(text, source=str(path))
 
     @classmethod
@@ -547,7 +542,7 @@ def _tables(values: dict[str, Any], key: str) -> list[dict[str, Any]]:
 def _presets() -> dict[str, dict[str, Any]]:
     """Return the table of published hardware."""
     text = importlib.resources.files("plurax").joinpath("presets.toml").read_text("utf-8")
-    return tomllib.loads(text)
+    return parse_toml(text)
 
 
 def _toml_device(machine: Machine, prefix: str = "") -> list[str]:

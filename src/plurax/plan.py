@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from plurax import errors
 from plurax.disk import replace_file
 from plurax.notebook import html_table
+from plurax.reading import parse_toml, read_text, refusing
 from plurax.strategies import Strategies
 from plurax.validate import whole_number
 
@@ -359,10 +359,8 @@ data=1 means 'not used'.
     @classmethod
     def from_toml(cls, text: str, *, source: str = "the plan") -> "Plan":
         """Parse a plan from TOML; missing fields have their default. Raises `PlanError`."""
-        try:
-            values: dict[str, Any] = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise errors.plan_not_toml(source, str(error)) from None
+        with refusing(lambda reason: errors.plan_not_toml(source, reason)):
+            values = parse_toml(text)
         known = [field.name for field in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
@@ -379,13 +377,8 @@ data=1 means 'not used'.
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
         """Read a plan from a TOML file. Raises `PlanError` for a file that is not a plan."""
-        try:
-            # Some editors begin a file with a byte order mark, which is not TOML.
-            text = Path(path).read_text(encoding="utf-8-sig")
-        except OSError as error:
-            raise errors.plan_not_toml(str(path), error.strerror or str(error)) from None
-        except UnicodeDecodeError as error:
-            raise errors.plan_not_toml(str(path), str(error)) from None
+        with refusing(lambda reason: errors.plan_not_toml(str(path), reason)):
+            text = read_text(path)
         return cls.from_toml(text, source=str(path))
 
 

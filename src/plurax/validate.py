@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from plurax import errors
-from plurax.argument_check import MAX_NUMBER, fits, text
+from plurax.argument_check import MAX_NUMBER, fits, is_path, text
 
 Mode = Literal["min", "max"]
 
@@ -96,12 +96,15 @@ def check_seed(seed: object) -> int:
 
 
 def local_path(given: str | os.PathLike[str]) -> Path:
-    """A path of this machine's file system. Raises `CheckpointError` for a URL like `gs://...`.
+    """A path of this machine's file system. Raises `CheckpointError` for a URL like `gs://...`, and
+    for a name that no file can have.
 
     As a local path, `gs://bucket/run` would be the folder `gs:` in the current directory.
     """
     if match := re.match(r"([a-z][a-z0-9+.-]+):/", os.fspath(given)):
         raise errors.path_is_a_url(os.fspath(given), match.group(1))
+    if given and not is_path(given):
+        raise errors.path_impossible(text(os.fspath(given)))
     return Path(given)
 
 

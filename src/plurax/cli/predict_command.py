@@ -13,6 +13,7 @@ from plurax.cli.chosen import chosen_program, written
 from plurax.cli.parse import parse, predict_options
 from plurax.disk import replacing
 from plurax.execute.placement import chunks
+from plurax.reading import refusing
 from plurax.train.checkpoint import Checkpoints
 from plurax.train.restore import restore
 from plurax.user_frames import describe_error, is_users
@@ -49,13 +50,12 @@ def predict_command(arguments: list[str]) -> int:
 
 
 def _read_arrays(path: Path) -> Any:
-    if not path.is_file():
-        raise errors.inputs_not_found(str(path))
-    try:
-        loaded = np.load(path, allow_pickle=False)
-        return loaded if isinstance(loaded, np.ndarray) else dict(loaded)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise errors.inputs_not_arrays(str(path), str(error)) from None
+    with refusing(lambda reason: errors.inputs_not_arrays(str(path), reason)):
+        if not path.is_file():
+            raise errors.inputs_not_found(str(path))
+        with path.open("rb") as file:
+            loaded = np.load(file, allow_pickle=False)
+            return loaded if isinstance(loaded, np.ndarray) else dict(loaded)
 
 
 def _write_arrays(path: Path, outputs: Any) -> Path:

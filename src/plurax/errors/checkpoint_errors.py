@@ -261,6 +261,19 @@ def weights_unknown(path: str, exists: bool) -> CheckpointError:
     )
 
 
+def path_impossible(given: str) -> CheckpointError:
+    return CheckpointError(
+        f"{given} is no path: each name in it has at most 255 bytes, none of them NUL."
+    )
+
+
+def record_unreadable(path: str, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is not as it was written: {reason}. Restore it from a copy, or train in another "
+        "folder."
+    )
+
+
 def weights_damaged(path: str, reason: str) -> CheckpointError:
     return CheckpointError(f"{path}: the weights cannot be read: {reason}")
 

@@ -26,7 +26,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from plurax import errors
 from plurax.disk import AppendFile, log_errors, replace_file
+from plurax.reading import parse_json, refusing
 
 FILE = "servers.jsonl"
 
@@ -71,8 +73,9 @@ class Record:
 
 def read_events(path: Path) -> list[Event]:
     """Return the events of a record; a last line that was cut is left out."""
-    lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    with refusing(lambda reason: errors.record_unreadable(str(path), reason)):
+        lines = path.read_text().splitlines(keepends=True)
+        return [parse_json(line) for line in lines if line.endswith("\n")]
 
 
 def _line(event: Event) -> bytes:

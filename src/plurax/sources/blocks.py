@@ -110,15 +110,12 @@ def open_tables(what: str, paths: Sequence[Path]) -> PyTree:
     """
     try:
         import grain  # noqa: F401
-        import pyarrow as pa
+        import pyarrow as pa  # noqa: F401
     except ImportError:
         raise errors.package_missing("Reading Parquet and Arrow files", "pyarrow and grain",
                                      "parquet") from None  # fmt: skip
     kind = ParquetTable if paths[0].suffix == ".parquet" else ArrowTable
-    try:
-        files = [kind(path) for path in paths]
-    except pa.ArrowInvalid as error:
-        raise errors.data_file_unreadable(what, str(paths[0]), str(error)) from error
+    files = [kind(path) for path in paths]
     found = Blocks(what, paths, files)
     return found.whole() if found.byte_count <= IN_MEMORY else found
 

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.reading import refusing
 
 TABLES = (".parquet", ".arrow", ".feather")
 
@@ -30,7 +31,8 @@ def adapt(what: str, data: Any) -> Any:
     if not isinstance(data, np.lib.npyio.NpzFile):
         return data
     name = data.zip.filename if data.zip is not None else None
-    return _npz(Path(name)) if name else {key: data[key] for key in data.files}
+    with refusing(lambda reason: errors.data_file_unreadable(what, str(name), reason)):
+        return _npz(Path(name)) if name else {key: data[key] for key in data.files}
 
 
 def open_path(what: str, given: Any) -> PyTree:
@@ -39,23 +41,19 @@ def open_path(what: str, given: Any) -> PyTree:
     Raises `BatchError` for files that are not there or cannot be read, and for other kinds.
     """
     name = os.fsdecode(given)
-    paths = _paths(name)
-    suffix = paths[0].suffix if paths else Path(name).suffix
-    if not paths and suffix in (".npy", ".npz", *TABLES):
-        raise errors.data_file_missing(what, name)
-    try:
+    with refusing(lambda reason: errors.data_file_unreadable(what, name, reason)):
+        paths = _paths(name)
+        suffix = paths[0].suffix if paths else Path(name).suffix
+        if not paths and suffix in (".npy", ".npz", *TABLES):
+            raise errors.data_file_missing(what, name)
         if suffix in TABLES and all(path.suffix == suffix for path in paths):
             from plurax.sources.blocks import open_tables
 
             return open_tables(what, paths)
         if suffix == ".npy" and len(paths) == 1:
-            return np.load(paths[0], mmap_mode="r")
+            return np.lib.format.open_memmap(paths[0], mode="r")
         if suffix == ".npz" and len(paths) == 1:
             return _npz(paths[0])
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        if isinstance(error, errors.PluraxError):
-            raise
-        raise errors.data_file_unreadable(what, name, str(error)) from error
     raise errors.data_is_a_name(what, given)
 
 

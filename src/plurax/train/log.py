@@ -11,6 +11,7 @@ from typing import Any
 
 from plurax import errors
 from plurax.disk import AppendFile, log_errors, make_folder, replace_file
+from plurax.reading import parse_json
 from plurax.train.board import Board
 
 Row = dict[str, Any]
@@ -154,7 +155,7 @@ def _parsed(path: Path) -> Iterator[tuple[int, bytes, Row | None]]:
 def read_row(line: bytes) -> Row | None:
     """Return the row of a line, None for one that is not a whole row."""
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError:
         return None
     if not line.endswith(b"\n") or not isinstance(row, dict):

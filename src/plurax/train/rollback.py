@@ -37,6 +37,7 @@ from plurax import errors
 from plurax.disk import log_errors, replace_file, sync_folder
 from plurax.distributed.process_group import ProcessGroup
 from plurax.execute.array_data import Position
+from plurax.reading import parse_json, refusing
 from plurax.train.checkpoint import Checkpoints
 from plurax.train.iterate import StepOutput
 from plurax.train.log import MetricsLog, Row
@@ -223,10 +224,13 @@ class Rollbacks:
             self._checkpoints.remove_after(min(abandoned))
 
     def _read(self) -> list[Row]:
-        try:
-            return [json.loads(line) for line in self._path.read_bytes().splitlines()]
-        except FileNotFoundError:
+        if not self._path.exists():
             return []
+        with refusing(lambda reason: errors.record_unreadable(str(self._path), reason)):
+            rows = [parse_json(line) for line in self._path.read_bytes().splitlines()]
+            if not all(isinstance(row, dict) and "from" in row for row in rows):
+                raise ValueError("its rows are not those that were written")
+            return rows
 
     def _abandoned(self) -> list[int]:
         """Return the targets of rollbacks of which a later checkpoint, saved before, is left."""

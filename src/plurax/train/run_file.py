@@ -23,7 +23,6 @@ import json
 import platform
 import re
 import subprocess
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from plurax import __version__, errors
 from plurax.execute.program import Program
 from plurax.members import Members
 from plurax.plan import Plan
+from plurax.reading import parse_toml
 from plurax.validate import local_path
 
 RUN_FILE = "run.toml"
@@ -84,7 +84,7 @@ def read_run_file(folder: str | Path) -> RunSettings | None:
     if not path.is_file():
         return None
     try:
-        table: Table = tomllib.loads(path.read_text("utf-8"))
+        table: Table = parse_toml(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise errors.run_file_unreadable(str(path), str(error)) from None
     _check_tables(table, str(path))

@@ -16,6 +16,8 @@ import threading
 from pathlib import Path
 from typing import Any, Literal
 
+from plurax.reading import parse_json
+
 Phase = Literal["start", "compile", "step", "evaluate", "save", "wait"]
 
 
@@ -64,5 +66,5 @@ class StatusFile:
             for path in sorted(self.folder.glob("*.json")):
                 if path.stem.isdecimal() and int(path.stem) != self.process:
                     with contextlib.suppress(OSError, ValueError):
-                        found[int(path.stem)] = json.loads(path.read_text())
+                        found[int(path.stem)] = parse_json(path.read_bytes())
         return found

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from plurax import errors, tree
+from plurax.reading import refusing
 from plurax.validate import local_path
 
 
@@ -29,6 +30,11 @@ def load(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     format is not installed.
     """
     path = local_path(path)
+    with refusing(lambda reason: errors.weights_damaged(str(path), reason)):
+        return _read(path)
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
     if path.is_dir():
         return _read_orbax(path)
     readers: dict[str, Callable[[Path], Any]] = {
@@ -49,10 +55,7 @@ def _read_safetensors(path: Path) -> Any:
         from safetensors.numpy import load_file
     except ImportError:
         raise errors.package_missing(".safetensors files", "safetensors", "safetensors") from None
-    try:
-        return load_file(path)
-    except Exception as error:  # the library has no common class of errors
-        raise errors.weights_damaged(str(path), str(error)) from error
+    return load_file(path)
 
 
 def _read_msgpack(path: Path) -> Any:
@@ -60,10 +63,7 @@ def _read_msgpack(path: Path) -> Any:
         from flax.serialization import msgpack_restore
     except ImportError:
         raise errors.package_missing(".msgpack files", "flax", "flax") from None
-    try:
-        return msgpack_restore(path.read_bytes())
-    except Exception as error:  # the library has no common class of errors
-        raise errors.weights_damaged(str(path), str(error)) from error
+    return msgpack_restore(path.read_bytes())
 
 
 def _read_orbax(path: Path) -> dict[str, np.ndarray]:
@@ -75,16 +75,14 @@ def _read_orbax(path: Path) -> dict[str, np.ndarray]:
     # The handler, not a checkpointer: that logs a warning where a checkpoint has no metadata of its
     # own, as those have none that are parts of others.
     handler = ocp.PyTreeCheckpointHandler()
-    with contextlib.closing(handler):
-        try:
-            like = handler.metadata(folder).tree
-            state = isinstance(like, dict) and {"params", "opt_state", "step"} <= like.keys()
-            like = {"params": like["params"]} if state else like
-            kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like)
-            read = ocp.args.PyTreeRestore(like, restore_args=kinds, partial_restore=True)
-            arrays = handler.restore(folder, args=read)
-        except (ValueError, KeyError, OSError) as error:
-            raise errors.weights_damaged(str(folder), str(error)) from error
+    damaged = refusing(lambda reason: errors.weights_damaged(str(folder), reason))
+    with contextlib.closing(handler), damaged:
+        like = handler.metadata(folder).tree
+        state = isinstance(like, dict) and {"params", "opt_state", "step"} <= like.keys()
+        like = {"params": like["params"]} if state else like
+        kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like)
+        read = ocp.args.PyTreeRestore(like, restore_args=kinds, partial_restore=True)
+        arrays = handler.restore(folder, args=read)
     return _named(arrays["params"] if state else arrays)
 
 

@@ -16,9 +16,7 @@ written by another version. What cannot be read is left out.
 
 import contextlib
 import dataclasses
-import json
 import os
-import tomllib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +28,7 @@ from jaxtyping import Float
 from plurax import errors
 from plurax.machine import Machine
 from plurax.plan import Plan
+from plurax.reading import parse_json, parse_toml, read_text
 from plurax.server.record import Event, read_events
 from plurax.train.checkpoint.lock import LOCK, writer_of
 from plurax.train.log import KINDS, LOG_FILE, DamagedLogWarning, Row, read_row
@@ -219,7 +218,7 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 
 def read_settings(path: Path) -> dict[str, Any]:
     """Return a TOML file as one table: names of nested tables are joined by dots."""
-    return flat(_read(lambda: tomllib.loads(path.read_text(encoding="utf-8"))) or {})
+    return flat(_read(lambda: parse_toml(read_text(path))) or {})
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -266,12 +265,12 @@ def _read(read: Callable[[], T]) -> T | None:
 
 
 def _json_table(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = parse_json(read_text(path))
     return found if isinstance(found, dict) else {}
 
 
 def _json_lines(path: Path) -> list[Row]:
     """Return the rows of a file of JSON lines; lines that are not tables are left out."""
     lines = _read(lambda: path.read_text(encoding="utf-8").splitlines()) or []
-    rows = [_read(lambda line=line: json.loads(line)) for line in lines]  # type: ignore[misc]
+    rows = [_read(lambda line=line: parse_json(line)) for line in lines]  # type: ignore[misc]
     return [row for row in rows if isinstance(row, dict)]

@@ -6,12 +6,14 @@ This envelope stays the same in every later format, so that any version of plura
 newer checkpoint from a damaged one.
 """
 
+import errno
 import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 from plurax import errors
+from plurax.reading import parse_json
 from plurax.train.checkpoint.damage import Damage
 
 FORMAT = 2
@@ -37,10 +39,12 @@ def read_description(step: Path) -> dict[str, Any]:
     """
     try:
         content = (step / "meta" / "metadata").read_bytes()
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP):
+            raise
         raise Damage("its description is missing") from None
     try:
-        envelope = json.loads(content)
+        envelope = parse_json(content)
     except ValueError:
         raise Damage("its description is no longer JSON") from None
     if not isinstance(envelope, dict):

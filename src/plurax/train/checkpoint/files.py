@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from plurax import errors
+from plurax.reading import parse_json
 from plurax.train.checkpoint.damage import Damage
 from plurax.validate import local_path
 
@@ -26,7 +27,7 @@ def write_digests(directory: Path) -> None:
 def verify_files(directory: Path) -> None:
     """Raise `Damage` unless every file is present and unchanged."""
     try:
-        saved = json.loads((directory / DIGESTS).read_bytes())
+        saved = parse_json((directory / DIGESTS).read_bytes())
         found = _digests(directory)
     except (FileNotFoundError, NotADirectoryError):
         raise Damage(f"{directory.name}/{DIGESTS} is missing") from None

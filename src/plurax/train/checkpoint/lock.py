@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from plurax import errors
+from plurax.reading import parse_json
 
 LOCK = "writer.lock"
 """The name of the file in a folder of checkpoints."""
@@ -101,7 +102,7 @@ def _read_owner(descriptor: int) -> Owner | None:
     if not content:
         return None
     try:
-        owner = json.loads(content)
+        owner = parse_json(content)
         return {name: owner[name] for name in ("host", "boot", "pid", "started")}
     except (ValueError, TypeError, KeyError):
         return {"host": None, "boot": None, "pid": None, "started": None}
