@@ -148,6 +148,10 @@ def recurrent(p, b, keys):
     return outputs.sum(axis=(0, 2)) + h.sum(axis=1)
 
 
+def no_layers(p, b, keys):
+    return lax.scan(lambda x, w: (x * w, None), b["x"], p["w"][:0])[0].sum(axis=1)
+
+
 def row_by_row(p, b, keys):
     def set_row(index, losses):
         return losses.at[index].set(b["x"][index] @ p["w"])
@@ -234,6 +238,7 @@ PER_EXAMPLE = {
     "recurrent": recurrent,
     "a map": lambda p, b, k: lax.map(lambda one: one[0] @ p["w"] - one[1], (b["x"], b["y"])),
     "row by row": row_by_row,
+    "no layers": no_layers,
     "a list of rows": lambda p, b, k: jnp.stack([x @ p["w"] for x in b["x"]]),
     "attention": attention,
     "convolution": convolution,
