@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from jax.experimental.compute_on import compute_on
+from jax.experimental.sparse import BCOO
 from jax.scipy.sparse.linalg import cg
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
@@ -358,6 +359,16 @@ def complex_product(x, y):
     return jnp.abs((x + 1j * y) @ (y - 2j * x).T)
 
 
+def grouped(x, w):
+    return jax.lax.ragged_dot(x, w, jnp.array([1, 5, 2]))
+
+
+def sparse(entries, dense):
+    """The product with a sparse matrix (8, 8) of 12 entries, two of them in one place."""
+    indices = jnp.array([[i % 8, 3 * i % 8] for i in range(11)] + [[0, 0]])
+    return BCOO((entries, indices), shape=(8, 8)) @ dense
+
+
 OPERATIONS = {
     "add": (lambda x, y: x + y, (TABLE, TABLE), (S("tensor", None), S(None, "tensor"))),
     "spread": (lambda x: x - x.max(1, keepdims=True), (TABLE,), (S(None, "tensor"),)),
@@ -520,6 +531,18 @@ OPERATIONS = {
     "put": (
         lambda x, y: jax.device_put((x @ y.T, y.sum(1))), (TABLE, TABLE),
         (S(None, "tensor"), S(None, "tensor"))),
+    "groups of rows": (
+        grouped, (TABLE, IMAGE[0].reshape(3, 12, 8)), (S("tensor", None), S(None, None, None))),
+    "groups, inner": (
+        grouped, (TABLE, IMAGE[0].reshape(3, 12, 8)), (S(None, "tensor"), S(None, "tensor", None))),
+    "groups, columns": (
+        grouped, (TABLE, IMAGE[0].reshape(3, 12, 8)), (S(None, None), S(None, None, "tensor"))),
+    "sparse entries": (sparse, (TABLE[0], TABLE), (S("tensor"), S(None, None))),
+    "sparse times columns": (sparse, (TABLE[0], TABLE), (S(None), S(None, "tensor"))),
+    "sparse times rows": (sparse, (TABLE[0], TABLE), (S(None), S("tensor", None))),
+    "sparse examples": (
+        lambda x, y: jax.vmap(sparse, (0, None))(x, y), (TABLE, TABLE),
+        (S("tensor", None), S(None, None))),
     "inverse": (lambda x: jnp.linalg.inv(x[:, :8]), (TABLE,), (S("tensor", None),)),
     # Created in the loop's body for the first time, and again after it.
     "flat in a loop": (
@@ -612,6 +635,7 @@ DIFFERENTIABLE = [
         "half a count",
         "a count below zero",
         "inverse",
+        "sparse examples",
         "while of a sum",
         "while for each row",
         "while for each column",

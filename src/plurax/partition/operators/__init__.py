@@ -7,8 +7,15 @@ rule gets replicated inputs, which is always right.
 """
 
 from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS
-from plurax.partition.operators import elementwise, gather_scatter, products, random, shape_ops
-from plurax.partition.operators.common import Rule, whole
+from plurax.partition.operators import (
+    elementwise,
+    gather_scatter,
+    irregular_products,
+    products,
+    random,
+    shape_ops,
+)
+from plurax.partition.operators.common import Rule
 from plurax.partition.operators.common import by_default as by_default
 
 RULES: dict[str, Rule] = {
@@ -56,6 +63,9 @@ RULES: dict[str, Rule] = {
     "lu_pivots_to_permutation": shape_ops.single_dim_rule("", last=True),
     "dot_general": products.dot_general,
     "conv_general_dilated": products.convolution,
+    "ragged_dot_general": irregular_products.ragged_dot,
+    "bcoo_dot_general": irregular_products.sparse_dot,
+    "bcoo_dot_general_sampled": irregular_products.sampled_dot,
     "broadcast_in_dim": shape_ops.broadcast_in_dim,
     "reshape": shape_ops.reshape,
     "transpose": shape_ops.transpose,
@@ -79,6 +89,5 @@ RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(["device_put", "optimization_barrier"], shape_ops.barrier),
     "reshard": shape_ops.unchanged,
-    **dict.fromkeys(["debug_callback", "debug_print"], whole),
 }
 """Rules by the names of JAX's primitives; `by_default` is the rule of all others."""
