@@ -541,3 +541,22 @@ def test_sizes_beyond_any_device_are_refused_at_once(program):
     for seeds in 10**6, 10**12, range(10**12):
         with pytest.raises(px.MembersError, match=r"000 members: a population is compiled as one"):
             px.Members(seeds)
+
+
+@pytest.mark.parametrize("plan", [px.Plan(), px.Plan(data=2)], ids=str)
+def test_a_placed_batch_has_memory_of_its_own(plan):
+    """A loader may write the next batch into the array that it gave; on CPU `step` may read that."""
+    rows = {"x": np.zeros((4096, 64), np.float32)}  # aligned, as JAX does not copy it
+    task = px.Task(
+        init=lambda key: {"w": jnp.zeros(())},
+        loss=lambda params, batch, keys: batch["x"].sum(1) + params["w"],
+    )
+    program = px.compile(task, optax.sgd(0.0), plan, rows)
+    state, losses = program.init(), []
+    for number in range(20):
+        rows["x"][:] = number
+        placed = program.place_batch(rows)
+        rows["x"][:] = -1
+        state, metrics = program.step_placed(state, placed)
+        losses.append(metrics["loss"])
+    np.testing.assert_array_equal(losses, np.arange(20.0) * 64)

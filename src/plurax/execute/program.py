@@ -234,7 +234,9 @@ class Program:
         and it cannot be read again. Metrics are device scalars, or `(members,)`: `loss` and the
         task's metrics, weighted means over the batch; `grad_norm`; `weight`; `examples`; `skipped`,
         1 where loss or gradient was not finite and the update was left out. A member with such a
-        step keeps its last state from then on.
+        step keeps its last state from then on. On CPU the arrays of a NumPy batch are read while
+        the step runs, after this returns: where a loader writes the next batch into the same
+        memory, take `place_batch`, which copies, and `step_placed`.
 
         Raises `BatchError` for a batch or state that does not fit.
         """
@@ -280,7 +282,7 @@ class Program:
     def place_batch(self, batch: PyTree, *, local: bool = False) -> Placed:
         """Put a batch on the devices ahead of its step, for `step_placed`. Raises `BatchError`.
 
-        Where it is `local`, each process gives its own rows, equally many.
+        NumPy arrays are copied. Where it is `local`, each process gives its own rows, equally many.
         """
         if local:
             return self._placement.place_own(batch)
