@@ -545,7 +545,7 @@ def test_sizes_beyond_any_device_are_refused_at_once(program):
 
 @pytest.mark.parametrize("plan", [px.Plan(), px.Plan(data=2)], ids=str)
 def test_a_placed_batch_has_memory_of_its_own(plan):
-    """A loader may write the next batch into the array that it gave; on CPU `step` may read that."""
+    """A loader may write its next batch into the same array; on CPU `step` may read that."""
     rows = {"x": np.zeros((4096, 64), np.float32)}  # aligned, as JAX does not copy it
     task = px.Task(
         init=lambda key: {"w": jnp.zeros(())},
