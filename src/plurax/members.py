@@ -140,9 +140,10 @@ class Members:
         object.__setattr__(self, "draw_seed", check_seed(self.draw_seed))
         if not isinstance(self.hyper, Mapping):
             raise errors.hyper_not_named(self.hyper)
-        given = self.seeds if self.seeds is None or isinstance(self.seeds, int) else len(self.seeds)
-        if given is not None and given > MAX_MEMBERS:
-            raise errors.members_too_many(given, MAX_MEMBERS)
+        kept: Any = self.seeds or 0
+        count = kept if isinstance(kept, int) else len(kept)
+        if count > MAX_MEMBERS:
+            raise errors.members_too_many(count, MAX_MEMBERS)
         seeds = self._seeds()
         if not seeds or self.indices == ():
             raise errors.members_none()

@@ -560,3 +560,27 @@ def test_a_placed_batch_has_memory_of_its_own(plan):
         state, metrics = program.step_placed(state, placed)
         losses.append(metrics["loss"])
     np.testing.assert_array_equal(losses, np.arange(20.0) * 64)
+
+
+@pytest.mark.parametrize("plan", [px.Plan(), px.Plan(data=2, microbatches=2)], ids=str)
+@pytest.mark.parametrize("width", [4, 2**17])
+def test_many_inputs_are_predicted_in_few_calls_of_bounded_size(plan, width):
+    """A row of the wider model is half a megabyte: there the rows of a call stay few."""
+    rows = {"x": np.arange(6400, dtype=np.float32).reshape(1600, 4)}
+    task = px.Task(
+        init=lambda key: {"w": jnp.ones((1, width))},
+        loss=lambda params, batch, keys: batch["x"].sum(1),
+        predict=lambda params, inputs: (inputs["x"][:, :1] * params["w"]).max(1),
+    )
+    program = px.compile(task, optax.sgd(0.1), plan, models.cut(rows, 4))
+    few = models.cut(rows, 1600 if width == 4 else 64)
+    sizes, run = [], jax.stages.Compiled.__call__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            jax.stages.Compiled,
+            "__call__",
+            lambda self, *args: sizes.append(args[-1]["x"].shape[0]) or run(self, *args),
+        )
+        outputs = program.predict(program.init(), few)
+    np.testing.assert_array_equal(outputs, program.predict(program.init(), few, chunk=4))
+    assert set(sizes) == {256 if width == 4 else 8 * plan.data}

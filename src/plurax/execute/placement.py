@@ -354,7 +354,7 @@ def _padded_keys(keys: Any, rows: int) -> jax.Array:
     """Return `rows` random keys: the given ones, repeated."""
     numbers = np.asarray(jax.random.key_data(keys))
     padded = numbers[np.arange(rows) % len(numbers)]
-    return jax.random.wrap_key_data(padded, impl=jax.random.key_impl(keys))
+    return jax.random.wrap_key_data(jnp.asarray(padded), impl=jax.random.key_impl(keys))
 
 
 def _canonical(path: str, leaf: Any) -> np.dtype:

@@ -110,7 +110,8 @@ class Program:
                 self._check_size(data.draws % self.batch_size)
             self._functions = choose_plan(self._population, plan, self._lower_most_run)
             self.chose = self._functions.plan != plan
-        self._predictor = Predictor(self._compile_predict, mesh, plan.forward_microbatches)
+        parts = plan.forward_microbatches
+        self._predictor = Predictor(self._trace_predict, mesh, parts, self.batch_size)
 
     @property
     def plan(self) -> Plan:
@@ -234,9 +235,8 @@ class Program:
         and it cannot be read again. Metrics are device scalars, or `(members,)`: `loss` and the
         task's metrics, weighted means over the batch; `grad_norm`; `weight`; `examples`; `skipped`,
         1 where loss or gradient was not finite and the update was left out. A member with such a
-        step keeps its last state from then on. On CPU the arrays of a NumPy batch are read while
-        the step runs, after this returns: where a loader writes the next batch into the same
-        memory, take `place_batch`, which copies, and `step_placed`.
+        step keeps its last state from then on. On CPU a NumPy batch is read after this returns:
+        where a loader reuses its memory, take `place_batch`, which copies, and `step_placed`.
 
         Raises `BatchError` for a batch or state that does not fit.
         """
@@ -383,30 +383,30 @@ class Program:
 
         - `inputs`: a tree of arrays, or what becomes one (a DataFrame); or an iterable of trees (a
           generator, a DataLoader), for which the result is an iterator with one output per item.
-        - `chunk`: rows at a time, default `batch_size`. The last chunk is padded and its outputs
-          cut, so that there is one compilation.
+        - `chunk`: rows at a time, default `batch_size`, for many inputs more while no value on a
+          device is larger than 4 MiB. The last one is padded: there is one compilation.
         - `local`: each of several processes gives arrays of its own, and gets their outputs alone.
 
         **Returns:** leaves `(N, ...)`, or of a population `(members, N, ...)`.
         """
         states = (*self._inference_states(state), *self._functions.arguments)
-        size = self.batch_size if chunk is None else chunk
         if local:
-            return self._predictor.own(states, inputs, size, self.members is None)
-        outputs = self._predictor(states, inputs, size)
+            chunk = chunk or self.batch_size
+            return self._predictor.own(states, inputs, chunk, self.members is None)
+        outputs = self._predictor(states, inputs, chunk)
         if self.members is None:
             return outputs
+        many = isinstance(outputs, Iterator)
 
         def members_first(outputs: PyTree) -> PyTree:
             return self._cut(jax.tree.map(lambda leaf: np.moveaxis(leaf, 1, 0), outputs))
 
-        each = isinstance(outputs, Iterator)
-        return map(members_first, outputs) if each else members_first(outputs)
+        return map(members_first, outputs) if many else members_first(outputs)
 
-    def _compile_predict(self, rows: PyTree) -> jax.stages.Compiled:
+    def _trace_predict(self, rows: PyTree) -> jax.stages.Traced:
         check_predict(self._example.task, self._new_state_like, rows, self.mesh)
         predict = jax.jit(self._functions.predict, out_shardings=self._functions.outputs_sharding)
-        return predict.lower(*self._abstract_inference(), rows).compile()
+        return predict.trace(*self._abstract_inference(), rows)
 
     def evaluate(self, state: TrainState, data: PyTree | Iterable[PyTree]) -> dict[str, Any]:
         """Return weighted means of loss and metrics over all examples of `data`, each counted once.
