@@ -11,11 +11,12 @@ class Collective:
 
     - `kind`: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `collective-permute`.
     - `axes`: the mesh axes it runs over.
-    - `bytes`: of its result on one device, each time it runs.
+    - `bytes`: of its result on one device, padding included, each time it runs.
     - `bytes_sent`: by each device, each time it runs.
     - `in_loop`: whether it is in the body of a loop.
     - `trips`: how often it runs in one call; None where the loop's length is not known statically.
-      Planned in a stage of a pipeline: on the device that runs it most often.
+      In an action of a pipeline: by the schedule, on the device that runs it most often. In a
+      branch: if that branch is taken.
     - `operation`: if planned, the equation that needs the resharded operand, and its enclosing
       function; "" if the collective belongs to no single equation.
     - `without_rule`: if planned for an operation that has no rule, that operation's name and its

@@ -15,6 +15,12 @@ reduction after the loop over microbatches, an all-gather inside it:
     -> Collective("all-gather", ("data",), 8192, in_loop=True,  trips=8)
        Collective("all-reduce", ("data",), 8192, in_loop=False, trips=1)
 
+How often a loop runs whose number of iterations is data is not in the text. The actions of a
+pipeline are such loops, of 0 or 1 iterations in each tick. Their schedule says how often a device
+runs them, so they are traced in scopes with that number, which XLA keeps in operations' names:
+
+    op_name="jit(step)/.../schedule_ticks/while/body/.../runs_4_times/..."      trips=4, in any loop
+
 Sources: the XLA documentation, "Operation semantics" (collectives) and "HLO dumps".
 """
 
@@ -30,6 +36,8 @@ from jax.sharding import Mesh
 from plurax.collective import Collective, ring_bytes_sent
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+TICKS = "schedule_ticks"
+"""The scope of a loop whose iterations run different actions, each in a scope `times_scope(n)`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,19 +74,66 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
     )
 
 
+def times_scope(times: int) -> str:
+    """Return the name of a scope whose operations run `times` for each run of the loop `TICKS`."""
+    return f"runs_{times}_times"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where the walk is: how often a computation runs, and whether in a loop.
+
+    **Fields:** `trips`; `outside`, the trips outside of the loop `TICKS`, None where not in it;
+    `in_action`, whether in a loop of unknown length in it, or in a branch; `scope`, the
+    `times_scope` by which `trips` was set.
+    """
+
+    trips: int | None = 1
+    in_loop: bool = False
+    outside: int | None = None
+    in_action: bool = False
+    scope: str = ""
+
+    def at(self, line: str) -> "_Place":
+        """Return the place of an operation, which may be the first one of a scope."""
+        scope = re.search(r'op_name="[^"]*\b(runs_(\d+)_times)\b', line)
+        # What XLA moved out of the action has its name still, and runs in every tick.
+        if scope is None or scope[1] == self.scope or self.outside is None or not self.in_action:
+            return self
+        return dataclasses.replace(self, trips=self.outside * int(scope[2]), scope=scope[1])
+
+    def inside(self, line: str, unknown_trips: int | None) -> "_Place":
+        """Return the place of the body of a loop."""
+        known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+        times = int(known[1]) if known else unknown_trips
+        # Nested loops multiply; an unknown length makes everything inside unknown.
+        inner = None if times is None or self.trips is None else self.trips * times
+        outside = self.outside
+        if outside is None and re.search(rf'op_name="[^"]*\b{TICKS}\b', line):
+            outside = self.trips
+        in_action = self.in_action or (outside is not None and known is None)
+        return dataclasses.replace(
+            self, trips=inner, in_loop=True, outside=outside, in_action=in_action
+        )
+
+    def branch(self) -> "_Place":
+        """Return the place of a branch."""
+        return dataclasses.replace(self, in_action=self.outside is not None)
+
+
 def collectives(hlo: str, mesh: Mesh, unknown_trips: int | None = None) -> list[Collective]:
     """Return the collectives in the text of a compiled program, in textual order.
 
     A collective that XLA splits in two (`all-reduce-start`, `all-reduce-done`) counts once; one
     over a single device is left out. Loop bodies are followed through calls, conditionals and
-    nested loops. `unknown_trips` are those of a loop whose length is not known: with 1, a loop over
-    many steps has the collectives of one step.
+    nested loops; every branch of a conditional counts. `unknown_trips` are those of a loop whose
+    length is not known: with 1, a loop over many steps has the collectives of one step.
     """
     bodies = dict(_computations(hlo))
     entry = re.search(r"^ENTRY %?([\w.\-]+)", hlo, re.MULTILINE)
     assert entry is not None, "compiled text without an entry computation"
     found: list[Collective] = []
-    _walk(entry[1], bodies, mesh, False, 1, unknown_trips, found)
+    _walk(entry[1], bodies, mesh, _Place(), unknown_trips, found)
     return found
 
 
@@ -86,13 +141,13 @@ def _walk(
     name: str,
     bodies: dict[str, list[str]],
     mesh: Mesh,
-    in_loop: bool,
-    trips: int | None,
+    place: _Place,
     unknown_trips: int | None,
     found: list[Collective],
 ) -> None:
     lines = bodies.get(name, [])
     for line in lines:
+        here = place.at(line)
         match = re.search(r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|"
                           r"collective-permute)(-start)?\(", line)  # fmt: skip
         if match:
@@ -107,22 +162,19 @@ def _walk(
                         axes,
                         bytes=kept or size,
                         bytes_sent=ring_bytes_sent(equivalent or match[2], kept or size, devices),
-                        in_loop=in_loop,
-                        trips=trips,
+                        in_loop=here.in_loop,
+                        trips=here.trips,
                         equivalent_kind=equivalent,
                     )
                 )
         if re.search(r"\bwhile\(", line):
             body = re.search(r"body=%?([\w.\-]+)", line)
-            known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-            times = int(known[1]) if known else unknown_trips
             assert body is not None
-            # Nested loops multiply; an unknown length makes everything inside unknown.
-            inner = None if times is None or trips is None else trips * times
-            _walk(body[1], bodies, mesh, True, inner, unknown_trips, found)
+            _walk(body[1], bodies, mesh, here.inside(line, unknown_trips), unknown_trips, found)
         elif not re.search(r" async-(update|done)\(", line):  # the start names the same call
+            inner = here.branch() if re.search(r"\bconditional\(", line) else here
             for called in _called(line):
-                _walk(called, bodies, mesh, in_loop, trips, unknown_trips, found)
+                _walk(called, bodies, mesh, inner, unknown_trips, found)
 
 
 def _kept_slice(line: str, lines: list[str], bodies: dict[str, list[str]]) -> int | None:

@@ -59,12 +59,12 @@ def order_after(
 
 
 def pick_dependency(arrays: Sequence[Array]) -> Array:
-    """Return the first non-empty floating-point array, or else the first array.
+    """Return the first non-empty floating-point array, else the first non-empty one.
 
-    Only a floating-point array gives a condition that XLA's CPU compiler cannot fold.
+    A floating-point array gives the condition for XLA's CPU compiler without a conversion.
     """
     floating = (a for a in arrays if a.size and jnp.issubdtype(a.dtype, jnp.floating))
-    return next(floating, arrays[0])
+    return next(floating, next((a for a in arrays if a.size), arrays[0]))
 
 
 def order_after_cotangent(arrays: Sequence[Array], free_on_cpu: Sequence[bool]) -> list[Array]:
@@ -93,9 +93,14 @@ def _barred(*arrays: Array, free_on_cpu: tuple[bool, ...] = ()) -> list[Array]:
 def _selected(*arrays: Array, free_on_cpu: tuple[bool, ...]) -> list[Array]:
     """Lower to selections, for XLA's CPU compiler."""
     *values, by = arrays
-    if not by.size or not jnp.issubdtype(by.dtype, jnp.floating):
+    if not by.size:
         return _barred(*arrays)
+    if jnp.issubdtype(by.dtype, jax.dtypes.prng_key):
+        by = jax.random.key_data(by)
     one = lax.slice(by, (0,) * by.ndim, (1,) * by.ndim).reshape(())
+    if not jnp.issubdtype(by.dtype, jnp.floating):
+        # XLA folds comparisons of an integer with itself, but not of a number converted from it.
+        one = (jnp.real(one) if jnp.iscomplexobj(one) else one).astype(jnp.float32)
     # True for all values, NaN included. NaN is also why XLA can fold neither comparison.
     true = (one == one) | (one != one)
     return [

@@ -236,7 +236,8 @@ def needed(
 
 @dataclasses.dataclass(frozen=True)
 class FlatEquations:
-    """Equations with each call (`jit`, `custom_jvp`) replaced by the equations of its body.
+    """Equations with each call (`jit`, `custom_jvp`) replaced by the equations of its body, and
+    each operation on the same operands once.
 
     **Fields:** `eqns`; `results`, the atoms of the results among them; `constants`, the values of
     the calls' constants; `calls`, by the `id` of an equation the calls around it, outermost first.
@@ -248,12 +249,19 @@ class FlatEquations:
     calls: dict[int, tuple[Any, ...]]
 
 
-def flat_equations(eqns: Sequence[Any], results: Sequence[Any]) -> FlatEquations:
+def flat_equations(
+    eqns: Sequence[Any], results: Sequence[Any], known: Container[Any] = ()
+) -> FlatEquations:
     """Replace calls by the equations of their bodies; nothing is evaluated, and nothing traced.
 
     Each call gets variables of its own, because JAX caches traces and two calls may share a body.
+
+    Nested derivatives contain one operation on the same operands many times. XLA computes it once,
+    and so does who evaluates the list, loops and branches aside. The variables in `known` keep
+    their names.
     """
     flat = FlatEquations([], [], {}, {})
+    computed: dict[Any, Any] = {}
 
     def renamed(atom: Any, names: Mapping[Any, Any]) -> Any:
         return atom if isinstance(atom, Literal) else names.get(atom, atom)
@@ -276,7 +284,12 @@ def flat_equations(eqns: Sequence[Any], results: Sequence[Any]) -> FlatEquations
                 walk(body.eqns, inner, (*calls, eqn), below)
                 found = [renamed(atom, inner) for atom in body.outvars]
                 names.update(zip(eqn.outvars, found, strict=True))
-            elif calls or read != list(eqn.invars):
+                continue
+            key = _operation(eqn, read)
+            if key in computed and not any(var in known for var in eqn.outvars):
+                names.update(zip(eqn.outvars, computed[key], strict=True))
+                continue
+            if calls or read != list(eqn.invars):
                 fresh = [Var(var.aval) for var in eqn.outvars] if calls else eqn.outvars
                 names.update(zip(eqn.outvars, fresh, strict=True))
                 info = info.replace(name_stack=own)
@@ -284,8 +297,26 @@ def flat_equations(eqns: Sequence[Any], results: Sequence[Any]) -> FlatEquations
                 flat.calls[id(flat.eqns[-1])] = calls
             else:
                 flat.eqns.append(eqn)
+            if key is not None:
+                computed[key] = flat.eqns[-1].outvars
 
     names: dict[Any, Any] = {}
     walk(eqns, names, (), None)
     flat.results.extend(renamed(atom, names) for atom in results)
     return flat
+
+
+def _operation(eqn: Any, read: Sequence[Any]) -> Any:
+    """Return what equal operations on the same operands share; None for others.
+
+    Those are loops, branches, barriers, what has an effect or a parameter without a hash.
+    """
+    if eqn.effects or inner_jaxprs(eqn) or eqn.primitive.name == "optimization_barrier":
+        return None
+    atoms = tuple((a.val, a.aval) if isinstance(a, Literal) else a for a in read)
+    key = eqn.primitive, atoms, tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key

@@ -84,6 +84,19 @@ def rematerialized(
     return again
 
 
+def _casts_for_loops(jaxpr: Jaxpr) -> list[Any]:
+    """Return the equations that cast an argument which a loop reads."""
+    loops = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    read = {atom for eqn in loops for atom in variables(eqn.invars)}
+    return [
+        eqn
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "convert_element_type"
+        and eqn.invars[0] in jaxpr.invars
+        and eqn.outvars[0] in read
+    ]
+
+
 def _real(save: Callable[..., Any]) -> Callable[..., Any]:
     """Return the policy with complex results recomputed.
 
@@ -106,6 +119,11 @@ def _in_segments(
         zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
     )
     handlers = {"scan": functools.partial(_loop, save=save)}
+    # In a segment, the cast of a stack would hide from the loop's gradient what it is cast to.
+    casts = _casts_for_loops(jaxpr)
+    cast = [var for eqn in casts for var in eqn.outvars]
+    known.update(zip(cast, evaluate(casts, known, cast), strict=True))
+    jaxpr = jaxpr.replace(eqns=[eqn for eqn in jaxpr.eqns if eqn not in casts])
     for segment in _segments(jaxpr, size):
         made = [var for eqn in segment for var in eqn.outvars]
         if segment[0].primitive.name == "scan":

@@ -35,7 +35,8 @@ from plurax.jaxpr.barrier import order_after
 from plurax.jaxpr.compat import ANNOTATIONS, ELEMENTWISE, REMAT
 from plurax.partition.resharder import Resharder
 from plurax.partition.values import ShardedValue, ValueVersions, over_data
-from plurax.sharding.reshard import ReshardStep, pad_dim
+from plurax.sharding.axes import Axes
+from plurax.sharding.reshard import ReshardStep, moved, pad_dim
 from plurax.sharding.spec import TensorSharding
 
 _LOCAL = ELEMENTWISE | {"annotate", "broadcast_in_dim", "reshape", "rev", "squeeze", "transpose"}
@@ -101,8 +102,7 @@ class Gathers:
         uses = self._at.get(index, ())
         for use in uses:
             number = self._bucket_of[index, use.var]
-            # One bucket ahead: its gather overlaps with the equations of this bucket.
-            while by is not None and self._done < min(number + 2, len(self._buckets)):
+            while by is not None and self._done <= self._ahead(number):
                 self._gather(self._done, here, by)
                 self._done += 1
         found = {}
@@ -111,6 +111,17 @@ class Gathers:
             if value is not None:
                 found[use.var] = value
         return found
+
+    def _ahead(self, number: int) -> int:
+        """Return up to which bucket is gathered when the one of this number is needed.
+
+        That is the next one, whose gather overlaps with the equations of this one; but not if it
+        has a parameter again, which would be whole from here on.
+        """
+        if number + 1 == len(self._buckets):
+            return number
+        here, ahead = ({use.root for use in self._buckets[number + i]} for i in (0, 1))
+        return number + here.isdisjoint(ahead)
 
     def _gather(self, number: int, here: Mapping[Any, ValueVersions], by: Array) -> None:
         """Gather the parameters of one bucket."""
@@ -300,7 +311,7 @@ def _packed_move(
         context.spec(value.shape, value.dtype, goal, value.data_varying, value.is_param)
         for value, goal in zip(values, goals, strict=True)
     ]
-    move = functools.partial(_FLAT[kind], specs, steps, context.axes.size(["data"]), by)
+    move = functools.partial(_FLAT[kind], specs, steps, context.axes, by)
     moved = resharder.run(move, [value.array for value in values], specs)
     resharder.record_together(steps)
     return moved
@@ -309,7 +320,7 @@ def _packed_move(
 def _all_gather(
     specs: list[ShardedValue],
     steps: list[ReshardStep],
-    devices: int,
+    axes: Axes,
     by: Array | None,
     *shards: Array,
 ) -> list[Array]:
@@ -321,8 +332,8 @@ def _all_gather(
     buffer = jnp.concatenate([shard.reshape(-1) for shard in shards])
     if by is not None:
         (buffer,) = order_after([buffer], by)
-    rows = lax.all_gather(buffer, "data")
-    arrays, first = [], 0
+    rows = moved(lambda x: lax.all_gather(x, "data"), buffer, axes)
+    devices, arrays, first = axes.size(["data"]), [], 0
     for shard, spec, step in zip(shards, specs, steps, strict=True):
         shape, dim = shard.shape, step.dim
         assert dim is not None
@@ -338,7 +349,7 @@ def _all_gather(
 def _reduce_scatter(
     specs: list[ShardedValue],
     steps: list[ReshardStep],
-    devices: int,
+    axes: Axes,
     by: Array | None,
     *shards: Array,
 ) -> list[Array]:
@@ -347,7 +358,7 @@ def _reduce_scatter(
     Tensors (8, 3) and (20,) on 4 devices: rows (4, 6) and (4, 5), a buffer (4, 11), scattered to
     (11,), cut into the shards (2, 3) and (5,).
     """
-    rows = []
+    devices, rows = axes.size(["data"]), []
     for shard, step in zip(shards, steps, strict=True):
         dim = step.dim
         assert dim is not None

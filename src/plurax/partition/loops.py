@@ -23,12 +23,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import Literal, Var, jaxpr_as_fun
 from jaxtyping import Array
 
 from plurax.jaxpr.compat import Scan, open_jaxpr
 from plurax.partition.buckets import computed_at
 from plurax.partition.carry import Carry
+from plurax.partition.rule_context import count_readers
 from plurax.partition.values import ShardedValue, ValueVersions
 from plurax.sharding.spec import TensorSharding
 
@@ -169,7 +170,8 @@ class While:
         """Run the loop and return the final carry."""
         start = tuple(self.carry.start())
         # A permute needs all devices, and here each may leave the loop at another iteration.
-        with self.partitioner.apart(self.data_varying):
+        # How many iterations there are is not known before.
+        with self.partitioner.apart(self.data_varying), self.partitioner.repeated(None):
             last = self.partitioner.executor.while_loop(self._goes_on, self._iteration, start)
         return [
             ValueVersions(dataclasses.replace(value, array=array))
@@ -240,6 +242,54 @@ def replicated_over_data(partitioner: Any, versions: ValueVersions) -> Any:
         return versions.deferred
     value: ShardedValue = partitioner.reduced(versions)
     return partitioner.reshard(versions, value.sharding.without(["data"]))
+
+
+def casts_inside(
+    eqns: Sequence[Any], goals: dict[Any, TensorSharding], results: Sequence[Any]
+) -> list[tuple[Any, Any]]:
+    """Return equations in which loops cast the stacked results whose rows they reduce to a goal.
+
+    With `precision="bfloat16"` the gradient of a stack is stacked in bfloat16, and cast afterwards.
+    A row can be reduced in the loop only if it is the gradient itself; else the whole stack is
+    kept, on every device.
+
+        dw16 = scan[... g16] ...; dw = cast dw16        dw = scan[... g = cast g16] ...
+
+    Of each equation comes the one it replaces, or it itself.
+    """
+    casts, producers = dict[Any, Any](), dict[Any, Any]()
+    readers = count_readers(eqns, results)
+    for eqn in eqns:
+        if eqn.primitive.name == "scan":
+            producers.update((var, eqn) for var in eqn.outvars)
+        elif eqn.primitive.name == "convert_element_type":
+            (stack,), (cast,) = eqn.invars, eqn.outvars
+            if isinstance(stack, Literal) or stack not in producers:
+                continue
+            stacked = Scan.of(producers[stack]).num_carry <= producers[stack].outvars.index(stack)
+            if stacked and readers[stack] == 1 and _inner(goals.get(cast)) is not None:
+                casts[stack] = eqn
+    done = {id(cast) for cast in casts.values()}
+    return [
+        (_with_casts(eqn, casts) if not casts.keys().isdisjoint(eqn.outvars) else eqn, eqn)
+        for eqn in eqns
+        if id(eqn) not in done
+    ]
+
+
+def _with_casts(eqn: Any, casts: dict[Any, Any]) -> Any:
+    """Return a scan whose body casts the rows of some stacked results."""
+    body = Scan.of(eqn).body
+    ends, inside, outside = list(body.eqns), list(body.outvars), list(eqn.outvars)
+    for index, var in enumerate(eqn.outvars):
+        if var in casts:
+            (outside[index],) = casts[var].outvars
+            row = Var(inside[index].aval.update(dtype=outside[index].aval.dtype))
+            ends.append(casts[var].replace(invars=[inside[index]], outvars=[row]))
+            inside[index] = row
+    jaxpr, new = eqn.params["jaxpr"], body.replace(eqns=ends, outvars=inside)
+    new = new if open_jaxpr(jaxpr)[0] is jaxpr else jaxpr.replace(jaxpr=new)
+    return eqn.replace(outvars=outside, params={**eqn.params, "jaxpr": new})
 
 
 def _row(stack: ShardedValue, array: Array) -> ShardedValue:

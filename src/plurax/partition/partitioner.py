@@ -50,7 +50,7 @@ from plurax.mesh import within
 from plurax.partition.annotation_resolver import AnnotationResolver, NameRule
 from plurax.partition.branches import Branches
 from plurax.partition.buckets import Gathers, computed_at, together
-from plurax.partition.loops import Loop, While
+from plurax.partition.loops import Loop, While, casts_inside
 from plurax.partition.manual import eval_manual_body
 from plurax.partition.operators import RULES, by_default
 from plurax.partition.resharder import Resharder
@@ -136,17 +136,21 @@ class Partitioner(Resharder):
         """Evaluate those of some equations on which `results` depend, given the `known` values."""
         inside = len(self._calls)
         # Readers are counted, and buckets are filled, across calls: all equations in one list.
-        flat = flat_equations(eqns, results)
+        flat = flat_equations(eqns, results, known)
         here = {**known, **{var: self.constant(value) for var, value in flat.constants.items()}}
         results, effects = flat.results, {id(eqn) for eqn in flat.eqns if eqn.effects}
         eqns = needed(flat.eqns, results, here, effects)
-        gathers = Gathers(self, eqns, here) if self._gathers_parameters(known) else None
-        readers = count_readers(eqns, results)
         goal = {
             var: target
             for var, target in zip(results, wanted or (), strict=False)
             if target is not None and not isinstance(var, Literal)
         }
+        if goal:
+            pairs = casts_inside(eqns, goal, results)
+            flat.calls.update((id(new), flat.calls.get(id(old), ())) for new, old in pairs)
+            eqns = [new for new, _ in pairs]
+        gathers = Gathers(self, eqns, here) if self._gathers_parameters(known) else None
+        readers = count_readers(eqns, results)
 
         def read(atom: Any) -> ValueVersions:
             return self.constant(atom.val) if isinstance(atom, Literal) else here[atom]

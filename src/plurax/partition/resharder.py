@@ -59,7 +59,7 @@ class Resharder:
         self.axes, self.joint, self.bucket_bytes = axes, joint, bucket_bytes
         self.records: list[Collective] = []
         self._executor: Executor = EmitOperations()
-        self._trips = trips
+        self._trips: int | None = trips
         self._eqn: Any = None
         self._without_rule: tuple[str, str] | None = None
 
@@ -219,10 +219,10 @@ class Resharder:
         )
 
     @contextlib.contextmanager
-    def repeated(self, trips: int) -> Iterator[None]:
-        """Record collectives within as those of a loop's body."""
+    def repeated(self, trips: int | None) -> Iterator[None]:
+        """Record collectives within as those of a loop's body; None for an unknown length."""
         before = self._trips
-        self._trips *= trips
+        self._trips = None if trips is None or before is None else before * trips
         try:
             yield
         finally:

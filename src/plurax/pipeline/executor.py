@@ -37,6 +37,7 @@ Sources: 1F1B (PipeDream, Narayanan et al. 2019, https://arxiv.org/abs/1806.0337
 B and W (Qi et al. 2023, https://arxiv.org/abs/2401.10241).
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -46,7 +47,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree
 
+from plurax import hlo
 from plurax.collective import Collective
+from plurax.jaxpr.barrier import order_after
 from plurax.partition.partitioner import Partitioner
 from plurax.partition.values import ShardedValue
 from plurax.pipeline.packing import Buffers, max_lengths, zeros
@@ -56,6 +59,7 @@ from plurax.pipeline.stage_values import PackedValues, StageParams, replicated_v
 from plurax.pipeline.stage_vjp import Inputs, Values
 from plurax.pipeline.stage_vjps import StageVjps
 from plurax.pipeline.stages import LayerAssignment, StagedNetwork
+from plurax.sharding.reshard import moved
 from plurax.sharding.spec import TensorSharding
 from plurax.tree import sum_dtype
 
@@ -139,7 +143,8 @@ class ScheduleExecutor:
         Gradient sums are float32 or wider; the three gradient entries exist only with `goals`.
         """
         columns = jnp.asarray(self.table.columns)
-        end, _ = lax.scan(lambda c, row: (self._tick(c, row), None), self._start(), columns)
+        with jax.named_scope(hlo.TICKS):
+            end, _ = lax.scan(lambda c, row: (self._tick(c, row), None), self._start(), columns)
         return end
 
     def _start(self) -> Carry:
@@ -228,9 +233,8 @@ class ScheduleExecutor:
             for stage, stage_fn in self.network.stage_fns.items():
                 if stage_fn.after == after:
                     here = mine & (action["stage"] == stage)
-                    carry = _repeat(
-                        here, functools.partial(_on_stage, run_fn, action, stage), carry
-                    )
+                    run = functools.partial(_on_stage, run_fn, action, stage)
+                    carry = _repeat(here, run, carry, times=self.schedule.microbatches)
             return carry
 
         carry = run_fns(carry, after=reverse)
@@ -241,7 +245,8 @@ class ScheduleExecutor:
                 return run_layer(carry, action, count - 1 - i if reverse else i)
 
             # Stages may differ in their layers, so the trip count is data as well.
-            carry = _repeat(jnp.where(mine, count, 0), run_one, carry)
+            times = self.schedule.microbatches * self.assignment.rows
+            carry = _repeat(jnp.where(mine, count, 0), run_one, carry, times=times)
         return run_fns(carry, after=not reverse)
 
     def _exchange(self, carry: Carry, action: Carry) -> Carry:
@@ -262,7 +267,8 @@ class ScheduleExecutor:
                 continue
             arrived = dict(carry[f"arrived_{name}"])
             for dtype, buffer in carry[name].items():
-                received = lax.ppermute(buffer, "pipeline", pairs)
+                permute = functools.partial(lax.ppermute, axis_name="pipeline", perm=pairs)
+                received = moved(permute, buffer, self.sends.axes)
                 size = received.size * received.dtype.itemsize
                 self.sends.records.append(
                     Collective(
@@ -352,7 +358,7 @@ class ScheduleExecutor:
     def _fn_residuals(self, carry: Carry, action: Carry, stage: int) -> Values:
         packed = self.vjps.residuals[stage]
         store = carry["fn_residuals"][self._head_store(stage)]
-        return packed.read_row(store, action["fn_residuals"])
+        return _after(action, packed.read_row(store, action["fn_residuals"]))
 
     def _fn_cotangent(self, carry: Carry, stage: int) -> Values:
         if stage == self.network.stages - 1:
@@ -392,7 +398,7 @@ class ScheduleExecutor:
         grads = self.vjps.stage_fns[stage].weight_gradient(
             self._fn_inputs(carry, action, stage),
             self._fn_residuals(carry, action, stage),
-            packed.read_row(store, slot),
+            _after(action, packed.read_row(store, slot)),
             self.vjps.stage_fn_goals(stage),
         )
         return self._add_fn_gradients(carry, stage, grads)
@@ -517,15 +523,42 @@ class ScheduleExecutor:
 def _on_stage(
     run_fn: Callable[[Carry, Carry, int], Carry], action: Carry, stage: int, carry: Carry, i: Array
 ) -> Carry:
-    # `i` is 0, which XLA does not know. What does not depend on it, XLA moves out of the loop, and
-    # every device would compute it in every tick, of other stages and idle ticks from no real data.
-    return run_fn(carry, {name: field + i for name, field in action.items()}, stage)
+    """Run an action of a `StageFn`, the body of a loop of 0 or 1 iterations with index `i`.
+
+    All that the action reads is ordered after `i`. XLA would otherwise move what does not depend on
+    the iteration in front of the loop, where every device computes and sends it in every tick: the
+    whole of a head, whose result does not overwrite the `x` that it reads.
+    """
+    boundaries = {name: carry[name] for name in ("x", "cotangent") if name in carry}
+    leaves, structure = jax.tree.flatten((action, boundaries))
+    action, boundaries = jax.tree.unflatten(structure, order_after(leaves, i))
+    return run_fn({**carry, **boundaries}, {**action, "iteration": i}, stage)
 
 
-def _repeat(count: Array, body: Callable[[Carry, Array], Carry], carry: Carry) -> Carry:
-    """Apply `body(carry, i)` for `i < count`; `count` may be 0 and may differ between devices."""
-    count = jnp.asarray(count, jnp.int32)
-    result: Carry = lax.fori_loop(jnp.int32(0), count, lambda i, c: body(c, i), carry)
+def _after(action: Carry, values: Values) -> Values:
+    """Return what an action of a `StageFn` reads from a slot, ordered after its iteration.
+
+    The slot's index is ordered, too, but of a single slot XLA does not read it.
+    """
+    arrays = order_after([value.array for value in values], action["iteration"])
+    return [
+        dataclasses.replace(value, array=array) for value, array in zip(values, arrays, strict=True)
+    ]
+
+
+def _repeat(
+    count: Array, body: Callable[[Carry, Array], Carry], carry: Carry, *, times: int
+) -> Carry:
+    """Apply `body(carry, i)` for `i < count`; `count` may be 0 and may differ between devices.
+
+    In all ticks together that is `times` on the device that does it most often.
+    """
+
+    def run(i: Array, carry: Carry) -> Carry:
+        with jax.named_scope(hlo.times_scope(times)):
+            return body(carry, i)
+
+    result: Carry = lax.fori_loop(jnp.int32(0), jnp.asarray(count, jnp.int32), run, carry)
     return result
 
 

@@ -47,7 +47,7 @@ class ReshardStep:
     - `dim`: the dim that is sliced, gathered or scattered; of an `all-to-all` the one gathered.
     - `to_dim`: of an `all-to-all`, the dim that is split.
     - `result`: the sharding after it.
-    - `bytes`: of its result on one device.
+    - `bytes`: of what it returns on one device, padding included.
     - `bytes_sent`: by each device, in a ring: `(n-1)/n` of the gathered or scattered tensor, twice
       that for an all-reduce.
     """
@@ -153,9 +153,9 @@ def _moves(
                 continue
             n = axes.size(moved)
             new = here.with_dim(dim, entry[:cut])
-            yield ReshardStep(
-                "all-gather", moved, dim, None, new, size(new), size(new) * (n - 1) / n
-            )
+            # Shards are gathered with their padding, which each device cuts off afterwards.
+            gathered = n * size(here)
+            yield ReshardStep("all-gather", moved, dim, None, new, gathered, gathered * (n - 1) / n)
             # Only an all-gather cuts padding off.
             if shape[dim] % here.num_shards(dim, sizes):
                 continue
@@ -265,7 +265,10 @@ def _all_gather(
 ) -> Array:
     assert move.dim is not None
     names, groups = axes.group(move.axes)
-    whole = lax.all_gather(shard, names, axis=move.dim, tiled=True, axis_index_groups=groups)
+    whole = moved(
+        lambda x: lax.all_gather(x, names, axis=move.dim, tiled=True, axis_index_groups=groups),
+        shard, axes,
+    )  # fmt: skip
     # The gathered dim may end with padding: cut it off.
     size = move.result.shard_shape(shape, axes.sizes)[move.dim]
     return (
@@ -279,7 +282,11 @@ def _all_to_all(
     assert move.dim is not None
     assert move.to_dim is not None
     names, groups = axes.group(move.axes)
-    return lax.all_to_all(shard, names, move.to_dim, move.dim, tiled=True, axis_index_groups=groups)
+    there, back = move.to_dim, move.dim
+    return moved(
+        lambda x: lax.all_to_all(x, names, there, back, tiled=True, axis_index_groups=groups),
+        shard, axes,
+    )  # fmt: skip
 
 
 def _reduce_scatter(
@@ -304,7 +311,7 @@ def _permute(
     shard: Array, shape: Any, here: TensorSharding, move: ReshardStep, axes: Axes
 ) -> Array:
     names, pairs = axes.permute_pairs(_blocks(here, axes), _blocks(move.result, axes), move.axes)
-    return lax.ppermute(shard, names, pairs)
+    return moved(lambda x: lax.ppermute(x, names, pairs), shard, axes)
 
 
 _DO: dict[str, Callable[..., Array]] = {
@@ -315,6 +322,18 @@ _DO: dict[str, Callable[..., Array]] = {
     "all-reduce": _all_reduce,
     "collective-permute": _permute,
 }
+
+
+def moved(move: Callable[[Array], Array], shard: Array, axes: Axes) -> Array:
+    """Apply a collective that moves numbers and computes nothing.
+
+    XLA's CPU compiler knows no bfloat16 there and would send float32, twice the bytes: on CPU the
+    bits of narrow floats are moved as integers.
+    """
+    if not (axes.on_cpu and jnp.issubdtype(shard.dtype, jnp.floating) and shard.itemsize < 4):
+        return move(shard)
+    bits = lax.bitcast_convert_type(shard, jnp.dtype(f"uint{8 * shard.itemsize}"))
+    return lax.bitcast_convert_type(move(bits), shard.dtype)
 
 
 def pad_dim(shard: Array, dim: int, n: int) -> Array:
