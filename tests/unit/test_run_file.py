@@ -371,7 +371,7 @@ BROKEN = {
     ),
     "an unknown part of an option": (
         lambda text: text.replace("[command.members]", "[command.members]\nsead = 2"),
-        "has members.sead, which plurax does not know. Did you mean 'seeds'?",
+        "has members.sead, which plurax does not know. Did you mean 'members.seeds'?",
     ),
     "an option that is a table": (
         lambda text: without("command.members", text).replace(

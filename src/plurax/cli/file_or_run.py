@@ -117,9 +117,9 @@ def _like(default: Any, given: Any, option: str, path: str) -> Any:
     if dataclasses.is_dataclass(default):
         if not isinstance(given, dict):
             raise errors.run_file_value(path, option, given, "a table")
-        names = [field.name for field in dataclasses.fields(default)]
+        names = [f"{option}.{field.name}" for field in dataclasses.fields(default)]
         for name in given:
-            if name not in names:
+            if f"{option}.{name}" not in names:
                 raise errors.run_file_unknown(path, f"{option}.{name}", names)
         known = {name: _like(None, one, name, path) for name, one in given.items()}
         return dataclasses.replace(default, **known)  # type: ignore[type-var]
