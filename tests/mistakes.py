@@ -169,8 +169,8 @@ PYTHON = {
     "Arguments of other kinds": [
         ("px.fit(task, optimizer, data, batch_size=8, output=-1)", "ArgumentError",
          "plurax.fit(output=-1): output must be a path, of names of at most 255 bytes or None."),
-        ("px.fit(task, optimizer, data, batch_size=8, output='a' * 256)", "ArgumentError",
-         "output must be a path, of names of at most 255 bytes or None."),
+        ("px.fit(task, optimizer, data, batch_size=8, output='a' * 256)", "CheckpointError",
+         "is no path: each name in it has at most 255 bytes, none of them NUL."),
         ("px.fit(task, optimizer, data, batch_size=8, evaluation=-1)", "BatchError",
          "evaluation of type int are not supported; give arrays in a tree"),
         ("px.fit(task, optimizer, data, batch_size=8, devices='x')", "ArgumentError",

@@ -206,6 +206,7 @@ def calls() -> dict[str, Call]:
         "plurax.callbacks.LearningRate": call(px.callbacks.LearningRate),
         "plurax.callbacks.Mlflow": call(px.callbacks.Mlflow),
         "plurax.callbacks.Profile": call(px.callbacks.Profile),
+        "plurax.callbacks.ReduceOnPlateau": call(px.callbacks.ReduceOnPlateau, metric="eval_loss"),
         "plurax.callbacks.TensorBoard": call(px.callbacks.TensorBoard, directory="tb"),
         "plurax.callbacks.Wandb": call(px.callbacks.Wandb),
         "plurax.ensemble.accuracy": call(
