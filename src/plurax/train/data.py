@@ -209,12 +209,12 @@ def _source_data(
 
 def _shapes(batch: PyTree, size: int) -> PyTree:
     """Return the shapes of a batch of `size` examples, from any batch."""
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            (size, *np.shape(leaf)[1:]), getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
-        ),
-        batch,
-    )
+
+    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        dtype = leaf.dtype if isinstance(leaf, jax.Array) else np.asarray(leaf).dtype
+        return jax.ShapeDtypeStruct((size, *np.shape(leaf)[1:]), dtype)
+
+    return jax.tree.map(shape, batch)
 
 
 class StillWaiting:
