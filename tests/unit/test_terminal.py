@@ -30,7 +30,9 @@ def table():
 
 @pytest.mark.parametrize("terminal", [False, True])
 @pytest.mark.parametrize(
-    "shown", [EVIL, Text(EVIL), Text.assemble((EVIL, "bold")), Group(EVIL), table()], ids=repr
+    "shown",
+    [EVIL, Text(EVIL), Text.assemble((EVIL, "bold")), Group(EVIL), table()],
+    ids=["string", "text", "styled", "group", "table"],
 )
 def test_a_console_takes_no_commands(shown, terminal):
     file = io.StringIO()
