@@ -135,7 +135,11 @@ def _names(value: object, error: OSError) -> bool:
     """Whether a file-system error is about the path that is this argument."""
     if error.errno not in PATH_ERRORS or not isinstance(value, str | os.PathLike):
         return False
-    return isinstance(error.filename, str) and str(value) in error.filename
+    if not isinstance(error.filename, str):
+        return False
+    # Or a new file beside it, which is to take its place.
+    folders = [os.path.dirname(os.path.abspath(one)) for one in (value, error.filename)]
+    return str(value) in error.filename or folders[0] == folders[1]
 
 
 # --- Values and annotations -----------------------------------------------------------------------

@@ -7,7 +7,7 @@ from plurax.errors.kinds import ArgumentError
 
 
 def argument_misfits(function: str, name: str, value: str, expected: str) -> ArgumentError:
-    return ArgumentError(f"{function}({name}={value}): {name} must be {expected}.")
+    return ArgumentError(f"{function}({name}={value}): {name} has to be {expected}.")
 
 
 def argument_no_choice(
@@ -34,7 +34,7 @@ def argument_too_large(function: str, name: str, value: str) -> ArgumentError:
 
 
 def arguments_do_not_bind(function: str, reason: str, known: Sequence[str]) -> ArgumentError:
-    return ArgumentError(f"{function}(...): {reason}. It takes {', '.join(known)}.")
+    return ArgumentError(f"{function}(...): {reason}. Its arguments are {', '.join(known)}.")
 
 
 def path_unusable(function: str, name: str, value: str, reason: str) -> ArgumentError:

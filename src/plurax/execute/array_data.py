@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Int, PyTree
 
 from plurax import errors
+from plurax.argument_check import text
 from plurax.distributed.global_arrays import process_count
 from plurax.execute.placement import Selection, leading_dim, select_rows
 from plurax.execute.reads import EpochSpec
@@ -52,6 +53,10 @@ class Position:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Position":
         """Return the position that `to_json` encoded."""
+        if not {"epoch", "batch", "iterator"} <= {*values}:
+            raise errors.argument_misfits(
+                "plurax.train.Position.from_json", "values", text(values), "what `to_json` returned"
+            )
         state = values["iterator"]
         if isinstance(state, dict) and set(state) == {"bytes"}:
             state = state["bytes"].encode("latin-1")
