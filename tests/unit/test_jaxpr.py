@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.sparse import BCOO
 from jax.extend.core import Primitive
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -175,6 +176,7 @@ vjp.defvjp(lambda x: (x, None), lambda _, cotangent: (cotangent,))
 EXAMPLES = {
     "all_gather_invariant": by_hand(lambda x: lax.all_gather(x, "a", to="invarying")),
     "argmax": jnp.argmax,
+    "bcoo_dot_general": lambda x: BCOO.fromdense(x, nse=16) @ x,
     "broadcast_in_dim": lambda x: jnp.broadcast_to(x, (2, 4, 4)),
     "concatenate": lambda x: jnp.concatenate([x, x]),
     "cond": lambda x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x),
@@ -193,6 +195,7 @@ EXAMPLES = {
     "jit": jax.jit(jnp.sin),
     "pad": lambda x: jnp.pad(x, 1),
     "psum_invariant": by_hand(lambda x: lax.psum(x, "a")),
+    "ragged_dot_general": lambda x: lax.ragged_dot(x, x[None], jnp.array([4])),
     "reduce_sum": jnp.sum,
     "reduce_window_max": lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2, 2), (1, 1), "VALID"),
     "remat2": jax.checkpoint(jnp.sin),

@@ -81,6 +81,7 @@ ONLY_NEWER = frozenset(["log2", "one_minus_square"])
 PARAMETERS = {
     "all_gather_invariant": ("all_gather_dimension", "axis_name", "tiled"),
     "argmax": ("axes", "index_dtype"),
+    "bcoo_dot_general": ("dimension_numbers", "lhs_spinfo"),
     "broadcast_in_dim": ("broadcast_dimensions",),
     "concatenate": ("dimension",),
     "cond": ("branches",),
@@ -97,6 +98,7 @@ PARAMETERS = {
     "jit": ("jaxpr", "name"),
     "pad": ("padding_config",),
     "psum_invariant": ("axes",),
+    "ragged_dot_general": ("ragged_dot_dimension_numbers",),
     "reduce_sum": ("axes",),
     "reduce_window_max": ("window_dimensions",),
     "remat2": ("differentiated", "jaxpr", "prevent_cse"),

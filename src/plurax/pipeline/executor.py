@@ -308,9 +308,6 @@ class ScheduleExecutor:
             carry["states"][leaf] = value.array
         if last:
             carry["aux"] = self._add_aux(carry["aux"], aux[:count], action)
-            # No stage receives it; an `x` that the loop left as it is would be a constant of the
-            # loop, and XLA would move what reads it out (see `_on_stage`).
-            carry["x"] = jax.tree.map(jnp.zeros_like, carry["x"])
         else:
             carry["x"] = self.vjps.boundaries[stage].write(carry["x"], y)
         if self.vjps.backward:
