@@ -225,3 +225,10 @@ def test_a_public_function_is_pickled_by_its_name():
     function = explained(px.per_example)
     assert pickle.loads(pickle.dumps(function)) is function
     assert pickle.loads(pickle.dumps(px.Plan(data=2))) == px.Plan(data=2)
+
+
+@pytest.mark.parametrize("path", ["a.b", "a.\x80", ".", "/"])
+def test_a_picture_of_no_format_is_refused(table, path):
+    function, arguments = table["plurax.pipeline.draw_schedules"]
+    with pytest.raises(errors.ExperimentError, match="not the name of a picture; its ending is"):
+        function(**{**arguments, "path": path})

@@ -1,5 +1,7 @@
 """Folders of runs given to `plurax report` and `plurax watch`."""
 
+from collections.abc import Sequence
+
 from plurax.errors.kinds import BatchError, ExperimentError
 
 
@@ -61,4 +63,11 @@ def calibration_of_nothing() -> BatchError:
     return BatchError(
         "save_calibration got nothing to write. Give what predictions were compared with their "
         "labels, by name: save_calibration(path, {'ensemble': plurax.ensemble.calibration(p, y)})."
+    )
+
+
+def picture_format(path: str, known: Sequence[str]) -> ExperimentError:
+    return ExperimentError(
+        f"{path!r} has not the name of a picture; its ending is the format, one of "
+        f"{', '.join(known)}."
     )

@@ -74,7 +74,10 @@ def saved(
     """Return the figure, after saving it if a path is given; its ending determines the format."""
     if path is not None:
         path = Path(path)
-        path = path if path.suffix else path.with_suffix(".png")
+        known = figure.canvas.get_supported_filetypes()
+        if not path.name or path.suffix[1:].lower() not in ("", *known):
+            raise errors.picture_format(str(path), sorted(known))
+        path = path if path.suffix[1:] else path.with_name(f"{path.name.rstrip('.')}.png")
         with replacing(path) as new:
             figure.savefig(new, format=path.suffix[1:], **options)
     return figure
