@@ -159,7 +159,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
     save = Figure.savefig
 
     def saved(figure: Figure, path: str | Path, **options: Any) -> None:
-        figures[Path(path).name] = figure
+        # A picture is written beside its place, `.a.png.new`, and renamed.
+        figures[Path(path).name.removeprefix(".").removesuffix(".new")] = figure
         save(figure, path, **options)
 
     monkeypatch.setattr(Figure, "savefig", saved)
