@@ -209,6 +209,7 @@ EXAMPLES = {
     ),
     "slice": lambda x: x[1:],
     "sort": lambda x: jnp.sort(x, 0),
+    "split": lambda x: jax.lax.split(x, (1, 3)),
     "squeeze": lambda x: jnp.squeeze(x[:1], 0),
     "tile": lambda x: jnp.tile(x, (2, 1)),
     "transpose": jnp.transpose,

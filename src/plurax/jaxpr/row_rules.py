@@ -24,8 +24,8 @@ MOST_ENTRIES = 2**25
 
 # fmt: off
 _SAME = frozenset([
-    "copy", "copy_p", "device_put", "layout_constraint", "optimization_barrier", "pcast", "pvary",
-    "reshard", "mesh_cast", "pmax", "pmin", "psum", "psum_invariant", "psum2", "ppermute",
+    "copy", "device_put", "layout_constraint", "optimization_barrier", "pvary",
+    "reshard", "pmax", "pmin", "psum", "psum_invariant", "ppermute",
     "all_gather", "all_gather_invariant", "all_to_all", "reduce_scatter", "order_after",
 ]) | ANNOTATIONS
 """Each result has the levels of its operand; collectives where the dim they change has none."""
