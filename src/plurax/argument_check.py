@@ -14,6 +14,7 @@ where all is well, and a function's own message, which says more, comes first.
 import errno
 import functools
 import inspect
+import numbers
 import os
 import types
 import typing
@@ -21,8 +22,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, Literal
-
-import numpy as np
 
 from plurax import errors
 from plurax.user_frames import is_users, leave_users_frames
@@ -128,7 +127,7 @@ def _explanation(
 
 def _is_large(value: object) -> bool:
     """Whether a number counts more than there can be, or less than nothing."""
-    return isinstance(value, int | float | np.number) and not 0 <= value < 2**31
+    return isinstance(value, numbers.Real) and not 0 <= value < 2**31  # type: ignore[operator]
 
 
 def _names(value: object, error: OSError) -> bool:
@@ -172,7 +171,7 @@ def fits(value: Any, hint: Any) -> bool:
         return True
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return all(hasattr(value, field) for field in kind._fields)
-    if kind is Sequence and isinstance(value, np.ndarray):
+    if kind is Sequence and hasattr(value, "__array__") and hasattr(value, "ndim"):
         return value.ndim > 0 and (not parts or all(fits(one, parts[0]) for one in value))
     if not isinstance(value, kind) or (kind is not str and _is_text_as_items(value, kind)):
         return False

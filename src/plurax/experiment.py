@@ -44,10 +44,10 @@ class Experiment:
 
     @_takes(fit)
     def __init__(self, *args: Any, **options: Any) -> None:
-        check_names(fit, "Experiment", options)
         try:
+            check_names(fit, "Experiment", options)
             bound = inspect.signature(fit).bind(*args, **options)
-        except TypeError as error:
+        except (TypeError, errors.TaskError) as error:
             raise errors.experiment_wrong_arguments(str(error)) from None
         bound.apply_defaults()
         vars(self).update(bound.arguments)

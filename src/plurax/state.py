@@ -64,7 +64,10 @@ def check_donatable(state: PyTree) -> None:
 
 
 def _check_not_donated(leaves: list[Any]) -> None:
-    for leaf in leaves:
+    try:
         # Leaves from elsewhere may be NumPy arrays, which nobody donates.
-        if getattr(leaf, "is_deleted", bool)():
-            raise errors.state_was_donated()
+        donated = any(getattr(leaf, "is_deleted", bool)() for leaf in leaves)
+    except jax.errors.ConcretizationTypeError:  # traced: there is no memory yet
+        return
+    if donated:
+        raise errors.state_was_donated()

@@ -51,7 +51,7 @@ def _shows_all() -> bool:
     return jax is not None and jax.config.jax_traceback_filtering == "off"
 
 
-def _leave_users(error: BaseException) -> None:
+def _leave_users(error: BaseException, seen: frozenset[int] = frozenset()) -> None:
     """Leave out of a traceback, and of those that it is shown with, all frames but the user's."""
     frames, here = [], error.__traceback__
     while here is not None:
@@ -66,8 +66,10 @@ def _leave_users(error: BaseException) -> None:
     if notes:  # what JAX says of frames it left out, where more were left out
         error.__notes__ = [note for note in notes if "JAX has removed" not in note]
     chained = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    if chained is not None:
-        _leave_users(chained)
+    if (
+        chained is not None and id(chained) not in seen
+    ):  # an error raised again may be its own cause
+        _leave_users(chained, seen | {id(error)})
 
 
 def describe_error(error: BaseException) -> str:

@@ -3,14 +3,13 @@
 import functools
 import inspect
 import math
+import numbers
 import operator
 import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
-
-import numpy as np
 
 from plurax import errors
 from plurax.argument_check import MAX_NUMBER, fits, is_path, text
@@ -67,7 +66,7 @@ def bytes_of(given: object) -> int:
     if isinstance(given, str):
         read = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d\d?)?) *([kMGT]?)B?", given)
         count = float(read[1]) * 1000 ** " kMGT".index(read[2] or " ") if read else None
-    number = isinstance(count, int | float | np.number) and not isinstance(count, bool)
+    number = isinstance(count, numbers.Real) and not isinstance(count, bool)
     if not number or not 0 < count < MAX_NUMBER:  # type: ignore[operator]
         raise errors.bytes_not_understood(text(given))
     return int(count)  # type: ignore[call-overload]

@@ -232,3 +232,17 @@ def test_a_picture_of_no_format_is_refused(table, path):
     function, arguments = table["plurax.pipeline.draw_schedules"]
     with pytest.raises(errors.ExperimentError, match="not the name of a picture; its ending is"):
         function(**{**arguments, "path": path})
+
+
+def test_what_is_said_of_an_argument():
+    """The words; which call gets which is drawn above."""
+    said = [
+        errors.argument_misfits("plurax.fit", "output", "-1", "a path or None"),
+        errors.arguments_do_not_bind("plurax.fit", "missing 'data'", ["task", "data"]),
+        errors.path_unusable("plurax.Plan.load", "path", "'y'", "File name too long"),
+    ]
+    assert list(map(str, said)) == [
+        "plurax.fit(output=-1): output has to be a path or None.",
+        "plurax.fit(...): missing 'data'. Its arguments are task, data.",
+        "plurax.Plan.load(path='y'): File name too long. Give another path.",
+    ]

@@ -119,7 +119,7 @@ def test_every_argument_of_fit_is_an_option_in_its_own_words(workplace, capsys):
 def test_an_experiment_takes_the_arguments_of_fit():
     made = px.Experiment("task", "optimizer", "data", epochs=3)
     assert (made.task, made.data, made.epochs, made.ragged) == ("task", "data", 3, "pad")
-    with pytest.raises(px.ExperimentError, match=r"argument 'epoch'; its arguments are those of"):
+    with pytest.raises(px.ExperimentError, match=r"argument 'epoch'\. Did you mean 'epochs'\?"):
         px.Experiment("task", "optimizer", "data", epoch=3)
 
 
@@ -693,7 +693,7 @@ def test_mistakes_about_searches(workplace, capsys):
     code, _, err = run(capsys, *search, "--members.seeds", 3)
     assert (code, "finds the plan of one network" in err) == (2, True)
     code, _, err = run(capsys, *search, "--memory", "lots")
-    assert (code, "is no number of bytes: write 40GB" in err) == (2, True)
+    assert (code, "is no number of bytes above 0: write 40GB" in err) == (2, True)
     code, _, err = run(capsys, *search, "--memory", "40B")
     assert (code, "no plan fits in 40 bytes per device" in err) == (2, True)
     code, _, err = run(capsys, *search, "--plan.data", 3)
