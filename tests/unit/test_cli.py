@@ -147,7 +147,10 @@ def test_train_writes_what_it_says(workplace, capsys, drawn):
     code, _, err = run(capsys, "train", "small.py")
     assert code == 2
     assert "already holds a run, saved at step 12" in err
-    code, out, _ = run(capsys, "train", "small.py", "--epochs", "4", "--resume")
+    code, _, err = run(capsys, "train", "small.py", "--epochs", "4", "--resume")
+    assert (code, "rate" in err) == (2, True)  # that of the run is 0.1, and the file's is another
+    again = ("--epochs", "4", "--resume", "--experiment.rate", "0.1")
+    code, out, _ = run(capsys, "train", "small.py", *again)
     assert code == 0
     assert "epoch 4/4" in out
     assert "epoch 3/4" not in out
