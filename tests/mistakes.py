@@ -327,7 +327,7 @@ COMMANDS = {
         ("predict small.py --inputs good.npz --output trained --members.seeds 3", 2,
          "the checkpoint holds one network, and a population of 3 is asked for."),
         ("predict small.py --inputs keys.npz --output trained", 2,
-         "float32[4, 3]. keys.npz holds: z: float32[2,3] the data of the experiment hold: x: "),
+         "keys.npz holds: z: float32[2,3] the data of the experiment hold: x: "),
         ("predict small.py --inputs width.npz --output trained", 2,
          "the task's predict cannot take what width.npz holds"),
         ("predict small.py --inputs good.npz --output none", 2, "none holds no checkpoint"),

@@ -126,5 +126,5 @@ def test_an_error_of_the_function_itself_is_not_taken_for_one_of_the_rows(tmp_pa
 
     task = px.Task(init=models.init, loss=models.mlp_task().loss, predict=predict)
     program = px.compile(task, optax.sgd(0.1), px.Plan(), BATCH)
-    with pytest.raises(ValueError, match=r"^there is no such head$"):
+    with pytest.raises(ValueError, match=r"^there is no such head\nIt was called with x"):
         px.export_predict(program, program.init(), ROWS, tmp_path / "a")
