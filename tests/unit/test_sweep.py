@@ -357,8 +357,9 @@ def test_frozen_members_are_the_first_to_go(slots, mode):
         # The warning names the caller's line: here without the check of its annotations.
         found = px.ensemble.successive_halving.__wrapped__(
             hyper_task(merit="score"), optax.sgd(1e-2), ROWS, members=members, epochs=4,
-            min_epochs=1, reduction=2, slots=slots, batch_size=16, evaluation=ROWS, metric="merit",
-            mode=mode, plan=px.Plan(chunk=7, batch_dim="major"), progress=False,
+            min_epochs=1, reduction=2, slots=slots, batch_size=16, evaluation=ROWS,
+            metric="eval_merit", mode=mode, plan=px.Plan(chunk=7, batch_dim="major"),
+            progress=False,
         )  # fmt: skip
     assert {one.filename for one in told} == {__file__}
     # Of 7 stay 4, of 4 stay 2: one in two, rounded up.

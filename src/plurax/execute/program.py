@@ -578,7 +578,7 @@ class Program:
             like = with_rows(self._placement.like, size)
             one = Program(self.task, self._optimizer, self.plan, like, self.mesh, exact=True)
             said = mask_not_read(size, self.batch_size, self.plan.data * self.plan.microbatches)
-            warnings.warn(said, MaskWarning, stacklevel=3)
+            warnings.warn(said, MaskWarning, stacklevel=4)
             self._of_size[size] = one
         return self._of_size[size]
 

@@ -432,8 +432,9 @@ def plan_partition(
     >>> y, records = plan_partition(lambda x, w: jax.numpy.tanh(x @ w), partitioner, (x, w))
     >>> y.sharding, y.array.shape
     (TensorSharding(None, None), (4, 32))
+    >>> # 32 columns over 128 devices: each sends one, most of them padding.
     >>> [(record.kind, record.axes, record.bytes) for record in records]
-    [('all-gather', ('data',), 256), ('all-reduce', ('tensor',), 512)]
+    [('all-gather', ('data',), 1024), ('all-reduce', ('tensor',), 512)]
     """
     with partitioner.planning() as records:
         return partition(fun, partitioner, args, wanted, tight=tight), records
