@@ -56,7 +56,11 @@ def replaced(owner, name, changed):
 
 def training():
     """Whether training is under way, and signals are heard."""
-    return signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    return signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, returns)
+
+
+def returns(*_):
+    """A handler of the caller's own, with which `fit` returns once it has saved."""
 
 
 class Once:
@@ -163,7 +167,9 @@ def more_sigterm(folder):
 def gone_on(folder, moment):
     """A run that a signal stops, and that goes on then."""
     output = folder / moment
+    before = signal.signal(signal.SIGTERM, returns)
     result = signalled(moment, Once(MOMENTS[moment]), output)
+    signal.signal(signal.SIGTERM, before)
     saved = px.Checkpoints(output / "checkpoints").steps()[-1]
     evaluated = "evaluation" in moment
     again = fit(output, evaluation=Evaluation(lambda: None) if evaluated else None)

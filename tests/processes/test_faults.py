@@ -62,11 +62,11 @@ def in_threads(*functions):
 
 
 @pytest.mark.parametrize("stage", ["async_write_complete", "async_commit_complete"])
-def test_who_waits_for_a_process_that_failed_hears_of_it_at_once(stage):
+def test_who_waits_for_a_process_that_failed_hears_of_it_at_once(stage, tmp_path):
     """And both go on together from the end of the save."""
     here, there = socket.socketpair()
     groups = in_threads(lambda: ProcessGroup(0, [here]), lambda: ProcessGroup(1, [there]))
-    first, second = map(SaveBarrier, groups)
+    first, second = (SaveBarrier(group, tmp_path) for group in groups)
 
     def written():
         first(key="a save begins", timeout_ms=1)
