@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import itertools
 import re
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 from jaxtyping import Float, Int, TypeCheckError
 
 import plurax as px
+from tests.messages import all_messages
 from tests.typecheck import checked
 
 REPOSITORY = Path(__file__).parents[1]
@@ -239,24 +239,18 @@ def test_plan_imports_no_jax():
     assert not [module for module in imports(SOURCE / "plan.py") if module.startswith("jax")]
 
 
-def test_every_error_message_is_pinned_by_a_test():
+def test_every_message_is_pinned_by_a_test():
     """Some words of each message stand in a test: `match=` or an assertion on its text."""
     tests = " ".join(path.read_text() for path in (REPOSITORY / "tests").rglob("*.py"))
     tests = re.sub(r"\\(.)", r"\1", tests)
     loose = []
-    builders = [ast.parse(path.read_text()).body for path in (SOURCE / "errors").glob("*.py")]
-    for node in itertools.chain(*builders):
-        if not isinstance(node, ast.FunctionDef):
-            continue
-        strings = [
-            part.value
-            for part in ast.walk(node)
-            if isinstance(part, ast.Constant) and isinstance(part.value, str)
-        ]
-        words = " ".join(strings).split()
-        runs = {" ".join(words[i : i + 3]) for i in range(len(words) - 2)}
-        if not any(run in tests for run in runs):
-            loose.append(node.name)
+    for message in all_messages():
+        literals = [text.split() for text in message.words if " " in text.strip()]
+        runs = {
+            " ".join(words[i : i + 3]) for words in literals for i in range(max(1, len(words) - 2))
+        }
+        if runs and not any(run in tests for run in runs):
+            loose.append(f"{message.where}: {message.text}")
     assert loose == [], "no test has their words"
 
 

@@ -188,8 +188,14 @@ def test_flipped_bits_of_a_description_show(tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b"{}", b"\xff", b'"text"', b"null"])
 def test_a_torn_description_is_damage(tmp_path, content):
-    with pytest.raises(Damage):
+    said = "is no longer JSON" if content in (b"", b"\xff") else "is not as it was saved"
+    with pytest.raises(Damage, match=f"^its description {said}$"):
         read_description(described(tmp_path, content))
+
+
+def test_a_missing_description_is_damage(tmp_path):
+    with pytest.raises(Damage, match=r"^its description is missing$"):
+        read_description(tmp_path)
 
 
 def test_another_version_is_not_damage(tmp_path, monkeypatch):

@@ -336,6 +336,7 @@ def test_mistakes_are_named(workplace, capsys, arguments, message):
     assert message in " ".join(err.split())
     assert "Traceback" not in err
     assert "╭" not in err
+    assert "Error parsing" not in err
 
 
 def test_inputs_that_are_none(workplace, capsys):

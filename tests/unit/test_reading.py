@@ -15,6 +15,7 @@ from tests.draws import draws
 import plurax as px
 from plurax import errors
 from plurax.cli.predict_command import _read_arrays
+from plurax.reading import parse_json
 from plurax.report.page.run_data import read_settings
 from plurax.server.record import read_events
 from plurax.sources.adapt import adapt
@@ -161,6 +162,32 @@ def test_a_folder_a_loop_of_links_or_no_file_is_refused_in_our_words(tmp_path, k
 def test_names_that_no_file_has_are_refused_in_our_words(read, name):
     with pytest.raises(errors.PluraxError):
         read(Path(name))
+
+
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [
+        (DIGESTS, f"{DIGESTS} is missing"),
+        ("a.bin", "state/a.bin is missing"),
+        ("b.bin", "the bytes of state/b.bin are not those that were saved"),
+    ],
+)
+def test_what_is_lost_of_a_saved_state_is_named(tmp_path, lost, said):
+    for name in ("a.bin", "b.bin"):
+        (tmp_path / "state" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "state" / name).write_bytes(b"saved")
+    write_digests(tmp_path / "state")
+    verify_files(tmp_path / "state")
+    (tmp_path / "state" / lost).unlink()
+    if lost == "b.bin":
+        (tmp_path / "state" / lost).write_bytes(b"other")
+    with pytest.raises(Damage, match=said):
+        verify_files(tmp_path / "state")
+
+
+def test_deep_json_is_refused_and_named():
+    with pytest.raises(ValueError, match="it is nested too deeply"):
+        parse_json("[" * 200 + "]" * 200)
 
 
 def test_an_encrypted_archive_says_so(tmp_path):

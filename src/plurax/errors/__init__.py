@@ -1,7 +1,7 @@
-"""What goes wrong for a user: kinds of error, and one builder per message.
+"""What goes wrong for a user: kinds of error, and a builder of each message used several times.
 
-Every message says what is wrong, where, why, and what to write instead. The tests pin
-their text. `assert` is for mistakes of our own.
+A message that is used once stands where it is raised. Every message says what is wrong, where,
+why, and what to write instead; tests pin its text. `assert` is for mistakes of our own.
 """
 
 from plurax.errors.argument_errors import *  # noqa: F403

@@ -26,10 +26,6 @@ from plurax.server.transport import Actor, ActorGoneError, ResultLostError, Tran
 SECONDS_PER_CALL = 0.01
 
 
-class DeadlockError(Exception):
-    """The coordinator waits for what nobody will answer."""
-
-
 class Simulated(Transport):
     """Runs workers and servers in turns, drawn at random.
 
@@ -98,7 +94,7 @@ class Simulated(Transport):
         ]
         if not ready:
             if not self._stalled:
-                raise DeadlockError(f"after {self.turns} turns")
+                raise AssertionError(f"nobody can take a turn, after {self.turns}")
             self._idle += 1.0
             return
         self.turns += 1
@@ -107,7 +103,7 @@ class Simulated(Transport):
     def get(self, reference: Any) -> Any:
         """Return a result. Raises `ActorGoneError`, or what the method raised."""
         if not reference.done():
-            raise DeadlockError("nobody takes a turn while the coordinator gets a result")
+            raise AssertionError("nobody takes a turn while the coordinator gets a result")
         return _there(reference.result())
 
     def kill(self, name: str, machine: bool = False) -> None:

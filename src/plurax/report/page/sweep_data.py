@@ -241,7 +241,7 @@ def _table(
 
 def _parsed(text: str | None) -> Any:
     if text is None:
-        raise ValueError("a line with too few columns")
+        raise ValueError  # a line with too few columns
     for kind in (int, float):
         try:
             return kind(text)
