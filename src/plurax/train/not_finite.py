@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 
 from plurax import tree
 from plurax.execute.array_data import ArrayData
+from plurax.execute.placement import abstract_batch
 from plurax.execute.program import Program
 from plurax.task import Task
 from plurax.tree import with_rows
@@ -61,7 +62,7 @@ def _of_values(arrays: PyTree) -> list[str]:
 
 def _of_labels(program: Program, arrays: PyTree) -> list[str]:
     """Compare integers, one a row, with the number of outputs of one network's `predict`."""
-    task, like = program.task, with_rows(arrays, 1)
+    task, like = program.task, with_rows(abstract_batch(arrays), 1)
     if not isinstance(task, Task) or task.predict is None or program.members is not None:
         return []
     state = program.canonical_shapes

@@ -26,7 +26,7 @@ from jaxtyping import PyTree
 from plurax import errors
 from plurax.distributed.global_arrays import check_alone
 from plurax.execute.array_data import ArrayData, Position
-from plurax.execute.placement import leading_dim
+from plurax.execute.placement import abstract_batch, leading_dim
 from plurax.execute.program import Program
 from plurax.plan import Plan
 from plurax.server.coordinator import Coordinator, Update
@@ -246,7 +246,7 @@ def run_spec(
     """Return what workers and servers need to know of a run. `batch`: shapes of the largest."""
     assert isinstance(program.task, Task)
     size = -(-program.batch_size // servers.parts)
-    like = with_rows(batch, size)
+    like = with_rows(abstract_batch(batch), size)
     # Workers may be other processes, which have no file of the user's open.
     arrays = in_memory(source.arrays) if isinstance(source, ArrayData) else None
     return RunSpec(program.task, optimizer, servers, program.plan, like, arrays)
