@@ -99,7 +99,9 @@ def _explanation(
         unknown = [name for name in kwargs if name not in known]
         if unknown:
             return errors.argument_unknown(public, unknown[0], None, known)
-        return errors.arguments_do_not_bind(public, str(missing), known)
+        return errors.ArgumentError(
+            f"{public}(...): {missing}. Its arguments are {', '.join(known)}."
+        )
     try:
         hints = typing.get_type_hints(function)
     except NameError:  # a forward reference to what is imported for type checkers only
@@ -119,9 +121,14 @@ def _explanation(
             if name != "self" and not _is_printable(one):
                 return errors.argument_misfits(public, shown, text(one), "a value of usual size")
             if isinstance(error, OSError) and _names(one, error):
-                return errors.path_unusable(public, shown, text(one), str(error.strerror))
+                return errors.ArgumentError(
+                    f"{public}({shown}={text(one)}): {error.strerror}. Give another path."
+                )
             if isinstance(error, OverflowError | MemoryError) and _is_large(one):
-                return errors.argument_too_large(public, shown, text(one))
+                return errors.ArgumentError(
+                    f"{public}({shown}={text(one)}): {shown} counts what has to fit in memory, and "
+                    "must be a whole number of at least 0 that does."
+                )
     return None
 
 

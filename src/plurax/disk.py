@@ -139,7 +139,10 @@ def log_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise errors.log_not_written(str(path), error.strerror or str(error)) from error
+        raise errors.DiskError(
+            f"the log {path} could not be written: {error.strerror or str(error)}. Make room or "
+            "give another directory; what is saved stays, and resume goes on from it."
+        ) from error
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -48,7 +48,10 @@ class Experiment:
             check_names(fit, "Experiment", options)
             bound = inspect.signature(fit).bind(*args, **options)
         except (TypeError, errors.TaskError) as error:
-            raise errors.experiment_wrong_arguments(str(error)) from None
+            raise errors.ExperimentError(
+                f"plurax.Experiment: {error}; its arguments are those of plurax.fit, by the same "
+                "names."
+            ) from None
         bound.apply_defaults()
         vars(self).update(bound.arguments)
 
@@ -65,7 +68,9 @@ def load(path: str | Path) -> tuple[Callable[..., Experiment], Report | None]:
     """
     path = Path(path)
     if not path.is_file():
-        raise errors.experiment_missing_file(str(path))
+        raise errors.ExperimentError(
+            f"{path}: no such file; give a Python file that defines experiment()."
+        )
     # As `python FILE` has it, so that a module beside FILE can be imported, now and later.
     folder = str(path.resolve().parent)
     if folder not in sys.path:
@@ -80,7 +85,10 @@ def load(path: str | Path) -> tuple[Callable[..., Experiment], Report | None]:
         raise errors.experiment_failed(str(path), describe_error(error)) from None
     function = names.get("experiment")
     if not callable(function):
-        raise errors.experiment_missing_function(str(path))
+        raise errors.ExperimentError(
+            f"{path} does not define experiment(). Add:\n\n    def experiment():\n        return "
+            "plurax.Experiment(task=..., optimizer=..., data=..., batch_size=..., epochs=...)\n"
+        )
 
     def checked(**arguments: Any) -> Experiment:
         try:
@@ -88,7 +96,10 @@ def load(path: str | Path) -> tuple[Callable[..., Experiment], Report | None]:
         except SystemExit as error:
             raise errors.experiment_exits(str(path), describe_error(error)) from None
         if not isinstance(made, Experiment):
-            raise errors.experiment_wrong_type(str(path), type(made).__name__)
+            raise errors.ExperimentError(
+                f"{path}: experiment() returned {type(made).__name__}; it must return "
+                "plurax.Experiment(...)."
+            )
         # The options of the command line are made of these two.
         if not isinstance(made.plan, Plan):
             raise errors.plan_is_none(made.plan)

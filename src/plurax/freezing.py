@@ -59,9 +59,15 @@ def check_frozen(frozen: Sequence[str], params: PyTree) -> None:
     names = list(tree.named_leaves(params))
     for pattern in frozen:
         if not fnmatch.filter(names, pattern):
-            raise errors.frozen_unused(pattern, names)
+            raise errors.TaskError(
+                f"frozen={pattern!r} matches no parameter; their paths are {', '.join(names)}. A "
+                "pattern matches a whole path: 'embed/*' is all of `embed`, at any depth."
+            )
     if frozen and all(frozen_leaves(frozen, params)):
-        raise errors.all_frozen(frozen)
+        raise errors.TaskError(
+            f"the patterns {', '.join(map(repr, frozen))} freeze every parameter, and none is left "
+            "to train."
+        )
 
 
 def trained(frozen: Sequence[str], params: PyTree) -> PyTree:

@@ -40,7 +40,11 @@ class Distribution:
         except TypeError:
             finite = False
         if not finite or not self.low < self.high or (self.log and self.low <= 0):
-            raise errors.distribution_bounds(self.low, self.high, log=self.log)
+            name, least = ("log_uniform", "0 < ") if self.log else ("uniform", "")
+            raise errors.MembersError(
+                f"plurax.ensemble.{name}({self.low!r}, {self.high!r}): needs finite numbers, "
+                f"{least}low < high."
+            )
 
     def at(self, u: Any) -> Any:
         """Return the value at quantile `u`, elementwise."""
@@ -79,7 +83,9 @@ def grid(**choices: Sequence[Any]) -> Grid:
     """
     for name, values in choices.items():
         if not isinstance(values, Sequence) or isinstance(values, str) or not values:
-            raise errors.grid_not_a_list(name, values)
+            raise errors.MembersError(
+                f"plurax.ensemble.grid({name}={values!r}): give a list of at least one value."
+            )
     return Grid({name: tuple(values) for name, values in choices.items()})
 
 
@@ -139,21 +145,36 @@ class Members:
         object.__setattr__(self, "seeds", _kept_seeds(self.seeds))
         object.__setattr__(self, "draw_seed", check_seed(self.draw_seed))
         if not isinstance(self.hyper, Mapping):
-            raise errors.hyper_not_named(self.hyper)
+            raise errors.MembersError(
+                f"Members(hyper={self.hyper!r}): give hyperparameters by name, {{'learning_rate': "
+                "[0.1, 0.2, 0.3]}, or plurax.ensemble.grid(learning_rate=[...])."
+            )
         kept: Any = self.seeds or 0
         count = kept if isinstance(kept, int) else len(kept)
         if count > MAX_MEMBERS:
-            raise errors.members_too_many(count, MAX_MEMBERS)
+            raise errors.MembersError(
+                f"{count:,} members: a population is compiled as one program, of at most "
+                f"{MAX_MEMBERS:,}. Train it in several calls, each with some of the seeds: "
+                "Members(range(0, 1000)), Members(range(1000, 2000)). plurax.max_members says how "
+                "many fit a device."
+            )
         seeds = self._seeds()
         if not seeds or self.indices == ():
-            raise errors.members_none()
+            raise errors.MembersError("Members(seeds=...): a population needs at least one member.")
         for seed in seeds:
             number = whole_number(seed, 0)
             if number is None or number >= 2**32:
-                raise errors.member_seed_out_of_range(seed)
+                raise errors.MembersError(
+                    f"Members: the seed {seed!r} is not a whole number from 0 to 2**32 - 1."
+                )
         for name, values in {} if isinstance(self.hyper, Grid) else self.hyper.items():
             if _is_list(values) and len(values) != self._all:
-                raise errors.hyper_wrong_length(name, len(values), self._all)
+                raise errors.MembersError(
+                    f"Members: the hyperparameter {name!r} has {len(values)} values for "
+                    f"{self._all} members; a list has one value for each member. For every "
+                    f"combination of some values write hyper=plurax.ensemble.grid({name}=[...]), "
+                    "to draw from a range plurax.ensemble.uniform(low, high)."
+                )
         for index in self.indices or ():
             if not 0 <= index < self._all:
                 raise errors.member_not_there(index, self._all)
@@ -164,7 +185,11 @@ class Members:
                 return [0]
             lengths = [len(values) for values in self.hyper.values() if _is_list(values)]
             if not lengths:
-                raise errors.members_not_counted()
+                raise errors.MembersError(
+                    "Members(...) does not say how many members there are; give seeds=100, or a "
+                    "list of seeds, or a list of values for a hyperparameter, or "
+                    "hyper=plurax.ensemble.grid(...)."
+                )
             return list(range(lengths[0]))
         return list(range(self.seeds) if isinstance(self.seeds, int) else self.seeds)
 
@@ -212,7 +237,11 @@ class Members:
             return values.at(rng.random(self._all))
         column = np.asarray(values if _is_list(values) else [values] * self._all)
         if column.ndim != 1 or column.dtype.kind not in "fiub":
-            raise errors.hyper_not_numbers(name, values)
+            raise errors.MembersError(
+                f"Members: the hyperparameter {name!r} is {values!r}; inside one program it must "
+                "be a number for each member. What changes shapes or code (a width, the name of an "
+                "optimizer) goes into the shapes of plurax.sweep."
+            )
         return column
 
     def hyper_of(self, member: int) -> Hyper:
@@ -271,7 +300,10 @@ def _kept_seeds(given: Any) -> int | Sequence[int] | None:
         return count
     listed = isinstance(given, Iterable) and getattr(given, "ndim", 1) > 0
     if not listed or isinstance(given, str | bytes):
-        raise errors.members_seeds_not_understood(given)
+        raise errors.MembersError(
+            f"Members(seeds={given!r}): give a number of members, a whole number ≥ 1, or a list of "
+            "their seeds."
+        )
     return given if isinstance(given, Sequence) else tuple(given)
 
 
@@ -287,5 +319,9 @@ def _canonical(name: str, values: np.ndarray) -> np.ndarray:
     wrong = cast != values if values.dtype.kind in "iu" else np.isinf(cast) & np.isfinite(values)
     if wrong.any():
         value = values[int(np.argmax(wrong))]
-        raise errors.hyper_too_large(name, value, str(values.dtype), str(cast.dtype))
+        raise errors.MembersError(
+            f"Members: the hyperparameter {name!r} holds {value} as {values.dtype}, and JAX "
+            f"computes in {cast.dtype}, which cannot represent it. Make it smaller, or call "
+            "jax.config.update('jax_enable_x64', True) before anything else."
+        )
     return cast

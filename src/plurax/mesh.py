@@ -67,7 +67,11 @@ def _of_each_process(plan: Plan, devices: list[jax.Device]) -> list[jax.Device]:
         owned.setdefault(device.process_index, []).append(device)
     share, rest = divmod(plan.devices, len(owned))
     if rest or any(len(each) < share for each in owned.values()):
-        raise errors.plan_leaves_processes_out(plan.sizes_text(), plan.devices, len(owned))
+        raise errors.PlanError(
+            f"{plan.sizes_text()} uses {plan.devices} devices, which {len(owned)} processes cannot "
+            f"share equally. Every process has to take part: use a multiple of {len(owned)} "
+            "devices, or fewer processes."
+        )
     return [device for _, each in sorted(owned.items()) for device in each[:share]]
 
 
@@ -123,7 +127,10 @@ def virtual_devices(count: int) -> None:
     """
     number = whole_number(count)
     if number is None:
-        raise errors.devices_not_positive(count)
+        raise errors.PlanError(
+            f"{count!r} virtual devices: give a whole number of at least 1, as in "
+            "plurax.virtual_devices(8), or --devices 8 on the command line."
+        )
     count = number
     try:
         jax.config.update("jax_num_cpu_devices", count)
@@ -131,7 +138,11 @@ def virtual_devices(count: int) -> None:
         make_cache_safe()
     except RuntimeError:
         if len(jax.devices()) != count:
-            raise errors.devices_already_started(count, len(jax.devices())) from None
+            raise errors.PlanError(
+                f"virtual_devices({count}) came too late: JAX already runs with "
+                f"{len(jax.devices())} device(s) and cannot change their number. Call it before "
+                "the first array, random key or jax.devices() of the process."
+            ) from None
 
 
 def cpu_devices(count: int) -> None:

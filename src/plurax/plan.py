@@ -121,7 +121,12 @@ data=1 means 'not used'.
         if self.strategies is not None:
             object.__setattr__(self, "strategies", Strategies.of(self.strategies))
             if self.pipeline > 1:
-                raise errors.plan_strategies_in_stages(self.pipeline)
+                raise errors.PlanError(
+                    f"Plan(pipeline={self.pipeline}, strategies=...): the strategies are of the "
+                    "equations of the whole differentiated loss, and a pipeline differentiates "
+                    "stage by stage. Remove [strategies]; the shardings of parameters hold in a "
+                    "pipeline too."
+                )
         for field in (
             "data", "microbatches", "member", "chunk", "pipeline", "stages", "tensor",
             "bucket_bytes",
@@ -131,7 +136,15 @@ data=1 means 'not used'.
                 continue
             number = whole_number(value)
             if number is None:
-                raise errors.plan_field_not_positive(field, value)
+                hint = f"{field}=1 means 'not used'"
+                if field in ("chunk", "stages"):
+                    hint = "leave it out to have it chosen"
+                elif field == "bucket_bytes":
+                    hint = "bucket_bytes=1 sends each tensor on its own"
+                raise errors.PlanError(
+                    f"Plan({field}={value!r}): {field} must be a whole number of at least 1; "
+                    f"{hint}."
+                )
             object.__setattr__(self, field, number)
         zero = whole_number(self.zero, 0)
         for field, given, choices in (
@@ -142,15 +155,26 @@ data=1 means 'not used'.
         ):
             if not isinstance(given, str | int | None) or given not in choices:
                 choices = tuple(choice for choice in choices if choice is not None)
-                raise errors.plan_field_not_a_choice(field, getattr(self, field), choices)
+                names = ", ".join(map(repr, choices))
+                raise errors.PlanError(
+                    f"Plan({field}={getattr(self, field)!r}): {field} must be one of {names}."
+                )
         object.__setattr__(self, "zero", zero)
         object.__setattr__(self, "schedule", _schedule(self.schedule))
         if self.stages is not None and self.stages % self.pipeline:
-            raise errors.plan_stages_indivisible(self.stages, self.pipeline)
+            near = max(1, round(self.stages / self.pipeline)) * self.pipeline
+            raise errors.PlanError(
+                f"Plan(stages={self.stages}, pipeline={self.pipeline}): every device needs the "
+                f"same number of stages; stages={near} works."
+            )
         if self.layers is not None:
             object.__setattr__(self, "layers", _layers(self.layers, self.total_stages))
         if self.remat == "offload" and self.pipeline > 1:
-            raise errors.plan_offload_in_stages(self.pipeline)
+            raise errors.PlanError(
+                f"Plan(remat='offload', pipeline={self.pipeline}): a pipeline stores its residuals "
+                "in buffers on the device, not in the host's memory. Use remat='full', which "
+                "stores least, or remat='dots'."
+            )
         if self.batch_dim == "minor" and self.partitioned:
             raise errors.plan_minor_divided()
 
@@ -198,6 +222,7 @@ data=1 means 'not used'.
     def check_devices(self, available: int) -> None:
         """Raise `PlanError` if the plan needs more than `available` devices."""
         if self.devices > available:
+            asked = " × ".join(f"{axis}={size}" for axis, size in self.axes.items() if size > 1)
             sizes = self.axes
             changed: dict[str, int] = {}
             # Suggest a plan that fits: shrink the largest axis first.
@@ -206,7 +231,13 @@ data=1 means 'not used'.
                 if math.prod(sizes.values()) > available:
                     sizes[axis] = changed[axis] = max(1, available // others)
             fits = " with ".join(f"{axis}={size}" for axis, size in changed.items())
-            raise errors.plan_needs_devices(self.axes, self.devices, available, fits=fits)
+            have = "1 is available" if available == 1 else f"{available} are available"
+            raise errors.PlanError(
+                f"the plan needs {self.devices} devices ({asked}) and {have}; {fits} would "
+                f"fit. To rehearse the plan on CPU, start with {self.devices} virtual devices: "
+                f"plurax.virtual_devices({self.devices}) before any other use of JAX, or --devices "
+                f"{self.devices} on the command line."
+            )
 
     def __repr__(self) -> str:
         changed = (
@@ -413,7 +444,11 @@ def _rules(given: Any) -> Shardings:
             raise errors.plan_shardings_not_rules(given)
         pattern, entries = pair
         if isinstance(entries, str) or not isinstance(entries, Sequence):
-            raise errors.plan_rule_not_a_spec(pattern, entries)
+            raise errors.PlanError(
+                f"Plan(shardings={{{pattern!r}: {entries!r}}}): a rule has one entry for each dim "
+                "in a tuple, None for a dim that is not split or the name of a mesh axis: (None, "
+                "'tensor')."
+            )
         rules.setdefault(pattern, _rule(pattern, entries))
     return tuple(rules.items())
 
@@ -427,7 +462,12 @@ def _rule(pattern: str, entries: Sequence[Any]) -> tuple[Any, ...]:
             continue
         for name in names:
             if not (name is None or (isinstance(name, str) and name == "tensor")):
-                raise errors.plan_rule_unknown_axis(pattern, entries, name)
+                raise errors.PlanError(
+                    f"Plan(shardings={{{pattern!r}: {entries!r}}}): rules split dims over "
+                    f"'tensor', and not over {name!r}. For a dim that is not split write None, "
+                    "which is 'replicated' in a TOML file; ... may come first. To split parameters "
+                    "over `data`, use zero=3."
+                )
     return entries
 
 
@@ -467,9 +507,16 @@ def _layers(given: Any, stages: int) -> tuple[int, ...]:
     counts = [whole_number(one) for one in given] if listed else [None]
     layers = tuple(count for count in counts if count is not None)
     if len(layers) < len(counts):
-        raise errors.plan_layers_not_counts(given)
+        raise errors.PlanError(
+            f"Plan(layers={given!r}): give the number of layers of each stage, at least 1, in the "
+            "order of the stages: layers=(2, 3, 3, 2)."
+        )
     if len(layers) != stages:
-        raise errors.plan_layers_wrong_length(layers, stages)
+        numbers = f"{len(layers)} number{'s' if len(layers) != 1 else ''}"
+        raise errors.PlanError(
+            f"Plan(layers={layers}) has {numbers} of layers, and the plan has {stages} "
+            f"stage{'s' if stages > 1 else ''} (`pipeline`, or `stages`): give one for each stage."
+        )
     return layers
 
 

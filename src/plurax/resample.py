@@ -177,7 +177,10 @@ class KFold:
     def __post_init__(self) -> None:
         folds = whole_number(self.folds, 2)
         if folds is None:
-            raise errors.folds_too_few(self.folds)
+            raise errors.MembersError(
+                f"plurax.ensemble.kfold({self.folds!r}): at least 2 folds are needed to leave one "
+                "out."
+            )
         object.__setattr__(self, "folds", folds)
         object.__setattr__(self, "seed", check_seed(self.seed))
 
@@ -187,7 +190,10 @@ class KFold:
         Raises `BatchError` where there are more folds than rows.
         """
         if count < self.folds:
-            raise errors.folds_too_many(self.folds, count)
+            raise errors.BatchError(
+                f"plurax.ensemble.kfold({self.folds}): the data have only {count} rows; use fewer "
+                "folds."
+            )
         fold = member % self.folds
         return count - (count * (fold + 1) // self.folds - count * fold // self.folds)
 
@@ -219,7 +225,10 @@ class Subsample:
     def __post_init__(self) -> None:
         sizes = tuple(map(_size, self.sizes))
         if not sizes or None in sizes:
-            raise errors.subsample_no_size(self.sizes)
+            raise errors.MembersError(
+                f"plurax.ensemble.subsample({self.sizes!r}): give sizes above 0: whole numbers of "
+                "rows, or fractions below 1."
+            )
         object.__setattr__(self, "sizes", sizes)
 
     def size(self, count: int, member: int) -> int:
@@ -227,7 +236,10 @@ class Subsample:
         wanted = self.sizes[member % len(self.sizes)]
         rows = round(wanted * count) if wanted < 1 else int(wanted)
         if not 1 <= rows <= count:
-            raise errors.subsample_wrong_size(wanted, count)
+            raise errors.BatchError(
+                f"plurax.ensemble.subsample: a size of {wanted} is not between 1 and the {count} "
+                "rows of the data."
+            )
         return rows
 
     def choose(self, draw: Word, count: int, seed: Word, member: Word) -> Word:

@@ -60,7 +60,11 @@ def check_donatable(state: PyTree) -> None:
     leaves = jax.tree.leaves(state)
     _check_not_donated(leaves)
     if len(set(map(id, leaves))) < len(leaves):
-        raise errors.state_shares_array()
+        raise errors.BatchError(
+            "an array is twice in this state, and a step reuses the memory of each array once. "
+            "Copy it for its second place, jnp.copy(array), or program.place(state), which copies "
+            "all."
+        )
 
 
 def _check_not_donated(leaves: list[Any]) -> None:
@@ -70,4 +74,8 @@ def _check_not_donated(leaves: list[Any]) -> None:
     except jax.errors.ConcretizationTypeError:  # traced: there is no memory yet
         return
     if donated:
-        raise errors.state_was_donated()
+        raise errors.BatchError(
+            "this state was given to an earlier step, which reused its memory for the new state. "
+            "Keep what step returns: state, metrics = program.step(state, batch). To keep an old "
+            "state, copy it first: jax.tree.map(jnp.copy, state)."
+        )

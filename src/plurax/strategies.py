@@ -58,7 +58,11 @@ class Strategy:
 
     def __post_init__(self) -> None:
         if not isinstance(self.equation, str) or not _EQUATION.fullmatch(self.equation):
-            raise errors.strategy_not_an_equation(self.equation)
+            raise errors.PlanError(
+                f"the plan has a strategy for equation {self.equation!r}: an equation is a path "
+                "and an operator, such as '14/3 dot_general', or an operand of a loop, such as "
+                "'14/carry0 scan'."
+            )
         if not isinstance(self.inputs, list | tuple):
             raise errors.strategy_wrong_entries(self.equation, self.inputs)
         entries = tuple(_entries(self.equation, one) for one in self.inputs)

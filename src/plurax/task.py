@@ -69,10 +69,17 @@ class Task:
 
     def __post_init__(self) -> None:
         if self.stateful and not self.coupled:
-            raise errors.stateful_needs_coupled()
+            raise errors.TaskError(
+                "Task(stateful=True) needs coupled=True: a loss that writes model state "
+                "(batch-norm statistics) makes examples depend on each other. With coupled=True it "
+                "sees every example of a microbatch across all devices."
+            )
         frozen: Any = self.frozen
         if isinstance(frozen, str) or not all(isinstance(one, str) for one in frozen):
-            raise errors.frozen_not_patterns(frozen)
+            raise errors.TaskError(
+                f"frozen={frozen!r}: give patterns of paths, plurax.freeze(task, 'embed/*', "
+                "'head/bias')."
+            )
         params = "params, model_state" if self.stateful else "params"
         mask = ", mask" if self.coupled else ""
         check_takes("Task.init", self.init, "key")
@@ -113,7 +120,11 @@ def per_example(
         output = f(params, example, key)
         for leaf in jax.tree.leaves(output):
             if jnp.shape(leaf) != ():
-                raise errors.per_example_not_scalar(jnp.shape(leaf))
+                raise errors.TaskError(
+                    f"per_example(f): f(params, example, key) returned shape {jnp.shape(leaf)} for "
+                    "one example; it must return a scalar. Sum or average over the example's own "
+                    "dims inside f."
+                )
         return output
 
     return jax.vmap(one, in_axes=(None, 0, 0))
@@ -166,7 +177,10 @@ class Stack:
         new = self.block.apply(layer, x, batch, _folded(keys, index))
         given, made = tree.describe(x), tree.describe(new)
         if given != made:
-            raise errors.stack_block_changes(given, made)
+            raise errors.TaskError(
+                f"a layer of plurax.stack got\n{given}\nand returned\n{made}\nbut every layer must "
+                "return the shapes and dtypes that it gets. Change them in `embed` or `head`."
+            )
         return new
 
     def apply_head(self, params: PyTree, x: PyTree, batch: PyTree, keys: Any) -> LossOutput:
@@ -238,16 +252,24 @@ def stack(
     (4, 3, 3)
     """
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
-        raise errors.stack_depth(depth)
+        raise errors.TaskError(
+            f"stack(depth={depth!r}): depth must be a whole number of at least 1."
+        )
     parts = Stack(Layer(*embed), Layer(*block), Layer(*head), depth, tuple(tied), predict, metrics)
 
     def init(key: Key[Array, ""]) -> PyTree:
         params = parts.init(key)
         if tied and not (isinstance(params["embed"], dict) and isinstance(params["head"], dict)):
-            raise errors.stack_tied_needs_names(tied)
+            raise errors.TaskError(
+                f"stack(tied={tied!r}): parameters are tied by name, so the parameters of `embed` "
+                "and of `head` must be dicts; `head` may have none of its own: lambda key: {}."
+            )
         for name in tied:
             if name not in params["embed"]:
-                raise errors.stack_tied_unknown(name, params["embed"])
+                raise errors.TaskError(
+                    f"stack(tied=...) names {name!r}, and the parameters of `embed` are "
+                    f"{', '.join(map(repr, params['embed'])) or 'none'}."
+                )
         return params
 
     def loss(params: PyTree, batch: PyTree, keys: Any = None) -> LossOutput:

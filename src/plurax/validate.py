@@ -68,21 +68,31 @@ def bytes_of(given: object) -> int:
         count = float(read[1]) * 1000 ** " kMGT".index(read[2] or " ") if read else None
     number = isinstance(count, numbers.Real) and not isinstance(count, bool)
     if not number or not 0 < count < MAX_NUMBER:  # type: ignore[operator]
-        raise errors.bytes_not_understood(text(given))
+        raise errors.ArgumentError(
+            f"memory={text(given)} is no number of bytes above 0: write 40GB, 512MB or 4e10, and "
+            "in Python '40GB' or 40e9."
+        )
     return int(count)  # type: ignore[call-overload]
 
 
 def check_choice(function: str, name: str, value: object, choices: Sequence[str]) -> None:
     """Raise `ArgumentError` where an argument is none of some words."""
     if not isinstance(value, str) or value not in choices:
-        raise errors.argument_no_choice(function, name, value, text(value), choices)
+        hint = errors.did_you_mean(value, choices) if isinstance(value, str) else ""
+        raise errors.ArgumentError(
+            f"{function}({name}={text(value)}): {name} must be one of "
+            f"{', '.join(map(repr, choices))}.{hint}"
+        )
 
 
 def sign_of_mode(mode: object) -> int:
     """1 where the smallest score is the best, `"min"`, -1 for `"max"`. Raises `MembersError`."""
     signs = {"min": 1, "max": -1}
     if not isinstance(mode, str) or mode not in signs:
-        raise errors.mode_unknown(mode)
+        raise errors.MembersError(
+            f"mode={mode!r}: choose 'min' where the smallest metric is the best (a loss), or 'max' "
+            "(an accuracy)."
+        )
     return signs[mode]
 
 
@@ -90,7 +100,7 @@ def check_seed(seed: object) -> int:
     """A seed as an int. Raises `TaskError`: JAX would take another one modulo 2**32, silently."""
     number = whole_number(seed, 0)
     if number is None or number >= 2**32:
-        raise errors.seed_not_a_number(seed)
+        raise errors.TaskError(f"seed={seed!r}: give a whole number from 0 to 2**32 - 1.")
     return number
 
 
@@ -101,9 +111,16 @@ def local_path(given: str | os.PathLike[str]) -> Path:
     As a local path, `gs://bucket/run` would be the folder `gs:` in the current directory.
     """
     if match := re.match(r"([a-z][a-z0-9+.-]+):/", os.fspath(given)):
-        raise errors.path_is_a_url(os.fspath(given), match.group(1))
+        raise errors.CheckpointError(
+            f"{os.fspath(given)}: plurax writes to the file system of this machine, and "
+            f"{match.group(1)}:// is another. Mount the bucket and give the path where it is "
+            "mounted, or write to a folder and copy it."
+        )
     if given and not is_path(given):
-        raise errors.path_impossible(text(os.fspath(given)))
+        raise errors.CheckpointError(
+            f"{text(os.fspath(given))} is no path: each name in it has at most 255 bytes, none of "
+            "them NUL."
+        )
     return Path(given)
 
 
@@ -113,7 +130,9 @@ def check_takes(what: str, function: Any, arguments: str) -> None:
     Where Python does not know what it takes, it is left to the call.
     """
     if not callable(function):
-        raise errors.function_is_none(what, type(function).__name__, arguments)
+        raise errors.TaskError(
+            f"{what} is a {type(function).__name__}, and must be a function of ({arguments})."
+        )
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -137,7 +156,12 @@ def without_axes(function: Callable[..., Any]) -> Callable[..., Any]:
             found = re.search(r"unbound axis name: (\S+?)\.?(\s|$)", str(error))
             if found is None:
                 raise
-            raise errors.axis_is_unbound(place_of(function), found[1]) from error
+            raise errors.TaskError(
+                f"a function of the task{place_of(function)} communicates over an axis "
+                f"{found[1]!r}, as functions for jax.pmap do. plurax does every sum over devices, "
+                "and a coupled loss sees the examples of all of them: leave out jax.lax.pmean, "
+                "psum and the like, and axis_name in batch norm."
+            ) from error
 
     return called
 

@@ -111,7 +111,11 @@ class _Skeleton:
         self._build = build
         empty = eqx.filter_eval_shape(lambda: build(jax.random.key(0)))
         if any(map(_is_state, jax.tree.leaves(empty, is_leaf=_is_state))):
-            raise errors.equinox_state_takes_no_mask()
+            raise errors.TaskError(
+                "the model has layers with state (eqx.nn.BatchNorm, say), which average over all "
+                "rows of a batch and take no mask, so that rows that only fill up a batch would "
+                "enter. Use a layer without state, such as eqx.nn.GroupNorm or eqx.nn.LayerNorm."
+            )
         self._params, rest = eqx.partition(empty, _is_trained)
         self._constants, self._static = eqx.partition(rest, _is_shape)
         self._has_tracer = _refers_to_tracer(self._static)

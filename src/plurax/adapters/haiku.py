@@ -80,7 +80,10 @@ def task(
     """
     if not isinstance(transformed, hk.Transformed | hk.TransformedWithState):
         kind = transformed.__name__ if isinstance(transformed, type) else type(transformed).__name__
-        raise errors.not_transformed(kind)
+        raise errors.TaskError(
+            f"haiku.task(transformed=...) got a {kind}; give a pair of pure functions: "
+            "transformed=hk.transform(f), or hk.transform_with_state(f) for a model with state."
+        )
     check_takes("haiku.task(init=...)", init, "key")
     functions = ModelFunctions(loss, predict, evaluate, metrics, weight, coupled)
     with_state = isinstance(transformed, hk.TransformedWithState)
@@ -95,7 +98,13 @@ def task(
             return transformed.apply(*variables, key, *args, **kwargs)
         except ValueError as error:
             if key is None and type(error).__name__ == "MissingRNGError":
-                raise errors.haiku_wants_key() from error
+                raise errors.TaskError(
+                    "the Haiku model draws random numbers, and apply(key, ...) got None. Take them "
+                    "from the example's key: write the loss for one example, f(apply, example, "
+                    "key), call apply(key, example) in it, and lift it: "
+                    "loss=plurax.per_example(f). In predict and evaluate call the model such that "
+                    "it draws nothing (is_training=False, say)."
+                ) from error
             raise
 
     def bind(params: PyTree, state: PyTree = ()) -> Apply:

@@ -34,7 +34,11 @@ except ImportError as error:
     raise errors.missing_extra("keras", "keras") from error
 
 if keras.config.backend() != "jax":
-    raise errors.keras_backend(keras.config.backend())
+    raise errors.TaskError(
+        f"Keras runs on {keras.config.backend()} in this process, and plurax trains what runs on "
+        "JAX. Set the backend before the first import of Keras: KERAS_BACKEND=jax in the "
+        'environment, or os.environ["KERAS_BACKEND"] = "jax" at the top of the file.'
+    )
 
 Model = Any  # keras.Model
 Call = Callable[..., Any]
@@ -152,7 +156,11 @@ class _Network:
                 # Once the scope ends, the variables get values and drop these.
                 self._initializers = {v.path: v._initializer for v in self._model.variables}
         if not self._model.built:
-            raise errors.keras_not_built(self._model.name)
+            raise errors.TaskError(
+                f"the Keras model {self._model.name!r} has no weights yet, because it knows no "
+                "shape of its inputs. Begin it with keras.Input(shape=...), or call "
+                "model.build((None, ...)) first."
+            )
         self._names = _names(self._model)
         self._params = self._model.trainable_variables
         self._others = self._model.non_trainable_variables
@@ -201,7 +209,14 @@ class _Network:
         if training and self._seeds and key is None:
             every = self._model._flatten_layers()
             drawing = [layer.name for layer in every if hasattr(layer, "seed_generator")]
-            raise errors.keras_wants_key(drawing or [seed.path for seed in self._seeds])
+            layers = drawing or [seed.path for seed in self._seeds]
+            raise errors.TaskError(
+                f"the Keras model draws random numbers in training ({', '.join(layers)}), and got "
+                "no key. Take them from the example's key: write the loss for one example, "
+                "f(model, example, key), call model(example[None], training=True, key=key)[0] in "
+                "it, and lift it: loss=plurax.per_example(f). A coupled loss, which sees all rows, "
+                "gives keys[0]."
+            )
         values = _flat((params, state))
         for index, seed in enumerate(self._seeds):
             drawn = jax.random.fold_in(jax.random.key(0) if key is None else key, index)
@@ -215,7 +230,12 @@ class _Network:
             **options,
         )
         if training and losses:
-            raise errors.keras_losses_left_out(self._model.name)
+            raise errors.TaskError(
+                f"the Keras model {self._model.name!r} has losses of its own (regularizers of its "
+                "layers, or add_loss), which a loss per example does not contain. Leave them out, "
+                "and write what they do where it belongs: decay of weights in the optimizer "
+                "(optax.adamw), other terms in the loss of each example."
+            )
         if not (training and self.state_names):
             return outputs
         paths = [v.path for v in self._others]
@@ -287,7 +307,13 @@ def _metrics(given: Sequence[str | Call]) -> dict[str, Call]:
             name = _SHORT.get(one, one)
             function = _accuracy if name == "accuracy" else getattr(keras.metrics, name, None)
         if isinstance(function, type) or not inspect.isroutine(function):
-            raise errors.keras_metric(one if isinstance(one, str) else type(one).__name__)
+            shown = one if isinstance(one, str) else type(one).__name__
+            raise errors.TaskError(
+                f"keras.task(metrics=[...]) got {shown!r}, which is no function of one value "
+                'per example: plurax averages "accuracy", functions in keras.metrics such as '
+                '"sparse_top_k_categorical_accuracy", and f(y, outputs) of your own. For what is '
+                'no mean write metrics=lambda model, batch: {"auc": plurax.metrics.auc(...)}.'
+            )
         found[one if isinstance(one, str) else function.__name__] = function
     return found
 
@@ -320,7 +346,10 @@ def _names(model: Any) -> dict[str, str]:
         parts = [renamed.get(part, part) for part in variable.path.split("/")]
         name = "/".join(parts)
         if variable.path in names or name in names.values():
-            raise errors.keras_names_twice(variable.path)
+            raise errors.TaskError(
+                f"two weights of the Keras model are called {variable.path!r}, and parameters are "
+                "told apart by name. Give the layers that hold them names of their own: name=..."
+            )
         names[variable.path] = name
     return names
 

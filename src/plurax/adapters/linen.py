@@ -78,7 +78,9 @@ def task(
     """
     if not isinstance(module, nn.Module):
         kind = module.__name__ if isinstance(module, type) else type(module).__name__
-        raise errors.module_is_none(kind)
+        raise errors.TaskError(
+            f"linen.task(module=...) got a {kind}; give an instance of the module: MyModule(...)."
+        )
     check_takes("linen.task(init=...)", init, "key")
     functions = ModelFunctions(loss, predict, evaluate, metrics, weight, coupled)
     fresh = jax.eval_shape(lambda: init(jax.random.key(0)))

@@ -43,7 +43,13 @@ class ModelFunctions:
         the names of the model's state.
         """
         if (names := list(state)) and not self.coupled:
-            raise errors.model_state_needs_coupled(names)
+            raise errors.TaskError(
+                f"the model carries state besides its parameters ({', '.join(names)}), and a loss "
+                "that writes state makes examples depend on each other. Say task(..., "
+                "coupled=True): the loss then sees every example of a microbatch across all "
+                "devices, and its last argument is the mask, false for rows that only fill up the "
+                "batch and must stay out of the state."
+            )
         mask = ", mask" if self.coupled else ""
         check_takes(f"{library}.task(loss=...)", self.loss, f"{model}, batch, keys{mask}")
         for name, rest in (("predict", "inputs"), ("evaluate", "batch"), ("metrics", "batch")):

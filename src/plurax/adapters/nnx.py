@@ -176,4 +176,11 @@ class _Unseeded:
     shape: tuple[int, ...]
 
     def __getitem__(self, index: Any) -> Any:
-        raise errors.nnx_stream_not_reseeded(self.stream)
+        raise errors.TaskError(
+            f"the model draws from its own random stream {self.stream!r}, which would give the "
+            "same numbers in every step. Take them from the example's key: write the loss for one "
+            "example, lift it with plurax.per_example(f), and in f(model, example, key) say "
+            f"nnx.reseed(model, {self.stream}=key) before calling the model, or pass "
+            "rngs=nnx.Rngs(key) to the call. Where there is no key (in predict) or the numbers do "
+            f"not matter (a recurrent layer's zeros), say nnx.reseed(model, {self.stream}=0)."
+        )

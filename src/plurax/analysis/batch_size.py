@@ -110,7 +110,11 @@ def max_batch_size(
 
     fits, fits_bytes, over, over_bytes, compilations = largest_below(peak, budget)
     if fits == 0:
-        raise errors.no_batch_fits(budget, unit, fits_bytes)
+        raise errors.BatchError(
+            f"no batch fits: the smallest possible, {unit} example(s), needs {fits_bytes:,} bytes "
+            f"on each device and the budget is {budget:,}. Give more memory=, more microbatches, "
+            "or a plan that splits the parameters."
+        )
     return MaxBatchSize(
         size=fits * unit,
         bytes=fits_bytes,

@@ -222,8 +222,10 @@ def estimate(
     if not isinstance(machine, Machine):
         raise errors.machine_wrong_type(machine)
     if plan.devices > machine.devices:
-        raise errors.plan_larger_than_machine(
-            f"Plan({plan.sizes_text()})", plan.devices, machine.name, machine.devices
+        raise errors.MachineError(
+            f"Plan({plan.sizes_text()}) needs {plan.devices} devices, and {machine.name} has "
+            f"{machine.devices}. Estimate it on a machine of more nodes: "
+            "plurax.Machine.preset('8xA100-80GB', nodes=4)."
         )
     return estimate_traced(trace_plan(task, optimizer, plan, batch), machine)
 

@@ -95,7 +95,11 @@ def max_members(
         if fits:
             break
     else:
-        raise errors.no_member_fits(budget, unit, fits_bytes)
+        raise errors.MembersError(
+            f"no population fits: the smallest possible, {unit} member(s), needs {fits_bytes:,} "
+            f"bytes on a device and the budget is {budget:,}. A smaller chunk and more "
+            "microbatches need less memory."
+        )
     return MaxMembers(
         count=fits * unit,
         bytes=fits_bytes,

@@ -171,7 +171,7 @@ def verify(
     True
     """
     if whole_number(steps) is None:
-        raise errors.steps_not_positive(steps)
+        raise errors.BatchError(f"steps={steps!r}: give a whole number of steps, at least 1.")
     check_kinds(task, optimizer, plan, None)
     devices = jax.devices("cpu")
     plan.check_devices(len(devices))

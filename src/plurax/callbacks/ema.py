@@ -37,7 +37,9 @@ class Ema:
 
     def __init__(self, decay: float = 0.999, *, evaluate: bool = True) -> None:
         if isinstance(decay, bool) or not isinstance(decay, float | int) or not 0 <= decay < 1:
-            raise errors.ema_decay(decay)
+            raise errors.TaskError(
+                f"Ema(decay={decay!r}): give a number ≥ 0 and < 1, such as 0.999."
+            )
         self._decay, self._evaluate = decay, evaluate
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
@@ -64,7 +66,11 @@ class Ema:
         Raises `TaskError` for a state of a run without this callback.
         """
         if not isinstance(state.opt_state, EmaState):
-            raise errors.ema_not_in_state()
+            raise errors.TaskError(
+                "the optimizer's state has no average of the parameters: train with "
+                "callbacks=[plurax.callbacks.Ema(...)], and ask for params(result.state) of that "
+                "run."
+            )
         return jax.tree.map(
             lambda average, now: now if _is_frozen(average) else average,
             state.opt_state.average,

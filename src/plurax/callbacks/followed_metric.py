@@ -31,7 +31,9 @@ class FollowedMetric:
 
     def __init__(self, callback: str, metric: str, mode: Mode | None, min_delta: float) -> None:
         if mode not in ("min", "max", None):
-            raise errors.callback_mode(callback, mode)
+            raise errors.TaskError(
+                f"{callback}(mode={mode!r}): give 'min', 'max', or None to guess by the name."
+            )
         ends = tuple(part for name in LARGER_IS_BETTER for part in (name, f"_{name}"))
         guessed = "max" if metric.endswith(ends) else "min"
         self.metric, self._callback = metric, callback
@@ -71,7 +73,10 @@ class FollowedMetric:
         value = values[self.metric]
         if np.asarray(value).dtype.kind not in "fiu" or np.ndim(value) > ("members" in row):
             kind = type(value).__name__
-            raise errors.callback_metric_not_a_number(self._callback, self.metric, kind)
+            raise errors.TaskError(
+                f"the callback {self._callback} follows {self.metric!r}, which is a {kind} in the "
+                "row; name a number."
+            )
         return value
 
     def to_json(self) -> list[float] | None:

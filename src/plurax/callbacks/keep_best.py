@@ -165,7 +165,10 @@ class KeepBest:
             restored = Checkpoints(self._saved.directory).restore(program.canonical_shapes)
             best = None if restored is None else restored[0]
         if best is None:
-            raise errors.nothing_kept(self._followed.metric)
+            raise errors.TaskError(
+                f"KeepBest({self._followed.metric!r}) has kept no state yet: it keeps one after "
+                f"the first epoch whose {self._followed.metric} is a finite number."
+            )
         return program.place(best)
 
     def get_state(self) -> dict[str, Any]:

@@ -38,7 +38,11 @@ class LearningRate:
     def on_start(self, run: Run) -> None:
         """Find the rate, before the first step."""
         if self._schedule is None and _rates(run) is None:
-            raise errors.learning_rate_not_found()
+            raise errors.TaskError(
+                "LearningRate() finds no learning rate in the optimizer's state. Give it the "
+                "schedule, LearningRate(schedule), or write "
+                "optax.inject_hyperparams(optax.adam)(learning_rate=schedule)."
+            )
         self._skipped = int(np.max(fetch(run.state.skipped)))
 
     def on_step(self, run: Run, row: Row) -> None:

@@ -59,7 +59,10 @@ class ReduceOnPlateau:
         if count is None:
             raise errors.callback_count("ReduceOnPlateau", "patience", patience)
         if isinstance(factor, bool) or not isinstance(factor, float | int) or not 0 < factor < 1:
-            raise errors.plateau_factor(factor)
+            raise errors.TaskError(
+                f"ReduceOnPlateau(factor={factor!r}): give a number > 0 and < 1, such as 0.5; the "
+                "learning rate is multiplied by it."
+            )
         self._followed = FollowedMetric("ReduceOnPlateau", metric, mode, min_delta)
         self._factor, self._patience = float(factor), count
         self._waited = np.zeros(1, int)

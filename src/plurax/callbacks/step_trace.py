@@ -26,7 +26,9 @@ class Profile:
         numbers = [whole_number(one) for one in steps] if isinstance(steps, tuple) else []
         first, last = numbers if len(numbers) == 2 else (None, None)
         if first is None or last is None or first > last:
-            raise errors.profile_steps(steps)
+            raise errors.TaskError(
+                f"Profile(steps={steps!r}): give the first and the last step, such as (10, 12)."
+            )
         self._first, self._last = first, last
         self._directory = None if directory is None else Path(directory)
         self._tracing = False
@@ -39,7 +41,10 @@ class Profile:
     def on_start(self, run: Run) -> None:
         """Begin where the run begins."""
         if self._directory is None and run.output is None:
-            raise errors.profile_directory()
+            raise errors.TaskError(
+                "Profile() has no directory to write to: give Profile(directory='trace') or "
+                "fit(output=...)."
+            )
         self._look(run)
 
     def on_step(self, run: Run, row: Row) -> None:

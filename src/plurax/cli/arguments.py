@@ -88,7 +88,11 @@ def start_devices(arguments: list[str], *, rehearsal: bool = False) -> None:
     chosen = value(arguments, "--devices")
     if gang_of() is not None:
         if chosen is not None:
-            raise errors.devices_of_a_gang(chosen)
+            raise errors.ProcessError(
+                f"--devices {chosen} is for one process. Say how many devices each of several "
+                "processes has where they are started: plurax launch --processes 2 --devices 4 -- "
+                "train FILE."
+            )
         initialize()
         return
     cores = len(os.sched_getaffinity(0))
@@ -102,7 +106,10 @@ def start_devices(arguments: list[str], *, rehearsal: bool = False) -> None:
     try:
         count = int(count)
     except ValueError:
-        raise errors.devices_not_understood(chosen) from None
+        raise errors.PlanError(
+            f"--devices {chosen}: give a number of virtual CPU devices, or 'cores' for one per "
+            "core."
+        ) from None
     virtual_devices(count)
 
 

@@ -39,7 +39,10 @@ def diff_command(arguments: list[str]) -> int:
     paths = list(itertools.takewhile(lambda one: not one.startswith("-"), rest))
     asked_help = bool({*HELP} & {*rest})
     if not file or (len(paths) != 2 and not asked_help):
-        raise errors.diff_needs_two_plans(arguments)
+        raise errors.ExperimentError(
+            f"plurax plan {' '.join(arguments)}: --diff compares two plan files, which come first. "
+            "Write plurax plan a.toml b.toml --diff FILE, where FILE defines experiment()."
+        )
     plans = {path: Plan.load(path) for path in paths}
     made, options, *_ = parse([file, *rest[len(paths) :]], "plan A B --diff", diff_options)
     task, machine, like = to_estimate(made, options, "plan --diff")
@@ -58,6 +61,9 @@ def to_estimate(
 ) -> tuple[Task, Machine, PyTree]:
     """Return the task, the machine of the options, and the shapes of a batch."""
     if options.members.chosen(made.members) is not None or not isinstance(made.task, Task):
-        raise errors.estimate_one_network(command)
+        raise errors.ExperimentError(
+            f"plurax {command} is for one network, and this experiment has members, or a task that "
+            "is a function of hyperparameters. plurax plan shows what a population's program holds."
+        )
     machine = machine_named(options.machine, options.nodes)
     return made.task, machine, data_source(made, options)[1]

@@ -58,7 +58,10 @@ def examples_command(arguments: list[str]) -> int:
         return 0
     name = options.name.removesuffix(".py")
     if name not in found:
-        raise errors.example_unknown(options.name, list(found))
+        raise errors.ExperimentError(
+            f"{options.name!r} is not an example.{errors.did_you_mean(options.name, list(found))} "
+            f"The examples are {', '.join(found)}; plurax examples says what each is."
+        )
     text = found[name].read_text("utf-8")
     beside = [one for one in re.findall(r'with_name\("(\w+)\.py"\)', text) if one in found]
     target = local_path(options.to)
@@ -107,6 +110,9 @@ def _write(path: Path, text: str) -> None:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise errors.file_is_there(str(path)) from None
+        raise errors.ExperimentError(
+            f"{path} is there already, and is not written over. Give another name or folder, or "
+            "move it away."
+        ) from None
     except OSError as error:
         raise errors.not_written(str(path), str(error)) from None

@@ -60,13 +60,20 @@ def file_or_run(arguments: list[str], command: str) -> Source:
     Raises `ExperimentError` for a folder that is none of a run, or whose FILE is not there.
     """
     if not arguments or arguments[0].startswith("-"):
-        raise errors.no_experiment_file(command)
+        raise errors.ExperimentError(
+            f"name the experiment file: plurax {command} FILE (it comes first). FILE is Python "
+            "that defines experiment(); plurax --help shows an example."
+        )
     first, rest = Path(arguments[0]), arguments[1:]
     if not first.is_dir():
         return Source(first, None, rest)
     run = read_run_file(first)
     if run is None:
-        raise errors.folder_is_no_run(str(first), command)
+        raise errors.ExperimentError(
+            f"{first} is a folder without a run.toml, so it is not that of a run. Write plurax "
+            f"{command} FILE, where FILE is Python that defines experiment(), or the folder that "
+            "plurax train wrote."
+        )
     if rest and not rest[0].startswith("-"):
         return Source(Path(rest[0]), run, rest[1:])
     return Source(run_file_of(run, command), run, rest)
@@ -77,7 +84,10 @@ def run_file_of(run: RunSettings, command: str) -> Path:
     if run.file is None:
         raise errors.run_without_file(str(run.folder), command)
     if not run.file.is_file():
-        raise errors.run_file_moved(str(run.folder), str(run.file), command)
+        raise errors.ExperimentError(
+            f"{run.folder} was trained from {run.file}, which is not there any more. Say where it "
+            f"is now: plurax {command} {run.folder} FILE"
+        )
     return run.file
 
 

@@ -84,19 +84,17 @@ def launch_command(arguments: list[str]) -> int:
     """Start the processes; return the exit code of the gang."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options = parse_options(LaunchOptions, "plurax launch", arguments[:end])
-    for name, least in LEAST.items():
-        given = getattr(options, name)
-        if given is not None and not given >= least:  # nor is nan
-            raise errors.launch_number(name.replace("_", "-"), given, least)
+    check_numbers(options)
     command = program(arguments[end + 1 :])
     if options.ray is not None:
         return on_ray(options, arguments[end + 1 :])
     place = placed(options)
     if not 1 <= options.min_hosts <= place.hosts:
-        raise errors.launch_elastic_hosts(options.min_hosts, place.hosts)
-    token = os.environ.get("PLURAX_TOKEN")
-    if place.hosts > 1 and not token:
-        raise errors.launch_token_missing(place.hosts)
+        raise errors.ExperimentError(
+            f"plurax launch --hosts {place.hosts} --min-hosts {options.min_hosts}: give a number "
+            f"from 1 to {place.hosts}."
+        )
+    token = token_for(place.hosts)
     check_writable(options)
     temporary = Path(tempfile.gettempdir())
     status = LockedFolder(temporary, "plurax-status-")
@@ -136,10 +134,37 @@ def launch_command(arguments: list[str]) -> int:
     return code
 
 
+def check_numbers(options: LaunchOptions) -> None:
+    """Raise `ExperimentError` for a number below the least that makes sense."""
+    for name, least in LEAST.items():
+        given = getattr(options, name)
+        if given is not None and not given >= least:  # nor is nan
+            raise errors.ExperimentError(
+                f"plurax launch --{name.replace('_', '-')} {given}: give a number of at least "
+                f"{least}."
+            )
+
+
+def token_for(hosts: int) -> str | None:
+    """Return the secret that the launchers share. Raises `ExperimentError` where it is missing."""
+    token = os.environ.get("PLURAX_TOKEN")
+    if hosts > 1 and not token:
+        raise errors.ExperimentError(
+            f"plurax launch on {hosts} hosts: without a secret anyone who reaches the port of host "
+            "0 could join in place of a host. Set the environment variable PLURAX_TOKEN to the "
+            "same secret on every host; in a Slurm script write export PLURAX_TOKEN=$(openssl rand "
+            "-hex 16) before srun."
+        )
+    return token
+
+
 def on_ray(options: LaunchOptions, given: Sequence[str]) -> int:
     """Start a launcher on each of some hosts of a Ray cluster, with the other options."""
     if options.hosts is None or (options.host, options.coordinator) != (None, None):
-        raise errors.launch_ray_hosts()
+        raise errors.ExperimentError(
+            "plurax launch --ray: say on how many hosts, as in --ray auto --hosts 4; --host and "
+            "--coordinator are Ray's to choose."
+        )
     default, passed = LaunchOptions(), []
     for name, value in vars(options).items():
         if value != getattr(default, name) and name not in ("ray", "hosts"):
@@ -168,7 +193,10 @@ def placed(options: LaunchOptions) -> Place:
     hosts, host, coordinator = options.hosts, options.host, options.coordinator
     if hosts is None:
         if host is not None or coordinator is not None:
-            raise errors.launch_hosts_missing()
+            raise errors.ExperimentError(
+                "plurax launch: --host and --coordinator are for several hosts. Say how many there "
+                "are, as in --hosts 4 --host 2 --coordinator host0:7117."
+            )
         return slurm_place(os.environ) or ALONE
     if hosts == 1 and host in (None, 0):
         return ALONE
@@ -177,19 +205,31 @@ def placed(options: LaunchOptions) -> Place:
     given = coordinator or ""
     address = host_and_port(given if ":" in given else f"{given}:{DEFAULT_PORT}")
     if address is None:
-        raise errors.launch_coordinator(coordinator, hosts)
+        wanted = "give a name or address, and a port below 65536"
+        found = "is missing" if coordinator is None else f"{coordinator}: {wanted}"
+        raise errors.ExperimentError(
+            f"plurax launch --hosts {hosts}: --coordinator {found}. On every host say where host 0 "
+            "listens, a free port of it, as in --coordinator host0:7117."
+        )
     return Place(hosts, host, "{}:{}".format(*address))
 
 
 def program(given: Sequence[str]) -> tuple[str, ...]:
     """Return what a process runs: this Python, and a script or a command of plurax."""
     if not given:
-        raise errors.launch_nothing()
+        raise errors.ExperimentError(
+            "plurax launch: say after -- what each process runs: a command of plurax, as in plurax "
+            "launch --processes 2 -- train FILE, or a script of your own, as in plurax launch "
+            "--processes 2 -- script.py."
+        )
     if given[0].endswith(".py"):
         if not Path(given[0]).is_file():
-            raise errors.launch_no_script(given[0])
+            raise errors.ExperimentError(f"plurax launch -- {given[0]}: there is no such file.")
         return (sys.executable, *given)
     commands = [one.name for one in COMMANDS if one.gangs]
     if given[0] not in commands:
-        raise errors.launch_unknown(given[0], commands)
+        raise errors.ExperimentError(
+            f"plurax launch -- {given[0]}: what each process runs is a path that ends in .py, or a "
+            f"command of plurax: {', '.join(commands)}.{errors.did_you_mean(given[0], commands)}"
+        )
     return (sys.executable, "-m", "plurax.cli", *given)

@@ -29,7 +29,10 @@ def machine_command(arguments: list[str]) -> int:
 def _chosen(options: MachineOptions) -> Machine:
     if options.preset is not None:
         if options.measure or options.devices is not None:
-            raise errors.preset_is_not_measured(options.preset)
+            raise errors.MachineError(
+                f"--preset {options.preset} prints published rates; --measure and --devices are "
+                "for the machine at hand. Leave out one or the other."
+            )
         return Machine.preset(options.preset, options.nodes)
     if options.nodes != 1:
         raise errors.nodes_without_preset(options.nodes, "--preset")

@@ -96,11 +96,17 @@ def _check_shown(options: Show, plan: Plan) -> None:
     """Check the options with which a plan is shown, before anything is compiled."""
     for name in ("memory", "seconds", "output"):
         if getattr(options, name) is not None:
-            raise errors.option_needs_search(name)
+            raise errors.PlanError(
+                f"--{name} is an option of a search, and `plurax plan` shows the plan as it is: "
+                f"add --search, or leave --{name} out."
+            )
     if options.save is not None:
         check_matplotlib()
     if options.compare and plan.pipeline == 1:
-        raise errors.compare_needs_pipeline()
+        raise errors.PlanError(
+            "--compare compares the schedules of a pipeline, and the plan has pipeline=1: add "
+            "--plan.pipeline 4 --plan.microbatches 8, for example, or leave --compare out."
+        )
 
 
 def _with_ending(path: Path) -> Path:
@@ -112,7 +118,10 @@ def _tuned(made: experiment.Experiment, options: Show, plan: Plan, path: Path) -
     """Measure the open choices of a plan, write the plan to a file, and return it."""
     members = options.members.chosen(made.members)
     if members is None:
-        raise errors.tune_needs_members()
+        raise errors.MembersError(
+            "--tune measures the chunk and the batch_dim of a population, and this is one network, "
+            "which has neither. Say how many members there are: --members.seeds 100."
+        )
     tuning = tune(**fit_arguments(made, options, plan, members))
     print(tuning)  # print first: measuring may have taken minutes, and writing may fail
     written(path, tuning.plan.save)

@@ -40,8 +40,9 @@ def predict_command(arguments: list[str]) -> int:
             raise
         data = tree.describe(next(chunks(made.data, 1)), batch_dim=True)
         given = tree.describe(inputs)
-        raise errors.predict_failed(
-            describe_error(error), str(options.inputs), given, data
+        raise errors.BatchError(
+            f"the task's predict cannot take what {options.inputs} holds:\n{describe_error(error)}"
+            f"\n  {options.inputs} holds:\n{given}\n  the data of the experiment hold:\n{data}"
         ) from None
     outputs = jax.tree.map(_of_numpy, outputs)
     path = written(options.predictions, lambda path: _write_arrays(path, outputs))
@@ -52,7 +53,7 @@ def predict_command(arguments: list[str]) -> int:
 def _read_arrays(path: Path) -> Any:
     with refusing(lambda reason: errors.inputs_not_arrays(str(path), reason)):
         if not path.is_file():
-            raise errors.inputs_not_found(str(path))
+            raise errors.BatchError(f"{path}: no such file; --inputs wants a .npy or .npz file.")
         with path.open("rb") as file:
             loaded = np.load(file, allow_pickle=False)
             return loaded if isinstance(loaded, np.ndarray) else dict(loaded)

@@ -29,7 +29,10 @@ def report_command(arguments: list[str]) -> int:
     """Write the page of some runs, and say where it is."""
     options = parse_options(ReportOptions, "plurax report", arguments)
     if not options.runs:
-        raise errors.report_of_nothing()
+        raise errors.ExperimentError(
+            "name the folders of the runs: plurax report RUN ..., such as plurax report "
+            "runs/digits."
+        )
     written = write_report(options.runs, options.output)
     size = tree.human_bytes(written.stat().st_size)
     print(f"wrote {options.output}: {size}, open it in a browser")

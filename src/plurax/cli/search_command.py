@@ -27,7 +27,10 @@ def search_command(
 ) -> int:
     """Rank plans, and write the best one where asked."""
     if options.members.chosen(made.members) is not None or not isinstance(made.task, Task):
-        raise errors.search_one_network()
+        raise errors.PlanError(
+            "plurax plan --search finds the plan of one network, and this experiment has members. "
+            "Members never communicate: Plan(member=N) uses N devices, and --tune chooses the rest."
+        )
     if options.output is not None:
         check_matplotlib()
     machine = machine_named(options.machine, options.nodes)

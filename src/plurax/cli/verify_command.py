@@ -13,7 +13,11 @@ def verify_command(arguments: list[str]) -> int:
     """Train some steps under the plan and on one device; return 1 where they differ."""
     made, options, *_ = parse(arguments, "verify", verify_options)
     if options.members.chosen(made.members) is not None or not isinstance(made.task, Task):
-        raise errors.verify_one_network()
+        raise errors.ExperimentError(
+            "plurax verify compares one network under a plan with the same on one device, and this "
+            "experiment has members, or a task that is a function of hyperparameters. A member is "
+            "trained exactly as one network; verify the task of one of them."
+        )
     _, like = data_source(made, options)
     batch = next(chunks(made.data, leading_dim(like)))
     result = verify(

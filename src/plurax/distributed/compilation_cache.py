@@ -28,7 +28,14 @@ def check_cache() -> None:
     """Raise `PlanError` where a program for several CPU devices could be loaded from a cache."""
     if _is_cached() and ONE_AT_A_TIME not in os.environ.get("XLA_FLAGS", ""):
         directory = jax.config.values["jax_compilation_cache_dir"]
-        raise errors.cache_mixes_collectives(directory, ONE_AT_A_TIME)
+        raise errors.PlanError(
+            f"JAX's compilation cache is on ({directory}), and a program for several CPU devices "
+            "that XLA loads from it computes wrong numbers: its collectives receive each other's "
+            "data. Call plurax.virtual_devices(...) before any other use of JAX, which prevents "
+            f"it; or start with XLA_FLAGS={ONE_AT_A_TIME}; or turn the cache off with "
+            'jax.config.update("jax_enable_compilation_cache", False). Only CPU devices are '
+            "affected."
+        )
 
 
 def _is_cached() -> bool:

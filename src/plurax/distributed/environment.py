@@ -51,11 +51,19 @@ class Gang:
 
     def __post_init__(self) -> None:
         if host_and_port(self.coordinator) is None:
-            raise errors.coordinator_not_an_address(self.coordinator)
+            raise errors.ProcessError(
+                f"coordinator={self.coordinator!r} is no address. Write the host of process 0 and "
+                "a free port of it: coordinator='host0:1234'."
+            )
         if whole_number(self.processes) is None:
-            raise errors.processes_not_positive(self.processes)
+            raise errors.ProcessError(
+                f"processes={self.processes!r} must be a positive whole number, such as 2."
+            )
         if whole_number(self.process, 0) is None or self.process >= self.processes:
-            raise errors.process_not_there(self.process, self.processes)
+            raise errors.ProcessError(
+                f"process={self.process!r} is not one of {self.processes} processes: they are "
+                f"numbered 0 to {self.processes - 1}."
+            )
 
     @property
     def address(self) -> tuple[str, int]:
@@ -111,7 +119,10 @@ def _launched(environment: Mapping[str, str]) -> Gang:
     names = ("PLURAX_COORDINATOR", "PLURAX_PROCESSES", "PLURAX_PROCESS")
     missing = [name for name in names if not environment.get(name)]
     if missing:
-        raise errors.gang_variable_missing(missing, names)
+        raise errors.ProcessError(
+            f"the environment has some of {', '.join(names)}, and not {', '.join(missing)}. "
+            "`plurax launch` sets all of them; unset them all to train in one process."
+        )
     return Gang(
         environment["PLURAX_COORDINATOR"],
         _number(environment, "PLURAX_PROCESSES"),
@@ -124,7 +135,9 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     try:
         return int(environment[name])
     except ValueError:
-        raise errors.gang_variable_not_a_number(name, environment[name]) from None
+        raise errors.ProcessError(
+            f"the environment variable {name}={environment[name]!r} must be a whole number."
+        ) from None
 
 
 def _slurm(environment: Mapping[str, str]) -> Gang:

@@ -41,7 +41,9 @@ def process_index() -> int:
 def check_alone(what: str, instead: str) -> None:
     """Raise `ProcessError` where there are several processes; `instead` says what to do."""
     if jax.process_count() > 1:
-        raise errors.one_process_only(what, jax.process_count(), instead)
+        raise errors.ProcessError(
+            f"{what} is for one process, and there are {jax.process_count()}. {instead}"
+        )
 
 
 def is_primary() -> bool:

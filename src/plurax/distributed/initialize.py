@@ -56,7 +56,10 @@ def initialize(
     if gang is None:
         return
     if jax.distributed.is_initialized():
-        raise errors.initialized_twice()
+        raise errors.ProcessError(
+            "the processes are joined already. Call plurax.initialize() once, and not after "
+            "jax.distributed.initialize()."
+        )
     # An exception in one process would leave the others waiting in a collective until they time
     # out: Python ends, and JAX waits at the end for all processes. So end at once.
     sys.excepthook = end_at_once
@@ -71,7 +74,10 @@ def initialize(
         with _waiting(gang):
             _join(gang)
     except RuntimeError:
-        raise errors.initialized_too_late() from None
+        raise errors.ProcessError(
+            "plurax.initialize() comes too late: JAX has been used in this process. Call it first, "
+            "before any array is created and before jax.devices()."
+        ) from None
 
 
 def _join(gang: Gang) -> None:
@@ -103,7 +109,11 @@ def _check_port(host: str, port: int) -> None:
             listening.bind(address)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise errors.coordinator_port_taken(f"{host}:{port}", str(error)) from None
+            raise errors.PeerError(
+                f"process 0 cannot listen at {host}:{port} for the others: {error}. `plurax "
+                "launch` starts all of them again with another port; by hand, give a coordinator "
+                "with a free one."
+            ) from None
 
 
 def _wait_for(host: str, port: int, process: int) -> None:
@@ -116,7 +126,11 @@ def _wait_for(host: str, port: int, process: int) -> None:
         except OSError as error:
             if time.monotonic() > end:
                 where = f"{host}:{port}"
-                raise errors.gang_not_joined(where, process, str(error)) from None
+                raise errors.ProcessError(
+                    f"process {process} could not join the others at {where}: {error}. Does "
+                    "process 0 run on that host, is the port free and open between the hosts, and "
+                    "do all processes give the same number of processes?"
+                ) from None
             time.sleep(0.1)  # nothing says when a port of another host opens: try again
 
 
@@ -144,7 +158,11 @@ def _check_name(coordinator: str) -> None:
     if jax.config.values["jax_platforms"] != "cpu" or _is_loopback(coordinator):
         return
     if _is_loopback(name := socket.gethostname()):
-        raise errors.host_name_is_loopback(name, coordinator)
+        raise errors.ProcessError(
+            f"this host's name, {name}, resolves to its loopback address, and JAX's collectives "
+            f"between CPUs give that to the other hosts (the coordinator is {coordinator}). Give "
+            "the name its real address in /etc/hosts of this host."
+        )
 
 
 def _is_loopback(host: str) -> bool:
@@ -230,6 +248,10 @@ def _chosen(
         return gang_of(os.environ)
     if coordinator is None or processes is None or process is None:
         needed = {"coordinator": coordinator, "processes": processes, "process": process}
-        raise errors.initialize_incomplete([name for name in needed if needed[name] is None])
+        missing = [name for name in needed if needed[name] is None]
+        raise errors.ProcessError(
+            f"plurax.initialize needs {' and '.join(missing)} too: plurax.initialize('host0:1234', "
+            "processes=2, process=0). Under `plurax launch` and `srun` give no arguments."
+        )
     owned = None if local_devices is None else tuple(local_devices)
     return Gang(coordinator, processes, process, devices, owned)

@@ -162,7 +162,11 @@ class ProcessGroup:
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready:
                     late = [self._other(key.data) for key in selector.get_map().values()]
-                    raise errors.process_late(", ".join(late), self.seconds)
+                    raise errors.PeerError(
+                        f"{', '.join(late)} did not take part for {self.seconds:.0f} s, while the "
+                        "others waited for it. It may hang, or do something that the others do "
+                        "not: every process must make the same calls."
+                    )
                 for key, _ in ready:
                     self._received[key.data] += self._read(key.data)
                     if b"\n" in self._received[key.data]:
@@ -204,7 +208,10 @@ def _connected() -> ProcessGroup:
             one = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
             one.sendall(f"{token} {index}\n".encode())
         except OSError as error:
-            raise errors.process_not_reached(f"{host}:{port}", str(error)) from None
+            raise errors.ProcessError(
+                f"process 0 could not be reached at {host}:{port}: {error}. The hosts must reach "
+                "each other at all ports."
+            ) from None
         _prepare(one, ROUND_SECONDS)
         return ProcessGroup(index, [one])
     host, token = _own_address(), secrets.token_hex(16)
@@ -225,7 +232,10 @@ def _accepted(server: socket.socket, token: str, count: int) -> list[socket.sock
             for other in found.values():
                 other.close()
             missing = sorted(set(range(1, count)) - set(found))
-            raise errors.processes_not_connected(missing, CONNECT_SECONDS) from None
+            raise errors.ProcessError(
+                f"process {', '.join(map(str, missing))} did not connect within "
+                f"{CONNECT_SECONDS:.0f} s. The hosts must reach each other at all ports."
+            ) from None
         process = _announced(one, token)
         if process is None:  # a stranger
             one.close()
@@ -285,7 +295,7 @@ def _raised(kind: str, text: str, who: str, in_text: bool = False) -> Exception:
     """Return the error of a process; `in_text`: an error of plurax says too whose it is."""
     known = {found.__name__: found for found in _subclasses(errors.PluraxError)}
     if kind not in known:
-        return errors.process_failed(who, kind, text)
+        return errors.ProcessError(f"{who} failed, so all of them stop: {kind}: {text}")
     return known[kind](f"{who}: {text}" if in_text else text)
 
 

@@ -28,7 +28,10 @@ def join_members(*states: TrainState) -> TrainState:
     expected = jax.tree.map(_kind, states[0])
     for other in states[1:]:
         if jax.tree.map(_kind, other) != expected:
-            raise errors.members_differ()
+            raise errors.MembersError(
+                "join_members: the states differ in structure, shape or dtype; only members of the "
+                "same task and optimizer can be put together."
+            )
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *states)
 
 

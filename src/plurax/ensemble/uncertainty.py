@@ -193,7 +193,7 @@ def calibration(
     (array([nan, 0.8]), array([ nan, 0.75]), array([0, 4]), 0.05)
     """
     if isinstance(bins, bool) or not isinstance(bins, int | np.integer) or bins < 1:
-        raise errors.bins_not_positive(bins)
+        raise errors.BatchError(f"bins={bins!r}: give a whole number of bins, at least 1.")
     shares, labels = _scored(probabilities, labels)
     confidence = shares.max(axis=-1)
     right = shares.argmax(axis=-1) == labels
@@ -305,7 +305,11 @@ class Regression:
         low, high = self.interval(level)
         targets = np.asarray(targets, np.float64)
         if targets.shape != self.mean.shape:
-            raise errors.targets_wrong_shape(targets.shape, self.mean.shape)
+            raise errors.BatchError(
+                f"the targets have the shape {targets.shape} and the predictions "
+                f"{self.mean.shape}; give one target for each prediction, for example "
+                f"targets.reshape({self.mean.shape})."
+            )
         _check_finite(targets, "targets")
         return float(((low <= targets) & (targets <= high)).mean())
 
@@ -329,17 +333,28 @@ def combine_regression(
     """
     members = np.asarray(means, np.float64)
     if members.ndim < 2 or 0 in members.shape:
-        raise errors.means_wrong_shape(members.shape)
+        raise errors.BatchError(
+            f"the means have the shape {members.shape}; the shape must be (members, examples, "
+            "...), as program.predict of a population returns it, with no dim of size 0. For one "
+            "network give means[None]."
+        )
     _check_finite(members, "means", by_member=True)
     mean, epistemic = members.mean(axis=0), members.var(axis=0)
     aleatoric = np.zeros_like(mean)
     if variances is not None:
         own = np.asarray(variances, np.float64)
         if own.shape != members.shape:
-            raise errors.variances_wrong_shape(own.shape, members.shape)
+            raise errors.BatchError(
+                f"the variances have the shape {own.shape} and the means {members.shape}; give a "
+                "variance for each mean. One noise for all is np.full_like(means, variance)."
+            )
         _check_finite(own, "variances", by_member=True)
         if own.min() < 0:
-            raise errors.variance_negative(_first(own < 0), float(own.min()))
+            raise errors.BatchError(
+                f"the variances must be at least 0; the lowest is {float(own.min()):.6g}, the "
+                f"first below 0 is at {_first(own < 0)}. A network that predicts the log of a "
+                "variance needs np.exp(outputs)."
+            )
         aleatoric = own.mean(axis=0)
     return Regression(mean, aleatoric + epistemic, aleatoric, epistemic, members)
 
@@ -360,7 +375,13 @@ def _members(outputs: Float[np.ndarray, "*K N C"], what: str) -> Float[np.ndarra
     outputs = np.asarray(outputs)
     members = outputs[None] if outputs.ndim == 2 else outputs
     if members.ndim != 3 or 0 in members.shape or members.shape[-1] < 2:
-        raise errors.outputs_wrong_shape(what, outputs.shape)
+        raise errors.BatchError(
+            f"the {what} have the shape {outputs.shape}; the shape must be (members, examples, "
+            "classes), as program.predict of a population returns it, or (examples, classes) of "
+            "one network, with no dim of size 0 and at least 2 classes. Fold other dims into the "
+            "examples: x.reshape(members, -1, classes). Two classes from a single logit z are "
+            "np.stack([0 * z, z], axis=-1)."
+        )
     _check_finite(outputs, what, by_member=outputs.ndim == 3)
     return members
 
@@ -371,7 +392,11 @@ def _scored(
     """Check and return the arguments of a score."""
     shares = np.asarray(probabilities, np.float64)
     if shares.ndim != 2 or 0 in shares.shape or shares.shape[1] < 2:
-        raise errors.probabilities_wrong_shape(shares.shape)
+        raise errors.BatchError(
+            f"the probabilities have the shape {shares.shape}; the shape must be (examples, "
+            "classes), with at least one example and 2 classes. Those of an ensemble are "
+            "plurax.ensemble.combine_classification(logits).probabilities."
+        )
     _check_finite(shares, "probabilities")
     _check_normalized(shares, "")
     return shares, _labels(labels, *shares.shape)
@@ -380,17 +405,27 @@ def _scored(
 def _labels(labels: Int[np.ndarray, "N"], examples: int, classes: int) -> Int[np.ndarray, "N"]:
     labels = np.asarray(labels)
     if labels.shape != (examples,) or not np.issubdtype(labels.dtype, np.integer):
-        raise errors.labels_do_not_fit(labels.shape, labels.dtype.name, examples)
+        raise errors.BatchError(
+            f"the labels are {labels.dtype.name} of shape {labels.shape}; they must be class "
+            f"indices, integers of shape ({examples},), one for each example. One-hot labels "
+            "become that with labels.argmax(axis=-1)."
+        )
     wrong = (labels < 0) | (labels >= classes)
     if wrong.any():
         index = int(wrong.argmax())
-        raise errors.label_out_of_range(int(labels[index]), index, classes)
+        raise errors.BatchError(
+            f"labels[{index}] is {int(labels[index])}, and the {classes} classes are numbered 0 to "
+            f"{classes - 1}. Leave out examples without a label, and count classes from 0."
+        )
     return labels
 
 
 def _level(level: float) -> float:
     if not 0 < level < 1:
-        raise errors.level_out_of_range(level)
+        raise errors.BatchError(
+            f"level={level!r}: the level of an interval must be above 0 and below 1; for 90 % "
+            "write level=0.9."
+        )
     return level
 
 
@@ -400,14 +435,22 @@ def _check_normalized(shares: Float[np.ndarray, "N C"], where: str) -> None:
     if wrong.any():
         index = int(wrong.argmax())
         low = float(shares[index].min())
-        raise errors.probabilities_not_normalized(where, index, float(total[index]), low)
+        raise errors.BatchError(
+            f"{where}example {index}: the probabilities sum to {float(total[index]):.6g} and the "
+            f"lowest is {low:.6g}; they must be at least 0 and sum to one. Logits become "
+            "probabilities with plurax.ensemble.combine_classification(logits).probabilities."
+        )
 
 
 def _check_finite(values: Float[np.ndarray, "..."], what: str, by_member: bool = False) -> None:
     wrong = ~np.isfinite(values)
     if wrong.any():
         members = wrong.reshape(len(wrong), -1).any(axis=1).nonzero()[0].tolist()
-        raise errors.not_finite(what, _first(wrong), members if by_member else [])
+        listed = ", ".join(map(str, members[:10])) + (", ..." if len(members) > 10 else "")
+        hint = f" They come from member(s) {listed}; leave these out." if by_member else ""
+        raise errors.BatchError(
+            f"the {what} hold NaN or infinite values, the first at {_first(wrong)}.{hint}"
+        )
 
 
 def _first(wrong: Bool[np.ndarray, "..."]) -> list[int]:

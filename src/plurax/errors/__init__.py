@@ -9,6 +9,7 @@ from plurax.errors.batch_errors import *  # noqa: F403
 from plurax.errors.callback_errors import *  # noqa: F403
 from plurax.errors.checkpoint_errors import *  # noqa: F403
 from plurax.errors.experiment_errors import *  # noqa: F403
+from plurax.errors.hints import *  # noqa: F403
 from plurax.errors.kinds import *  # noqa: F403
 from plurax.errors.launch_errors import *  # noqa: F403
 from plurax.errors.machine_errors import *  # noqa: F403

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from plurax.errors.kinds import CheckpointError, DiskError, RunStoppedError, SavingStoppedError
+from plurax.errors.kinds import CheckpointError, DiskError, SavingStoppedError
 
 MOST_LISTED = 12
 """Tensors that a message lists."""
@@ -48,13 +48,6 @@ def checkpoint_mismatch(
     )
 
 
-def checkpoint_other_run(directory: str, field: str, saved: object, now: object) -> CheckpointError:
-    return CheckpointError(
-        f"the run saved in {directory} has {field}={saved!r} and this one {field}={now!r}; "
-        "continuing would not be the same training. Use the same value, or another directory."
-    )
-
-
 def checkpoint_other_experiment(
     directory: str, changed: Mapping[str, tuple[object, object]]
 ) -> CheckpointError:
@@ -83,70 +76,11 @@ def _option(name: str, value: object) -> str:
     return f"--experiment.{above}{dot}{last}={value}"
 
 
-def checkpoint_other_data(directory: str, saved: int, now: int) -> CheckpointError:
-    return CheckpointError(
-        f"an epoch of the run saved in {directory} has {saved} examples (of an iterable: batches) "
-        f"and the data now have {now}; continuing would leave out or repeat some. Use the same "
-        "data, or another directory."
-    )
-
-
-def checkpoint_by_hand(directory: str) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint in {directory} was not written by plurax.fit: it does not record a "
-        "position in the data. Restore it with plurax.Checkpoints, or use another directory."
-    )
-
-
-def log_not_written(path: str, reason: str) -> DiskError:
-    return DiskError(
-        f"the log {path} could not be written: {reason}. Make room or give another directory; what "
-        "is saved stays, and resume goes on from it."
-    )
-
-
-def checkpoint_newer(checkpoint: str, number: object, known: int) -> CheckpointError:
-    return CheckpointError(
-        f"{checkpoint} was written by a newer version of plurax: its format is {number}, and this "
-        f"version reads format {known}. Install a newer plurax to go on from it."
-    )
-
-
-def checkpoint_older(checkpoint: str, number: int, known: int) -> CheckpointError:
-    return CheckpointError(
-        f"{checkpoint} was written by an older version of plurax: its format is {number}, and this "
-        f"version reads format {known}. Use the plurax it was written with, or train anew in "
-        "another directory."
-    )
-
-
 def checkpoint_not_newer(directory: str, step: int, newest: int) -> CheckpointError:
     return CheckpointError(
         f"step {step} cannot be saved to {directory}: another state is saved there, the newest of "
         f"step {newest}, and checkpoints follow the order of steps. Go on from the state that "
         "Checkpoints.restore gives, or use another directory."
-    )
-
-
-def checkpoint_meta_not_json(reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"what is to be saved beside the state is not JSON: {reason}. Give numbers, texts, lists "
-        "and dicts of Python's own; of a NumPy scalar its .item()."
-    )
-
-
-def output_has_run(directory: str, step: int) -> CheckpointError:
-    return CheckpointError(
-        f"{directory} already holds a run, saved at step {step}. To continue it, pass resume=True "
-        "(--resume on the command line); to start anew, pass restart=True (--restart), which keeps "
-        "it as before.1, or choose another output directory."
-    )
-
-
-def resume_and_restart() -> CheckpointError:
-    return CheckpointError(
-        "resume goes on from the newest checkpoint and restart starts from scratch: pass one of "
-        "them."
     )
 
 
@@ -161,28 +95,6 @@ def folder_in_use(directory: str, owner: Mapping[str, Any] | None, lock: str) ->
     )
 
 
-def path_is_a_url(path: str, scheme: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: plurax writes to the file system of this machine, and {scheme}:// is another. "
-        "Mount the bucket and give the path where it is mounted, or write to a folder and copy it."
-    )
-
-
-def folder_with_backslash(directory: str) -> CheckpointError:
-    return CheckpointError(
-        f"checkpoints cannot be kept in {directory}: the library that writes them takes a "
-        "backslash for a slash, and would write elsewhere. Choose a directory without one in its "
-        "path."
-    )
-
-
-def folder_not_text(directory: str) -> CheckpointError:
-    return CheckpointError(
-        f"checkpoints cannot be kept in {directory}: the path is not UTF-8 text. Choose another "
-        "directory."
-    )
-
-
 def checkpoint_not_written(directory: str, reason: str) -> DiskError:
     return DiskError(f"the checkpoint could not be written to {directory}: {reason}")
 
@@ -191,13 +103,6 @@ def checkpoint_too_slow(directory: str, seconds: float) -> DiskError:
     return DiskError(
         f"a checkpoint is still not written to {directory} after {seconds:g} s, and nothing waits "
         "longer. See whether the disk still answers; resume goes on from the checkpoint before."
-    )
-
-
-def disk_too_small(directory: str, needed: str, free: str) -> DiskError:
-    return DiskError(
-        f"a checkpoint takes {needed}, and the disk of {directory} has {free} left. Make room, or "
-        "give an output directory on another disk."
     )
 
 
@@ -214,41 +119,10 @@ def saving_given_up(
     )
 
 
-def output_is_a_file(directory: str, file: str) -> CheckpointError:
-    return CheckpointError(
-        f"{directory} could not be written to: {file} is a file, and output is a directory. "
-        "Give another name, or move the file away."
-    )
-
-
 def leaf_not_saveable(path: str, kind: str) -> CheckpointError:
     return CheckpointError(
         f"the state holds {path}: {kind}, which no checkpoint can hold. Keep a random key as "
         "jax.random.key_data(key), leave out arrays without elements, or train without output."
-    )
-
-
-def folder_not_shared(directory: str, process: int) -> CheckpointError:
-    return CheckpointError(
-        f"process {process} does not see {directory}, into which process 0 writes. The processes "
-        "save one checkpoint together: give an output on a file system that all hosts share."
-    )
-
-
-def rollbacks_exhausted(
-    step: int, after: int, before: Iterable[tuple[int | None, int]], epoch: int, batch: int
-) -> RunStoppedError:
-    listed = "".join(
-        f"\n  - at step {at} it went back to step {back}" if back is not None
-        else f"\n  - at step {at} no checkpoint was proven good to go back to"
-        for back, at in before
-    )  # fmt: skip
-    return RunStoppedError(
-        f"training stopped at step {step}, batch {batch} of epoch {epoch}: the last {after} steps "
-        f"were bad (their loss or gradient was not finite, or a spike), and that was so before:"
-        f"{listed}\nTry a smaller learning rate, or optax.clip_by_global_norm; look at the data "
-        "before that batch. Rollback(limit=...) allows more rollbacks and Rollback(after=0) none; "
-        "resume goes on from the newest checkpoint."
     )
 
 
@@ -261,12 +135,6 @@ def weights_unknown(path: str, exists: bool) -> CheckpointError:
     )
 
 
-def path_impossible(given: str) -> CheckpointError:
-    return CheckpointError(
-        f"{given} is no path: each name in it has at most 255 bytes, none of them NUL."
-    )
-
-
 def record_unreadable(path: str, reason: str) -> CheckpointError:
     return CheckpointError(
         f"{path} is not as it was written: {reason}. Restore it from a copy, or train in another "
@@ -276,10 +144,6 @@ def record_unreadable(path: str, reason: str) -> CheckpointError:
 
 def weights_damaged(path: str, reason: str) -> CheckpointError:
     return CheckpointError(f"{path}: the weights cannot be read: {reason}")
-
-
-def weights_suffix(path: str) -> CheckpointError:
-    return CheckpointError(f"{path}: weights are written to a .safetensors file; name it so.")
 
 
 def weights_differ(

@@ -146,13 +146,6 @@ def machine_too_small(name: str, devices: int, needed: int) -> MachineError:
     )
 
 
-def plan_larger_than_machine(plan: str, needed: int, name: str, devices: int) -> MachineError:
-    return MachineError(
-        f"{plan} needs {needed} devices, and {name} has {devices}. Estimate it on a machine of "
-        "more nodes: plurax.Machine.preset('8xA100-80GB', nodes=4)."
-    )
-
-
 def machine_wrong_type(given: object) -> MachineError:
     return MachineError(
         f"machine={given!r}, and must be a plurax.Machine: "
@@ -161,32 +154,10 @@ def machine_wrong_type(given: object) -> MachineError:
     )
 
 
-def run_without_metrics(run: str) -> MachineError:
-    return MachineError(
-        f"--runs {run}: there is no metrics.jsonl in it. Give the output directory of a run: "
-        "plurax machine --runs runs/digits."
-    )
-
-
 def run_without_predictions(run: str) -> MachineError:
     return MachineError(
         f"--runs {run}: nothing in its metrics.jsonl was both predicted and timed. Train it with "
         "--machine, for more steps than the first: plurax train FILE --machine here.toml."
-    )
-
-
-def run_on_another_machine(run: str, found: str, wanted: str) -> MachineError:
-    return MachineError(
-        f"--runs {run}: its steps were predicted on {found!r}, and the machine to correct is "
-        f"{wanted!r}. What steps take on one machine says nothing about another: give the runs of "
-        "one machine."
-    )
-
-
-def preset_is_not_measured(preset: str) -> MachineError:
-    return MachineError(
-        f"--preset {preset} prints published rates; --measure and --devices are for the machine at "
-        "hand. Leave out one or the other."
     )
 
 

@@ -14,16 +14,6 @@ def pin_of_nothing(path: str, paths: Sequence[str]) -> PlanError:
     )
 
 
-def pin_is_no_strategy(
-    path: str, inputs: Sequence[object], strategies: Sequence[object]
-) -> PlanError:
-    some = "".join(f"\n  {one}" for one in strategies[:12])
-    return PlanError(
-        f"{path!r} cannot be computed from the inputs pinned for it, {tuple(inputs)}. "
-        f"It can be from:{some}"
-    )
-
-
 def pins_contradict(pinned: Sequence[str]) -> PlanError:
     return PlanError(
         f"no choice of strategies keeps what is pinned for {', '.join(pinned)}: a sum that is not "
@@ -31,33 +21,10 @@ def pins_contradict(pinned: Sequence[str]) -> PlanError:
     )
 
 
-def solver_out_of_time(seconds: float) -> PlanError:
-    return PlanError(
-        f"the exact solver found no choice of strategies in {seconds:g} seconds. Give it more, or "
-        "choose solver='recursive', which proves nothing and needs a second."
-    )
-
-
-def nothing_fits(budget: float) -> PlanError:
-    return PlanError(
-        "no choice of strategies keeps parameters, gradients, optimizer state and kept "
-        f"activations within {budget:,.0f} bytes per device. More devices, a higher ZeRO stage, "
-        "rematerialization or more microbatches make them smaller."
-    )
-
-
 def search_splits_nothing(plan: str) -> PlanError:
     return PlanError(
         f"Plan({plan}): splitting tensors or operators over `tensor` costs more than it saves, so "
         "there is nothing to split."
-    )
-
-
-def search_without_candidates(pinned: str, devices: int, batch_size: int) -> PlanError:
-    return PlanError(
-        f"no plan for {devices} devices and {batch_size} examples agrees with {pinned}: the sizes "
-        "of its mesh axes must multiply to a divisor of the devices, and `data` must divide the "
-        "examples. Leave an axis out to have it chosen."
     )
 
 
@@ -71,18 +38,4 @@ def search_nothing_fits(memory: float, least: Sequence[tuple[str, float, str]]) 
     return PlanError(
         f"no plan fits in {memory:,.0f} bytes per device. The nearest:{some}\n"
         "More devices, a smaller batch or bfloat16 need less."
-    )
-
-
-def search_one_network() -> PlanError:
-    return PlanError(
-        "plurax plan --search finds the plan of one network, and this experiment has members. "
-        "Members never communicate: Plan(member=N) uses N devices, and --tune chooses the rest."
-    )
-
-
-def option_needs_search(name: str) -> PlanError:
-    return PlanError(
-        f"--{name} is an option of a search, and `plurax plan` shows the plan as it is: add "
-        f"--search, or leave --{name} out."
     )

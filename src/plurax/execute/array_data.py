@@ -66,7 +66,7 @@ class Position:
 def check_ragged(ragged: str) -> None:
     """Raise `BatchError` unless `ragged` is one of the policies."""
     if ragged not in get_args(Ragged):
-        raise errors.unknown_ragged(ragged)
+        raise errors.BatchError(f"ragged={ragged!r}: choose 'pad', 'drop' or 'error'.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,9 +66,16 @@ def compile(
         program.compiled_step  # noqa: B018  compiled here, so that errors appear here
         return program
     if members is None:
-        raise errors.data_without_members()
+        raise errors.MembersError(
+            "compile(data=...) is for members, each of which reads the arrays in its own order. "
+            "For one network leave it out: loop(state, place_data(arrays), place_epoch(rows, "
+            "counts), start, stop) takes the order of each epoch."
+        )
     if not isinstance(data, ArrayData):
-        raise errors.data_not_array_data(type(data).__name__)
+        raise errors.MembersError(
+            "compile(data=...) takes arrays and the order in which members read them, and this is "
+            f"a {type(data).__name__}. Write data=plurax.train.ArrayData(arrays, batch_size)."
+        )
     data = data.read_by(members)
     program = Program(task, optimizer, plan, batch, mesh, members, data)
     program.compile_loop(data.arrays)

@@ -120,7 +120,10 @@ def _finished(
     arrays = {key or name: np.asarray(value) for key, value in named.items()}
     for key, array in arrays.items():
         if array.dtype.kind not in "biuf":
-            raise errors.metric_not_finished(key, type(value).__name__)
+            raise errors.TaskError(
+                f"the metric {key!r}: `finish` returned a {type(value).__name__}; it must return a "
+                "number, an array of numbers, or a dict of them."
+            )
     return arrays
 
 

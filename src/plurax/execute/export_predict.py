@@ -74,7 +74,10 @@ def export_predict(
             raise
         # A function that fails for a certain number of rows, too, has an error of its own.
         jax.eval_shape(predict, jax.tree.map(_two_rows, like))
-        raise errors.export_needs_a_size(str(error).splitlines()[0]) from error
+        raise errors.TaskError(
+            "Task.predict computes with its number of rows, so it cannot be exported for any "
+            f"number: give export_predict(batch_size=...) one. JAX: {str(error).splitlines()[0]}"
+        ) from error
     data = exported.serialize()
     if is_primary():
         path = local_path(path)

@@ -122,27 +122,50 @@ def check_losses(output: Any, size: int, where: str) -> tuple[Array, dict[str, A
             "an array of shape (B,), or ((B,) losses, {name: (B,) metrics})",
         )
     if losses.shape == () or (losses.shape == (1,) and size != 1):
-        raise errors.loss_is_scalar(where, losses.shape, size)
+        raise errors.TaskError(
+            f"{where} returned a value of shape {losses.shape}; it must return one loss per "
+            f"example, shape ({size},), and leave every sum and mean to plurax: that is what makes "
+            "uneven batches, microbatches and any number of devices give the same update. Two ways "
+            "out:\n  1. remove the mean over the batch: return losses of shape (B,);\n  2. write "
+            "the loss for one example and lift it: Task(loss=plurax.per_example(f)) with f(params, "
+            "example, key) -> scalar.\nIf the loss couples examples (contrastive, batch "
+            "statistics), still return one loss per example and say Task(..., coupled=True)."
+        )
     for part, value in {"": losses, **{f", metric {k!r},": v for k, v in metrics.items()}}.items():
         if isinstance(value, Metric):
             check_metric(where, part.split("'")[1], value, size)
         elif jnp.shape(value) != (size,):
             raise errors.loss_wrong_shape(where + part, jnp.shape(value), size)
     if not jnp.issubdtype(losses.dtype, jnp.floating):
-        raise errors.loss_not_floating(where, str(losses.dtype))
+        raise errors.TaskError(
+            f"{where} returned dtype {losses.dtype}; a loss must be floating point."
+        )
     for name in metrics:
         if name in RESERVED:
-            raise errors.metric_name_taken(name, RESERVED)
+            raise errors.TaskError(
+                f"Task.loss returned a metric called {name!r}, which plurax reports itself; choose "
+                f"another name than {', '.join(sorted(RESERVED))}."
+            )
     return losses, metrics
 
 
 def check_metric(where: str, name: str, metric: Any, size: int) -> None:
     """Raise `TaskError` unless it is a `Metric` with one contribution per row."""
     if not (isinstance(metric, Metric) and callable(metric.finish)):
-        raise errors.metric_is_none(where, name, type(metric).__name__)
+        raise errors.TaskError(
+            f"{where}, metric {name!r}: it is a {type(metric).__name__}, and must be a "
+            "plurax.metrics.Metric, whose `finish` is a function: one of those that plurax.metrics "
+            "builds, or Metric(contributions, finish). A mean over examples is "
+            "plurax.metrics.mean(values)."
+        )
     for path, leaf in tree.named_leaves(metric.contributions).items():
         if jnp.shape(leaf)[:1] != (size,):
-            raise errors.metric_wrong_shape(where, name, path, jnp.shape(leaf), size)
+            inside = f" {path!r}" if path else ""
+            raise errors.TaskError(
+                f"{where}, metric {name!r}: its contribution{inside} has shape {jnp.shape(leaf)}; "
+                f"it must have the leading dim {size}, one contribution per example. Leave the sum "
+                "over examples to plurax."
+            )
 
 
 def without_data_set(metrics: dict[str, Any]) -> dict[str, Array]:
@@ -262,7 +285,11 @@ def _next_state(new: PyTree, old: PyTree) -> PyTree:
         for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
     )
     if not same:
-        raise errors.model_state_changed(tree.describe(old), tree.describe(new))
+        raise errors.TaskError(
+            "Task.loss returned a model state of another structure or shape than it was given; it "
+            f"is carried from step to step and must stay alike.\n  given:\n{tree.describe(old)}\n  "
+            f"returned:\n{tree.describe(new)}"
+        )
     return jax.tree.map(lambda a, b: jnp.asarray(a, b.dtype), new, old)
 
 
@@ -287,7 +314,11 @@ def losses_and_metrics(
 ) -> Callable[[PyTree, PyTree, Rows], tuple[Array, dict[str, Any]]]:
     """Return `(params, model_state, rows) -> (losses, metrics)` of evaluation, not yet added up."""
     if task.evaluate is None and task.coupled:
-        raise errors.coupled_needs_evaluate()
+        raise errors.TaskError(
+            "evaluate() averages over all examples, and the loss of a coupled task has no meaning "
+            "for one example; give Task(evaluate=...) a function evaluate(params, batch) -> (B,) "
+            "losses, or ((B,) losses, {name: (B,) metrics})."
+        )
     where = "Task.loss" if task.evaluate is None else "Task.evaluate"
     fun = with_precision(task.evaluate or task.loss, precision, task.stateful)
     more = task.metrics and with_precision(task.metrics, precision, task.stateful)
@@ -314,11 +345,17 @@ def with_metrics(metrics: dict[str, Any], more: Any, size: int, where: str) -> d
     Raises `TaskError` where `more` is no dict of `Metric`s, or a name is taken.
     """
     if not isinstance(more, dict):
-        raise errors.metrics_not_a_dict(where, type(more).__name__)
+        raise errors.TaskError(
+            f"{where} returned a {type(more).__name__}; it must return a dict of metrics by name: "
+            '{"auc": plurax.metrics.auc(scores, batch["y"])}.'
+        )
     for name, metric in more.items():
         check_metric(where, name, metric, size)
         if name in RESERVED or name in metrics:
-            raise errors.metric_named_twice(where, name)
+            raise errors.TaskError(
+                f"{where}: the name {name!r} is taken by a metric of the loss or by what plurax "
+                "reports itself; choose another one."
+            )
     return {**metrics, **more}
 
 
@@ -326,6 +363,14 @@ def check_parameters(params: PyTree) -> None:
     """Raise `TaskError` where a parameter is no array, or has no gradient."""
     for path, leaf in tree.named_leaves(params).items():
         if not hasattr(leaf, "dtype"):
-            raise errors.parameter_not_an_array(path, type(leaf).__name__)
+            raise errors.TaskError(
+                f"Task.init: the parameter {path!r} is a Python {type(leaf).__name__}, and "
+                "parameters are arrays. Write jnp.asarray(value, jnp.float32) for a number that is "
+                "trained, and keep the rest out of params: close over it."
+            )
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            raise errors.parameter_not_floating(path, str(leaf.dtype))
+            raise errors.TaskError(
+                f"Task.init: the parameter {path!r} has dtype {leaf.dtype}, which has no gradient. "
+                "Keep what is not trained out of params: close over it, or return it as model "
+                "state (Task(..., stateful=True, coupled=True))."
+            )

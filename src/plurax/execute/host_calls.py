@@ -45,7 +45,11 @@ def on_devices_with_host_calls(
             # The class of the effect is private. JAX runs an ordered `io_callback` everywhere.
             ordered = any(type(one).__name__ == "OrderedDebugEffect" for one in eqn.effects)
             if ordered and mesh.size > 1:
-                raise errors.ordered_print(source_line([eqn]), mesh.size)
+                raise errors.PlanError(
+                    "jax.debug.print or jax.debug.callback with ordered=True at "
+                    f"{source_line([eqn])}: JAX orders them on one device only, and the plan has "
+                    f"{mesh.size}. Leave out ordered=True, or train on one device, Plan()."
+                )
         if calls and axes != set(mesh.axis_names):
             return on_devices(fun, mesh, set(mesh.axis_names), kinds, takes, gives)(*args)
         results = jaxpr_as_fun(closed)(*jax.tree.leaves(args))

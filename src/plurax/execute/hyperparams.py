@@ -73,9 +73,16 @@ class Hyperparams:
         if not paths:
             raise errors.hyperparam_unknown(name, sorted({_name(path) for path in self._leaves}))
         if len(paths) > 1:
-            raise errors.hyperparam_ambiguous(name, paths)
+            raise errors.TaskError(
+                f"several hyperparameters of the optimizer are named {name!r}. Give the path of "
+                f"one: {', '.join(paths)}."
+            )
         if _name(name) in self._scheduled:
-            raise errors.hyperparam_scheduled(name)
+            raise errors.TaskError(
+                f"the hyperparameter {name!r} follows a schedule, which would replace another "
+                "value in the next step. Give optax.inject_hyperparams a number in place of the "
+                "schedule."
+            )
         return paths[0]
 
     def _like(self, leaf: jax.Array, name: str, value: Any) -> jax.Array:

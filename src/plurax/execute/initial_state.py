@@ -68,7 +68,10 @@ def initial(task: Task, key: Any) -> tuple[PyTree, PyTree]:
     if not task.stateful:
         return made, ()
     if not (isinstance(made, tuple) and len(made) == 2):
-        raise errors.init_needs_model_state()
+        raise errors.TaskError(
+            "Task(stateful=True): init(key) must return a pair (params, model_state); it returned "
+            "something else."
+        )
     return made
 
 
@@ -103,7 +106,10 @@ def check_state(state: TrainState, like: TrainState) -> None:
     """Raise `BatchError` where structure, shapes or dtypes differ."""
     expected, given = tree.describe(like), tree.describe(state)
     if expected != given:
-        raise errors.state_mismatch(expected, given)
+        raise errors.BatchError(
+            f"the state does not belong to this program.\n  expected:\n{expected}\n  given:"
+            f"\n{given}"
+        )
 
 
 def check_stored(state: TrainState, like: TrainState) -> None:
@@ -116,4 +122,7 @@ def check_place(state: TrainState, like: TrainState) -> None:
     """Raise `BatchError` where a leaf has another sharding than the program's."""
     for leaf, want in zip(jax.tree.leaves(state), jax.tree.leaves(like), strict=True):
         if not leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim):
-            raise errors.state_elsewhere(str(leaf.sharding), str(want.sharding))
+            raise errors.BatchError(
+                f"the state is on other devices than this program needs ({leaf.sharding} instead "
+                f"of {want.sharding}). Move it first: state = program.place(state)."
+            )

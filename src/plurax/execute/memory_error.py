@@ -25,7 +25,11 @@ def out_of_memory_said(program: Any, saved: Callable[[], str]) -> Iterator[None]
         ways = _ways(program.plan, program.batch_size)
         short = program.plan.sizes_text()
         line = reason.splitlines()[0][:200]
-        raise errors.out_of_memory(short, _needs(program), ways, saved(), line) from None
+        listed = "".join(f"\n  - {way}" for way in ways)
+        raise errors.OutOfMemoryError(
+            f"out of memory under Plan({short}){_needs(program)}. What needs less:{listed}\nplurax "
+            f"plan FILE shows the memory of a plan before it runs. {saved()}\n  ({line})"
+        ) from None
 
 
 def _needs(program: Any) -> str:

@@ -97,7 +97,11 @@ class Network(StepFunctions):
     def check_order(self, order: tuple[Any, ...]) -> None:
         """Raise `BatchError` unless it is the order of an epoch."""
         if not order:
-            raise errors.loop_needs_order()
+            raise errors.BatchError(
+                "program.loop of one network needs the order of an epoch: order = "
+                "program.place_epoch(rows, counts), as "
+                "plurax.train.ArrayData(...).epoch_order(epoch) returns rows and counts."
+            )
 
     def loop(
         self, state: TrainState, data: PyTree, rows: Any, counts: Any, first: Any, stop: Any

@@ -52,7 +52,11 @@ class Placement:
     def __init__(self, like: PyTree, rows: int, sharding: NamedSharding) -> None:
         self.size = leading_dim(like)
         if rows > MAX_ROWS:
-            raise errors.batch_too_many_rows(rows, MAX_ROWS)
+            raise errors.BatchError(
+                f"a batch (batch_size=, chunk=) of {rows:,} rows: a program takes at most "
+                f"{MAX_ROWS:,}. Give the number of examples of a step, which has to fit the "
+                "devices' memory; plurax.max_batch_size finds the largest."
+            )
         self.rows = rows
         self.sharding = sharding
         self.structure: Any = jax.tree.structure(like)
@@ -89,7 +93,11 @@ class Placement:
         # errors.
         count = leading_dim(batch) if len(sizes) != 1 or 0 in sizes else sizes.pop()
         if count > self.size:
-            raise errors.batch_too_large(count, self.size)
+            raise errors.BatchError(
+                f"the batch has {count} examples and the program was compiled for at most "
+                f"{self.size}. Split it, or compile with a batch of {count}; smaller batches need "
+                "no new program."
+            )
         return count
 
     def place(self, batch: PyTree) -> Placed:
@@ -129,7 +137,11 @@ class Placement:
 
         def filled(path: str, leaf: Any, like: jax.ShapeDtypeStruct) -> Any:
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
-                raise errors.batch_was_deleted(path)
+                name = f"batch[{path}]" if path else "the batch"
+                raise errors.BatchError(
+                    f"{name} was given to a function that reused its memory (donate_argnums), or "
+                    "was deleted. Copy it before that, jnp.copy(array), or load it again."
+                )
             if isinstance(leaf, jax.Array) and count == self.rows:
                 return put(leaf, self.sharding)
             if is_key(like):
@@ -190,7 +202,11 @@ class Placement:
         leaves, structure = jax.tree.flatten(batch)
         count = leading_dim(batch)
         if count != own:
-            raise errors.own_rows_wrong_count(count, own)
+            raise errors.BatchError(
+                f"this process gave a batch of {count} examples, and its share is {own}. With "
+                "local_batches=True all processes give equally many at every step; use "
+                "ragged='drop' to leave out a smaller last batch."
+            )
         if structure != self.structure:
             raise errors.batch_mismatch(
                 tree.describe(self.like, batch_dim=True), tree.describe(batch)
@@ -316,12 +332,18 @@ def leading_dim(batch: PyTree) -> int:
     sizes = {}
     for path, leaf in tree.named_leaves(batch).items():
         if np.ndim(leaf) == 0 and not getattr(leaf, "shape", ()):
-            raise errors.batch_leaf_without_dim(path)
+            raise errors.BatchError(
+                f"batch[{path}] is a scalar; every array of a batch needs the batch as its leading "
+                "dim. Close over constants in the loss instead."
+            )
         sizes[path] = leaf.shape[0] if hasattr(leaf, "shape") else len(leaf)
     if not sizes or 0 in sizes.values():
         raise errors.batch_is_empty()
     if len(set(sizes.values())) > 1:
-        raise errors.batch_uneven_leaves(sizes)
+        listed = ", ".join(f"{path}: {size}" for path, size in sizes.items())
+        raise errors.BatchError(
+            f"the arrays of a batch must have the same leading dim; given {listed}."
+        )
     return next(iter(sizes.values()))
 
 

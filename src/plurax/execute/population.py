@@ -105,14 +105,28 @@ def _call(what: str, maker: HyperFn, hyper: Hyper) -> Any:
         if error.args and error.args[0] not in hyper and isinstance(error.args[0], str):
             # Only a KeyError for a name that `hyper` lacks is about hyperparameters; pass on
             # others.
-            raise errors.hyper_missing(what, error.args[0], hyper) from None
+            names = ", ".join(repr(one) for one in hyper) or "none"
+            raise errors.TaskError(
+                f"{what}(hyper) asked for the hyperparameter {error.args[0]!r}, which "
+                f"Members(hyper=...) does not give; it gives {names}."
+            ) from None
         raise
     except jax.errors.ConcretizationTypeError as error:
         reason = str(error).splitlines()[0]
-        raise errors.hyper_needs_a_value(what, reason) from error
+        raise errors.TaskError(
+            f"{what}(hyper) asked for the value of a hyperparameter while the program was traced "
+            f"({reason}). Every member has its own value, so it cannot decide what code runs: "
+            "compute with it (jnp.where, jnp.minimum) instead of branching on it. A schedule is "
+            "any function of the step: lambda step: hyper['learning_rate'] * jnp.minimum(1, step / "
+            "hyper['warmup'])."
+        ) from error
     fits = isinstance(returned, Task) if what == "task" else hasattr(returned, "update")
     if not fits:
-        raise errors.hyper_function_returns(what, type(returned).__name__)
+        wanted = "a plurax.Task" if what == "task" else "a transformation of optax"
+        raise errors.TaskError(
+            f"{what}(hyper) returned a {type(returned).__name__}, and must return {wanted}: it is "
+            "called with a dict of hyperparameters."
+        )
     return returned
 
 
@@ -274,7 +288,14 @@ class Population(StepFunctions):
     def check_order(self, order: tuple[Any, ...]) -> None:
         """Raise `BatchError` unless members compute their own orders."""
         if order or self._reading is None:
-            raise errors.loop_of_members(len(order))
+            given = "a program compiled without data"
+            if order:
+                given = f"an order of {len(order)} arrays"
+            raise errors.BatchError(
+                "members read their data each in its own order, and program.loop was given "
+                f"{given}. Compile with px.compile(..., members=members, data=data), and give () "
+                "as the order."
+            )
 
     def loop(
         self,

@@ -56,7 +56,10 @@ def device_predict(task: Task, precision: Precision) -> Callable[[PyTree, PyTree
     The function raises `TaskError` where the outputs do not have one row per input.
     """
     if task.predict is None:
-        raise errors.no_predict()
+        raise errors.TaskError(
+            "this task has no predict function; give Task(predict=...) a function predict(params, "
+            "inputs) -> outputs with leading dim B."
+        )
     predict = with_precision(task.predict, precision, task.stateful)
 
     def local(params: PyTree, model_state: PyTree, inputs: PyTree) -> PyTree:
@@ -115,7 +118,10 @@ class Predictor:
         inputs = adapt("inputs", inputs)
         rows = None if chunk is None else whole_number(chunk)
         if rows is None and chunk is not None:
-            raise errors.chunk_not_positive(chunk)
+            raise errors.BatchError(
+                f"chunk={chunk!r}: give the number of inputs at a time, a whole number ≥ 1, or "
+                "leave it out for the batch size."
+            )
         if isinstance(inputs, Source):
             inputs = inputs.batches(Reading(rows or self._least), 0, 0)
         if not is_arrays(inputs):
@@ -145,7 +151,11 @@ class Predictor:
         """
         inputs = adapt("inputs", inputs)
         if not (alone and is_arrays(inputs)):
-            raise errors.own_inputs_of_one_network()
+            raise errors.BatchError(
+                "predict(local=True) is for arrays of inputs, of one network. Of a population, and "
+                "of an iterable, every process gives the same inputs and gets all outputs: leave "
+                "local out."
+            )
         inputs = as_arrays(inputs)
         shards = Plan(data=self._mesh.shape["data"], microbatches=self._pieces)
         placement, compiled = self._program(inputs, shards.padded_size(chunk))

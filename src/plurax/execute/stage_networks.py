@@ -295,7 +295,12 @@ def _parts_of_stages(plan: Plan, parts: int, *, training: bool) -> tuple[int, ..
         if training:
             raise errors.layers_wrong_sum(plan.layers, parts, "boundaries", even)
     if parts < plan.total_stages:
-        raise errors.too_few_boundaries(parts, plan.total_stages)
+        raise errors.PlanError(
+            f"the plan has {plan.total_stages} stages, and the model's plurax.stage_boundary calls "
+            f"split it into {parts}, one after another: add a call between any two layers, or "
+            "build the task with plurax.stack, which can be split between any two layers. Without "
+            f"a change, pipeline={parts} works."
+        )
     return even
 
 

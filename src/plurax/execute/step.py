@@ -55,10 +55,21 @@ def whole_update(optimizer: optax.GradientTransformation, frozen: Sequence[str] 
             return with_value() if takes_more else call()
         except (TypeError, ValueError) as error:
             if wanted := _WANTED.search(str(error)):
-                raise errors.optimizer_wants_arguments(wanted[0]) from error
+                raise errors.TaskError(
+                    "the optimizer's update needs arguments that plurax does not pass "
+                    f"({wanted[0]}). It passes the gradients, the optimizer's state, the "
+                    "parameters and, as `value`, the loss of the batch, but not the loss as a "
+                    "function: line searches (optax.lbfgs) and Hessian estimates "
+                    "(optax.contrib.sophia) do not run here; optax.contrib.sam runs with "
+                    "opaque_mode=False."
+                ) from error
             if is_users(error):
                 raise
-            raise errors.optimizer_failed(f"{type(error).__name__}: {error}") from None
+            raise errors.TaskError(
+                f"the optimizer's update failed: {type(error).__name__}: {error}\nIts arguments "
+                "are numbers or schedules: optax.sgd(0.1), not optax.sgd('0.1'); a schedule takes "
+                "the step, schedule(step)."
+            ) from None
 
     return update
 

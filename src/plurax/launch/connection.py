@@ -47,7 +47,11 @@ def leader_address(settings: Settings) -> tuple[str, int]:
     name, port = settings.leader_name(), int(settings.coordinator.rpartition(":")[2])
     found = socket.gethostbyname(name)
     if found.startswith("127.") and not name.startswith(("127.", "localhost")):
-        raise errors.launch_loopback(name, settings.host, found)
+        raise errors.ExperimentError(
+            f"plurax launch --coordinator {name}: on host {settings.host} this name is {found}, "
+            "which leads to no other host. Give host 0's address in the network, or correct "
+            "/etc/hosts there."
+        )
     return name, port
 
 

@@ -76,7 +76,11 @@ class _Follower:
                 connection.close()
                 reason = found
             if time.monotonic() > until:
-                raise errors.launch_not_reached(self._settings.coordinator, limits.join, reason)
+                raise errors.ExperimentError(
+                    f"plurax launch --coordinator {self._settings.coordinator}: host 0 was not "
+                    f"reached within {limits.join:g} s: {reason}. Start plurax launch with --host "
+                    "0 there, and check that no firewall is between."
+                )
             self._host.wait(limits.retry)
             if self._host.signals:
                 return 128 + self._host.signals[0]
@@ -114,9 +118,16 @@ class _Follower:
     def _refused(self, answer: Message) -> errors.ExperimentError:
         settings = self._settings
         if answer.get("why") == "token":
-            return errors.launch_token(settings.coordinator)
+            return errors.ExperimentError(
+                f"plurax launch --coordinator {settings.coordinator}: this host and host 0 do not "
+                "have the same secret. Set the environment variable PLURAX_TOKEN to the same words "
+                "on every host."
+            )
         if answer.get("why") == "hosts":
-            return errors.launch_other_hosts(settings.hosts, answer.get("hosts"))
+            return errors.ExperimentError(
+                f"plurax launch --hosts {settings.hosts}: host 0 was started with --hosts "
+                f"{answer.get('hosts')}. Give the same number on every host."
+            )
         return errors.launch_host(settings.host, settings.hosts)
 
     def _answer(self, connection: Connection) -> Message | None:

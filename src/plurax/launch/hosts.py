@@ -56,7 +56,11 @@ class HostServer:
         try:
             self._listening = socket.create_server(leader_address(settings), backlog=128)
         except OSError as error:
-            raise errors.launch_cannot_listen(settings.coordinator, str(error)) from None
+            raise errors.ExperimentError(
+                f"plurax launch --coordinator {settings.coordinator} --host 0: cannot listen "
+                f"there: {error}. The coordinator is a name or address of host 0 itself, and a "
+                "port that nobody else uses."
+            ) from None
         self._listening.setblocking(False)
         selector.register(self._listening, selectors.EVENT_READ, self._accept)
         self._new: list[_Newcomer] = []

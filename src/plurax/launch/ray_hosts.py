@@ -61,7 +61,10 @@ def launch_on_ray(asked: RayLaunch) -> int:
     try:
         ray.init(address=asked.address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
-        raise errors.launch_ray_not_reached(asked.address, str(error)) from None
+        raise errors.ExperimentError(
+            f"plurax launch --ray {asked.address}: there is no Ray cluster that answers, or it "
+            f"refuses this token (RAY_AUTH_TOKEN_PATH). Ray says: {error}"
+        ) from None
     received: list[int] = []
     try:
         with collected_signals(received):
@@ -73,7 +76,12 @@ def launch_on_ray(asked: RayLaunch) -> int:
 def _ray() -> Any:
     """Import Ray for a cluster that asks for a token."""
     if os.environ.get("RAY_AUTH_MODE") != "token":
-        raise errors.launch_ray_token()
+        raise errors.ExperimentError(
+            "plurax launch --ray: whoever reaches a Ray cluster can run code on it, so plurax uses "
+            "only one that asks for a token. Start every node of the cluster with "
+            "RAY_AUTH_MODE=token, and set here RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE, "
+            "with the cluster's token."
+        )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")
     try:
@@ -114,7 +122,10 @@ class _Driver:
         """Return a placement group with all GPUs of as many hosts as are asked for."""
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
         if len(nodes) < self._asked.hosts:
-            raise errors.launch_ray_too_small(self._asked.hosts, len(nodes))
+            raise errors.ExperimentError(
+                f"plurax launch --ray --hosts {self._asked.hosts}: the cluster has {len(nodes)} "
+                "nodes. Give a smaller number, or add nodes."
+            )
         gpus = sorted((node["Resources"].get("GPU", 0) for node in nodes), reverse=True)
         self._gpus = gpus[self._asked.hosts - 1]
         bundle = {"CPU": 1.0} | ({"GPU": self._gpus} if self._gpus else {})
@@ -122,7 +133,11 @@ class _Driver:
         group = self._ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
         if not group.wait(READY_SECONDS):
             self._ray.util.remove_placement_group(group)
-            raise errors.launch_ray_busy(self._asked.hosts, _words(bundle), READY_SECONDS)
+            raise errors.ExperimentError(
+                f"plurax launch --ray --hosts {self._asked.hosts}: within {READY_SECONDS:g} s the "
+                f"cluster had no {self._asked.hosts} nodes with {_words(bundle)} free on each. "
+                "Wait for its other jobs, or ask for fewer hosts."
+            )
         return group
 
     def _run_once(self) -> int | None:

@@ -30,6 +30,10 @@ def slurm_place(environment: Mapping[str, str]) -> Place | None:
     nodes = int(environment["SLURM_STEP_NUM_NODES"])
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", nodes))
     if tasks != nodes:
-        raise errors.launch_slurm_tasks(tasks, nodes)
+        raise errors.ExperimentError(
+            f"plurax launch in a Slurm step of {tasks} tasks on {nodes} nodes: a launcher starts "
+            "all processes of its node. Write srun --ntasks-per-node=1 plurax launch --processes N "
+            "-- ..., or leave out plurax launch."
+        )
     first = first_host(environment["SLURM_STEP_NODELIST"])
     return Place(nodes, int(environment["SLURM_NODEID"]), f"{first}:{step_port(environment)}")

@@ -160,8 +160,12 @@ class AnnotationResolver:
                 taken.append(left.pop(0))
             # Without the axis `tensor` the operator stays replicated, as on one device.
             if self._axes.size(taken) != num_shards and "tensor" in self._axes.mesh:
-                raise errors.strategy_not_of_tensor(
-                    tuple(tag.num_shards.values()), self._axes.mesh["tensor"]
+                tensor = self._axes.mesh["tensor"]
+                counts = " × ".join(map(str, tag.num_shards.values()))
+                raise errors.PlanError(
+                    f"shard splits an operator into {counts} shards and the plan has "
+                    f"tensor={tensor}: the product of the counts must be {tensor} or a divisor of "
+                    "it, and each count a product of its prime factors."
                 )
             given[factor] = tuple(taken)
         return given

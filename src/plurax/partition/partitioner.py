@@ -347,7 +347,11 @@ class Partitioner(Resharder):
             arrays.append(self.reshard(versions, target).array)
         body, consts = open_jaxpr(params["jaxpr"])
         if not self.axes.permutes and holds(body, "ppermute"):
-            raise errors.permute_in_stage()
+            raise errors.PlanError(
+                "the model calls jax.lax.ppermute in its own jax.shard_map. All devices take part "
+                "in a permute, but under pipeline > 1 only the devices of one stage run it, and "
+                "would wait forever. Use jax.lax.all_gather, psum or all_to_all, or pipeline=1."
+            )
         specs = []
         for var, spec in zip(eqn.outvars, params["out_specs"], strict=True):
             aval, sharding = var.aval, self._known(spec, len(var.aval.shape))

@@ -89,16 +89,30 @@ def check(jaxpr: Any, strategies: Strategies) -> None:
         eqn = found.get(_equation(one.path))
         if eqn is None or eqn.primitive.name != one.operator:
             name = None if eqn is None else eqn.primitive.name
-            raise errors.strategy_of_another_model(one.equation, one.where, name)
+            at = f" at {one.where}" if one.where else ""
+            there = "has no such equation" if name is None else f"has a {name} there"
+            raise errors.PlanError(
+                f"the plan has a strategy for equation {one.equation}{at}, and the differentiated "
+                f"loss {there}: the strategies were found for another model, another precision or "
+                "remat, or by another version of JAX. Search again, or remove [strategies]."
+            )
         slots = _operands(eqn, one)
         if len(slots) != len(one.inputs) or any(
             entries and len(axes_of(entries)[0]) != len(atom.aval.shape)
             for atom, entries in zip(slots, one.inputs, strict=False)
         ):
             shapes = [tuple(atom.aval.shape) for atom in slots]
-            raise errors.strategy_does_not_fit(one.equation, one.inputs, shapes)
+            raise errors.PlanError(
+                f"the plan's strategy of equation {one.equation} has the inputs {one.inputs!r}, "
+                f"and the operands have the shapes {shapes}: give one list for each operand with "
+                "one entry for each dim."
+            )
     if traced_as(jaxpr) != strategies.traced:
-        raise errors.strategies_of_another_model(strategies.traced, traced_as(jaxpr))
+        raise errors.PlanError(
+            f"the plan's strategies were found for a differentiated loss {strategies.traced}, and "
+            f"this one is {traced_as(jaxpr)}: another model, another precision or remat, or "
+            "another version of JAX. Search again, or remove [strategies]."
+        )
 
 
 def _body(eqn: Any) -> Any:

@@ -64,7 +64,12 @@ def inlined(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], *, every: 
 
     def checked(eqn: Any, inputs: list[Any]) -> list[Any]:
         if any(map(has_boundaries, inner_jaxprs(eqn))):
-            raise errors.boundary_in_loop(eqn.primitive.name)
+            raise errors.PlanError(
+                f"a plurax.stage_boundary is inside {eqn.primitive.name!r}, where a model cannot "
+                "be split into stages: put it outside of loops, branches and jax.checkpoint "
+                "(Plan(remat=...) rematerializes stages). To split layers that a loop repeats, "
+                "build the task with plurax.stack."
+            )
         return bind(eqn, inputs)
 
     return interpret(jaxpr, consts, args, default=checked, inline=inline)
@@ -205,7 +210,11 @@ class Cut:
         ]
         for var in {var for cut in cuts for var in cut}:
             if not jax.numpy.issubdtype(var.aval.dtype, jax.numpy.floating):
-                raise errors.boundary_not_floating(str(var.aval.dtype), var.aval.shape)
+                raise errors.PlanError(
+                    f"a value of dtype {var.aval.dtype} and shape {tuple(var.aval.shape)} crosses "
+                    "a stage boundary, and only floating-point values can: compute it in the stage "
+                    "that uses it, or cast it."
+                )
         return cuts
 
     def _effects_on_stages(self) -> dict[int, int]:
@@ -258,7 +267,14 @@ class Cut:
         for leaf, writer in self._writer.items():
             readers = {at for at, there in enumerate(read) if self._states[leaf] in there}
             if readers - {writer}:
-                raise errors.state_of_several_stages(names[leaf], writer, sorted(readers))
+                stages = " and ".join(map(str, sorted(readers)))
+                raise errors.PlanError(
+                    f"the model state {names[leaf]!r} is written by stage {writer} and read by "
+                    f"stage{'s' if len(readers) > 1 else ''} {stages}. Stages work on several "
+                    "microbatches at a time, so each has model state of its own: keep one such "
+                    "leaf for each stage that reads it, move the plurax.stage_boundary so that one "
+                    "stage does both, or use pipeline=1."
+                )
 
     def _stage_eqns(
         self, stage: int, writer: Mapping[int, int]

@@ -54,7 +54,11 @@ class Action(NamedTuple):
         """Parse the text that `str` returns. Raises `PlanError` if it is not of that form."""
         found = re.fullmatch(r"([FBW])(\d+)(?:\.(\d+))?", text)
         if found is None:
-            raise errors.schedule_not_work(text)
+            raise errors.PlanError(
+                f"{text!r} in a schedule is not an action: write F, B or W (forward, backward, "
+                "gradient of the weights), the microbatch and, where a device has several stages, "
+                "a dot and the index of its chunk: F3, B2.1."
+            )
         return cls(found[1], int(found[2]), int(found[3] or 0))
 
 
@@ -165,7 +169,12 @@ def interleaved(devices: int, microbatches: int, chunks: int) -> Schedule:
     """
     _check_sizes("interleaved", devices, microbatches, chunks)
     if microbatches % devices:
-        raise errors.schedule_indivisible("interleaved", devices, microbatches)
+        near = max(1, round(microbatches / devices)) * devices
+        raise errors.PlanError(
+            f"the schedule 'interleaved' processes microbatches in groups of pipeline={devices}, "
+            f"which does not divide microbatches={microbatches}; microbatches={near} works, and so "
+            "does schedule='1f1b'."
+        )
     total = microbatches * chunks
 
     def action(kind: str, index: int) -> Action:
@@ -236,7 +245,11 @@ def make_schedule(
     check_schedule(schedule)
     found = (schedule.devices, schedule.microbatches, schedule.chunks)
     if found != (devices, microbatches, chunks):
-        raise errors.schedule_of_other_sizes(found, (devices, microbatches, chunks))
+        sizes = "{} devices, {} microbatches, {} stages on each"
+        raise errors.PlanError(
+            f"the schedule written by hand is for {sizes.format(*found)}; the plan has "
+            f"{sizes.format(devices, microbatches, chunks)}."
+        )
     return schedule
 
 
@@ -255,22 +268,36 @@ def check_schedule(schedule: Schedule, *, stored: int | None = None) -> None:
         seen: set[Action] = set()
         for action in line:
             if action in seen:
-                raise errors.schedule_twice(device, str(action))
+                raise errors.PlanError(
+                    f"the schedule cannot run: device {device} runs {action} twice; every action "
+                    "runs once."
+                )
             own = [need for at, need in schedule.dependencies(device, action) if at == device]
             for need in own:
                 if need not in seen and need in line:
-                    raise errors.schedule_out_of_order(device, str(action), str(need))
+                    raise errors.PlanError(
+                        f"the schedule cannot run: device {device} runs {action} before {need}, on "
+                        "which it depends."
+                    )
             seen.add(action)
         for chunk in range(schedule.chunks):
             for microbatch in range(schedule.microbatches):
                 for kind in kinds:
                     if (missing := Action(kind, microbatch, chunk)) not in seen:
-                        raise errors.schedule_incomplete(device, str(missing))
+                        raise errors.PlanError(
+                            f"the schedule cannot run: device {device} never runs {missing}; every "
+                            "device runs F and B of every microbatch for each of its stages, and W "
+                            "for all of them or for none."
+                        )
     ticks(schedule)
     if stored is not None:
         for device, most in enumerate(live_activations(schedule)):
             if most > stored:
-                raise errors.schedule_stores_too_much(device, most, stored)
+                raise errors.PlanError(
+                    f"the schedule stores too much: device {device} has the activations of {most} "
+                    f"microbatches at a time, and {stored} are allowed; start backward passes "
+                    "sooner, as '1f1b' does."
+                )
 
 
 def check_forwards_in_order(schedule: Schedule) -> None:
@@ -286,7 +313,11 @@ def check_forwards_in_order(schedule: Schedule) -> None:
                 continue
             before = last.get(action.chunk)
             if before is not None and before.microbatch > action.microbatch:
-                raise errors.schedule_forwards_out_of_order(device, str(action), str(before))
+                raise errors.PlanError(
+                    f"on device {device} the schedule has {before} before {action}, and model "
+                    "state passes from each microbatch to the next: write the forwards of a stage "
+                    "in the order of their microbatches, as all named schedules do."
+                )
             last[action.chunk] = action
 
 
@@ -377,6 +408,12 @@ def _check_sizes(name: str, devices: int, microbatches: int, chunks: int) -> Non
     for what, size in sizes.items():
         check_whole("a schedule", what, size, most=MAX_ACTIONS)
     if chunks != 1 and name != "interleaved":
-        raise errors.schedule_has_no_chunks(name, chunks)
+        raise errors.PlanError(
+            f"the schedule {name!r} has one stage on each device, and the plan asks for {chunks}; "
+            "leave `stages` out, or use schedule='interleaved'."
+        )
     if devices * microbatches * chunks > MAX_ACTIONS:
-        raise errors.schedule_too_long(name, devices, microbatches, chunks)
+        raise errors.PlanError(
+            f"the schedule {name!r} for {devices} devices × {microbatches} microbatches × {chunks} "
+            "stages on each is too long to write down; take fewer microbatches."
+        )

@@ -78,9 +78,16 @@ def solve(
         best = program.run(whole=True, seconds=seconds)
     if best.x is None:
         if best.status == 1:
-            raise errors.solver_out_of_time(seconds)
+            raise errors.PlanError(
+                f"the exact solver found no choice of strategies in {seconds:g} seconds. Give it "
+                "more, or choose solver='recursive', which proves nothing and needs a second."
+            )
         if budget is not None:
-            raise errors.nothing_fits(budget.bytes)
+            raise errors.PlanError(
+                "no choice of strategies keeps parameters, gradients, optimizer state and kept "
+                f"activations within {budget.bytes:,.0f} bytes per device. More devices, a higher "
+                "ZeRO stage, rematerialization or more microbatches make them smaller."
+            )
         raise errors.pins_contradict(sorted(pinned or ()))
     bound = best.fun if best is relaxed else best.mip_dual_bound
     return problem.solution(

@@ -114,8 +114,11 @@ class Problem:
             and all(want in (None, one) for want, one in zip(inputs, found, strict=True))
         ]
         if not self.allowed[index]:
-            raise errors.pin_is_no_strategy(
-                path, inputs, [node.pin(choice) for choice in range(len(node.strategies))]
+            strategies = [node.pin(choice) for choice in range(len(node.strategies))]
+            some = "".join(f"\n  {one}" for one in strategies[:12])
+            raise errors.PlanError(
+                f"{path!r} cannot be computed from the inputs pinned for it, {tuple(inputs)}. It "
+                f"can be from:{some}"
             )
         self.pinned.add(index)
 

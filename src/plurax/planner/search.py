@@ -101,7 +101,11 @@ def search(
     Rules(pinned.rules, {}).check_used(paths, model.names)
     every = list(candidates(model, machine, machine.devices, pinned, fields))
     if not every:
-        raise errors.search_without_candidates(str(pinned), machine.devices, model.batch_size)
+        raise errors.PlanError(
+            f"no plan for {machine.devices} devices and {model.batch_size} examples agrees with "
+            f"{pinned}: the sizes of its mesh axes must multiply to a divisor of the devices, and "
+            "`data` must divide the examples. Leave an axis out to have it chosen."
+        )
     ratios = state_ratios(optimizer, model.like.params)
     shardings = TensorSearch(
         task, like, lambda plan: Seconds(machine, plan, ratios), ratios, solver, machine, limit

@@ -121,7 +121,11 @@ def draw_confidence(
         raise errors.picture_of_nothing("draw_confidence", "panel: {title: probabilities}")
     fit = points.ndim == 2 and points.shape[1] == 2 and labels.shape == points.shape[:1]
     if not fit or not np.isin(labels, (0, 1)).all():
-        raise errors.points_do_not_fit(points.shape, labels.shape, np.unique(labels)[:9].tolist())
+        raise errors.BatchError(
+            f"draw_confidence: the points have the shape {points.shape}, the labels the shape "
+            f"{labels.shape} and the values {np.unique(labels)[:9].tolist()}; the points must be "
+            "(N, 2), the coordinates x and y, and the labels (N,), 0 or 1."
+        )
     doubts = epistemic or {}
     count = len(panels) + len(doubts)
     columns = 2 if count == 4 else min(count, COLUMNS)
@@ -153,7 +157,11 @@ def _draw_panel(
     axis: Any, name: str, values: Float[np.ndarray, "Y X"], extent: tuple[float, ...], doubt: bool
 ) -> Any:
     if values.ndim != 2 or min(values.shape) < 2:
-        raise errors.panel_wrong_shape(name, values.shape)
+        raise errors.BatchError(
+            f"draw_confidence: the panel {name!r} has the shape {values.shape}; it must hold the "
+            "probabilities of class 1 on a grid, (rows, columns), with at least 2 of each: "
+            "probabilities[:, 1].reshape(rows, columns)."
+        )
     left, right, bottom, top = extent
     x = np.linspace(left, right, values.shape[1])
     y = np.linspace(bottom, top, values.shape[0])

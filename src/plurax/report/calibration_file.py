@@ -49,7 +49,11 @@ def save_calibration(
     'calibration.json'
     """
     if not calibrations and not uncertainty:
-        raise errors.calibration_of_nothing()
+        raise errors.BatchError(
+            "save_calibration got nothing to write. Give what predictions were compared with their "
+            "labels, by name: save_calibration(path, {'ensemble': plurax.ensemble.calibration(p, "
+            "y)})."
+        )
     scores = scores or {}
     written = {
         "predictions": {

@@ -76,7 +76,10 @@ def saved(
         path = Path(path)
         known = figure.canvas.get_supported_filetypes()
         if not path.name or path.suffix[1:].lower() not in ("", *known):
-            raise errors.picture_format(str(path), sorted(known))
+            raise errors.ExperimentError(
+                f"{str(path)!r} has not the name of a picture; its ending is the format, one of "
+                f"{', '.join(sorted(known))}."
+            )
         path = path if path.suffix[1:] else path.with_name(f"{path.name.rstrip('.')}.png")
         with replacing(path) as new:
             figure.savefig(new, format=path.suffix[1:], **options)

@@ -53,7 +53,10 @@ class WatchedRun:
     ) -> None:
         folders = run_folders([path])
         if len(folders) > 1:
-            raise errors.watch_one_run(str(path), len(folders))
+            raise errors.ExperimentError(
+                f"{path} holds {len(folders)} runs, and plurax watch shows one. Name it, like "
+                f"plurax watch {path}/NAME; plurax report compares several."
+            )
         self.path, self.metric = folders[0], metric
         self._tail = LogTail(self.path / LOG_FILE)
         self._now, self._heard = now, now()

@@ -378,7 +378,11 @@ class Coordinator(abc.ABC):
             self.transport.stop(slot.actor)
         if slot.deaths >= MOST_DEATHS:
             if all(one.deaths >= MOST_DEATHS for one in self.workers):
-                raise errors.workers_all_gone(len(self.workers), MOST_DEATHS)
+                raise errors.PlanError(
+                    f"all {len(self.workers)} workers ended, {MOST_DEATHS} times each without "
+                    "having computed a gradient; their processes were killed or found no memory. "
+                    "Training stopped; what was saved last can be resumed."
+                )
             self._note(f"worker {slot.index} ended {MOST_DEATHS} times, and is given up")
             return
         self.account.restarts.append(f"worker {slot.index}")
@@ -474,7 +478,11 @@ class Coordinator(abc.ABC):
             return
         slot.deaths += 1
         if slot.deaths >= MOST_DEATHS:
-            raise errors.server_keeps_ending(slot.index, MOST_DEATHS)
+            raise errors.PlanError(
+                f"server {slot.index} ended {MOST_DEATHS} times without having answered; its "
+                "process was killed or found no memory. Training stopped; what was saved last can "
+                "be resumed."
+            )
         self.account.restarts.append(f"server {slot.index}")
         self._note(
             f"server {slot.index} ended at version {slot.version}: it is started again from "

@@ -68,7 +68,11 @@ class Servers:
                 self._check_name(field, get_args(kind))
         if self.mode == "bounded":
             if self.staleness is None:
-                raise errors.servers_staleness_missing()
+                raise errors.PlanError(
+                    "Servers(mode='bounded'): say how many steps a worker may be ahead of the "
+                    "slowest, such as staleness=3; with staleness=0 all workers take each step "
+                    "together."
+                )
             self._check_number("staleness", 0)
         # What only some modes have.
         stale, joint = ("bounded", "async"), ("sync",)
@@ -77,29 +81,45 @@ class Servers:
             ("max_staleness", stale),
         ):  # fmt: skip
             if getattr(self, field) is not None and self.mode not in modes:
-                raise errors.servers_unused(field, getattr(self, field), self.mode, modes)
+                names = " or ".join(f"mode={name!r}" for name in modes)
+                raise errors.PlanError(
+                    f"Servers(mode={self.mode!r}, {field}={getattr(self, field)!r}): {field} has "
+                    f"no meaning in mode={self.mode!r}. Leave it out, or say {names}."
+                )
         if self.max_staleness is not None:
             self._check_number("max_staleness", 0)
         if self.quorum is not None:
             self._check_number("quorum", 1)
             if self.quorum > self.workers:
-                raise errors.servers_quorum_too_large(self.quorum, self.workers)
+                raise errors.PlanError(
+                    f"Servers(workers={self.workers}, quorum={self.quorum}): a batch has as many "
+                    f"parts as there are workers, so a quorum is at most {self.workers}."
+                )
         if isinstance(self.lease, bool) or not isinstance(self.lease, int | float) or (
             not self.lease > 0
         ):  # fmt: skip
-            raise errors.servers_lease(self.lease)
+            raise errors.PlanError(
+                f"Servers(lease={self.lease!r}): a lease is a positive number of seconds."
+            )
         if self.address is not None and self.transport != "ray":
-            raise errors.servers_address_unused(self.address, self.transport)
+            raise errors.PlanError(
+                f"Servers(transport={self.transport!r}, address={self.address!r}): only "
+                "transport='ray' has an address."
+            )
 
     def _check_name(self, field: str, known: tuple[str, ...]) -> None:
         if getattr(self, field) not in known:
-            raise errors.servers_unknown(field, getattr(self, field), known)
+            raise errors.PlanError(
+                f"Servers({field}={getattr(self, field)!r}): {field} is one of {', '.join(known)}."
+            )
 
     def _check_number(self, field: str, least: int) -> None:
         given: Any = getattr(self, field)
         number = whole_number(given, least)
         if number is None:
-            raise errors.servers_number(field, given, least)
+            raise errors.PlanError(
+                f"Servers({field}={given!r}): {field} is a whole number of at least {least}."
+            )
         object.__setattr__(self, field, number)
 
     @property

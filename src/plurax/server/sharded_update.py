@@ -242,7 +242,13 @@ class ShardedUpdate:
         absent = {*jaxpr.invars} - known.keys()
         for eqn in eqns:
             if not absent.isdisjoint(variables(eqn.invars)):
-                raise errors.optimizer_needs_servers(eqn.primitive.name)
+                raise errors.PlanError(
+                    f"the optimizer's {eqn.primitive.name!r} needs a number of tensors that are on "
+                    "several parameter servers (of parameters or of the optimizer's state, not of "
+                    "gradients alone). In mode='sync' the servers exchange it; in 'bounded' and "
+                    "'async' a worker sends such numbers along, and cannot know this one. Use "
+                    "mode='sync' or shards=1."
+                )
         return evaluate(eqns, known, atoms, default=functools.partial(self._on_rows, shard))
 
     def _on_rows(self, shard: int | None, eqn: Any, inputs: list[Any]) -> list[Any]:

@@ -165,7 +165,11 @@ def shard(f: Callable[..., Any], strategy: Strategy) -> Callable[..., Any]:
 
     def sharded(*args: Array) -> Any:
         if len(args) != len(strategy):
-            raise errors.strategy_wrong_arguments(strategy, len(args))
+            raise errors.PlanError(
+                f"shard(strategy={tuple(strategy)}) has counts for {len(strategy)} arguments and "
+                f"the operator was called with {len(args)}: give one tuple of counts for each, or "
+                "None."
+            )
         # Equal indices must get equal counts, so find out which dims are equal.
         factor_ids = factors(f, *args)
         num_shards: dict[int, int] = {}
@@ -173,12 +177,24 @@ def shard(f: Callable[..., Any], strategy: Strategy) -> Callable[..., Any]:
             if counts is None:
                 continue
             if len(counts) != arg.ndim:
-                raise errors.strategy_wrong_rank(strategy, index, arg.shape)
+                raise errors.PlanError(
+                    f"shard(strategy={tuple(strategy)}): argument {index} has the shape "
+                    f"{tuple(arg.shape)}, so its counts must be {len(arg.shape)}, one for each "
+                    "dim; 1 leaves a dim unsplit."
+                )
             for dim, (factor, count) in enumerate(zip(dims, counts, strict=True)):
                 if num_shards.setdefault(factor, count) != count:
-                    raise errors.strategy_uneven(strategy, index, dim, num_shards[factor])
+                    raise errors.PlanError(
+                        f"shard(strategy={tuple(strategy)}): dim {dim} of argument {index} is the "
+                        "same index of the operator as a dim that is split into "
+                        f"{num_shards[factor]} shards: give both the same count."
+                    )
                 if arg.shape[dim] % count:
-                    raise errors.strategy_indivisible(strategy, index, arg.shape, dim)
+                    raise errors.PlanError(
+                        f"shard(strategy={tuple(strategy)}): dim {dim} of argument {index} with "
+                        f"shape {tuple(arg.shape)} has size {arg.shape[dim]}, which its count does "
+                        "not divide."
+                    )
         return f(
             *(
                 arg if counts is None else _mark(arg, Split(tuple(dims), num_shards))
@@ -191,5 +207,8 @@ def shard(f: Callable[..., Any], strategy: Strategy) -> Callable[..., Any]:
 
 def _mark(x: Any, tag: Tag) -> Array:
     if not isinstance(x, jax.Array) and np.asarray(x).dtype.kind not in "biufcV":  # V: bfloat16
-        raise errors.annotated_no_array(text(x))
+        raise errors.PlanError(
+            f"{text(x)} is no array; plurax.name, plurax.stage_boundary and plurax.shard take an "
+            "array of numbers, or a tree of such arrays."
+        )
     return annotate_p.bind(x, tag=tag, batch=(), transposed=False)

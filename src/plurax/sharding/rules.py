@@ -70,7 +70,13 @@ class Rules:
         """Raise `PlanError` if a rule matches neither a parameter nor a named activation."""
         for pattern, _ in self.rules:
             if not fnmatch.filter([*paths, *names], pattern):
-                raise errors.plan_rule_unused(pattern, paths, names)
+                known = [*paths, *names]
+                hint = errors.did_you_mean(pattern.strip("*/"), known, cutoff=0.4)
+                raise errors.PlanError(
+                    f"the sharding rule {pattern!r} matches no parameter and no named "
+                    f"activation.{hint} Parameters: {', '.join(paths) or 'none'}. Named "
+                    f"activations: {', '.join(names) or 'none'}."
+                )
 
 
 def _aligned(entries: tuple[Any, ...], rank: int, name: str) -> tuple[Any, ...]:

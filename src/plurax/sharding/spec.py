@@ -44,7 +44,10 @@ class TensorSharding:
         used += sorted(self.partial)
         for axis in used:
             if used.count(axis) > 1:
-                raise errors.axis_used_twice(repr(self), axis)
+                raise errors.PlanError(
+                    f"{self!r} names the mesh axis {axis!r} twice. An axis can split only one "
+                    "dim of a tensor: remove it from the other."
+                )
 
     @classmethod
     def of(cls, *entries: Any, partial: Sequence[str] = ()) -> "TensorSharding":
@@ -99,7 +102,12 @@ class TensorSharding:
             several = indices if isinstance(indices, tuple) else (indices,)
             for index in several:
                 if not isinstance(index, int) or not -1 <= index < len(device_matrix):
-                    raise errors.tensor_map_outside(tuple(tensor_map), tuple(device_matrix))
+                    last = len(device_matrix) - 1
+                    raise errors.PlanError(
+                        f"the tensor map {tuple(tensor_map)} does not fit the device matrix "
+                        f"{tuple(device_matrix)}: its entries are indices of the device matrix "
+                        f"counted from its end, 0 to {last}, or -1 for a dim that is not split."
+                    )
             entries.append(tuple(axes[len(axes) - 1 - p] for p in several if p != -1))
         return cls(tuple(entries))
 
@@ -162,7 +170,12 @@ class TensorSharding:
             if axis not in axes:
                 raise errors.sharding_unknown_axis(what, axis, tuple(axes))
         for dim in self.indivisible_dims(shape, axes):
-            raise errors.sharding_indivisible(what, tuple(shape), dim, self.num_shards(dim, axes))
+            num_shards = self.num_shards(dim, axes)
+            fits = max(n for n in range(1, num_shards + 1) if shape[dim] % n == 0)
+            raise errors.PlanError(
+                f"dim {dim} of {what} with shape {tuple(shape)} has size {shape[dim]} and "
+                f"cannot be split into {num_shards} shards; {fits} would fit."
+            )
 
     def with_dim(self, dim: int, entry: tuple[str, ...]) -> "TensorSharding":
         """Return the sharding with other axes on one dim."""

@@ -78,7 +78,11 @@ def _part(what: str, value: Any) -> Any:
     if isinstance(value, str | os.PathLike) and os.fspath(value).endswith(".npy"):
         return open_path(what, value)
     if np.isscalar(value) or isinstance(value, os.PathLike):
-        raise errors.data_of_scalars(what, type(value).__name__)
+        raise errors.BatchError(
+            f"{what} is a {type(value).__name__}, and a dict of data holds arrays with the "
+            "examples in the leading dim; write np.asarray([...]), or close over a constant in the "
+            "loss."
+        )
     return value
 
 
@@ -87,9 +91,16 @@ def _of_list(what: str, values: "list[Any] | range") -> np.ndarray:
     try:
         array = np.asarray(values)
     except ValueError:  # lists of different lengths
-        raise errors.data_of_uneven_lists(what) from None
+        raise errors.BatchError(
+            f"{what} is a list of lists of different lengths, and an array has one shape; pad them "
+            "to one length, and weigh the padding by 0 in the loss."
+        ) from None
     if array.dtype.kind not in "biufcV":  # V: bfloat16
-        raise errors.data_of_other_values(what, _first_other(values))
+        raise errors.BatchError(
+            f"{what} is a list that holds {_first_other(values)!r}, and a device holds numbers. "
+            f"Number the classes first: np.unique({what}, return_inverse=True)[1]; fill in what is "
+            "missing."
+        )
     return array
 
 
@@ -107,13 +118,23 @@ def _check_kind(what: str, data: Any) -> None:
     """Raise `BatchError` for data of libraries that plurax does not know."""
     kind = type(data).__name__
     if hasattr(data, "columns") and hasattr(data, "iloc"):
-        raise errors.data_is_a_table(what, kind)
+        raise errors.BatchError(
+            f"{what} is a table ({kind}), and the loss takes arrays; give a dict of arrays: {{'x': "
+            "table[features].to_numpy(np.float32), 'y': table['label'].to_numpy()}."
+        )
     if hasattr(data, "with_format") and hasattr(data, "features"):
-        raise errors.data_is_a_dataset(what, kind)
+        raise errors.BatchError(
+            f"{what} is a data set of single examples ({kind}); give its columns as arrays, "
+            "dataset.with_format('numpy')[:], or batches of it: "
+            "list(dataset.with_format('numpy').iter(batch_size))."
+        )
     # Neither arrays, nor batches to take one after the other, nor a tree that JAX knows.
     has_items = hasattr(data, "shape") or hasattr(data, "__iter__") or hasattr(data, "__getitem__")
     if data is None or (not has_items and jax.tree.leaves([data])[0] is data):
-        raise errors.data_not_understood(what, kind)
+        raise errors.BatchError(
+            f"{what} of type {kind} are not supported; give arrays in a tree (a dict of arrays "
+            "with the same leading dim), a Grain dataset of batches, or an iterable of batches."
+        )
 
 
 def _foreign(leaf: Any) -> bool:

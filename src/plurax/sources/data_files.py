@@ -45,7 +45,11 @@ def open_path(what: str, given: Any) -> PyTree:
         paths = _paths(name)
         suffix = paths[0].suffix if paths else Path(name).suffix
         if not paths and suffix in (".npy", ".npz", *TABLES):
-            raise errors.data_file_missing(what, name)
+            raise errors.BatchError(
+                f"{what}={name!r}: there is no such file. A path is of this machine, from the "
+                "current directory; other hosts' files (gs://, s3://) are read with grain or "
+                "datasets."
+            )
         if suffix in TABLES and all(path.suffix == suffix for path in paths):
             from plurax.sources.blocks import open_tables
 
@@ -54,7 +58,11 @@ def open_path(what: str, given: Any) -> PyTree:
             return np.lib.format.open_memmap(paths[0], mode="r")
         if suffix == ".npz" and len(paths) == 1:
             return _npz(paths[0])
-    raise errors.data_is_a_name(what, given)
+    raise errors.BatchError(
+        f"{what}={given!r} is no file that plurax reads: .npy, .npz, .parquet, .arrow, .feather "
+        "(one, a pattern such as 'part-*.parquet', or a folder of them). Load other files: "
+        "pandas.read_csv(...) for a table, grain or datasets for what fits no memory."
+    )
 
 
 def _paths(name: str) -> list[Path]:

@@ -29,7 +29,10 @@ def adapt(what: str, data: Any) -> Any:
     if not hasattr(datasets, "IterableDatasetDict"):  # a module of the user's with this name
         return data
     if isinstance(data, datasets.DatasetDict | datasets.IterableDatasetDict):
-        raise errors.data_is_many_splits(what, ", ".join(map(str, data)))
+        raise errors.BatchError(
+            f"{what} holds several data sets ({', '.join(map(str, data))}); choose one of them, "
+            f"such as {what}['train']."
+        )
     if isinstance(data, datasets.IterableDataset):
         return Stream(data)
     if not isinstance(data, datasets.Dataset):

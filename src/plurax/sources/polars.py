@@ -19,7 +19,10 @@ def adapt(what: str, data: Any) -> Any:
     import polars as pl
 
     if isinstance(data, pl.LazyFrame):
-        raise errors.data_is_lazy(what)
+        raise errors.BatchError(
+            f"{what} is a LazyFrame, which has no rows yet; write {what}.collect(), or for more "
+            f"than fits memory {what}.sink_parquet('data.parquet') and data='data.parquet'."
+        )
     if isinstance(data, pl.DataFrame):
         return {series.name: _array(what, series) for series in data.get_columns()}
     return data

@@ -26,9 +26,15 @@ def adapt(what: str, data: Any) -> Any:
 
     specs = tf.nest.flatten(data.element_spec)
     if any(getattr(spec, "shape", None) == () for spec in specs):
-        raise errors.stream_without_batches(what, type(data).__name__)
+        raise errors.BatchError(
+            f"{what} is a {type(data).__name__} of single examples, and training takes batches; "
+            f"write {what}.batch(batch_size)."
+        )
     if int(data.cardinality()) == tf.data.INFINITE_CARDINALITY:
-        raise errors.data_without_end(what)
+        raise errors.BatchError(
+            f"{what} repeats without end, and an epoch is one pass; leave .repeat() out, or write "
+            f"{what}.take(batches)."
+        )
     return Batches(data)
 
 

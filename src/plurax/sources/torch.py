@@ -37,7 +37,10 @@ def adapt(what: str, data: Any) -> Any:
         return data
     count = None if isinstance(data, IterableDataset) else _sized(data)
     if count is None:
-        raise errors.examples_as_a_stream(what, type(data).__name__)
+        raise errors.BatchError(
+            f"{what} is a {type(data).__name__}, which gives examples one by one; write "
+            f"torch.utils.data.DataLoader({what}, batch_size=...)."
+        )
     if not count:
         raise errors.batch_is_empty()
     return Examples(count, lambda rows: _collated(what, data, rows.tolist()))

@@ -39,7 +39,7 @@ from plurax.members import Members
 from plurax.plan import Plan
 from plurax.state import TrainState
 from plurax.task import Task
-from plurax.train.data import as_data
+from plurax.train.data import Data, as_data
 from plurax.train.epoch_metrics import MembersMetrics, warn_frozen
 from plurax.train.iterate import train_iter
 from plurax.train.progress import new_console
@@ -136,9 +136,7 @@ def successive_halving(
     sign = sign_of_mode(mode)
     few = members.take(range(_width(members, min_epochs, epochs, reduction, slots)))
     source, like = as_data(data, batch_size=batch_size, seed=0, shuffle=shuffle, ragged="pad")
-    read = with_resampling(members, source)
-    if not isinstance(read, ArrayData):
-        raise errors.halving_needs_arrays()
+    read = _on_devices(members, source)
     made = make_program(task, optimizer, plan, like, few, read, True, devices)
     metric = _checked_metric(made, metric, evaluation)
     console = new_console(progress and is_primary())
@@ -178,11 +176,29 @@ def _width(members: Members, min_epochs: Any, epochs: Any, reduction: Any, slots
     """Return how many members train at a time. Raises `MembersError` for invalid numbers."""
     given = whole_number(min_epochs), whole_number(epochs), whole_number(reduction, 2)
     if None in given or min_epochs > epochs:
-        raise errors.halving_wrong_budget(min_epochs, epochs, reduction)
+        raise errors.MembersError(
+            f"successive_halving(min_epochs={min_epochs!r}, epochs={epochs!r}, "
+            f"reduction={reduction!r}): needs 1 <= min_epochs <= epochs and a reduction of at "
+            "least 2, whole numbers."
+        )
     width = members.count if slots is None else whole_number(slots)
     if width is None:
-        raise errors.halving_wrong_slots(slots)
+        raise errors.MembersError(
+            f"successive_halving(slots={slots!r}): give how many members train at a time, a whole "
+            "number of at least 1; leave it out to train all at once."
+        )
     return min(width, members.count)
+
+
+def _on_devices(members: Members, source: Data) -> ArrayData:
+    """Return the data as the members read them. Raises `MembersError` for those of a stream."""
+    read = with_resampling(members, source)
+    if not isinstance(read, ArrayData):
+        raise errors.MembersError(
+            "successive_halving needs data that stay on the devices; give arrays, not an iterable "
+            "of batches."
+        )
+    return read
 
 
 def _checked_metric(program: Program, metric: str | None, evaluation: PyTree) -> str:

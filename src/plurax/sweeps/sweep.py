@@ -68,7 +68,10 @@ class Sweep:
         metric, sign = self.metric(metric), sign_of_mode(mode)
         rows = [row for row in self.rows if not row["frozen"] and np.isfinite(row[metric])]
         if not rows:
-            raise errors.sweep_all_frozen(len(self.rows))
+            raise errors.MembersError(
+                f"all {len(self.rows)} members of the sweep are frozen: loss or gradient was not "
+                "finite in each. Smaller learning rates may help."
+            )
         return min(rows, key=lambda row: sign * row[metric])
 
     def metric(self, name: str | None = None) -> str:
@@ -118,7 +121,7 @@ class Sweep:
 
     def _at(self, row: Row) -> tuple[Fit, int]:
         if row not in self.rows:
-            raise errors.sweep_no_row(row)
+            raise errors.MembersError(f"this is not a row of this sweep: {row}.")
         result = self.fits[row["bucket"]][1]
         numbers = [one["member"] for one in _members(result).table()]
         return result, numbers.index(row["member"])
@@ -131,7 +134,10 @@ class Sweep:
         try:
             import pandas
         except ImportError:
-            raise errors.needs_pandas() from None
+            raise errors.MembersError(
+                "to_pandas needs pandas: pip install pandas. Without it, rows is a list of dicts "
+                "and save_csv writes a file."
+            ) from None
         if not history or not self.rows:
             return pandas.DataFrame(self.rows)
         names = [name for name in self.rows[0] if name not in self.history(self.rows[0])[0]]
@@ -188,7 +194,11 @@ def sweep(
     names = list(dict.fromkeys(name for shape in buckets for name in shape))
     settings = [name for name in names if name != "batch_size"]
     if settings and isinstance(task, Task):
-        raise errors.sweep_task_not_a_function(settings)
+        listed = ", ".join(settings)
+        raise errors.MembersError(
+            f"the shapes of the sweep set {listed}, and the task is already a Task. Give a "
+            f"function that builds it: def task({listed}): return plurax.Task(...)."
+        )
     available = list(jax.devices() if devices is None else devices)
     Plan(member=plan.devices * num_parallel).check_devices(len(available))
     # A bucket takes a free group of devices from the queue and puts it back when it is done.
@@ -238,7 +248,10 @@ def _device_groups(
     if process_count() == 1:
         return [devices[i * plan.devices : (i + 1) * plan.devices] for i in range(num_parallel)]
     if num_parallel > 1:
-        raise errors.parallel_sweep_of_processes(num_parallel, process_count())
+        raise errors.PlanError(
+            f"num_parallel={num_parallel} is for one process, and there are {process_count()}. "
+            "Leave it out: each bucket has the devices of all processes, one after another."
+        )
     return [devices]
 
 
@@ -248,7 +261,10 @@ def _buckets(shapes: Any) -> list[Hyper]:
         return shapes.settings()
     listed = isinstance(shapes, Sequence) and all(isinstance(one, Mapping) for one in shapes)
     if not listed or not shapes:
-        raise errors.sweep_shapes_not_settings(shapes)
+        raise errors.MembersError(
+            f"sweep(shapes={shapes!r}): give plurax.ensemble.grid(width=[32, 64]), or a list of at "
+            "least one dict of settings, [{'width': 32}, {'width': 64}]."
+        )
     return [dict(one) for one in shapes]
 
 

@@ -88,7 +88,10 @@ class StreamData:
             try:
                 iterator.set_state(saved)
             except (ValueError, TypeError, KeyError, IndexError) as error:
-                raise errors.data_state_refused(str(error)) from error
+                raise errors.BatchError(
+                    f"the data cannot be restored to their saved position: {error}\nGive the data "
+                    "that the run was trained on, or train anew in another directory."
+                ) from error
             taken = start.batch
         for batch in iterator:
             taken += 1
@@ -149,7 +152,9 @@ def as_data(
     """
     check_ragged(ragged)
     if not isinstance(shuffle, bool | np.bool_):
-        raise errors.shuffle_not_a_bool(shuffle)
+        raise errors.BatchError(
+            f"shuffle={shuffle!r}: give True for a new order each epoch, or False."
+        )
     shuffle = bool(shuffle)
     if batch_size is not None:
         size = whole_number(batch_size)

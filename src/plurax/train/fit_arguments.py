@@ -59,7 +59,10 @@ def output_folder(given: str | Path) -> Path:
     directory = local_path(given)
     there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not there.is_dir():
-        raise errors.output_is_a_file(str(directory), str(there))
+        raise errors.CheckpointError(
+            f"{directory} could not be written to: {there} is a file, and output is a directory. "
+            "Give another name, or move the file away."
+        )
     if not os.access(there, os.W_OK | os.X_OK):
         raise errors.checkpoint_not_written(str(directory), f"no permission to write in {there}")
     return directory
@@ -90,7 +93,10 @@ def check_run(
         evaluation = adapt("evaluation", evaluation)
         program.check_evaluation(evaluation)
     elif evaluate_every is not None:
-        raise errors.evaluate_every_without_data(evaluate_every)
+        raise errors.BatchError(
+            f"evaluate_every={evaluate_every} needs data to evaluate on: give fit(evaluation=...) "
+            "too."
+        )
     _check_saveable(program.canonical_shapes, output)
     return _first(evaluation, batches, program.batch_size) if batches else evaluation
 

@@ -250,7 +250,10 @@ class Hooks:
         try:
             return json.loads(json.dumps(state))
         except (TypeError, ValueError) as error:
-            raise errors.callback_state_not_json(name, str(error)) from None
+            raise errors.TaskError(
+                f"the state of the callback {name} cannot be saved: {error}. get_state() returns "
+                "numbers, text, None, and lists and dicts of them."
+            ) from None
 
     def _call(self, name: str, hook: str, *arguments: Any) -> Any:
         with _named(name, hook):
@@ -270,19 +273,32 @@ def _named(callback: str, hook: str) -> Iterator[None]:
 def check_callbacks(callbacks: Any) -> Sequence[Any]:
     """Return the callbacks. Raises `TaskError` for what is no list of callbacks."""
     if isinstance(callbacks, str | Mapping) or not isinstance(callbacks, Iterable):
-        raise errors.callbacks_not_a_list(type(callbacks).__name__)
+        raise errors.TaskError(
+            f"the callbacks are a {type(callbacks).__name__}; write a list: "
+            "callbacks=[plurax.callbacks.EarlyStopping('eval_loss')]."
+        )
     callbacks = list(callbacks)
     for name, one in zip(_names(callbacks), callbacks, strict=True):
         if isinstance(one, type):
-            raise errors.callback_is_a_class(one.__name__)
+            raise errors.TaskError(
+                f"the callback {one.__name__} is a class; write an object of it: "
+                f"callbacks=[{one.__name__}(...)]."
+            )
         hooks = {hook for hook in dir(one) if hook.startswith("on_")}
         unknown = sorted(hooks - set(HOOKS))
         if unknown or not (hooks or hasattr(one, "wrap_optimizer")):
-            raise errors.callback_hooks(name, unknown, HOOKS)
+            has = f"has {', '.join(unknown)}, which nothing calls" if unknown else "has no hook"
+            known = ", ".join(f"{hook}({arguments})" for hook, arguments in HOOKS.items())
+            raise errors.TaskError(
+                f"the callback {name} {has}; the hooks of a callback are {known}."
+            )
         for hook in hooks:
             check_takes(f"{hook} of the callback {name}", getattr(one, hook), HOOKS[hook])
         if hasattr(one, "get_state") != hasattr(one, "set_state"):
-            raise errors.callback_half_a_state(name)
+            raise errors.TaskError(
+                f"the callback {name} has one of get_state() and set_state(state); a callback "
+                "whose state is kept in checkpoints has both."
+            )
     return callbacks
 
 

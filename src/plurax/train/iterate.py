@@ -356,7 +356,11 @@ def _all_ended(group: ProcessGroup, held: Any, *, local: bool) -> bool:
     if None in every:
         return False
     if any(every) and not all(every) and not local:
-        raise errors.data_of_unequal_length(every.index(True), every.index(False))
+        raise errors.BatchError(
+            f"the data of process {every.index(True)} ended, and process {every.index(False)} has "
+            "another batch. Every process must give the same batches, or with local_batches=True "
+            "its own rows of them."
+        )
     return any(every)
 
 

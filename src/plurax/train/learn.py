@@ -44,7 +44,10 @@ def machine_of_run(run: Path) -> Machine:
 def _log(run: Path) -> Path:
     log = run / "metrics.jsonl"
     if not log.is_file():
-        raise errors.run_without_metrics(str(run))
+        raise errors.MachineError(
+            f"--runs {run}: there is no metrics.jsonl in it. Give the output directory of a run: "
+            "plurax machine --runs runs/digits."
+        )
     return log
 
 
@@ -56,7 +59,11 @@ def _ratios(run: Path, name: str) -> list[float]:
         raise errors.run_without_predictions(str(run))
     for one in timed:
         if one["machine"] != name:
-            raise errors.run_on_another_machine(str(run), one["machine"], name)
+            raise errors.MachineError(
+                f"--runs {run}: its steps were predicted on {one['machine']!r}, and the machine to "
+                f"correct is {name!r}. What steps take on one machine says nothing about another: "
+                "give the runs of one machine."
+            )
     return [
         one["correction"] * one["measured"]["seconds"] / one["predicted"]["seconds"]
         for one in timed

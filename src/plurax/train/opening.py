@@ -39,7 +39,10 @@ def open_checkpoints(
     Raises `CheckpointError`, before changing anything, for an output that holds another run.
     """
     if resume and restart:
-        raise errors.resume_and_restart()
+        raise errors.CheckpointError(
+            "resume goes on from the newest checkpoint and restart starts from scratch: pass one "
+            "of them."
+        )
     if output is None:
         return None
     checkpoints = stack.enter_context(Checkpoints(Path(output) / "checkpoints", group=group))
@@ -58,7 +61,11 @@ def move_aside(group: ProcessGroup, checkpoints: Checkpoints | None) -> None:
 def _check_empty(checkpoints: Checkpoints) -> None:
     if checkpoints.steps():
         output = checkpoints.directory.parent
-        raise errors.output_has_run(str(output), checkpoints.steps()[-1])
+        raise errors.CheckpointError(
+            f"{output} already holds a run, saved at step {checkpoints.steps()[-1]}. To continue "
+            "it, pass resume=True (--resume on the command line); to start anew, pass restart=True "
+            "(--restart), which keeps it as before.1, or choose another output directory."
+        )
     if checkpoints.damaged():
         raise errors.checkpoint_all_damaged(str(checkpoints.directory), checkpoints.damaged())
 

@@ -63,12 +63,19 @@ def check_limits(max_steps: Any, max_seconds: Any, fast_dev_run: Any) -> tuple[i
     """
     steps = None if max_steps is None else whole_number(max_steps)
     if max_steps is not None and steps is None:
-        raise errors.max_steps_not_positive(max_steps)
+        raise errors.TaskError(
+            f"fit(max_steps={max_steps!r}): give a whole number ≥ 1, or None for no limit."
+        )
     if max_seconds is not None and not _is_positive(max_seconds):
-        raise errors.max_seconds_not_positive(max_seconds)
+        raise errors.TaskError(
+            f"fit(max_seconds={max_seconds!r}): give a number > 0, or None for no limit."
+        )
     few = 1 if fast_dev_run is True else whole_number(fast_dev_run or 0, least=0)
     if few is None:
-        raise errors.fast_dev_run_not_understood(fast_dev_run)
+        raise errors.TaskError(
+            f"fit(fast_dev_run={fast_dev_run!r}): give a number of steps, True for one, or 0 for a "
+            "whole run."
+        )
     return steps, few
 
 

@@ -62,7 +62,10 @@ def replay(
         step = fetched_steps(runs)[-1]
     number = whole_number(step, 0)
     if number is None or number not in ends:
-        raise errors.replay_beyond_record(str(output), step, max(ends))
+        raise errors.CheckpointError(
+            f"step {step} of the run in {output} cannot be replayed: its record ends at step "
+            f"{max(ends)}."
+        )
     *_, (_, state) = replayed(task, optimizer, data, output, runs, {number}, plan, devices)
     return state
 
@@ -80,9 +83,17 @@ def recorded_runs(output: str | Path) -> list[list[Event]]:
             runs.append([])
         runs[-1].append(event)
     if not runs:
-        raise errors.record_none(str(output))
+        raise errors.CheckpointError(
+            f"{output} holds no servers.jsonl, the record that a run with parameter servers "
+            "writes: fit(servers=..., output=...) or plurax train --servers. ... Give the folder "
+            "of such a run."
+        )
     if runs[0][0]["step"]:
-        raise errors.record_begins_later(str(output), runs[0][0]["step"])
+        raise errors.CheckpointError(
+            f"the record in {output} begins at step {runs[0][0]['step']}, where training without "
+            "servers, or a run without its record, was resumed. What came before cannot be "
+            "replayed."
+        )
     return runs
 
 
@@ -134,7 +145,11 @@ def _source(data: Any, start: Event, output: str) -> tuple[Data, PyTree]:
     source, like = as_data(data, **settings)
     now = epoch_length(source)
     if now != start["epoch_length"]:
-        raise errors.replay_other_data(output, start["epoch_length"], now)
+        raise errors.CheckpointError(
+            f"an epoch of the run recorded in {output} has {start['epoch_length']} examples (of an "
+            f"iterable: batches) and the data now have {now}. Replay it with the data it was "
+            "trained on."
+        )
     return source, like
 
 

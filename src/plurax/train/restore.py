@@ -126,7 +126,11 @@ def _shapes_saved(program: Program, meta: dict[str, Any], *, grow: bool) -> Trai
     now = members_meta(program)["members"]
     before = meta.get("members", {"table": [], "resample": now["resample"]})
     if before["resample"] != now["resample"]:
-        raise errors.members_other_resample(before["resample"], now["resample"])
+        raise errors.CheckpointError(
+            f"the members of the checkpoint read their data by {before['resample']} and these by "
+            f"{now['resample']}; continuing would not be the same training. Use the same "
+            "resampling, or another output directory."
+        )
     count = len(before["table"])
     wanted = len(now["table"])
     if not count or before["table"] != now["table"][:count] or (not grow and count < wanted):

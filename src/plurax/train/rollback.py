@@ -83,12 +83,21 @@ class Rollback:
         for name in ("after", "limit"):
             number = whole_number(getattr(self, name), least=0)
             if number is None:
-                raise errors.rollback_not_a_count(name, getattr(self, name))
+                what = "the number of rollbacks before a run stops"
+                if name == "after":
+                    what = "the number of bad steps in a row that roll a run back, 0 for never"
+                raise errors.BatchError(
+                    f"Rollback({name}={getattr(self, name)!r}): give {what}, a whole number ≥ 0."
+                )
             object.__setattr__(self, name, number)
         if self.spike is not None and not (
             isinstance(self.spike, int | float) and 0 < self.spike < math.inf
         ):
-            raise errors.rollback_spike(self.spike)
+            raise errors.BatchError(
+                f"Rollback(spike={self.spike!r}): give the standard deviations above the mean from "
+                "which a loss is a spike, a number above 0 such as 6.0, or None to look for no "
+                "spikes."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,9 +192,19 @@ class Rollbacks:
         assert self._rule is not None
         assert self._checkpoints is not None
         if len(self._records) >= self._rule.limit:
-            before = [(one["from"], one["to"]) for one in self._records]
-            raise errors.rollbacks_exhausted(
-                step, self._rule.after, before, position.epoch + 1, position.batch
+            listed = "".join(
+                f"\n  - at step {one['to']} it went back to step {one['from']}"
+                if one["from"] is not None
+                else f"\n  - at step {one['to']} no checkpoint was proven good to go back to"
+                for one in self._records
+            )
+            raise errors.RunStoppedError(
+                f"training stopped at step {step}, batch {position.batch} of epoch "
+                f"{position.epoch + 1}: the last {self._rule.after} steps were bad (their loss or "
+                f"gradient was not finite, or a spike), and that was so before:{listed}\nTry a "
+                "smaller learning rate, or optax.clip_by_global_norm; look at the data before that "
+                "batch. Rollback(limit=...) allows more rollbacks and Rollback(after=0) none; "
+                "resume goes on from the newest checkpoint."
             )
         back = target(self._group.on_primary(self._checkpoints.steps), self._watch)
         self._write([*self._records, {"from": back, "to": step, "position": position.to_json()}])
@@ -294,11 +313,20 @@ def check_rollback(rule: Rollback, members: object, servers: object) -> Rollback
     Raises `BatchError` where it is given for them, or is no `Rollback`.
     """
     if not isinstance(rule, Rollback):
-        raise errors.rollback_kind(rule)
+        raise errors.BatchError(
+            f"rollback is {rule!r}, and must be a plurax.Rollback. Write "
+            "rollback=plurax.Rollback(after=10), or plurax.Rollback(after=0) for no rollbacks."
+        )
     for what, given in (("members", members), ("servers", servers)):
         if given is not None:
             if rule != Rollback():
-                raise errors.rollback_one_network(what)
+                why = "workers and servers leave a bad gradient out and go on"
+                if members is not None:
+                    why = "a member with a step that is not finite is frozen while the others go on"
+                raise errors.BatchError(
+                    f"rollback= is for one network without servers, and {what}= is given: "
+                    f"{why}. Leave rollback= out."
+                )
             return None
     return rule
 

@@ -86,7 +86,10 @@ def read_run_file(folder: str | Path) -> RunSettings | None:
     try:
         table: Table = parse_toml(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise errors.run_file_unreadable(str(path), str(error)) from None
+        raise errors.ExperimentError(
+            f"{path} cannot be read: {error}. Mend it, or give the experiment file in place of the "
+            "run's folder."
+        ) from None
     _check_tables(table, str(path))
     command = table.get("command", {})
     file = command.pop("file", None)

@@ -37,7 +37,10 @@ def check_same_run(
     """
     settings = {name: value for name, value in run.items() if name != "experiment"}
     if not meta.keys() >= {*settings, "position", "tally"}:
-        raise errors.checkpoint_by_hand(directory)
+        raise errors.CheckpointError(
+            f"the checkpoint in {directory} was not written by plurax.fit: it does not record a "
+            "position in the data. Restore it with plurax.Checkpoints, or use another directory."
+        )
     saved = meta.get("experiment", {})
     changed = {
         name: (saved[name], now)
@@ -51,9 +54,17 @@ def check_same_run(
         if before == now:
             continue
         if field != "epoch_length":
-            raise errors.checkpoint_other_run(directory, field, before, now)
+            raise errors.CheckpointError(
+                f"the run saved in {directory} has {field}={before!r} and this one "
+                f"{field}={now!r}; continuing would not be the same training. Use the same value, "
+                "or another directory."
+            )
         if before is not None and now is not None:
-            raise errors.checkpoint_other_data(directory, before, now)
+            raise errors.CheckpointError(
+                f"an epoch of the run saved in {directory} has {before} examples (of an iterable: "
+                f"batches) and the data now have {now}; continuing would leave out or repeat some. "
+                "Use the same data, or another directory."
+            )
 
 
 def save_settings(

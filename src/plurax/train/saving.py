@@ -206,6 +206,8 @@ def check_room(output: Path, state: TrainState) -> None:
     with contextlib.suppress(OSError):  # a file system that does not say
         free = shutil.disk_usage(folder).free
         if free < needed:
-            raise errors.disk_too_small(
-                str(output), tree.human_bytes(needed), tree.human_bytes(free)
+            raise errors.DiskError(
+                f"a checkpoint takes {tree.human_bytes(needed)}, and the disk of {output} has "
+                f"{tree.human_bytes(free)} left. Make room, or give an output directory on another "
+                "disk."
             )

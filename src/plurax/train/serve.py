@@ -184,16 +184,34 @@ def check_servers(servers: Servers | None, task: Any, plan: Plan, members: Any) 
     if servers is None:
         return
     if not isinstance(servers, Servers):
-        raise errors.servers_kind(servers)
+        raise errors.PlanError(
+            f"fit(servers={servers!r}): servers is a plurax.Servers, such as Servers(shards=2, "
+            "workers=4, mode='bounded', staleness=3), or None."
+        )
     if members is not None or not isinstance(task, Task):
-        raise errors.servers_one_network()
+        raise errors.PlanError(
+            "parameter servers train one network: leave out members= or servers=. Members never "
+            "communicate, so they need no servers; Plan(member=...) distributes them."
+        )
     if task.frozen:
-        raise errors.servers_frozen()
+        raise errors.PlanError(
+            "servers hold every parameter with its optimizer state, and cannot leave out frozen "
+            "ones (Task.frozen). Train without servers=, or give frozen parameters updates of "
+            "zero: optax.partition({..., 'frozen': optax.set_to_zero()}, labels)."
+        )
     check_alone("servers=", "Workers and servers are processes of their own: start fit once.")
     if task.coupled and servers.parts > 1:
-        raise errors.servers_coupled(servers.workers)
+        raise errors.PlanError(
+            f"Servers(mode='sync', workers={servers.workers}) divides a batch among workers, and "
+            "this task's loss couples the examples of a batch (Task.coupled). Use mode='bounded' "
+            "or 'async', in which a worker has a whole batch, or workers=1."
+        )
     if plan.pipeline > 1 and plan.zero:
-        raise errors.servers_plan_pipeline_zero(plan.zero)
+        raise errors.PlanError(
+            f"a worker's plan has pipeline > 1 and zero={plan.zero}: the optimizer's state is on "
+            "the servers, so ZeRO would divide nothing but gradients that are pushed whole. Say "
+            "zero=0."
+        )
 
 
 def open_servers(

@@ -32,13 +32,19 @@ def labels(patterns: Mapping[str, str], default: str | None = None) -> Callable[
         names = list(tree.named_leaves(params))
         for pattern in patterns:
             if not fnmatch.filter(names, pattern):
-                raise errors.label_unused(pattern, names)
+                raise errors.TaskError(
+                    f"labels: the pattern {pattern!r} matches no parameter; their paths are "
+                    f"{', '.join(names)}."
+                )
         found = []
         for name in names:
             matching = (one for text, one in patterns.items() if fnmatch.fnmatchcase(name, text))
             own = next(matching, default)
             if own is None:
-                raise errors.label_missing(name)
+                raise errors.TaskError(
+                    f"labels: no pattern matches the parameter {name!r}; add one, or give "
+                    "labels(default=...)."
+                )
             found.append(own)
         return jax.tree.unflatten(jax.tree.structure(params), found)
 

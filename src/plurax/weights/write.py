@@ -23,7 +23,9 @@ def save(params: PyTree, path: str | os.PathLike[str]) -> None:
     """
     path = local_path(path)
     if path.suffix != ".safetensors":
-        raise errors.weights_suffix(str(path))
+        raise errors.CheckpointError(
+            f"{path}: weights are written to a .safetensors file; name it so."
+        )
     try:
         from safetensors.numpy import save_file
     except ImportError:

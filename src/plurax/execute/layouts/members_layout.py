@@ -105,7 +105,11 @@ class MembersLayout(StateLayout):
         if state.step.ndim == 0:
             raise errors.state_of_one_network()
         if state.step.shape[0] != self.count:
-            raise errors.members_in_state(state.step.shape[0], self.count)
+            raise errors.MembersError(
+                f"the state holds {state.step.shape[0]} members and this program is compiled for "
+                f"{self.count}; take those you want (plurax.ensemble.take_members) or compile for "
+                "as many."
+            )
         super().check(state)
 
 

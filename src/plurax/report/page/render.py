@@ -58,7 +58,10 @@ def write_report(
     given = [runs] if isinstance(runs, str | Path) else runs
     folders, output = [local_path(one) for one in given], local_path(output)
     if output.is_dir():
-        raise errors.report_output_is_a_run(str(output))
+        raise errors.ExperimentError(
+            f"--output {output} is a folder, and the page is one file. Write --output "
+            f"{output}/report.html."
+        )
     paths = run_folders(folders)
     if not paths:
         raise errors.argument_misfits(

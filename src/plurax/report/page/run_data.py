@@ -148,15 +148,25 @@ def read_run(path: Path, name: str | None = None) -> RunData:
     if not log.is_file():
         raise errors.report_not_a_run(str(path))
     if not os.access(log, os.R_OK):
-        raise errors.report_unreadable(str(log))
+        raise errors.ExperimentError(
+            f"{log} cannot be read: you have no permission. Ask its owner, or run as the user who "
+            "trained."
+        )
     rows, damage = LogTail(log).read(), _read(lambda: log_damage(path))
     kinds: dict[str, list[Row]] = {kind: [] for kind in KINDS}
     for row in rows:
         kinds[row["kind"]].append(row)
     if not kinds["step"] and not kinds["epoch"]:
         if damage is not None:
-            raise errors.report_log_damaged(str(log), damage[1])
-        raise errors.report_without_metrics(str(log))
+            raise errors.ExperimentError(
+                f"{log} has no row of metrics, and a checkpoint of the run says that it had: "
+                f"{damage[1]}. Put the file back from a copy; training with resume goes on without "
+                "it."
+            )
+        raise errors.ExperimentError(
+            f"{log} has no row of metrics yet: the run ended, or is still compiling, before its "
+            "first step. plurax watch shows a run from its start."
+        )
     if damage is not None:
         warnings.warn(f"{log}: {damage[1]}", DamagedLogWarning, stacklevel=3)
         kinds["event"].append(damage_row(*damage))
@@ -188,7 +198,10 @@ def run_folders(given: Iterable[Path]) -> list[Path]:
     found: list[Path] = []
     for path in given:
         if not path.is_dir():
-            raise errors.report_no_folder(str(path))
+            raise errors.ExperimentError(
+                f"{path}: no such folder. Give the output directory of a run, which "
+                "`fit(output=...)` and plurax train write: plurax report runs/digits."
+            )
         if (path / LOG_FILE).is_file():
             found.append(path)
             continue

@@ -28,7 +28,10 @@ def sealed(values: dict[str, Any]) -> dict[str, Any]:
     try:
         values = json.loads(json.dumps(values))  # keys are text from here on
     except (TypeError, ValueError) as error:
-        raise errors.checkpoint_meta_not_json(str(error)) from None
+        raise errors.CheckpointError(
+            f"what is to be saved beside the state is not JSON: {error}. Give numbers, texts, "
+            "lists and dicts of Python's own; of a NumPy scalar its .item()."
+        ) from None
     return {"format": FORMAT, "sha256": _digest(FORMAT, values), "values": values}
 
 
@@ -50,12 +53,19 @@ def read_description(step: Path) -> dict[str, Any]:
     if not isinstance(envelope, dict):
         raise Damage("its description is not as it was saved")
     if envelope.keys() >= FIRST_FORMAT and "sha256" not in envelope:
-        raise errors.checkpoint_older(str(step), 1, FORMAT)
+        raise errors.CheckpointError(
+            f"{step} was written by an older version of plurax: its format is 1, and this version "
+            f"reads format {FORMAT}. Use the plurax it was written with, or train anew in another "
+            "directory."
+        )
     version, values = envelope.get("format"), envelope.get("values")
     if envelope.get("sha256") != _digest(version, values):
         raise Damage("its description is not as it was saved")
     if version != FORMAT:
-        raise errors.checkpoint_newer(str(step), version, FORMAT)
+        raise errors.CheckpointError(
+            f"{step} was written by a newer version of plurax: its format is {version}, and this "
+            f"version reads format {FORMAT}. Install a newer plurax to go on from it."
+        )
     assert isinstance(values, dict)
     return values
 

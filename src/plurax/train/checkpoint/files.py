@@ -64,7 +64,13 @@ def usable_folder(directory: str | Path) -> Path:
     """
     path = local_path(directory).absolute()
     if "\\" in str(path):
-        raise errors.folder_with_backslash(str(path))
+        raise errors.CheckpointError(
+            f"checkpoints cannot be kept in {path}: the library that writes them takes a backslash "
+            "for a slash, and would write elsewhere. Choose a directory without one in its path."
+        )
     if re.search(r"[\ud800-\udfff\0]", str(path)):
-        raise errors.folder_not_text(repr(str(path)))
+        raise errors.CheckpointError(
+            f"checkpoints cannot be kept in {str(path)!r}: the path is not UTF-8 text. Choose "
+            "another directory."
+        )
     return path

@@ -157,7 +157,11 @@ class Checkpoints:
         seen = self._group.all_gather((self.directory / name).exists())
         self._group.on_primary(self._remove_unfinished)
         if not all(seen):
-            raise errors.folder_not_shared(str(self.directory), seen.index(False))
+            raise errors.CheckpointError(
+                f"process {seen.index(False)} does not see {self.directory}, into which process 0 "
+                "writes. The processes save one checkpoint together: give an output on a file "
+                "system that all hosts share."
+            )
 
     def _write_probe(self) -> str:
         """Create an empty file that no earlier run has, and return its name."""
