@@ -239,9 +239,9 @@ def test_what_is_said_of_an_argument():
     said = errors.argument_misfits("plurax.fit", "output", "-1", "a path or None")
     assert str(said) == "plurax.fit(output=-1): output has to be a path or None."
     with pytest.raises(
-        errors.ArgumentError, match=r"\(\.\.\.\): .*\. Its arguments are task, optimizer"
+        errors.ArgumentError, match=r"\(\.\.\.\): .*\. Its arguments are task, optimizer, "
     ):
-        px.fit()
+        px.compile()
     with pytest.raises(
         errors.ArgumentError, match=r"y'\): File name too long\. Give another path\.$"
     ):
