@@ -5,9 +5,13 @@ import json
 import os
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from flax.serialization import to_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.draws import draws
@@ -19,11 +23,14 @@ from plurax.reading import parse_json
 from plurax.report.page.run_data import read_settings
 from plurax.server.record import read_events
 from plurax.sources.adapt import adapt
+from plurax.sources.source import in_memory
 from plurax.train.checkpoint.damage import Damage
 from plurax.train.checkpoint.description import read_description, sealed
 from plurax.train.checkpoint.files import DIGESTS, verify_files, write_digests
 from plurax.train.log import read_rows
+from plurax.train.rollback import Rollback, Rollbacks
 from plurax.train.run_file import read_run_file
+from plurax.train.status import Status, StatusFile
 
 
 def save_arrays(path, *, compressed=False):
@@ -40,6 +47,32 @@ def digest(path):
     path.unlink(missing_ok=True)
     (path.parent / "bytes").write_bytes(b"x")
     write_digests(path.parent)
+
+
+def save_table(path):
+    table = pa.table({"x": np.arange(600.0), "y": np.arange(600, dtype=np.int32)})
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(path, table.schema) as file:
+            file.write_table(table)
+
+
+def read_data(path):
+    data = in_memory(adapt("data", str(path)))
+    assert data.keys() == {"x", "y"}
+
+
+def save_rollback(path):
+    path.write_text('{"kind": "event", "event": "rollback", "from": 4, "to": 2}\n' * 2)
+
+
+def read_rollbacks(path):
+    group = SimpleNamespace(on_primary=lambda read: read())
+    checkpoints = SimpleNamespace(directory=path.parent / "checkpoints", steps=list)
+    rollbacks = Rollbacks(Rollback(), checkpoints, group)
+    rollbacks.read()
+    rollbacks.write(None, 4)
 
 
 # For each kind: the name of its file, how it is written, how it is read.
@@ -85,6 +118,19 @@ FILES = {
         lambda path: px.weights.save({"w": np.ones((3, 4))}, path),
         px.weights.load,
     ),
+    "msgpack": (
+        "w.msgpack",
+        lambda path: path.write_bytes(to_bytes({"w": np.ones((3, 4)), "b": {"c": np.ones(3)}})),
+        px.weights.load,
+    ),
+    "parquet": ("t.parquet", save_table, read_data),
+    "arrow": ("t.arrow", save_table, read_data),
+    "status": (
+        "7.json",
+        lambda path: StatusFile(path.parent, 7).write(Status(3, "step", 2, None)),
+        lambda path: StatusFile(path.parent, 0).others(),
+    ),
+    "rollbacks": ("rollbacks.jsonl", save_rollback, read_rollbacks),
 }
 REFUSED = (errors.PluraxError, Damage)
 

@@ -5,7 +5,6 @@ Nothing here decides. What happens is reported as messages, and whoever decides 
 """
 
 import contextlib
-import json
 import os
 import selectors
 import signal
@@ -21,6 +20,7 @@ from plurax.launch.memory_kills import memory_kills
 from plurax.launch.output import Output
 from plurax.launch.protocol import Message
 from plurax.launch.settings import Settings
+from plurax.reading import parse_json
 from plurax.reaper import ALONE, Reaper, end_group, kill_group
 
 CHILD = str(Path(__file__).with_name("child.py"))
@@ -232,11 +232,12 @@ class _Process:
     def look(self, now: float, awake: bool) -> None:
         """Read the status file. Being late counts only while this launcher is awake itself."""
         try:
-            status = json.loads(self._file.read_text())
+            status = parse_json(self._file.read_text())
         except (OSError, ValueError):
             status = self.status
-        self.status = status
-        self.lateness.look(status, now, awake)
+        if isinstance(status, dict):
+            self.status = status
+        self.lateness.look(self.status, now, awake)
 
     def is_stopped(self) -> bool:
         """Return whether a signal has stopped the process, as SIGSTOP does."""

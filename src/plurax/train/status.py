@@ -66,5 +66,6 @@ class StatusFile:
             for path in sorted(self.folder.glob("*.json")):
                 if path.stem.isdecimal() and int(path.stem) != self.process:
                     with contextlib.suppress(OSError, ValueError):
-                        found[int(path.stem)] = parse_json(path.read_bytes())
+                        if isinstance(status := parse_json(path.read_bytes()), dict):
+                            found[int(path.stem)] = status
         return found
