@@ -232,17 +232,3 @@ def test_a_picture_of_no_format_is_refused(table, path):
     function, arguments = table["plurax.pipeline.draw_schedules"]
     with pytest.raises(errors.ExperimentError, match="not the name of a picture; its ending is"):
         function(**{**arguments, "path": path})
-
-
-def test_what_is_said_of_an_argument():
-    """The words; which call gets which is drawn above."""
-    said = errors.argument_misfits("plurax.fit", "output", "-1", "a path or None")
-    assert str(said) == "plurax.fit(output=-1): output has to be a path or None."
-    with pytest.raises(
-        errors.ArgumentError, match=r"\(\.\.\.\): .*\. Its arguments are task, optimizer, "
-    ):
-        px.compile()
-    with pytest.raises(
-        errors.ArgumentError, match=r"y'\): File name too long\. Give another path\.$"
-    ):
-        px.Plan.load("y" * 300)
