@@ -108,6 +108,37 @@ def embedding():
     return task(loss, table=(30, WIDTH), out=(WIDTH, WIDTH))
 
 
+def meets_twice():
+    """One equation after another reads the same parameter and the same value of the batch."""
+
+    def loss(p, batch):
+        x = batch["x"]
+        transposed = jax.lax.dot_general(x, p["a"], (((1,), (1,)), ((), ())))
+        return ((x @ p["a"] + jnp.tanh(transposed) @ p["b"] - batch["y"]) ** 2).sum(1)
+
+    return task(loss, a=(WIDTH, WIDTH), b=(WIDTH, WIDTH))
+
+
+def exponential():
+    """Products of a parameter with itself, branches that the parameter chooses, and a solve."""
+
+    def loss(p, batch):
+        return ((batch["x"] @ jax.scipy.linalg.expm(p["a"]) @ p["b"] - batch["y"]) ** 2).sum(1)
+
+    return task(loss, a=(WIDTH, WIDTH), b=(WIDTH, WIDTH))
+
+
+def by_platform():
+    """On a CPU the derivative of a diagonal is a scatter, elsewhere a product."""
+
+    def loss(p, batch, keys, mask):
+        x, y = batch["x"] @ p["a"], batch["y"] @ p["b"]
+        return jnp.diagonal(jax.nn.log_softmax(x @ y.T, axis=1))
+
+    weights = task(loss, a=(WIDTH, WIDTH), b=(WIDTH, WIDTH))
+    return px.Task(init=weights.init, loss=loss, coupled=True)
+
+
 def scanned(depth=4, width=WIDTH):
     def loss(p, batch):
         def layer(h, w):
@@ -152,6 +183,9 @@ CASES = {
     "attention": (attention, SEQUENCES, {**ZERO_3, "microbatches": 2}),
     "physics": (physics, ROWS, {"data": 2, "zero": 3}),
     "embedding": (embedding, WORDS, {**ZERO_3, "microbatches": 2}),
+    "meets twice": (meets_twice, ROWS, {**ZERO_3, "bucket_bytes": 1}),
+    "matrix exponential": (exponential, ROWS, {"data": 4, "zero": 3}),
+    "by platform": (by_platform, ROWS, {"data": 2, "zero": 3}),
     "bfloat16": (square, ROWS, {**ZERO_3, "precision": "bfloat16"}),
     "bfloat16, scanned": (scanned, ROWS, {**ZERO_3, "precision": "bfloat16"}),
     "bfloat16, rematerialized": (
@@ -178,7 +212,13 @@ CASES = {
         stack, models.text(16), {**STAGES, "data": 2, "zero": 3, "precision": "bfloat16"}
     ),
 }  # fmt: skip
-SLOW = {"padded, zero 2", "padded, alone", "stages, zero 3", "stages, interleaved"}
+SLOW = {
+    "padded, zero 2",
+    "padded, alone",
+    "stages, zero 3",
+    "stages, interleaved",
+    "matrix exponential",
+}
 
 
 def counted(collectives):
@@ -201,6 +241,19 @@ def test_a_compiled_step_communicates_what_was_planned(name):
     assert counted(found) == counted(planned)
     # None is merged with another, but for sums of numbers.
     assert len([c for c in found if c.bytes > 64]) == len([c for c in planned if c.bytes > 64])
+
+
+def test_a_loss_is_added_up_over_rows_before_it_is_over_devices():
+    """Each device computes a part of each example's loss; zeros have other readers, too."""
+
+    def loss(p, batch):
+        product = px.shard(jnp.matmul, strategy=((1, 1), (1, 2)))
+        return jnp.sin(product(batch["x"], p["a"])).sum(1)
+
+    program = px.compile(
+        task(loss, a=(WIDTH, WIDTH)), optax.sgd(0.1), px.Plan(tensor=2), {"x": ROWS["x"]}
+    )
+    assert [c.bytes for c in program.planned_collectives() if c.kind == "all-reduce"] == [4]
 
 
 @pytest.mark.parametrize(

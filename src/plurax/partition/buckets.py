@@ -89,21 +89,23 @@ class Gathers:
         for use in uses:
             self._at.setdefault(use.index, []).append(use)
         self._gathered: dict[tuple[int, Any], ShardedValue] = {}
+        # Parameters alone in a bucket, by their variable and that of the value they came after.
+        self._after: dict[tuple[Any, Any], ShardedValue] = {}
         self._done = 0
 
     def before(
-        self, index: int, here: Mapping[Any, ValueVersions], by: Array | None
+        self, index: int, here: Mapping[Any, ValueVersions], after: tuple[Any, Array] | None
     ) -> dict[Any, ShardedValue]:
         """Return the parameters that the equation at `index` needs whole, by their variables.
 
-        `by` is a value of the batch that the equation reads. If the equation opens a bucket, that
-        bucket and the next one are gathered after `by`.
+        `after` is a value of the batch that the equation reads: its variable and array. If the
+        equation opens a bucket, that bucket and the next one are gathered after it.
         """
         uses = self._at.get(index, ())
         for use in uses:
             number = self._bucket_of[index, use.var]
-            while by is not None and self._done <= self._ahead(number):
-                self._gather(self._done, here, by)
+            while after is not None and self._done <= self._ahead(number):
+                self._gather(self._done, here, *after)
                 self._done += 1
         found = {}
         for use in uses:
@@ -123,20 +125,26 @@ class Gathers:
         here, ahead = ({use.root for use in self._buckets[number + i]} for i in (0, 1))
         return number + here.isdisjoint(ahead)
 
-    def _gather(self, number: int, here: Mapping[Any, ValueVersions], by: Array) -> None:
-        """Gather the parameters of one bucket."""
+    def _gather(self, number: int, here: Mapping[Any, ValueVersions], met: Any, by: Array) -> None:
+        """Gather the parameters of one bucket after `by`, the array of the variable `met`."""
         # Since the buckets were planned, an equation may have created a whole version.
         uses = [u for u in self._buckets[number] if _needs_gather(self._resharder, here[u.var])]
+        if len(uses) == 1 and (uses[0].var, met) in self._after:
+            # XLA would merge equal gathers after the same value.
+            self._gathered[number, uses[0].var] = self._after[uses[0].var, met]
+            return
         values = [here[use.var].value for use in uses]
         goals = [value.sharding.without(["data"]) for value in values]
         moved = together(self._resharder, values, goals, by=by)
         for use, value in zip(uses, moved, strict=True):
             self._gathered[number, use.var] = value
+        if len(uses) == 1:
+            self._after[uses[0].var, met] = moved[0]
 
 
 def _needs_gather(resharder: Resharder, versions: ValueVersions) -> bool:
     """Whether a variable is a parameter of which only shards over `data` exist."""
-    if versions.deferred is not None or versions.is_zero or versions.data_varying:
+    if versions.deferred is not None or versions.data_varying:
         return False
     if not all(over_data(value.sharding) for value in versions.values):
         return False  # a whole version exists already

@@ -48,7 +48,7 @@ from plurax.jaxpr.compat import ANNOTATIONS, REMAT, called_jaxpr, is_recomputed,
 from plurax.jaxpr.interpret import flat_equations, holds, needed, source_line
 from plurax.mesh import within
 from plurax.partition.annotation_resolver import AnnotationResolver, NameRule
-from plurax.partition.branches import Branches
+from plurax.partition.branches import Branches, cpu_branch
 from plurax.partition.buckets import Gathers, computed_at, together
 from plurax.partition.loops import Loop, While, casts_inside
 from plurax.partition.manual import eval_manual_body
@@ -95,6 +95,8 @@ class Partitioner(Resharder):
         )
         # The calls (`jit`, `custom_jvp`) that enclose the equation, outermost first.
         self._calls: list[Any] = []
+        # Parameters that have met a value of the batch, by both variables.
+        self._met: dict[tuple[Any, Any], ShardedValue] = {}
 
     def _line(self, eqn: Any) -> str:
         """Return the line of the model's code that holds an equation or an enclosing call."""
@@ -134,7 +136,8 @@ class Partitioner(Resharder):
         wanted: Sequence[TensorSharding | None] | None = None,
     ) -> list[ValueVersions]:
         """Evaluate those of some equations on which `results` depend, given the `known` values."""
-        inside = len(self._calls)
+        inside, outer = len(self._calls), self._met
+        self._met = {}
         # Readers are counted, and buckets are filled, across calls: all equations in one list.
         flat = flat_equations(eqns, results, known)
         here = {**known, **{var: self.constant(value) for var, value in flat.constants.items()}}
@@ -153,7 +156,11 @@ class Partitioner(Resharder):
         readers = count_readers(eqns, results)
 
         def read(atom: Any) -> ValueVersions:
-            return self.constant(atom.val) if isinstance(atom, Literal) else here[atom]
+            versions = self.constant(atom.val) if isinstance(atom, Literal) else here[atom]
+            # Each reader creates its own zeros: in the sharding of its other operands they cost
+            # nothing, and a partial sum meets them unreduced.
+            zero = versions.is_zero
+            return ValueVersions(self.zeros(versions.shape, versions.dtype)) if zero else versions
 
         for index, eqn in enumerate(gathers.eqns if gathers else eqns):
             inputs = [read(atom) for atom in eqn.invars]
@@ -161,12 +168,12 @@ class Partitioner(Resharder):
             self._calls[inside:] = flat.calls.get(id(eqn), ())
             gathered: dict[Any, ShardedValue] = {}
             if gathers is not None:
-                meets = self._meets(inputs)
-                gathered = gathers.before(index, here, pick_dependency(meets) if meets else None)
+                gathered = gathers.before(index, here, self._dependency(eqn, inputs))
             with self._executor.context(eqn):
                 outputs = self._equation(eqn, inputs, goals, readers, gathered)
             here.update(zip(eqn.outvars, outputs, strict=True))
         del self._calls[inside:]
+        self._met = outer
         return [read(atom) for atom in results]
 
     def _equation(
@@ -194,6 +201,9 @@ class Partitioner(Resharder):
             loop.settle()
             return loop.run()
         if name == "cond":
+            branch = cpu_branch(eqn) if self.axes.on_cpu else None
+            if branch is not None:
+                return self.evaluate(*open_jaxpr(branch), inputs[1:], goals)
             return Branches(self, eqn, inputs).run()
         if name in ANNOTATIONS:
             target = self._annotations.of(eqn, inputs[0])
@@ -204,10 +214,10 @@ class Partitioner(Resharder):
             return [ValueVersions(self.reshard(inputs[0], target), pinned=pinned)]
         ready = [None if isinstance(v, Literal) else gathered.get(v) for v in eqn.invars]
         if name == "shard_map":
-            return self._by_hand(eqn, self.together(inputs, ready))
+            return self._by_hand(eqn, self.together(eqn, inputs, ready))
         as_given = any(versions.pinned for versions in inputs)
         context = dataclasses.replace(self.context, as_given=as_given, readers=readers)
-        decision = RULES.get(name, by_default)(context, eqn, self.together(inputs, ready))
+        decision = RULES.get(name, by_default)(context, eqn, self.together(eqn, inputs, ready))
         if isinstance(decision, DeferredValue):
             return [ValueVersions(decision)]
         with self.needed_by(eqn, self._line(eqn) if decision.without_rule else None):
@@ -215,64 +225,66 @@ class Partitioner(Resharder):
         return [ValueVersions(output) for output in outputs]
 
     def together(
-        self, inputs: list[ValueVersions], ready: Sequence[ShardedValue | None]
+        self, eqn: Any, inputs: list[ValueVersions], ready: Sequence[ShardedValue | None]
     ) -> list[ValueVersions]:
         """Gather inputs split over `data` that meet a data-varying value in one equation.
 
         The gather depends on the value it meets. Otherwise XLA could hoist it, or merge it with an
         equal gather of the forward pass, and keep the whole parameter in memory in between. If a
-        version exists that is not split over `data`, it is used and nothing is gathered. `ready`
-        has the inputs that a bucket has gathered already.
+        version exists that is not split over `data`, it is used and nothing is gathered; nor is it
+        where the two have met before, since XLA would merge equal gathers after the same value.
+        `ready` has the inputs that a bucket has gathered already.
         """
-        meets = self._meets(inputs)
-        if not meets and not any(versions.data_varying for versions in inputs):
+        after = self._dependency(eqn, inputs)
+        if after is None and not any(versions.data_varying for versions in inputs):
             return inputs
-        inputs = [
-            ValueVersions(whole) if whole is not None else one
-            for one, whole in zip(inputs, ready, strict=True)
-        ]
-        inputs = [one if self._may_stay_split(one) else self._without_data(one) for one in inputs]
-        split = [
-            one
-            for one in inputs
-            if one.deferred is None
-            and over_data(one.value.sharding)
-            and not self._may_stay_split(one)
-        ]
-        values = [one.value for one in split]
-        # The order is on the shards: the gather itself then cannot run earlier.
-        if split and meets:
-            values = self.order_after(values, pick_dependency(meets))
-        tied = iter(values)
+        found = []
+        for atom, one, whole in zip(eqn.invars, inputs, ready, strict=True):
+            one = ValueVersions(whole) if whole is not None else one
+            one = one if self._may_stay_split(one) else self._without_data(one)
+            stays = one.deferred is not None or not over_data(one.value.sharding)
+            if not (stays or self._may_stay_split(one)):
+                one = ValueVersions(self._gathered(atom, one.value, after))
+            found.append(one)
+        return found
 
-        def gathered(value: ShardedValue) -> ValueVersions:
-            return ValueVersions(self.move(value, value.sharding.without(["data"])))
-
-        return [gathered(next(tied)) if one in split else one for one in inputs]
+    def _gathered(
+        self, atom: Any, value: ShardedValue, after: tuple[Any, Array] | None
+    ) -> ShardedValue:
+        """Return a value that is split over `data`, gathered after a value of the batch."""
+        if after is None:
+            return self.move(value, value.sharding.without(["data"]))
+        met, by = after
+        if (atom, met) not in self._met:
+            # The order is on the shard: the gather itself then cannot run earlier.
+            (value,) = self.order_after([value], by)
+            self._met[atom, met] = self.move(value, value.sharding.without(["data"]))
+        return self._met[atom, met]
 
     def _may_stay_split(self, versions: ValueVersions) -> bool:
         """Whether a value is no parameter, and may stay split over `data` because rows are."""
-        created = versions.deferred is None
-        return self.joint and created and (versions.is_zero or not versions.is_param)
+        return self.joint and versions.deferred is None and not versions.is_param
 
     def _without_data(self, versions: ValueVersions) -> ValueVersions:
         """Drop the versions that are split over `data`, if any other version exists."""
         kept = [value for value in versions.values if not over_data(value.sharding)]
-        if len(kept) == len(versions.values):
-            return versions
-        if versions.is_zero:
-            return ValueVersions(self.zeros(versions.shape, versions.dtype))
-        if not kept:
+        if not kept or len(kept) == len(versions.values):
             return versions
         other = ValueVersions(kept[0])
         other.values = kept
         return other
 
-    def _meets(self, inputs: list[ValueVersions]) -> list[Array]:
-        """Return the arrays that depend on the batch."""
-        context = self.context
-        known = (one.deferred.repeated if one.deferred else one.value for one in inputs)
-        return [value.array for value in known if value is not None and context.of_rows(value)]
+    def _dependency(self, eqn: Any, inputs: list[ValueVersions]) -> tuple[Any, Array] | None:
+        """Return what an equation reads that depends on the batch: a variable and its array."""
+        meets: list[tuple[Any, Array]] = []
+        for atom, one in zip(eqn.invars, inputs, strict=True):
+            value = one.deferred.repeated if one.deferred else one.value
+            if value is not None and self.context.of_rows(value):
+                meets.append((atom, value.array))
+        if not meets:
+            return None
+        by = pick_dependency([array for _, array in meets])
+        return next((atom, array) for atom, array in meets if array is by)
 
     def _gathers_parameters(self, known: Mapping[Any, ValueVersions]) -> bool:
         """Whether several parameters may need a gather over `data`, so that buckets pay off."""
