@@ -173,6 +173,24 @@ def test_a_window_over_the_end_of_an_epoch(tmp_path):
     assert models.same_bits(epochs.state.params, result.state.params)
 
 
+class Score:
+    """The first epoch is the best, in whatever row it has."""
+
+    def on_epoch(self, run, row):
+        row["score"] = float(row["epoch"])
+
+
+def test_a_best_state_that_a_rollback_abandons_is_forgotten(tmp_path):
+    """Step 20, the end of an epoch, was kept as the best; from step 12 that epoch has no end."""
+    best = px.callbacks.KeepBest("score")
+    with pytest.warns(RollbackWarning, match="back to step 12"):
+        result = fit(rows(1, 19, 20), tmp_path, resident=False, callbacks=[Score(), best])
+    assert [row["epoch"] for row in result.history] == [2]
+    kept = best.restore(result.program)
+    assert models.same_bits(result.program.to_canonical(kept).params, result.state.params)
+    assert Checkpoints(tmp_path / "best").steps() == [int(result.state.step)]
+
+
 def test_a_grain_dataset_goes_on_after_the_window(tmp_path):
     data = rows(13, 14, 15)
     dataset = grain.MapDataset.source(range(SIZE * PER_EPOCH)).map(

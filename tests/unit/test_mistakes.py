@@ -106,8 +106,8 @@ def in_numpy(p, b, k):
 
 
 LOSSES = {
-    "a field": (lambda p, b, k: b["z"], "The batch has 'x', 'y'."),
-    "a field misspelled": (lambda p, b, k: b["yy"], "The batch has 'x', 'y'. Did you mean 'y'?"),
+    "a field": (lambda p, b, k: b["z"], "The fields are 'x', 'y'."),
+    "a field misspelled": (lambda p, b, k: b["yy"], "The fields are 'x', 'y'. Did you mean 'y'?"),
     "one key": (lambda p, b, k: jax.random.normal(k, (8,)), "and keys [8], one for each example."),
     "NumPy": (in_numpy, "write jnp in place of np."),
     "a branch": (lambda p, b, k: b["y"] if b["y"][0] > 0 else b["x"], "write jnp.where(condition"),
@@ -149,7 +149,7 @@ def test_predict_and_our_own_errors_show_the_users_frames(names):
     wide = {"x": np.ones((4, 7), np.float32)}
     for call, said in (
         (lambda: program.predict(program.init(), wide), "It was called with x float32[32, 7]."),
-        (lambda: program.predict(program.init(), {"z": wide["x"]}), "The batch has 'z'."),
+        (lambda: program.predict(program.init(), {"z": wide["x"]}), "The fields are 'z'."),
         (lambda: px.fit(names["task"], optax.sgd("0.1"), data, batch_size=8), "not optax.sgd('0"),
         (lambda: px.fit(names["task"], optax.sgd(0.1), data, batch_size=8.0), "batch_size=8.0"),
         (lambda: px.compile(names["task"], optax.sgd(0.1), px.Plan(data=9), data), "9 devices"),

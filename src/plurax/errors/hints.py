@@ -43,6 +43,6 @@ def of_a_function(error: Exception, given: str, fields: Sequence[str]) -> str:
     ways = [way for pattern, way in WAYS if re.search(pattern, said)]
     if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str) and fields:
         ways += [
-            f"The batch has {', '.join(map(repr, fields))}.{did_you_mean(error.args[0], fields)}"
+            f"The fields are {', '.join(map(repr, fields))}.{did_you_mean(error.args[0], fields)}"
         ]
     return "\n".join([*ways[:2], f"It was called with {given}."])
