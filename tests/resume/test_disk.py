@@ -375,13 +375,13 @@ def test_nothing_is_written_where_a_disk_was_mounted(tmp_path, before_save):
 
 def test_a_command_that_stopped_so_says_it_by_its_status(monkeypatch, capsys):
     def train(_arguments):
-        raise errors.saving_given_up("run", 3, 60, None, "No space left on device")
+        raise errors.SavingStoppedError("training stopped at step 60: 3 saves in a row failed")
 
     monkeypatch.setattr("plurax.cli.train_command.train_experiment", train)
     with pytest.raises(SystemExit) as ended:
         commands.main(["train", "file.py"])
     assert ended.value.code == ExitCode.PERMANENT
-    assert "no checkpoint is there, so resume starts from the beginning" in capsys.readouterr().err
+    assert "error: training stopped at step 60: 3 saves in a row" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore::plurax.train.saving.SaveFailedWarning")

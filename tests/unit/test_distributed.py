@@ -164,7 +164,7 @@ def test_a_port_that_is_taken_is_named():
 def test_the_exit_code_says_whose_fault_it_was():
     assert exit_code(errors.process_ended("process 1")) == 134
     assert exit_code(jax.errors.JaxRuntimeError("Gloo all-reduce: Connection reset")) == 134
-    assert exit_code(errors.epochs_not_positive(0)) == 2
+    assert exit_code(errors.BatchError("epochs=0")) == 2
     assert exit_code(errors.OutOfMemoryError("out of memory under Plan(data=2)")) == 79
     assert exit_code(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 1 byte")) == 79
     assert exit_code(MemoryError()) == 79

@@ -10,6 +10,7 @@ import numpy as np
 
 from plurax import errors, tree
 from plurax.cli.chosen import chosen_program, written
+from plurax.cli.options import Predict
 from plurax.cli.parse import parse, predict_options
 from plurax.disk import replacing
 from plurax.execute.placement import chunks
@@ -23,16 +24,15 @@ from plurax.validate import local_path
 def predict_command(arguments: list[str]) -> int:
     """Run the trained network over inputs, and write its outputs."""
     made, options, *_ = parse(arguments, "predict", predict_options)
-    missing = errors.best_none if options.best else errors.checkpoint_none
     directory = local_path(options.output) / ("best" if options.best else "checkpoints")
     if not directory.is_dir():
-        raise missing(str(options.output))
+        raise _nothing_saved(options)
     inputs = _read_arrays(options.inputs)
     program = chosen_program(made, options, options.chosen_plan())
     with Checkpoints(directory) as checkpoints:
         restored = restore(program, checkpoints)
     if restored is None:
-        raise missing(str(options.output))
+        raise _nothing_saved(options)
     try:
         outputs = program.predict(restored[0], inputs, chunk=options.chunk)
     except Exception as error:
@@ -50,8 +50,24 @@ def predict_command(arguments: list[str]) -> int:
     return 0
 
 
+def _nothing_saved(options: Predict) -> errors.CheckpointError:
+    if options.best:
+        return errors.CheckpointError(
+            f"{options.output} holds no best state, which --best predicts with: train with "
+            'callbacks=[plurax.callbacks.KeepBest("eval_loss")]. Without --best the newest state '
+            "is taken."
+        )
+    return errors.CheckpointError(
+        f"{options.output} holds no checkpoint; train with this directory first."
+    )
+
+
 def _read_arrays(path: Path) -> Any:
-    with refusing(lambda reason: errors.inputs_not_arrays(str(path), reason)):
+    with refusing(
+        lambda reason: errors.BatchError(
+            f"{path} is not a .npy or .npz file of plain arrays: {reason}"
+        )
+    ):
         if not path.is_file():
             raise errors.BatchError(f"{path}: no such file; --inputs wants a .npy or .npz file.")
         with path.open("rb") as file:

@@ -71,16 +71,6 @@ def data_one_shot() -> BatchError:
     )
 
 
-def epochs_not_positive(epochs: object) -> BatchError:
-    return BatchError(
-        f"epochs={epochs!r}: give the number of passes over the data, a whole number ≥ 1."
-    )
-
-
-def report_every_not_positive(given: object) -> BatchError:
-    return BatchError(f"report_every={given!r}: give a whole number of epochs, at least 1.")
-
-
 def batch_size_not_positive(batch_size: object) -> BatchError:
     return BatchError(
         f"batch_size={batch_size!r}: give the number of examples of a step, a whole number ≥ 1."
@@ -104,20 +94,6 @@ def mask_not_read_by_members(size: int, largest: int) -> BatchError:
         "the coupled loss does not read its mask: the padding rows would count in what it couples, "
         "such as the statistics of batch norm. Leave out the rows where mask is false (flax's "
         "BatchNorm takes the mask in its call), or the batch (ragged='drop')."
-    )
-
-
-def checkpoint_every_not_positive(given: object) -> BatchError:
-    return BatchError(
-        f"checkpoint_every={given!r}: give the number of steps between checkpoints, a whole number "
-        "≥ 1, or leave it out to save with each report only."
-    )
-
-
-def evaluate_every_not_positive(given: object) -> BatchError:
-    return BatchError(
-        f"evaluate_every={given!r}: give the number of steps between evaluations, a whole number "
-        "≥ 1, or leave it out to evaluate after each epoch only."
     )
 
 

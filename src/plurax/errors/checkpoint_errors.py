@@ -1,24 +1,11 @@
 """Checkpoints that cannot be written or read."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
-from plurax.errors.kinds import CheckpointError, DiskError, SavingStoppedError
+from plurax.errors.kinds import CheckpointError, DiskError
 
 MOST_LISTED = 12
 """Tensors that a message lists."""
-
-
-def checkpoint_none(directory: str) -> CheckpointError:
-    return CheckpointError(f"{directory} holds no checkpoint; train with this directory first.")
-
-
-def best_none(directory: str) -> CheckpointError:
-    return CheckpointError(
-        f"{directory} holds no best state, which --best predicts with: train with "
-        'callbacks=[plurax.callbacks.KeepBest("eval_loss")]. Without --best the newest state is '
-        "taken."
-    )
 
 
 def checkpoint_all_damaged(directory: str, reasons: Iterable[str]) -> CheckpointError:
@@ -84,17 +71,6 @@ def checkpoint_not_newer(directory: str, step: int, newest: int) -> CheckpointEr
     )
 
 
-def folder_in_use(directory: str, owner: Mapping[str, Any] | None, lock: str) -> CheckpointError:
-    who = "another process"
-    if owner is not None and owner["host"] is not None:
-        who = f"process {owner['pid']} on {owner['host']}"
-    return CheckpointError(
-        f"{directory} is written by {who}, and two writers would destroy each other's checkpoints. "
-        f"Wait for it, or choose another output directory. If that process has ended (another host "
-        f"cannot see it), delete {lock}."
-    )
-
-
 def checkpoint_not_written(directory: str, reason: str) -> DiskError:
     return DiskError(f"the checkpoint could not be written to {directory}: {reason}")
 
@@ -103,19 +79,6 @@ def checkpoint_too_slow(directory: str, seconds: float) -> DiskError:
     return DiskError(
         f"a checkpoint is still not written to {directory} after {seconds:g} s, and nothing waits "
         "longer. See whether the disk still answers; resume goes on from the checkpoint before."
-    )
-
-
-def saving_given_up(
-    directory: str, attempts: int, step: int, saved: int | None, reason: str
-) -> SavingStoppedError:
-    kept = "no checkpoint is there, so resume starts from the beginning"
-    if saved is not None:
-        kept = f"the checkpoint of step {saved} is kept, and resume goes on there"
-    return SavingStoppedError(
-        f"training stopped at step {step}: {attempts} saves in a row failed, and the last "
-        f"{step - (saved or 0)} steps are not saved; {kept}.\n  the last reason: {reason}\nMake "
-        f"room on the disk of {directory}, or see why it cannot be written, then resume."
     )
 
 

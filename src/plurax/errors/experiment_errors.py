@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from plurax.errors import hints
-from plurax.errors.kinds import BatchError, ExperimentError, MissingPackageError
+from plurax.errors.kinds import ExperimentError, MissingPackageError
 
 
 def package_missing(what: str, package: str, extra: str) -> MissingPackageError:
@@ -58,10 +58,6 @@ def unknown_command(given: str, known: Sequence[str]) -> ExperimentError:
         f"{given!r} is not a command.{hints.did_you_mean(given, known)} The commands are "
         f"{', '.join(known)}; plurax --help explains them."
     )
-
-
-def inputs_not_arrays(path: str, reason: str) -> BatchError:
-    return BatchError(f"{path} is not a .npy or .npz file of plain arrays: {reason}")
 
 
 def missing_extra(package: str, extra: str) -> ImportError:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from plurax.errors.kinds import CheckpointError, MembersError, PlanError
+from plurax.errors.kinds import MembersError, PlanError
 
 
 def members_are_none(given: object) -> MembersError:
@@ -49,19 +49,6 @@ def members_start_alone(what: str) -> MembersError:
     return MembersError(
         f"init({what}=...) starts one network, and this program has members, each with a seed of "
         "its own. Leave it out, and give the seeds to plurax.Members(seeds)."
-    )
-
-
-def members_not_grown(before: int, now: int) -> CheckpointError:
-    if not before:
-        return CheckpointError(
-            f"the checkpoint holds one network, and a population of {now} is asked for. Leave "
-            "members out, or train the population in another output directory."
-        )
-    return CheckpointError(
-        f"the checkpoint holds {before} members and {now} are asked for, which do not begin with "
-        "the same ones: seeds, hyperparameters and resampling of the first must not change. "
-        "Train another population in another output directory."
     )
 
 

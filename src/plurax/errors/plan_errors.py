@@ -30,20 +30,6 @@ def plan_shardings_not_rules(given: object) -> PlanError:
     )
 
 
-def plan_tensor_unused(tensor: int, paths: Iterable[str], names: Iterable[str]) -> PlanError:
-    paths, names = list(paths), list(names)
-    example = paths[0] if paths else "*"
-    return PlanError(
-        f"Plan(tensor={tensor}): no rule and no annotation splits anything over `tensor`, so "
-        f"{tensor} devices would each do the same work. Say what is split: Plan(tensor={tensor}, "
-        f"shardings={{{example!r}: (..., 'tensor')}}) for parameters and activations named by "
-        "plurax.name, plurax.sharding.megatron for the rules of a transformer, plurax.shard in the "
-        f"model for an operator. Or use data={tensor}, which splits the batch and needs no rules. "
-        f"Parameters: {', '.join(paths) or 'none'}. "
-        f"Named activations: {', '.join(names) or 'none'}."
-    )
-
-
 def plan_unknown_key(key: str, known: Iterable[str], source: str) -> PlanError:
     known = list(known)
     hint = hints.did_you_mean(key, known)

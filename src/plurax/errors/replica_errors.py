@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from plurax.errors.kinds import BatchError, ReplicaError
+from plurax.errors.kinds import ReplicaError
 
 
 def replicas_differ(
@@ -18,13 +18,6 @@ def replicas_differ(
         f"after step {step} {what}. They are computed from the same sums and must be equal, so a "
         "device's memory or arithmetic is at fault. Each checkpoint was compared before it was "
         "saved: resume from the newest, and leave that device out if it happens again."
-    )
-
-
-def check_replicas_every_not_positive(given: object) -> BatchError:
-    return BatchError(
-        f"check_replicas_every={given!r}: give the number of steps between comparisons, a whole "
-        "number ≥ 1, or None to compare nothing."
     )
 
 

@@ -6,14 +6,6 @@ from typing import Literal
 from plurax.errors.kinds import PlanError
 
 
-def schedule_deadlock(waiting: Sequence[str]) -> PlanError:
-    return PlanError(
-        "the schedule cannot run: devices wait for each other forever: "
-        + "; ".join(waiting)
-        + ". Put what they wait for earlier in the list."
-    )
-
-
 def layers_wrong_sum(
     layers: Sequence[int], found: int, model: Literal["stack", "boundaries"], even: Sequence[int]
 ) -> PlanError:
@@ -26,15 +18,6 @@ def layers_wrong_sum(
     return PlanError(
         f"Plan(layers={tuple(layers)}) adds up to {sum(layers)} layers, and {there[model]}: "
         f"{works}."
-    )
-
-
-def too_few_layers(depth: int, pipeline: int, stages: int) -> PlanError:
-    chunks = stages // pipeline
-    near = max((n for n in range(1, pipeline + 1) if n * chunks <= depth), default=1)
-    return PlanError(
-        f"the plan has {stages} stages and the stack {depth} layers: every stage needs one. "
-        f"pipeline={near} works" + (f", stages={near * chunks}." if chunks > 1 else ".")
     )
 
 

@@ -26,16 +26,3 @@ def search_splits_nothing(plan: str) -> PlanError:
         f"Plan({plan}): splitting tensors or operators over `tensor` costs more than it saves, so "
         "there is nothing to split."
     )
-
-
-def search_nothing_fits(memory: float, least: Sequence[tuple[str, float, str]]) -> PlanError:
-    some = "".join(
-        f"\n  {plan}: " + (f"at least {size:,.0f} bytes" if why == "memory" else why)
-        for plan, size, why in least
-    )
-    if all(why != "memory" for _, _, why in least):
-        return PlanError(f"no plan that agrees with what is pinned can be:{some}")
-    return PlanError(
-        f"no plan fits in {memory:,.0f} bytes per device. The nearest:{some}\n"
-        "More devices, a smaller batch or bfloat16 need less."
-    )

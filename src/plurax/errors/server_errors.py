@@ -1,6 +1,6 @@
 """Errors about parameter servers."""
 
-from plurax.errors.kinds import PeerError, PlanError
+from plurax.errors.kinds import PlanError
 
 
 def optimizer_needs_shards(operation: str) -> PlanError:
@@ -38,19 +38,4 @@ def servers_store_too_small(wanted: int, found: int, where: str) -> PlanError:
         f"what workers and servers send each other needs {wanted / 1e9:.2f} GB of memory that "
         f"processes share, and {where} {found / 1e9:.2f} GB: Ray would write the rest to disk. "
         "Take fewer workers, a compression, or more shared memory (of a container: --shm-size)."
-    )
-
-
-def servers_head_gone(address: str, reason: str) -> PeerError:
-    return PeerError(
-        f"the head of the Ray cluster ({address}) has ended: {reason}. Workers and servers cannot "
-        "be started again without it. Training stopped; what was saved last can be resumed."
-    )
-
-
-def servers_raylet_gone() -> PeerError:
-    return PeerError(
-        "Ray's process on this machine (raylet) has ended. It was killed, perhaps for memory; its "
-        "log is in /tmp/ray/session_latest/logs. Workers and servers cannot be started again "
-        "without it. Training stopped; what was saved last can be resumed."
     )

@@ -5,15 +5,6 @@ from typing import Any
 from plurax.errors.kinds import PlanError
 
 
-def gathered_whole(operation: str, size: int, where: str) -> str:
-    return (
-        f"`{operation}` at {where} has no sharding rule: {size:,} bytes of its operands are "
-        "gathered on every device each time, and all devices compute the same. The result is "
-        "right. To split the work, put the operation into a `jax.shard_map`; to avoid the gather, "
-        "replicate its operands by a rule in Plan(shardings=...)."
-    )
-
-
 def spec_too_long(spec: tuple[Any, ...], rank: int, name: str = "the tensor") -> PlanError:
     return PlanError(
         f"the sharding {spec} has {len(spec)} entries and {name} has {rank} "

@@ -63,13 +63,6 @@ def data_file_unreadable(what: str, given: str, reason: str) -> BatchError:
     )
 
 
-def data_files_differ(what: str, first: str, other: str) -> BatchError:
-    return BatchError(
-        f"{what}: the columns of {other} are not those of {first}. Files that are read as one need "
-        "the same columns with the same dtypes."
-    )
-
-
 def examples_not_understood(what: str, reason: str) -> BatchError:
     return BatchError(
         f"{what}: its examples cannot be put together in a batch: {reason}. An example is an "

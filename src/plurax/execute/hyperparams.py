@@ -71,7 +71,14 @@ class Hyperparams:
         """Return the path of the only hyperparameter of a name or path."""
         paths = [path for path in self._leaves if name in (path, _name(path))]
         if not paths:
-            raise errors.hyperparam_unknown(name, sorted({_name(path) for path in self._leaves}))
+            there = sorted({_name(path) for path in self._leaves})
+            way = f"; it keeps {', '.join(there)}."
+            if not there:
+                way = (
+                    f", nor any other. Write optax.inject_hyperparams(optax.adam)({name}=1e-3) for "
+                    "optax.adam(1e-3)."
+                )
+            raise errors.TaskError(f"the optimizer's state keeps no hyperparameter {name!r}{way}")
         if len(paths) > 1:
             raise errors.TaskError(
                 f"several hyperparameters of the optimizer are named {name!r}. Give the path of "

@@ -172,7 +172,12 @@ def layer_assignment(stack: Stack | None, plan: Plan) -> LayerAssignment:
             raise errors.layers_wrong_sum(plan.layers, depth, "stack", even)
         return LayerAssignment(tuple(plan.layers), plan.pipeline)
     if stack is not None and depth < stages:
-        raise errors.too_few_layers(depth, plan.pipeline, stages)
+        chunks = stages // plan.pipeline
+        near = max((n for n in range(1, plan.pipeline + 1) if n * chunks <= depth), default=1)
+        raise errors.PlanError(
+            f"the plan has {stages} stages and the stack {depth} layers: every stage needs one. "
+            f"pipeline={near} works" + (f", stages={near * chunks}." if chunks > 1 else ".")
+        )
     return LayerAssignment(even, plan.pipeline)
 
 

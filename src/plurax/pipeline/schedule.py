@@ -346,7 +346,11 @@ def ticks(schedule: Schedule) -> list[tuple[Action | None, ...]]:
             at[device] += 1
             todo += waiting.pop((device, action), ())
     if waiting:
-        raise errors.schedule_deadlock(_waiting(schedule, at, ticks_of))
+        raise errors.PlanError(
+            "the schedule cannot run: devices wait for each other forever: "
+            f"{'; '.join(_waiting(schedule, at, ticks_of))}. Put what they wait for earlier in the "
+            "list."
+        )
     columns: list[list[Action | None]] = [
         [None] * schedule.devices for _ in range(1 + max(last, default=-1))
     ]

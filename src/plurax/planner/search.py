@@ -113,9 +113,7 @@ def search(
     run = _Run(task, optimizer, like, machine, model, limit, shardings)
     run.look(every, count, started, seconds)
     if not run.ranked:
-        nearest = sorted(run.refused, key=lambda one: (one.why != "memory", one.memory))[:3]
-        texts = [(one.plan.sizes_text(), one.memory, one.why) for one in nearest]
-        raise errors.search_nothing_fits(limit, texts)
+        raise _nothing_fits(limit, run.refused)
     return Found(
         machine=machine,
         memory=limit,
@@ -127,6 +125,22 @@ def search(
         least_left=run.least_left,
         seconds=time.perf_counter() - started,
         shardings=shardings,
+    )
+
+
+def _nothing_fits(memory: float, refused: Sequence[Ranked]) -> errors.PlanError:
+    """Return the error that names the three plans that come nearest to fitting."""
+    nearest = sorted(refused, key=lambda one: (one.why != "memory", one.memory))[:3]
+    some = "".join(
+        f"\n  {one.plan.sizes_text()}: "
+        + (f"at least {one.memory:,.0f} bytes" if one.why == "memory" else one.why)
+        for one in nearest
+    )
+    if all(one.why != "memory" for one in nearest):
+        return errors.PlanError(f"no plan that agrees with what is pinned can be:{some}")
+    return errors.PlanError(
+        f"no plan fits in {memory:,.0f} bytes per device. The nearest:{some}\nMore devices, a "
+        "smaller batch or bfloat16 need less."
     )
 
 

@@ -296,10 +296,19 @@ class RayTransport(Transport):
 
         Ray ends this process without a word as soon as it needs the store of a raylet that is gone.
         """
-        reason = _unreachable(self._head)
-        gone = errors.servers_head_gone(self._head, reason) if reason else None
-        if gone is None and self._raylet is not None and _is_closed(self._raylet):
-            gone = errors.servers_raylet_gone()
+        gone = None
+        if reason := _unreachable(self._head):
+            gone = errors.PeerError(
+                f"the head of the Ray cluster ({self._head}) has ended: {reason}. Workers and "
+                "servers cannot be started again without it. Training stopped; what was saved last "
+                "can be resumed."
+            )
+        elif self._raylet is not None and _is_closed(self._raylet):
+            gone = errors.PeerError(
+                "Ray's process on this machine (raylet) has ended. It was killed, perhaps for "
+                "memory; its log is in /tmp/ray/session_latest/logs. Workers and servers cannot be "
+                "started again without it. Training stopped; what was saved last can be resumed."
+            )
         if gone is None:
             return
         # There is nobody to say good-bye to: Ray would wait for its head for a minute, before it

@@ -218,8 +218,11 @@ class Blocks(Source):
             file, block = self._places[index]
             found = arrow.arrays(self._what, self._files[file].read(block), "a file")
             if parts and _shapes(found) != _shapes(parts[0]):
-                raise errors.data_files_differ(self._what, str(self._paths[0]),
-                                               str(self._paths[file]))  # fmt: skip
+                raise errors.BatchError(
+                    f"{self._what}: the columns of {self._paths[file]} are not those of "
+                    f"{self._paths[0]}. Files that are read as one need the same columns with the "
+                    "same dtypes."
+                )
             parts.append(found)
         return _joined(parts)
 

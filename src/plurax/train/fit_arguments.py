@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +34,33 @@ def checked_numbers(
     compare_every: Any,
 ) -> tuple[int, int, int, int | None, int | None]:
     """Return `fit`'s numbers as Python integers, which JSON can encode. Raises for others."""
+    what = {
+        "epochs": "the number of passes over the data, a whole number ≥ 1",
+        "report_every": "a whole number of epochs, at least 1",
+        "checkpoint_every": "the number of steps between checkpoints, a whole number ≥ 1, or leave "
+        "it out to save with each report only",
+        "evaluate_every": "the number of steps between evaluations, a whole number ≥ 1, or leave "
+        "it out to evaluate after each epoch only",
+        "check_replicas_every": "the number of steps between comparisons, a whole number ≥ 1, or "
+        "None to compare nothing",
+    }
 
-    def positive(given: Any, refused: Callable[[Any], Exception]) -> int:
+    def positive(name: str, given: Any) -> int:
         number = whole_number(given)
         if number is None:
-            raise refused(given)
+            raise errors.BatchError(f"{name}={given!r}: give {what[name]}.")
         return number
 
-    def steps(given: Any, refused: Callable[[Any], Exception]) -> int | None:
-        return None if given is None else positive(given, refused)
+    def steps(name: str, given: Any) -> int | None:
+        return None if given is None else positive(name, given)
 
-    steps(compare_every, errors.check_replicas_every_not_positive)
+    steps("check_replicas_every", compare_every)
     return (
-        positive(epochs, errors.epochs_not_positive),
+        positive("epochs", epochs),
         check_seed(seed),
-        positive(report_every, errors.report_every_not_positive),
-        steps(checkpoint_every, errors.checkpoint_every_not_positive),
-        steps(evaluate_every, errors.evaluate_every_not_positive),
+        positive("report_every", report_every),
+        steps("checkpoint_every", checkpoint_every),
+        steps("evaluate_every", evaluate_every),
     )
 
 

@@ -136,7 +136,17 @@ class Run:
         schedule, for other values, in other hooks, and with parameter servers.
         """
         if not self._settable:
-            raise errors.hyperparams_not_now(servers=self._servers)
+            when = (
+                "set them in on_start, on_evaluation or on_epoch. on_step is called some steps "
+                "late, so that a resumed run would set them elsewhere; for a value of each step "
+                "give the optimizer a schedule."
+            )
+            if self._servers:
+                when = (
+                    "with servers= the optimizer's state is on the servers. Give the optimizer a "
+                    "schedule, or train without servers."
+                )
+            raise errors.TaskError(f"run.set_hyperparams(): {when}")
         self.state = self.program.hyperparams.set(self.state, values)
 
     @contextlib.contextmanager

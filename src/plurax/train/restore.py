@@ -134,7 +134,16 @@ def _shapes_saved(program: Program, meta: dict[str, Any], *, grow: bool) -> Trai
     count = len(before["table"])
     wanted = len(now["table"])
     if not count or before["table"] != now["table"][:count] or (not grow and count < wanted):
-        raise errors.members_not_grown(count, wanted)
+        if not count:
+            raise errors.CheckpointError(
+                f"the checkpoint holds one network, and a population of {wanted} is asked for. "
+                "Leave members out, or train the population in another output directory."
+            )
+        raise errors.CheckpointError(
+            f"the checkpoint holds {count} members and {wanted} are asked for, which do not begin "
+            "with the same ones: seeds, hyperparameters and resampling of the first must not "
+            "change. Train another population in another output directory."
+        )
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=_where(program)),
         program.canonical_shapes,

@@ -171,9 +171,14 @@ class Saving:
         self._alarm(step, saving, str(error))
         if self._failed >= ATTEMPTS:
             assert self._checkpoints is not None
-            directory = str(self._checkpoints.directory)
-            raise errors.saving_given_up(
-                directory, self._failed, step, self._saved, str(error)
+            kept = "no checkpoint is there, so resume starts from the beginning"
+            if self._saved is not None:
+                kept = f"the checkpoint of step {self._saved} is kept, and resume goes on there"
+            raise errors.SavingStoppedError(
+                f"training stopped at step {step}: {self._failed} saves in a row failed, and the "
+                f"last {step - (self._saved or 0)} steps are not saved; {kept}.\n  the last "
+                f"reason: {error}\nMake room on the disk of {self._checkpoints.directory}, or see "
+                "why it cannot be written, then resume."
             ) from error
 
     def _alarm(self, step: int, saving: int, reason: str) -> None:

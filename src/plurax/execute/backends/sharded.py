@@ -113,10 +113,18 @@ class ShardedBackend(Backend):
         self.layout = StateShardings(like, plan, rules, sizes, stacked, layered, frozen=task.frozen)
         tags = annotations_in(jaxpr)
         names = activation_names(tags)
-        self._rules.check_used(list(tree.named_leaves(like.params)), names)
+        paths = list(tree.named_leaves(like.params))
+        self._rules.check_used(paths, names)
         if sizes.get("tensor", 1) > 1 and not _uses_tensor(plan, tags, jaxpr):
-            raise errors.plan_tensor_unused(
-                plan.tensor, list(tree.named_leaves(like.params)), names
+            example = paths[0] if paths else "*"
+            raise errors.PlanError(
+                f"Plan(tensor={plan.tensor}): no rule and no annotation splits anything over "
+                f"`tensor`, so {plan.tensor} devices would each do the same work. Say what is "
+                f"split: Plan(tensor={plan.tensor}, shardings={{{example!r}: (..., 'tensor')}}) "
+                "for parameters and activations named by plurax.name, plurax.sharding.megatron for "
+                "the rules of a transformer, plurax.shard in the model for an operator. Or use "
+                f"data={plan.tensor}, which splits the batch and needs no rules. Parameters: "
+                f"{', '.join(paths) or 'none'}. Named activations: {', '.join(names) or 'none'}."
             )
         parts = _parts(tags, sizes.get("tensor", 1))
         runs = {"permutes": plan.pipeline == 1, "on_cpu": on_cpu(mesh)}
@@ -245,8 +253,15 @@ class ShardedBackend(Backend):
         for (operation, where), size in sizes.items():
             if f"{operation} at {where}" not in self._warned:
                 self._warned.add(f"{operation} at {where}")
-                text = errors.gathered_whole(operation, size, where)
-                warnings.warn(text, errors.ShardingWarning, stacklevel=2)
+                warnings.warn(
+                    f"`{operation}` at {where} has no sharding rule: {size:,} bytes of its "
+                    "operands are gathered on every device each time, and all devices compute the "
+                    "same. The result is right. To split the work, put the operation into a "
+                    "`jax.shard_map`; to avoid the gather, replicate its operands by a rule in "
+                    "Plan(shardings=...).",
+                    errors.ShardingWarning,
+                    stacklevel=2,
+                )
 
     def _norm(self, grads: PyTree) -> Array:
         """Return the global norm of sharded gradients: one `psum` per set of mesh axes."""

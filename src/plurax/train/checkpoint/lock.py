@@ -53,7 +53,14 @@ class FolderLock:
             free = _try_lock(descriptor)
             owner = _read_owner(descriptor)
             if not free or (owner is not None and not _is_gone(owner)):
-                raise errors.folder_in_use(str(self.path.parent), owner, str(self.path))
+                who = "another process"
+                if owner is not None and owner["host"] is not None:
+                    who = f"process {owner['pid']} on {owner['host']}"
+                raise errors.CheckpointError(
+                    f"{self.path.parent} is written by {who}, and two writers would destroy each "
+                    "other's checkpoints. Wait for it, or choose another output directory. If that "
+                    f"process has ended (another host cannot see it), delete {self.path}."
+                )
             _write(descriptor, json.dumps(_self()))
         except BaseException:
             os.close(descriptor)
