@@ -1,6 +1,7 @@
 """The rules of the house: who imports whom, what is public, how large things may grow."""
 
 import ast
+import collections
 import importlib
 import re
 import subprocess
@@ -252,6 +253,27 @@ def test_every_message_is_pinned_by_a_test():
         if runs and not any(run in tests for run in runs):
             loose.append(f"{message.where}: {message.text}")
     assert loose == [], "no test has their words"
+
+
+def test_a_message_of_one_place_stands_there():
+    """A builder is for several places, or has forms to choose from; a file may be too full."""
+    builders = {
+        node.name: node
+        for path in (SOURCE / "errors").glob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and len(node.body) == 1
+    }
+    raised = collections.defaultdict(list)
+    for path in FILES:
+        code = path.read_text()
+        for name in re.findall(r"(?<=\berrors\.)[a-z_]+", code):
+            raised[name].append((path, f"raise errors.{name}(" in code))
+    once = {name: places[0] for name, places in raised.items() if len(places) == 1}
+    assert not [
+        name
+        for name, (path, by_raise) in once.items()
+        if name in builders and by_raise and len(path.read_text().splitlines()) < 560
+    ]
 
 
 def test_nothing_names_a_machine_or_a_registry():

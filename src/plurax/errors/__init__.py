@@ -6,24 +6,13 @@ why, and what to write instead; tests pin its text. `assert` is for mistakes of 
 
 from plurax.errors.argument_errors import *  # noqa: F403
 from plurax.errors.batch_errors import *  # noqa: F403
-from plurax.errors.callback_errors import *  # noqa: F403
 from plurax.errors.checkpoint_errors import *  # noqa: F403
 from plurax.errors.experiment_errors import *  # noqa: F403
 from plurax.errors.hints import *  # noqa: F403
 from plurax.errors.kinds import *  # noqa: F403
-from plurax.errors.launch_errors import *  # noqa: F403
 from plurax.errors.machine_errors import *  # noqa: F403
 from plurax.errors.member_errors import *  # noqa: F403
-from plurax.errors.model_errors import *  # noqa: F403
 from plurax.errors.plan_errors import *  # noqa: F403
-from plurax.errors.prediction_errors import *  # noqa: F403
 from plurax.errors.process_errors import *  # noqa: F403
-from plurax.errors.replica_errors import *  # noqa: F403
-from plurax.errors.report_errors import *  # noqa: F403
-from plurax.errors.schedule_errors import *  # noqa: F403
-from plurax.errors.search_errors import *  # noqa: F403
-from plurax.errors.server_errors import *  # noqa: F403
-from plurax.errors.sharding_errors import *  # noqa: F403
 from plurax.errors.source_errors import *  # noqa: F403
-from plurax.errors.sweep_errors import *  # noqa: F403
 from plurax.errors.task_errors import *  # noqa: F403

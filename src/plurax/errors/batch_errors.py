@@ -1,4 +1,4 @@
-"""Data and states that do not fit the program they are given to."""
+"""Data, states and predictions that do not fit the program they are given to."""
 
 from plurax.errors.kinds import BatchError
 
@@ -111,3 +111,7 @@ def local_batches_need_batches() -> BatchError:
         "local_batches=True is for an iterable of which each process gives its own rows of every "
         "batch. Of arrays each process reads only its own rows anyway: leave local_batches out."
     )
+
+
+def picture_of_nothing(function: str, wanted: str) -> BatchError:
+    return BatchError(f"{function} got nothing to draw; give at least one {wanted}.")

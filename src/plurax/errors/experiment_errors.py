@@ -1,4 +1,4 @@
-"""Files and arguments given to the command line."""
+"""Experiment files, runs and the command line."""
 
 from collections.abc import Sequence
 
@@ -63,4 +63,11 @@ def unknown_command(given: str, known: Sequence[str]) -> ExperimentError:
 def missing_extra(package: str, extra: str) -> ImportError:
     return ImportError(
         f"{package} is not installed; install it with pip install 'plurax[{extra}]'."
+    )
+
+
+def report_not_a_run(path: str) -> ExperimentError:
+    return ExperimentError(
+        f"{path} is not the folder of a run: there is no metrics.jsonl in it, nor in the folders "
+        "in it. Give the output directory of a run: plurax report runs/digits."
     )

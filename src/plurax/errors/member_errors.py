@@ -1,5 +1,6 @@
-"""Populations that cannot be made, or do not fit where they are used; resampling."""
+"""Populations and sweeps that cannot be made, or do not fit where they are used."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from plurax.errors.kinds import MembersError, PlanError
@@ -64,4 +65,18 @@ def resample_needs_arrays(kind: str) -> MembersError:
         f"Members(resample={kind}) draws rows by number, and these data do not stay on the devices "
         "(an iterable of batches, or resident=False). Give the data as arrays, or leave resample "
         "out: then every member sees every batch."
+    )
+
+
+def sweep_without_rows() -> MembersError:
+    return MembersError(
+        "the table of this sweep is empty: it was stopped before the first report of its first "
+        "bucket. Train on with resume=True."
+    )
+
+
+def sweep_no_metric(name: str, known: Iterable[str]) -> MembersError:
+    return MembersError(
+        f"there is no metric {name!r}; there are {', '.join(known)}. Those of the evaluation begin "
+        "with eval_."
     )

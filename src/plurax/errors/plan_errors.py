@@ -1,6 +1,7 @@
-"""Plans that cannot run."""
+"""Plans that cannot run: sizes, rules, schedules, shardings, what a search is pinned to."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 from plurax.errors import hints
 from plurax.errors.kinds import OutOfMemoryError, PlanError
@@ -77,4 +78,78 @@ def strategy_wrong_entries(equation: str, given: object) -> PlanError:
         f"the plan's strategy of equation {equation!r} has the inputs {given!r}: give a list for "
         'each operand, with "replicated" or the name of a mesh axis for each dim, or [] to leave '
         "the operand open."
+    )
+
+
+def layers_wrong_sum(
+    layers: Sequence[int], found: int, model: Literal["stack", "boundaries"], even: Sequence[int]
+) -> PlanError:
+    there = {
+        "stack": f"the stack has {found} layers",
+        "boundaries": f"the model's plurax.stage_boundary calls split it into {found}, one after "
+        "another",
+    }
+    works = f"layers={tuple(even)} works, the default" if all(even) else "take fewer stages"
+    return PlanError(
+        f"Plan(layers={tuple(layers)}) adds up to {sum(layers)} layers, and {there[model]}: "
+        f"{works}."
+    )
+
+
+def optimizer_needs_stages(operation: str) -> PlanError:
+    return PlanError(
+        "under pipeline > 1 each stage's tensors are on that stage's devices only, and the "
+        f"optimizer's {operation!r} reads tensors of several stages at once. Sums and norms over "
+        "all parameters work; so does this optimizer with pipeline=1 and zero=1."
+    )
+
+
+def pin_of_nothing(path: str, paths: Sequence[str]) -> PlanError:
+    hint = hints.did_you_mean(path, paths)
+    return PlanError(
+        f"the strategy pinned for {path!r} belongs to no equation and no parameter of this "
+        f"step.{hint}"
+    )
+
+
+def pins_contradict(pinned: Sequence[str]) -> PlanError:
+    return PlanError(
+        f"no choice of strategies keeps what is pinned for {', '.join(pinned)}: a sum that is not "
+        "partial cannot become partial again. Leave one of them open."
+    )
+
+
+def search_splits_nothing(plan: str) -> PlanError:
+    return PlanError(
+        f"Plan({plan}): splitting tensors or operators over `tensor` costs more than it saves, so "
+        "there is nothing to split."
+    )
+
+
+def spec_too_long(spec: tuple[Any, ...], rank: int, name: str = "the tensor") -> PlanError:
+    return PlanError(
+        f"the sharding {spec} has {len(spec)} entries and {name} has {rank} "
+        f"dim{'s' if rank != 1 else ''}: give one entry for each dim, None for a dim that is not "
+        "split."
+    )
+
+
+def sharding_wrong_rank(what: str, shape: tuple[int, ...], sharding: str) -> PlanError:
+    return PlanError(
+        f"{what} has the shape {shape}, {len(shape)} dims, and the sharding {sharding} has another "
+        "number of entries: give one for each dim, None for a dim that is not split."
+    )
+
+
+def sharding_unknown_axis(what: str, axis: str, axes: tuple[str, ...]) -> PlanError:
+    return PlanError(
+        f"the sharding of {what} names the mesh axis {axis!r}; the axes are {', '.join(axes)}."
+    )
+
+
+def by_hand_over_data(spec: Any) -> PlanError:
+    return PlanError(
+        f"jax.shard_map in the model splits over 'data' by {spec}, but the loss already gets "
+        "the rows of one device only, and plurax sums over devices. Leave 'data' out of in_specs "
+        "and out_specs."
     )

@@ -1,4 +1,4 @@
-"""Tasks whose functions do not keep their contract."""
+"""Tasks, models and optimizers whose functions do not keep their contract."""
 
 import linecache
 import re
@@ -112,4 +112,19 @@ def build_is_a_module(library: str, kind: str, argument: str) -> TaskError:
     return TaskError(
         f"{library}.task(build=...) got a {kind} instance; a task builds its own from each seed: "
         f"build=lambda {argument}: {kind}(..., {argument}={argument})."
+    )
+
+
+def model_got_keys(library: str, call: str, shape: tuple[int, ...]) -> TaskError:
+    return TaskError(
+        f"the {library} model got keys of shape {shape}, and takes one. Write the loss for one "
+        f"example, f(model, example, key), call {call} in it, and lift it: "
+        "loss=plurax.per_example(f)."
+    )
+
+
+def not_a_keras_model(kind: str) -> TaskError:
+    return TaskError(
+        f"keras.task(model=...) got a {kind}; give a Keras model, or a function without arguments "
+        "that makes one: model=lambda: keras.Sequential([...])."
     )
