@@ -145,6 +145,29 @@ def test_there_are_at_most_eight_floors():
     assert rooms == set(ORDER)
 
 
+def budgets():
+    """The rows of the table in CONTRIBUTING.md: the rooms of a part, and its lines at most."""
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text().split("## Budgets")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| ([\w ,`]+) \| ([\d,]+) \|$", text, re.MULTILINE)
+    return {tuple(re.findall(r"\w+", rooms)): int(most.replace(",", "")) for rooms, most in rows}
+
+
+def test_each_part_keeps_to_its_budget_of_lines():
+    """A part that has to grow makes room first, or says in the table by how much."""
+    lines = collections.Counter()
+    for path in FILES:
+        folder = room(path) if path.parent != SOURCE else "top"
+        lines[folder] += len(path.read_text().splitlines())
+    parts = budgets()
+    assert sorted(name for rooms in parts for name in rooms) == sorted(lines)
+    over = {
+        rooms: (spent, most)
+        for rooms, most in parts.items()
+        if (spent := sum(lines[name] for name in rooms)) > most
+    }
+    assert not over, f"lines, and lines at most: {over}"
+
+
 def test_no_two_modules_have_one_name():
     names = [path.stem for path in FILES if path.stem not in ("__init__", "__main__")]
     names += [
