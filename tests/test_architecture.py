@@ -131,6 +131,23 @@ def test_imports_run_one_way(path):
             )
 
 
+def test_no_modules_import_each_other():
+    """Not in a function either, nor for annotations alone: one of the two is in the wrong place."""
+    modules = {
+        ".".join(("plurax", *path.relative_to(SOURCE).with_suffix("").parts)): path
+        for path in FILES
+        if path.stem != "__init__"
+    }
+    needed = {
+        name: {other for other in imports(path) if other in modules and other != name}
+        for name, path in modules.items()
+    }
+    while leaves := [name for name, others in needed.items() if not others & needed.keys()]:
+        for name in leaves:
+            del needed[name]
+    assert not needed, f"in a circle, or importing one: {sorted(needed)}"
+
+
 def test_one_room_knows_which_process_this_is():
     """What differs between one process and many is in `distributed`; others call its functions."""
     for path in FILES:

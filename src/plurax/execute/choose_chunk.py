@@ -17,7 +17,7 @@ from plurax import hlo as compiled_hlo
 from plurax.execute.autotune import Candidate, Run, autotune, timed_runner
 from plurax.execute.backends.choose import needs_partitioner
 from plurax.execute.chunk_rule import choose_chunk, even_chunk
-from plurax.execute.initial_state import place_start
+from plurax.execute.layouts.state_layout import place_start
 from plurax.execute.population import Population
 from plurax.mesh import memory_budget
 from plurax.plan import Plan

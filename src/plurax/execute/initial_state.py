@@ -2,25 +2,19 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from plurax import errors, tree
-from plurax.distributed.global_arrays import put
 from plurax.execute.gradient import check_parameters
 from plurax.freezing import check_frozen, trained
-from plurax.mesh import replicated
 from plurax.state import TrainState
 from plurax.task import Task
 from plurax.weights.start import StartInit, replaced
-
-if TYPE_CHECKING:
-    from plurax.execute.layouts.state_layout import StateLayout
 
 
 def new_state(
@@ -73,22 +67,6 @@ def initial(task: Task, key: Any) -> tuple[PyTree, PyTree]:
             "something else."
         )
     return made
-
-
-def place_start(task: Task, layout: "StateLayout", mesh: Mesh) -> dict[str, jax.Array]:
-    """Return the weights that a task starts from by path, each in its sharding on a mesh.
-
-    Of members, which all have the same, every device has them whole.
-    """
-    if not isinstance(task.init, StartInit):
-        return {}
-    like = tree.named_leaves(layout.canonical.params)
-    where = tree.named_leaves(layout.canonical_shardings(mesh).params)
-    weights = {}
-    for name, array in task.init.weights.items():
-        one = like[name].shape == array.shape
-        weights[name] = put(array, where[name] if one else replicated(mesh))
-    return weights
 
 
 def same_shapes(state: TrainState, like: TrainState) -> bool:

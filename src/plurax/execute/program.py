@@ -20,7 +20,7 @@ from plurax import errors
 from plurax import hlo as compiled_hlo
 from plurax.collective import Collective
 from plurax.distributed.global_arrays import put
-from plurax.execute import evaluate, initial_state, lowering
+from plurax.execute import evaluate, lowering
 from plurax.execute.array_data import ArrayData
 from plurax.execute.autotune import Candidate
 from plurax.execute.batch_buffer import Buffers
@@ -30,8 +30,9 @@ from plurax.execute.dispatch_limiter import DispatchLimiter
 from plurax.execute.epoch_loop import equal_sizes
 from plurax.execute.gradient import Totals
 from plurax.execute.hyperparams import Hyperparams
-from plurax.execute.initial_state import new_state, replace_params, same_shapes
+from plurax.execute.initial_state import check_stored, new_state, replace_params, same_shapes
 from plurax.execute.layouts.parameter_info import ParameterInfo
+from plurax.execute.layouts.state_layout import place_start
 from plurax.execute.mask import MaskWarning, mask_not_read
 from plurax.execute.network import Network
 from plurax.execute.placement import Placed, Placement, device_data, leading_dim
@@ -163,7 +164,7 @@ class Program:
 
     @property
     def _start(self) -> dict[str, jax.Array]:
-        return initial_state.place_start(self._example.task, self._functions.layout, self.mesh)
+        return place_start(self._example.task, self._functions.layout, self.mesh)
 
     @functools.cached_property
     def _init(self) -> Any:
@@ -560,7 +561,7 @@ class Program:
                 check_donatable(state)
             if not same_shapes(state, self.state_shapes) and self.members is not None:
                 self._functions.layout.check(state)
-            initial_state.check_stored(state, self.state_shapes)
+            check_stored(state, self.state_shapes)
             raise
         self._in_flight.started(metrics["loss"])
         return state, metrics

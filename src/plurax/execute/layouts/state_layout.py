@@ -17,11 +17,14 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
+from plurax.distributed.global_arrays import put
 from plurax.execute.initial_state import check_state
 from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.mesh import replicated
 from plurax.state import TrainState
-from plurax.tree import path_name
+from plurax.task import Task
+from plurax.tree import named_leaves, path_name
+from plurax.weights.start import StartInit
 
 
 class StateLayout(abc.ABC):
@@ -99,6 +102,22 @@ class StateLayout(abc.ABC):
     def check(self, state: TrainState) -> None:
         """Raise `BatchError` where a canonical state has other structure, shapes or dtypes."""
         check_state(state, self.canonical)
+
+
+def place_start(task: Task, layout: StateLayout, mesh: Mesh) -> dict[str, jax.Array]:
+    """Return the weights that a task starts from by path, each in its sharding on a mesh.
+
+    Of members, which all have the same, every device has them whole.
+    """
+    if not isinstance(task.init, StartInit):
+        return {}
+    like = named_leaves(layout.canonical.params)
+    where = named_leaves(layout.canonical_shardings(mesh).params)
+    weights = {}
+    for name, array in task.init.weights.items():
+        one = like[name].shape == array.shape
+        weights[name] = put(array, where[name] if one else replicated(mesh))
+    return weights
 
 
 def spec_axes(spec: PartitionSpec) -> frozenset[str]:
