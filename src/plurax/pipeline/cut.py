@@ -17,8 +17,9 @@ Example, with two stages and microbatches of 4 rows:
     stage 0: leaves (a,),     x = [],              y = [f32[4, 16]]
     stage 1: leaves (b, s),   x = [f32[4, 16]],    y, aux = the loss's results
 
-A variable that stage 0 computes and stage 2 reads crosses both cuts, through stage 1. With more
-boundaries than cuts, neighbouring parts are merged: 4 parts on 2 stages become 2 and 2.
+A variable that stage 0 computes and stage 2 reads crosses both cuts, through stage 1; an integer or
+boolean does not cross, but is computed again in stage 2. With more boundaries than cuts,
+neighbouring parts are merged: 4 parts on 2 stages become 2 and 2.
 
 Effects (`jax.debug.print`): an equation with an effect is in one stage, that of its operands. If
 those depend on no parameter or on no row, it is in the stage that reads most of the same inputs.
@@ -32,6 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
 from jaxtyping import Array, PyTree
 
@@ -96,8 +98,8 @@ class Cut:
       boundaries split into `parts`, one after another.
     - `partitioner`: a `Partitioner` with the mesh in which the function was traced.
 
-    Raises `PlanError` as `assign`, and where a boundary is in a loop or a branch, a tensor that
-    crosses is not floating, or several stages use a leaf of model state that changes.
+    Raises `PlanError` as `assign`, and where a boundary is in a loop or a branch, a complex tensor
+    crosses, or several stages use a leaf of model state that changes.
     """
 
     def __init__(
@@ -196,26 +198,39 @@ class Cut:
     def _crossing(self) -> list[list[Any]]:
         """Return for each cut the variables that cross it: computed before, read behind.
 
-        Raises `PlanError` where one is not floating: it would have no cotangent to send back.
+        Integers and booleans do not cross, as they have no cotangent to send back. They lose their
+        stage: each stage that reads one computes it again, from floating values that do cross.
+        Raises `PlanError` where a complex value crosses, or an integer that an effect returns.
         """
+        effects = {var for eqn in self._jaxpr.eqns if eqn.effects for var in eqn.outvars}
+        while True:
+            cuts = self._cuts()
+            crossing = {var for cut in cuts for var in cut}
+            repeated = {v for v in crossing if not jnp.issubdtype(v.aval.dtype, jnp.floating)}
+            if not repeated:
+                return cuts
+            for var in repeated:
+                if var in effects or jnp.issubdtype(var.aval.dtype, jnp.complexfloating):
+                    raise errors.PlanError(
+                        f"a value of dtype {var.aval.dtype} and shape {var.aval.shape} crosses a "
+                        "stage boundary, and only floating-point values can: compute it in the "
+                        "stage that uses it, or cast it."
+                    )
+            self._stage = {var: at for var, at in self._stage.items() if var not in repeated}
+
+    def _cuts(self) -> list[list[Any]]:
+        """Return for each cut the variables of stages before it that stages behind it read."""
         last = dict.fromkeys(variables(self._results), self.stages - 1)
-        for eqn in self._jaxpr.eqns:
-            at = max((self._stage[v] for v in eqn.outvars if v in self._stage), default=0)
+        for eqn in reversed(self._jaxpr.eqns):
+            # A variable without a stage is computed in each stage that reads it.
+            at = max((self._stage.get(v, last.get(v, 0)) for v in eqn.outvars), default=0)
             at = self._effects.get(id(eqn), at)
             for atom in variables(eqn.invars):
                 last[atom] = max(last.get(atom, 0), at)
-        cuts = [
+        return [
             [v for v, at in self._stage.items() if at <= cut < last.get(v, 0)]
             for cut in range(self.stages - 1)
         ]
-        for var in {var for cut in cuts for var in cut}:
-            if not jax.numpy.issubdtype(var.aval.dtype, jax.numpy.floating):
-                raise errors.PlanError(
-                    f"a value of dtype {var.aval.dtype} and shape {tuple(var.aval.shape)} crosses "
-                    "a stage boundary, and only floating-point values can: compute it in the stage "
-                    "that uses it, or cast it."
-                )
-        return cuts
 
     def _effects_on_stages(self) -> dict[int, int]:
         """Return, by `id`, the stage of each equation with an effect on variables of stages."""
