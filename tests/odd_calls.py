@@ -75,7 +75,6 @@ def calls() -> dict[str, Call]:
         "plurax.Machine.product_seconds": call(
             machine.product_seconds, m=1, n=2, k=3, dtype="float32", batch=1
         ),
-        "plurax.Machine.peak_seconds": call(machine.peak_seconds, operations=1.0, dtype="float32"),
         "plurax.Machine.traffic_seconds": call(machine.traffic_seconds, bytes=1.0),
         "plurax.Machine.collective_seconds": call(
             machine.collective_seconds, kind="all-reduce", bytes_sent=1.0, group_size=2, stride=1

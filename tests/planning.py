@@ -7,6 +7,8 @@ from jax.extend.core import Primitive
 
 from plurax.partition.partitioner import plan_partition
 from plurax.partition.values import is_sharded_value
+from plurax.plan import Plan
+from plurax.planner.costs import parameter_bytes
 
 
 def planned(fun, partitioner, args):
@@ -43,3 +45,27 @@ def facts(values):
     return jax.tree.map(
         lambda v: (v.shape, *v.kind, v.array.shape, v.dtype), values, is_leaf=is_sharded_value
     )
+
+
+def memory_of(graph, plan=None, state_ratios=None):
+    """For each node and strategy of a search's graph the bytes on one device through a step.
+
+    Parameters, their gradients and their optimizer state; and what the forward pass keeps for the
+    backward pass, of one microbatch.
+    """
+    plan, ratios = plan or Plan(), state_ratios or {}
+    memory = [[0.0] * len(node.strategies) for node in graph.nodes]
+    for index, node in enumerate(graph.nodes):
+        if node.kind == "parameter":
+            memory[index] = [
+                parameter_bytes(graph, node.path, strategy.outputs[0], plan, ratios)
+                for strategy in node.strategies
+            ]
+    for value in graph.values:
+        if value.kept:
+            for choice, strategy in enumerate(graph.nodes[value.node].strategies):
+                held, sizes = strategy.outputs[value.output], graph.axes.sizes
+                memory[value.node][choice] += held.shard_bytes(
+                    value.tensor.shape, value.tensor.itemsize, sizes
+                )
+    return memory

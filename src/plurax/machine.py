@@ -168,10 +168,6 @@ class Machine:
         reached = self.efficiency * smallest / (self.half_dim + smallest)
         return self.correction * 2.0 * batch * m * n * k / (reached * self._peak(dtype))
 
-    def peak_seconds(self, operations: float, dtype: str) -> float:
-        """Return the seconds of operations in matrix products whose dims are all large."""
-        return self.correction * operations / (self.efficiency * self._peak(dtype))
-
     def traffic_seconds(self, bytes: float) -> float:
         """Return the seconds in which a device reads or writes some bytes of its memory."""
         return self.correction * bytes / (self.efficiency * self.memory_bandwidth)

@@ -63,7 +63,6 @@ ANY_ROWS = 2**31 - 1
 """The number of rows assumed for resampling where no data are resident and no row is drawn."""
 
 HyperFn = Callable[[Hyper], Any]
-States = tuple[PyTree, PyTree]
 """Parameters and model states."""
 
 

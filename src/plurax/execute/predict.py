@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from plurax import errors
@@ -72,23 +71,6 @@ def device_predict(task: Task, precision: Precision) -> Callable[[PyTree, PyTree
         return outputs if precision == "float32" else cast_floating(outputs, np.dtype("float32"))
 
     return local
-
-
-def make_predict(
-    task: Task, precision: Precision, mesh: Mesh
-) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
-    """Return `device_predict` on every device of the mesh axis `data`, for rows split over it."""
-    local = device_predict(task, precision)
-    if mesh.shape["data"] == 1:
-        return local
-    return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(P(), P(), P("data")),
-        out_specs=P("data"),
-        axis_names={"data"},
-        check_vma=False,
-    )
 
 
 class Predictor:

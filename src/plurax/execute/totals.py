@@ -19,8 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, PyTree
 
 from plurax.execute.accumulate import accumulate
@@ -143,23 +141,6 @@ def uneven_totals(
         return jax.tree.map(lambda *parts: sum(parts), *sums), model_state
 
     return run
-
-
-def data_parallel(fun: Gradient, mesh: Mesh, microbatches: int) -> BatchTotals:
-    """Run `device_totals` on every device of the mesh axis `data`, for rows split over it."""
-    local = device_totals(fun, mesh.shape["data"], microbatches)
-    if mesh.shape["data"] == 1:
-        return local
-    # check_vma=False: the check would ask the user's own scans to mark their carries as varying
-    # over `data`, and the user's code knows no mesh.
-    return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(P(), P(), P("data"), P(), P()),
-        out_specs=P(),
-        axis_names={"data"},
-        check_vma=False,
-    )
 
 
 def round_robin(leaf: Array, microbatches: int) -> Array:

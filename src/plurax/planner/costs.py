@@ -250,30 +250,6 @@ def _bytes(leaf: Any) -> int:
     return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
-def memory_of(
-    graph: Graph, plan: Plan | None = None, state_ratios: Mapping[str, float] | None = None
-) -> list[list[float]]:
-    """Return for each node and strategy the bytes on one device that live through a step.
-
-    Parameters, their gradients and their optimizer state; and what the forward pass keeps for the
-    backward pass, of one microbatch.
-    """
-    plan, ratios = plan or Plan(), state_ratios or {}
-    memory = [[0.0] * len(node.strategies) for node in graph.nodes]
-    for index, node in enumerate(graph.nodes):
-        if node.kind == "parameter":
-            memory[index] = [
-                parameter_bytes(graph, node.path, strategy.outputs[0], plan, ratios)
-                for strategy in node.strategies
-            ]
-    for value in graph.values:
-        if value.kept:
-            for choice, strategy in enumerate(graph.nodes[value.node].strategies):
-                sharding = strategy.outputs[value.output]
-                memory[value.node][choice] += _shard_bytes(graph, value.tensor, sharding)
-    return memory
-
-
 def parameter_bytes(
     graph: Graph,
     path: str,

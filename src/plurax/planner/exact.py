@@ -98,15 +98,6 @@ def solve(
     )
 
 
-def lower_bound(
-    graph: Graph, costs: Costs, pinned: Pins | None = None, *, budget: Budget | None = None
-) -> float:
-    """Return the cost of the linear relaxation: no choice costs less."""
-    problem = Problem(graph, costs, pinned)
-    relaxed = _Program(problem, budget).run(whole=False, seconds=60.0)
-    return math.inf if relaxed.x is None else relaxed.fun / costs.scale
-
-
 class _Program:
     """The variables and constraints of a problem."""
 

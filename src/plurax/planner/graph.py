@@ -156,11 +156,6 @@ class Graph:
             raise KeyError(name)
         return min(found)[1]
 
-    @property
-    def num_strategies(self) -> int:
-        """The number of strategies of all nodes."""
-        return sum(len(node.strategies) for node in self.nodes)
-
 
 def graph_of(
     fun: Callable[..., tuple[Any, PyTree]],
@@ -215,13 +210,12 @@ def graph_of(
     )
 
 
-def graph_of_step(task: Task, plan: Plan, batch: PyTree, parts: Sequence[int] = ()) -> Graph:
+def graph_of_step(task: Task, plan: Plan, batch: PyTree) -> Graph:
     """Return the graph of one device's microbatch under a plan, to be split over `tensor`.
 
     **Arguments:** `batch`: arrays or `jax.ShapeDtypeStruct`s, of all devices. Of the plan `data`,
     `microbatches` and `tensor` count, `precision` and `remat`, and its `shardings` for annotations;
-    its shardings for parameters do not: these are what is searched. `parts`: sizes of the parts of
-    `tensor`, major to minor, each of which may split another dim; default one part.
+    its shardings for parameters do not: these are what is searched.
     """
     sizes = tuple(plan.axes[axis] for axis in MESH_AXES)
     # Typed Any: it takes the place of a `Mesh`, of which tracing reads only the axes.
@@ -239,11 +233,7 @@ def graph_of_step(task: Task, plan: Plan, batch: PyTree, parts: Sequence[int] = 
     )
     args = (params, model_state, jax.eval_shape(rows, batch))
     split = ["tensor"] if plan.tensor > 1 else []
-    axes = Axes(
-        dict.fromkeys(split, plan.tensor),
-        {"tensor": parts} if len(parts) > 1 else {},
-        permutes=plan.pipeline == 1,
-    )
+    axes = Axes(dict.fromkeys(split, plan.tensor), permutes=plan.pipeline == 1)
     rules = Rules(plan.rules, {"tensor": plan.tensor})
     return graph_of(
         # Of frozen parameters the search counts gradients as of the others.
@@ -253,7 +243,7 @@ def graph_of_step(task: Task, plan: Plan, batch: PyTree, parts: Sequence[int] = 
         ),
         args,
         axes,
-        searched=axes.expand_all(split),
+        searched=split,
         trips=plan.microbatches,
         named=rules.find,
     )

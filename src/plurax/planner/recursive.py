@@ -10,10 +10,6 @@ look like. What is left is decided from there on, and each node once more beside
     2. y: its operand is split by columns already, so rows of `out`; a partial sum
     3. logits: ...
 
-An axis of several prime factors is searched factor by factor, each time refining the last
-(`plurax.planner.parts`): the other recursion of "double recursive programming", as MindSpore has
-it.
-
 Wang et al. 2021, "Efficient and Systematic Partitioning of Large and Deep Neural Networks"
 (D-Rec), https://doi.org/10.1109/TPDS.2021.3105914.
 """

@@ -19,11 +19,12 @@ class Account:
     - `staleness`: for each number of versions between the parameters of a gradient and its update,
       how many pushes had it.
     - `rejected`: pushes that changed nothing, by reason (`plurax.server.messages.Reason`).
-    - `lost_updates`: for each shard how many updates it lost by its deaths: its version when it
-      ended less the version of the snapshot that it was restarted from.
-    - `repeated`: steps that were computed again after a server's death (`sync` alone).
+    - `lost_updates`: for each shard how many updates it lost by its deaths (not in `sync`): its
+      version when it ended less the version of the snapshot that it was restarted from.
+    - `repeated`: steps that were taken again after a server's death (`sync` alone).
     - `dropped_examples`: examples of parts that came after the quorum.
-    - `reassigned`: tickets of a lost worker that another worker got.
+    - `reassigned`: tickets that went to another worker: of a lost one, or whose parameters or
+      gradients did not come.
     - `restarts`: names of the workers and servers that ended and were started again, in order.
     - `pushed_bytes`, `pulled_bytes`: between workers and servers.
     - `push_seconds`, `pull_seconds`: of the latest `LATEST`, from the call to the answer.

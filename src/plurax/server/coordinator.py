@@ -42,10 +42,7 @@ Batches = Iterator[list[Ticket]]
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """What came of one batch.
-
-    **Fields:** `metrics`, scalars, as `Program.step` returns them, and `staleness`.
-    """
+    """What came of one batch: scalars, as `Program.step` returns them."""
 
     metrics: dict[str, Any]
 
