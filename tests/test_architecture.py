@@ -191,6 +191,16 @@ def test_no_two_modules_have_one_name():
     assert sorted(names) == sorted(set(names))
 
 
+def test_no_two_classes_have_one_name():
+    names = [
+        node.name.lstrip("_")
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert sorted(names) == sorted(set(names))
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_files_and_functions_stay_small(path):
     lines = path.read_text().splitlines()

@@ -26,7 +26,7 @@ BUFFER = 64 * 1024
 """Bytes that wait in memory before they are written without a `flush`."""
 
 
-class Place:
+class FileIdentity:
     """Where a file stands, to notice that it was removed or replaced, or its disk unmounted."""
 
     def __init__(self, path: Path) -> None:
@@ -78,7 +78,7 @@ class AppendFile:
             os.close(self._file)
             raise
         self._end = os.fstat(self._file).st_size
-        self._place = Place(self.path)
+        self._place = FileIdentity(self.path)
 
     def write(self, record: bytes) -> None:
         """Append a record. A disk that takes no more is no error here; see `trouble`."""

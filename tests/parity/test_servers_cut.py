@@ -12,7 +12,7 @@ from tests import models, optimizers
 
 import plurax as px
 from plurax.execute.initial_state import new_state
-from plurax.jaxpr.homes import Cut
+from plurax.jaxpr.homes import RowSplit
 from plurax.jaxpr.interpret import all_equations
 from plurax.server import shard_layout
 from plurax.server.run_spec import RunSpec
@@ -43,7 +43,9 @@ def spec(optimizer, servers=SYNC):
 
 
 def cut(spec):
-    return {n for n, home in zip(NAMES, spec.layout.homes, strict=True) if isinstance(home, Cut)}
+    return {
+        n for n, home in zip(NAMES, spec.layout.homes, strict=True) if isinstance(home, RowSplit)
+    }
 
 
 def fitted(optimizer, servers, **options):
@@ -151,7 +153,7 @@ def test_servers_are_as_even_as_rows_allow():
         for index, leaf in layout.whole(parts).items():
             assert np.array_equal(leaf, arrays[index])
         for index, home in enumerate(layout.homes):
-            if isinstance(home, Cut):
+            if isinstance(home, RowSplit):
                 assert sum(part[index].size for part in parts) == arrays[index].size
 
 
@@ -160,7 +162,7 @@ def test_what_is_even_is_not_cut(monkeypatch):
     monkeypatch.setattr(shard_layout, "UNEVEN", 1.1)
     same = [jax.ShapeDtypeStruct((100, 100), np.float32)] * 2
     assert ShardLayout(same, 2).homes == [0, 1]
-    assert ShardLayout(same, 3).homes == [Cut(0), Cut(1)]
+    assert ShardLayout(same, 3).homes == [RowSplit(0), RowSplit(1)]
     assert ShardLayout(same, 1).homes == [None, None]
 
 

@@ -17,7 +17,13 @@ import plurax as px
 from plurax import errors
 from plurax.distributed import initialize as initialize_module
 from plurax.distributed import process_group
-from plurax.distributed.environment import Gang, attempt, first_host, gang_of, writes_files
+from plurax.distributed.environment import (
+    GangEnvironment,
+    attempt,
+    first_host,
+    gang_of,
+    writes_files,
+)
 from plurax.distributed.global_arrays import fetch, gather, least, put
 from plurax.distributed.initialize import _check_port as check_port
 from plurax.distributed.initialize import exit_code
@@ -39,15 +45,17 @@ SLURM = {
 
 
 def test_a_launcher_describes_the_gang():
-    assert gang_of(LAUNCHED) == Gang("10.0.0.1:4321", 4, 2)
-    assert gang_of({**LAUNCHED, "PLURAX_DEVICES": "8"}) == Gang("10.0.0.1:4321", 4, 2, devices=8)
+    assert gang_of(LAUNCHED) == GangEnvironment("10.0.0.1:4321", 4, 2)
+    assert gang_of({**LAUNCHED, "PLURAX_DEVICES": "8"}) == GangEnvironment(
+        "10.0.0.1:4321", 4, 2, devices=8
+    )
     assert gang_of({}) is None
 
 
 def test_slurm_describes_the_gang():
     """One process for each GPU owns one device; one for each node owns all of its devices."""
     gang = gang_of(SLURM)
-    assert gang == Gang(gang.coordinator, 16, 11, local_devices=(3,))
+    assert gang == GangEnvironment(gang.coordinator, 16, 11, local_devices=(3,))
     assert gang.coordinator.startswith("gpu007:")
     one = gang_of({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x16)", "SLURM_LOCALID": "0"})
     assert one.local_devices is None

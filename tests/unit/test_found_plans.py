@@ -12,7 +12,7 @@ from tests.draws import draws
 
 import plurax as px
 from plurax.machine import Level
-from plurax.planner.costs import BytesSent, Seconds
+from plurax.planner.costs import BytesSent, TimeCosts
 from plurax.planner.fewest import minimal
 from plurax.planner.tensor import TensorSearch
 from plurax.sharding.spec import TensorSharding
@@ -147,7 +147,7 @@ def test_nothing_is_split_where_links_are_slow():
     task, batch = models.mlp_task(), models.data(8)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     slow = px.Machine("slow", {"float32": 1e12}, 1e9, 1e12, [Level("node", 2, 1.0)])
-    search = TensorSearch(task, like, lambda plan: Seconds(slow, plan))
+    search = TensorSearch(task, like, lambda plan: TimeCosts(slow, plan))
     with pytest.raises(px.PlanError, match="over `tensor` costs more than it saves"):
         search.plan(px.Plan(tensor=2))
 

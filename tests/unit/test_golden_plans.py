@@ -17,7 +17,7 @@ import plurax as px
 from plurax.machine import Level
 from plurax.plan import Plan
 from plurax.planner import exact
-from plurax.planner.costs import Seconds
+from plurax.planner.costs import TimeCosts
 from plurax.planner.exact import Budget
 from plurax.planner.fewest import Walk, fewest_strategies, rules_of, strategies_of
 from plurax.planner.graph import graph_of_step
@@ -39,7 +39,7 @@ def found_for_messages(task):
     graph = graph_of_step(task, mesh, TEXT)
     flops = [[node.trips * one.flops for one in node.strategies] for node in graph.nodes]
     budget = Budget(sum(map(min, flops)), flops)
-    solution = exact.solve(graph, Seconds(MESSAGES, mesh), budget=budget)
+    solution = exact.solve(graph, TimeCosts(MESSAGES, mesh), budget=budget)
     walk = Walk(graph)
     every = strategies_of(graph, solution)
     paths = {one.path for one in every}
@@ -74,7 +74,7 @@ def test_a_perceptron_is_split_by_columns_then_by_rows_beside_data(data):
         task, optax.sgd(1e-3), Plan(data=data, tensor=2, shardings=rules), batch
     )
     budget = parameters_within(graph, expert.memory.parameters)
-    solution = exact.solve(graph, Seconds(MESSAGES, mesh), budget=budget)
+    solution = exact.solve(graph, TimeCosts(MESSAGES, mesh), budget=budget)
     dims = [split_dim(solution, name) for name in ("in0", "out0", "in1", "out1", "head")]
     assert dims == [1, 0, 1, 0, 1]
 

@@ -25,7 +25,7 @@ from plurax.launch.hosts import MAX_STRANGERS, HostServer, Joined, Lost, Receive
 from plurax.launch.launcher import free_port, launch
 from plurax.launch.protocol import is_order
 from plurax.launch.settings import Limits, Settings
-from plurax.launch.slurm import Place, slurm_place
+from plurax.launch.slurm import HostPlace, slurm_place
 from plurax.launch.supervisor import Supervisor
 
 LAUNCHER = """
@@ -542,7 +542,7 @@ SLURM = {
 
 
 def test_the_place_in_a_slurm_step():
-    assert slurm_place(SLURM) == Place(2, 1, "gpu1:20393")
+    assert slurm_place(SLURM) == HostPlace(2, 1, "gpu1:20393")
     assert slurm_place({"SLURM_JOB_ID": "12"}) is None  # in a job, and not in a step
     with pytest.raises(errors.ExperimentError, match="srun --ntasks-per-node=1 plurax launch"):
         slurm_place({**SLURM, "SLURM_STEP_NUM_TASKS": "8"})
@@ -570,11 +570,11 @@ def test_mistakes_in_the_place(options, message):
 
 def test_the_place_by_options(monkeypatch):
     options = cli.LaunchOptions(hosts=2, host=1, coordinator="host0")
-    assert cli.placed(options) == Place(2, 1, "host0:7117")
+    assert cli.placed(options) == HostPlace(2, 1, "host0:7117")
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
-    assert cli.placed(cli.LaunchOptions()) == Place(2, 1, "gpu1:20393")
-    assert cli.placed(cli.LaunchOptions(hosts=1)) == Place(1, 0, "127.0.0.1:0")
+    assert cli.placed(cli.LaunchOptions()) == HostPlace(2, 1, "gpu1:20393")
+    assert cli.placed(cli.LaunchOptions(hosts=1)) == HostPlace(1, 0, "127.0.0.1:0")
 
 
 def test_a_name_that_only_this_host_reaches(monkeypatch, tmp_path):

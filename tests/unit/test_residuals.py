@@ -16,7 +16,7 @@ from tests import models
 from tests.draws import draws
 
 import plurax as px
-from plurax.jaxpr.homes import Cut
+from plurax.jaxpr.homes import RowSplit
 from plurax.server.account import Account
 from plurax.server.asynchronous import Asynchronous
 from plurax.server.record import FILE, Record, read_events
@@ -76,7 +76,7 @@ LEAVES = [np.ones((1100, 1000), np.float32), np.ones((150, 150), np.float32),
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_vectors_of_any_number_of_servers_have_the_same_residuals(shards):
     layout = ShardLayout(LEAVES, shards)
-    assert isinstance(layout.homes[0], Cut) == (shards > 1)
+    assert isinstance(layout.homes[0], RowSplit) == (shards > 1)
     rng = np.random.default_rng(0)
     leaves = [rng.normal(size=leaf.shape).astype(np.float32) for leaf in LEAVES]
     vectors = from_leaves(layout, leaves)

@@ -13,10 +13,10 @@ from tests.pictures import legend, panels
 import plurax as px
 from plurax.analysis.estimate import human_seconds
 from plurax.machine import Level
-from plurax.planner.candidates import Candidate, Sizes
-from plurax.planner.costs import BytesSent, Seconds, state_ratios
+from plurax.planner.candidates import CandidatePlan, Sizes
+from plurax.planner.costs import BytesSent, TimeCosts, state_ratios
 from plurax.planner.layer import layer_of
-from plurax.planner.search import _Computed, _Learned, _Queue
+from plurax.planner.search import _CandidateQueue, _Computed, _Learned
 from plurax.planner.steady import estimate_steady
 from plurax.planner.tensor import TensorSearch
 from plurax.report.layer_picture import draw_found
@@ -317,7 +317,7 @@ def test_what_is_computed_is_near_its_estimate(fields):
     task, batch, optimizer = models.transformer_stack(), models.text(16), optax.adam(1e-3)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     ratios = state_ratios(optimizer, jax.eval_shape(task.init, jax.random.key(0)))
-    shardings = TensorSearch(task, like, lambda plan: Seconds(SLOW, plan, ratios), ratios)
+    shardings = TensorSearch(task, like, lambda plan: TimeCosts(SLOW, plan, ratios), ratios)
     plan = px.Plan(**fields)
     found = px.estimate(task, optimizer, shardings.plan(plan), batch, SLOW)
     assert shardings.seconds(plan) == pytest.approx(found.seconds, rel=0.15)
@@ -342,8 +342,8 @@ def test_an_estimate_corrects_what_was_computed_of_plans_alike():
 
 def test_of_equally_fast_plans_the_surer_one_comes_first():
     sizes = Sizes(1, 1, 1, 1, 0, "none", "1f1b", 1)
-    queue = _Queue()
+    queue = _CandidateQueue()
     for memory, risk in ((9.0, 1.4), (1.0, 1.0)):
-        queue.push(2.0, Candidate(sizes, px.Plan(), 2.0, memory), risk=risk)
+        queue.push(2.0, CandidatePlan(sizes, px.Plan(), 2.0, memory), risk=risk)
     assert queue.left() == [2.0, 2.0], "what could be missed does not count the risk"
     assert [queue.pop()[1].memory for _ in range(2)] == [1.0, 9.0]

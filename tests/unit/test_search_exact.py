@@ -21,7 +21,7 @@ from plurax.machine import Level, Machine
 from plurax.partition.pins import traced_as
 from plurax.plan import Plan
 from plurax.planner import exact, propagate, recursive
-from plurax.planner.costs import BytesSent, Seconds, state_ratios
+from plurax.planner.costs import BytesSent, TimeCosts, state_ratios
 from plurax.planner.equal_layers import classes_of
 from plurax.planner.exact import Budget
 from plurax.planner.graph import graph_of, graph_of_step
@@ -291,13 +291,15 @@ def test_a_parameter_costs_its_reduction_and_its_update():
     half = next(one for one in node.strategies if one.outputs[0].axes)
     size = 64 * 256 * 4 / 2
     machine = Machine("even", {"float32": 1e9}, 10**9, 1e9, (Level("node", 8, 1e8),), overhead=1e-6)
-    costs, slow = (Seconds(dataclasses.replace(machine, correction=c), Plan()) for c in (1.0, 2.0))
+    costs, slow = (
+        TimeCosts(dataclasses.replace(machine, correction=c), Plan()) for c in (1.0, 2.0)
+    )
     every = [(each, one) for each in graph.nodes for one in each.strategies]
     assert all(slow.strategy(graph, *one) == 2 * costs.strategy(graph, *one) for one in every)
 
     def cost(zero, microbatches=1):
         plan = Plan(data=4, tensor=2, zero=zero, microbatches=microbatches)
-        return Seconds(machine, plan, ratios).strategy(graph, node, half)
+        return TimeCosts(machine, plan, ratios).strategy(graph, node, half)
 
     assert cost(0) == pytest.approx(1.5 * size / 1e8 + 7 * size / 1e9)
     assert cost(1) == pytest.approx(1.5 * size / 1e8 + 7 / 4 * size / 1e9)
@@ -411,7 +413,7 @@ def exhaustive(problem):
 
 
 @given(
-    small_steps(), st.sampled_from([BytesSent(), BytesSent(split_products=False), Seconds(SMALL)])
+    small_steps(), st.sampled_from([BytesSent(), BytesSent(split_products=False), TimeCosts(SMALL)])
 )
 @draws(40, deadline=None)
 def test_the_exact_choice_is_the_best_of_all(graph, costs):
@@ -432,7 +434,7 @@ def test_the_exact_choice_is_the_best_of_all(graph, costs):
 @draws(40, deadline=None)
 def test_every_solver_keeps_every_pin(graph, data):
     """Pins that contradict each other are refused by all solvers, and only those."""
-    costs = Seconds(SMALL)
+    costs = TimeCosts(SMALL)
     pins = {}
     for _ in range(data.draw(st.integers(1, 3))):
         node = data.draw(st.sampled_from([n for n in graph.nodes if n.kind != "argument"]))
@@ -575,13 +577,13 @@ def test_what_is_predicted_is_what_the_plan_sends(task, batch, remat):
 def test_a_pinned_strategy_holds_and_costs_no_less():
     task, batch = perceptron(), perceptron_rows(32)
     graph = graph_of_step(task, Plan(tensor=4), batch)
-    free = exact.solve(graph, Seconds(SMALL))
+    free = exact.solve(graph, TimeCosts(SMALL))
     pins = {"in0": (TensorSharding.of("tensor", None),)}
-    solution = exact.solve(graph, Seconds(SMALL), pins)
+    solution = exact.solve(graph, TimeCosts(SMALL), pins)
     assert solution.parameters["in0"] == pins["in0"][0]
     assert solution.cost >= free.cost * (1 - 1e-9)
     # What was found can be pinned whole.
-    again = exact.solve(graph, Seconds(SMALL), solution.strategies)
+    again = exact.solve(graph, TimeCosts(SMALL), solution.strategies)
     assert again.cost == pytest.approx(solution.cost)
     assert again.strategies == solution.strategies
 
@@ -604,6 +606,6 @@ def test_pins_that_cannot_hold_are_refused_by_name():
     for node in adds:
         if (partial, partial) in [node.pin(i) for i in range(len(node.strategies))]:
             with pytest.raises(px.PlanError, match="no choice of strategies keeps what is pinned"):
-                exact.solve(graph, Seconds(SMALL), {**whole, node.path: (partial, partial)})
+                exact.solve(graph, TimeCosts(SMALL), {**whole, node.path: (partial, partial)})
             return
     raise AssertionError("no sum of two sums")

@@ -13,14 +13,14 @@ from plurax.collective import Collective
 from plurax.hlo import Memory
 from plurax.pipeline.schedule import SCHEDULES, make_schedule
 from plurax.report.plan_picture import draw_plan
-from plurax.report.timeline import Costs, compared_schedules_table, timeline_report
+from plurax.report.timeline import ScheduleCosts, compared_schedules_table, timeline_report
 from plurax.strategies import Strategies, Strategy
 
 MEMORY = Memory(arguments=3000, outputs=2000, aliased=2000, temporaries=8192, code=0)
 
 
 def costs(name, devices, microbatches, chunks=1):
-    return Costs(make_schedule(name, devices, microbatches, chunks), 4096, MEMORY)
+    return ScheduleCosts(make_schedule(name, devices, microbatches, chunks), 4096, MEMORY)
 
 
 def printed(report, width=100):
@@ -98,7 +98,7 @@ def test_bytes_exchanged_are_those_between_stages():
         Collective("collective-permute", ("tensor",), 7, 7.0, False, 1),
         Collective("all-reduce", ("pipeline",), 9, 9.0, False, 1),
     ]
-    assert Costs.of(schedule, planned, MEMORY).exchanged == 600
+    assert ScheduleCosts.of(schedule, planned, MEMORY).exchanged == 600
 
 
 def test_schedules_side_by_side():

@@ -21,7 +21,7 @@ import pytest
 import plurax as px
 from plurax.machine import Level, Machine
 from plurax.planner import exact
-from plurax.planner.costs import Seconds
+from plurax.planner.costs import TimeCosts
 from plurax.planner.exact import Budget
 from plurax.planner.fewest import Walk, fewest_strategies, rules_of, strategies_of
 from plurax.planner.graph import graph_of_step
@@ -170,7 +170,7 @@ def search(network, mesh, work=0.0):
     graph = graph_of_step(network.task, mesh, like)
     flops = [[node.trips * one.flops for one in node.strategies] for node in graph.nodes]
     budget = Budget(max(1.0, work, sum(map(min, flops))), flops)
-    solution = exact.solve(graph, Seconds(LINKS, mesh), budget=budget)
+    solution = exact.solve(graph, TimeCosts(LINKS, mesh), budget=budget)
     walk = Walk(graph, Rules((), graph.axes.mesh).find)
     every = strategies_of(graph, solution)
     paths = {one.path for one in every}

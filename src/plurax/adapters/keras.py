@@ -103,7 +103,7 @@ def task(
     result = px.fit(task, optax.adam(1e-2), (x, y), batch_size=64, epochs=5)
     ```
     """
-    network = _Network(model)
+    network = _KerasNetwork(model)
     stateful = bool(network.state_names)
     if isinstance(loss, str | keras.losses.Loss):
         named = {} if metrics is None or callable(metrics) else _metrics(metrics)
@@ -139,7 +139,7 @@ def model(model: Model | Callable[[], Model], state: TrainState) -> Model:
     return filled
 
 
-class _Network:
+class _KerasNetwork:
     """A Keras model as a pure function of its variables' values."""
 
     def __init__(self, model: Any) -> None:
@@ -255,7 +255,7 @@ class _Network:
 
 
 def _of_keras_loss(
-    loss: Any, network: _Network, metrics: Mapping[str, Call]
+    loss: Any, network: _KerasNetwork, metrics: Mapping[str, Call]
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return functions of batches `(x, y)` for a loss of Keras, without its mean over the batch."""
     function = keras.losses.get(loss) if isinstance(loss, str) else loss

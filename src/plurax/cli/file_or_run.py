@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class ExperimentSource:
     """Where the experiment comes from.
 
     **Fields:** `file`, that defines it; `run`, what the run remembers, None where FILE is given;
@@ -54,7 +54,7 @@ class Source:
         return [*own, *self.rest]
 
 
-def file_or_run(arguments: list[str], command: str) -> Source:
+def file_or_run(arguments: list[str], command: str) -> ExperimentSource:
     """Read the first argument: FILE, or the folder of a run, after which FILE may stand.
 
     Raises `ExperimentError` for a folder that is none of a run, or whose FILE is not there.
@@ -66,7 +66,7 @@ def file_or_run(arguments: list[str], command: str) -> Source:
         )
     first, rest = Path(arguments[0]), arguments[1:]
     if not first.is_dir():
-        return Source(first, None, rest)
+        return ExperimentSource(first, None, rest)
     run = read_run_file(first)
     if run is None:
         raise errors.ExperimentError(
@@ -75,8 +75,8 @@ def file_or_run(arguments: list[str], command: str) -> Source:
             "plurax train wrote."
         )
     if rest and not rest[0].startswith("-"):
-        return Source(Path(rest[0]), run, rest[1:])
-    return Source(run_file_of(run, command), run, rest)
+        return ExperimentSource(Path(rest[0]), run, rest[1:])
+    return ExperimentSource(run_file_of(run, command), run, rest)
 
 
 def run_file_of(run: RunSettings, command: str) -> Path:

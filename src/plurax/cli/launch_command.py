@@ -19,13 +19,13 @@ from plurax.launch.events import Events
 from plurax.launch.launcher import launch
 from plurax.launch.ray_hosts import RayLaunch, launch_on_ray
 from plurax.launch.settings import Limits, Settings
-from plurax.launch.slurm import Place, slurm_place
+from plurax.launch.slurm import HostPlace, slurm_place
 from plurax.locked_folder import LockedFolder
 from plurax.terminal import printable
 
 DEFAULT_PORT = 7117
 """Where host 0 listens, unless the coordinator names another port."""
-ALONE = Place(Settings.hosts, Settings.host, Settings.coordinator)
+ALONE = HostPlace(Settings.hosts, Settings.host, Settings.coordinator)
 LEAST = {"processes": 1, "devices": 1, "restarts": 0, "hosts": 1,
          "join_seconds": 0, "back_seconds": 0, "stop_seconds": 0}  # fmt: skip
 """The smallest number that an option may have."""
@@ -188,7 +188,7 @@ def check_writable(options: LaunchOptions) -> None:
         raise errors.not_written(str(error.filename), str(error.strerror)) from None
 
 
-def placed(options: LaunchOptions) -> Place:
+def placed(options: LaunchOptions) -> HostPlace:
     """Return this host's place among the hosts: of the options, of Slurm, or alone."""
     hosts, host, coordinator = options.hosts, options.host, options.coordinator
     if hosts is None:
@@ -211,7 +211,7 @@ def placed(options: LaunchOptions) -> Place:
             f"plurax launch --hosts {hosts}: --coordinator {found}. On every host say where host 0 "
             "listens, a free port of it, as in --coordinator host0:7117."
         )
-    return Place(hosts, host, "{}:{}".format(*address))
+    return HostPlace(hosts, host, "{}:{}".format(*address))
 
 
 def program(given: Sequence[str]) -> tuple[str, ...]:

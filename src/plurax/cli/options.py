@@ -30,7 +30,7 @@ Devices = Annotated[
 
 
 @dataclasses.dataclass(frozen=True)
-class Population:
+class PopulationOptions:
     """Many networks in one program; the other fields of the file's members stay."""
 
     seeds: int | None
@@ -67,7 +67,7 @@ class Common:
     plan_file: Path | None
     """Read the plan from this TOML file instead."""
     devices: Devices
-    members: Population
+    members: PopulationOptions
     """Many networks in one program."""
     batch_size: int | None
     """Examples per step."""

@@ -15,7 +15,7 @@ from plurax.cli.grouped import HELP, parse_options
 from plurax.cli.options import (
     DiffOptions,
     EstimateOptions,
-    Population,
+    PopulationOptions,
     Predict,
     Show,
     Train,
@@ -64,7 +64,7 @@ def common_options(made: experiment.Experiment) -> dict[str, Any]:
         "plan": made.plan,
         "plan_file": None,
         "devices": None,
-        "members": Population(None if made.members is None else _seeds(made.members)),
+        "members": PopulationOptions(None if made.members is None else _seeds(made.members)),
         "batch_size": made.batch_size,
     }
 

@@ -24,7 +24,7 @@ from plurax.report.picture import check_matplotlib
 from plurax.report.plan_picture import draw_plan
 from plurax.report.shards import compared_table, shards_table
 from plurax.report.tables import plan_report
-from plurax.report.timeline import Costs, compared_schedules_table, timeline_report
+from plurax.report.timeline import ScheduleCosts, compared_schedules_table, timeline_report
 from plurax.task import Task
 from plurax.train.tune import tune
 
@@ -147,17 +147,17 @@ def _predicted_peak(
     return peak_bytes(trace_plan(made.task, made.optimizer, plan, like).program)
 
 
-def _costs(program: Program, plan: Plan) -> Costs:
+def _costs(program: Program, plan: Plan) -> ScheduleCosts:
     schedule = make_schedule(plan.schedule, plan.pipeline, plan.microbatches, plan.virtual_stages)
     planned = program.planned_collectives() if program.members is None else None
-    return Costs.of(schedule, planned or program.collectives(), program.memory())
+    return ScheduleCosts.of(schedule, planned or program.collectives(), program.memory())
 
 
 def _compared(
-    made: experiment.Experiment, options: Show, plan: Plan, own: Costs
-) -> dict[str, Costs | str]:
+    made: experiment.Experiment, options: Show, plan: Plan, own: ScheduleCosts
+) -> dict[str, ScheduleCosts | str]:
     """Return the costs of each named schedule and of the plan's, or why it cannot run."""
-    compared: dict[str, Costs | str] = {}
+    compared: dict[str, ScheduleCosts | str] = {}
     names: tuple[ScheduleName, ...] = get_args(ScheduleName)
     for name in names:
         if name == plan.schedule:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from plurax import errors, experiment
 from plurax.cli.arguments import made_experiment, start_devices
-from plurax.cli.file_or_run import Source, run_file_of
+from plurax.cli.file_or_run import ExperimentSource, run_file_of
 from plurax.cli.grouped import parse_options
 from plurax.cli.options import ReplayOptions
 from plurax.mesh import cpu_devices
@@ -50,7 +50,7 @@ def _experiment(folder: Path, file: Path | None, devices: int) -> experiment.Exp
         cpu_devices(devices)
     else:
         start_devices([f"--devices={given}"])
-    source = Source(file or run_file_of(run, "replay"), run, [])
+    source = ExperimentSource(file or run_file_of(run, "replay"), run, [])
     made, *_ = made_experiment(source.file, "plurax replay", source.experiment)
     return made
 

@@ -35,7 +35,7 @@ FIRST_PORT, PORTS = 20_000, 10_000
 
 
 @dataclasses.dataclass(frozen=True)
-class Gang:
+class GangEnvironment:
     """A gang as one of its processes sees it.
 
     **Fields:** `coordinator`, `host:port` of JAX's coordination service; `processes`, their number;
@@ -79,7 +79,7 @@ def host_and_port(address: str) -> tuple[str, int] | None:
     return (host, int(port)) if host and port.isdecimal() and 0 < int(port) < 2**16 else None
 
 
-def gang_of(environment: Mapping[str, str] = os.environ) -> Gang | None:
+def gang_of(environment: Mapping[str, str] = os.environ) -> GangEnvironment | None:
     """Return the gang that the environment describes, or None. Raises `ProcessError`."""
     if "PLURAX_PROCESSES" in environment:
         return _launched(environment)
@@ -115,7 +115,7 @@ def is_elastic(environment: Mapping[str, str] = os.environ) -> bool:
     return environment.get("PLURAX_ELASTIC") == "1"
 
 
-def _launched(environment: Mapping[str, str]) -> Gang:
+def _launched(environment: Mapping[str, str]) -> GangEnvironment:
     names = ("PLURAX_COORDINATOR", "PLURAX_PROCESSES", "PLURAX_PROCESS")
     missing = [name for name in names if not environment.get(name)]
     if missing:
@@ -123,7 +123,7 @@ def _launched(environment: Mapping[str, str]) -> Gang:
             f"the environment has some of {', '.join(names)}, and not {', '.join(missing)}. "
             "`plurax launch` sets all of them; unset them all to train in one process."
         )
-    return Gang(
+    return GangEnvironment(
         environment["PLURAX_COORDINATOR"],
         _number(environment, "PLURAX_PROCESSES"),
         _number(environment, "PLURAX_PROCESS"),
@@ -140,11 +140,11 @@ def _number(environment: Mapping[str, str], name: str) -> int:
         ) from None
 
 
-def _slurm(environment: Mapping[str, str]) -> Gang:
+def _slurm(environment: Mapping[str, str]) -> GangEnvironment:
     hosts = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_NODELIST"]
     per_node = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
     alone = per_node.partition("(")[0] == "1"
-    return Gang(
+    return GangEnvironment(
         f"{first_host(hosts)}:{step_port(environment)}",
         int(environment["SLURM_STEP_NUM_TASKS"]),
         int(environment["SLURM_PROCID"]),

@@ -16,7 +16,7 @@ import jax
 
 from plurax import errors
 from plurax.distributed.compilation_cache import make_cache_safe
-from plurax.distributed.environment import Gang, gang_of
+from plurax.distributed.environment import GangEnvironment, gang_of
 from plurax.exit_codes import ExitCode
 from plurax.timeouts import TIMEOUTS
 
@@ -80,7 +80,7 @@ def initialize(
         ) from None
 
 
-def _join(gang: Gang) -> None:
+def _join(gang: GangEnvironment) -> None:
     host, port = gang.address
     if gang.process:
         _wait_for(host, port, gang.process)
@@ -135,7 +135,7 @@ def _wait_for(host: str, port: int, process: int) -> None:
 
 
 @contextlib.contextmanager
-def _waiting(gang: Gang) -> Iterator[None]:
+def _waiting(gang: GangEnvironment) -> Iterator[None]:
     """Say after a while for what a process waits."""
     text = (
         f"process {gang.process} waits for all {gang.processes} processes at {gang.coordinator}, "
@@ -243,7 +243,7 @@ def _chosen(
     process: int | None,
     devices: int | None,
     local_devices: Sequence[int] | None,
-) -> Gang | None:
+) -> GangEnvironment | None:
     if (coordinator, processes, process, devices, local_devices) == (None,) * 5:
         return gang_of(os.environ)
     if coordinator is None or processes is None or process is None:
@@ -254,4 +254,4 @@ def _chosen(
             "processes=2, process=0). Under `plurax launch` and `srun` give no arguments."
         )
     owned = None if local_devices is None else tuple(local_devices)
-    return Gang(coordinator, processes, process, devices, owned)
+    return GangEnvironment(coordinator, processes, process, devices, owned)

@@ -65,7 +65,7 @@ Trace = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class RowSplit:
     """The place of a tensor of which every place has some rows.
 
     **Fields:** `owner`, a number: tensors of one owner are cut alike.
@@ -74,7 +74,7 @@ class Cut:
     owner: int
 
 
-Place = int | Cut | None
+Place = int | RowSplit | None
 """Where a tensor is; None: in all places."""
 
 
@@ -123,7 +123,7 @@ class Homes:
         while several := self._branches_of_several():
             selecting = functools.partial(_selecting, self.jaxpr, self.consts, several)
             self.jaxpr, self.consts = open_jaxpr(trace(selecting, *leaves))
-        self.home: dict[Any, int | Cut] = {}
+        self.home: dict[Any, int | RowSplit] = {}
         self.crossing: dict[Any, int] = {}
         self.parts: dict[Any, str] = {}
         self._at: dict[int, tuple[Place, int]] = {}
@@ -144,7 +144,7 @@ class Homes:
             eqn
             for eqn in self.jaxpr.eqns
             for home, at in [self._at[id(eqn)]]
-            if (home in places or isinstance(home, Cut)) and round in (None, at)
+            if (home in places or isinstance(home, RowSplit)) and round in (None, at)
         ]
 
     def readers(self) -> dict[Any, str]:
@@ -159,16 +159,16 @@ class Homes:
 
     def _branches_of_several(self) -> set[int]:
         """Return the `id`s of the `cond` equations that read tensors of several places."""
-        homes: dict[Any, frozenset[int | Cut]] = {}
+        homes: dict[Any, frozenset[int | RowSplit]] = {}
         for var, place in zip(self.jaxpr.invars, self._inputs, strict=True):
             if place is not None:
                 homes[var] = frozenset([place])
         several = set()
         for eqn in self.jaxpr.eqns:
             read = [a for a in variables(eqn.invars) if a.aval.size > MAX_CROSSING]
-            at = frozenset[int | Cut]().union(*(homes.get(atom, ()) for atom in read))
+            at = frozenset[int | RowSplit]().union(*(homes.get(atom, ()) for atom in read))
             homes.update(dict.fromkeys(eqn.outvars, at))
-            cut = any(isinstance(place, Cut) for place in at)
+            cut = any(isinstance(place, RowSplit) for place in at)
             if eqn.primitive.name == "cond" and (len(at) > 1 or cut):
                 several.add(id(eqn))
         return several
@@ -195,7 +195,7 @@ class Homes:
             at = max((crosses(a, name) for a in read if a in self.parts), default=at)
             own = [a for a in read if a in home and a not in self.parts]
             places = {home[a] for a in own}
-            cut = {place for place in places if isinstance(place, Cut)}
+            cut = {place for place in places if isinstance(place, RowSplit)}
             if cut and not self._is_cut(eqn, own):
                 whole |= {place.owner for place in cut}
                 places = set()
@@ -216,7 +216,7 @@ class Homes:
                 self.parts[eqn.outvars[0]] = name
         for atom, wanted in zip(self.jaxpr.outvars, results, strict=True):
             found = None if isinstance(atom, Literal) else home.get(atom)
-            if isinstance(wanted, Cut) and found != wanted:
+            if isinstance(wanted, RowSplit) and found != wanted:
                 whole.add(wanted.owner)
             elif found not in (None, wanted):
                 crosses(atom, "the result")

@@ -74,10 +74,10 @@ def row_dependence(closed: Any, batch: Sequence[bool], size: int) -> list[RowsRe
         else RowsRead(none(len(var.aval.shape), size))
         for var, rows in zip(closed.jaxpr.invars, batch, strict=True)
     ]
-    return _Walk(size).run(closed.jaxpr, closed.consts, args)
+    return _RowWalk(size).run(closed.jaxpr, closed.consts, args)
 
 
-class _Walk:
+class _RowWalk:
     """One walk over the equations of a function."""
 
     def __init__(self, size: int) -> None:

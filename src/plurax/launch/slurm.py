@@ -11,7 +11,7 @@ from plurax.distributed.environment import first_host, step_port
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class HostPlace:
     """Of one host among others."""
 
     hosts: int
@@ -19,7 +19,7 @@ class Place:
     coordinator: str
 
 
-def slurm_place(environment: Mapping[str, str]) -> Place | None:
+def slurm_place(environment: Mapping[str, str]) -> HostPlace | None:
     """Return this host's place in a Slurm step; None outside of one.
 
     Raises `ExperimentError` for a step with several tasks on a node.
@@ -36,4 +36,4 @@ def slurm_place(environment: Mapping[str, str]) -> Place | None:
             "-- ..., or leave out plurax launch."
         )
     first = first_host(environment["SLURM_STEP_NODELIST"])
-    return Place(nodes, int(environment["SLURM_NODEID"]), f"{first}:{step_port(environment)}")
+    return HostPlace(nodes, int(environment["SLURM_NODEID"]), f"{first}:{step_port(environment)}")

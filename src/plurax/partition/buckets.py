@@ -51,7 +51,7 @@ are compiled.
 
 
 @dataclasses.dataclass(frozen=True)
-class Use:
+class ParameterUse:
     """An equation that needs a parameter whole.
 
     **Fields:** `index` of the equation; `var`, the variable it reads; `root`, the
@@ -85,7 +85,7 @@ class Gathers:
             for number, bucket in enumerate(self._buckets)
             for use in bucket
         }
-        self._at: dict[int, list[Use]] = {}
+        self._at: dict[int, list[ParameterUse]] = {}
         for use in uses:
             self._at.setdefault(use.index, []).append(use)
         self._gathered: dict[tuple[int, Any], ShardedValue] = {}
@@ -153,7 +153,7 @@ def _needs_gather(resharder: Resharder, versions: ValueVersions) -> bool:
 
 def _uses(
     resharder: Resharder, eqns: Sequence[Any], known: Mapping[Any, ValueVersions]
-) -> tuple[list[Any], list[Use]]:
+) -> tuple[list[Any], list[ParameterUse]]:
     """Return the reordered equations, and where they need split parameters whole."""
     # `roots`: variables computed from one split parameter alone, and that parameter.
     roots = {var: var for var, one in known.items() if _needs_gather(resharder, one)}
@@ -184,11 +184,11 @@ def _uses(
         for var in dict.fromkeys(read):
             if var in roots:
                 size = math.prod(var.aval.shape) * var.aval.dtype.itemsize
-                uses.append(Use(index, var, roots[var], size))
+                uses.append(ParameterUse(index, var, roots[var], size))
     return early + rest, uses
 
 
-def _packed(uses: Sequence[Use], limit: int) -> list[list[Use]]:
+def _packed(uses: Sequence[ParameterUse], limit: int) -> list[list[ParameterUse]]:
     """Group consecutive uses into buckets, none with the same parameter twice."""
     likes = [(use.var.aval.shape, use.var.aval.dtype) for use in uses]
     parameters = [use.root for use in uses]

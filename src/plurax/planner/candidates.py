@@ -34,7 +34,7 @@ from plurax.execute.rows import abstract_rows
 from plurax.jaxpr.interpret import all_equations
 from plurax.machine import Machine
 from plurax.plan import Plan, Precision, Remat
-from plurax.planner.costs import Seconds, reduction_seconds
+from plurax.planner.costs import TimeCosts, reduction_seconds
 from plurax.planner.graph import Graph, graph_of
 from plurax.planner.lockstep import stage_times
 from plurax.sharding.annotations import Boundary, activation_names, annotations_in
@@ -47,7 +47,7 @@ SCHEDULES = ("1f1b", "interleaved", "gpipe", "zb-h1")
 
 
 @dataclasses.dataclass(frozen=True)
-class Totals:
+class StepTotals:
     """What a step of the whole batch needs on one device, in one microbatch.
 
     **Fields:** `seconds` of all operations, `products` among them; `forward`, the share of the
@@ -72,7 +72,7 @@ class Model:
     """
 
     like: TrainState
-    totals: Mapping[str, Totals]
+    totals: Mapping[str, StepTotals]
     parameters: int
     optimizer: int
     batch_size: int
@@ -92,7 +92,7 @@ def model_of(
     """Return what bounds need, from one trace for each remat policy."""
     like: TrainState = jax.eval_shape(lambda: new_state(task, optimizer, jax.random.key(0)))
     rows = abstract_rows(batch)
-    totals: dict[str, Totals] = {}
+    totals: dict[str, StepTotals] = {}
     for remat in remats:
         # Of frozen parameters the search counts gradients as of the others.
         fun = gradient(dataclasses.replace(task, frozen=()), precision, remat=remat)
@@ -111,14 +111,14 @@ def model_of(
     )
 
 
-def _totals(graph: Graph, machine: Machine, depth: int) -> Totals:
+def _totals(graph: Graph, machine: Machine, depth: int) -> StepTotals:
     # Of devices that differ, as if all were the fastest.
     fastest = max(
         (kind for _, kind in machine.groups),
         key=lambda one: max(one.flops.values()),
         default=machine,
     )
-    costs = Seconds(dataclasses.replace(fastest, overhead=0.0))
+    costs = TimeCosts(dataclasses.replace(fastest, overhead=0.0))
     seconds = forward = layers = every = products = 0.0
     for node in graph.nodes:
         (strategy,) = node.strategies
@@ -135,7 +135,7 @@ def _totals(graph: Graph, machine: Machine, depth: int) -> Totals:
         for value in graph.values
         if value.kept and value.varying
     )
-    return Totals(seconds, products, forward / (every or 1), layers / (every or 1), kept)
+    return StepTotals(seconds, products, forward / (every or 1), layers / (every or 1), kept)
 
 
 def _boundaries(jaxpr: Any) -> int:
@@ -166,7 +166,7 @@ class Sizes(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidate:
+class CandidatePlan:
     """A plan to be looked at: the least `seconds` and `memory` (bytes on one device) of a step.
 
     `sizes` take the place of those of the plan `pinned`.
@@ -187,7 +187,7 @@ class Candidate:
 
 def candidates(
     model: Model, machine: Machine, devices: int, pinned: Plan, fields: Collection[str]
-) -> Iterator[Candidate]:
+) -> Iterator[CandidatePlan]:
     """Yield every plan for some devices that agrees with `pinned`, with its bounds.
 
     A plan may leave devices unused, as many as divide them: a small model is faster on few. Those
@@ -200,7 +200,7 @@ def candidates(
     for sizes in _every_sizes(model, devices, pinned, fields):
         if split and sizes.tensor == 1:
             continue
-        one = Candidate(sizes, pinned, *_bounds(model, machine, sizes, pinned.member))
+        one = CandidatePlan(sizes, pinned, *_bounds(model, machine, sizes, pinned.member))
         if doubtful:
             try:
                 one.plan  # noqa: B018
@@ -304,7 +304,7 @@ def _bounds(model: Model, machine: Machine, sizes: Sizes, members: int) -> tuple
     return seconds, memory + kept
 
 
-def _waiting(sizes: Sizes, totals: Totals, layers: int) -> float:
+def _waiting(sizes: Sizes, totals: StepTotals, layers: int) -> float:
     """Return the seconds of a step by those in which a device of its pipeline computes.
 
     Without a pipeline 1. The slowest stage has the most layers, and ticks wait for backwards.

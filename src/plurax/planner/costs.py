@@ -104,7 +104,7 @@ class BytesSent:
 
 
 @dataclasses.dataclass(frozen=True)
-class Seconds:
+class TimeCosts:
     """Costs in seconds on a machine.
 
     **Fields:** `machine`; `plan`, of which `data`, `zero`, `microbatches` and `pipeline` count;

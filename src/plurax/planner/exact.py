@@ -71,7 +71,7 @@ def solve(
     """
     problem = Problem(graph, costs, pinned, within)
     started = time.perf_counter()
-    program = _Program(problem, budget)
+    program = _IntegerProgram(problem, budget)
     relaxed = program.run(whole=False, seconds=seconds)
     best = relaxed
     if relaxed.status != 2 and (relaxed.x is None or program.fractional(relaxed.x)):
@@ -98,7 +98,7 @@ def solve(
     )
 
 
-class _Program:
+class _IntegerProgram:
     """The variables and constraints of a problem."""
 
     def __init__(self, problem: Problem, budget: Budget | None) -> None:

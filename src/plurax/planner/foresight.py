@@ -27,7 +27,7 @@ from plurax.planner.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True)
-class _Edge:
+class _SharedEdge:
     """Two nodes that share a value, and the cost of each pair of strategies `(K_i, K_j)`."""
 
     ends: tuple[int, int]
@@ -47,7 +47,7 @@ class Foresight:
         for value in problem.graph.values:
             for use in value.uses:
                 self._add(value, use, pairs)
-        self._edges = [_Edge(ends, cost) for ends, cost in pairs.items()]
+        self._edges = [_SharedEdge(ends, cost) for ends, cost in pairs.items()]
         self._at: list[list[int]] = [[] for _ in self._own]
         for index, edge in enumerate(self._edges):
             for node in edge.ends:

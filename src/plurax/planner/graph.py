@@ -178,10 +178,10 @@ def graph_of(
     - `named`: a function from an annotation's name and shape to its sharding, or None.
     """
     closed, (totals, state) = jax.make_jaxpr(fun, return_shape=True)(*args)
-    builder = _Builder(axes, searched, named)
+    builder = _GraphBuilder(axes, searched, named)
     params = tree.named_leaves(args[0])
     others = len(jax.tree.leaves(args[1:]))
-    inputs: list[_Value] = [builder.value(_tensor(leaf)) for leaf in params.values()]
+    inputs: list[_TracedValue] = [builder.value(_tensor(leaf)) for leaf in params.values()]
     inputs += [builder.value(_tensor(leaf)) for leaf in jax.tree.leaves(args[1:])]
     assert len(inputs) == len(params) + others == len(closed.jaxpr.invars)
     for value in inputs[len(params) :]:
@@ -249,7 +249,7 @@ def graph_of_step(task: Task, plan: Plan, batch: PyTree) -> Graph:
     )
 
 
-class _Value:
+class _TracedValue:
     """A value while the graph is built.
 
     **Attributes:** `root`, the value itself, or the value of which it is an alias; `producer`, the
@@ -258,7 +258,7 @@ class _Value:
     whether it depends on the batch.
     """
 
-    def __init__(self, tensor: Tensor, backward: bool, root: "_Value | None" = None) -> None:
+    def __init__(self, tensor: Tensor, backward: bool, root: "_TracedValue | None" = None) -> None:
         self.tensor, self.backward, self.root = tensor, backward, root or self
         self.producer: tuple[int, int] | None = None
         self.uses: list[Use] = []
@@ -266,13 +266,13 @@ class _Value:
         self.varying: bool = root is not None and root.varying
 
 
-class _Builder:
+class _GraphBuilder:
     """Collects nodes and values in the order of evaluation."""
 
     def __init__(self, axes: Axes, searched: Sequence[str], named: NameRule | None) -> None:
         self.axes, self.searched = axes, tuple(searched)
         self.nodes: list[Node] = []
-        self._values: list[_Value] = []
+        self._values: list[_TracedValue] = []
         self._finder = StrategyFinder(axes, searched)
         self._named = named or (lambda name, shape: None)
         self._context = RuleContext(axes)
@@ -281,9 +281,9 @@ class _Builder:
 
     # --- Values and nodes -------------------------------------------------------------------------
 
-    def value(self, tensor: Tensor) -> _Value:
+    def value(self, tensor: Tensor) -> _TracedValue:
         """Return a new value."""
-        value = _Value(tensor, self._backward)
+        value = _TracedValue(tensor, self._backward)
         self._values.append(value)
         return value
 
@@ -291,8 +291,8 @@ class _Builder:
         self,
         kind: str,
         path: str,
-        inputs: Sequence[_Value],
-        outputs: Sequence[_Value],
+        inputs: Sequence[_TracedValue],
+        outputs: Sequence[_TracedValue],
         strategies: Sequence[ShardStrategy],
         trips: float,
         input_trips: Sequence[float] = (),
@@ -311,13 +311,18 @@ class _Builder:
             value.varying |= varying
 
     def fixed(
-        self, kind: str, path: str, inputs: list[_Value], outputs: list[_Value], trips: float
+        self,
+        kind: str,
+        path: str,
+        inputs: list[_TracedValue],
+        outputs: list[_TracedValue],
+        trips: float,
     ) -> None:
         """Add a node whose inputs and outputs are replicated."""
         strategy = ShardStrategy(tuple(map(_whole, inputs)), tuple(map(_whole, outputs)))
         self.node(kind, path, inputs, outputs, [strategy], trips)
 
-    def parameter(self, path: str, value: _Value, grad: _Value) -> None:
+    def parameter(self, path: str, value: _TracedValue, grad: _TracedValue) -> None:
         """Add a parameter, stored as it is chosen; its gradient comes to it once a step."""
         choices = self._every(value.tensor)
         strategies = [ShardStrategy((one,), (one,)) for one in choices]
@@ -346,14 +351,19 @@ class _Builder:
     # --- Equations --------------------------------------------------------------------------------
 
     def evaluate(
-        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[_Value], inside: str, trips: float
-    ) -> list[_Value]:
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        args: Sequence[_TracedValue],
+        inside: str,
+        trips: float,
+    ) -> list[_TracedValue]:
         """Add the live equations of a jaxpr, and return its results."""
         known = dict(zip(jaxpr.invars, args, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             known[var] = self._constant(const, trips)
 
-        def read(atom: Any) -> _Value:
+        def read(atom: Any) -> _TracedValue:
             return self._constant(atom.val, trips) if isinstance(atom, Literal) else known[atom]
 
         for index, eqn in _live(jaxpr):
@@ -366,7 +376,7 @@ class _Builder:
             known.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _constant(self, given: Any, trips: float) -> _Value:
+    def _constant(self, given: Any, trips: float) -> _TracedValue:
         """Return a constant; numeric scalars that are zero may be created in any sharding."""
         known = isinstance(given, np.ndarray | np.generic | int | float)
         zero = known and not np.shape(given) and not given and not isinstance(given, bool)
@@ -376,7 +386,9 @@ class _Builder:
             self.fixed("constant", f"constant{len(self.nodes)}", [], [value], trips)
         return value
 
-    def _equation(self, eqn: Any, inputs: list[_Value], path: str, trips: float) -> list[_Value]:
+    def _equation(
+        self, eqn: Any, inputs: list[_TracedValue], path: str, trips: float
+    ) -> list[_TracedValue]:
         name = eqn.primitive.name
         if is_call_or_remat(eqn):
             if name in REMAT and is_recomputed(eqn):
@@ -397,17 +409,19 @@ class _Builder:
         self.node(name, path, inputs, outputs, strategies, trips)
         return outputs
 
-    def _alias(self, value: _Value) -> _Value:
+    def _alias(self, value: _TracedValue) -> _TracedValue:
         """Return a value as it enters a recomputed part, where it is resharded once more.
 
         The partitioner orders its inputs after the cotangent, so that copies made before cannot be
         used within.
         """
-        alias = _Value(value.tensor, value.backward, value.root)
+        alias = _TracedValue(value.tensor, value.backward, value.root)
         self._values.append(alias)
         return alias
 
-    def _annotation(self, eqn: Any, value: _Value, path: str, trips: float) -> list[_Value]:
+    def _annotation(
+        self, eqn: Any, value: _TracedValue, path: str, trips: float
+    ) -> list[_TracedValue]:
         """Fix the sharding of an annotated value; that of its cotangent stays open."""
         tag, transposed = eqn.params.get("tag"), eqn.params.get("transposed", False)
         every = self._every(value.tensor)
@@ -424,7 +438,7 @@ class _Builder:
         return [out]
 
     def _obeying(
-        self, eqn: Any, value: _Value, every: Sequence[TensorSharding]
+        self, eqn: Any, value: _TracedValue, every: Sequence[TensorSharding]
     ) -> tuple[TensorSharding, ...]:
         """Return the shardings that an annotation leaves as they are; none if it says nothing."""
         resolver = AnnotationResolver(self.axes, self._named, _first)
@@ -458,7 +472,9 @@ class _Builder:
 
     # --- Loops ------------------------------------------------------------------------------------
 
-    def _scan(self, eqn: Any, inputs: list[_Value], path: str, trips: float) -> list[_Value]:
+    def _scan(
+        self, eqn: Any, inputs: list[_TracedValue], path: str, trips: float
+    ) -> list[_TracedValue]:
         """Add a loop's boundaries and its body, once."""
         scan = Scan.of(eqn)
         consts, starts, stacks = scan.split(inputs)
@@ -490,7 +506,7 @@ class _Builder:
             outputs.append(self._stack(row, scan.length, f"{path}/stack{index}", within))
         return outputs
 
-    def _const(self, value: _Value, path: str, trips: float) -> _Value:
+    def _const(self, value: _TracedValue, path: str, trips: float) -> _TracedValue:
         """Return a constant of a loop as its body sees it: reduced, and resharded before it."""
         inner = self.value(value.tensor)
         if not value.tensor.zero:
@@ -498,7 +514,7 @@ class _Builder:
             self.node("const", path, [value], [inner], strategies, trips)
         return inner
 
-    def _row(self, value: _Value, path: str, trips: float) -> _Value:
+    def _row(self, value: _TracedValue, path: str, trips: float) -> _TracedValue:
         """Return one row of a stacked input, whose leading dim is replicated."""
         tensor = Tensor(value.tensor.shape[1:], value.tensor.dtype)
         inner = self.value(tensor)
@@ -508,7 +524,7 @@ class _Builder:
         self.node("row", path, [value], [inner], strategies, trips)
         return inner
 
-    def _stack(self, row: _Value, length: int, path: str, within: float) -> _Value:
+    def _stack(self, row: _TracedValue, length: int, path: str, within: float) -> _TracedValue:
         """Return a stacked result; its rows may stay partial sums."""
         tensor = row.tensor
         out = self.value(Tensor((length, *tensor.shape), tensor.dtype))
@@ -527,7 +543,7 @@ def _first(versions: ValueVersions) -> ShardedValue:
     return versions.value
 
 
-def _whole(value: _Value) -> TensorSharding:
+def _whole(value: _TracedValue) -> TensorSharding:
     return TensorSharding.replicated(len(value.tensor.shape))
 
 

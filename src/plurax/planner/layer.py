@@ -82,7 +82,7 @@ class Edge:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layer:
+class LayerGraph:
     """One layer of a found plan: `boxes` in the order of evaluation, and `edges` between them.
 
     If it is `whole`, the network has no equal layers, and this is all of it.
@@ -112,12 +112,12 @@ class Layer:
         return depths
 
 
-def layer_of(found: Sharded) -> Layer:
+def layer_of(found: Sharded) -> LayerGraph:
     """Return one layer of a solution."""
-    return _Builder(found).layer()
+    return _LayerBuilder(found).layer()
 
 
-class _Builder:
+class _LayerBuilder:
     """Collects the vertices of a layer, merges them, and says what they are.
 
     Vertices are the indices of nodes. A parameter, the input and the output have numbers of their
@@ -219,7 +219,7 @@ class _Builder:
 
     # --- Boxes ------------------------------------------------------------------------------------
 
-    def layer(self) -> Layer:
+    def layer(self) -> LayerGraph:
         """Return the boxes and the edges between them."""
         members = self._merged().members()
         index = {one: place for place, group in enumerate(members) for one in group}
@@ -229,7 +229,7 @@ class _Builder:
             if index[a] != index[b]:
                 pair = index[a], index[b]
                 edges[pair] = edges.get(pair, ()) + sent
-        return Layer(
+        return LayerGraph(
             tuple(map(self._box, members)),
             tuple(
                 Edge(*pair, _summed(sent), pair in shared and not sent)

@@ -40,7 +40,7 @@ class Share:
 
 
 @dataclasses.dataclass(frozen=True)
-class Profile:
+class SolutionProfile:
     """Where seconds and bytes of a solution are.
 
     **Fields:** `layers`, all of them together; `embedding` and `head`, what is before and after
@@ -68,7 +68,7 @@ class Profile:
 
 def profile_of(
     graph: Graph, solution: Solution, costs: Costs, microbatches: int, depth: int
-) -> Profile:
+) -> SolutionProfile:
     """Return the profile of a solution.
 
     `depth` is the number of layers of a stack, or 0: then all of a model is in layers, as the parts
@@ -99,7 +99,7 @@ def profile_of(
         part: Share(seconds[part, False], seconds[part, True], kept[part])
         for part in ("layers", "embedding", "head")
     }
-    return Profile(**shares, once=once, copies=copies)
+    return SolutionProfile(**shares, once=once, copies=copies)
 
 
 def _parts(graph: Graph, microbatches: int, depth: int) -> list[str]:

@@ -39,8 +39,15 @@ from plurax.execute.check import check_kinds
 from plurax.execute.placement import abstract_batch
 from plurax.machine import Machine
 from plurax.plan import Plan
-from plurax.planner.candidates import REMATS, Candidate, Model, candidates, model_of, tensor_rows
-from plurax.planner.costs import Seconds, state_ratios
+from plurax.planner.candidates import (
+    REMATS,
+    CandidatePlan,
+    Model,
+    candidates,
+    model_of,
+    tensor_rows,
+)
+from plurax.planner.costs import TimeCosts, state_ratios
 from plurax.planner.found import Found, Ranked
 from plurax.planner.steady import estimate_steady
 from plurax.planner.tensor import SolverName, TensorSearch
@@ -108,9 +115,9 @@ def search(
         )
     ratios = state_ratios(optimizer, model.like.params)
     shardings = TensorSearch(
-        task, like, lambda plan: Seconds(machine, plan, ratios), ratios, solver, machine, limit
+        task, like, lambda plan: TimeCosts(machine, plan, ratios), ratios, solver, machine, limit
     )
-    run = _Run(task, optimizer, like, machine, model, limit, shardings)
+    run = _Search(task, optimizer, like, machine, model, limit, shardings)
     run.look(every, count, started, seconds)
     if not run.ranked:
         raise _nothing_fits(limit, run.refused)
@@ -159,7 +166,7 @@ def _pinned_fields(pinned: Plan | Mapping[str, Any]) -> list[str]:
     ]
 
 
-class _Run:
+class _Search:
     """One search.
 
     **Attributes:** `ranked`, the plans estimated so far that fit, fastest first; `slower`, those of
@@ -191,13 +198,15 @@ class _Run:
         self.over = 0
         self.least_left = math.inf
 
-    def look(self, every: Sequence[Candidate], count: int, started: float, seconds: float) -> None:
+    def look(
+        self, every: Sequence[CandidatePlan], count: int, started: float, seconds: float
+    ) -> None:
         """Look at candidates, the most promising first, until `count` are known to be the best.
 
         None is estimated that may not be done `seconds` after `started`, as the longest estimate so
         far says, but the first. The last third of the time is for estimates.
         """
-        queue, computed, estimated, longest = _Queue(), 0, 0, 0.0
+        queue, computed, estimated, longest = _CandidateQueue(), 0, 0, 0.0
         for one in every:
             if one.memory <= self._limit:
                 self._most = max(self._most, self._risk(one.memory))
@@ -248,10 +257,10 @@ class _Run:
         """
         return 1 + max(0.0, memory / self._limit - 0.5)
 
-    def _least(self, candidate: Candidate) -> float:
+    def _least(self, candidate: CandidatePlan) -> float:
         return candidate.seconds + self._least_tensor(candidate)
 
-    def _computed(self, candidate: Candidate) -> "_Computed | None":
+    def _computed(self, candidate: CandidatePlan) -> "_Computed | None":
         """Return what a candidate takes on the solved graph, or None if it cannot be."""
         try:
             if not self._shardings.splits(candidate.plan):
@@ -264,7 +273,7 @@ class _Run:
         own, kept = self._shardings.memory(candidate.plan)
         return _Computed(seconds, own, max(kept, candidate.memory - own))
 
-    def _look_at_smallest_tensor(self, every: Sequence[Candidate]) -> None:
+    def _look_at_smallest_tensor(self, every: Sequence[CandidatePlan]) -> None:
         """Solve the smallest `tensor`, which says at the least what larger ones send."""
         split = [one for one in every if one.sizes.tensor > 1 and one.memory <= self._limit]
         if split:
@@ -272,14 +281,14 @@ class _Run:
             with contextlib.suppress(errors.PlanError):
                 self._learn(first)
 
-    def _learn(self, candidate: Candidate) -> None:
+    def _learn(self, candidate: CandidatePlan) -> None:
         """Note what the devices of `tensor` send for a row."""
         if candidate.plan.tensor > 1:
             sent = self._shardings.sent_for_a_row(candidate.plan)
             known = self._sent.get(candidate.plan.tensor, math.inf)
             self._sent[candidate.plan.tensor] = min(known, sent)
 
-    def _least_tensor(self, candidate: Candidate) -> float:
+    def _least_tensor(self, candidate: CandidatePlan) -> float:
         """Return the least seconds in which the devices of `tensor` send to each other.
 
         What each device sends for a row grows with the number of devices, so what is known of a
@@ -299,7 +308,7 @@ class _Run:
             "all-reduce", 2**22, devices, 1, mesh_devices=self._machine.devices
         )
 
-    def _estimated(self, candidate: Candidate, computed: "_Computed") -> Ranked | None:
+    def _estimated(self, candidate: CandidatePlan, computed: "_Computed") -> Ranked | None:
         """Return a candidate with its shardings and its estimate, or None if it cannot be."""
         try:
             plan = self._shardings.plan(candidate.plan)
@@ -313,7 +322,7 @@ class _Run:
             return None
         return Ranked(candidate.plan, plan, found, found.peak)
 
-    def _refuse(self, candidate: Candidate, why: str) -> None:
+    def _refuse(self, candidate: CandidatePlan, why: str) -> None:
         self.refused.append(Ranked(candidate.plan, candidate.plan, None, candidate.memory, why))
 
 
@@ -386,10 +395,10 @@ class _Learned:
         return (plan.remat, plan.pipeline > 1, plan.zero >= 2), plan.tensor
 
 
-_Item = tuple[tuple[float, int, int], float, Candidate, Ranked | _Computed | None]
+_Item = tuple[tuple[float, int, int], float, CandidatePlan, Ranked | _Computed | None]
 
 
-class _Queue:
+class _CandidateQueue:
     """Candidates in the order of their seconds, as far as these are known."""
 
     def __init__(self) -> None:
@@ -402,7 +411,7 @@ class _Queue:
     def push(
         self,
         seconds: float,
-        candidate: Candidate,
+        candidate: CandidatePlan,
         known: Ranked | _Computed | None = None,
         risk: float = 1.0,
     ) -> None:
@@ -416,7 +425,7 @@ class _Queue:
         place = seconds * risk, devices, next(self._numbers)
         heapq.heappush(self._items, (place, seconds, candidate, known))
 
-    def pop(self) -> tuple[float, Candidate, Ranked | _Computed | None]:
+    def pop(self) -> tuple[float, CandidatePlan, Ranked | _Computed | None]:
         """Remove the first candidate, and return its seconds, it, and what is known of it."""
         _, seconds, candidate, known = heapq.heappop(self._items)
         return seconds, candidate, known

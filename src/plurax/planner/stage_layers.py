@@ -98,7 +98,7 @@ def best_layers(
     ends[0] += end_seconds[0]
     ends[-1] += end_seconds[1]
     layers = _sums(np.asarray(layer_seconds, float))
-    costs = _Costs(
+    costs = _StageCosts(
         seconds=(layers + ends[:, None, None]) / speed[:, None, None],
         held=_sums(np.broadcast_to(layer_bytes, depth)),
         kept=_sums(np.broadcast_to(layer_stored, depth)),
@@ -115,7 +115,7 @@ def best_layers(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Costs:
+class _StageCosts:
     """The costs of stages of any layers.
 
     **Fields:** `seconds`, float `(stages, depth + 1, depth)`, has at `[s, j, k - 1]` those of stage
@@ -210,7 +210,7 @@ def _sums(values: np.ndarray) -> np.ndarray:
     return sums
 
 
-def _fitting(costs: _Costs, memory: float) -> StageLayers | None:
+def _fitting(costs: _StageCosts, memory: float) -> StageLayers | None:
     """Return the fastest assignment that fits in memory.
 
     The largest stage's parameters and what the largest number of microbatches stores share a
@@ -234,7 +234,7 @@ def _fitting(costs: _Costs, memory: float) -> StageLayers | None:
     return best
 
 
-def _fastest(costs: _Costs, seconds: np.ndarray, bound: float) -> StageLayers | None:
+def _fastest(costs: _StageCosts, seconds: np.ndarray, bound: float) -> StageLayers | None:
     """Return the fastest assignment of stages that take `seconds`, if it takes less than `bound`.
 
     Of equally fast ones that with the most equal stages, which may take `bound` itself.

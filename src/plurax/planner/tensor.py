@@ -41,7 +41,7 @@ from plurax.planner.fewest import (
 from plurax.planner.graph import Graph, Node, graph_of_step
 from plurax.planner.lockstep import Stages, stages_of
 from plurax.planner.problem import Pins, Problem, Solution, Within
-from plurax.planner.profile import Profile, profile_of
+from plurax.planner.profile import SolutionProfile, profile_of
 from plurax.planner.shard_strategies import ShardStrategy
 from plurax.sharding.rules import Rules
 from plurax.sharding.spec import TensorSharding
@@ -92,7 +92,7 @@ class Sharded:
         )
 
     @functools.cached_property
-    def profile(self) -> Profile:
+    def profile(self) -> SolutionProfile:
         """Where the seconds and the bytes of one microbatch are."""
         times = self.plan.microbatches
         return profile_of(self.graph, self.solution, self.costs, times, self.depth)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from plurax import errors
 from plurax.planner.found import Found
-from plurax.planner.layer import Box, Edge, Layer, Sent, layer_of
+from plurax.planner.layer import Box, Edge, LayerGraph, Sent, layer_of
 from plurax.report.picture import (
     GREEN,
     GREY,
@@ -110,7 +110,7 @@ def draw_found(found: Found, directory: Path) -> list[Path]:
 # --- Where things stand ---------------------------------------------------------------------------
 
 
-def _placed(layer: Layer) -> tuple[Places, float, float]:
+def _placed(layer: LayerGraph) -> tuple[Places, float, float]:
     """Return the place of each box, and the size of all."""
     depths = layer.depths()
     rows: dict[int, list[int]] = defaultdict(list)
@@ -143,7 +143,7 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _lanes(layer: Layer) -> dict[Edge, int]:
+def _lanes(layer: LayerGraph) -> dict[Edge, int]:
     """Return all edges, each with its lane: -1 for those between neighboring rows."""
     depths, taken = layer.depths(), list[list[tuple[int, int]]]()
     lanes = {}
@@ -164,7 +164,7 @@ def _lanes(layer: Layer) -> dict[Edge, int]:
 # --- Drawing --------------------------------------------------------------------------------------
 
 
-def _draw_edge(axis: "Panel", layer: Layer, places: Places, edge: Edge, lane: int) -> None:
+def _draw_edge(axis: "Panel", layer: LayerGraph, places: Places, edge: Edge, lane: int) -> None:
     """Draw the line of a value, and beside it what is sent for it."""
     (x, y), (to_x, to_y) = places[edge.source], places[edge.target]
     if layer.boxes[edge.source].kind == "parameter":
@@ -246,7 +246,7 @@ def _sent(sent: Sent) -> str:
     return ", ".join(f"{kind} {human_bytes(size)}" for kind, size in sent)
 
 
-def _legend(figure: "matplotlib.figure.Figure", layer: Layer) -> None:
+def _legend(figure: "matplotlib.figure.Figure", layer: LayerGraph) -> None:
     from matplotlib.patches import Patch
 
     shown = {_color(box.sharding) for box in layer.boxes}

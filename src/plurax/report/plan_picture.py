@@ -16,7 +16,7 @@ from plurax.report.shards import kinds_of_memory
 from plurax.report.timeline import (
     COLOURS,
     Compared,
-    Costs,
+    ScheduleCosts,
     blocks,
     differing,
     kinds_of_work,
@@ -52,7 +52,7 @@ def draw_plan(
     memory: Memory,
     sent: Sequence[Collective],
     path: str | Path | None = None,
-    pipeline: Costs | None = None,
+    pipeline: ScheduleCosts | None = None,
     compared: Compared | None = None,
     strategies: Strategies | None = None,
 ) -> "matplotlib.figure.Figure":
@@ -134,7 +134,7 @@ def _draw_schedules(part: "SubFigure", compared: Compared) -> None:
     """Draw one row per schedule: its two timelines side by side, or why it cannot run."""
     heights = [_row_height(costs) for costs in compared.values()]
     rows = part.subplots(len(compared), 2, height_ratios=heights, squeeze=False)
-    able = [costs for costs in compared.values() if isinstance(costs, Costs)]
+    able = [costs for costs in compared.values() if isinstance(costs, ScheduleCosts)]
     end = max(max(costs.ideal.length, costs.lockstep.length) for costs in able)
     last: Sequence[Axes] = ()
     for (left, right), (name, costs) in zip(rows, compared.items(), strict=True):
@@ -158,7 +158,7 @@ def _height(compared: Compared) -> float:
     return LEGEND + sum(map(_row_height, compared.values()))
 
 
-def _row_height(costs: Costs | str) -> float:
+def _row_height(costs: ScheduleCosts | str) -> float:
     return REASON if isinstance(costs, str) else AROUND + DEVICE * costs.schedule.devices
 
 
@@ -229,7 +229,7 @@ def _write(part: "SubFigure", notes: Sequence[str]) -> None:
 
 def _draw_compared(part: "SubFigure", compared: Compared) -> None:
     """Draw the costs that differ between schedules, one panel per number."""
-    able = {name: costs for name, costs in compared.items() if isinstance(costs, Costs)}
+    able = {name: costs for name, costs in compared.items() if isinstance(costs, ScheduleCosts)}
     bubble, stored, exchanged, temporaries = part.subplots(1, 4)
     _bars(bubble, {n: c.lockstep.bubble for n, c in able.items()}, "bubble, in lockstep", percent)
     _bars(

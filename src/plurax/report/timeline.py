@@ -33,7 +33,7 @@ ROUNDING = 1e-9
 NARROWEST, WIDEST = 80, 120
 
 
-class Block(NamedTuple):
+class TimedAction(NamedTuple):
     """An action of a device in integer time: `start` and `end` in forwards through one stage."""
 
     start: int
@@ -42,7 +42,7 @@ class Block(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Costs:
+class ScheduleCosts:
     """A schedule and its costs.
 
     **Fields:** `schedule`; `exchanged`, bytes that a device sends to other stages in a step;
@@ -54,7 +54,7 @@ class Costs:
     memory: Memory
 
     @classmethod
-    def of(cls, schedule: Schedule, sent: Sequence[Collective], memory: Memory) -> "Costs":
+    def of(cls, schedule: Schedule, sent: Sequence[Collective], memory: Memory) -> "ScheduleCosts":
         """Return the costs, from a step's planned or compiled communication."""
         sends = [r for r in sent if (r.kind, r.axes) == ("collective-permute", ("pipeline",))]
         return cls(schedule, sum(r.bytes * (r.trips or 1) for r in sends), memory)
@@ -82,17 +82,17 @@ def differing(ideal: Timeline, lockstep: Timeline) -> dict[str, Timeline]:
     return {"as soon as each can": ideal, "in lockstep, as it runs here": lockstep}
 
 
-Compared = Mapping[str, Costs | str]
+Compared = Mapping[str, ScheduleCosts | str]
 """By the schedule's name its costs, or why it cannot run."""
 
 
-def blocks(timeline: Timeline) -> list[list[Block]]:
+def blocks(timeline: Timeline) -> list[list[TimedAction]]:
     """Return each device's actions, in order."""
-    lines: list[list[Block]] = [[] for _ in timeline.schedule.actions]
+    lines: list[list[TimedAction]] = [[] for _ in timeline.schedule.actions]
     chunks = timeline.schedule.chunks
     for span in timeline.spans:
         start, end = round(span.start * chunks), round(span.end * chunks)
-        lines[span.device].append(Block(start, end, span.action))
+        lines[span.device].append(TimedAction(start, end, span.action))
     return lines
 
 
@@ -114,7 +114,7 @@ def percent(part: float) -> str:
 # --- Timelines ------------------------------------------------------------------------------------
 
 
-def timeline_report(costs: Costs, width: int) -> RenderableType:
+def timeline_report(costs: ScheduleCosts, width: int) -> RenderableType:
     """Return a schedule's timelines, on one scale, in at most `width` columns, and its costs."""
     schedule, timelines = costs.schedule, costs.timelines
     stages = "stage" if schedule.chunks == 1 else "stages"
@@ -147,7 +147,7 @@ def _label_width(schedule: Schedule) -> int:
     return max(len(str(action)) for line in schedule.actions for action in line)
 
 
-def _exact(line: Sequence[Block], end: int, per: float, labelled: bool) -> Text:
+def _exact(line: Sequence[TimedAction], end: int, per: float, labelled: bool) -> Text:
     """Draw a row in which each action has columns to itself."""
     text, at, each = Text(), 0, int(per)
     for block in line:
@@ -159,7 +159,7 @@ def _exact(line: Sequence[Block], end: int, per: float, labelled: bool) -> Text:
     return text.append(IDLE * ((end - at) * each), style="dim")
 
 
-def _scaled(line: Sequence[Block], end: int, per: float, _labelled: bool) -> Text:
+def _scaled(line: Sequence[TimedAction], end: int, per: float, _labelled: bool) -> Text:
     """Draw a row whose columns cover several actions: letters in proportion to their time.
 
     Each column adds its shares to what every letter is owed, and shows the letter that is owed most
@@ -215,7 +215,7 @@ def kinds_of_work(schedule: Schedule) -> dict[str, str]:
 # --- Costs ----------------------------------------------------------------------------------------
 
 
-def costs_table(costs: Costs) -> Table:
+def costs_table(costs: ScheduleCosts) -> Table:
     """Return a table of bubble, stored activations, bytes exchanged and memory of one schedule."""
     table = Table(title="what the pipeline costs", title_justify="left", show_header=False)
     table.add_column()

@@ -99,7 +99,9 @@ class RayTransport(Transport):
         self._raylet.connect(str(nodes[self._here]["RayletSocketName"]))
         self._raylet.setblocking(False)
         # Pings are answered on a thread of their own.
-        host = type("Host", (_Host,), {"ping": self._ray.method(concurrency_group="ping")(_ping)})
+        host = type(
+            "Host", (_ActorHost,), {"ping": self._ray.method(concurrency_group="ping")(_ping)}
+        )
         self._host = self._ray.remote(concurrency_groups={"ping": 1})(host)
 
     def _start(self, servers: Servers, store_bytes: int) -> Reaper:
@@ -151,7 +153,7 @@ class RayTransport(Transport):
         folder = self._shared.folder(name) if self._shared else None
         sent = [one.ref if isinstance(one, _Result) else one for one in args]
         host = self._host.options(**options).remote(settings, folder, devices, make, *sent)
-        return Actor(name, _Process(host, folder))
+        return Actor(name, _ActorProcess(host, folder))
 
     def call(
         self, actor: Actor, method: str, *args: Any, returns: int = 1, lasting: bool = False
@@ -186,7 +188,7 @@ class RayTransport(Transport):
 
     def _send(self) -> None:
         """Send each process the calls since the last time, those one after another together."""
-        messages: dict[_Process, list[_Call]] = {}
+        messages: dict[_ActorProcess, list[_Call]] = {}
         unsent, self._unsent = self._unsent, []
         for call in unsent:
             process = call.results[0].process
@@ -199,7 +201,7 @@ class RayTransport(Transport):
         for process, calls in messages.items():
             self._send_message(process, calls)
 
-    def _send_message(self, process: "_Process", calls: list["_Call"]) -> None:
+    def _send_message(self, process: "_ActorProcess", calls: list["_Call"]) -> None:
         free, process.free = process.free, []
         given: list[Any] = []
         requests = [call.request(given) for call in calls]
@@ -331,7 +333,7 @@ class RayTransport(Transport):
             self._reaper.close(REAP_SECONDS)
 
 
-class _Process:
+class _ActorProcess:
     """A worker's or a server's process.
 
     **Arguments:** `host`, of Ray; `folder`, in which it lends, which is removed with this.
@@ -357,7 +359,7 @@ class _Result:
     ref: Any = None
     error: Exception | None = None
 
-    def __init__(self, process: _Process | None = None) -> None:
+    def __init__(self, process: _ActorProcess | None = None) -> None:
         self.process = process
 
     def __del__(self) -> None:
@@ -407,7 +409,7 @@ class _Call:
         return _Request(self.method, args, len(self.results), self.stored)
 
 
-class _Host:
+class _ActorHost:
     """What runs in a worker's or a server's process."""
 
     def __init__(

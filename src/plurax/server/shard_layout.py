@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from plurax.jaxpr.homes import Cut, Place
+from plurax.jaxpr.homes import Place, RowSplit
 from plurax.pipeline.packing import key_impl
 
 Vectors = tuple[Array, ...]
@@ -68,8 +68,9 @@ class ShardLayout:
     **Arguments:** `leaves`, the parameters as arrays or `jax.ShapeDtypeStruct`s; `shards`; `whole`,
     the indices of those that must not be cut.
 
-    **Attributes:** `homes`, for each parameter its shard, or `Cut`; None where all shards have it:
-    of a single shard, and a parameter of one number, on which an optimizer's numbers may depend.
+    **Attributes:** `homes`, for each parameter its shard, or `RowSplit`; None where all shards have
+    it: of a single shard, and a parameter of one number, on which an optimizer's numbers may
+    depend.
     """
 
     def __init__(self, leaves: Sequence[Any], shards: int, whole: Collection[int] = ()) -> None:
@@ -84,7 +85,7 @@ class ShardLayout:
         if max(loads) * shards > UNEVEN * sum(sizes):
             self._cut(sizes, whole)
         self.homes: list[Place] = [
-            Cut(index) if index in self._cuts else home for index, home in enumerate(dealt)
+            RowSplit(index) if index in self._cuts else home for index, home in enumerate(dealt)
         ]
         for index, leaf in enumerate(leaves):
             if shards == 1 or math.prod(leaf.shape) == 1:
@@ -128,7 +129,7 @@ class ShardLayout:
         return {
             index: self.piece(index, shard, leaf)
             for index, leaf in leaves.items()
-            if isinstance(self.homes[index], Cut) or self.homes[index] in (None, shard)
+            if isinstance(self.homes[index], RowSplit) or self.homes[index] in (None, shard)
         }
 
     def joined(self, index: int, pieces: Sequence[Any]) -> Any:

@@ -32,7 +32,7 @@ from jaxtyping import Array, PyTree
 
 from plurax import errors
 from plurax.execute.step import Gradients, Metrics, make_apply, whole_update
-from plurax.jaxpr.homes import PARTS, Cut, Homes, NotCutError, Place
+from plurax.jaxpr.homes import PARTS, Homes, NotCutError, Place, RowSplit
 from plurax.jaxpr.interpret import bind, evaluate, needed, variables
 from plurax.server.shard_layout import ShardLayout
 from plurax.sharding.rules import match_opt_state_to_params
@@ -105,7 +105,7 @@ class ShardedUpdate:
             place = self._homes.home[var]
             eqns = needed(jaxpr.eqns, [var], {*jaxpr.invars, *jaxpr.constvars})
             read = {atom for eqn in eqns for atom in variables(eqn.invars)}
-            if isinstance(place, Cut) and read & state:
+            if isinstance(place, RowSplit) and read & state:
                 owners.add(place.owner)
         return owners
 
@@ -134,7 +134,10 @@ class ShardedUpdate:
 
     def _place(self, place: Place, shape: tuple[int, ...], state: TrainState) -> Place:
         """Return the place of a leaf of the optimizer's state, of a parameter with a place."""
-        if not isinstance(place, Cut) or shape == jax.tree.leaves(state.params)[place.owner].shape:
+        if (
+            not isinstance(place, RowSplit)
+            or shape == jax.tree.leaves(state.params)[place.owner].shape
+        ):
             return place
         if math.prod(shape) > 1:
             raise NotCutError({place.owner})
@@ -145,13 +148,13 @@ class ShardedUpdate:
         return [
             index
             for index, home in enumerate(self._places)
-            if home in (None, shard) or isinstance(home, Cut)
+            if home in (None, shard) or isinstance(home, RowSplit)
         ]
 
     def piece(self, index: int, shard: int, leaf: Any) -> Any:
         """Return what a shard has of a leaf of `(state, sums)`."""
         place = self._places[index]
-        return self._layout.piece(place.owner, shard, leaf) if isinstance(place, Cut) else leaf
+        return self._layout.piece(place.owner, shard, leaf) if isinstance(place, RowSplit) else leaf
 
     def held(self, shard: int) -> list[int]:
         """Return which leaves of the state a shard holds."""
@@ -211,7 +214,7 @@ class ShardedUpdate:
         """Return the state of which each shard holds a part; what all have is of the `first`."""
         leaves = {i: leaf for part in (*parts, parts[first]) for i, leaf in part.items()}
         for index, place in enumerate(self._places[: self.state_leaves]):
-            if isinstance(place, Cut):
+            if isinstance(place, RowSplit):
                 leaves[index] = jnp.asarray(
                     self._layout.joined(place.owner, [part[index] for part in parts])
                 )
@@ -255,7 +258,7 @@ class ShardedUpdate:
         """Apply an equation; where it computes rows of a shard, to these rows of every operand."""
         home = self._homes.home
         places = [None if isinstance(a, Literal) else home.get(a) for a in eqn.invars]
-        own = next((place for place in places if isinstance(place, Cut)), None)
+        own = next((place for place in places if isinstance(place, RowSplit)), None)
         if own is not None and shard is not None:
             inputs = [
                 self._layout.piece(own.owner, shard, one) if place is None and one.ndim else one

@@ -53,7 +53,7 @@ class Simulated(Transport):
     def start(self, name: str, make: Callable[..., Any], *args: Any, devices: int) -> Actor:
         """Start the object `make(*args)`; it is made at its first call."""
         values = [_there(one.result()) if isinstance(one, Future) else one for one in args]
-        actor = Actor(name, _Queue(lambda: make(*values)))
+        actor = Actor(name, _CallQueue(lambda: make(*values)))
         self.actors[name] = actor
         self._stalled.pop(name, None)
         return actor
@@ -144,7 +144,7 @@ class Simulated(Transport):
         self.actors.clear()
 
 
-class _Queue:
+class _CallQueue:
     """An object and the calls that wait for it."""
 
     def __init__(self, make: Callable[[], Any]) -> None:

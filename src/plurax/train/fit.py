@@ -38,7 +38,7 @@ from plurax.train.fit_arguments import (
 )
 from plurax.train.hooks import Hooks, Run, check_callbacks
 from plurax.train.log import Row
-from plurax.train.loop import Loop, evaluated, saved_text
+from plurax.train.loop import TrainingLoop, evaluated, saved_text
 from plurax.train.measurements import Measurements, estimate_run
 from plurax.train.opening import (
     move_aside,
@@ -280,7 +280,7 @@ def fit(
                   functools.partial(evaluated, program, evaluation, dog),
                   evaluation is not None, servers=servers is not None)  # fmt: skip
         stack.enter_context(hooks.running(run))
-        loop = Loop(
+        loop = TrainingLoop(
             run=run, source=source, epochs=epochs, evaluate_every=evaluate_every,
             report_every=report_every, checkpoint_every=checkpoint_every, resident=resident,
             local_batches=local_batches, begin=begin, hooks=hooks, coordinator=coordinator,

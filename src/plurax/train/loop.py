@@ -43,7 +43,7 @@ from plurax.train.watchdog import Watchdog
 
 
 @dataclasses.dataclass(frozen=True)
-class Loop:
+class TrainingLoop:
     """The training loop, and all it works with.
 
     **Fields:** as the arguments of `fit`, and

@@ -66,7 +66,7 @@ def serve_iter(
     step = state.steps_taken
     for epoch in range(start.epoch, epochs):
         begin = start if epoch == start.epoch else Position(epoch)
-        batches = _Batches(data, begin, step, coordinator.spec.servers.parts)
+        batches = _TicketBatches(data, begin, step, coordinator.spec.servers.parts)
         with contextlib.closing(batches):
             while not batches.ended():
                 save = None
@@ -101,7 +101,7 @@ def serve_iter(
                     return
 
 
-class _Batches:
+class _TicketBatches:
     """The batches of an epoch as tickets, in runs of at most so many."""
 
     def __init__(self, data: Data, start: Position, step: int, parts: int) -> None:

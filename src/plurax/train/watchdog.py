@@ -66,7 +66,7 @@ T = TypeVar("T", bound=Item)
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class WatchdogLimits:
     """Seconds that a piece of work may take, and between two looks. See `Timeouts`."""
 
     look: float = TIMEOUTS.look
@@ -75,7 +75,7 @@ class Limits:
     long_work: float = TIMEOUTS.long_work
 
 
-class _Work(NamedTuple):
+class _TimedWork(NamedTuple):
     """A piece of work: what it is, when it began, and how long the process had slept by then."""
 
     phase: Phase
@@ -103,7 +103,7 @@ class Watchdog:
         enabled: bool = True,
         status: StatusFile | None = None,
         process: int = 0,
-        limits: Limits = Limits(),
+        limits: WatchdogLimits = WatchdogLimits(),
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[int], object] = os._exit,
     ) -> None:
@@ -116,7 +116,7 @@ class Watchdog:
         self._slept, self._looked = 0.0, clock()
         self._behind: dict[int, int] = {}
         self._until = 0.0
-        self._work: _Work | None = None
+        self._work: _TimedWork | None = None
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -134,12 +134,12 @@ class Watchdog:
         process = gang.process if gang else process  # they may train alone, each
         status = None if folder is None else StatusFile(folder, process)
         given = watchdog_seconds(environment)
-        least = Limits.step if given is None else given
+        least = WatchdogLimits.step if given is None else given
         return cls(
             enabled=least > 0 and (processes > 1 or status is not None),
             status=status,
             process=process,
-            limits=Limits(step=least, long_work=max(least, Limits.long_work)),
+            limits=WatchdogLimits(step=least, long_work=max(least, WatchdogLimits.long_work)),
         )
 
     def __enter__(self) -> "Watchdog":
@@ -198,7 +198,7 @@ class Watchdog:
             self._begin("save")  # what is left to write
 
     def _begin(self, phase: Phase) -> None:
-        self._work = work = _Work(phase, self._clock(), self._slept)
+        self._work = work = _TimedWork(phase, self._clock(), self._slept)
         said = (self._status and self._status.deadline) or 0.0
         # The thread writes the status. What has been written of longer work, such as to compile,
         # must not stand while this hangs in a way that keeps the thread from looking.
@@ -241,7 +241,7 @@ class Watchdog:
                 self._bark(work.phase, now - limit + self.limit(work.phase))
         self._say()
 
-    def _limit_passes(self, work: _Work) -> float:
+    def _limit_passes(self, work: _TimedWork) -> float:
         """Return when a piece of work will have taken longer than its limit."""
         return work.began + (self._slept - work.slept) + self.limit(work.phase)
 

@@ -11,7 +11,7 @@ from plurax.pipeline.simulation import simulate
 from plurax.plan import Plan
 from plurax.report.page.html_parts import escape
 from plurax.report.servers_picture import LABELS, Lane
-from plurax.report.timeline import Block, blocks, differing, kinds_of_work, percent, stages_of
+from plurax.report.timeline import TimedAction, blocks, differing, kinds_of_work, percent, stages_of
 
 ROW, GAP, TOP = 26, 4, 6
 """Heights of a row and of the space between two, and the margin above, in pixels."""
@@ -49,7 +49,7 @@ def pipeline_svg(plan: Plan) -> str:
     return "".join(shown) + f'<ul class="legend">{legend}</ul>'
 
 
-def _timeline(title: str, names: Sequence[str], lines: Sequence[Sequence[Block]]) -> str:
+def _timeline(title: str, names: Sequence[str], lines: Sequence[Sequence[TimedAction]]) -> str:
     end = max(block.end for line in lines for block in line)
     if sum(map(len, lines)) > MOST_BLOCKS:
         return f'<p class="note">{escape(title)}; too many actions to draw.</p>'

@@ -29,7 +29,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from plurax import errors, tree
-from plurax.disk import Place, make_folder, sync_folder
+from plurax.disk import FileIdentity, make_folder, sync_folder
 from plurax.distributed.process_group import ProcessGroup, open_group
 from plurax.fingerprint import fingerprints
 from plurax.state import TrainState, check_not_donated
@@ -83,7 +83,7 @@ class Checkpoints:
         self._opened: ProcessGroup | None = None
         self._lock = FolderLock(self.directory / LOCK)
         self._manager: Any = None
-        self._place: Place | None = None  # of the lock
+        self._place: FileIdentity | None = None  # of the lock
         self._writing: LimitedWait | None = None  # of the save that was not waited for yet
         self._stuck = False
         self._barrier: SaveBarrier | None = None
@@ -139,7 +139,7 @@ class Checkpoints:
             make_folder(self.directory)
             if not self._lock.held:
                 self._lock.acquire()
-                self._place = Place(self._lock.path)
+                self._place = FileIdentity(self._lock.path)
             self._remove_unfinished()
             for step in filter(self._is_there, self._damaged):
                 self._set_aside(step)
