@@ -283,7 +283,7 @@ def test_the_limits_are_nested():
 
 STUCK = """
 import threading
-from plurax.train.watchdog import Limits, Watchdog
+from plurax.train.watchdog import Watchdog, WatchdogLimits
 from tests.unit.test_watchdog import Step
 
 def waits_for_a_lock():
@@ -296,7 +296,7 @@ def steps():
         yield Step(number)
     waits_for_a_lock()
 
-with Watchdog(process=1, limits=Limits(look=0.02, step=0.2)) as dog:
+with Watchdog(process=1, limits=WatchdogLimits(look=0.02, step=0.2)) as dog:
     for _ in dog.watch(steps()):
         pass
 print("not stuck")
