@@ -165,6 +165,9 @@ PYTHON = {
         ("px.sweep(task, optimizer, data, members=px.Members(2), batch_size=8, "
          "shapes=px.ensemble.grid(width=[1, 2]))", "MembersError",
          "Give a function that builds it: def task(width): return plurax.Task(...)."),
+        ("px.sweep(make_task, optimizer, data, members=px.Members(2), batch_size=8, "
+         "shapes=[{'widht': 4}])", "MembersError",
+         "the shapes of the sweep call task(widht), and its function takes (width"),
     ],
     "Arguments of other kinds": [
         ("px.fit(task, optimizer, data, batch_size=8, output=-1)", "ArgumentError",

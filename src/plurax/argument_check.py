@@ -120,6 +120,9 @@ def _explanation(
                 return errors.argument_misfits(public, shown, text(one), hint_text(hint))
             if name != "self" and not _is_printable(one):
                 return errors.argument_misfits(public, shown, text(one), "a value of usual size")
+            if isinstance(one, str) and one != one.encode(errors="ignore").decode():
+                half = "a text of whole characters, which UTF-8 can hold"
+                return errors.argument_misfits(public, shown, text(one), half)
             if isinstance(error, OSError) and _names(one, error):
                 return errors.ArgumentError(
                     f"{public}({shown}={text(one)}): {error.strerror}. Give another path."

@@ -126,6 +126,7 @@ def arguments_of(table, public):
     ]
 
 
+@pytest.mark.filterwarnings("ignore:Glyph .* missing from font")
 @pytest.mark.parametrize("public", [name for name in CALLED if name not in SLOW.split()])
 @draws(10)
 @given(place=st.integers(0, 999), value=ODD)
@@ -150,11 +151,20 @@ def test_a_value_that_python_cannot_print_is_refused_in_our_words(table, public)
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Glyph .* missing from font")  # a picture's text may have any
 @pytest.mark.parametrize("public", CALLED)
 def test_every_odd_value_in_every_argument(table, public):
     for name, argument in arguments_of(table, public):
         for value in VALUES:
             check(table, name, argument, value)
+
+
+def test_half_a_character_is_refused(table):
+    function, arguments = table["plurax.train.draw_curves"]
+    with pytest.raises(
+        errors.ArgumentError, match=r"title='\\ud800'\): title has to be a text of whole"
+    ):
+        function(**{**arguments, "title": "\ud800"})
 
 
 # --- What a message says --------------------------------------------------------------------------

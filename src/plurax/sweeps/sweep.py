@@ -12,6 +12,7 @@ With `num_parallel=2` both buckets train at once, each on its group of `plan.dev
 
 import csv
 import dataclasses
+import inspect
 import itertools
 import math
 import queue
@@ -193,12 +194,8 @@ def sweep(
     buckets = _buckets(shapes)
     names = list(dict.fromkeys(name for shape in buckets for name in shape))
     settings = [name for name in names if name != "batch_size"]
-    if settings and isinstance(task, Task):
-        listed = ", ".join(settings)
-        raise errors.MembersError(
-            f"the shapes of the sweep set {listed}, and the task is already a Task. Give a "
-            f"function that builds it: def task({listed}): return plurax.Task(...)."
-        )
+    if settings:
+        _check_takes(task, settings, buckets)
     available = list(jax.devices() if devices is None else devices)
     Plan(member=plan.devices * num_parallel).check_devices(len(available))
     # A bucket takes a free group of devices from the queue and puts it back when it is done.
@@ -235,6 +232,27 @@ def sweep(
     if output is not None and table.rows and is_primary():
         table.save_csv(Path(output) / "table.csv")
     return table
+
+
+def _check_takes(task: Any, names: Sequence[str], buckets: Sequence[Hyper]) -> None:
+    """Raise `MembersError` where the task is no function of the settings of each bucket."""
+    if isinstance(task, Task):
+        listed = ", ".join(names)
+        raise errors.MembersError(
+            f"the shapes of the sweep set {listed}, and the task is already a Task. Give a "
+            f"function that builds it: def task({listed}): return plurax.Task(...)."
+        )
+    signature = inspect.signature(task)
+    for shape in buckets:
+        settings = {name: value for name, value in shape.items() if name != "batch_size"}
+        try:
+            signature.bind(**settings)
+        except TypeError as error:
+            listed = ", ".join(settings)
+            raise errors.MembersError(
+                f"the shapes of the sweep call task({listed}), and its function takes {signature}: "
+                f"{error}. Give both the same names; batch_size alone is not the task's."
+            ) from None
 
 
 def _device_groups(
