@@ -202,6 +202,57 @@ def test_parameters_that_are_not_there(x64, plan):
     assert models.max_rel_error(train(plan), train(px.Plan())) < 1e-10
 
 
+WITHOUT_ELEMENTS = {
+    "zero, pipeline": px.Plan(data=2, pipeline=2, microbatches=2, zero=3),
+    "zero, tensor": px.Plan(data=2, tensor=2, zero=3, shardings={"*": (..., "tensor")}),
+    "pipeline": px.Plan(pipeline=2, tensor=2, shardings={"*": (..., "tensor")}),
+    "members": px.Plan(chunk=2, batch_dim="minor"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:some tensors are not split as the rules say")
+@pytest.mark.parametrize("name", WITHOUT_ELEMENTS)
+def test_tensors_without_elements(x64, name):
+    """They are read, and cut from parameters: there is nothing of them to split or to send."""
+
+    def init(key):
+        shapes = {"w": (8, 4), "none": (8, 0), "row": (0, 4), "flat": (0,), "out": (4, 4)}
+        shapes |= {"decay": (4,), "into": (8, 4)}
+        return {n: jax.random.normal(key, s, jnp.float64) for n, s in shapes.items()}
+
+    def loss(params, batch, keys):
+        # A scan over five steps cuts their decays, of the parameters alone, in pieces of none.
+        decays = jnp.tanh(params["decay"])[None] * jnp.ones((5, 4))
+
+        def states(x):
+            inputs = x[:5, None] * params["into"][:5]
+            return jax.lax.associative_scan(
+                lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (decays, inputs)
+            )[1].sum(0)
+
+        cut = 2 * params["w"][:, 4:]
+        x = batch["x"] @ jnp.tanh(params["w"]) + batch["x"] @ (cut + params["none"]) @ params["row"]
+        x = jnp.tanh(x + jax.vmap(states)(batch["x"]))
+        x = px.stage_boundary(x) @ params["out"]
+        flat = jnp.broadcast_to(params["flat"][None], (x.shape[0], 0))
+        return (jnp.concatenate([x, flat], 1) ** 2).sum(1)
+
+    task = px.Task(init=init, loss=loss)
+    batch = {"x": np.random.default_rng(0).normal(size=(8, 8))}
+
+    def train(plan, seed=None):
+        members = None if seed is not None else px.Members(seeds=[0])
+        program = px.compile(task, models.optimizer(), plan, batch, members=members)
+        state = program.init() if members else program.init(seed)
+        state, metrics = program.step(state, batch)
+        return jax.device_get((program.to_canonical(state).params, metrics["loss"]))
+
+    got = train(WITHOUT_ELEMENTS[name], None if name == "members" else 0)
+    if name == "members":
+        got = jax.tree.map(lambda leaf: leaf[0], got)
+    assert models.max_rel_error(got, train(px.Plan(), 0)) < 1e-10
+
+
 def test_what_is_gathered_for_want_of_a_rule_is_said_once():
     def loss(params, batch, keys):
         fixed = jax.lax.linalg.hessenberg(jax.lax.stop_gradient(params["w"]))[0]

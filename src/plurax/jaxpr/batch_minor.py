@@ -227,9 +227,9 @@ def _few_terms(big_SB: Array, small_SG: Array) -> Array | None:
     The multiplications and additions are fused into one loop with the operations around them.
     """
     terms, rows = small_SG.shape
-    if terms <= FEW:
+    if 0 < terms <= FEW:
         products = [small_SG[k][:, None] * big_SB[k][None, :] for k in range(terms)]
         return functools.reduce(jnp.add, products)
-    if rows <= FEW:
+    if 0 < rows <= FEW:
         return jnp.stack([jnp.sum(small_SG[:, k, None] * big_SB, axis=0) for k in range(rows)])
     return None

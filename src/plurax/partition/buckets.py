@@ -347,7 +347,9 @@ def _all_gather(
         assert dim is not None
         last = first + math.prod(shape)
         parts = rows[:, first:last].reshape(devices, *shape)
-        whole = jnp.moveaxis(parts, 0, dim).reshape(*shape[:dim], -1, *shape[dim + 1 :])
+        whole = jnp.moveaxis(parts, 0, dim).reshape(
+            *shape[:dim], devices * shape[dim], *shape[dim + 1 :]
+        )
         # A dim that the devices do not divide was padded: drop the padding.
         arrays.append(lax.slice_in_dim(whole, 0, spec.array.shape[dim], axis=dim))
         first = last

@@ -153,10 +153,13 @@ class TensorSharding:
     def indivisible_dims(self, shape: Sequence[int], axes: AxisSizes) -> list[int]:
         """Return the dims whose size is not divisible by their number of shards.
 
+        A dim of size 0 cannot be split either: no collective moves nothing.
+
         >>> [TensorSharding.of("data").indivisible_dims((12,), {"data": n}) for n in (3, 5, 6, 7)]
         [[], [0], [], [0]]
         """
-        return [dim for dim, size in enumerate(shape) if size % self.num_shards(dim, axes)]
+        counts = [self.num_shards(dim, axes) for dim in range(len(shape))]
+        return [dim for dim, n in enumerate(counts) if n > 1 and (shape[dim] % n or not shape[dim])]
 
     def check(self, shape: Sequence[int], axes: AxisSizes, what: str = "the tensor") -> None:
         """Raise `PlanError` if a tensor of this shape cannot have this sharding.
@@ -171,7 +174,9 @@ class TensorSharding:
                 raise errors.sharding_unknown_axis(what, axis, tuple(axes))
         for dim in self.indivisible_dims(shape, axes):
             num_shards = self.num_shards(dim, axes)
-            fits = max(n for n in range(1, num_shards + 1) if shape[dim] % n == 0)
+            fits = max(
+                n for n in range(1, num_shards + 1) if shape[dim] % n == 0 < shape[dim] or n == 1
+            )
             raise errors.PlanError(
                 f"dim {dim} of {what} with shape {tuple(shape)} has size {shape[dim]} and "
                 f"cannot be split into {num_shards} shards; {fits} would fit."
