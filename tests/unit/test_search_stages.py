@@ -1,7 +1,6 @@
 """The layers of stages that are found are those of trying all."""
 
 import itertools
-import math
 
 import pytest
 from hypothesis import given
@@ -9,43 +8,26 @@ from hypothesis import strategies as st
 from tests.draws import draws
 
 import plurax as px
-from plurax.pipeline.schedule import live_activations, make_schedule
+from plurax.pipeline.schedule import make_schedule
 from plurax.planner.stage_layers import best_layers
 
 SECONDS = st.sampled_from([0.5, 1.0, 1.5, 2.0, 3.0, 7.0])
-BYTES = st.integers(0, 9)
-
-
-def pairs(one):
-    return st.tuples(one, one)
 
 
 @st.composite
 def pipelines(draw):
-    """Up to 7 layers on up to 4 stages, with memory that is short in half of the cases."""
+    """Up to 7 layers on up to 4 stages."""
     depth = draw(st.integers(1, 7))
-    of_layers = {
-        name: draw(
-            st.one_of(st.lists(one, min_size=depth, max_size=depth), one.map(lambda n: [n] * depth))
-        )
-        for name, one in (
-            ("layer_seconds", SECONDS),
-            ("layer_bytes", BYTES),
-            ("layer_stored", BYTES),
-        )
-    }
+    of_layers = st.lists(SECONDS, min_size=depth, max_size=depth)
     pipeline = draw(st.integers(1, min(4, depth)))
     speeds = st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=pipeline, max_size=pipeline)
-    return of_layers | {
+    return {
+        "layer_seconds": draw(of_layers | SECONDS.map(lambda n: [n] * depth)),
         "pipeline": pipeline,
         "microbatches": draw(st.integers(1, 6)),
         "schedule": draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"])),
-        "end_seconds": draw(pairs(SECONDS)),
+        "end_seconds": draw(st.tuples(SECONDS, SECONDS)),
         "speeds": draw(st.none() | speeds),
-        "end_bytes": draw(pairs(BYTES)),
-        "end_stored": draw(pairs(BYTES)),
-        "memory": draw(st.just(math.inf) | st.integers(0, 60)),
-        "stack": draw(st.booleans()),
     }
 
 
@@ -55,40 +37,24 @@ def compositions(depth, stages):
 
 
 def costs(case, layers):
-    """Seconds of a step and bytes of a device, from the definitions."""
+    """Seconds of a step, from the definition."""
     p, m = case["pipeline"], case["microbatches"]
-    stored = live_activations(make_schedule(case["schedule"], p, m))
-    ends = [n * one for n, one in zip((stored[0], stored[-1]), case["end_stored"], strict=True)]
-    kept_by_ends = max(ends) if stored[0] == stored[-1] else sum(ends)
-    if not case["stack"]:
-        stored = [max(stored)] * p
-    ends = list(itertools.accumulate(layers, initial=0))
-
-    def of(name):
-        return [sum(case[name][i:j]) for i, j in itertools.pairwise(ends)]
-
-    seconds = of("layer_seconds")
+    ends = itertools.pairwise(itertools.accumulate(layers, initial=0))
+    seconds = [sum(case["layer_seconds"][i:j]) for i, j in ends]
     seconds[0] += case["end_seconds"][0]
     seconds[-1] += case["end_seconds"][1]
     seconds = [s / v for s, v in zip(seconds, case["speeds"] or [1.0] * p, strict=True)]
     fill = 1 / 3 if case["schedule"] == "zb-h1" else 1
-    kept = max(n * one for n, one in zip(stored, of("layer_stored"), strict=True))
-    held = max(of("layer_bytes")) + max(case["end_bytes"])
-    return fill * sum(seconds) + (m - fill) * max(seconds), held + kept + kept_by_ends
+    return fill * sum(seconds) + (m - fill) * max(seconds)
 
 
 @given(pipelines())
 @draws(300)
-def test_no_other_layers_are_faster_and_fit(case):
+def test_no_other_layers_are_faster(case):
     every = {n: costs(case, n) for n in compositions(len(case["layer_seconds"]), case["pipeline"])}
-    fits = [seconds for seconds, memory in every.values() if memory <= case["memory"]]
     found = best_layers(**case)
-    assert (found is None) == (not fits)
-    if found is not None:
-        seconds, memory = every[found.layers]
-        assert found.seconds == pytest.approx(seconds, rel=1e-12)
-        assert found.memory == memory <= case["memory"]
-        assert seconds == pytest.approx(min(fits), rel=1e-8)
+    assert found.seconds == pytest.approx(every[found.layers], rel=1e-12)
+    assert found.seconds == pytest.approx(min(every.values()), rel=1e-8)
 
 
 def test_a_head_that_takes_long_has_fewer_layers():
@@ -121,24 +87,12 @@ def test_few_microbatches_spend_their_time_on_fast_devices(microbatches, layers)
     assert best_layers([1.0] * 6, 2, microbatches, speeds=[1, 0.5]).layers == layers
 
 
-def test_early_stages_store_more_and_have_fewer_layers_where_memory_is_short():
-    """1F1B on 4 devices stores 4, 3, 2 and 1 microbatches of one byte a layer."""
-    for memory, layers in ((8, (2, 2, 2, 2)), (7, None), (6, (1, 2, 2, 3))):
-        found = best_layers([1.0] * 8, 4, 16, layer_stored=1, memory=memory)
-        assert layers is None or found.layers == layers
-        assert found.memory <= memory
-    assert best_layers([1.0] * 8, 4, 16, layer_stored=1, memory=3) is None
-
-
 def test_several_stages_on_a_device():
-    """What they store is counted together, over what it needs at most."""
     found = best_layers(
-        [1.0] * 9, 2, 4, virtual_stages=2, schedule="interleaved", end_seconds=(0, 1),
-        layer_bytes=10, memory=50,
-    )  # fmt: skip
+        [1.0] * 9, 2, 4, virtual_stages=2, schedule="interleaved", end_seconds=(0, 1)
+    )
     assert sorted(found.layers) == [2, 2, 2, 3]
     assert found.layers[-1] == 2
-    assert found.memory == 50
     # With equal stages of 3 s: (v m + p - 1) t.
     found = best_layers([1.5] * 8, 2, 4, virtual_stages=2, schedule="interleaved")
     assert found.seconds == (2 * 4 + 1) * 3

@@ -1,8 +1,8 @@
 """Find how many layers each stage of a pipeline gets: `Plan(layers=)`.
 
 All devices wait for the slowest stage: with `m` microbatches a step takes `sum + (m - 1) * max` of
-the seconds that the stages need for one. So the fastest assignment minimises the slowest stage, as
-far as memory allows; where devices differ in speed, the sum matters besides.
+the seconds that the stages need for one. So the fastest assignment minimises the slowest stage;
+where devices differ in speed, the sum matters besides.
 
 Example: 8 layers of 1 s, a head of 2 s, 4 stages, 16 microbatches:
 
@@ -15,11 +15,6 @@ Dynamic programming over stages and layers: the best assignment of the first `j`
 First the smallest possible `max` is found, then, for each `max` from there on that could pay, the
 smallest `sum` with no slower stage. Each takes `stages * depth * k` operations, for the largest `k`
 with which a stage is not slower than all of an assignment that is known.
-
-Memory is that of the executor (`pipeline/executor.py`): one program, whose arrays are as large on
-all devices, so a device stores the most layers of any device, and slots for the largest of
-"microbatches that a device stores, times the layers of its stage". Under 1F1B device `d` of `p`
-stores `p - d` microbatches, which makes fewer layers in early stages cheaper.
 
 Source: Alpa's stage construction (Zheng et al. 2022, https://arxiv.org/abs/2201.12023), with the
 devices of each stage given.
@@ -35,22 +30,18 @@ import numpy as np
 from plurax.pipeline.schedule import live_activations, make_schedule
 from plurax.pipeline.stages import even_layers
 
-Numbers = Sequence[float] | float
-
 
 @dataclasses.dataclass(frozen=True)
 class StageLayers:
     """An assignment of layers to stages, and what it costs.
 
     **Fields:** `layers`, for each stage, as `Plan(layers=)` takes them; `seconds`, of all
-    microbatches of a step; `stage_seconds`, of one microbatch in each stage; `memory`, the bytes
-    that a device stores.
+    microbatches of a step; `stage_seconds`, of one microbatch in each stage.
     """
 
     layers: tuple[int, ...]
     seconds: float
     stage_seconds: tuple[float, ...]
-    memory: float
 
 
 def best_layers(
@@ -62,14 +53,8 @@ def best_layers(
     schedule: str | Sequence[str] = "1f1b",
     end_seconds: tuple[float, float] = (0.0, 0.0),
     speeds: Sequence[float] | None = None,
-    layer_bytes: Numbers = 0.0,
-    end_bytes: tuple[float, float] = (0.0, 0.0),
-    layer_stored: Numbers = 0.0,
-    end_stored: tuple[float, float] = (0.0, 0.0),
-    memory: float = math.inf,
-    stack: bool = True,
 ) -> StageLayers | None:
-    """Return the fastest assignment of layers to stages that fits in memory, or None if none does.
+    """Return the fastest assignment of layers to stages, or None for fewer layers than stages.
 
     **Arguments:**
 
@@ -78,12 +63,6 @@ def best_layers(
     - `pipeline`, `microbatches`, `virtual_stages`, `schedule`: as the plan's.
     - `end_seconds`: the same of the first stage's embedding and of the last stage's head.
     - `speeds`: the speed of the devices of each place in the pipeline; default 1 for all.
-    - `layer_bytes`, `end_bytes`: bytes of parameters, gradients and optimizer's state, for each
-      layer or one number for all; of embedding and head.
-    - `layer_stored`, `end_stored`: bytes that they store of one microbatch for the backward pass.
-    - `memory`: bytes of a device; of devices that differ, those of the smallest.
-    - `stack`: whether the layers are those of a `plurax.stack`. The parts of a model with
-      boundaries are stored in slots of which every device has as many as the one with the most.
 
     >>> best_layers([1.0] * 8, pipeline=4, microbatches=16, end_seconds=(0, 2)).layers
     (2, 2, 3, 1)
@@ -91,8 +70,6 @@ def best_layers(
     depth, stages = len(layer_seconds), pipeline * virtual_stages
     if depth < stages:
         return None
-    named = schedule if isinstance(schedule, str) else tuple(schedule)
-    stored = stored_microbatches(named, pipeline, microbatches, virtual_stages)
     speed = np.resize(np.ones(pipeline) if speeds is None else np.asarray(speeds, float), stages)
     ends = np.zeros(stages)
     ends[0] += end_seconds[0]
@@ -100,18 +77,13 @@ def best_layers(
     layers = _sums(np.asarray(layer_seconds, float))
     costs = _StageCosts(
         seconds=(layers + ends[:, None, None]) / speed[:, None, None],
-        held=_sums(np.broadcast_to(layer_bytes, depth)),
-        kept=_sums(np.broadcast_to(layer_stored, depth)),
-        stored=np.asarray(stored if stack else [max(stored)] * pipeline),
-        ends=max(end_bytes) + _stored_by_ends(stored, end_stored),
         virtual_stages=virtual_stages,
         microbatches=microbatches,
         # Of a stage's first microbatch the next device waits for all, or for F or B alone.
         fill=1 / 3 if schedule == "zb-h1" else 1.0,
     )
     found = costs.of(even_layers(depth, stages))
-    found = _fastest(costs, costs.seconds, found.seconds) or found
-    return found if found.memory <= memory else _fitting(costs, memory)
+    return _fastest(costs, costs.seconds, found.seconds) or found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,17 +91,11 @@ class _StageCosts:
     """The costs of stages of any layers.
 
     **Fields:** `seconds`, float `(stages, depth + 1, depth)`, has at `[s, j, k - 1]` those of stage
-    `s` with the `k` layers before layer `j`, infinite if there are not as many. `held` and `kept`,
-    `(depth + 1, depth)`, are a stage's bytes of parameters and of one microbatch; `stored`, the
-    microbatches that each device stores; `ends`, the bytes of embedding and head; `fill`, the part
-    of a stage's time for which the next device waits.
+    `s` with the `k` layers before layer `j`, infinite if there are not as many; `fill`, the
+    part of a stage's time for which the next device waits.
     """
 
     seconds: np.ndarray
-    held: np.ndarray
-    kept: np.ndarray
-    stored: np.ndarray
-    ends: float
     virtual_stages: int
     microbatches: int
     fill: float
@@ -153,29 +119,12 @@ class _StageCosts:
 
     def of(self, layers: Sequence[int]) -> StageLayers:
         """Return what an assignment costs."""
-        devices, ends, k = len(self.stored), np.cumsum(layers), np.asarray(layers) - 1
-        seconds = self.seconds[np.arange(len(layers)), ends, k]
-        held, kept = self.held[ends, k], self.kept[ends, k]
-        memory = held.reshape(-1, devices).sum(0).max() + (self._stored_by_stage * kept).max()
+        seconds = self.seconds[np.arange(len(layers)), np.cumsum(layers), np.asarray(layers) - 1]
         return StageLayers(
             tuple(int(count) for count in layers),
             float(self.total(seconds.max(), seconds.sum())),
             tuple(seconds.tolist()),
-            float(memory + self.ends),
         )
-
-    @property
-    def _stored_by_stage(self) -> np.ndarray:
-        return np.resize(self.stored, len(self.seconds))
-
-    def within(self, held: float, left: float, width: int) -> np.ndarray:
-        """Return `seconds[:, :, :width]`, infinite for stages that need more bytes.
-
-        `held` bounds the bytes of a stage's parameters, `left` those of its microbatches.
-        """
-        kept = self._stored_by_stage[:, None, None] * self.kept[:, :width]
-        fits = (self.held[:, :width] <= held) & (kept <= left)
-        return np.where(fits, self.seconds[:, :, :width], np.inf)
 
 
 @functools.cache
@@ -190,13 +139,6 @@ def stored_microbatches(
     return live_activations(make_schedule(schedule, pipeline, microbatches, virtual_stages))
 
 
-def _stored_by_ends(stored: Sequence[int], end_stored: tuple[float, float]) -> float:
-    """Return the bytes that embedding and head store; they share slots if they have as many."""
-    if stored[0] == stored[-1]:
-        return stored[0] * max(end_stored)
-    return stored[0] * end_stored[0] + stored[-1] * end_stored[1]
-
-
 def _sums(values: np.ndarray) -> np.ndarray:
     """Return `(depth + 1, depth)`: at `[j, k - 1]` the sum of `k` values before `j`, or infinity.
 
@@ -208,30 +150,6 @@ def _sums(values: np.ndarray) -> np.ndarray:
     for k in range(1, depth):
         sums[k + 1 :, k] = sums[k + 1 :, k - 1] + values[: depth - k]
     return sums
-
-
-def _fitting(costs: _StageCosts, memory: float) -> StageLayers | None:
-    """Return the fastest assignment that fits in memory.
-
-    The largest stage's parameters and what the largest number of microbatches stores share a
-    device's memory, because arrays are as large on all devices: each number of bytes that a stage's
-    parameters may take leaves a number for what each stage stores of its microbatches.
-    """
-    best: StageLayers | None = None
-    least = _smallest(costs.seconds, np.add)[0]
-    shortest = costs.seconds.min(axis=(0, 1))
-    for held in np.unique(costs.held[np.isfinite(costs.held)]):
-        left = memory - costs.ends - costs.virtual_stages * held
-        if left < 0:
-            break
-        width = int(np.count_nonzero(costs.held.min(axis=0) <= held))
-        if best is not None:
-            most = costs.slowest(best.seconds, least)
-            width = min(width, int(np.count_nonzero(shortest <= most)))
-        # Devices with several stages have been given that many times the largest stage's bytes.
-        seconds = costs.within(held, left, width)
-        best = _fastest(costs, seconds, best.seconds if best else math.inf) or best
-    return best
 
 
 def _fastest(costs: _StageCosts, seconds: np.ndarray, bound: float) -> StageLayers | None:
