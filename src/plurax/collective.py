@@ -14,9 +14,10 @@ class Collective:
     - `bytes`: of its result on one device, padding included, each time it runs.
     - `bytes_sent`: by each device, each time it runs.
     - `in_loop`: whether it is in the body of a loop.
-    - `trips`: how often it runs in one call; None where the loop's length is not known statically.
-      In an action of a pipeline: by the schedule, on the device that runs it most often. In a
-      branch: if that branch is taken.
+    - `trips`: how often it runs in one call; None where the loop's length is not known statically:
+      of a plan that of each `while_loop`, of a compiled program that of those in which the compiler
+      finds no counter. In an action of a pipeline: by the schedule, on the device that runs it
+      most often. In a branch: if that branch is taken.
     - `operation`: if planned, the equation that needs the resharded operand, and its enclosing
       function; "" if the collective belongs to no single equation.
     - `without_rule`: if planned for an operation that has no rule, that operation's name and its

@@ -119,17 +119,27 @@ def split_rows(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec("data"))
 
 
+MOST_VIRTUAL = 4096
+"""Virtual devices of a process: JAX starts a thread for each, and a mesh lists them."""
+
+
 def virtual_devices(count: int) -> None:
     """Make `count` virtual CPU devices visible to this process, to rehearse a plan on any machine.
 
     Call it before the first use of JAX. Raises `PlanError` where it is too late, and for a count
-    that is not positive.
+    that is not positive, or above 4,096.
     """
     number = whole_number(count)
     if number is None:
         raise errors.PlanError(
             f"{count!r} virtual devices: give a whole number of at least 1, as in "
             "plurax.virtual_devices(8), or --devices 8 on the command line."
+        )
+    if number > MOST_VIRTUAL:
+        raise errors.PlanError(
+            f"{number:,} virtual devices: each takes threads of this machine; give at most "
+            f"{MOST_VIRTUAL:,}. plurax.search and plurax.estimate plan for more without devices, "
+            "by the description of a machine."
         )
     count = number
     try:

@@ -32,6 +32,10 @@ Remat = Literal["none", "dots", "full", "offload"]
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
 
+MOST_PARTS = 2**16
+"""Parts into which any batch may be split; more need an example each. Rows of padding take memory
+and time as examples do."""
+
 MESH_AXES = ("member", "data", "pipeline", "tensor")
 """The mesh axes, always in this order."""
 
@@ -359,10 +363,19 @@ data=1 means 'not used'.
     def padded_size(self, batch_size: int) -> int:
         """Return the smallest number of rows ≥ `batch_size` that splits evenly.
 
+        Raises `PlanError` for a plan with many more parts than there are examples.
+
         >>> Plan(data=3, microbatches=2).padded_size(10)
         12
         """
         unit = self.data * self.microbatches
+        if unit > max(batch_size, MOST_PARTS):
+            raise errors.PlanError(
+                f"Plan(data={self.data}, microbatches={self.microbatches}) splits a batch of "
+                f"{batch_size:,} examples into {unit:,} parts, and most of them would be padding. "
+                "Give no more parts than there are examples: "
+                f"microbatches={max(1, batch_size // self.data)} has one in each."
+            )
         return -(-batch_size // unit) * unit
 
     def to_toml(self) -> str:

@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import traceback
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,29 @@ def is_users(error: BaseException) -> bool:
     if isinstance(error, SyntaxError) and is_users_file(error.filename or ""):
         return True
     return bool(known) and is_users_file(known[-1].filename)
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the user's code from which plurax was called.
+
+    `stacklevel` of `warnings.warn` counts frames, and how many there are depends on the call.
+    """
+    caller = sys._getframe(1)
+    frame: types.FrameType | None = caller
+    while frame is not None and not _is_users_frame(frame):
+        frame = frame.f_back
+    at = frame or caller  # a thread of plurax
+    warnings.warn_explicit(
+        message, category, at.f_code.co_filename, at.f_lineno,
+        module=at.f_globals.get("__name__"),
+        registry=at.f_globals.setdefault("__warningregistry__", {}),
+    )  # fmt: skip
+
+
+def _is_users_frame(frame: types.FrameType) -> bool:
+    """Whether a frame is of a user's file, or of what a user types."""
+    file, typed = frame.f_code.co_filename, frame.f_globals.get("__name__") == "__main__"
+    return is_users_file(file) or (typed and not file.startswith(OWN))
 
 
 def leave_users_frames(error: BaseException) -> None:

@@ -119,6 +119,26 @@ def meets_twice():
     return task(loss, a=(WIDTH, WIDTH), b=(WIDTH, WIDTH))
 
 
+def solve():
+    """A factorization of a parameter, which no row changes."""
+
+    def loss(p, batch):
+        matrix = p["a"] + 4 * jnp.eye(WIDTH)
+        return ((jnp.linalg.solve(matrix, (batch["x"] @ p["b"]).T).T - batch["y"]) ** 2).sum(1)
+
+    return task(loss, a=(WIDTH, WIDTH), b=(WIDTH, WIDTH))
+
+
+def strategy():
+    """An operator that wants its weight in another sharding than the plan's."""
+
+    def loss(p, batch):
+        hidden = px.shard(jnp.matmul, strategy=((1, 2), (2, 1)))(batch["x"], p["a"])
+        return ((hidden @ p["b"] - batch["y"]) ** 2).sum(1)
+
+    return task(loss, a=(WIDTH, WIDTH), b=(WIDTH, WIDTH))
+
+
 def exponential():
     """Products of a parameter with itself, branches that the parameter chooses, and a solve."""
 
@@ -184,6 +204,10 @@ CASES = {
     "physics": (physics, ROWS, {"data": 2, "zero": 3}),
     "embedding": (embedding, WORDS, {**ZERO_3, "microbatches": 2}),
     "meets twice": (meets_twice, ROWS, {**ZERO_3, "bucket_bytes": 1}),
+    "solve, accumulated": (solve, ROWS, {**ZERO_3, "microbatches": 2}),
+    "strategy, accumulated": (
+        strategy, ROWS, {"tensor": 2, "microbatches": 3, "shardings": {"a": (None, "tensor")}}
+    ),
     "matrix exponential": (exponential, ROWS, {"data": 4, "zero": 3}),
     "by platform": (by_platform, ROWS, {"data": 2, "zero": 3}),
     "bfloat16": (square, ROWS, {**ZERO_3, "precision": "bfloat16"}),

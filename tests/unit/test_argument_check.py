@@ -36,7 +36,7 @@ SLOW = """
     plurax.ensemble.max_members plurax.ensemble.successive_halving plurax.ensemble.tune
     plurax.pipeline.draw_schedules plurax.train.draw_curves"""
 # Of these, large numbers are no mistake, and take as long as they say.
-LONG = {"steps", "epochs", "batch_size", "seconds", "memory", "max_size", "repeats", "microbatches"}
+LONG = {"steps", "epochs", "seconds", "memory", "max_size", "repeats"}
 
 
 def nested(depth):
@@ -202,9 +202,9 @@ def explained(function):
             "Give another path.",
         ),
         (
-            lambda: px.ensemble.calibration(np.full((2, 2), 0.5), np.zeros(2, int), 10**12),
-            "plurax.ensemble.calibration(bins=1000000000000): bins counts what has to fit in "
-            "memory, and must be a whole number of at least 0 that does.",
+            lambda: px.sharding.TensorSharding.replicated(10**12),
+            "plurax.sharding.TensorSharding.replicated(rank=1000000000000): rank counts what has "
+            "to fit in memory, and must be a whole number of at least 0 that does.",
         ),
     ],
 )

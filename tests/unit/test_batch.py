@@ -532,17 +532,6 @@ def test_numbers_in_place_of_parameters_are_no_state(program):
         program.init(params=params)
 
 
-def test_sizes_beyond_any_device_are_refused_at_once(program):
-    rows = {"x": jax.ShapeDtypeStruct((10**12, 5), np.float32)}
-    with pytest.raises(px.BatchError, match=r"of 1,000,000,000,000 rows: a program takes at most"):
-        px.compile(models.mlp_task(), optax.sgd(0.1), px.Plan(), rows)
-    with pytest.raises(px.BatchError, match=r"of 1,000,000,000,000 rows: a program takes at most"):
-        program.predict(program.init(), ROWS, chunk=10**12)
-    for seeds in 10**6, 10**12, range(10**12):
-        with pytest.raises(px.MembersError, match=r"000 members: a population is compiled as one"):
-            px.Members(seeds)
-
-
 @pytest.mark.parametrize("plan", [px.Plan(), px.Plan(data=2)], ids=str)
 def test_a_placed_batch_has_memory_of_its_own(plan):
     """A loader may write its next batch into the same array; on CPU `step` may read that."""

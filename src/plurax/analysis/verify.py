@@ -27,6 +27,7 @@ from plurax import errors, tree
 from plurax.distributed.global_arrays import fetch, own_devices
 from plurax.execute.check import check_kinds
 from plurax.execute.compile import compile as compile_
+from plurax.execute.placement import leading_dim
 from plurax.notebook import html_table
 from plurax.plan import Plan
 from plurax.task import Task
@@ -175,12 +176,11 @@ def verify(
     check_kinds(task, optimizer, plan, None)
     devices = jax.devices("cpu")
     plan.check_devices(len(devices))
+    plan.padded_size(leading_dim(batch))  # before one device trains
     # The microbatches determine which examples a coupled loss compares: use the same number.
     one = Plan(precision=plan.precision, microbatches=plan.microbatches if task.coupled else 1)
 
-    def run(
-        used: Plan, by: optax.GradientTransformation, count: int, trained: Task
-    ) -> dict[str, PyTree]:
+    def run(used: Plan, by: optax.GradientTransformation, count: int, trained: Task) -> PyTree:
         # What one device computes every process computes on a device of its own.
         where = devices if used is plan else own_devices(devices)
         program = compile_(trained, by, used, batch, devices=where)

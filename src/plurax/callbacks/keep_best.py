@@ -13,7 +13,6 @@ It is written in the background, and what a checkpoint says of the best state ag
 """
 
 import contextlib
-import warnings
 from typing import Any
 
 import jax
@@ -30,6 +29,7 @@ from plurax.train.hooks import Run
 from plurax.train.log import Row
 from plurax.train.restore import members_meta
 from plurax.train.saving import SaveFailedWarning
+from plurax.user_frames import warn
 
 
 class KeepBest:
@@ -135,11 +135,10 @@ class KeepBest:
 
     def _forget(self, why: str) -> None:
         """Go back to the best that is on disk, and say so."""
-        warnings.warn(
+        warn(
             f"KeepBest: the state of {why}. The best before it is kept, and the next state that is "
             "better than that is saved.",
             SaveFailedWarning,
-            stacklevel=5,
         )
         self._followed.restore(self._on_disk)
 

@@ -29,6 +29,8 @@ ALONE = HostPlace(Settings.hosts, Settings.host, Settings.coordinator)
 LEAST = {"processes": 1, "devices": 1, "restarts": 0, "hosts": 1,
          "join_seconds": 0, "back_seconds": 0, "stop_seconds": 0}  # fmt: skip
 """The smallest number that an option may have."""
+MOST_PROCESSES = 1000
+"""Of a host. Each is a program of its own, and a launcher has files open for it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +145,11 @@ def check_numbers(options: LaunchOptions) -> None:
                 f"plurax launch --{name.replace('_', '-')} {given}: give a number of at least "
                 f"{least}."
             )
+    if options.processes > MOST_PROCESSES:
+        raise errors.ExperimentError(
+            f"plurax launch --processes {options.processes}: start at most {MOST_PROCESSES} "
+            "processes on a host; one of them can have all of its devices."
+        )
 
 
 def token_for(hosts: int) -> str | None:

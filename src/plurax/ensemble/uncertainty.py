@@ -25,6 +25,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from plurax import errors
+from plurax.metrics.classification import MOST_BINS
+from plurax.validate import whole_number
 
 NORMALIZED = 1e-2
 """The largest deviation from one of a sum of probabilities: that of a softmax in bfloat16."""
@@ -192,8 +194,10 @@ def calibration(
     >>> said.confidence, said.accuracy, said.count, round(said.error, 3)
     (array([nan, 0.8]), array([ nan, 0.75]), array([0, 4]), 0.05)
     """
-    if isinstance(bins, bool) or not isinstance(bins, int | np.integer) or bins < 1:
-        raise errors.BatchError(f"bins={bins!r}: give a whole number of bins, at least 1.")
+    if whole_number(bins) is None or bins > MOST_BINS:
+        raise errors.BatchError(
+            f"bins={bins!r}: give a whole number of bins, at least 1 and at most {MOST_BINS:,}."
+        )
     shares, labels = _scored(probabilities, labels)
     confidence = shares.max(axis=-1)
     right = shares.argmax(axis=-1) == labels

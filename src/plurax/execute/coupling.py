@@ -14,7 +14,6 @@ function is run on a few random rows, and once more for each row with all the ot
     x - x.mean(0), 20 GB of parameters   rows mix       cannot be run here              warned
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,6 +40,7 @@ from plurax.mesh import within
 from plurax.state import TrainState
 from plurax.task import Task
 from plurax.tree import byte_count, with_rows
+from plurax.user_frames import warn
 from plurax.validate import place_of, without_axes
 
 ROWS = 4
@@ -150,7 +150,7 @@ def _check(
         if seen:
             raise refused(where, line)
         if seen is None and any((one.others() == DOES).any() for one in mixed.values()):
-            warnings.warn(errors.rows_may_mix(where, line), stacklevel=4)
+            warn(errors.rows_may_mix(where, line))
         return
 
 

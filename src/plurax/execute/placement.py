@@ -30,6 +30,16 @@ MAX_ROWS = 2**31 - 1
 """A program counts its rows in int32."""
 
 
+def check_rows(rows: int) -> None:
+    """Raise `BatchError` for a number of rows that no program has."""
+    if rows > MAX_ROWS:
+        raise errors.BatchError(
+            f"a batch (batch_size=, chunk=) of {rows:,} rows: a program takes at most "
+            f"{MAX_ROWS:,}. Give the number of examples of a step, which has to fit the "
+            "devices' memory; plurax.max_batch_size finds the largest."
+        )
+
+
 class Placed(NamedTuple):
     """A batch on its devices: `rows`, a tree of arrays `(N, ...)`, the first `size` real."""
 
@@ -51,12 +61,7 @@ class Placement:
 
     def __init__(self, like: PyTree, rows: int, sharding: NamedSharding) -> None:
         self.size = leading_dim(like)
-        if rows > MAX_ROWS:
-            raise errors.BatchError(
-                f"a batch (batch_size=, chunk=) of {rows:,} rows: a program takes at most "
-                f"{MAX_ROWS:,}. Give the number of examples of a step, which has to fit the "
-                "devices' memory; plurax.max_batch_size finds the largest."
-            )
+        check_rows(rows)
         self.rows = rows
         self.sharding = sharding
         self.structure: Any = jax.tree.structure(like)

@@ -25,7 +25,7 @@ from jaxtyping import PyTree
 from plurax import errors
 from plurax.distributed.global_arrays import gather, least, one_at_a_time, process_count
 from plurax.execute.gradient import cast_floating, with_precision
-from plurax.execute.placement import Placement, is_arrays, leading_dim, select_rows
+from plurax.execute.placement import Placement, check_rows, is_arrays, leading_dim, select_rows
 from plurax.jaxpr.compat import inner_jaxprs
 from plurax.mesh import split_rows
 from plurax.plan import Plan, Precision
@@ -116,7 +116,8 @@ class Predictor:
         first = next(batches, None)
         if first is None:
             return
-        placement, compiled = self._program(first, chunk or self._choose(first))
+        rows = self._choose(first) if chunk is None else _bounded(chunk, leading_dim(first))
+        placement, compiled = self._program(first, rows)
         chained = map(as_arrays, itertools.chain([first], batches))
 
         def run(rows: PyTree) -> PyTree:
@@ -140,6 +141,7 @@ class Predictor:
             )
         inputs = as_arrays(inputs)
         shards = Plan(data=self._mesh.shape["data"], microbatches=self._pieces)
+        chunk = _bounded(chunk, -least(-leading_dim(inputs)) * process_count())
         placement, compiled = self._program(inputs, shards.padded_size(chunk))
         share = placement.own_rows()
         if share is None:
@@ -183,6 +185,15 @@ class Predictor:
             compiled = self._trace(placement.abstract()).lower().compile()
             self._known[key] = (placement, compiled)
         return self._known[key]
+
+
+def _bounded(chunk: int, rows: int) -> int:
+    """Return the number of rows of a call: `chunk`, or for fewer inputs less.
+
+    That is a power of two, so that few programs are compiled for inputs of many lengths.
+    """
+    check_rows(chunk)
+    return min(chunk, 1 << (rows - 1).bit_length())
 
 
 def _like(inputs: PyTree, rows: int) -> PyTree:

@@ -6,7 +6,6 @@
 
 import copy
 import functools
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -48,6 +47,7 @@ from plurax.plan import Plan
 from plurax.state import TrainState, check_donatable, check_not_donated
 from plurax.task import Task
 from plurax.tree import with_rows
+from plurax.user_frames import warn
 from plurax.validate import check_seed
 
 
@@ -385,7 +385,8 @@ class Program:
         - `inputs`: a tree of arrays, or what becomes one (a DataFrame); or an iterable of trees (a
           generator, a DataLoader), for which the result is an iterator with one output per item.
         - `chunk`: rows at a time, default `batch_size`, for many inputs more while no value on a
-          device is larger than 4 MiB. The last one is padded: there is one compilation.
+          device is larger than 4 MiB. The last one is padded: there is one compilation. With fewer
+          inputs it is the next power of two.
         - `local`: each of several processes gives arrays of its own, and gets their outputs alone.
 
         **Returns:** leaves `(N, ...)`, or of a population `(members, N, ...)`.
@@ -579,7 +580,7 @@ class Program:
             like = with_rows(self._placement.like, size)
             one = Program(self.task, self._optimizer, self.plan, like, self.mesh, exact=True)
             said = mask_not_read(size, self.batch_size, self.plan.data * self.plan.microbatches)
-            warnings.warn(said, MaskWarning, stacklevel=4)
+            warn(said, MaskWarning)
             self._of_size[size] = one
         return self._of_size[size]
 

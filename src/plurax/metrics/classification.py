@@ -11,6 +11,9 @@ from plurax.metrics.averages import mean
 from plurax.metrics.metric import Metric, ratio
 from plurax.validate import check_whole
 
+MOST_BINS = 2**20
+"""Bins of a histogram. A metric has them for each example."""
+
 Average = Literal["binary", "macro", "micro", "none"]
 
 
@@ -84,8 +87,10 @@ def auc(
     most half the share of the pairs (positive, negative) that are in one bin.
 
     **Arguments:** `scores`, probabilities or any numbers from `low` to `high`, others go into the
-    outermost bins; `labels`, `(B,)`, 1 for a positive and 0 for a negative example.
+    outermost bins; `labels`, `(B,)`, 1 for a positive and 0 for a negative example. Raises
+    `ArgumentError` for `bins` beyond `MOST_BINS`.
     """
+    bins = check_whole("plurax.metrics.auc", "bins", bins, most=MOST_BINS)
     place = jnp.floor((scores.astype(jnp.float32) - low) * (bins / (high - low)))
     place = jnp.clip(place, 0, bins - 1).astype(jnp.int32)
     chosen = _one_hot(place, bins)

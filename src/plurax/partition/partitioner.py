@@ -87,8 +87,9 @@ class Partitioner(Resharder):
         joint: bool = False,
         bucket_bytes: int = 1,
         trips: int = 1,
+        hoisted: bool = False,
     ) -> None:
-        super().__init__(axes, joint=joint, bucket_bytes=bucket_bytes, trips=trips)
+        super().__init__(axes, joint=joint, bucket_bytes=bucket_bytes, trips=trips, hoisted=hoisted)
         self.mesh = mesh
         self._annotations = AnnotationResolver(
             axes, named or (lambda name, shape: None), self.value
@@ -169,7 +170,8 @@ class Partitioner(Resharder):
             gathered: dict[Any, ShardedValue] = {}
             if gathers is not None:
                 gathered = gathers.before(index, here, self._dependency(eqn, inputs))
-            with self._executor.context(eqn):
+            alone = all(versions.is_param for versions in inputs)
+            with self._executor.context(eqn), self.of_parameters(alone):
                 outputs = self._equation(eqn, inputs, goals, readers, gathered)
             here.update(zip(eqn.outvars, outputs, strict=True))
         del self._calls[inside:]
@@ -258,7 +260,8 @@ class Partitioner(Resharder):
         if (atom, met) not in self._met:
             # The order is on the shard: the gather itself then cannot run earlier.
             (value,) = self.order_after([value], by)
-            self._met[atom, met] = self.move(value, value.sharding.without(["data"]))
+            with self.inside():
+                self._met[atom, met] = self.move(value, value.sharding.without(["data"]))
         return self._met[atom, met]
 
     def _may_stay_split(self, versions: ValueVersions) -> bool:

@@ -49,17 +49,29 @@ class Resharder:
       split over `data` is then gathered wherever an equation reads it with a value of the batch.
     - `bucket_bytes`: bytes of tensors gathered, or reduce-scattered, over `data` in one collective.
     - `trips`: how often the function runs, for the records.
+    - `hoisted`: whether it is the body of a loop: what it computes from parameters alone, outside
+      of the model's own loops and branches, XLA computes once, before the loop.
 
     **Attributes:** `records`, the collectives so far, in order.
     """
 
     def __init__(
-        self, axes: Axes, *, joint: bool = False, bucket_bytes: int = 1, trips: int = 1
+        self,
+        axes: Axes,
+        *,
+        joint: bool = False,
+        bucket_bytes: int = 1,
+        trips: int = 1,
+        hoisted: bool = False,
     ) -> None:
         self.axes, self.joint, self.bucket_bytes = axes, joint, bucket_bytes
         self.records: list[Collective] = []
         self._executor: Executor = EmitOperations()
         self._trips: int | None = trips
+        # Whether what is computed from parameters alone is hoisted here, and the trips of the loop
+        # out of which it was, while such an equation is evaluated.
+        self._hoists, self._outer = hoisted, trips
+        self._alone = False
         self._eqn: Any = None
         self._without_rule: tuple[str, str] | None = None
 
@@ -152,12 +164,13 @@ class Resharder:
         if value.sharding == target:
             return value
         steps = self.context.steps(value, target)
-        for step in steps:
-            # A slice is local.
-            if step.kind != "slice":
-                over = self.axes.mesh_axes(step.axes)
-                by = "" if self._eqn is None else _named(self._eqn)
-                self._record(step.kind, over, step.bytes, step.bytes_sent, by)
+        by = "" if self._eqn is None else _named(self._eqn)
+        with self.of_parameters(value.is_param):
+            for step in steps:
+                # A slice is local.
+                if step.kind != "slice":
+                    over = self.axes.mesh_axes(step.axes)
+                    self._record(step.kind, over, step.bytes, step.bytes_sent, by)
         spec = self.context.spec(
             value.shape, value.dtype, target, value.data_varying, value.is_param
         )
@@ -212,6 +225,8 @@ class Resharder:
         self, kind: str, axes: tuple[str, ...], size: int, bytes_sent: float, operation: str = ""
     ) -> None:
         trips = self._trips
+        if self._alone and trips is not None:
+            trips //= self._outer
         gathers = kind in ("all-gather", "all-to-all")
         because = self._without_rule if gathers else None
         self.records.append(
@@ -224,9 +239,31 @@ class Resharder:
         before = self._trips
         self._trips = None if trips is None or before is None else before * trips
         try:
-            yield
+            with self.inside():
+                yield
         finally:
             self._trips = before
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Evaluate what stays where it is: in a loop, in a branch, or after a value of the rows."""
+        before, self._hoists = self._hoists, False
+        try:
+            yield
+        finally:
+            self._hoists = before
+
+    @contextlib.contextmanager
+    def of_parameters(self, alone: bool) -> Iterator[None]:
+        """Record collectives within as those of parameters alone, if they are: as often as these
+        are computed.
+        """
+        before = self._alone
+        self._alone |= alone and self._hoists
+        try:
+            yield
+        finally:
+            self._alone = before
 
     @contextlib.contextmanager
     def needed_by(self, eqn: Any, line: str | None = None) -> Iterator[None]:
@@ -251,7 +288,8 @@ class Resharder:
         if data_varying:
             self.axes = Axes(axes.mesh, axes.parts, permutes=False, on_cpu=axes.on_cpu)
         try:
-            yield
+            with self.inside():
+                yield
         finally:
             self.axes = axes
 

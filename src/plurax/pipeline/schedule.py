@@ -31,7 +31,7 @@ from plurax.validate import check_whole
 
 KINDS = ("F", "B", "W")
 
-MAX_ACTIONS = 10**7
+MAX_ACTIONS = 10**6
 """More actions of one kind no table of a schedule holds."""
 
 

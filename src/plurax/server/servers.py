@@ -12,6 +12,10 @@ Correction = Literal["scale", "delay"]
 Where = Literal["ray", "threads"]
 
 
+MOST_PROCESSES = 10_000
+"""The most workers, or servers, of a run."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Servers:
     """Train with workers that compute gradients and servers that hold the parameters.
@@ -59,8 +63,14 @@ class Servers:
     address: str | None = None
 
     def __post_init__(self) -> None:
-        for field, least in (("shards", 1), ("workers", 1), ("snapshot_every", 1)):
-            self._check_number(field, least)
+        self._check_number("snapshot_every", 1)
+        for field in ("shards", "workers"):
+            self._check_number(field, 1)
+            if getattr(self, field) > MOST_PROCESSES:
+                raise errors.PlanError(
+                    f"Servers({field}={getattr(self, field)}): each of them is a process, or a "
+                    f"thread; give at most {MOST_PROCESSES:,}."
+                )
         for field, kind in (("mode", Mode), ("transport", Where)):
             self._check_name(field, get_args(kind))
         for field, kind in (("correction", Correction), ("compression", Compression)):

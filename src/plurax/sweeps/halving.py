@@ -215,7 +215,7 @@ def _checked_metric(program: Program, metric: str | None, evaluation: PyTree) ->
 def _warn_of(now: set[int], before: set[int], members: Members, budget: int) -> set[int]:
     """Warn of newly frozen members; return all that are frozen."""
     if new := sorted(now - before):
-        warn_frozen(members, new, f"within {budget} epochs", stacklevel=5)
+        warn_frozen(members, new, f"within {budget} epochs")
     return now | before
 
 

@@ -25,7 +25,8 @@ from jaxtyping import PyTree
 from plurax import errors
 from plurax.distributed.global_arrays import process_count, process_index
 from plurax.execute.array_data import ArrayData, Position, Ragged, check_ragged
-from plurax.execute.placement import is_arrays, leading_dim
+from plurax.execute.placement import check_rows, is_arrays, leading_dim
+from plurax.plan import MOST_PARTS
 from plurax.sources.adapt import adapt, as_arrays
 from plurax.sources.source import Reading, Source
 from plurax.validate import whole_number
@@ -160,6 +161,7 @@ def as_data(
         size = whole_number(batch_size)
         if size is None:
             raise errors.batch_size_not_positive(batch_size)
+        check_rows(size)
         batch_size = size
     data = adapt("data", data)
     if isinstance(data, Source) and data.by_row and (local or batch_size is None):
@@ -180,7 +182,15 @@ def as_data(
     first = _first(data)
     if first is None:
         raise errors.data_has_no_batches("the iterable is empty")
-    size = batch_size or leading_dim(first) * (process_count() if local else 1)
+    whole = leading_dim(first) * (process_count() if local else 1)
+    size = batch_size or whole
+    # Each batch is padded to `batch_size`.
+    if size > max(1000 * whole, MOST_PARTS):
+        raise errors.BatchError(
+            f"batch_size={size:,}, and the first batch of the data has {whole:,} examples: every "
+            "batch would be padded to that size. Leave batch_size out, or give the size of the "
+            "largest batch."
+        )
     on_devices = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(first))
     return StreamData(data, size, ragged, local, on_devices), _shapes(first, size)
 

@@ -17,7 +17,6 @@ import dataclasses
 import itertools
 import math
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +28,7 @@ from plurax.distributed.global_arrays import fetch
 from plurax.members import Members
 from plurax.train.iterate import StepOutput
 from plurax.train.log import Row
+from plurax.user_frames import warn
 
 COUNTS = ("weight", "examples", "skipped")
 
@@ -249,12 +249,11 @@ class NetworkMetrics(EpochMetrics):
                 "A smaller learning rate or optax.clip_by_global_norm may help; a NaN in the data "
                 "will come again."
             )
-            warnings.warn(
+            warn(
                 f"at or before step {step} the loss or its gradient was not finite: the update was "
                 f"left out on all devices and the parameters are unchanged. {cause} This is said "
                 "once; `skipped` of an epoch counts such steps.",
                 NonFiniteWarning,
-                stacklevel=6,
             )
 
     def epoch_row(self, step: int, epoch: int, evaluation: dict[str, Any] | None) -> Row:
@@ -315,7 +314,7 @@ class MembersMetrics(EpochMetrics):
             return
         cause = "" if self._frozen else why(self.means().get("grad_norm", math.nan))
         self._frozen |= set(new)
-        warn_frozen(self._members, new, f"at or before step {step}", cause, stacklevel=7)
+        warn_frozen(self._members, new, f"at or before step {step}", cause)
 
     def epoch_row(self, step: int, epoch: int, evaluation: dict[str, Any] | None) -> Row:
         """Return the spread of each metric over members, and all values under `members`."""
@@ -332,20 +331,17 @@ class MembersMetrics(EpochMetrics):
         return {**row, "members": {name: all_.tolist() for name, all_ in every.items()}}
 
 
-def warn_frozen(
-    members: Members, new: list[int], when: str, why: str = "", *, stacklevel: int
-) -> None:
+def warn_frozen(members: Members, new: list[int], when: str, why: str = "") -> None:
     """Warn of frozen members, given by index."""
     named = "; ".join(
         ", ".join(f"{name} {value:.6g}" for name, value in row.items())
         for row in members.take(new[:5]).table()
     )
     more = f" and {len(new) - 5} more" if len(new) > 5 else ""
-    warnings.warn(
+    warn(
         f"{when} the loss or its gradient was not finite in {len(new)} of {members.count} members, "
         f"which are frozen as they were while the others go on: {named}{more}. {why}".rstrip(),
         NonFiniteWarning,
-        stacklevel=stacklevel,
     )
 
 

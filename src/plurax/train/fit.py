@@ -173,8 +173,8 @@ def fit(
       `tf.data.Dataset`, or any iterable of batches that can be read again.
     - `members`: a population to train instead of one network.
     - `epochs`: passes over the data.
-    - `batch_size`: examples per step; required where the data have no batches, else taken from
-      the first one.
+    - `batch_size`: examples per step, of fewer data all of them; required where the data have no
+      batches, else taken from the first one.
     - `seed`: seed of initialisation, dropout and order; with it training repeats bit for bit. For
       members, each member's seed is used instead.
     - `evaluation`: data to evaluate on after each epoch, over all examples exactly.

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import json
 import math
-import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from plurax import errors
 from plurax.disk import AppendFile, log_errors, make_folder, replace_file
 from plurax.reading import parse_json
 from plurax.train.board import Board
+from plurax.user_frames import warn
 
 Row = dict[str, Any]
 
@@ -96,10 +96,9 @@ class MetricsLog:
 
     def _warn(self, torn: list[int]) -> None:
         if torn:
-            warnings.warn(
+            warn(
                 f"{self.path}: line {', '.join(map(str, torn))} cannot be read and is left out",
                 DamagedLogWarning,
-                stacklevel=4,
             )
 
     @property

@@ -1,7 +1,6 @@
 """Open what a run needs before its first step: its folder, its state, its log, its bar."""
 
 import contextlib
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from plurax.train.progress import TrainingProgress
 from plurax.train.restore import restore
 from plurax.train.rollback import Rollbacks
 from plurax.train.run_folder import check_same_run, move_run_aside, save_settings
+from plurax.user_frames import warn
 
 
 def open_checkpoints(
@@ -128,7 +128,7 @@ def open_log(
         damage = log_damage(Path(output), resume_step) if resume_step else None
         log = stack.enter_context(MetricsLog(Path(output), resume_step=resume_step))
         if damage is not None:
-            warnings.warn(f"{log.path}: {damage[1]}", DamagedLogWarning, stacklevel=4)
+            warn(f"{log.path}: {damage[1]}", DamagedLogWarning)
             log.write(damage_row(*damage))
         machine = estimated.machine if estimated else None
         save_settings(program, machine, given, state.steps_taken, Path(output))

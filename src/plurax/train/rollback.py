@@ -26,7 +26,6 @@ import functools
 import json
 import math
 import statistics
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,7 @@ from plurax.train.checkpoint import Checkpoints
 from plurax.train.iterate import StepOutput
 from plurax.train.log import MetricsLog, Row
 from plurax.train.saving import Saving
+from plurax.user_frames import warn
 from plurax.validate import whole_number
 
 WINDOW = 128
@@ -217,10 +217,9 @@ class Rollbacks:
         else:
             self._checkpoints.remove_after(back)
             what += f"; training goes back to step {back}, and skips the data of the steps after it"
-        warnings.warn(
+        warn(
             f"{what}. It stops after {self._rule.limit - len(self._records)} more such times.",
             RollbackWarning,
-            stacklevel=4,
         )
         return back
 

@@ -13,7 +13,6 @@ Had step 400 failed too, training would have stopped with a `SavingStoppedError`
 
 import contextlib
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from plurax.state import TrainState
 from plurax.train.checkpoint import Checkpoints
 from plurax.train.checkpoint.manager import Meta, Residuals
 from plurax.train.log import MetricsLog
+from plurax.user_frames import warn
 
 ATTEMPTS = 3
 """Saves that fail in a row before training stops."""
@@ -188,11 +188,10 @@ class Saving:
             self._note(text)
             return
         self._alarmed = True
-        warnings.warn(
+        warn(
             f"{text}. Older checkpoints are kept, and the next save tries again; after {ATTEMPTS} "
             "failures in a row training stops.",
             SaveFailedWarning,
-            stacklevel=5,
         )
 
     def _event(self, event: str, step: int, **more: object) -> None:

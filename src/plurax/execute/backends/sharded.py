@@ -25,7 +25,6 @@ Source: ZeRO (Rajbhandari et al. 2019, https://arxiv.org/abs/1910.02054).
 
 import copy
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,6 +61,7 @@ from plurax.sharding.rules import Rules, is_sharding
 from plurax.sharding.spec import TensorSharding
 from plurax.state import TrainState
 from plurax.task import Task
+from plurax.user_frames import warn
 
 
 class ShardedBackend(Backend):
@@ -190,7 +190,9 @@ class ShardedBackend(Backend):
         fun = with_strategies(fun, self.plan.strategies)
 
         def run(params: PyTree, model_state: PyTree, rows: Rows) -> tuple[Totals, PyTree]:
-            partitioner = self.partitioner(self.plan.microbatches, joint=self.task.coupled)
+            trips, joint = self.plan.microbatches, self.task.coupled
+            # Coupled microbatches are branches, which keep what they compute.
+            partitioner = self.partitioner(trips, joint=joint, hoisted=not joint)
 
             def wanted(shapes: tuple[Totals, PyTree]) -> tuple[Totals, PyTree]:
                 none = jax.tree.map(lambda _: None, shapes)
@@ -240,8 +242,7 @@ class ShardedBackend(Backend):
         self._warned.update(new)
         if new:
             lines = "".join(f"\n  {name}: {note}" for name, note in new.items())
-            warnings.warn(f"some tensors are not split as the rules say:{lines}",
-                          errors.ShardingWarning, stacklevel=2)  # fmt: skip
+            warn(f"some tensors are not split as the rules say:{lines}", errors.ShardingWarning)
         self.warn_of(self.planned_collectives())
 
     def warn_of(self, records: Sequence[Collective]) -> None:
@@ -253,14 +254,13 @@ class ShardedBackend(Backend):
         for (operation, where), size in sizes.items():
             if f"{operation} at {where}" not in self._warned:
                 self._warned.add(f"{operation} at {where}")
-                warnings.warn(
+                warn(
                     f"`{operation}` at {where} has no sharding rule: {size:,} bytes of its "
                     "operands are gathered on every device each time, and all devices compute the "
                     "same. The result is right. To split the work, put the operation into a "
                     "`jax.shard_map`; to avoid the gather, replicate its operands by a rule in "
                     "Plan(shardings=...).",
                     errors.ShardingWarning,
-                    stacklevel=2,
                 )
 
     def _norm(self, grads: PyTree) -> Array:
@@ -311,11 +311,11 @@ class ShardedBackend(Backend):
         if self.plan.zero and sizes and "update" not in self._warned:
             self._warned.add("update")
             lines = "".join(f"\n  {name}: {size:,} bytes" for name, size in sizes.items())
-            warnings.warn(
+            warn(
                 "the optimizer's update needs whole tensors that are sharded: each device "
                 f"gathers them during the update of every step:{lines}",
-                errors.ShardingWarning, stacklevel=2,
-            )  # fmt: skip
+                errors.ShardingWarning,
+            )
 
     def evaluate(self) -> Callable[[PyTree, PyTree, PyTree, Any], Totals]:
         """Return `(params, model_state, rows, count) -> totals` on shards, without gradient."""
@@ -357,17 +357,17 @@ class ShardedBackend(Backend):
     # --- Values -------------------------------------------------------------------------------
 
     def partitioner(
-        self, trips: int = 1, *, stage: bool = False, joint: bool = False
+        self, trips: int = 1, *, stage: bool = False, joint: bool = False, hoisted: bool = False
     ) -> Partitioner:
         """Return a `Partitioner` over all mesh axes, or with `stage` over those without `pipeline`.
 
         `trips` is how often per step its equations run; with `joint` the rows are one dim sharded
-        over `data`, not each device's own.
+        over `data`, not each device's own; `hoisted` as a `Partitioner`'s.
         """
         axes = self.stage_axes if stage else self.axes
         return Partitioner(
             axes, self._rules.find, mesh=self._mesh, joint=joint,
-            bucket_bytes=self.plan.bucket_bytes, trips=trips,
+            bucket_bytes=self.plan.bucket_bytes, trips=trips, hoisted=hoisted,
         )  # fmt: skip
 
     def expanded(self, shardings: PyTree) -> PyTree:

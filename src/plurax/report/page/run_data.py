@@ -17,7 +17,6 @@ written by another version. What cannot be read is left out.
 import contextlib
 import dataclasses
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
@@ -33,6 +32,7 @@ from plurax.server.record import Event, read_events
 from plurax.train.checkpoint.lock import LOCK, writer_of
 from plurax.train.log import KINDS, LOG_FILE, DamagedLogWarning, Row, read_row
 from plurax.train.log_check import damage_row, log_damage
+from plurax.user_frames import warn
 
 T = TypeVar("T")
 
@@ -168,7 +168,7 @@ def read_run(path: Path, name: str | None = None) -> RunData:
             "first step. plurax watch shows a run from its start."
         )
     if damage is not None:
-        warnings.warn(f"{log}: {damage[1]}", DamagedLogWarning, stacklevel=3)
+        warn(f"{log}: {damage[1]}", DamagedLogWarning)
         kinds["event"].append(damage_row(*damage))
     return RunData(
         path=path,

@@ -19,7 +19,6 @@ import re
 import secrets
 import shutil
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,6 +39,7 @@ from plurax.train.checkpoint.files import usable_folder, verify_files
 from plurax.train.checkpoint.limited_wait import LimitedWait
 from plurax.train.checkpoint.lock import LOCK, FolderLock
 from plurax.train.checkpoint.save_barrier import SaveBarrier
+from plurax.user_frames import warn
 
 T = TypeVar("T")
 
@@ -519,7 +519,7 @@ class Checkpoints:
             what = f"set aside as {self._group.on_primary(lambda: self._set_aside(step))}"
             if self._manager is not None:
                 self._manager.reload()
-        warnings.warn(f"the checkpoint of {reason}; {what}", DamagedCheckpointWarning, stacklevel=3)
+        warn(f"the checkpoint of {reason}; {what}", DamagedCheckpointWarning)
         return reason
 
     def _set_aside(self, step: int) -> str:
