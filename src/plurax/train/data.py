@@ -182,14 +182,13 @@ def as_data(
     first = _first(data)
     if first is None:
         raise errors.data_has_no_batches("the iterable is empty")
-    whole = leading_dim(first) * (process_count() if local else 1)
-    size = batch_size or whole
+    size = batch_size or leading_dim(first) * (process_count() if local else 1)
     # Each batch is padded to `batch_size`.
-    if size > max(1000 * whole, MOST_PARTS):
+    if size > MOST_PARTS and size > 1000 * process_count() * leading_dim(first):
         raise errors.BatchError(
-            f"batch_size={size:,}, and the first batch of the data has {whole:,} examples: every "
-            "batch would be padded to that size. Leave batch_size out, or give the size of the "
-            "largest batch."
+            f"batch_size={size:,}, and the first batch of the data has {leading_dim(first):,} "
+            "examples: every batch would be padded to that size. Leave batch_size out, or give the "
+            "size of the largest batch."
         )
     on_devices = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(first))
     return StreamData(data, size, ragged, local, on_devices), _shapes(first, size)

@@ -29,8 +29,9 @@ def why_not_finite(program: Program, source: Any, mean_norm: Any) -> str:
     **Arguments:** `source`, the data of training, looked at where they are arrays; `mean_norm`,
     the mean norm of the gradients of the epoch's finite steps, of members `(members,)`.
     """
-    arrays = source.arrays if isinstance(source, ArrayData) else {}
-    found = [*_of_values(arrays), *_of_labels(program, arrays)]
+    found = []
+    if isinstance(source, ArrayData):
+        found = [*_of_values(source.arrays), *_of_labels(program, source.arrays)]
     norms = np.asarray(mean_norm, np.float64)
     largest = float(norms[np.isfinite(norms)].max(initial=0.0))
     if largest > LARGE_NORM:
