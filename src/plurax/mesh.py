@@ -138,8 +138,7 @@ def virtual_devices(count: int) -> None:
     if number > MOST_VIRTUAL:
         raise errors.PlanError(
             f"{number:,} virtual devices: each takes threads of this machine; give at most "
-            f"{MOST_VIRTUAL:,}. plurax.search and plurax.estimate plan for more without devices, "
-            "by the description of a machine."
+            f"{MOST_VIRTUAL:,}. plurax.search and plurax.estimate plan for more without devices."
         )
     count = number
     try:

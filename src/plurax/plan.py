@@ -33,8 +33,7 @@ Remat = Literal["none", "dots", "full", "offload"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
 
 MOST_PARTS = 2**16
-"""Parts into which any batch may be split; more need an example each. Rows of padding take memory
-and time as examples do."""
+"""Parts into which any batch may be split; more need an example each."""
 
 MESH_AXES = ("member", "data", "pipeline", "tensor")
 """The mesh axes, always in this order."""
@@ -372,9 +371,8 @@ data=1 means 'not used'.
         if unit > max(batch_size, MOST_PARTS):
             raise errors.PlanError(
                 f"Plan(data={self.data}, microbatches={self.microbatches}) splits a batch of "
-                f"{batch_size:,} examples into {unit:,} parts, and most of them would be padding. "
-                "Give no more parts than there are examples: "
-                f"microbatches={max(1, batch_size // self.data)} has one in each."
+                f"{batch_size:,} examples into {unit:,} parts, and most of them would be padding; "
+                f"microbatches={max(1, batch_size // self.data)} has an example in each."
             )
         return -(-batch_size // unit) * unit
 

@@ -205,10 +205,6 @@ class Stack:
         return jax.lax.scan(body, x, (params["blocks"], indices))[0]
 
 
-MOST_LAYERS = 10**6
-"""Layers of a stack: they are dealt to stages one by one."""
-
-
 def stack(
     embed: tuple[Callable[..., Any], Callable[..., Any]],
     block: tuple[Callable[..., Any], Callable[..., Any]],
@@ -255,9 +251,9 @@ def stack(
     >>> task.init(jax.random.key(0))["blocks"].shape
     (4, 3, 3)
     """
-    if isinstance(depth, bool) or not isinstance(depth, int) or not 1 <= depth <= MOST_LAYERS:
+    if isinstance(depth, bool) or not isinstance(depth, int) or not 1 <= depth <= 10**6:
         raise errors.TaskError(
-            f"stack(depth={depth!r}): depth must be a whole number from 1 to {MOST_LAYERS:,}."
+            f"stack(depth={depth!r}): depth must be a whole number from 1 to 1,000,000."
         )
     parts = Stack(Layer(*embed), Layer(*block), Layer(*head), depth, tuple(tied), predict, metrics)
 

@@ -51,11 +51,9 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     while frame is not None and not _is_users_frame(frame):
         frame = frame.f_back
     at = frame or caller  # a thread of plurax
-    warnings.warn_explicit(
-        message, category, at.f_code.co_filename, at.f_lineno,
-        module=at.f_globals.get("__name__"),
-        registry=at.f_globals.setdefault("__warningregistry__", {}),
-    )  # fmt: skip
+    names, file = at.f_globals, at.f_code.co_filename
+    registry = names.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, category, file, at.f_lineno, names.get("__name__"), registry)
 
 
 def _is_users_frame(frame: types.FrameType) -> bool:

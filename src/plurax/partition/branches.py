@@ -132,8 +132,6 @@ class Branches:
 
 def cpu_branch(eqn: Any) -> Any:
     """Return the only branch of `lax.platform_dependent` that is compiled for the CPU, or None."""
-    platforms = eqn.params.get("branches_platforms")
-    if platforms is None:
-        return None
-    branches = zip(platforms, eqn.params["branches"], strict=True)
+    platforms = eqn.params.get("branches_platforms") or ()
+    branches = zip(platforms, eqn.params["branches"], strict=False)
     return next((branch for names, branch in branches if not names or "cpu" in names), None)

@@ -129,9 +129,9 @@ class Gathers:
         """Gather the parameters of one bucket after `by`, the array of the variable `met`."""
         # Since the buckets were planned, an equation may have created a whole version.
         uses = [u for u in self._buckets[number] if _needs_gather(self._resharder, here[u.var])]
-        if len(uses) == 1 and (uses[0].var, met) in self._after:
-            # XLA would merge equal gathers after the same value.
-            self._gathered[number, uses[0].var] = self._after[uses[0].var, met]
+        alone = (uses[0].var, met) if len(uses) == 1 else None
+        if alone in self._after:  # XLA would merge equal gathers after the same value
+            self._gathered[number, uses[0].var] = self._after[alone]
             return
         values = [here[use.var].value for use in uses]
         goals = [value.sharding.without(["data"]) for value in values]
@@ -139,8 +139,8 @@ class Gathers:
             moved = together(self._resharder, values, goals, by=by)
         for use, value in zip(uses, moved, strict=True):
             self._gathered[number, use.var] = value
-        if len(uses) == 1:
-            self._after[uses[0].var, met] = moved[0]
+        if alone is not None:
+            self._after[alone] = moved[0]
 
 
 def _needs_gather(resharder: Resharder, versions: ValueVersions) -> bool:

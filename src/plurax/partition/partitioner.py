@@ -84,12 +84,9 @@ class Partitioner(Resharder):
         named: NameRule | None = None,
         *,
         mesh: Mesh | None = None,
-        joint: bool = False,
-        bucket_bytes: int = 1,
-        trips: int = 1,
-        hoisted: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(axes, joint=joint, bucket_bytes=bucket_bytes, trips=trips, hoisted=hoisted)
+        super().__init__(axes, **options)
         self.mesh = mesh
         self._annotations = AnnotationResolver(
             axes, named or (lambda name, shape: None), self.value
@@ -157,11 +154,10 @@ class Partitioner(Resharder):
         readers = count_readers(eqns, results)
 
         def read(atom: Any) -> ValueVersions:
-            versions = self.constant(atom.val) if isinstance(atom, Literal) else here[atom]
+            one = self.constant(atom.val) if isinstance(atom, Literal) else here[atom]
             # Each reader creates its own zeros: in the sharding of its other operands they cost
             # nothing, and a partial sum meets them unreduced.
-            zero = versions.is_zero
-            return ValueVersions(self.zeros(versions.shape, versions.dtype)) if zero else versions
+            return ValueVersions(self.zeros(one.shape, one.dtype)) if one.is_zero else one
 
         for index, eqn in enumerate(gathers.eqns if gathers else eqns):
             inputs = [read(atom) for atom in eqn.invars]

@@ -56,22 +56,15 @@ class Resharder:
     """
 
     def __init__(
-        self,
-        axes: Axes,
-        *,
-        joint: bool = False,
-        bucket_bytes: int = 1,
-        trips: int = 1,
+        self, axes: Axes, *, joint: bool = False, bucket_bytes: int = 1, trips: int = 1,
         hoisted: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.axes, self.joint, self.bucket_bytes = axes, joint, bucket_bytes
         self.records: list[Collective] = []
         self._executor: Executor = EmitOperations()
         self._trips: int | None = trips
-        # Whether what is computed from parameters alone is hoisted here, and the trips of the loop
-        # out of which it was, while such an equation is evaluated.
-        self._hoists, self._outer = hoisted, trips
-        self._alone = False
+        # Whether such an equation would be hoisted here, and whether one is evaluated now.
+        self._hoists, self._alone, self._outer = hoisted, False, trips
         self._eqn: Any = None
         self._without_rule: tuple[str, str] | None = None
 
@@ -225,73 +218,54 @@ class Resharder:
         self, kind: str, axes: tuple[str, ...], size: int, bytes_sent: float, operation: str = ""
     ) -> None:
         trips = self._trips
-        if self._alone and trips is not None:
-            trips //= self._outer
+        trips = trips // self._outer if self._alone and trips is not None else trips
         gathers = kind in ("all-gather", "all-to-all")
         because = self._without_rule if gathers else None
         self.records.append(
             Collective(kind, axes, size, bytes_sent, trips != 1, trips, operation, because)
         )
 
-    @contextlib.contextmanager
-    def repeated(self, trips: int | None) -> Iterator[None]:
+    def repeated(self, trips: int | None) -> contextlib.AbstractContextManager[None]:
         """Record collectives within as those of a loop's body; None for an unknown length."""
-        before = self._trips
-        self._trips = None if trips is None or before is None else before * trips
-        try:
-            with self.inside():
-                yield
-        finally:
-            self._trips = before
+        total = None if trips is None or self._trips is None else self._trips * trips
+        return self._with(_trips=total, _hoists=False)
 
-    @contextlib.contextmanager
-    def inside(self) -> Iterator[None]:
+    def inside(self) -> contextlib.AbstractContextManager[None]:
         """Evaluate what stays where it is: in a loop, in a branch, or after a value of the rows."""
-        before, self._hoists = self._hoists, False
-        try:
-            yield
-        finally:
-            self._hoists = before
+        return self._with(_hoists=False)
 
-    @contextlib.contextmanager
-    def of_parameters(self, alone: bool) -> Iterator[None]:
-        """Record collectives within as those of parameters alone, if they are: as often as these
-        are computed.
-        """
-        before = self._alone
-        self._alone |= alone and self._hoists
-        try:
-            yield
-        finally:
-            self._alone = before
+    def of_parameters(self, alone: bool) -> contextlib.AbstractContextManager[None]:
+        """Record collectives within as those of what is computed from parameters alone."""
+        return self._with(_alone=self._alone or (alone and self._hoists))
 
-    @contextlib.contextmanager
-    def needed_by(self, eqn: Any, line: str | None = None) -> Iterator[None]:
+    def needed_by(
+        self, eqn: Any, line: str | None = None
+    ) -> contextlib.AbstractContextManager[None]:
         """Record collectives within as those of an equation's operands.
 
         `line` is that of the model's code if the equation's operation has no rule.
         """
-        self._eqn = eqn
-        self._without_rule = None if line is None else (eqn.primitive.name, line)
-        try:
-            yield
-        finally:
-            self._eqn = self._without_rule = None
+        without_rule = None if line is None else (eqn.primitive.name, line)
+        return self._with(_eqn=eqn, _without_rule=without_rule)
 
-    @contextlib.contextmanager
-    def apart(self, data_varying: bool) -> Iterator[None]:
+    def apart(self, data_varying: bool) -> contextlib.AbstractContextManager[None]:
         """Disable permutes in a branch or loop that not all devices along `data` execute.
 
         All devices of a mesh take part in a collective permute, so it would wait forever there.
         """
         axes = self.axes
         if data_varying:
-            self.axes = Axes(axes.mesh, axes.parts, permutes=False, on_cpu=axes.on_cpu)
+            axes = Axes(axes.mesh, axes.parts, permutes=False, on_cpu=axes.on_cpu)
+        return self._with(axes=axes, _hoists=False)
+
+    @contextlib.contextmanager
+    def _with(self, **attributes: Any) -> Iterator[None]:
+        before = {name: getattr(self, name) for name in attributes}
+        vars(self).update(attributes)
         try:
-            with self.inside():
-                yield
+            yield
         finally:
-            self.axes = axes
+            vars(self).update(before)
 
 
 def _named(eqn: Any) -> str:
