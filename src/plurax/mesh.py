@@ -119,10 +119,6 @@ def split_rows(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec("data"))
 
 
-MOST_VIRTUAL = 4096
-"""Virtual devices of a process: JAX starts a thread for each, and a mesh lists them."""
-
-
 def virtual_devices(count: int) -> None:
     """Make `count` virtual CPU devices visible to this process, to rehearse a plan on any machine.
 
@@ -135,18 +131,17 @@ def virtual_devices(count: int) -> None:
             f"{count!r} virtual devices: give a whole number of at least 1, as in "
             "plurax.virtual_devices(8), or --devices 8 on the command line."
         )
-    if number > MOST_VIRTUAL:
+    if number > 4096:
         raise errors.PlanError(
             f"{number:,} virtual devices: each takes threads of this machine; give at most "
-            f"{MOST_VIRTUAL:,}. plurax.search and plurax.estimate plan for more without devices."
+            "4,096. plurax.search and plurax.estimate plan for more without devices."
         )
-    count = number
     try:
-        jax.config.update("jax_num_cpu_devices", count)
+        jax.config.update("jax_num_cpu_devices", number)
         jax.config.update("jax_platforms", "cpu")
         make_cache_safe()
     except RuntimeError:
-        if len(jax.devices()) != count:
+        if len(jax.devices()) != number:
             raise errors.PlanError(
                 f"virtual_devices({count}) came too late: JAX already runs with "
                 f"{len(jax.devices())} device(s) and cannot change their number. Call it before "

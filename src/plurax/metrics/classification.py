@@ -87,8 +87,7 @@ def auc(
     most half the share of the pairs (positive, negative) that are in one bin.
 
     **Arguments:** `scores`, probabilities or any numbers from `low` to `high`, others go into the
-    outermost bins; `labels`, `(B,)`, 1 for a positive and 0 for a negative example. Raises
-    `ArgumentError` for `bins` beyond `MOST_BINS`.
+    outermost bins; `labels`, `(B,)`, 1 for a positive and 0 for a negative example.
     """
     bins = check_whole("plurax.metrics.auc", "bins", bins, most=MOST_BINS)
     place = jnp.floor((scores.astype(jnp.float32) - low) * (bins / (high - low)))
