@@ -88,9 +88,8 @@ def _leave_users(error: BaseException, seen: frozenset[int] = frozenset()) -> No
     if notes:  # what JAX says of frames it left out, where more were left out
         error.__notes__ = [note for note in notes if "JAX has removed" not in note]
     chained = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    if (
-        chained is not None and id(chained) not in seen
-    ):  # an error raised again may be its own cause
+    # An error that is raised again may be its own cause.
+    if chained is not None and id(chained) not in seen:
         _leave_users(chained, seen | {id(error)})
 
 
