@@ -54,10 +54,13 @@ class Worker:
             stderr=self._log,
             text=True,
         )
-        hello = self._read()
-        if "skipped" in hello:
+        try:
+            hello = self._read()
+            if "skipped" in hello:
+                raise WorkerSkippedError(hello["skipped"])
+        except Exception:
             self.__exit__(None, None, None)
-            raise WorkerSkippedError(hello["skipped"])
+            raise
         self.facts: dict[str, Any] = hello["facts"]
         self.processor_seconds: dict[str, list[float]] = {}
         self.answers: dict[str, list[dict[str, Any]]] = {}
@@ -92,9 +95,10 @@ class Worker:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait()
+        self._process.stdout.close()
         self._log.close()
 
 

@@ -77,8 +77,9 @@ def _settings(run: Run, case: sizes.MembersCase, stack: ExitStack) -> dict[str, 
         data: dict[str, Any] = populations.DATA[case.data]()
     except ImportError as error:
         raise WorkerSkippedError(f"needs scikit-learn for its data ({error})") from error
-    # Whole batches only: what is left of an epoch is not read, on any side.
+    # Whole batches only: what is left of an epoch is not there, on any side.
     per_epoch = len(data["x"]) // case.batch
+    data = {name: rows[: per_epoch * case.batch] for name, rows in data.items()}
     if case.resampled:
         data["rows"] = populations.bootstrap(
             len(data["x"]), max(case.repeats), case.epochs, per_epoch, case.batch

@@ -243,7 +243,7 @@ def test_recovery_from_a_server_s_death_counts_no_batch_twice():
 
 @pytest.mark.slow
 def test_a_block_is_searched_anew_in_each_turn():
-    settings = {"width": 32, "heads": 2, "tokens": 8, "batch": 4, "mesh": [2], "devices": 2}
+    settings = {"width": 64, "heads": 2, "tokens": 64, "batch": 64, "mesh": [2], "devices": 2}
     with Worker(sys.executable, "jax_search_block", settings | {"nodes": 1}) as worker:
         assert worker.facts["plans"]["mesh given"] == "tensor=2"
         assert all(worker.run(side) > 0 for side in ("mesh given", "search"))

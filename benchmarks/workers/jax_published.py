@@ -1,6 +1,5 @@
 """How long a published training run takes as plurax estimates it: GPT under the best plan."""
 
-import math
 from typing import Any
 
 import optax
@@ -9,6 +8,9 @@ import plurax as px
 from benchmarks.gpt import MEGATRON, Gpt
 from benchmarks.workers.serve import Settings, Side, serve
 from plurax.planner.found import Found
+
+NO_LIMIT = 1e18
+"""Bytes of memory of a device, above what any plan needs."""
 
 
 def build(settings: Settings) -> tuple[dict[str, Side], dict[str, Any]]:
@@ -61,7 +63,7 @@ def _searched(
         found = search(machine.memory)
     except px.PlanError as reason:
         facts["why"] = str(reason)
-        found = search(math.inf)
+        found = search(NO_LIMIT)
     best = found.ranked[0].estimate
     assert best is not None, "ranked plans are estimated"
     return facts | {"search": found.seconds, "gap": found.gap}, best

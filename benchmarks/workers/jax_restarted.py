@@ -51,8 +51,9 @@ class Marks:
 
 def watch_fit(marks: Marks) -> None:
     """Make `fit` write when it restores, and after each step."""
-    fit = importlib.import_module("plurax.train.fit")
-    restore, check = fit.restore, fit.ReplicaGuard.check
+    opening = importlib.import_module("plurax.train.opening")
+    guard_class = importlib.import_module("plurax.train.replica_guard").ReplicaGuard
+    restore, check = opening.restore, guard_class.check
 
     def restored(*args: Any) -> Any:
         marks.write("restoring")
@@ -64,7 +65,7 @@ def watch_fit(marks: Marks) -> None:
         marks.write("step", step)
         return check(guard, step, *args, **kwargs)
 
-    fit.restore, fit.ReplicaGuard.check = restored, checked
+    opening.restore, guard_class.check = restored, checked
 
 
 def main(path: str, output: str, given: str) -> None:

@@ -108,6 +108,11 @@ def test_a_strategy_of_an_equation_is_pinned_by_hand():
     program.step(program.init(seed=0), models.data(64))
 
 
+def test_a_pinned_axis_over_which_nothing_is_worth_splitting_is_named():
+    with pytest.raises(px.PlanError, match="none splits a matrix product: .* larger batch"):
+        searched(FAR, pinned={"tensor": 2, "data": 1, "pipeline": 1}, seconds=60.0)
+
+
 def test_a_pinned_strategy_of_another_model_is_named():
     unknown = Strategies("0" * 16, [Strategy("0 dot_general", (("tensor", None), ()), "")])
     pinned = px.Plan(tensor=2, strategies=unknown)

@@ -137,6 +137,12 @@ def search(
 
 def _nothing_fits(memory: float, refused: Sequence[Ranked]) -> errors.PlanError:
     """Return the error that names the three plans that come nearest to fitting."""
+    if not refused:
+        return errors.PlanError(
+            "every plan that agrees with what is pinned has tensor > 1, and none splits a matrix "
+            "product: for this model and batch the devices would send each other for longer than "
+            "they save. Leave `tensor` out of what is pinned, or give a larger batch."
+        )
     nearest = sorted(refused, key=lambda one: (one.why != "memory", one.memory))[:3]
     some = "".join(
         f"\n  {one.plan.sizes_text()}: "
