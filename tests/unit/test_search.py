@@ -109,7 +109,7 @@ def test_a_strategy_of_an_equation_is_pinned_by_hand():
 
 
 def test_a_pinned_axis_over_which_nothing_is_worth_splitting_is_named():
-    with pytest.raises(px.PlanError, match="none splits a matrix product: .* larger batch"):
+    with pytest.raises(px.PlanError, match=r"none splits a matrix product: .* larger batch"):
         searched(FAR, pinned={"tensor": 2, "data": 1, "pipeline": 1}, seconds=60.0)
 
 
