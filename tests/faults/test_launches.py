@@ -42,11 +42,12 @@ def test_out_of_memory_is_not_tried_again(tmp_path):
 
 def test_a_file_that_is_short_ends_the_run(tmp_path):
     """What a restart might have cured, were it the network's; the budget ends it."""
-    faults = [at("short file", 15, 0, 1)] * 2
+    faults = [at("short file", 15, 0, 1)] * 3
     with launching(tmp_path, faults, options=("--restarts", 1)) as launch:
         assert launch.wait() == 1, launch.said
         launch.check_nothing_left()
-        assert [code for _, code in launch.restarts()] == [1]
+        # Twice if the first attempt died before its checkpoint was written: the second is then new.
+        assert [code for _, code in launch.restarts()] in ([1], [1, 1])
         assert "cannot reshape array of size" in launch.said
         assert "not restarted: 1 restarts in a row without a new checkpoint" in launch.said
 

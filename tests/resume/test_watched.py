@@ -94,7 +94,8 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize(
     ("fault", "words"),
     {
-        "hangs": "process 1 ended with exit code 76 at step",
+        # Process 1, or process 0, which waits for it and is as stuck.
+        "hangs": "ended with exit code 76 at step",
         "holds the GIL": "process 1 was stuck at step",
         "is stopped": "it is stopped, as by SIGSTOP",
         "flips a bit": "device 1 of process 1 on",
