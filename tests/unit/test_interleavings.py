@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests import models
 from tests.draws import draws
+from tests.simulated import Simulated
 
 import plurax as px
 from plurax.server.account import Account
 from plurax.server.asynchronous import Asynchronous
 from plurax.server.run_spec import RunSpec
 from plurax.server.servers import Servers
-from plurax.server.simulated import Simulated
 from plurax.server.synchronous import Synchronous
 from plurax.train.serve import serve_iter
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests import models
 from tests.draws import draws
+from tests.simulated import Simulated
 from tests.unit.test_interleavings import (
     DATA,
     FIRST,
@@ -32,7 +33,6 @@ from plurax.server.replay import Replay
 from plurax.server.residuals import zero_leaves
 from plurax.server.servers import Servers
 from plurax.server.shard_layout import to_host
-from plurax.server.simulated import Simulated
 from plurax.server.synchronous import Synchronous
 from plurax.train.checkpoint.description import read_description, sealed
 from plurax.train.serve import numbered_batches, parts_of, run_spec, serve_iter

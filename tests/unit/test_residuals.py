@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests import models
 from tests.draws import draws
+from tests.simulated import Simulated
 
 import plurax as px
 from plurax.jaxpr.homes import RowSplit
@@ -23,7 +24,6 @@ from plurax.server.record import FILE, Record, read_events
 from plurax.server.residuals import from_leaves, redistribute, to_leaves, zero_leaves
 from plurax.server.servers import Servers
 from plurax.server.shard_layout import ShardLayout
-from plurax.server.simulated import Simulated
 from plurax.server.synchronous import Synchronous
 from plurax.server.threads import Threads
 from plurax.train.checkpoint import Checkpoints, DamagedCheckpointWarning
