@@ -142,7 +142,8 @@ FAULTS = {
     "27 a worker of the data loader that dies, data that are short": (
         "faults/test_launches.py: a_file_that_is_short_ends_the_run",
         "resume/test_resume.py: an_iterable_that_has_become_shorter_is_refused",
-        "unit/test_fit.py: prefetch_keeps_order_and_passes_errors_on",
+        "unit/test_read_ahead.py: large_batches_are_read_two_ahead_one_to_a_buffer "
+        "errors_of_a_source_come_after_the_batches_before",
         "faults/test_loaders.py: what_is_shared_with_a_worker_is_removed "
         "a_process_or_its_worker_is_killed a_launcher_is_killed",
         "unit/test_launch.py: the_others_are_killed_with_what_they_started",

@@ -20,7 +20,7 @@ import plurax as px
 from plurax.distributed.global_arrays import fetch
 from plurax.execute.array_data import ArrayData, Position
 from plurax.train.checkpoint import Checkpoints, DamagedCheckpointWarning
-from plurax.train.data import StreamData, prefetch
+from plurax.train.data import StreamData
 from plurax.train.epoch_metrics import NetworkMetrics, NonFiniteWarning
 from plurax.train.iterate import StepOutput, train_iter
 from plurax.train.log import read_rows
@@ -197,19 +197,6 @@ def test_every_epoch_holds_every_example_once_in_a_new_order():
         assert sorted(taken) == list(range(50))
         orders.append(tuple(taken))
     assert len(set(orders)) == 3
-
-
-def test_prefetch_keeps_order_and_passes_errors_on():
-    assert list(prefetch(iter(range(10)), lambda x: 2 * x)) == list(range(0, 20, 2))
-
-    def broken():
-        yield 1
-        raise OSError("the disk is gone")
-
-    items = prefetch(broken(), lambda x: x)
-    assert next(items) == 1
-    with pytest.raises(OSError, match="the disk is gone"):
-        next(items)
 
 
 @pytest.mark.parametrize("plan", [px.Plan(), px.Plan(data=4)], ids=str)

@@ -1,6 +1,7 @@
 """Batches read ahead on another thread, into buffers that one call trains on."""
 
 import threading
+import time
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ from plurax.execute.array_data import Position
 from plurax.execute.batch_buffer import ALIGNMENT, BYTES, MOST_SLOTS, BatchBuffer
 from plurax.train.data import StreamData
 from plurax.train.iterate import train_iter
-from plurax.train.read_ahead import ReadAhead
+from plurax.train.read_ahead import OneSlot, ReadAhead
 
 SIZE = 4
 TASK = px.Task(
@@ -98,6 +99,36 @@ def test_errors_of_a_source_come_after_the_batches_before():
         for ask in (ahead.has_more, lambda: ahead.take(1)):
             with pytest.raises(OSError, match="the disk is gone"):
                 ask()
+
+
+def test_large_batches_are_read_two_ahead_one_to_a_buffer():
+    """One waits in the buffer and one with the reader; an error comes after both."""
+    read = []
+
+    def broken():
+        for at in range(4):
+            read.append(at)
+            yield at, Position(0, at + 1)
+        raise OSError("the disk is gone")
+
+    def wait_until_read(count):
+        deadline = time.monotonic() + 60
+        while len(read) < count and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    taken = []
+
+    def take_all(ahead):
+        for part in ahead.parts():
+            taken.append((part.buffer.batch, part.positions, part.is_last))
+            wait_until_read(min(4, len(taken) + 2))
+            time.sleep(0.05)
+            assert len(read) == min(4, len(taken) + 2)
+
+    reader = ReadAhead(broken(), OneSlot, lambda: False)
+    with reader as ahead, pytest.raises(OSError, match="the disk is gone"):
+        take_all(ahead)
+    assert taken == [(at, [Position(0, at + 1)], False) for at in range(3)]
 
 
 def test_batches_that_do_not_fit_are_refused():

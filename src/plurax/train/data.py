@@ -11,12 +11,9 @@ of 2, `ragged="pad"`, resumed at `Position(epoch=0, batch=1)`:
     batch 2           row  1        yielded with Position(0, 3)
 """
 
-import contextlib
 import dataclasses
-import queue
-import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sized
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,8 +27,6 @@ from plurax.plan import MOST_PARTS
 from plurax.sources.adapt import adapt, as_arrays
 from plurax.sources.source import Reading, Source
 from plurax.validate import whole_number
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,9 +129,6 @@ class SourceData(StreamData):
 
 Data = ArrayData | StreamData
 
-SECONDS_BETWEEN_LOOKS = 0.1
-"""How long a wait for data, or for room for them, does not notice that training is to stop."""
-
 
 def as_data(
     data: Any,
@@ -229,61 +221,3 @@ def _shapes(batch: PyTree, size: int) -> PyTree:
         return jax.ShapeDtypeStruct((size, *np.shape(leaf)[1:]), dtype)
 
     return jax.tree.map(shape, batch)
-
-
-class StillWaiting:
-    """What `prefetch` yields where it is to stop while the next item is not there yet."""
-
-
-def prefetch(
-    items: Iterator[T],
-    load: Callable[[T], T],
-    ahead: int = 2,
-    stopping: Callable[[], bool] = lambda: False,
-) -> Generator[T | StillWaiting]:
-    """Yield `load(item)` of each item, computed on another thread up to `ahead` items in advance.
-
-    Errors of `items` and `load` are raised when the item is requested. Once `stopping()`, an item
-    that is not there is not waited for.
-    """
-    end = object()
-    # The queue holds one item fewer than `ahead`: an item waiting in `put` is loaded too.
-    ready: queue.Queue[Any] = queue.Queue(max(1, ahead - 1))
-    stopped = threading.Event()
-
-    def put(item: Any) -> bool:
-        while not stopped.is_set():
-            with contextlib.suppress(queue.Full):
-                ready.put(item, timeout=SECONDS_BETWEEN_LOOKS)
-                return True
-        return False
-
-    def run() -> None:
-        try:
-            for item in items:
-                if stopped.is_set() or not put((load(item), None)):
-                    return
-        except BaseException as error:
-            put((end, error))
-        else:
-            put((end, None))
-
-    # A daemon thread: a source that blocks must not keep a finished process alive.
-    thread = threading.Thread(target=run, name="plurax-prefetch", daemon=True)
-    thread.start()
-    try:
-        while True:
-            try:
-                item, error = ready.get(timeout=SECONDS_BETWEEN_LOOKS)
-            except queue.Empty:
-                if stopping():
-                    yield StillWaiting()
-                continue
-            if error is not None:
-                raise error
-            if item is end:
-                return
-            yield item
-    finally:
-        stopped.set()
-        thread.join(timeout=1.0)  # so that a source that does not block is not read any more

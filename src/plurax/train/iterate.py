@@ -35,8 +35,8 @@ from plurax.execute.program import Program
 from plurax.execute.step import Metrics
 from plurax.mesh import memory_budget
 from plurax.state import TrainState
-from plurax.train.data import Data, StillWaiting, StreamData, prefetch
-from plurax.train.read_ahead import ReadAhead
+from plurax.train.data import Data, StreamData
+from plurax.train.read_ahead import OneSlot, ReadAhead
 
 SECONDS_PER_CALL = 0.25
 """The target duration of one call, in seconds: short enough for a live bar and Ctrl-C."""
@@ -321,47 +321,43 @@ def _streamed(
 
     step = state.steps_taken
     compiled = program.compiled_step  # before the clock starts
+    all_ended = functools.partial(_all_ended, group, local=local)
     for epoch in range(start.epoch, epochs):
         begin = start if epoch == start.epoch else Position(epoch)
-        began = time.monotonic()
-        # Hold back one batch, to know which one is the last of the epoch.
-        ahead = prefetch(data.batches(begin), load, stopping=stopping)
-        with contextlib.closing(ahead) as batches:
-            held = next(batches, None)
-            if held is None:
-                raise _no_batches(begin)
-            while not (held is None or isinstance(held, StillWaiting)):
-                (placed, position), held = held, next(batches, None)
-                if _all_ended(group, held, local=local):
-                    held = None
-                state, metrics = program.step_placed(state, placed)
-                step += 1
-                done = held is None
-                after = Position(epoch + 1) if done else position
+        began, done = time.monotonic(), False
+        with ReadAhead(map(load, data.batches(begin)), OneSlot, stopping) as ahead:
+            for part in ahead.parts(is_end=all_ended):
+                state, metrics = program.step_placed(state, part.buffer.batch)
+                step, done = step + 1, part.is_last
+                position = Position(epoch + 1) if done else part.positions[0]
                 seconds = time.monotonic() - began
                 state = (
-                    yield StepOutput(state, step, metrics, seconds, after, done, compiled)
+                    yield StepOutput(state, step, metrics, seconds, position, done, compiled)
                 ) or state
                 began = time.monotonic()
+            if ahead.is_empty and not stopping():
+                raise _no_batches(begin)
+            if not done:  # training is to stop, and the next batch is not there yet
+                return
 
 
-def _all_ended(group: ProcessGroup, held: Any, *, local: bool) -> bool:
-    """Return whether the epoch ends after the batch before `held`, in all processes alike.
+def _all_ended(group: ProcessGroup, more: bool | None, *, local: bool) -> bool:
+    """Return whether the epoch ends after the batch that was taken, in all processes alike.
 
-    Where one is to stop and does not wait for its data, it does not end. Where each process has its
-    own rows, it ends with the first that has no more. Raises `BatchError` where all were to give
-    the same batches.
+    Where one is to stop and does not wait for its data (`more` is None), it does not end. Where
+    each process has its own rows, it ends with the first that has no more. Raises `BatchError`
+    where all were to give the same batches.
     """
-    every = group.all_gather(None if isinstance(held, StillWaiting) else held is None)
+    every = group.all_gather(more)
     if None in every:
         return False
-    if any(every) and not all(every) and not local:
+    if not all(every) and any(every) and not local:
         raise errors.BatchError(
-            f"the data of process {every.index(True)} ended, and process {every.index(False)} has "
+            f"the data of process {every.index(False)} ended, and process {every.index(True)} has "
             "another batch. Every process must give the same batches, or with local_batches=True "
             "its own rows of them."
         )
-    return any(every)
+    return not all(every)
 
 
 def stays_resident(program: Program, data: ArrayData, wanted: bool | None) -> bool:
