@@ -65,10 +65,10 @@ def test_a_folder_that_another_run_writes_is_not_tried_again(tmp_path):
 TAKEN = """
 import itertools, sys
 from plurax.cli import main
-from plurax.launch import launcher
+from plurax.launch import network_hosts
 
-free, calls = launcher.free_port, itertools.count()
-launcher.free_port = lambda name: free(name) if next(calls) else {port}
+free, calls = network_hosts.free_port, itertools.count()
+network_hosts.free_port = lambda name: free(name) if next(calls) else {port}
 main()
 """
 

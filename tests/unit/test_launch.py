@@ -529,7 +529,7 @@ class Watched:
         events.write = lambda event, said=None, **fields: self._write(event, said, fields)
         chosen = Settings(("train",), processes=2, **settings)
         send = lambda host, order: self.orders.append(order)  # noqa: E731
-        self._supervisor = Supervisor(chosen, send, events, lambda: "here:1", 0.0)
+        self._supervisor = Supervisor(chosen, send, events, lambda host: "here:1", 0.0)
         self._supervisor.joined(0, 2, 0.0)
 
     def _write(self, event, said, fields):

@@ -21,8 +21,10 @@ from plurax.cli import launch_command as cli
 from plurax.launch import follower
 from plurax.launch.connection import MAX_LINE, Connection, is_proof, proof
 from plurax.launch.events import Events
-from plurax.launch.hosts import MAX_STRANGERS, HostServer, Joined, Lost, Received
-from plurax.launch.launcher import free_port, launch
+from plurax.launch.host_server import MAX_STRANGERS, HostServer
+from plurax.launch.hosts import Joined, Lost, Received
+from plurax.launch.launcher import launch
+from plurax.launch.network_hosts import free_port
 from plurax.launch.protocol import is_order
 from plurax.launch.settings import Limits, Settings
 from plurax.launch.slurm import HostPlace, slurm_place
@@ -312,7 +314,7 @@ class Leading:
             Settings(("train",), hosts=3, **settings),
             lambda host, order: self.orders.append((host, order["do"])),
             Events(None, self.said),
-            lambda: "here:1",
+            lambda host: "here:1",
             0.0,
         )
         for host in range(3):

@@ -6,6 +6,8 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 import types
 
 import pytest
@@ -14,7 +16,9 @@ from tests.unit.test_launch import PRELUDE
 from plurax import errors
 from plurax.cli import launch_command as cli
 from plurax.launch import ray_hosts
-from plurax.launch.ray_hosts import _RayHost
+from plurax.launch.hosts import Joined, Lost, Received
+from plurax.launch.ray_hosts import RayHost, RayHosts
+from plurax.launch.settings import Limits, Settings
 
 CLUSTER = """
 import signal, sys
@@ -42,25 +46,32 @@ def test_mistakes_in_the_options(options, message, monkeypatch):
         cli.launch_command([*options, "--", "train"])
 
 
-def test_a_host_runs_a_launcher_and_passes_on_its_output(tmp_path):
+def test_a_host_runs_processes_and_passes_on_their_output(tmp_path, monkeypatch):
     """What the actor does, without Ray."""
-    host = _RayHost()
-    (tmp_path / "fake.py").write_text(PRELUDE + "print('up', flush=True)\nforever()\n")
-    host.start(
-        ["--logs", "logs", "--", "fake.py"],
-        str(tmp_path),
-        {"PLURAX_ATTEMPT": "5", "TMPDIR": str(tmp_path)},
-    )
-    written, code, asked = b"", None, False
-    while code is None:
-        parts, code = host.poll(0.1)
-        written += b"".join(data for _, data in parts)  # a line may come in two parts
-        if b"up\n" in written and not asked:
-            asked = True
-            host.send(signal.SIGTERM)
-    assert code == 143
-    assert b"SIGTERM: passed on to the process" in written
-    assert '"attempt": 5' in (tmp_path / "logs/launch.jsonl").read_text()
+    util = types.SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(util=util))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/fake.py").write_text(PRELUDE + "print('up', attempt)\nforever()\n")
+    settings = Settings(("python of the driver", "fake.py"), hosts=2, limits=Limits(poll=0.02))
+    host = RayHost(settings, None, str(tmp_path / "there"))
+    start = {"do": "start", "attempt": 5, "processes": 2, "first": 1, "coordinator": "a:1"}
+    written, reports, address = host.exchange([start])
+    while not written[0]:
+        written, more, address = host.exchange([])
+        reports += more
+    assert written == (b"[1] up 5\n", b"")
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", address)
+    host.exchange([{"do": "signal", "signal": signal.SIGTERM}])
+    while not reports:
+        _, reports, _ = host.exchange([])
+    assert [(one["process"], one["code"]) for one in reports] == [(1, 143)]
+    ((out, error),) = host.finish(143)
+    (logs,) = tmp_path.glob("plurax-*")  # nothing else is left
+    assert (out, error.decode()) == (b"", f"plurax launch: the output of this host is in {logs}\n")
+    assert (logs / "1.log").read_text() == "up 5\n"
 
 
 @pytest.fixture
@@ -129,8 +140,8 @@ forever()
         code = launcher.wait(60)
     text = "\n".join(lines)
     assert "[1] attempt 1 of 2" in lines, text
+    assert "host 1 is lost: The actor died unexpectedly before finishing this task; Ray" in text
     assert "host 1 is lost, with process 1; restarting the 2 processes" in text
-    assert "the launcher of host 1 is lost; starting it again" in text
     assert "SIGINT: passed on to the 2 processes" in text, text
     assert code == 130, text
 
@@ -168,20 +179,105 @@ def test_a_cluster_that_does_not_do(ray, message, monkeypatch):
         cli.launch_command(["--ray", "auto", "--hosts", "2", "--", "train", "FILE"])
 
 
-def test_a_last_line_without_an_end_is_shown(capsys):
-    asked = ray_hosts.RayLaunch("auto", 2, (), (), 0)
-    driver = ray_hosts._Driver(pretended(), asked, [])
-    driver._show(1, 0, b"whole\npart")
+class PretendedActors:
+    """Ray, whose calls are what was called, and whose answers a test gives."""
+
+    exceptions = types.SimpleNamespace(RayError=type("RayError", (Exception,), {}))
+
+    def __init__(self):
+        self.calls, self.answers, self.killed = [], {}, []
+        self.util = types.SimpleNamespace(
+            placement_group=lambda bundles, strategy: types.SimpleNamespace(wait=lambda _: True),
+            remove_placement_group=lambda group: None,
+        )
+
+    def nodes(self):
+        return [{"Alive": True, "Resources": {}}] * 2
+
+    def actor(self, hosts, host):
+        """An actor, named by its host and how many there were before."""
+        name = f"{host}.{sum(one.startswith(f'{host}.') for one in self.killed)}"
+
+        def method(kind):
+            def remote(argument):
+                self.calls.append((name, kind, len(self.calls), str(argument)))
+                return self.calls[-1]
+
+            return types.SimpleNamespace(remote=remote)
+
+        return types.SimpleNamespace(
+            name=name, exchange=method("exchange"), finish=method("finish")
+        )
+
+    def answer(self, host, written=(b"", b""), reports=(), address="a:1"):
+        """Answer the last call of a host."""
+        (call,) = [call for call in self.calls if call[0].startswith(f"{host}.")][-1:]
+        self.answers[call] = (written, list(reports), address)
+
+    def wait(self, calls, timeout, num_returns=1):
+        return [call for call in calls if call in self.answers], None
+
+    def get(self, call):
+        if isinstance(self.answers[call], Exception):
+            raise self.answers[call]
+        return self.answers[call]
+
+    def kill(self, actor):
+        self.killed.append(actor.name)
+
+
+@pytest.fixture
+def pretended_actors(monkeypatch):
+    ray = PretendedActors()
+    monkeypatch.setattr(RayHosts, "_actor", lambda hosts, host: ray.actor(hosts, host))
+    return ray
+
+
+def test_orders_and_reports_of_actors(pretended_actors, capsys):
+    ray = pretended_actors
+    hosts = RayHosts(ray, Settings(("x",), hosts=2), None)
+    assert hosts.wait() == []
+    ray.answer(1)
+    assert hosts.wait() == [Joined(1, 1)]
+    ray.answer(0)
+    assert hosts.wait() == [Joined(0, 1)]
+    hosts.send(1, {"do": "start"})
+    ray.answer(1, (b"whole\npart", b""), [{"is": "progress"}], "a:2")
+    assert hosts.wait() == [Received(1, {"is": "progress"})]
+    assert ray.calls[-1][3] == str([{"do": "start"}])
+    assert hosts.coordinator(1) == "a:2"
     assert capsys.readouterr().out == "whole\n"
-    driver._finish()
+    hosts.close(0)  # a last line without an end is shown
     assert capsys.readouterr().out == "part\n"
+    assert ray.killed == ["0.0", "1.0"]
 
 
-def test_the_launchers_of_a_cluster_get_the_options(monkeypatch):
+def test_an_actor_that_is_lost_or_silent_is_started_again(pretended_actors):
+    """Ray lets a call to a host that is cut off wait for minutes."""
+    ray = pretended_actors
+    hosts = RayHosts(ray, Settings(("x",), hosts=2, limits=Limits(silence=0.1)), None)
+    ray.answer(1)
+    hosts.wait()
+    ray.answer(1)
+    ray.answers[ray.calls[-1]] = ray.exceptions.RayError("The actor died.\nmore")
+    assert hosts.wait() == [Lost(1, "The actor died; Ray starts it again")]
+    assert ray.killed == ["1.0"]
+    hosts.send(1, {"do": "kill"})  # of the lost one: nobody gets it
+    ray.answer(1)
+    assert hosts.wait() == [Joined(1, 1)]
+    assert not any("kill" in call[3] for call in ray.calls)
+    time.sleep(0.2)
+    assert hosts.wait() == [Lost(1, "nothing was heard of it for 0.1 s; Ray starts it again")]
+    assert ray.killed == ["1.0", "1.1"]
+    assert hosts.wait() == []  # the new one waits for a host, and host 0 for its first
+
+
+def test_the_options_reach_the_hosts_of_a_cluster(monkeypatch):
     asked = []
-    monkeypatch.setattr(cli, "launch_on_ray", lambda found: asked.append(found) or 0)
-    options = ["--ray", "auto", "--hosts", "4", "--processes", "2", "--elastic", "--logs", "a"]
+    monkeypatch.setattr(cli, "launch_on_ray", lambda *given: asked.append(given) or 0)
+    options = ["--ray", "auto", "--hosts", "4", "--processes", "2", "--elastic"]
     assert cli.launch_command([*options, "--", "train", "FILE", "--plan.data", "8"]) == 0
-    passed = ("--processes", "2", "--elastic", "--logs", "a")
-    program = ("train", "FILE", "--plan.data", "8")
-    assert asked == [ray_hosts.RayLaunch("auto", 4, passed, program, 3)]
+    ((address, settings, logs, _),) = asked
+    assert (address, settings.hosts, settings.processes, logs) == ("auto", 4, 2, None)
+    assert settings.elastic
+    assert settings.command[1:] == ("-m", "plurax.cli", "train", "FILE", "--plan.data", "8")

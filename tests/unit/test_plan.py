@@ -13,7 +13,7 @@ from tests import models
 
 import plurax as px
 from plurax import Plan, PlanError
-from plurax.launch.launcher import free_port
+from plurax.launch.network_hosts import free_port
 
 plans = st.builds(
     Plan,

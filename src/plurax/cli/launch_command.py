@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -16,11 +15,11 @@ from plurax.cli.table import COMMANDS
 from plurax.distributed.environment import attempt, host_and_port
 from plurax.exit_codes import ExitCode
 from plurax.launch.events import Events
+from plurax.launch.folders import LaunchFolders
 from plurax.launch.launcher import launch
-from plurax.launch.ray_hosts import RayLaunch, launch_on_ray
+from plurax.launch.ray_hosts import launch_on_ray
 from plurax.launch.settings import Limits, Settings
 from plurax.launch.slurm import HostPlace, slurm_place
-from plurax.locked_folder import LockedFolder
 from plurax.terminal import printable
 
 DEFAULT_PORT = 7117
@@ -88,28 +87,22 @@ def launch_command(arguments: list[str]) -> int:
     options = parse_options(LaunchOptions, "plurax launch", arguments[:end])
     check_numbers(options)
     command = program(arguments[end + 1 :])
-    if options.ray is not None:
-        return on_ray(options, arguments[end + 1 :])
     place = placed(options)
     if not 1 <= options.min_hosts <= place.hosts:
         raise errors.ExperimentError(
             f"plurax launch --hosts {place.hosts} --min-hosts {options.min_hosts}: give a number "
             f"from 1 to {place.hosts}."
         )
-    token = token_for(place.hosts)
+    token = None if options.ray is not None else token_for(place.hosts)
     check_writable(options)
-    temporary = Path(tempfile.gettempdir())
-    status = LockedFolder(temporary, "plurax-status-")
-    own_logs = LockedFolder(temporary, "plurax-launch-") if options.logs is None else None
-    logs = options.logs if own_logs is None else own_logs.path
-    assert logs is not None
+    folders = LaunchFolders(options.logs)
     settings = Settings(
         command,
         processes=options.processes,
         devices=options.devices,
         restarts=options.restarts,
-        logs=logs,
-        status=status.path,
+        logs=folders.logs,
+        status=folders.status,
         hosts=place.hosts,
         host=place.host,
         coordinator=place.coordinator,
@@ -122,15 +115,15 @@ def launch_command(arguments: list[str]) -> int:
         ),
     )
     file = "launch.jsonl" if place.host == 0 else f"launch-{place.host}.jsonl"
+    events = Events(options.events or folders.logs / file)
     code = int(ExitCode.DONE)
     try:
-        code = launch(settings, Events(options.events or logs / file))
+        if options.ray is None:
+            code = launch(settings, events)
+        else:
+            code = launch_on_ray(options.ray, settings, options.logs, events)
     finally:
-        status.close()
-        if own_logs is not None:
-            if code != ExitCode.DONE:  # kept: the next launcher does not remove it
-                logs = logs.rename(tempfile.mkdtemp(prefix="plurax-logs-"))
-            own_logs.close()
+        logs = folders.close(code)
     if code != ExitCode.DONE:
         print(f"plurax launch: exit code {code}; the whole output is in {logs}", file=sys.stderr)
     return code
@@ -165,24 +158,6 @@ def token_for(hosts: int) -> str | None:
     return token
 
 
-def on_ray(options: LaunchOptions, given: Sequence[str]) -> int:
-    """Start a launcher on each of some hosts of a Ray cluster, with the other options."""
-    if options.hosts is None or (options.host, options.coordinator) != (None, None):
-        raise errors.ExperimentError(
-            "plurax launch --ray: say on how many hosts, as in --ray auto --hosts 4; --host and "
-            "--coordinator are Ray's to choose."
-        )
-    default, passed = LaunchOptions(), []
-    for name, value in vars(options).items():
-        if value != getattr(default, name) and name not in ("ray", "hosts"):
-            option = f"--{name.replace('_', '-')}"
-            passed += [option] if value is True else [option, str(value)]
-    asked = RayLaunch(
-        str(options.ray), options.hosts, tuple(passed), tuple(given), options.restarts
-    )
-    return launch_on_ray(asked)
-
-
 def check_writable(options: LaunchOptions) -> None:
     """Create the folders of the options. Raises `ExperimentError` where they cannot be written."""
     try:
@@ -198,6 +173,13 @@ def check_writable(options: LaunchOptions) -> None:
 def placed(options: LaunchOptions) -> HostPlace:
     """Return this host's place among the hosts: of the options, of Slurm, or alone."""
     hosts, host, coordinator = options.hosts, options.host, options.coordinator
+    if options.ray is not None:
+        if hosts is None or (host, coordinator) != (None, None):
+            raise errors.ExperimentError(
+                "plurax launch --ray: say on how many hosts, as in --ray auto --hosts 4; --host "
+                "and --coordinator are Ray's to choose."
+            )
+        return HostPlace(hosts, Settings.host, Settings.coordinator)
     if hosts is None:
         if host is not None or coordinator is not None:
             raise errors.ExperimentError(

@@ -26,8 +26,8 @@ class Supervisor:
     """Leads the hosts of a gang.
 
     **Arguments:** `settings`; `send`, which takes a host's index and an order; `events`;
-    `coordinator`, which returns where JAX's coordination service of an attempt shall listen; `now`,
-    the time in seconds.
+    `coordinator`, which returns where JAX's coordination service of an attempt shall listen, on its
+    first host; `now`, the time in seconds.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Supervisor:
         settings: Settings,
         send: Callable[[int, Message], None],
         events: Events,
-        coordinator: Callable[[], str],
+        coordinator: Callable[[int], str],
         now: float,
     ) -> None:
         self._settings, self._send, self._events = settings, send, events
@@ -190,7 +190,7 @@ class Supervisor:
             self._gang[host] = [*range(first, first + processes)]
             first += processes
         order = {"do": "start", "attempt": self._attempt, "processes": first}
-        order["coordinator"] = self._coordinator()
+        order["coordinator"] = self._coordinator(min(self._gang))
         order["elastic"] = self._settings.elastic
         self._events.write("start", **_fields(order), hosts=[*self._gang])
         for host, own in self._gang.items():
