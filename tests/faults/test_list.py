@@ -110,7 +110,8 @@ FAULTS = {
         "resume/test_server_deaths.py: another_token_is_refused "
         "a_cluster_without_a_token_is_refused",
         "unit/test_launch_hosts.py: a_host_that_does_not_fit_is_refused "
-        "a_proof_is_for_one_side_and_one_nonce a_connection_to_no_launcher_is_closed "
+        "nobody_without_the_secret_gets_a_word a_proof_is_for_one_connection "
+        "a_proof_is_for_one_side_one_place_and_its_words a_connection_to_no_launcher_is_closed "
         "several_hosts_need_a_secret a_flood_of_connections_leaves_room_for_a_launcher "
         "a_hello_with_absurd_numbers_is_refused a_report_that_is_none_ends_the_connection",
         "unit/test_distributed.py: strangers_are_not_let_in",

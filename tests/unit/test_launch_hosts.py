@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import hmac
 import io
 import json
 import selectors
@@ -19,7 +20,7 @@ from tests.unit.test_launch import PRELUDE
 from plurax import errors
 from plurax.cli import launch_command as cli
 from plurax.launch import follower
-from plurax.launch.connection import MAX_LINE, Connection, is_proof, proof
+from plurax.launch.connection import MAX_LINE, Connection
 from plurax.launch.events import Events
 from plurax.launch.host_server import MAX_STRANGERS, HostServer
 from plurax.launch.hosts import Joined, Lost, Received
@@ -247,43 +248,46 @@ def test_a_host_that_does_not_fit_is_refused(cluster, settings, message):
     assert (leader.code(), last.code()) == (0, 0)
 
 
-HELLO = {"is": "hello", "host": 1, "hosts": 2, "processes": 3, "attempt": -1, "launcher": "a"}
-
-
 @pytest.mark.parametrize(
-    ("changes", "token", "why"),
+    ("changes", "why"),
     [
-        ({}, "right", None),
-        ({}, "wrong", "token"),
-        ({"processes": "3"}, "right", "words"),
-        ({"host": 0}, "right", "host"),
-        ({"hosts": 3}, "right", "hosts"),
+        ({}, None),
+        ({"processes": "3"}, "words"),
+        ({"host": 0}, "host"),
+        ({"hosts": 3}, "hosts"),
     ],
 )
-def test_the_leader_checks_whoever_comes(changes, token, why):
-    """Also one that does not ask whether the leader knows the secret."""
-    address = ("127.0.0.1", free_port("127.0.0.1"))
-    place = {"hosts": 2, "coordinator": "{}:{}".format(*address), "token": "right"}
-    selector, found = selectors.DefaultSelector(), []
-    server = HostServer(Settings(("x",), **place), selector, time.monotonic)
-
-    def work():
-        for key, _ in selector.select(20):
-            key.data()
-        found.extend(server.receive())
-
-    with socket.create_connection(address) as peer, peer.makefile("rb") as lines:
-        work()  # accepts
-        hello = {**HELLO, **changes}
-        nonce = json.loads(lines.readline())["nonce"]
-        hello["proof"] = proof(token, f"host {hello['host']}", nonce)
-        peer.sendall(json.dumps(hello).encode() + b"\n")
-        work()  # reads
-        answer = json.loads(lines.readline())
+def test_the_leader_checks_whoever_comes(changes, why):
+    with serving(token="right") as (_, address, work), Stranger(address, "right") as peer:
+        assert peer.join(work, **changes) == ([] if why else [Joined(1, 1, -1)])
+        answer = peer.read()
     assert (answer["is"], answer.get("why")) == ("refused" if why else "welcome", why)
-    assert found == ([] if why else [Joined(1, 3, -1)])
-    server.close(0, 0.1)
-    selector.close()
+
+
+def test_nobody_without_the_secret_gets_a_word():
+    """Neither who is silent, nor who guesses, nor who repeats what another one has sent."""
+    with serving(token="right") as (server, address, work):
+        with Stranger(address, "wrong") as peer:
+            peer.say({"is": "hello", "nonce": "a"})
+            assert (work(), work()) == ([], [])  # accepts, and reads
+            assert peer.read() is None
+        with socket.create_connection(address, timeout=20) as silent:
+            assert work() == []
+            server._clock = lambda: time.monotonic() + 9
+            assert server.receive() == []  # no sign of life either
+            server._clock = lambda: time.monotonic() + 11
+            assert server.receive() == []
+            assert silent.recv(100) == b""
+        server._clock = time.monotonic
+        with Stranger(address, "right") as peer, Stranger(address, "right") as again:
+            assert peer.join(work) == [Joined(1, 1, -1)]
+            assert peer.read() == {"is": "welcome"}
+            for line in peer.sent:
+                again.socket.sendall(line)
+            events = []
+            while not again.is_closed():
+                events += work()
+            assert events == []
 
 
 def test_a_leader_that_does_not_come(cluster):
@@ -361,8 +365,8 @@ def test_processes_of_a_follower_that_cannot_be_killed_end_its_launcher(monkeypa
     host = types.SimpleNamespace(gang=gang, wait=lambda: None)
     settings, said = Settings(("x",), limits=Limits(silence=0.01)), io.StringIO()
     lost = types.SimpleNamespace(closed="it closed the connection")
-    monkeypatch.setattr(follower._Follower, "_reach", lambda self: lost)
-    monkeypatch.setattr(follower._Follower, "_obey", lambda self, connection: None)
+    monkeypatch.setattr(follower._Following, "_reach", lambda self: lost)
+    monkeypatch.setattr(follower._Following, "_obey", lambda self, connection: None)
     assert follower.follow(settings, host, Events(None, said)) == 77
     assert "SIGKILL does not end process 3: perhaps its file system hangs" in said.getvalue()
 
@@ -415,12 +419,20 @@ def test_a_signal_while_growing_is_not_a_second_one():
     assert leading.supervisor.code == 75
 
 
+def proven(message, count, key=b"", side="follower"):
+    """A line as a launcher sends it."""
+    words = json.dumps(message).encode()
+    said = f"{side} {count} ".encode() + words
+    return hmac.new(key, said, "sha256").hexdigest().encode() + b" " + words + b"\n"
+
+
 @contextlib.contextmanager
 def pair(silence=30.0):
-    """Yield a connection, the socket at its other end, and a function that lets both work."""
+    """Yield a leader's connection, the socket at its other end, and what lets it work."""
     ours, theirs = socket.socketpair()
     selector = selectors.DefaultSelector()
-    connection = Connection(ours, selector, silence, 0.0)
+    settings = Settings(("x",), limits=Limits(silence=silence))
+    connection = Connection(ours, selector, settings, True, 0.0)
 
     def work():
         for key, _ in selector.select(0):
@@ -433,22 +445,25 @@ def pair(silence=30.0):
 
 
 def test_a_connection_reads_lines_that_come_in_parts():
+    messages = ({"is": "exit"}, {"is": "alive"}, {"is": "progress"})
+    lines = b"".join(proven(message, count) for count, message in enumerate(messages))
     with pair() as (connection, other, work):
-        other.send(b'{"is": "exit"}\n{"is"')
+        other.send(lines[:100])
         work()
         assert connection.receive(1) == [{"is": "exit"}]
-        other.send(b': "alive"}\n{"is": "progress"}\n')
+        other.send(lines[100:])
         work()
         assert connection.receive(2) == [{"is": "progress"}]
         connection.send({"do": "kill"})
         assert connection.is_sent
-        assert other.recv(100) == b'{"do": "kill"}\n'
+        assert other.recv(100) == proven({"do": "kill"}, 0, side="leader")
 
 
 def test_a_message_that_comes_with_an_answer_is_not_lost():
     """A leader that has waited for a host sends its welcome and the first order in one."""
+    messages = ({"is": "welcome"}, {"is": "alive"}, {"do": "start"}, {"do": "kill"})
     with pair() as (connection, other, work):
-        other.send(b'{"is": "welcome"}\n{"is": "alive"}\n{"do": "start"}\n{"do": "kill"}\n')
+        other.send(b"".join(proven(message, count) for count, message in enumerate(messages)))
         work()
         assert connection.receive_one(1) == {"is": "welcome"}
         assert connection.receive_one(1) == {"do": "start"}
@@ -459,7 +474,7 @@ def test_a_message_that_comes_with_an_answer_is_not_lost():
 def test_the_last_order_is_read_though_nothing_can_be_sent_any_more():
     """A leader says "end" and closes, while a follower reports: as when Slurm signals both."""
     with pair() as (connection, other, _):
-        other.send(b'{"do": "end", "code": 75}\n')
+        other.send(proven({"do": "end", "code": 75}, 0))
         other.close()
         connection.send({"is": "asked", "signal": 15})
         assert connection.closed is not None
@@ -500,10 +515,10 @@ def test_a_connection_to_no_launcher_is_closed(words):
 
 def test_a_silent_connection_is_lost_and_a_living_one_says_so():
     with pair(silence=6) as (connection, other, work):
-        other.send(b'{"is": "alive"}\n')
+        other.send(proven({"is": "alive"}, 0))
         work()
         assert connection.receive(5) == []
-        assert other.recv(100) == b'{"is": "alive"}\n'
+        assert other.recv(100) == proven({"is": "alive"}, 0, side="leader")
         connection.receive(10)
         assert connection.closed is None
         connection.receive(12)
@@ -522,19 +537,42 @@ def test_a_full_network_is_not_waited_for():
             work()
 
 
-def test_a_proof_is_for_one_side_and_one_nonce():
-    given = proof("secret", "host 1", "abc")
-    assert is_proof("secret", "host 1", "abc", given)
-    wrong = [("other", "host 1", "abc"), ("secret", "host 2", "abc"), ("secret", "host 1", "abd")]
-    assert not any(is_proof(*one, given) for one in wrong)
-    assert not is_proof("secret", "host 1", "abc", None)
+ORDER = {"is": "x"}
 
 
-def test_a_proof_with_words_that_are_not_unicode_is_only_wrong():
-    """A lone surrogate, which JSON allows and UTF-8 does not; in a token, a byte of a terminal."""
-    (lone,) = json.loads(r'["\ud800"]')
-    assert not is_proof("secret", "host 1", "abc", lone)
-    assert is_proof(lone, lone, lone, proof(lone, lone, lone))
+@pytest.mark.parametrize(
+    "line",
+    [
+        proven(ORDER, 1, b"other"), proven(ORDER, 0), proven(ORDER, 2),
+        proven(ORDER, 1, side="leader"), proven(ORDER, 1).replace(b"x", b"y"), b" {}\n", b"\n",
+        "\ud800 {}\n".encode(errors="surrogatepass"),
+    ],
+    ids=["key", "repeated", "left out", "side", "words", "none", "empty", "no text"],
+)  # fmt: skip
+def test_a_proof_is_for_one_side_one_place_and_its_words(line):
+    with pair() as (connection, other, work):
+        other.send(proven(ORDER, 0) + line)
+        work()
+        assert connection.receive(1) == [ORDER]
+        assert connection.closed == "what it sent is no message of a launcher"
+
+
+def test_a_proof_is_for_one_connection():
+    """Once both have said random words, the key depends on them."""
+    with pair() as (connection, other, work):
+        connection.renew_key("theirs")
+        nonces = json.dumps(["theirs", connection.nonce]).encode()
+        other.send(proven(ORDER, 0, hmac.digest(b"", nonces, "sha256")) + proven(ORDER, 1))
+        work()
+        assert connection.receive(1) == [ORDER]
+        assert connection.closed is not None
+
+
+def test_a_token_with_bytes_that_are_no_text():
+    """Of the environment, where Python has lone surrogates for them."""
+    (lone,) = json.loads(r'["\udc80"]')
+    with serving(token=lone) as (_, address, work), Stranger(address, lone) as peer:
+        assert peer.join(work) == [Joined(1, 1, -1)]
 
 
 SLURM = {
@@ -610,14 +648,53 @@ def serving(**settings):
     selector.close()
 
 
-def say_hello(peer, token="", **changes):
-    """Say who one is, as a follower does."""
-    lines = peer.makefile("rb")
-    nonce = json.loads(lines.readline())["nonce"]
-    words = {"is": "hello", "host": 1, "hosts": 2, "processes": 1, "attempt": -1, "launcher": "a",
-             "nonce": "b", "proof": proof(token, "host 1", nonce), **changes}  # fmt: skip
-    peer.sendall(json.dumps(words).encode() + b"\n")
-    return lines
+class Stranger:
+    """Who connects to a leader, with a token or without."""
+
+    def __init__(self, address, token=""):
+        self.socket = socket.create_connection(address, timeout=20)
+        self._key, self.sent = token.encode(errors="surrogatepass"), []
+        self._lines, self._count = self.socket.makefile("rb"), 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._lines.close()
+        self.socket.close()
+
+    def say(self, message):
+        self.sent.append(proven(message, len(self.sent), self._key))
+        self.socket.sendall(self.sent[-1])
+
+    def read(self):
+        """Return a message of the leader, whose proof is right; None at the end."""
+        line = self._lines.readline()
+        if not line:
+            return None
+        message = json.loads(line.partition(b" ")[2])
+        assert line == proven(message, self._count, self._key, "leader")
+        self._count += 1
+        return message
+
+    def is_closed(self):
+        """Whether the leader has closed the connection; what it says is not read."""
+        self.socket.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while data := self.socket.recv(1000):
+                assert json.loads(data.partition(b" ")[2])["is"] == "leader"
+            return True
+        return False
+
+    def join(self, work, **changes):
+        """Say who one is, as a follower does; return what the leader makes of it."""
+        self.say({"is": "hello", "nonce": "a"})
+        assert (work(), work()) == ([], [])  # accepts, and reads
+        nonces = json.dumps(["a", self.read()["nonce"]]).encode()
+        self._key = hmac.digest(self._key, nonces, "sha256")
+        place = {"host": 1, "hosts": 2, "processes": 1, "attempt": -1, "launcher": "a"}
+        self.say({"is": "join", **place, **changes})
+        return work()
 
 
 def test_a_flood_of_connections_leaves_room_for_a_launcher():
@@ -627,34 +704,26 @@ def test_a_flood_of_connections_leaves_room_for_a_launcher():
         for _ in range(3 * MAX_STRANGERS):
             flood.append(stack.enter_context(socket.create_connection(address, timeout=20)))
             assert work() == []
-        assert len(server._new) == 2 + MAX_STRANGERS
+        assert len(server._strangers) == 2 + MAX_STRANGERS
         for stranger in flood[: -2 - MAX_STRANGERS]:
-            while stranger.recv(100):  # its nonce, then the end
-                pass
-        peer = stack.enter_context(socket.create_connection(address, timeout=20))
-        assert work() == []
-        lines = stack.enter_context(say_hello(peer, "secret"))
-        found = []
-        while not found:
-            found = work()
-        assert found == [Joined(1, 1, -1)]
-        assert json.loads(lines.readline())["is"] == "welcome"
+            assert stranger.recv(100) == b""
+        peer = stack.enter_context(Stranger(address, "secret"))
+        assert peer.join(work) == [Joined(1, 1, -1)]
+        assert peer.read() == {"is": "welcome"}
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"processes": 1_000_000_000}, {"processes": 0}, {"processes": -1}, {"processes": True},
-        {"attempt": 10**30}, {"host": "1"}, {"hosts": [2]}, {"launcher": {}}, {"proof": None},
+        {"attempt": 10**30}, {"host": "1"}, {"hosts": [2]}, {"launcher": {}}, {"attempt": None},
     ],
     ids=str,
 )  # fmt: skip
 def test_a_hello_with_absurd_numbers_is_refused(changes):
-    with serving() as (_, address, work), socket.create_connection(address, timeout=20) as peer:
-        work()
-        with say_hello(peer, **changes) as lines:
-            assert work() == []
-            assert json.loads(lines.readline()) == {"is": "refused", "why": "words"}
+    with serving() as (_, address, work), Stranger(address) as peer:
+        assert peer.join(work, **changes) == []
+        assert peer.read() == {"is": "refused", "why": "words"}
 
 
 STARTED = {"do": "start", "attempt": 1, "processes": 2, "first": 0, "coordinator": "a:1"}
@@ -673,15 +742,12 @@ ENDED = {"is": "exit", "attempt": 1, "process": 1, "code": 0, "step": None, "stu
     ids=lambda report: str(report)[:40],
 )  # fmt: skip
 def test_a_report_that_is_none_ends_the_connection(report):
-    with serving() as (_, address, work), socket.create_connection(address, timeout=20) as peer:
-        work()
-        with say_hello(peer) as lines:
-            assert work() == [Joined(1, 1, -1)]
-            lines.readline()
-            peer.sendall(json.dumps(ENDED).encode() + b"\n")
-            assert work() == [Received(1, ENDED)]
-            peer.sendall(json.dumps(report).encode() + b"\n")
-            assert work() == [Lost(1, "what it sent is no message of a launcher")]
+    with serving() as (_, address, work), Stranger(address) as peer:
+        assert peer.join(work) == [Joined(1, 1, -1)]
+        peer.say(ENDED)
+        assert work() == [Received(1, ENDED)]
+        peer.say(report)
+        assert work() == [Lost(1, "what it sent is no message of a launcher")]
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,24 @@
-"""A connection between two launchers: lines of JSON, and proof that both know the same secret.
+"""A connection between two launchers: lines of JSON, each with a proof that its sender may speak.
 
 The lines carry orders such as "start attempt 3" and reports such as "process 5 ended with 137", and
-never a program: what a host runs stands on its own command line. Both sides
-prove that they know PLURAX_TOKEN before anything else is read, and it does not cross the network:
-each sends random bytes, and the other answers with their HMAC.
+never a program: what a host runs stands on its own command line. Whoever does not know PLURAX_TOKEN
+gets no answer, not even a word. The token does not cross the network; each line begins with an HMAC
+(RFC 2104) of its words, who says them, and how many it has said before:
+
+    follower  f3a1... {"is": "hello", "nonce": "b2..."}              key: the token
+    leader    07cc... {"is": "leader", "nonce": "9e..."}             key: the token
+    follower  91d0... {"is": "join", "host": 1, ...}                 key: HMAC(token, both nonces)
+    leader    be52... {"is": "welcome"}                              and so on, until it is closed
+
+Who has listened can repeat the first line, and gets a nonce that is of no use without the token; a
+later line is right in no other connection and in no other place.
 """
 
 import contextlib
 import hashlib
 import hmac
 import json
+import secrets
 import selectors
 import socket
 
@@ -20,22 +29,7 @@ from plurax.launch.settings import Settings
 MAX_LINE = 1 << 16
 """Bytes of a line; whoever sends a longer one is no launcher."""
 NO_LAUNCHER = "what it sent is no message of a launcher"
-
-
-def proof(token: str, side: str, nonce: str) -> str:
-    """Return what shows that a side ("leader" or "host 3") knows the token."""
-    key, words = _bytes(token), _bytes(f"{side} {nonce}")
-    return hmac.new(key, words, hashlib.sha256).hexdigest()
-
-
-def is_proof(token: str, side: str, nonce: str, given: object) -> bool:
-    """Return whether a proof is right, in a time that does not depend on it."""
-    return hmac.compare_digest(_bytes(proof(token, side, nonce)), _bytes(str(given)))
-
-
-def _bytes(text: str) -> bytes:
-    """Encode any text: a stranger's may have lone surrogates, which UTF-8 has no bytes for."""
-    return text.encode(errors="surrogatepass")
+NO_WORD = "it closed the connection without a word"
 
 
 def leader_address(settings: Settings) -> tuple[str, int]:
@@ -58,28 +52,46 @@ def leader_address(settings: Settings) -> tuple[str, int]:
 class Connection:
     """Sends and receives messages without ever waiting.
 
-    **Arguments:** `peer`, a connected socket; `selector`, which is waited on; `silence`, seconds
-    without a message after which the other side is taken for lost; `now`, the time.
+    **Arguments:** `peer`, a connected socket; `selector`, which is waited on; `settings`, for the
+    token, and the silence after which the other side is taken for lost; `leads`, whether this is
+    the leader's side; `now`, the time.
+
+    **Attributes:** `nonce`, random characters of this side; `closed`, why the connection has ended.
     """
 
     def __init__(
-        self, peer: socket.socket, selector: selectors.BaseSelector, silence: float, now: float
+        self,
+        peer: socket.socket,
+        selector: selectors.BaseSelector,
+        settings: Settings,
+        leads: bool,
+        now: float,
     ) -> None:
         peer.setblocking(False)
         with contextlib.suppress(OSError):  # not a TCP socket, in tests
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._peer, self._selector, self._silence = peer, selector, silence
+        self._peer, self._selector, self._silence = peer, selector, settings.limits.silence
+        self._leads, self._sent, self._received = leads, 0, 0
         self._heard = self._spoken = now
         self._unread, self._unsent = b"", b""
         self._messages: list[Message] = []
+        # Bytes of the environment that are no UTF-8 are lone surrogates here.
+        self._key = (settings.token or "").encode(errors="surrogatepass")
+        self.nonce = secrets.token_hex(16)
         self.closed: str | None = None
-        """Why the connection has ended."""
         selector.register(peer, selectors.EVENT_READ, self._ready)
+
+    def renew_key(self, nonce: str) -> None:
+        """Prove all that follows by a key of this connection alone; `nonce`: the other side's."""
+        nonces = [nonce, self.nonce] if self._leads else [self.nonce, nonce]
+        self._key = hmac.digest(self._key, json.dumps(nonces).encode(), "sha256")
 
     def send(self, message: Message) -> None:
         """Send a message, now or when the network takes it."""
         if self.closed is None:
-            self._unsent += json.dumps(message).encode() + b"\n"
+            words = json.dumps(message).encode()
+            self._unsent += self._proof(self._leads, self._sent, words) + b" " + words + b"\n"
+            self._sent += 1
             self._write()
 
     def receive(self, now: float) -> list[Message]:
@@ -89,7 +101,7 @@ class Connection:
             self._heard = now
         elif now - self._heard > self._silence:
             self.close(f"nothing was heard of it for {self._silence:g} s")
-        if now - self._spoken > self._silence / 6:
+        if self._received and now - self._spoken > self._silence / 6:
             self._spoken = now
             self.send({"is": "alive"})
         return [message for message in messages if message.get("is") != "alive"]
@@ -112,6 +124,10 @@ class Connection:
             self._selector.unregister(self._peer)
             self._peer.close()
 
+    def _proof(self, of_leader: bool, count: int, words: bytes) -> bytes:
+        said = f"{'leader' if of_leader else 'follower'} {count} ".encode() + words
+        return hmac.new(self._key, said, hashlib.sha256).hexdigest().encode()
+
     def _ready(self) -> None:
         self._write()
         self._read()
@@ -127,7 +143,7 @@ class Connection:
             self.close(str(error))
             return
         if not data:
-            self.close("it closed the connection")
+            self.close("it closed the connection" if self._received else NO_WORD)
             return
         *lines, self._unread = (self._unread + data).split(b"\n")
         if len(self._unread) > MAX_LINE:
@@ -136,14 +152,12 @@ class Connection:
             self._parse(line)
 
     def _parse(self, line: bytes) -> None:
-        try:
-            message = json.loads(line)
-        except (ValueError, RecursionError):  # the latter for "[[[[...", nested too deeply
-            message = None
-        if isinstance(message, dict):
-            self._messages.append(message)
-        else:
+        proof, _, words = line.partition(b" ")
+        if not hmac.compare_digest(proof, self._proof(not self._leads, self._received, words)):
             self.close(NO_LAUNCHER)
+        if self.closed is None:
+            self._received += 1
+            self._messages.append(json.loads(words))
 
     def _write(self) -> None:
         if self.closed is not None:

@@ -10,14 +10,19 @@ import time
 
 from plurax import errors
 from plurax.exit_codes import ExitCode
-from plurax.launch.connection import NO_LAUNCHER, Connection, is_proof, leader_address, proof
+from plurax.launch.connection import NO_LAUNCHER, NO_WORD, Connection, leader_address
 from plurax.launch.events import Events
 from plurax.launch.host import Host
-from plurax.launch.protocol import Message, is_order
+from plurax.launch.protocol import Message, has_form, is_order
 from plurax.launch.settings import Settings
 from plurax.launch.supervisor import UNKILLABLE
 
 SILENT = "it accepts, and says nothing"
+MAX_REFUSALS = 3
+"""How often the leader closes a connection without a word before the secret is to blame.
+
+It does so, too, when it ends, but then it does not listen any more.
+"""
 
 
 def follow(settings: Settings, host: Host, events: Events) -> int:
@@ -25,10 +30,10 @@ def follow(settings: Settings, host: Host, events: Events) -> int:
 
     Raises `ExperimentError` where the leader cannot be reached, or refuses this host.
     """
-    return _Follower(settings, host, events).run()
+    return _Following(settings, host, events).run()
 
 
-class _Follower:
+class _Following:
     """What a follower knows between two connections to its leader."""
 
     def __init__(self, settings: Settings, host: Host, events: Events) -> None:
@@ -59,25 +64,31 @@ class _Follower:
 
     def _reach(self) -> Connection | int:
         """Return a connection to the leader, or an exit code where a signal came first."""
-        limits = self._settings.limits
-        until = time.monotonic() + limits.join
+        settings, limits = self._settings, self._settings.limits
+        until, refusals = time.monotonic() + limits.join, 0
         while True:
             try:
-                address = leader_address(self._settings)
-                peer = socket.create_connection(address, timeout=limits.hello)
+                peer = socket.create_connection(leader_address(settings), timeout=limits.hello)
             except OSError as error:
-                reason = str(error)
+                reason: str | None = str(error)
             else:
                 now = time.monotonic()
-                connection = Connection(peer, self._host.selector, limits.silence, now)
-                found = self._greet(connection)
-                if found is None:
+                connection = Connection(peer, self._host.selector, settings, False, now)
+                reason = self._greet(connection)
+                if reason is None:
                     return connection
                 connection.close()
-                reason = found
-            if time.monotonic() > until:
+            refusals = refusals + 1 if reason == NO_WORD else 0
+            late = time.monotonic() > until
+            if refusals == MAX_REFUSALS or (refusals and late):
                 raise errors.ExperimentError(
-                    f"plurax launch --coordinator {self._settings.coordinator}: host 0 was not "
+                    f"plurax launch --coordinator {settings.coordinator}: this host and host 0 do "
+                    "not have the same secret. Set the environment variable PLURAX_TOKEN to the "
+                    "same words on every host."
+                )
+            if late:
+                raise errors.ExperimentError(
+                    f"plurax launch --coordinator {settings.coordinator}: host 0 was not "
                     f"reached within {limits.join:g} s: {reason}. Start plurax launch with --host "
                     "0 there, and check that no firewall is between."
                 )
@@ -87,48 +98,28 @@ class _Follower:
 
     def _greet(self, connection: Connection) -> str | None:
         """Say who this is; return why that has to be tried again, or None for a welcome."""
-        settings, nonce = self._settings, secrets.token_hex(16)
-        token, name = settings.token or "", f"host {settings.host}"
-        leader = self._answer(connection)
-        if leader is None:
-            return connection.closed or SILENT
-        hello = {
-            "is": "hello",
-            "host": settings.host,
-            "hosts": settings.hosts,
-            "processes": settings.processes,
-            "attempt": self._attempt,
-            "launcher": self._launcher,
-            "nonce": nonce,
-            "proof": proof(token, name, str(leader.get("nonce"))),
-        }
-        connection.send(hello)
+        settings = self._settings
+        connection.send({"is": "hello", "nonce": connection.nonce})
         answer = self._answer(connection)
+        if answer is not None and has_form(answer, "leader"):
+            connection.renew_key(answer["nonce"])
+            place = {"host": settings.host, "hosts": settings.hosts}
+            able = {"processes": settings.processes, "attempt": self._attempt}
+            connection.send({"is": "join", **place, **able, "launcher": self._launcher})
+            answer = self._answer(connection)
         if answer is None:
             return connection.closed or SILENT
         if answer.get("is") == "welcome":
-            if is_proof(token, "leader", nonce, answer.get("proof")):
-                return None
-            answer = {"why": "token"}
-        connection.close()
+            return None
         if answer.get("why") == "taken":  # perhaps by this host, before it was lost
             return errors.launch_host_taken(settings.host).args[0]
-        raise self._refused(answer)
-
-    def _refused(self, answer: Message) -> errors.ExperimentError:
-        settings = self._settings
-        if answer.get("why") == "token":
-            return errors.ExperimentError(
-                f"plurax launch --coordinator {settings.coordinator}: this host and host 0 do not "
-                "have the same secret. Set the environment variable PLURAX_TOKEN to the same words "
-                "on every host."
-            )
+        connection.close()
         if answer.get("why") == "hosts":
-            return errors.ExperimentError(
+            raise errors.ExperimentError(
                 f"plurax launch --hosts {settings.hosts}: host 0 was started with --hosts "
                 f"{answer.get('hosts')}. Give the same number on every host."
             )
-        return errors.launch_host(settings.host, settings.hosts)
+        raise errors.launch_host(settings.host, settings.hosts)
 
     def _answer(self, connection: Connection) -> Message | None:
         """Return the next message; None where none comes."""
@@ -152,15 +143,12 @@ class _Follower:
                 if order["do"] == "end":
                     connection.close()
                     return int(order["code"])
-                self._do(order)
+                if order["do"] == "start":
+                    self._attempt = order["attempt"]
+                host.gang.obey(order)
             if connection.closed is not None:
                 return None
             for number in host.taken_signals():
                 connection.send({"is": "asked", "signal": number})
             for report in host.taken_reports():
                 connection.send(report)
-
-    def _do(self, order: Message) -> None:
-        if order["do"] == "start":
-            self._attempt = order["attempt"]
-        self._host.gang.obey(order)

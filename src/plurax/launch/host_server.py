@@ -2,15 +2,14 @@
 
 import contextlib
 import dataclasses
-import secrets
 import selectors
 import socket
 from collections.abc import Callable
 
 from plurax import errors
-from plurax.launch.connection import NO_LAUNCHER, Connection, is_proof, leader_address, proof
+from plurax.launch.connection import NO_LAUNCHER, Connection, leader_address
 from plurax.launch.hosts import HostEvent, Joined, Lost, Received
-from plurax.launch.protocol import Message, is_hello, is_report
+from plurax.launch.protocol import Message, has_form, is_report
 from plurax.launch.settings import Settings
 
 MAX_STRANGERS = 64
@@ -39,8 +38,8 @@ class HostServer:
             ) from None
         self._listening.setblocking(False)
         selector.register(self._listening, selectors.EVENT_READ, self._accept)
-        self._new: list[_Newcomer] = []
-        self._hosts: dict[int, _Member] = {}
+        self._strangers: list[_Stranger] = []
+        self._hosts: dict[int, _Follower] = {}
 
     def send(self, host: int, order: Message) -> None:
         """Send an order to a host, or drop it; one that is lost gets none."""
@@ -52,37 +51,35 @@ class HostServer:
     def receive(self) -> list[HostEvent]:
         """Return what has happened since the last call."""
         now = self._clock()
-        found: list[HostEvent] = []
-        for new in [*self._new]:
-            hello = new.connection.receive_one(now)
-            if hello is not None:
-                self._new.remove(new)
-                found += self._welcome(new, hello)
-                continue
-            if new.connection.closed is not None or now > new.until:
-                new.connection.close()
-                self._new.remove(new)
-        for host, member in [*self._hosts.items()]:
-            for one in member.connection.receive(now):
-                if is_report(one):
-                    found.append(Received(host, one))
+        events: list[HostEvent] = []
+        for stranger in [*self._strangers]:
+            message = stranger.connection.receive_one(now)
+            if message is not None:
+                events += self._greet(stranger, message)
+            elif stranger.connection.closed is not None or now > stranger.until:
+                stranger.connection.close()
+                self._strangers.remove(stranger)
+        for host, follower in [*self._hosts.items()]:
+            for report in follower.connection.receive(now):
+                if is_report(report):
+                    events.append(Received(host, report))
                 else:
-                    member.connection.close(NO_LAUNCHER)
-            if member.connection.closed is not None:
-                found.append(Lost(host, member.connection.closed))
+                    follower.connection.close(NO_LAUNCHER)
+            if follower.connection.closed is not None:
+                events.append(Lost(host, follower.connection.closed))
                 del self._hosts[host]
-        return found
+        return events
 
     def close(self, code: int, seconds: float) -> None:
         """Let all hosts end with an exit code, and wait until the network has taken that."""
-        connections = [member.connection for member in self._hosts.values()]
+        connections = [follower.connection for follower in self._hosts.values()]
         for connection in connections:
             connection.send({"do": "end", "code": code})
         until = self._clock() + seconds
         while not all(one.is_sent for one in connections) and self._clock() < until:
             for key, _ in self._selector.select(0.1):
                 key.data()
-        for connection in [*connections, *(new.connection for new in self._new)]:
+        for connection in [*connections, *(stranger.connection for stranger in self._strangers)]:
             connection.close()
         self._selector.unregister(self._listening)
         self._listening.close()
@@ -91,61 +88,60 @@ class HostServer:
         with contextlib.suppress(OSError):  # gone already, or too many open files: try again later
             peer, _ = self._listening.accept()
             now = self._clock()
-            limits = self._settings.limits
-            if len(self._new) >= self._settings.hosts + MAX_STRANGERS:
+            if len(self._strangers) >= self._settings.hosts + MAX_STRANGERS:
                 # A launcher says who it is at once, so who has waited longest is none.
-                self._new.pop(0).connection.close("others came after it")
-            connection = Connection(peer, self._selector, limits.silence, now)
-            nonce = secrets.token_hex(16)
-            connection.send({"is": "leader", "nonce": nonce})
-            self._new.append(_Newcomer(connection, nonce, now + limits.hello))
+                self._strangers.pop(0).connection.close("others came after it")
+            connection = Connection(peer, self._selector, self._settings, True, now)
+            self._strangers.append(_Stranger(connection, now + self._settings.limits.hello))
 
-    def _welcome(self, new: "_Newcomer", hello: Message) -> list[HostEvent]:
-        """Take a host in, or refuse it by name; a launcher that comes again replaces itself."""
-        host, token = hello.get("host"), self._settings.token
-        why = self._refusal(hello, new.nonce)
-        if why is not None:
-            new.connection.send({"is": "refused", **why})
-            new.connection.close()
+    def _greet(self, stranger: "_Stranger", message: Message) -> list[HostEvent]:
+        """Answer who knows the secret; take a host in, or refuse it by name.
+
+        A launcher that comes again replaces itself.
+        """
+        connection = stranger.connection
+        if has_form(message, "hello"):
+            connection.send({"is": "leader", "nonce": connection.nonce})
+            connection.renew_key(message["nonce"])
             return []
-        assert isinstance(host, int)
-        found: list[HostEvent] = []
+        self._strangers.remove(stranger)
+        why = self._refusal(message)
+        if why is not None:
+            connection.send({"is": "refused", **why})
+            connection.close()
+            return []
+        host, events = int(message["host"]), list[HostEvent]()
         if host in self._hosts:
             self._hosts.pop(host).connection.close()
-            found.append(Lost(host, "it came again"))
-        self._hosts[host] = _Member(new.connection, hello["launcher"])
-        answer = proof(token or "", "leader", str(hello.get("nonce")))
-        new.connection.send({"is": "welcome", "proof": answer})
-        return [*found, Joined(host, int(hello["processes"]), int(hello["attempt"]))]
+            events.append(Lost(host, "it came again"))
+        self._hosts[host] = _Follower(connection, message["launcher"])
+        connection.send({"is": "welcome"})
+        return [*events, Joined(host, int(message["processes"]), int(message["attempt"]))]
 
-    def _refusal(self, hello: Message, nonce: str) -> Message | None:
+    def _refusal(self, message: Message) -> Message | None:
         """Return why a host is refused, or None."""
-        host, hosts, token = hello.get("host"), self._settings.hosts, self._settings.token
-        if not is_hello(hello):
+        hosts = self._settings.hosts
+        if not has_form(message, "join"):
             return {"why": "words"}
-        if not is_proof(token or "", f"host {host}", nonce, hello.get("proof")):
-            return {"why": "token"}
-        if hello.get("hosts") != hosts:
+        if message["hosts"] != hosts:
             return {"why": "hosts", "hosts": hosts}
-        assert isinstance(host, int)
-        if not 0 < host < hosts:
+        if not 0 < message["host"] < hosts:
             return {"why": "host"}
-        member = self._hosts.get(host)
-        if member is not None and member.launcher != hello["launcher"]:
+        follower = self._hosts.get(message["host"])
+        if follower is not None and follower.launcher != message["launcher"]:
             return {"why": "taken"}
         return None
 
 
 @dataclasses.dataclass(frozen=True)
-class _Newcomer:
+class _Stranger:
     """Who has connected and not yet said who it is."""
 
     connection: Connection
-    nonce: str
     until: float
 
 
 @dataclasses.dataclass(frozen=True)
-class _Member:
+class _Follower:
     connection: Connection
     launcher: str

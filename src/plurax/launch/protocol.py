@@ -7,8 +7,8 @@ Orders go from the supervisor to the hosts, and reports come back:
     {"do": "kill", "stuck": false}                    {"is": "exit", "process": 5, "code": 137, ...}
     {"do": "end", "code": 0}                          {"is": "asked", "signal": 15}
 
-What comes over the network may be anything: it is read once `is_order`, `is_report` or `is_hello`
-says that it is what it should be.
+What comes over the network is read once `is_order`, `is_report` or `has_form` says that it is what
+it should be: another host may have another version of plurax.
 """
 
 from collections.abc import Mapping
@@ -27,14 +27,6 @@ EXIT: Fields = {
     "ours": (bool,),
 }
 """What a report says of a process that has ended: fields of `plurax.launch.outcome.Exit`."""
-HELLO: Fields = {
-    "host": (int,),
-    "hosts": (int,),
-    "processes": (int,),
-    "attempt": (int,),
-    "launcher": (str,),
-    "proof": (str,),
-}
 REPORTS: Mapping[str, Fields] = {
     "exit": {"attempt": (int,), **EXIT},
     "progress": {"attempt": (int,), "saved": (int,)},
@@ -48,6 +40,18 @@ ORDERS: Mapping[str, Fields] = {
     "kill": {"stuck": (bool,)},
     "end": {"code": (int,)},
 }
+GREETINGS: Mapping[str, Fields] = {
+    "hello": {"nonce": (str,)},
+    "leader": {"nonce": (str,)},
+    "join": {
+        "host": (int,),
+        "hosts": (int,),
+        "processes": (int,),
+        "attempt": (int,),
+        "launcher": (str,),
+    },
+}
+"""What two launchers say before the first order."""
 MAX_PROCESSES = 4096
 """Of a host."""
 MAX_NUMBER = 1 << 53
@@ -55,28 +59,27 @@ MAX_NUMBER = 1 << 53
 
 def is_report(message: Message) -> bool:
     """Return whether a message is what a host reports."""
-    return _has_kind(message, "is", REPORTS)
+    kind = message.get("is")
+    return isinstance(kind, str) and kind in REPORTS and _has(message, REPORTS[kind])
 
 
 def is_order(message: Message) -> bool:
     """Return whether a message is an order to a host."""
-    return _has_kind(message, "do", ORDERS)
+    kind = message.get("do")
+    return isinstance(kind, str) and kind in ORDERS and _has(message, ORDERS[kind])
 
 
-def is_hello(message: Message) -> bool:
-    """Return whether a message says who a launcher is, and how much it can start."""
-    return _has(message, HELLO) and 1 <= message["processes"] <= MAX_PROCESSES
-
-
-def _has_kind(message: Message, key: str, kinds: Mapping[str, Fields]) -> bool:
-    kind = message.get(key)
-    return isinstance(kind, str) and kind in kinds and _has(message, kinds[kind])
+def has_form(message: Message, greeting: str) -> bool:
+    """Return whether a message is a greeting of a kind."""
+    if message.get("is") != greeting or not _has(message, GREETINGS[greeting]):
+        return False
+    return 1 <= message.get("processes", 1) <= MAX_PROCESSES
 
 
 def _has(message: Message, fields: Fields) -> bool:
     """Return whether all fields are there, of their types, without absurd numbers."""
-    found = [message.get(name, ...) for name in fields]
     return all(
-        type(value) in types and not (type(value) is int and abs(value) > MAX_NUMBER)
-        for value, types in zip(found, fields.values(), strict=True)
+        type(value := message.get(name, ...)) in types
+        and not (type(value) is int and abs(value) > MAX_NUMBER)
+        for name, types in fields.items()
     )
