@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 import plurax as px
-from plurax.train.data import as_data
+from plurax.loop.data import as_data
 
 ROWS, BATCH = 23, 4
 TABLE = {

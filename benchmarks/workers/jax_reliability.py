@@ -20,9 +20,9 @@ from benchmarks import sizes
 from benchmarks.networks import make_batch, make_task
 from benchmarks.workers.jax_setup import need_devices
 from benchmarks.workers.serve import Settings, Side, serve
+from plurax.guards.status import StatusFile
+from plurax.guards.watchdog import Watchdog
 from plurax.timeouts import TIMEOUTS
-from plurax.train.status import StatusFile
-from plurax.train.watchdog import Watchdog
 
 ITEMS = 100_000
 

@@ -52,7 +52,7 @@ class Marks:
 def watch_fit(marks: Marks) -> None:
     """Make `fit` write when it restores, and after each step."""
     opening = importlib.import_module("plurax.train.opening")
-    guard_class = importlib.import_module("plurax.train.replica_guard").ReplicaGuard
+    guard_class = importlib.import_module("plurax.guards.replica_guard").ReplicaGuard
     restore, check = opening.restore, guard_class.check
 
     def restored(*args: Any) -> Any:

@@ -11,6 +11,8 @@ from plurax.analysis.batch_size import fastest_batch_size as fastest_batch_size
 from plurax.analysis.batch_size import max_batch_size as max_batch_size
 from plurax.analysis.estimate import estimate as estimate
 from plurax.analysis.verify import verify as verify
+from plurax.checkpoint.damage import DamagedCheckpointWarning as DamagedCheckpointWarning
+from plurax.checkpoint.manager import Checkpoints as Checkpoints
 from plurax.distributed.initialize import initialize as initialize
 from plurax.errors.kinds import BatchError as BatchError
 from plurax.errors.kinds import CheckpointError as CheckpointError
@@ -31,6 +33,8 @@ from plurax.execute.mask import MaskWarning as MaskWarning
 from plurax.execute.program import Program as Program
 from plurax.experiment import Experiment as Experiment
 from plurax.freezing import freeze as freeze
+from plurax.guards.rollback import Rollback as Rollback
+from plurax.loop.epoch_metrics import NonFiniteWarning as NonFiniteWarning
 from plurax.machine import Machine as Machine
 from plurax.members import Members as Members
 from plurax.mesh import virtual_devices as virtual_devices
@@ -44,13 +48,9 @@ from plurax.sweeps.sweep import sweep as sweep
 from plurax.task import Task as Task
 from plurax.task import per_example as per_example
 from plurax.task import stack as stack
-from plurax.train.checkpoint.damage import DamagedCheckpointWarning as DamagedCheckpointWarning
-from plurax.train.checkpoint.manager import Checkpoints as Checkpoints
-from plurax.train.epoch_metrics import NonFiniteWarning as NonFiniteWarning
 from plurax.train.fit import Fit as Fit
 from plurax.train.fit import fit as fit
 from plurax.train.replayed import replay as replay
-from plurax.train.rollback import Rollback as Rollback
 from plurax.weights.start import start_from as start_from
 
 __version__: str

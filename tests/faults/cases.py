@@ -22,11 +22,11 @@ if __name__ == "__main__":
 
 import numpy as np
 
+from plurax.checkpoint.manager import state_fingerprints
 from plurax.distributed.global_arrays import fetch
 from plurax.execute.program import Program
-from plurax.train.checkpoint.manager import state_fingerprints
-from plurax.train.log import read_rows
-from plurax.train.saving import SaveFailedWarning, Saving
+from plurax.guards.saving import SaveFailedWarning, Saving
+from plurax.loop.log_rows import read_rows
 from tests import disks, models
 from tests.faults.run import EVERY, STEPS, Batches, fit
 

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from plurax.train.checkpoint import Checkpoints
+from plurax.checkpoint import Checkpoints
 from tests import disks
 from tests.faults.cases import MOMENTS, QUICK
 from tests.faults.run import STEPS

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from plurax.train.checkpoint import Checkpoints
+from plurax.checkpoint import Checkpoints
 from tests.faults import run
 from tests.faults.launched import launching
 

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from plurax.train.checkpoint import Checkpoints
+from plurax.checkpoint import Checkpoints
 from tests.faults.launched import launching
 from tests.faults.test_kills import check_end
 

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from plurax.train.checkpoint import Checkpoints
+from plurax.checkpoint import Checkpoints
 from tests.faults.launched import PLURAX, launching
 from tests.faults.namespaces import two_hosts
 from tests.faults.run import STEPS

@@ -21,8 +21,8 @@ import jax
 import numpy as np
 import optax
 
+from plurax.checkpoint.manager import state_fingerprints
 from plurax.distributed.global_arrays import fetch
-from plurax.train.checkpoint.manager import state_fingerprints
 from tests import models
 from tests.zoo import by_hand
 from tests.zoo.test_zoo import MODELS, task
@@ -80,7 +80,7 @@ def fit(name, plan=None, **options):
     data = ROWS
     if fields.pop("spread", False) and jax.process_count() > 1:
         options["resident"] = True
-        px_fits = "plurax.train.iterate.fits"
+        px_fits = "plurax.loop.iterate.fits"
         with unittest.mock.patch(px_fits, lambda program, arrays, parts=1: parts > 1):
             return trained(data, plan, fields, options)
     if fields.pop("batches", False):

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 import plurax as px
-from plurax.train.log import read_rows
-from plurax.train.saving import Saving
+from plurax.guards.saving import Saving
+from plurax.loop.log_rows import read_rows
 from tests import disks, models
 from tests.resume import runs
 

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from plurax.checkpoint.save_barrier import SaveBarrier
 from plurax.distributed.process_group import ProcessGroup
-from plurax.train.checkpoint.save_barrier import SaveBarrier
 from tests import disks
 from tests.processes import faults, gang
 
@@ -29,8 +29,8 @@ def ran(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::plurax.train.rollback.RollbackWarning")
-@pytest.mark.filterwarnings("ignore::plurax.train.epoch_metrics.NonFiniteWarning")
+@pytest.mark.filterwarnings("ignore::plurax.guards.rollback.RollbackWarning")
+@pytest.mark.filterwarnings("ignore::plurax.loop.epoch_metrics.NonFiniteWarning")
 def test_a_rollback_is_that_of_one_process(ran, tmp_path):
     (first, second), folder = ran
     assert first == second

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import plurax as px
-from plurax.train.log import read_rows
+from plurax.loop.log_rows import read_rows
 from tests import models
 from tests.processes import cases, gang
 

@@ -21,9 +21,9 @@ import optax
 from tests import models
 
 import plurax as px
+from plurax.checkpoint import DamagedCheckpointWarning
 from plurax.execute.array_data import ArrayData, Position
-from plurax.train.checkpoint import DamagedCheckpointWarning
-from plurax.train.log import DamagedLogWarning
+from plurax.run_folder.log import DamagedLogWarning
 
 ROWS = models.data(50)
 EPOCHS, STEPS = 4, 16

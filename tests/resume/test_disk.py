@@ -16,15 +16,15 @@ from tests import disks, models
 
 import plurax as px
 from plurax import disk, errors
+from plurax.checkpoint import Checkpoints, manager
+from plurax.checkpoint.arrays import StateHandler
 from plurax.cli import commands
 from plurax.errors.kinds import RunStoppedError
 from plurax.execute.array_data import ArrayData, Position
 from plurax.exit_codes import ExitCode
+from plurax.guards.saving import SaveFailedWarning, Saving
+from plurax.loop.log_rows import read_rows
 from plurax.train import saving
-from plurax.train.checkpoint import Checkpoints, manager
-from plurax.train.checkpoint.arrays import StateHandler
-from plurax.train.log import read_rows
-from plurax.train.saving import SaveFailedWarning, Saving
 
 ROWS = models.data(50)
 TASK, OPTIMIZER = models.mlp_task(), models.optimizer()
@@ -384,7 +384,7 @@ def test_a_command_that_stopped_so_says_it_by_its_status(monkeypatch, capsys):
     assert "error: training stopped at step 60: 3 saves in a row" in capsys.readouterr().err
 
 
-@pytest.mark.filterwarnings("ignore::plurax.train.saving.SaveFailedWarning")
+@pytest.mark.filterwarnings("ignore::plurax.guards.saving.SaveFailedWarning")
 @pytest.mark.parametrize("jump", [-3600.0, 3600.0])
 def test_a_clock_that_jumps_changes_nothing(tmp_path, monkeypatch, undisturbed, jump):
     """Checkpoints are ordered by their steps, and waits measured by a clock that does not jump.
@@ -413,4 +413,4 @@ def test_no_wait_is_measured_by_the_clock_of_the_wall():
         for path in source.rglob("*.py")
         if re.search(r"\btime\.time\(|\bdatetime\b|st_mtime", path.read_text())
     }
-    assert found == {"train/board.py", "train/run_file.py"}
+    assert found == {"run_folder/board.py", "run_folder/run_file.py"}

@@ -18,10 +18,10 @@ from tests import models
 from tests.resume import runs
 from tests.resume.test_resume import CLOCK, log_of
 
-from plurax.train.checkpoint import Checkpoints
-from plurax.train.checkpoint.description import read_description
-from plurax.train.checkpoint.files import verify_files
-from plurax.train.log import read_rows
+from plurax.checkpoint import Checkpoints
+from plurax.checkpoint.description import read_description
+from plurax.checkpoint.files import verify_files
+from plurax.loop.log_rows import read_rows
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -35,8 +35,8 @@ def deadly():
 KILLS = 4
 
 pytestmark = [  # of "rolled back"
-    pytest.mark.filterwarnings("ignore::plurax.train.rollback.RollbackWarning"),
-    pytest.mark.filterwarnings("ignore::plurax.train.epoch_metrics.NonFiniteWarning"),
+    pytest.mark.filterwarnings("ignore::plurax.guards.rollback.RollbackWarning"),
+    pytest.mark.filterwarnings("ignore::plurax.loop.epoch_metrics.NonFiniteWarning"),
 ]
 
 

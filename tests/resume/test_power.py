@@ -6,8 +6,8 @@ import pytest
 from tests import disks, models
 
 import plurax as px
-from plurax.train.checkpoint import Checkpoints
-from plurax.train.log import read_rows
+from plurax.checkpoint import Checkpoints
+from plurax.loop.log_rows import read_rows
 
 ROWS = models.data(50)
 PER_EPOCH = 4

@@ -15,8 +15,8 @@ from tests.unit.test_checkpoint import listing
 import plurax as px
 from plurax.cli import main
 from plurax.execute.array_data import Position
-from plurax.train.data import StreamData
-from plurax.train.log import read_rows
+from plurax.loop.data import StreamData
+from plurax.loop.log_rows import read_rows
 
 ROWS = models.data(50)
 TASK, OPTIMIZER = models.mlp_task(), models.optimizer()  # programs are compiled once for both

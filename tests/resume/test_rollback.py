@@ -13,11 +13,9 @@ from tests import models
 from tests.draws import draws
 
 import plurax as px
+from plurax.checkpoint import Checkpoints
 from plurax.execute.array_data import ArrayData, Position
-from plurax.train.checkpoint import Checkpoints
-from plurax.train.iterate import train_iter
-from plurax.train.log import read_rows
-from plurax.train.rollback import (
+from plurax.guards.rollback import (
     FEWEST,
     WINDOW,
     Rollbacks,
@@ -26,8 +24,10 @@ from plurax.train.rollback import (
     observe,
     target,
 )
+from plurax.loop.iterate import train_iter
+from plurax.loop.log_rows import read_rows
 
-pytestmark = pytest.mark.filterwarnings("ignore::plurax.train.epoch_metrics.NonFiniteWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::plurax.loop.epoch_metrics.NonFiniteWarning")
 
 TASK, OPTIMIZER, PLAN = models.mlp_task(), models.optimizer(), px.Plan(data=2)
 SIZE, PER_EPOCH, EPOCHS = 4, 20, 2

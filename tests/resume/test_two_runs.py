@@ -13,7 +13,7 @@ from tests.resume.test_kill import REPOSITORY, deadly, finish
 from tests.unit.test_checkpoint import listing
 
 import plurax as px
-from plurax.train.checkpoint import Checkpoints
+from plurax.checkpoint import Checkpoints
 
 ROWS, TASK, OPTIMIZER = models.data(32), models.mlp_task(), models.optimizer()
 

@@ -391,7 +391,7 @@ def test_data_that_are_no_arrays_of_numbers_are_refused_by_name(data, message):
 PARTLY_USED = """
 import dataclasses, sys, tempfile
 import jax, jax.numpy as jnp, numpy as np, optax, plurax as px
-from plurax.train.checkpoint.manager import Checkpoints
+from plurax.checkpoint.manager import Checkpoints
 
 px.virtual_devices(2)
 task = px.Task(

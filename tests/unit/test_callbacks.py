@@ -17,8 +17,8 @@ from tests import models
 import plurax as px
 from plurax import callbacks as cb
 from plurax.callbacks.followed_metric import FollowedMetric
-from plurax.train.log import read_rows
-from plurax.train.planned_end import PlannedEnd
+from plurax.loop.log_rows import read_rows
+from plurax.loop.planned_end import PlannedEnd
 
 DATA = models.data(24)
 STEPS = 3
@@ -298,7 +298,7 @@ def test_mistakes(name):
 @pytest.mark.parametrize("make", [cb.KeepBest, cb.EarlyStopping, cb.ReduceOnPlateau])
 @pytest.mark.parametrize("metric", ["acc", "eval_loss", "eval_accuracy", "eval_ema_losss"])
 def test_a_metric_that_no_row_will_have_is_refused_before_the_first_step(monkeypatch, make, metric):
-    monkeypatch.setattr("plurax.train.loop.train_iter", None)
+    monkeypatch.setattr("plurax.train.training_loop.train_iter", None)
     evaluation = DATA if "ema" in metric else None
     with pytest.raises(px.TaskError, match=f"follows '{metric}', and a row has loss, grad_norm"):
         fit([make(metric)], evaluation=evaluation)

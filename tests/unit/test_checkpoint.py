@@ -22,14 +22,14 @@ from jax.sharding import PartitionSpec as P
 from tests import models
 
 import plurax as px
+from plurax.checkpoint import Checkpoints, DamagedCheckpointWarning, arrays, lock, manager
+from plurax.checkpoint.arrays import StateHandler
+from plurax.checkpoint.damage import Damage
+from plurax.checkpoint.description import FORMAT, read_description, sealed
+from plurax.checkpoint.limited_wait import LimitedWait
+from plurax.checkpoint.lock import FolderLock
 from plurax.fingerprint import fingerprint, fingerprints
 from plurax.state import TrainState
-from plurax.train.checkpoint import Checkpoints, DamagedCheckpointWarning, arrays, lock, manager
-from plurax.train.checkpoint.arrays import StateHandler
-from plurax.train.checkpoint.damage import Damage
-from plurax.train.checkpoint.description import FORMAT, read_description, sealed
-from plurax.train.checkpoint.limited_wait import LimitedWait
-from plurax.train.checkpoint.lock import FolderLock
 
 
 def make_state(step=1, seed=0, impl=None):
@@ -200,7 +200,7 @@ def test_a_missing_description_is_damage(tmp_path):
 
 def test_another_version_is_not_damage(tmp_path, monkeypatch):
     saved(tmp_path, 1)
-    monkeypatch.setattr("plurax.train.checkpoint.description.FORMAT", FORMAT + 1)
+    monkeypatch.setattr("plurax.checkpoint.description.FORMAT", FORMAT + 1)
     newer = sealed({"unheard": "of"})
     monkeypatch.undo()
     described(tmp_path / "1", newer)
@@ -336,7 +336,7 @@ def test_what_cannot_be_read_is_damage_and_what_may_not_be_is_not(tmp_path, monk
         def digest(*_):
             raise OSError(number, "no", "file")
 
-        monkeypatch.setattr("plurax.train.checkpoint.files.hashlib.file_digest", digest)
+        monkeypatch.setattr("plurax.checkpoint.files.hashlib.file_digest", digest)
 
     fails(errno.EACCES)
     with pytest.raises(PermissionError):
@@ -619,7 +619,7 @@ def test_the_kernels_lock_is_enough(tmp_path):
 HOLDS = """
 import sys
 from pathlib import Path
-from plurax.train.checkpoint.lock import FolderLock
+from plurax.checkpoint.lock import FolderLock
 mine = FolderLock(Path(sys.argv[1]))
 mine.acquire()
 print("held", flush=True)

@@ -17,8 +17,8 @@ from tests.pictures import panels
 import plurax as px
 from plurax.cli.options import NO_OPTIONS, argument_texts
 from plurax.cli.table import COMMANDS
+from plurax.loop.log_rows import read_rows
 from plurax.train.fit import fit
-from plurax.train.log import read_rows
 
 EXPERIMENT = """
 import optax, plurax as px
@@ -250,7 +250,7 @@ def test_predict_reads_and_writes_arrays(workplace, capsys):
     assert code == 0
     assert "float32[33,3]" in out
     outputs = np.load("predictions.npy")
-    from plurax.train.checkpoint import Checkpoints
+    from plurax.checkpoint import Checkpoints
 
     program = px.compile(
         models.mlp_task(), __import__("optax").adamw(1e-2), px.Plan(), models.data(16)

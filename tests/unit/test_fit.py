@@ -17,14 +17,14 @@ import pytest
 from tests import models
 
 import plurax as px
+from plurax.checkpoint import Checkpoints, DamagedCheckpointWarning
 from plurax.distributed.global_arrays import fetch
 from plurax.execute.array_data import ArrayData, Position
-from plurax.train.checkpoint import Checkpoints, DamagedCheckpointWarning
-from plurax.train.data import StreamData
-from plurax.train.epoch_metrics import NetworkMetrics, NonFiniteWarning
-from plurax.train.iterate import StepOutput, train_iter
-from plurax.train.log import read_rows
-from plurax.train.progress import TrainingProgress
+from plurax.loop.data import StreamData
+from plurax.loop.epoch_metrics import NetworkMetrics, NonFiniteWarning
+from plurax.loop.iterate import StepOutput, train_iter
+from plurax.loop.log_rows import read_rows
+from plurax.progress.console_progress import TrainingProgress
 
 ROWS = models.data(50)
 TASK, OPTIMIZER = models.mlp_task(), models.optimizer()  # programs are compiled once for both
@@ -485,7 +485,7 @@ def test_no_warning_where_all_is_well():
 def test_throughput_is_by_the_wall_clock_without_the_first_call(monkeypatch):
     """What a streamed step takes is seen when its metrics arrive, not when it was started."""
     now = [0.0]
-    monkeypatch.setattr("plurax.train.epoch_metrics.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("plurax.loop.epoch_metrics.time.monotonic", lambda: now[0])
 
     class Late:
         """Metrics that take ten seconds to arrive."""
@@ -521,14 +521,14 @@ def test_throughput_is_by_the_wall_clock_without_the_first_call(monkeypatch):
 def test_of_a_long_epoch_only_a_window_of_metrics_is_copied(monkeypatch):
     data = {name: value[:40] for name, value in ROWS.items()}
     whole = fit(data, batch_size=1, epochs=2, plan=px.Plan())
-    monkeypatch.setattr("plurax.train.iterate.WINDOW", 8)
+    monkeypatch.setattr("plurax.loop.iterate.WINDOW", 8)
     copied = []
 
     def fetched(metrics):
         copied.extend(value.shape for value in metrics.values())
         return fetch(metrics)
 
-    monkeypatch.setattr("plurax.train.iterate.fetch", fetched)
+    monkeypatch.setattr("plurax.loop.iterate.fetch", fetched)
     cut = fit(data, batch_size=1, epochs=2, plan=px.Plan())
     assert models.same_bits(cut.state.params, whole.state.params)
     assert [row["loss"] for row in cut.history] == [row["loss"] for row in whole.history]
@@ -600,7 +600,7 @@ def test_out_of_memory_says_which_plans_need_less(tmp_path, monkeypatch):
         raise jax.errors.JaxRuntimeError(message)
         yield
 
-    monkeypatch.setattr("plurax.train.loop.train_iter", exhausted)
+    monkeypatch.setattr("plurax.train.training_loop.train_iter", exhausted)
     with pytest.raises(px.PlanError) as raised:
         fit(output=tmp_path, resume=True)
     said = str(raised.value)

@@ -7,8 +7,8 @@ import pytest
 from tests import models
 
 import plurax as px
-from plurax.train.iterate import train_iter
-from plurax.train.log import read_rows
+from plurax.loop.iterate import train_iter
+from plurax.loop.log_rows import read_rows
 
 DATA = models.data(24, dtype=np.float64)
 RATE, STEPS, BATCH = 1e-2, 3, 8

@@ -18,10 +18,11 @@ from plurax import disk
 from plurax.disk import AppendFile, replace_file
 from plurax.errors import CheckpointError
 from plurax.execute.array_data import Position
+from plurax.loop.epoch_metrics import MembersMetrics, NetworkMetrics
+from plurax.loop.iterate import StepOutput
+from plurax.loop.log_rows import read_rows
 from plurax.members import Members
-from plurax.train.epoch_metrics import MembersMetrics, NetworkMetrics
-from plurax.train.iterate import StepOutput
-from plurax.train.log import DamagedLogWarning, MetricsLog, read_rows
+from plurax.run_folder.log import DamagedLogWarning, MetricsLog
 
 
 def step_row(step, **values):

@@ -10,11 +10,12 @@ from tests import models
 
 import plurax as px
 from plurax.errors import ExperimentError
+from plurax.loop.log_rows import read_rows
 from plurax.report.page.chart_data import events
 from plurax.report.page.run_data import read_run
 from plurax.report.watch_frame import WatchedRun
-from plurax.train.log import DamagedLogWarning, read_rows
-from plurax.train.log_check import log_damage
+from plurax.run_folder.log import DamagedLogWarning
+from plurax.run_folder.log_check import log_damage
 
 ROWS = models.data(50)
 PER_EPOCH = 4

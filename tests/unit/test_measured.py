@@ -15,10 +15,10 @@ from tests.unit.test_liveness import perceptron
 import plurax as px
 from plurax import hlo
 from plurax.analysis.measured import Measured
+from plurax.loop.iterate import train_iter
+from plurax.loop.log_rows import read_rows
 from plurax.report.curves import draw_curves
-from plurax.train.iterate import train_iter
 from plurax.train.learn import learned, machine_of_run
-from plurax.train.log import read_rows
 
 LINKS = [px.analysis.Level("node", 8, 1e9)]
 MACHINE = px.Machine("made", {"float32": 5e10}, 10**9, 1e10, LINKS, overhead=1e-6)
@@ -144,7 +144,7 @@ def test_a_run_that_is_stopped_in_its_first_epoch_is_measured(monkeypatch):
                 signal.raise_signal(signal.SIGTERM)
             yield steps
 
-    monkeypatch.setattr("plurax.train.loop.train_iter", stopped)
+    monkeypatch.setattr("plurax.train.training_loop.train_iter", stopped)
     before = signal.signal(signal.SIGTERM, lambda *_: None)  # else it ends the process
     result = fit(resident=False)
     signal.signal(signal.SIGTERM, before)

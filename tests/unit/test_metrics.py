@@ -13,7 +13,7 @@ import sklearn.metrics
 from tests import models
 
 import plurax as px
-from plurax.train.log import read_rows
+from plurax.loop.log_rows import read_rows
 
 ROWS = models.data(53, dtype=np.float64, weights=True)
 NAMES = ("macro", "micro", "none")

@@ -30,7 +30,7 @@ result.plot()
 """
 STUCK = """
 import threading
-from plurax.train.stop_signals import StopSignals
+from plurax.guards.stop_signals import StopSignals
 
 note = StopSignals._note
 def noting(self, *signalled):

@@ -25,9 +25,9 @@ from plurax.execute.chunk_rule import FEWEST, MemberWork, choose_chunk, even_chu
 from plurax.execute.population import Population
 from plurax.execute.program import Program
 from plurax.execute.summary import choice_text
+from plurax.loop.epoch_metrics import NonFiniteWarning
 from plurax.mesh import make_mesh
 from plurax.report.curves import draw_curves
-from plurax.train.epoch_metrics import NonFiniteWarning
 
 ROWS = models.data(50)
 TASK = models.mlp_task()

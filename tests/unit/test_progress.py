@@ -5,7 +5,7 @@ import io
 import pytest
 
 from plurax.console import PlainConsole
-from plurax.train.progress import TrainingProgress
+from plurax.progress.console_progress import TrainingProgress
 
 ROW = {
     "kind": "epoch", "epoch": 2, "step": 20, "loss": 0.5, "accuracy": 0.875, "examples": 640,

@@ -11,9 +11,9 @@ import pytest
 import plurax as px
 from plurax.execute.array_data import Position
 from plurax.execute.batch_buffer import ALIGNMENT, BYTES, MOST_SLOTS, BatchBuffer
-from plurax.train.data import StreamData
-from plurax.train.iterate import train_iter
-from plurax.train.read_ahead import OneSlot, ReadAhead
+from plurax.loop.data import StreamData
+from plurax.loop.iterate import train_iter
+from plurax.loop.read_ahead import OneSlot, ReadAhead
 
 SIZE = 4
 TASK = px.Task(

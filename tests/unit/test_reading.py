@@ -18,19 +18,19 @@ from tests.draws import draws
 
 import plurax as px
 from plurax import errors
+from plurax.checkpoint.damage import Damage
+from plurax.checkpoint.description import read_description, sealed
+from plurax.checkpoint.files import DIGESTS, verify_files, write_digests
 from plurax.cli.predict_command import _read_arrays
+from plurax.guards.rollback import Rollback, Rollbacks
+from plurax.guards.status import Status, StatusFile
+from plurax.loop.log_rows import read_rows
 from plurax.reading import parse_json
 from plurax.report.page.run_data import read_settings
+from plurax.run_folder.run_file import read_run_file
 from plurax.server.record import read_events
 from plurax.sources.adapt import adapt
 from plurax.sources.source import in_memory
-from plurax.train.checkpoint.damage import Damage
-from plurax.train.checkpoint.description import read_description, sealed
-from plurax.train.checkpoint.files import DIGESTS, verify_files, write_digests
-from plurax.train.log import read_rows
-from plurax.train.rollback import Rollback, Rollbacks
-from plurax.train.run_file import read_run_file
-from plurax.train.status import Status, StatusFile
 
 
 def save_arrays(path, *, compressed=False):

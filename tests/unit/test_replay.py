@@ -26,6 +26,7 @@ from tests.unit.test_interleavings import (
 )
 
 import plurax as px
+from plurax.checkpoint.description import read_description, sealed
 from plurax.server.account import Account
 from plurax.server.asynchronous import Asynchronous
 from plurax.server.record import FILE, Record, read_events
@@ -34,7 +35,6 @@ from plurax.server.residuals import zero_leaves
 from plurax.server.servers import Servers
 from plurax.server.shard_layout import to_host
 from plurax.server.synchronous import Synchronous
-from plurax.train.checkpoint.description import read_description, sealed
 from plurax.train.serve import numbered_batches, parts_of, run_spec, serve_iter
 
 RUNS = {

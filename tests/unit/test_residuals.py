@@ -17,6 +17,7 @@ from tests.draws import draws
 from tests.simulated import Simulated
 
 import plurax as px
+from plurax.checkpoint import Checkpoints, DamagedCheckpointWarning
 from plurax.jaxpr.homes import RowSplit
 from plurax.server.account import Account
 from plurax.server.asynchronous import Asynchronous
@@ -26,7 +27,6 @@ from plurax.server.servers import Servers
 from plurax.server.shard_layout import ShardLayout
 from plurax.server.synchronous import Synchronous
 from plurax.server.threads import Threads
-from plurax.train.checkpoint import Checkpoints, DamagedCheckpointWarning
 from plurax.train.serve import run_spec, serve_iter
 
 SYNC = Servers(workers=2, shards=2, compression="topk", transport="threads")

@@ -15,8 +15,8 @@ from tests.command import run
 
 import plurax as px
 from plurax.cli.file_or_run import tokens
-from plurax.train.log import read_rows
-from plurax.train.run_file import git_state, read_run_file, run_toml
+from plurax.loop.log_rows import read_rows
+from plurax.run_folder.run_file import git_state, read_run_file, run_toml
 
 EXPERIMENT = """
 import optax, plurax as px

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from plurax.checkpoint import Checkpoints
 from plurax.exit_codes import ExitCode
-from plurax.train.checkpoint import Checkpoints
-from plurax.train.stop_signals import SAME_SECONDS, StopSignals
+from plurax.guards.stop_signals import SAME_SECONDS, StopSignals
 
 LATE = SAME_SECONDS + 1
 

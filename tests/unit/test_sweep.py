@@ -16,10 +16,10 @@ from tests import models
 from tests.pictures import panels
 
 import plurax as px
+from plurax.loop.epoch_metrics import NonFiniteWarning
 from plurax.report.parallel import draw_parallel
 from plurax.sweeps import halving as halving_
 from plurax.sweeps.sweep import Sweep, _value
-from plurax.train.epoch_metrics import NonFiniteWarning
 
 ROWS = models.data(48)
 TASK = models.mlp_task()

@@ -12,9 +12,9 @@ from tests.runs import write_run
 from plurax.cli.commands import main
 from plurax.console import PlainConsole
 from plurax.launch.events import Events
+from plurax.progress.console_progress import TrainingProgress
 from plurax.report.watch_frame import WatchedRun
 from plurax.terminal import printable
-from plurax.train.progress import TrainingProgress
 
 TITLE, SHOWN = "\x1b]0;taken\x07", r"\x1b]0;taken"  # Rich itself leaves the bell out
 EVIL = f"[blink]loss[/blink]{TITLE}\x9b2J\u202e:boom:"

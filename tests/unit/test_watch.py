@@ -10,10 +10,10 @@ from rich.console import Console
 from tests.runs import epoch_row, write_rows, write_run
 from tests.unit.test_cli import run
 
+from plurax.checkpoint.lock import FolderLock, writer_of
 from plurax.cli.watch_command import watch
 from plurax.errors import ExperimentError
 from plurax.report.watch_frame import WatchedRun, curve_lines
-from plurax.train.checkpoint.lock import FolderLock, writer_of
 
 
 def shown(watched, width=100):
@@ -85,7 +85,7 @@ def test_control_c_leaves_the_watch_with_130(locked):
 
 def test_a_run_that_stopped_early_or_was_killed_says_so(locked, monkeypatch):
     folder, lock = locked
-    monkeypatch.setattr("plurax.train.checkpoint.lock._is_gone", lambda owner: True)
+    monkeypatch.setattr("plurax.checkpoint.lock._is_gone", lambda owner: True)
     assert WatchedRun(folder).state == "its process is gone"
     lock.release()
     assert WatchedRun(folder).state == "stopped"

@@ -13,13 +13,13 @@ import pytest
 from tests import models
 
 import plurax as px
+from plurax.checkpoint.manager import SAVE_SECONDS
 from plurax.distributed.process_group import ROUND_SECONDS
 from plurax.exit_codes import ExitCode
+from plurax.guards.status import Status, StatusFile
+from plurax.guards.watchdog import FACTOR, FIRST_FACTOR, FIRST_TO_OTHERS, Watchdog
 from plurax.launch.settings import Limits as LauncherLimits
 from plurax.timeouts import TIMEOUTS, Timeouts
-from plurax.train.checkpoint.manager import SAVE_SECONDS
-from plurax.train.status import Status, StatusFile
-from plurax.train.watchdog import FACTOR, FIRST_FACTOR, FIRST_TO_OTHERS, Watchdog
 
 
 class Step(NamedTuple):
@@ -283,7 +283,7 @@ def test_the_limits_are_nested():
 
 STUCK = """
 import threading
-from plurax.train.watchdog import Watchdog, WatchdogLimits
+from plurax.guards.watchdog import Watchdog, WatchdogLimits
 from tests.unit.test_watchdog import Step
 
 def waits_for_a_lock():

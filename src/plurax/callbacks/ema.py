@@ -9,9 +9,9 @@ import optax
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.loop.hooks import Run
+from plurax.loop.log_rows import Row
 from plurax.state import TrainState
-from plurax.train.hooks import Run
-from plurax.train.log import Row
 
 
 class EmaState(NamedTuple):

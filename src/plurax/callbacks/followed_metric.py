@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Bool
 
 from plurax import errors
-from plurax.train.hooks import Run
-from plurax.train.log import Row
+from plurax.loop.hooks import Run
+from plurax.loop.log_rows import Row
 
 Mode = Literal["min", "max"]
 

@@ -22,13 +22,13 @@ from jaxtyping import Bool
 
 from plurax import errors
 from plurax.callbacks.followed_metric import FollowedMetric, Mode
+from plurax.checkpoint import Checkpoints
+from plurax.checkpoint.restore import members_meta
 from plurax.execute.program import Program
+from plurax.guards.saving import SaveFailedWarning
+from plurax.loop.hooks import Run
+from plurax.loop.log_rows import Row
 from plurax.state import TrainState
-from plurax.train.checkpoint import Checkpoints
-from plurax.train.hooks import Run
-from plurax.train.log import Row
-from plurax.train.restore import members_meta
-from plurax.train.saving import SaveFailedWarning
 from plurax.user_frames import warn
 
 

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from plurax import errors
 from plurax.distributed.global_arrays import fetch
-from plurax.train.hooks import Run
-from plurax.train.log import Row
+from plurax.loop.hooks import Run
+from plurax.loop.log_rows import Row
 
 BLOCK = 1024
 """Rates computed at once."""

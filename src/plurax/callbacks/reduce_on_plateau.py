@@ -10,8 +10,8 @@ from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.callbacks.followed_metric import FollowedMetric, Mode
-from plurax.train.hooks import Run
-from plurax.train.log import Row
+from plurax.loop.hooks import Run
+from plurax.loop.log_rows import Row
 from plurax.validate import whole_number
 
 SCALE = "learning_rate_scale"

@@ -5,8 +5,8 @@ from pathlib import Path
 import jax
 
 from plurax import errors
-from plurax.train.hooks import Run
-from plurax.train.log import Row
+from plurax.loop.hooks import Run
+from plurax.loop.log_rows import Row
 from plurax.validate import whole_number
 
 

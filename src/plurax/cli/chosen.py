@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 from jaxtyping import PyTree
 
 from plurax import errors, experiment
+from plurax.checkpoint.restore import make_program, with_resampling
 from plurax.cli.options import Common
 from plurax.distributed.environment import writes_files
 from plurax.execute.program import Program
+from plurax.loop.data import Data, as_data
 from plurax.members import Members
 from plurax.plan import Plan
-from plurax.train.data import Data, as_data
-from plurax.train.restore import make_program, with_resampling
 
 T = TypeVar("T")
 

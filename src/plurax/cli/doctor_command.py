@@ -17,8 +17,8 @@ from plurax import tree
 from plurax.cli.arguments import start_devices
 from plurax.cli.grouped import parse_options
 from plurax.cli.options import Devices
+from plurax.run_folder.run_file import versions
 from plurax.terminal import printable
-from plurax.train.run_file import versions
 
 SMALL_SHM = 1 << 30
 """Bytes of /dev/shm below which it is small: that of a container is 64 MB by default."""

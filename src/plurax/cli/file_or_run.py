@@ -18,8 +18,8 @@ from plurax.cli.arguments import value
 from plurax.cli.options import train_class
 from plurax.distributed.environment import gang_of
 from plurax.plan import MESH_AXES
+from plurax.run_folder.run_file import RUN_FILE, RunSettings, read_run_file
 from plurax.train.fit import fit
-from plurax.train.run_file import RUN_FILE, RunSettings, read_run_file
 
 T = TypeVar("T")
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
 
+from plurax.guards.rollback import Rollback
 from plurax.machine import Machine
 from plurax.members import Members
 from plurax.plan import Plan
@@ -16,7 +17,6 @@ from plurax.planner.tensor import SolverName
 from plurax.resample import Everything, Resample, bootstrap, kfold
 from plurax.server.servers import Servers
 from plurax.train.fit import fit
-from plurax.train.rollback import Rollback
 
 T = TypeVar("T")
 

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from plurax import errors, tree
+from plurax.checkpoint import Checkpoints
+from plurax.checkpoint.restore import restore
 from plurax.cli.chosen import chosen_program, written
 from plurax.cli.options import Predict
 from plurax.cli.parse import parse, predict_options
 from plurax.disk import replacing
 from plurax.execute.placement import chunks
 from plurax.reading import refusing
-from plurax.train.checkpoint import Checkpoints
-from plurax.train.restore import restore
 from plurax.user_frames import describe_error, is_users
 from plurax.validate import local_path
 

@@ -5,16 +5,16 @@ import json
 from pathlib import Path
 
 from plurax import errors, experiment
+from plurax.checkpoint import Checkpoints
+from plurax.checkpoint.manager import state_fingerprints
 from plurax.cli.arguments import made_experiment, start_devices
 from plurax.cli.file_or_run import ExperimentSource, run_file_of
 from plurax.cli.grouped import parse_options
 from plurax.cli.options import ReplayOptions
 from plurax.mesh import cpu_devices
 from plurax.plan import Plan
-from plurax.train.checkpoint import Checkpoints
-from plurax.train.checkpoint.manager import state_fingerprints
+from plurax.run_folder.run_file import RunSettings, read_run_file
 from plurax.train.replayed import fetched_steps, recorded_runs, replayed
-from plurax.train.run_file import RunSettings, read_run_file
 
 
 def replay_command(arguments: list[str]) -> int:

@@ -13,13 +13,13 @@ from plurax.cli.parse import parse, train_options
 from plurax.console import PlainConsole
 from plurax.distributed.environment import writes_files
 from plurax.exit_codes import ExitCode
+from plurax.loop.log_rows import read_rows
 from plurax.members import Members
 from plurax.report.curves import draw_curves
 from plurax.report.servers_picture import draw_servers, draw_workers
 from plurax.resample import Everything
 from plurax.train.elastic import plan_for_those_left
 from plurax.train.fit import Fit, fit
-from plurax.train.log import read_rows
 
 EXIT = {
     None: ExitCode.DONE,

@@ -28,8 +28,8 @@ def draw_curves(
 
     The guide [Pictures](../guides/pictures.md#draw_curves) shows one.
 
-    **Arguments:** `rows`, as `plurax.train.log.read_rows` yields them; `path`, of the picture (its
-    ending determines the format).
+    **Arguments:** `rows`, as `plurax.loop.log_rows.read_rows` yields them; `path`, of the picture
+    (its ending determines the format).
     """
     steps = [row for row in rows if row.get("kind") == "step"]
     epochs = [row for row in rows if row.get("kind") == "epoch"]

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from plurax.loop.log_rows import Row, read_rows
 from plurax.report.picture import (
     BLUE,
     GREEN,
@@ -36,7 +37,6 @@ from plurax.report.picture import (
     saved,
 )
 from plurax.server.record import FILE, Event, read_events
-from plurax.train.log import Row, read_rows
 
 if TYPE_CHECKING:
     import matplotlib.figure

@@ -23,11 +23,12 @@ from rich.table import Table
 from rich.text import Text
 
 from plurax import errors
+from plurax.checkpoint import Checkpoints
+from plurax.checkpoint.lock import LOCK, writer_of
+from plurax.loop.log_rows import Row
 from plurax.report.page.run_data import LogTail, is_number, read_settings, run_folders
-from plurax.train.checkpoint import Checkpoints
-from plurax.train.checkpoint.lock import LOCK, writer_of
-from plurax.train.log import LOG_FILE, Row
-from plurax.train.log_check import damage_row, log_damage
+from plurax.run_folder.log import LOG_FILE
+from plurax.run_folder.log_check import damage_row, log_damage
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 ROWS, COLUMNS = 6, 60

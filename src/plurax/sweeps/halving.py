@@ -29,21 +29,21 @@ import numpy as np
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.checkpoint.restore import make_program, with_resampling
 from plurax.distributed.global_arrays import fetch, is_primary
 from plurax.ensemble.select import join_members, take_members
 from plurax.execute.array_data import ArrayData, Position
 from plurax.execute.check import check_population
 from plurax.execute.population import HyperFn
 from plurax.execute.program import Program
+from plurax.loop.data import Data, as_data
+from plurax.loop.epoch_metrics import MembersMetrics, warn_frozen
+from plurax.loop.iterate import train_iter
 from plurax.members import Members
 from plurax.plan import Plan
+from plurax.progress.console_progress import new_console
 from plurax.state import TrainState
 from plurax.task import Task
-from plurax.train.data import Data, as_data
-from plurax.train.epoch_metrics import MembersMetrics, warn_frozen
-from plurax.train.iterate import train_iter
-from plurax.train.progress import new_console
-from plurax.train.restore import make_program, with_resampling
 from plurax.validate import Mode, sign_of_mode, whole_number
 
 

@@ -32,11 +32,11 @@ from plurax.ensemble.select import export_member
 from plurax.execute.population import HyperFn
 from plurax.members import Grid, Hyper, Members
 from plurax.plan import Plan
+from plurax.progress.console_progress import new_console
 from plurax.state import TrainState
 from plurax.sweeps.importance import importance
 from plurax.task import Task
 from plurax.train.fit import Fit, fit
-from plurax.train.progress import new_console
 from plurax.validate import Mode, sign_of_mode
 
 Row = dict[str, Any]

@@ -1,4 +1,4 @@
-"""The training loop, its data, log, progress and checkpoints."""
+"""`fit` and what it is composed of; the public names of training."""
 
 from plurax.lazy import public_names
 

@@ -15,30 +15,42 @@ from jaxtyping import PyTree
 import plurax.train
 from plurax.analysis.estimate import Estimate
 from plurax.analysis.measured import Measured
+from plurax.checkpoint.restore import (
+    make_program,
+    saved_tuning,
+    with_resampling,
+)
 from plurax.distributed.environment import attempt
 from plurax.distributed.process_group import open_group
 from plurax.execute.array_data import Ragged
 from plurax.execute.memory_error import out_of_memory_said
 from plurax.execute.population import HyperFn
 from plurax.execute.program import Program
+from plurax.guards.replica_guard import ReplicaGuard
+from plurax.guards.rollback import Rollback, Rollbacks, check_rollback
+from plurax.guards.saving import Saving
+from plurax.guards.stop_signals import StopSignals
+from plurax.guards.watchdog import Watchdog
+from plurax.loop.data import as_data
+from plurax.loop.hooks import Hooks, Run, check_callbacks
+from plurax.loop.log_rows import Row
+from plurax.loop.planned_end import PlannedEnd, check_limits
 from plurax.machine import Machine
 from plurax.members import Members
 from plurax.notebook import html_table
 from plurax.plan import Plan
+from plurax.run_folder.folder import epoch_length
+from plurax.run_folder.run_file import experiment_values
 from plurax.server.account import Account
 from plurax.server.servers import Servers
 from plurax.state import TrainState
 from plurax.task import Task
-from plurax.train.data import as_data
 from plurax.train.fit_arguments import (
     check_arguments,
     check_run,
     checked_numbers,
     output_folder,
 )
-from plurax.train.hooks import Hooks, Run, check_callbacks
-from plurax.train.log import Row
-from plurax.train.loop import TrainingLoop, evaluated, saved_text
 from plurax.train.measurements import Measurements, estimate_run
 from plurax.train.opening import (
     move_aside,
@@ -48,20 +60,8 @@ from plurax.train.opening import (
     start,
 )
 from plurax.train.other_names import answers_other_names
-from plurax.train.planned_end import PlannedEnd, check_limits
-from plurax.train.replica_guard import ReplicaGuard
-from plurax.train.restore import (
-    make_program,
-    saved_tuning,
-    with_resampling,
-)
-from plurax.train.rollback import Rollback, Rollbacks, check_rollback
-from plurax.train.run_file import experiment_values
-from plurax.train.run_folder import epoch_length
-from plurax.train.saving import Saving
 from plurax.train.serve import open_servers
-from plurax.train.stop_signals import StopSignals
-from plurax.train.watchdog import Watchdog
+from plurax.train.training_loop import TrainingLoop, evaluated, saved_text
 
 if TYPE_CHECKING:
     import matplotlib.figure

@@ -14,13 +14,13 @@ from plurax import errors, tree
 from plurax.execute.check import check_kinds
 from plurax.execute.placement import is_arrays
 from plurax.execute.program import Program
+from plurax.guards.saving import check_room
 from plurax.members import Members
 from plurax.plan import Plan
 from plurax.server.servers import Servers
 from plurax.sources.adapt import adapt
 from plurax.state import TrainState
 from plurax.train.elastic import plan_for_those_left
-from plurax.train.saving import check_room
 from plurax.train.serve import check_servers
 from plurax.validate import check_seed, local_path, whole_number
 

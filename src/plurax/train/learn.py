@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plurax import errors
+from plurax.loop.log_rows import read_rows
 from plurax.machine import Machine
-from plurax.train.log import read_rows
 
 
 def learned(machine: Machine, runs: Sequence[Path]) -> Machine:

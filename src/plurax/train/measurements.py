@@ -15,11 +15,11 @@ from plurax.analysis.estimate import Estimate, estimate
 from plurax.analysis.measured import Measured, predicted_line
 from plurax.execute.array_data import ArrayData
 from plurax.execute.program import Program
+from plurax.loop.data import Data
+from plurax.loop.epoch_metrics import EpochMetrics
+from plurax.loop.iterate import StepOutput, stays_resident
+from plurax.loop.log_rows import Row
 from plurax.machine import Machine
-from plurax.train.data import Data
-from plurax.train.epoch_metrics import EpochMetrics
-from plurax.train.iterate import StepOutput, stays_resident
-from plurax.train.log import Row
 
 
 def estimate_run(

@@ -7,23 +7,24 @@ from typing import Any
 
 from plurax import errors
 from plurax.analysis.estimate import Estimate
+from plurax.checkpoint import Checkpoints
+from plurax.checkpoint.restore import restore
 from plurax.distributed.process_group import ProcessGroup
 from plurax.execute.array_data import Position
 from plurax.execute.program import Program
 from plurax.execute.summary import choice_text
+from plurax.guards.rollback import Rollbacks
+from plurax.loop.data import Data
+from plurax.loop.epoch_metrics import EpochMetrics, MembersMetrics, NetworkMetrics
+from plurax.loop.hooks import Hooks
+from plurax.loop.log_rows import Row
 from plurax.notebook import in_notebook
+from plurax.progress.console_progress import TrainingProgress
+from plurax.progress.notebook_progress import NotebookProgress
+from plurax.run_folder.folder import check_same_run, move_run_aside, save_settings
+from plurax.run_folder.log import DamagedLogWarning, MetricsLog
+from plurax.run_folder.log_check import damage_row, log_damage
 from plurax.state import TrainState
-from plurax.train.checkpoint import Checkpoints
-from plurax.train.data import Data
-from plurax.train.epoch_metrics import EpochMetrics, MembersMetrics, NetworkMetrics
-from plurax.train.hooks import Hooks
-from plurax.train.log import DamagedLogWarning, MetricsLog, Row
-from plurax.train.log_check import damage_row, log_damage
-from plurax.train.notebook_progress import NotebookProgress
-from plurax.train.progress import TrainingProgress
-from plurax.train.restore import restore
-from plurax.train.rollback import Rollbacks
-from plurax.train.run_folder import check_same_run, move_run_aside, save_settings
 from plurax.user_frames import warn
 
 

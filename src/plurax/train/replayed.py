@@ -9,8 +9,11 @@ import optax
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.checkpoint.restore import make_program
 from plurax.execute.array_data import Position
+from plurax.loop.data import Data, as_data
 from plurax.plan import Plan
+from plurax.run_folder.folder import epoch_length
 from plurax.server.messages import Ticket
 from plurax.server.record import FILE, Event, read_events
 from plurax.server.replay import Replay, reached_at
@@ -18,9 +21,6 @@ from plurax.server.residuals import Leaves, redistribute
 from plurax.server.servers import Servers
 from plurax.state import TrainState
 from plurax.task import Task
-from plurax.train.data import Data, as_data
-from plurax.train.restore import make_program
-from plurax.train.run_folder import epoch_length
 from plurax.train.serve import numbered_batches, parts_of, run_spec
 from plurax.validate import local_path, whole_number
 

@@ -24,10 +24,13 @@ import optax
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.checkpoint import Checkpoints
 from plurax.distributed.global_arrays import check_alone
 from plurax.execute.array_data import ArrayData, Position
 from plurax.execute.placement import abstract_batch, leading_dim
 from plurax.execute.program import Program
+from plurax.loop.data import Data
+from plurax.loop.iterate import StepOutput
 from plurax.plan import Plan
 from plurax.server.coordinator import Coordinator, Update
 from plurax.server.messages import Ticket
@@ -39,9 +42,6 @@ from plurax.server.servers import Servers
 from plurax.sources.source import in_memory
 from plurax.state import TrainState
 from plurax.task import Task
-from plurax.train.checkpoint import Checkpoints
-from plurax.train.data import Data
-from plurax.train.iterate import StepOutput
 from plurax.tree import with_rows
 
 

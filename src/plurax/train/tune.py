@@ -7,16 +7,16 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
+from plurax.checkpoint.restore import make_program, with_resampling
 from plurax.distributed.global_arrays import MEASURE_IN_ONE, check_alone
 from plurax.execute.array_data import ArrayData
 from plurax.execute.autotune import Candidate
 from plurax.execute.check import check_population
 from plurax.execute.population import HyperFn
+from plurax.loop.data import as_data
 from plurax.members import Members
 from plurax.plan import Plan
 from plurax.task import Task
-from plurax.train.data import as_data
-from plurax.train.restore import make_program, with_resampling
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from plurax.loop.log_rows import Row
 from plurax.report.page.run_data import NOT_METRICS, RunData, is_number
 from plurax.report.page.thin import thin
-from plurax.train.log import Row
 
 BUDGET = 120_000
 """Points of all curves of a page."""

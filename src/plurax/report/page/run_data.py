@@ -25,13 +25,14 @@ import numpy as np
 from jaxtyping import Float
 
 from plurax import errors
+from plurax.checkpoint.lock import LOCK, writer_of
+from plurax.loop.log_rows import KINDS, Row, read_row
 from plurax.machine import Machine
 from plurax.plan import Plan
 from plurax.reading import parse_json, parse_toml, read_text
+from plurax.run_folder.log import LOG_FILE, DamagedLogWarning
+from plurax.run_folder.log_check import damage_row, log_damage
 from plurax.server.record import Event, read_events
-from plurax.train.checkpoint.lock import LOCK, writer_of
-from plurax.train.log import KINDS, LOG_FILE, DamagedLogWarning, Row, read_row
-from plurax.train.log_check import damage_row, log_damage
 from plurax.user_frames import warn
 
 T = TypeVar("T")

@@ -28,17 +28,17 @@ import numpy as np
 from jaxtyping import PyTree
 
 from plurax import errors, tree
+from plurax.checkpoint.damage import Damage, DamagedCheckpointWarning
+from plurax.checkpoint.description import read_description, sealed
+from plurax.checkpoint.files import usable_folder, verify_files
+from plurax.checkpoint.limited_wait import LimitedWait
+from plurax.checkpoint.lock import LOCK, FolderLock
+from plurax.checkpoint.save_barrier import SaveBarrier
 from plurax.disk import FileIdentity, make_folder, sync_folder
 from plurax.distributed.process_group import ProcessGroup, open_group
 from plurax.fingerprint import fingerprints
 from plurax.state import TrainState, check_not_donated
 from plurax.timeouts import TIMEOUTS
-from plurax.train.checkpoint.damage import Damage, DamagedCheckpointWarning
-from plurax.train.checkpoint.description import read_description, sealed
-from plurax.train.checkpoint.files import usable_folder, verify_files
-from plurax.train.checkpoint.limited_wait import LimitedWait
-from plurax.train.checkpoint.lock import LOCK, FolderLock
-from plurax.train.checkpoint.save_barrier import SaveBarrier
 from plurax.user_frames import warn
 
 T = TypeVar("T")
@@ -173,7 +173,7 @@ class Checkpoints:
             raise errors.checkpoint_not_written(str(self.directory), str(error)) from None
 
     def _open_manager(self) -> None:
-        from plurax.train.checkpoint.arrays import open_manager
+        from plurax.checkpoint.arrays import open_manager
 
         try:
             if self._barrier is None and self._group.count > 1:
@@ -242,7 +242,7 @@ class Checkpoints:
         arrays: dict[str, PyTree] = {"state": plain}
         if residuals:
             arrays["residuals"], described["workers"] = residuals, len(residuals)
-        from plurax.train.checkpoint.arrays import write_step
+        from plurax.checkpoint.arrays import write_step
 
         saving = (self._manager, step, arrays, sealed({"run": meta, **described}))
         saved = self._or_not_written(lambda: write_step(*saving))
@@ -327,7 +327,7 @@ class Checkpoints:
 
     def _sweep(self) -> None:
         """Remove, in the background, the files of checkpoints that are not kept."""
-        from plurax.train.checkpoint.arrays import REMOVED
+        from plurax.checkpoint.arrays import REMOVED
 
         def sweep() -> None:
             with contextlib.suppress(OSError):
@@ -461,7 +461,7 @@ class Checkpoints:
         workers = read_description(directory).get("workers") if self._is_there(step) else None
         if workers is None:
             return None
-        from plurax.train.checkpoint.arrays import read_arrays
+        from plurax.checkpoint.arrays import read_arrays
 
         found: Residuals = read_arrays(directory / "residuals", [like] * workers)
         return found
@@ -497,7 +497,7 @@ class Checkpoints:
         names = ["state", "residuals"] if "workers" in described else ["state"]
         for name in names:
             self._read_by_primary(functools.partial(verify_files, directory / name))
-        from plurax.train.checkpoint.arrays import read_arrays
+        from plurax.checkpoint.arrays import read_arrays
 
         plain = read_arrays(directory / "state", plain_like)
         found, saved = fingerprints(plain), described["fingerprints"]

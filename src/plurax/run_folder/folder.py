@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from plurax import errors
+from plurax.checkpoint import Checkpoints
 from plurax.disk import AppendFile, replace_file, sync_folder
 from plurax.execute.array_data import ArrayData
 from plurax.execute.program import Program
+from plurax.loop.data import Data
+from plurax.loop.log_rows import encode_row
 from plurax.machine import Machine
-from plurax.train.checkpoint import Checkpoints
-from plurax.train.data import Data
-from plurax.train.log import encode_row
-from plurax.train.run_file import RUN_FILE, STARTS, run_toml, utc_now
+from plurax.run_folder.run_file import RUN_FILE, STARTS, run_toml, utc_now
 
 FILES = (
     "metrics.jsonl", "tensorboard", "plan.toml", "machine.toml", "servers.jsonl", "rollbacks.jsonl",

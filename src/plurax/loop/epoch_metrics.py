@@ -25,9 +25,9 @@ import jax
 import numpy as np
 
 from plurax.distributed.global_arrays import fetch
+from plurax.loop.iterate import StepOutput
+from plurax.loop.log_rows import Row
 from plurax.members import Members
-from plurax.train.iterate import StepOutput
-from plurax.train.log import Row
 from plurax.user_frames import warn
 
 COUNTS = ("weight", "examples", "skipped")

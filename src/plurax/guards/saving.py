@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from plurax import errors, tree
+from plurax.checkpoint import Checkpoints
+from plurax.checkpoint.manager import Meta, Residuals
 from plurax.distributed.process_group import ProcessGroup
+from plurax.run_folder.log import MetricsLog
 from plurax.state import TrainState
-from plurax.train.checkpoint import Checkpoints
-from plurax.train.checkpoint.manager import Meta, Residuals
-from plurax.train.log import MetricsLog
 from plurax.user_frames import warn
 
 ATTEMPTS = 3

@@ -13,8 +13,8 @@ from typing import Any
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
+from plurax.checkpoint.files import write_digests
 from plurax.disk import sync_file, sync_folder, sync_tree
-from plurax.train.checkpoint.files import write_digests
 
 REMOVED = "removed.orbax-checkpoint-tmp"
 """The folder into which checkpoints go that are not kept, until their files are removed."""

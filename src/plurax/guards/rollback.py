@@ -33,14 +33,15 @@ from typing import Any
 import numpy as np
 
 from plurax import errors
+from plurax.checkpoint import Checkpoints
 from plurax.disk import log_errors, replace_file, sync_folder
 from plurax.distributed.process_group import ProcessGroup
 from plurax.execute.array_data import Position
+from plurax.guards.saving import Saving
+from plurax.loop.iterate import StepOutput
+from plurax.loop.log_rows import Row
 from plurax.reading import parse_json, refusing
-from plurax.train.checkpoint import Checkpoints
-from plurax.train.iterate import StepOutput
-from plurax.train.log import MetricsLog, Row
-from plurax.train.saving import Saving
+from plurax.run_folder.log import MetricsLog
 from plurax.user_frames import warn
 from plurax.validate import whole_number
 

@@ -32,9 +32,9 @@ from jaxtyping import PyTree
 from plurax import errors
 from plurax.distributed.process_group import ProcessGroup
 from plurax.execute.program import Program
+from plurax.loop.iterate import StepOutput
+from plurax.loop.log_rows import Row
 from plurax.state import TrainState
-from plurax.train.iterate import StepOutput
-from plurax.train.log import Row
 from plurax.validate import check_takes
 
 HOOKS = {

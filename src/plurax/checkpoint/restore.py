@@ -19,20 +19,20 @@ import numpy as np
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.checkpoint import Checkpoints
 from plurax.distributed.global_arrays import process_count, put
 from plurax.ensemble.select import join_members
 from plurax.execute.array_data import ArrayData
 from plurax.execute.check import check_kinds
 from plurax.execute.program import Program
 from plurax.execute.program_cache import cached_program, shapes_key
+from plurax.loop.data import Data
+from plurax.loop.iterate import train_iter
 from plurax.members import Members
 from plurax.mesh import make_mesh, replicated
 from plurax.plan import Plan
 from plurax.resample import Everything
 from plurax.state import TrainState
-from plurax.train.checkpoint import Checkpoints
-from plurax.train.data import Data
-from plurax.train.iterate import train_iter
 
 
 def with_resampling(members: Members, source: Data) -> Data:

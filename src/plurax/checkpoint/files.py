@@ -11,8 +11,8 @@ import re
 from pathlib import Path
 
 from plurax import errors
+from plurax.checkpoint.damage import Damage
 from plurax.reading import parse_json
-from plurax.train.checkpoint.damage import Damage
 from plurax.validate import local_path
 
 DIGESTS = "sha256.json"

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from plurax import errors
+from plurax.checkpoint.damage import Damage
 from plurax.reading import parse_json
-from plurax.train.checkpoint.damage import Damage
 
 FORMAT = 2
 """The current format; format 1 had no checksum."""

@@ -10,7 +10,7 @@ from numbers import Real
 from typing import Any
 
 from plurax import errors
-from plurax.train.hooks import Hooks, Run
+from plurax.loop.hooks import Hooks, Run
 from plurax.validate import whole_number
 
 

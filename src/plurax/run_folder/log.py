@@ -2,30 +2,20 @@
 
 import contextlib
 import hashlib
-import json
-import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from plurax import errors
 from plurax.disk import AppendFile, log_errors, make_folder, replace_file
-from plurax.reading import parse_json
-from plurax.train.board import Board
+from plurax.loop.log_rows import Row, encode_row, parsed_lines
+from plurax.run_folder.board import Board
 from plurax.user_frames import warn
-
-Row = dict[str, Any]
 
 LOG_FILE = "metrics.jsonl"
 
 BOARD_EVERY = 10
 """Steps between those written to TensorBoard; `metrics.jsonl` has every step."""
-
-KINDS = ("step", "evaluation", "epoch", "event")
-"""The kinds of rows."""
-
-NOT_FINITE = ("nan", "inf", "-inf")
-"""The texts that stand in JSON for numbers that JSON cannot hold."""
 
 
 class DamagedLogWarning(UserWarning):
@@ -84,7 +74,7 @@ class MetricsLog:
         """Yield the lines of steps up to `last`, unchanged; append epoch rows to `epochs`."""
         torn = []
         after = False
-        for number, line, row in _parsed(self.path):
+        for number, line, row in parsed_lines(self.path):
             if row is None:
                 torn += [] if after else [number]
             elif row["step"] <= last:
@@ -135,54 +125,3 @@ class MetricsLog:
         """Flush and close. Raises `CheckpointError` where writing fails."""
         with log_errors(self.path), contextlib.closing(self._board.file):
             self._rows.close()
-
-
-def read_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a `metrics.jsonl`, leaving out lines that a kill cut short."""
-    for _, _, row in _parsed(path):
-        if row is not None:
-            yield row
-
-
-def _parsed(path: Path) -> Iterator[tuple[int, bytes, Row | None]]:
-    """Yield number, bytes and row of each line; None for a line that is not a whole row."""
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            yield number, line, read_row(line)
-
-
-def read_row(line: bytes) -> Row | None:
-    """Return the row of a line, None for one that is not a whole row."""
-    try:
-        row = parse_json(line)
-    except ValueError:
-        return None
-    if not line.endswith(b"\n") or not isinstance(row, dict):
-        return None
-    if not isinstance(row.get("step"), int) or row.get("kind") not in KINDS:
-        return None
-    return {name: _numbers(value) for name, value in row.items()}
-
-
-def _numbers(value: Any) -> Any:
-    """Decode what `_plain` encoded."""
-    if isinstance(value, dict):
-        return {name: _numbers(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_numbers(inner) for inner in value]
-    if value is None or value in NOT_FINITE:
-        return math.nan if value is None else float(value)
-    return value
-
-
-def encode_row(row: Row) -> bytes:
-    """Encode one row as a line of JSON; a value that is not finite becomes text."""
-    return (json.dumps(_plain(row)) + "\n").encode()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_plain(inner) for inner in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -35,8 +35,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from plurax.distributed.environment import gang_of, status_folder, watchdog_seconds
 from plurax.exit_codes import ExitCode
+from plurax.guards.status import Phase, Status, StatusFile
 from plurax.timeouts import TIMEOUTS
-from plurax.train.status import Phase, Status, StatusFile
 
 FACTOR = 20
 """A step is stuck after so many times the median of those before."""

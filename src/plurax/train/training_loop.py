@@ -17,29 +17,30 @@ from typing import Any
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.checkpoint import Checkpoints
+from plurax.checkpoint.manager import Meta
+from plurax.checkpoint.restore import members_meta
 from plurax.distributed.process_group import ProcessGroup
 from plurax.execute.array_data import Position
 from plurax.execute.program import Program
+from plurax.guards.not_finite import why_not_finite
+from plurax.guards.replica_guard import ReplicaGuard
+from plurax.guards.rollback import Rollbacks
+from plurax.guards.saving import Saving
+from plurax.guards.stop_signals import StopSignals
+from plurax.guards.watchdog import Watchdog
+from plurax.loop.data import Data
+from plurax.loop.epoch_metrics import EpochMetrics
+from plurax.loop.hooks import Hooks, Run
+from plurax.loop.iterate import Calls, StepOutput, train_iter
+from plurax.loop.log_rows import Row
+from plurax.loop.planned_end import PlannedEnd
+from plurax.progress.console_progress import TrainingProgress
+from plurax.run_folder.log import MetricsLog
 from plurax.server.coordinator import Coordinator
 from plurax.state import TrainState
-from plurax.train.checkpoint import Checkpoints
-from plurax.train.checkpoint.manager import Meta
-from plurax.train.data import Data
-from plurax.train.epoch_metrics import EpochMetrics
-from plurax.train.hooks import Hooks, Run
-from plurax.train.iterate import Calls, StepOutput, train_iter
-from plurax.train.log import MetricsLog, Row
 from plurax.train.measurements import Measurements
-from plurax.train.not_finite import why_not_finite
-from plurax.train.planned_end import PlannedEnd
-from plurax.train.progress import TrainingProgress
-from plurax.train.replica_guard import ReplicaGuard
-from plurax.train.restore import members_meta
-from plurax.train.rollback import Rollbacks
-from plurax.train.saving import Saving
 from plurax.train.serve import serve_iter
-from plurax.train.stop_signals import StopSignals
-from plurax.train.watchdog import Watchdog
 
 
 @dataclasses.dataclass(frozen=True)

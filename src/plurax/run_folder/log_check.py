@@ -13,8 +13,9 @@ import hashlib
 from pathlib import Path
 
 from plurax import errors
-from plurax.train.checkpoint import Checkpoints
-from plurax.train.log import LOG_FILE, Row, read_rows
+from plurax.checkpoint import Checkpoints
+from plurax.loop.log_rows import Row, read_rows
+from plurax.run_folder.log import LOG_FILE
 
 MOST_LISTED = 8
 """Ranges of steps that are named."""

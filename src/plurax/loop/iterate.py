@@ -33,10 +33,10 @@ from plurax.execute.placement import Placed
 from plurax.execute.population import MAX_STEPS_PER_CALL
 from plurax.execute.program import Program
 from plurax.execute.step import Metrics
+from plurax.loop.data import Data, StreamData
+from plurax.loop.read_ahead import OneSlot, ReadAhead
 from plurax.mesh import memory_budget
 from plurax.state import TrainState
-from plurax.train.data import Data, StreamData
-from plurax.train.read_ahead import OneSlot, ReadAhead
 
 SECONDS_PER_CALL = 0.25
 """The target duration of one call, in seconds: short enough for a live bar and Ctrl-C."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from plurax.notebook import html_table
-from plurax.train.progress import TrainingProgress, shown_values
+from plurax.progress.console_progress import TrainingProgress, shown_values
 
 SECONDS_BETWEEN_FRAMES = 0.2
 SHOWN_ROWS, SHOWN_NOTES = 20, 10

@@ -1,0 +1,1 @@
+"""What keeps a run alive and sound: saving, rollback, replicas, the watchdog, signals."""

@@ -1,0 +1,1 @@
+"""Callbacks that log the rows of a run elsewhere."""

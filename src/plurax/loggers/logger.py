@@ -1,0 +1,80 @@
+"""Log the rows of a run elsewhere: files of one's own, MLflow, Weights & Biases.
+
+`fit(output=...)` writes `metrics.jsonl` and TensorBoard events by itself. A logger is a callback,
+so it also sees what callbacks before it have added to a row: put loggers last.
+"""
+
+import abc
+import contextlib
+
+from plurax import errors
+from plurax.loop.hooks import Run
+from plurax.loop.log_rows import Row
+from plurax.validate import whole_number
+
+
+class Logger(abc.ABC):
+    """Writes rows of epochs somewhere, in the first process only."""
+
+    def on_start(self, run: Run) -> None:
+        """Open; a run that is resumed goes on after its step."""
+        if run.is_primary:
+            self._open(run)
+
+    def on_epoch(self, run: Run, row: Row) -> None:
+        """Write an epoch."""
+        if run.is_primary:
+            self._write(row)
+
+    def on_save(self, run: Run, step: int) -> None:
+        """Write to disk what a checkpoint shall not be ahead of."""
+        if run.is_primary:
+            self._flush()
+
+    def on_stop(self, run: Run) -> None:
+        """Close; an error that ends training is not replaced by one of the disk."""
+        if run.is_primary:
+            with contextlib.suppress(*(errors.DiskError,) if run.failed else ()):
+                self._close(run)
+
+    @abc.abstractmethod
+    def _open(self, run: Run) -> None: ...
+
+    @abc.abstractmethod
+    def _write(self, row: Row) -> None: ...
+
+    def _flush(self) -> None:  # noqa: B027  what sends at once has nothing to do
+        """Return when all is on disk that was written; raise `DiskError` where it is not."""
+
+    @abc.abstractmethod
+    def _close(self, run: Run) -> None: ...
+
+
+class StepLogger(Logger):
+    """Writes rows of steps, too.
+
+    **Arguments:** `every`, steps between those that are written; rows of epochs always are.
+
+    Raises `TaskError` for another number.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        count = whole_number(every)
+        if count is None:
+            raise errors.callback_count(type(self).__name__, "every", every)
+        self._every = count
+
+    def on_step(self, run: Run, row: Row) -> None:
+        """Write a step."""
+        if run.is_primary and row["step"] % self._every == 0:
+            self._write(row)
+
+
+def numbers(row: Row) -> dict[str, float]:
+    """Return the numbers of a row by name."""
+    return {name: value for name, value in row.items() if isinstance(value, int | float)}
+
+
+def named_numbers(row: Row) -> dict[str, float]:
+    """Return the numbers of a row by names like `step/loss`."""
+    return {f"{row['kind']}/{name}": v for name, v in numbers(row).items() if name != "step"}

@@ -1,0 +1,1 @@
+"""The training loop and its events: calls, batches read ahead, metrics, rows, hooks."""
