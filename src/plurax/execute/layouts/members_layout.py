@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.execute.initial_state import check_state
 from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.execute.layouts.state_layout import StateLayout
 from plurax.state import TrainState
@@ -110,7 +111,7 @@ class MembersLayout(StateLayout):
                 f"{self.count}; take those you want (plurax.ensemble.take_members) or compile for "
                 "as many."
             )
-        super().check(state)
+        check_state(state, self.canonical)
 
 
 def _of_members(specs: Any) -> Any:

@@ -32,8 +32,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
+from plurax.execute.initial_state import check_state
 from plurax.execute.layouts.parameter_info import ParameterInfo
-from plurax.execute.layouts.state_layout import StateLayout
+from plurax.execute.layouts.state_layout import StateLayout, stored_where_equal
 from plurax.execute.layouts.state_shardings import StateShardings
 from plurax.freezing import frozen_leaves
 from plurax.pipeline.packing import Packing, buffer_dtype, max_lengths, zeros
@@ -93,6 +94,12 @@ class StagePlacement:
         home = self.homes[leaf]
         return home, self.homes[:leaf].count(home)
 
+    def split(self, tree: PyTree) -> tuple[tuple[Any, ...], list[Any]]:
+        """Return the leaves of a tree that are on all devices, and those that some devices lack."""
+        pairs = list(zip(jax.tree.leaves(tree), self.homes, strict=True))
+        common = tuple(leaf for leaf, home in pairs if home == ON_ALL)
+        return common, [leaf for leaf, home in pairs if home != ON_ALL]
+
     def staged(self, tree: PyTree) -> Staged:
         """Return this device's part of a tree of which every device has all leaves."""
         leaves = jax.tree.leaves(tree)
@@ -100,8 +107,8 @@ class StagePlacement:
         def branch(device: int) -> dict[str, Array]:
             return self.written(device, [leaves[index] for index in self.own(device)])
 
-        rest = tuple(a for a, home in zip(leaves, self.homes, strict=True) if home == ON_ALL)
-        return Staged(rest, self.on_each(branch) if self.lengths else {})
+        common, _ = self.split(tree)
+        return Staged(common, self.on_each(branch) if self.lengths else {})
 
     def written(
         self, device: int, arrays: Sequence[Array], *, wide: bool = False
@@ -216,11 +223,9 @@ class StagedState(StateLayout):
         """
 
         def staged(homes: StagePlacement, axes: PyTree) -> Staged:
-            leaves = jax.tree.leaves(axes)
-            split = [one for one, home in zip(leaves, homes.homes, strict=True) if home != ON_ALL]
-            rest = tuple(a for a, home in zip(leaves, homes.homes, strict=True) if home == ON_ALL)
-            buffers = frozenset({"pipeline"}).union(*split)
-            return Staged(rest, dict.fromkeys(homes.lengths, buffers))
+            common, of_stages = homes.split(axes)
+            buffers = frozenset({"pipeline"}).union(*of_stages)
+            return Staged(common, dict.fromkeys(homes.lengths, buffers))
 
         return self._with(self.inner.varying_axes, staged)
 
@@ -229,11 +234,9 @@ class StagedState(StateLayout):
         """The name of each stored leaf for people; of a buffer, those of the leaves in it."""
 
         def staged(homes: StagePlacement, names: PyTree) -> Staged:
-            leaves = jax.tree.leaves(names)
-            own = [one for one, home in zip(leaves, homes.homes, strict=True) if home != ON_ALL]
-            rest = tuple(a for a, home in zip(leaves, homes.homes, strict=True) if home == ON_ALL)
-            text = own[0] if len(own) == 1 else f"one of {', '.join(own)}"
-            return Staged(rest, dict.fromkeys(homes.lengths, text))
+            common, of_stages = homes.split(names)
+            text = of_stages[0] if len(of_stages) == 1 else f"one of {', '.join(of_stages)}"
+            return Staged(common, dict.fromkeys(homes.lengths, text))
 
         return self._with(self.inner.names, staged)
 
@@ -246,10 +249,9 @@ class StagedState(StateLayout):
     @property
     def gradient_dtypes(self) -> Staged:
         """The dtypes of the parameters that have a gradient."""
-        leaves = jax.tree.leaves(self.inner.like.params)
-        pairs = zip(leaves, self.shards.homes, strict=True)
-        rest = tuple(leaf.dtype for leaf, home in pairs if home == ON_ALL)
-        return Staged(rest, {name: np.dtype(buffer_dtype(name)) for name in self.shards.lengths})
+        common, _ = self.shards.split(self.inner.like.params)
+        buffers = {name: np.dtype(buffer_dtype(name)) for name in self.shards.lengths}
+        return Staged(tuple(leaf.dtype for leaf in common), buffers)
 
     @functools.cached_property
     def canonical(self) -> TrainState:
@@ -262,21 +264,24 @@ class StagedState(StateLayout):
 
         def staged(homes: StagePlacement, tree: PyTree) -> Staged:
             ways = mesh.shape["data"] * mesh.shape["pipeline"] * mesh.shape["tensor"]
-            leaves = jax.tree.leaves(tree)
-            rest = tuple(a for a, h in zip(leaves, homes.homes, strict=True) if h == ON_ALL)
+            common, _ = homes.split(tree)
             stage_buffers = {
                 name: jax.ShapeDtypeStruct(
                     (ways * length,), buffer_dtype(name), sharding=NamedSharding(mesh, EVERYWHERE)
                 )
                 for name, length in homes.lengths.items()
             }
-            return Staged(rest, stage_buffers)
+            return Staged(common, stage_buffers)
 
         return self._with(whole, staged)
 
-    def _unpacked(self, mesh: Mesh) -> TrainState:
-        """Return the state as global `jax.ShapeDtypeStruct`s on `mesh`, before it is packed."""
-        return self.inner.abstract(mesh)
+    def canonical_shardings(self, mesh: Mesh) -> PyTree:
+        """Return the shardings before packing, replicated where a tensor is padded."""
+        return stored_where_equal(self.canonical, self.inner.abstract(mesh), mesh)
+
+    def check(self, state: TrainState) -> None:
+        """Raise `BatchError` where a canonical state has other structure, shapes or dtypes."""
+        check_state(state, self.canonical)
 
     def from_canonical(self, state: TrainState) -> TrainState:
         """Bring a state of whole tensors, layers in order, to the form that devices store."""
@@ -337,9 +342,8 @@ class StagedState(StateLayout):
         )
 
     def _staged_specs(self, homes: StagePlacement, specs: PyTree) -> Staged:
-        leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
-        rest = tuple(s for s, home in zip(leaves, homes.homes, strict=True) if home == ON_ALL)
-        return Staged(rest, dict.fromkeys(homes.lengths, EVERYWHERE))
+        common, _ = homes.split(specs)
+        return Staged(common, dict.fromkeys(homes.lengths, EVERYWHERE))
 
     def _mapped(self, fun: Any, takes: PyTree, gives: PyTree) -> Any:
         return jax.shard_map(

@@ -14,16 +14,15 @@ Example: a parameter `f32[10, 6]` under `Plan(data=4, zero=3)`:
 import abc
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from plurax.distributed.global_arrays import put
-from plurax.execute.initial_state import check_state
 from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.mesh import replicated
 from plurax.state import TrainState
 from plurax.task import Task
-from plurax.tree import named_leaves, path_name
+from plurax.tree import named_leaves
 from plurax.weights.start import StartInit
 
 
@@ -36,21 +35,18 @@ class StateLayout(abc.ABC):
         """The `PartitionSpec`s of the stored state."""
 
     @property
+    @abc.abstractmethod
     def varying_axes(self) -> PyTree:
         """Of each stored leaf the mesh axes along which devices hold different values.
 
-        A tree like `specs`, of `frozenset`s; along the other axes all devices hold the same bits.
+        A tree like `specs`, of `frozenset`s; along the other axes all devices hold the same bits,
+        which `ReplicaCheck` compares.
         """
-        return jax.tree.map(spec_axes, self.specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
     @property
+    @abc.abstractmethod
     def names(self) -> PyTree:
         """The name of each stored leaf for people, a tree like `specs`."""
-        return jax.tree.map_with_path(
-            lambda path, _: path_name(path),
-            self.specs,
-            is_leaf=lambda x: isinstance(x, PartitionSpec),
-        )
 
     @property
     @abc.abstractmethod
@@ -84,24 +80,23 @@ class StateLayout(abc.ABC):
     def parameters(self) -> list[ParameterInfo]:
         """Return the sharding and size of each parameter."""
 
+    @abc.abstractmethod
     def canonical_shardings(self, mesh: Mesh) -> PyTree:
-        """Return shardings for the canonical state: the stored ones, replicated where shapes
-        differ."""
-        return jax.tree.map(
-            lambda canonical, stored: (
-                stored.sharding if canonical.shape == stored.shape else replicated(mesh)
-            ),
-            self.canonical,
-            self._unpacked(mesh),
-        )
+        """Return shardings in which a canonical state is put on the devices before it is stored:
+        as near to the stored ones as its shapes allow."""
 
-    def _unpacked(self, mesh: Mesh) -> TrainState:
-        """Return `abstract`, with a leaf for each canonical leaf."""
-        return self.abstract(mesh)
-
+    @abc.abstractmethod
     def check(self, state: TrainState) -> None:
         """Raise `BatchError` where a canonical state has other structure, shapes or dtypes."""
-        check_state(state, self.canonical)
+
+
+def stored_where_equal(canonical: TrainState, stored: TrainState, mesh: Mesh) -> PyTree:
+    """Return the shardings of stored leaves, replicated where the canonical shape is another."""
+    return jax.tree.map(
+        lambda whole, leaf: leaf.sharding if whole.shape == leaf.shape else replicated(mesh),
+        canonical,
+        stored,
+    )
 
 
 def place_start(task: Task, layout: StateLayout, mesh: Mesh) -> dict[str, jax.Array]:
@@ -118,13 +113,3 @@ def place_start(task: Task, layout: StateLayout, mesh: Mesh) -> dict[str, jax.Ar
         one = like[name].shape == array.shape
         weights[name] = put(array, where[name] if one else replicated(mesh))
     return weights
-
-
-def spec_axes(spec: PartitionSpec) -> frozenset[str]:
-    """Return the mesh axes in a `PartitionSpec`.
-
-    >>> sorted(spec_axes(PartitionSpec(("data", "tensor"), None, "pipeline")))
-    ['data', 'pipeline', 'tensor']
-    """
-    entries = [dim if isinstance(dim, tuple) else (dim,) for dim in spec if dim is not None]
-    return frozenset(axis for entry in entries for axis in entry)

@@ -28,8 +28,9 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
 from plurax import tree
+from plurax.execute.initial_state import check_state
 from plurax.execute.layouts.parameter_info import ParameterInfo
-from plurax.execute.layouts.state_layout import StateLayout
+from plurax.execute.layouts.state_layout import StateLayout, stored_where_equal
 from plurax.freezing import frozen_leaves, trained
 from plurax.jaxpr.compat import Scan, is_call_or_remat
 from plurax.jaxpr.interpret import interpret
@@ -152,6 +153,18 @@ class StateShardings(StateLayout):
         return jax.tree.map(lambda sharding: sharding.spec, self.shardings, is_leaf=is_sharding)
 
     @property
+    def varying_axes(self) -> TrainState:
+        """Of each stored leaf the mesh axes over which it is split."""
+        return jax.tree.map(
+            lambda sharding: frozenset(sharding.axes), self.shardings, is_leaf=is_sharding
+        )
+
+    @property
+    def names(self) -> TrainState:
+        """The path of each leaf."""
+        return jax.tree.map_with_path(lambda path, _: tree.path_name(path), self.like)
+
+    @property
     def gradient_specs(self) -> PyTree:
         """The `PartitionSpec`s of reduced gradients."""
         return jax.tree.map(
@@ -207,6 +220,14 @@ class StateShardings(StateLayout):
             return lax.pad(leaf, jnp.zeros((), leaf.dtype), edges)
 
         return jax.tree.map(fill, state, self.shardings)
+
+    def canonical_shardings(self, mesh: Mesh) -> PyTree:
+        """Return the stored shardings, replicated where a tensor is padded."""
+        return stored_where_equal(self.like, self.abstract(mesh), mesh)
+
+    def check(self, state: TrainState) -> None:
+        """Raise `BatchError` where a canonical state has other structure, shapes or dtypes."""
+        check_state(state, self.like)
 
     def to_canonical(self, state: TrainState) -> TrainState:
         """Cut the padding off a state."""
