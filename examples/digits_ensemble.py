@@ -106,7 +106,7 @@ def experiment(examples: int = 100, epochs: int = 60) -> px.Experiment:
     )
 
 
-def report(made: px.Experiment, result: px.Fit, directory: Path) -> Iterator[Path]:
+def report(made: px.Experiment, result: px.train.Fit, directory: Path) -> Iterator[Path]:
     """Compare one network with the ensemble on held-out digits; sweep."""
     labels = made.evaluation["label"]
     inputs = {"image": made.evaluation["image"]}

@@ -97,7 +97,7 @@ def embed(params: Params, batch: dict[str, Array], keys: Key[Array, "B"] | None)
     """A vector for each byte and for its position."""
     text_BT = text_of(batch)
     x_BTD = params["embedding"][text_BT] + params["position"][: text_BT.shape[1]]
-    return jax.vmap(lambda x_TD: px.name(x_TD, "residual"))(x_BTD)
+    return jax.vmap(lambda x_TD: px.sharding.name(x_TD, "residual"))(x_BTD)
 
 
 def block(
@@ -112,10 +112,10 @@ def block(
         attention_key, perceptron_key = (None, None) if key is None else jax.random.split(key)
         normal_TD = normalised(x_TD, params["attention_norm"])
         added_TD = dropped(attention(normal_TD, params), attention_key)
-        x_TD = px.name(x_TD + added_TD, "residual")
+        x_TD = px.sharding.name(x_TD + added_TD, "residual")
         normal_TD = normalised(x_TD, params["perceptron_norm"])
         added_TD = dropped(perceptron(normal_TD, params), perceptron_key)
-        return px.name(x_TD + added_TD, "residual")
+        return px.sharding.name(x_TD + added_TD, "residual")
 
     return jax.vmap(residual)(x_BTD, keys)
 

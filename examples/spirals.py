@@ -84,7 +84,7 @@ def experiment(points: int = 100, noise: float = 0.08, steps: int = 600) -> px.E
     )
 
 
-def report(made: px.Experiment, result: px.Fit, directory: Path) -> Iterator[Path]:
+def report(made: px.Experiment, result: px.train.Fit, directory: Path) -> Iterator[Path]:
     """Draw two networks trained on the same points beside the bootstrapped ensemble."""
     program = result.program
     steps = int(result.state.step[0])

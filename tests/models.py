@@ -196,11 +196,11 @@ def transformer_logits(params, words, key=None):
         seen = jnp.tril(jnp.ones(scores.shape[1:], bool))
         weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
         mixed = jnp.einsum("hts,shk,hkd->td", weights, v, layer["attention_out"])
-        x = px.name(x + dropped(mixed, key), "residual")
+        x = px.sharding.name(x + dropped(mixed, key), "residual")
         hidden = jax.nn.gelu(x @ layer["hidden"] + layer["bias"][None])
-        return px.name(x + hidden @ layer["out"], "residual"), None
+        return px.sharding.name(x + hidden @ layer["out"], "residual"), None
 
-    x = px.name(params["embedding"][words], "residual")
+    x = px.sharding.name(params["embedding"][words], "residual")
     keys = None if key is None else jax.random.split(key, DEPTH)
     x, _ = jax.lax.scan(block, x, (params["blocks"], keys))
     return x @ params["head"]
@@ -317,9 +317,9 @@ def transformer_stack(dtype=jnp.float32, depth=LAYERS, tied=True):
         seen = jnp.tril(jnp.ones(scores.shape[2:], bool))
         weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
         mixed = jnp.einsum("bhts,bshk,hkd->btd", weights, v, params["attention_out"])
-        x = px.name(x + _dropped(mixed, keys), "residual")
+        x = px.sharding.name(x + _dropped(mixed, keys), "residual")
         hidden = jax.nn.gelu(x @ params["hidden"] + row(params["bias"], x))
-        return px.name(x + hidden @ params["out"], "residual")
+        return px.sharding.name(x + hidden @ params["out"], "residual")
 
     def head(params, x, batch, keys):
         entropy = optax.softmax_cross_entropy_with_integer_labels(
@@ -334,7 +334,9 @@ def transformer_stack(dtype=jnp.float32, depth=LAYERS, tied=True):
     return px.stack(
         embed=(
             lambda key: {"table": normal(key, WORDS, WIDTH)},
-            lambda params, batch, keys: px.name(params["table"][batch["words"]], "residual"),
+            lambda params, batch, keys: px.sharding.name(
+                params["table"][batch["words"]], "residual"
+            ),
         ),
         block=(layer, block),
         head=(lambda key: {"gain": jnp.ones(WIDTH, dtype), **own}, head),
@@ -394,7 +396,7 @@ def marked_task(dtype=jnp.float32):
                 x = jnp.where(kept, x / 0.9, 0)
             if n in (3, 4):  # from layers of the same width, two and four before
                 x = x + known[{3: 1, 4: 0}[n]]
-            x = known[n] = px.stage_boundary(x)
+            x = known[n] = px.pipeline.stage_boundary(x)
         return x @ last["w"] + row(last["b"], x)
 
     def example(params, row, key):

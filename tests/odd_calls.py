@@ -129,26 +129,28 @@ def calls() -> dict[str, Call]:
         "plurax.Program.predict": call(program.predict, state=state, inputs=data, chunk=8),
         "plurax.Program.evaluate": call(program.evaluate, state=state, data=data),
         "plurax.Program.check_evaluation": call(program.check_evaluation, data=data),
-        "plurax.Rollback": call(px.Rollback),
+        "plurax.train.Rollback": call(px.train.Rollback),
         "plurax.Servers": call(px.Servers),
         "plurax.Task": call(px.Task, init=init, loss=loss),
         "plurax.compile": call(px.compile, **common, batch=data),
         "plurax.estimate": call(px.estimate, **common, batch=data, machine=machine),
-        "plurax.export_predict": call(
-            px.export_predict, program=program, state=state, inputs=data, path="out.jax"
+        "plurax.weights.export_predict": call(
+            px.weights.export_predict, program=program, state=state, inputs=data, path="out.jax"
         ),
-        "plurax.fastest_batch_size": call(
-            px.fastest_batch_size, **common, example=data, max_size=2, repeats=1
+        "plurax.analysis.fastest_batch_size": call(
+            px.analysis.fastest_batch_size, **common, example=data, max_size=2, repeats=1
         ),
         "plurax.fit": call(px.fit, **fit),
         "plurax.freeze": call(
             lambda task, patterns: px.freeze(task, patterns), task=task, patterns="w"
         ),
-        "plurax.max_batch_size": call(px.max_batch_size, **common, example=data, memory=10**6),
-        "plurax.name": call(px.name, x=x, text="name"),
+        "plurax.analysis.max_batch_size": call(
+            px.analysis.max_batch_size, **common, example=data, memory=10**6
+        ),
+        "plurax.sharding.name": call(px.sharding.name, x=x, text="name"),
         "plurax.per_example": call(px.per_example, f=lambda params, example, key: 0.0),
-        "plurax.replay": call(
-            px.replay, task=task, optimizer=optimizer, data=data, output="served"
+        "plurax.train.replay": call(
+            px.train.replay, task=task, optimizer=optimizer, data=data, output="served"
         ),
         "plurax.search": call(
             px.search,
@@ -159,7 +161,7 @@ def calls() -> dict[str, Call]:
             count=1,
             seconds=0.1,
         ),
-        "plurax.shard": call(px.shard, f=jnp.matmul, strategy=((1, 1), (1, 1))),
+        "plurax.sharding.shard": call(px.sharding.shard, f=jnp.matmul, strategy=((1, 1), (1, 1))),
         "plurax.stack": call(
             px.stack,
             embed=(init, predict),
@@ -167,7 +169,7 @@ def calls() -> dict[str, Call]:
             head=(init, lambda p, x, b: x),
             depth=2,
         ),
-        "plurax.stage_boundary": call(px.stage_boundary, x=x),
+        "plurax.pipeline.stage_boundary": call(px.pipeline.stage_boundary, x=x),
         "plurax.start_from": call(px.start_from, task=task, weights={"w": x[0]}),
         "plurax.sweep": call(
             px.sweep,

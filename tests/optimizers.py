@@ -146,7 +146,7 @@ def start():
 
 
 def loss(params, batch, keys=None):
-    x = px.stage_boundary(jnp.tanh(batch["x"] @ params["first"] + params["bias"][None]))
+    x = px.pipeline.stage_boundary(jnp.tanh(batch["x"] @ params["first"] + params["bias"][None]))
     logits = jnp.tanh(x @ params["second"]) @ params["out"]
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
 
@@ -229,7 +229,7 @@ def cell(name, column):
         warnings.simplefilter("ignore")
         try:
             got, program = planned(name, PLANS[column])
-        except px.PlanError:
+        except px.errors.PlanError:
             return "refused"
     if not same(got, by_hand(name)):
         return "WRONG"

@@ -101,39 +101,43 @@ DOORS = {
 }
 PUBLIC = {
     "plurax": """
-        BatchError CheckpointError Checkpoints DamagedCheckpointWarning Experiment
-        ExperimentError Fit Machine MachineError MaskWarning Members MembersError
-        MissingPackageError NonFiniteWarning Plan PlanError PluraxError ProcessError Program
-        ReplicaError Rollback RunStoppedError Servers ShardingWarning Task TaskError compile
-        estimate export_predict fastest_batch_size fit freeze initialize max_batch_size name
-        per_example replay search shard stack stage_boundary start_from sweep verify
-        virtual_devices adapters analysis callbacks ensemble metrics pipeline sharding train
-        weights""",
+        Checkpoints Experiment Machine Members Plan Program Servers Task compile
+        estimate fit freeze initialize per_example search stack start_from sweep verify
+        virtual_devices adapters analysis callbacks ensemble errors metrics pipeline
+        sharding train weights""",
     "plurax.adapters": "equinox haiku keras linen nnx",
     "plurax.analysis": """
-        Collective Comparison Difference Estimate FastestBatchSize Level MaxBatchSize Measured
-        Memory Planned PlannedMemory Seconds Verification draw_estimates draw_layer draw_search
-        draw_servers draw_workers measure_machine planned write_report""",
+        Collective Comparison Difference Estimate FastestBatchSize Level MaxBatchSize
+        Measured Memory Planned PlannedMemory Seconds Verification draw_estimates
+        draw_layer draw_search draw_servers draw_workers fastest_batch_size
+        max_batch_size measure_machine planned write_report""",
     "plurax.callbacks": """
         Csv EarlyStopping Ema JsonLines KeepBest LearningRate Logger Mlflow Profile
         ReduceOnPlateau TensorBoard Wandb""",
     "plurax.ensemble": """
-        Calibration Classification Halving MaxMembers Regression Rung Sweep Tuning accuracy
-        bootstrap brier calibration combine_classification combine_regression draw_confidence
-        draw_parallel
-        draw_reliability export_member fit_temperature grid join_members kfold log_uniform
-        max_members nll save_calibration subsample successive_halving take_members tune uniform""",
+        Calibration Classification Halving MaxMembers Regression Rung Sweep Tuning
+        accuracy bootstrap brier calibration combine_classification combine_regression
+        draw_confidence draw_parallel draw_reliability export_member fit_temperature
+        grid join_members kfold log_uniform max_members nll save_calibration subsample
+        successive_halving take_members tune uniform""",
+    "plurax.errors": """
+        ArgumentError BatchError CheckpointError DamagedCheckpointWarning
+        DamagedLogWarning DiskError ExperimentError MachineError MaskWarning
+        MembersError MissingPackageError NonFiniteWarning OutOfMemoryError PeerError
+        PlanError PluraxError ProcessError ReplicaError RollbackWarning RunStoppedError
+        SaveFailedWarning SavingStoppedError ShardingWarning TaskError""",
     "plurax.metrics": """
         Metric accuracy auc confusion_matrix f1 mean perplexity precision r2 recall""",
     "plurax.pipeline": """
-        Action LayerAssignment Schedule Timeline check_schedule draw_schedules gpipe interleaved
-        make_schedule one_f_one_b simulate zb_h1""",
+        Action LayerAssignment Schedule Timeline check_schedule draw_schedules gpipe
+        interleaved make_schedule one_f_one_b simulate stage_boundary zb_h1""",
     "plurax.sharding": """
-        Axes ParameterInfo ReshardStep TensorSharding apply_moves megatron plan_reshard""",
+        Axes ParameterInfo ReshardStep TensorSharding apply_moves megatron name
+        plan_reshard shard""",
     "plurax.train": """
-        ArrayData Gradients Position ReplicaCheck ReplicaFinding Run StepOutput StreamData
-        TrainState draw_curves train_iter""",
-    "plurax.weights": "labels load save",
+        ArrayData Fit Gradients Position ReplicaCheck ReplicaFinding Rollback Run
+        StepOutput StreamData TrainState draw_curves replay train_iter""",
+    "plurax.weights": "export_predict labels load save",
 }
 
 
@@ -437,7 +441,7 @@ def test_public_functions_are_checked_against_their_annotations():
     @checked
     def mean(rows: Float[np.ndarray, "N C"], labels: Int[np.ndarray, "N"]) -> float:
         if not len(rows):
-            raise px.BatchError("no rows")
+            raise px.errors.BatchError("no rows")
         return float(rows.mean()) if labels.all() else "none"
 
     rows, labels = np.ones((2, 3)), np.ones(2, int)
@@ -445,7 +449,7 @@ def test_public_functions_are_checked_against_their_annotations():
     for wrong in ((rows, np.ones(3, int)), (rows, labels * 1.0), (rows, labels * 0)):
         with pytest.raises(TypeCheckError):
             mean(*wrong)
-    with pytest.raises(px.BatchError, match="no rows"):  # refused in our own words
+    with pytest.raises(px.errors.BatchError, match="no rows"):  # refused in our own words
         mean(np.ones((0, 2), int), labels)
     assert all(hasattr(one, "__wrapped__") for one in (px.fit, px.Plan.load, px.Members.take))
 
@@ -453,8 +457,19 @@ def test_public_functions_are_checked_against_their_annotations():
 def test_a_name_that_is_elsewhere_is_pointed_at():
     with pytest.raises(AttributeError, match=r"'bootstrap'; it is plurax\.ensemble\.bootstrap$"):
         px.bootstrap  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'PlanError'; it is plurax\.errors\.PlanError$"):
+        px.PlanError  # noqa: B018
     with pytest.raises(AttributeError, match=r"has no attribute 'nothing'$"):
         px.nothing  # noqa: B018
+
+
+def test_the_page_for_those_who_come_from_0_2_names_what_there_is():
+    text = (REPOSITORY / "docs" / "coming-from" / "plurax-0.2.md").read_text()
+    rows = re.findall(r"^\| `px\.(\w+)` \| `px\.(\w+)\.(\w+)` \|$", text, re.MULTILINE)
+    assert len(rows) == 25
+    for old, package, name in rows:
+        assert old not in dir(px)
+        assert name in dir(getattr(px, package))
 
 
 def test_no_dtype_or_rank_is_promoted_implicitly():

@@ -18,7 +18,7 @@ def build(settings: Settings) -> tuple[dict[str, Side], dict[str, Any]]:
     task, optimizer = make_task(network), optax.adamw(sizes.LEARNING_RATE)
     example, memory = make_batch(network, 1), settings["memory"]
 
-    found = px.max_batch_size(task, optimizer, plan, example, memory=memory)
+    found = px.analysis.max_batch_size(task, optimizer, plan, example, memory=memory)
 
     def peak(size: int) -> int:
         return px.compile(task, optimizer, plan, make_batch(network, size)).memory().peak

@@ -61,7 +61,7 @@ def _searched(
     facts: dict[str, Any] = {}
     try:
         found = search(machine.memory)
-    except px.PlanError as reason:
+    except px.errors.PlanError as reason:
         facts["why"] = str(reason)
         found = search(NO_LIMIT)
     best = found.ranked[0].estimate

@@ -31,7 +31,8 @@ def public_names(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` of the package whose `__init__.py` is `file`.
 
-    `package` is its name. The stub beside the file has only `from module import name as name`.
+    `package` is its name. The stub beside the file has only `from module import name as name`, and
+    `from module import *` for what the library has there for itself.
     """
     modules = _names(Path(file).with_suffix(".pyi"))
 
@@ -58,7 +59,8 @@ def _names(stub: Path) -> dict[str, str | None]:
     """Return the public names of a package, each with its module, from the package's stub."""
     body = ast.parse(stub.read_text()).body
     imports = [node for node in body if isinstance(node, ast.ImportFrom)]
-    return {alias.name: node.module for node in imports for alias in node.names}
+    names = {alias.name: node.module for node in imports for alias in node.names}
+    return {name: module for name, module in names.items() if name != "*"}
 
 
 def _explain_all(package: str, modules: dict[str, str | None]) -> None:

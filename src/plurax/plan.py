@@ -84,21 +84,21 @@ data=1 means 'not used'.
 
     pipeline: int = 1
     """Devices over which the layers are split, as consecutive stages (mesh axis `pipeline`): of a
-    task that `plurax.stack` returned, or of a model with `plurax.stage_boundary`."""
+    task that `plurax.stack` returned, or of a model with `plurax.pipeline.stage_boundary`."""
     stages: int | None = None
     """Stages into which the layers are split, a multiple of `pipeline`. None: one for each device,
     two for the schedule `interleaved`."""
     layers: Sequence[int] | None = None
     """The number of layers of each stage, in the order of the stages; of a model with
-    `plurax.stage_boundary`, the number of consecutive parts. None: as equal as can be, earlier
-    stages having more."""
+    `plurax.pipeline.stage_boundary`, the number of consecutive parts. None: as equal as can be,
+    earlier stages having more."""
     schedule: ScheduleName | Sequence[str] = "1f1b"
     """The order in which the devices of a pipeline process the microbatches: a name, or by hand one
     line for each device, like `F0 F1 B0 B1`."""
 
     tensor: int = 1
     """Devices over which tensors and operators are split (mesh axis `tensor`), according to
-    `shardings` and the annotations `plurax.name` and `plurax.shard`."""
+    `shardings` and the annotations `plurax.sharding.name` and `plurax.sharding.shard`."""
     zero: int = 0
     """What is split over `data` besides the batch (ZeRO): 1 the optimizer's state; 2 gradients too,
     reduced to their shards in every microbatch; 3 parameters too, gathered where they are used."""

@@ -24,8 +24,9 @@ import numpy as np
 
 from plurax.checkpoint.manager import state_fingerprints
 from plurax.distributed.global_arrays import fetch
+from plurax.errors import SaveFailedWarning
 from plurax.execute.program import Program
-from plurax.guards.saving import SaveFailedWarning, Saving
+from plurax.guards.saving import Saving
 from plurax.loop.log_rows import read_rows
 from tests import disks, models
 from tests.faults.run import EVERY, STEPS, Batches, fit
@@ -240,7 +241,7 @@ def not_finite(folder):
         return stepped
 
     with replaced(Program, "step_placed", at_step), warnings.catch_warnings():
-        warnings.simplefilter("ignore", px.NonFiniteWarning)
+        warnings.simplefilter("ignore", px.errors.NonFiniteWarning)
         result = fit(folder / "not finite", data=Poisoned(10), local_batches=True)
     return {
         "kept": kept,
@@ -292,7 +293,7 @@ def refused(output):
     """What `fit` says."""
     try:
         fit(output)
-    except px.PluraxError as error:
+    except px.errors.PluraxError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
@@ -318,7 +319,7 @@ CASES = {
 
 
 def main(folder, *cases):
-    warnings.simplefilter("error", px.DamagedCheckpointWarning)
+    warnings.simplefilter("error", px.errors.DamagedCheckpointWarning)
     folder = Path(folder)
     found = {case: CASES[case](folder) for case in cases}
     (folder / f"found.{PROCESS}.json").write_text(json.dumps(found))

@@ -189,7 +189,7 @@ def strike(fault, output):
 def main(output, given):
     attempt, process = (int(os.environ[f"PLURAX_{name}"]) for name in ("ATTEMPT", "PROCESS"))
     note(output, *children(os.getppid()))  # with what ends others when the launcher is killed
-    warnings.simplefilter("error", px.DamagedCheckpointWarning)
+    warnings.simplefilter("error", px.errors.DamagedCheckpointWarning)
     faults, options = json.loads(given), {}
     if isinstance(faults, dict):
         options = {name: faults[name] for name in ("steps", "every")}

@@ -133,7 +133,7 @@ def strategy():
     """An operator that wants its weight in another sharding than the plan's."""
 
     def loss(p, batch):
-        hidden = px.shard(jnp.matmul, strategy=((1, 2), (2, 1)))(batch["x"], p["a"])
+        hidden = px.sharding.shard(jnp.matmul, strategy=((1, 2), (2, 1)))(batch["x"], p["a"])
         return ((hidden @ p["b"] - batch["y"]) ** 2).sum(1)
 
     return task(loss, a=(WIDTH, WIDTH), b=(WIDTH, WIDTH))
@@ -271,7 +271,7 @@ def test_a_loss_is_added_up_over_rows_before_it_is_over_devices():
     """Each device computes a part of each example's loss; zeros have other readers, too."""
 
     def loss(p, batch):
-        product = px.shard(jnp.matmul, strategy=((1, 1), (1, 2)))
+        product = px.sharding.shard(jnp.matmul, strategy=((1, 1), (1, 2)))
         return jnp.sin(product(batch["x"], p["a"])).sum(1)
 
     program = px.compile(

@@ -74,7 +74,7 @@ def test_model_state_is_told_to_all_once_a_step():
     def loss(params, state, batch, keys, mask):
         x, means = batch["x"], []
         for weight in params:
-            x = jnp.tanh(px.stage_boundary(x @ weight))
+            x = jnp.tanh(px.pipeline.stage_boundary(x @ weight))
             means.append(jnp.where(mask[:, None], x, 0).sum(0) / mask.sum().astype(x.dtype))
         state = {"means": [old + new for old, new in zip(state["means"], means, strict=True)],
                  "table": state["table"]}  # fmt: skip
@@ -178,7 +178,7 @@ def test_a_device_computes_the_actions_of_the_schedule_alone(schedule):
     def loss(params, batch, keys):
         x = batch["x"]
         for number, w in enumerate(params):
-            x = px.stage_boundary(x) if number == 2 else x
+            x = px.pipeline.stage_boundary(x) if number == 2 else x
             x = jnp.tanh(x @ w)
         return ((x - batch["y"]) ** 2).sum(1)
 

@@ -300,19 +300,21 @@ REFUSED = [
 
 @pytest.mark.parametrize(("data", "message"), REFUSED, ids=range(len(REFUSED)))
 def test_data_that_are_no_batches_of_numbers_are_refused_by_name(data, message):
-    with pytest.raises(px.BatchError) as raised:
+    with pytest.raises(px.errors.BatchError) as raised:
         px.fit(TASK, optax.sgd(0.0), data, batch_size=BATCH, progress=False)
     assert message in str(raised.value)
 
 
 def test_examples_of_several_shapes_are_refused():
     source = adapt("data", Uneven())
-    with pytest.raises(px.BatchError, match="data: its examples cannot be put together in a"):
+    with pytest.raises(
+        px.errors.BatchError, match="data: its examples cannot be put together in a"
+    ):
         source._read(np.arange(3))
 
 
 def test_a_stream_needs_a_batch_size():
-    with pytest.raises(px.BatchError, match="needs batch_size"):
+    with pytest.raises(px.errors.BatchError, match="needs batch_size"):
         px.fit(TASK, optax.sgd(0.0), as_stream(), progress=False)
 
 

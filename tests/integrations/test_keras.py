@@ -220,7 +220,7 @@ def test_metrics_of_a_data_set():
     assert np.sum(program.evaluate(state, rows())["confusion"]) == 13
 
 
-@pytest.mark.filterwarnings("ignore::plurax.MaskWarning")
+@pytest.mark.filterwarnings("ignore::plurax.errors.MaskWarning")
 @pytest.mark.parametrize("axes", [{"data": 2}, {"data": 3, "zero": 1}])
 def test_images_and_subclasses(double, axes):
     """Without a mask a smaller batch has a program of its own."""
@@ -360,13 +360,13 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_trained_is_refused_with_what_to_write(name):
     model, loss, options, message = REFUSED[name]
-    with pytest.raises(px.TaskError, match=message):
+    with pytest.raises(px.errors.TaskError, match=message):
         compiled(model, loss, **options)
 
 
 def test_a_model_given_to_fit_is_shown_the_adapter():
     with pytest.raises(
-        px.TaskError, match=r"is a Sequential.*plurax\.adapters\.keras\.task\(model"
+        px.errors.TaskError, match=r"is a Sequential.*plurax\.adapters\.keras\.task\(model"
     ):
         px.fit(mlp(), OPTIMIZER, rows(), batch_size=4)
 
@@ -374,7 +374,7 @@ def test_a_model_given_to_fit_is_shown_the_adapter():
 def test_another_backend_is_refused(monkeypatch):
     monkeypatch.setattr(keras.config, "backend", lambda: "tensorflow")
     monkeypatch.delitem(sys.modules, "plurax.adapters.keras")
-    with pytest.raises(px.TaskError, match=r"Keras runs on tensorflow.*KERAS_BACKEND=jax"):
+    with pytest.raises(px.errors.TaskError, match=r"Keras runs on tensorflow.*KERAS_BACKEND=jax"):
         importlib.import_module("plurax.adapters.keras")
 
 

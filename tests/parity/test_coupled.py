@@ -69,7 +69,7 @@ def staged(dtype=jnp.float64):
             mean = jnp.where(real, x, 0).sum(0) / mask.sum().astype(dtype)
             x = jnp.tanh(x - mean[None])
             if number < 2:
-                x = px.stage_boundary(x)
+                x = px.pipeline.stage_boundary(x)
         kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, (4,)))(keys)
         x = jnp.where(kept, x, 0)
         near = jnp.where(mask[None, :], x @ x.T, -jnp.inf)
@@ -108,7 +108,7 @@ def running(dtype=jnp.float64):
             x = x - 0.8 * mean[None] - 0.1 * old["mean"][None]
             x = state["scale"] * jnp.tanh(x * jax.lax.rsqrt(old["var"] + 1e-3)[None])
             if number < 3:
-                x = px.stage_boundary(x)
+                x = px.pipeline.stage_boundary(x)
         return x, new
 
     def loss(params, state, batch, keys, mask):
@@ -126,7 +126,7 @@ def running(dtype=jnp.float64):
         for number, (weight, old) in enumerate(zip(params, state["norms"], strict=True)):
             x = x @ weight - old["mean"][None]
             x = jnp.tanh(x * jax.lax.rsqrt(old["var"] + 1e-3)[None])
-            x = px.stage_boundary(x) if number < 3 else x
+            x = px.pipeline.stage_boundary(x) if number < 3 else x
         return state["scale"] * x
 
     def score(params, state, batch):
@@ -378,7 +378,7 @@ def counting(read):
         for number, weight in enumerate(params):
             x = read(state, jnp.tanh(x @ weight), number)
             if number == 0:
-                x = px.stage_boundary(x)
+                x = px.pipeline.stage_boundary(x)
         real = mask.astype(x.dtype)
         state = {"seen": state["seen"] + real.sum(), "mean": state["mean"] + x.mean() * real[0]}
         return x.sum(1) * real, {}, state
@@ -401,7 +401,7 @@ def counting(read):
     ],
 )  # fmt: skip
 def test_model_state_of_several_stages(read, match):
-    with pytest.raises(px.PlanError, match=match):
+    with pytest.raises(px.errors.PlanError, match=match):
         px.compile(counting(read), optimizer(), px.Plan(pipeline=2), models.data(8))
 
 
@@ -409,7 +409,9 @@ def test_model_state_needs_forwards_in_order():
     lines = ["F0 F2 F1 B0 B1 B2", "F0 F2 F1 B0 B1 B2"]
     plan = px.Plan(pipeline=2, microbatches=3, schedule=lines)
     task = counting(lambda state, x, number: x)
-    with pytest.raises(px.PlanError, match="device 0 the schedule has F2 before F1, and model"):
+    with pytest.raises(
+        px.errors.PlanError, match="device 0 the schedule has F2 before F1, and model"
+    ):
         px.compile(task, optimizer(), plan, models.data(9))
 
 
@@ -482,7 +484,9 @@ UNMASKED = {  # batches of 12 and 7, which nothing divides
 def test_a_mask_that_is_not_read_has_no_filled_rows(x64, name, kind):
     plan, task, batch = px.Plan(**UNMASKED[kind]), unmasked(name, jnp.float64), example(name)[1]
     batch, sizes = models.cut(batch, 12), (12, 7, 12, 7)
-    with pytest.warns(px.MaskWarning, match="does not read its mask, so a batch of 7") as said:
+    with pytest.warns(
+        px.errors.MaskWarning, match="does not read its mask, so a batch of 7"
+    ) as said:
         got = trained(task, batch, plan, sizes)
     assert len(said) == 1
     assert ("device computes all of its rows" in str(said[0].message)) == (kind != "one device")
@@ -493,7 +497,7 @@ def test_a_mask_that_is_not_read_has_no_filled_rows(x64, name, kind):
 def test_fit_with_a_mask_that_is_not_read(x64, resident):
     """Twelve, and a last batch of seven, in every epoch."""
     task, data = unmasked("normed", jnp.float64), models.data(19, dtype=np.float64)
-    with pytest.warns(px.MaskWarning):
+    with pytest.warns(px.errors.MaskWarning):
         result = px.fit(
             task, optimizer(), data, plan=px.Plan(data=2), batch_size=12, epochs=2, seed=3,
             shuffle=False, resident=resident, progress=False,
@@ -520,7 +524,7 @@ def test_a_population_leaves_out_a_batch_that_would_be_filled_up():
 
 def test_a_batch_size_that_would_be_filled_up_is_refused():
     match = r"batches of 13 examples need padding .* into 4 .*4 divides \(12 or 16\)"
-    with pytest.raises(px.BatchError, match=match):
+    with pytest.raises(px.errors.BatchError, match=match):
         px.compile(unmasked("normed"), optimizer(), px.Plan(data=4), models.data(13))
 
 
@@ -528,9 +532,9 @@ def test_a_population_fills_up_no_batch_for_a_mask_that_is_not_read():
     task, members = unmasked("contrastive"), px.Members(2)
     plan = px.Plan(chunk=2, batch_dim="major")
     program = px.compile(task, optimizer(), plan, models.data(12), members=members)
-    with pytest.raises(px.BatchError, match="a population got a batch of 7 examples"):
+    with pytest.raises(px.errors.BatchError, match="a population got a batch of 7 examples"):
         program.step(program.init(), models.data(7))
-    with pytest.raises(px.BatchError, match="a population got a batch of 7 examples"):
+    with pytest.raises(px.errors.BatchError, match="a population got a batch of 7 examples"):
         px.fit(task, optimizer(), models.data(19), members=members, batch_size=12, plan=plan,
                progress=False)  # fmt: skip
 

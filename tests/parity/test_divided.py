@@ -79,7 +79,7 @@ DRAWN = {
 """Of what `plans` draws: each parallelism, ZeRO, remat and bucket, some of them together."""
 
 
-@pytest.mark.filterwarnings("ignore::plurax.ShardingWarning")
+@pytest.mark.filterwarnings("ignore::plurax.errors.ShardingWarning")
 @pytest.mark.parametrize("case", DRAWN)
 def test_plans_in_float64(x64, case):
     name, fields = DRAWN[case]
@@ -89,7 +89,7 @@ def test_plans_in_float64(x64, case):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::plurax.ShardingWarning")
+@pytest.mark.filterwarnings("ignore::plurax.errors.ShardingWarning")
 @pytest.mark.parametrize("name", NETWORKS)
 @given(st.data())
 @draws(4, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -111,7 +111,7 @@ EXPERTS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::plurax.ShardingWarning")
+@pytest.mark.filterwarnings("ignore::plurax.errors.ShardingWarning")
 @pytest.mark.parametrize(
     ("name", "expert"),
     [
@@ -233,7 +233,7 @@ def test_tensors_without_elements(x64, name):
         cut = 2 * params["w"][:, 4:]
         x = batch["x"] @ jnp.tanh(params["w"]) + batch["x"] @ (cut + params["none"]) @ params["row"]
         x = jnp.tanh(x + jax.vmap(states)(batch["x"]))
-        x = px.stage_boundary(x) @ params["out"]
+        x = px.pipeline.stage_boundary(x) @ params["out"]
         flat = jnp.broadcast_to(params["flat"][None], (x.shape[0], 0))
         return (jnp.concatenate([x, flat], 1) ** 2).sum(1)
 
@@ -261,7 +261,7 @@ def test_what_is_gathered_for_want_of_a_rule_is_said_once():
     task = px.Task(init=lambda key: {"w": jnp.eye(4)}, loss=loss)
     plan = px.Plan(tensor=2, shardings={"w": (None, "tensor")})
     batch = {"x": np.ones((4, 4), np.float32)}
-    with pytest.warns(px.ShardingWarning, match="has no sharding rule") as said:
+    with pytest.warns(px.errors.ShardingWarning, match="has no sharding rule") as said:
         records = px.compile(task, optax.sgd(0.1), plan, batch).planned_collectives()
     texts = [str(one.message) for one in said]
     assert len(texts) == len(set(texts))
@@ -282,7 +282,7 @@ def test_a_model_that_splits_rows_itself_is_refused(taken):
 
     task = px.Task(init=lambda key: {"w": jnp.eye(4)}, loss=loss)
     plan, batch = px.Plan(data=2, zero=3), {"x": np.ones((8, 4), np.float32)}
-    with pytest.raises(px.PlanError, match="already gets the rows of one device"):
+    with pytest.raises(px.errors.PlanError, match="already gets the rows of one device"):
         px.compile(task, optax.sgd(0.1), plan, batch).planned_collectives()
 
 
@@ -290,7 +290,7 @@ def test_a_dim_that_does_not_divide_is_left_whole_and_said():
     task, batch = network("perceptron", jnp.float32)
     rules = {**MLP, "out": (None, "tensor")}  # 3 classes
     with pytest.warns(
-        px.ShardingWarning, match="out: dim 1 is not split: 2 shards do not divide 3"
+        px.errors.ShardingWarning, match="out: dim 1 is not split: 2 shards do not divide 3"
     ):
         program = px.compile(task, models.optimizer(), px.Plan(tensor=2, shardings=rules), batch)
     notes = {one.path: one.note for one in program.shardings}
@@ -300,7 +300,7 @@ def test_a_dim_that_does_not_divide_is_left_whole_and_said():
 def test_a_rule_that_fits_nothing_says_so():
     task, batch = network("perceptron", jnp.float32)
     plan = px.Plan(tensor=2, shardings={**MLP, "*/hiden": (None,)})
-    with pytest.raises(px.PlanError, match="matches no parameter and no named activation"):
+    with pytest.raises(px.errors.PlanError, match="matches no parameter and no named activation"):
         px.compile(task, models.optimizer(), plan, batch)
 
 

@@ -173,9 +173,9 @@ def test_patterns_add_up_and_are_checked():
         (("hidde",), "frozen='hidde' matches no parameter; their paths are bias, hidden, out"),
         (("*",), "the patterns '*' freeze every parameter, and none is left to train"),
     ):
-        with pytest.raises(px.TaskError, match=re.escape(said)):
+        with pytest.raises(px.errors.TaskError, match=re.escape(said)):
             px.compile(px.freeze(models.mlp_task(), *patterns), rule(), px.Plan(), batch)
-    with pytest.raises(px.PlanError, match="cannot leave out frozen ones"):
+    with pytest.raises(px.errors.PlanError, match="cannot leave out frozen ones"):
         px.fit(task, rule(), batch, batch_size=4, servers=px.Servers(), progress=False)
 
 

@@ -53,7 +53,7 @@ def test_a_step_is_its_halves_bit_for_bit(name):
     assert models.same_bits(measured, metrics)
     assert int(jnp.max(sums.examples)) == 12
     # The state is donated to `apply`, as to `step`, and not to `gradients`.
-    with pytest.raises(px.BatchError, match="was given to an earlier step"):
+    with pytest.raises(px.errors.BatchError, match="was given to an earlier step"):
         made.apply(start, sums)
 
 
@@ -87,5 +87,5 @@ def test_inference_refuses_a_state_of_another_network(name):
     other = px.compile(STACK(), models.optimizer(), made.plan, models.data(13), members=members)
     state = other.init()
     for use in (made.predict, made.evaluate, made.step):
-        with pytest.raises(px.BatchError, match="the state does not"):
+        with pytest.raises(px.errors.BatchError, match="the state does not"):
             use(state, ROWS)

@@ -25,7 +25,7 @@ FEW = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::plurax.ShardingWarning")
+@pytest.mark.filterwarnings("ignore::plurax.errors.ShardingWarning")
 @pytest.mark.parametrize(("name", "column"), FEW)
 def test_optimizers_beside_a_step_by_hand(x64, name, column):
     got, _ = optimizers.planned(name, optimizers.PLANS[column])
@@ -61,7 +61,9 @@ def test_what_the_update_gathers_is_said():
 
     optimizer = optax.GradientTransformation(lambda params: (), update)
     plan = px.Plan(data=2, zero=1)
-    with pytest.warns(px.ShardingWarning, match=r"gathers them.*\n  dot_general: [\d,]+ bytes"):
+    with pytest.warns(
+        px.errors.ShardingWarning, match=r"gathers them.*\n  dot_general: [\d,]+ bytes"
+    ):
         px.compile(models.mlp_task(), optimizer, plan, models.data(8))
 
 
@@ -88,7 +90,7 @@ WANTING = {
 @pytest.mark.parametrize("name", WANTING)
 def test_an_optimizer_that_wants_a_function_says_so(name, plan):
     optimizer, message = WANTING[name]
-    with pytest.raises(px.TaskError, match=message):
+    with pytest.raises(px.errors.TaskError, match=message):
         px.compile(models.mlp_task(), optimizer, plan, models.data(8))
 
 

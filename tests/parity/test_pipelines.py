@@ -169,7 +169,7 @@ HYBRIDS = {
 and numbers of layers."""
 
 
-@pytest.mark.filterwarnings("ignore::plurax.ShardingWarning")
+@pytest.mark.filterwarnings("ignore::plurax.errors.ShardingWarning")
 @pytest.mark.parametrize("case", HYBRIDS)
 def test_hybrids(x64, case):
     name, fields = HYBRIDS[case]
@@ -180,7 +180,7 @@ def test_hybrids(x64, case):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::plurax.ShardingWarning")
+@pytest.mark.filterwarnings("ignore::plurax.errors.ShardingWarning")
 @pytest.mark.parametrize("name", NETWORKS)
 @given(st.data())
 @draws(4, suppress_health_check=[HealthCheck.function_scoped_fixture])

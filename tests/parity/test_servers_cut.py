@@ -85,7 +85,7 @@ def test_what_can_be_computed_on_rows_is_cut(x64, name):
 def test_servers_with_rows_beside_a_step_by_hand(x64, name):
     optimizer = optimizers.OPTIMIZERS[name]()
     if name == "flatten":
-        with pytest.raises(px.PlanError, match="reads tensors of several of them at once"):
+        with pytest.raises(px.errors.PlanError, match="reads tensors of several of them at once"):
             fitted(optimizer, SYNC)
         return
     found = fitted(optimizer, SYNC).state
@@ -185,7 +185,7 @@ def test_rows_change_nothing_in_a_run_on_one_worker(x64, changes, tmp_path, monk
     servers = dataclasses.replace(SYNC, workers=1, **changes)
     found = fitted(optax.adam(0.1), servers, output=tmp_path / "rows", epochs=2)
     batches = [optimizers.rows()] * optimizers.STEPS
-    replayed = px.replay(task(), optax.adam(0.1), batches, tmp_path / "rows")
+    replayed = px.train.replay(task(), optax.adam(0.1), batches, tmp_path / "rows")
     assert models.same_bits(found.state.params, replayed.params)
     fitted(optax.adam(0.1), dataclasses.replace(servers, shards=2), output=tmp_path / "other")
     resumed = fitted(optax.adam(0.1), servers, output=tmp_path / "other", resume=True, epochs=2)

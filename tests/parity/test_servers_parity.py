@@ -119,7 +119,7 @@ def test_a_batch_that_is_not_finite_updates_nothing(one_device):
     bad = {**data, "x": np.where(np.arange(EXAMPLES)[:, None] == 3, np.nan, data["x"])}
     expected = {}
     for servers in (None, px.Servers(workers=2, shards=2, transport="threads")):
-        with pytest.warns(px.NonFiniteWarning):
+        with pytest.warns(px.errors.NonFiniteWarning):
             expected[servers] = fitted(task, bad, servers)
     one, several = expected.values()
     assert int(several.state.skipped) == int(one.state.skipped) == 2

@@ -158,5 +158,5 @@ def test_strategies_of_another_model_are_refused(x64, wrong):
     plan = px.Plan(
         tensor=2, shardings=shardings, strategies=WRONG[wrong](gradient_of("perceptron"))
     )
-    with pytest.raises(px.PlanError, match="strateg"):
+    with pytest.raises(px.errors.PlanError, match="strateg"):
         px.analysis.planned(task, optax.sgd(1.0), plan, batch)

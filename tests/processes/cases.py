@@ -227,7 +227,7 @@ def shares(folder):
     ):
         try:
             px.fit(task, rule, given, batch_size=16, **fields, **options)
-        except px.PluraxError as error:
+        except px.errors.PluraxError as error:
             said.append(str(error))
     group.close()
     leaves = jax.tree.leaves(fetch(whole.state.params))
@@ -269,7 +269,7 @@ def populations(folder):
     said = ""
     try:
         px.sweep(task, rule, ROWS, members=members, shapes=[{}], num_parallel=2, **common)
-    except px.PlanError as error:
+    except px.errors.PlanError as error:
         said = str(error)
     leaves = jax.tree.leaves(jax.device_get(one.params))
     return {
@@ -368,7 +368,7 @@ def main(cases, folder, *arguments):
     jax.config.update("jax_enable_x64", True)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "Sharding info not provided", UserWarning)
-    warnings.simplefilter("ignore", px.ShardingWarning)
+    warnings.simplefilter("ignore", px.errors.ShardingWarning)
     found = {case: CASES[case](folder, *arguments) for case in cases.split(",")}
     index = os.environ["PLURAX_PROCESS"]
     Path(folder, f"found.{index}.json").write_text(json.dumps(found))

@@ -38,7 +38,7 @@ def fit(data, output, **options):
 
 
 def rolled_back(output):
-    rule = px.Rollback(after=3, limit=9)
+    rule = px.train.Rollback(after=3, limit=9)
     return outcome(
         fit(runs.poisoned(), output, epochs=3, checkpoint_every=3, rollback=rule), output
     )

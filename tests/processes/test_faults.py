@@ -29,8 +29,8 @@ def ran(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::plurax.guards.rollback.RollbackWarning")
-@pytest.mark.filterwarnings("ignore::plurax.loop.epoch_metrics.NonFiniteWarning")
+@pytest.mark.filterwarnings("ignore::plurax.errors.RollbackWarning")
+@pytest.mark.filterwarnings("ignore::plurax.errors.NonFiniteWarning")
 def test_a_rollback_is_that_of_one_process(ran, tmp_path):
     (first, second), folder = ran
     assert first == second

@@ -21,9 +21,8 @@ import optax
 from tests import models
 
 import plurax as px
-from plurax.checkpoint import DamagedCheckpointWarning
+from plurax.errors import DamagedCheckpointWarning, DamagedLogWarning
 from plurax.execute.array_data import ArrayData, Position
-from plurax.run_folder.log import DamagedLogWarning
 
 ROWS = models.data(50)
 EPOCHS, STEPS = 4, 16
@@ -72,7 +71,7 @@ KINDS = {
         "plan": px.Plan(pipeline=2, microbatches=2),
     },
     "logged": lambda: {"data": batches()},
-    "rolled back": lambda: {"data": poisoned(), "rollback": px.Rollback(after=3, limit=9)},
+    "rolled back": lambda: {"data": poisoned(), "rollback": px.train.Rollback(after=3, limit=9)},
     "members": lambda: {
         "optimizer": lambda hyper: optax.adamw(hyper["rate"]),
         "plan": px.Plan(chunk=2, batch_dim="major"),

@@ -19,10 +19,11 @@ from plurax import disk, errors
 from plurax.checkpoint import Checkpoints, manager
 from plurax.checkpoint.arrays import StateHandler
 from plurax.cli import commands
+from plurax.errors import SaveFailedWarning
 from plurax.errors.kinds import RunStoppedError
 from plurax.execute.array_data import ArrayData, Position
 from plurax.exit_codes import ExitCode
-from plurax.guards.saving import SaveFailedWarning, Saving
+from plurax.guards.saving import Saving
 from plurax.loop.log_rows import read_rows
 from plurax.train import saving
 
@@ -142,7 +143,7 @@ def test_training_stops_after_some_failures_in_a_row(tmp_path, monkeypatch):
         fit(tmp_path)
     assert Checkpoints(tmp_path / "checkpoints").steps() == [PER_EPOCH]
     assert not list(tmp_path.rglob("*tmp*"))
-    assert issubclass(errors.SavingStoppedError, px.CheckpointError | RunStoppedError)
+    assert issubclass(errors.SavingStoppedError, px.errors.CheckpointError | RunStoppedError)
     monkeypatch.undo()
     fit(tmp_path, resume=True)
 
@@ -158,7 +159,7 @@ def test_the_last_save_is_read_back_and_written_again(tmp_path, monkeypatch, und
         real(self, step)
 
     monkeypatch.setattr(Checkpoints, "verify", verify)
-    with pytest.warns((SaveFailedWarning, px.DamagedCheckpointWarning)):
+    with pytest.warns((SaveFailedWarning, px.errors.DamagedCheckpointWarning)):
         fit(tmp_path)
     assert seen == [STEPS, STEPS]
     assert Checkpoints(tmp_path / "checkpoints").damaged() == [f"{STEPS}.damaged"]
@@ -193,7 +194,7 @@ def test_a_disk_that_does_not_answer_is_not_waited_for_forever(tmp_path, monkeyp
             pytest.raises(errors.SavingStoppedError, match=r"is still not written to .* after 0.6"),
         ):
             fit(tmp_path, epochs=2)
-        with pytest.raises(px.CheckpointError, match=r"is written by process"):
+        with pytest.raises(px.errors.CheckpointError, match=r"is written by process"):
             Checkpoints(tmp_path / "checkpoints").lock()  # that save may still end
     finally:
         released.set()
@@ -217,7 +218,9 @@ def test_a_folder_that_is_removed_during_a_save_is_created_anew(tmp_path, monkey
 
 def test_a_disk_without_room_is_refused_before_training(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 0))
-    with pytest.raises(px.CheckpointError, match=r"has 0 B left\. Make room, or give an output"):
+    with pytest.raises(
+        px.errors.CheckpointError, match=r"has 0 B left\. Make room, or give an output"
+    ):
         fit(tmp_path)
     assert not (tmp_path / "metrics.jsonl").exists()
 
@@ -228,7 +231,7 @@ def test_a_disk_without_room_is_refused_before_training(tmp_path, monkeypatch):
 def test_a_real_disk_is_full_at_the_start(tmp_path):
     with disks.mounted(tmp_path / "disk") as disk:
         free = disks.fill(disk)
-        with pytest.raises(px.CheckpointError, match=r"No space left|left\. Make room"):
+        with pytest.raises(px.errors.CheckpointError, match=r"No space left|left\. Make room"):
             fit(disk / "run")
         free()
         fit(disk / "run", epochs=1)
@@ -357,7 +360,7 @@ def test_a_real_disk_is_read_only_for_some_epochs(tmp_path, before_save, undistu
 def test_a_real_disk_that_is_read_only_is_refused_before_training(tmp_path):
     with (
         disks.mounted(tmp_path / "disk", "ro") as disk,
-        pytest.raises(px.CheckpointError, match=r"no permission to write|Read-only"),
+        pytest.raises(px.errors.CheckpointError, match=r"no permission to write|Read-only"),
     ):
         fit(disk / "run")
 
@@ -384,7 +387,7 @@ def test_a_command_that_stopped_so_says_it_by_its_status(monkeypatch, capsys):
     assert "error: training stopped at step 60: 3 saves in a row" in capsys.readouterr().err
 
 
-@pytest.mark.filterwarnings("ignore::plurax.guards.saving.SaveFailedWarning")
+@pytest.mark.filterwarnings("ignore::plurax.errors.SaveFailedWarning")
 @pytest.mark.parametrize("jump", [-3600.0, 3600.0])
 def test_a_clock_that_jumps_changes_nothing(tmp_path, monkeypatch, undisturbed, jump):
     """Checkpoints are ordered by their steps, and waits measured by a clock that does not jump.

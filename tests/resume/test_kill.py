@@ -35,8 +35,8 @@ def deadly():
 KILLS = 4
 
 pytestmark = [  # of "rolled back"
-    pytest.mark.filterwarnings("ignore::plurax.guards.rollback.RollbackWarning"),
-    pytest.mark.filterwarnings("ignore::plurax.loop.epoch_metrics.NonFiniteWarning"),
+    pytest.mark.filterwarnings("ignore::plurax.errors.RollbackWarning"),
+    pytest.mark.filterwarnings("ignore::plurax.errors.NonFiniteWarning"),
 ]
 
 

@@ -71,15 +71,17 @@ def damage_all(directory):
         (directory / "checkpoints" / str(step) / "meta" / "metadata").write_text("{}")
 
 
-@pytest.mark.filterwarnings("ignore::plurax.DamagedCheckpointWarning")
+@pytest.mark.filterwarnings("ignore::plurax.errors.DamagedCheckpointWarning")
 def test_after_all_were_damaged_only_restart_starts_from_scratch(tmp_path, whole):
     shutil.copytree(whole[1], tmp_path / "run")
     damage_all(tmp_path / "run")
     for options in ({"resume": True}, {"resume": True}, {}):
-        with pytest.raises(px.CheckpointError, match=r"(?s)can be restored, and.*restart=True"):
+        with pytest.raises(
+            px.errors.CheckpointError, match=r"(?s)can be restored, and.*restart=True"
+        ):
             fit(output=tmp_path / "run", **options)
         assert log_of(tmp_path / "run") == log_of(whole[1])
-    with pytest.raises(px.CheckpointError, match=r"starts from scratch: pass one of them"):
+    with pytest.raises(px.errors.CheckpointError, match=r"starts from scratch: pass one of them"):
         fit(output=tmp_path / "run", resume=True, restart=True)
     result = fit(output=tmp_path / "run", restart=True)
     assert models.same_bits(result.state.params, whole[0].state.params)
@@ -94,7 +96,7 @@ def test_after_all_were_damaged_only_restart_starts_from_scratch(tmp_path, whole
 
 def test_a_plan_that_cannot_be_moves_nothing_aside(tmp_path, whole):
     shutil.copytree(whole[1], tmp_path / "run")
-    with pytest.raises(px.PlanError):
+    with pytest.raises(px.errors.PlanError):
         fit(output=tmp_path / "run", restart=True, plan=px.Plan(data=99))
     assert steps_in(tmp_path / "run") == [10, 11, 12]
 
@@ -105,7 +107,9 @@ def test_a_folder_that_is_written_is_refused(tmp_path, whole):
         other.lock()
         before = listing(tmp_path / "run")
         for options in ({"resume": True}, {"restart": True}):
-            with pytest.raises(px.CheckpointError, match=rf"is written by process {os.getpid()}"):
+            with pytest.raises(
+                px.errors.CheckpointError, match=rf"is written by process {os.getpid()}"
+            ):
                 fit(output=tmp_path / "run", epochs=4, **options)
         assert listing(tmp_path / "run") == before
 
@@ -114,7 +118,7 @@ def test_a_checkpoint_made_by_hand_is_not_gone_on_from(tmp_path, whole):
     with px.Checkpoints(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(whole[0].state, {"note": "mine"})
     with pytest.raises(
-        px.CheckpointError, match=r"was not written by plurax.fit: it does not record"
+        px.errors.CheckpointError, match=r"was not written by plurax.fit: it does not record"
     ):
         fit(output=tmp_path, resume=True)
 
@@ -134,7 +138,9 @@ class Batches:
 
 def test_arrays_of_another_length_are_refused(tmp_path, whole):
     shutil.copytree(whole[1], tmp_path / "run")
-    with pytest.raises(px.CheckpointError, match=r"saved in .* has 50 examples .* now have 40"):
+    with pytest.raises(
+        px.errors.CheckpointError, match=r"saved in .* has 50 examples .* now have 40"
+    ):
         fit(models.cut(ROWS, 40), output=tmp_path / "run", resume=True, epochs=4)
 
 
@@ -143,7 +149,7 @@ def test_an_iterable_that_has_become_shorter_is_refused(tmp_path, kind):
     fit(kind(5), output=tmp_path, epochs=1, checkpoint_every=2)
     shutil.rmtree(tmp_path / "checkpoints" / "5")
     message = r"5 examples \(of an iterable: batches\).*now have 4|had taken 4 batches of epoch 1"
-    with pytest.raises(px.PluraxError, match=message):
+    with pytest.raises(px.errors.PluraxError, match=message):
         fit(kind(4), output=tmp_path, epochs=1, resume=True)
     assert int(fit(kind(5), output=tmp_path, epochs=2, resume=True).state.step) == 10
 
@@ -183,7 +189,7 @@ def test_a_grain_loader_whose_state_is_bytes(tmp_path):
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "8")
     name = "others"
     with pytest.raises(
-        px.BatchError, match=r"the data cannot be restored to their saved position: Data"
+        px.errors.BatchError, match=r"the data cannot be restored to their saved position: Data"
     ):
         fit(loader(), output=tmp_path / "cut", epochs=2, resume=True)
 
@@ -201,7 +207,9 @@ def test_resuming_under_another_resampling_is_refused(tmp_path):
         return px.Members(2, {"rate": [0.1, 0.2]}, resample)
 
     fit(members=members(px.ensemble.bootstrap()), output=tmp_path, epochs=1, **POPULATION)
-    with pytest.raises(px.CheckpointError, match=r"of the checkpoint read their data by Bootstrap"):
+    with pytest.raises(
+        px.errors.CheckpointError, match=r"of the checkpoint read their data by Bootstrap"
+    ):
         fit(
             members=members(px.ensemble.subsample([50])), output=tmp_path, resume=True, **POPULATION
         )

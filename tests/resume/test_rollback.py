@@ -14,12 +14,12 @@ from tests.draws import draws
 
 import plurax as px
 from plurax.checkpoint import Checkpoints
+from plurax.errors import RollbackWarning
 from plurax.execute.array_data import ArrayData, Position
 from plurax.guards.rollback import (
     FEWEST,
     WINDOW,
     Rollbacks,
-    RollbackWarning,
     Watch,
     observe,
     target,
@@ -27,11 +27,11 @@ from plurax.guards.rollback import (
 from plurax.loop.iterate import train_iter
 from plurax.loop.log_rows import read_rows
 
-pytestmark = pytest.mark.filterwarnings("ignore::plurax.loop.epoch_metrics.NonFiniteWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::plurax.errors.NonFiniteWarning")
 
 TASK, OPTIMIZER, PLAN = models.mlp_task(), models.optimizer(), px.Plan(data=2)
 SIZE, PER_EPOCH, EPOCHS = 4, 20, 2
-RULE = px.Rollback(after=3)
+RULE = px.train.Rollback(after=3)
 
 
 def rows(*bad, value=np.nan):
@@ -78,7 +78,7 @@ def watched(rule, steps, watch=Watch()):  # noqa: B008  frozen
 @draws(100)
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 6))
 def test_what_is_counted(left_out, after):
-    rule = px.Rollback(after=after)
+    rule = px.train.Rollback(after=after)
     found = watched(rule, [(np.nan if out else 1.0, out) for out in left_out])
     ends = [
         i + 1 for i in range(after - 1, len(left_out)) if not any(left_out[i + 1 - after : i + 1])
@@ -94,7 +94,7 @@ def test_what_is_counted(left_out, after):
 @draws(50)
 @given(st.lists(st.sampled_from([1.0, 1.1, 0.9, 50.0, np.nan, np.inf]), max_size=300))
 def test_spikes_and_what_is_not_finite_never_count_as_good_losses(losses):
-    rule = px.Rollback(after=2, spike=8.0)
+    rule = px.train.Rollback(after=2, spike=8.0)
     watch, good = Watch(), [1.0, 1.1, 0.9] * FEWEST
     for loss in good:
         watch = observe(rule, watch, 1, loss, left_out=False)
@@ -106,8 +106,8 @@ def test_spikes_and_what_is_not_finite_never_count_as_good_losses(losses):
 
 
 def test_no_loss_is_a_spike_after_a_few():
-    watch = watched(px.Rollback(spike=3.0), [(1.0, False)] * (FEWEST - 1))
-    assert observe(px.Rollback(spike=3.0), watch, 9, 1e9, left_out=False).bad == 0
+    watch = watched(px.train.Rollback(spike=3.0), [(1.0, False)] * (FEWEST - 1))
+    assert observe(px.train.Rollback(spike=3.0), watch, 9, 1e9, left_out=False).bad == 0
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_no_loss_is_a_spike_after_a_few():
     ],
 )
 def test_what_no_rule_can_be(options, message):
-    with pytest.raises(px.BatchError, match=message):
-        px.Rollback(**options)
+    with pytest.raises(px.errors.BatchError, match=message):
+        px.train.Rollback(**options)
 
 
 # --- Runs -------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_a_spike_rolls_back(tmp_path):
     task = px.Task(init=models.init, loss=squared)
     data = models.data(SIZE * 60)
     data["x"][SIZE * 50 : SIZE * 52] *= 1e3
-    options = {"epochs": 1, "rollback": px.Rollback(after=2, spike=8.0), "task": task}
+    options = {"epochs": 1, "rollback": px.train.Rollback(after=2, spike=8.0), "task": task}
     with pytest.warns(RollbackWarning, match=r"not finite, or a spike\)"):
         result = fit(data, tmp_path / "once", **options)
     assert records(tmp_path / "once") == [(48, 52)]
@@ -225,17 +225,17 @@ def test_a_spike_rolls_back(tmp_path):
 
 
 def test_some_rollbacks_stop_the_run(tmp_path):
-    data, once = rows(10, 11, 12, 16, 17, 18), px.Rollback(after=3, limit=1)
+    data, once = rows(10, 11, 12, 16, 17, 18), px.train.Rollback(after=3, limit=1)
     with (
         pytest.warns(RollbackWarning),
         pytest.raises(
-            px.RunStoppedError,
+            px.errors.RunStoppedError,
             match=r"(?s)batch 18 of epoch 1: the last 3 steps were bad .*at step 12 it went back "
             r"to step 4.*Try a smaller learning rate",
         ),
     ):
         fit(data, tmp_path, epochs=1, rollback=once)
-    with pytest.raises(px.RunStoppedError):  # it does not get past that by resuming
+    with pytest.raises(px.errors.RunStoppedError):  # it does not get past that by resuming
         fit(data, tmp_path, epochs=1, rollback=once, resume=True)
     with pytest.warns(RollbackWarning):
         fit(data, tmp_path, epochs=1, resume=True)
@@ -280,7 +280,7 @@ def test_a_target_that_is_damaged_gives_way_to_one_before(tmp_path, monkeypatch)
     assert records(killed) == [(8, 15)]
     (killed / "checkpoints" / "8" / "meta" / "metadata").write_text("torn")
     (killed / "checkpoints" / "writer.lock").write_text("")  # this process has not died
-    with pytest.warns((RollbackWarning, px.DamagedCheckpointWarning)):
+    with pytest.warns((RollbackWarning, px.errors.DamagedCheckpointWarning)):
         resumed = fit(data, killed, epochs=1, resume=True)
     assert Checkpoints(killed / "checkpoints").damaged() == ["8.damaged"]
     assert records(killed) == [(8, 15)]
@@ -298,7 +298,7 @@ def test_another_restart_forgets_them(tmp_path):
 def test_off_without_output_and_by_choice(tmp_path):
     data = rows(13, 14, 15)
     assert int(fit(data, epochs=1).state.skipped) == 3
-    off = px.Rollback(after=0)
+    off = px.train.Rollback(after=0)
     assert int(fit(data, tmp_path, epochs=1, rollback=off).state.skipped) == 3
 
 
@@ -306,7 +306,9 @@ def test_off_without_output_and_by_choice(tmp_path):
     "options", [{"members": px.Members(2)}, {"servers": px.Servers(1, workers=1)}]
 )
 def test_members_and_servers_have_rules_of_their_own(tmp_path, options):
-    with pytest.raises(px.BatchError, match=r"rollback= is for one network without servers, and"):
+    with pytest.raises(
+        px.errors.BatchError, match=r"rollback= is for one network without servers, and"
+    ):
         fit(rows(), tmp_path, **options)
-    with pytest.raises(px.BatchError, match=r"must be a plurax.Rollback"):
+    with pytest.raises(px.errors.BatchError, match=r"must be a plurax.train.Rollback"):
         fit(rows(), rollback=10)

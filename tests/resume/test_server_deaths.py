@@ -207,16 +207,18 @@ def test_another_token_is_refused(cluster):
 
 def test_an_address_where_nobody_answers_is_refused_at_once():
     _ray(None)
-    with pytest.raises(px.PlanError, match="there is no Ray cluster that answers"):
+    with pytest.raises(px.errors.PlanError, match="there is no Ray cluster that answers"):
         RayTransport(Servers(address="ray://127.0.0.1:1"))
 
 
 def test_a_cluster_without_a_token_is_refused(monkeypatch):
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    with pytest.raises(px.PlanError, match="plurax uses only one that asks for a token"):
+    with pytest.raises(px.errors.PlanError, match="plurax uses only one that asks for a token"):
         RayTransport(Servers(address="127.0.0.1:1"))
 
 
 def test_a_store_that_is_too_small_is_refused():
-    with pytest.raises(px.PlanError, match="GB of memory that processes share, and /dev/shm has"):
+    with pytest.raises(
+        px.errors.PlanError, match="GB of memory that processes share, and /dev/shm has"
+    ):
         RayTransport(SYNC, store_bytes=1 << 50)

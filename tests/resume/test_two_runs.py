@@ -36,7 +36,7 @@ def written(request, tmp_path):
 def test_the_second_run_is_refused_and_has_written_nothing(written, how):
     before = listing(written)
     refused = r"is written by process|already holds a run"
-    with pytest.raises(px.CheckpointError, match=refused):
+    with pytest.raises(px.errors.CheckpointError, match=refused):
         fit(written, plan=px.Plan(data=2), command={"file": "none.py"}, **how)
     assert listing(written) == before
 
@@ -87,7 +87,9 @@ def test_a_live_process_keeps_its_folder_and_a_dead_one_does_not(tmp_path):
     ) as process:  # fmt: skip
         try:
             assert process.stdout.readline() == "stopped\n"
-            with pytest.raises(px.CheckpointError, match=rf"written by process {process.pid} on"):
+            with pytest.raises(
+                px.errors.CheckpointError, match=rf"written by process {process.pid} on"
+            ):
                 runs.fit("streamed", tmp_path, resume=True)
         finally:
             process.kill()

@@ -389,7 +389,7 @@ def test_batch_norm_is_exact_on_any_number_of_devices(library):
     np.testing.assert_allclose(means["top"], again.max(-1).mean(), rtol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore::plurax.MaskWarning")
+@pytest.mark.filterwarnings("ignore::plurax.errors.MaskWarning")
 def test_haiku_batch_norm_has_no_mask_and_no_padding(x64):
     """A smaller batch runs in a program of its own size, and a full one has to divide."""
     task, by_hand, get_model = haiku_normed()
@@ -595,11 +595,11 @@ def test_state_needs_coupled():
         r"the model carries state besides its parameters \({}norm/mean, {}norm/var\), and a loss "
         r"that writes state makes examples depend on each other\. Say task\(\.\.\., coupled=True\)"
     )
-    with pytest.raises(px.TaskError, match=message.format("", "")):
+    with pytest.raises(px.errors.TaskError, match=message.format("", "")):
         nnx_adapter.task(NnxNormed, lambda model, batch, keys: None)
     module = LinenNormed()
     message = message.replace("norm/", "batch_stats/BatchNorm_0/")
-    with pytest.raises(px.TaskError, match=message.format("", "")):
+    with pytest.raises(px.errors.TaskError, match=message.format("", "")):
         linen_adapter.task(
             module,
             lambda key: module.init(key, jnp.ones((1, FEATURES)), train=True),
@@ -607,7 +607,7 @@ def test_state_needs_coupled():
         )
     transformed = hk.transform_with_state(allowed(lambda x: hk.BatchNorm(True, True, 0.8)(x, True)))
     message = message.split(" and a loss")[0].partition(r"\(")[0] + r"\(batch_norm/~/mean_ema/"
-    with pytest.raises(px.TaskError, match=message.format("", "")):
+    with pytest.raises(px.errors.TaskError, match=message.format("", "")):
         haiku_adapter.task(
             transformed,
             lambda key: transformed.init(key, jnp.ones((1, FEATURES))),
@@ -622,7 +622,7 @@ def test_nnx_dropout_from_its_own_streams_is_refused(lift):
 
     task = nnx_adapter.task(NnxMlp, px.per_example(loss) if lift else loss)
     with pytest.raises(
-        px.TaskError,
+        px.errors.TaskError,
         match=r"draws from its own random stream 'default'.*say nnx\.reseed\(model, default=key\)",
     ):
         px.compile(task, optax.sgd(0.1), px.Plan(data=2), ROWS)
@@ -634,7 +634,9 @@ def test_messages_show_the_users_own_function(library):
     for function in (task.loss, task.predict, task.evaluate):
         assert re.search(r"test_adapters\.py:\d+", place_of(function))
     averaged = nnx_adapter.task(NnxMlp, lambda model, batch, keys: batch["x"].mean())
-    with pytest.raises(px.TaskError, match=r"^Task\.loss \(\S*test_adapters\.py:\d+\) returned"):
+    with pytest.raises(
+        px.errors.TaskError, match=r"^Task\.loss \(\S*test_adapters\.py:\d+\) returned"
+    ):
         px.compile(averaged, OPTIMIZER, px.Plan(), ROWS)
 
 
@@ -650,7 +652,7 @@ def test_linen_state_needs_updates():
         r"the loss of a module with state \(batch_stats\) returned something else.*expected "
         r"\(losses, metrics, updates\), where apply\(\.\.\., mutable=\[\.\.\.\]\) gave the updates"
     )
-    with pytest.raises(px.TaskError, match=message):
+    with pytest.raises(px.errors.TaskError, match=message):
         px.compile(task, optax.sgd(0.1), px.Plan(), ROWS)
 
 
@@ -707,7 +709,7 @@ def test_haiku_wants_one_key_where_the_model_draws():
             r"the Haiku model got keys of shape \(13,\), and takes one\..*plurax\.per_example\(f\)",
         ),
     ):
-        with pytest.raises(px.TaskError, match=message):
+        with pytest.raises(px.errors.TaskError, match=message):
             px.compile(haiku_linear(loss, draws=True), OPTIMIZER, px.Plan(), ROWS)
     train(haiku_linear(old, draws=True), px.Plan(), sizes=(13,))
 
@@ -728,12 +730,14 @@ def test_haiku_state_needs_state():
         r"the loss of a model with state returned something else.*expected "
         r"\(losses, metrics, state\), where apply\(\.\.\.\) gave the state beside the outputs"
     )
-    with pytest.raises(px.TaskError, match=message):
+    with pytest.raises(px.errors.TaskError, match=message):
         px.compile(task, OPTIMIZER, px.Plan(), ROWS)
 
 
 def test_haiku_takes_what_is_transformed():
-    with pytest.raises(px.TaskError, match=r"got a function; give a pair.*=hk\.transform\(f\)"):
+    with pytest.raises(
+        px.errors.TaskError, match=r"got a function; give a pair.*=hk\.transform\(f\)"
+    ):
         haiku_adapter.task(lambda x: x, lambda key: {}, lambda apply, batch, keys: None)
 
 
@@ -741,7 +745,9 @@ def test_equinox_batch_norm_is_refused():
     def build(key):
         return eqx.nn.Sequential([eqx.nn.BatchNorm(FEATURES, "batch", mode="batch")])
 
-    with pytest.raises(px.TaskError, match=r"layers with state.*take no mask.*eqx\.nn\.LayerNorm"):
+    with pytest.raises(
+        px.errors.TaskError, match=r"layers with state.*take no mask.*eqx\.nn\.LayerNorm"
+    ):
         equinox_adapter.task(build, lambda model, batch, keys: None)
 
 

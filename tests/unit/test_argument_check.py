@@ -30,11 +30,11 @@ UNCALLED = """
     Timeline ParameterInfo ReshardStep apply_moves Gradients ReplicaCheck ReplicaFinding Run
     StepOutput TrainState train_iter"""
 SLOW = """
-    plurax.fastest_batch_size plurax.max_batch_size plurax.search plurax.sweep plurax.verify
-    plurax.export_predict plurax.analysis.draw_estimates plurax.analysis.draw_servers
+    plurax.search plurax.sweep plurax.verify plurax.analysis.fastest_batch_size
+    plurax.analysis.max_batch_size plurax.analysis.draw_estimates plurax.analysis.draw_servers
     plurax.ensemble.draw_confidence plurax.ensemble.draw_parallel plurax.ensemble.draw_reliability
     plurax.ensemble.max_members plurax.ensemble.successive_halving plurax.ensemble.tune
-    plurax.pipeline.draw_schedules plurax.train.draw_curves"""
+    plurax.pipeline.draw_schedules plurax.train.draw_curves plurax.weights.export_predict"""
 # Of these, large numbers are no mistake, and take as long as they say.
 LONG = {"steps", "epochs", "seconds", "memory", "max_size", "repeats"}
 

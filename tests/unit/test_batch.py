@@ -41,43 +41,49 @@ def program():
     ],
 )
 def test_a_batch_that_does_not_fit(program, batch, message):
-    with pytest.raises(px.BatchError, match=message):
+    with pytest.raises(px.errors.BatchError, match=message):
         program.step(program.init(), batch)
 
 
 def test_a_scalar_is_no_batch():
-    with pytest.raises(px.BatchError, match=r"batch\[scale\] is a scalar"):
+    with pytest.raises(px.errors.BatchError, match=r"batch\[scale\] is a scalar"):
         px.compile(models.mlp_task(), optax.sgd(0.1), px.Plan(), {**ROWS, "scale": np.float32(1)})
 
 
 def test_an_empty_tree_is_no_batch():
-    with pytest.raises(px.BatchError, match=r"no arrays"):
+    with pytest.raises(px.errors.BatchError, match=r"no arrays"):
         px.compile(models.mlp_task(), optax.sgd(0.1), px.Plan(), {})
 
 
 def test_a_used_state_is_named(program):
     state = program.init()
     program.step(state, ROWS)
-    with pytest.raises(px.BatchError, match=r"given to an earlier step.*state, metrics ="):
+    with pytest.raises(px.errors.BatchError, match=r"given to an earlier step.*state, metrics ="):
         program.step(state, ROWS)
 
 
 def test_a_loop_without_its_order_is_refused(program):
     placed = program.place_data(ROWS)
-    with pytest.raises(px.BatchError, match=r"one network needs the order of an epoch: order = pr"):
+    with pytest.raises(
+        px.errors.BatchError, match=r"one network needs the order of an epoch: order = pr"
+    ):
         program.loop(program.init(), placed, (), 0, 1)
     order = program.place_epoch(np.arange(8)[None], np.array([8]))
     many = px.compile(
         models.mlp_task(), models.optimizer(), px.Plan(), ROWS, members=px.Members(seeds=range(2))
     )
     for given, words in ((order, "an order of 2 arrays"), ((), "a program compiled without data")):
-        with pytest.raises(px.BatchError, match=rf"own order, and program\.loop was given {words}"):
+        with pytest.raises(
+            px.errors.BatchError, match=rf"own order, and program\.loop was given {words}"
+        ):
             many.loop(many.init(), placed, given, 0, 1)
 
 
 def test_a_foreign_state_is_named(program):
     other = px.compile(models.mlp_task(), optax.sgd(0.1), px.Plan(), ROWS)
-    with pytest.raises(px.BatchError, match=r"(?s)does not belong to this program.*opt_state"):
+    with pytest.raises(
+        px.errors.BatchError, match=r"(?s)does not belong to this program.*opt_state"
+    ):
         program.step(other.init(), ROWS)
 
 
@@ -112,7 +118,7 @@ def test_evaluation_goes_by_microbatches():
 
 
 def test_a_state_of_another_plan_must_be_placed(program):
-    with pytest.raises(px.BatchError, match=r"is on other devices.*program\.place\(state\)"):
+    with pytest.raises(px.errors.BatchError, match=r"is on other devices.*program\.place\(state\)"):
         program.step(compiled(px.Plan()).init(), ROWS)
 
 
@@ -181,7 +187,7 @@ def test_predict_takes_an_iterator_and_keeps_its_lengths(program):
 
 
 def test_predict_of_nothing_is_refused(program):
-    with pytest.raises(px.BatchError, match="no examples"):
+    with pytest.raises(px.errors.BatchError, match="no examples"):
         program.predict(program.init(), {"x": np.zeros((0, 5), np.float32)})
 
 
@@ -202,20 +208,22 @@ def test_evaluate_is_exact_over_all_examples(count):
 
 
 def test_evaluate_of_nothing_is_refused(program):
-    with pytest.raises(px.BatchError, match="no examples"):
+    with pytest.raises(px.errors.BatchError, match="no examples"):
         program.evaluate(program.init(), [])
 
 
 def test_too_few_devices_for_a_plan():
-    with pytest.raises(px.PlanError, match=r"needs 9 devices \(data=9\) and 8 are available"):
+    with pytest.raises(
+        px.errors.PlanError, match=r"needs 9 devices \(data=9\) and 8 are available"
+    ):
         px.compile(models.mlp_task(), optax.sgd(0.1), px.Plan(data=9), ROWS)
 
 
 def test_virtual_devices_too_late():
-    with pytest.raises(px.PlanError, match=r"virtual_devices\(5\) came too late.*8 device"):
+    with pytest.raises(px.errors.PlanError, match=r"virtual_devices\(5\) came too late.*8 device"):
         px.virtual_devices(5)
     px.virtual_devices(8)  # what is there already is fine
-    with pytest.raises(px.PlanError, match=r"0 virtual devices: give a whole number"):
+    with pytest.raises(px.errors.PlanError, match=r"0 virtual devices: give a whole number"):
         px.virtual_devices(0)
 
 
@@ -264,24 +272,26 @@ SUM = px.Task(
     ],
 )
 def test_a_value_that_would_become_another_is_refused_by_name(values, message, resident):
-    with pytest.raises(px.BatchError, match=rf"batch\[n\] {message}.*jax_enable_x64"):
+    with pytest.raises(px.errors.BatchError, match=rf"batch\[n\] {message}.*jax_enable_x64"):
         px.fit(SUM, optax.sgd(0.0), {"n": values}, batch_size=2, resident=resident, progress=False)
     program = px.compile(SUM, optax.sgd(0.0), px.Plan(), {"n": values})
-    with pytest.raises(px.BatchError, match=message):
+    with pytest.raises(px.errors.BatchError, match=message):
         program.predict(program.init(), {"n": values})
-    with pytest.raises(px.BatchError, match=message):
+    with pytest.raises(px.errors.BatchError, match=message):
         program.evaluate(program.init(), {"n": values})
-    with pytest.raises(px.BatchError, match=message):
+    with pytest.raises(px.errors.BatchError, match=message):
         program.step(program.init(), {"n": values[-2:]})
 
 
 @pytest.mark.parametrize("resident", [True, False])
 def test_members_are_given_no_wrapped_integers_either(resident):
     plan = px.Plan(chunk=1, batch_dim="major")
-    with pytest.raises(px.BatchError, match=r"batch\[n\] holds 8589934597 as int64"):
+    with pytest.raises(px.errors.BatchError, match=r"batch\[n\] holds 8589934597 as int64"):
         px.fit(SUM, optax.sgd(0.0), {"n": np.array([1, 2**33 + 5])}, members=px.Members(2),
                plan=plan, batch_size=2, resident=resident, progress=False)  # fmt: skip
-    with pytest.raises(px.MembersError, match="hyperparameter 'n' holds 8589934597 as int64"):
+    with pytest.raises(
+        px.errors.MembersError, match="hyperparameter 'n' holds 8589934597 as int64"
+    ):
         px.Members(1, {"n": [2**33 + 5]}).arrays(1)
 
 
@@ -378,11 +388,11 @@ def test_data_that_are_no_arrays_of_numbers_are_refused_by_name(data, message):
     """As data, as an evaluation, as inputs: before anything is compiled or trained."""
     good = {"n": np.ones(2, np.float32)}
     for options in ({"data": data}, {"data": good, "evaluation": data}):
-        with pytest.raises(px.BatchError) as raised:
+        with pytest.raises(px.errors.BatchError) as raised:
             px.fit(SUM, optax.sgd(0.0), batch_size=2, progress=False, **options)
         assert message in str(raised.value)
     program = px.compile(SUM, optax.sgd(0.0), px.Plan(), good)
-    with pytest.raises(px.BatchError) as raised:
+    with pytest.raises(px.errors.BatchError) as raised:
         program.predict(program.init(), data)
     assert message in str(raised.value)
 
@@ -437,7 +447,7 @@ for plan, members in [
     }.items():
         try:
             call()
-        except px.BatchError as error:
+        except px.errors.BatchError as error:
             print(what, "twice in" in str(error), "given to an earlier step" in str(error))
 """
 
@@ -460,7 +470,9 @@ def test_a_state_of_numpy_arrays_is_a_state(program):
 def test_a_batch_that_was_deleted_is_named(program):
     rows = jax.tree.map(jnp.asarray, ROWS)
     rows["x"].delete()
-    with pytest.raises(px.BatchError, match=r"batch\[x\] was given to a function that reused"):
+    with pytest.raises(
+        px.errors.BatchError, match=r"batch\[x\] was given to a function that reused"
+    ):
         program.step(program.init(), rows)
 
 
@@ -522,13 +534,15 @@ def test_a_parameter_that_is_no_array_is_named(value, kind, members):
         init=lambda key: {"w": jnp.ones(5), "s": value},
         loss=lambda params, batch, keys: batch["x"] @ params["w"],
     )
-    with pytest.raises(px.TaskError, match=f"parameter 's' is a Python {kind}, and parameters are"):
+    with pytest.raises(
+        px.errors.TaskError, match=f"parameter 's' is a Python {kind}, and parameters are"
+    ):
         px.compile(task, optax.sgd(0.1), px.Plan(), ROWS, members=members)
 
 
 def test_numbers_in_place_of_parameters_are_no_state(program):
     params = jax.tree.map(lambda leaf: 1.0, program.init().params)
-    with pytest.raises(px.BatchError, match=r"does not belong to this program"):
+    with pytest.raises(px.errors.BatchError, match=r"does not belong to this program"):
         program.init(params=params)
 
 

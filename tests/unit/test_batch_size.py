@@ -32,7 +32,7 @@ SPLIT = px.Plan(data=2, microbatches=3)
 )
 def test_found_fits_and_next_does_not(task, plan):
     budget, optimizer = 1_000_000, optax.adam(1e-2)
-    found = px.max_batch_size(task, optimizer, plan, ROWS, memory=budget)
+    found = px.analysis.max_batch_size(task, optimizer, plan, ROWS, memory=budget)
     assert found.size % (plan.data * plan.microbatches) == 0
     assert found.compilations <= MAX_COMPILATIONS
 
@@ -46,14 +46,16 @@ def test_found_fits_and_next_does_not(task, plan):
 
 
 def test_the_budget_has_a_default_on_cpu():
-    found = px.max_batch_size(LINEAR, optax.sgd(0.1), px.Plan(data=2), ROWS)
-    twice = px.max_batch_size(LINEAR, optax.sgd(0.1), px.Plan(), ROWS)
+    found = px.analysis.max_batch_size(LINEAR, optax.sgd(0.1), px.Plan(data=2), ROWS)
+    twice = px.analysis.max_batch_size(LINEAR, optax.sgd(0.1), px.Plan(), ROWS)
     assert abs(twice.budget - 2 * found.budget) <= 2  # the devices share the machine's memory
 
 
 def test_nothing_fits():
-    with pytest.raises(px.BatchError, match=r"no batch fits: the smallest possible, 2 example"):
-        px.max_batch_size(LINEAR, optax.sgd(0.1), px.Plan(data=2), ROWS, memory=10)
+    with pytest.raises(
+        px.errors.BatchError, match=r"no batch fits: the smallest possible, 2 example"
+    ):
+        px.analysis.max_batch_size(LINEAR, optax.sgd(0.1), px.Plan(data=2), ROWS, memory=10)
 
 
 @given(
@@ -87,7 +89,7 @@ def test_the_search_is_exact_and_short(fixed, slope, bend, steps, answer):
 
 
 def test_the_fastest_batch_has_a_curve_and_a_knee():
-    found = px.fastest_batch_size(
+    found = px.analysis.fastest_batch_size(
         LINEAR, optax.sgd(0.1), px.Plan(data=2), ROWS, max_size=64, repeats=2
     )
     sizes = [point.size for point in found.curve]

@@ -290,7 +290,7 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes(name):
     callbacks, said = MISTAKES[name]
-    with pytest.raises(px.TaskError) as caught:
+    with pytest.raises(px.errors.TaskError) as caught:
         fit(callbacks)
     assert said in str(caught.value)
 
@@ -300,12 +300,16 @@ def test_mistakes(name):
 def test_a_metric_that_no_row_will_have_is_refused_before_the_first_step(monkeypatch, make, metric):
     monkeypatch.setattr("plurax.train.training_loop.train_iter", None)
     evaluation = DATA if "ema" in metric else None
-    with pytest.raises(px.TaskError, match=f"follows '{metric}', and a row has loss, grad_norm"):
+    with pytest.raises(
+        px.errors.TaskError, match=f"follows '{metric}', and a row has loss, grad_norm"
+    ):
         fit([make(metric)], evaluation=evaluation)
 
 
 def test_a_state_that_json_cannot_hold(tmp_path):
-    with pytest.raises(px.TaskError, match="state of the callback Array cannot be saved: Object"):
+    with pytest.raises(
+        px.errors.TaskError, match="state of the callback Array cannot be saved: Object"
+    ):
         fit([Array()], output=tmp_path)
 
 
@@ -325,7 +329,7 @@ def test_limits_that_are_none(name, given):
         "max_seconds": "give a number > 0, or None for no limit",
         "fast_dev_run": "give a number of steps, True for one, or 0 for a whole run",
     }
-    with pytest.raises(px.TaskError) as caught:
+    with pytest.raises(px.errors.TaskError) as caught:
         fit(**{name: given})
     assert said[name] in str(caught.value)
 
@@ -390,7 +394,7 @@ def test_early_stopping_remembers_over_a_resume(tmp_path):
 
 @pytest.mark.parametrize("given", [0, 1.5])
 def test_patience_is_a_count(given):
-    with pytest.raises(px.TaskError, match=r"EarlyStopping\(patience=.*give a whole number"):
+    with pytest.raises(px.errors.TaskError, match=r"EarlyStopping\(patience=.*give a whole number"):
         cb.EarlyStopping("loss", given)
 
 
@@ -405,7 +409,7 @@ def test_a_mode_is_guessed_by_the_name(metric):
 
 
 def test_there_are_two_modes():
-    with pytest.raises(px.TaskError, match=r"EarlyStopping\(mode='up'\): give 'min', 'max'"):
+    with pytest.raises(px.errors.TaskError, match=r"EarlyStopping\(mode='up'\): give 'min', 'max'"):
         cb.EarlyStopping("loss", mode="up")
 
 
@@ -450,7 +454,7 @@ def test_the_average_is_that_of_a_loop_by_hand(name, x64):
     ):
         np.testing.assert_array_equal(one, other, "it changes no step")
     assert result.history[-1]["eval_ema_loss"] != result.history[-1]["eval_loss"]
-    with pytest.raises(px.TaskError, match="has no average of the parameters: train with"):
+    with pytest.raises(px.errors.TaskError, match="has no average of the parameters: train with"):
         ema.params(plain.state)
 
 
@@ -465,7 +469,7 @@ def test_frozen_parameters_are_their_own_average():
 
 @pytest.mark.parametrize("given", [1.0, -0.1, "0.9", True])
 def test_a_decay_is_below_one(given):
-    with pytest.raises(px.TaskError, match=r"give a number ≥ 0 and < 1"):
+    with pytest.raises(px.errors.TaskError, match=r"give a number ≥ 0 and < 1"):
         cb.Ema(given)
 
 
@@ -503,7 +507,7 @@ def test_chosen_steps_are_traced(tmp_path):
 
 @pytest.mark.parametrize("given", [(3, 2), (0, 2), [1, 2], (1,), 5])
 def test_steps_to_trace(given):
-    with pytest.raises(px.TaskError, match="give the first and the last step"):
+    with pytest.raises(px.errors.TaskError, match="give the first and the last step"):
         cb.Profile(given)
 
 
@@ -586,7 +590,7 @@ def test_a_run_that_goes_on_keeps_what_was_the_best(tmp_path):
 def test_nothing_is_kept_before_an_epoch():
     best = cb.KeepBest("score")
     result = fit([Says(*[float("nan")] * 4), best])
-    with pytest.raises(px.TaskError, match="has kept no state yet"):
+    with pytest.raises(px.errors.TaskError, match="has kept no state yet"):
         best.restore(result.program)
 
 
@@ -661,11 +665,13 @@ def test_a_logger_goes_on_where_a_run_does(name, tmp_path, monkeypatch):
 
 def test_a_package_that_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(px.MissingPackageError, match=r"Wandb needs wandb, .*plurax\[wandb\]"):
+    with pytest.raises(
+        px.errors.MissingPackageError, match=r"Wandb needs wandb, .*plurax\[wandb\]"
+    ):
         cb.Wandb()
 
 
 @pytest.mark.parametrize("given", [0, 1.5])
 def test_steps_between_rows(given):
-    with pytest.raises(px.TaskError, match=r"JsonLines\(every=.*give a whole number"):
+    with pytest.raises(px.errors.TaskError, match=r"JsonLines\(every=.*give a whole number"):
         cb.JsonLines("rows.jsonl", every=given)

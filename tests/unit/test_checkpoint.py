@@ -22,12 +22,13 @@ from jax.sharding import PartitionSpec as P
 from tests import models
 
 import plurax as px
-from plurax.checkpoint import Checkpoints, DamagedCheckpointWarning, arrays, lock, manager
+from plurax.checkpoint import Checkpoints, arrays, lock, manager
 from plurax.checkpoint.arrays import StateHandler
 from plurax.checkpoint.damage import Damage
 from plurax.checkpoint.description import FORMAT, read_description, sealed
 from plurax.checkpoint.limited_wait import LimitedWait
 from plurax.checkpoint.lock import FolderLock
+from plurax.errors import DamagedCheckpointWarning
 from plurax.fingerprint import fingerprint, fingerprints
 from plurax.state import TrainState
 
@@ -206,11 +207,15 @@ def test_another_version_is_not_damage(tmp_path, monkeypatch):
     described(tmp_path / "1", newer)
     with Checkpoints(tmp_path) as writer:
         writer.lock()
-        with pytest.raises(px.CheckpointError, match=r"written by a newer version of plurax"):
+        with pytest.raises(
+            px.errors.CheckpointError, match=r"written by a newer version of plurax"
+        ):
             writer.restore(LIKE)
         first = {"fingerprints": {}, "shapes": "", "key_impl": "rbg", "run": {}}
         described(tmp_path / "1", first)
-        with pytest.raises(px.CheckpointError, match=r"written by an older version of plurax"):
+        with pytest.raises(
+            px.errors.CheckpointError, match=r"written by an older version of plurax"
+        ):
             writer.restore(LIKE)
         assert writer.steps() == [1]
 
@@ -219,7 +224,7 @@ def test_what_is_no_json_is_refused_before_anything_is_written(tmp_path):
     with (
         Checkpoints(tmp_path) as writer,
         pytest.raises(
-            px.CheckpointError, match=r"what is to be saved beside the state is not JSON"
+            px.errors.CheckpointError, match=r"what is to be saved beside the state is not JSON"
         ),
     ):
         writer.save(make_state(), {"seed": np.int64(3)})
@@ -235,7 +240,7 @@ def test_the_algorithm_of_a_key_comes_back(tmp_path):
         assert str(jax.random.key_impl(restored.key)) == "rbg"
         assert models.same_bits(jax.random.bits(restored.key), jax.random.bits(state.key))
         # The data of unsafe_rbg have the same shape.
-        with pytest.raises(px.CheckpointError, match=r"another task or optimizer"):
+        with pytest.raises(px.errors.CheckpointError, match=r"another task or optimizer"):
             writer.restore(like(make_state(impl="unsafe_rbg")))
 
 
@@ -266,7 +271,7 @@ def test_any_file_that_is_changed_or_missing_is_noticed_or_not_needed(tmp_path):
                     state, meta = Checkpoints(tmp_path).restore(LIKE)
                     assert models.same_bits(state.params, make_state(1).params)
                     assert meta == {"note": 1}
-                except px.CheckpointError:
+                except px.errors.CheckpointError:
                     noticed.add((path.name, change))
         path.write_bytes(content)
     for path in files:
@@ -296,7 +301,9 @@ def test_values_that_were_wrong_when_they_were_written_are_noticed(tmp_path):
         writer.lock()
         with (
             pytest.warns(DamagedCheckpointWarning, match="params/w are not those.*as 1.damaged"),
-            pytest.raises(px.CheckpointError, match=r"(?s)no checkpoint in .* can be restored.*-"),
+            pytest.raises(
+                px.errors.CheckpointError, match=r"(?s)no checkpoint in .* can be restored.*-"
+            ),
         ):
             writer.restore(LIKE)
 
@@ -344,7 +351,7 @@ def test_what_cannot_be_read_is_damage_and_what_may_not_be_is_not(tmp_path, monk
     fails(errno.EIO)
     with (
         pytest.warns(DamagedCheckpointWarning, match="cannot be read"),
-        pytest.raises(px.CheckpointError),
+        pytest.raises(px.errors.CheckpointError),
     ):
         Checkpoints(tmp_path).restore(LIKE)
 
@@ -371,7 +378,9 @@ def test_an_older_or_another_state_is_refused_and_the_same_is_not(tmp_path):
         writer.save(make_state(4), {"note": "again"})
         writer.save(make_state(2), {"note": "again"})
         for state in (make_state(4, seed=1), make_state(2, seed=1), make_state(3)):
-            with pytest.raises(px.CheckpointError, match=r"checkpoints follow the order of steps"):
+            with pytest.raises(
+                px.errors.CheckpointError, match=r"checkpoints follow the order of steps"
+            ):
                 writer.save(state, {})
         writer.wait()
         after = listing(tmp_path)
@@ -402,7 +411,9 @@ def test_a_full_disk_is_said_and_the_next_save_works(tmp_path, monkeypatch, part
 
         with monkeypatch.context() as patched:
             patched.setattr(*part, full)
-            with pytest.raises(px.CheckpointError, match=r"could not be written.*No space left"):
+            with pytest.raises(
+                px.errors.CheckpointError, match=r"could not be written.*No space left"
+            ):
                 save()
         assert writer.steps() == [1]
         writer.save(make_state(2), {})
@@ -469,7 +480,7 @@ def test_a_folder_may_be_moved_to_a_name_that_is_a_pattern(tmp_path):
     ],
 )
 def test_folders_that_cannot_be_are_refused_before_training(tmp_path, name, message):
-    with pytest.raises(px.CheckpointError, match=message):
+    with pytest.raises(px.errors.CheckpointError, match=message):
         Checkpoints(name if "://" in name else tmp_path / name)
 
 
@@ -513,7 +524,9 @@ def test_only_the_writer_removes_what_was_left_unfinished(tmp_path):
         first.lock()
         assert not (tmp_path / "3.orbax-checkpoint-tmp").exists()
         (tmp_path / "4.orbax-checkpoint-tmp").mkdir()
-        with pytest.raises(px.CheckpointError, match=rf"is written by process {os.getpid()} on "):
+        with pytest.raises(
+            px.errors.CheckpointError, match=rf"is written by process {os.getpid()} on "
+        ):
             second.lock()
         assert (tmp_path / "4.orbax-checkpoint-tmp").exists()
     with Checkpoints(tmp_path) as third:
@@ -601,7 +614,9 @@ def test_who_may_take_a_lock(tmp_path, content, free):
         assert path.read_bytes() == b""
     else:
         before = path.read_bytes()
-        with pytest.raises(px.CheckpointError, match=r"two writers would destroy each other's"):
+        with pytest.raises(
+            px.errors.CheckpointError, match=r"two writers would destroy each other's"
+        ):
             taken(path)
         assert path.read_bytes() == before
 
@@ -611,7 +626,9 @@ def test_the_kernels_lock_is_enough(tmp_path):
     path = tmp_path / "writer.lock"
     with path.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(px.CheckpointError, match=r"two writers would destroy each other's"):
+        with pytest.raises(
+            px.errors.CheckpointError, match=r"two writers would destroy each other's"
+        ):
             taken(path)
     assert taken(path)
 
@@ -633,7 +650,9 @@ def test_a_live_process_keeps_it_and_a_killed_one_does_not(tmp_path):
         [sys.executable, "-c", HOLDS, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdout.readline() == b"held\n"
-        with pytest.raises(px.CheckpointError, match=rf"is written by process {process.pid} on "):
+        with pytest.raises(
+            px.errors.CheckpointError, match=rf"is written by process {process.pid} on "
+        ):
             taken(path)
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and nobody has asked yet
@@ -655,7 +674,7 @@ def test_a_child_that_was_forked_does_not_hold_it(tmp_path):
         os._exit(0)
     again = FolderLock(path)
     try:
-        with pytest.raises(px.CheckpointError):
+        with pytest.raises(px.errors.CheckpointError):
             taken(path)
         go.recv()
         mine.release()

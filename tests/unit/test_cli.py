@@ -119,7 +119,9 @@ def test_every_argument_of_fit_is_an_option_in_its_own_words(workplace, capsys):
 def test_an_experiment_takes_the_arguments_of_fit():
     made = px.Experiment("task", "optimizer", "data", epochs=3)
     assert (made.task, made.data, made.epochs, made.ragged) == ("task", "data", 3, "pad")
-    with pytest.raises(px.ExperimentError, match=r"argument 'epoch'\. Did you mean 'epochs'\?"):
+    with pytest.raises(
+        px.errors.ExperimentError, match=r"argument 'epoch'\. Did you mean 'epochs'\?"
+    ):
         px.Experiment("task", "optimizer", "data", epoch=3)
 
 
@@ -538,7 +540,7 @@ def test_every_option_of_train_reaches_fit(workplace, capsys, monkeypatch):
 
     def caught(*_, **options):
         seen.update(options)
-        raise px.PlanError("caught")
+        raise px.errors.PlanError("caught")
 
     monkeypatch.setattr("plurax.cli.train_command.fit", caught)
     _, _, err = run(
@@ -748,7 +750,7 @@ def test_mistakes_about_machines(workplace, arguments, said, capsys):
 
 def test_a_rollback_is_an_option(workplace, capsys, monkeypatch):
     def refused(**options):
-        raise px.BatchError(repr(options["rollback"]))
+        raise px.errors.BatchError(repr(options["rollback"]))
 
     monkeypatch.setattr("plurax.cli.train_command.fit", refused)
     _, _, err = run(capsys, "train", "small.py", "--rollback.after", "0", "--rollback.spike", "6.5")

@@ -303,7 +303,7 @@ def check(loss, batch=BATCH, **more):
 
 @pytest.mark.parametrize("name", COUPLED)
 def test_a_coupled_loss_is_refused(name):
-    with pytest.raises(px.TaskError) as error:
+    with pytest.raises(px.errors.TaskError) as error:
         check(COUPLED[name])
     assert "depends on the rows of other examples, which meet at " in str(error.value)
     assert f"{__file__}:" in str(error.value)
@@ -346,7 +346,7 @@ def test_the_line_is_that_of_the_user():
         return (x - mean[None]) @ p["w"]
 
     with pytest.raises(
-        px.TaskError, match=r"test_coupling.py:\d+: mean = x.mean\(axis=0\)  # this"
+        px.errors.TaskError, match=r"test_coupling.py:\d+: mean = x.mean\(axis=0\)  # this"
     ):
         check(loss)
 
@@ -360,14 +360,14 @@ def data(rows=16):
 @pytest.mark.parametrize("plan", [{}, {"data": 2}, {"microbatches": 4}, {"data": 2, "tensor": 2}])
 def test_it_is_refused_before_compiling(plan):
     task = px.Task(init=init, loss=COUPLED["standardise"])
-    with pytest.raises(px.TaskError, match=r"say Task\(..., coupled=True\)"):
+    with pytest.raises(px.errors.TaskError, match=r"say Task\(..., coupled=True\)"):
         px.compile(task, optax.sgd(0.1), px.Plan(**plan), data())
 
 
 def test_members_are_refused_too():
     task = px.Task(init=init, loss=COUPLED["centre"])
     members = px.Members(seeds=range(2))
-    with pytest.raises(px.TaskError, match="depends on the rows of other examples"):
+    with pytest.raises(px.errors.TaskError, match="depends on the rows of other examples"):
         px.compile(task, optax.sgd(0.1), px.Plan(), data(), members=members)
 
 
@@ -394,7 +394,9 @@ def test_other_functions_keep_rows_apart(name):
         )
 
     where = "Task.loss" if name == "metrics" else f"Task.{name}"
-    with pytest.raises(px.TaskError, match="row i of its result must depend on row i") as error_:
+    with pytest.raises(
+        px.errors.TaskError, match="row i of its result must depend on row i"
+    ) as error_:
         used()
     assert where in str(error_.value)
 
@@ -415,7 +417,7 @@ def test_a_loop_that_does_not_end_on_random_rows():
         x = lax.while_loop(lambda x: jnp.isfinite(x).all(), lambda x: x * 1.0, centred(b["x"]))
         return x @ p["w"]
 
-    with pytest.raises(px.TaskError):
+    with pytest.raises(px.errors.TaskError):
         check(endless)
 
 
@@ -426,7 +428,7 @@ def test_a_loss_for_a_batch_of_one_size():
         x = b["x"].reshape(3, 2, 6)
         return ((x - x.mean(axis=1, keepdims=True)).reshape(6, 6) + 0 * b["x"]) @ p["w"]
 
-    with pytest.raises(px.TaskError, match="depends on the rows of other"):
+    with pytest.raises(px.errors.TaskError, match="depends on the rows of other"):
         check(of_six)
 
 
@@ -438,5 +440,5 @@ def test_declared_it_is_accepted():
     program = px.compile(task, optax.sgd(0.1), px.Plan(data=2), data())
     program.step(program.init(), data())
     plain = dataclasses.replace(task, coupled=False, loss=COUPLED["centre"])
-    with pytest.raises(px.TaskError):
+    with pytest.raises(px.errors.TaskError):
         px.compile(plain, optax.sgd(0.1), px.Plan(), data())

@@ -94,7 +94,7 @@ def test_who_writes_and_how_often_it_was_started():
     ],
 )
 def test_an_environment_that_makes_no_sense_is_refused(given, message):
-    with pytest.raises(px.ProcessError, match=message):
+    with pytest.raises(px.errors.ProcessError, match=message):
         gang_of({**LAUNCHED, **given})
 
 
@@ -107,19 +107,21 @@ def test_initialize_without_a_gang_does_nothing():
 
 
 def test_initialize_is_refused_too_late_and_by_halves():
-    with pytest.raises(px.ProcessError, match=r"needs processes and process too") as caught:
+    with pytest.raises(px.errors.ProcessError, match=r"needs processes and process too") as caught:
         px.initialize("127.0.0.1:1234")
     assert "Under `plurax launch` and `srun` give no arguments." in str(caught.value)
-    with pytest.raises(px.ProcessError, match=r"needs coordinator and processes and process too"):
+    with pytest.raises(
+        px.errors.ProcessError, match=r"needs coordinator and processes and process too"
+    ):
         px.initialize(devices=2)
     jax.devices()
-    with pytest.raises(px.ProcessError, match=r"comes too late: JAX has been used"):
+    with pytest.raises(px.errors.ProcessError, match=r"comes too late: JAX has been used"):
         px.initialize("127.0.0.1:1234", 2, 0)
 
 
 def test_initialize_is_refused_twice(monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    with pytest.raises(px.ProcessError, match="the processes are joined already"):
+    with pytest.raises(px.errors.ProcessError, match="the processes are joined already"):
         px.initialize("127.0.0.1:1234", 2, 0)
 
 
@@ -142,7 +144,9 @@ def test_initialize_says_where_it_did_not_find_the_others():
 def test_a_host_whose_name_is_loopback_is_refused(monkeypatch):
     monkeypatch.setattr(socket, "gethostbyname", {"here": "127.0.1.1", "n0": "10.0.0.1"}.get)
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
-    with pytest.raises(px.ProcessError, match="this host's name, here, resolves to its loopback"):
+    with pytest.raises(
+        px.errors.ProcessError, match="this host's name, here, resolves to its loopback"
+    ):
         initialize_module._check_name("n0")
     initialize_module._check_name("here")  # all processes are on this host
 
@@ -274,7 +278,7 @@ def test_a_process_that_ended_is_named(gone, groups):
     gang[gone].close()
     left = gang[:1] if gone else gang[1:]
     for error in everywhere(left, lambda group: group.all_gather(1)):
-        assert isinstance(error, px.ProcessError)
+        assert isinstance(error, px.errors.ProcessError)
         assert f"process {gone} on {socket.gethostname()} has ended" in str(error)
 
 
@@ -289,7 +293,7 @@ def test_a_process_that_is_late_is_named(groups):
     gang = groups(2)
     gang[0].seconds = 0.05
     (found,) = everywhere(gang[:1], lambda group: group.all_gather(1))
-    assert isinstance(found, px.ProcessError)
+    assert isinstance(found, px.errors.ProcessError)
     assert "process 1" in str(found)
     assert "did not take part for" in str(found)
 
@@ -302,7 +306,7 @@ def test_strangers_are_not_let_in(monkeypatch):
         others = [socket.create_connection(address) for _ in range(2)]
         others[0].sendall(b"guessed 1\n")
         others[1].sendall(b"secret 2\n")
-        with pytest.raises(px.ProcessError, match=r"process 1 did not connect within"):
+        with pytest.raises(px.errors.ProcessError, match=r"process 1 did not connect within"):
             process_group._accepted(server, "secret", 3)
     for one in others:
         one.close()
@@ -325,7 +329,9 @@ def test_the_first_process_cannot_be_reached(monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(process_group, "_broadcast", lambda _: ("127.0.0.1", port, "secret"))
-    with pytest.raises(px.ProcessError, match=r"process 0 could not be reached at 127.0.0.1:"):
+    with pytest.raises(
+        px.errors.ProcessError, match=r"process 0 could not be reached at 127.0.0.1:"
+    ):
         open_group()
 
 
@@ -350,7 +356,9 @@ def test_a_plan_must_use_every_process_equally(shares):
         for process, share in enumerate(shares)
         for _ in range(share)
     ]
-    with pytest.raises(px.PlanError, match=f"which {len(shares)} processes cannot share equally"):
+    with pytest.raises(
+        px.errors.PlanError, match=f"which {len(shares)} processes cannot share equally"
+    ):
         make_mesh(px.Plan(data=4), devices)
 
 
@@ -406,7 +414,9 @@ def test_own_inputs_are_arrays_for_one_network():
     state = program.init(0)
     whole, own = program.predict(state, batch), program.predict(state, batch, local=True, chunk=3)
     np.testing.assert_allclose(own, whole, rtol=1e-6)
-    with pytest.raises(px.BatchError, match=r"predict\(local=True\) is for arrays of inputs, of"):
+    with pytest.raises(
+        px.errors.BatchError, match=r"predict\(local=True\) is for arrays of inputs, of"
+    ):
         program.predict(state, [batch], local=True)
 
 
@@ -415,12 +425,12 @@ def test_own_inputs_are_arrays_for_one_network():
     [
         lambda *task: px.fit(*task, models.data(8), batch_size=8, servers=px.Servers()),
         lambda *task: px.ensemble.tune(*task, models.data(8), members=px.Members(2), batch_size=8),
-        lambda *task: px.fastest_batch_size(*task, px.Plan(), models.data(8)),
+        lambda *task: px.analysis.fastest_batch_size(*task, px.Plan(), models.data(8)),
         lambda *_: px.analysis.measure_machine(),
     ],
     ids=["servers", "tune", "fastest_batch_size", "measure_machine"],
 )
 def test_what_is_for_one_process_says_so(call, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(px.ProcessError, match="is for one process, and there are 2"):
+    with pytest.raises(px.errors.ProcessError, match="is for one process, and there are 2"):
         call(models.mlp_task(), models.optimizer())

@@ -146,12 +146,12 @@ def test_uneven_devices_hold_stages_of_different_speed():
     machine = px.Machine.uneven("both", [(1, fast), (1, slow)], [Level("node", 2, NEVER)])
     found = estimated(transformer, machine, pipeline=2, microbatches=4)
     assert found.gradient.products == pytest.approx(found.product_flops / 1e9)
-    with pytest.raises(px.MachineError, match="differ"):
+    with pytest.raises(px.errors.MachineError, match="differ"):
         estimated(transformer, machine, data=2)
 
 
 def test_a_plan_of_more_devices_than_the_machine_has():
-    with pytest.raises(px.MachineError, match="needs 16 devices, and made has 8"):
+    with pytest.raises(px.errors.MachineError, match="needs 16 devices, and made has 8"):
         estimated(perceptron, MACHINE, data=16)
 
 

@@ -37,7 +37,7 @@ def test_in_a_process_that_has_no_plurax(tmp_path):
     program = px.compile(models.mlp_task(), optax.adam(0.1), plan, BATCH)
     state = program.init(seed=1)
     path = tmp_path / "new" / "predict.jax"
-    px.export_predict(program, state, ROWS, path)
+    px.weights.export_predict(program, state, ROWS, path)
     np.save(tmp_path / "rows.npy", ROWS["x"])
     files = [tmp_path / name for name in ("rows.npy", "whole.npy", "three.npy")]
     subprocess.run([sys.executable, "-c", ELSEWHERE, path, *files], check=True)
@@ -57,7 +57,7 @@ PLANS = {
 def test_under_every_plan(name, tmp_path):
     program = px.compile(models.perceptron_stack(), optax.sgd(0.1), PLANS[name], BATCH)
     state = program.init(seed=1)
-    px.export_predict(program, state, ROWS, tmp_path / "a")
+    px.weights.export_predict(program, state, ROWS, tmp_path / "a")
     got, want = called(tmp_path / "a", ROWS), program.predict(state, ROWS)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     assert got.dtype == want.dtype
@@ -75,7 +75,7 @@ def test_members_and_their_hyperparameters(tmp_path):
     plan = px.Plan(member=2)
     program = px.compile(make, optax.sgd(0.1), plan, BATCH, members=members)
     state = program.init()
-    px.export_predict(program, state, ROWS, tmp_path / "a")
+    px.weights.export_predict(program, state, ROWS, tmp_path / "a")
     np.testing.assert_allclose(
         called(tmp_path / "a", ROWS), program.predict(state, ROWS), rtol=1e-5, atol=1e-6
     )
@@ -84,7 +84,7 @@ def test_members_and_their_hyperparameters(tmp_path):
 def test_a_stateful_task(tmp_path):
     program = px.compile(models.normed_task(), optax.sgd(0.1), px.Plan(), BATCH)
     state, _ = program.step(program.init(), BATCH)
-    px.export_predict(program, state, ROWS, tmp_path / "a")
+    px.weights.export_predict(program, state, ROWS, tmp_path / "a")
     np.testing.assert_allclose(
         called(tmp_path / "a", ROWS), program.predict(state, ROWS), rtol=1e-5, atol=1e-6
     )
@@ -92,7 +92,7 @@ def test_a_stateful_task(tmp_path):
 
 def test_for_several_platforms(tmp_path):
     program = px.compile(models.mlp_task(), optax.sgd(0.1), px.Plan(), BATCH)
-    px.export_predict(
+    px.weights.export_predict(
         program, program.init(), ROWS, tmp_path / "a", platforms=("cpu", "cuda", "tpu")
     )
     read = jax.export.deserialize(bytearray((tmp_path / "a").read_bytes()))
@@ -107,17 +107,19 @@ def test_a_model_that_computes_with_its_number_of_rows(tmp_path):
     task = px.Task(init=models.init, loss=models.mlp_task().loss, predict=predict)
     program = px.compile(task, optax.sgd(0.1), px.Plan(), BATCH)
     state = program.init()
-    with pytest.raises(px.TaskError, match="computes with its number of rows, so it cannot be"):
-        px.export_predict(program, state, ROWS, tmp_path / "a")
-    px.export_predict(program, state, ROWS, tmp_path / "a", batch_size=20)
+    with pytest.raises(
+        px.errors.TaskError, match="computes with its number of rows, so it cannot be"
+    ):
+        px.weights.export_predict(program, state, ROWS, tmp_path / "a")
+    px.weights.export_predict(program, state, ROWS, tmp_path / "a", batch_size=20)
     np.testing.assert_array_equal(called(tmp_path / "a", ROWS), ROWS["x"])
 
 
 def test_a_task_without_predict(tmp_path):
     task = px.Task(init=models.init, loss=models.mlp_task().loss)
     program = px.compile(task, optax.sgd(0.1), px.Plan(), BATCH)
-    with pytest.raises(px.TaskError, match="this task has no predict function"):
-        px.export_predict(program, program.init(), ROWS, tmp_path / "a")
+    with pytest.raises(px.errors.TaskError, match="this task has no predict function"):
+        px.weights.export_predict(program, program.init(), ROWS, tmp_path / "a")
 
 
 def test_an_error_of_the_function_itself_is_not_taken_for_one_of_the_rows(tmp_path):
@@ -127,4 +129,4 @@ def test_an_error_of_the_function_itself_is_not_taken_for_one_of_the_rows(tmp_pa
     task = px.Task(init=models.init, loss=models.mlp_task().loss, predict=predict)
     program = px.compile(task, optax.sgd(0.1), px.Plan(), BATCH)
     with pytest.raises(ValueError, match=r"^there is no such head\nIt was called with x"):
-        px.export_predict(program, program.init(), ROWS, tmp_path / "a")
+        px.weights.export_predict(program, program.init(), ROWS, tmp_path / "a")

@@ -17,11 +17,12 @@ import pytest
 from tests import models
 
 import plurax as px
-from plurax.checkpoint import Checkpoints, DamagedCheckpointWarning
+from plurax.checkpoint import Checkpoints
 from plurax.distributed.global_arrays import fetch
+from plurax.errors import DamagedCheckpointWarning, NonFiniteWarning
 from plurax.execute.array_data import ArrayData, Position
 from plurax.loop.data import StreamData
-from plurax.loop.epoch_metrics import NetworkMetrics, NonFiniteWarning
+from plurax.loop.epoch_metrics import NetworkMetrics
 from plurax.loop.iterate import StepOutput, train_iter
 from plurax.loop.log_rows import read_rows
 from plurax.progress.console_progress import TrainingProgress
@@ -157,17 +158,17 @@ def test_a_grain_dataset_gives_the_same():
     ],
 )
 def test_data_that_cannot_be_trained_on(data, options, message):
-    with pytest.raises(px.BatchError, match=message):
+    with pytest.raises(px.errors.BatchError, match=message):
         fit(data, **options)
 
 
 def test_an_evaluation_that_can_be_read_only_once_is_refused():
-    with pytest.raises(px.BatchError, match="read only once"):
+    with pytest.raises(px.errors.BatchError, match="read only once"):
         fit(evaluation=iter([ROWS]))
 
 
 def test_dropping_everything_is_refused():
-    with pytest.raises(px.BatchError, match=r"fewer than batch_size"):
+    with pytest.raises(px.errors.BatchError, match=r"fewer than batch_size"):
         ArrayData(ROWS, 64, ragged="drop")
 
 
@@ -184,7 +185,7 @@ def test_stream_policies():
     assert [b["y"].shape[0] for b, _ in StreamData(batches, 50).batches(Position())] == [50, 20]
     dropped = StreamData(batches, 50, "drop")
     assert [b["y"].shape[0] for b, _ in dropped.batches(Position())] == [50]
-    with pytest.raises(px.BatchError, match="a batch has 20 examples where 50"):
+    with pytest.raises(px.errors.BatchError, match="a batch has 20 examples where 50"):
         list(StreamData(batches, 50, "error").batches(Position()))
 
 
@@ -312,7 +313,9 @@ def test_output_holds_metrics_plan_and_checkpoints(tmp_path):
 
 def test_a_second_run_does_not_overwrite_the_first(tmp_path):
     fit(output=tmp_path, epochs=1)
-    with pytest.raises(px.CheckpointError, match=r"already holds a run, saved at step 4.*resume"):
+    with pytest.raises(
+        px.errors.CheckpointError, match=r"already holds a run, saved at step 4.*resume"
+    ):
         fit(output=tmp_path)
 
 
@@ -366,7 +369,9 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path):
 @pytest.mark.parametrize(("field", "value"), [("seed", 1), ("batch_size", 8), ("shuffle", False)])
 def test_resuming_another_training_is_refused(tmp_path, field, value):
     fit(output=tmp_path, epochs=1)
-    with pytest.raises(px.CheckpointError, match=rf"has {field}=.* and this one {field}={value}"):
+    with pytest.raises(
+        px.errors.CheckpointError, match=rf"has {field}=.* and this one {field}={value}"
+    ):
         fit(output=tmp_path, resume=True, **{field: value})
 
 
@@ -381,7 +386,7 @@ def test_resuming_another_optimizer_is_refused(tmp_path):
 
     fit(output=tmp_path, epochs=1)
     refused = r"(?s)another task or optimizer.*opt_state.*: nothing in the program, float32"
-    with pytest.raises(px.CheckpointError, match=refused) as raised:
+    with pytest.raises(px.errors.CheckpointError, match=refused) as raised:
         px.fit(
             TASK, optax.sgd(0.1), ROWS, plan=PLAN, epochs=2, batch_size=16, output=tmp_path,
             resume=True, progress=False,
@@ -462,7 +467,9 @@ def test_an_empty_directory_of_that_name_is_no_checkpoint(tmp_path, reference):
 
 def test_a_file_in_the_way_is_named(tmp_path):
     (tmp_path / "run").write_text("not a directory")
-    with pytest.raises(px.CheckpointError, match=r"run could not be written to: .*run is a file"):
+    with pytest.raises(
+        px.errors.CheckpointError, match=r"run could not be written to: .*run is a file"
+    ):
         fit(output=tmp_path / "run")
 
 
@@ -601,7 +608,7 @@ def test_out_of_memory_says_which_plans_need_less(tmp_path, monkeypatch):
         yield
 
     monkeypatch.setattr("plurax.train.training_loop.train_iter", exhausted)
-    with pytest.raises(px.PlanError) as raised:
+    with pytest.raises(px.errors.PlanError) as raised:
         fit(output=tmp_path, resume=True)
     said = str(raised.value)
     assert "out of memory under Plan(data=2, microbatches=2), whose step needs " in said

@@ -148,7 +148,7 @@ def test_nothing_is_split_where_links_are_slow():
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     slow = px.Machine("slow", {"float32": 1e12}, 1e9, 1e12, [Level("node", 2, 1.0)])
     search = TensorSearch(task, like, lambda plan: TimeCosts(slow, plan))
-    with pytest.raises(px.PlanError, match="over `tensor` costs more than it saves"):
+    with pytest.raises(px.errors.PlanError, match="over `tensor` costs more than it saves"):
         search.plan(px.Plan(tensor=2))
 
 

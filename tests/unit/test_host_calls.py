@@ -104,5 +104,7 @@ def test_prints_in_order_are_refused_on_several_devices_by_their_line(zero):
     line = ordered.__code__.co_firstlineno + 2
     task = px.Task(init=init, loss=ordered)
     compiled(task)
-    with pytest.raises(px.PlanError, match=rf"test_host_calls\.py:{line}.* Leave out ordered=True"):
+    with pytest.raises(
+        px.errors.PlanError, match=rf"test_host_calls\.py:{line}.* Leave out ordered=True"
+    ):
         compiled(task, data=2, zero=zero)

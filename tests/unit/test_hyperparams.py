@@ -74,7 +74,7 @@ def plain_task():
         }
 
     def loss(params, batch, keys):
-        hidden = px.stage_boundary(jax.numpy.tanh(batch["x"] @ params["in"]))
+        hidden = px.pipeline.stage_boundary(jax.numpy.tanh(batch["x"] @ params["in"]))
         return (hidden @ params["out"] - batch["x"].sum(1)) ** 2
 
     return px.Task(init=init, loss=loss)
@@ -218,7 +218,7 @@ def test_what_cannot_be_set_is_refused(optimizer, values, text):
         def on_start(self, run):
             run.set_hyperparams(**values)
 
-    with pytest.raises(px.TaskError, match=text):
+    with pytest.raises(px.errors.TaskError, match=text):
         fit(models.mlp_task(), optimizer(), models.data(24), callbacks=[Set()])
 
 
@@ -239,13 +239,15 @@ def test_a_step_is_no_place_to_set_a_rate():
         def on_step(self, run, row):
             run.set_hyperparams(learning_rate=1.0)
 
-    with pytest.raises(px.TaskError, match="on_step is called some steps late"):
+    with pytest.raises(px.errors.TaskError, match="on_step is called some steps late"):
         fit(models.mlp_task(), adam(), models.data(24), callbacks=[Set()])
 
 
 def test_servers_keep_the_state_of_the_optimizer():
     servers = px.Servers(shards=1, workers=1, transport="threads")
-    with pytest.raises(px.TaskError, match="with servers= the optimizer's state is on the servers"):
+    with pytest.raises(
+        px.errors.TaskError, match="with servers= the optimizer's state is on the servers"
+    ):
         fit(
             models.mlp_task(), optax.sgd(RATE), models.data(24), servers=servers,
             callbacks=[plateau()],
@@ -254,18 +256,18 @@ def test_servers_keep_the_state_of_the_optimizer():
 
 @pytest.mark.parametrize("factor", [0, 1, -0.5, True, "half", float("nan")])
 def test_a_factor_that_reduces_nothing_is_refused(factor):
-    with pytest.raises(px.TaskError, match=r"give a number > 0 and < 1, such as 0\.5"):
+    with pytest.raises(px.errors.TaskError, match=r"give a number > 0 and < 1, such as 0\.5"):
         px.callbacks.ReduceOnPlateau("loss", factor)
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "2"])
 def test_evaluate_every_is_a_number_of_steps(every):
-    with pytest.raises(px.BatchError, match="give the number of steps between evaluations"):
+    with pytest.raises(px.errors.BatchError, match="give the number of steps between evaluations"):
         fit(models.mlp_task(), adam(), models.data(24), evaluate_every=every)
 
 
 def test_evaluate_every_needs_data():
-    with pytest.raises(px.BatchError, match="evaluate_every=2 needs data to evaluate on"):
+    with pytest.raises(px.errors.BatchError, match="evaluate_every=2 needs data to evaluate on"):
         fit(models.mlp_task(), adam(), models.data(24), evaluate_every=2, evaluation=None)
 
 
@@ -282,7 +284,7 @@ NAMES = {
 @pytest.mark.parametrize(("name", "text"), NAMES.items(), ids=NAMES)
 def test_names_of_other_libraries_are_answered(name, text):
     fit = px.fit.__wrapped__  # tests check annotations around it
-    with pytest.raises(px.TaskError, match=text):
+    with pytest.raises(px.errors.TaskError, match=text):
         fit(models.mlp_task(), adam(), models.data(24), **{name: 1})
-    with pytest.raises(px.ExperimentError, match=text.rstrip("$")):
+    with pytest.raises(px.errors.ExperimentError, match=text.rstrip("$")):
         px.Experiment(models.mlp_task(), adam(), models.data(24), **{name: 1})

@@ -263,10 +263,10 @@ def test_workers_that_cannot_live_end_the_run():
             if name.startswith("worker"):
                 transport.kill(name)
 
-    with pytest.raises(px.PlanError, match="all 3 workers ended, 3 times each without"):
+    with pytest.raises(px.errors.PlanError, match="all 3 workers ended, 3 times each without"):
         run("async", Simulated(0, fault))
 
 
 def test_a_server_that_cannot_live_ends_the_run():
-    with pytest.raises(px.PlanError, match="server 1 ended 3 times without having answered"):
+    with pytest.raises(px.errors.PlanError, match="server 1 ended 3 times without having answered"):
         run("async", Simulated(0, lambda transport: transport.kill("server 1")))

@@ -93,7 +93,7 @@ TOO_LARGE = {
 @pytest.mark.parametrize("name", TOO_LARGE)
 def test_numbers_beyond_any_machine_are_refused_at_once(program, name):
     call, said = TOO_LARGE[name]
-    with pytest.raises(px.PluraxError, match=said):
+    with pytest.raises(px.errors.PluraxError, match=said):
         call(program)
 
 

@@ -223,7 +223,7 @@ def drawn(number):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::plurax.ShardingWarning")
+@pytest.mark.filterwarnings("ignore::plurax.errors.ShardingWarning")
 def test_the_peak_of_forty_drawn_plans(uncached):
     errors = [0.0]
     for number in range(40) if uncached else ():

@@ -16,13 +16,13 @@ from tests.draws import draws
 
 from plurax import disk
 from plurax.disk import AppendFile, replace_file
-from plurax.errors import CheckpointError
+from plurax.errors import CheckpointError, DamagedLogWarning
 from plurax.execute.array_data import Position
 from plurax.loop.epoch_metrics import MembersMetrics, NetworkMetrics
 from plurax.loop.iterate import StepOutput
 from plurax.loop.log_rows import read_rows
 from plurax.members import Members
-from plurax.run_folder.log import DamagedLogWarning, MetricsLog
+from plurax.run_folder.log import MetricsLog
 
 
 def step_row(step, **values):

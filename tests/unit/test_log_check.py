@@ -9,12 +9,11 @@ from rich.console import Console
 from tests import models
 
 import plurax as px
-from plurax.errors import ExperimentError
+from plurax.errors import DamagedLogWarning, ExperimentError
 from plurax.loop.log_rows import read_rows
 from plurax.report.page.chart_data import events
 from plurax.report.page.run_data import read_run
 from plurax.report.watch_frame import WatchedRun
-from plurax.run_folder.log import DamagedLogWarning
 from plurax.run_folder.log_check import log_damage
 
 ROWS = models.data(50)

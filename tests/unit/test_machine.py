@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import plurax as px
-from plurax import Machine, MachineError
+from plurax import Machine
 from plurax.analysis import Level
+from plurax.errors import MachineError
 from plurax.machine import WIDTHS
 
 NODE, CLUSTER = Level("node", 8, 300e9, 1e-6), Level("cluster", 32, 25e9, 10e-6)

@@ -165,7 +165,7 @@ def test_a_population_has_no_estimate(tmp_path, capsys):
 
 
 def test_a_plan_that_is_larger_than_the_machine_is_refused_first(tmp_path):
-    with pytest.raises(px.MachineError, match="needs 4 devices, and one has 1"):
+    with pytest.raises(px.errors.MachineError, match="needs 4 devices, and one has 1"):
         fit(px.Machine("one", {"float32": 1.0}, 1, 1.0), output=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 

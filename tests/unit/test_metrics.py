@@ -312,13 +312,13 @@ def test_mistakes(name):
     )  # fmt: skip
     program = px.compile(task, optax.sgd(0.1), px.Plan(), models.data(8))
     if name != "no number":
-        with pytest.raises(px.TaskError, match=re.escape(said)):
+        with pytest.raises(px.errors.TaskError, match=re.escape(said)):
             program.check_evaluation(models.data(8))
     state = program.init()
-    with pytest.raises(px.TaskError, match=re.escape(said)):
+    with pytest.raises(px.errors.TaskError, match=re.escape(said)):
         program.evaluate(state, models.data(8))
 
 
 def test_the_function_takes_params_and_batch():
-    with pytest.raises(px.TaskError, match="called with"):
+    with pytest.raises(px.errors.TaskError, match="called with"):
         px.Task(init=models.init, loss=lambda p, b, k: 0, metrics=lambda params: {})

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tests import models
 
 import plurax as px
-from plurax import Plan, PlanError
+from plurax import Plan
+from plurax.errors import PlanError
 from plurax.launch.network_hosts import free_port
 
 plans = st.builds(
@@ -287,7 +288,7 @@ def test_a_cache_that_mixes_collectives_is_refused(monkeypatch):
     assert found.mesh.size == 2
     monkeypatch.setenv("XLA_FLAGS", "")
     with pytest.raises(
-        px.PlanError, match=r"its collectives receive each other's data\. Call plurax"
+        px.errors.PlanError, match=r"its collectives receive each other's data\. Call plurax"
     ):
         px.compile(models.mlp_task(), models.optimizer(), px.Plan(data=2), models.data(8))
     px.compile(models.mlp_task(), models.optimizer(), px.Plan(), models.data(8))

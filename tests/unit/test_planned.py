@@ -66,5 +66,5 @@ def test_a_stage_runs_its_own_layers():
 
 
 def test_a_task_of_another_kind_is_refused():
-    with pytest.raises(px.TaskError, match=r"what is trained is a plurax\.Task"):
+    with pytest.raises(px.errors.TaskError, match=r"what is trained is a plurax\.Task"):
         px.analysis.planned(object(), optax.sgd(0.1), px.Plan(), models.data(4))

@@ -19,13 +19,13 @@ from tests.pictures import panels
 from tests.promotion import allowed
 
 import plurax as px
+from plurax.errors import NonFiniteWarning
 from plurax.execute.array_data import ArrayData
 from plurax.execute.autotune import autotune
 from plurax.execute.chunk_rule import FEWEST, MemberWork, choose_chunk, even_chunk
 from plurax.execute.population import Population
 from plurax.execute.program import Program
 from plurax.execute.summary import choice_text
-from plurax.loop.epoch_metrics import NonFiniteWarning
 from plurax.mesh import make_mesh
 from plurax.report.curves import draw_curves
 
@@ -112,7 +112,7 @@ def test_a_member_stays_what_it_is_when_taken():
     ],
 )
 def test_populations_that_cannot_be(make, message):
-    with pytest.raises(px.MembersError, match=message):
+    with pytest.raises(px.errors.MembersError, match=message):
         make()
 
 
@@ -183,7 +183,9 @@ def test_batches_from_an_iterable_are_seen_by_every_member(reference):
             )
             < 1e-5
         )
-    with pytest.raises(px.MembersError, match=r"draws rows by number, and these data do not stay"):
+    with pytest.raises(
+        px.errors.MembersError, match=r"draws rows by number, and these data do not stay"
+    ):
         fit(MEMBERS, batches, batch_size=None)
 
 
@@ -195,7 +197,9 @@ def test_report_every_spares_rows(reference):
         result.history[-1]["members"]["eval_loss"]
         == (reference.history[-1]["members"]["eval_loss"])
     )
-    with pytest.raises(px.BatchError, match=r"report_every=0: give a whole number of epochs"):
+    with pytest.raises(
+        px.errors.BatchError, match=r"report_every=0: give a whole number of epochs"
+    ):
         fit(report_every=0)
     alone = px.fit(TASK, models.optimizer(), ROWS, epochs=3, batch_size=16, report_every=2,
                    progress=False)  # fmt: skip
@@ -342,9 +346,9 @@ def test_a_population_can_grow(tmp_path):
     assert grown.state.params["bias"].shape[0] == 7
     assert models.max_rel_error(grown.state.params, whole.state.params) < 1e-5
     other = px.Members(7, {"rate": 0.1}, MEMBERS.resample)
-    with pytest.raises(px.CheckpointError, match=r"which do not begin with the same ones"):
+    with pytest.raises(px.errors.CheckpointError, match=r"which do not begin with the same ones"):
         fit(other, output=tmp_path, resume=True)
-    with pytest.raises(px.CheckpointError, match=r"which do not begin with the same ones"):
+    with pytest.raises(px.errors.CheckpointError, match=r"which do not begin with the same ones"):
         fit(MEMBERS.take([0, 1]), output=tmp_path, resume=True)
 
 
@@ -448,7 +452,9 @@ def test_a_program_of_one_network_is_used_again():
 
 
 def test_a_program_is_not_for_members_that_read_otherwise(reference):
-    with pytest.raises(px.MembersError, match=r"compiled for members that read their data by"):
+    with pytest.raises(
+        px.errors.MembersError, match=r"compiled for members that read their data by"
+    ):
         reference.program.of(dataclasses.replace(MEMBERS, resample=px.ensemble.kfold(2)))
 
 
@@ -486,13 +492,15 @@ def test_take_and_join(reference):
         px.ensemble.export_member(joined, 2).params,
         px.ensemble.export_member(reference.state, 2).params,
     )
-    with pytest.raises(px.MembersError, match=r"there is no member 5"):
+    with pytest.raises(px.errors.MembersError, match=r"there is no member 5"):
         px.ensemble.take_members(reference.state, [5])
-    with pytest.raises(px.MembersError, match=r"the states differ in structure, shape"):
+    with pytest.raises(px.errors.MembersError, match=r"the states differ in structure, shape"):
         px.ensemble.join_members(one, dataclasses.replace(one, opt_state=()))
-    with pytest.raises(px.MembersError, match=r"this is the state of one network"):
+    with pytest.raises(px.errors.MembersError, match=r"this is the state of one network"):
         px.ensemble.export_member(px.ensemble.export_member(one, 0), 0)
-    with pytest.raises(px.MembersError, match=r"holds 3 members and this program is compiled for"):
+    with pytest.raises(
+        px.errors.MembersError, match=r"holds 3 members and this program is compiled for"
+    ):
         reference.program.predict(joined, {"x": ROWS["x"]})
 
 
@@ -500,17 +508,23 @@ def test_take_and_join(reference):
 
 
 def test_a_plan_for_members_without_members():
-    with pytest.raises(px.PlanError, match=r"splits the members of a population, and this is one"):
+    with pytest.raises(
+        px.errors.PlanError, match=r"splits the members of a population, and this is one"
+    ):
         px.fit(TASK, models.optimizer(), ROWS, batch_size=16, plan=px.Plan(member=2))
 
 
 def test_hyperparameters_that_nobody_takes():
-    with pytest.raises(px.MembersError, match=r"neither the task nor the optimizer is a function"):
+    with pytest.raises(
+        px.errors.MembersError, match=r"neither the task nor the optimizer is a function"
+    ):
         fit(optimizer=models.optimizer())
 
 
 def test_a_hyperparameter_that_is_not_given():
-    with pytest.raises(px.TaskError, match=r"asked for the hyperparameter 'decay'.*gives 'rate'"):
+    with pytest.raises(
+        px.errors.TaskError, match=r"asked for the hyperparameter 'decay'.*gives 'rate'"
+    ):
         fit(optimizer=lambda hyper: optax.adamw(hyper["rate"], weight_decay=hyper["decay"]))
 
 
@@ -518,7 +532,7 @@ def test_a_hyperparameter_that_decides_what_code_runs():
     def optimizer(hyper):
         return optax.adam(1e-3) if hyper["rate"] > 0.01 else optax.sgd(1e-3)
 
-    with pytest.raises(px.TaskError, match=r"it cannot decide what code runs"):
+    with pytest.raises(px.errors.TaskError, match=r"it cannot decide what code runs"):
         fit(optimizer=optimizer)
 
 
@@ -685,24 +699,30 @@ def test_curves_of_a_population(tmp_path, drawn, rows, points):
 def test_a_population_starts_from_seeds_of_its_own():
     batch = models.cut(ROWS, 16)
     program = px.compile(TASK, models.optimizer(), PLAN, batch, members=px.Members(2))
-    with pytest.raises(px.MembersError, match=r"init\(seed=...\) starts one network"):
+    with pytest.raises(px.errors.MembersError, match=r"init\(seed=...\) starts one network"):
         program.init(0)
-    with pytest.raises(px.MembersError, match=r"init\(params=...\) starts one network"):
+    with pytest.raises(px.errors.MembersError, match=r"init\(params=...\) starts one network"):
         program.init(params=program.init().params)
 
 
 def test_one_network_has_no_members_to_exchange_and_no_data_of_its_own():
     batch = models.cut(ROWS, 16)
     program = px.compile(TASK, models.optimizer(), px.Plan(), batch)
-    with pytest.raises(px.MembersError, match="compiled for one network, so it has no members"):
+    with pytest.raises(
+        px.errors.MembersError, match="compiled for one network, so it has no members"
+    ):
         program.of(px.Members(2))
-    with pytest.raises(px.MembersError, match="is for members, each of which reads the arrays"):
+    with pytest.raises(
+        px.errors.MembersError, match="is for members, each of which reads the arrays"
+    ):
         px.compile(TASK, models.optimizer(), px.Plan(), batch, data=px.train.ArrayData(ROWS, 16))
 
 
 def test_data_of_members_are_arrays_with_an_order():
     batch = models.cut(ROWS, 16)
-    with pytest.raises(px.MembersError, match="takes arrays and the order in which members read"):
+    with pytest.raises(
+        px.errors.MembersError, match="takes arrays and the order in which members read"
+    ):
         px.compile(TASK, models.optimizer(), PLAN, batch, members=px.Members(2), data=ROWS)
 
 

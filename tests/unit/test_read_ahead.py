@@ -134,7 +134,7 @@ def test_large_batches_are_read_two_ahead_one_to_a_buffer():
 def test_batches_that_do_not_fit_are_refused():
     with reading(positions([*batches(1), {"x": np.ones((SIZE, 2)), "y": np.ones(SIZE)}])) as ahead:
         assert len(ahead.take(9).positions) == 1
-        with pytest.raises(px.BatchError, match="x"):
+        with pytest.raises(px.errors.BatchError, match="x"):
             ahead.take(1)
 
 

@@ -53,7 +53,9 @@ WRITERS = {
     ),
     "plan.toml": px.Plan(data=2).save,
     "machine.toml": px.Machine.preset("V100-32GB").save,
-    "model.export": lambda path: px.export_predict(program(), program().init(0), ROWS, path),
+    "model.export": lambda path: px.weights.export_predict(
+        program(), program().init(0), ROWS, path
+    ),
     "a.safetensors": lambda path: px.weights.save({"a": jnp.ones(3)}, path),
 }
 

@@ -168,7 +168,7 @@ def assert_repeated(folder, data, runs):
     """Train an epoch with each of these servers; replay gives the state after each."""
 
     def again(**options):
-        return px.replay(task(), OPTIMIZER, data, folder, **options)
+        return px.train.replay(task(), OPTIMIZER, data, folder, **options)
 
     for epoch, servers in enumerate(runs):
         last = fitted(data, folder, servers, seed=3, epochs=epoch + 1, resume=epoch > 0)
@@ -195,25 +195,27 @@ def test_a_run_resumed_without_what_was_left_is_repeated(tmp_path):
     (checkpoint / "meta" / "metadata").write_text(json.dumps(sealed(values)))
     shutil.rmtree(checkpoint / "residuals")
     last = fitted(ROWS, tmp_path, TOPK, epochs=2, resume=True)
-    assert same(px.replay(task(), OPTIMIZER, ROWS, tmp_path), last.state)
+    assert same(px.train.replay(task(), OPTIMIZER, ROWS, tmp_path), last.state)
 
 
 def test_what_cannot_be_replayed_is_refused_by_name(tmp_path):
     def again(folder, data=ROWS, **options):
-        return px.replay(task(), OPTIMIZER, data, folder, **options)
+        return px.train.replay(task(), OPTIMIZER, data, folder, **options)
 
     run = tmp_path / "run"
-    with pytest.raises(px.CheckpointError, match=r"run holds no servers\.jsonl, the record"):
+    with pytest.raises(px.errors.CheckpointError, match=r"run holds no servers\.jsonl, the record"):
         again(run)
     fitted(ROWS, run, ASYNC)
-    with pytest.raises(px.CheckpointError, match=r"has 24 examples .* the data now have 20"):
+    with pytest.raises(px.errors.CheckpointError, match=r"has 24 examples .* the data now have 20"):
         again(run, {name: rows[:20] for name, rows in ROWS.items()})
     for step in (7, -1):
-        with pytest.raises(px.CheckpointError, match=f"step {step} of .* record ends at step 6"):
+        with pytest.raises(
+            px.errors.CheckpointError, match=f"step {step} of .* record ends at step 6"
+        ):
             again(run, step=step)
     record = run / FILE
     events = [{**event, "step": 6} if event["event"] == "start" else event
               for event in read_events(record)]  # fmt: skip
     record.write_text("".join(json.dumps(event) + "\n" for event in events))
-    with pytest.raises(px.CheckpointError, match="begins at step 6, where training without"):
+    with pytest.raises(px.errors.CheckpointError, match="begins at step 6, where training without"):
         again(run)

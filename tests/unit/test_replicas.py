@@ -217,7 +217,7 @@ def test_nothing_poisoned_is_saved_and_the_run_goes_on(flip_after, monkeypatch, 
     wanted = fit(resident=resident).state
     flip_after(19)
     with pytest.raises(
-        px.ReplicaError, match=r"device 2 of process 0 holds other bits than"
+        px.errors.ReplicaError, match=r"device 2 of process 0 holds other bits than"
     ) as said:
         fit(tmp_path, resident=resident, check_replicas_every=1000)
     assert "params/blocks/hidden" in str(said.value)
@@ -231,9 +231,9 @@ def test_nothing_poisoned_is_saved_and_the_run_goes_on(flip_after, monkeypatch, 
 
 def test_a_flipped_bit_is_found_within_some_steps(flip_after):
     flip_after(7, "opt_state/0/mu/blocks/out")
-    with pytest.raises(px.ReplicaError, match="after step 10 device 2 of process 0"):
+    with pytest.raises(px.errors.ReplicaError, match="after step 10 device 2 of process 0"):
         fit(resident=False, check_replicas_every=5, checkpoint_every=5)
-    with pytest.raises(px.ReplicaError, match="after step 32 device 2 of process 0"):
+    with pytest.raises(px.errors.ReplicaError, match="after step 32 device 2 of process 0"):
         fit(resident=False, check_replicas_every=32)  # read after the last step
 
 

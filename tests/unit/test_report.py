@@ -377,7 +377,7 @@ def test_calibration_and_uncertainty_are_written_and_shown(tmp_path):
         combined.entropy.mean(), rel=1e-4
     )
     assert shown["uncertainty"]["targets"]["unit"] == "variance"
-    with pytest.raises(px.BatchError, match="save_calibration got nothing to write"):
+    with pytest.raises(px.errors.BatchError, match="save_calibration got nothing to write"):
         px.ensemble.save_calibration(folder, {})
 
 

@@ -201,16 +201,18 @@ def test_out_of_bag_rows_are_those_not_drawn():
     ],
 )
 def test_resampling_that_cannot_be(make, message):
-    with pytest.raises(px.MembersError, match=message):
+    with pytest.raises(px.errors.MembersError, match=message):
         make()
 
 
 def test_resampling_that_does_not_fit_the_data():
-    with pytest.raises(px.BatchError, match=r"have only 2 rows; use fewer folds"):
+    with pytest.raises(px.errors.BatchError, match=r"have only 2 rows; use fewer folds"):
         px.ensemble.kfold(3).size(2, 0)
-    with pytest.raises(px.BatchError, match=r"size of 30 is not between 1 and the 22 rows"):
+    with pytest.raises(px.errors.BatchError, match=r"size of 30 is not between 1 and the 22 rows"):
         px.ensemble.subsample(30).size(ROWS, 0)
-    with pytest.raises(px.BatchError, match=r"size of 0.01 is not between 1 and the 22 rows"):
+    with pytest.raises(
+        px.errors.BatchError, match=r"size of 0.01 is not between 1 and the 22 rows"
+    ):
         px.ensemble.subsample(0.01).size(ROWS, 0)
 
 

@@ -17,7 +17,8 @@ from tests.draws import draws
 from tests.simulated import Simulated
 
 import plurax as px
-from plurax.checkpoint import Checkpoints, DamagedCheckpointWarning
+from plurax.checkpoint import Checkpoints
+from plurax.errors import DamagedCheckpointWarning
 from plurax.jaxpr.homes import RowSplit
 from plurax.server.account import Account
 from plurax.server.asynchronous import Asynchronous

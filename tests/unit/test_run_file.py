@@ -73,7 +73,7 @@ def test_fit_writes_how_it_was_called(tmp_path):
     assert found["versions"]["plurax"] == px.__version__
     assert found["versions"]["jax"] == jax.__version__
     assert found["devices"] == {"platform": "cpu", "kind": "cpu", "count": 2, "processes": 1}
-    assert found["rollback"]["after"] == px.Rollback().after
+    assert found["rollback"]["after"] == px.train.Rollback().after
     assert found["started"].endswith("+00:00")
     assert not {"command", "experiment", "members", "servers"} & found.keys()
     (start,) = map(json.loads, (tmp_path / "run" / "starts.jsonl").read_text().splitlines())

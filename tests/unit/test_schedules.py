@@ -181,29 +181,31 @@ BROKEN = {
 
 @pytest.mark.parametrize("lines", BROKEN)
 def test_a_broken_schedule_is_refused_with_the_reason(lines):
-    with pytest.raises(px.PlanError, match=BROKEN[lines]):
+    with pytest.raises(px.errors.PlanError, match=BROKEN[lines]):
         check_schedule(Schedule.parse([line.strip() for line in lines.split("|")]))
 
 
 def test_a_schedule_that_stores_too_much():
     check_schedule(one_f_one_b(4, 8), stored=4)
-    with pytest.raises(px.PlanError, match="device 0 has the activations of 8 microbatches"):
+    with pytest.raises(px.errors.PlanError, match="device 0 has the activations of 8 microbatches"):
         check_schedule(make_schedule("gpipe", 4, 8), stored=4)
 
 
 def test_schedules_for_other_sizes():
-    with pytest.raises(px.PlanError, match="microbatches=8 works, and so does schedule='1f1b'"):
+    with pytest.raises(
+        px.errors.PlanError, match="microbatches=8 works, and so does schedule='1f1b'"
+    ):
         make_schedule("interleaved", 4, 7, 2)
-    with pytest.raises(px.PlanError, match="has one stage on each device"):
+    with pytest.raises(px.errors.PlanError, match="has one stage on each device"):
         make_schedule("gpipe", 2, 4, 2)
-    with pytest.raises(px.PlanError, match="the schedule written by hand is for 2 devices"):
+    with pytest.raises(px.errors.PlanError, match="the schedule written by hand is for 2 devices"):
         make_schedule(["F0 B0", "F0 B0"], 2, 4)
 
 
 def test_plans_of_schedules():
-    with pytest.raises(px.PlanError, match="the schedules that have a name are gpipe, 1f1b"):
+    with pytest.raises(px.errors.PlanError, match="the schedules that have a name are gpipe, 1f1b"):
         px.Plan(pipeline=2, schedule="1f2b")
-    with pytest.raises(px.PlanError, match="every device needs the same number of stages"):
+    with pytest.raises(px.errors.PlanError, match="every device needs the same number of stages"):
         px.Plan(pipeline=2, stages=3)
     assert px.Plan(pipeline=2, schedule="interleaved").virtual_stages == 2
     assert "6 stages on 3 devices" in px.Plan(pipeline=3, stages=6).explain()

@@ -109,14 +109,16 @@ def test_a_strategy_of_an_equation_is_pinned_by_hand():
 
 
 def test_a_pinned_axis_over_which_nothing_is_worth_splitting_is_named():
-    with pytest.raises(px.PlanError, match=r"none splits a matrix product: .* larger batch"):
+    with pytest.raises(px.errors.PlanError, match=r"none splits a matrix product: .* larger batch"):
         searched(FAR, pinned={"tensor": 2, "data": 1, "pipeline": 1}, seconds=60.0)
 
 
 def test_a_pinned_strategy_of_another_model_is_named():
     unknown = Strategies("0" * 16, [Strategy("0 dot_general", (("tensor", None), ()), "")])
     pinned = px.Plan(tensor=2, strategies=unknown)
-    with pytest.raises(px.PlanError, match="no plan that agrees with what is pinned can be:") as it:
+    with pytest.raises(
+        px.errors.PlanError, match="no plan that agrees with what is pinned can be:"
+    ) as it:
         searched(SLOW, pinned=pinned, count=1, seconds=60.0)
     assert "the plan's strategies were found for" in str(it.value)
 
@@ -151,7 +153,7 @@ def test_stages_on_faster_devices_get_more_layers():
     even = px.estimate(task, optimizer, px.Plan(pipeline=2, microbatches=8), batch, both)
     assert found.ranked[0].seconds < 0.9 * even.seconds
     # Over `data` and `tensor` devices must be alike.
-    with pytest.raises(px.PlanError, match=r"data=2.*both.*differ"):
+    with pytest.raises(px.errors.PlanError, match=r"data=2.*both.*differ"):
         px.search(task, optimizer, batch, both, pinned={"data": 2, "tensor": 1}, seconds=60.0)
 
 
@@ -161,14 +163,14 @@ def test_why_a_parameter_is_split():
     text = found.explain("hidden")
     assert text.startswith("hidden (5, 16) is ")
     assert re.fullmatch(r"  .*: \+[\d.]+%, \+[\d.]+ (µs|ms|s)", text.splitlines()[1])
-    with pytest.raises(px.PlanError, match="no parameter of this step"):
+    with pytest.raises(px.errors.PlanError, match="no parameter of this step"):
         found.explain("hiden")
 
 
 def test_a_plan_that_fits_is_needed():
-    with pytest.raises(px.PlanError, match=r"no plan fits in 10 bytes per device"):
+    with pytest.raises(px.errors.PlanError, match=r"no plan fits in 10 bytes per device"):
         searched(SLOW, pinned={"tensor": 1}, memory=10.0)
-    with pytest.raises(px.PlanError, match="must multiply to a divisor of the devices"):
+    with pytest.raises(px.errors.PlanError, match="must multiply to a divisor of the devices"):
         searched(SLOW, pinned=px.Plan(data=3))
     pinned = {"tensor": 1, "remat": "none"}
     little = searched(SLOW, pinned=pinned, memory=6000.0, count=1, seconds=60.0)
@@ -233,7 +235,7 @@ def test_estimates_are_drawn_by_name(found, tmp_path, drawn):
     seconds, memory = panels(drawn["mine.png"])
     assert "mine" in seconds.texts
     assert memory.title == "memory of a device, of 953.7 MiB"
-    with pytest.raises(px.BatchError, match="draw_estimates got nothing to draw"):
+    with pytest.raises(px.errors.BatchError, match="draw_estimates got nothing to draw"):
         px.analysis.draw_estimates({})
 
 
@@ -304,7 +306,7 @@ def test_a_layer_is_drawn(tmp_path, drawn):
     assert any("/4" in text for text in panel.texts)
     written = draw_found(found, tmp_path / "both")
     assert [path.name for path in written] == ["search.png", "layer.png"]
-    with pytest.raises(px.PlanError, match="costs more than it saves, so there is nothing"):
+    with pytest.raises(px.errors.PlanError, match="costs more than it saves, so there is nothing"):
         px.analysis.draw_layer(searched(SLOW, pinned={"tensor": 1}, count=1, seconds=1e-9))
 
 

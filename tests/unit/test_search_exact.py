@@ -84,11 +84,13 @@ def block_task(depth, width=64, heads=4, words=128):
         seen = jnp.tril(jnp.ones(scores.shape[2:], bool))
         weights = jax.nn.softmax(jnp.where(seen, scores, -1e9))
         mixed = jnp.einsum("bhts,bshk->bthk", weights, v)
-        x = px.name(x + jnp.einsum("bthk,hkd->btd", mixed, p["ao"]), "residual")
-        return px.name(x + jax.nn.gelu(normed(x, p["g2"]) @ p["in"]) @ p["out"], "residual")
+        x = px.sharding.name(x + jnp.einsum("bthk,hkd->btd", mixed, p["ao"]), "residual")
+        return px.sharding.name(
+            x + jax.nn.gelu(normed(x, p["g2"]) @ p["in"]) @ p["out"], "residual"
+        )
 
     def embed(p, batch, keys):
-        return px.name(p["e"][batch["t"]] + p["pos"][None], "residual")
+        return px.sharding.name(p["e"][batch["t"]] + p["pos"][None], "residual")
 
     def head(p, x, batch, keys):
         logits = normed(x, p["g"]) @ p["w"]
@@ -265,7 +267,7 @@ def test_microbatches_repeat_all_but_the_parameters():
 
 def test_an_annotation_fixes_its_value():
     def loss(p, batch, keys):
-        hidden = px.name(batch["x"] @ p["in"], "hidden")
+        hidden = px.sharding.name(batch["x"] @ p["in"], "hidden")
         return jnp.sum(jnp.tanh(hidden) @ p["out"], axis=1)
 
     task = px.Task(init=lambda key: {"in": jnp.zeros((8, 8)), "out": jnp.zeros((8, 8))}, loss=loss)
@@ -442,9 +444,11 @@ def test_every_solver_keeps_every_pin(graph, data):
         pins[f"{node.path} {node.kind}"] = node.pin(choice)
     try:
         best = exact.solve(graph, costs, pins)
-    except px.PlanError:
+    except px.errors.PlanError:
         for solver in (recursive, propagate):
-            with pytest.raises(px.PlanError, match="no choice of strategies keeps what is pinned"):
+            with pytest.raises(
+                px.errors.PlanError, match="no choice of strategies keeps what is pinned"
+            ):
                 solver.solve(graph, costs, pins)
         return
     for solver in (recursive, propagate):
@@ -591,13 +595,19 @@ def test_a_pinned_strategy_holds_and_costs_no_less():
 def test_pins_that_cannot_hold_are_refused_by_name():
     task, batch = perceptron(1), perceptron_rows(8)
     graph = graph_of_step(task, Plan(tensor=4), batch)
-    with pytest.raises(px.PlanError, match=r"'in1' belongs to no equation.* Did you mean 'in0'"):
+    with pytest.raises(
+        px.errors.PlanError, match=r"'in1' belongs to no equation.* Did you mean 'in0'"
+    ):
         exact.solve(graph, BytesSent(), {"in1": (TensorSharding.of(None, None),)})
-    with pytest.raises(px.PlanError, match="'in0' cannot be computed from the inputs pinned"):
+    with pytest.raises(
+        px.errors.PlanError, match="'in0' cannot be computed from the inputs pinned"
+    ):
         exact.solve(graph, BytesSent(), {"in0": (TensorSharding.of("data", None),)})
-    with pytest.raises(px.PlanError, match=r"keeps parameters, gradients, .* within 1,000 bytes"):
+    with pytest.raises(
+        px.errors.PlanError, match=r"keeps parameters, gradients, .* within 1,000 bytes"
+    ):
         exact.solve(graph, BytesSent(), budget=Budget(1000, memory_of(graph)))
-    with pytest.raises(px.PlanError, match="found no choice of strategies in 1e-09 seconds"):
+    with pytest.raises(px.errors.PlanError, match="found no choice of strategies in 1e-09 seconds"):
         exact.solve(graph, BytesSent(), seconds=1e-9)
     products = [node for node in graph.nodes if node.kind == "dot_general"]
     whole = {node.path: node.pin(0) for node in products}
@@ -605,7 +615,9 @@ def test_pins_that_cannot_hold_are_refused_by_name():
     partial = TensorSharding.of(None, None, partial=["tensor"])
     for node in adds:
         if (partial, partial) in [node.pin(i) for i in range(len(node.strategies))]:
-            with pytest.raises(px.PlanError, match="no choice of strategies keeps what is pinned"):
+            with pytest.raises(
+                px.errors.PlanError, match="no choice of strategies keeps what is pinned"
+            ):
                 exact.solve(graph, TimeCosts(SMALL), {**whole, node.path: (partial, partial)})
             return
     raise AssertionError("no sum of two sums")

@@ -42,7 +42,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_fields_that_contradict_each_other_are_refused(text):
-    with pytest.raises(px.PlanError, match=text.replace("(", r"\(")):
+    with pytest.raises(px.errors.PlanError, match=text.replace("(", r"\(")):
         Servers(**REFUSED[text])
 
 
@@ -56,22 +56,24 @@ def fitted(servers, task=None, optimizer=None, **options):
 
 def test_what_servers_cannot_train_is_refused_before_anything_runs():
     two = Servers(workers=2, transport="threads")
-    with pytest.raises(px.PlanError, match="parameter servers train one network"):
+    with pytest.raises(px.errors.PlanError, match="parameter servers train one network"):
         fitted(two, members=px.Members(3))
-    with pytest.raises(px.PlanError, match=r"servers is a plurax\.Servers"):
+    with pytest.raises(px.errors.PlanError, match=r"servers is a plurax\.Servers"):
         fitted({"workers": 2})
     coupled = px.Task(init=models.init, loss=lambda params, batch, keys, mask: keys, coupled=True)
-    with pytest.raises(px.PlanError, match="loss couples the examples of a batch"):
+    with pytest.raises(px.errors.PlanError, match="loss couples the examples of a batch"):
         fitted(two, coupled)
-    with pytest.raises(px.PlanError, match="a worker's plan has pipeline > 1 and zero=1"):
+    with pytest.raises(px.errors.PlanError, match="a worker's plan has pipeline > 1 and zero=1"):
         fitted(two, models.perceptron_stack(), plan=px.Plan(pipeline=2, microbatches=2, zero=1))
     flat = optax.flatten(optax.sgd(0.1))
-    with pytest.raises(px.PlanError, match="reads tensors of several of them at once"):
+    with pytest.raises(px.errors.PlanError, match="reads tensors of several of them at once"):
         fitted(dataclasses.replace(two, shards=2), optimizer=flat)
     # The norm of an update, after Adam, is not a number of the gradient alone.
     after = optax.chain(optax.adam(0.1), optax.clip_by_global_norm(1.0))
     stale = Servers(workers=2, shards=2, mode="async", transport="threads")
-    with pytest.raises(px.PlanError, match="sends such numbers along, and cannot know this one"):
+    with pytest.raises(
+        px.errors.PlanError, match="sends such numbers along, and cannot know this one"
+    ):
         fitted(stale, optimizer=after)
     fitted(dataclasses.replace(stale, shards=1), optimizer=after)
 

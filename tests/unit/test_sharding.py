@@ -74,7 +74,7 @@ def test_any_number_of_devices(count):
     sharding, axes = TensorSharding.of("data", None), {"data": count}
     assert sharding.shard_shape((10, 4), axes) == (-(-10 // count), 4)
     if 10 % count:
-        with pytest.raises(px.PlanError, match=f"cannot be split into {count} shards"):
+        with pytest.raises(px.errors.PlanError, match=f"cannot be split into {count} shards"):
             sharding.check((10, 4), axes, "the weight")
     else:
         sharding.check((10, 4), axes)
@@ -97,7 +97,7 @@ def test_any_number_of_devices(count):
     ],
 )
 def test_what_is_no_sharding_says_so(make, message):
-    with pytest.raises(px.PlanError, match=message):
+    with pytest.raises(px.errors.PlanError, match=message):
         make()
 
 
@@ -251,7 +251,7 @@ def two_products(first, second):
     """Z = (X W) V with a shard strategy for each product."""
 
     def z(x, w, v):
-        return px.shard(jnp.matmul, second)(px.shard(jnp.matmul, first)(x, w), v)
+        return px.sharding.shard(jnp.matmul, second)(px.sharding.shard(jnp.matmul, first)(x, w), v)
 
     return z
 
@@ -330,13 +330,15 @@ def test_factors():
     ],
 )
 def test_a_strategy_that_does_not_fit_says_so(strategy, message):
-    with pytest.raises(px.PlanError, match=message):
-        px.shard(jnp.matmul, strategy)(jnp.ones((4, 6)), jnp.ones((6, 8)))
+    with pytest.raises(px.errors.PlanError, match=message):
+        px.sharding.shard(jnp.matmul, strategy)(jnp.ones((4, 6)), jnp.ones((6, 8)))
 
 
 def test_a_strategy_for_another_number_of_devices_says_so():
-    product = px.shard(jnp.matmul, ((2, 1), (1, 4)))
-    with pytest.raises(px.PlanError, match=r"splits an operator into 2 × .* the plan has tensor=4"):
+    product = px.sharding.shard(jnp.matmul, ((2, 1), (1, 4)))
+    with pytest.raises(
+        px.errors.PlanError, match=r"splits an operator into 2 × .* the plan has tensor=4"
+    ):
         shared(product, matrices()[:2])
 
 
@@ -694,7 +696,7 @@ READ_TWICE = {
     "by equations": lambda h: (2 * h, jnp.sin(h)),
     "by a call": lambda h: jax.jit(lambda h: (2 * h, jnp.sin(h)))(h),
     "inside and outside of a call": lambda h: (jax.jit(lambda h: 2 * h)(h), jnp.sin(h)),
-    "before and after its annotation": lambda h: (2 * px.name(h, "h"), jnp.sin(h)),
+    "before and after its annotation": lambda h: (2 * px.sharding.name(h, "h"), jnp.sin(h)),
     "as a result": lambda h: (2 * h, h),
 }
 
@@ -850,7 +852,7 @@ def test_what_zero_splits(shape, sharding, plan, stacked, expected):
     ],
 )
 def test_a_plan_that_cannot_run_says_so(make, message):
-    with pytest.raises(px.PlanError, match=message):
+    with pytest.raises(px.errors.PlanError, match=message):
         make()
 
 
@@ -868,13 +870,13 @@ def test_a_plan_with_rules_goes_to_toml_and_comes_back():
 
 def test_a_tensor_axis_that_splits_nothing_is_refused():
     """Each device would do the same work, and nobody would be told."""
-    with pytest.raises(px.PlanError) as error:
+    with pytest.raises(px.errors.PlanError) as error:
         px.compile(models.mlp_task(), models.optimizer(), px.Plan(tensor=4), models.data(8))
     assert str(error.value) == (
         "Plan(tensor=4): no rule and no annotation splits anything over `tensor`, so 4 devices "
         "would each do the same work. Say what is split: Plan(tensor=4, shardings={'bias': (..., "
-        "'tensor')}) for parameters and activations named by plurax.name, plurax.sharding.megatron "
-        "for the rules of a transformer, plurax.shard in the model for an operator. Or use data=4, "
-        "which splits the batch and needs no rules. Parameters: bias, hidden, out. Named "
-        "activations: none."
+        "'tensor')}) for parameters and activations named by plurax.sharding.name, "
+        "plurax.sharding.megatron for the rules of a transformer, plurax.sharding.shard in the "
+        "model for an operator. Or use data=4, which splits the batch and needs no rules. "
+        "Parameters: bias, hidden, out. Named activations: none."
     )

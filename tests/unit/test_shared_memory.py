@@ -88,7 +88,7 @@ def test_no_memory_left_is_an_error_before_anything_is_written(shared, memory, m
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     said = rf"0\.00 GB of memory that processes share, and {memory}"
-    with pytest.raises(px.PlanError, match=said):
+    with pytest.raises(px.errors.PlanError, match=said):
         Lender(shared.folder("server 0")).lend(LARGE)
 
 

@@ -133,7 +133,7 @@ def test_members_draw_their_own_rows_of_what_becomes_arrays(name, tmp_path):
 @pytest.mark.parametrize("case", ["Parquet, windows"], indirect=True)
 def test_members_do_not_draw_from_windows(case, tmp_path):
     members = px.Members(2, resample=px.ensemble.bootstrap())
-    with pytest.raises(px.MembersError, match="bootstrap"):
+    with pytest.raises(px.errors.MembersError, match="bootstrap"):
         px.fit(TASK, optax.sgd(0.01), case.make(tmp_path), members=members, batch_size=BATCH)
 
 
@@ -291,18 +291,18 @@ def test_what_is_no_number_is_refused_by_the_name_of_its_column(data, message):
     )
     for name, options in {"data": {"data": data},
                           "evaluation": {"data": good, "evaluation": data}}.items():  # fmt: skip
-        with pytest.raises(px.BatchError) as raised:
+        with pytest.raises(px.errors.BatchError) as raised:
             px.fit(task, optax.sgd(0.0), batch_size=2, progress=False, **options)
         assert message.format(name) in str(raised.value)
     program = px.compile(task, optax.sgd(0.0), px.Plan(), good)
-    with pytest.raises(px.BatchError) as raised:
+    with pytest.raises(px.errors.BatchError) as raised:
         program.predict(program.init(), data)
     assert message.format("inputs") in str(raised.value)
 
 
 def test_files_that_cannot_be_read_are_refused_by_name(tmp_path):
     def refused(data):
-        with pytest.raises(px.BatchError) as raised:
+        with pytest.raises(px.errors.BatchError) as raised:
             adapt("data", data)
         return str(raised.value)
 
@@ -330,16 +330,16 @@ def test_files_that_cannot_be_read_are_refused_by_name(tmp_path):
 def test_a_library_that_is_not_there_is_named(tmp_path, monkeypatch):
     pq.write_table(ARROW, tmp_path / "x.parquet")
     monkeypatch.setitem(__import__("sys").modules, "grain", None)
-    with pytest.raises(px.MissingPackageError, match=r"plurax\[parquet\]"):
+    with pytest.raises(px.errors.MissingPackageError, match=r"plurax\[parquet\]"):
         adapt("data", tmp_path / "x.parquet")
 
 
 def test_rows_of_own_are_for_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "IN_MEMORY", 0)
     data = parquet(tmp_path)
-    with pytest.raises(px.BatchError, match="local_batches=True is for an iterable"):
+    with pytest.raises(px.errors.BatchError, match="local_batches=True is for an iterable"):
         px.fit(TASK, optax.sgd(0.0), data, batch_size=BATCH, local_batches=True)
-    with pytest.raises(px.BatchError, match="needs batch_size"):
+    with pytest.raises(px.errors.BatchError, match="needs batch_size"):
         px.fit(TASK, optax.sgd(0.0), data)
 
 
@@ -349,7 +349,7 @@ def test_ragged_is_obeyed_by_windows(tmp_path, monkeypatch):
     dropped = px.fit(TASK, optax.sgd(0.0), data, ragged="drop", **options)
     assert dropped.history[0]["examples"] == 20
     assert int(dropped.state.step) == 5
-    with pytest.raises(px.BatchError, match="a batch has 3 examples where 4 were asked for"):
+    with pytest.raises(px.errors.BatchError, match="a batch has 3 examples where 4 were asked for"):
         px.fit(TASK, optax.sgd(0.0), data, ragged="error", **options)
     all_in_one = px.fit(TASK, optax.sgd(0.0), data, batch_size=100, progress=False)
     assert all_in_one.program.batch_size == ROWS

@@ -16,7 +16,7 @@ from plurax.pipeline import packing
 
 def refused(task, plan, match, batch=None, optimizer=None):
     batch = models.data(8) if batch is None else batch
-    with pytest.raises(px.PlanError, match=match):
+    with pytest.raises(px.errors.PlanError, match=match):
         px.compile(task, optimizer or optax.sgd(0.1), plan, batch)
 
 
@@ -27,7 +27,7 @@ def marked(boundaries, wrap=lambda f: f):
         def run(x):
             x = jnp.tanh(x @ params["first"])
             for _ in range(boundaries):
-                x = px.stage_boundary(x)
+                x = px.pipeline.stage_boundary(x)
             return x @ params["second"]
 
         return jnp.sum(wrap(run)(batch["x"]) ** 2, 1)
@@ -65,11 +65,11 @@ def test_a_mark_in_a_jitted_function(wrap):
 
 def branched(params, x):
     """Marks beside each other, on a tree at different depths, and on the rows themselves."""
-    x = px.stage_boundary(x)
-    left = px.stage_boundary(jnp.tanh(x @ params["first"]))
-    right = px.stage_boundary(jnp.tanh(x @ params["first"] + 1))
-    left = px.stage_boundary(left * 2)
-    left, right = px.stage_boundary((right, left))
+    x = px.pipeline.stage_boundary(x)
+    left = px.pipeline.stage_boundary(jnp.tanh(x @ params["first"]))
+    right = px.pipeline.stage_boundary(jnp.tanh(x @ params["first"] + 1))
+    left = px.pipeline.stage_boundary(left * 2)
+    left, right = px.pipeline.stage_boundary((right, left))
     return (left + right) @ params["second"]
 
 
@@ -128,7 +128,7 @@ def test_marks_elsewhere_in_what_is_evaluated_and_predicted(x64):
     def layers(params, x, marks):
         for weight, mark in zip(params, marks, strict=True):
             x = jnp.tanh(x @ weight)
-            x = px.stage_boundary(x) if mark else x
+            x = px.pipeline.stage_boundary(x) if mark else x
         return x
 
     def init(key):
@@ -169,10 +169,10 @@ def test_integers_are_computed_again_where_they_are_read(x64):
     def loss(params, batch, keys):
         x = batch["x"] @ params["first"]
         best, inside = jnp.argmax(x, 1), jnp.abs(x) < 1
-        x = px.stage_boundary(jnp.where(inside, x, jnp.tanh(x)))
+        x = px.pipeline.stage_boundary(jnp.where(inside, x, jnp.tanh(x)))
         values, places = jax.lax.top_k(x @ params["second"], 2)
-        x = px.stage_boundary(values)
-        x = px.stage_boundary(x * params["third"][places])
+        x = px.pipeline.stage_boundary(values)
+        x = px.pipeline.stage_boundary(x * params["third"][places])
         picked = jnp.take_along_axis(x, best[:, None] % 2, 1)[:, 0]
         return picked + jnp.where(inside, x[:, :1], 0).sum(1), {"best": best, "top": places[:, 0]}
 
@@ -201,9 +201,9 @@ def integer_of_an_effect(x):
 )
 def test_what_cannot_cross_a_boundary(dtype, number):
     def loss(params, batch, keys):
-        x = px.stage_boundary(batch["x"] @ params["w"])
+        x = px.pipeline.stage_boundary(batch["x"] @ params["w"])
         early = number(x)
-        x = px.stage_boundary(jnp.tanh(x))
+        x = px.pipeline.stage_boundary(jnp.tanh(x))
         late = early.reshape(x.shape[0], -1) * x.astype(early.dtype)
         return jnp.sum(x, 1) + jnp.real(late).sum(1).astype(x.dtype)
 
@@ -230,7 +230,7 @@ WRONG_LAYERS = {
 @pytest.mark.parametrize("case", WRONG_LAYERS)
 def test_layers_that_are_not_one_number_for_each_stage(case):
     given, match = WRONG_LAYERS[case]
-    with pytest.raises(px.PlanError, match=match):
+    with pytest.raises(px.errors.PlanError, match=match):
         px.Plan(pipeline=2, layers=given)
 
 
@@ -257,7 +257,7 @@ def test_an_optimizer_that_needs_several_stages():
 
 
 def test_what_stages_keep_stays_on_the_device():
-    with pytest.raises(px.PlanError, match="Use remat='full', which stores least"):
+    with pytest.raises(px.errors.PlanError, match="Use remat='full', which stores least"):
         px.Plan(pipeline=2, remat="offload")
 
 
@@ -311,7 +311,7 @@ def test_stacks_that_cannot_be(change, match):
         task = px.stack(**given | change)
         task.loss(task.init(jax.random.key(0)), models.data(4), None)
 
-    with pytest.raises(px.TaskError, match=match):
+    with pytest.raises(px.errors.TaskError, match=match):
         use()
 
 
@@ -361,7 +361,7 @@ def heard_loss(params, batch, keys):
     shape = jax.ShapeDtypeStruct((), jnp.float32)
     answered = io_callback(answer, shape, jax.lax.stop_gradient(jnp.sum(params["a"])))
     x = heard_block(params["a"], heard_embed(params["a"], batch, keys), batch, keys)
-    x = px.stage_boundary(x * answered)
+    x = px.pipeline.stage_boundary(x * answered)
     hear("rows", batch["x"])
     hear("parameters", params["b"])
     hear("constant", jnp.ones(()))

@@ -102,7 +102,7 @@ def test_skipped_steps_are_no_part_of_an_epochs_means(tmp_path, members):
     weight = lambda batch: batch["w"]  # noqa: E731
     bad = {**ROWS, "y": np.where(X == 4, np.nan, Y).astype(np.float32)}
     plan = px.Plan(chunk=2, batch_dim="major") if members else px.Plan()
-    with pytest.warns(px.NonFiniteWarning):
+    with pytest.warns(px.errors.NonFiniteWarning):
         result = px.fit(
             line(weight=weight), optax.sgd(0.0), bad, batch_size=2, epochs=1, shuffle=False,
             plan=plan, members=members, output=tmp_path / "run", progress=False,

@@ -16,7 +16,7 @@ from tests import models
 from tests.pictures import panels
 
 import plurax as px
-from plurax.loop.epoch_metrics import NonFiniteWarning
+from plurax.errors import NonFiniteWarning
 from plurax.report.parallel import draw_parallel
 from plurax.sweeps import halving as halving_
 from plurax.sweeps.sweep import Sweep, _value
@@ -120,11 +120,13 @@ def test_best(table):
     found, _ = table
     assert found.best()["eval_loss"] == min(row["eval_loss"] for row in found.rows)
     assert found.best("loss", mode="max")["loss"] == max(row["loss"] for row in found.rows)
-    with pytest.raises(px.MembersError, match=r"there is no metric 'accuracy'; there are"):
+    with pytest.raises(px.errors.MembersError, match=r"there is no metric 'accuracy'; there are"):
         found.best("accuracy")
-    with pytest.raises(px.MembersError, match=r"mode='largest': choose 'min' where the smallest"):
+    with pytest.raises(
+        px.errors.MembersError, match=r"mode='largest': choose 'min' where the smallest"
+    ):
         found.best("loss", mode="largest")
-    with pytest.raises(px.MembersError, match=r"this is not a row of this sweep"):
+    with pytest.raises(px.errors.MembersError, match=r"this is not a row of this sweep"):
         found.state({"width": 5, "batch_size": 16, "member": 0})
 
 
@@ -135,7 +137,7 @@ def test_importance_of_settings(table):
     assert shares.keys() == {"rate", "width", "batch_size"}
     assert 0.3 < shares["rate"] <= 1
     assert found.importance("loss").keys() == shares.keys()
-    with pytest.raises(px.MembersError, match="lost"):
+    with pytest.raises(px.errors.MembersError, match="lost"):
         found.importance("lost")
 
 
@@ -168,7 +170,7 @@ def test_tables_leave_the_library(table, tmp_path, monkeypatch, drawn):
     assert {"width", "batch size", "rate (log)", "eval loss"} < set(panel.texts)
     assert sum(label == "the best" for label, _ in panel.lines) == 1
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
-    with pytest.raises(px.MembersError, match=r"to_pandas needs pandas: pip install pandas"):
+    with pytest.raises(px.errors.MembersError, match=r"to_pandas needs pandas: pip install pandas"):
         found.to_pandas()
 
 
@@ -193,7 +195,7 @@ def test_buckets_side_by_side_give_the_same(table):
     devices = [result.state.step.sharding.device_set for _, result in beside.fits]
     pairs = [set(jax.devices()[start : start + 2]) for start in range(0, 8, 2)]
     assert all(one in pairs for one in devices), devices
-    with pytest.raises(px.PlanError, match=r"needs 16 devices"):
+    with pytest.raises(px.errors.PlanError, match=r"needs 16 devices"):
         px.sweep(TASK, adam, ROWS, members=MEMBERS, plan=px.Plan(member=4), num_parallel=4,
                  batch_size=16)  # fmt: skip
 
@@ -203,7 +205,7 @@ def test_a_sweep_that_is_all_frozen():
     with pytest.warns(NonFiniteWarning, match="4 of 4 members"):
         found = px.sweep(TASK, adam, bad, members=MEMBERS, plan=PLAN, batch_size=16, progress=False)
     assert all(row["frozen"] for row in found.rows)
-    with pytest.raises(px.MembersError, match=r"all 4 members of the sweep are frozen"):
+    with pytest.raises(px.errors.MembersError, match=r"all 4 members of the sweep are frozen"):
         found.best()
 
 
@@ -295,11 +297,15 @@ def test_halving_by_the_training_metric_and_its_errors():
     found = halving(evaluation=None, metric="accuracy", mode="max", epochs=3)
     scores = found.rungs[0].scores
     assert found.rungs[1].members[0] == int(np.argmax(scores))
-    with pytest.raises(px.MembersError, match=r"needs 1 <= min_epochs <= epochs and a reduction"):
+    with pytest.raises(
+        px.errors.MembersError, match=r"needs 1 <= min_epochs <= epochs and a reduction"
+    ):
         halving(min_epochs=0)
-    with pytest.raises(px.MembersError, match=r"needs 1 <= min_epochs <= epochs and a reduction"):
+    with pytest.raises(
+        px.errors.MembersError, match=r"needs 1 <= min_epochs <= epochs and a reduction"
+    ):
         halving(reduction=1)
-    with pytest.raises(px.MembersError, match=r"there is no metric 'none'"):
+    with pytest.raises(px.errors.MembersError, match=r"there is no metric 'none'"):
         halving(metric="none")
 
 
@@ -313,7 +319,7 @@ def test_halving_names_metrics_as_rows_do(evaluation, monkeypatch):
     monkeypatch.setattr("plurax.sweeps.halving._train", None)
     there = "there are loss, grad_norm, accuracy" + ", eval_loss, eval_accuracy" * bool(evaluation)
     for name in ("acc", "eval_acc", "members", *(() if evaluation else ("eval_accuracy",))):
-        with pytest.raises(px.MembersError, match=rf"no metric '{name}'; {there}"):
+        with pytest.raises(px.errors.MembersError, match=rf"no metric '{name}'; {there}"):
             halving(evaluation=evaluation, metric=name)
 
 
@@ -393,7 +399,9 @@ def test_scores_are_of_the_last_epoch_of_training(straight):
 
 @pytest.mark.parametrize("use", [Sweep.best, lambda found: found.save_csv("table.csv")])
 def test_a_sweep_that_was_stopped_at_once_has_no_rows(use):
-    with pytest.raises(px.MembersError, match=r"the table of this sweep is empty: it was stopped"):
+    with pytest.raises(
+        px.errors.MembersError, match=r"the table of this sweep is empty: it was stopped"
+    ):
         use(Sweep([], []))
 
 
@@ -442,14 +450,18 @@ def test_a_few_large_members_fit_where_a_chunk_does_not():
 
 
 def test_no_member_fits():
-    with pytest.raises(px.MembersError, match=r"no population fits: the smallest possible, 4 mem"):
+    with pytest.raises(
+        px.errors.MembersError, match=r"no population fits: the smallest possible, 4 mem"
+    ):
         px.ensemble.max_members(
             TASK, adam, PLAN, models.cut(ROWS, 16), members=MEMBERS, memory=1000
         )
 
 
 def test_halving_needs_arrays():
-    with pytest.raises(px.MembersError, match=r"successive_halving needs data that stay on the"):
+    with pytest.raises(
+        px.errors.MembersError, match=r"successive_halving needs data that stay on the"
+    ):
         px.ensemble.successive_halving(TASK, adam, [ROWS], members=MEMBERS, batch_size=16, epochs=3)
 
 

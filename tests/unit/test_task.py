@@ -54,34 +54,38 @@ def good_loss(params, batch, keys):
     ],
 )
 def test_a_loss_that_breaks_its_contract(loss, message):
-    with pytest.raises(px.TaskError, match=message):
+    with pytest.raises(px.errors.TaskError, match=message):
         compile_with(loss=loss)
 
 
 def test_parameters_must_be_floating():
-    with pytest.raises(px.TaskError, match=r"'table/0' has dtype int32, which has no gradient"):
+    with pytest.raises(
+        px.errors.TaskError, match=r"'table/0' has dtype int32, which has no gradient"
+    ):
         compile_with(init=lambda key: {"table": [jnp.arange(3)]})
 
 
 def test_weight_must_have_one_per_example():
-    with pytest.raises(px.TaskError, match=r"Task.weight returned shape \(\); it must be \(2,\)"):
+    with pytest.raises(
+        px.errors.TaskError, match=r"Task.weight returned shape \(\); it must be \(2,\)"
+    ):
         compile_with(weight=lambda batch: jnp.ones(()))
 
 
 def test_stateful_needs_coupled():
-    with pytest.raises(px.TaskError, match=r"stateful=True\) needs coupled=True"):
+    with pytest.raises(px.errors.TaskError, match=r"stateful=True\) needs coupled=True"):
         px.Task(init=models.init, loss=good_loss, stateful=True)
 
 
 def test_stateful_init_returns_a_pair():
-    with pytest.raises(px.TaskError, match=r"init\(key\) must return a pair"):
+    with pytest.raises(px.errors.TaskError, match=r"init\(key\) must return a pair"):
         compile_with(
             stateful=True, coupled=True, loss=lambda p, s, b, k, m: (good_loss(p, b, k), {}, s)
         )
 
 
 def test_stateful_loss_returns_three():
-    with pytest.raises(px.TaskError, match=r"expected \(losses, metrics, model_state\)"):
+    with pytest.raises(px.errors.TaskError, match=r"expected \(losses, metrics, model_state\)"):
         compile_with(
             init=lambda key: (models.init(key), {}),
             loss=lambda p, s, b, k, m: good_loss(p, b, k),
@@ -92,7 +96,9 @@ def test_stateful_loss_returns_three():
 
 @pytest.mark.parametrize("state", [{"n": jnp.zeros(3)}, {"n": jnp.zeros(()), "m": jnp.zeros(())}])
 def test_model_state_keeps_its_structure_and_shapes(state):
-    with pytest.raises(px.TaskError, match=r"(?s)a model state of another structure.*returned:"):
+    with pytest.raises(
+        px.errors.TaskError, match=r"(?s)a model state of another structure.*returned:"
+    ):
         compile_with(
             init=lambda key: (models.init(key), {"n": jnp.zeros(())}),
             loss=lambda p, s, b, k, m: (good_loss(p, b, k), {}, state),
@@ -119,33 +125,35 @@ def test_model_state_is_never_rounded_to_bfloat16():
 
 def test_predict_is_asked_for_by_name():
     program = compile_with()
-    with pytest.raises(px.TaskError, match=r"no predict function; give Task\(predict="):
+    with pytest.raises(px.errors.TaskError, match=r"no predict function; give Task\(predict="):
         program.predict(program.init(), ROWS)
 
 
 def test_predict_keeps_the_leading_dim():
     program = compile_with(predict=lambda params, inputs: inputs["x"].sum(0))
-    with pytest.raises(px.TaskError, match=r"Task.predict returned an array of shape \(5,\) for 3"):
+    with pytest.raises(
+        px.errors.TaskError, match=r"Task.predict returned an array of shape \(5,\) for 3"
+    ):
         program.predict(program.init(), ROWS)
 
 
 def test_a_coupled_task_evaluates_by_its_own_function():
     program = px.compile(models.contrastive_task(), optax.sgd(0.1), px.Plan(), ROWS)
-    with pytest.raises(px.TaskError, match=r"give Task\(evaluate="):
+    with pytest.raises(px.errors.TaskError, match=r"give Task\(evaluate="):
         program.evaluate(program.init(), ROWS)
 
 
 def test_evaluate_keeps_the_contract_too():
     program = compile_with(evaluate=lambda params, batch: jnp.zeros(()))
     with pytest.raises(
-        px.TaskError, match=r"Task.evaluate \(.*test_task.py:\d+\) returned a value"
+        px.errors.TaskError, match=r"Task.evaluate \(.*test_task.py:\d+\) returned a value"
     ):
         program.evaluate(program.init(), ROWS)
 
 
 def test_per_example_wants_a_scalar():
     lifted = px.per_example(lambda params, example, key: example["x"])
-    with pytest.raises(px.TaskError, match=r"returned shape \(5,\) for one example"):
+    with pytest.raises(px.errors.TaskError, match=r"returned shape \(5,\) for one example"):
         lifted(None, ROWS, jax.random.split(jax.random.key(0), 6))
 
 

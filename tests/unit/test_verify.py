@@ -90,7 +90,7 @@ def test_a_fault_in_one_gradient_names_its_parameter():
 
 
 def test_a_plan_for_more_devices_says_so():
-    with pytest.raises(px.PlanError, match="the plan needs 16 devices"):
+    with pytest.raises(px.errors.PlanError, match="the plan needs 16 devices"):
         px.verify(models.mlp_task(), models.optimizer(), px.Plan(data=16), models.data(16))
 
 

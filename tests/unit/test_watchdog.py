@@ -180,7 +180,9 @@ def test_who_is_watched(tmp_path):
     assert Watchdog.of_gang(2, 1, {}).enabled
     assert not Watchdog.of_gang(2, 1, {"PLURAX_WATCHDOG": "0"}).enabled
     assert Watchdog.of_gang(2, 1, {"PLURAX_WATCHDOG": "45"}).limit("step") == TIMEOUTS.long_work
-    with pytest.raises(px.PluraxError, match="PLURAX_WATCHDOG='soon' must be a whole number"):
+    with pytest.raises(
+        px.errors.PluraxError, match="PLURAX_WATCHDOG='soon' must be a whole number"
+    ):
         Watchdog.of_gang(2, 1, {"PLURAX_WATCHDOG": "soon"})
     with Watchdog.of_gang(1, 0, {**launched, "PLURAX_WATCHDOG": "0"}) as dog:
         [*dog.watch(iter([Step(5)]), saved=lambda: 4)]

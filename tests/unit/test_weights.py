@@ -82,7 +82,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path, name):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "own", some())
     (tmp_path / "own" / name).write_bytes(b"{")
-    with pytest.raises(px.CheckpointError, match="own: the weights cannot be read: "):
+    with pytest.raises(px.errors.CheckpointError, match="own: the weights cannot be read: "):
         px.weights.load(tmp_path / "own")
 
 
@@ -104,15 +104,15 @@ def test_what_is_no_file_of_weights(tmp_path):
         ("a.safetensors", "a.safetensors: the weights cannot be read: "),
         ("a.msgpack", "a.msgpack: the weights cannot be read: "),
     ):
-        with pytest.raises(px.CheckpointError, match=re.escape(said)):
+        with pytest.raises(px.errors.CheckpointError, match=re.escape(said)):
             px.weights.load(tmp_path / name)
-    with pytest.raises(px.CheckpointError, match="file; name it so"):
+    with pytest.raises(px.errors.CheckpointError, match="file; name it so"):
         px.weights.save(some(), tmp_path / "a.bin")
 
 
 def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
-    with pytest.raises(px.MissingPackageError, match="safetensors"):
+    with pytest.raises(px.errors.MissingPackageError, match="safetensors"):
         px.weights.save(some(), tmp_path / "a.safetensors")
 
 
@@ -231,7 +231,7 @@ def test_starts_add_up_and_are_converted():
 
 def test_only_what_differs_is_shown():
     given = {"hidden": np.zeros((5, 4)), "bias": some()["bias"], "other": np.zeros(2)}
-    with pytest.raises(px.CheckpointError) as caught:
+    with pytest.raises(px.errors.CheckpointError) as caught:
         px.start_from(models.mlp_task(), given)
     assert str(caught.value).splitlines() == [
         "the weights differ from the task's parameters:",
@@ -240,10 +240,10 @@ def test_only_what_differs_is_shown():
         "  other: no parameter of this name",
         "rename= changes names; strict=False starts the others as the task's init has them.",
     ]
-    with pytest.raises(px.CheckpointError) as caught:
+    with pytest.raises(px.errors.CheckpointError) as caught:
         px.start_from(models.mlp_task(), given, strict=False)
     assert "out" not in str(caught.value)
-    with pytest.raises(px.CheckpointError, match="no weight has the name of a parameter"):
+    with pytest.raises(px.errors.CheckpointError, match="no weight has the name of a parameter"):
         px.start_from(models.mlp_task(), {"x": np.zeros(2)}, strict=False)
 
 
@@ -288,9 +288,13 @@ def test_learning_rates_by_path(x64, fields, frozen):
 
 def test_labels_name_what_they_miss():
     params = some()
-    with pytest.raises(px.TaskError, match="labels: the pattern 'hiden' matches no parameter"):
+    with pytest.raises(
+        px.errors.TaskError, match="labels: the pattern 'hiden' matches no parameter"
+    ):
         px.weights.labels({"hiden": "a"}, default="b")(params)
-    with pytest.raises(px.TaskError, match="labels: no pattern matches the parameter 'bias'"):
+    with pytest.raises(
+        px.errors.TaskError, match="labels: no pattern matches the parameter 'bias'"
+    ):
         px.weights.labels({"hidden": "a", "out": "b"})(params)
     first = px.weights.labels({"h*": "a", "*": "b"})(params)
     assert first == {"hidden": "a", "bias": "b", "out": "b"}

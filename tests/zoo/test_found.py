@@ -57,7 +57,7 @@ def from_zoo(name):
     model = MODELS[name]
     task = px.Task(
         init=model.init,
-        loss=functools.partial(model.loss, lambda x: px.name(x, "residual")),
+        loss=functools.partial(model.loss, lambda x: px.sharding.name(x, "residual")),
         weight=model.weight,
         coupled=model.coupled,
         stateful=model.stateful,
@@ -152,10 +152,10 @@ def sent(network, plan):
     """Bytes that a device sends, and the operations of its products; None if it cannot be."""
     with warnings.catch_warnings():
         # A dim that an expert's rule cannot split is replicated.
-        warnings.simplefilter("ignore", px.ShardingWarning)
+        warnings.simplefilter("ignore", px.errors.ShardingWarning)
         try:
             found = px.estimate(network.task, optax.sgd(0.1), plan, network.batch, LINKS)
-        except px.PlanError as error:
+        except px.errors.PlanError as error:
             print(f"{plan.sizes_text()}: {error}")
             return None
     return sum(found.bytes_sent.values()), found.product_flops

@@ -42,7 +42,7 @@ SIZES = (7, 4)
 
 
 def task(model):
-    loss = functools.partial(model.loss, px.stage_boundary)
+    loss = functools.partial(model.loss, px.pipeline.stage_boundary)
     return px.Task(
         init=model.init,
         loss=loss,
@@ -94,7 +94,7 @@ def test_as_by_hand(x64, name, planned):
     plan = px.Plan(**fields, shardings=model.rules if fields.get("tensor", 1) > 1 else ())
     members = px.Members(2) if planned.startswith("members") else None
     with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", px.ShardingWarning)
+        warnings.simplefilter("always", px.errors.ShardingWarning)
         got, rows = trained(model, plan, members)
     gathered = [re.match(r"`(.*?)` at .* has no rule", str(one.message)) for one in said]
     assert {one[1] for one in gathered if one} <= WITHOUT_RULE.get(name, set())

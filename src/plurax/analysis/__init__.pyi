@@ -1,5 +1,7 @@
 from plurax.analysis.batch_size import FastestBatchSize as FastestBatchSize
 from plurax.analysis.batch_size import MaxBatchSize as MaxBatchSize
+from plurax.analysis.batch_size import fastest_batch_size as fastest_batch_size
+from plurax.analysis.batch_size import max_batch_size as max_batch_size
 from plurax.analysis.comparison import Comparison as Comparison
 from plurax.analysis.estimate import Estimate as Estimate
 from plurax.analysis.estimate import Seconds as Seconds

@@ -257,8 +257,8 @@ def fastest_batch_size(
     **Arguments:** as for `max_batch_size`; `example` needs real arrays, whose rows are repeated to
     fill each batch; `repeats`, timed steps per size, of which the median counts.
     """
-    check_alone("plurax.fastest_batch_size", MEASURE_IN_ONE)
-    repeats = check_whole("plurax.fastest_batch_size", "repeats", repeats)
+    check_alone("plurax.analysis.fastest_batch_size", MEASURE_IN_ONE)
+    repeats = check_whole("plurax.analysis.fastest_batch_size", "repeats", repeats)
     mesh = make_mesh(plan, devices)
     unit = plan.data * plan.microbatches
     if max_size is None:

@@ -25,7 +25,6 @@ from plurax.callbacks.followed_metric import FollowedMetric, Mode
 from plurax.checkpoint import Checkpoints
 from plurax.checkpoint.restore import members_meta
 from plurax.execute.program import Program
-from plurax.guards.saving import SaveFailedWarning
 from plurax.loop.hooks import Run
 from plurax.loop.log_rows import Row
 from plurax.state import TrainState
@@ -138,7 +137,7 @@ class KeepBest:
         warn(
             f"KeepBest: the state of {why}. The best before it is kept, and the next state that is "
             "better than that is saved.",
-            SaveFailedWarning,
+            errors.SaveFailedWarning,
         )
         self._followed.restore(self._on_disk)
 

@@ -1,4 +1,3 @@
 """Checkpoints: save, verify and restore training state; one writer per folder, any readers."""
 
-from plurax.checkpoint.damage import DamagedCheckpointWarning as DamagedCheckpointWarning
 from plurax.checkpoint.manager import Checkpoints as Checkpoints

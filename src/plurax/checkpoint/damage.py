@@ -1,8 +1,4 @@
-"""The warning and the exception for checkpoints whose bytes are proven to have changed."""
-
-
-class DamagedCheckpointWarning(UserWarning):
-    """A checkpoint is damaged: it was set aside or skipped, and an older one is used."""
+"""The exception for checkpoints whose bytes are proven to have changed."""
 
 
 class Damage(Exception):  # noqa: N818  a finding

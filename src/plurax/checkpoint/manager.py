@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from plurax import errors, tree
-from plurax.checkpoint.damage import Damage, DamagedCheckpointWarning
+from plurax.checkpoint.damage import Damage
 from plurax.checkpoint.description import read_description, sealed
 from plurax.checkpoint.files import usable_folder, verify_files
 from plurax.checkpoint.limited_wait import LimitedWait
@@ -519,7 +519,7 @@ class Checkpoints:
             what = f"set aside as {self._group.on_primary(lambda: self._set_aside(step))}"
             if self._manager is not None:
                 self._manager.reload()
-        warn(f"the checkpoint of {reason}; {what}", DamagedCheckpointWarning)
+        warn(f"the checkpoint of {reason}; {what}", errors.DamagedCheckpointWarning)
         return reason
 
     def _set_aside(self, step: int) -> str:

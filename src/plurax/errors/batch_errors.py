@@ -47,7 +47,7 @@ def batch_ragged(given: int, compiled: int) -> BatchError:
 def data_needs_batch_size() -> BatchError:
     return BatchError(
         "fit(data=<arrays>) needs batch_size, the number of examples of a step; "
-        "plurax.max_batch_size and plurax.fastest_batch_size can find one."
+        "plurax.analysis.max_batch_size and plurax.analysis.fastest_batch_size can find one."
     )
 
 

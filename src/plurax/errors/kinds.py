@@ -1,4 +1,4 @@
-"""The kinds of error that a user can cause."""
+"""The kinds of error that a user can cause, and of warnings; users have them as `plurax.errors`."""
 
 
 class PluraxError(ValueError):
@@ -19,6 +19,30 @@ class OutOfMemoryError(PlanError):
 
 class ShardingWarning(UserWarning):
     """A tensor is not sharded as a rule says, or is gathered for an operation without a rule."""
+
+
+class MaskWarning(UserWarning):
+    """A batch needs a program for its exact size: the loss does not read its mask."""
+
+
+class NonFiniteWarning(UserWarning):
+    """A loss or gradient was not finite; the update was left out."""
+
+
+class DamagedCheckpointWarning(UserWarning):
+    """A checkpoint is damaged: it was set aside or skipped, and an older one is used."""
+
+
+class SaveFailedWarning(UserWarning):
+    """A checkpoint or the log could not be written; training goes on."""
+
+
+class DamagedLogWarning(UserWarning):
+    """Lines of `metrics.jsonl` are missing, changed, or cannot be read."""
+
+
+class RollbackWarning(UserWarning):
+    """Steps in a row were bad, and training goes back to a checkpoint before them."""
 
 
 class TaskError(PluraxError):

@@ -86,8 +86,8 @@ def layers_wrong_sum(
 ) -> PlanError:
     there = {
         "stack": f"the stack has {found} layers",
-        "boundaries": f"the model's plurax.stage_boundary calls split it into {found}, one after "
-        "another",
+        "boundaries": f"the model's plurax.pipeline.stage_boundary calls split it into {found}, "
+        "one after another",
     }
     works = f"layers={tuple(even)} works, the default" if all(even) else "take fewer stages"
     return PlanError(

@@ -63,7 +63,7 @@ def export_predict(
     predict = _whole_predict(program, state)
     size: Any = batch_size
     if size is not None:
-        size = check_whole("plurax.export_predict", "batch_size", size)
+        size = check_whole("plurax.weights.export_predict", "batch_size", size)
     if batch_size is None:
         (size,) = jax.export.symbolic_shape("batch")
     like = with_rows(abstract_batch(as_arrays(adapt("inputs", inputs))), size)

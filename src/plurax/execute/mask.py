@@ -30,10 +30,6 @@ from plurax.state import TrainState
 from plurax.task import Task
 
 
-class MaskWarning(UserWarning):
-    """Warns that a batch needs a program for its exact size: the loss does not read its mask."""
-
-
 def mask_not_read(size: int, max_size: int, unit: int) -> str:
     """Return the text of the warning for a batch that needs a program for its exact size."""
     said = (

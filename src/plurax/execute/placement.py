@@ -36,7 +36,7 @@ def check_rows(rows: int) -> None:
         raise errors.BatchError(
             f"a batch (batch_size=, chunk=) of {rows:,} rows: a program takes at most "
             f"{MAX_ROWS:,}. Give the number of examples of a step, which has to fit the "
-            "devices' memory; plurax.max_batch_size finds the largest."
+            "devices' memory; plurax.analysis.max_batch_size finds the largest."
         )
 
 

@@ -32,7 +32,7 @@ from plurax.execute.hyperparams import Hyperparams
 from plurax.execute.initial_state import check_stored, new_state, replace_params, same_shapes
 from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.execute.layouts.state_layout import place_start
-from plurax.execute.mask import MaskWarning, mask_not_read
+from plurax.execute.mask import mask_not_read
 from plurax.execute.network import Network
 from plurax.execute.placement import Placed, Placement, device_data, leading_dim
 from plurax.execute.population import HyperFn, Population, example_network
@@ -580,7 +580,7 @@ class Program:
             like = with_rows(self._placement.like, size)
             one = Program(self.task, self._optimizer, self.plan, like, self.mesh, exact=True)
             said = mask_not_read(size, self.batch_size, self.plan.data * self.plan.microbatches)
-            warn(said, MaskWarning)
+            warn(said, errors.MaskWarning)
             self._of_size[size] = one
         return self._of_size[size]
 

@@ -2,8 +2,8 @@
 
 A task comes in one of two forms. A `plurax.stack` has an embedding, equal layers and a head: its
 layers are assigned to stages, the embedding is a `StageFn` of the first stage and the head one of
-the last. Any other task is traced and cut at its `plurax.stage_boundary` annotations (`Cut`), one
-`StageFn` per stage. What the last stage returns depends on the use:
+the last. Any other task is traced and cut at its `plurax.pipeline.stage_boundary` annotations
+(`Cut`), one `StageFn` per stage. What the last stage returns depends on the use:
 
     network       y, differentiated           aux, returned
     training      the weighted loss sum       `Totals`: sums of losses, weights and metrics
@@ -301,9 +301,10 @@ def _parts_of_stages(plan: Plan, parts: int, *, training: bool) -> tuple[int, ..
             raise errors.layers_wrong_sum(plan.layers, parts, "boundaries", even)
     if parts < plan.total_stages:
         raise errors.PlanError(
-            f"the plan has {plan.total_stages} stages, and the model's plurax.stage_boundary calls "
-            f"split it into {parts}, one after another: add a call between any two layers, or "
-            "build the task with plurax.stack, which can be split between any two layers. Without "
+            f"the plan has {plan.total_stages} stages, and the model's "
+            f"plurax.pipeline.stage_boundary calls split it into {parts}, one after another: add "
+            "a call between any two layers, or build the task with plurax.stack, which can be "
+            "split between any two layers. Without "
             f"a change, pipeline={parts} works."
         )
     return even

@@ -54,10 +54,6 @@ FEWEST = 32
 FILE = "rollbacks.jsonl"
 
 
-class RollbackWarning(UserWarning):
-    """Steps in a row were bad, and training goes back to a checkpoint before them."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Rollback:
     """When bad steps roll a run back to a checkpoint before them, and how often.
@@ -220,7 +216,7 @@ class Rollbacks:
             what += f"; training goes back to step {back}, and skips the data of the steps after it"
         warn(
             f"{what}. It stops after {self._rule.limit - len(self._records)} more such times.",
-            RollbackWarning,
+            errors.RollbackWarning,
         )
         return back
 
@@ -314,8 +310,9 @@ def check_rollback(rule: Rollback, members: object, servers: object) -> Rollback
     """
     if not isinstance(rule, Rollback):
         raise errors.BatchError(
-            f"rollback is {rule!r}, and must be a plurax.Rollback. Write "
-            "rollback=plurax.Rollback(after=10), or plurax.Rollback(after=0) for no rollbacks."
+            f"rollback is {rule!r}, and must be a plurax.train.Rollback. Write "
+            "rollback=plurax.train.Rollback(after=10), or plurax.train.Rollback(after=0) for no "
+            "rollbacks."
         )
     for what, given in (("members", members), ("servers", servers)):
         if given is not None:

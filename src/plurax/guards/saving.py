@@ -32,10 +32,6 @@ PATIENCE = 5.0
 """Seconds that training waits for the save before, once, until that has ended."""
 
 
-class SaveFailedWarning(UserWarning):
-    """A checkpoint or the log could not be written; training goes on."""
-
-
 class Saving:
     """Saves a run, and bears a disk that fails; does nothing without checkpoints.
 
@@ -191,7 +187,7 @@ class Saving:
         warn(
             f"{text}. Older checkpoints are kept, and the next save tries again; after {ATTEMPTS} "
             "failures in a row training stops.",
-            SaveFailedWarning,
+            errors.SaveFailedWarning,
         )
 
     def _event(self, event: str, step: int, **more: object) -> None:

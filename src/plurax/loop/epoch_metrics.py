@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from plurax import errors
 from plurax.distributed.global_arrays import fetch
 from plurax.loop.iterate import StepOutput
 from plurax.loop.log_rows import Row
@@ -31,10 +32,6 @@ from plurax.members import Members
 from plurax.user_frames import warn
 
 COUNTS = ("weight", "examples", "skipped")
-
-
-class NonFiniteWarning(UserWarning):
-    """A loss or gradient was not finite; the update was left out."""
 
 
 FETCH_AFTER = 2
@@ -253,7 +250,7 @@ class NetworkMetrics(EpochMetrics):
                 f"at or before step {step} the loss or its gradient was not finite: the update was "
                 f"left out on all devices and the parameters are unchanged. {cause} This is said "
                 "once; `skipped` of an epoch counts such steps.",
-                NonFiniteWarning,
+                errors.NonFiniteWarning,
             )
 
     def epoch_row(self, step: int, epoch: int, evaluation: dict[str, Any] | None) -> Row:
@@ -341,7 +338,7 @@ def warn_frozen(members: Members, new: list[int], when: str, why: str = "") -> N
     warn(
         f"{when} the loss or its gradient was not finite in {len(new)} of {members.count} members, "
         f"which are frozen as they were while the others go on: {named}{more}. {why}".rstrip(),
-        NonFiniteWarning,
+        errors.NonFiniteWarning,
     )
 
 

@@ -1,9 +1,9 @@
 """Resolve annotations: find the sharding to which an annotated value is resharded.
 
-A model annotates values by `plurax.name`, `plurax.shard` and `jax.lax.with_sharding_constraint`. An
-annotation gives the sharding over the axes it names; over the mesh axis `data` the value stays as
-it is. After differentiation the annotation also stands on the cotangent, which is resharded to the
-sharding that the value had before its annotation.
+A model annotates values by `plurax.sharding.name`, `plurax.sharding.shard` and
+`jax.lax.with_sharding_constraint`. An annotation gives the sharding over the axes it names;
+over the mesh axis `data` the value stays as it is. After differentiation the annotation also stands
+on the cotangent, which is resharded to the sharding that the value had before its annotation.
 
     mesh tensor=4; h (8, 64) is the result of a row-parallel layer
     the plan has shardings={"hidden": ("tensor", None)}: sequence parallelism

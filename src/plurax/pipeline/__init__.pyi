@@ -10,3 +10,4 @@ from plurax.pipeline.simulation import Timeline as Timeline
 from plurax.pipeline.simulation import simulate as simulate
 from plurax.pipeline.stages import LayerAssignment as LayerAssignment
 from plurax.report.plan_picture import draw_schedules as draw_schedules
+from plurax.sharding.annotations import stage_boundary as stage_boundary

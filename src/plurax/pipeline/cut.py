@@ -1,4 +1,4 @@
-"""Cut a traced model into stages at its `plurax.stage_boundary` annotations.
+"""Cut a traced model into stages at its `plurax.pipeline.stage_boundary` annotations.
 
 A user annotates the tensors at which a model may be cut; a pipeline needs one function per stage.
 `Cut` assigns each equation that depends on both parameters and rows to a stage, by the number of
@@ -9,7 +9,7 @@ Example, with two stages and microbatches of 4 rows:
 
     def loss(params, batch, keys):
         x = jnp.tanh(batch["x"] @ params["a"])      # stage 0    f32[4, 16]
-        x = px.stage_boundary(x)                    # x crosses from stage 0 to stage 1
+        x = px.pipeline.stage_boundary(x)                    # x crosses from stage 0 to stage 1
         scale = jnp.exp(params["s"])                # parameters only: in each stage that reads it
         logits = scale * (x @ params["b"])          # stage 1    f32[4, 10]
         return cross_entropy(logits, batch["y"])    # stage 1; rows are on every device
@@ -67,8 +67,8 @@ def inlined(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], *, every: 
     def checked(eqn: Any, inputs: list[Any]) -> list[Any]:
         if any(map(has_boundaries, inner_jaxprs(eqn))):
             raise errors.PlanError(
-                f"a plurax.stage_boundary is inside {eqn.primitive.name!r}, where a model cannot "
-                "be split into stages: put it outside of loops, branches and jax.checkpoint "
+                f"a plurax.pipeline.stage_boundary is inside {eqn.primitive.name!r}, where a model "
+                "cannot be split into stages: put it outside of loops, branches and jax.checkpoint "
                 "(Plan(remat=...) rematerializes stages). To split layers that a loop repeats, "
                 "build the task with plurax.stack."
             )
@@ -287,8 +287,8 @@ class Cut:
                     f"the model state {names[leaf]!r} is written by stage {writer} and read by "
                     f"stage{'s' if len(readers) > 1 else ''} {stages}. Stages work on several "
                     "microbatches at a time, so each has model state of its own: keep one such "
-                    "leaf for each stage that reads it, move the plurax.stage_boundary so that one "
-                    "stage does both, or use pipeline=1."
+                    "leaf for each stage that reads it, move the plurax.pipeline.stage_boundary so "
+                    "that one stage does both, or use pipeline=1."
                 )
 
     def _stage_eqns(

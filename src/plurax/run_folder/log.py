@@ -18,10 +18,6 @@ BOARD_EVERY = 10
 """Steps between those written to TensorBoard; `metrics.jsonl` has every step."""
 
 
-class DamagedLogWarning(UserWarning):
-    """Lines of `metrics.jsonl` are missing, changed, or cannot be read."""
-
-
 class MetricsLog:
     """Writes rows of metrics to `metrics.jsonl` and to TensorBoard events in a directory.
 
@@ -88,7 +84,7 @@ class MetricsLog:
         if torn:
             warn(
                 f"{self.path}: line {', '.join(map(str, torn))} cannot be read and is left out",
-                DamagedLogWarning,
+                errors.DamagedLogWarning,
             )
 
     @property

@@ -1,4 +1,6 @@
 from plurax.execute.layouts.parameter_info import ParameterInfo as ParameterInfo
+from plurax.sharding.annotations import name as name
+from plurax.sharding.annotations import shard as shard
 from plurax.sharding.axes import Axes as Axes
 from plurax.sharding.reshard import ReshardStep as ReshardStep
 from plurax.sharding.reshard import apply_moves as apply_moves

@@ -208,7 +208,7 @@ def shard(f: Callable[..., Any], strategy: Strategy) -> Callable[..., Any]:
 def _mark(x: Any, tag: Tag) -> Array:
     if not isinstance(x, jax.Array) and np.asarray(x).dtype.kind not in "biufcV":  # V: bfloat16
         raise errors.PlanError(
-            f"{text(x)} is no array; plurax.name, plurax.stage_boundary and plurax.shard take an "
-            "array of numbers, or a tree of such arrays."
+            f"{text(x)} is no array; plurax.sharding.name, plurax.pipeline.stage_boundary and "
+            "plurax.sharding.shard take an array of numbers, or a tree of such arrays."
         )
     return annotate_p.bind(x, tag=tag, batch=(), transposed=False)

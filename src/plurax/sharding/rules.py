@@ -213,9 +213,9 @@ def megatron(
     - `row`: weights that end one.
     - `head`: the weight `(width, vocabulary)` that gives the logits. Cross entropy is then computed
       on shards of the vocabulary; the logits are never gathered.
-    - `sequence`: names of activations `(tokens, width)` between layers, given by `plurax.name`, to
-      be split by token. The all-reduces become reduce-scatters and all-gathers of the same bytes,
-      and the operations between layers are split too
+    - `sequence`: names of activations `(tokens, width)` between layers, given by
+      `plurax.sharding.name`, to be split by token. The all-reduces become reduce-scatters and
+      all-gathers of the same bytes, and the operations between layers are split too
       (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
 
     >>> megatron(column=["*/in"], row=["*/out"], sequence=["residual"])

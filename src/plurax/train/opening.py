@@ -22,7 +22,7 @@ from plurax.notebook import in_notebook
 from plurax.progress.console_progress import TrainingProgress
 from plurax.progress.notebook_progress import NotebookProgress
 from plurax.run_folder.folder import check_same_run, move_run_aside, save_settings
-from plurax.run_folder.log import DamagedLogWarning, MetricsLog
+from plurax.run_folder.log import MetricsLog
 from plurax.run_folder.log_check import damage_row, log_damage
 from plurax.state import TrainState
 from plurax.user_frames import warn
@@ -129,7 +129,7 @@ def open_log(
         damage = log_damage(Path(output), resume_step) if resume_step else None
         log = stack.enter_context(MetricsLog(Path(output), resume_step=resume_step))
         if damage is not None:
-            warn(f"{log.path}: {damage[1]}", DamagedLogWarning)
+            warn(f"{log.path}: {damage[1]}", errors.DamagedLogWarning)
             log.write(damage_row(*damage))
         machine = estimated.machine if estimated else None
         save_settings(program, machine, given, state.steps_taken, Path(output))

@@ -121,9 +121,10 @@ class ShardedBackend(Backend):
                 f"Plan(tensor={plan.tensor}): no rule and no annotation splits anything over "
                 f"`tensor`, so {plan.tensor} devices would each do the same work. Say what is "
                 f"split: Plan(tensor={plan.tensor}, shardings={{{example!r}: (..., 'tensor')}}) "
-                "for parameters and activations named by plurax.name, plurax.sharding.megatron for "
-                "the rules of a transformer, plurax.shard in the model for an operator. Or use "
-                f"data={plan.tensor}, which splits the batch and needs no rules. Parameters: "
+                "for parameters and activations named by plurax.sharding.name, "
+                "plurax.sharding.megatron for the rules of a transformer, plurax.sharding.shard in "
+                f"the model for an operator. Or use data={plan.tensor}, which splits the batch and "
+                "needs no rules. Parameters: "
                 f"{', '.join(paths) or 'none'}. Named activations: {', '.join(names) or 'none'}."
             )
         parts = _parts(tags, sizes.get("tensor", 1))

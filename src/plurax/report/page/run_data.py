@@ -30,7 +30,7 @@ from plurax.loop.log_rows import KINDS, Row, read_row
 from plurax.machine import Machine
 from plurax.plan import Plan
 from plurax.reading import parse_json, parse_toml, read_text
-from plurax.run_folder.log import LOG_FILE, DamagedLogWarning
+from plurax.run_folder.log import LOG_FILE
 from plurax.run_folder.log_check import damage_row, log_damage
 from plurax.server.record import Event, read_events
 from plurax.user_frames import warn
@@ -169,7 +169,7 @@ def read_run(path: Path, name: str | None = None) -> RunData:
             "first step. plurax watch shows a run from its start."
         )
     if damage is not None:
-        warn(f"{log}: {damage[1]}", DamagedLogWarning)
+        warn(f"{log}: {damage[1]}", errors.DamagedLogWarning)
         kinds["event"].append(damage_row(*damage))
     return RunData(
         path=path,
