@@ -15,7 +15,7 @@ from tests.command import run
 import plurax as px
 from plurax.cli import doctor_command as doctor
 from plurax.cli import example_commands, options
-from plurax.cli.grouped import GROUPS, field_texts
+from plurax.cli.parser import GROUPS, field_texts
 from plurax.cli.table import COMMANDS
 from plurax.exit_codes import ADVICE, MEANINGS, ExitCode
 
@@ -104,7 +104,7 @@ def test_the_guide_has_every_exit_code():
 def test_every_option_of_train_has_a_group(capsys):
     """And is shown in it, in one piece: the line breaks are those of the terminal."""
     grouped = {name for group in GROUPS for name in group.options}
-    nested = {"plan", "members", "servers", "rollback"}
+    nested = {"plan", "members", "servers", "rollback", "experiment"}
     names = {field.name for field in options.train_class().__dataclass_fields__.values()}
     assert names - nested - grouped == set()
     run(capsys, "new", "mine")
@@ -125,14 +125,43 @@ def test_every_option_of_train_has_a_group(capsys):
 
 def test_options_come_out_of_their_groups(capsys, monkeypatch):
     """Also where a group has the name of an option, as `search` of `plurax plan`."""
-    from plurax.cli.parse import parse, show_options
+    from plurax.cli.options import Show
+    from plurax.cli.parse import parse
 
     run(capsys, "new", "mine")
     given = ["mine.py", "--seconds", "3", "--plan.data", "2", "--members.folds", "4"]
-    options = parse(given, "plan", show_options).options
+    options = parse(given, "plan", Show).options
     assert (options.search, options.seconds, options.save) == (False, 3.0, None)
     assert (options.plan, options.members.folds) == (px.Plan(data=2), 4)
-    assert parse([*given, "--search"], "plan", show_options).options.search is True
+    assert parse([*given, "--search"], "plan", Show).options.search is True
+
+
+NESTED = """
+import dataclasses, numpy as np, plurax as px
+
+@dataclasses.dataclass(frozen=True)
+class Net:
+    "A network."
+    width: int = 3
+    bias: bool = True
+
+def experiment(net: Net = Net()):
+    assert isinstance(net, Net)
+    print(net)
+    return px.Experiment(None, None, {"x": np.zeros((8, 2))}, batch_size=4)
+"""
+
+
+def test_an_argument_of_a_file_may_be_a_dataclass(capsys):
+    """Which the file defines, so that its source is not found where modules are."""
+    Path("nested.py").write_text(NESTED)
+    for option in ("--help", "--help-all"):
+        code, out, err = run(capsys, "train", "nested.py", option)
+        assert (code, err, "--experiment.net.width INT" in out) == (0, "", True)
+    code, out, _ = run(capsys, "train", "nested.py", "--experiment.net.width", "5", "--epochs", "x")
+    assert (code, out) == (2, "Net(width=5, bias=True)\n")
+    code, _, err = run(capsys, "train", "nested.py", "--experiment.net.width", "x")
+    assert (code, "error: --experiment.net.width: invalid literal" in err) == (2, True)
 
 
 def test_a_shell_completes_commands_and_options(capsys):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from plurax import errors, experiment
-from plurax.cli.grouped import parse_by_tyro
+from plurax.cli.parser import run_tyro
 from plurax.distributed.compilation_cache import make_cache_safe
 from plurax.distributed.environment import gang_of
 from plurax.distributed.initialize import initialize
@@ -34,9 +34,7 @@ def experiment_dataclass(function: Callable[..., Any]) -> type:
         kind = str if parameter.annotation is parameter.empty else parameter.annotation
         default = () if parameter.default is parameter.empty else (parameter.default,)
         fields.append((name, kind, *default))
-    made = dataclasses.make_dataclass("Experiment", fields, frozen=True)
-    made.__doc__ = "Arguments of the file's own experiment(...)."
-    return made
+    return dataclasses.make_dataclass("Experiment", fields, frozen=True)
 
 
 def made_experiment(
@@ -46,8 +44,8 @@ def made_experiment(
     function, report = experiment.load(file)
     own = experiment_dataclass(function)
     wrapped = dataclasses.make_dataclass("Own", [("experiment", own)], frozen=True)
-    chosen = parse_by_tyro(wrapped, experiment_args(arguments), prog=program)
-    return function(**dataclasses.asdict(chosen.experiment)), chosen.experiment, report
+    chosen = run_tyro(wrapped, experiment_args(arguments), prog=program).experiment
+    return function(**vars(chosen)), chosen, report
 
 
 def experiment_args(arguments: list[str]) -> list[str]:

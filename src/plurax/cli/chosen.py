@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from jaxtyping import PyTree
 
@@ -13,25 +13,9 @@ from plurax.cli.options import Common
 from plurax.distributed.environment import writes_files
 from plurax.execute.program import Program
 from plurax.loop.data import Data, as_data
-from plurax.members import Members
 from plurax.plan import Plan
 
 T = TypeVar("T")
-
-
-def fit_arguments(
-    made: experiment.Experiment, options: Common, plan: Plan, members: Members | None
-) -> dict[str, Any]:
-    """Return the arguments that `fit` and `tune` share."""
-    return {
-        "task": made.task,
-        "optimizer": made.optimizer,
-        "data": made.data,
-        "plan": plan,
-        "members": members,
-        "batch_size": options.batch_size,
-        "shuffle": made.shuffle,
-    }
 
 
 def data_source(made: experiment.Experiment, options: Common) -> tuple[Data, PyTree]:

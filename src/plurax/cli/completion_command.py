@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import tyro
 
-from plurax.cli.grouped import parse_options, without_breaks
+from plurax.cli.parser import option_rules, parse_options
 from plurax.cli.table import COMMANDS, Command
 
 
@@ -35,6 +35,7 @@ def completion_command(arguments: list[str]) -> int:
             {command.name: options_of(command) for command in COMMANDS},
             prog="plurax",
             args=["--tyro-print-completion", options.shell],
+            registry=option_rules(),
         )
     # tyro's scripts for bash and fish complete no names of files, and FILE is one.
     found = script.getvalue().replace("complete -F ", "complete -o bashdefault -o default -F ")
@@ -46,7 +47,7 @@ def options_of(command: Command) -> Any:
     """Return the options of a command as a dataclass, with FILE where it has one."""
     module, _, name = command.options.partition(":")
     found = getattr(importlib.import_module(f"plurax.cli.{module}"), name)
-    kind = without_breaks(found if isinstance(found, type) else found())
+    kind = found if isinstance(found, type) else found()
     if "FILE" not in command.usage:
         return kind
     file: Any = ("file", tyro.conf.Positional[Path], Path("FILE"))

@@ -15,8 +15,8 @@ import tyro
 
 from plurax import tree
 from plurax.cli.arguments import start_devices
-from plurax.cli.grouped import parse_options
 from plurax.cli.options import Devices
+from plurax.cli.parser import parse_options
 from plurax.run_folder.run_file import versions
 from plurax.terminal import printable
 

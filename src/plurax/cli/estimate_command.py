@@ -1,7 +1,11 @@
 """`plurax estimate`, and `plurax plan --diff`: what plans cost on a machine, by formulas."""
 
+import dataclasses
 import itertools
+from pathlib import Path
+from typing import Annotated, TypeVar
 
+import tyro
 from jaxtyping import PyTree
 
 from plurax import errors, experiment
@@ -9,18 +13,61 @@ from plurax.analysis.comparison import Comparison
 from plurax.analysis.estimate import estimate, human_seconds
 from plurax.cli.arguments import value
 from plurax.cli.chosen import data_source
-from plurax.cli.grouped import HELP
 from plurax.cli.machine_command import machine_named
-from plurax.cli.options import DiffOptions, EstimateOptions, Show
-from plurax.cli.parse import diff_options, estimate_options, parse
+from plurax.cli.options import Common, Show
+from plurax.cli.parse import parse
+from plurax.cli.parser import HELP
 from plurax.machine import Machine
 from plurax.plan import Plan
 from plurax.task import Task
 
+T = TypeVar("T")
+
+
+MachineName = Annotated[
+    str | None,
+    tyro.conf.arg(
+        metavar="PRESET|FILE",
+        help="Published hardware, like 8xA100-80GB, or a TOML file. None: this machine, measured.",
+    ),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class EstimateOptions(Common):
+    """Say what a plan takes, holds and sends on a machine, without compiling or training anything.
+
+    Neither its devices nor its memory need to be here.
+    """
+
+    machine: MachineName = None
+    nodes: int = 1
+    """Number of nodes of the published hardware."""
+    examples: float | None = None
+    """Say also how long that many examples take, and how many device-hours."""
+
+
+Hidden = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
+"""An option of `Common` that a command does not have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DiffOptions(Common):
+    """Say what differs between two plan files, and what it costs on a machine, by their estimates.
+
+    Nothing is compiled; neither the devices nor their memory need to be here.
+    """
+
+    plan: Hidden[Plan]
+    plan_file: Hidden[Path | None]
+    machine: MachineName = None
+    nodes: int = 1
+    """Number of nodes of the published hardware."""
+
 
 def estimate_command(arguments: list[str]) -> int:
     """Print the estimate of a plan."""
-    made, options, *_ = parse(arguments, "estimate", estimate_options)
+    made, options, *_ = parse(arguments, "estimate", EstimateOptions)
     task, machine, like = to_estimate(made, options, "estimate")
     found = estimate(task, made.optimizer, options.chosen_plan(), like, machine)
     print(found)
@@ -44,7 +91,7 @@ def diff_command(arguments: list[str]) -> int:
             "Write plurax plan a.toml b.toml --diff FILE, where FILE defines experiment()."
         )
     plans = {path: Plan.load(path) for path in paths}
-    made, options, *_ = parse([file, *rest[len(paths) :]], "plan A B --diff", diff_options)
+    made, options, *_ = parse([file, *rest[len(paths) :]], "plan A B --diff", DiffOptions)
     task, machine, like = to_estimate(made, options, "plan --diff")
     found = {}
     for path, plan in plans.items():

@@ -11,7 +11,7 @@ import tyro
 
 import plurax
 from plurax import errors
-from plurax.cli.grouped import parse_options
+from plurax.cli.parser import parse_options
 from plurax.validate import local_path
 
 TEMPLATE = "template"

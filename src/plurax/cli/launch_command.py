@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from plurax import errors
-from plurax.cli.grouped import parse_options
+from plurax.cli.parser import parse_options
 from plurax.cli.table import COMMANDS
 from plurax.distributed.environment import attempt, host_and_port
 from plurax.exit_codes import ExitCode

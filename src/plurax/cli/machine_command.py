@@ -1,15 +1,48 @@
 """`plurax machine`, and the machine that an option of other commands names."""
 
+import dataclasses
 import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from plurax import errors
 from plurax.analysis.machine_timings import measure_machine
 from plurax.cli.arguments import start_devices
-from plurax.cli.grouped import parse_options
-from plurax.cli.options import MachineOptions
+from plurax.cli.options import Devices
+from plurax.cli.parser import parse_options
 from plurax.console import PlainConsole
 from plurax.machine import Machine
 from plurax.train.learn import learned, machine_of_run
+
+Preset = Annotated[
+    str | None,
+    tyro.conf.arg(
+        metavar="NAME",
+        help=f"Print published hardware: {', '.join(Machine.presets())}, or fewer devices of one, "
+        "like 4xA100-80GB or A100-80GB.",
+    ),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class MachineOptions:
+    """Print a machine in TOML: what its devices compute, hold and send.
+
+    Without --preset, measure the machine at hand, in less than a minute. Nothing else should run on
+    it then.
+    """
+
+    preset: Preset = None
+    nodes: int = 1
+    """Number of nodes of the preset."""
+    measure: bool = False
+    """Measure this machine, as without --preset."""
+    runs: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="DIR [DIR ...]")] = ()
+    """Correct all seconds by what steps took in runs that were trained with --machine: on the
+    rates with which they were predicted, or with --measure or --preset on those."""
+    devices: Devices = None
 
 
 def machine_command(arguments: list[str]) -> int:

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
 
+from plurax import experiment
 from plurax.guards.rollback import Rollback
-from plurax.machine import Machine
 from plurax.members import Members
 from plurax.plan import Plan
 from plurax.planner.tensor import SolverName
@@ -71,6 +71,8 @@ class Common:
     """Many networks in one program."""
     batch_size: int | None
     """Examples per step."""
+    experiment: Any
+    """Arguments of the file's own experiment(...)."""
 
     def chosen_plan(self) -> Plan:
         """Return the plan from `plan_file`, if given, else from the options."""
@@ -90,15 +92,6 @@ def chosen_rollback(options: Any, rollback: Rollback) -> Rollback:
 
 def _given(options: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(options).items() if value is not None}
-
-
-MachineName = Annotated[
-    str | None,
-    tyro.conf.arg(
-        metavar="PRESET|FILE",
-        help="Published hardware, like 8xA100-80GB, or a TOML file. None: this machine, measured.",
-    ),
-]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,22 +166,6 @@ def train_class() -> type[Train]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Predict(Common):
-    """Run the trained network over inputs from a file, whatever their number."""
-
-    output: Path
-    """Output directory of a training run."""
-    inputs: Path
-    """A .npy file (one array), or .npz (a dict of arrays), with the inputs in the leading dim."""
-    predictions: Path = Path("predictions.npy")
-    """File for the outputs: .npy for one array, .npz for a dict of arrays."""
-    chunk: int | None = None
-    """Inputs at a time; default the batch size."""
-    best: bool = False
-    """Predict with the state that the callback KeepBest has kept, in place of the newest."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Show(Common):
     """Show a plan on a machine: shards, memory per device, communication of the compiled step.
 
@@ -227,89 +204,25 @@ class Show(Common):
     """Compile a pipeline under every named schedule, and show them side by side."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Verify(Common):
-    """Train some steps under the plan and on one device, on CPU devices, and compare all tensors.
+def default_options(
+    kind: type[T], file: Path, made: experiment.Experiment, own: object = None
+) -> T:
+    """Return the options of a command, as an experiment file has them.
 
-    Exits with 1 where one differs.
+    `own` has the arguments of its `experiment(...)`; None for those of no file.
     """
-
-    steps: int = 3
-    """Steps to take."""
-    seed: int = 0
-    """Seed of initialisation and dropout."""
-
-
-@dataclasses.dataclass(frozen=True)
-class EstimateOptions(Common):
-    """Say what a plan takes, holds and sends on a machine, without compiling or training anything.
-
-    Neither its devices nor its memory need to be here.
-    """
-
-    machine: MachineName = None
-    nodes: int = 1
-    """Number of nodes of the published hardware."""
-    examples: float | None = None
-    """Say also how long that many examples take, and how many device-hours."""
-
-
-Hidden = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
-"""An option of `Common` that a command does not have."""
-
-
-@dataclasses.dataclass(frozen=True)
-class DiffOptions(Common):
-    """Say what differs between two plan files, and what it costs on a machine, by their estimates.
-
-    Nothing is compiled; neither the devices nor their memory need to be here.
-    """
-
-    plan: Hidden[Plan]
-    plan_file: Hidden[Path | None]
-    machine: MachineName = None
-    nodes: int = 1
-    """Number of nodes of the published hardware."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ReplayOptions:
-    """Repeat a run with parameter servers from its record, in one process.
-
-    Say for each state that was saved whether it comes out the same bit for bit; exit with 1 where
-    one does not.
-    """
-
-    run: tyro.conf.Positional[Path]
-    """The run's output directory."""
-    file: tyro.conf.Positional[Path | None] = None
-    """The file that defines experiment(); by default the one the run was trained from."""
-
-
-Preset = Annotated[
-    str | None,
-    tyro.conf.arg(
-        metavar="NAME",
-        help=f"Print published hardware: {', '.join(Machine.presets())}, or fewer devices of one, "
-        "like 4xA100-80GB or A100-80GB.",
-    ),
-]
-
-
-@dataclasses.dataclass(frozen=True)
-class MachineOptions:
-    """Print a machine in TOML: what its devices compute, hold and send.
-
-    Without --preset, measure the machine at hand, in less than a minute. Nothing else should run on
-    it then.
-    """
-
-    preset: Preset = None
-    nodes: int = 1
-    """Number of nodes of the preset."""
-    measure: bool = False
-    """Measure this machine, as without --preset."""
-    runs: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="DIR [DIR ...]")] = ()
-    """Correct all seconds by what steps took in runs that were trained with --machine: on the
-    rates with which they were predicted, or with --measure or --preset on those."""
-    devices: Devices = None
+    seeds = None if made.members is None else made.members.seeds
+    values = {
+        **vars(made),
+        "plan_file": None,
+        "devices": None,
+        "members": PopulationOptions(seeds if isinstance(seeds, int) else None),
+        "output": Path("runs") / file.stem,
+        "inputs": tyro.MISSING,
+        "experiment": own,
+    }
+    if issubclass(kind, Train) and made.output is not None:
+        values["output"] = Path(made.output)
+    fields: Any = dataclasses.fields(kind)  # type: ignore[arg-type]
+    without = [f.name for f in fields if {f.default, f.default_factory} == {dataclasses.MISSING}]
+    return kind(**{name: values[name] for name in without})

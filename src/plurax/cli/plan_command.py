@@ -10,10 +10,10 @@ from plurax.analysis.estimate import Estimate, estimate
 from plurax.analysis.liveness import peak_bytes
 from plurax.analysis.measured import Measured
 from plurax.analysis.plan_ahead import trace_plan
-from plurax.cli.chosen import chosen_program, data_source, fit_arguments, written
+from plurax.cli.chosen import chosen_program, data_source, written
 from plurax.cli.estimate_command import diff_command, to_estimate
 from plurax.cli.options import Show
-from plurax.cli.parse import parse, show_options
+from plurax.cli.parse import parse
 from plurax.cli.search_command import search_command
 from plurax.console import PlainConsole
 from plurax.distributed.global_arrays import described_devices
@@ -36,7 +36,7 @@ def plan_command(arguments: list[str]) -> int:
     started = time.perf_counter()
     if any(one.split("=")[0] == "--diff" for one in arguments):
         return diff_command(arguments)
-    made, options, *_ = parse(arguments, "plan", show_options)
+    made, options, *_ = parse(arguments, "plan", Show)
     plan = options.chosen_plan()
     if options.search:
         return search_command(made, options, plan, arguments, started)
@@ -122,7 +122,10 @@ def _tuned(made: experiment.Experiment, options: Show, plan: Plan, path: Path) -
             "--tune measures the chunk and the batch_dim of a population, and this is one network, "
             "which has neither. Say how many members there are: --members.seeds 100."
         )
-    tuning = tune(**fit_arguments(made, options, plan, members))
+    tuning = tune(
+        made.task, made.optimizer, made.data, plan=plan, members=members,
+        batch_size=options.batch_size, shuffle=made.shuffle,
+    )  # fmt: skip
     print(tuning)  # print first: measuring may have taken minutes, and writing may fail
     written(path, tuning.plan.save)
     print(f"wrote {path}")

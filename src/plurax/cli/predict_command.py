@@ -1,5 +1,6 @@
 """`plurax predict`: run a trained network over inputs from a file."""
 
+import dataclasses
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from plurax import errors, tree
 from plurax.checkpoint import Checkpoints
 from plurax.checkpoint.restore import restore
 from plurax.cli.chosen import chosen_program, written
-from plurax.cli.options import Predict
-from plurax.cli.parse import parse, predict_options
+from plurax.cli.options import Common
+from plurax.cli.parse import parse
 from plurax.disk import replacing
 from plurax.execute.placement import chunks
 from plurax.reading import refusing
@@ -21,9 +22,25 @@ from plurax.user_frames import describe_error, is_users
 from plurax.validate import local_path
 
 
+@dataclasses.dataclass(frozen=True)
+class Predict(Common):
+    """Run the trained network over inputs from a file, whatever their number."""
+
+    output: Path
+    """Output directory of a training run."""
+    inputs: Path
+    """A .npy file (one array), or .npz (a dict of arrays), with the inputs in the leading dim."""
+    predictions: Path = Path("predictions.npy")
+    """File for the outputs: .npy for one array, .npz for a dict of arrays."""
+    chunk: int | None = None
+    """Inputs at a time; default the batch size."""
+    best: bool = False
+    """Predict with the state that the callback KeepBest has kept, in place of the newest."""
+
+
 def predict_command(arguments: list[str]) -> int:
     """Run the trained network over inputs, and write its outputs."""
-    made, options, *_ = parse(arguments, "predict", predict_options)
+    made, options, *_ = parse(arguments, "predict", Predict)
     directory = local_path(options.output) / ("best" if options.best else "checkpoints")
     if not directory.is_dir():
         raise _nothing_saved(options)

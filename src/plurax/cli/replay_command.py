@@ -1,20 +1,36 @@
 """`plurax replay`: repeat a run with parameter servers from its record."""
 
+import dataclasses
 import hashlib
 import json
 from pathlib import Path
+
+import tyro
 
 from plurax import errors, experiment
 from plurax.checkpoint import Checkpoints
 from plurax.checkpoint.manager import state_fingerprints
 from plurax.cli.arguments import made_experiment, start_devices
 from plurax.cli.file_or_run import ExperimentSource, run_file_of
-from plurax.cli.grouped import parse_options
-from plurax.cli.options import ReplayOptions
+from plurax.cli.parser import parse_options
 from plurax.mesh import cpu_devices
 from plurax.plan import Plan
 from plurax.run_folder.run_file import RunSettings, read_run_file
 from plurax.train.replayed import fetched_steps, recorded_runs, replayed
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplayOptions:
+    """Repeat a run with parameter servers from its record, in one process.
+
+    Say for each state that was saved whether it comes out the same bit for bit; exit with 1 where
+    one does not.
+    """
+
+    run: tyro.conf.Positional[Path]
+    """The run's output directory."""
+    file: tyro.conf.Positional[Path | None] = None
+    """The file that defines experiment(); by default the one the run was trained from."""
 
 
 def replay_command(arguments: list[str]) -> int:

@@ -7,7 +7,7 @@ from typing import Annotated
 import tyro
 
 from plurax import errors, tree
-from plurax.cli.grouped import parse_options
+from plurax.cli.parser import parse_options
 from plurax.report.page.render import write_report
 
 

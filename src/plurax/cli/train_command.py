@@ -8,8 +8,8 @@ from typing import Any
 from plurax import errors
 from plurax.cli.arguments import experiment_names
 from plurax.cli.machine_command import described_machine
-from plurax.cli.options import chosen_rollback, chosen_servers, fit_options
-from plurax.cli.parse import parse, train_options
+from plurax.cli.options import chosen_rollback, chosen_servers, fit_options, train_class
+from plurax.cli.parse import parse
 from plurax.console import PlainConsole
 from plurax.distributed.environment import writes_files
 from plurax.exit_codes import ExitCode
@@ -32,7 +32,7 @@ EXIT = {
 
 def train_experiment(arguments: list[str]) -> int:
     """Train the experiment of a file, and return the exit code."""
-    made, options, report, file = parse(arguments, "train", train_options)
+    made, options, report, file = parse(arguments, "train", train_class())
     console = PlainConsole()
     plan = plan_for_those_left(options.chosen_plan(), made.task)
     members = options.members.chosen(made.members)

@@ -1,17 +1,33 @@
 """`plurax verify`: compare steps under a plan with those of one device."""
 
+import dataclasses
+
 from plurax import errors
 from plurax.analysis.verify import verify
 from plurax.cli.chosen import data_source
-from plurax.cli.parse import parse, verify_options
+from plurax.cli.options import Common
+from plurax.cli.parse import parse
 from plurax.console import PlainConsole
 from plurax.execute.placement import chunks, leading_dim
 from plurax.task import Task
 
 
+@dataclasses.dataclass(frozen=True)
+class Verify(Common):
+    """Train some steps under the plan and on one device, on CPU devices, and compare all tensors.
+
+    Exits with 1 where one differs.
+    """
+
+    steps: int = 3
+    """Steps to take."""
+    seed: int = 0
+    """Seed of initialisation and dropout."""
+
+
 def verify_command(arguments: list[str]) -> int:
     """Train some steps under the plan and on one device; return 1 where they differ."""
-    made, options, *_ = parse(arguments, "verify", verify_options)
+    made, options, *_ = parse(arguments, "verify", Verify)
     if options.members.chosen(made.members) is not None or not isinstance(made.task, Task):
         raise errors.ExperimentError(
             "plurax verify compares one network under a plan with the same on one device, and this "

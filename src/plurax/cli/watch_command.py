@@ -8,7 +8,7 @@ from pathlib import Path
 import tyro
 from rich.live import Live
 
-from plurax.cli.grouped import parse_options
+from plurax.cli.parser import parse_options
 from plurax.console import PlainConsole
 from plurax.exit_codes import ExitCode
 from plurax.report.watch_frame import WatchedRun
