@@ -27,14 +27,14 @@ from plurax.sweeps.importance import importance
 def test_a_run_is_read_from_its_files(tmp_path):
     found = read_run(write_run(tmp_path / "one", seed=3, plan=px.Plan(data=2)))
     assert found.name == "one"
-    assert found.step == 40
-    assert found.steps["loss"].values.shape == (40,)
-    assert [row["epoch"] for row in found.epochs] == [1, 2, 3, 4]
+    assert found.series.step == 40
+    assert found.series.steps("loss").values.shape == (40,)
+    assert [row["epoch"] for row in found.series.epochs] == [1, 2, 3, 4]
     assert found.settings == {"seed": 3}
     assert found.plan == px.Plan(data=2)
-    assert found.batch_size == 16
-    assert found.seconds == 2.0
-    assert found.members is None
+    assert found.series.batch_size == 16
+    assert found.series.seconds == 2.0
+    assert found.series.members is None
 
 
 def test_a_run_that_is_being_written_is_read_as_far_as_it_is_whole(tmp_path):
@@ -46,7 +46,7 @@ def test_a_run_that_is_being_written_is_read_as_far_as_it_is_whole(tmp_path):
     (folder / "servers.jsonl").write_text("{")
     (folder / "calibration.json").write_text("[1]")
     found = read_run(folder)
-    assert found.step == 4
+    assert found.series.step == 4
     assert found.plan is None
     assert found.settings == {}
     assert found.calibration == {}
@@ -137,7 +137,7 @@ def test_the_bands_of_members_are_their_quartiles_and_ends(tmp_path):
     one = read_run(write_run(tmp_path / "one", members=5))
     (found,) = runs_json([one], metric_names([one]))
     bands = found["curves"]["loss"]["train_members"]
-    last = one.last["members"]["loss"]
+    last = one.series.last["members"]["loss"]
     for key, index in (("low", 0), ("q25", 1), ("median", 2), ("q75", 3), ("high", 4)):
         assert bands[key][-1] == pytest.approx(last[index], rel=1e-4)
     assert bands["member"] == [0]

@@ -108,12 +108,12 @@ def test_a_log_that_was_cut_is_shown_anew(locked):
     watched = WatchedRun(folder)
     write_rows(folder / "..", [])  # in another folder, nothing changes
     watched.read()
-    assert watched.step == 20
+    assert watched.series.step == 20
     (folder / "new").write_text(json.dumps(epoch_row(10, 1, 0.5)) + "\n")
     (folder / "new").replace(folder / "metrics.jsonl")
     watched.read()
-    assert watched.step == 10
-    assert len(watched.epochs) == 1
+    assert watched.series.step == 10
+    assert len(watched.series.epochs) == 1
 
 
 def test_who_writes_is_read_without_being_in_the_way(tmp_path):

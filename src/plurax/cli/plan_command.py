@@ -22,8 +22,7 @@ from plurax.pipeline.schedule import make_schedule
 from plurax.plan import Plan, ScheduleName
 from plurax.report.picture import check_matplotlib
 from plurax.report.plan_picture import draw_plan
-from plurax.report.shards import compared_table, shards_table
-from plurax.report.tables import plan_report
+from plurax.report.plan_tables import compared_table, plan_report, shards_table
 from plurax.report.timeline import ScheduleCosts, compared_schedules_table, timeline_report
 from plurax.task import Task
 from plurax.train.tune import tune

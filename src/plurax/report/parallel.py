@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Float
 
 from plurax.report.picture import BLUE, GREY, LIGHT, VERMILION, new_figure, saved
+from plurax.report.run_series import crowds_low
 from plurax.validate import Mode, check_choice, sign_of_mode
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def draw_parallel(
     for argument, given in (*(("names", name) for name in names[:-1]), ("metric", metric)):
         check_choice("plurax.ensemble.draw_parallel", argument, given, known)
     values_RA = np.asarray([[float(row[name]) for name in names] for row in rows])
-    logs = [_logarithmic(column) for column in values_RA.T]
+    logs = [crowds_low(column) for column in values_RA.T]
     places_RA = np.stack(
         [_placed(column, log) for column, log in zip(values_RA.T, logs, strict=True)], axis=1
     )
@@ -73,14 +74,6 @@ def draw_parallel(
     if finite.any():
         figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     return saved(figure, path)
-
-
-def _logarithmic(column: Float[np.ndarray, "R"]) -> bool:
-    """Return whether values crowd at the low end of a wide range, as those of `log_uniform` do."""
-    finite = column[np.isfinite(column)]
-    if not finite.size or finite.min() <= 0 or finite.max() <= 30 * finite.min():
-        return False
-    return bool(np.median(finite) < 0.2 * finite.max())
 
 
 def _placed(column: Float[np.ndarray, "R"], log: bool) -> Float[np.ndarray, "R"]:

@@ -68,6 +68,20 @@ def new_figure(
     return ShownFigure(figsize=(width, height), layout=layout, dpi=120)
 
 
+def tidy(axis: Any) -> None:
+    """Draw a faint grid behind what an axis shows, and no frame above and beside it."""
+    axis.grid(alpha=0.25)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def legend_below(figure: "matplotlib.figure.Figure", axis: Any) -> None:
+    """Write what the lines of an axis are below a figure; nothing where it has none."""
+    handles, labels = axis.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+
+
 def saved(
     figure: "matplotlib.figure.Figure", path: str | Path | None, **options: Any
 ) -> "matplotlib.figure.Figure":

@@ -12,7 +12,7 @@ from plurax.hlo import Memory
 from plurax.pipeline.schedule import Schedule
 from plurax.pipeline.simulation import Timeline, simulate
 from plurax.report.picture import BLUE, PAPER, new_figure, saved
-from plurax.report.shards import kinds_of_memory
+from plurax.report.plan_tables import by_kind, in_a_step, kinds_of_memory
 from plurax.report.timeline import (
     COLOURS,
     Compared,
@@ -258,12 +258,10 @@ def _draw_memory(
 
 def _wires(sent: Sequence[Collective]) -> dict[str, float]:
     """Return the bytes that a device sends, by collective and axis."""
-    wires: dict[str, float] = {}
-    for one in sent:
-        kind = one.equivalent_kind or one.kind
-        name = f"{kind}\nover {', '.join(one.axes)}"
-        wires[name] = wires.get(name, 0.0) + one.bytes_sent * (one.trips or 1)
-    return wires
+    return {
+        f"{kind}\nover {axes}": in_a_step(group, lambda record: record.bytes_sent)
+        for (kind, axes), group in by_kind(sent).items()
+    }
 
 
 def _bars(

@@ -26,7 +26,8 @@ from plurax import errors
 from plurax.checkpoint import Checkpoints
 from plurax.checkpoint.lock import LOCK, writer_of
 from plurax.loop.log_rows import Row
-from plurax.report.page.run_data import LogTail, is_number, read_settings, run_folders
+from plurax.report.page.run_data import LogTail, read_settings, run_folders
+from plurax.report.run_series import ENDS, WIDE, RunSeries, is_number, metrics_of
 from plurax.run_folder.log import LOG_FILE
 from plurax.run_folder.log_check import damage_row, log_damage
 
@@ -37,8 +38,6 @@ LAST_ROWS, LAST_EVENTS = 8, 5
 MOST_METRICS = 5
 SILENT = 60.0
 """Seconds without a new row after which a run is said to be silent."""
-WIDE = 30
-"""A curve over a larger factor than this is drawn by its logarithm."""
 
 
 class WatchedRun:
@@ -68,11 +67,8 @@ class WatchedRun:
         self.read()
 
     def _clear(self) -> None:
-        self.epochs: list[Row] = []
+        self.series = RunSeries()
         self.events: deque[Row] = deque(maxlen=LAST_EVENTS)
-        self.values: list[float] = []
-        self.names: dict[str, None] = {}
-        self.step, self.skipped = 0, 0
 
     def read(self) -> None:
         """Read what was written since."""
@@ -80,9 +76,13 @@ class WatchedRun:
         if self._tail.restarted > self._restarts:  # resumed or rolled back: the log is another
             self._restarts = self._tail.restarted
             self._clear()
+        self.series.add(rows)
+        self._heard = self._now() if rows else self._heard
         for row in rows:
-            self._heard = self._now()
-            self._take(row)
+            if row["kind"] == "event":
+                self.events.append(row)
+            elif row["kind"] == "step" and row.get("skipped"):
+                self.events.append({"step": row["step"], "event": "update skipped (not finite)"})
         self._check_log()
         self.alive = writer_of(self.path / "checkpoints" / LOCK)
         # While the file is being replaced, what it said before.
@@ -95,24 +95,6 @@ class WatchedRun:
             self._seen = seen
             if (damage := log_damage(self.path)) is not None:
                 self.events.append(damage_row(*damage))
-
-    def _take(self, row: Row) -> None:
-        kind = row["kind"]
-        if kind == "event":
-            self.events.append(row)
-            return
-        self.step = max(self.step, row["step"])
-        if kind == "epoch":
-            self.epochs.append(row)
-        if kind != "step":
-            return
-        value = row.get(self.metric)
-        if is_number(value):
-            self.values.append(float(value))
-        self.names |= {name: None for name, one in row.items() if is_number(one)}
-        if row.get("skipped"):
-            self.skipped += 1
-            self.events.append({"step": row["step"], "event": "update skipped (not finite)"})
 
     @property
     def ended(self) -> bool:
@@ -128,13 +110,13 @@ class WatchedRun:
     @property
     def state(self) -> str:
         """What the run is doing, in a few words."""
-        last = self.epochs[-1]["epoch"] if self.epochs else 0
+        last = self.series.last.get("epoch", 0)
         if self.alive is None:
             done = self.total_epochs is None or last >= self.total_epochs
-            return "finished" if done and self.epochs else "stopped"
+            return "finished" if done and self.series.epochs else "stopped"
         if not self.alive:
             return "its process is gone"
-        if not self.step:
+        if not self.series.step:
             return "running, before its first step"
         silent = self._now() - self._heard
         return "running" if silent < SILENT else f"running, silent for {_clock(silent)}"
@@ -149,10 +131,9 @@ class WatchedRun:
             done = self._epochs_done()
             bar = ProgressBar(total=total, completed=min(done, total), width=min(width, 72))
             parts += [bar, Text("")]
-        if self.values:
-            values = np.asarray(self.values)
+        if (values := self.series.steps(self.metric).values).size:
             parts += [Text(""), *curve_lines(self.metric, values, min(COLUMNS, width - 14))]
-        if self.epochs:
+        if self.series.epochs:
             parts += [Text(""), self._table(width)]
         if self.events:
             parts += [Text(""), *self._event_lines()]
@@ -162,11 +143,11 @@ class WatchedRun:
         text = Text(no_wrap=False)
         text.append(self.path.absolute().name, style="bold")
         parts = [self.state]
-        total, last = self.total_epochs, self.epochs[-1] if self.epochs else None
-        if last is not None:
+        total, last = self.total_epochs, self.series.last
+        if last:
             parts.append(f"epoch {last['epoch']}" + (f" of {total}" if total else ""))
-        parts.append(f"step {self.step:,}")
-        if last is not None and is_number(last.get("examples_per_second")):
+        parts.append(f"step {self.series.step:,}")
+        if is_number(last.get("examples_per_second")):
             parts.append(f"{last['examples_per_second']:,.0f} examples/s")
         left = self._seconds_left()
         if left is not None:
@@ -175,34 +156,32 @@ class WatchedRun:
 
     def _epochs_done(self) -> float:
         """Return the epochs that are done, with the part of the one that goes on."""
-        if not self.epochs:
+        if not self.series.epochs:
             return 0.0
-        last = self.epochs[-1]
+        last = self.series.last
         per_epoch = last["step"] / max(1, last["epoch"])
-        return float(last["epoch"] + min(1.0, (self.step - last["step"]) / max(1.0, per_epoch)))
+        after = self.series.step - last["step"]
+        return float(last["epoch"] + min(1.0, after / max(1.0, per_epoch)))
 
     def _seconds_left(self) -> float | None:
-        total, timed = self.total_epochs, self.epochs[-LAST_ROWS:]
+        total, epochs = self.total_epochs, self.series.epochs
+        timed = epochs[-LAST_ROWS:]
         if not self.alive or total is None or not timed:
             return None
-        first = self.epochs[-len(timed) - 1]["epoch"] if len(self.epochs) > len(timed) else 0
-        epochs = timed[-1]["epoch"] - first
+        first = epochs[-len(timed) - 1]["epoch"] if len(epochs) > len(timed) else 0
         seconds = sum(row.get("seconds", 0.0) for row in timed)
-        return max(0.0, total - self._epochs_done()) * seconds / max(1, epochs)
+        return max(0.0, total - self._epochs_done()) * seconds / max(1, timed[-1]["epoch"] - first)
 
     def _table(self, width: int) -> Table:
         """Return the last rows of epochs."""
-        hidden = {"kind", "epoch", "step", "examples", "seconds", "weight", "skipped",
-                  "examples_per_second"}  # fmt: skip
-        names = [name for name, value in self.epochs[-1].items()
-                 if name not in hidden and is_number(value)]  # fmt: skip
-        names.sort(key=lambda name: (name.endswith(("_best", "_worst")), name == "grad_norm"))
+        names = [n for n in metrics_of(self.series.last) if n != "examples_per_second"]
+        names.sort(key=lambda name: (name.endswith(ENDS), name == "grad_norm"))
         fits = max(1, (width - 18) // 14)
         names = names[: min(MOST_METRICS, fits)]
         table = Table(box=None, pad_edge=False, header_style="dim")
         for name in ("epoch", "step", *names, "skipped"):
             table.add_column(name.replace("_", " "), justify="right")
-        for row in self.epochs[-LAST_ROWS:]:
+        for row in self.series.epochs[-LAST_ROWS:]:
             values = [_number(row.get(name)) for name in names]
             skipped = str(row.get("skipped", 0) or "")
             table.add_row(str(row["epoch"]), f"{row['step']:,}", *values, skipped)

@@ -14,7 +14,6 @@ a run's files can become code.
 import base64
 import hashlib
 import importlib.resources
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,8 +24,9 @@ from plurax import errors
 from plurax.argument_check import text
 from plurax.disk import make_folder, replace_file
 from plurax.report.page.chart_data import metric_names, runs_json
+from plurax.report.page.embed import embedded, json_value
 from plurax.report.page.html_parts import Cell, escape, section, table
-from plurax.report.page.run_data import RunData, is_number, read_run, run_folders, run_names
+from plurax.report.page.run_data import RunData, read_run, run_folders, run_names
 from plurax.report.page.sections import (
     estimate_section,
     events_section,
@@ -35,6 +35,7 @@ from plurax.report.page.sections import (
     servers_section,
 )
 from plurax.report.page.sweep_data import SweepData, sweeps
+from plurax.report.run_series import is_number
 from plurax.validate import local_path
 
 SCRIPTS = ("base.js", "curves.js", "sweep.js", "details.js", "start.js")
@@ -101,7 +102,7 @@ def render(runs: Sequence[RunData], found: Sequence[SweepData]) -> str:
         "metrics": metrics,
         "sweeps": [one.to_json() for one in found],
         "estimates": [_estimates(run) for run in runs],
-        "calibrations": [{"run": run.name, **_numbers(run.calibration)} for run in runs
+        "calibrations": [{"run": run.name, **json_value(run.calibration)} for run in runs
                          if run.calibration],
     }  # fmt: skip
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
@@ -121,18 +122,6 @@ def render(runs: Sequence[RunData], found: Sequence[SweepData]) -> str:
             "script": script,
         },
     )
-
-
-def embedded(payload: Any) -> str:
-    """Return values as JSON that cannot end the element of a page that it stands in.
-
-    >>> embedded({"name": "</script>"})
-    '{"name":"\\\\u003c/script\\\\u003e"}'
-    """
-    text = json.dumps(payload, separators=(",", ":"), allow_nan=False)
-    for letter in "<>&":
-        text = text.replace(letter, f"\\u{ord(letter):04x}")
-    return text  # json.dumps has escaped what is not ASCII
 
 
 def calibration_section(runs: Sequence[RunData]) -> str:
@@ -164,27 +153,16 @@ def _tables(value: Any, nested: bool = True) -> dict[str, Any]:
 
 
 def _estimates(run: RunData) -> dict[str, Any]:
-    found = run.estimates()
+    found = run.series.estimates
     last = found[-1][1] if found else {}
     seconds = [(step, one.get("measured", {}).get("seconds")) for step, one in found]
-    return _numbers({
+    return json_value({
         "steps": [step for step, value in seconds if is_number(value)],
         "seconds": [value for _, value in seconds if is_number(value)],
         "predicted": last.get("predicted", {}),
         "measured": last.get("measured", {}),
         "limit": None if run.machine is None else run.machine.memory,
     })  # fmt: skip
-
-
-def _numbers(value: Any) -> Any:
-    """Return values as JSON has them: None for numbers that are not finite."""
-    if isinstance(value, Mapping):
-        return {str(name): _numbers(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_numbers(inner) for inner in value]
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if value - value == 0 else None
-    return value
 
 
 def _asset(name: str) -> str:

@@ -3,7 +3,7 @@
 Only files are read, each leniently: a run may be going on, may have been killed, or may have been
 written by another version. What cannot be read is left out.
 
-    metrics.jsonl       rows of kind step, epoch and event     RunData.steps, epochs, events
+    metrics.jsonl       rows of kind step, epoch and event     RunData.series
     run.toml            how the run was started                RunData.settings
     plan.toml           its plan                               RunData.plan
     machine.toml        the machine of its estimate            RunData.machine
@@ -19,17 +19,15 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
-
-import numpy as np
-from jaxtyping import Float
+from typing import Any, TypeVar
 
 from plurax import errors
 from plurax.checkpoint.lock import LOCK, writer_of
-from plurax.loop.log_rows import KINDS, Row, read_row
+from plurax.loop.log_rows import Row, read_row
 from plurax.machine import Machine
 from plurax.plan import Plan
 from plurax.reading import parse_json, parse_toml, read_text
+from plurax.report.run_series import RunSeries
 from plurax.run_folder.log import LOG_FILE
 from plurax.run_folder.log_check import damage_row, log_damage
 from plurax.server.record import Event, read_events
@@ -37,19 +35,8 @@ from plurax.user_frames import warn
 
 T = TypeVar("T")
 
-NOT_METRICS = frozenset(("kind", "step", "epoch", "weight", "examples", "skipped", "seconds"))
-"""Numbers of a row that are no curve."""
-
 MOST_EVENTS = 200_000
 """Lines of `servers.jsonl` that are read: the last ones."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Series:
-    """The values of a metric at some steps, both `(N,)`."""
-
-    steps: Float[np.ndarray, "N"]
-    values: Float[np.ndarray, "N"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,11 +45,7 @@ class RunData:
 
     path: Path
     name: str
-    steps: Mapping[str, Series]
-    epochs: Sequence[Row]
-    evaluations: Sequence[Row]
-    events: Sequence[Row]
-    skipped: Sequence[int]
+    series: RunSeries
     settings: Mapping[str, Any]
     plan: Plan | None
     machine: Machine | None
@@ -70,42 +53,7 @@ class RunData:
     starts: Sequence[Row]
     calibration: Mapping[str, Any]
     set_aside: int
-    batch_size: int | None
     going_on: bool
-
-    @property
-    def last(self) -> Row:
-        """The last row of an epoch, empty before the first."""
-        return self.epochs[-1] if self.epochs else {}
-
-    @property
-    def final(self) -> Row:
-        """The last value of each metric: after the last epoch, else of the last step."""
-        if self.epochs:
-            return self.last
-        return {name: float(one.values[-1]) for name, one in self.steps.items()}
-
-    @property
-    def step(self) -> int:
-        """The last step that was logged, 0 before the first."""
-        ends = [int(one.steps[-1]) for one in self.steps.values()]
-        return max([*ends, self.last.get("step", 0)], default=0)
-
-    @property
-    def members(self) -> int | None:
-        """The number of members of a population, None for one network."""
-        values = self.last.get("members")
-        return max(map(len, values.values()), default=0) if isinstance(values, dict) else None
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of all epochs, without evaluation and saving."""
-        return float(sum(row.get("seconds", 0.0) for row in self.epochs))
-
-    def estimates(self) -> list[tuple[int, Row]]:
-        """Return step and `estimate` of each epoch that was both predicted and measured."""
-        found = [(row["step"], row.get("estimate")) for row in self.epochs]
-        return [(step, one) for step, one in found if isinstance(one, dict)]
 
 
 class LogTail:
@@ -153,11 +101,8 @@ def read_run(path: Path, name: str | None = None) -> RunData:
             f"{log} cannot be read: you have no permission. Ask its owner, or run as the user who "
             "trained."
         )
-    rows, damage = LogTail(log).read(), _read(lambda: log_damage(path))
-    kinds: dict[str, list[Row]] = {kind: [] for kind in KINDS}
-    for row in rows:
-        kinds[row["kind"]].append(row)
-    if not kinds["step"] and not kinds["epoch"]:
+    series, damage = RunSeries(LogTail(log).read()), _read(lambda: log_damage(path))
+    if not series.step:
         if damage is not None:
             raise errors.ExperimentError(
                 f"{log} has no row of metrics, and a checkpoint of the run says that it had: "
@@ -170,15 +115,11 @@ def read_run(path: Path, name: str | None = None) -> RunData:
         )
     if damage is not None:
         warn(f"{log}: {damage[1]}", errors.DamagedLogWarning)
-        kinds["event"].append(damage_row(*damage))
+        series.add([damage_row(*damage)])
     return RunData(
         path=path,
         name=path.name if name is None else name,
-        steps=_series(kinds["step"]),
-        epochs=kinds["epoch"],
-        evaluations=[row for row in rows if row["kind"] in ("evaluation", "epoch")],
-        events=kinds["event"],
-        skipped=[row["step"] for row in kinds["step"] if row.get("skipped")],
+        series=series,
         settings=read_settings(path / "run.toml"),
         plan=_read(lambda: Plan.load(path / "plan.toml")),
         machine=_read(lambda: Machine.load(path / "machine.toml")),
@@ -186,7 +127,6 @@ def read_run(path: Path, name: str | None = None) -> RunData:
         starts=_json_lines(path / "starts.jsonl"),
         calibration=_read(lambda: _json_table(path / "calibration.json")) or {},
         set_aside=len(list(path.glob("before.*"))),
-        batch_size=max((row.get("examples", 0) for row in kinds["step"]), default=0) or None,
         going_on=bool(writer_of(path / "checkpoints" / LOCK)),
     )
 
@@ -248,27 +188,6 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[f"{prefix}{name}"] = value
     return found
-
-
-def is_number(value: object) -> TypeGuard[int | float]:
-    """Return whether a value of a row is a number, and no truth value."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _series(rows: Sequence[Row]) -> dict[str, Series]:
-    """Return each metric of the step rows over the steps that have it."""
-    columns: dict[str, tuple[list[float], list[float]]] = {}
-    for row in rows:
-        step = row["step"]
-        for name, value in row.items():
-            if name not in NOT_METRICS and is_number(value):
-                steps, values = columns.setdefault(name, ([], []))
-                steps.append(step)
-                values.append(value)
-    return {
-        name: Series(np.asarray(steps, np.float64), np.asarray(values, np.float64))
-        for name, (steps, values) in columns.items()
-    }
 
 
 def _read(read: Callable[[], T]) -> T | None:

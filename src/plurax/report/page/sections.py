@@ -17,7 +17,7 @@ from plurax.report.page.html_parts import (
     section,
     table,
 )
-from plurax.report.page.run_data import RunData, is_number
+from plurax.report.page.run_data import RunData
 from plurax.report.page.sweep_data import (
     aligned_settings,
     compared_settings,
@@ -25,6 +25,7 @@ from plurax.report.page.sweep_data import (
     shared_metrics,
 )
 from plurax.report.page.timeline_svg import lanes_svg, pipeline_svg
+from plurax.report.run_series import is_number
 from plurax.report.servers_picture import timeline_of
 from plurax.tree import human_bytes
 
@@ -47,8 +48,9 @@ def runs_section(runs: Sequence[RunData]) -> str:
 
 
 def _one_run(run: RunData) -> str:
-    figures = {name: number_text(run.final[name]) for name in shared_metrics([run])[:MOST_METRICS]}
-    middle = f"median of {run.members} members" if run.members else ""
+    final, names = run.series.final, shared_metrics([run])[:MOST_METRICS]
+    figures = {name: number_text(final[name]) for name in names}
+    middle = f"median of {run.series.members} members" if run.series.members else ""
     tiles = [(name.replace("_", " "), value, middle) for name, value in figures.items()]
     tiles += [
         (name, text, note)
@@ -68,11 +70,11 @@ def _one_run(run: RunData) -> str:
 
 
 def _amounts(run: RunData) -> list[tuple[str, str, str]]:
-    rate = run.last.get("examples_per_second")
-    epochs = run.last.get("epoch")
+    series = run.series
+    rate, epochs = series.last.get("examples_per_second"), series.last.get("epoch")
     return [
-        ("steps", number_text(run.step), f"{epochs} epochs" if epochs else ""),
-        ("time", duration_text(run.seconds) if run.epochs else "–", "without evaluation"),
+        ("steps", number_text(series.step), f"{epochs} epochs" if epochs else ""),
+        ("time", duration_text(series.seconds) if series.epochs else "–", "without evaluation"),
         ("throughput", f"{rate:,.0f}" if is_number(rate) else "–", "examples/s, last epoch"),
     ]
 
@@ -88,9 +90,10 @@ def _several_runs(runs: Sequence[RunData]) -> str:
     rows = []
     for run, one in zip(runs, settings, strict=True):
         named = f"{run.name} (going on)" if run.going_on else run.name
-        row: list[Any] = [Cell(named, run.name), *(run.final.get(name) for name in metrics)]
-        row += [run.step, Cell(duration_text(run.seconds), run.seconds, "number")]
-        row.append(run.last.get("examples_per_second"))
+        row: list[Any] = [Cell(named, run.name), *(run.series.final.get(name) for name in metrics)]
+        seconds = run.series.seconds
+        row += [run.series.step, Cell(duration_text(seconds), seconds, "number")]
+        row.append(run.series.last.get("examples_per_second"))
         row += [_setting(one.get(name), common[name]) for name in differ]
         rows.append(row)
     names = [run.name for run in runs]
@@ -147,7 +150,7 @@ def plan_section(runs: Sequence[RunData]) -> str:
         picture = ""
         if plan.pipeline > 1 and next(drawn) < MOST_PIPELINES:
             picture = pipeline_svg(plan)
-        text = plan.explain(having[0].batch_size)
+        text = plan.explain(having[0].series.batch_size)
         parts.append(f'{which}{_mesh(_sizes(plan))}<pre class="plan">{escape(text)}</pre>{picture}')
     return section("plan", "Plan", "".join(parts)) if parts else ""
 
@@ -200,7 +203,7 @@ def estimate_section(runs: Sequence[RunData]) -> str:
     """Return what was predicted beside what was measured; "" where nothing was."""
     rows: list[list[Any]] = []
     for run in runs:
-        found = run.estimates()
+        found = run.series.estimates
         if not found:
             continue
         _, last = found[-1]
@@ -214,7 +217,7 @@ def estimate_section(runs: Sequence[RunData]) -> str:
     if not rows:
         return ""
     columns = [*(["run"] if len(runs) > 1 else []), "", "predicted", "measured", "off by"]
-    machines = {one.get("machine") for run in runs for _, one in run.estimates()}
+    machines = {one.get("machine") for run in runs for _, one in run.series.estimates}
     note = f"Predicted for {', '.join(sorted(map(str, machines)))} before the first step; measured "
     note += "by the clock and read from the compiled program."
     content = table("predicted and measured", columns, rows)
@@ -261,7 +264,7 @@ def servers_section(runs: Sequence[RunData]) -> str:
     """Return what workers and servers did over time; "" without parameter servers."""
     parts = []
     for run in runs:
-        account = run.last.get("servers")
+        account = run.series.last.get("servers")
         if isinstance(account, dict):
             parts += [f"<h3>{escape(run.name)}</h3>"] if len(runs) > 1 else []
             parts.append(_account(account))

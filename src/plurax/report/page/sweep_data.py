@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from plurax.plan import Plan
-from plurax.report.page.run_data import RunData, is_number
+from plurax.report.page.embed import json_value
+from plurax.report.page.run_data import RunData
+from plurax.report.run_series import ENDS, crowds_low, is_number, metrics_of
 from plurax.sweeps.importance import importance
 
 Row = dict[str, Any]
@@ -48,15 +50,18 @@ class SweepData:
             "names": list(self.names),
             "metrics": list(self.metrics),
             "rising": [metric for metric in self.metrics if rises(metric)],
-            "logs": [name for name in self.names if _logarithmic(self._column(name))],
+            "logs": [
+                name
+                for name in self.names
+                if all(map(is_number, self._column(name))) and crowds_low(self._column(name))
+            ],
             "labels": [row["label"] for row in shown],
-            "rows": [[_plain(row.get(column)) for column in columns] for row in shown],
+            "rows": json_value([[row.get(column) for column in columns] for row in shown]),
             "left_out": len(self.rows) - len(shown),
             "importance": {
-                metric: [
-                    list(map(_plain, importance(self._column(name), self._numbers(metric))))
-                    for name in self.names
-                ]
+                metric: json_value(
+                    [importance(self._column(name), self._numbers(metric)) for name in self.names]
+                )
                 for metric in self.metrics
             },
         }
@@ -123,7 +128,8 @@ def _read_table(path: Path) -> SweepData | None:
 
 def _of_members(run: RunData) -> SweepData | None:
     """Return the members of a population with hyperparameters of their own."""
-    values, prefix = run.last.get("members"), "members.hyper."
+    values, count = run.series.last.get("members"), run.series.members or 0
+    prefix = "members.hyper."
     if not isinstance(values, dict):
         return None
     # An array of each member, such as a confusion matrix, is no column.
@@ -131,12 +137,12 @@ def _of_members(run: RunData) -> SweepData | None:
     hyper = {
         name.removeprefix(prefix): column
         for name, column in run.settings.items()
-        if name.startswith(prefix) and isinstance(column, list) and len(column) == run.members
+        if name.startswith(prefix) and isinstance(column, list) and len(column) == count
     }
     rows = [
         {name: column[i] for name, column in (hyper | values).items() if i < len(column)}
         | {"label": f"member {i}"}
-        for i in range(run.members or 0)
+        for i in range(count)
     ]
     names = [name for name in differing(rows) if name in hyper]
     return _table(f"members of {run.name}", names, list(values), rows)
@@ -161,7 +167,7 @@ def _of_runs(runs: Sequence[RunData]) -> SweepData | None:
     names = [name for name in names if name != "seed"] or names
     metrics = shared_metrics(runs)
     rows = [
-        {**{name: one[name] for name in names}, **{m: run.final.get(m) for m in metrics},
+        {**{name: one[name] for name in names}, **{m: run.series.final.get(m) for m in metrics},
          "label": run.name}
         for run, one in zip(runs, settings, strict=True)
     ]  # fmt: skip
@@ -170,13 +176,10 @@ def _of_runs(runs: Sequence[RunData]) -> SweepData | None:
 
 def shared_metrics(runs: Sequence[RunData]) -> list[str]:
     """Return the metrics that every run reports after an epoch, those of the evaluation first."""
-    hidden = {"kind", "step", "epoch", "examples", "skipped", "weight", "seconds"}
     names = [
         name
-        for name in (runs[0].final if runs else {})
-        if name not in hidden
-        and not name.endswith(("_best", "_worst"))
-        and all(is_number(run.final.get(name)) for run in runs)
+        for name in metrics_of(runs[0].series.final if runs else {})
+        if not name.endswith(ENDS) and all(is_number(run.series.final.get(name)) for run in runs)
     ]
     return sorted(names, key=lambda name: (not name.startswith("eval_"), names.index(name)))
 
@@ -204,10 +207,10 @@ def compared_settings(run: RunData) -> dict[str, Any]:
         if not name.startswith(HIDDEN) and value != "None"  # as `run.toml` writes None
     }
     found = plan | given
-    if run.batch_size:
-        found.setdefault("batch_size", run.batch_size)
-    if run.members and "members.count" not in found:
-        found["members"] = run.members
+    if run.series.batch_size:
+        found.setdefault("batch_size", run.series.batch_size)
+    if run.series.members and "members.count" not in found:
+        found["members"] = run.series.members
     if "git.commit" in found:
         found["git.commit"] = str(found["git.commit"])[:10]
     file = run.settings.get("command.file")
@@ -248,20 +251,3 @@ def _parsed(text: str | None) -> Any:
         except ValueError:
             continue
     return text
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON holds it; numbers to five digits, None for those not finite."""
-    if is_number(value):
-        return float(f"{value:.5g}") if math.isfinite(value) else None
-    return value if value is None or isinstance(value, bool) else str(value)
-
-
-def _logarithmic(column: Sequence[Any]) -> bool:
-    """Return whether values crowd at the low end of a wide range, as those of `log_uniform` do."""
-    if not all(map(is_number, column)):
-        return False
-    numbers = sorted(value for value in column if math.isfinite(value))
-    if not numbers or numbers[0] <= 0 or numbers[-1] <= 30 * numbers[0]:
-        return False
-    return bool(numbers[len(numbers) // 2] < 0.2 * numbers[-1])
