@@ -101,8 +101,8 @@ def render(runs: Sequence[RunData], found: Sequence[SweepData]) -> str:
         "runs": runs_json(runs, metrics),
         "metrics": metrics,
         "sweeps": [one.to_json() for one in found],
-        "estimates": [_estimates(run) for run in runs],
-        "calibrations": [{"run": run.name, **json_value(run.calibration)} for run in runs
+        "estimates": [json_value(_estimates(run), 6) for run in runs],
+        "calibrations": [{"run": run.name, **json_value(run.calibration, 6)} for run in runs
                          if run.calibration],
     }  # fmt: skip
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
@@ -156,13 +156,13 @@ def _estimates(run: RunData) -> dict[str, Any]:
     found = run.series.estimates
     last = found[-1][1] if found else {}
     seconds = [(step, one.get("measured", {}).get("seconds")) for step, one in found]
-    return json_value({
+    return {
         "steps": [step for step, value in seconds if is_number(value)],
         "seconds": [value for _, value in seconds if is_number(value)],
         "predicted": last.get("predicted", {}),
         "measured": last.get("measured", {}),
         "limit": None if run.machine is None else run.machine.memory,
-    })  # fmt: skip
+    }
 
 
 def _asset(name: str) -> str:
