@@ -362,11 +362,14 @@ def test_processes_of_the_leader_that_cannot_be_killed_end_the_run():
 
 def test_processes_of_a_follower_that_cannot_be_killed_end_its_launcher(monkeypatch):
     gang = types.SimpleNamespace(alive=[types.SimpleNamespace(number=3)], obey=lambda order: None)
-    host = types.SimpleNamespace(gang=gang, wait=lambda: None)
+    host = types.SimpleNamespace(gang=gang, wait=lambda: None, reports=[])
     settings, said = Settings(("x",), limits=Limits(silence=0.01)), io.StringIO()
-    lost = types.SimpleNamespace(closed="it closed the connection")
-    monkeypatch.setattr(follower._Following, "_reach", lambda self: lost)
-    monkeypatch.setattr(follower._Following, "_obey", lambda self, connection: None)
+
+    def lost(following):
+        following._joined = True
+        return "it closed the connection"
+
+    monkeypatch.setattr(follower._Following, "_follow_once", lost)
     assert follower.follow(settings, host, Events(None, said)) == 77
     assert "SIGKILL does not end process 3: perhaps its file system hangs" in said.getvalue()
 
@@ -465,10 +468,8 @@ def test_a_message_that_comes_with_an_answer_is_not_lost():
     with pair() as (connection, other, work):
         other.send(b"".join(proven(message, count) for count, message in enumerate(messages)))
         work()
-        assert connection.receive_one(1) == {"is": "welcome"}
-        assert connection.receive_one(1) == {"do": "start"}
-        assert connection.receive(1) == [{"do": "kill"}]
-        assert connection.receive_one(1) is None
+        assert connection.receive(1) == [{"is": "welcome"}, {"do": "start"}, {"do": "kill"}]
+        assert connection.receive(1) == []
 
 
 def test_the_last_order_is_read_though_nothing_can_be_sent_any_more():
@@ -704,7 +705,7 @@ def test_a_flood_of_connections_leaves_room_for_a_launcher():
         for _ in range(3 * MAX_STRANGERS):
             flood.append(stack.enter_context(socket.create_connection(address, timeout=20)))
             assert work() == []
-        assert len(server._strangers) == 2 + MAX_STRANGERS
+        assert len(server._peers) == 2 + MAX_STRANGERS
         for stranger in flood[: -2 - MAX_STRANGERS]:
             assert stranger.recv(100) == b""
         peer = stack.enter_context(Stranger(address, "secret"))

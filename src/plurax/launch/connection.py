@@ -106,12 +106,6 @@ class Connection:
             self.send({"is": "alive"})
         return [message for message in messages if message.get("is") != "alive"]
 
-    def receive_one(self, now: float) -> Message | None:
-        """Return the first message that has come, or None; the others wait for the next call."""
-        messages = self.receive(now)
-        self._messages = messages[1:] + self._messages
-        return messages[0] if messages else None
-
     @property
     def is_sent(self) -> bool:
         """Whether the network has taken all that was sent."""

@@ -17,7 +17,6 @@ from plurax.launch.protocol import Message, has_form, is_order
 from plurax.launch.settings import Settings
 from plurax.launch.supervisor import UNKILLABLE
 
-SILENT = "it accepts, and says nothing"
 MAX_REFUSALS = 3
 """How often the leader closes a connection without a word before the secret is to blame.
 
@@ -39,116 +38,116 @@ class _Following:
     def __init__(self, settings: Settings, host: Host, events: Events) -> None:
         self._settings, self._host, self._events = settings, host, events
         self._launcher, self._attempt = secrets.token_hex(8), -1
+        self._joined = False
 
     def run(self) -> int:
-        """Reach the leader, obey it; again where it is lost."""
-        while True:
-            connection = self._reach()
-            if isinstance(connection, int):
-                return connection
-            self._events.write("joined", f"host {self._settings.host} follows the leader")
-            code = self._obey(connection)
-            if code is not None:
-                return code
-            said = f"the leader is lost: {connection.closed}; its processes here are killed"
-            self._events.write("lost", said, host=0, reason=connection.closed)
-            self._host.gang.obey({"do": "kill", "stuck": False})
-            until = time.monotonic() + self._settings.limits.silence
-            while self._host.gang.alive and time.monotonic() < until:
-                self._host.wait()
-            if self._host.gang.alive:
-                number, code = self._host.gang.alive[0].number, int(ExitCode.PERMANENT)
-                self._events.write("over", UNKILLABLE.format(number), code=code)
-                return code
-            self._host.reports.clear()
-
-    def _reach(self) -> Connection | int:
-        """Return a connection to the leader, or an exit code where a signal came first."""
-        settings, limits = self._settings, self._settings.limits
+        """Reach the leader and obey it, again where it is lost; return the exit code."""
+        limits = self._settings.limits
         until, refusals = time.monotonic() + limits.join, 0
         while True:
-            try:
-                peer = socket.create_connection(leader_address(settings), timeout=limits.hello)
-            except OSError as error:
-                reason: str | None = str(error)
-            else:
-                now = time.monotonic()
-                connection = Connection(peer, self._host.selector, settings, False, now)
-                reason = self._greet(connection)
-                if reason is None:
-                    return connection
-                connection.close()
-            refusals = refusals + 1 if reason == NO_WORD else 0
-            late = time.monotonic() > until
-            if refusals == MAX_REFUSALS or (refusals and late):
-                raise errors.ExperimentError(
-                    f"plurax launch --coordinator {settings.coordinator}: this host and host 0 do "
-                    "not have the same secret. Set the environment variable PLURAX_TOKEN to the "
-                    "same words on every host."
-                )
-            if late:
-                raise errors.ExperimentError(
-                    f"plurax launch --coordinator {settings.coordinator}: host 0 was not "
-                    f"reached within {limits.join:g} s: {reason}. Start plurax launch with --host "
-                    "0 there, and check that no firewall is between."
-                )
+            self._joined = False
+            end = self._follow_once()
+            if isinstance(end, int):
+                return end
+            if self._joined:
+                if not self._killed_all(end):
+                    return ExitCode.PERMANENT
+                until, refusals = time.monotonic() + limits.join, 0
+                continue
+            refusals = refusals + 1 if end == NO_WORD else 0
+            if refusals == MAX_REFUSALS or time.monotonic() > until:
+                raise self._not_reached(end)
             self._host.wait(limits.retry)
             if self._host.signals:
                 return 128 + self._host.signals[0]
 
-    def _greet(self, connection: Connection) -> str | None:
-        """Say who this is; return why that has to be tried again, or None for a welcome."""
-        settings = self._settings
+    def _follow_once(self) -> int | str:
+        """Connect and obey; return the exit code, or why the connection has ended."""
+        settings, limits = self._settings, self._settings.limits
+        try:
+            peer = socket.create_connection(leader_address(settings), timeout=limits.hello)
+        except OSError as error:
+            return str(error)
+        until = time.monotonic() + limits.hello
+        connection = Connection(peer, self._host.selector, settings, False, time.monotonic())
         connection.send({"is": "hello", "nonce": connection.nonce})
-        answer = self._answer(connection)
-        if answer is not None and has_form(answer, "leader"):
-            connection.renew_key(answer["nonce"])
+        while True:
+            self._host.wait()
+            now = time.monotonic()
+            for message in connection.receive(now):
+                code = self._obey(connection, message)
+                if code is not None:
+                    connection.close()
+                    return code
+            if not self._joined and now > until:
+                connection.close("it accepts, and says nothing")
+            if connection.closed is not None:
+                return connection.closed
+            for number in self._host.taken_signals() if self._joined else ():
+                connection.send({"is": "asked", "signal": number})
+            for report in self._host.taken_reports():
+                connection.send(report)
+
+    def _obey(self, connection: Connection, message: Message) -> int | None:
+        """Do what the leader says; return the exit code where it says that all is over."""
+        settings = self._settings
+        if has_form(message, "leader"):
+            connection.renew_key(message["nonce"])
             place = {"host": settings.host, "hosts": settings.hosts}
             able = {"processes": settings.processes, "attempt": self._attempt}
             connection.send({"is": "join", **place, **able, "launcher": self._launcher})
-            answer = self._answer(connection)
-        if answer is None:
-            return connection.closed or SILENT
-        if answer.get("is") == "welcome":
-            return None
-        if answer.get("why") == "taken":  # perhaps by this host, before it was lost
-            return errors.launch_host_taken(settings.host).args[0]
-        connection.close()
-        if answer.get("why") == "hosts":
+        elif message.get("is") == "welcome":
+            self._joined = True
+            self._events.write("joined", f"host {settings.host} follows the leader")
+        elif message.get("is") == "refused":
+            connection.close(self._refused(message))
+        elif not self._joined or not is_order(message):
+            connection.close(NO_LAUNCHER)
+        elif message["do"] == "end":
+            return int(message["code"])
+        else:
+            if message["do"] == "start":
+                self._attempt = message["attempt"]
+            self._host.gang.obey(message)
+        return None
+
+    def _refused(self, message: Message) -> str:
+        """Return why to try again. Raises `ExperimentError` where that would not help."""
+        settings = self._settings
+        if message.get("why") == "taken":  # perhaps by this host, before it was lost
+            return str(errors.launch_host_taken(settings.host))
+        if message.get("why") == "hosts":
             raise errors.ExperimentError(
                 f"plurax launch --hosts {settings.hosts}: host 0 was started with --hosts "
-                f"{answer.get('hosts')}. Give the same number on every host."
+                f"{message.get('hosts')}. Give the same number on every host."
             )
         raise errors.launch_host(settings.host, settings.hosts)
 
-    def _answer(self, connection: Connection) -> Message | None:
-        """Return the next message; None where none comes."""
-        until = time.monotonic() + self._settings.limits.hello
-        while connection.closed is None and time.monotonic() < until:
-            message = connection.receive_one(time.monotonic())
-            if message is not None:
-                return message
+    def _killed_all(self, reason: str) -> bool:
+        """Kill the processes, as the leader is lost; return whether all of them have ended."""
+        said = f"the leader is lost: {reason}; its processes here are killed"
+        self._events.write("lost", said, host=0, reason=reason)
+        gang = self._host.gang
+        gang.obey({"do": "kill", "stuck": False})
+        until = time.monotonic() + self._settings.limits.silence
+        while gang.alive and time.monotonic() < until:
             self._host.wait()
-        return connection.receive_one(time.monotonic())
+        self._host.reports.clear()
+        if gang.alive:
+            said = UNKILLABLE.format(gang.alive[0].number)
+            self._events.write("over", said, code=int(ExitCode.PERMANENT))
+        return not gang.alive
 
-    def _obey(self, connection: Connection) -> int | None:
-        """Do what the leader orders; return its exit code, or None where it is lost."""
-        host = self._host
-        while True:
-            host.wait()
-            for order in connection.receive(time.monotonic()):
-                if not is_order(order):
-                    connection.close(NO_LAUNCHER)
-                    break
-                if order["do"] == "end":
-                    connection.close()
-                    return int(order["code"])
-                if order["do"] == "start":
-                    self._attempt = order["attempt"]
-                host.gang.obey(order)
-            if connection.closed is not None:
-                return None
-            for number in host.taken_signals():
-                connection.send({"is": "asked", "signal": number})
-            for report in host.taken_reports():
-                connection.send(report)
+    def _not_reached(self, reason: str) -> errors.ExperimentError:
+        coordinator = self._settings.coordinator
+        if reason == NO_WORD:
+            return errors.ExperimentError(
+                f"plurax launch --coordinator {coordinator}: this host and host 0 do not have the "
+                "same secret. Set the environment variable PLURAX_TOKEN to the same words on every "
+                "host."
+            )
+        return errors.ExperimentError(
+            f"plurax launch --coordinator {coordinator}: host 0 was not reached within "
+            f"{self._settings.limits.join:g} s: {reason}. Start plurax launch with --host 0 there, "
+            "and check that no firewall is between."
+        )

@@ -1,7 +1,6 @@
 """The leader's connections to the launchers of the other hosts."""
 
 import contextlib
-import dataclasses
 import selectors
 import socket
 from collections.abc import Callable
@@ -38,84 +37,87 @@ class HostServer:
             ) from None
         self._listening.setblocking(False)
         selector.register(self._listening, selectors.EVENT_READ, self._accept)
-        self._strangers: list[_Stranger] = []
-        self._hosts: dict[int, _Follower] = {}
+        self._peers: list[_Peer] = []
 
     def send(self, host: int, order: Message) -> None:
         """Send an order to a host, or drop it; one that is lost gets none."""
-        if host in self._hosts and order["do"] == "drop":
-            self._hosts[host].connection.close("it does not answer")
-        elif host in self._hosts:
-            self._hosts[host].connection.send(order)
+        peer = self._peer(host)
+        if peer is not None and order["do"] == "drop":
+            peer.connection.close("it does not answer")
+        elif peer is not None:
+            peer.connection.send(order)
 
     def receive(self) -> list[HostEvent]:
         """Return what has happened since the last call."""
         now = self._clock()
         events: list[HostEvent] = []
-        for stranger in [*self._strangers]:
-            message = stranger.connection.receive_one(now)
-            if message is not None:
-                events += self._greet(stranger, message)
-            elif stranger.connection.closed is not None or now > stranger.until:
-                stranger.connection.close()
-                self._strangers.remove(stranger)
-        for host, follower in [*self._hosts.items()]:
-            for report in follower.connection.receive(now):
-                if is_report(report):
-                    events.append(Received(host, report))
-                else:
-                    follower.connection.close(NO_LAUNCHER)
-            if follower.connection.closed is not None:
-                events.append(Lost(host, follower.connection.closed))
-                del self._hosts[host]
+        for peer in [*self._peers]:
+            for message in peer.connection.receive(now):
+                events += self._take(peer, message)
+            if peer.host is None and now > peer.until:
+                peer.connection.close()
+            if peer.connection.closed is not None:
+                self._peers.remove(peer)
+                if peer.host is not None:
+                    events.append(Lost(peer.host, peer.connection.closed))
         return events
 
     def close(self, code: int, seconds: float) -> None:
         """Let all hosts end with an exit code, and wait until the network has taken that."""
-        connections = [follower.connection for follower in self._hosts.values()]
+        connections = [peer.connection for peer in self._peers if peer.host is not None]
         for connection in connections:
             connection.send({"do": "end", "code": code})
         until = self._clock() + seconds
         while not all(one.is_sent for one in connections) and self._clock() < until:
             for key, _ in self._selector.select(0.1):
                 key.data()
-        for connection in [*connections, *(stranger.connection for stranger in self._strangers)]:
-            connection.close()
+        for peer in self._peers:
+            peer.connection.close()
         self._selector.unregister(self._listening)
         self._listening.close()
 
+    def _peer(self, host: int) -> "_Peer | None":
+        return next((peer for peer in self._peers if peer.host == host), None)
+
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # gone already, or too many open files: try again later
-            peer, _ = self._listening.accept()
+            socket_, _ = self._listening.accept()
             now = self._clock()
-            if len(self._strangers) >= self._settings.hosts + MAX_STRANGERS:
+            strangers = [peer for peer in self._peers if peer.host is None]
+            if len(strangers) >= self._settings.hosts + MAX_STRANGERS:
                 # A launcher says who it is at once, so who has waited longest is none.
-                self._strangers.pop(0).connection.close("others came after it")
-            connection = Connection(peer, self._selector, self._settings, True, now)
-            self._strangers.append(_Stranger(connection, now + self._settings.limits.hello))
+                strangers[0].connection.close()
+                self._peers.remove(strangers[0])
+            connection = Connection(socket_, self._selector, self._settings, True, now)
+            self._peers.append(_Peer(connection, now + self._settings.limits.hello))
 
-    def _greet(self, stranger: "_Stranger", message: Message) -> list[HostEvent]:
-        """Answer who knows the secret; take a host in, or refuse it by name.
-
-        A launcher that comes again replaces itself.
-        """
-        connection = stranger.connection
-        if has_form(message, "hello"):
+    def _take(self, peer: "_Peer", message: Message) -> list[HostEvent]:
+        """Take a message: a greeting, or a report of a host."""
+        connection = peer.connection
+        if peer.host is not None and is_report(message):
+            return [Received(peer.host, message)]
+        if peer.host is not None:
+            connection.close(NO_LAUNCHER)
+        elif has_form(message, "hello"):
             connection.send({"is": "leader", "nonce": connection.nonce})
             connection.renew_key(message["nonce"])
-            return []
-        self._strangers.remove(stranger)
-        why = self._refusal(message)
-        if why is not None:
+        elif (why := self._refusal(message)) is not None:
             connection.send({"is": "refused", **why})
             connection.close()
-            return []
+        else:
+            return self._welcome(peer, message)
+        return []
+
+    def _welcome(self, peer: "_Peer", message: Message) -> list[HostEvent]:
+        """Take a host in; a launcher that comes again replaces itself."""
         host, events = int(message["host"]), list[HostEvent]()
-        if host in self._hosts:
-            self._hosts.pop(host).connection.close()
+        before = self._peer(host)
+        if before is not None:
+            before.connection.close()
+            before.host = None
             events.append(Lost(host, "it came again"))
-        self._hosts[host] = _Follower(connection, message["launcher"])
-        connection.send({"is": "welcome"})
+        peer.host, peer.launcher = host, message["launcher"]
+        peer.connection.send({"is": "welcome"})
         return [*events, Joined(host, int(message["processes"]), int(message["attempt"]))]
 
     def _refusal(self, message: Message) -> Message | None:
@@ -127,21 +129,16 @@ class HostServer:
             return {"why": "hosts", "hosts": hosts}
         if not 0 < message["host"] < hosts:
             return {"why": "host"}
-        follower = self._hosts.get(message["host"])
-        if follower is not None and follower.launcher != message["launcher"]:
+        peer = self._peer(message["host"])
+        if peer is not None and peer.launcher != message["launcher"]:
             return {"why": "taken"}
         return None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Stranger:
-    """Who has connected and not yet said who it is."""
+class _Peer:
+    """Who has connected: a stranger `until` a time, then the launcher of a host."""
 
-    connection: Connection
-    until: float
-
-
-@dataclasses.dataclass(frozen=True)
-class _Follower:
-    connection: Connection
-    launcher: str
+    def __init__(self, connection: Connection, until: float) -> None:
+        self.connection, self.until = connection, until
+        self.host: int | None = None
+        self.launcher = ""
