@@ -68,9 +68,9 @@ class GangEnvironment:
     @property
     def address(self) -> tuple[str, int]:
         """The coordinator's host and port."""
-        found = host_and_port(self.coordinator)
-        assert found is not None
-        return found
+        address = host_and_port(self.coordinator)
+        assert address is not None
+        return address
 
 
 def host_and_port(address: str) -> tuple[str, int] | None:

@@ -208,8 +208,8 @@ def leave(status: int) -> NoReturn:
     for it would wait for that at its end, and one of which a thread still waits for a disk that
     does not answer.
     """
-    others = [one for one in threading.enumerate() if one is not threading.main_thread()]
-    waits = status == ExitCode.PEER_DIED or any(not one.daemon for one in others)
+    others = [other for other in threading.enumerate() if other is not threading.main_thread()]
+    waits = status == ExitCode.PEER_DIED or any(not other.daemon for other in others)
     if jax.distributed.is_initialized() or waits:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -232,8 +232,8 @@ def end_at_once(
         with contextlib.suppress(OSError), open(log, "a") as file:
             traceback.print_exception(kind, error, trace, file=file)
         is_ours = isinstance(error, errors.PluraxError)
-        said = error if is_ours else errors.process_ended("another process")
-        print(f"error: {said}", file=sys.stderr)
+        shown = error if is_ours else errors.process_ended("another process")
+        print(f"error: {shown}", file=sys.stderr)
     leave(code)
 
 

@@ -39,10 +39,10 @@ def leader_address(settings: Settings) -> tuple[str, int]:
     `/etc/hosts`, and `OSError` where it has none.
     """
     name, port = settings.leader_name(), int(settings.coordinator.rpartition(":")[2])
-    found = socket.gethostbyname(name)
-    if found.startswith("127.") and not name.startswith(("127.", "localhost")):
+    address = socket.gethostbyname(name)
+    if address.startswith("127.") and not name.startswith(("127.", "localhost")):
         raise errors.ExperimentError(
-            f"plurax launch --coordinator {name}: on host {settings.host} this name is {found}, "
+            f"plurax launch --coordinator {name}: on host {settings.host} this name is {address}, "
             "which leads to no other host. Give host 0's address in the network, or correct "
             "/etc/hosts there."
         )
@@ -119,8 +119,8 @@ class Connection:
             self._peer.close()
 
     def _proof(self, of_leader: bool, count: int, words: bytes) -> bytes:
-        said = f"{'leader' if of_leader else 'follower'} {count} ".encode() + words
-        return hmac.new(self._key, said, hashlib.sha256).hexdigest().encode()
+        line = f"{'leader' if of_leader else 'follower'} {count} ".encode() + words
+        return hmac.new(self._key, line, hashlib.sha256).hexdigest().encode()
 
     def _ready(self) -> None:
         self._write()

@@ -125,8 +125,8 @@ class _Following:
 
     def _killed_all(self, reason: str) -> bool:
         """Kill the processes, as the leader is lost; return whether all of them have ended."""
-        said = f"the leader is lost: {reason}; its processes here are killed"
-        self._events.write("lost", said, host=0, reason=reason)
+        sentence = f"the leader is lost: {reason}; its processes here are killed"
+        self._events.write("lost", sentence, host=0, reason=reason)
         gang = self._host.gang
         gang.obey({"do": "kill", "stuck": False})
         until = time.monotonic() + self._settings.limits.silence
@@ -134,8 +134,8 @@ class _Following:
             self._host.wait()
         self._host.reports.clear()
         if gang.alive:
-            said = UNKILLABLE.format(gang.alive[0].number)
-            self._events.write("over", said, code=int(ExitCode.PERMANENT))
+            sentence = UNKILLABLE.format(gang.alive[0].number)
+            self._events.write("over", sentence, code=int(ExitCode.PERMANENT))
         return not gang.alive
 
     def _not_reached(self, reason: str) -> errors.ExperimentError:

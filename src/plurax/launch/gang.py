@@ -71,7 +71,7 @@ class Gang:
 
     def tick(self) -> None:
         """Read what is there: who has ended, and at times the status files."""
-        self._take_ended([one for one in self.alive if one.popen.poll() is not None])
+        self._take_ended([process for process in self.alive if process.popen.poll() is not None])
         now = self._clock()
         if now - self._looked < self._settings.limits.poll:
             return
@@ -92,7 +92,7 @@ class Gang:
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # a file system may hang
                 process.popen.wait(self._settings.limits.silence)
-        self._take_ended([one for one in self.alive if one.popen.poll() is not None])
+        self._take_ended([process for process in self.alive if process.popen.poll() is not None])
         self._reaper.close(self._settings.limits.silence)
         self._output.close()
 
@@ -123,7 +123,7 @@ class Gang:
     def _environment(self, order: Message, number: int, folder: Path) -> dict[str, str]:
         """Return the environment of a process: this one's, and what it reads of the gang."""
         kept = {key: value for key, value in os.environ.items() if key not in OWN}
-        said = {
+        variables = {
             "PLURAX_COORDINATOR": order["coordinator"],
             "PLURAX_PROCESSES": str(order["processes"]),
             "PLURAX_PROCESS": str(number),
@@ -133,9 +133,9 @@ class Gang:
             "PYTHONUNBUFFERED": "1",  # what it wrote is there when it is killed
         }
         devices = self._settings.devices
-        said |= {} if devices is None else {"PLURAX_DEVICES": str(devices)}
-        said |= {"PLURAX_ELASTIC": "1"} if order.get("elastic") else {}
-        return kept | said
+        variables |= {} if devices is None else {"PLURAX_DEVICES": str(devices)}
+        variables |= {"PLURAX_ELASTIC": "1"} if order.get("elastic") else {}
+        return kept | variables
 
     def _late(self, process: "_Process") -> bool:
         late = process.lateness.seconds(self._clock())
@@ -145,7 +145,7 @@ class Gang:
         """Ask a stuck process for the stacks of its threads, and for its end."""
         process.stopped, process.stuck = process.is_stopped(), True
         process.abort_until = self._clock() + self._settings.limits.abort
-        self._report({"is": "stuck", **process.said(self._attempt)})
+        self._report({"is": "stuck", **process.description(self._attempt)})
         process.send(signal.SIGABRT)
         process.send(signal.SIGCONT)  # a stopped process gets no signal but this and SIGKILL
 
@@ -172,13 +172,13 @@ class Gang:
         kills = code == ExitCode.KILLED and not process.killed and self._kills()
         memory = bool(kills and kills > self._kills_before)
         code = ExitCode.OUT_OF_MEMORY if memory else ExitCode.STUCK if process.stuck else code
-        said = {"code": int(code), "ours": process.killed and not process.stuck, "memory": memory}
-        self._report({"is": "exit", **process.said(self._attempt), **said})
+        end = {"code": int(code), "ours": process.killed and not process.stuck, "memory": memory}
+        self._report({"is": "exit", **process.description(self._attempt), **end})
 
     def _report_progress(self) -> None:
         """Report the newest checkpoint, when there is a newer one."""
-        said = [process.status.get("saved") for process in self._processes]
-        saved = max((step for step in said if step is not None), default=-1)
+        steps = [process.status.get("saved") for process in self._processes]
+        saved = max((step for step in steps if step is not None), default=-1)
         if saved > self._saved:
             self._saved = saved
             self._report({"is": "progress", "attempt": self._attempt, "saved": saved})
@@ -247,11 +247,11 @@ class _Process:
             return False
         return stat.rpartition(")")[2].split()[0] in "Tt"
 
-    def said(self, attempt: int) -> Message:
+    def description(self, attempt: int) -> Message:
         """Return what a message says of the process."""
         status = {key: self.status.get(key) for key in ("step", "phase", "saved")}
-        found = {"stuck": self.stuck, "stopped": self.stopped}
-        return {"attempt": attempt, "process": self.number, **status, **found}
+        flags = {"stuck": self.stuck, "stopped": self.stopped}
+        return {"attempt": attempt, "process": self.number, **status, **flags}
 
 
 class _Reader:

@@ -68,7 +68,7 @@ class HostServer:
         for connection in connections:
             connection.send({"do": "end", "code": code})
         until = self._clock() + seconds
-        while not all(one.is_sent for one in connections) and self._clock() < until:
+        while not all(connection.is_sent for connection in connections) and self._clock() < until:
             for key, _ in self._selector.select(0.1):
                 key.data()
         for peer in self._peers:

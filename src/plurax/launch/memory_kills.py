@@ -21,7 +21,7 @@ def _files(root: Path, own: Path) -> list[Path]:
         lines = own.read_text().splitlines()
     except OSError:
         return []
-    found = []
+    files = []
     for line in lines:
         _, kinds, path = line.split(":", 2)
         if not kinds:
@@ -32,8 +32,8 @@ def _files(root: Path, own: Path) -> list[Path]:
             continue
         # In a container the path is the host's, and the container sees its own cgroup at the root.
         inside = [base / path.strip("/") / name, base / name]
-        found += [one for one in inside if one.is_file()][:1]
-    return found
+        files += [path for path in inside if path.is_file()][:1]
+    return files
 
 
 def _counter(path: Path) -> int:

@@ -53,27 +53,27 @@ def cause(exits: Sequence[Exit]) -> Exit | None:
     Where a process dies, the others abort a little later (134), or a collective raises an exception
     in them; where one is stuck, all are late. Returns None where all have done their work.
     """
-    abnormal = [one for one in exits if one.code != ExitCode.DONE and not one.ours]
-    abnormal = abnormal or [one for one in exits if one.code != ExitCode.DONE]
-    return min(abnormal, key=lambda one: (_rank(one), _behind(one)), default=None)
+    abnormal = [exit_ for exit_ in exits if exit_.code != ExitCode.DONE and not exit_.ours]
+    abnormal = abnormal or [exit_ for exit_ in exits if exit_.code != ExitCode.DONE]
+    return min(abnormal, key=lambda exit_: (_rank(exit_), _behind(exit_)), default=None)
 
 
-def _behind(one: Exit) -> int:
-    """Return the step of a process that its watchdog ended: the others wait for the last one."""
-    return (one.step or 0) if one.code == ExitCode.STUCK else 0
+def _behind(exit_: Exit) -> int:
+    """Return the step of a process that its watchdog ended: the others wait for the last exit_."""
+    return (exit_.step or 0) if exit_.code == ExitCode.STUCK else 0
 
 
-def _rank(one: Exit) -> int:
+def _rank(exit_: Exit) -> int:
     """Return a smaller number for what is rather a cause than a consequence."""
-    if one.stopped:
+    if exit_.stopped:
         return 0
-    if one.stuck or one.memory:
+    if exit_.stuck or exit_.memory:
         return 1
-    if one.lost or one.code in (ExitCode.STUCK, ExitCode.CORRUPT, ExitCode.OUT_OF_MEMORY):
+    if exit_.lost or exit_.code in (ExitCode.STUCK, ExitCode.CORRUPT, ExitCode.OUT_OF_MEMORY):
         return 2
-    if one.code > 128 and one.code not in (ExitCode.PEER_DIED, ExitCode.TERMINATED):
+    if exit_.code > 128 and exit_.code not in (ExitCode.PEER_DIED, ExitCode.TERMINATED):
         return 2
-    if one.code in (ExitCode.MISTAKE, ExitCode.PERMANENT):
+    if exit_.code in (ExitCode.MISTAKE, ExitCode.PERMANENT):
         return 3
     late = {ExitCode.PEER_DIED: 5, ExitCode.PREEMPTED: 6, ExitCode.TERMINATED: 6}
-    return {int(code): rank for code, rank in late.items()}.get(one.code, 4)
+    return {int(code): rank for code, rank in late.items()}.get(exit_.code, 4)

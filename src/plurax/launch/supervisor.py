@@ -57,8 +57,8 @@ class Supervisor:
         self._hosts[host] = processes
         self._attempt = max(self._attempt, attempt) if not self._gang else self._attempt
         if self._settings.hosts > 1:
-            said = f"host {host} of {self._settings.hosts} is here"
-            self._events.write("joined", said, host=host, processes=processes)
+            sentence = f"host {host} of {self._settings.hosts} is here"
+            self._events.write("joined", sentence, host=host, processes=processes)
         if self._state == "run" and host not in self._gang:
             self._growing = True
             count = _count(sum(map(len, self._gang.values())))
@@ -79,14 +79,12 @@ class Supervisor:
     def _lose(self, host: int, now: float) -> None:
         """Count the processes of a host as ended."""
         for process in self._living(host):
-            found = Exit(process, ExitCode.PEER_DIED, host, lost=True)
-            self._exits.append(found)
-            self._process_ended(found, now)
+            self._process_ended(Exit(process, ExitCode.PEER_DIED, host, lost=True), now)
 
     def _living(self, host: int) -> list[int]:
         """Return the processes of a host that have not ended."""
-        ended = {one.process for one in self._exits}
-        return [one for one in self._gang.get(host, ()) if one not in ended]
+        ended = {exit_.process for exit_ in self._exits}
+        return [process for process in self._gang.get(host, ()) if process not in ended]
 
     def received(self, host: int, message: Message, now: float) -> None:
         """Take what a host reports."""
@@ -95,10 +93,8 @@ class Supervisor:
         if message["is"] == "exit":
             if message["process"] not in self._living(host):
                 return
-            found = Exit(host=host, **{name: message[name] for name in EXIT})
-            self._exits.append(found)
             self._events.write("exit", **_fields(message), host=host)
-            self._process_ended(found, now)
+            self._process_ended(Exit(host=host, **{name: message[name] for name in EXIT}), now)
         elif message["is"] == "progress":
             if self._saved is None or message["saved"] > self._saved:
                 self._saved, self._failures = message["saved"], 0
@@ -152,7 +148,7 @@ class Supervisor:
                 self._give_up(now)
             elif now >= self._until:
                 self._killing, self._until = True, now + limits.silence
-                stuck = any(one.code == ExitCode.STUCK for one in self._exits)
+                stuck = any(exit_.code == ExitCode.STUCK for exit_ in self._exits)
                 for host in self._gang:
                     self._send(host, {"do": "kill", "stuck": stuck})
 
@@ -171,8 +167,8 @@ class Supervisor:
         """End, because hosts have not come."""
         missing = [host for host in range(self._settings.hosts) if host not in self._hosts]
         names = ("host " if len(missing) == 1 else "hosts ") + ", ".join(map(str, missing))
-        said = f"{names} did not come in time; each host runs plurax launch with its own --host"
-        self._over(ExitCode.PEER_DIED, said)
+        sentence = f"{names} did not come in time; each host runs plurax launch with its own --host"
+        self._over(ExitCode.PEER_DIED, sentence)
 
     def _signal(self, number: int, now: float) -> None:
         """Pass a signal on to all processes, and give them the time to save."""
@@ -196,12 +192,13 @@ class Supervisor:
         for host, own in self._gang.items():
             self._send(host, {**order, "first": own[0]})
 
-    def _process_ended(self, found: Exit, now: float) -> None:
-        """Give the others as long as they may need."""
+    def _process_ended(self, ended: Exit, now: float) -> None:
+        """Note an end, and give the others as long as they may need."""
+        self._exits.append(ended)
         limits = self._settings.limits
         others = {int(ExitCode.DONE): limits.finish, int(ExitCode.PREEMPTED): limits.stop}
-        seconds = others.get(found.code, limits.aftermath)
-        if found.code > 128 and found.code != ExitCode.PEER_DIED:
+        seconds = others.get(ended.code, limits.aftermath)
+        if ended.code > 128 and ended.code != ExitCode.PEER_DIED:
             seconds = limits.killed
         self._end(now + seconds, now)
 
@@ -212,39 +209,39 @@ class Supervisor:
 
     def _conclude(self, now: float) -> None:
         """Decide, now that all processes have ended."""
-        found = cause(self._exits)
-        if found is None:
+        first = cause(self._exits)
+        if first is None:
             self._over(ExitCode.DONE, None)
             return
-        said = found.sentence(len(self._gang))
-        if self._asked is not None and found.ours:
-            self._over(128 + self._asked, said)
-        elif self._asked is not None or found.code in FINAL:
-            self._over(found.code, said + _advice(found))
-        elif self._growing and found.code == ExitCode.PREEMPTED:
+        sentence = first.sentence(len(self._gang))
+        if self._asked is not None and first.ours:
+            self._over(128 + self._asked, sentence)
+        elif self._asked is not None or first.code in FINAL:
+            self._over(first.code, sentence + _advice(first))
+        elif self._growing and first.code == ExitCode.PREEMPTED:
             self._state, self._until = "pause", now
             self.tick(now)
-        elif found.code < 64 and not self._stepped():
-            self._over(found.code, f"{said}, before its first step: not restarted")
+        elif first.code < 64 and not self._stepped():
+            self._over(first.code, f"{sentence}, before its first step: not restarted")
         elif self._failures >= self._settings.restarts:
             row = f"{self._failures} restarts in a row without a new checkpoint"
-            self._over(found.code, f"{said}; not restarted: {row}")
+            self._over(first.code, f"{sentence}; not restarted: {row}")
         else:
-            self._restart(found, said, now)
+            self._restart(first, sentence, now)
 
-    def _restart(self, found: Exit, said: str, now: float) -> None:
+    def _restart(self, first: Exit, sentence: str, now: float) -> None:
         limits = self._settings.limits
         seconds = min(limits.backoff * 2**self._failures, limits.max_backoff)
         self._failures += 1
         source = "the start" if self._saved is None else f"the checkpoint of step {self._saved}"
         self._events.write(
             "restart",
-            f"{said}; restarting the {self._count()} from {source} in {seconds:.3g} s "
+            f"{sentence}; restarting the {self._count()} from {source} in {seconds:.3g} s "
             f"(restart {self._failures} of {self._settings.restarts})",
             attempt=self._attempt,
-            process=found.process,
-            host=found.host,
-            code=found.code,
+            process=first.process,
+            host=first.host,
+            code=first.code,
             saved=self._saved,
             seconds=seconds,
             restart=self._failures,
@@ -253,14 +250,16 @@ class Supervisor:
 
     def _stepped(self) -> bool:
         """Return whether this attempt went beyond what it started from."""
-        return any((one.step or 0) > self._start_step for one in self._exits)
+        return any((exit_.step or 0) > self._start_step for exit_ in self._exits)
 
     def _count(self) -> str:
         return _count(sum(map(len, self._gang.values())))
 
-    def _over(self, code: int, said: str | None) -> None:
+    def _over(self, code: int, sentence: str | None) -> None:
         self._state, self.code = "over", int(code)
-        self._events.write("over", said, code=int(code), attempt=self._attempt, saved=self._saved)
+        self._events.write(
+            "over", sentence, code=int(code), attempt=self._attempt, saved=self._saved
+        )
 
 
 def _fields(message: Message) -> Message:
@@ -272,9 +271,9 @@ def _count(processes: int) -> str:
     return "process" if processes == 1 else f"{processes} processes"
 
 
-def _advice(found: Exit) -> str:
+def _advice(ended: Exit) -> str:
     """Return what to do about an end that is not restarted."""
-    if found.code != ExitCode.OUT_OF_MEMORY:
+    if ended.code != ExitCode.OUT_OF_MEMORY:
         return ""
     return (
         "; not restarted: the same plan would need the same memory. A plan with more zero, remat "
