@@ -96,15 +96,15 @@ def run(mode, transport, epochs=2):
 
 def bound(coordinator):
     """Check the rule at every start of a step."""
-    fly, most = coordinator._fly, coordinator.spec.servers.staleness
+    assign, most = coordinator._assign, coordinator.spec.servers.staleness
 
-    def checked(slot, ticket):
+    def checked(worker, ticket):
         if most is not None:
             live = [one.clock for one in coordinator.workers if one.ready]
-            assert slot.started - min(live) <= most
-        fly(slot, ticket)
+            assert worker.started - min(live) <= most
+        assign(worker, ticket)
 
-    coordinator._fly = checked
+    coordinator._assign = checked
 
 
 @functools.cache

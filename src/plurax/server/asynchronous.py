@@ -20,46 +20,62 @@ Server".
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from plurax.server.coordinator import Batches, Coordinator, Flight, ShardSlot, Update, WorkerSlot
-from plurax.server.messages import Header, Ticket
+from plurax.server.coordinator import (
+    Assignment,
+    Batches,
+    Coordinator,
+    Metrics,
+    ShardSlot,
+    WorkerSlot,
+)
+from plurax.server.messages import Reply, Ticket
+from plurax.server.residuals import Leaves
+from plurax.state import TrainState
 
-IN_FLIGHT = 2
+MAX_IN_FLIGHT = 2
 """Tickets of a worker that are not finished."""
 
 
 class Asynchronous(Coordinator):
     """Hands out whole batches; each is one push and one update. See `Coordinator`."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._returned: deque[Ticket] = deque()
-        self._updates: list[Update] = []
-        like = self.spec.update.metrics
-        self._last: dict[str, Any] = {name: np.zeros((), like[name].dtype) for name in like}
+    fate = "lost"
 
-    def run(self, batches: Batches, stopping: Callable[[], bool]) -> Iterator[list[Update]]:
-        """Train on batches; yield what came of them, one item a batch."""
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._returned: deque[Ticket] = deque()
+        self._updates: list[Metrics] = []
+        super().__init__(*args, **options)
+        like = self.spec.update.metrics
+        self._last: Metrics = {name: np.zeros((), like[name].dtype) for name in like}
+
+    def run(self, batches: Batches, stopping: Callable[[], bool]) -> Iterator[list[Metrics]]:
+        """Train on batches; yield the metrics of their updates as they come."""
         more = True
         while True:
-            while (more or self._returned) and (slot := self._free()) is not None:
+            while (more or self._returned) and (worker := self._free()) is not None:
                 more = more and not stopping()
                 ticket = self._next(batches) if more or self._returned else None
                 if ticket is None:
                     more = False
                 else:
-                    self._fly(slot, ticket)
-            flying = any(slot.flights for slot in self.workers)  # pushes of the lost included
-            if not flying and not more and not self._returned:
+                    self._assign(worker, ticket)
+            # Pushes of workers that have ended are on their way, too.
+            busy = any(worker.assignments for worker in self.workers)
+            if not busy and not more and not self._returned:
                 return
             self._wait()
             if self._updates:
                 updates, self._updates = self._updates, []
                 yield updates
+
+    def state(self, step: int) -> tuple[TrainState, list[Leaves] | None]:
+        """Return the state, canonical, after `step` batches, and each worker's residuals."""
+        return self._fetch_state(step)
 
     def _next(self, batches: Batches) -> Ticket | None:
         if self._returned:
@@ -68,32 +84,28 @@ class Asynchronous(Coordinator):
 
     def _free(self) -> WorkerSlot | None:
         """Return the worker that has done least of those that may start a step, or None."""
-        live = [slot for slot in self.workers if slot.ready]
+        live = [worker for worker in self.workers if worker.ready]
         if not live:
             return None
         bound = self.spec.servers.staleness
-        least = min(slot.clock for slot in live)
+        least = min(worker.clock for worker in live)
         most = math.inf if bound is None else least + bound
         free = []
-        for slot in live:
-            if len(slot.flights) >= IN_FLIGHT or any(not one.pushed for one in slot.flights):
+        for worker in live:
+            assigned = worker.assignments
+            if len(assigned) >= MAX_IN_FLIGHT or any(not one.pushed for one in assigned):
                 continue
-            if slot.started <= most:
-                free.append(slot)
-            elif not slot.flights and slot.idle_since is None:
-                slot.idle_since = self.transport.now()
-        return min(free, key=lambda slot: (slot.started, slot.index), default=None)
+            if worker.started <= most:
+                free.append(worker)
+            elif not assigned and worker.idle_since is None:
+                worker.idle_since = self.transport.now()
+        return min(free, key=lambda worker: (worker.started, worker.index), default=None)
 
-    def _push(self, flight: Flight, header: Header) -> None:
-        self._send(flight, header, self._replied)
+    def _is_late(self, ticket: Ticket) -> bool:
+        return False
 
-    def _replied(self, flight: Flight) -> None:
-        """Account for a push that all servers have answered."""
-        slot = flight.slot
-        if flight in slot.flights:
-            slot.flights.remove(flight)
-            slot.clock += 1
-        taken = [reply for reply in flight.replies.values() if reply.reason is None]
+    def _pushed(self, assignment: Assignment, replies: Sequence[Reply]) -> None:
+        taken = [reply for reply in replies if reply.reason is None]
         # A batch whose push was refused counts for nothing, and its row has the loss before.
         metrics, staleness = {**self._last, "weight": 0 * self._last["weight"]}, 0.0
         metrics["examples"] = 0 * metrics["examples"]
@@ -102,28 +114,25 @@ class Asynchronous(Coordinator):
             self.account.staleness[taken[0].staleness] += 1
             metrics, staleness = taken[0].metrics, float(taken[0].staleness)
             self._last = metrics
-        self._updates.append(Update({**metrics, "staleness": np.float32(staleness)}))
+        self._updates.append({**metrics, "staleness": np.float32(staleness)})
         if self._is_due():
-            for one in self.shards:
-                self._save(one)
+            for shard in self.shards:
+                self._coroutines.start(self._save(shard))
 
-    def _save(self, slot: ShardSlot) -> None:
-        """Ask one server for a snapshot. Those of others are of other moments, which is well."""
-        version, saved = self.transport.call(slot.actor, "snapshot", returns=2, lasting=True)
-        incarnation, number = slot.incarnation, self._snapshots
+    async def _save(self, shard: ShardSlot) -> None:
+        """Keep one server's snapshot. Those of others are of other moments, which is well."""
+        incarnation, number = shard.incarnation, self._snapshots
+        version, saved = await self._snapshot(shard)
+        newer = number > shard.saved_number
+        if version is not None and incarnation == shard.incarnation and newer:
+            self._keep(shard, saved, version, number)
 
-        def taken(ref: Any) -> None:
-            found = self._answer_of_server(slot, incarnation, ref)
-            newer = number > slot.saved_number
-            if found is not None and incarnation == slot.incarnation and newer:
-                self._keep(slot, saved, found, number)
-
-        self._waiting[version] = taken
-
-    def _return(self, tickets: list[Ticket]) -> None:
+    def _take_back(self, tickets: list[Ticket]) -> None:
         self._returned.extendleft(reversed(tickets))
 
-    def _restarted(self, slot: ShardSlot) -> None:
-        lost = slot.version - slot.saved_version
-        self.account.lost_updates[slot.index] += lost
-        slot.version = slot.saved_version
+    def _restarted(self, shard: ShardSlot) -> None:
+        self.account.lost_updates[shard.index] += shard.version - shard.saved_version
+        shard.version = shard.saved_version
+
+    def _waited(self) -> None:
+        pass

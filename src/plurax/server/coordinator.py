@@ -1,25 +1,38 @@
 """The coordinator: starts workers and servers, hands out examples, and outlives every death.
 
 It runs in the process of `fit`, holds no parameters, and sees no gradient: results go from workers
-to servers and back (`plurax.server.transport`). It knows who has which ticket, so a ticket of a
-worker that ended goes to another.
+to servers and back by reference (`plurax.server.transport`). It knows who has which ticket, so a
+ticket of a worker that ended goes to another.
 
-    Coordinator      actors, calls that are not answered yet, deaths, snapshots
+What follows from an answer is written after it: each ticket is a coroutine (`_run_ticket`) that
+pulls, has the gradient computed, and pushes it. Many run side by side, in one thread. Example, of
+`async`, parameters `a` (500, 500) and `b` (300, 500) in float32 on 2 servers, batch 17 of 32 rows:
+
+    call                                    answer, or a reference to it
+    server 0, pull                          version 20    Pulled: 1,000,000 bytes of a
+    server 1, pull                          version 20    Pulled:   600,000 bytes of b
+    worker 1, gradients of 32 rows, with    Header: both versions, sums of weight and loss
+        references to both Pulled           1,000,000 bytes for server 0, 600,000 for server 1
+    server 0, push, with the Header and     Reply: version 22, staleness 1 (another's push came
+        the reference to its 1,000,000          between), the loss
+    server 1, push, with its 600,000        Reply: version 22, staleness 1, the loss
+
+    Coordinator      actors, coroutines, deaths, snapshots
       Asynchronous   `bounded`, `async`: hands out tickets as workers become free
       Synchronous    `sync`: hands out the parts of one batch, then updates once
 """
 
 import abc
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from plurax import errors
 from plurax.server.account import Account
-from plurax.server.messages import ON_THE_WAY, Header, Reply, Snapshot, Ticket
+from plurax.server.coroutines import Awaiting, Coroutines, arrival, together
+from plurax.server.messages import ON_THE_WAY, Header, Reply, Ticket
 from plurax.server.record import Record
 from plurax.server.residuals import Leaves, zero_leaves
 from plurax.server.run_spec import RunSpec
@@ -29,37 +42,33 @@ from plurax.server.transport import Actor, ActorGoneError, ResultLostError, Tran
 from plurax.server.worker import Worker
 from plurax.state import TrainState
 
-PATIENCE = 0.5
-"""Seconds between two looks at who still lives."""
+POLL_SECONDS = 0.5
+"""Between two looks at who still lives."""
 SLOW_START = 30.0
 """Seconds after which a line says that a worker or a server has not answered yet."""
-MOST_DEATHS = 3
+MAX_DEATHS = 3
 """Of a worker or a server, one after the other without having answered in between."""
 
+T = TypeVar("T")
 Batches = Iterator[list[Ticket]]
 """The parts of each batch."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Update:
-    """What came of one batch: scalars, as `Program.step` returns them."""
-
-    metrics: dict[str, Any]
+Metrics = dict[str, Any]
+"""Of the update of one batch: scalars, as `Program.step` returns them."""
 
 
 class WorkerSlot:
     """A worker as the coordinator knows it.
 
     **Attributes:** `life`, how often it was started before; `started` and `clock`, how many tickets
-    it got and finished; `sequence`, the number of its next push; `flights`, its tickets that are
-    not finished; `deaths`, since it last answered; `ready`, whether it has compiled; `idle_since`,
-    when it began to wait for others.
+    it got and finished; `sequence`, the number of its next push; `assignments`, its tickets that
+    are not finished; `deaths`, since it last answered; `ready`, whether it has compiled;
+    `idle_since`, when it began to wait for others.
     """
 
     def __init__(self, index: int, actor: Actor) -> None:
         self.index, self.actor = index, actor
         self.life = self.started = self.clock = self.sequence = self.deaths = 0
-        self.flights: list[Flight] = []
+        self.assignments: list[Assignment] = []
         self.ready = False
         self.idle_since: float | None = None
 
@@ -79,20 +88,21 @@ class ShardSlot:
         self.saved_number = self.incarnation = self.deaths = 0
 
 
-class Flight:
+class Assignment:
     """A ticket that a worker has.
 
-    **Attributes:** `pulled`, for each server that has answered a reference to its parameters;
-    `content`, for each server a reference to what is pushed; `pushed`, whether that is on its way;
-    `replies`, of the servers that have answered.
+    **Attributes:** `life` of the worker then, and the `sequence` of the push; `pushed`, whether
+    the gradient is on its way to the servers, which no longer needs the worker.
     """
 
-    def __init__(self, ticket: Ticket, slot: WorkerSlot) -> None:
-        self.ticket, self.slot, self.life, self.sequence = ticket, slot, slot.life, slot.sequence
-        self.pulled: dict[int, Any] = {}
-        self.content: list[Any] = []
-        self.pushed = False
-        self.replies: dict[int, Reply] = {}
+    def __init__(self, ticket: Ticket, worker: WorkerSlot) -> None:
+        self.ticket, self.worker = ticket, worker
+        self.life, self.sequence, self.pushed = worker.life, worker.sequence, False
+
+    @property
+    def push_id(self) -> dict[str, int]:
+        """The push as the record names it."""
+        return {"worker": self.worker.index, "life": self.life, "sequence": self.sequence}
 
 
 class Coordinator(abc.ABC):
@@ -102,6 +112,9 @@ class Coordinator(abc.ABC):
     keeps; `record`, to which it writes every event, or None; `note`, which shows a line to the
     user; `residuals`, what the first workers begin with that their compression has left to send.
     """
+
+    fate: str
+    """Of the updates that a server had made since its last snapshot, when it ends."""
 
     def __init__(
         self,
@@ -115,14 +128,14 @@ class Coordinator(abc.ABC):
     ) -> None:
         self.spec, self.transport, self.account, self._record = spec, transport, account, record
         self._snapshots, self._note = 0, note
-        self._waiting: dict[Any, Callable[[Any], None]] = {}
-        self._looked = self._began = self.transport.now()
+        self._coroutines = Coroutines()
+        self._last_look = self._began = self.transport.now()
         self._since_snapshot = 0
         self._starting: dict[str, float] = {}
         self._key = to_host(state.key)
         self._spec = transport.put(spec)
         # Of the workers that have not answered yet.
-        self._begun_with = dict(enumerate(residuals))
+        self._first_residuals = dict(enumerate(residuals))
         self.shards = [self._first_shard(index, state) for index in range(spec.servers.shards)]
         self.workers = [self._first_worker(index) for index in range(spec.servers.workers)]
 
@@ -148,14 +161,19 @@ class Coordinator(abc.ABC):
         if self._record is not None:
             self._record.flush()
 
-    fate = "lost"
-    """Of the updates that a server had made since its last snapshot, when it ends."""
-
     @abc.abstractmethod
-    def run(self, batches: Batches, stopping: Callable[[], bool]) -> Iterator[list[Update]]:
-        """Train on batches; yield what came of them, one item a batch.
+    def run(self, batches: Batches, stopping: Callable[[], bool]) -> Iterator[list[Metrics]]:
+        """Train on batches; yield the metrics of their updates, one item a batch.
 
         All are finished when it returns. Where `stopping()` it takes no further batch.
+        """
+
+    @abc.abstractmethod
+    def state(self, step: int) -> tuple[TrainState, list[Leaves] | None]:
+        """Return the state, canonical, after `step` batches, and each worker's residuals.
+
+        These are None where nothing is recorded, or the compression leaves nothing. All batches
+        must be finished.
         """
 
     def summary(self) -> str:
@@ -172,25 +190,196 @@ class Coordinator(abc.ABC):
     @property
     def live(self) -> int:
         """How many workers have compiled and not ended."""
-        return sum(slot.ready for slot in self.workers)
+        return sum(worker.ready for worker in self.workers)
 
-    # --- State --------------------------------------------------------------------------------
+    # --- A ticket -----------------------------------------------------------------------------
 
-    def state(self, step: int) -> tuple[TrainState, list[Leaves] | None]:
-        """Return the state, canonical, after `step` batches, and each worker's residuals.
+    def _assign(self, worker: WorkerSlot, ticket: Ticket) -> None:
+        """Give a ticket to a worker."""
+        assignment = Assignment(ticket, worker)
+        self.record("pull", step=ticket.step, part=ticket.part, **assignment.push_id)
+        worker.assignments.append(assignment)
+        worker.sequence += 1
+        worker.started += 1
+        if worker.idle_since is not None:
+            waited = self.account.waited_seconds
+            waited[worker.index] = (
+                waited.get(worker.index, 0.0) + self.transport.now() - worker.idle_since
+            )
+            worker.idle_since = None
+        self._coroutines.start(self._run_ticket(assignment))
 
-        These are None where nothing is recorded, or the compression leaves nothing. All batches
-        must be finished.
-        """
-        # Without a record nobody saves them.
-        wanted = self._record is not None and self.spec.servers.feedback
-        left = self._fetch_residuals() if wanted else {}
-        found: list[Snapshot | None] = [None]
-        while None in found:  # a server that has ended is restarted, and asked again
-            found = [answer and answer[1] for answer in self._all("snapshot")]
-        self.record("fetched", step=step)
-        state = joined_state(self.spec, [one for one in found if one], step)
-        return state, self._residuals(left) if wanted else None
+    async def _run_ticket(self, assignment: Assignment) -> None:
+        """Pull the parameters, let the worker compute, and push its gradient."""
+        worker = assignment.worker
+        pulled = await self._pull(assignment)
+        if assignment not in worker.assignments:
+            return  # it was given back, or the worker has ended
+        # Not before the parameters are there: a call whose arguments are missing would hold up the
+        # worker's next calls, and its signs of life.
+        self.record("compute", **assignment.push_id)
+        reference, *content = self.transport.call(
+            worker.actor, "gradients", assignment.ticket, assignment.sequence, *pulled,
+            returns=1 + len(self.shards),
+        )  # fmt: skip
+        del pulled  # so that its memory is used again as soon as the worker has answered
+        try:
+            header = self.transport.get(await arrival(reference))
+        except ActorGoneError:
+            self._lost_worker(worker, assignment.life)
+            return
+        except ResultLostError:
+            self._give_back(assignment)
+            return
+        if assignment not in worker.assignments:
+            self.account.rejected["worker restarted"] += 1
+            return
+        worker.deaths = 0
+        self.account.worker_steps[worker.index] += 1
+        self.account.pulled_bytes += self.spec.layout.sent_bytes
+        self.account.pushed_bytes += header.sent
+        if self._is_late(assignment.ticket):
+            self.account.rejected["late"] += 1
+            # Not pushed, but its compression has changed what the worker has left to send.
+            self.record("late", **assignment.push_id)
+            replies = []
+        else:
+            replies = await self._push(assignment, header, content)
+        worker.assignments.remove(assignment)
+        worker.clock += 1
+        self._pushed(assignment, replies)
+
+    async def _pull(self, assignment: Assignment) -> list[Any]:
+        """Return a reference to the parameters of each server; one that ended gives none."""
+        began = self.transport.now()
+
+        async def pull(shard: ShardSlot) -> Any:
+            version, pulled = self.transport.call(
+                shard.actor, "pull", assignment.worker.index, assignment.sequence, returns=2
+            )
+            if await self._answer(shard, version) is None:
+                self._give_back(assignment)
+            return pulled
+
+        pulled = await together(pull(shard) for shard in self.shards)
+        if assignment in assignment.worker.assignments:
+            self.account.pull_seconds.append(self.transport.now() - began)
+        return pulled
+
+    async def _push(
+        self, assignment: Assignment, header: Header, content: Sequence[Any]
+    ) -> list[Reply]:
+        """Push a gradient to all servers; return their replies."""
+        assignment.pushed, began = True, self.transport.now()
+        self.record("push", **assignment.push_id)
+
+        async def push(shard: ShardSlot, part: Any) -> Reply:
+            incarnation = shard.incarnation
+            (reference,) = self.transport.call(shard.actor, "push", header, part)
+            reply: Reply | None = await self._answer(
+                shard, reference, lambda: Reply("lost on the way", shard.version)
+            )
+            if reply is None or incarnation != shard.incarnation:
+                # What a server took before it went back is lost, whatever it answered.
+                reply = Reply("server restarted", shard.version)
+            else:
+                shard.version, shard.deaths = reply.version, 0
+            if reply.reason is not None:
+                self.account.rejected[reply.reason] += 1
+            if reply.reason in ON_THE_WAY:
+                self.record("refused", server=shard.index, **assignment.push_id, reason=reply.reason)
+            return reply
+
+        replies = await together(map(push, self.shards, content))
+        self.account.push_seconds.append(self.transport.now() - began)
+        return replies
+
+    @abc.abstractmethod
+    def _is_late(self, ticket: Ticket) -> bool:
+        """Return whether a gradient is dropped that a worker has computed of this ticket."""
+
+    @abc.abstractmethod
+    def _pushed(self, assignment: Assignment, replies: Sequence[Reply]) -> None:
+        """Account for a push that all servers have answered; without replies, that was late."""
+
+    def _give_back(self, assignment: Assignment) -> None:
+        """Take a ticket back whose parameters or gradient will not come; its worker is well."""
+        if assignment in assignment.worker.assignments:
+            assignment.worker.assignments.remove(assignment)
+            assignment.worker.started -= 1
+            self._reassign([assignment])
+
+    def _reassign(self, assignments: Sequence[Assignment]) -> None:
+        self.account.reassigned += len(assignments)
+        self._take_back([assignment.ticket for assignment in assignments])
+
+    @abc.abstractmethod
+    def _take_back(self, tickets: list[Ticket]) -> None:
+        """Give these tickets to other workers, before any others."""
+
+    # --- Workers ------------------------------------------------------------------------------
+
+    def _first_worker(self, index: int) -> WorkerSlot:
+        worker = WorkerSlot(index, self._start_worker(index, 0))
+        self._coroutines.start(self._prepare(worker))
+        return worker
+
+    def _start_worker(self, index: int, life: int) -> Actor:
+        residuals = self._first_residuals.get(index)
+        self._starting[f"worker {index}"] = self.transport.now()
+        return self.transport.start(
+            f"worker {index}", Worker, self._spec, index, life, self._key,
+            None if residuals is None else self.transport.put(residuals),
+            devices=self.spec.plan.devices,
+        )  # fmt: skip
+
+    async def _prepare(self, worker: WorkerSlot) -> None:
+        """Count a worker once it has compiled: until then nobody waits for it."""
+        life = worker.life
+        (reference,) = self.transport.call(worker.actor, "prepare")
+        try:
+            self.transport.get(await arrival(reference))
+        except ActorGoneError:
+            self._lost_worker(worker, life)
+            return
+        if life != worker.life:
+            return
+        worker.ready = True
+        self._first_residuals.pop(worker.index, None)
+        self._starting.pop(worker.actor.name, None)
+        self.record("worker ready", worker=worker.index, life=life)
+        others = [other.clock for other in self.workers if other.ready and other is not worker]
+        # It would hold up everybody if it began at zero.
+        worker.clock = worker.started = max(worker.clock, min(others, default=0))
+
+    def _lost_worker(self, worker: WorkerSlot, life: int) -> None:
+        """Hand on the tickets of a worker that has ended, and start it again."""
+        if life != worker.life:
+            return  # of a life that was ended already
+        lost = [assignment for assignment in worker.assignments if not assignment.pushed]
+        # What it has pushed is on its way without it.
+        worker.assignments = [one for one in worker.assignments if one.pushed]
+        self._reassign(lost)
+        worker.life, worker.ready, worker.deaths = worker.life + 1, False, worker.deaths + 1
+        self.record("worker lost", worker=worker.index, life=life)
+        self._first_residuals.pop(worker.index, None)  # lost with the memory of its worker
+        with contextlib.suppress(ActorGoneError):
+            self.transport.stop(worker.actor)
+        if worker.deaths >= MAX_DEATHS:
+            if all(other.deaths >= MAX_DEATHS for other in self.workers):
+                raise errors.PlanError(
+                    f"all {len(self.workers)} workers ended, {MAX_DEATHS} times each without "
+                    "having computed a gradient; their processes were killed or found no memory. "
+                    "Training stopped; what was saved last can be resumed."
+                )
+            self._note(f"worker {worker.index} ended {MAX_DEATHS} times, and is given up")
+            return
+        self.account.restarts.append(f"worker {worker.index}")
+        self._note(f"worker {worker.index} ended: others get its examples; it is started again")
+        worker.actor = self._start_worker(worker.index, worker.life)
+        self._coroutines.start(self._prepare(worker))
+
+    # --- Servers ------------------------------------------------------------------------------
 
     def _first_shard(self, index: int, state: TrainState) -> ShardSlot:
         first = first_snapshot(self.spec, index, state)
@@ -203,6 +392,66 @@ class Coordinator(abc.ABC):
             f"server {index}", make_shard, self._spec, index, incarnation, saved, devices=0
         )
 
+    async def _answer(
+        self, shard: ShardSlot, reference: Any, lost: Callable[[], Any] = lambda: None
+    ) -> Any:
+        """Return a server's answer, or None where it has ended.
+
+        `lost()` is the answer where what the call was given is lost; if it was given nothing, the
+        answer is lost with the server's machine.
+        """
+        incarnation = shard.incarnation
+        try:
+            answer = self.transport.get(await arrival(reference))
+        except ActorGoneError:
+            answer = None
+        except ResultLostError:
+            answer = lost()
+        if answer is None:
+            self._lost_shard(shard, incarnation)
+        else:
+            self._starting.pop(shard.actor.name, None)
+        return answer
+
+    def _ask_all(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of all servers; return their answers, None of one that has ended."""
+
+        async def ask(shard: ShardSlot) -> Any:
+            (reference,) = self.transport.call(shard.actor, method, *args)
+            return await self._answer(shard, reference)
+
+        return self._complete(together(map(ask, self.shards)))
+
+    def _lost_shard(self, shard: ShardSlot, incarnation: int) -> None:
+        """Start a server again that has ended."""
+        if incarnation != shard.incarnation:
+            return
+        shard.deaths += 1
+        if shard.deaths >= MAX_DEATHS:
+            raise errors.PlanError(
+                f"server {shard.index} ended {MAX_DEATHS} times without having answered; its "
+                "process was killed or found no memory. Training stopped; what was saved last can "
+                "be resumed."
+            )
+        self.account.restarts.append(f"server {shard.index}")
+        self._note(
+            f"server {shard.index} ended at version {shard.version}: it is started again from "
+            f"version {shard.saved_version}, and the updates between are {self.fate}"
+        )
+        with contextlib.suppress(ActorGoneError):
+            self.transport.stop(shard.actor)
+        shard.incarnation += 1
+        self.record("server lost", server=shard.index, version=shard.version,
+                    restored=shard.saved_version, number=shard.saved_number)  # fmt: skip
+        shard.actor = self._start_shard(shard.index, shard.incarnation, shard.saved)
+        self._restarted(shard)
+
+    @abc.abstractmethod
+    def _restarted(self, shard: ShardSlot) -> None:
+        """Account for what a server lost that was started again."""
+
+    # --- State --------------------------------------------------------------------------------
+
     def _is_due(self) -> bool:
         """Count an update, and return whether it is time for a snapshot to be restarted from."""
         self._since_snapshot += 1
@@ -213,302 +462,85 @@ class Coordinator(abc.ABC):
             self.record("snapshot", number=self._snapshots)
         return due
 
-    def _keep(self, slot: ShardSlot, saved: Any, version: int, number: int) -> None:
+    async def _snapshot(self, shard: ShardSlot) -> tuple[int | None, Any]:
+        """Take a snapshot; return its version, None where the server has ended, and a reference."""
+        version, saved = self.transport.call(shard.actor, "snapshot", returns=2, lasting=True)
+        return await self._answer(shard, version), saved
+
+    def _keep(self, shard: ShardSlot, saved: Any, version: int, number: int) -> None:
         """Restart a server from this snapshot from now on."""
-        slot.saved, slot.saved_version, slot.saved_number = saved, version, number
-        self.record("saved", server=slot.index, number=number)
+        shard.saved, shard.saved_version, shard.saved_number = saved, version, number
+        self.record("saved", server=shard.index, number=number)
 
-    # --- Workers ------------------------------------------------------------------------------
-
-    def _first_worker(self, index: int) -> WorkerSlot:
-        slot = WorkerSlot(index, self._start_worker(index, 0))
-        self._greet(slot)
-        return slot
-
-    def _start_worker(self, index: int, life: int) -> Actor:
-        residuals = self._begun_with.get(index)
-        self._starting[f"worker {index}"] = self.transport.now()
-        return self.transport.start(
-            f"worker {index}", Worker, self._spec, index, life, self._key,
-            None if residuals is None else self.transport.put(residuals),
-            devices=self.spec.plan.devices,
-        )  # fmt: skip
-
-    def _greet(self, slot: WorkerSlot) -> None:
-        """Count a worker once it has compiled: until then nobody waits for it."""
-        (ref,) = self.transport.call(slot.actor, "prepare")
-
-        def there(ref: Any, life: int = slot.life) -> None:
-            try:
-                self.transport.get(ref)
-            except ActorGoneError:
-                self._lost_worker(slot, life)
-                return
-            if life == slot.life:
-                slot.ready = True
-                self._begun_with.pop(slot.index, None)
-                self._starting.pop(slot.actor.name, None)
-                self.record("worker ready", worker=slot.index, life=life)
-                others = [one.clock for one in self.workers if one.ready and one is not slot]
-                # It would hold up everybody if it began at zero.
-                slot.clock = slot.started = max(slot.clock, min(others, default=0))
-
-        self._waiting[ref] = there
-
-    def _fly(self, slot: WorkerSlot, ticket: Ticket) -> None:
-        """Give a ticket to a worker: the parameters are pulled, and it computes."""
-        self.record("pull", step=ticket.step, part=ticket.part, worker=slot.index, life=slot.life,
-                    sequence=slot.sequence)  # fmt: skip
-        began = self.transport.now()
-        flight = Flight(ticket, slot)
-        slot.flights.append(flight)
-        slot.sequence += 1
-        slot.started += 1
-        if slot.idle_since is not None:
-            waited = self.account.waited_seconds
-            waited[slot.index] = waited.get(slot.index, 0.0) + began - slot.idle_since
-            slot.idle_since = None
-        for one in self.shards:
-            there, pulled = self.transport.call(
-                one.actor, "pull", slot.index, flight.sequence, returns=2
-            )
-
-            def came(
-                ref: Any, one: ShardSlot = one, n: int = one.incarnation, pulled: Any = pulled
-            ) -> None:
-                if self._answer_of_server(one, n, ref) is None:
-                    self._not_pulled(flight)
-                    return
-                flight.pulled[one.index] = pulled
-                if len(flight.pulled) == len(self.shards) and flight in slot.flights:
-                    self.account.pull_seconds.append(self.transport.now() - began)
-                    self._compute(flight)
-
-            self._waiting[there] = came
-
-    def _not_pulled(self, flight: Flight) -> None:
-        """Hand on a ticket whose parameters will not come; its worker is well."""
-        if flight in flight.slot.flights:
-            flight.slot.flights.remove(flight)
-            flight.slot.started -= 1
-            self._reassign([flight])
-
-    def _compute(self, flight: Flight) -> None:
-        """Let a worker compute, once the parameters are there.
-
-        Not before: a call whose arguments are missing would hold up the worker's next calls, and
-        its signs of life.
-        """
-        self.record("compute", worker=flight.slot.index, life=flight.life,
-                    sequence=flight.sequence)  # fmt: skip
-        pulled = [flight.pulled[one.index] for one in self.shards]
-        header, *flight.content = self.transport.call(
-            flight.slot.actor, "gradients", flight.ticket, flight.sequence, *pulled,
-            returns=1 + len(self.shards),
-        )  # fmt: skip
-        self._waiting[header] = lambda ref: self._computed(flight, ref)
-
-    def _computed(self, flight: Flight, ref: Any) -> None:
-        """Send a gradient to the servers, once its worker has it."""
-        slot = flight.slot
-        try:
-            header = self.transport.get(ref)
-        except ActorGoneError:
-            self._lost_worker(slot, flight.life)
-            return
-        except ResultLostError:
-            self._not_pulled(flight)
-            return
-        flight.pulled.clear()
-        if flight not in slot.flights:
-            self.account.rejected["worker restarted"] += 1
-            return
-        slot.deaths = 0
-        self.account.worker_steps[slot.index] += 1
-        self.account.pulled_bytes += self.spec.layout.sent_bytes
-        self.account.pushed_bytes += header.sent
-        self._push(flight, header)
-
-    @abc.abstractmethod
-    def _push(self, flight: Flight, header: Header) -> None:
-        """Push a gradient, or drop it."""
-
-    def _send(self, flight: Flight, header: Header, replied: Callable[[Flight], None]) -> None:
-        """Push a gradient to all servers; call `replied` when all have answered."""
-        flight.pushed, began = True, self.transport.now()
-        self.record("push", worker=flight.slot.index, life=flight.life, sequence=flight.sequence)
-        for slot, content in zip(self.shards, flight.content, strict=True):
-            (ref,) = self.transport.call(slot.actor, "push", header, content)
-
-            def answered(ref: Any, slot: ShardSlot = slot, n: int = slot.incarnation) -> None:
-                reply = self._answer_of_server(slot, n, ref, Reply("lost on the way", slot.version))
-                if reply is None or n != slot.incarnation:
-                    # What a server took before it went back is lost, whatever it answered.
-                    reply = Reply("server restarted", slot.version)
-                else:
-                    slot.version, slot.deaths = reply.version, 0
-                if reply.reason is not None:
-                    self.account.rejected[reply.reason] += 1
-                if reply.reason in ON_THE_WAY:
-                    self.record("refused", server=slot.index, worker=flight.slot.index,
-                                life=flight.life, sequence=flight.sequence,
-                                reason=reply.reason)  # fmt: skip
-                flight.replies[slot.index] = reply
-                if len(flight.replies) == len(self.shards):
-                    self.account.push_seconds.append(self.transport.now() - began)
-                    replied(flight)
-
-            self._waiting[ref] = answered
-
-    def _lost_worker(self, slot: WorkerSlot, life: int) -> None:
-        """Hand on the tickets of a worker that has ended, and start it again."""
-        if life != slot.life:
-            return  # of a life that was ended already
-        lost = [flight for flight in slot.flights if not flight.pushed]
-        # What it has pushed is on its way without it.
-        slot.flights = [flight for flight in slot.flights if flight.pushed]
-        self._reassign(lost)
-        slot.life, slot.ready, slot.deaths = slot.life + 1, False, slot.deaths + 1
-        self.record("worker lost", worker=slot.index, life=life)
-        self._begun_with.pop(slot.index, None)  # lost with the memory of its worker
-        with contextlib.suppress(ActorGoneError):
-            self.transport.stop(slot.actor)
-        if slot.deaths >= MOST_DEATHS:
-            if all(one.deaths >= MOST_DEATHS for one in self.workers):
-                raise errors.PlanError(
-                    f"all {len(self.workers)} workers ended, {MOST_DEATHS} times each without "
-                    "having computed a gradient; their processes were killed or found no memory. "
-                    "Training stopped; what was saved last can be resumed."
-                )
-            self._note(f"worker {slot.index} ended {MOST_DEATHS} times, and is given up")
-            return
-        self.account.restarts.append(f"worker {slot.index}")
-        self._note(f"worker {slot.index} ended: others get its examples; it is started again")
-        slot.actor = self._start_worker(slot.index, slot.life)
-        self._greet(slot)
-
-    def _reassign(self, flights: list[Flight]) -> None:
-        self.account.reassigned += len(flights)
-        self._return([flight.ticket for flight in flights])
-
-    @abc.abstractmethod
-    def _return(self, tickets: list[Ticket]) -> None:
-        """Take back tickets, to be given to other workers first."""
+    def _fetch_state(self, step: int) -> tuple[TrainState, list[Leaves] | None]:
+        """Return what `state` does, from servers that do not go back meanwhile."""
+        # Without a record nobody saves them.
+        wanted = self._record is not None and self.spec.servers.feedback
+        fetched = self._fetch_residuals() if wanted else {}
+        answers: list[Any] = [None]
+        while None in answers:  # a server that has ended is restarted, and asked again
+            answers = self._ask_all("snapshot")
+        self.record("fetched", step=step)
+        state = joined_state(self.spec, [snapshot for _, snapshot in answers], step)
+        return state, self._residuals(fetched) if wanted else None
 
     def _fetch_residuals(self) -> dict[int, tuple[int, Leaves]]:
         """Return the life and the residuals of each worker that may have any."""
         # A part that comes after the quorum changes what is left too. Whoever still computes one
         # answers that call first, so its end is in the record before the state is fetched.
-        found = {index: (0, leaves) for index, leaves in self._begun_with.items()}
+        fetched = {index: (0, leaves) for index, leaves in self._first_residuals.items()}
+        lives = {worker: worker.life for worker in self.workers if worker.ready}
 
-        def ask(slot: WorkerSlot) -> None:
-            (ref,) = self.transport.call(slot.actor, "residuals")
-
-            def there(ref: Any, life: int = slot.life) -> None:
+        async def ask(worker: WorkerSlot, life: int) -> None:
+            while worker.index not in fetched and worker.life == life:
+                (reference,) = self.transport.call(worker.actor, "residuals")
                 try:
-                    found[slot.index] = life, self.transport.get(ref)
+                    fetched[worker.index] = life, self.transport.get(await arrival(reference))
                 except ActorGoneError:
-                    self._lost_worker(slot, life)
+                    self._lost_worker(worker, life)
                 except ResultLostError:
-                    ask(slot)
+                    continue
 
-            self._waiting[ref] = there
-
-        asked = [slot for slot in self.workers if slot.ready]
-        lives = [slot.life for slot in asked]
-        for slot in asked:
-            ask(slot)
-        while any(
-            slot.life == life and slot.index not in found
-            for slot, life in zip(asked, lives, strict=True)
-        ):
+        for worker, life in lives.items():
+            self._coroutines.start(ask(worker, life))
+        while any(w.life == life and w.index not in fetched for w, life in lives.items()):
             self._wait()
-        return found
+        return fetched
 
-    def _residuals(self, found: Mapping[int, tuple[int, Leaves]]) -> list[Leaves]:
+    def _residuals(self, fetched: Mapping[int, tuple[int, Leaves]]) -> list[Leaves]:
         """Return what each worker has left to send; of one that was lost since, zeros."""
         residuals, zeros = [], zero_leaves(jax.tree.leaves(self.spec.state.params))
-        for slot in self.workers:
-            life, leaves = found.get(slot.index, (-1, []))
-            residuals.append(leaves if life == slot.life else zeros)
+        for worker in self.workers:
+            life, leaves = fetched.get(worker.index, (-1, []))
+            residuals.append(leaves if life == worker.life else zeros)
         return residuals
-
-    # --- Servers ------------------------------------------------------------------------------
-
-    def _answer_of_server(
-        self, slot: ShardSlot, incarnation: int, ref: Any, lost: Any = None
-    ) -> Any:
-        """Return a server's answer, or None where it has ended.
-
-        `lost`, where what it was given is lost; of a call that was given nothing, the answer is
-        lost with the server's machine.
-        """
-        try:
-            answer = self.transport.get(ref)
-        except ActorGoneError:
-            answer = None
-        except ResultLostError:
-            answer = lost
-        if answer is None:
-            self._lost_server(slot, incarnation)
-        else:
-            self._starting.pop(slot.actor.name, None)
-        return answer
-
-    def _all(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of all servers; return their answers, None of one that has ended."""
-        answers: dict[int, Any] = {}
-        for slot in self.shards:
-            (ref,) = self.transport.call(slot.actor, method, *args)
-
-            def answered(ref: Any, slot: ShardSlot = slot, n: int = slot.incarnation) -> None:
-                answers[slot.index] = self._answer_of_server(slot, n, ref)
-
-            self._waiting[ref] = answered
-        while len(answers) < len(self.shards):
-            self._wait()
-        return [answers[slot.index] for slot in self.shards]
-
-    def _lost_server(self, slot: ShardSlot, incarnation: int) -> None:
-        """Start a server again that has ended."""
-        if incarnation != slot.incarnation:
-            return
-        slot.deaths += 1
-        if slot.deaths >= MOST_DEATHS:
-            raise errors.PlanError(
-                f"server {slot.index} ended {MOST_DEATHS} times without having answered; its "
-                "process was killed or found no memory. Training stopped; what was saved last can "
-                "be resumed."
-            )
-        self.account.restarts.append(f"server {slot.index}")
-        self._note(
-            f"server {slot.index} ended at version {slot.version}: it is started again from "
-            f"version {slot.saved_version}, and the updates between are {self.fate}"
-        )
-        with contextlib.suppress(ActorGoneError):
-            self.transport.stop(slot.actor)
-        slot.incarnation += 1
-        self.record("server lost", server=slot.index, version=slot.version,
-                    restored=slot.saved_version, number=slot.saved_number)  # fmt: skip
-        slot.actor = self._start_shard(slot.index, slot.incarnation, slot.saved)
-        self._restarted(slot)
-
-    @abc.abstractmethod
-    def _restarted(self, slot: ShardSlot) -> None:
-        """Account for what a server lost that was started again."""
 
     # --- Waiting ------------------------------------------------------------------------------
 
+    def _complete(self, coroutine: Awaiting[T]) -> T:
+        """Run a coroutine to its end; return what it returns."""
+        returned: list[T] = []
+
+        async def run() -> None:
+            returned.append(await coroutine)
+
+        self._coroutines.start(run())
+        while not returned:
+            self._wait()
+        return returned[0]
+
     def _wait(self) -> None:
-        """Handle the answers that are there, once there is one."""
-        for ref in self.transport.wait(list(self._waiting), PATIENCE):
-            handler = self._waiting.pop(ref, None)
-            if handler is not None:
-                handler(ref)
+        """Go on with what awaits the answers that are there, once there is one."""
+        self._coroutines.resume(self.transport.wait(self._coroutines.awaited, POLL_SECONDS))
         now = self.transport.now()
-        if now - self._looked >= PATIENCE:
-            self._looked = now
+        if now - self._last_look >= POLL_SECONDS:
+            self._last_look = now
             self._look()
+        self._waited()
+
+    @abc.abstractmethod
+    def _waited(self) -> None:
+        """Raise what ended meanwhile, in the call that waits, and in no coroutine."""
 
     def _look(self) -> None:
         """Give up actors that gave no sign of life for too long; name those that do not start."""
@@ -519,12 +551,11 @@ class Coordinator(abc.ABC):
                     f"{name} has not answered since it was started {SLOW_START:.0f} s ago: it "
                     "still compiles, or the cluster has no free processor (or GPUs) for it"
                 )
-        lease = self.spec.servers.lease
-        workers = {one.actor.name: one for one in self.workers if one.deaths < MOST_DEATHS}
-        servers = {slot.actor.name: slot for slot in self.shards}
-        actors = [one.actor for one in workers.values()] + [one.actor for one in servers.values()]
-        for actor in self.transport.silent(actors, lease):
+        workers = {one.actor.name: one for one in self.workers if one.deaths < MAX_DEATHS}
+        shards = {shard.actor.name: shard for shard in self.shards}
+        actors = [one.actor for one in workers.values()] + [one.actor for one in self.shards]
+        for actor in self.transport.silent(actors, self.spec.servers.lease):
             if (worker := workers.get(actor.name)) is not None:
                 self._lost_worker(worker, worker.life)
-            elif (server := servers.get(actor.name)) is not None:
-                self._lost_server(server, server.incarnation)
+            elif (shard := shards.get(actor.name)) is not None:
+                self._lost_shard(shard, shard.incarnation)

@@ -32,7 +32,7 @@ from plurax.execute.program import Program
 from plurax.loop.data import Data
 from plurax.loop.iterate import StepOutput
 from plurax.plan import Plan
-from plurax.server.coordinator import Coordinator, Update
+from plurax.server.coordinator import Coordinator, Metrics
 from plurax.server.messages import Ticket
 from plurax.server.open import open_coordinator
 from plurax.server.record import Record
@@ -74,7 +74,7 @@ def serve_iter(
                     save = step + checkpoint_every - step % checkpoint_every
                 wanted = min(filter(None, (save, next_stop(step))), default=None)
                 limit = wanted and wanted - step
-                began, updates = time.monotonic(), list[Update]()
+                began, updates = time.monotonic(), list[Metrics]()
                 for more in coordinator.run(batches.take(limit), stopping):
                     # Held back by one, so that the last of them can be fetched.
                     if updates:
@@ -165,15 +165,14 @@ def parts_of(step: int, parts: int, batch: PyTree, rows: np.ndarray | None) -> l
 
 
 def _output(
-    updates: list[Update],
+    updates: list[Metrics],
     state: TrainState,
     step: int,
     position: Position,
     began: float,
 ) -> StepOutput:
     metrics = {
-        name: np.stack([np.asarray(one.metrics[name]) for one in updates])
-        for name in updates[0].metrics
+        name: np.stack([np.asarray(update[name]) for update in updates]) for name in updates[0]
     }
     seconds = time.monotonic() - began
     return StepOutput(state, step, metrics, seconds, position, epoch_done=False, fetched=False)
