@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from tests.draws import draws
 
-from plurax.server.compression import CHUNK, CODECS, wire_bytes
+from plurax.server.compression import CHUNK, CODECS
+from plurax.tree import byte_count
 
 DTYPES = [np.float64, np.float32, ml_dtypes.bfloat16, np.float16]
 SIZES = [0, 1, 99, 100, 101, CHUNK, CHUNK + 1, 3 * CHUNK - 1]
@@ -199,7 +200,7 @@ def test_an_index_outside_is_not_finite(index):
 def test_what_is_sent_is_of_numpys_dtypes(name, dtype, count):
     codec = CODECS[name]
     parts, _ = codec.encode(drawn_vector(0, 10_000, dtype), codec.residual(10_000, dtype))
-    assert wire_bytes(parts) == count
+    assert byte_count(parts) == count
     assert all(part.dtype.isbuiltin for part in parts)
 
 

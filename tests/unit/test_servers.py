@@ -18,7 +18,7 @@ from plurax.server.messages import Snapshot, Ticket
 from plurax.server.run_spec import RunSpec
 from plurax.server.servers import Servers
 from plurax.server.shard import make_shard
-from plurax.server.shard_layout import ShardLayout, deal, from_bytes, to_bytes, to_host
+from plurax.server.shard_layout import ShardLayout, assign_shards, from_bytes, to_bytes, to_host
 from plurax.server.worker import Worker
 
 REFUSED = {
@@ -81,9 +81,9 @@ def test_what_servers_cannot_train_is_refused_before_anything_runs():
 # --- What is where --------------------------------------------------------------------------------
 
 
-def test_the_largest_are_dealt_first():
-    assert deal([400, 300, 200, 200], 2) == [0, 1, 1, 0]
-    assert deal([1, 1], 3) == [0, 1]
+def test_the_largest_are_assigned_first():
+    assert assign_shards([400, 300, 200, 200], 2) == [0, 1, 1, 0]
+    assert assign_shards([1, 1], 3) == [0, 1]
 
 
 def test_vectors_hold_each_parameter_once():

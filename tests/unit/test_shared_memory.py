@@ -5,13 +5,15 @@ import gc
 import os
 import subprocess
 import sys
+import tempfile
 
 import numpy as np
 import pytest
 
 import plurax as px
+from plurax.locked_folder import LockedFolder
 from plurax.server import shared_memory
-from plurax.server.shared_memory import Borrower, Lender, Lent, SharedFolder, copied
+from plurax.server.shared_memory import Borrower, Lender, Lent, copied
 
 LARGE = np.arange(50_000, dtype=np.float32)
 
@@ -25,14 +27,19 @@ def memory(tmp_path, monkeypatch):
 
 @pytest.fixture
 def shared(memory):
-    folder = SharedFolder()
+    folder = LockedFolder(memory, "plurax-")
     yield folder
     folder.close()
     assert not folder.path.exists()
 
 
+def new_folder(shared):
+    """The folder of a process."""
+    return tempfile.mkdtemp(dir=shared.path)
+
+
 def test_large_arrays_are_lent_and_small_ones_sent(shared):
-    lender, borrower = Lender(shared.folder("server 0")), Borrower()
+    lender, borrower = Lender(new_folder(shared)), Borrower()
     value = (3, {"a": LARGE, "b": LARGE[:7], "c": [LARGE[::-1].copy()]})
     lent = lender.lend(value)
     assert isinstance(lent, Lent)
@@ -53,7 +60,7 @@ def test_large_arrays_are_lent_and_small_ones_sent(shared):
 
 
 def test_a_file_is_written_again_only_when_it_was_given_back(shared):
-    lender, borrower = Lender(shared.folder("worker 1")), Borrower()
+    lender, borrower = Lender(new_folder(shared)), Borrower()
     first, second = lender.lend(LARGE), lender.lend(LARGE + 1)
     assert first.path != second.path
     own = copied(first)
@@ -70,7 +77,7 @@ def test_a_file_is_written_again_only_when_it_was_given_back(shared):
 
 def test_memory_of_a_process_that_ended_is_unmapped(shared, monkeypatch):
     borrower = Borrower()
-    lenders = [Lender(shared.folder("server 0")) for _ in range(2)]
+    lenders = [Lender(new_folder(shared)) for _ in range(2)]
     ended = lenders[0].lend(LARGE)
     borrower.borrow(ended)
     os.unlink(ended.path)
@@ -89,23 +96,21 @@ def test_no_memory_left_is_an_error_before_anything_is_written(shared, memory, m
     monkeypatch.setattr(os, "posix_fallocate", full)
     said = rf"0\.00 GB of memory that processes share, and {memory}"
     with pytest.raises(px.errors.PlanError, match=said):
-        Lender(shared.folder("server 0")).lend(LARGE)
+        Lender(new_folder(shared)).lend(LARGE)
 
 
 def test_what_a_killed_process_left_is_removed_by_the_next(shared, memory):
     code = (
         "import os, pathlib, signal\n"
-        "from plurax.server import shared_memory\n"
-        "from plurax.server.shared_memory import SharedFolder\n"
-        f"shared_memory.FOLDER = pathlib.Path({str(memory)!r})\n"
-        "folder = SharedFolder()\n"
+        "from plurax.locked_folder import LockedFolder\n"
+        f"folder = LockedFolder(pathlib.Path({str(memory)!r}), 'plurax-')\n"
         "print(folder.path, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     left = killed.stdout.strip()
     assert os.path.isdir(left), killed.stderr
-    another = SharedFolder()
+    another = LockedFolder(memory, "plurax-")
     assert not os.path.exists(left)
     assert shared.path.exists()  # of a run that lives
     path = another.path

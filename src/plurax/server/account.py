@@ -52,7 +52,7 @@ class Account:
         return f"<Account of {self.updates} updates; print it>"
 
     def __str__(self) -> str:
-        lines = [f"{self.updates} updates, staleness {self._mean():.2f} on average"]
+        lines = [f"{self.updates} updates, staleness {self.mean_staleness:.2f} on average"]
         most = max(self.staleness.values(), default=1)
         for versions, count in sorted(self.staleness.items()):
             lines.append(f"  {versions:>3}  {count:>7}  {'#' * max(1, round(40 * count / most))}")
@@ -67,8 +67,8 @@ class Account:
             lines.append(f"started again: {', '.join(self.restarts)}")
         lines.append(
             f"pushed {_size(self.pushed_bytes)}, pulled {_size(self.pulled_bytes)}; "
-            f"{_percentiles('push', self.push_seconds)}; "
-            f"{_percentiles('pull', self.pull_seconds)}"
+            f"{_milliseconds('push', self.push_seconds)}; "
+            f"{_milliseconds('pull', self.pull_seconds)}"
         )
         waited = ", ".join(
             f"{self.waited_seconds.get(w, 0.0):.1f}" for w in sorted(self.worker_steps)
@@ -76,11 +76,17 @@ class Account:
         lines.append(f"workers waited for others, in seconds: {waited or '-'}")
         return "\n".join(lines)
 
+    @property
+    def mean_staleness(self) -> float:
+        """The mean over the pushes that were applied."""
+        pushes = sum(self.staleness.values())
+        return sum(v * count for v, count in self.staleness.items()) / pushes if pushes else 0.0
+
     def to_json(self) -> dict[str, Any]:
         """Return the counts as JSON values, the seconds of pushes and pulls as percentiles."""
         plain = dict(vars(self))
         for name in ("push_seconds", "pull_seconds"):
-            plain[name] = percentiles(plain[name])
+            plain[name] = _percentiles(plain[name])
         return {
             name: {str(key): count for key, count in sorted(value.items())}
             if isinstance(value, dict)
@@ -88,21 +94,17 @@ class Account:
             for name, value in plain.items()
         }
 
-    def _mean(self) -> float:
-        count = sum(self.staleness.values())
-        return sum(v * n for v, n in self.staleness.items()) / count if count else 0.0
 
-
-def percentiles(seconds: Collection[float]) -> dict[str, float]:
+def _percentiles(seconds: Collection[float]) -> dict[str, float]:
     """Return the 50th, 95th and 99th percentile, `{}` of nothing."""
     if not seconds:
         return {}
-    found = np.percentile([*seconds], [50, 95, 99])
-    return dict(zip(("p50", "p95", "p99"), map(float, found), strict=True))
+    values = np.percentile([*seconds], [50, 95, 99])
+    return dict(zip(("p50", "p95", "p99"), map(float, values), strict=True))
 
 
-def _percentiles(what: str, seconds: Collection[float]) -> str:
-    parts = [f"{name} {value * 1e3:.1f} ms" for name, value in percentiles(seconds).items()]
+def _milliseconds(what: str, seconds: Collection[float]) -> str:
+    parts = [f"{name} {value * 1e3:.1f} ms" for name, value in _percentiles(seconds).items()]
     return f"{what} {', '.join(parts) or '-'}"
 
 

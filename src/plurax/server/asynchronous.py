@@ -18,6 +18,7 @@ Source: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous P
 Server".
 """
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -55,15 +56,16 @@ class Asynchronous(Coordinator):
 
     def run(self, batches: Batches, stopping: Callable[[], bool]) -> Iterator[list[Metrics]]:
         """Train on batches; yield the metrics of their updates as they come."""
-        more = True
+        tickets, more = itertools.chain.from_iterable(batches), True
         while True:
             while (more or self._returned) and (worker := self._free()) is not None:
                 more = more and not stopping()
-                ticket = self._next(batches) if more or self._returned else None
-                if ticket is None:
-                    more = False
-                else:
+                if self._returned:
+                    self._assign(worker, self._returned.popleft())
+                elif more and (ticket := next(tickets, None)) is not None:
                     self._assign(worker, ticket)
+                else:
+                    more = False
             # Pushes of workers that have ended are on their way, too.
             busy = any(worker.assignments for worker in self.workers)
             if not busy and not more and not self._returned:
@@ -76,11 +78,6 @@ class Asynchronous(Coordinator):
     def state(self, step: int) -> tuple[TrainState, list[Leaves] | None]:
         """Return the state, canonical, after `step` batches, and each worker's residuals."""
         return self._fetch_state(step)
-
-    def _next(self, batches: Batches) -> Ticket | None:
-        if self._returned:
-            return self._returned.popleft()
-        return next((ticket for tickets in batches for ticket in tickets), None)
 
     def _free(self) -> WorkerSlot | None:
         """Return the worker that has done least of those that may start a step, or None."""

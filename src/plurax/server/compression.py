@@ -1,7 +1,8 @@
 """Compress gradients on their way from a worker to a server.
 
-A worker sends one flat vector `(n,)` for each float dtype of its gradients. Between nodes its bytes
-may take longer than the step; a compression sends fewer, and the server decodes an approximation.
+A worker sends the gradients of a server's parameters as a few vectors `(n,)`
+(`plurax.server.shard_layout`), as they are. Between nodes their bytes may take longer than the
+step; a compression sends fewer, and the server decodes an approximation.
 With *error feedback* the worker keeps what an approximation left out, the residual, and adds it to
 the next gradient: after any number of steps the decoded vectors and the last residual sum to the
 gradients, so that nothing is lost, only late.
@@ -19,10 +20,11 @@ Example, `topk` of 3 values, so one is sent, a residual of float32 `(3,)`:
     1      0.5 -0.5  0.25    1.0 -0.5  0.5         1.0  0                0.0 -0.5  0.5
 
     >>> import jax.numpy as jnp
+    >>> from plurax.tree import byte_count
     >>> topk = CODECS["topk"]
     >>> residual = topk.residual(3, jnp.float32)
     >>> parts, residual = topk.encode(jnp.asarray([0.5, -2.0, 0.25]), residual)
-    >>> topk.decode(parts, 3, jnp.float32).tolist(), residual.tolist(), wire_bytes(parts)
+    >>> topk.decode(parts, 3, jnp.float32).tolist(), residual.tolist(), byte_count(parts)
     ([0.0, -2.0, 0.0], [0.5, 0.0, 0.25], 8)
     >>> parts, residual = topk.encode(jnp.asarray([0.5, -0.5, 0.25]), residual)
     >>> topk.decode(parts, 3, jnp.float32).tolist(), residual.tolist()
@@ -45,22 +47,27 @@ bfloat16 reaches the results of float32 in as many iterations, without other hyp
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int8, Int32, Shaped, UInt16
 
-from plurax.tree import byte_count, sum_dtype
+from plurax.server.messages import Content
+from plurax.server.shard_layout import Vectors, from_bytes, to_bytes
+from plurax.tree import sum_dtype
 
 Compression = Literal["bfloat16", "int8", "topk"]
 
 Vector = Float[Array, "n"]
-Parts = tuple[Shaped[Array, "_"], ...]
+Parts = tuple[Shaped[Array | np.ndarray, "_"], ...]
 """What is sent: arrays of dtypes that NumPy has by itself."""
+Residuals = tuple[Array | None, ...]
+"""What a compression has left to send, for each vector of a push."""
 
 CHUNK = 4096
 """Values of `int8` that share a scale."""
@@ -72,7 +79,7 @@ class Codec:
 
     **Fields:**
 
-    - `encode(vector, residual) -> (parts, residual)`: `vector` `(n,)` of any float dtype;
+    - `encode(vector, residual) -> (parts, residual)`: `vector` of `n` elements of any float dtype;
       `residual` `(n,)`, returned with the vector before, or at first that of `Codec.residual`.
       It consists of jitted functions, and is itself not for `jax.jit`: XLA would compute the new
       residual with digits that are not sent.
@@ -93,13 +100,9 @@ class Codec:
         return jnp.zeros(n, sum_dtype(dtype)) if self.feedback else None
 
 
-def wire_bytes(parts: Parts) -> int:
-    """Return how many bytes are sent."""
-    return byte_count(parts)
-
-
 @jax.jit
 def _encode_bfloat16(vector: Vector, residual: None) -> tuple[Parts, None]:
+    vector = vector.reshape(-1)
     if vector.dtype.itemsize > 2:  # float16 is as small, and has more digits
         vector = vector.astype(jnp.float32).astype(jnp.bfloat16)
     return (lax.bitcast_convert_type(vector, jnp.uint16),), residual
@@ -179,7 +182,7 @@ def _with_feedback(
 
 @jax.jit
 def _add(vector: Vector, residual: Vector) -> Vector:
-    return vector.astype(residual.dtype) + residual
+    return vector.reshape(-1).astype(residual.dtype) + residual
 
 
 @jax.jit
@@ -194,3 +197,55 @@ CODECS: dict[Compression, Codec] = {
     "int8": _with_feedback(_quantize, _dequantize),
     "topk": _with_feedback(_largest, _scatter),
 }
+
+WHOLE = Codec(
+    lambda vector, residual: ((to_bytes(vector),), residual),
+    # Not copied: what has come stays as it is.
+    lambda parts, n, dtype: jax.device_put(from_bytes(parts[0], dtype)),
+    feedback=False,
+)
+"""Vectors as they are, as bytes."""
+
+
+def get_codec(compression: Compression | None) -> Codec:
+    """Return the codec of `Servers.compression`."""
+    return WHOLE if compression is None else CODECS[compression]
+
+
+# --- All vectors of a push ------------------------------------------------------------------------
+
+
+def first_residuals(codec: Codec, lengths: Sequence[tuple[str, int]]) -> Residuals:
+    """Return the residuals before the first push of vectors of these dtypes and lengths."""
+    return tuple(codec.residual(length, dtype) for dtype, length in lengths)
+
+
+def encode(codec: Codec, vectors: Vectors, residuals: Residuals) -> tuple[Content, Residuals]:
+    """Return what is sent of vectors, and what is left."""
+    encoded = [codec.encode(*both) for both in zip(vectors, residuals, strict=True)]
+    content = tuple(tuple(map(np.asarray, parts)) for parts, _ in encoded)
+    return content, tuple(residual for _, residual in encoded)
+
+
+def decode(codec: Codec, content: Any, lengths: Sequence[tuple[str, int]]) -> Vectors | None:
+    """Return the vectors, or None where the content is not of vectors of these lengths."""
+    if not isinstance(content, tuple) or len(content) != len(lengths):
+        return None
+    both = [*zip(content, lengths, strict=True)]
+    if not all(_fits(codec, parts, dtype, length) for parts, (dtype, length) in both):
+        return None
+    return tuple(codec.decode(parts, length, dtype) for parts, (dtype, length) in both)
+
+
+def _fits(codec: Codec, parts: Any, dtype: str, length: int) -> bool:
+    """Return whether the parts have the shapes and dtypes of an encoded vector."""
+    if not isinstance(parts, tuple) or not all(isinstance(part, np.ndarray) for part in parts):
+        return False
+    if codec is WHOLE:
+        expected = [((length * jnp.dtype(dtype).itemsize,), np.dtype(np.uint8))]
+    else:
+        like = jax.ShapeDtypeStruct((length,), jnp.dtype(dtype))
+        residual = jax.eval_shape(lambda: codec.residual(length, dtype))
+        shapes, _ = jax.eval_shape(codec.encode, like, residual)
+        expected = [(shape.shape, np.dtype(shape.dtype)) for shape in shapes]
+    return [(part.shape, part.dtype) for part in parts] == expected

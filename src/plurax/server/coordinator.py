@@ -24,7 +24,7 @@ pulls, has the gradient computed, and pushes it. Many run side by side, in one t
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -62,11 +62,14 @@ class WorkerSlot:
     **Attributes:** `life`, how often it was started before; `started` and `clock`, how many tickets
     it got and finished; `sequence`, the number of its next push; `assignments`, its tickets that
     are not finished; `deaths`, since it last answered; `ready`, whether it has compiled;
-    `idle_since`, when it began to wait for others.
+    `idle_since`, when it began to wait for others; `residuals`, what it had left to send when it
+    began, or was last asked; they are lost with it.
     """
 
-    def __init__(self, index: int, actor: Actor) -> None:
-        self.index, self.actor = index, actor
+    actor: Actor
+
+    def __init__(self, index: int, residuals: Leaves | None) -> None:
+        self.index, self.residuals = index, residuals
         self.life = self.started = self.clock = self.sequence = self.deaths = 0
         self.assignments: list[Assignment] = []
         self.ready = False
@@ -82,8 +85,10 @@ class ShardSlot:
     answered.
     """
 
-    def __init__(self, index: int, actor: Actor, saved: Any, version: int) -> None:
-        self.index, self.actor, self.saved = index, actor, saved
+    actor: Actor
+
+    def __init__(self, index: int, saved: Any, version: int) -> None:
+        self.index, self.saved = index, saved
         self.version = self.saved_version = version
         self.saved_number = self.incarnation = self.deaths = 0
 
@@ -134,10 +139,19 @@ class Coordinator(abc.ABC):
         self._starting: dict[str, float] = {}
         self._key = to_host(state.key)
         self._spec = transport.put(spec)
-        # Of the workers that have not answered yet.
-        self._first_residuals = dict(enumerate(residuals))
-        self.shards = [self._first_shard(index, state) for index in range(spec.servers.shards)]
-        self.workers = [self._first_worker(index) for index in range(spec.servers.workers)]
+        first = [first_snapshot(spec, index, state) for index in range(spec.servers.shards)]
+        self.shards = [
+            ShardSlot(index, transport.put(snapshot), snapshot.version)
+            for index, snapshot in enumerate(first)
+        ]
+        self.workers = [
+            WorkerSlot(index, residuals[index] if index < len(residuals) else None)
+            for index in range(spec.servers.workers)
+        ]
+        for shard in self.shards:
+            self._start_shard(shard)
+        for worker in self.workers:
+            self._start_worker(worker)
 
     def __enter__(self) -> "Coordinator":
         return self
@@ -178,13 +192,10 @@ class Coordinator(abc.ABC):
 
     def summary(self) -> str:
         """Return a few words on the workers and their pushes."""
-        counts = self.account.staleness
-        total = sum(counts.values())
-        mean = sum(n * count for n, count in counts.items()) / total if total else 0.0
         rate = self.account.updates / max(self.transport.now() - self._began, 1e-9)
         parts = [f"{self.live} of {len(self.workers)} workers", f"{rate:.1f} updates/s"]
         if self.spec.servers.mode != "sync":
-            parts.append(f"staleness {mean:.1f}")
+            parts.append(f"staleness {self.account.mean_staleness:.1f}")
         return ", ".join(parts)
 
     @property
@@ -287,7 +298,9 @@ class Coordinator(abc.ABC):
             if reply.reason is not None:
                 self.account.rejected[reply.reason] += 1
             if reply.reason in ON_THE_WAY:
-                self.record("refused", server=shard.index, **assignment.push_id, reason=reply.reason)
+                self.record(
+                    "refused", server=shard.index, **assignment.push_id, reason=reply.reason
+                )
             return reply
 
         replies = await together(map(push, self.shards, content))
@@ -305,11 +318,13 @@ class Coordinator(abc.ABC):
     def _give_back(self, assignment: Assignment) -> None:
         """Take a ticket back whose parameters or gradient will not come; its worker is well."""
         if assignment in assignment.worker.assignments:
-            assignment.worker.assignments.remove(assignment)
             assignment.worker.started -= 1
             self._reassign([assignment])
 
     def _reassign(self, assignments: Sequence[Assignment]) -> None:
+        """Take the tickets of a worker's assignments from it."""
+        for assignment in assignments:
+            assignment.worker.assignments.remove(assignment)
         self.account.reassigned += len(assignments)
         self._take_back([assignment.ticket for assignment in assignments])
 
@@ -319,19 +334,15 @@ class Coordinator(abc.ABC):
 
     # --- Workers ------------------------------------------------------------------------------
 
-    def _first_worker(self, index: int) -> WorkerSlot:
-        worker = WorkerSlot(index, self._start_worker(index, 0))
-        self._coroutines.start(self._prepare(worker))
-        return worker
-
-    def _start_worker(self, index: int, life: int) -> Actor:
-        residuals = self._first_residuals.get(index)
-        self._starting[f"worker {index}"] = self.transport.now()
-        return self.transport.start(
-            f"worker {index}", Worker, self._spec, index, life, self._key,
+    def _start_worker(self, worker: WorkerSlot) -> None:
+        name, residuals = f"worker {worker.index}", worker.residuals
+        self._starting[name] = self.transport.now()
+        worker.actor = self.transport.start(
+            name, Worker, self._spec, worker.index, worker.life, self._key,
             None if residuals is None else self.transport.put(residuals),
             devices=self.spec.plan.devices,
         )  # fmt: skip
+        self._coroutines.start(self._prepare(worker))
 
     async def _prepare(self, worker: WorkerSlot) -> None:
         """Count a worker once it has compiled: until then nobody waits for it."""
@@ -345,7 +356,6 @@ class Coordinator(abc.ABC):
         if life != worker.life:
             return
         worker.ready = True
-        self._first_residuals.pop(worker.index, None)
         self._starting.pop(worker.actor.name, None)
         self.record("worker ready", worker=worker.index, life=life)
         others = [other.clock for other in self.workers if other.ready and other is not worker]
@@ -356,13 +366,11 @@ class Coordinator(abc.ABC):
         """Hand on the tickets of a worker that has ended, and start it again."""
         if life != worker.life:
             return  # of a life that was ended already
-        lost = [assignment for assignment in worker.assignments if not assignment.pushed]
         # What it has pushed is on its way without it.
-        worker.assignments = [one for one in worker.assignments if one.pushed]
-        self._reassign(lost)
+        self._reassign([one for one in worker.assignments if not one.pushed])
         worker.life, worker.ready, worker.deaths = worker.life + 1, False, worker.deaths + 1
         self.record("worker lost", worker=worker.index, life=life)
-        self._first_residuals.pop(worker.index, None)  # lost with the memory of its worker
+        worker.residuals = None  # lost with its memory
         with contextlib.suppress(ActorGoneError):
             self.transport.stop(worker.actor)
         if worker.deaths >= MAX_DEATHS:
@@ -376,20 +384,15 @@ class Coordinator(abc.ABC):
             return
         self.account.restarts.append(f"worker {worker.index}")
         self._note(f"worker {worker.index} ended: others get its examples; it is started again")
-        worker.actor = self._start_worker(worker.index, worker.life)
-        self._coroutines.start(self._prepare(worker))
+        self._start_worker(worker)
 
     # --- Servers ------------------------------------------------------------------------------
 
-    def _first_shard(self, index: int, state: TrainState) -> ShardSlot:
-        first = first_snapshot(self.spec, index, state)
-        saved = self.transport.put(first)
-        return ShardSlot(index, self._start_shard(index, 0, saved), saved, first.version)
-
-    def _start_shard(self, index: int, incarnation: int, saved: Any) -> Actor:
-        self._starting[f"server {index}"] = self.transport.now()
-        return self.transport.start(
-            f"server {index}", make_shard, self._spec, index, incarnation, saved, devices=0
+    def _start_shard(self, shard: ShardSlot) -> None:
+        name = f"server {shard.index}"
+        self._starting[name] = self.transport.now()
+        shard.actor = self.transport.start(
+            name, make_shard, self._spec, shard.index, shard.incarnation, shard.saved, devices=0
         )
 
     async def _answer(
@@ -443,7 +446,7 @@ class Coordinator(abc.ABC):
         shard.incarnation += 1
         self.record("server lost", server=shard.index, version=shard.version,
                     restored=shard.saved_version, number=shard.saved_number)  # fmt: skip
-        shard.actor = self._start_shard(shard.index, shard.incarnation, shard.saved)
+        self._start_shard(shard)
         self._restarted(shard)
 
     @abc.abstractmethod
@@ -474,46 +477,39 @@ class Coordinator(abc.ABC):
 
     def _fetch_state(self, step: int) -> tuple[TrainState, list[Leaves] | None]:
         """Return what `state` does, from servers that do not go back meanwhile."""
-        # Without a record nobody saves them.
+        # Without a record nobody saves residuals.
         wanted = self._record is not None and self.spec.servers.feedback
-        fetched = self._fetch_residuals() if wanted else {}
+        ready = [worker for worker in self.workers if wanted and worker.ready]
+        # A part that comes after the quorum changes what is left too. Whoever still computes one
+        # answers that call first, so its end is in the record before the state is fetched.
+        self._complete(together(map(self._fetch_residuals, ready)))
         answers: list[Any] = [None]
         while None in answers:  # a server that has ended is restarted, and asked again
             answers = self._ask_all("snapshot")
         self.record("fetched", step=step)
         state = joined_state(self.spec, [snapshot for _, snapshot in answers], step)
-        return state, self._residuals(fetched) if wanted else None
+        if not wanted:
+            return state, None
+        zeros = zero_leaves(jax.tree.leaves(self.spec.state.params))
+        residuals = [
+            zeros if left is None else left for left in (w.residuals for w in self.workers)
+        ]
+        for worker in ready:
+            worker.residuals = None  # they change with its next push
+        return state, residuals
 
-    def _fetch_residuals(self) -> dict[int, tuple[int, Leaves]]:
-        """Return the life and the residuals of each worker that may have any."""
-        # A part that comes after the quorum changes what is left too. Whoever still computes one
-        # answers that call first, so its end is in the record before the state is fetched.
-        fetched = {index: (0, leaves) for index, leaves in self._first_residuals.items()}
-        lives = {worker: worker.life for worker in self.workers if worker.ready}
-
-        async def ask(worker: WorkerSlot, life: int) -> None:
-            while worker.index not in fetched and worker.life == life:
-                (reference,) = self.transport.call(worker.actor, "residuals")
-                try:
-                    fetched[worker.index] = life, self.transport.get(await arrival(reference))
-                except ActorGoneError:
-                    self._lost_worker(worker, life)
-                except ResultLostError:
-                    continue
-
-        for worker, life in lives.items():
-            self._coroutines.start(ask(worker, life))
-        while any(w.life == life and w.index not in fetched for w, life in lives.items()):
-            self._wait()
-        return fetched
-
-    def _residuals(self, fetched: Mapping[int, tuple[int, Leaves]]) -> list[Leaves]:
-        """Return what each worker has left to send; of one that was lost since, zeros."""
-        residuals, zeros = [], zero_leaves(jax.tree.leaves(self.spec.state.params))
-        for worker in self.workers:
-            life, leaves = fetched.get(worker.index, (-1, []))
-            residuals.append(leaves if life == worker.life else zeros)
-        return residuals
+    async def _fetch_residuals(self, worker: WorkerSlot) -> None:
+        """Note what a worker has left to send, unless it ends."""
+        life = worker.life
+        while life == worker.life:
+            (reference,) = self.transport.call(worker.actor, "residuals")
+            try:
+                worker.residuals = self.transport.get(await arrival(reference))
+                return
+            except ActorGoneError:
+                self._lost_worker(worker, life)
+            except ResultLostError:
+                pass  # ask again
 
     # --- Waiting ------------------------------------------------------------------------------
 

@@ -42,9 +42,7 @@ class Coroutines:
     def resume(self, arrived: Iterable[Any]) -> None:
         """Go on with the coroutines that await these references."""
         for reference in arrived:
-            # Another, resumed before it, may have ended what this one is of.
-            if reference in self._waiting:
-                self._run(self._waiting.pop(reference), reference)
+            self._run(self._waiting.pop(reference), reference)
 
     def _run(self, coroutine: Awaiting[Any], arrived: Any) -> None:
         try:
@@ -63,20 +61,13 @@ def arrival(reference: Any) -> Generator[Collection[Any], Any, Any]:
 @types.coroutine
 def together(coroutines: Iterable[Awaiting[T]]) -> Generator[Collection[Any], Any, list[T]]:
     """Run coroutines side by side; return what each returns, once all have ended."""
-    returned: dict[int, T] = {}
-    waiting: dict[Any, tuple[int, Awaiting[T]]] = {}
+    running, returned = Coroutines(), dict[int, T]()
 
-    def run(index: int, coroutine: Awaiting[T], arrived: Any) -> None:
-        try:
-            awaited = coroutine.send(arrived)
-        except StopIteration as end:
-            returned[index] = end.value
-        else:
-            waiting.update(dict.fromkeys(awaited, (index, coroutine)))
+    async def run(index: int, coroutine: Awaiting[T]) -> None:
+        returned[index] = await coroutine
 
     for index, coroutine in enumerate(coroutines):
-        run(index, coroutine, None)
-    while waiting:
-        arrived = yield [*waiting]
-        run(*waiting.pop(arrived), arrived)
+        running.start(run(index, coroutine))
+    while running.awaited:
+        running.resume([(yield running.awaited)])
     return [returned[index] for index in sorted(returned)]

@@ -17,8 +17,6 @@ from jaxtyping import PyTree
 
 from plurax.execute.placement import leading_dim
 
-Bytes = tuple[np.ndarray, ...]
-"""Vectors as bytes, one for each dtype of a shard."""
 Content = tuple[tuple[np.ndarray, ...], ...]
 """Vectors as they are pushed: of each its bytes, or the parts of its compression."""
 
@@ -69,12 +67,12 @@ class Pulled:
     """A shard's parameters.
 
     **Fields:** `incarnation`, how often the server was restarted; `version`, how many pushes (in
-    `sync` steps) it has applied; `vectors`; `model_state`, leaves by index.
+    `sync` steps) it has applied; `vectors`, each as its bytes; `model_state`, leaves by index.
     """
 
     incarnation: int
     version: int
-    vectors: Bytes
+    vectors: tuple[np.ndarray, ...]
     model_state: dict[int, np.ndarray]
 
 

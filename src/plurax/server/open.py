@@ -25,9 +25,10 @@ def open_coordinator(
     """Return the coordinator of a run's mode, over the transport that its `Servers` name.
 
     `note` shows a line to the user; `residuals` is what the first workers have left to send.
+    Raises `MissingPackageError` without Ray.
     """
     kind = Synchronous if spec.servers.mode == "sync" else Asynchronous
-    transport = open_transport(spec.servers, spec.store_bytes)
+    transport = _open_transport(spec.servers, spec.store_bytes)
     try:
         return kind(spec, transport, state, Account(), record, note, residuals)
     except BaseException:
@@ -35,11 +36,8 @@ def open_coordinator(
         raise
 
 
-def open_transport(servers: Servers, store_bytes: int) -> Transport:
-    """Return the transport that `Servers` names, for messages of so many bytes at a time.
-
-    Raises `MissingPackageError` without Ray.
-    """
+def _open_transport(servers: Servers, store_bytes: int) -> Transport:
+    """Return the transport that `Servers` names; `store_bytes`, what is in memory at a time."""
     if servers.transport == "threads":
         return Threads()
     from plurax.server.ray_transport import RayTransport

@@ -2,7 +2,15 @@
 
 What is called between two waits goes to a process in one message. On a cluster arrays go through
 Ray's object stores; where Ray is started here, through memory that the processes share
-(`plurax.server.shared_memory`), which is several times as fast.
+(`plurax.server.shared_memory`), in half the time. Example, a worker pulls 2 MB from one server,
+and both are processes of this machine:
+
+    call(server, "pull", 1, 7, returns=2)    two `_Result`s that are not there yet
+    wait                                     Ray sends [pull(1, 7)]; the process copies 2 MB into
+                                             its file, and answers [20, Lent("server-0-a1/0", ...)]
+    call(worker, "gradients", ticket, 7,     the second `_Result` is an argument: what is sent of
+         result, returns=3)                  it is the `Lent`, and the process reads the file
+    the result is dropped                    the server's next message says that its file is free
 
 Whoever reaches the ports of a Ray cluster can run code on it. So token authentication is on: a
 cluster started here gets a token of its own, in a file that only this user can read, and a cluster
@@ -40,7 +48,7 @@ from plurax.locked_folder import LockedFolder
 from plurax.mesh import cpu_devices
 from plurax.reaper import Reaper
 from plurax.server.servers import Servers
-from plurax.server.shared_memory import FOLDER, Borrower, Lender, Lent, SharedFolder, copied
+from plurax.server.shared_memory import FOLDER, Borrower, Lender, Lent, copied
 from plurax.server.transport import Actor, ActorGoneError, ResultLostError, Transport
 
 SETTINGS = (
@@ -72,7 +80,7 @@ class RayTransport(Transport):
         self._ray = _ray(servers.address)
         self._own = not self._ray.is_initialized()
         self._alone = self._own and servers.address is None
-        self._shared: SharedFolder | None = None
+        self._shared: LockedFolder | None = None
         self._raylet: socket.socket | None = None
         self._reaper: Reaper | None = None
         with _own_sigterm():
@@ -85,7 +93,7 @@ class RayTransport(Transport):
             self.close()
             raise errors.servers_store_too_small(store_bytes, store, "the cluster's nodes have")
         if self._alone and FOLDER.is_dir():
-            self._shared = SharedFolder()
+            self._shared = LockedFolder(FOLDER, "plurax-")
             if self._reaper is not None:
                 self._reaper.tell(str(self._shared.path))
         self._unsent: list[_Call] = []
@@ -150,9 +158,11 @@ class RayTransport(Transport):
         options = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0, "max_task_retries": 0,
                    "enable_task_events": False, "runtime_env": {"env_vars": variables}}  # fmt: skip
         settings = {key: getattr(jax.config, key, None) for key in SETTINGS}
-        folder = self._shared.folder(name) if self._shared else None
-        sent = [one.ref if isinstance(one, _Result) else one for one in args]
-        host = self._host.options(**options).remote(settings, folder, devices, make, *sent)
+        folder = None
+        if self._shared is not None:
+            folder = tempfile.mkdtemp(prefix=name.replace(" ", "-") + "-", dir=self._shared.path)
+        args = tuple(arg.ref if isinstance(arg, _Result) else arg for arg in args)
+        host = self._host.options(**options).remote(settings, folder, devices, make, *args)
         return Actor(name, _ActorProcess(host, folder))
 
     def call(
@@ -161,7 +171,7 @@ class RayTransport(Transport):
         """Call a method, at the next `wait`; return a reference to each of its results."""
         results = [_Result(actor.handle) for _ in range(returns)]
         stored = lasting or (returns > 1 and self._shared is None)
-        self._unsent.append(_Call(method, args, results, stored, lasting))
+        self._unsent.append(_Call(actor.handle, method, args, results, stored, lasting))
         return list(results)
 
     def put(self, value: Any) -> Any:
@@ -174,48 +184,46 @@ class RayTransport(Transport):
         """Return those that have a result or an error, once there is one or the time is over."""
         self._send()
         until = time.monotonic() + seconds
-        while not any(one.is_there for one in references) and self._messages:
+        while not any(result.is_there for result in references) and self._messages:
             left = max(until - time.monotonic(), 0)
-            there, rest = self._ray.wait([*self._messages], timeout=left, fetch_local=False)
-            if not there:
+            answered, rest = self._ray.wait([*self._messages], timeout=left, fetch_local=False)
+            if not answered:
                 break
             if rest:  # all that are there, not one at a time
                 more, _ = self._ray.wait(rest, num_returns=len(rest), timeout=0, fetch_local=False)
-                there += more
-            for ref in there:
-                self._came(ref, self._messages.pop(ref))
-        return [one for one in references if one.is_there]
+                answered += more
+            for ref in answered:
+                self._receive(ref, self._messages.pop(ref))
+        return [result for result in references if result.is_there]
 
     def _send(self) -> None:
         """Send each process the calls since the last time, those one after another together."""
         messages: dict[_ActorProcess, list[_Call]] = {}
         unsent, self._unsent = self._unsent, []
         for call in unsent:
-            process = call.results[0].process
-            assert process is not None
-            messages.setdefault(process, []).append(call)
+            messages.setdefault(call.process, []).append(call)
             # What a call stores must be stored before the next may change it. On a cluster a
             # message fails as a whole, where what it was given is lost.
             if call.stored or self._shared is None:
-                self._send_message(process, messages.pop(process))
+                self._send_message(call.process, messages.pop(call.process))
         for process, calls in messages.items():
             self._send_message(process, calls)
 
     def _send_message(self, process: "_ActorProcess", calls: list["_Call"]) -> None:
         free, process.free = process.free, []
-        given: list[Any] = []
-        requests = [call.request(given) for call in calls]
-        stored = [one for call in calls if call.stored for one in call.results]
+        refs: list[Any] = []
+        requests = [call.request(refs) for call in calls]
+        stored = [result for call in calls if call.stored for result in call.results]
         # One argument of bytes: Ray would look into each of the values.
         content = self._ray.cloudpickle.dumps((free, requests))
         remote = process.host.call.options(num_returns=1 + len(stored)).remote
-        found = remote(content, *given)
-        message, *refs = found if stored else [found]
-        for result, ref in zip(stored, refs, strict=True):
+        answer = remote(content, *refs)
+        message, *stored_refs = answer if stored else [answer]
+        for result, ref in zip(stored, stored_refs, strict=True):
             result.ref = ref
         self._messages[message] = calls
 
-    def _came(self, ref: Any, calls: list["_Call"]) -> None:
+    def _receive(self, ref: Any, calls: list["_Call"]) -> None:
         """Take the answer to a message."""
         answers: list[Any] = [[None] * len(call.results) for call in calls]
         error = None
@@ -226,8 +234,8 @@ class RayTransport(Transport):
                     self._fetch(call.results)
         except errors.PeerError:
             raise
-        except Exception as found:
-            error = found
+        except Exception as raised:
+            error = raised
         for call, values in zip(calls, answers, strict=True):
             call.args = ()  # they were lent until now
             for result, value in zip(call.results, values, strict=True):
@@ -368,45 +376,36 @@ class _Result:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Given:
+class _Stored:
     """An argument that Ray stores, by its index among those of a message."""
 
     index: int
 
 
-@dataclasses.dataclass(frozen=True)
-class _Request:
-    """A call in a message."""
-
-    method: str
-    args: list[Any]
-    returns: int
-    stored: bool
+_Request = tuple[str, list[Any], int, bool]
+"""A call in a message: method, arguments, how many results, and whether Ray stores these."""
 
 
+@dataclasses.dataclass(eq=False)
 class _Call:
     """A call that is not answered; `stored`, whether Ray stores its results; `lasting`."""
 
-    def __init__(
-        self,
-        method: str,
-        args: tuple[Any, ...],
-        results: list[_Result],
-        stored: bool,
-        lasting: bool,
-    ) -> None:
-        self.method, self.args, self.results = method, args, results
-        self.stored, self.lasting = stored, lasting
+    process: _ActorProcess
+    method: str
+    args: tuple[Any, ...]
+    results: list[_Result]
+    stored: bool
+    lasting: bool
 
-    def request(self, given: list[Any]) -> _Request:
-        """Return the request; what Ray stores of its arguments is appended to `given`."""
+    def request(self, refs: list[Any]) -> _Request:
+        """Return the request; references to what Ray stores of its arguments go to `refs`."""
         args = []
         for arg in self.args:
             if isinstance(arg, _Result) and arg.ref is not None:
-                given.append(arg.ref)
-                arg = _Given(len(given) - 1)
+                refs.append(arg.ref)
+                arg = _Stored(len(refs) - 1)
             args.append(arg.value if isinstance(arg, _Result) else arg)
-        return _Request(self.method, args, len(self.results), self.stored)
+        return self.method, args, len(self.results), self.stored
 
 
 class _ActorHost:
@@ -426,34 +425,34 @@ class _ActorHost:
         if devices > 1:
             cpu_devices(devices)
         self._make, self._args = make, args
-        self._made: Any = None
+        self._object: Any = None
         self._lender = None if folder is None else Lender(folder)
         self._borrower = Borrower()
 
-    def call(self, content: bytes, *given: Any) -> Any:
+    def call(self, content: bytes, *stored_args: Any) -> Any:
         """Call methods of the object; return the results of each, then those that Ray stores.
 
         The first call makes the object. `content` has the files of ours that are free, and the
-        requests; `given`, what Ray stores of their arguments.
+        requests; `stored_args`, what Ray stores of their arguments.
         """
-        if self._made is None:
-            self._made = self._make(*self._args)
+        if self._object is None:
+            self._object = self._make(*self._args)
         free, requests = pickle.loads(content)
         if self._lender is not None:
             self._lender.take_back(free)
         answers, stored = list[Any](), list[Any]()
-        for request in requests:
+        for method, args, returns, is_stored in requests:
             args = [
-                given[arg.index] if isinstance(arg, _Given) else self._borrower.borrow(arg)
-                for arg in request.args
+                stored_args[arg.index] if isinstance(arg, _Stored) else self._borrower.borrow(arg)
+                for arg in args
             ]
-            found = getattr(self._made, request.method)(*args)
-            results = [found] if request.returns == 1 else [*found]
-            if request.stored:
+            returned = getattr(self._object, method)(*args)
+            results = [returned] if returns == 1 else [*returned]
+            if is_stored:
                 stored += results
                 results = [None] * len(results)
             elif self._lender is not None:  # before the next call changes it
-                results = [self._lender.lend(one) for one in results]
+                results = [self._lender.lend(result) for result in results]
             answers.append(results)
         answer = pickle.dumps(answers, pickle.HIGHEST_PROTOCOL)
         return (answer, *stored) if stored else answer

@@ -14,11 +14,10 @@ A server that ended is made again from the snapshot that the record names. What 
 snapshot and its end is repeated too, and then dropped, as it was.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from plurax.server.messages import Header, Pulled, Snapshot, Ticket
 from plurax.server.record import Event
@@ -64,7 +63,7 @@ class Replay:
             make_shard(spec, index, 0, saved) for index, saved in enumerate(self._saved)
         ]
         self._workers: dict[int, Worker] = {}
-        self._begun_with = dict(enumerate(residuals))
+        self._first_residuals = dict(enumerate(residuals))
         self._pulled: dict[Push, tuple[Ticket, list[Pulled]]] = {}
         self._gradients: dict[Push, tuple[Header, Sequence[Any]]] = {}
 
@@ -91,10 +90,11 @@ class Replay:
         if not self.spec.servers.feedback:
             return []
         zeros = zero_leaves(jax.tree.leaves(self.spec.state.params))
-        begun = [self._begun_with.get(index, zeros) for index in range(self.spec.servers.workers)]
         return [
-            self._workers[index].residuals() if index in self._workers else leaves
-            for index, leaves in enumerate(begun)
+            self._workers[index].residuals()
+            if index in self._workers
+            else self._first_residuals.get(index, zeros)
+            for index in range(self.spec.servers.workers)
         ]
 
     def _follow(self, index: int, event: Event) -> None:
@@ -118,7 +118,7 @@ class Replay:
             case "worker lost":
                 # With what it had left to send.
                 self._workers.pop(event["worker"], None)
-                self._begun_with.pop(event["worker"], None)
+                self._first_residuals.pop(event["worker"], None)
             case "server lost":
                 self._restart(event["server"])
 
@@ -136,8 +136,8 @@ class Replay:
             return
         ticket, pulled = self._pulled.pop(push)
         if worker not in self._workers:
-            begun = self._begun_with.get(worker)
-            self._workers[worker] = Worker(self.spec, worker, life, self._key, begun)
+            residuals = self._first_residuals.get(worker)
+            self._workers[worker] = Worker(self.spec, worker, life, self._key, residuals)
         header, *content = self._workers[worker].gradients(ticket, sequence, *pulled)
         self._gradients[push] = header, content
 
@@ -158,11 +158,10 @@ class Replay:
                 shard.push(header, part)
 
     def _commit(self, parts: Sequence[int]) -> None:
-        known: Mapping[int, np.ndarray] = {}
         shards: list[Any] = self.shards
-        for crossing in range(self.spec.update.crossings):
-            numbers = [shard.numbers(parts, crossing, known) for shard in shards]
-            known = {**known, **self.spec.update.combined(numbers)}
+        known = self.spec.update.exchange(
+            lambda crossing, known: [shard.numbers(parts, crossing, known) for shard in shards]
+        )
         for shard in shards:
             shard.commit(parts, known)
 

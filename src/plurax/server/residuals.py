@@ -1,4 +1,4 @@
-"""What each worker has left to send: like the parameters for a checkpoint, and dealt out again.
+"""What each worker has left to send: saved like the parameters, and redistributed.
 
 A compression (`plurax.server.compression`) leaves a vector for each that a worker pushes, and which
 parameters are in it depends on the number of servers. So what is saved of a worker are arrays like
@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from plurax import tree
+from plurax.server.compression import Residuals
 from plurax.server.shard_layout import ShardLayout
-from plurax.server.wire import Residuals
 
 Leaves = list[np.ndarray]
 """A worker's residuals, one array like each parameter, of float32 or wider."""
@@ -34,7 +34,7 @@ def zero_leaves(params: Sequence[Any]) -> Leaves:
 
     **Arguments:** `params`, arrays or `jax.ShapeDtypeStruct`s. The zeros are read-only.
     """
-    return [np.broadcast_to(np.zeros((), tree.sum_dtype(one.dtype)), one.shape) for one in params]
+    return [np.broadcast_to(np.zeros((), tree.sum_dtype(p.dtype)), p.shape) for p in params]
 
 
 def to_leaves(layout: ShardLayout, residuals: Sequence[Residuals]) -> Leaves:
@@ -51,9 +51,11 @@ def to_leaves(layout: ShardLayout, residuals: Sequence[Residuals]) -> Leaves:
 def from_leaves(layout: ShardLayout, leaves: Leaves) -> list[Residuals]:
     """Return a worker's residuals for each shard's vectors, from those like the parameters."""
     # Copies: what arrives from another process may be memory that others share.
-    given = dict(enumerate(map(jnp.array, leaves)))
-    vectors = [layout.join(shard, layout.pieces(shard, given)) for shard in range(layout.shards)]
-    return [tuple(vector.reshape(-1) for vector in one) for one in vectors]
+    copies = dict(enumerate(map(jnp.array, leaves)))
+    return [
+        tuple(vector.reshape(-1) for vector in layout.join(shard, layout.pieces(shard, copies)))
+        for shard in range(layout.shards)
+    ]
 
 
 def redistribute(saved: Sequence[Leaves], workers: int) -> list[Leaves]:

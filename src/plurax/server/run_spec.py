@@ -62,26 +62,22 @@ class RunSpec:
     @property
     def layout(self) -> ShardLayout:
         """Which shard holds which parameter."""
-        return self._dealt[0]
-
-    @property
-    def update(self) -> ShardedUpdate:
-        """The update of the shards. Raises `PlanError` for an optimizer that has none."""
-        return self._dealt[1]
+        return self.update.layout
 
     @functools.cached_property
-    def _dealt(self) -> tuple[ShardLayout, ShardedUpdate]:
-        """Cut those of the large parameters that the optimizer lets us cut."""
+    def update(self) -> ShardedUpdate:
+        """The update of the shards. Raises `PlanError` for an optimizer that has none.
+
+        Of the large parameters those are cut that the optimizer lets us cut.
+        """
         leaves, whole = jax.tree.leaves(self.state.params), set[int]()
         while True:
             layout = ShardLayout(leaves, self.servers.shards, whole)
             alone = self.servers.mode != "sync"
             try:
-                update = ShardedUpdate(self.optimizer, self.state, self.sums, layout, alone)
+                return ShardedUpdate(self.optimizer, self.state, self.sums, layout, alone)
             except NotCutError as error:
                 whole |= error.owners
-            else:
-                return layout, update
 
     @functools.cached_property
     def store_bytes(self) -> int:

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, Literal, get_args
 
 from plurax import errors
-from plurax.server.compression import CODECS, Compression
+from plurax.server.compression import Compression, get_codec
 from plurax.validate import whole_number
 
 Mode = Literal["sync", "bounded", "async"]
@@ -12,7 +12,7 @@ Correction = Literal["scale", "delay"]
 Where = Literal["ray", "threads"]
 
 
-MOST_PROCESSES = 10_000
+MAX_PROCESSES = 10_000
 """The most workers, or servers, of a run."""
 
 
@@ -63,27 +63,29 @@ class Servers:
     address: str | None = None
 
     def __post_init__(self) -> None:
-        self._check_number("snapshot_every", 1)
-        for field in ("shards", "workers"):
+        for field in ("snapshot_every", "shards", "workers"):
             self._check_number(field, 1)
-            if getattr(self, field) > MOST_PROCESSES:
+        for field in ("shards", "workers"):
+            if getattr(self, field) > MAX_PROCESSES:
                 raise errors.PlanError(
                     f"Servers({field}={getattr(self, field)}): each of them is a process, or a "
-                    f"thread; give at most {MOST_PROCESSES:,}."
+                    f"thread; give at most {MAX_PROCESSES:,}."
                 )
-        for field, kind in (("mode", Mode), ("transport", Where)):
-            self._check_name(field, get_args(kind))
-        for field, kind in (("correction", Correction), ("compression", Compression)):
-            if getattr(self, field) is not None:
-                self._check_name(field, get_args(kind))
-        if self.mode == "bounded":
-            if self.staleness is None:
+        for field, names in (
+            ("mode", get_args(Mode)), ("transport", get_args(Where)),
+            ("correction", (None, *get_args(Correction))),
+            ("compression", (None, *get_args(Compression))),
+        ):  # fmt: skip
+            if getattr(self, field) not in names:
+                known = ", ".join(name for name in names if name is not None)
                 raise errors.PlanError(
-                    "Servers(mode='bounded'): say how many steps a worker may be ahead of the "
-                    "slowest, such as staleness=3; with staleness=0 all workers take each step "
-                    "together."
+                    f"Servers({field}={getattr(self, field)!r}): {field} is one of {known}."
                 )
-            self._check_number("staleness", 0)
+        if self.mode == "bounded" and self.staleness is None:
+            raise errors.PlanError(
+                "Servers(mode='bounded'): say how many steps a worker may be ahead of the slowest, "
+                "such as staleness=3; with staleness=0 all workers take each step together."
+            )
         # What only some modes have.
         stale, joint = ("bounded", "async"), ("sync",)
         for field, modes in (
@@ -91,20 +93,19 @@ class Servers:
             ("max_staleness", stale),
         ):  # fmt: skip
             if getattr(self, field) is not None and self.mode not in modes:
-                names = " or ".join(f"mode={name!r}" for name in modes)
+                others = " or ".join(f"mode={mode!r}" for mode in modes)
                 raise errors.PlanError(
                     f"Servers(mode={self.mode!r}, {field}={getattr(self, field)!r}): {field} has "
-                    f"no meaning in mode={self.mode!r}. Leave it out, or say {names}."
+                    f"no meaning in mode={self.mode!r}. Leave it out, or say {others}."
                 )
-        if self.max_staleness is not None:
-            self._check_number("max_staleness", 0)
-        if self.quorum is not None:
-            self._check_number("quorum", 1)
-            if self.quorum > self.workers:
-                raise errors.PlanError(
-                    f"Servers(workers={self.workers}, quorum={self.quorum}): a batch has as many "
-                    f"parts as there are workers, so a quorum is at most {self.workers}."
-                )
+        for field, least in (("staleness", 0), ("max_staleness", 0), ("quorum", 1)):
+            if getattr(self, field) is not None:
+                self._check_number(field, least)
+        if self.quorum is not None and self.quorum > self.workers:
+            raise errors.PlanError(
+                f"Servers(workers={self.workers}, quorum={self.quorum}): a batch has as many "
+                f"parts as there are workers, so a quorum is at most {self.workers}."
+            )
         if isinstance(self.lease, bool) or not isinstance(self.lease, int | float) or (
             not self.lease > 0
         ):  # fmt: skip
@@ -117,18 +118,12 @@ class Servers:
                 "transport='ray' has an address."
             )
 
-    def _check_name(self, field: str, known: tuple[str, ...]) -> None:
-        if getattr(self, field) not in known:
-            raise errors.PlanError(
-                f"Servers({field}={getattr(self, field)!r}): {field} is one of {', '.join(known)}."
-            )
-
     def _check_number(self, field: str, least: int) -> None:
-        given: Any = getattr(self, field)
-        number = whole_number(given, least)
+        value: Any = getattr(self, field)
+        number = whole_number(value, least)
         if number is None:
             raise errors.PlanError(
-                f"Servers({field}={given!r}): {field} is a whole number of at least {least}."
+                f"Servers({field}={value!r}): {field} is a whole number of at least {least}."
             )
         object.__setattr__(self, field, number)
 
@@ -140,4 +135,4 @@ class Servers:
     @property
     def feedback(self) -> bool:
         """Whether workers add to a gradient what their compression left out of the one before."""
-        return self.compression is not None and CODECS[self.compression].feedback
+        return get_codec(self.compression).feedback

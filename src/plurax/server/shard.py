@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from plurax.server.compression import decode, get_codec
 from plurax.server.corrections import delay, scale
 from plurax.server.messages import Content, Header, Pulled, Reason, Reply, Snapshot
 from plurax.server.run_spec import RunSpec
 from plurax.server.shard_layout import Vectors, all_finite, from_host, to_bytes, to_host
-from plurax.server.wire import decode
 from plurax.state import TrainState
 
 
@@ -48,6 +48,11 @@ class Shard(abc.ABC):
         like = self.spec.leaves
         self.leaves = {i: from_host(leaf, like[i]) for i, leaf in snapshot.leaves.items()}
         self.seen = dict(snapshot.seen)
+        self._forget()
+
+    @abc.abstractmethod
+    def _forget(self) -> None:
+        """Drop what was kept for pushes to come: they are of other parameters."""
 
     def snapshot(self) -> tuple[int, Snapshot]:
         """Return the version, and all that the shard can be restarted from."""
@@ -62,8 +67,13 @@ class Shard(abc.ABC):
         if self.spec.servers.transport == "threads":
             # Who shares our memory would see the next update in it.
             content = tuple(part.copy() for part in content)
-        kept = {i: to_host(self.leaves[i]) for i in self.update.model_state}
-        return self.version, Pulled(self.incarnation, self.version, content, kept)
+        model_state = {i: to_host(self.leaves[i]) for i in self.update.model_state}
+        self._keep_pulled(worker, sequence)
+        return self.version, Pulled(self.incarnation, self.version, content, model_state)
+
+    @abc.abstractmethod
+    def _keep_pulled(self, worker: int, sequence: int) -> None:
+        """Keep of the parameters what the push of their gradient needs."""
 
     @abc.abstractmethod
     def push(self, header: Header, content: Content) -> Reply:
@@ -96,9 +106,10 @@ class Shard(abc.ABC):
 
     def _vectors(self, content: Content) -> Vectors | None:
         """Return the vectors of a push, or None where they are not those of this shard."""
-        return decode(self.spec.servers.compression, content, self.lengths)
+        return decode(get_codec(self.spec.servers.compression), content, self.lengths)
 
-    def _given(self, header: Header) -> dict[int, Array]:
+    def _scalars(self, header: Header) -> dict[int, Array]:
+        """Return the sums of a push but its gradients, by the index of their leaf."""
         return {i: from_host(leaf, self.spec.leaves[i]) for i, leaf in header.scalars.items()}
 
     def _grads(self, vectors: Vectors) -> dict[int, Array]:
@@ -113,20 +124,21 @@ class ApplyingShard(Shard):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._pulled: dict[tuple[int, int], dict[int, Array]] = {}
         # The parameters that a gradient is of are needed once more.
         keep = self.spec.servers.correction == "delay"
         self._apply = self.spec.jitted(
             f"apply {self.index}", lambda: self._updated, donate_argnums=() if keep else 0
         )
 
-    def pull(self, worker: int, sequence: int) -> tuple[int, Pulled]:
-        """Return the version and the parameters, for the push `sequence` of a worker."""
+    def _forget(self) -> None:
+        self._pulled: dict[tuple[int, int], dict[int, Array]] = {}
+
+    def _keep_pulled(self, worker: int, sequence: int) -> None:
         if self.spec.servers.correction == "delay":
-            self._pulled = {at: kept for at, kept in self._pulled.items()
+            # A worker has two pushes to come at most; of one that never comes nothing stays.
+            self._pulled = {at: params for at, params in self._pulled.items()
                             if at[0] != worker or at[1] > sequence - 2}  # fmt: skip
             self._pulled[worker, sequence] = {i: self.leaves[i] for i in self._params}
-        return super().pull(worker, sequence)
 
     def push(self, header: Header, content: Content) -> Reply:
         """Update with a gradient, or refuse it."""
@@ -135,12 +147,12 @@ class ApplyingShard(Shard):
         if reason is not None:
             return Reply(reason, self.version)
         staleness = self.version - header.bases[self.index][1]
-        most = self.spec.servers.max_staleness
-        if most is not None and staleness > most:
+        bound = self.spec.servers.max_staleness
+        if bound is not None and staleness > bound:
             return Reply("too stale", self.version, staleness)
         base = self._pulled.pop((header.worker, header.sequence), {})
         self.leaves, metrics = self._apply(
-            self.leaves, vectors, self._given(header), header.numbers, base, np.int32(staleness)
+            self.leaves, vectors, self._scalars(header), header.numbers, base, np.int32(staleness)
         )
         jax.block_until_ready(self.leaves)  # the vectors are ours for this call
         self.version += 1
@@ -181,11 +193,12 @@ class SummingShard(Shard):
         self._numbers = jitted("numbers", lambda: self.update.numbers, static_argnums=(0, 1))
         self._apply = jitted(f"apply {name}", lambda: self._updated, donate_argnums=0)
 
-    def restore(self, incarnation: int, snapshot: Snapshot) -> None:
-        """Begin again from a snapshot; pushes of the step that waits are dropped."""
-        super().restore(incarnation, snapshot)
+    def _forget(self) -> None:
         self._waiting: dict[int, tuple[Vectors, dict[int, Array]]] = {}
         self._sums: dict[int, Array] = {}
+
+    def _keep_pulled(self, worker: int, sequence: int) -> None:
+        pass  # its push is of the version that is updated
 
     def push(self, header: Header, content: Content) -> Reply:
         """Keep a gradient of the step that comes next, or refuse it."""
@@ -200,7 +213,7 @@ class SummingShard(Shard):
         if reason is None:
             assert vectors is not None
             own = tuple(jnp.array(vector) for vector in vectors)  # they are ours for this call
-            self._waiting[header.part] = own, self._given(header)
+            self._waiting[header.part] = own, self._scalars(header)
             self.seen[header.worker] = header.life, header.sequence
         return Reply(reason, self.version)
 
@@ -210,21 +223,21 @@ class SummingShard(Shard):
         """Add up the gradients of some parts; return what the other shards need of them."""
         if crossing == 0:
             self._sums = self._sum([self._waiting[part] for part in sorted(parts)])
-        found = self._numbers(self.index, crossing, {**self.leaves, **self._sums}, dict(known))
-        return {index: np.asarray(number) for index, number in found.items()}
+        numbers = self._numbers(self.index, crossing, {**self.leaves, **self._sums}, dict(known))
+        return {index: np.asarray(number) for index, number in numbers.items()}
 
     def commit(self, parts: Sequence[int], known: Mapping[int, Any]) -> Reply:
         """Update with the gradients of some parts, whose numbers of all shards are `known`."""
         if not self.update.crossings:
             self._sums = self._sum([self._waiting[part] for part in sorted(parts)])
         self.leaves, metrics = self._apply(self.leaves, self._sums, dict(known))
-        self._waiting, self._sums = {}, {}
+        self._forget()
         self.version += 1
         return Reply(None, self.version, 0, jax.tree.map(np.asarray, metrics))
 
     def _summed(self, parts: list[tuple[Vectors, dict[int, Array]]]) -> dict[int, Array]:
         every = [{**self._grads(vectors), **scalars} for vectors, scalars in parts]
-        return {index: sum(one[index] for one in every[1:]) + every[0][index]
+        return {index: sum(part[index] for part in every[1:]) + every[0][index]
                 for index in every[0]}  # fmt: skip
 
     def _updated(
@@ -253,8 +266,8 @@ def joined_state(spec: RunSpec, snapshots: Sequence[Snapshot], step: int) -> Tra
     newest = max(range(len(snapshots)), key=lambda index: snapshots[index].version)
     state = spec.update.joined(
         [
-            {i: from_host(leaf, spec.leaves[i]) for i, leaf in one.leaves.items()}
-            for one in snapshots
+            {i: from_host(leaf, spec.leaves[i]) for i, leaf in snapshot.leaves.items()}
+            for snapshot in snapshots
         ],
         newest,
     )

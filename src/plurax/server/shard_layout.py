@@ -1,19 +1,19 @@
-"""Deal the parameters of a network out to servers, each server's as a few vectors.
+"""Assign the parameters of a network to servers, each server's as a few vectors.
 
-Each parameter is on one shard, the largest dealt first, each to the shard that has least so far
+Each parameter is on one shard; the largest is assigned first, each to the shard that has least yet
 (Graham 1969, "Bounds on Multiprocessing Timing Anomalies": at most 4/3 of the best possible). A
 message is a few large arrays rather than many small ones: what is sent costs by the array as well
 as by the byte. A large parameter is a vector by itself, and so is never copied to be sent.
 
     parameters, f32        a (500, 500)     b (300, 500)     c (50,)     d (50,), bf16     2 shards
     bytes                  1,000,000        600,000          200         100
-    dealt                  a -> 0           b -> 1           c -> 1      d -> 1
+    shard                  0                1                1           1
     vectors of shard 0     float32: a
     vectors of shard 1     bfloat16 (50,): d      float32 (50,): c      float32: b
 
-Where whole parameters would leave the shards uneven, the large ones are cut: into rows of at most
-4 MiB, which are dealt as the others are, and of each shard follow one another. An embedding of
-(50000, 256), 51 MB, and little else, on 2 shards:
+Where whole parameters would leave the shards uneven, the large ones are cut into chunks of rows, of
+at most 4 MiB, which are assigned as the others are; the rows of a shard are contiguous. An
+embedding of (50000, 256), 51 MB, and little else, on 2 shards:
 
     chunks       13 of 3,572 rows, 3.7 MB each, and one of 3,564
     shard 0      rows 0 to 25,003                   shard 1      rows 25,004 to 49,999
@@ -32,6 +32,7 @@ from jaxtyping import Array, Bool
 
 from plurax.jaxpr.homes import Place, RowSplit
 from plurax.pipeline.packing import key_impl
+from plurax.tree import byte_count
 
 Vectors = tuple[Array, ...]
 """A shard's parameters, or gradients like them; a vector of one parameter has its shape."""
@@ -44,17 +45,17 @@ UNEVEN = 1.1
 """Times its fair share, that a shard may have before parameters are cut."""
 
 
-def deal(sizes: Sequence[int], shards: int) -> list[int]:
+def assign_shards(sizes: Sequence[int], shards: int) -> list[int]:
     """Return for each tensor its shard.
 
     **Arguments:** `sizes`, of the tensors in bytes; `shards`, how many there are.
 
-    >>> deal([400, 300, 200, 200], 2)
+    >>> assign_shards([400, 300, 200, 200], 2)
     [0, 1, 1, 0]
     """
     loads = [(0, shard) for shard in range(shards)]
     homes = [0] * len(sizes)
-    # Of equal tensors the first comes first: the same parameters are dealt alike on every machine.
+    # Of equal tensors the first comes first, so that every machine assigns them alike.
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
         load, shard = heapq.heappop(loads)
         homes[index] = shard
@@ -77,22 +78,23 @@ class ShardLayout:
         self._leaves = leaves
         self.shards = shards
         self._cuts: dict[int, _Cuts] = {}
-        sizes = [_bytes_of(leaf) for leaf in leaves]
-        dealt = deal(sizes, shards)
+        sizes = [byte_count(leaf) for leaf in leaves]
+        assigned = assign_shards(sizes, shards)
         loads = [0] * shards
-        for size, home in zip(sizes, dealt, strict=True):
-            loads[home] += size
+        for size, shard in zip(sizes, assigned, strict=True):
+            loads[shard] += size
         if max(loads) * shards > UNEVEN * sum(sizes):
             self._cut(sizes, whole)
         self.homes: list[Place] = [
-            RowSplit(index) if index in self._cuts else home for index, home in enumerate(dealt)
+            RowSplit(index) if index in self._cuts else shard
+            for index, shard in enumerate(assigned)
         ]
         for index, leaf in enumerate(leaves):
             if shards == 1 or math.prod(leaf.shape) == 1:
                 self.homes[index] = None
 
     def _cut(self, sizes: Sequence[int], whole: Collection[int]) -> None:
-        """Cut the large parameters, and deal their pieces with the others."""
+        """Cut the large parameters, and assign their chunks with the others."""
         items: list[tuple[int, int]] = []
         for index, leaf in enumerate(self._leaves):
             if sizes[index] <= CHUNK_BYTES or index in whole:
@@ -100,19 +102,18 @@ class ShardLayout:
                 continue
             count = -(-sizes[index] // CHUNK_BYTES)
             dim = next((d for d, n in enumerate(leaf.shape) if n >= count), leaf.ndim - 1)
-            row = sizes[index] // leaf.shape[dim]
-            most = max(CHUNK_BYTES // row, 1)
-            # As many for one shard as for another, where nothing else makes a difference.
-            each = -(-leaf.shape[dim] // (most * self.shards))
-            rows = -(-leaf.shape[dim] // (each * self.shards))
+            row_bytes = sizes[index] // leaf.shape[dim]
+            max_rows = max(CHUNK_BYTES // row_bytes, 1)
+            # As many chunks for one shard as for another, where nothing else makes a difference.
+            per_shard = -(-leaf.shape[dim] // (max_rows * self.shards))
+            rows = -(-leaf.shape[dim] // (per_shard * self.shards))
             self._cuts[index] = _Cuts(dim, rows, leaf.shape[dim], [0] * self.shards)
             items += [
-                (index, row * min(rows, leaf.shape[dim] - first))
+                (index, row_bytes * min(rows, leaf.shape[dim] - first))
                 for first in range(0, leaf.shape[dim], rows)
             ]
-        for (index, _), shard in zip(
-            items, deal([size for _, size in items], self.shards), strict=True
-        ):
+        assigned = assign_shards([size for _, size in items], self.shards)
+        for (index, _), shard in zip(items, assigned, strict=True):
             if index in self._cuts:
                 self._cuts[index].chunks[shard] += 1
 
@@ -187,8 +188,8 @@ class ShardLayout:
             at = 0
             for index in held:
                 shape = self._shape(index, shard)
-                one = vector if len(held) == 1 else vector[at : at + math.prod(shape)]
-                leaves[index] = one.reshape(shape)
+                leaf = vector if len(held) == 1 else vector[at : at + math.prod(shape)]
+                leaves[index] = leaf.reshape(shape)
                 at += math.prod(shape)
         return leaves
 
@@ -227,10 +228,6 @@ class _Cuts:
         first = self.rows * sum(self.chunks[:shard])
         end = first + self.rows * self.chunks[shard]
         return min(first, self.size), min(end, self.size)
-
-
-def _bytes_of(leaf: Any) -> int:
-    return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
 @jax.jit

@@ -14,13 +14,13 @@ Example, `optax.clip_by_global_norm` and `optax.adam` on 2 shards, `w0` on shard
               step, metrics                           step, metrics, the same
 
 Of a tensor that is cut each shard has some rows, and such a number is the sum of what the shards
-compute (`combined`). A worker that has the whole gradient can compute such numbers alone
+compute (`exchange`). A worker that has the whole gradient can compute such numbers alone
 (`worker_numbers`) and send them along, unless they need tensors of the servers.
 """
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,10 +51,9 @@ class ShardedUpdate:
     leaves; `layout`, which shard holds which parameter; `alone`, whether a worker computes the
     numbers, which must then not depend on tensors of the state that are cut.
 
-    **Attributes:** `crossings`, how often numbers cross between the shards; `metrics`, those of an
-    update, abstract; `params`, `grads`,
-    `model_state` and `scalars`: which leaves of `(state, sums)` they are (`scalars`: all of the
-    sums but the gradients).
+    **Attributes:** `layout`; `crossings`, how often numbers cross between the shards; `metrics`,
+    those of an update, abstract; `params`, `grads`, `model_state` and `scalars`: which leaves of
+    `(state, sums)` they are (`scalars`: all of the sums but the gradients).
 
     Raises `PlanError` where the optimizer needs tensors of several shards at once, and
     `NotCutError` where it needs those in one place that `layout` has cut.
@@ -68,27 +67,27 @@ class ShardedUpdate:
         layout: ShardLayout,
         alone: bool = False,
     ) -> None:
-        self._layout = layout
+        self.layout = layout
         self._number(state, sums, layout.homes)
-        self._given, given = jax.tree.structure((state, sums)), jax.tree.leaves((state, sums))
+        leaves, self._inputs_tree = jax.tree.flatten((state, sums))
         # XLA sums rows of all gradients together (`_norm` of a step), which no shard could.
         dtypes = jax.tree.map(lambda leaf: leaf.dtype, state.params)
         apply = make_apply(whole_update(optimizer), dtypes, _norm)
         shapes = jax.eval_shape(apply, state, sums)
-        self._made, made = jax.tree.structure(shapes), jax.tree.leaves(shapes)
+        results, self._results_tree = jax.tree.flatten(shapes)
         self.metrics = {name: shapes[1][name] for name in sorted(shapes[1])}
-        self._results = [*self._places[: self.state_leaves], *[None] * len(self.metrics)]
-        assert len(made) == len(self._results)
+        places = [*self._places[: self.state_leaves], *[None] * len(self.metrics)]
+        assert len(results) == len(places)
 
         def fun(*leaves: Array) -> list[Array]:
-            return jax.tree.leaves(apply(*jax.tree.unflatten(self._given, leaves)))
+            return jax.tree.leaves(apply(*jax.tree.unflatten(self._inputs_tree, leaves)))
 
         self._homes = Homes(
             lambda fun, *args: jax.make_jaxpr(fun)(*args),
             fun,
-            [jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype) for leaf in given],
+            [jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype) for leaf in leaves],
             self._places,
-            self._results,
+            places,
             errors.optimizer_needs_shards,
         )
         self._crossing = list(self._homes.crossing)
@@ -120,17 +119,18 @@ class ShardedUpdate:
                 jax.tree.leaves(match), jax.tree.leaves(state.opt_state), strict=True
             )
         ]
-        kept: list[Place] = [None] * len(jax.tree.leaves(state.model_state))
-        first: list[Place] = [None] * len(jax.tree.leaves((sums.weight, sums.loss, sums.metrics)))
+        model_state: list[Place] = [None] * len(jax.tree.leaves(state.model_state))
+        totals: list[Place] = [None] * len(jax.tree.leaves((sums.weight, sums.loss, sums.metrics)))
         # step; params; opt_state; model_state; key, skipped
-        on_state = [None, *homes, *opt_state, *kept, None, None]
-        self.state_leaves = len(on_state)
-        self._places: list[Place] = [*on_state, *first, *homes, *kept, None]
+        of_state = [None, *homes, *opt_state, *model_state, None, None]
+        self.state_leaves = stop = len(of_state)
+        # weight, loss, metrics; grads; model_state; examples
+        self._places: list[Place] = [*of_state, *totals, *homes, *model_state, None]
         self.params = range(1, 1 + len(homes))
-        self.model_state = range(len(on_state) - 2 - len(kept), len(on_state) - 2)
-        start = len(on_state) + len(first)
+        self.model_state = range(stop - 2 - len(model_state), stop - 2)
+        start = stop + len(totals)
         self.grads = range(start, start + len(homes))
-        self.scalars = [*range(len(on_state), start), *range(self.grads.stop, len(self._places))]
+        self.scalars = [*range(stop, start), *range(self.grads.stop, len(self._places))]
 
     def _place(self, place: Place, shape: tuple[int, ...], state: TrainState) -> Place:
         """Return the place of a leaf of the optimizer's state, of a parameter with a place."""
@@ -154,7 +154,7 @@ class ShardedUpdate:
     def piece(self, index: int, shard: int, leaf: Any) -> Any:
         """Return what a shard has of a leaf of `(state, sums)`."""
         place = self._places[index]
-        return self._layout.piece(place.owner, shard, leaf) if isinstance(place, RowSplit) else leaf
+        return self.layout.piece(place.owner, shard, leaf) if isinstance(place, RowSplit) else leaf
 
     def held(self, shard: int) -> list[int]:
         """Return which leaves of the state a shard holds."""
@@ -173,42 +173,50 @@ class ShardedUpdate:
             and (self._homes.home[var] == shard or var in self._homes.parts)
         ]
         atoms = [self._crossing[i] for i in wanted]
-        found = self._evaluated((None, shard), atoms, leaves, known, shard)
-        return dict(zip(wanted, found, strict=True))
+        values = self._evaluated((None, shard), atoms, leaves, known, shard)
+        return dict(zip(wanted, values, strict=True))
 
-    def combined(self, numbers: Sequence[Mapping[int, Any]]) -> dict[int, np.ndarray]:
-        """Return the numbers of one crossing, from those of all shards."""
-        every: dict[int, list[Any]] = {}
-        for one in numbers:
-            for index, number in one.items():
-                every.setdefault(index, []).append(number)
-        combined = {}
-        for index, found in every.items():
-            reduction = self._homes.parts.get(self._crossing[index])
-            value = found[0] if reduction is None else PARTS[reduction](found)
-            combined[index] = np.asarray(value, found[0].dtype)
-        return combined
+    def exchange(
+        self, numbers_of_shards: Callable[[int, Numbers], Sequence[Mapping[int, Any]]]
+    ) -> dict[int, np.ndarray]:
+        """Return the numbers of all crossings.
+
+        **Arguments:** `numbers_of_shards`, called with each crossing and the numbers of those
+        before it; returns what `numbers` gives for each shard.
+        """
+        known: dict[int, Any] = {}
+        for crossing in range(self.crossings):
+            parts: dict[int, list[Any]] = {}
+            for numbers in numbers_of_shards(crossing, known):
+                for index, number in numbers.items():
+                    parts.setdefault(index, []).append(number)
+            known = known | {index: self._combined(index, part) for index, part in parts.items()}
+        return known
+
+    def _combined(self, index: int, parts: Sequence[Any]) -> np.ndarray:
+        """Return a number from its parts, one of each shard that computes any."""
+        reduction = self._homes.parts.get(self._crossing[index])
+        value = parts[0] if reduction is None else PARTS[reduction](parts)
+        return np.asarray(value, parts[0].dtype)
 
     def worker_numbers(self, leaves: Leaves) -> Numbers:
         """Return all numbers, from the leaves of the sums of one batch.
 
         Raises `PlanError` where one depends on tensors of the state that are on several shards.
         """
-        places = (None, *range(self._layout.shards))
-        found = self._evaluated(places, self._crossing, leaves, {})
-        return dict(enumerate(found))
+        places = (None, *range(self.layout.shards))
+        return dict(enumerate(self._evaluated(places, self._crossing, leaves, {})))
 
     def update(
         self, shard: int, leaves: Leaves, known: Numbers
     ) -> tuple[dict[int, Array], Metrics]:
         """Return the leaves of the state that a shard holds, and the metrics, once updated."""
         wanted = self.held(shard)
-        metrics = range(self.state_leaves, len(self._results))
         outvars = self._homes.jaxpr.outvars
-        atoms = [outvars[index] for index in (*wanted, *metrics)]
-        found = self._evaluated((None, shard), atoms, leaves, known, shard)
-        state = dict(zip(wanted, found, strict=False))
-        return state, dict(zip(self.metrics, found[len(wanted) :], strict=True))
+        atoms = [*(outvars[index] for index in wanted), *outvars[self.state_leaves :]]
+        values = self._evaluated((None, shard), atoms, leaves, known, shard)
+        state = dict(zip(wanted, values, strict=False))
+        return state, dict(zip(self.metrics, values[len(wanted) :], strict=True))
 
     def joined(self, parts: Sequence[Mapping[int, Any]], first: int = 0) -> TrainState:
         """Return the state of which each shard holds a part; what all have is of the `first`."""
@@ -216,11 +224,11 @@ class ShardedUpdate:
         for index, place in enumerate(self._places[: self.state_leaves]):
             if isinstance(place, RowSplit):
                 leaves[index] = jnp.asarray(
-                    self._layout.joined(place.owner, [part[index] for part in parts])
+                    self.layout.joined(place.owner, [part[index] for part in parts])
                 )
         state, _ = jax.tree.unflatten(
-            self._made,
-            [leaves.get(index) for index in range(len(self._results))],
+            self._results_tree,
+            [leaves.get(index) for index in range(self.state_leaves + len(self.metrics))],
         )
         assert isinstance(state, TrainState)
         return state
@@ -261,8 +269,8 @@ class ShardedUpdate:
         own = next((place for place in places if isinstance(place, RowSplit)), None)
         if own is not None and shard is not None:
             inputs = [
-                self._layout.piece(own.owner, shard, one) if place is None and one.ndim else one
-                for place, one in zip(places, inputs, strict=True)
+                self.layout.piece(own.owner, shard, x) if place is None and x.ndim else x
+                for place, x in zip(places, inputs, strict=True)
             ]
         return bind(eqn, inputs)
 

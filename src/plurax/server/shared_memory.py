@@ -21,14 +21,12 @@ import mmap
 import os
 import pickle
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from plurax import errors
-from plurax.locked_folder import LockedFolder
 
 FOLDER = Path("/dev/shm")
 """Where files are memory that all processes of a machine can map."""
@@ -146,14 +144,3 @@ def copied(value: Any) -> Any:
         return value
     content = Path(value.path).read_bytes()
     return pickle.loads(value.content, buffers=[bytearray(content[a:b]) for a, b in value.places])
-
-
-class SharedFolder(LockedFolder):
-    """A folder of /dev/shm for the processes of a run; removed at the end of this process."""
-
-    def __init__(self) -> None:
-        super().__init__(FOLDER, "plurax-")
-
-    def folder(self, name: str) -> str:
-        """Return a new folder of one process."""
-        return tempfile.mkdtemp(prefix=f"{name.replace(' ', '-')}-", dir=self.path)

@@ -108,10 +108,9 @@ class Synchronous(Coordinator):
             ticket.examples for ticket in parts if ticket.part not in taken
         )
         self.record("commit", step=parts[0].step, parts=taken)
-        known: dict[int, Any] = {}
-        for crossing in range(self.spec.update.crossings):
-            numbers = self._ask_all("numbers", taken, crossing, known)
-            known = {**known, **self.spec.update.combined(numbers)}
+        known = self.spec.update.exchange(
+            lambda crossing, known: self._ask_all("numbers", taken, crossing, known)
+        )
         replies = self._ask_all("commit", taken, known)
         for shard, reply in zip(self.shards, replies, strict=True):
             shard.version, shard.deaths = reply.version, 0

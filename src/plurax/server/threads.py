@@ -31,11 +31,11 @@ class Threads(Transport):
         return actor
 
     def _devices(self, count: int) -> list[jax.Device]:
-        every = jax.devices()
-        if self._taken + count > len(every):
+        devices = jax.devices()
+        if self._taken + count > len(devices):
             self._taken = 0
         self._taken += count
-        return every[self._taken - count : self._taken]
+        return devices[self._taken - count : self._taken]
 
     def call(
         self, actor: Actor, method: str, *args: Any, returns: int = 1, lasting: bool = False
@@ -74,14 +74,14 @@ class Threads(Transport):
 
 
 class _Thread:
-    """An object, made and called in a thread of its own."""
+    """An object that is made, at its first call, and called in a thread of its own."""
 
     def __init__(self, name: str, make: Callable[[], Any]) -> None:
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stopped = threading.Event()
         # A setting of `with jax.enable_x64()` is one of a thread.
-        self._x64 = bool(jax.config.read("jax_enable_x64"))
-        threading.Thread(target=self._run, args=(make,), name=name, daemon=True).start()
+        run = jax.enable_x64(bool(jax.config.read("jax_enable_x64")))(self._run)
+        threading.Thread(target=run, args=(make,), name=name, daemon=True).start()
 
     def call(self, method: str, args: tuple[Any, ...], returns: int) -> list[Future[Any]]:
         results: list[Future[Any]] = [Future() for _ in range(returns)]
@@ -93,24 +93,20 @@ class _Thread:
         self._calls.put(None)
 
     def _run(self, make: Callable[[], Any]) -> None:
-        with jax.enable_x64(self._x64):
-            self._work(make)
+        target: Any = None
 
-    def _work(self, make: Callable[[], Any]) -> None:
-        made: Any = None
-        failed: BaseException | None = None
-        try:
-            made = make()
-        except BaseException as error:
-            failed = error
-        while (call := self._calls.get()) is not None:
-            method, args, results = call
+        def call(method: str, *args: Any) -> Any:
+            nonlocal target
+            if target is None:
+                target = make()
+            return getattr(target, method)(*args)
+
+        while (request := self._calls.get()) is not None:
+            method, args, results = request
             if self._stopped.is_set():
                 give(results, error=ActorGoneError())
-            elif failed is not None:
-                give(results, error=failed)
             else:
-                answer(lambda *args, m=method: getattr(made, m)(*args), args, results)
+                answer(call, (method, *args), results)
 
 
 def answer(fun: Callable[..., Any], args: tuple[Any, ...], results: list[Future[Any]]) -> None:

@@ -4,7 +4,6 @@ It has the devices of its plan, and no state but what a compression has left to 
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,11 +17,12 @@ from plurax.execute.program import Program
 from plurax.execute.program_cache import cached_program, shapes_key
 from plurax.execute.step import Gradients
 from plurax.mesh import make_mesh
+from plurax.server.compression import Residuals, encode, first_residuals, get_codec
 from plurax.server.messages import Header, Pulled, Ticket
 from plurax.server.residuals import Leaves, from_leaves, to_leaves
 from plurax.server.run_spec import RunSpec
 from plurax.server.shard_layout import all_finite, from_bytes, from_host, to_host
-from plurax.server.wire import Residuals, encode, no_residuals
+from plurax.server.sharded_update import Numbers
 from plurax.state import TrainState
 
 
@@ -49,9 +49,9 @@ class Worker:
         self.state = self.program.canonical_shapes
         self._key = from_host(key, spec.state.key)
         self._skipped = jnp.zeros_like(self.state.skipped)
+        self._codec = get_codec(spec.servers.compression)
         self._residuals: list[Residuals] = [
-            no_residuals(spec.servers.compression, spec.layout.lengths(shard))
-            for shard in self._shards
+            first_residuals(self._codec, spec.layout.lengths(shard)) for shard in self._shards
         ]
         if residuals is not None:
             self._residuals = from_leaves(spec.layout, residuals)
@@ -59,9 +59,13 @@ class Worker:
         self._finite = spec.jitted("finite", lambda: all_finite)
         # In `sync` the servers compute them, of the sum over workers.
         sends = spec.servers.mode != "sync" and spec.update.crossings > 0
-        self._numbers = (
-            spec.jitted("numbers", lambda: functools.partial(_numbers, spec)) if sends else None
-        )
+        start = spec.update.grads.start
+
+        def numbers(grads: dict[int, Array], scalars: dict[int, Array]) -> Numbers:
+            leaves = {start + index: leaf for index, leaf in grads.items()}
+            return spec.update.worker_numbers({**leaves, **scalars})
+
+        self._numbers = spec.jitted("numbers", lambda: numbers) if sends else None
 
     def gradients(self, ticket: Ticket, sequence: int, *pulled: Pulled) -> tuple[Any, ...]:
         """Return a header, and for each shard what is pushed to it.
@@ -76,7 +80,7 @@ class Worker:
         A worker that has answered this holds nobody up: it is as fast in its first gradient as
         later.
         """
-        servers, kept = self.spec.servers, self.spec.update.model_state
+        model_state = self.spec.update.model_state
         pulled = [
             Pulled(
                 incarnation=0,
@@ -85,12 +89,12 @@ class Worker:
                     np.zeros(length * jnp.dtype(dtype).itemsize, np.uint8)
                     for dtype, length in self.spec.layout.lengths(shard)
                 ),
-                model_state={index: _zeros(self.spec.leaves[index]) for index in kept},
+                model_state={index: _zeros(self.spec.leaves[index]) for index in model_state},
             )
             for shard in self._shards
         ]
         batch = jax.tree.map(_zeros, self.spec.batch)
-        ticket = Ticket(step=0, part=0, parts=servers.parts, first=0, batch=batch)
+        ticket = Ticket(step=0, part=0, parts=self.spec.servers.parts, first=0, batch=batch)
         residuals = list(self._residuals)
         self._push(ticket, 0, pulled, self._compiled)
         self._residuals = residuals
@@ -116,13 +120,11 @@ class Worker:
         scalars = dict(zip(self.spec.update.scalars, leaves, strict=True))
         layout = self.spec.layout
         vectors = [layout.join(shard, layout.pieces(shard, grads)) for shard in self._shards]
-        content = []
-        for shard in self._shards:
-            one, left = encode(
-                self.spec.servers.compression, vectors[shard], self._residuals[shard]
-            )
-            self._residuals[shard] = left
-            content.append(one)
+        encoded = [
+            encode(self._codec, *both) for both in zip(vectors, self._residuals, strict=True)
+        ]
+        content = [parts for parts, _ in encoded]
+        self._residuals = [residuals for _, residuals in encoded]
         numbers = {} if self._numbers is None else self._numbers(grads, scalars)
         header = Header(
             worker=self.index,
@@ -130,12 +132,12 @@ class Worker:
             sequence=sequence,
             step=ticket.step,
             part=ticket.part,
-            bases=tuple((one.incarnation, one.version) for one in pulled),
+            bases=tuple((shard.incarnation, shard.version) for shard in pulled),
             layout=self.spec.layout_name,
             finite=self._are_finite(grads, numbers),
             scalars={index: to_host(leaf) for index, leaf in scalars.items()},
             numbers={index: np.asarray(number) for index, number in numbers.items()},
-            sent=sum(part.nbytes for one in content for parts in one for part in parts),
+            sent=sum(array.nbytes for parts in content for arrays in parts for array in arrays),
         )
         return header, *content
 
@@ -153,10 +155,10 @@ class Worker:
     def _params(self, pulled: Sequence[Pulled]) -> PyTree:
         """Return the parameters on this worker's devices; on CPU what was pulled is not copied."""
         layout, parts = self.spec.layout, list[dict[int, Any]]()
-        for shard, one in enumerate(pulled):
+        for shard, of_shard in enumerate(pulled):
             vectors = [
-                from_bytes(part, dtype)
-                for part, (dtype, _) in zip(one.vectors, layout.lengths(shard), strict=True)
+                from_bytes(content, dtype)
+                for content, (dtype, _) in zip(of_shard.vectors, layout.lengths(shard), strict=True)
             ]
             parts.append(layout.split(shard, vectors))
         leaves = layout.whole(parts)
@@ -175,12 +177,16 @@ class Worker:
         if ticket.rows is not None:
             batch = jax.tree.map(lambda leaf: np.asarray(leaf)[ticket.rows], self.spec.arrays)
         like = self.spec.leaves
-        kept = [from_host(leaf, like[index]) for index, leaf in pulled[0].model_state.items()]
+        model_state = [
+            from_host(leaf, like[index]) for index, leaf in pulled[0].model_state.items()
+        ]
         state = TrainState(
             step=jnp.asarray(ticket.step, self.state.step.dtype),
             params=self._params(pulled),
             opt_state=self.state.opt_state,  # empty
-            model_state=jax.tree.unflatten(jax.tree.structure(self.spec.state.model_state), kept),
+            model_state=jax.tree.unflatten(
+                jax.tree.structure(self.spec.state.model_state), model_state
+            ),
             key=self._key,
             skipped=self._skipped,
         )
@@ -206,9 +212,3 @@ def _zeros(like: Any) -> np.ndarray:
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         like = jax.eval_shape(jax.random.key_data, like)
     return np.zeros(like.shape, like.dtype)
-
-
-def _numbers(spec: RunSpec, grads: dict[int, Array], scalars: dict[int, Array]) -> dict[int, Array]:
-    first = spec.update.grads.start
-    leaves = {first + index: leaf for index, leaf in grads.items()}
-    return dict(spec.update.worker_numbers({**leaves, **scalars}))
