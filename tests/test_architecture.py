@@ -256,14 +256,14 @@ def test_no_two_classes_have_one_name():
 # Concrete methods that are overridden, and concrete classes that have subclasses: until the parts
 # they are in are reworked. Nothing may be added.
 OVERRIDDEN = {
-    "ApplyingShard.pull", "Csv._flush", "JsonLines._flush",
+    "Csv._flush", "JsonLines._flush",
     "NotebookProgress.__enter__", "NotebookProgress.__exit__",
     "NotebookProgress._print", "NotebookProgress.advance", "NotebookProgress.compiling",
-    "NotebookProgress.epoch", "Simulated.now", "SourceData._taken", "SourceData.batches_per_epoch",
-    "SummingShard.restore", "Synchronous._wait", "Synchronous.state", "TensorBoard._flush",
+    "NotebookProgress.epoch", "SourceData._taken", "SourceData.batches_per_epoch",
+    "TensorBoard._flush",
 }  # fmt: skip
 SUBCLASSED = {
-    "Common", "LockedFolder", "Resharder", "StepLogger", "StreamData", "TrainingProgress",
+    "Common", "Resharder", "StepLogger", "StreamData", "TrainingProgress",
 }  # fmt: skip
 
 

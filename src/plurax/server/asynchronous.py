@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 
 from plurax.server.coordinator import (
-    Assignment,
     Batches,
     Coordinator,
     Metrics,
     ShardSlot,
     WorkerSlot,
+    WorkerTicket,
 )
 from plurax.server.messages import Reply, Ticket
 from plurax.server.residuals import Leaves
@@ -101,7 +101,7 @@ class Asynchronous(Coordinator):
     def _is_late(self, ticket: Ticket) -> bool:
         return False
 
-    def _pushed(self, assignment: Assignment, replies: Sequence[Reply]) -> None:
+    def _pushed(self, assignment: WorkerTicket, replies: Sequence[Reply]) -> None:
         taken = [reply for reply in replies if reply.reason is None]
         # A batch whose push was refused counts for nothing, and its row has the loss before.
         metrics, staleness = {**self._last, "weight": 0 * self._last["weight"]}, 0.0

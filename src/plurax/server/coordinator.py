@@ -71,7 +71,7 @@ class WorkerSlot:
     def __init__(self, index: int, residuals: Leaves | None) -> None:
         self.index, self.residuals = index, residuals
         self.life = self.started = self.clock = self.sequence = self.deaths = 0
-        self.assignments: list[Assignment] = []
+        self.assignments: list[WorkerTicket] = []
         self.ready = False
         self.idle_since: float | None = None
 
@@ -93,7 +93,7 @@ class ShardSlot:
         self.saved_number = self.incarnation = self.deaths = 0
 
 
-class Assignment:
+class WorkerTicket:
     """A ticket that a worker has.
 
     **Attributes:** `life` of the worker then, and the `sequence` of the push; `pushed`, whether
@@ -207,7 +207,7 @@ class Coordinator(abc.ABC):
 
     def _assign(self, worker: WorkerSlot, ticket: Ticket) -> None:
         """Give a ticket to a worker."""
-        assignment = Assignment(ticket, worker)
+        assignment = WorkerTicket(ticket, worker)
         self.record("pull", step=ticket.step, part=ticket.part, **assignment.push_id)
         worker.assignments.append(assignment)
         worker.sequence += 1
@@ -220,7 +220,7 @@ class Coordinator(abc.ABC):
             worker.idle_since = None
         self._coroutines.start(self._run_ticket(assignment))
 
-    async def _run_ticket(self, assignment: Assignment) -> None:
+    async def _run_ticket(self, assignment: WorkerTicket) -> None:
         """Pull the parameters, let the worker compute, and push its gradient."""
         worker = assignment.worker
         pulled = await self._pull(assignment)
@@ -260,7 +260,7 @@ class Coordinator(abc.ABC):
         worker.clock += 1
         self._pushed(assignment, replies)
 
-    async def _pull(self, assignment: Assignment) -> list[Any]:
+    async def _pull(self, assignment: WorkerTicket) -> list[Any]:
         """Return a reference to the parameters of each server; one that ended gives none."""
         began = self.transport.now()
 
@@ -278,7 +278,7 @@ class Coordinator(abc.ABC):
         return pulled
 
     async def _push(
-        self, assignment: Assignment, header: Header, content: Sequence[Any]
+        self, assignment: WorkerTicket, header: Header, content: Sequence[Any]
     ) -> list[Reply]:
         """Push a gradient to all servers; return their replies."""
         assignment.pushed, began = True, self.transport.now()
@@ -312,16 +312,16 @@ class Coordinator(abc.ABC):
         """Return whether a gradient is dropped that a worker has computed of this ticket."""
 
     @abc.abstractmethod
-    def _pushed(self, assignment: Assignment, replies: Sequence[Reply]) -> None:
+    def _pushed(self, assignment: WorkerTicket, replies: Sequence[Reply]) -> None:
         """Account for a push that all servers have answered; without replies, that was late."""
 
-    def _give_back(self, assignment: Assignment) -> None:
+    def _give_back(self, assignment: WorkerTicket) -> None:
         """Take a ticket back whose parameters or gradient will not come; its worker is well."""
         if assignment in assignment.worker.assignments:
             assignment.worker.started -= 1
             self._reassign([assignment])
 
-    def _reassign(self, assignments: Sequence[Assignment]) -> None:
+    def _reassign(self, assignments: Sequence[WorkerTicket]) -> None:
         """Take the tickets of a worker's assignments from it."""
         for assignment in assignments:
             assignment.worker.assignments.remove(assignment)

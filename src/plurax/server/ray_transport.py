@@ -171,7 +171,7 @@ class RayTransport(Transport):
         """Call a method, at the next `wait`; return a reference to each of its results."""
         results = [_Result(actor.handle) for _ in range(returns)]
         stored = lasting or (returns > 1 and self._shared is None)
-        self._unsent.append(_Call(actor.handle, method, args, results, stored, lasting))
+        self._unsent.append(_Call(actor.handle, method, [*args], results, stored, lasting))
         return list(results)
 
     def put(self, value: Any) -> Any:
@@ -237,7 +237,7 @@ class RayTransport(Transport):
         except Exception as raised:
             error = raised
         for call, values in zip(calls, answers, strict=True):
-            call.args = ()  # they were lent until now
+            call.args.clear()  # they were lent until now
             for result, value in zip(call.results, values, strict=True):
                 result.is_there, result.value, result.error = True, value, error
 
@@ -376,7 +376,7 @@ class _Result:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stored:
+class _StoredArg:
     """An argument that Ray stores, by its index among those of a message."""
 
     index: int
@@ -386,13 +386,13 @@ _Request = tuple[str, list[Any], int, bool]
 """A call in a message: method, arguments, how many results, and whether Ray stores these."""
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Call:
     """A call that is not answered; `stored`, whether Ray stores its results; `lasting`."""
 
     process: _ActorProcess
     method: str
-    args: tuple[Any, ...]
+    args: list[Any]
     results: list[_Result]
     stored: bool
     lasting: bool
@@ -403,7 +403,7 @@ class _Call:
         for arg in self.args:
             if isinstance(arg, _Result) and arg.ref is not None:
                 refs.append(arg.ref)
-                arg = _Stored(len(refs) - 1)
+                arg = _StoredArg(len(refs) - 1)
             args.append(arg.value if isinstance(arg, _Result) else arg)
         return self.method, args, len(self.results), self.stored
 
@@ -443,7 +443,9 @@ class _ActorHost:
         answers, stored = list[Any](), list[Any]()
         for method, args, returns, is_stored in requests:
             args = [
-                stored_args[arg.index] if isinstance(arg, _Stored) else self._borrower.borrow(arg)
+                stored_args[arg.index]
+                if isinstance(arg, _StoredArg)
+                else self._borrower.borrow(arg)
                 for arg in args
             ]
             returned = getattr(self._object, method)(*args)

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from plurax.server.coordinator import Assignment, Batches, Coordinator, Metrics, ShardSlot
+from plurax.server.coordinator import Batches, Coordinator, Metrics, ShardSlot, WorkerTicket
 from plurax.server.coroutines import together
 from plurax.server.messages import Reply, Ticket
 from plurax.server.residuals import Leaves
@@ -132,7 +132,7 @@ class Synchronous(Coordinator):
     def _is_late(self, ticket: Ticket) -> bool:
         return ticket.step != self._step
 
-    def _pushed(self, assignment: Assignment, replies: Sequence[Reply]) -> None:
+    def _pushed(self, assignment: WorkerTicket, replies: Sequence[Reply]) -> None:
         assignment.worker.idle_since = self.transport.now()
         ticket, reasons = assignment.ticket, {reply.reason for reply in replies}
         if self._is_late(ticket) or "server restarted" in reasons:
