@@ -376,7 +376,7 @@ class _Result:
 
 
 @dataclasses.dataclass(frozen=True)
-class _StoredArg:
+class _InStore:
     """An argument that Ray stores, by its index among those of a message."""
 
     index: int
@@ -403,7 +403,7 @@ class _Call:
         for arg in self.args:
             if isinstance(arg, _Result) and arg.ref is not None:
                 refs.append(arg.ref)
-                arg = _StoredArg(len(refs) - 1)
+                arg = _InStore(len(refs) - 1)
             args.append(arg.value if isinstance(arg, _Result) else arg)
         return self.method, args, len(self.results), self.stored
 
@@ -443,9 +443,7 @@ class _ActorHost:
         answers, stored = list[Any](), list[Any]()
         for method, args, returns, is_stored in requests:
             args = [
-                stored_args[arg.index]
-                if isinstance(arg, _StoredArg)
-                else self._borrower.borrow(arg)
+                stored_args[arg.index] if isinstance(arg, _InStore) else self._borrower.borrow(arg)
                 for arg in args
             ]
             returned = getattr(self._object, method)(*args)

@@ -85,7 +85,7 @@ class _Thread:
 
     def call(self, method: str, args: tuple[Any, ...], returns: int) -> list[Future[Any]]:
         results: list[Future[Any]] = [Future() for _ in range(returns)]
-        self._calls.put((method, args, results))
+        self._calls.put(((method, *args), results))
         return results
 
     def stop(self) -> None:
@@ -102,11 +102,11 @@ class _Thread:
             return getattr(target, method)(*args)
 
         while (request := self._calls.get()) is not None:
-            method, args, results = request
+            arguments, results = request
             if self._stopped.is_set():
                 give(results, error=ActorGoneError())
             else:
-                answer(call, (method, *args), results)
+                answer(call, arguments, results)
 
 
 def answer(fun: Callable[..., Any], args: tuple[Any, ...], results: list[Future[Any]]) -> None:
