@@ -58,7 +58,7 @@ FLOORS = [
     ],
     ["distributed", "collective", "mesh", "hlo", "fingerprint", "jaxpr", "weights"],
     ["sharding", "partition", "pipeline"],
-    ["execute"],
+    ["execute", "trace"],
     ["adapters", "ensemble", "loop"],
     [
         "analysis",

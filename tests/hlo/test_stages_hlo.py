@@ -12,7 +12,7 @@ from tests import models
 
 import plurax as px
 from plurax.hlo import _computations
-from plurax.pipeline.schedule import SCHEDULES, make_schedule, ticks
+from plurax.pipeline.schedule import SCHEDULES, make_schedule
 
 ROWS = 4
 
@@ -39,7 +39,7 @@ def test_stages_exchange_only_permutes_of_boundaries(schedule):
     """One way and the other in each tick; all else over `pipeline` are numbers."""
     program = scheduled(schedule)
     chunks = 2 if schedule == "interleaved" else 1
-    length = len(ticks(make_schedule(schedule, 4, 8, chunks)))
+    length = len(make_schedule(schedule, 4, 8, chunks).ticks)
     found = program.collectives()
     permutes = [c for c in found if c.kind == "collective-permute"]
     assert [(c.axes, c.bytes, c.trips) for c in permutes] == [(("pipeline",), BOUNDARY, length)] * 2

@@ -9,11 +9,10 @@ from tests import models
 
 import plurax as px
 from plurax.machine import Level
-from plurax.pipeline.schedule import live_activations, make_schedule, ticks
+from plurax.pipeline.schedule import live_activations, make_schedule
 from plurax.planner.candidates import Model, candidates, model_of
-from plurax.planner.lockstep import stages_of, tick_counts
+from plurax.planner.lockstep import StagedModel, fastest_stages, stored_microbatches, tick_counts
 from plurax.planner.profile import Share
-from plurax.planner.stage_layers import stored_microbatches
 
 MACHINE = px.Machine(
     "fast links", {"float32": 1e9}, 1e9, 1e30, [Level("node", 168, 1e12)], half_dim=0.0
@@ -122,7 +121,7 @@ def test_ticks_and_stored_microbatches_without_simulation(schedule, stages, devi
     every = devices if schedule == "interleaved" else 1
     for microbatches in range(every, 4 * devices + 2, every):
         drawn = make_schedule(schedule, devices, microbatches, stages)
-        columns = ticks(drawn)
+        columns = drawn.ticks
         only = sum(all(a is None or a.kind == "F" for a in column) for column in columns)
         found = tick_counts(schedule, devices, microbatches, stages)
         assert found == (only, len(columns) - only), microbatches
@@ -138,16 +137,16 @@ def test_a_schedule_by_hand_is_simulated():
 def test_stages_of_layers_and_a_head():
     """8 layers of 1 + 2 s, a head of 1 + 2 s, on 2 devices: 4 and 4 layers, or 5 and 3."""
     layers, none, head = Share(8.0, 16.0, 80.0), Share(0.0, 0.0, 0.0), Share(1.0, 2.0, 5.0)
-    even = stages_of("gpipe", 2, 4, 1, 8, layers, none, head, (4, 4))
-    # 5 ticks of a forward and 5 of a backward of the slower stage, 4 layers and the head.
-    assert even.seconds == pytest.approx(5 * (4 + 1) * 3)
+    model = StagedModel("gpipe", 2, 4, 1, 8, layers, none, head)
+    even = model.stages((4, 4))
+    # The last of 5 forwards and the first of 5 backwards are of one stage each: 4 layers, no head.
+    assert even.seconds == pytest.approx(4 * (4 + 1) * 3 + 4 * 3)
     # 4 microbatches of 4 layers, and of the head.
     assert even.kept == pytest.approx(4 * 4 * 10 + 4 * 5)
-    found = stages_of("gpipe", 2, 4, 1, 8, layers, none, head)
-    assert found.layers == (4, 4) or found.layers == (5, 3)
-    heavy = stages_of("1f1b", 2, 4, 1, 8, layers, none, Share(4.0, 8.0, 5.0))
+    assert fastest_stages(model).layers in ((4, 4), (5, 3))
+    heavy = fastest_stages(StagedModel("1f1b", 2, 4, 1, 8, layers, none, Share(4.0, 8.0, 5.0)))
     assert heavy.layers == (6, 2)
-    # 2 ticks of forwards, 8 of backwards, which take twice as long.
+    # 10 ticks, of which the first is a forward of the first stage, the last its backward.
     assert heavy.seconds == pytest.approx(6 * (2 * 1 + 8 * 2))
     assert heavy.most == 6
 

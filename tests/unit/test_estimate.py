@@ -11,12 +11,13 @@ from tests.unit.test_liveness import perceptron, transformer
 
 import plurax as px
 from plurax.analysis.comparison import Comparison, differences
-from plurax.analysis.estimate import Seconds, human_seconds
-from plurax.analysis.liveness import peak_bytes
-from plurax.analysis.plan_ahead import trace_plan
+from plurax.analysis.estimate import human_seconds
 from plurax.machine import Level
 from plurax.pipeline import make_schedule, simulate
 from plurax.strategies import Strategies, Strategy
+from plurax.trace.clock import Seconds
+from plurax.trace.liveness import peak_bytes
+from plurax.trace.record import record_step
 from plurax.tree import human_bytes
 
 NEVER = 1e30
@@ -81,9 +82,9 @@ def test_memory_adds_up_to_the_peak():
     task, batch, _ = transformer()
     plan = px.Plan(data=2, zero=3, microbatches=2)
     found = px.estimate(task, optax.adam(1e-3), plan, batch, MACHINE)
-    traced = trace_plan(task, optax.adam(1e-3), plan, batch)
-    assert found.peak == pytest.approx(peak_bytes(traced.program), abs=100)
-    assert found.memory["gradients"] == traced.planned.memory.gradients
+    traced = record_step(task, optax.adam(1e-3), plan, batch)
+    assert found.peak == pytest.approx(peak_bytes(traced), abs=100)
+    assert found.memory["gradients"] == traced.memory.gradients
     assert found.fits
     assert found.spare == 10**9 - found.peak
     full = px.estimate(

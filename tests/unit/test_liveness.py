@@ -12,10 +12,11 @@ import pytest
 from tests.promotion import allowed
 
 import plurax as px
-from plurax.analysis.device_program import Flattener, Value
-from plurax.analysis.fusion import kernels
-from plurax.analysis.liveness import Buffer, pack, peak_bytes, temporaries
-from plurax.analysis.plan_ahead import trace_plan
+from plurax.trace.flatten import Flattener
+from plurax.trace.kernels import kernels
+from plurax.trace.liveness import Buffer, pack, peak_bytes, temporaries
+from plurax.trace.record import record_step
+from plurax.trace.step_trace import Value
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # --- By hand --------------------------------------------------------------------------------------
@@ -172,8 +173,8 @@ def predicted_and_allocated(model, optimizer, **plan):
     if plan.get("tensor", 1) > 1:
         plan["shardings"] = shardings
     plan = px.Plan(**plan)
-    traced = trace_plan(task, optimizer, plan, batch)
-    return peak_bytes(traced.program), px.compile(task, optimizer, plan, batch).memory().peak
+    trace = record_step(task, optimizer, plan, batch)
+    return peak_bytes(trace), px.compile(task, optimizer, plan, batch).memory().peak
 
 
 TABLE = [

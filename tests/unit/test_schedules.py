@@ -16,7 +16,6 @@ from plurax.pipeline.schedule import (
     live_activations,
     make_schedule,
     one_f_one_b,
-    ticks,
 )
 from plurax.pipeline.simulation import simulate
 from plurax.pipeline.slots import FIELDS, make_slot_table
@@ -56,7 +55,7 @@ def test_every_schedule_keeps_the_contract(name, p, m, v):
     kinds = "FBW" if schedule.split else "FB"
     everything = {Action(k, i, c) for k in kinds for i in range(m) for c in range(v)}
     done = {}
-    for tick, column in enumerate(ticks(schedule)):
+    for tick, column in enumerate(schedule.ticks):
         for device, work in enumerate(column):
             if work is not None:
                 assert (device, work) not in done
@@ -86,8 +85,8 @@ def test_no_slot_holds_two_things(name, p, m, v):
         held[store, device, slot] = what
         most[store] = max(most[store], sum(key[:2] == (store, device) for key in held))
 
-    assert len(table.columns) == len(ticks(schedule))
-    for tick, column in enumerate(ticks(schedule)):
+    assert len(table.columns) == len(schedule.ticks)
+    for tick, column in enumerate(schedule.ticks):
         row = [dict(zip(FIELDS, table.columns[tick, d], strict=True)) for d in range(p)]
         for device, work in enumerate(column):
             at = row[device]

@@ -11,16 +11,16 @@ from tests import models
 from tests.pictures import legend, panels
 
 import plurax as px
-from plurax.analysis.estimate import human_seconds
+from plurax.analysis.estimate import estimate_trace, human_seconds
 from plurax.machine import Level
 from plurax.planner.candidates import CandidatePlan, Sizes
 from plurax.planner.costs import BytesSent, TimeCosts, state_ratios
 from plurax.planner.layer import layer_of
 from plurax.planner.search import _CandidateQueue, _Computed, _Learned
-from plurax.planner.steady import estimate_steady
 from plurax.planner.tensor import TensorSearch
 from plurax.report.layer_picture import draw_found
 from plurax.strategies import Strategies, Strategy
+from plurax.trace.record import record_step
 from plurax.tree import human_bytes
 
 # Products cost most: 1 Gflop/s, and links and memory of 1 TB/s.
@@ -178,13 +178,25 @@ def test_a_plan_that_fits_is_needed():
 
 
 def test_many_microbatches_are_estimated_from_few():
-    task, batch = models.transformer_stack(), models.text(24)
-    plan = px.Plan(pipeline=2, microbatches=12)
-    exact = px.estimate(task, optax.sgd(0.1), plan, batch, SLOW)
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    steady = estimate_steady(task, optax.sgd(0.1), plan, like, SLOW)
-    assert steady.seconds == pytest.approx(exact.seconds, rel=0.05)
-    assert steady.peak == pytest.approx(exact.peak, rel=0.05)
+    """A table of all actions is not drawn up, and what is left out does not count."""
+    task, batch = models.transformer_stack(), models.text(96)
+    plan = px.Plan(pipeline=2, microbatches=48)
+    steady = px.estimate(task, optax.sgd(0.1), plan, batch, SLOW)
+    exact = estimate_trace(record_step(task, optax.sgd(0.1), plan, batch), SLOW)
+    assert steady.seconds == pytest.approx(exact.seconds, rel=0.002)
+    assert steady.peak == pytest.approx(exact.peak, rel=0.02)
+    assert steady.bytes_sent == pytest.approx(exact.bytes_sent)
+    assert (steady.plan, steady.batch_size) == (exact.plan, exact.batch_size)
+
+
+@pytest.mark.parametrize("pinned", [{}, {"pipeline": 2}], ids=str)
+def test_plans_are_ranked_by_what_an_estimate_says(pinned):
+    """To the bit: there is one clock."""
+    task, batch = models.transformer_stack(), models.text(96)
+    found = px.search(task, optax.adam(1e-3), batch, SLOW, pinned=pinned, count=3)
+    for ranked in found.ranked:
+        alone = px.estimate(task, optax.adam(1e-3), ranked.plan, batch, SLOW)
+        assert (ranked.seconds, ranked.memory) == (alone.seconds, alone.peak)
 
 
 # --- Pictures -------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from tests import models
 from tests.unit.test_liveness import flat, perceptron, transformer
 
 import plurax as px
-from plurax.analysis.plan_ahead import trace_plan
-from plurax.analysis.work import Product, Work, work
+from plurax.trace.record import record_step
+from plurax.trace.work import Product, Work, work
 
 FLOAT = jnp.float32
 
@@ -18,8 +18,8 @@ def of_plan(model, optimizer=None, **plan):
     task, batch, shardings = model()
     if plan.get("tensor", 1) > 1:
         plan["shardings"] = shardings
-    traced = trace_plan(task, optimizer or optax.sgd(0.1), px.Plan(**plan), batch)
-    return work(traced.program.block, traced.plan.axes), traced
+    traced = record_step(task, optimizer or optax.sgd(0.1), px.Plan(**plan), batch)
+    return work(traced.block, traced.plan.axes), traced
 
 
 def test_the_products_of_a_perceptron():
@@ -115,14 +115,14 @@ def test_collectives_are_those_that_are_planned(plan):
     def sent(collectives):
         return sum(one.bytes_sent * one.trips for one in collectives)
 
-    assert sent(found.collectives) == pytest.approx(sent(traced.planned.collectives), abs=200)
+    assert sent(found.collectives) == pytest.approx(sent(traced.collectives), abs=200)
     assert {one.axes for one in found.collectives} >= {("data",)}
 
 
 def test_data_parallel_sums_each_gradient_once():
     found, traced = of_plan(perceptron, data=4, microbatches=2)
-    assert traced.planned.collectives == []  # what is not planned is counted here
-    gradients = traced.planned.memory.gradients
+    assert traced.collectives == []  # what is not planned is counted here
+    gradients = traced.memory.gradients
     (kinds,) = {(one.kind, one.axes) for one in found.collectives}
     assert kinds == ("all-reduce", ("data",))
     assert sum(one.bytes for one in found.collectives) == gradients + 2 * 4  # and loss and weight
@@ -148,7 +148,7 @@ def test_a_sum_of_work():
 def test_a_pipelines_program_is_counted():
     task, batch = models.transformer_stack(), models.text(8)
     plan = px.Plan(pipeline=2, microbatches=4)
-    traced = trace_plan(task, optax.sgd(0.1), plan, batch)
-    found = work(traced.program.block, plan.axes)
+    traced = record_step(task, optax.sgd(0.1), plan, batch)
+    found = work(traced.block, plan.axes)
     assert found.products
     assert {one.kind for one in found.collectives} >= {"collective-permute"}

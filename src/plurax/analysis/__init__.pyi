@@ -4,12 +4,10 @@ from plurax.analysis.batch_size import fastest_batch_size as fastest_batch_size
 from plurax.analysis.batch_size import max_batch_size as max_batch_size
 from plurax.analysis.comparison import Comparison as Comparison
 from plurax.analysis.estimate import Estimate as Estimate
-from plurax.analysis.estimate import Seconds as Seconds
 from plurax.analysis.machine_timings import measure_machine as measure_machine
 from plurax.analysis.measured import Measured as Measured
-from plurax.analysis.plan_ahead import Planned as Planned
-from plurax.analysis.plan_ahead import PlannedMemory as PlannedMemory
-from plurax.analysis.plan_ahead import planned as planned
+from plurax.analysis.planned import Planned as Planned
+from plurax.analysis.planned import planned as planned
 from plurax.analysis.verify import Difference as Difference
 from plurax.analysis.verify import Verification as Verification
 from plurax.collective import Collective as Collective
@@ -21,3 +19,5 @@ from plurax.report.search_picture import draw_estimates as draw_estimates
 from plurax.report.search_picture import draw_search as draw_search
 from plurax.report.servers_picture import draw_servers as draw_servers
 from plurax.report.servers_picture import draw_workers as draw_workers
+from plurax.trace.clock import Seconds as Seconds
+from plurax.trace.step_trace import PlannedMemory as PlannedMemory

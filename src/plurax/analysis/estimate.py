@@ -1,87 +1,27 @@
 """Seconds, memory and bytes sent of one given plan on a machine, before anything is compiled.
 
-    kernels of a step           seconds of each
-    a matrix product            the longer of multiplying and of reading and writing its matrices
-    another kernel              reading and writing its arrays
-    a collective                sending its bytes over the slowest links of its group
-    every kernel                the overhead of starting it
-
-They are added up: a program of plurax sends and computes one after another. A pipeline's devices
-run different actions at a time; its ticks take as long as their slowest action, and what a device
-waits is the bubble:
-
-    tick       0    1    2    3    4    5
-    device 0   F0   F1   B0   -    B1   -       2 forwards, 2 backwards of 6 ticks: the bubble is
-    device 1   -    F0   B0   F1   B1   -       what is left
+The step is recorded (`plurax.trace.record`); its seconds are by `plurax.trace.clock`, its memory by
+`plurax.trace.liveness`. A search ranks plans by the same numbers.
 """
 
 import dataclasses
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 
 import optax
 from jaxtyping import PyTree
 
 from plurax import errors
-from plurax.analysis.device_program import Op
-from plurax.analysis.fusion import Kernel, kernels
-from plurax.analysis.liveness import temporaries
-from plurax.analysis.plan_ahead import TracedPlan, trace_plan
-from plurax.analysis.work import Work, work_of
-from plurax.collective import Collective
 from plurax.machine import Machine
 from plurax.notebook import html_table
-from plurax.pipeline.schedule import ticks
-from plurax.plan import MESH_AXES, Plan
+from plurax.plan import Plan
 from plurax.task import Task
+from plurax.trace.clock import Clock, Seconds, names_of
+from plurax.trace.liveness import temporaries
+from plurax.trace.record import record_steady_step
+from plurax.trace.step_trace import StepTrace
+from plurax.trace.work import work_of_step
 from plurax.tree import human_bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class Seconds:
-    """Seconds of a step on one device, by what it does.
-
-    **Fields:** `products`, matrix products and convolutions; `traffic`, the memory traffic of all
-    other kernels; `collectives`, by mesh axes, like `data` or `data+tensor`; `overhead`, of
-    starting kernels; `bubble`, waiting for other stages of a pipeline.
-    """
-
-    products: float = 0.0
-    traffic: float = 0.0
-    collectives: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
-    overhead: float = 0.0
-    bubble: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """All of them."""
-        sent = sum(self.collectives.values())
-        return self.products + self.traffic + sent + self.overhead + self.bubble
-
-    @staticmethod
-    def sum(parts: Iterable["Seconds"]) -> "Seconds":
-        """Return the seconds of all parts, one after another."""
-        parts = list(parts)
-        sent: dict[str, float] = defaultdict(float)
-        for axes, seconds in (one for part in parts for one in part.collectives.items()):
-            sent[axes] += seconds
-        return Seconds(
-            sum(part.products for part in parts),
-            sum(part.traffic for part in parts),
-            dict(sent),
-            sum(part.overhead for part in parts),
-            sum(part.bubble for part in parts),
-        )
-
-    def times(self, count: int) -> "Seconds":
-        """Return the seconds of so many repetitions."""
-        return Seconds(
-            self.products * count,
-            self.traffic * count,
-            {axes: seconds * count for axes, seconds in self.collectives.items()},
-            self.overhead * count,
-            self.bubble * count,
-        )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -227,153 +167,36 @@ def estimate(
             f"{machine.devices}. Estimate it on a machine of more nodes: "
             "plurax.Machine.preset('8xA100-80GB', nodes=4)."
         )
-    return estimate_traced(trace_plan(task, optimizer, plan, batch), machine)
+    return estimate_trace(record_steady_step(task, optimizer, plan, batch), machine)
 
 
-def estimate_traced(traced: TracedPlan, machine: Machine) -> Estimate:
-    """Return the `Estimate` of a plan that is traced already. See `estimate`."""
-    plan, program, planned = traced.plan, traced.program, traced.planned
-    clock = Clock(traced, machine)
-    found = kernels(program.block)
-    after = set(program.block.ops[program.update :])
-    gradient = [kernel for kernel in found if after.isdisjoint(kernel.ops)]
-    update = work_of([one for one in found if not after.isdisjoint(one.ops)], plan.axes)
-    if traced.parts is None:
-        done = work_of(gradient, plan.axes)
-        seconds, flops = clock.seconds(done), done.product_flops
-        collectives = [*done.collectives, *update.collectives]
-    else:
-        seconds, flops = pipelined(gradient, traced, clock)
-        collectives = []
-    held = planned.memory
+def estimate_trace(trace: StepTrace, machine: Machine) -> Estimate:
+    """Return the `Estimate` of a recorded step. See `estimate`."""
+    clock, work = Clock(trace.plan, machine), work_of_step(trace)
+    gradient, flops = clock.gradient(work, trace.pipeline)
+    needed = temporaries(trace.block, trace.state)
+    gradients = min(trace.memory.gradients, needed)
     memory = {
-        "parameters": held.parameters,
-        "optimizer": held.optimizer,
-        "model_state": held.model_state,
-        "batch": held.batch,
+        "parameters": trace.memory.parameters,
+        "optimizer": trace.memory.optimizer,
+        "model_state": trace.memory.model_state,
+        "batch": trace.memory.batch,
+        "gradients": gradients,
+        "temporaries": needed - gradients,
     }
-    extra = temporaries(program.block, program.state)
-    memory["gradients"] = min(held.gradients, extra)
-    memory["temporaries"] = extra - memory["gradients"]
     sent: dict[str, float] = defaultdict(float)
-    for one in planned.collectives or collectives:
-        sent[_over(one)] += one.bytes_sent * (one.trips or 1)
+    for collective in work.collectives(trace.pipeline):
+        sent[names_of(collective.axes)] += collective.bytes_sent * (collective.trips or 1)
     return Estimate(
-        plan, machine, traced.batch_size, seconds, clock.seconds(update), memory, dict(sent), flops
+        trace.plan,
+        machine,
+        trace.batch_size,
+        gradient,
+        clock.seconds(work.update),
+        memory,
+        dict(sent),
+        flops,
     )
-
-
-def _over(one: Collective) -> str:
-    return "+".join(axis for axis in MESH_AXES if axis in one.axes)
-
-
-def rates_of_stages(plan: Plan, machine: Machine) -> list[Machine]:
-    """Return the rates of the devices at each place of the pipeline; without one, of all.
-
-    Raises `MachineError` if those of one place differ.
-    """
-    pipeline, inner = plan.pipeline, plan.tensor
-    outer = plan.devices // (pipeline * inner)
-    return [
-        machine.rates_of(
-            (group * pipeline + stage) * inner + index
-            for group in range(outer)
-            for index in range(inner)
-        )
-        for stage in range(pipeline)
-    ]
-
-
-class Clock:
-    """Turns work into seconds, on the machine's devices that run a plan."""
-
-    def __init__(self, traced: TracedPlan, machine: Machine) -> None:
-        self.axes, self.machine = traced.plan.axes, machine
-        self.devices = traced.plan.devices
-        self.rates = rates_of_stages(traced.plan, machine)
-
-    def seconds(self, work: Work, stage: int = 0) -> Seconds:
-        """Return the seconds of some work on the devices at one index of the axis `pipeline`."""
-        rates = self.rates[stage]
-        products = sum(
-            count
-            * max(
-                rates.product_seconds(one.m, one.n, one.k, one.dtype, one.batch),
-                rates.traffic_seconds(one.bytes),
-            )
-            for one, count in work.products.items()
-        )
-        sent: dict[str, float] = defaultdict(float)
-        for one in work.collectives:
-            sent[_over(one)] += (one.trips or 1) * self._collective(one)
-        return Seconds(
-            products,
-            rates.traffic_seconds(work.bytes),
-            dict(sent),
-            rates.start_seconds * work.kernels,
-        )
-
-    def _collective(self, one: Collective) -> float:
-        size = stride = 1
-        spans = False
-        for axis in reversed(MESH_AXES):
-            if axis in one.axes:
-                size *= self.axes[axis]
-                spans = True
-            elif not spans:
-                stride *= self.axes[axis]
-        return self.machine.collective_seconds(
-            one.kind, one.bytes_sent, size, stride, mesh_devices=self.devices
-        )
-
-
-# --- Pipelines ------------------------------------------------------------------------------------
-
-
-def pipelined(found: Sequence[Kernel], traced: TracedPlan, clock: Clock) -> tuple[Seconds, float]:
-    """Return the seconds of a pipeline's gradient on its busiest device, and that one's flops.
-
-    The program runs the ticks of the schedule in one loop. In its body each action of each part of
-    a stage (embedding, one layer, head) is a loop that runs or not; a device runs in each tick what
-    the schedule says.
-    """
-    sizes, pipeline = clock.axes, traced.parts
-    assert pipeline is not None
-    loop = next(kernel for kernel in found if _is_tick_loop(kernel))
-    parts = [kernel for kernel in loop.inner[0] if kernel.root.name == "while"]
-    rest = work_of([kernel for kernel in loop.inner[0] if kernel not in parts], sizes)
-    other = clock.seconds(work_of([kernel for kernel in found if kernel is not loop], sizes))
-    done = {
-        key: work_of(kernel.inner[0], sizes)
-        for key, kernel in zip(pipeline.parts(), parts, strict=True)
-    }
-    schedule, columns = pipeline.schedule, ticks(pipeline.schedule)
-    busy, flops = [Seconds()] * schedule.devices, [0.0] * schedule.devices
-    seconds: dict[tuple[int, str, int], float] = {}
-    for device, line in enumerate(schedule.actions):
-        # A device repeats a few actions, each for many microbatches.
-        for (kind, chunk), count in Counter((a.kind, a.chunk) for a in line).items():
-            work = Work.sum(
-                done[kind, part].times(times)
-                for part, times in pipeline.of_stage(chunk * schedule.devices + device)
-            )
-            one = clock.seconds(work, device)
-            seconds[device, kind, chunk] = one.total
-            busy[device] = Seconds.sum([busy[device], one.times(count)])
-            flops[device] += count * work.product_flops
-    length = sum(
-        max(seconds[d, a.kind, a.chunk] for d, a in enumerate(column) if a is not None)
-        for column in columns
-    )
-    device = max(range(len(busy)), key=lambda index: busy[index].total)
-    waits = dataclasses.replace(busy[device], bubble=length - busy[device].total)
-    every = Seconds.sum([waits, clock.seconds(rest).times(len(columns)), other])
-    return every, flops[device]
-
-
-def _is_tick_loop(kernel: Kernel) -> bool:
-    root: Op = kernel.root
-    return root.name == "scan" and any(op.name == "while" for op in root.blocks[0].ops)
 
 
 def human_seconds(seconds: float) -> str:

@@ -7,9 +7,7 @@ from typing import get_args
 
 from plurax import errors, experiment, tree
 from plurax.analysis.estimate import Estimate, estimate
-from plurax.analysis.liveness import peak_bytes
 from plurax.analysis.measured import Measured
-from plurax.analysis.plan_ahead import trace_plan
 from plurax.cli.chosen import chosen_program, data_source, written
 from plurax.cli.estimate_command import diff_command, to_estimate
 from plurax.cli.options import Show
@@ -25,6 +23,8 @@ from plurax.report.plan_picture import draw_plan
 from plurax.report.plan_tables import compared_table, plan_report, shards_table
 from plurax.report.timeline import ScheduleCosts, compared_schedules_table, timeline_report
 from plurax.task import Task
+from plurax.trace.liveness import peak_bytes
+from plurax.trace.record import record_step
 from plurax.train.tune import tune
 
 TABLE_WIDTH, TIMELINE_WIDTH = 160, 100
@@ -146,7 +146,7 @@ def _predicted_peak(
         return predicted.peak
     assert isinstance(made.task, Task)
     _, like = data_source(made, options)
-    return peak_bytes(trace_plan(made.task, made.optimizer, plan, like).program)
+    return peak_bytes(record_step(made.task, made.optimizer, plan, like))
 
 
 def _costs(program: Program, plan: Plan) -> ScheduleCosts:

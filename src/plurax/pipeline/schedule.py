@@ -81,7 +81,7 @@ class Schedule:
         """Parse one line of text per device, actions apart by spaces. Raises `PlanError`."""
         return cls(name, tuple(tuple(map(Action.parse, line.split())) for line in lines))
 
-    @property
+    @functools.cached_property
     def devices(self) -> int:
         """Number of devices of the pipeline."""
         return len(self.actions)
@@ -106,25 +106,35 @@ class Schedule:
         """Whether the backward pass is split into B (of the input) and W (of the weights)."""
         return any(action.kind == "W" for line in self.actions for action in line)
 
+    @functools.cached_property
+    def ticks(self) -> list[tuple[Action | None, ...]]:
+        """For each tick the action of each device, or None where it is idle.
+
+        Each action runs in the first tick in which it can: after the device's previous action, and
+        after the ticks of all actions that it depends on (a send takes until the next tick). Raises
+        `PlanError` where devices wait for each other for ever.
+        """
+        return _ticks(self)
+
     def stage(self, device: int, action: Action) -> int:
         """Return the stage of an action on a device."""
         return action.chunk * self.devices + device
 
     def dependencies(self, device: int, action: Action) -> Iterator[tuple[int, Action]]:
         """Yield the actions that must be done before an action, as pairs `(device, action)`."""
-        stage = self.stage(device, action)
-        if action.kind == "F" and stage > 0:
-            yield self._at(stage - 1, "F", action.microbatch)
-        if action.kind == "B":
-            yield device, action._replace(kind="F")
-            if stage < self.stages - 1:
-                yield self._at(stage + 1, "B", action.microbatch)
-        if action.kind == "W":
-            yield device, action._replace(kind="B")
-
-    def _at(self, stage: int, kind: str, microbatch: int) -> tuple[int, Action]:
-        chunk, device = divmod(stage, self.devices)
-        return device, Action(kind, microbatch, chunk)
+        kind, microbatch, chunk = action
+        towards = -1 if kind == "F" else 1
+        if kind == "W":
+            yield device, Action("B", microbatch, chunk)
+        if kind == "B":
+            yield device, Action("F", microbatch, chunk)
+        if kind != "W":
+            # The stage before it, or for a backward the stage behind it.
+            other = device + towards
+            if other in (-1, self.devices):
+                other, chunk = (self.devices - 1, chunk - 1) if towards < 0 else (0, chunk + 1)
+            if 0 <= chunk < self.chunks:
+                yield other, Action(kind, microbatch, chunk)
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, line)) for line in self.actions)
@@ -240,7 +250,7 @@ def make_schedule(
     if isinstance(given, str):
         if given not in SCHEDULES:
             raise errors.plan_schedule_unknown(given, SCHEDULES)
-        return SCHEDULES[given](devices, microbatches, chunks)
+        return _named_schedule(given, devices, microbatches, chunks)
     schedule = Schedule.parse(given)
     check_schedule(schedule)
     found = (schedule.devices, schedule.microbatches, schedule.chunks)
@@ -251,6 +261,11 @@ def make_schedule(
             f"{sizes.format(devices, microbatches, chunks)}."
         )
     return schedule
+
+
+@functools.lru_cache(maxsize=32)  # a plan's schedule is asked for several times, and is large
+def _named_schedule(name: str, devices: int, microbatches: int, chunks: int) -> Schedule:
+    return SCHEDULES[name](devices, microbatches, chunks)
 
 
 # --- Checks ---------------------------------------------------------------------------------------
@@ -289,7 +304,7 @@ def check_schedule(schedule: Schedule, *, stored: int | None = None) -> None:
                             "device runs F and B of every microbatch for each of its stages, and W "
                             "for all of them or for none."
                         )
-    ticks(schedule)
+    schedule.ticks  # noqa: B018  raises
     if stored is not None:
         for device, most in enumerate(live_activations(schedule)):
             if most > stored:
@@ -321,13 +336,7 @@ def check_forwards_in_order(schedule: Schedule) -> None:
             last[action.chunk] = action
 
 
-def ticks(schedule: Schedule) -> list[tuple[Action | None, ...]]:
-    """Return for each tick the action of each device, or None where it is idle.
-
-    Each action runs in the first tick in which it can: after the device's previous action, and
-    after the ticks of all actions that it depends on (a send takes until the next tick). Raises
-    `PlanError` where devices wait for each other for ever.
-    """
+def _ticks(schedule: Schedule) -> list[tuple[Action | None, ...]]:
     at = [0] * schedule.devices
     ticks_of: dict[tuple[int, Action], int] = {}
     last = [-1] * schedule.devices

@@ -1,13 +1,13 @@
 """Simulate a schedule: its timeline, its bubble and the activations that it stores."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from plurax import errors
 from plurax.argument_check import text
 from plurax.notebook import html_table
-from plurax.pipeline.schedule import Action, Schedule, live_activations, ticks
+from plurax.pipeline.schedule import Action, Schedule, live_activations
 
 
 class Span(NamedTuple):
@@ -98,7 +98,7 @@ def simulate(
     free = [0.0] * schedule.devices
     ended: dict[tuple[int, Action], float] = {}
     spans = []
-    for column in ticks(schedule):
+    for column in schedule.ticks:
         begin = max(free) if lockstep else 0.0
         for device, action in enumerate(column):
             if action is None:
@@ -113,3 +113,18 @@ def simulate(
             )
             spans.append(Span(device, action, start, free[device]))
     return Timeline(schedule, tuple(spans), tuple(live_activations(schedule)))
+
+
+def lockstep_seconds(schedule: Schedule, takes: Callable[[int, Action], float]) -> float:
+    """Return the seconds of all ticks, each as long as its slowest action.
+
+    `takes(device, action)` returns the seconds of an action.
+
+    >>> from plurax.pipeline.schedule import make_schedule
+    >>> lockstep_seconds(make_schedule("1f1b", 2, 2), lambda device, action: 1 + device)
+    11
+    """
+    return sum(
+        max(takes(device, action) for device, action in enumerate(column) if action is not None)
+        for column in schedule.ticks
+    )

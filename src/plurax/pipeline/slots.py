@@ -33,7 +33,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from plurax.pipeline.schedule import Action, Schedule, ticks
+from plurax.pipeline.schedule import Action, Schedule
 
 FIELDS = (
     "kind",  # 0 idle, 1 F, 2 B, 3 W
@@ -79,7 +79,7 @@ def make_slot_table(schedule: Schedule, fn_stages: Sequence[int]) -> SlotTable:
     """
     at = {
         (device, action): tick
-        for tick, column in enumerate(ticks(schedule))
+        for tick, column in enumerate(schedule.ticks)
         for device, action in enumerate(column)
         if action is not None
     }

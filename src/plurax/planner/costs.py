@@ -34,6 +34,7 @@ from plurax.sharding.axes import Axes
 from plurax.sharding.reshard import ReshardStep, plan_reshard
 from plurax.sharding.rules import match_opt_state_to_params
 from plurax.sharding.spec import TensorSharding
+from plurax.trace.clock import collective_seconds, product_seconds
 
 
 class Costs(Protocol):
@@ -126,10 +127,10 @@ class TimeCosts:
             return self._parameter(graph, node.path, strategy.outputs[0])
         seconds = self.machine.traffic_seconds(strategy.traffic)
         if strategy.product is not None:
-            m, n, k, batch = strategy.product
-            product = self.machine.product_seconds(m, n, k, strategy.dtype, batch)
             # Other equations mostly run in the kernel of a product or of each other.
-            seconds = max(seconds, product) + self.machine.start_seconds
+            seconds = self.machine.start_seconds + product_seconds(
+                self.machine, strategy.product, strategy.dtype, strategy.traffic
+            )
         for over, sent in strategy.all_reduces:
             seconds += self._collective(graph.axes, "all-reduce", sent, over)
         return node.trips * seconds
@@ -148,12 +149,7 @@ class TimeCosts:
         )
 
     def _collective(self, axes: Axes, kind: str, sent: float, over: Sequence[str]) -> float:
-        names = list(axes.sizes)
-        minor = max(names.index(axis) for axis in over)
-        stride = axes.size(names[minor + 1 :])
-        return self.machine.collective_seconds(
-            kind, sent, axes.size(over), stride, mesh_devices=self._devices(axes)
-        )
+        return collective_seconds(self.machine, kind, sent, over, axes.sizes, self._devices(axes))
 
     def _devices(self, axes: Axes) -> int:
         return self.plan.data * self.plan.pipeline * axes.size(list(axes.sizes))

@@ -1,26 +1,35 @@
 """Seconds and bytes of a pipeline whose devices go through the ticks of a schedule in lockstep.
 
 The executor runs one tick after another, and devices exchange activations between them: a tick
-takes as long as its slowest action. A backward takes about twice as long as a forward, so what
-counts is in how many ticks there are only forwards:
+takes as long as its slowest action (`plurax.pipeline.simulation.lockstep_seconds`). Here that clock
+is asked thousands of times, so ticks in which every device does the same are counted together:
 
-    2 devices, 3 microbatches        ticks of forwards only    other ticks
-    gpipe  F0 F1 F2 -  B0 B1 B2 -    4                         4
-           -  F0 F1 F2 -  B0 ...
-    1f1b   F0 F1 -  B0 F2 B1 -  B2   2                         6
-           -  F0 B0 F1 B1 F2 B2 -
+    2 devices, 3 microbatches     ticks     what the devices do     how often
+    1f1b   F0 F1 -  B0 F2 B1 -  B2          F and idle              1
+           -  F0 B0 F1 B1 F2 B2 -           F and F                 1
+                                            idle and B              2
+                                            B and F, F and B        1 + 1
+                                            ...
 
-GPipe takes less time in lockstep, and stores all microbatches.
+With more microbatches the same ticks are repeated, so the counts of few say those of many. A
+backward takes about twice as long as a forward, so what counts besides is in how many ticks there
+are only forwards: GPipe has `m + p - 1` of these where 1F1B has `p`. It takes less time in
+lockstep, and stores all microbatches.
 """
 
 import dataclasses
 import functools
+import heapq
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 
-from plurax.pipeline.schedule import make_schedule, ticks
+import numpy as np
+from jaxtyping import Float, Int
+
+from plurax.pipeline.schedule import KINDS, live_activations, make_schedule
 from plurax.pipeline.stages import even_layers
 from plurax.planner.profile import Share
-from plurax.planner.stage_layers import best_layers, stored_microbatches
 
 
 def tick_counts(
@@ -40,7 +49,7 @@ def tick_counts(
         return v * p, 2 * v * m + 2 * (p - 1) - v * p
     if schedule == "zb-h1":
         return p, max(3 * m + p - 1, 2 * (m + p - 1) + 1) - p
-    columns = ticks(make_schedule(schedule, p, m, v))
+    columns = make_schedule(schedule, p, m, v).ticks
     only = sum(all(a is None or a.kind == "F" for a in column) for column in columns)
     return only, len(columns) - only
 
@@ -62,6 +71,73 @@ def stage_times(
     return only * forward + others * max(forward, back)
 
 
+# --- Ticks, counted by what the devices do --------------------------------------------------------
+
+_Ticks = Counter[tuple[int, ...]]
+
+
+def _ticks_of(
+    schedule: str | tuple[str, ...], pipeline: int, microbatches: int, virtual_stages: int
+) -> _Ticks:
+    """Return how often devices do what: for each its action's kind and chunk in one number."""
+    drawn = make_schedule(schedule, pipeline, microbatches, virtual_stages)
+    return Counter(
+        tuple(
+            0 if a is None else 1 + KINDS.index(a.kind) * virtual_stages + a.chunk for a in column
+        )
+        for column in drawn.ticks
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _steady_ticks(
+    schedule: str, pipeline: int, microbatches: int, virtual_stages: int
+) -> tuple[_Ticks, _Ticks, int]:
+    """Return the ticks of some microbatches, and those that so many more add.
+
+    A pipeline is full with as many microbatches as it has stages.
+    """
+    more = pipeline if schedule == "interleaved" else 1
+    ticks = _ticks_of(schedule, pipeline, microbatches, virtual_stages)
+    longer = _ticks_of(schedule, pipeline, microbatches + more, virtual_stages)
+    return ticks, longer - ticks, more
+
+
+@functools.lru_cache(maxsize=4096)
+def tick_table(
+    schedule: str | tuple[str, ...], pipeline: int, microbatches: int, virtual_stages: int
+) -> tuple[Int[np.ndarray, "K devices"], Int[np.ndarray, " K"]]:
+    """Return the kinds of ticks of a schedule: what each device does, and how many there are.
+
+    An action is `1 + virtual_stages * KINDS.index(kind) + chunk`, and 0 where a device is idle.
+    """
+    p, m, v = pipeline, microbatches, virtual_stages
+    full = 2 * p
+    if isinstance(schedule, str) and m > full + p:
+        few = full + (m - full) % p
+        ticks, added, more = _steady_ticks(schedule, p, few, v)
+        repeated = (m - few) // more
+        ticks = ticks + Counter({tick: count * repeated for tick, count in added.items()})
+    else:
+        ticks = _ticks_of(schedule, p, m, v)
+    return np.array(list(ticks)), np.array(list(ticks.values()))
+
+
+@functools.cache
+def stored_microbatches(
+    schedule: str | tuple[str, ...], pipeline: int, microbatches: int, virtual_stages: int
+) -> list[int]:
+    """Return for each device the most microbatches that it stores, those of all its stages."""
+    if isinstance(schedule, str) and schedule != "gpipe":
+        # A device stores no more with more microbatches once the pipeline is full.
+        full = 2 * pipeline
+        microbatches = min(microbatches, full + microbatches % pipeline)
+    return live_activations(make_schedule(schedule, pipeline, microbatches, virtual_stages))
+
+
+# --- Layers of stages -----------------------------------------------------------------------------
+
+
 @dataclasses.dataclass(frozen=True)
 class Stages:
     """The stages of a pipeline: `layers` of each; `seconds` of a step; `kept`, the bytes that a
@@ -73,55 +149,144 @@ class Stages:
     most: int
 
 
-@functools.lru_cache(maxsize=4096)
-def stages_of(
-    schedule: str | tuple[str, ...],
-    pipeline: int,
-    microbatches: int,
-    virtual_stages: int,
-    depth: int,
-    layers: Share,
-    embedding: Share,
-    head: Share,
-    given: tuple[int, ...] | None = None,
-    speeds: tuple[float, ...] | None = None,
-) -> Stages:
-    """Return the stages of a model of `depth` layers.
+@dataclasses.dataclass(frozen=True)
+class StagedModel:
+    """A model of `depth` equal layers under a schedule, and what its parts take.
 
-    **Arguments:** as the plan's; `layers`, all together, `embedding` and `head`, of one microbatch;
-    `given`, the layers of each stage; `speeds` of the devices at each place of the pipeline, by
-    which seconds are divided, by default 1. By default layers are equal, or the fastest if these
-    are faster by 2 %, which is as much as the seconds can be relied on.
+    **Fields:** `schedule`, `pipeline`, `microbatches`, `virtual_stages`, as the plan's; `depth`;
+    `layers`, all together, `embedding` and `head`, of one microbatch; `speeds` of the devices at
+    each place of the pipeline, by which seconds are divided, by default 1.
     """
 
-    def taking(given: Sequence[int]) -> Stages:
-        busy = [count * layers.seconds / depth for count in given]
-        busy[0] += embedding.seconds
-        busy[-1] += head.seconds
-        if speeds is not None:
-            busy = [one / speeds[stage % pipeline] for stage, one in enumerate(busy)]
-        parts = (layers, embedding, head)
-        forward = sum(one.forward for one in parts) / sum(one.seconds for one in parts)
-        times = stage_times(schedule, pipeline, microbatches, virtual_stages, forward)
-        stored = stored_microbatches(schedule, pipeline, microbatches, virtual_stages)
-        # Arrays are as large on all devices.
-        most = max(count * stored[stage % pipeline] for stage, count in enumerate(given))
-        ends = max(stored[0] * embedding.kept, stored[-1] * head.kept)
-        kept = most * layers.kept / depth + ends
-        return Stages(tuple(given), max(busy) * times, kept, max(given) * virtual_stages)
+    schedule: str | tuple[str, ...]
+    pipeline: int
+    microbatches: int
+    virtual_stages: int
+    depth: int
+    layers: Share
+    embedding: Share
+    head: Share
+    speeds: tuple[float, ...] | None = None
 
-    if given is not None:
-        return taking(given)
-    even = taking(even_layers(depth, pipeline * virtual_stages))
-    best = best_layers(
-        [layers.seconds / depth] * depth,
-        pipeline,
-        microbatches,
-        virtual_stages=virtual_stages,
-        schedule=schedule,
-        end_seconds=(embedding.seconds, head.seconds),
-        speeds=speeds,
-    )
-    assert best is not None, "fewer layers than stages are no candidate"
-    fastest = taking(best.layers)
+    def stages(self, given: Sequence[int]) -> Stages:
+        """Return the stages with these layers."""
+        forward, backward = self._times(given, "forward"), self._times(given, "backward")
+        halves = (backward / 2, backward / 2) if self._split else (backward, 0 * backward)
+        # Of each device: idle, then the actions of each kind and chunk.
+        takes = [np.zeros((self.pipeline, 1)), forward, *halves]
+        what, counts = tick_table(
+            self.schedule, self.pipeline, self.microbatches, self.virtual_stages
+        )
+        slowest = np.concatenate(takes, axis=1)[np.arange(self.pipeline), what].max(axis=1)
+        stored = stored_microbatches(
+            self.schedule, self.pipeline, self.microbatches, self.virtual_stages
+        )
+        # Arrays are as large on all devices.
+        most = max(count * stored[stage % self.pipeline] for stage, count in enumerate(given))
+        ends = max(stored[0] * self.embedding.kept, stored[-1] * self.head.kept)
+        return Stages(
+            tuple(given),
+            float(slowest @ counts),
+            most * self.layers.kept / self.depth + ends,
+            max(given) * self.virtual_stages,
+        )
+
+    @property
+    def _split(self) -> bool:
+        """Whether gradients of weights are actions of their own."""
+        by_hand = not isinstance(self.schedule, str) and "W" in "".join(self.schedule)
+        return self.schedule == "zb-h1" or by_hand
+
+    def _times(self, given: Sequence[int], way: str) -> Float[np.ndarray, "devices virtual_stages"]:
+        """Return the seconds of each stage for one microbatch, `forward` or `backward`."""
+        seconds = np.array(given) * (getattr(self.layers, way) / self.depth)
+        seconds[0] += getattr(self.embedding, way)
+        seconds[-1] += getattr(self.head, way)
+        of_devices = seconds.reshape(self.virtual_stages, self.pipeline).T
+        return of_devices / np.array(self.speeds or [1.0] * self.pipeline)[:, None]
+
+    def balanced(self) -> tuple[int, ...]:
+        """Return the layers of each stage with which the slowest stage is fastest.
+
+        Layers are equal, so each may go to the stage that is fastest with one more.
+        """
+        stages = self.pipeline * self.virtual_stages
+        counts = [1] * stages
+        queue = [(self.stage_seconds(stage, 2), stage) for stage in range(stages)]
+        heapq.heapify(queue)
+        for _ in range(self.depth - stages):
+            _, stage = heapq.heappop(queue)
+            counts[stage] += 1
+            heapq.heappush(queue, (self.stage_seconds(stage, counts[stage] + 1), stage))
+        return tuple(counts)
+
+    def towards_the_fast(self, slowest: float) -> tuple[int, ...] | None:
+        """Return the layers with as many as can be on fast devices, no stage being slower.
+
+        With few microbatches a step takes the seconds of all stages rather than of the slowest.
+        None if there are more layers than that.
+        """
+        stages = self.pipeline * self.virtual_stages
+        counts, left = [1] * stages, self.depth - stages
+        speeds = self.speeds or (1.0,) * self.pipeline
+        for stage in sorted(range(stages), key=lambda stage: -speeds[stage % self.pipeline]):
+            while left and self.stage_seconds(stage, counts[stage] + 1) <= slowest:
+                counts[stage] += 1
+                left -= 1
+        return None if left else tuple(counts)
+
+    def stage_seconds(self, stage: int, count: int) -> float:
+        """Return the seconds of one stage with some layers, forward and backward."""
+        last = self.pipeline * self.virtual_stages - 1
+        ends = self.embedding.seconds * (stage == 0) + self.head.seconds * (stage == last)
+        speed = self.speeds[stage % self.pipeline] if self.speeds else 1.0
+        return (count * self.layers.seconds / self.depth + ends) / speed
+
+
+@functools.lru_cache(maxsize=4096)
+def fastest_stages(model: StagedModel) -> Stages:
+    """Return the stages of a model: of equal layers, or the fastest if these are faster by 2 %,
+    which is as much as the seconds can be relied on."""
+    even = model.stages(even_layers(model.depth, model.pipeline * model.virtual_stages))
+    choices = [even, model.stages(model.balanced())]
+    if model.speeds is not None:
+        # As many layers as can be on fast devices, while no stage takes longer than one of these.
+        limits = {
+            model.stage_seconds(stage, count)
+            for stage in range(model.pipeline * model.virtual_stages)
+            for count in range(1, model.depth + 1)
+        }
+        some = sorted(limits)[:: 1 + len(limits) // _LIMITS]
+        choices += [model.stages(n) for n in map(model.towards_the_fast, some) if n is not None]
+    fastest = _climbed(model, min(choices, key=lambda stages: stages.seconds))
     return fastest if fastest.seconds < 0.98 * even.seconds else even
+
+
+def _climbed(model: StagedModel, best: Stages) -> Stages:
+    """Return stages after moving single layers to other stages as long as that is faster.
+
+    Under 1F1B neighbors run a forward and a backward in the same tick, so the slowest stage alone
+    does not say how long a step takes: of 5 layers on 3 devices (2, 1, 2) can be faster than
+    (2, 2, 1).
+    """
+    stages = len(best.layers)
+    for _ in range(model.depth):
+        busy = sorted(range(stages), key=lambda s: -model.stage_seconds(s, best.layers[s]))
+        moved = best
+        for source, target in itertools.product(busy[:_SLOWEST], range(stages)):
+            layers = list(best.layers)
+            layers[source] -= 1
+            layers[target] += 1
+            if layers[source] and source != target:
+                moved = min(moved, model.stages(layers), key=lambda one: one.seconds)
+        if moved is best:
+            break
+        best = moved
+    return best
+
+
+_SLOWEST = 4
+"""Stages from which layers are moved: those that take longest."""
+
+_LIMITS = 64
+"""Slowest stages that are looked at where devices differ."""

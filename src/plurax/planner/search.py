@@ -33,7 +33,7 @@ import optax
 from jaxtyping import PyTree
 
 from plurax import errors, tree
-from plurax.analysis.estimate import Estimate
+from plurax.analysis.estimate import Estimate, estimate
 from plurax.analysis.machine_timings import measure_machine
 from plurax.execute.check import check_kinds
 from plurax.execute.placement import abstract_batch
@@ -49,7 +49,6 @@ from plurax.planner.candidates import (
 )
 from plurax.planner.costs import TimeCosts, state_ratios
 from plurax.planner.found import Found, Ranked
-from plurax.planner.steady import estimate_steady
 from plurax.planner.tensor import SolverName, TensorSearch
 from plurax.sharding.rules import Rules
 from plurax.task import Task
@@ -318,7 +317,7 @@ class _Search:
         """Return a candidate with its shardings and its estimate, or None if it cannot be."""
         try:
             plan = self._shardings.plan(candidate.plan)
-            found = estimate_steady(self._task, self._optimizer, plan, self._batch, self._machine)
+            found = estimate(self._task, self._optimizer, plan, self._batch, self._machine)
         except (errors.PlanError, errors.MachineError) as error:
             self._refuse(candidate, str(error).splitlines()[0])
             return None

@@ -23,7 +23,7 @@ import jax
 from jaxtyping import PyTree
 
 from plurax import errors, tree
-from plurax.analysis.estimate import human_seconds, rates_of_stages
+from plurax.analysis.estimate import human_seconds
 from plurax.execute.initial_state import initial
 from plurax.execute.placement import leading_dim
 from plurax.machine import Machine
@@ -39,7 +39,7 @@ from plurax.planner.fewest import (
     strategies_of,
 )
 from plurax.planner.graph import Graph, Node, graph_of_step
-from plurax.planner.lockstep import Stages, stages_of
+from plurax.planner.lockstep import StagedModel, Stages, fastest_stages
 from plurax.planner.problem import Pins, Problem, Solution, Within
 from plurax.planner.profile import SolutionProfile, profile_of
 from plurax.planner.shard_strategies import ShardStrategy
@@ -47,6 +47,7 @@ from plurax.sharding.rules import Rules
 from plurax.sharding.spec import TensorSharding
 from plurax.strategies import Strategy, axes_of
 from plurax.task import Task
+from plurax.trace.clock import rates_of_stages
 
 SolverName = Literal["exact", "recursive", "propagate"]
 
@@ -290,19 +291,20 @@ class TensorSearch:
         found = self.sharded(plan)
         rows = self._rows(plan) / found.rows_of_a_microbatch
         assert isinstance(plan.schedule, str | tuple)
-        return stages_of(
+        profile = found.profile
+        model = StagedModel(
             plan.schedule,
             plan.pipeline,
             plan.microbatches,
             plan.virtual_stages,
             # The parts between boundaries are taken to be equal.
             self._depth or sum(plan.layers or (1,) * plan.total_stages),
-            found.profile.layers.times(rows),
-            found.profile.embedding.times(rows),
-            found.profile.head.times(rows),
-            plan.layers,
+            profile.layers.times(rows),
+            profile.embedding.times(rows),
+            profile.head.times(rows),
             self._speeds(plan),
         )
+        return fastest_stages(model) if plan.layers is None else model.stages(plan.layers)
 
     def _speeds(self, plan: Plan) -> tuple[float, ...] | None:
         """Return how fast the devices at each place of the pipeline are, if the machine's differ.

@@ -19,8 +19,8 @@ Example, a dense layer forward and backward; kernels in brackets:
 from collections import defaultdict
 from collections.abc import Container, Sequence
 
-from plurax.analysis.device_program import Block, Op, Value
 from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS
+from plurax.trace.step_trace import Block, Op, Value
 
 FUSIBLE = ELEMENTWISE | frozenset([
     "bitcast_convert_type", "broadcast_in_dim", "concatenate", "dynamic_slice", "gather", "iota",

@@ -2,7 +2,7 @@
 
 What XLA allocates for temporaries follows from three decisions, which are made again here:
 
-1. Which results are written to memory at all (`plurax.analysis.fusion`).
+1. Which results are written to memory at all (`plurax.trace.kernels`).
 2. The order of kernels. XLA's CPU compiler runs a kernel as soon as all it reads is there, first
    come, first served: every dynamic slice of a loop's body comes before the first product, and all
    temporaries of an optimizer's update are alive at once.
@@ -28,14 +28,14 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from plurax.analysis.device_program import Block, DeviceProgram, Op, Value
-from plurax.analysis.fusion import SAME, Kernel, kernels
+from plurax.trace.kernels import SAME, Kernel, kernels
+from plurax.trace.step_trace import Block, Op, StepTrace, Value
 
 
-def peak_bytes(program: DeviceProgram) -> int:
+def peak_bytes(trace: StepTrace) -> int:
     """Return the most bytes that one device holds in a step: arguments, results, temporaries."""
-    held = [*program.arguments, *program.block.outputs[len(program.state) :]]
-    return sum(value.bytes for value in held if value) + temporaries(program.block, program.state)
+    held = [*trace.arguments, *trace.block.outputs[len(trace.state) :]]
+    return sum(value.bytes for value in held if value) + temporaries(trace.block, trace.state)
 
 
 def temporaries(block: Block, state: Sequence[Value]) -> int:

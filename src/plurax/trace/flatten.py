@@ -1,4 +1,4 @@
-"""The program of one device, traced and flat: operations on values, loops and branches nested.
+"""Flatten jaxprs into blocks: operations on values, loops and branches nested.
 
 Tracing a step gives jaxprs in which calls are nested and a `jax.shard_map` separates whole arrays
 from shards. An estimate needs less: what a device computes, in order, and how large it is.
@@ -13,11 +13,9 @@ from shards. An estimate needs less: what a device computes, in order, and how l
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, final
 
-import jax
-import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from plurax.jaxpr.compat import (
@@ -30,150 +28,10 @@ from plurax.jaxpr.compat import (
     open_jaxpr,
 )
 from plurax.jaxpr.product_dims import product_dims
-
-COLLECTIVES = {
-    "psum": "all-reduce",
-    "psum_invariant": "all-reduce",
-    "pmax": "all-reduce",
-    "pmin": "all-reduce",
-    "all_gather": "all-gather",
-    "all_gather_invariant": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "all_to_all": "all-to-all",
-    "ppermute": "collective-permute",
-}
-"""The primitives that communicate, and the kind of each as `Collective.kind`."""
+from plurax.trace.step_trace import COLLECTIVES, Block, Op, Value
 
 
-class Value:
-    """An array on one device: its `shape`, `dtype`, `size` (numbers) and `bytes`."""
-
-    __slots__ = ("bytes", "dtype", "shape", "size")
-
-    def __init__(self, aval: Any, order: Sequence[int] | None = None) -> None:
-        self.shape, self.dtype = tuple(aval.shape), aval.dtype
-        if order is not None:
-            self.shape = tuple(self.shape[dim] for dim in order)
-        self.size = math.prod(self.shape)
-        extended = jnp.issubdtype(self.dtype, jax.dtypes.prng_key)
-        self.bytes = self.size * (8 if extended else self.dtype.itemsize)
-
-
-class Op:
-    """An operation: its primitive's `name` and `params`, the values it reads and computes, and the
-    `blocks` of a loop (its body) or of a conditional (its branches); `trips` of a loop.
-
-    Operands that are literals are left out of `inputs`.
-    """
-
-    __slots__ = ("blocks", "inputs", "name", "outputs", "params", "trips")
-
-    def __init__(
-        self,
-        name: str,
-        params: Mapping[str, Any],
-        inputs: Sequence[Value],
-        outputs: Sequence[Value],
-        blocks: Sequence["Block"] = (),
-        trips: int | None = 1,
-    ) -> None:
-        self.name, self.params = name, params
-        self.inputs, self.outputs = list(inputs), list(outputs)
-        self.blocks, self.trips = list(blocks), trips
-
-
-class Block:
-    """Operations in order, with `inputs` and `outputs`.
-
-    `carried`, of a loop's body: for each carry the value at the start of an iteration and the one
-    at its end. `outputs` may contain None, for a literal.
-    """
-
-    __slots__ = ("carried", "inputs", "ops", "outputs")
-
-    def __init__(
-        self,
-        ops: list[Op],
-        inputs: Sequence[Value],
-        outputs: Sequence[Value | None],
-        carried: Sequence[tuple[Value, Value | None]] = (),
-    ) -> None:
-        self.ops, self.inputs, self.outputs = ops, list(inputs), list(outputs)
-        self.carried = list(carried)
-
-    def all_ops(self) -> Iterator[Op]:
-        """Yield the operations of this block and of the blocks inside."""
-        for op in self.ops:
-            yield op
-            for block in op.blocks:
-                yield from block.all_ops()
-
-
-class DeviceProgram:
-    """What one device runs in a step.
-
-    **Attributes:** `block`, whose outputs begin with the new state; `state`, the old one, whose
-    memory it takes; `arguments`, the state and the batch; `update`, the index of the operation with
-    which the optimizer's update begins.
-    """
-
-    __slots__ = ("arguments", "block", "state", "update")
-
-    def __init__(
-        self, block: Block, state: list[Value], arguments: list[Value], update: int
-    ) -> None:
-        self.block, self.state, self.arguments, self.update = block, state, arguments, update
-
-    @classmethod
-    def of(
-        cls, gradient: Any, update: Any, states: int, sizes: Mapping[str, int]
-    ) -> "DeviceProgram":
-        """Join the two halves of a step, as `Network.gradients` and `Network.apply` trace to.
-
-        **Arguments:** `gradient`, the jaxpr of `(state, rows, count) -> sums`; `update`, that of
-        `(state, sums) -> (state, metrics)`; `states`, the number of leaves of the state; `sizes`,
-        of the mesh axes.
-        """
-        flattener, ops = Flattener(sizes), list[Op]()
-        values: dict[int, Value] = {}
-
-        def run(closed: Any, sums: Sequence[Value | None]) -> list[Value | None]:
-            jaxpr, given, results = one_device(closed)
-            args = [
-                Value(var.aval) if index is None  # a constant
-                else sums[index - states] if sums and index >= states
-                else values.setdefault(index, Value(var.aval))
-                for index, var in zip(given, jaxpr.invars, strict=True)
-            ]  # fmt: skip
-            found = flattener.inline(jaxpr, args, ops)
-            return [None if index is None else found[index] for index in results]
-
-        sums = run(gradient, ())
-        start = len(ops)
-        outputs = run(update, sums)
-        arguments = [values[index] for index in sorted(values)]
-        return cls(Block(ops, arguments, outputs), arguments[:states], arguments, start)
-
-
-def one_device(closed: Any) -> tuple[Any, list[int | None], list[int | None]]:
-    """Return the jaxpr of one device, and which inputs and results of the traced one its are.
-
-    That is the body of the `jax.shard_map` that all equations are in; for a program of one device
-    the jaxpr itself. Of each of its inputs comes the index of the traced one, None for a constant;
-    of each traced result the index among its own, None where that is an input or a literal.
-    """
-    jaxpr, _ = open_jaxpr(closed)
-    order = {var: index for index, var in enumerate(jaxpr.invars)}
-    if [eqn.primitive.name for eqn in jaxpr.eqns] != ["shard_map"]:
-        every = range(len(jaxpr.invars)), range(len(jaxpr.outvars))
-        return jaxpr, list(every[0]), list(every[1])
-    (eqn,) = jaxpr.eqns
-    given = [None if isinstance(atom, Literal) else order.get(atom) for atom in eqn.invars]
-    made = {var: index for index, var in enumerate(eqn.outvars)}
-    results = [None if isinstance(one, Literal) else made.get(one) for one in jaxpr.outvars]
-    return inner_jaxprs(eqn)[0], given, results
-
-
+@final
 class Flattener:
     """Turns jaxprs into blocks, for a mesh of these `sizes`."""
 

@@ -1,6 +1,6 @@
 """What one device does in a step: products, memory traffic and collectives, counted before running.
 
-The kernels are those of `plurax.analysis.fusion`. A loop's body counts once for each trip, and of a
+The kernels are those of `plurax.trace.kernels`. A loop's body counts once for each trip, and of a
 conditional's branches the one with the most work. Example, `(B, F) @ (F, G)` and a `tanh`, float32:
 
     product   m=B n=G k=F        2·B·G·F operations, reads 4·(B·F + F·G) bytes, writes 4·B·G
@@ -14,10 +14,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from plurax.analysis.device_program import COLLECTIVES, Block, Op, Value, axis_names, group_size
-from plurax.analysis.fusion import Kernel, kernels
 from plurax.collective import Collective, ring_bytes_sent
 from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS
+from plurax.trace.flatten import axis_names, group_size
+from plurax.trace.kernels import Kernel, kernels
+from plurax.trace.step_trace import COLLECTIVES, Block, Op, PipelineActions, StepTrace, Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +95,75 @@ class Work:
             sum(part.kernels for part in parts),
             tuple(one for part in parts for one in part.collectives),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class StepWork:
+    """What one device does in a step, by its parts.
+
+    **Fields:** `gradient`; `update`, of the optimizer. Of a pipeline `gradient` is what is around
+    its loop over ticks; `tick`, what every device does in each of them; `actions`, by kind and part
+    of a stage, what the schedule says when (see `PipelineActions`).
+    """
+
+    gradient: Work
+    update: Work
+    tick: Work = Work()
+    actions: Mapping[tuple[str, int | None], Work] = dataclasses.field(default_factory=dict)
+
+    def action(self, pipeline: PipelineActions, kind: str, stage: int) -> Work:
+        """Return the work of one action of a stage."""
+        parts = pipeline.of_stage(stage)
+        return Work.sum(self.actions[kind, part].times(times) for part, times in parts)
+
+    def collectives(self, pipeline: PipelineActions | None) -> list[Collective]:
+        """Return the collectives of a step; one in an action runs as often as on the device that
+        runs it most often."""
+        every = [*self.gradient.collectives, *self.update.collectives]
+        if pipeline is None:
+            return every
+        schedule, most = pipeline.schedule, Counter[tuple[str, int | None]]()
+        for device, line in enumerate(schedule.actions):
+            own = Counter[tuple[str, int | None]]()
+            for (kind, chunk), count in Counter((a.kind, a.chunk) for a in line).items():
+                for part, times in pipeline.of_stage(chunk * schedule.devices + device):
+                    own[kind, part] += count * times
+            most |= own
+        every += self.tick.times(len(schedule.ticks)).collectives
+        for key, work in self.actions.items():
+            every += work.times(most[key]).collectives
+        return every
+
+
+def work_of_step(trace: StepTrace) -> StepWork:
+    """Return what one device does in a step.
+
+    A pipeline runs the ticks of its schedule in one loop. In its body each action of each part of a
+    stage (embedding, one layer, head) is a loop that runs or not.
+    """
+    sizes, every = trace.plan.axes, kernels(trace.block)
+    after = set(trace.block.ops[trace.update :])
+    update = work_of([kernel for kernel in every if not after.isdisjoint(kernel.ops)], sizes)
+    gradient = [kernel for kernel in every if after.isdisjoint(kernel.ops)]
+    if trace.pipeline is None:
+        return StepWork(work_of(gradient, sizes), update)
+    loop = next(kernel for kernel in gradient if _is_tick_loop(kernel))
+    body = loop.inner[0]
+    actions = [kernel for kernel in body if kernel.root.name == "while"]
+    return StepWork(
+        work_of([kernel for kernel in gradient if kernel is not loop], sizes),
+        update,
+        work_of([kernel for kernel in body if kernel not in actions], sizes),
+        {
+            part: work_of(kernel.inner[0], sizes)
+            for part, kernel in zip(trace.pipeline.parts(), actions, strict=True)
+        },
+    )
+
+
+def _is_tick_loop(kernel: Kernel) -> bool:
+    root: Op = kernel.root
+    return root.name == "scan" and any(op.name == "while" for op in root.blocks[0].ops)
 
 
 def work(block: Block, sizes: Mapping[str, int]) -> Work:

@@ -1,0 +1,191 @@
+"""The one clock: seconds of a recorded step on a machine.
+
+    kernels of a step           seconds of each
+    a matrix product            the longer of multiplying and of reading and writing its matrices
+    another kernel              reading and writing its arrays
+    a collective                sending its bytes over the slowest links of its group
+    every kernel                the overhead of starting it
+
+They are added up: a program of plurax sends and computes one after another. A pipeline's devices
+run different actions at a time, in lockstep: a tick takes as long as its slowest action, and what a
+device waits is the bubble.
+
+    tick       0    1    2    3    4    5
+    device 0   F0   F1   B0   -    B1   -       2 forwards, 2 backwards of 6 ticks: the bubble is
+    device 1   -    F0   B0   F1   B1   -       what is left
+
+Estimates and searches read this clock, and the executor of a pipeline obeys the same ticks
+(`plurax.pipeline.schedule.ticks`).
+"""
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import final
+
+from plurax.collective import Collective
+from plurax.machine import Machine
+from plurax.pipeline.simulation import lockstep_seconds
+from plurax.plan import MESH_AXES, Plan
+from plurax.trace.step_trace import PipelineActions
+from plurax.trace.work import StepWork, Work
+
+
+@dataclasses.dataclass(frozen=True)
+class Seconds:
+    """Seconds of a step on one device, by what it does.
+
+    **Fields:** `products`, matrix products and convolutions; `traffic`, the memory traffic of all
+    other kernels; `collectives`, by mesh axes, like `data` or `data+tensor`; `overhead`, of
+    starting kernels; `bubble`, waiting for other stages of a pipeline.
+    """
+
+    products: float = 0.0
+    traffic: float = 0.0
+    collectives: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    overhead: float = 0.0
+    bubble: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        sent = sum(self.collectives.values())
+        return self.products + self.traffic + sent + self.overhead + self.bubble
+
+    @staticmethod
+    def sum(parts: Iterable["Seconds"]) -> "Seconds":
+        """Return the seconds of all parts, one after another."""
+        parts = list(parts)
+        sent: dict[str, float] = defaultdict(float)
+        for part in parts:
+            for axes, seconds in part.collectives.items():
+                sent[axes] += seconds
+        return Seconds(
+            sum(part.products for part in parts),
+            sum(part.traffic for part in parts),
+            dict(sent),
+            sum(part.overhead for part in parts),
+            sum(part.bubble for part in parts),
+        )
+
+    def times(self, count: int) -> "Seconds":
+        """Return the seconds of so many repetitions."""
+        return Seconds(
+            self.products * count,
+            self.traffic * count,
+            {axes: seconds * count for axes, seconds in self.collectives.items()},
+            self.overhead * count,
+            self.bubble * count,
+        )
+
+
+def names_of(axes: Iterable[str]) -> str:
+    """Return mesh axes as one name, such as `data+tensor`."""
+    return "+".join(axis for axis in MESH_AXES if axis in axes)
+
+
+def rates_of_stages(plan: Plan, machine: Machine) -> list[Machine]:
+    """Return the rates of the devices at each place of the pipeline; without one, of all.
+
+    Raises `MachineError` if those of one place differ.
+    """
+    pipeline, inner = plan.pipeline, plan.tensor
+    outer = plan.devices // (pipeline * inner)
+    return [
+        machine.rates_of(
+            (group * pipeline + stage) * inner + index
+            for group in range(outer)
+            for index in range(inner)
+        )
+        for stage in range(pipeline)
+    ]
+
+
+def product_seconds(
+    rates: Machine, dims: tuple[int, int, int, int], dtype: str, moved: float
+) -> float:
+    """Return the seconds of products `(m, n, k, batch)` that read and write `moved` bytes."""
+    m, n, k, batch = dims
+    return max(rates.product_seconds(m, n, k, dtype, batch), rates.traffic_seconds(moved))
+
+
+def collective_seconds(
+    machine: Machine,
+    kind: str,
+    bytes_sent: float,
+    over: Sequence[str],
+    sizes: Mapping[str, int],
+    mesh_devices: int,
+) -> float:
+    """Return the seconds of a collective over some axes of a mesh.
+
+    `sizes` of the mesh axes, the last one of neighboring devices; `mesh_devices`, all of the plan.
+    """
+    size = stride = 1
+    spans = False
+    for axis in reversed(list(sizes)):
+        if axis in over:
+            size *= sizes[axis]
+            spans = True
+        elif not spans:
+            stride *= sizes[axis]
+    return machine.collective_seconds(kind, bytes_sent, size, stride, mesh_devices=mesh_devices)
+
+
+@final
+class Clock:
+    """Turns work into seconds, on the machine's devices that run a plan."""
+
+    def __init__(self, plan: Plan, machine: Machine) -> None:
+        self._sizes = {axis: plan.axes[axis] for axis in MESH_AXES}
+        self._machine, self._devices = machine, plan.devices
+        self._rates = rates_of_stages(plan, machine)
+
+    def seconds(self, work: Work, stage: int = 0) -> Seconds:
+        """Return the seconds of some work on the devices at one index of the axis `pipeline`."""
+        rates = self._rates[stage]
+        products = sum(
+            count * product_seconds(rates, (p.m, p.n, p.k, p.batch), p.dtype, p.bytes)
+            for p, count in work.products.items()
+        )
+        sent: dict[str, float] = defaultdict(float)
+        for collective in work.collectives:
+            sent[names_of(collective.axes)] += (collective.trips or 1) * self._sending(collective)
+        return Seconds(
+            products,
+            rates.traffic_seconds(work.bytes),
+            dict(sent),
+            rates.start_seconds * work.kernels,
+        )
+
+    def _sending(self, collective: Collective) -> float:
+        return collective_seconds(
+            self._machine,
+            collective.kind,
+            collective.bytes_sent,
+            collective.axes,
+            self._sizes,
+            self._devices,
+        )
+
+    def gradient(self, work: StepWork, pipeline: PipelineActions | None) -> tuple[Seconds, float]:
+        """Return the seconds of the gradient, and the flops of its products; of a pipeline those of
+        its busiest device."""
+        if pipeline is None:
+            return self.seconds(work.gradient), work.gradient.product_flops
+        schedule = pipeline.schedule
+        busy, flops = [Seconds()] * schedule.devices, [0.0] * schedule.devices
+        seconds: dict[tuple[int, str, int], float] = {}
+        for device, line in enumerate(schedule.actions):
+            # A device repeats a few actions, each for many microbatches.
+            for (kind, chunk), count in Counter((a.kind, a.chunk) for a in line).items():
+                done = work.action(pipeline, kind, chunk * schedule.devices + device)
+                takes = self.seconds(done, device)
+                seconds[device, kind, chunk] = takes.total
+                busy[device] = Seconds.sum([busy[device], takes.times(count)])
+                flops[device] += count * done.product_flops
+        length = lockstep_seconds(schedule, lambda device, a: seconds[device, a.kind, a.chunk])
+        device = max(range(len(busy)), key=lambda index: busy[index].total)
+        waits = dataclasses.replace(busy[device], bubble=length - busy[device].total)
+        ticks = self.seconds(work.tick).times(len(schedule.ticks))
+        return Seconds.sum([waits, ticks, self.seconds(work.gradient)]), flops[device]

@@ -1,0 +1,181 @@
+"""Record what one device does in a step, on devices that need not be here.
+
+The step is traced over a `jax.sharding.AbstractMesh`, which has the axes of the plan and no
+devices. Tracing runs the partitioner, or the executor of a pipeline, which put the operations of
+one device into a jaxpr; `plurax.trace.flatten` makes blocks of it. Nothing is compiled. Example:
+`Plan(data=128, tensor=8, zero=3)` and 4 layers of 512 x 512 with Adam, 1,024 devices, on a laptop:
+
+    a kernel       f32[512, 512]   (data, tensor)   f32[4, 64] on each device, and Adam's moments
+    collectives    all-gather over data of each bucket of kernels, ... , all-reduce over tensor
+    memory         parameters, optimizer, gradients, batch: bytes on one device
+
+A step is traced in two halves, as a step runs them: the gradient's sums, and the update from them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.extend.core import Literal
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from plurax.execute.backends.backend import Backend
+from plurax.execute.backends.pipelined import PipelinedBackend
+from plurax.execute.check import check_kinds
+from plurax.execute.lowering import COUNT
+from plurax.execute.network import Network
+from plurax.execute.placement import Placement, leading_dim
+from plurax.jaxpr.compat import inner_jaxprs, open_jaxpr
+from plurax.mesh import split_rows
+from plurax.pipeline.schedule import make_schedule
+from plurax.plan import MESH_AXES, Plan
+from plurax.task import Task
+from plurax.trace.flatten import Flattener
+from plurax.trace.step_trace import Block, Op, PipelineActions, PlannedMemory, StepTrace, Value
+
+
+def record_step(
+    task: Task, optimizer: optax.GradientTransformation, plan: Plan, batch: PyTree
+) -> StepTrace:
+    """Return what one device does in a step under a plan.
+
+    **Arguments:** as for `compile`. The plan's devices need not be here.
+
+    Raises the errors that `compile` raises while it traces the step.
+    """
+    check_kinds(task, optimizer, plan, None)
+    sizes = tuple(plan.axes[axis] for axis in MESH_AXES)
+    # Typed Any: it takes the place of a `Mesh`, of which the step reads only the axes.
+    mesh: Any = AbstractMesh(sizes, MESH_AXES, (AxisType.Auto,) * len(sizes))
+    placement = Placement(batch, plan.padded_size(leading_dim(batch)), split_rows(mesh))
+    network = Network(task, optimizer, plan, mesh, placement.like, placement.sharding)
+    layout, state, rows = network.layout, network.layout.abstract(mesh), placement.abstract()
+    gradient, sums = jax.make_jaxpr(network.gradients, return_shape=True)(state, rows, COUNT)
+    update = jax.make_jaxpr(network.apply)(state, sums)
+
+    def held(values: PyTree, specs: PyTree) -> int:
+        """Return the bytes of one device's shards of global arrays."""
+
+        def shard_bytes(spec: PartitionSpec, leaf: jax.ShapeDtypeStruct) -> int:
+            sharding = NamedSharding(mesh, spec)
+            return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+        is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
+        return sum(jax.tree.leaves(jax.tree.map(shard_bytes, specs, values, is_leaf=is_spec)))
+
+    block, arguments, start = _join(gradient, update, len(jax.tree.leaves(state)), plan.axes)
+    return StepTrace(
+        plan=plan,
+        batch_size=leading_dim(batch),
+        block=block,
+        state=arguments[: len(jax.tree.leaves(state))],
+        arguments=arguments,
+        update=start,
+        shardings=layout.parameters(),
+        collectives=network.backend.planned_collectives(),
+        memory=PlannedMemory(
+            parameters=held(state.params, layout.specs.params),
+            optimizer=held(state.opt_state, layout.specs.opt_state),
+            model_state=held(state.model_state, layout.specs.model_state),
+            gradients=held(sums.grads, layout.gradient_specs),
+            batch=held(rows, jax.tree.map(lambda leaf: leaf.sharding.spec, rows)),
+        ),
+        pipeline=_actions(network.backend),
+    )
+
+
+def record_steady_step(
+    task: Task, optimizer: optax.GradientTransformation, plan: Plan, batch: PyTree
+) -> StepTrace:
+    """Return `record_step`; of a pipeline with many microbatches, recorded with few.
+
+    With more microbatches of the same rows the program is the same but for the ticks of its loop,
+    and what a device holds does not grow, the batch aside. To draw up the table of 64 stages and
+    768 microbatches takes many seconds, so few are traced, and the schedule is that of all:
+
+        pipeline=4, microbatches=256, 1F1B, 512 rows       traced: 16 microbatches, 32 rows
+        the loop over ticks, each action once              as it is
+        the schedule                                       518 ticks, of all microbatches
+        bytes of the batch                                 those of 512 rows
+    """
+    size, few = leading_dim(batch), max(16, 2 * plan.pipeline)
+    # GPipe stores them all; and whole microbatches only, or the rows of one would differ.
+    whole = size % plan.microbatches == 0 and plan.schedule in ("1f1b", "interleaved", "zb-h1")
+    if plan.pipeline == 1 or plan.microbatches <= few or not whole:
+        return record_step(task, optimizer, plan, batch)
+    less = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((size // plan.microbatches * few, *x.shape[1:]), x.dtype),
+        batch,
+    )
+    trace = record_step(task, optimizer, dataclasses.replace(plan, microbatches=few), less)
+    assert trace.pipeline is not None
+    schedule = make_schedule(plan.schedule, plan.pipeline, plan.microbatches, plan.virtual_stages)
+    rows = trace.memory.batch * plan.microbatches // few
+    return dataclasses.replace(
+        trace,
+        plan=plan,
+        batch_size=size,
+        memory=dataclasses.replace(trace.memory, batch=rows),
+        pipeline=dataclasses.replace(trace.pipeline, schedule=schedule),
+    )
+
+
+def _actions(backend: Backend) -> PipelineActions | None:
+    if not isinstance(backend, PipelinedBackend):
+        return None
+    return PipelineActions(backend.schedule, backend.parts_after, backend.layout.assignment.counts)
+
+
+def _join(
+    gradient: Any, update: Any, states: int, sizes: Mapping[str, int]
+) -> tuple[Block, list[Value], int]:
+    """Join the two halves of a step, as `Network.gradients` and `Network.apply` trace to.
+
+    **Arguments:** `gradient`, the jaxpr of `(state, rows, count) -> sums`; `update`, that of
+    `(state, sums) -> (state, metrics)`; `states`, the number of leaves of the state; `sizes`, of
+    the mesh axes.
+
+    **Returns:** the block; its arguments, the state and the batch; and the index of the first
+    operation of the update.
+    """
+    flattener, ops = Flattener(sizes), list[Op]()
+    values: dict[int, Value] = {}
+
+    def run(closed: Any, sums: Sequence[Value | None]) -> list[Value | None]:
+        jaxpr, given, results = _of_one_device(closed)
+        args = [
+            Value(var.aval) if index is None  # a constant
+            else sums[index - states] if sums and index >= states
+            else values.setdefault(index, Value(var.aval))
+            for index, var in zip(given, jaxpr.invars, strict=True)
+        ]  # fmt: skip
+        outputs = flattener.inline(jaxpr, args, ops)
+        return [None if index is None else outputs[index] for index in results]
+
+    sums = run(gradient, ())
+    start = len(ops)
+    outputs = run(update, sums)
+    arguments = [values[index] for index in sorted(values)]
+    return Block(ops, arguments, outputs), arguments, start
+
+
+def _of_one_device(closed: Any) -> tuple[Any, list[int | None], list[int | None]]:
+    """Return the jaxpr of one device, and which inputs and results of the traced one its are.
+
+    That is the body of the `jax.shard_map` that all equations are in; for a program of one device
+    the jaxpr itself. Of each of its inputs comes the index of the traced one, None for a constant;
+    of each traced result the index among its own, None where that is an input or a literal.
+    """
+    jaxpr, _ = open_jaxpr(closed)
+    order = {var: index for index, var in enumerate(jaxpr.invars)}
+    if [eqn.primitive.name for eqn in jaxpr.eqns] != ["shard_map"]:
+        return jaxpr, list(range(len(jaxpr.invars))), list(range(len(jaxpr.outvars)))
+    (eqn,) = jaxpr.eqns
+    given = [None if isinstance(atom, Literal) else order.get(atom) for atom in eqn.invars]
+    computed = {var: index for index, var in enumerate(eqn.outvars)}
+    results = [None if isinstance(atom, Literal) else computed.get(atom) for atom in jaxpr.outvars]
+    return inner_jaxprs(eqn)[0], given, results
