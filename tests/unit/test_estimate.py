@@ -17,7 +17,7 @@ from plurax.pipeline import make_schedule, simulate
 from plurax.strategies import Strategies, Strategy
 from plurax.trace.clock import Seconds
 from plurax.trace.liveness import peak_bytes
-from plurax.trace.record import record_step
+from plurax.trace.recorder import record_step
 from plurax.tree import human_bytes
 
 NEVER = 1e30

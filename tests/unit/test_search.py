@@ -20,7 +20,7 @@ from plurax.planner.search import _CandidateQueue, _Computed, _Learned
 from plurax.planner.tensor import TensorSearch
 from plurax.report.layer_picture import draw_found
 from plurax.strategies import Strategies, Strategy
-from plurax.trace.record import record_step
+from plurax.trace.recorder import record_step
 from plurax.tree import human_bytes
 
 # Products cost most: 1 Gflop/s, and links and memory of 1 TB/s.

@@ -8,7 +8,7 @@ from tests import models
 from tests.unit.test_liveness import flat, perceptron, transformer
 
 import plurax as px
-from plurax.trace.record import record_step
+from plurax.trace.recorder import record_step
 from plurax.trace.work import Product, Work, work
 
 FLOAT = jnp.float32

@@ -1,6 +1,6 @@
 """Seconds, memory and bytes sent of one given plan on a machine, before anything is compiled.
 
-The step is recorded (`plurax.trace.record`); its seconds are by `plurax.trace.clock`, its memory by
+The step is recorded (`plurax.trace.recorder`); its seconds are by `plurax.trace.clock`, its memory by
 `plurax.trace.liveness`. A search ranks plans by the same numbers.
 """
 
@@ -18,7 +18,7 @@ from plurax.plan import Plan
 from plurax.task import Task
 from plurax.trace.clock import Clock, Seconds, names_of
 from plurax.trace.liveness import temporaries
-from plurax.trace.record import record_steady_step
+from plurax.trace.recorder import record_steady_step
 from plurax.trace.step_trace import StepTrace
 from plurax.trace.work import work_of_step
 from plurax.tree import human_bytes

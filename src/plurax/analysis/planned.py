@@ -10,7 +10,7 @@ from plurax.collective import Collective
 from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.plan import Plan
 from plurax.task import Task
-from plurax.trace.record import record_step
+from plurax.trace.recorder import record_step
 from plurax.trace.step_trace import PlannedMemory
 
 

@@ -24,7 +24,7 @@ from plurax.report.plan_tables import compared_table, plan_report, shards_table
 from plurax.report.timeline import ScheduleCosts, compared_schedules_table, timeline_report
 from plurax.task import Task
 from plurax.trace.liveness import peak_bytes
-from plurax.trace.record import record_step
+from plurax.trace.recorder import record_step
 from plurax.train.tune import tune
 
 TABLE_WIDTH, TIMELINE_WIDTH = 160, 100

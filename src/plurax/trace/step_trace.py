@@ -1,6 +1,6 @@
 """What one device does in one step: operations on values, with loops and branches nested.
 
-A plan is traced once (`plurax.trace.record`), and all that is said of its step is read from the
+A plan is traced once (`plurax.trace.recorder`), and all that is said of its step is read from the
 `StepTrace` that this gives:
 
     what is asked                      is read by
