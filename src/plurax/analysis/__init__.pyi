@@ -6,8 +6,8 @@ from plurax.analysis.comparison import Comparison as Comparison
 from plurax.analysis.estimate import Estimate as Estimate
 from plurax.analysis.machine_timings import measure_machine as measure_machine
 from plurax.analysis.measured import Measured as Measured
-from plurax.analysis.planned import Planned as Planned
-from plurax.analysis.planned import planned as planned
+from plurax.analysis.plan_ahead import Planned as Planned
+from plurax.analysis.plan_ahead import planned as planned
 from plurax.analysis.verify import Difference as Difference
 from plurax.analysis.verify import Verification as Verification
 from plurax.collective import Collective as Collective

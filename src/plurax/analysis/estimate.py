@@ -1,7 +1,7 @@
 """Seconds, memory and bytes sent of one given plan on a machine, before anything is compiled.
 
-The step is recorded (`plurax.trace.recorder`); its seconds are by `plurax.trace.clock`, its memory by
-`plurax.trace.liveness`. A search ranks plans by the same numbers.
+The step is recorded (`plurax.trace.recorder`); its seconds are by `plurax.trace.clock`, its memory
+by `plurax.trace.liveness`. A search ranks plans by the same numbers.
 """
 
 import dataclasses

@@ -2,8 +2,8 @@ from plurax.callbacks.early_stopping import EarlyStopping as EarlyStopping
 from plurax.callbacks.ema import Ema as Ema
 from plurax.callbacks.keep_best import KeepBest as KeepBest
 from plurax.callbacks.learning_rate import LearningRate as LearningRate
+from plurax.callbacks.profiling import Profile as Profile
 from plurax.callbacks.reduce_on_plateau import ReduceOnPlateau as ReduceOnPlateau
-from plurax.callbacks.step_trace import Profile as Profile
 from plurax.loggers.logger import Logger as Logger
 from plurax.loggers.row_files import Csv as Csv
 from plurax.loggers.row_files import JsonLines as JsonLines
