@@ -50,6 +50,7 @@ class Work:
     - `bytes`: read from and written to memory by all kernels that are no products.
     - `kernels`: how many kernels start, products and collectives included.
     - `collectives`: each with its `trips`.
+    - `other_branches`: the collectives of branches with less work, which take no time beside it.
     """
 
     products: Mapping[Product, int] = dataclasses.field(default_factory=dict, hash=False)
@@ -57,6 +58,12 @@ class Work:
     bytes: float = 0
     kernels: int = 0
     collectives: tuple[Collective, ...] = ()
+    other_branches: tuple[Collective, ...] = ()
+
+    @property
+    def every_collective(self) -> tuple[Collective, ...]:
+        """The collectives of all branches."""
+        return self.collectives + self.other_branches
 
     @property
     def product_flops(self) -> float:
@@ -75,10 +82,8 @@ class Work:
             self.other_flops * trips,
             self.bytes * trips,
             self.kernels * trips,
-            tuple(
-                dataclasses.replace(one, trips=(one.trips or 1) * trips, in_loop=True)
-                for one in self.collectives
-            ),
+            _repeated(self.collectives, trips),
+            _repeated(self.other_branches, trips),
         )
 
     @staticmethod
@@ -94,7 +99,15 @@ class Work:
             sum(part.bytes for part in parts),
             sum(part.kernels for part in parts),
             tuple(one for part in parts for one in part.collectives),
+            tuple(one for part in parts for one in part.other_branches),
         )
+
+
+def _repeated(collectives: Iterable[Collective], trips: int) -> tuple[Collective, ...]:
+    return tuple(
+        dataclasses.replace(one, trips=(one.trips or 1) * trips, in_loop=True)
+        for one in collectives
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +132,7 @@ class StepWork:
     def collectives(self, pipeline: PipelineActions | None) -> list[Collective]:
         """Return the collectives of a step; one in an action runs as often as on the device that
         runs it most often."""
-        every = [*self.gradient.collectives, *self.update.collectives]
+        every = [*self.gradient.every_collective, *self.update.every_collective]
         if pipeline is None:
             return every
         schedule, most = pipeline.schedule, Counter[tuple[str, int | None]]()
@@ -129,9 +142,9 @@ class StepWork:
                 for part, times in pipeline.of_stage(chunk * schedule.devices + device):
                     own[kind, part] += count * times
             most |= own
-        every += self.tick.times(len(schedule.ticks)).collectives
+        every += self.tick.times(len(schedule.ticks)).every_collective
         for key, work in self.actions.items():
-            every += work.times(most[key]).collectives
+            every += work.times(most[key]).every_collective
         return every
 
 
@@ -181,7 +194,9 @@ def _of_kernel(kernel: Kernel, sizes: Mapping[str, int]) -> Work:
     if kernel.inner:
         parts = [work_of(inner, sizes) for inner in kernel.inner]
         if root.name == "cond":
-            return max(parts, key=lambda part: (part.flops + part.bytes, part.kernels))
+            most = max(parts, key=lambda part: (part.flops + part.bytes, part.kernels))
+            others = Work.sum(part for part in parts if part is not most).every_collective
+            return dataclasses.replace(most, other_branches=most.other_branches + others)
         return parts[0] if root.trips in (1, None) else parts[0].times(root.trips)
     if root.name in COLLECTIVES:
         return Work(kernels=1, collectives=(_collective(root, sizes),))
