@@ -71,7 +71,8 @@ def test_a_process_reads_its_place_from_its_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("PLURAX_ELASTIC", "1")  # of another gang
     body = """
 names = ("PROCESSES", "PROCESS", "ATTEMPT", "DEVICES", "ELASTIC")
-print(*(os.environ.get(f"PLURAX_{name}") for name in names))
+# One write, for between two the launcher may show a line of the other process.
+sys.stdout.write(" ".join(str(os.environ.get(f"PLURAX_{name}")) for name in names) + "\\n")
 host, port = os.environ["PLURAX_COORDINATOR"].split(":")
 print(host, int(port) > 0, os.path.isdir(os.environ["PLURAX_STATUS"]), file=sys.stderr)
 """

@@ -19,16 +19,15 @@ from tests.unit.test_launch import PRELUDE
 
 from plurax import errors
 from plurax.cli import launch_command as cli
+from plurax.distributed.environment import HostPlace, slurm_place
 from plurax.launch import follower
 from plurax.launch.connection import MAX_LINE, Connection
 from plurax.launch.events import Events
-from plurax.launch.host_server import MAX_STRANGERS, HostServer
 from plurax.launch.hosts import Joined, Lost, Received
 from plurax.launch.launcher import launch
-from plurax.launch.network_hosts import free_port
+from plurax.launch.network_hosts import MAX_STRANGERS, NetworkHosts, free_port
 from plurax.launch.protocol import is_order
 from plurax.launch.settings import Limits, Settings
-from plurax.launch.slurm import HostPlace, slurm_place
 from plurax.launch.supervisor import Supervisor
 
 LAUNCHER = """
@@ -273,12 +272,13 @@ def test_nobody_without_the_secret_gets_a_word():
             assert peer.read() is None
         with socket.create_connection(address, timeout=20) as silent:
             assert work() == []
+            server._host.seconds = 0
             server._clock = lambda: time.monotonic() + 9
-            assert server.receive() == []  # no sign of life either
+            assert work() == []  # no sign of life either
             server._clock = lambda: time.monotonic() + 11
-            assert server.receive() == []
+            assert work() == []
             assert silent.recv(100) == b""
-        server._clock = time.monotonic
+        server._clock, server._host.seconds = time.monotonic, 20
         with Stranger(address, "right") as peer, Stranger(address, "right") as again:
             assert peer.join(work) == [Joined(1, 1, -1)]
             assert peer.read() == {"is": "welcome"}
@@ -487,16 +487,8 @@ def test_a_leader_with_too_many_open_files_goes_on(monkeypatch):
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(socket.socket, "accept", full)
-    address = ("127.0.0.1", free_port("127.0.0.1"))
-    selector = selectors.DefaultSelector()
-    settings = Settings(("x",), hosts=2, coordinator="{}:{}".format(*address))
-    server = HostServer(settings, selector, time.monotonic)
-    with socket.create_connection(address):
-        for key, _ in selector.select(20):
-            key.data()
-        assert server.receive() == []
-    server.close(0, 0.1)
-    selector.close()
+    with serving() as (_, address, work), socket.create_connection(address):
+        assert work() == []
 
 
 @pytest.mark.parametrize(
@@ -624,29 +616,36 @@ def test_a_name_that_only_this_host_reaches(monkeypatch, tmp_path):
     with pytest.raises(
         errors.ExperimentError, match=r"on host 0 .* 127\.0\.1\.1, which leads to no"
     ):
-        HostServer(settings, selectors.DefaultSelector(), time.monotonic)
+        NetworkHosts(settings, host_without_processes())
     with pytest.raises(
         errors.ExperimentError, match=r"on host 1 .* 127\.0\.1\.1, which leads to no"
     ):
         launch(dataclasses.replace(settings, host=1), Events(None, io.StringIO()))
 
 
+def host_without_processes():
+    """A host that only waits, for `seconds` at most."""
+    selector = selectors.DefaultSelector()
+
+    def wait():
+        for key, _ in selector.select(host.seconds):
+            key.data()
+
+    host = types.SimpleNamespace(selector=selector, seconds=20, wait=wait, taken_reports=list)
+    return host
+
+
 @contextlib.contextmanager
 def serving(**settings):
     """Yield what accepts launchers, its address, and a function that waits and lets it work."""
     address = ("127.0.0.1", free_port("127.0.0.1"))
-    selector = selectors.DefaultSelector()
+    host = host_without_processes()
     settings = Settings(("x",), hosts=2, coordinator="{}:{}".format(*address), **settings)
-    server = HostServer(settings, selector, time.monotonic)
-
-    def work():
-        for key, _ in selector.select(20):
-            key.data()
-        return server.receive()
-
-    yield server, address, work
-    server.close(0, 0.1)
-    selector.close()
+    hosts = NetworkHosts(settings, host)
+    assert hosts.wait() == [Joined(0, 1)]
+    yield hosts, address, hosts.wait
+    hosts.close(0)
+    host.selector.close()
 
 
 class Stranger:

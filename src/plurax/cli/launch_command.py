@@ -12,14 +12,13 @@ import tyro
 from plurax import errors
 from plurax.cli.parser import parse_options
 from plurax.cli.table import COMMANDS
-from plurax.distributed.environment import attempt, host_and_port
+from plurax.distributed.environment import HostPlace, attempt, host_and_port, slurm_place
 from plurax.exit_codes import ExitCode
 from plurax.launch.events import Events
 from plurax.launch.folders import LaunchFolders
 from plurax.launch.launcher import launch
 from plurax.launch.ray_hosts import launch_on_ray
 from plurax.launch.settings import Limits, Settings
-from plurax.launch.slurm import HostPlace, slurm_place
 from plurax.terminal import printable
 
 DEFAULT_PORT = 7117

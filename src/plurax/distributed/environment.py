@@ -17,6 +17,7 @@ on each node, or one for each GPU:
 
     srun --nodes 4 --ntasks-per-node 1    a process owns all devices of its node
     srun --nodes 4 --ntasks-per-node 8    process 11 owns the fourth device of its node
+    srun --nodes 4 --ntasks-per-node 1 plurax launch --processes 8    a launcher on each node
 
 Source of Slurm's variables: https://slurm.schedmd.com/srun.html
 """
@@ -71,6 +72,15 @@ class GangEnvironment:
         address = host_and_port(self.coordinator)
         assert address is not None
         return address
+
+
+@dataclasses.dataclass(frozen=True)
+class HostPlace:
+    """Of the launcher of one host among those of others."""
+
+    hosts: int
+    host: int
+    coordinator: str
 
 
 def host_and_port(address: str) -> tuple[str, int] | None:
@@ -150,6 +160,26 @@ def _slurm(environment: Mapping[str, str]) -> GangEnvironment:
         int(environment["SLURM_PROCID"]),
         local_devices=None if alone else (int(environment["SLURM_LOCALID"]),),
     )
+
+
+def slurm_place(environment: Mapping[str, str]) -> HostPlace | None:
+    """Return the place of a launcher in a Slurm step; None outside of one.
+
+    Raises `ExperimentError` for a step with several tasks on a node.
+    """
+    names = ("SLURM_PROCID", "SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST")
+    if not all(name in environment for name in names):
+        return None
+    nodes = int(environment["SLURM_STEP_NUM_NODES"])
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", nodes))
+    if tasks != nodes:
+        raise errors.ExperimentError(
+            f"plurax launch in a Slurm step of {tasks} tasks on {nodes} nodes: a launcher starts "
+            "all processes of its node. Write srun --ntasks-per-node=1 plurax launch --processes N "
+            "-- ..., or leave out plurax launch."
+        )
+    first = first_host(environment["SLURM_STEP_NODELIST"])
+    return HostPlace(nodes, int(environment["SLURM_NODEID"]), f"{first}:{step_port(environment)}")
 
 
 def step_port(environment: Mapping[str, str]) -> int:

@@ -123,8 +123,8 @@ class ProcessGroup:
 
     def close(self) -> None:
         """Close the connections."""
-        for one in self._sockets:
-            one.close()
+        for connection in self._sockets:
+            connection.close()
 
     # --- Rounds -------------------------------------------------------------------------------
 
@@ -155,9 +155,9 @@ class ProcessGroup:
         """
         deadline = time.monotonic() + self.seconds
         with selectors.DefaultSelector() as selector:
-            for place, one in enumerate(self._sockets):
+            for place, connection in enumerate(self._sockets):
                 if b"\n" not in self._received[place]:
-                    selector.register(one, selectors.EVENT_READ, place)
+                    selector.register(connection, selectors.EVENT_READ, place)
             while selector.get_map():
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready:
@@ -179,12 +179,12 @@ class ProcessGroup:
 
     def _read(self, place: int) -> bytes:
         try:
-            found = self._sockets[place].recv(2**16)
+            data = self._sockets[place].recv(2**16)
         except OSError:
-            found = b""
-        if not found:
+            data = b""
+        if not data:
             raise errors.process_ended(self._other(place))
-        return found
+        return data
 
     def _other(self, place: int) -> str:
         """Return the process at the other end of a connection, for a sentence."""
@@ -205,15 +205,15 @@ def _connected() -> ProcessGroup:
     if index:
         host, port, token = _broadcast(None)
         try:
-            one = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
-            one.sendall(f"{token} {index}\n".encode())
+            connection = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
+            connection.sendall(f"{token} {index}\n".encode())
         except OSError as error:
             raise errors.ProcessError(
                 f"process 0 could not be reached at {host}:{port}: {error}. The hosts must reach "
                 "each other at all ports."
             ) from None
-        _prepare(one, ROUND_SECONDS)
-        return ProcessGroup(index, [one])
+        _prepare(connection, ROUND_SECONDS)
+        return ProcessGroup(index, [connection])
     host, token = _own_address(), secrets.token_hex(16)
     with socket.create_server((host, 0), backlog=count) as server:
         _broadcast((host, server.getsockname()[1], token))
@@ -222,43 +222,43 @@ def _connected() -> ProcessGroup:
 
 def _accepted(server: socket.socket, token: str, count: int) -> list[socket.socket]:
     """Return a connection of each other process, in their order."""
-    found: dict[int, socket.socket] = {}
+    connections: dict[int, socket.socket] = {}
     deadline = time.monotonic() + CONNECT_SECONDS
-    while len(found) < count - 1:
+    while len(connections) < count - 1:
         try:
             server.settimeout(max(0.0, deadline - time.monotonic()))
-            one, _ = server.accept()
+            connection, _ = server.accept()
         except OSError:
-            for other in found.values():
+            for other in connections.values():
                 other.close()
-            missing = sorted(set(range(1, count)) - set(found))
+            missing = sorted(set(range(1, count)) - set(connections))
             raise errors.ProcessError(
                 f"process {', '.join(map(str, missing))} did not connect within "
                 f"{CONNECT_SECONDS:.0f} s. The hosts must reach each other at all ports."
             ) from None
-        process = _announced(one, token)
+        process = _announced(connection, token)
         if process is None:  # a stranger
-            one.close()
+            connection.close()
         else:
-            _prepare(one, ROUND_SECONDS)
-            found[process] = one
-    return [found[process] for process in range(1, count)]
+            _prepare(connection, ROUND_SECONDS)
+            connections[process] = connection
+    return [connections[process] for process in range(1, count)]
 
 
-def _announced(one: socket.socket, token: str) -> int | None:
+def _announced(connection: socket.socket, token: str) -> int | None:
     """Return which process has connected; None for one that does not say the gang's secret."""
-    _prepare(one, TOKEN_SECONDS)
+    _prepare(connection, TOKEN_SECONDS)
     line = b""
     with contextlib.suppress(OSError):
-        while not line.endswith(b"\n") and len(line) < 100 and (byte := one.recv(1)):
+        while not line.endswith(b"\n") and len(line) < 100 and (byte := connection.recv(1)):
             line += byte
     given, _, process = line.partition(b" ")
     return int(process) if secrets.compare_digest(given, token.encode()) else None
 
 
-def _prepare(one: socket.socket, seconds: float) -> None:
-    one.settimeout(seconds)
-    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def _prepare(connection: socket.socket, seconds: float) -> None:
+    connection.settimeout(seconds)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _broadcast(address: tuple[str, int, str] | None) -> tuple[str, int, str]:
@@ -293,11 +293,11 @@ def _described(error: Exception | None) -> tuple[str, str] | None:
 
 def _raised(kind: str, text: str, who: str, in_text: bool = False) -> Exception:
     """Return the error of a process; `in_text`: an error of plurax says too whose it is."""
-    known = {found.__name__: found for found in _subclasses(errors.PluraxError)}
-    if kind not in known:
+    kinds = {error.__name__: error for error in _subclasses(errors.PluraxError)}
+    if kind not in kinds:
         return errors.ProcessError(f"{who} failed, so all of them stop: {kind}: {text}")
-    return known[kind](f"{who}: {text}" if in_text else text)
+    return kinds[kind](f"{who}: {text}" if in_text else text)
 
 
 def _subclasses(kind: type[Exception]) -> list[type[Exception]]:
-    return [kind, *(one for child in kind.__subclasses__() for one in _subclasses(child))]
+    return [kind, *(each for child in kind.__subclasses__() for each in _subclasses(child))]

@@ -83,8 +83,8 @@ class _Following:
                 connection.close("it accepts, and says nothing")
             if connection.closed is not None:
                 return connection.closed
-            for number in self._host.taken_signals() if self._joined else ():
-                connection.send({"is": "asked", "signal": number})
+            while self._joined and self._host.signals:
+                connection.send({"is": "asked", "signal": self._host.signals.pop(0)})
             for report in self._host.taken_reports():
                 connection.send(report)
 

@@ -115,7 +115,8 @@ class Gang:
         ]
         for process in self._processes:
             self._reaper.tell(f"+{process.popen.pid}")
-            self._selector.register(process.pidfd, selectors.EVENT_READ, _nothing)
+            # An end only wakes up: `tick` looks who has ended.
+            self._selector.register(process.pidfd, selectors.EVENT_READ, lambda: None)
             for stream, pipe in enumerate(process.pipes):
                 read = _Reader(self._selector, self._output, process.number, stream, pipe)
                 process.readers.append(read)
@@ -184,13 +185,8 @@ class Gang:
             self._report({"is": "progress", "attempt": self._attempt, "saved": saved})
 
 
-OWN = frozenset(
-    f"PLURAX_{name}"
-    for name in (
-        "COORDINATOR", "PROCESSES", "PROCESS", "DEVICES", "ATTEMPT", "STATUS", "LOG", "ELASTIC",
-        "TOKEN",
-    )
-)  # fmt: skip
+_NAMES = "COORDINATOR PROCESSES PROCESS DEVICES ATTEMPT STATUS LOG ELASTIC TOKEN"
+OWN = frozenset(f"PLURAX_{name}" for name in _NAMES.split())
 """Variables that speak of another gang where this launcher has them; the last is a secret."""
 
 
@@ -289,7 +285,3 @@ class _Reader:
         if not self._pipe.closed:
             self._selector.unregister(self._pipe)
             self._pipe.close()
-
-
-def _nothing() -> None:
-    """Only wake up: `Gang.tick` looks who has ended."""

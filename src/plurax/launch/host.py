@@ -42,12 +42,6 @@ class Host:
         self.reports.clear()
         return reports
 
-    def taken_signals(self) -> list[int]:
-        """Return the signals since the last call."""
-        signals = [*self.signals]
-        self.signals.clear()
-        return signals
-
     def close(self) -> None:
         """Kill what still runs."""
         self.gang.close()

@@ -59,14 +59,12 @@ MAX_NUMBER = 1 << 53
 
 def is_report(message: Message) -> bool:
     """Return whether a message is what a host reports."""
-    kind = message.get("is")
-    return isinstance(kind, str) and kind in REPORTS and _has(message, REPORTS[kind])
+    return _has_kind(message, "is", REPORTS)
 
 
 def is_order(message: Message) -> bool:
     """Return whether a message is an order to a host."""
-    kind = message.get("do")
-    return isinstance(kind, str) and kind in ORDERS and _has(message, ORDERS[kind])
+    return _has_kind(message, "do", ORDERS)
 
 
 def has_form(message: Message, greeting: str) -> bool:
@@ -74,6 +72,11 @@ def has_form(message: Message, greeting: str) -> bool:
     if message.get("is") != greeting or not _has(message, GREETINGS[greeting]):
         return False
     return 1 <= message.get("processes", 1) <= MAX_PROCESSES
+
+
+def _has_kind(message: Message, key: str, kinds: Mapping[str, Fields]) -> bool:
+    kind = message.get(key)
+    return isinstance(kind, str) and kind in kinds and _has(message, kinds[kind])
 
 
 def _has(message: Message, fields: Fields) -> bool:
