@@ -38,6 +38,7 @@ FLOORS = [
         "argument_check",
         "lazy",
         "reading",
+        "toml_writer",
         "validate",
         "locked_folder",
         "reaper",

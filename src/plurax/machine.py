@@ -25,7 +25,6 @@ import collections
 import dataclasses
 import importlib.resources
 import itertools
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,6 +36,7 @@ from plurax import errors
 from plurax.disk import replace_file
 from plurax.notebook import html_table
 from plurax.reading import parse_toml, read_text, refusing
+from plurax.toml_writer import write_toml
 from plurax.validate import whole_number
 
 
@@ -348,16 +348,13 @@ class Machine:
 
     def to_toml(self) -> str:
         """Return the machine as TOML, with all fields."""
+        own = ("levels", "groups")
+        values: dict[str, Any] = {"name": self.name} if self.groups else _own_fields(self, own)
         if self.groups:
-            lines = [f"name = {_toml_value(self.name)}"]
-            for count, kind in self.groups:
-                lines += ["", "[[groups]]", f"devices = {count}", *_toml_device(kind, "groups.")]
-        else:
-            lines = _toml_device(self)
-        for level in self.levels:
-            lines += ["", "[[levels]]"]
-            lines += [f"{k} = {_toml_value(v)}" for k, v in dataclasses.asdict(level).items()]
-        return "\n".join(lines) + "\n"
+            values["groups"] = [{"devices": n, **_own_fields(kind, own)} for n, kind in self.groups]
+        if self.levels:
+            values["levels"] = [_own_fields(level) for level in self.levels]
+        return write_toml(values, float_text=_rate_text)
 
     @classmethod
     def from_toml(cls, text: str, *, source: str = "the machine") -> "Machine":
@@ -541,23 +538,16 @@ def _presets() -> dict[str, dict[str, Any]]:
     return parse_toml(text)
 
 
-def _toml_device(machine: Machine, prefix: str = "") -> list[str]:
-    """Return the lines of TOML that say what one device of a machine does."""
-    fields = [field.name for field in dataclasses.fields(Machine)]
-    plain = [name for name in fields if name not in ("flops", "levels", "groups")]
-    lines = [f"{name} = {_toml_value(getattr(machine, name))}" for name in plain]
-    lines += ["", f"[{prefix}flops]"]
-    return [*lines, *(f"{dtype} = {_toml_value(rate)}" for dtype, rate in machine.flops.items())]
+def _own_fields(value: "Machine | Level", left_out: Sequence[str] = ()) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(value)]
+    return {name: getattr(value, name) for name in names if name not in left_out}
 
 
-def _toml_value(value: float | str) -> str:
-    """Return a value in TOML: `2.039e+12` rather than thirteen digits, and exactly the number."""
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+def _rate_text(value: float) -> str:
+    """Return a float in TOML: `2.039e+12` rather than thirteen digits, and exactly the number."""
     if value == 0 or 1e-3 <= value < 1e5:
         return repr(value)
-    text = f"{Decimal(repr(value)).normalize():e}"
-    return text if isinstance(value, float) else str(value)
+    return f"{Decimal(repr(value)).normalize():e}"
 
 
 def _si(value: float, unit: str) -> str:

@@ -1,7 +1,6 @@
 """Describe how training is distributed over devices, independent of any model. Imports no JAX."""
 
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +11,8 @@ from plurax import errors
 from plurax.disk import replace_file
 from plurax.notebook import html_table
 from plurax.reading import parse_toml, read_text, refusing
-from plurax.strategies import Strategies
+from plurax.strategies import REPLICATED, Strategies, spelled
+from plurax.toml_writer import write_toml
 from plurax.validate import whole_number
 
 Precision = Literal["float32", "bfloat16"]
@@ -378,25 +378,15 @@ data=1 means 'not used'.
 
     def to_toml(self) -> str:
         """Return the plan as TOML, with all fields except those left open (None)."""
-        lines = [
-            f"{field.name} = {_toml_value(getattr(self, field.name))}"
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) is not None and field.name not in _TABLES
-        ]
-        if self.shardings:
-            lines += ["", "[shardings]"]
-            for pattern, entries in self.rules:
-                values = ", ".join(_toml_entry(entry) for entry in entries)
-                lines.append(f"{_toml_text(pattern)} = [{values}]")
+        return write_toml(self.table())
+
+    def table(self) -> dict[str, Any]:
+        """Return the plan as a table of TOML, which `Plan(**table)` takes."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values["shardings"] = {pattern: spelled(entries) for pattern, entries in self.rules}
         if self.strategies is not None:
-            lines += ["", "[strategies]", f"traced = {_toml_text(self.strategies.traced)}"]
-            if not self.strategies.equations:
-                lines.append("equations = []")
-            for one in self.strategies.equations:
-                lines += ["", "[[strategies.equations]]", f"equation = {_toml_text(one.equation)}"]
-                lines.append(f"inputs = {_toml_entry(one.inputs)}")
-                lines += [f"where = {_toml_text(one.where)}"] if one.where else []
-        return "\n".join(lines) + "\n"
+            values["strategies"] = self.strategies.table()
+        return {name: value for name, value in values.items() if value is not None}
 
     @classmethod
     def from_toml(cls, text: str, *, source: str = "the plan") -> "Plan":
@@ -425,7 +415,7 @@ data=1 means 'not used'.
 
 
 _TABLES = ("shardings", "strategies")
-"""The fields that are tables in TOML."""
+"""The fields that are tables in TOML, and rows of their own in a notebook."""
 
 _ZERO = {
     1: "the optimizer's state is split over data.",
@@ -482,7 +472,7 @@ def _rule(pattern: str, entries: Sequence[Any]) -> tuple[Any, ...]:
     return entries
 
 
-_ENTRIES = {"replicated": None, "...": ...}
+_ENTRIES = {REPLICATED: None, "...": ...}
 """The TOML spelling of entries that TOML has no value for."""
 
 
@@ -529,24 +519,3 @@ def _layers(given: Any, stages: int) -> tuple[int, ...]:
             f"stage{'s' if stages > 1 else ''} (`pipeline`, or `stages`): give one for each stage."
         )
     return layers
-
-
-def _toml_value(value: int | str | tuple[int | str, ...]) -> str:
-    if isinstance(value, tuple):
-        return "[" + ", ".join(map(_toml_value, value)) + "]"
-    return _toml_text(value) if isinstance(value, str) else str(value)
-
-
-def _toml_text(text: str) -> str:
-    """Return a basic string of TOML, which is JSON's with DEL escaped too."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")
-
-
-def _toml_entry(entry: Any) -> str:
-    if entry is None:
-        return '"replicated"'
-    if entry is ...:
-        return '"..."'
-    if isinstance(entry, tuple):
-        return "[" + ", ".join(map(_toml_entry, entry)) + "]"
-    return _toml_text(entry)

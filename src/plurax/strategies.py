@@ -125,6 +125,14 @@ class Strategies:
             raise errors.strategies_not_a_table(given)
         return cls(**given)
 
+    def table(self) -> dict[str, Any]:
+        """Return them as a table of TOML, which `of` takes."""
+        equations = []
+        for strategy in self.equations:
+            row = {"equation": strategy.equation, "inputs": spelled(strategy.inputs)}
+            equations.append({**row, "where": strategy.where} if strategy.where else row)
+        return {"traced": self.traced, "equations": equations}
+
     def __len__(self) -> int:
         return len(self.equations)
 
@@ -160,6 +168,17 @@ def entries_of(dims: Sequence[tuple[str, ...]], partial: frozenset[str]) -> Entr
     """
     given = (None if not dim else dim[0] if len(dim) == 1 else dim for dim in dims)
     return (*given, *(PARTIAL + axis for axis in sorted(partial)))
+
+
+def spelled(entry: Any) -> Any:
+    """Return an entry, or a tuple of them, as a TOML file has it, which has neither None nor `...`.
+
+    >>> spelled((..., None, ("tensor",)))
+    ('...', 'replicated', ('tensor',))
+    """
+    if isinstance(entry, tuple):
+        return tuple(map(spelled, entry))
+    return REPLICATED if entry is None else "..." if entry is ... else entry
 
 
 def entries_text(entries: Entries) -> str:

@@ -17,13 +17,11 @@ data = 4
 import contextlib
 import dataclasses
 import datetime
-import enum
 import importlib.metadata
 import json
 import platform
-import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,7 @@ from plurax.execute.program import Program
 from plurax.members import Members
 from plurax.plan import Plan
 from plurax.reading import parse_toml
+from plurax.toml_writer import toml_value, write_toml
 from plurax.validate import local_path
 
 RUN_FILE = "run.toml"
@@ -126,7 +125,7 @@ def experiment_values(command: Mapping[str, Any] | None) -> Table:
             if isinstance(value, dict):
                 add(f"{prefix}{name}.", value)
             else:
-                values[f"{prefix}{name}"] = json.loads(json.dumps(value, default=_value))
+                values[f"{prefix}{name}"] = json.loads(json.dumps(value, default=toml_value))
 
     add("", _as_table(command["experiment"]))
     return {"experiment": values}
@@ -145,7 +144,6 @@ def run_toml(given: Mapping[str, Any], program: Program) -> str:
     command.pop("named", None)
     devices = list(program.mesh.devices.flat)
     folder = Path(command["file"]).parent if "file" in command else Path()
-    plan = re.sub(r"^(\[\[?)", r"\1plan.", program.plan.to_toml(), flags=re.MULTILINE)
     tables = {
         "options": {name: value for name, value in given.items() if _is_option(name, value)},
         "experiment": command.pop("experiment", {}),
@@ -161,12 +159,11 @@ def run_toml(given: Mapping[str, Any], program: Program) -> str:
             "processes": len({device.process_index for device in devices}),
         },
         "git": git_state(folder),
+        "plan": program.plan.table(),
     }
-    started = f"started = {_value(utc_now())}\n"
-    if callbacks := [type(one).__name__ for one in given.get("callbacks", ())]:
-        started += f"callbacks = {_value(callbacks)}\n"
-    text = "".join(_table(name, _as_table(table)) for name, table in tables.items())
-    return f"{NOTE}{started}{text}\n[plan]\n{plan}"
+    callbacks = [type(callback).__name__ for callback in given.get("callbacks", ())]
+    started = {"started": utc_now(), **({"callbacks": callbacks} if callbacks else {})}
+    return NOTE + write_toml({**started, **{name: _as_table(tables[name]) for name in tables}})
 
 
 def utc_now() -> str:
@@ -252,15 +249,6 @@ def _read(value: Any) -> Any:
     return None if value == "None" else value
 
 
-def _table(name: str, table: Table) -> str:
-    """Return a table and those in it; nothing for an empty one."""
-    plain = {key: value for key, value in table.items() if not isinstance(value, dict)}
-    lines = [f"{_key(key)} = {_value(value)}" for key, value in plain.items()]
-    text = "\n".join(["", f"[{name}]", *lines, ""]) if lines else ""
-    inner = {key: value for key, value in table.items() if isinstance(value, dict)}
-    return text + "".join(_table(f"{name}.{_key(key)}", value) for key, value in inner.items())
-
-
 def _as_table(value: Any) -> Table:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
@@ -274,23 +262,3 @@ def _as_table(value: Any) -> Table:
 
 def _is_instance(value: object) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _value(name)
-
-
-def _value(value: Any) -> str:
-    """Return a value of TOML; what TOML has not, as text."""
-    if isinstance(value, enum.Enum):
-        return _value(value.name)
-    if isinstance(value, np.generic):
-        return _value(value.item())
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return f"[{', '.join(map(_value, value))}]"
-    # A basic string of TOML is JSON's with DEL escaped too.
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007F")
