@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -120,58 +120,27 @@ data=1 means 'not used'.
     (see `plurax.strategies`); they hold for one model."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shardings", _rules(self.shardings))
-        if self.strategies is not None:
-            object.__setattr__(self, "strategies", Strategies.of(self.strategies))
-            if self.pipeline > 1:
-                raise errors.PlanError(
-                    f"Plan(pipeline={self.pipeline}, strategies=...): the strategies are of the "
-                    "equations of the whole differentiated loss, and a pipeline differentiates "
-                    "stage by stage. Remove [strategies]; the shardings of parameters hold in a "
-                    "pipeline too."
-                )
-        for field in (
-            "data", "microbatches", "member", "chunk", "pipeline", "stages", "tensor",
-            "bucket_bytes",
-        ):  # fmt: skip
-            value = getattr(self, field)
-            if field in ("chunk", "stages") and value is None:
-                continue
-            number = whole_number(value)
-            if number is None:
-                hint = f"{field}=1 means 'not used'"
-                if field in ("chunk", "stages"):
-                    hint = "leave it out to have it chosen"
-                elif field == "bucket_bytes":
-                    hint = "bucket_bytes=1 sends each tensor on its own"
-                raise errors.PlanError(
-                    f"Plan({field}={value!r}): {field} must be a whole number of at least 1; "
-                    f"{hint}."
-                )
-            object.__setattr__(self, field, number)
-        zero = whole_number(self.zero, 0)
-        for field, given, choices in (
-            ("precision", self.precision, get_args(Precision)),
-            ("zero", zero, (0, 1, 2, 3)),
-            ("remat", self.remat, get_args(Remat)),
-            ("batch_dim", self.batch_dim, (None, *get_args(BatchDim))),
-        ):
-            if not isinstance(given, str | int | None) or given not in choices:
-                choices = tuple(choice for choice in choices if choice is not None)
-                names = ", ".join(map(repr, choices))
-                raise errors.PlanError(
-                    f"Plan({field}={getattr(self, field)!r}): {field} must be one of {names}."
-                )
-        object.__setattr__(self, "zero", zero)
-        object.__setattr__(self, "schedule", _schedule(self.schedule))
+        for field, checked in _FIELDS.items():
+            object.__setattr__(self, field, checked(field, getattr(self, field)))
+        self._check_together()
+        if self.layers is not None:
+            object.__setattr__(self, "layers", _layers(self.layers, self.total_stages))
+
+    def _check_together(self) -> None:
+        """Raise `PlanError` for fields that cannot go together."""
         if self.stages is not None and self.stages % self.pipeline:
             near = max(1, round(self.stages / self.pipeline)) * self.pipeline
             raise errors.PlanError(
                 f"Plan(stages={self.stages}, pipeline={self.pipeline}): every device needs the "
                 f"same number of stages; stages={near} works."
             )
-        if self.layers is not None:
-            object.__setattr__(self, "layers", _layers(self.layers, self.total_stages))
+        if self.strategies is not None and self.pipeline > 1:
+            raise errors.PlanError(
+                f"Plan(pipeline={self.pipeline}, strategies=...): the strategies are of the "
+                "equations of the whole differentiated loss, and a pipeline differentiates "
+                "stage by stage. Remove [strategies]; the shardings of parameters hold in a "
+                "pipeline too."
+            )
         if self.remat == "offload" and self.pipeline > 1:
             raise errors.PlanError(
                 f"Plan(remat='offload', pipeline={self.pipeline}): a pipeline stores its residuals "
@@ -393,6 +362,11 @@ data=1 means 'not used'.
         """Parse a plan from TOML; missing fields have their default. Raises `PlanError`."""
         with refusing(lambda reason: errors.plan_not_toml(source, reason)):
             values = parse_toml(text)
+        return cls.from_table(values, source)
+
+    @classmethod
+    def from_table(cls, values: Mapping[str, Any], source: str) -> "Plan":
+        """Return the plan of a table that `source` has. Raises `PlanError`, which names it."""
         known = [field.name for field in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
@@ -519,3 +493,56 @@ def _layers(given: Any, stages: int) -> tuple[int, ...]:
             f"stage{'s' if stages > 1 else ''} (`pipeline`, or `stages`): give one for each stage."
         )
     return layers
+
+
+# --- What each field may be -----------------------------------------------------------------------
+
+
+def _whole(hint: str, optional: bool = False) -> Callable[[str, Any], int | None]:
+    """Return the check of a whole number of at least 1; of None too where it is `optional`.
+
+    **Arguments:** `hint`, how the message ends.
+    """
+
+    def checked(field: str, value: Any) -> int | None:
+        number = whole_number(value)
+        if number is None and not (optional and value is None):
+            raise errors.PlanError(
+                f"Plan({field}={value!r}): {field} must be a whole number of at least 1; "
+                f"{hint.format(field=field)}."
+            )
+        return number
+
+    return checked
+
+
+def _one_of(*choices: Any, optional: bool = False) -> Callable[[str, Any], Any]:
+    """Return the check of a value that is one of a few; of None too where it is `optional`."""
+
+    def checked(field: str, value: Any) -> Any:
+        number = whole_number(value, 0)  # NumPy's integers are whole numbers too; 3.0 is none
+        given = value if number is None else number
+        is_choice = isinstance(given, str | int) and not isinstance(given, bool)
+        if (given is None and optional) or (is_choice and given in choices):
+            return given
+        names = ", ".join(map(repr, choices))
+        raise errors.PlanError(f"Plan({field}={value!r}): {field} must be one of {names}.")
+
+    return checked
+
+
+_SIZE = _whole("{field}=1 means 'not used'")
+_CHOSEN = _whole("leave it out to have it chosen", optional=True)
+_FIELDS: Mapping[str, Callable[[str, Any], Any]] = {
+    "shardings": lambda field, value: _rules(value),
+    "strategies": lambda field, value: None if value is None else Strategies.of(value),
+    **dict.fromkeys(("data", "microbatches", "member", "pipeline", "tensor"), _SIZE),
+    **dict.fromkeys(("chunk", "stages"), _CHOSEN),
+    "bucket_bytes": _whole("bucket_bytes=1 sends each tensor on its own"),
+    "precision": _one_of(*get_args(Precision)),
+    "zero": _one_of(0, 1, 2, 3),
+    "remat": _one_of(*get_args(Remat)),
+    "batch_dim": _one_of(*get_args(BatchDim), optional=True),
+    "schedule": lambda field, value: _schedule(value),
+}
+"""Of each field the check that returns its value, or raises `PlanError`."""

@@ -10,8 +10,8 @@
     devices = 8
     <BLANKLINE>
 
-Plans and machines are edited by hand: a list stands in one line (tomli-w 1.2 gives each item one),
-a rate is `3.12e+14` (312000000000000.0 in tomli-w and tomlkit), and None is a text (an error there).
+Plans and machines are edited by hand. So a list stands in one line (tomli-w 1.2 gives each item
+one), a rate is `3.12e+14` (312000000000000.0 in tomli-w and tomlkit), what TOML has not is text.
 """
 
 import enum

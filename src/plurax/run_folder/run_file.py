@@ -94,7 +94,7 @@ def read_run_file(folder: str | Path) -> RunSettings | None:
     file = command.pop("file", None)
     if file is not None and not isinstance(file, str):
         raise errors.run_file_value(str(path), "file", file, "a text")
-    plan = _plan(table["plan"], str(path)) if "plan" in table else None
+    plan = Plan.from_table(table["plan"], str(path)) if "plan" in table else None
     options = {
         name: _read(value) for name, value in {**table.get("options", {}), **command}.items()
     }
@@ -226,17 +226,6 @@ def _members(members: Members | None) -> Table:
         "resample": repr(members.resample),
         "hyper": {name: values for name, values in hyper.items() if len(values) <= MOST_HYPER},
     }
-
-
-def _plan(values: Table, source: str) -> Plan:
-    known = [field.name for field in dataclasses.fields(Plan)]
-    for key in values:
-        if key not in known:
-            raise errors.plan_unknown_key(key, known, source)
-    try:
-        return Plan(**values)
-    except errors.PlanError as error:
-        raise errors.plan_in_a_file(source, error) from None
 
 
 # --- TOML ----------------------------------------------------------------------------------------
