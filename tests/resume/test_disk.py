@@ -23,9 +23,9 @@ from plurax.errors import SaveFailedWarning
 from plurax.errors.kinds import RunStoppedError
 from plurax.execute.array_data import ArrayData, Position
 from plurax.exit_codes import ExitCode
+from plurax.guards import saving
 from plurax.guards.saving import Saving
 from plurax.loop.log_rows import read_rows
-from plurax.train import saving
 
 ROWS = models.data(50)
 TASK, OPTIMIZER = models.mlp_task(), models.optimizer()

@@ -90,7 +90,7 @@ def table(tmp_path_factory):
         patch.chdir(tmp_path_factory.mktemp("odd"))
         found = calls()
         found["plurax.Machine.save"].function("machine.toml")
-        patch.setattr("plurax.train.training_loop.train_iter", taken)
+        patch.setattr("plurax.train.fit.train_iter", taken)
         yield found
 
 

@@ -25,7 +25,7 @@ from plurax.loop.data import StreamData
 from plurax.loop.epoch_metrics import NetworkMetrics
 from plurax.loop.iterate import StepOutput, train_iter
 from plurax.loop.log_rows import read_rows
-from plurax.progress.console_progress import TrainingProgress
+from plurax.progress.console_progress import ConsoleProgress
 
 ROWS = models.data(50)
 TASK, OPTIMIZER = models.mlp_task(), models.optimizer()  # programs are compiled once for both
@@ -586,12 +586,12 @@ def test_a_second_signal_ends_a_run_whose_data_block():
 
 
 def test_when_nobody_reads_what_is_printed_the_epoch_is_saved(tmp_path, monkeypatch):
-    class Closed(TrainingProgress):
+    class Closed(ConsoleProgress):
         def epoch(self, row):
             super().epoch(row)
             self.closed = True
 
-    monkeypatch.setattr("plurax.train.opening.TrainingProgress", Closed)
+    monkeypatch.setattr("plurax.train.opening.ConsoleProgress", Closed)
     stopped = fit(output=tmp_path)
     assert stopped.interrupted == "SIGPIPE"
     monkeypatch.undo()
@@ -607,7 +607,7 @@ def test_out_of_memory_says_which_plans_need_less(tmp_path, monkeypatch):
         raise jax.errors.JaxRuntimeError(message)
         yield
 
-    monkeypatch.setattr("plurax.train.training_loop.train_iter", exhausted)
+    monkeypatch.setattr("plurax.train.fit.train_iter", exhausted)
     with pytest.raises(px.errors.PlanError) as raised:
         fit(output=tmp_path, resume=True)
     said = str(raised.value)

@@ -144,7 +144,7 @@ def test_a_run_that_is_stopped_in_its_first_epoch_is_measured(monkeypatch):
                 signal.raise_signal(signal.SIGTERM)
             yield steps
 
-    monkeypatch.setattr("plurax.train.training_loop.train_iter", stopped)
+    monkeypatch.setattr("plurax.train.fit.train_iter", stopped)
     before = signal.signal(signal.SIGTERM, lambda *_: None)  # else it ends the process
     result = fit(resident=False)
     signal.signal(signal.SIGTERM, before)

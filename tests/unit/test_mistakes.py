@@ -70,7 +70,7 @@ def test_in_python(tmp_path, monkeypatch, names, code, kind, message):
     monkeypatch.chdir(tmp_path)
     Path("file.txt").write_text("not a directory")
     monkeypatch.setattr(
-        "plurax.train.training_loop.train_iter", lambda *_, **__: (_ for _ in ()).throw(TakenError)
+        "plurax.train.fit.train_iter", lambda *_, **__: (_ for _ in ()).throw(TakenError)
     )
     with pytest.raises(errors.PluraxError) as raised:
         eval(code, dict(names))

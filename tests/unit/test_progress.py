@@ -5,7 +5,7 @@ import io
 import pytest
 
 from plurax.console import PlainConsole
-from plurax.progress.console_progress import TrainingProgress
+from plurax.progress.console_progress import ConsoleProgress
 
 ROW = {
     "kind": "epoch", "epoch": 2, "step": 20, "loss": 0.5, "accuracy": 0.875, "examples": 640,
@@ -17,7 +17,7 @@ ROW = {
 def shown(row=ROW, *, show=True, terminal=False, steps=100):
     text = io.StringIO()
     console = PlainConsole(file=text, force_terminal=terminal, width=200)
-    with TrainingProgress(10, steps, 0, show, console) as bar:
+    with ConsoleProgress(10, steps, 0, show, console) as bar:
         bar.advance(10, 1, "loss 0.5", 12345.0)  # the first call, which is left out
         bar.advance(20, 1, "loss 0.5", 12345.0)
         bar.epoch(row)
@@ -53,7 +53,7 @@ def test_unknown_length_shows_no_remaining_time():
 def test_metrics_not_there_yet_are_not_shown():
     text = io.StringIO()
     console = PlainConsole(file=text, force_terminal=True, width=200)
-    with TrainingProgress(1, 100, 0, True, console) as bar:
+    with ConsoleProgress(1, 100, 0, True, console) as bar:
         bar.advance(1, 0, "", 0.0)
     assert "nan" not in text.getvalue()
     assert "1/100" in text.getvalue()
@@ -68,7 +68,7 @@ def test_a_run_in_between_epochs_says_where_it_is(monkeypatch: pytest.MonkeyPatc
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     text = io.StringIO()
-    with TrainingProgress(1, 100, 0, True, PlainConsole(file=text, width=200)) as bar:
+    with ConsoleProgress(1, 100, 0, True, PlainConsole(file=text, width=200)) as bar:
         now[0] = 2000.0
         bar.advance(1, 0, "loss 0.5", 100.0)
         now[0] = 2018.0
@@ -80,7 +80,7 @@ def test_there_is_one_time_left():
     """On a terminal it stands in the bar, and not in the lines above it too."""
     text = io.StringIO()
     console = PlainConsole(file=text, force_terminal=True, width=200)
-    with TrainingProgress(10, 100, 0, True, console) as bar:
+    with ConsoleProgress(10, 100, 0, True, console) as bar:
         bar.advance(10, 1, "loss 0.5", 12345.0)
         bar.advance(20, 1, "loss 0.5", 12345.0)
         bar.epoch(ROW)
@@ -92,14 +92,14 @@ def test_there_is_one_time_left():
 
 def test_compiling_is_said_with_its_time():
     text = io.StringIO()
-    with TrainingProgress(1, 10, 0, True, PlainConsole(file=text, width=200)) as bar:
+    with ConsoleProgress(1, 10, 0, True, PlainConsole(file=text, width=200)) as bar:
         assert list(bar.compiled(iter([1, 2, 3]), "data=4, batches of 8")) == [1, 2, 3]
     said = text.getvalue().splitlines()
     assert said[0] == "compiling data=4, batches of 8"
     assert said[1].startswith("compiled in ")
     text = io.StringIO()
     console = PlainConsole(file=text, force_terminal=True, width=200)
-    with TrainingProgress(1, 10, 0, True, console) as bar, bar.compiling("data=4"):
+    with ConsoleProgress(1, 10, 0, True, console) as bar, bar.compiling("data=4"):
         bar._bar.refresh()
         assert "compiling data=4" in text.getvalue()
         assert "0:00:00" in text.getvalue()
@@ -118,7 +118,7 @@ class Unread(io.StringIO):
 def test_a_pipe_that_nobody_reads_is_noticed_and_nothing_raised(monkeypatch):
     console = PlainConsole(file=Unread(), width=200)
     monkeypatch.setattr(console, "on_broken_pipe", lambda: (_ for _ in ()).throw(SystemExit(1)))
-    with TrainingProgress(1, 10, 0, True, console) as bar:
+    with ConsoleProgress(1, 10, 0, True, console) as bar:
         bar.epoch({**ROW, "epoch": 1})
         assert bar.closed
         bar.note("once more")

@@ -12,7 +12,7 @@ from tests.runs import write_run
 from plurax.cli.commands import main
 from plurax.console import PlainConsole
 from plurax.launch.events import Events
-from plurax.progress.console_progress import TrainingProgress
+from plurax.progress.console_progress import ConsoleProgress
 from plurax.report.watch_frame import WatchedRun
 from plurax.terminal import printable
 
@@ -50,13 +50,13 @@ def test_a_bar_takes_no_commands():
     file = io.StringIO()
     console = PlainConsole(file=file, force_terminal=True, width=300)
     row = {"epoch": 1, "step": 1, "examples_per_second": 1.0, EVIL: 1.0}
-    with TrainingProgress(1, 10, 0, True, console) as bar:
+    with ConsoleProgress(1, 10, 0, True, console) as bar:
         bar.advance(1, 0, EVIL, 1.0)
         bar.advance(2, 0, EVIL, 1.0)
         bar._bar.refresh()
     check(file.getvalue())
     file.seek(file.truncate(0))
-    with TrainingProgress(1, 10, 0, True, console) as bar:
+    with ConsoleProgress(1, 10, 0, True, console) as bar:
         bar.epoch(row)
         bar.note(EVIL)
     check(file.getvalue())

@@ -6,12 +6,13 @@ import numpy as np
 
 from plurax import errors
 from plurax.callbacks.followed_metric import FollowedMetric, Mode
-from plurax.loop.hooks import Run
+from plurax.loop.hook import EpochHook, StartHook, StateHook
 from plurax.loop.log_rows import Row
+from plurax.loop.run import Run
 from plurax.validate import whole_number
 
 
-class EarlyStopping:
+class EarlyStopping(StartHook, EpochHook, StateHook):
     """End training once a metric has not improved for some evaluations (Prechelt, 1998).
 
     Of members each has its own best value; the run ends once none of them has improved.

@@ -9,8 +9,9 @@ import optax
 from jaxtyping import PyTree
 
 from plurax import errors
-from plurax.loop.hooks import Run
+from plurax.loop.hook import EvaluationHook, OptimizerHook
 from plurax.loop.log_rows import Row
+from plurax.loop.run import Run
 from plurax.state import TrainState
 
 
@@ -21,7 +22,7 @@ class EmaState(NamedTuple):
     average: PyTree
 
 
-class Ema:
+class Ema(OptimizerHook, EvaluationHook):
     """Keep an exponential moving average of the parameters (Polyak & Juditsky, 1992).
 
         average = decay * average + (1 - decay) * params        after every step

@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Bool
 
 from plurax import errors
-from plurax.loop.hooks import Run
 from plurax.loop.log_rows import Row
+from plurax.loop.run import Run
 
 Mode = Literal["min", "max"]
 

@@ -25,13 +25,14 @@ from plurax.callbacks.followed_metric import FollowedMetric, Mode
 from plurax.checkpoint import Checkpoints
 from plurax.checkpoint.restore import members_meta
 from plurax.execute.program import Program
-from plurax.loop.hooks import Run
+from plurax.loop.hook import EpochHook, SaveHook, StartHook, StateHook, StopHook
 from plurax.loop.log_rows import Row
+from plurax.loop.run import Run
 from plurax.state import TrainState
 from plurax.user_frames import warn
 
 
-class KeepBest:
+class KeepBest(StartHook, EpochHook, SaveHook, StopHook, StateHook):
     """Keep the state of the epoch whose metric was the best.
 
     With an `output` it is saved in the folder `best` there, as any checkpoint is; else a copy stays

@@ -11,14 +11,15 @@ from jaxtyping import Array, Float, Int
 
 from plurax import errors
 from plurax.distributed.global_arrays import fetch
-from plurax.loop.hooks import Run
+from plurax.loop.hook import EpochHook, StartHook, StepHook
 from plurax.loop.log_rows import Row
+from plurax.loop.run import Run
 
 BLOCK = 1024
 """Rates computed at once."""
 
 
-class LearningRate:
+class LearningRate(StartHook, StepHook, EpochHook):
     """Add `learning_rate` to the rows of a run.
 
     **Arguments:** `schedule`, the optax schedule or number that the optimizer was given. Without

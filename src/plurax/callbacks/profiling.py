@@ -5,12 +5,13 @@ from pathlib import Path
 import jax
 
 from plurax import errors
-from plurax.loop.hooks import Run
+from plurax.loop.hook import NextStopHook, StartHook, StepHook, StopHook
 from plurax.loop.log_rows import Row
+from plurax.loop.run import Run
 from plurax.validate import whole_number
 
 
-class Profile:
+class Profile(NextStopHook, StartHook, StepHook, StopHook):
     """Write a JAX trace of some steps, for XProf, TensorBoard or Perfetto.
 
     The steps run as they always do; the loop only ends a call before the first of them and after

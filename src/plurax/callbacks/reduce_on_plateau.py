@@ -10,15 +10,16 @@ from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.callbacks.followed_metric import FollowedMetric, Mode
-from plurax.loop.hooks import Run
+from plurax.loop.hook import EpochHook, EvaluationHook, OptimizerHook, StartHook, StateHook
 from plurax.loop.log_rows import Row
+from plurax.loop.run import Run
 from plurax.validate import whole_number
 
 SCALE = "learning_rate_scale"
 """The hyperparameter that the callback adds to the optimizer, and its name in the rows."""
 
 
-class ReduceOnPlateau:
+class ReduceOnPlateau(OptimizerHook, StartHook, EvaluationHook, EpochHook, StateHook):
     """Multiply the learning rate by a factor whenever a metric has stopped to improve.
 
         updates = scale * optimizer's updates        in every step, under every plan

@@ -3,6 +3,7 @@
 It is looked for once, when the first step of a run was left out, so it costs nothing before.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -13,6 +14,9 @@ from plurax import tree
 from plurax.execute.array_data import ArrayData
 from plurax.execute.placement import abstract_batch
 from plurax.execute.program import Program
+from plurax.loop.epoch_metrics import EpochMetrics
+from plurax.loop.hook import MetricsHook
+from plurax.loop.run import Run
 from plurax.task import Task
 from plurax.tree import with_rows
 
@@ -21,6 +25,22 @@ LARGE_NORM = 1e3
 
 LARGEST_PART = 1 << 28
 """Numbers of an array that are looked at."""
+
+
+class NotFiniteGuard(MetricsHook):
+    """Warns of steps that were left out, and says why, in the first process.
+
+    **Arguments:** `source`, the data of training.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def on_metrics(self, run: Run, metrics: EpochMetrics) -> None:
+        """Warn of those that were not warned of before."""
+        if run.is_primary:
+            why = functools.partial(why_not_finite, run.program, self._source)
+            metrics.warn_not_finite(run.step, why)
 
 
 def why_not_finite(program: Program, source: Any, mean_norm: Any) -> str:

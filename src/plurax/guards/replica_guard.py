@@ -14,10 +14,13 @@ from plurax import errors
 from plurax.distributed.process_group import ProcessGroup
 from plurax.execute.program import Program
 from plurax.execute.replicas import ReplicaFinding
+from plurax.loop.epoch_metrics import EpochMetrics
+from plurax.loop.hook import CallHook, EndHook
+from plurax.loop.run import Run
 from plurax.state import TrainState
 
 
-class ReplicaGuard:
+class ReplicaGuard(CallHook, EndHook):
     """The comparisons of a training run.
 
     **Arguments:** `program`; `every`, steps between two comparisons, or None for none; `group`, the
@@ -28,6 +31,14 @@ class ReplicaGuard:
         self._program, self._every, self._group = program, every, group
         self._last = 0  # a state that was restored is compared after its first call
         self._pending: tuple[int, Any] | None = None
+
+    def on_call(self, run: Run) -> None:
+        """Compare where it is due, and before the state is saved."""
+        self.check(run.step, run.state, now=run.due.save)
+
+    def on_end(self, run: Run, metrics: EpochMetrics | None) -> None:
+        """Wait for the last comparison."""
+        self.wait()
 
     def check(self, step: int, state: TrainState, *, now: bool = False) -> None:
         """Compare if it is due; with `now`, because the state is to be saved, wait for the result.

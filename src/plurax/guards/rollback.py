@@ -26,7 +26,7 @@ import functools
 import json
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,10 @@ from plurax.checkpoint import Checkpoints
 from plurax.disk import log_errors, replace_file, sync_folder
 from plurax.distributed.process_group import ProcessGroup
 from plurax.execute.array_data import Position
-from plurax.guards.saving import Saving
+from plurax.loop.hook import FetchedHook, RewindHook
 from plurax.loop.iterate import StepOutput
 from plurax.loop.log_rows import Row
+from plurax.loop.run import Run
 from plurax.reading import parse_json, refusing
 from plurax.run_folder.log import MetricsLog
 from plurax.user_frames import warn
@@ -159,10 +160,16 @@ class Rollbacks:
         """Return what a checkpoint keeps of them."""
         return {"count": self._count, "watch": dataclasses.asdict(self._watch)}
 
-    def due(self, fetched: list[StepOutput], batches_per_epoch: int | None, saving: Saving) -> bool:
+    def due(
+        self,
+        fetched: list[StepOutput],
+        batches_per_epoch: int | None,
+        wait: Callable[[int], None],
+    ) -> bool:
         """Return whether the run has to go back; `opening.start` then finds from where.
 
-        **Arguments:** `fetched`, steps whose metrics are on the host.
+        **Arguments:** `fetched`, steps whose metrics are on the host; `wait(step)`, which waits
+        for the save under way.
 
         Raises `RunStoppedError` instead of one rollback too many.
         """
@@ -176,10 +183,9 @@ class Rollbacks:
                 step += 1
                 self._watch = observe(self._rule, self._watch, step, loss, left_out=bool(left_out))
                 if self._watch.bad >= self._rule.after:
-                    saving.wait(step)
+                    wait(step)
                     back = self._roll_back(step, _position(output, step, batches_per_epoch))
                     if back is not None:
-                        saving.go_back(back)
                         return True
         self._checkpoints.proven = self._watch.proven
         return False
@@ -301,6 +307,32 @@ class Rollbacks:
         text = "".join(f"{json.dumps(one)}\n" for one in records)
         with log_errors(self._path):
             replace_file(self._path, text.encode())
+
+
+class RollbackHook(FetchedHook, RewindHook):
+    """Goes back after bad steps in a row.
+
+    **Arguments:** `rollbacks`, of the run; `batches_per_epoch`, of its data; `log`, None in
+    processes that write none; `wait(step)`, which waits for the save under way.
+    """
+
+    def __init__(
+        self,
+        rollbacks: Rollbacks,
+        batches_per_epoch: int | None,
+        log: MetricsLog | None,
+        wait: Callable[[int], None],
+    ) -> None:
+        self._rollbacks, self._log, self._wait = rollbacks, log, wait
+        self._batches_per_epoch = batches_per_epoch
+
+    def on_fetched(self, run: Run, calls: list[StepOutput]) -> None:
+        """Judge the steps of these calls."""
+        run.rewinding = self._rollbacks.due(calls, self._batches_per_epoch, self._wait)
+
+    def on_rewind(self, run: Run) -> None:
+        """Say so in the log, which ends at the step to which the run went back."""
+        self._rollbacks.write(self._log, run.step)
 
 
 def check_rollback(rule: Rollback, members: object, servers: object) -> Rollback | None:

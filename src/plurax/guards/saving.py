@@ -19,7 +19,11 @@ from pathlib import Path
 from plurax import errors, tree
 from plurax.checkpoint import Checkpoints
 from plurax.checkpoint.manager import Meta, Residuals
+from plurax.checkpoint.restore import members_meta
 from plurax.distributed.process_group import ProcessGroup
+from plurax.guards.rollback import Rollbacks
+from plurax.loop.hook import CallHook, CheckpointHook, RewindHook, RunSnapshot
+from plurax.loop.run import Run
 from plurax.run_folder.log import MetricsLog
 from plurax.state import TrainState
 from plurax.user_frames import warn
@@ -32,34 +36,30 @@ PATIENCE = 5.0
 """Seconds that training waits for the save before, once, until that has ended."""
 
 
-class Saving:
-    """Saves a run, and bears a disk that fails; does nothing without checkpoints.
+class Saving(CallHook, CheckpointHook, RewindHook):
+    """Saves a run, and bears a disk that fails.
 
-    **Arguments:** `log`, None in processes that write none; `note`, which shows a line to the
-    user; `group`, the processes that save together.
+    **Arguments:** `rollbacks`, which a checkpoint records; `log`, None in processes that write
+    none; `note`, which shows a line to the user; `group`, the processes that save together.
     """
 
     def __init__(
         self,
-        checkpoints: Checkpoints | None,
+        checkpoints: Checkpoints,
+        rollbacks: Rollbacks,
         log: MetricsLog | None,
         note: Callable[[str], None],
         group: ProcessGroup,
     ) -> None:
-        self._checkpoints, self._log, self._note, self._group = checkpoints, log, note, group
-        self._saved: int | None = max(checkpoints.steps(), default=None) if checkpoints else None
+        self._checkpoints, self._rollbacks, self._log = checkpoints, rollbacks, log
+        self._note, self._group = note, group
+        self._saved: int | None = max(checkpoints.steps(), default=None)
         self._writing: int | None = None
         self._failed = 0
         self._alarmed = self._slow = False
 
-    @property
-    def wanted(self) -> bool:
-        """Whether there is anywhere to save."""
-        return self._checkpoints is not None
-
-    @property
     def newest(self) -> int | None:
-        """The step of the newest checkpoint, None without one."""
+        """Return the step of the newest checkpoint, None without one."""
         return self._saved
 
     def check(self, step: int) -> None:
@@ -67,16 +67,27 @@ class Saving:
 
         Raises `SavingStoppedError` after `ATTEMPTS` failures in a row.
         """
-        if self._checkpoints is None:
-            return
         if self._writing is not None and not self._checkpoints.busy():
             self._finish(step)
         if self._log and self._log.trouble and not self._alarmed:
             self._alarm(step, step, f"{self._log.path}: {self._log.trouble.strerror}")
 
-    def go_back(self, step: int) -> None:
-        """Take a checkpoint for the newest, because training goes back to it."""
-        self._saved = step
+    def on_call(self, run: Run) -> None:
+        """Notice what failed in the background."""
+        self.check(run.step)
+
+    def on_checkpoint(self, run: Run, snapshot: RunSnapshot) -> None:
+        """Save, with what resuming needs to know of members and rollbacks."""
+
+        def described() -> Meta:
+            rollbacks = self._rollbacks.to_json()
+            return {**snapshot.meta(), **members_meta(run.program), "rollbacks": rollbacks}
+
+        self.save(snapshot.step, snapshot.state, described, snapshot.residuals, last=snapshot.last)
+
+    def on_rewind(self, run: Run) -> None:
+        """Take the checkpoint that training goes back to for the newest."""
+        self._saved = run.step
 
     def wait(self, step: int) -> None:
         """Wait for the save under way. Raises as `check`."""
@@ -102,8 +113,6 @@ class Saving:
 
         Raises `SavingStoppedError` after `ATTEMPTS` failures in a row.
         """
-        if self._checkpoints is None:
-            return
         if not last and self._checkpoints.busy(0.0 if self._slow else PATIENCE):
             self._leave_out(step)
             return
@@ -121,7 +130,6 @@ class Saving:
         residuals: Residuals | None,
     ) -> bool:
         """Start to save, and return whether the disk took what has to be written at once."""
-        assert self._checkpoints is not None
         try:
             # No checkpoint is ever ahead of its logs.
             meta = described()
@@ -145,7 +153,6 @@ class Saving:
 
     def _finish(self, step: int, *, verify: bool = False) -> bool:
         """Wait for the save under way, and return whether it succeeded."""
-        assert self._checkpoints is not None
         assert self._writing is not None
         saved, self._writing, self._slow = self._writing, None, False
         try:
@@ -166,7 +173,6 @@ class Saving:
         self._failed += 1
         self._alarm(step, saving, str(error))
         if self._failed >= ATTEMPTS:
-            assert self._checkpoints is not None
             kept = "no checkpoint is there, so resume starts from the beginning"
             if self._saved is not None:
                 kept = f"the checkpoint of step {self._saved} is kept, and resume goes on there"

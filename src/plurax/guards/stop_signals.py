@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 from plurax.distributed.environment import status_folder
-from plurax.distributed.process_group import ProcessGroup
 from plurax.exit_codes import ExitCode
 from plurax.notebook import in_notebook
 
@@ -19,6 +18,8 @@ SAME_SECONDS = 5.0
 
 class StopSignals:
     """Record Ctrl-C and SIGTERM in `name`; end the process at once at the second signal.
+
+    The name may also be set to the signal of another process, at which all of them end.
 
     Python runs its signal handlers between two bytecodes, so not while XLA compiles. The C handler
     writes every signal to a pipe, and a thread that reads the pipe ends the process at the second.
@@ -66,19 +67,6 @@ class StopSignals:
         if self._pipe is not None:
             signal.set_wakeup_fd(self._woken)
             os.close(self._pipe[1])
-
-    def called(self) -> bool:
-        """Return whether this process has got a signal."""
-        return self.name is not None
-
-    def agree(self, group: ProcessGroup, ready: bool) -> str | None:
-        """Return the signal that ends training; all processes return the same one at a step.
-
-        One that reaches any process stops all. Where this one is not `ready`, it asks for nothing.
-        """
-        signals = group.all_gather(self.name if ready else None)
-        self.name = self.name or next(filter(None, signals), None)
-        return next(filter(None, signals), None)
 
     def deliver(self, processes: int) -> None:
         """Give the signal that ended training its usual end, now that all is saved and closed.

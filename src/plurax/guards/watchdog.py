@@ -36,6 +36,9 @@ from typing import NamedTuple, Protocol, TypeVar
 from plurax.distributed.environment import gang_of, status_folder, watchdog_seconds
 from plurax.exit_codes import ExitCode
 from plurax.guards.status import Phase, Status, StatusFile
+from plurax.loop.hook import CallsHook
+from plurax.loop.iterate import StepOutput
+from plurax.loop.run import Run
 from plurax.timeouts import TIMEOUTS
 
 FACTOR = 20
@@ -288,6 +291,20 @@ class Watchdog:
         behind = {process: step for process, step in steps.items() if step == last < self.step}
         deadlines = [others[process].get("deadline") or 0.0 for process in behind]
         return behind, max(deadlines, default=0.0) + FIRST_TO_OTHERS
+
+
+class WatchedCalls(CallsHook):
+    """Lets a watchdog watch the calls of the training loop.
+
+    **Arguments:** `newest`, which returns the newest checkpoint; a thread calls it.
+    """
+
+    def __init__(self, watchdog: Watchdog, newest: Callable[[], int | None]) -> None:
+        self._watchdog, self._newest = watchdog, newest
+
+    def on_calls(self, run: Run, calls: Iterator[StepOutput]) -> Iterator[StepOutput]:
+        """Yield the calls; each until the next is one step to watch."""
+        return self._watchdog.watch(calls, self._newest)
 
 
 WORK: Mapping[Phase, str] = {

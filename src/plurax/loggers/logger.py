@@ -8,12 +8,13 @@ import abc
 import contextlib
 
 from plurax import errors
-from plurax.loop.hooks import Run
+from plurax.loop.hook import EpochHook, SaveHook, StartHook, StepHook, StopHook
 from plurax.loop.log_rows import Row
+from plurax.loop.run import Run
 from plurax.validate import whole_number
 
 
-class Logger(abc.ABC):
+class Logger(StartHook, EpochHook, SaveHook, StopHook):
     """Writes rows of epochs somewhere, in the first process only."""
 
     def on_start(self, run: Run) -> None:
@@ -43,14 +44,14 @@ class Logger(abc.ABC):
     @abc.abstractmethod
     def _write(self, row: Row) -> None: ...
 
-    def _flush(self) -> None:  # noqa: B027  what sends at once has nothing to do
+    def _flush(self) -> None:
         """Return when all is on disk that was written; raise `DiskError` where it is not."""
 
     @abc.abstractmethod
     def _close(self, run: Run) -> None: ...
 
 
-class StepLogger(Logger):
+class StepLogger(Logger, StepHook):
     """Writes rows of steps, too.
 
     **Arguments:** `every`, steps between those that are written; rows of epochs always are.

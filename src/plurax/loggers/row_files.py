@@ -8,8 +8,8 @@ from typing import Any
 
 from plurax.disk import AppendFile, log_errors, make_folder, replace_file
 from plurax.loggers.logger import Logger, StepLogger, numbers
-from plurax.loop.hooks import Run
 from plurax.loop.log_rows import Row, encode_row, read_rows
+from plurax.loop.run import Run
 
 
 class JsonLines(StepLogger):

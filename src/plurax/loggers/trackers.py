@@ -8,8 +8,9 @@ from typing import Any
 from plurax import errors
 from plurax.disk import log_errors
 from plurax.loggers.logger import StepLogger, named_numbers
-from plurax.loop.hooks import Run
+from plurax.loop.hook import StateHook
 from plurax.loop.log_rows import Row
+from plurax.loop.run import Run
 from plurax.run_folder.board import Board
 
 
@@ -36,7 +37,7 @@ class TensorBoard(StepLogger):
             self._board.file.close()
 
 
-class Mlflow(StepLogger):
+class Mlflow(StepLogger, StateHook):
     """Log to MLflow: settings as parameters, rows as metrics.
 
     A run that is resumed goes on in the same run of MLflow.
@@ -92,7 +93,7 @@ class Mlflow(StepLogger):
         self._id = state["id"]
 
 
-class Wandb(StepLogger):
+class Wandb(StepLogger, StateHook):
     """Log to Weights & Biases: settings as configuration, rows as history.
 
     A run that is resumed goes on in the same run there.

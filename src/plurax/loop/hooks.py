@@ -1,277 +1,247 @@
-"""Call the callbacks of a run: plain objects with any of six hooks.
-
-    on_start(run)              before the first step, after a checkpoint was restored
-    on_step(run, row)          for each step, once its metrics are on the host
-    on_evaluation(run, row)    after an evaluation, with the row of its epoch, or a row of its own
-    on_epoch(run, row)         after an epoch that is reported, before it is logged and saved
-    on_save(run, step)         before a checkpoint is begun: write what shall agree with it
-    on_stop(run)               at the end, after an error too
-
-Metrics reach the host some calls late, so that it never waits for the step that it has just
-dispatched. A callback that has to see the state after a certain step says so by `next_stop`:
-
-    next_stop(step) -> int | None    the first step after `step` where a call of the loop shall end,
-                                     with `run.step` and `run.state` those of the last row
-
-What has to happen in every step belongs into the compiled program, as part of the optimizer:
-
-    wrap_optimizer(optimizer)        returns the optimizer to train with
-"""
+"""Call the hooks of a run, in one order: the callbacks of the user's, and those of plurax."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import PyTree
-
 from plurax import errors
-from plurax.distributed.process_group import ProcessGroup
-from plurax.execute.program import Program
+from plurax.loop.epoch_metrics import EpochMetrics
+from plurax.loop.hook import (
+    CallHook,
+    CallsHook,
+    CheckpointHook,
+    EndHook,
+    EpochHook,
+    EvaluationHook,
+    FetchedHook,
+    MetricsHook,
+    NextStopHook,
+    OptimizerHook,
+    RewindHook,
+    RowsHook,
+    RunSnapshot,
+    SaveHook,
+    StartHook,
+    StateHook,
+    StepHook,
+    StopHook,
+)
 from plurax.loop.iterate import StepOutput
 from plurax.loop.log_rows import Row
-from plurax.state import TrainState
+from plurax.loop.run import Run
 from plurax.validate import check_takes
 
-HOOKS = {
-    "on_start": "run",
-    "on_step": "run, row",
-    "on_evaluation": "run, row",
-    "on_epoch": "run, row",
-    "on_save": "run, step",
-    "on_stop": "run",
+EVENTS: Mapping[str, tuple[Any, str]] = {
+    "on_start": (StartHook, "run"),
+    "on_step": (StepHook, "run, row"),
+    "on_evaluation": (EvaluationHook, "run, row"),
+    "on_epoch": (EpochHook, "run, row"),
+    "on_save": (SaveHook, "run, step"),
+    "on_stop": (StopHook, "run"),
 }
-"""The hooks of a callback, and what they are called with."""
+"""The events that a callback of the user's may listen to, and what it is called with."""
+
+PARTS: Mapping[str, Any] = {
+    "next_stop": NextStopHook,
+    "get_state": StateHook,
+    "set_state": StateHook,
+    "wrap_optimizer": OptimizerHook,
+}
+"""What a callback may have besides."""
 
 
-class Run:
-    """What a callback is given: the run as it is now.
+class Callbacks:
+    """The callbacks of the user's, called in their order.
 
-    **Attributes:**
+    An error in one of them ends training, with a note that names the callback and the event.
 
-    - `program`: the compiled program; `program.plan` is its plan.
-    - `members`: the population, None for one network.
-    - `state`: the state after step `step`, in the program's layout. The next step reuses its
-      memory: keep what `params()` returns, or a copy.
-    - `step`, `epoch`: steps taken, and whole epochs.
-    - `history`: the rows of the epochs so far, the newest last.
-    - `output`: the directory of the run, or None.
-    - `group`: the processes that train together; every process calls every hook.
-    - `evaluates`: whether there are evaluation data.
-    - `adds_metrics`: whether a callback that is not of plurax may add metrics to a row.
-    - `settings`: what the run was started with: seed, batch size and the like, by name.
-    - `stopped`: why training ends, once it is known; `failed`: whether an error ends it.
+    Raises `TaskError` for what is no list of callbacks.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        state: TrainState,
-        history: list[Row],
-        output: Path | None,
-        group: ProcessGroup,
-        settings: Mapping[str, Any],
-        evaluate: Callable[[TrainState], dict[str, Any] | None],
-        evaluates: bool,
-        *,
-        servers: bool = False,
-    ) -> None:
-        self.program, self.members = program, program.members
-        self.state, self.step, self.epoch = state, state.steps_taken, 0
-        self.history, self.output, self.group = history, output, group
-        self.settings = settings
-        self.stopped: str | None = None
-        self.failed = False
-        self._evaluate, self._servers, self._settable = evaluate, servers, False
-        self.evaluates, self.adds_metrics = evaluates, False
-
-    def see(self, steps: StepOutput) -> TrainState:
-        """Take what a call of the training loop returned."""
-        self.state, self.step, self.epoch = steps.state, steps.step, steps.position.epoch
-        return steps.state
-
-    def go_back(self, state: TrainState) -> None:
-        """Go back to an earlier state, and forget the rows after it."""
-        self.state, self.step = state, state.steps_taken
-        self.history = [row for row in self.history if row["step"] <= self.step]
+    def __init__(self, callbacks: Any) -> None:
+        callbacks = _checked(callbacks)
+        self._named = dict(zip(_names(callbacks), callbacks, strict=True))
+        kinds = {event: kind for event, (kind, _) in EVENTS.items()} | {**PARTS}
+        self._methods = {
+            event: [
+                (name, getattr(callback, event))
+                for name, callback in self._named.items()
+                if isinstance(callback, kind)
+            ]
+            for event, kind in kinds.items()
+        }
 
     @property
-    def is_primary(self) -> bool:
-        """Whether this process is the one that writes files; of one process, True."""
-        return self.group.is_primary
+    def add_metrics(self) -> bool:
+        """Whether a callback that is not of plurax may add metrics to a row."""
+        kinds = [type(callback).__module__ for callback in self._named.values()]
+        return not all(kind.startswith("plurax.") for kind in kinds)
 
-    def params(self) -> PyTree:
-        """Return a copy of the parameters as the task's `init` shapes them.
+    def _call(self, event: str, *arguments: Any) -> list[Any]:
+        """Call a method of all callbacks that have it, and return what they return."""
+        results = []
+        for name, method in self._methods[event]:
+            with _named_in_errors(name, event):
+                results.append(method(*arguments))
+        return results
 
-        Of members each leaf has a leading dim of members.
-        """
-        return jax.tree.map(jnp.copy, self.program.to_canonical(self.state).params)
+    def on_start(self, run: Run) -> None:
+        """Call `on_start` of all."""
+        self._call("on_start", run)
 
-    def evaluate(self, state: TrainState) -> dict[str, Any] | None:
-        """Return the metrics of another state on the evaluation data; None without such data."""
-        return self._evaluate(state)
+    def on_evaluation(self, run: Run, row: Row) -> None:
+        """Call `on_evaluation` of all."""
+        self._call("on_evaluation", run, row)
 
-    @property
-    def hyperparams(self) -> dict[str, Any]:
-        """What `optax.inject_hyperparams` keeps in the optimizer's state, by name.
+    def on_epoch(self, run: Run, row: Row) -> None:
+        """Call `on_epoch` of all."""
+        self._call("on_epoch", run, row)
 
-        Numbers; of members an array `(members,)` each.
-        """
-        return self.program.hyperparams.read(self.state)
+    def on_stop(self, run: Run) -> None:
+        """Call `on_stop` of all."""
+        self._call("on_stop", run)
 
-    def set_hyperparams(self, **values: Any) -> None:
-        """Set what the optimizer reads from the next step on, such as `learning_rate=1e-4`.
+    def next_stop(self, step: int) -> int | None:
+        """Return the first step after `step` that a callback has to see."""
+        steps = self._call("next_stop", step)
+        return min((step for step in steps if step is not None), default=None)
 
-        The optimizer keeps it in its state by `optax.inject_hyperparams`, so a checkpoint has it,
-        and a run that is resumed goes on with it. A hook may set it where the state is that of a
-        known step: `on_start`, `on_evaluation` and `on_epoch`.
+    def on_save(self, run: Run, step: int) -> None:
+        """Call `on_save` of all; where one raises in a process, raise in all of them."""
+        for name, on_save in self._methods["on_save"]:
+            with _named_in_errors(name, "on_save"):
+                run.group.together(functools.partial(on_save, run, step))
 
-        **Arguments:** a number for each name, of members also an array `(members,)`.
+    def steps(self, run: Run, rows: list[Row]) -> None:
+        """Call `on_step` for each row; of small steps there are many."""
+        for name, on_step in self._methods["on_step"]:
+            with _named_in_errors(name, "on_step"):
+                for row in rows:
+                    on_step(run, row)
 
-        Raises `TaskError` for a name that the optimizer's state does not have or that follows a
-        schedule, for other values, in other hooks, and with parameter servers.
-        """
-        if not self._settable:
-            when = (
-                "set them in on_start, on_evaluation or on_epoch. on_step is called some steps "
-                "late, so that a resumed run would set them elsewhere; for a value of each step "
-                "give the optimizer a schedule."
-            )
-            if self._servers:
-                when = (
-                    "with servers= the optimizer's state is on the servers. Give the optimizer a "
-                    "schedule, or train without servers."
-                )
-            raise errors.TaskError(f"run.set_hyperparams(): {when}")
-        self.state = self.program.hyperparams.set(self.state, values)
+    def wrap_optimizer(self, optimizer: Any) -> Any:
+        """Return the optimizer as the callbacks that follow the parameters want it."""
+        for name, wrap in self._methods["wrap_optimizer"]:
+            with _named_in_errors(name, "wrap_optimizer"):
+                optimizer = wrap(optimizer)
+        return optimizer
 
-    @contextlib.contextmanager
-    def settable(self) -> Iterator[None]:
-        """Let hooks set hyperparameters: the loop takes the state that they leave."""
-        self._settable = not self._servers
-        try:
-            yield
-        finally:
-            self._settable = False
+    def to_json(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the callbacks, by name."""
+        states = {}
+        for name, get_state in self._methods["get_state"]:
+            with _named_in_errors(name, "get_state"):
+                state = get_state()
+            try:
+                states[name] = json.loads(json.dumps(state))
+            except (TypeError, ValueError) as error:
+                raise errors.TaskError(
+                    f"the state of the callback {name} cannot be saved: {error}. get_state() "
+                    "returns numbers, text, None, and lists and dicts of them."
+                ) from None
+        return states
 
-    def metric_names(self) -> list[str] | None:
-        """Return the metrics of an epoch's row, before there is one; None where that is not known.
-
-        A name may be a pattern, such as `eval_auc_*`.
-        """
-        if self.adds_metrics:
-            return None
-        own = ("skipped", "seconds", "examples_per_second", "learning_rate")
-        return [*self.program.metric_names(evaluated=self.evaluates), *own]
-
-    def stop(self, reason: str) -> None:
-        """End training: from `on_epoch` at once, from `on_step` after the call under way."""
-        self.stopped = self.stopped or reason
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Give the callbacks what a checkpoint kept of them; a new one starts anew."""
+        for name, set_state in self._methods["set_state"]:
+            if name in saved:
+                with _named_in_errors(name, "set_state"):
+                    set_state(saved[name])
 
 
 class Hooks:
-    """The callbacks of a run, called in their order.
+    """All that listens to a run, called at every event in the order in which it is given.
 
-    An error in one of them ends training, with a note that names the callback and its hook.
+    **Arguments:** `order`, the hooks, and among them the `callbacks` of the user's.
+
+    **Attributes:** `saves`, whether anything saves the run; `call`, `metrics`, `rows`, `rewind` and
+    `end`, which call the hooks of one event, with its arguments.
     """
 
-    def __init__(self, callbacks: Sequence[Any]) -> None:
-        self._callbacks = dict(zip(_names(callbacks), callbacks, strict=True))
-        self._of = {
-            hook: [(name, one) for name, one in self._callbacks.items() if hasattr(one, hook)]
-            for hook in (*HOOKS, "next_stop", "get_state", "set_state", "wrap_optimizer")
-        }
+    def __init__(self, order: Sequence[Any], callbacks: Callbacks) -> None:
+        def of(kind: Any) -> list[Any]:
+            return [hook for hook in order if isinstance(hook, kind)]
 
-    def call(self, hook: str, *arguments: Any) -> None:
-        """Call a hook of all callbacks that have it."""
-        for name, _ in self._of[hook]:
-            self._call(name, hook, *arguments)
+        def each(kind: Any, event: str) -> Callable[..., None]:
+            methods = [getattr(hook, event) for hook in of(kind)]
 
-    def save(self, run: Run, step: int) -> None:
-        """Call `on_save` of all callbacks; where one raises in a process, raise in all of them."""
-        for name, _ in self._of["on_save"]:
-            run.group.together(functools.partial(self._call, name, "on_save", run, step))
+            def call(*arguments: Any) -> None:
+                for method in methods:
+                    method(*arguments)
 
-    def steps(self, run: Run, calls: Iterable[list[Row]]) -> list[Row]:
-        """Call `on_step` for each step of some calls of the loop, and return their rows."""
-        rows = [row for rows in calls for row in rows]
-        for name, one in self._of["on_step"]:
-            on_step = one.on_step
-            with _named(name, "on_step"):
-                for row in rows:
-                    on_step(run, row)
-        return rows
+            return call
 
-    def report(self, run: Run, row: Row) -> None:
-        """Call `on_evaluation` and, with an epoch's row, `on_epoch`; the history has epochs."""
-        with run.settable():
-            if run.evaluates:
-                self.call("on_evaluation", run, row)
-            if row["kind"] == "epoch":
-                self.call("on_epoch", run, row)
-                run.history.append(row)
+        self._callbacks = callbacks
+        self._calls: list[CallsHook] = of(CallsHook)
+        self.saves = bool(of(CheckpointHook))
+        self._start: Callable[[Run], None] = each(StartHook, "on_start")
+        self._stop: Callable[[Run], None] = each(StopHook, "on_stop")
+        self._fetched: Callable[[Run, list[StepOutput]], None] = each(FetchedHook, "on_fetched")
+        self._evaluation: Callable[[Run, Row], None] = each(EvaluationHook, "on_evaluation")
+        self._epoch: Callable[[Run, Row], None] = each(EpochHook, "on_epoch")
+        self._save: Callable[[Run, int], None] = each(SaveHook, "on_save")
+        self._checkpoint: Callable[[Run, RunSnapshot], None] = each(CheckpointHook, "on_checkpoint")
+        self.call: Callable[[Run], None] = each(CallHook, "on_call")
+        self.metrics: Callable[[Run, EpochMetrics], None] = each(MetricsHook, "on_metrics")
+        self.rows: Callable[[Run, list[Row]], None] = each(RowsHook, "on_rows")
+        self.rewind: Callable[[Run], None] = each(RewindHook, "on_rewind")
+        self.end: Callable[[Run, EpochMetrics | None], None] = each(EndHook, "on_end")
 
     @contextlib.contextmanager
     def running(self, run: Run) -> Iterator[None]:
-        """Call `on_start` now and `on_stop` at the end, after an error too."""
-        kinds = [type(one).__module__ for one in self._callbacks.values()]
-        run.adds_metrics = not all(kind.startswith("plurax.") for kind in kinds)
+        """Start now, and stop at the end, after an error too."""
+        run.adds_metrics = self._callbacks.add_metrics
         with run.settable():
-            self.call("on_start", run)
+            self._start(run)
         try:
             yield
         except BaseException as error:
             run.stopped, run.failed = f"{type(error).__name__}: {error}", True
             raise
         finally:
-            self.call("on_stop", run)
+            self._stop(run)
 
-    def next_stop(self, step: int) -> int | None:
-        """Return the first step after `step` that a callback has to see."""
-        found = [self._call(name, "next_stop", step) for name, _ in self._of["next_stop"]]
-        return min((one for one in found if one is not None), default=None)
+    def watch(self, run: Run, calls: Iterator[StepOutput]) -> Iterator[StepOutput]:
+        """Return the calls as the hooks yield them on, the first of them nearest to the calls."""
+        for hook in self._calls:
+            calls = hook.on_calls(run, calls)
+        return calls
 
     def stops_at(self, step: int) -> bool:
         """Return whether a callback has to see this step."""
-        return self.next_stop(step - 1) == step
+        return self._callbacks.next_stop(step - 1) == step
 
-    def wrap_optimizer(self, optimizer: Any) -> Any:
-        """Return the optimizer as the callbacks that follow the parameters want it."""
-        for name, _ in self._of["wrap_optimizer"]:
-            optimizer = self._call(name, "wrap_optimizer", optimizer)
-        return optimizer
+    def steps(self, run: Run, fetched: list[StepOutput], rows: list[Row]) -> None:
+        """Say that the metrics of calls are on the host, with a row for each of their steps."""
+        self._callbacks.steps(run, rows)
+        self.rows(run, rows)
+        self._fetched(run, fetched)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the callbacks."""
-        return {name: self._state(name) for name, _ in self._of["get_state"]}
+    def report(self, run: Run, row: Row) -> None:
+        """Let hooks add to the row of an evaluation or an epoch, then show it and write it."""
+        with run.settable():
+            if run.evaluates:
+                self._evaluation(run, row)
+            if row["kind"] == "epoch":
+                self._epoch(run, row)
+                run.history.append(row)
+        self.rows(run, [row])
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Give the callbacks what a checkpoint kept of them; a new one starts anew."""
-        for name, _ in self._of["set_state"]:
-            if name in saved:
-                self._call(name, "set_state", saved[name])
+    def save(self, run: Run, snapshot: RunSnapshot) -> None:
+        """Save the run; before its description is asked for, all is written that it names."""
 
-    def _state(self, name: str) -> Any:
-        state = self._call(name, "get_state")
-        try:
-            return json.loads(json.dumps(state))
-        except (TypeError, ValueError) as error:
-            raise errors.TaskError(
-                f"the state of the callback {name} cannot be saved: {error}. get_state() returns "
-                "numbers, text, None, and lists and dicts of them."
-            ) from None
+        def meta() -> dict[str, Any]:
+            self._save(run, snapshot.step)
+            return {**snapshot.meta(), "callbacks": self._callbacks.to_json()}
 
-    def _call(self, name: str, hook: str, *arguments: Any) -> Any:
-        with _named(name, hook):
-            return getattr(self._callbacks[name], hook)(*arguments)
+        self._checkpoint(run, dataclasses.replace(snapshot, meta=meta))
 
 
 @contextlib.contextmanager
-def _named(callback: str, hook: str) -> Iterator[None]:
+def _named_in_errors(callback: str, hook: str) -> Iterator[None]:
     """Say in an error which callback raised it."""
     try:
         yield
@@ -280,7 +250,7 @@ def _named(callback: str, hook: str) -> Iterator[None]:
         raise
 
 
-def check_callbacks(callbacks: Any) -> Sequence[Any]:
+def _checked(callbacks: Any) -> Sequence[Any]:
     """Return the callbacks. Raises `TaskError` for what is no list of callbacks."""
     if isinstance(callbacks, str | Mapping) or not isinstance(callbacks, Iterable):
         raise errors.TaskError(
@@ -288,23 +258,23 @@ def check_callbacks(callbacks: Any) -> Sequence[Any]:
             "callbacks=[plurax.callbacks.EarlyStopping('eval_loss')]."
         )
     callbacks = list(callbacks)
-    for name, one in zip(_names(callbacks), callbacks, strict=True):
-        if isinstance(one, type):
+    for name, callback in zip(_names(callbacks), callbacks, strict=True):
+        if isinstance(callback, type):
             raise errors.TaskError(
-                f"the callback {one.__name__} is a class; write an object of it: "
-                f"callbacks=[{one.__name__}(...)]."
+                f"the callback {callback.__name__} is a class; write an object of it: "
+                f"callbacks=[{callback.__name__}(...)]."
             )
-        hooks = {hook for hook in dir(one) if hook.startswith("on_")}
-        unknown = sorted(hooks - set(HOOKS))
-        if unknown or not (hooks or hasattr(one, "wrap_optimizer")):
+        hooks = {hook for hook in dir(callback) if hook.startswith("on_")}
+        unknown = sorted(hooks - set(EVENTS))
+        if unknown or not (hooks or isinstance(callback, OptimizerHook)):
             has = f"has {', '.join(unknown)}, which nothing calls" if unknown else "has no hook"
-            known = ", ".join(f"{hook}({arguments})" for hook, arguments in HOOKS.items())
+            known = ", ".join(f"{hook}({arguments})" for hook, (_, arguments) in EVENTS.items())
             raise errors.TaskError(
                 f"the callback {name} {has}; the hooks of a callback are {known}."
             )
         for hook in hooks:
-            check_takes(f"{hook} of the callback {name}", getattr(one, hook), HOOKS[hook])
-        if hasattr(one, "get_state") != hasattr(one, "set_state"):
+            check_takes(f"{hook} of the callback {name}", getattr(callback, hook), EVENTS[hook][1])
+        if hasattr(callback, "get_state") != hasattr(callback, "set_state"):
             raise errors.TaskError(
                 f"the callback {name} has one of get_state() and set_state(state); a callback "
                 "whose state is kept in checkpoints has both."

@@ -1,59 +1,81 @@
-"""End training where it is planned: after a number of steps, after a time, or as a callback asks.
+"""End training before its last epoch: by a signal, or as planned.
 
-All processes end after the same step: what one of them finds, by its own clock, counts for all.
+Planned is the end after a number of steps, after a time, or as a callback asks. All processes end
+after the same step: what one of them finds, by its own clock, counts for all.
 """
 
 import math
 import time
 from collections.abc import Callable
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from plurax import errors
-from plurax.loop.hooks import Hooks, Run
+from plurax.loop.hooks import Callbacks
+from plurax.loop.run import Run
 from plurax.validate import whole_number
+
+
+class Ending(NamedTuple):
+    """Why training ends, in all processes alike; both None to go on.
+
+    **Fields:** `signal`, its name; `planned`, the reason.
+    """
+
+    signal: str | None
+    planned: str | None
 
 
 class PlannedEnd:
     """When a run is to end before its last epoch, and where its loop has to look.
 
-    **Arguments:** `max_steps` and `max_seconds`, None for no limit; `clock`, in seconds.
+    **Arguments:** `max_steps` and `max_seconds`, None for no limit; `signal`, which returns the
+    signal that this process has got; `clock`, in seconds.
     """
 
     def __init__(
         self,
         max_steps: int | None,
         max_seconds: float | None,
-        hooks: Hooks,
+        callbacks: Callbacks,
         run: Run,
+        signal: Callable[[], str | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._max_steps, self._max_seconds, self._hooks = max_steps, max_seconds, hooks
-        self._run, self._clock, self._began = run, clock, clock()
+        self._max_steps, self._max_seconds, self._callbacks = max_steps, max_seconds, callbacks
+        self._run, self._signal, self._clock, self._began = run, signal, clock, clock()
 
     def next_stop(self, step: int) -> int | None:
         """Return the first step after `step` at whose end the loop has to look."""
         limit = self._max_steps if self._max_steps and self._max_steps > step else None
-        return min(filter(None, (limit, self._hooks.next_stop(step))), default=None)
+        return min(filter(None, (limit, self._callbacks.next_stop(step))), default=None)
 
-    def called(self) -> bool:
+    def stopping(self) -> bool:
         """Return whether this process wants training to end; data are not waited for then."""
+        return self._signalled() is not None or self._is_over()
+
+    def agree(self, *, ready: bool = True) -> Ending:
+        """Return why training ends after this step, in all processes alike.
+
+        Where this one is not `ready`, it asks for nothing.
+        """
+        run = self._run
+        asked = (self._signalled(), run.stopped if self._is_over() else None)
+        answers = run.group.all_gather(asked if ready else (None, None))
+        signal, planned = (next(filter(None, each), None) for each in zip(*answers, strict=True))
+        run.stopped = run.stopped or planned
+        return Ending(signal, planned)
+
+    def _signalled(self) -> str | None:
+        return self._run.interrupted or self._signal()
+
+    def _is_over(self) -> bool:
         run, limit = self._run, self._max_seconds
         if self._max_steps is not None and run.step >= self._max_steps:
             run.stop(f"max_steps={self._max_steps}")
         if limit is not None and self._clock() - self._began >= limit:
             run.stop(f"max_seconds={limit:g}")
         return run.stopped is not None
-
-    def agree(self, ready: bool = True) -> str | None:
-        """Return why training ends after this step, in all processes alike; None to go on.
-
-        Where this one is not `ready`, it asks for nothing.
-        """
-        asked = self._run.stopped if self.called() and ready else None
-        found = next(filter(None, self._run.group.all_gather(asked)), None)
-        self._run.stopped = self._run.stopped or found
-        return found
 
 
 def check_limits(max_steps: Any, max_seconds: Any, fast_dev_run: Any) -> tuple[int | None, int]:

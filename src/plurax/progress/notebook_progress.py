@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from plurax.notebook import html_table
-from plurax.progress.console_progress import TrainingProgress, shown_values
+from plurax.progress.training_progress import TrainingProgress, shown_values
 
 SECONDS_BETWEEN_FRAMES = 0.2
 SHOWN_ROWS, SHOWN_NOTES = 20, 10
 
 
 class NotebookProgress(TrainingProgress):
-    """Shows what `TrainingProgress` shows as one output of a cell, which replaces itself."""
+    """One output of a cell, which replaces itself."""
 
     def __init__(self, epochs: int, steps: int | None, done: int, show: bool) -> None:
         super().__init__(epochs, steps, done, show)
@@ -31,13 +31,9 @@ class NotebookProgress(TrainingProgress):
     def __exit__(self, *_: object) -> None:
         self._draw()
 
-    def advance(self, step: int, epoch: int, summary: str, examples_per_second: float) -> None:
-        """Show that training has reached `step`; `summary` is empty until metrics are fetched."""
-        if self._started is None:  # the first call compiles, and predicts no time left
-            self._started, self._first = time.monotonic(), step
-        speed = f"  {examples_per_second:,.0f} examples/s" if summary else ""
+    def _advance(self, step: int, epoch: str, text: str, remaining: str) -> None:
         self._step = step
-        self._line = f"epoch {epoch + 1}/{self._epochs}  {summary}{speed}{self._remaining(step)}"
+        self._line = f"{epoch}  {text}{remaining}"
         if time.monotonic() - self._drawn >= SECONDS_BETWEEN_FRAMES:
             self._draw()
 
@@ -57,7 +53,8 @@ class NotebookProgress(TrainingProgress):
         finally:
             self._line = ""
 
-    def _print(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Add a line below the table."""
         self._notes.append(text.strip())
         self._draw()
 

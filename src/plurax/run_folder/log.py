@@ -8,7 +8,9 @@ from typing import Any
 
 from plurax import errors
 from plurax.disk import AppendFile, log_errors, make_folder, replace_file
+from plurax.loop.hook import RewindHook, RowsHook
 from plurax.loop.log_rows import Row, encode_row, parsed_lines
+from plurax.loop.run import Run
 from plurax.run_folder.board import Board
 from plurax.user_frames import warn
 
@@ -18,7 +20,7 @@ BOARD_EVERY = 10
 """Steps between those written to TensorBoard; `metrics.jsonl` has every step."""
 
 
-class MetricsLog:
+class MetricsLog(RowsHook, RewindHook):
     """Writes rows of metrics to `metrics.jsonl` and to TensorBoard events in a directory.
 
     A row has `kind` (`"step"`, `"epoch"` or, within an epoch, `"evaluation"`), `step`, `epoch` and
@@ -52,6 +54,15 @@ class MetricsLog:
             self._rows = AppendFile(self.path)
             purge = None if resume_step is None else resume_step + 1
             self._board = Board(self.path.parent / "tensorboard", purge)
+
+    def on_rows(self, run: Run, rows: list[Row]) -> None:
+        """Append rows."""
+        for row in rows:
+            self.write(row)
+
+    def on_rewind(self, run: Run) -> None:
+        """Drop the rows after the step to which the run went back."""
+        self.cut(run.step)
 
     def cut(self, step: int) -> None:
         """Drop the rows after a step, as when resuming there. Raises `CheckpointError`."""

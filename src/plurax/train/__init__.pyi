@@ -5,9 +5,9 @@ from plurax.execute.replicas import ReplicaFinding as ReplicaFinding
 from plurax.execute.step import Gradients as Gradients
 from plurax.guards.rollback import Rollback as Rollback
 from plurax.loop.data import StreamData as StreamData
-from plurax.loop.hooks import Run as Run
 from plurax.loop.iterate import StepOutput as StepOutput
 from plurax.loop.iterate import train_iter as train_iter
+from plurax.loop.run import Run as Run
 from plurax.report.curves import draw_curves as draw_curves
 from plurax.state import TrainState as TrainState
 from plurax.train.fit import Fit as Fit

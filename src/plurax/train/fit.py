@@ -28,13 +28,15 @@ from plurax.execute.population import HyperFn
 from plurax.execute.program import Program
 from plurax.guards.replica_guard import ReplicaGuard
 from plurax.guards.rollback import Rollback, Rollbacks, check_rollback
-from plurax.guards.saving import Saving
 from plurax.guards.stop_signals import StopSignals
 from plurax.guards.watchdog import Watchdog
 from plurax.loop.data import as_data
-from plurax.loop.hooks import Hooks, Run, check_callbacks
+from plurax.loop.hooks import Callbacks
+from plurax.loop.iterate import train_iter
 from plurax.loop.log_rows import Row
 from plurax.loop.planned_end import PlannedEnd, check_limits
+from plurax.loop.run import Run
+from plurax.loop.training_loop import TrainingLoop
 from plurax.machine import Machine
 from plurax.members import Members
 from plurax.notebook import html_table
@@ -48,20 +50,23 @@ from plurax.task import Task
 from plurax.train.fit_arguments import (
     check_arguments,
     check_run,
-    checked_numbers,
+    checked_cadence,
     output_folder,
 )
-from plurax.train.measurements import Measurements, estimate_run
+from plurax.train.hook_order import ordered_hooks
+from plurax.train.measurements import estimate_run, measure_run
 from plurax.train.opening import (
+    evaluated,
     move_aside,
     open_bar,
     open_checkpoints,
     open_log,
+    saved_text,
     start,
 )
 from plurax.train.other_names import answers_other_names
-from plurax.train.serve import open_servers
-from plurax.train.training_loop import TrainingLoop, evaluated, saved_text
+from plurax.train.serve import open_servers, serve_iter
+from plurax.validate import check_seed
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -132,33 +137,38 @@ def fit(
     optimizer: optax.GradientTransformation | HyperFn,
     data: PyTree | Iterable[PyTree],
     *,
+    # What is trained, and on what.
     plan: Plan = Plan(),  # noqa: B008  frozen
     members: Members | None = None,
-    epochs: int = 1,
+    servers: Servers | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    # How the data are read.
     batch_size: int | None = None,
     seed: int = 0,
-    evaluation: PyTree | Iterable[PyTree] | None = None,
     shuffle: bool = True,
     ragged: Ragged = "pad",
     local_batches: bool = False,
-    output: str | Path | None = None,
-    resume: bool = False,
-    restart: bool = False,
+    resident: bool | None = None,
+    evaluation: PyTree | Iterable[PyTree] | None = None,
+    # How long, and what is done how often.
+    epochs: int = 1,
+    max_steps: int | None = None,
+    max_seconds: float | None = None,
+    fast_dev_run: int = 0,
     report_every: int = 1,
     evaluate_every: int | None = None,
     checkpoint_every: int | None = None,
     check_replicas_every: int | None = 200,
-    resident: bool | None = None,
+    # Where it is written, and how it goes on.
+    output: str | Path | None = None,
+    resume: bool = False,
+    restart: bool = False,
+    rollback: Rollback = Rollback(),  # noqa: B008  frozen
+    command: Mapping[str, Any] | None = None,
+    # Who sees it.
     progress: bool = True,
     machine: Machine | None = None,
-    servers: Servers | None = None,
-    rollback: Rollback = Rollback(),  # noqa: B008  frozen
     callbacks: Sequence[Any] = (),
-    max_steps: int | None = None,
-    max_seconds: float | None = None,
-    fast_dev_run: int = 0,
-    devices: Sequence[jax.Device] | None = None,
-    command: Mapping[str, Any] | None = None,
 ) -> Fit:
     """Train a task on data.
 
@@ -171,50 +181,65 @@ def fit(
       table of pandas, polars or Arrow, a Hugging Face data set, tensors, a file), shuffled anew
       every epoch; or a Grain dataset of batches, a PyTorch Dataset or DataLoader, a
       `tf.data.Dataset`, or any iterable of batches that can be read again.
+
+    What is trained, and on what:
+
     - `members`: a population to train instead of one network.
-    - `epochs`: passes over the data.
+    - `servers`: workers that compute gradients, each under the plan, and servers that hold the
+      parameters, in place of one program that does both.
+    - `devices`: the devices, default all that JAX sees.
+
+    How the data are read:
+
     - `batch_size`: examples per step, of fewer data all of them; required where the data have no
       batches, else taken from the first one.
     - `seed`: seed of initialisation, dropout and order; with it training repeats bit for bit. For
       members, each member's seed is used instead.
-    - `evaluation`: data to evaluate on after each epoch, over all examples exactly.
     - `shuffle`: whether arrays are read in a new order each epoch.
     - `ragged`: a smaller last batch is trained exactly as it is (`"pad"`), left out (`"drop"`) or
       refused (`"error"`).
     - `local_batches`: whether of several processes each gives its own rows of every batch, equally
       many; else all give the same batches. Of arrays each reads only its own rows anyway.
-    - `output`: a directory for `metrics.jsonl`, TensorBoard events, `plan.toml` and checkpoints.
-    - `resume`: continue from the newest checkpoint in `output`, bit for bit as if never stopped.
-      With more members than it holds, the new ones first catch up.
-    - `restart`: start from scratch in an `output` that holds a run, which is moved to a folder
-      `before.1` (2, 3, ...) in it.
+    - `resident`: keep arrays on the devices and run many steps in one compiled loop; the default is
+      to do so where they take at most a quarter of the memory budget, and always for members.
+      Members whose data are not resident all see the same batches, in the order of `seed`.
+    - `evaluation`: data to evaluate on after each epoch, over all examples exactly.
+
+    How long, and what is done how often:
+
+    - `epochs`: passes over the data.
+    - `max_steps`: steps after which training ends, within an epoch too.
+    - `max_seconds`: seconds after which training ends, once the call under way is done.
+    - `fast_dev_run`: try everything: train this many steps (True is one), evaluate on as many
+      batches, call the callbacks, and write nothing.
     - `report_every`: epochs between rows of history, evaluations and checkpoints.
     - `evaluate_every`: steps between additional evaluations, within an epoch; each calls
       `on_evaluation` and adds a row of kind `"evaluation"` to the log.
     - `checkpoint_every`: steps between additional checkpoints.
     - `check_replicas_every`: steps between comparisons of what several devices hold alike, bit by
       bit, at the end of the call in which they are due; before every checkpoint, too. None: never.
-    - `resident`: keep arrays on the devices and run many steps in one compiled loop; the default is
-      to do so where they take at most a quarter of the memory budget, and always for members.
-      Members whose data are not resident all see the same batches, in the order of `seed`.
-    - `progress`: show a bar, or lines where the output is not a terminal.
-    - `machine`: estimate a step on this machine before the first one, and show and log what was
-      predicted beside what is measured. Of a population, and with servers, nothing is predicted.
-    - `servers`: workers that compute gradients, each under the plan, and servers that hold the
-      parameters, in place of one program that does both.
+
+    Where it is written, and how it goes on:
+
+    - `output`: a directory for `metrics.jsonl`, TensorBoard events, `plan.toml` and checkpoints.
+    - `resume`: continue from the newest checkpoint in `output`, bit for bit as if never stopped.
+      With more members than it holds, the new ones first catch up.
+    - `restart`: start from scratch in an `output` that holds a run, which is moved to a folder
+      `before.1` (2, 3, ...) in it.
     - `rollback`: when bad steps in a row roll the run back to a checkpoint that is proven good, and
       their data are skipped; only with `output`, and for one network without servers.
-    - `callbacks`: objects with any of `on_start`, `on_step`, `on_epoch`, `on_evaluation`, `on_save`
-      and `on_stop`, which see what happens, may add to a row and may stop the run; those of
-      `plurax.callbacks`, or of your own.
-    - `max_steps`: steps after which training ends, within an epoch too.
-    - `max_seconds`: seconds after which training ends, once the call under way is done.
-    - `fast_dev_run`: try everything: train this many steps (True is one), evaluate on as many
-      batches, call the callbacks, and write nothing.
-    - `devices`: the devices, default all that JAX sees.
     - `command`: what the command line says of the run, for `run.toml`, which is written to
       `output` before the first step, with all other arguments; `plurax train` gives it, and ends
       by itself after a signal: `fit` returns.
+
+    Who sees it:
+
+    - `progress`: show a bar, or lines where the output is not a terminal.
+    - `machine`: estimate a step on this machine before the first one, and show and log what was
+      predicted beside what is measured. Of a population, and with servers, nothing is predicted.
+    - `callbacks`: objects with any of `on_start`, `on_step`, `on_epoch`, `on_evaluation`, `on_save`
+      and `on_stop`, which see what happens, may add to a row and may stop the run; those of
+      `plurax.callbacks`, or of your own.
 
     Ctrl-C and SIGTERM end training after the current call (a step, or about a quarter of a second
     of steps over resident data) and save. After Ctrl-C `fit` returns with `interrupted` set;
@@ -232,27 +257,29 @@ def fit(
     anything of it is saved.
     """
     given = dict(locals())
-    epochs, seed, report_every, checkpoint_every, evaluate_every = checked_numbers(
-        epochs, seed, report_every, checkpoint_every, evaluate_every, check_replicas_every
+    cadence = checked_cadence(
+        epochs, report_every, evaluate_every, checkpoint_every, check_replicas_every
     )
+    seed = check_seed(seed)
     plan = check_arguments(task, optimizer, plan, members, servers)
     rule = check_rollback(rollback, members, servers)
-    hooks = Hooks(check_callbacks(callbacks))
+    called = Callbacks(callbacks)
     max_steps, few = check_limits(max_steps, max_seconds, fast_dev_run)
     if few:
-        epochs, max_steps, output = 1, few, None
+        cadence, max_steps, output = dataclasses.replace(cadence, epochs=1), few, None
     output = None if output is None else output_folder(output)
     resume, restart = (True, False) if attempt() and output else (resume, restart)  # by a launcher
+
     # Check everything before compiling, and lock the output before changing anything in it.
     source, like = as_data(data, batch_size=batch_size, seed=seed, shuffle=shuffle, ragged=ragged,
                            local=local_batches)  # fmt: skip
-    optimizer = hooks.wrap_optimizer(optimizer)
+    optimizer = called.wrap_optimizer(optimizer)
     if members is not None:
         source = with_resampling(members, source)
         plan = saved_tuning(plan, output) if resume else plan
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(contextlib.closing(open_group()))
-        dog = stack.enter_context(Watchdog.of_gang(group.count, group.index))
+        watchdog = stack.enter_context(Watchdog.of_gang(group.count, group.index))
         checkpoints = open_checkpoints(stack, group, output, resume, restart)
         program = make_program(task, optimizer, plan, like, members, source, resident, devices)
         machine = None if servers else machine
@@ -262,39 +289,44 @@ def fit(
                     "ragged": ragged, "epoch_length": epoch_length(source),
                     **experiment_values(command)}  # fmt: skip
         move_aside(group, checkpoints if restart else None)
+
+        # The state to go on from, and what is written from there on.
         rollbacks = Rollbacks(rule, checkpoints, group)
-        named = (command or {}).get("named", ())
-        begin = functools.partial(
-            start, program, checkpoints, source, seed, settings, rollbacks, hooks, named
-        )
+        begin = functools.partial(start, program, checkpoints, source, seed, settings, rollbacks,
+                                  called, (command or {}).get("named", ()))  # fmt: skip
         state, position, metrics = begin(resume)
         log, history = open_log(stack, group, output, program, estimated, state, resume, given)
         rollbacks.write(log, state.steps_taken)
         stop = stack.enter_context(StopSignals())
         progress = progress and group.is_primary
-        bar = open_bar(stack, program, source, epochs, max_steps, state, progress)
+        bar = open_bar(stack, program, source, cadence.epochs, max_steps, state, progress)
         stack.enter_context(out_of_memory_said(program, lambda: saved_text(checkpoints, group)))
         coordinator = open_servers(stack, servers, program, optimizer, state, source, like,
                                    settings, position, checkpoints, bar.note)  # fmt: skip
+
+        calls: Any = functools.partial(train_iter, program, resident=resident, group=group)
+        if coordinator is not None:
+            calls = functools.partial(serve_iter, coordinator, program)
         run = Run(program, state, history, output, group, settings,
-                  functools.partial(evaluated, program, evaluation, dog),
+                  functools.partial(evaluated, program, evaluation, watchdog),
                   evaluation is not None, servers=servers is not None)  # fmt: skip
+        ending = PlannedEnd(max_steps, max_seconds, called, run, lambda: stop.name)
+        guard = ReplicaGuard(program, None if servers else check_replicas_every, group)
+        measurements = measure_run(estimated, machine, program, bar.note)
+        hooks = ordered_hooks(called, watchdog, guard, measurements, coordinator, bar, source, log,
+                              rollbacks, checkpoints, group)  # fmt: skip
         stack.enter_context(hooks.running(run))
-        loop = TrainingLoop(
-            run=run, source=source, epochs=epochs, evaluate_every=evaluate_every,
-            report_every=report_every, checkpoint_every=checkpoint_every, resident=resident,
-            local_batches=local_batches, begin=begin, hooks=hooks, coordinator=coordinator,
-            end=PlannedEnd(max_steps, max_seconds, hooks, run), stop=stop, dog=dog, log=log,
-            bar=bar, saving=Saving(checkpoints, log, bar.note, group), rollbacks=rollbacks,
-            measurements=Measurements(estimated, machine, program, bar.note),
-            guard=ReplicaGuard(program, None if servers else check_replicas_every, group),
-        )  # fmt: skip
-        state = loop.train(position, metrics)
-        why, measured = loop.ended(), loop.measurements.measured
-    account, state = coordinator.account if coordinator else None, program.to_canonical(state)
+        loop = TrainingLoop(run, source, hooks, cadence, ending, calls,
+                            functools.partial(begin, True), watchdog.work)  # fmt: skip
+        loop.train(position, metrics)
+        stop.name = ending.agree().signal
+        planned = None if stop.name else run.stopped
+        run.stopped = stop.name or planned
+    account, state = coordinator.account if coordinator else None, program.to_canonical(run.state)
     if command is None:
         stop.deliver(group.count)
-    return Fit(state, program, run.history, *why, estimated, measured, account)
+    return Fit(state, program, run.history, stop.name, planned, estimated,
+               measurements.measured if measurements else None, account)  # fmt: skip
 
 
 if not TYPE_CHECKING:  # a type checker knows the arguments

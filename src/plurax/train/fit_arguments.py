@@ -15,6 +15,7 @@ from plurax.execute.check import check_kinds
 from plurax.execute.placement import is_arrays
 from plurax.execute.program import Program
 from plurax.guards.saving import check_room
+from plurax.loop.training_loop import Cadence
 from plurax.members import Members
 from plurax.plan import Plan
 from plurax.server.servers import Servers
@@ -22,18 +23,19 @@ from plurax.sources.adapt import adapt
 from plurax.state import TrainState
 from plurax.train.elastic import plan_for_those_left
 from plurax.train.serve import check_servers
-from plurax.validate import check_seed, local_path, whole_number
+from plurax.validate import local_path, whole_number
 
 
-def checked_numbers(
+def checked_cadence(
     epochs: int,
-    seed: int,
     report_every: int,
-    checkpoint_every: int | None,
     evaluate_every: int | None,
-    compare_every: Any,
-) -> tuple[int, int, int, int | None, int | None]:
-    """Return `fit`'s numbers as Python integers, which JSON can encode. Raises for others."""
+    checkpoint_every: int | None,
+    check_replicas_every: Any,
+) -> Cadence:
+    """Return how long a run is and what it does how often, as Python integers. Raises `BatchError`
+    for others.
+    """
     what = {
         "epochs": "the number of passes over the data, a whole number ≥ 1",
         "report_every": "a whole number of epochs, at least 1",
@@ -54,13 +56,12 @@ def checked_numbers(
     def steps(name: str, given: Any) -> int | None:
         return None if given is None else positive(name, given)
 
-    steps("check_replicas_every", compare_every)
-    return (
+    steps("check_replicas_every", check_replicas_every)
+    return Cadence(
         positive("epochs", epochs),
-        check_seed(seed),
         positive("report_every", report_every),
-        steps("checkpoint_every", checkpoint_every),
         steps("evaluate_every", evaluate_every),
+        steps("checkpoint_every", checkpoint_every),
     )
 
 

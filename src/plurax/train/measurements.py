@@ -17,8 +17,10 @@ from plurax.execute.array_data import ArrayData
 from plurax.execute.program import Program
 from plurax.loop.data import Data
 from plurax.loop.epoch_metrics import EpochMetrics
-from plurax.loop.iterate import StepOutput, stays_resident
+from plurax.loop.hook import EndHook, EpochHook, MetricsHook, RowsHook
+from plurax.loop.iterate import stays_resident
 from plurax.loop.log_rows import Row
+from plurax.loop.run import Run
 from plurax.machine import Machine
 
 
@@ -50,50 +52,81 @@ def estimate_run(
     return dataclasses.replace(found, memory=memory)
 
 
-class Measurements:
-    """What the steps of a run take, hold and send, beside their estimate; nothing without one.
+class Measurements(MetricsHook, EpochHook, EndHook):
+    """What the steps of a run take, hold and send, beside their estimate.
 
     **Arguments:** `predicted`, by `estimate_run`; `note`, which shows a line to the user.
 
-    **Attributes:** `measured`, over all epochs so far; None before the first.
+    **Attributes:** `measured`, over all epochs so far, None before the first; `shown`, of it.
     """
 
-    def __init__(
-        self,
-        predicted: Estimate | None,
-        machine: Machine | None,
-        program: Program,
-        note: Callable[[str], None],
-    ) -> None:
+    def __init__(self, predicted: Estimate, program: Program, note: Callable[[str], None]) -> None:
         self.measured: Measured | None = None
         self._estimate, self._mesh, self._note = predicted, program.mesh, note
         self._steps, self._seconds = 0, 0.0
-        self._shown: Measured | None = None
-        if predicted is not None:
-            note(predicted_line(predicted))
-        elif machine is not None:
-            note("predicted  nothing: the step of one network is estimated, not a population's")
+        self.shown: Measured | None = None
+        self._metrics: EpochMetrics | None = None
+        note(predicted_line(predicted))
 
-    def add(self, steps: StepOutput, metrics: EpochMetrics, *, reported: bool = False) -> Row:
-        """Add an epoch, unless it was `reported`, that is, added before.
+    def on_metrics(self, run: Run, metrics: EpochMetrics) -> None:
+        """Keep the sums, for the row that follows."""
+        self._metrics = metrics
 
-        Return what its row gets: predicted and measured, under `estimate`.
-        """
-        if self._estimate is None or reported:
-            return {}
-        assert steps.compiled is not None
-        read = self.measured or Measured.of(self._estimate, steps.compiled, self._mesh)
+    def on_epoch(self, run: Run, row: Row) -> None:
+        """Add the epoch; its row gets predicted and measured, under `estimate`."""
+        assert self._metrics is not None
+        row["estimate"] = self._add(run, self._metrics)
+
+    def on_end(self, run: Run, metrics: EpochMetrics | None) -> None:
+        """Add what no row has reported."""
+        if metrics is not None and run.call is not None:
+            self._add(run, metrics)
+
+    def _add(self, run: Run, metrics: EpochMetrics) -> dict[str, Any]:
+        """Add the steps of an epoch, and return what its row says of them."""
+        assert run.call is not None
+        assert run.call.compiled is not None
+        read = self.measured or Measured.of(self._estimate, run.call.compiled, self._mesh)
         self._steps += metrics.timed_steps
         self._seconds += metrics.seconds
         self.measured = _timed(read, self._seconds, self._steps)
-        return {"estimate": _timed(read, metrics.seconds, metrics.timed_steps).to_json()}
+        return _timed(read, metrics.seconds, metrics.timed_steps).to_json()
 
-    def show(self, *, at_end: bool = False) -> None:
-        """Show what was measured, after the first epoch, and at the end if there were more."""
-        if self.measured is not None and (self._shown is None or at_end):
-            if self.measured != self._shown:
-                self._note(self.measured.line())
-            self._shown = self.measured
+    def show(self) -> None:
+        """Show what was measured, if anything is new."""
+        if self.measured is not None and self.measured != self.shown:
+            self._note(self.measured.line())
+            self.shown = self.measured
+
+
+def measure_run(
+    predicted: Estimate | None,
+    machine: Machine | None,
+    program: Program,
+    note: Callable[[str], None],
+) -> Measurements | None:
+    """Return the measurements of a run beside its estimate, None where nothing is estimated."""
+    if predicted is not None:
+        return Measurements(predicted, program, note)
+    if machine is not None:
+        note("predicted  nothing: the step of one network is estimated, not a population's")
+    return None
+
+
+class MeasuredLine(RowsHook, EndHook):
+    """Shows what was measured, below the line of the first epoch, and at the end if it is more."""
+
+    def __init__(self, measurements: Measurements) -> None:
+        self._measurements = measurements
+
+    def on_rows(self, run: Run, rows: list[Row]) -> None:
+        """Show it below the first epoch."""
+        if self._measurements.shown is None:
+            self._measurements.show()
+
+    def on_end(self, run: Run, metrics: EpochMetrics | None) -> None:
+        """Show what all epochs say."""
+        self._measurements.show()
 
 
 def _timed(read: Measured, seconds: float, steps: int) -> Measured:

@@ -1,9 +1,11 @@
 """Open what a run needs before its first step: its folder, its state, its log, its bar."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.analysis.estimate import Estimate
@@ -14,13 +16,15 @@ from plurax.execute.array_data import Position
 from plurax.execute.program import Program
 from plurax.execute.summary import choice_text
 from plurax.guards.rollback import Rollbacks
+from plurax.guards.watchdog import Watchdog
 from plurax.loop.data import Data
 from plurax.loop.epoch_metrics import EpochMetrics, MembersMetrics, NetworkMetrics
-from plurax.loop.hooks import Hooks
+from plurax.loop.hooks import Callbacks
 from plurax.loop.log_rows import Row
 from plurax.notebook import in_notebook
-from plurax.progress.console_progress import TrainingProgress
+from plurax.progress.console_progress import ConsoleProgress
 from plurax.progress.notebook_progress import NotebookProgress
+from plurax.progress.training_progress import TrainingProgress
 from plurax.run_folder.folder import check_same_run, move_run_aside, save_settings
 from plurax.run_folder.log import MetricsLog
 from plurax.run_folder.log_check import damage_row, log_damage
@@ -84,7 +88,7 @@ def start(
     seed: int,
     run: dict[str, Any],
     rollbacks: Rollbacks,
-    hooks: Hooks,
+    callbacks: Callbacks,
     named: Sequence[str],
     resume: bool,
 ) -> tuple[TrainState, Position, EpochMetrics]:
@@ -101,7 +105,7 @@ def start(
             state, meta = restored
             check_same_run(str(checkpoints.directory), meta, run, named)
             position, tally = rollbacks.go_on(state.steps_taken, meta)
-            hooks.restore(meta.get("callbacks", {}))
+            callbacks.restore(meta.get("callbacks", {}))
             return state, position, _new_metrics(program, tally)
         rollbacks.forget()
     state = program.init(seed if program.members is None else None)
@@ -139,6 +143,32 @@ def open_log(
     return log, history
 
 
+def evaluated(
+    program: Program,
+    data: PyTree | Iterable[PyTree] | None,
+    watchdog: Watchdog,
+    state: TrainState,
+) -> dict[str, Any] | None:
+    """Return the metrics of a state on evaluation data; None without them."""
+    if data is None:
+        return None
+    with watchdog.work("evaluate"):
+        return program.evaluate(state, data)
+
+
+def saved_text(checkpoints: Checkpoints | None, group: ProcessGroup) -> str:
+    """Return a sentence on what was saved, for the error that ends training."""
+    if checkpoints is None:
+        return "Nothing was saved (no output directory)."
+    group.leave()  # the others may have memory left, and not be here
+    with contextlib.suppress(errors.CheckpointError, errors.PeerError):
+        checkpoints.wait()
+    steps = checkpoints.steps()
+    if not steps:
+        return "No checkpoint was saved yet."
+    return f"The checkpoint of step {steps[-1]} is saved; resume under another plan goes on there."
+
+
 def open_bar(
     stack: contextlib.ExitStack,
     program: Program,
@@ -151,7 +181,7 @@ def open_bar(
     """Return the bar of a run, begun at its state."""
     per_epoch = source.batches_per_epoch
     steps = per_epoch and min(per_epoch * epochs, max_steps or per_epoch * epochs)
-    kind = NotebookProgress if in_notebook() else TrainingProgress
+    kind = NotebookProgress if in_notebook() else ConsoleProgress
     bar = kind(epochs, steps, state.steps_taken, show=progress)
     stack.enter_context(bar)
     if program.chose:

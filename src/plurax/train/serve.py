@@ -30,7 +30,10 @@ from plurax.execute.array_data import ArrayData, Position
 from plurax.execute.placement import abstract_batch, leading_dim
 from plurax.execute.program import Program
 from plurax.loop.data import Data
+from plurax.loop.hook import EpochHook, SaveHook
 from plurax.loop.iterate import StepOutput
+from plurax.loop.log_rows import Row
+from plurax.loop.run import Run
 from plurax.plan import Plan
 from plurax.server.coordinator import Coordinator, Metrics
 from plurax.server.messages import Ticket
@@ -50,8 +53,8 @@ def serve_iter(
     program: Program,
     state: TrainState,
     data: Data,
-    stopping: Callable[[], bool] = lambda: False,
     *,
+    stopping: Callable[[], bool] = lambda: False,
     start: Position = Position(),  # noqa: B008  frozen
     epochs: int = 1,
     report_every: int = 1,
@@ -99,6 +102,21 @@ def serve_iter(
                     )
                 if stopping():
                     return
+
+
+class ServersHook(EpochHook, SaveHook):
+    """Adds to the row of an epoch what servers and workers did, and keeps their record on disk."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    def on_epoch(self, run: Run, row: Row) -> None:
+        """Add the account."""
+        row["servers"] = self._coordinator.account.to_json()
+
+    def on_save(self, run: Run, step: int) -> None:
+        """Write the record, which no checkpoint is ahead of."""
+        self._coordinator.flush()
 
 
 class _TicketBatches:
