@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from benchmarks import machine
-from plurax.report.picture import BLACK, BLUE, GREY, LIGHT, VERMILION, line_style, shrink_png
+from plurax.report.colors import BLACK, BLUE, GREY, LIGHT, VERMILION, line_style
+from plurax.report.picture import shrink_png
 
 Row = dict[str, Any]
 CHARTS = {

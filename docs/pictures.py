@@ -44,7 +44,8 @@ from matplotlib.patheffects import withStroke
 
 import plurax as px
 from plurax import experiment
-from plurax.report.picture import LIGHT, PALETTE, shrink_png
+from plurax.report.colors import LIGHT, PALETTE
+from plurax.report.picture import shrink_png
 
 ASSETS = Path(__file__).parent / "assets"
 EXAMPLES = Path(__file__).parents[1] / "examples"

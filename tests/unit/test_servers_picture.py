@@ -6,7 +6,7 @@ import pytest
 from tests.pictures import legend, panels
 
 from plurax.analysis import draw_servers, draw_workers
-from plurax.report.servers_picture import timeline_of
+from plurax.report.lanes import worker_lanes
 
 
 def rows(staleness, epochs=2, steps=50, seconds=5.0):
@@ -80,7 +80,7 @@ AGAIN = [
 
 
 def test_what_workers_did_is_read_from_the_record():
-    lanes, resumed, end = timeline_of([*EVENTS, *AGAIN])
+    lanes, resumed, end = worker_lanes([*EVENTS, *AGAIN])
     assert list(lanes) == ["worker 0", "worker 1", "server 0", "server 1"]
     first, second, server, other = lanes.values()
     assert first.spans == {

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import get_args
 
-from plurax import errors, experiment, tree
+from plurax import errors, tree
 from plurax.analysis.estimate import Estimate, estimate
 from plurax.analysis.measured import Measured
 from plurax.cli.chosen import chosen_program, data_source, written
@@ -16,6 +16,7 @@ from plurax.cli.search_command import search_command
 from plurax.console import PlainConsole
 from plurax.distributed.global_arrays import described_devices
 from plurax.execute.program import Program
+from plurax.experiment import Experiment
 from plurax.pipeline.schedule import make_schedule
 from plurax.plan import Plan, ScheduleName
 from plurax.report.picture import check_matplotlib
@@ -33,19 +34,19 @@ TABLE_WIDTH, TIMELINE_WIDTH = 160, 100
 def plan_command(arguments: list[str]) -> int:
     """Show a plan, or search for one, or compare two."""
     started = time.perf_counter()
-    if any(one.split("=")[0] == "--diff" for one in arguments):
+    if any(record.split("=")[0] == "--diff" for record in arguments):
         return diff_command(arguments)
-    made, options, *_ = parse(arguments, "plan", Show)
+    experiment, options, *_ = parse(arguments, "plan", Show)
     plan = options.chosen_plan()
     if options.search:
-        return search_command(made, options, plan, arguments, started)
+        return search_command(experiment, options, plan, arguments, started)
     _check_shown(options, plan)
     if options.tune is not None:
-        plan = _tuned(made, options, plan, options.tune)
-    predicted = _estimated(made, options, plan)
-    program = chosen_program(made, options, plan)
+        plan = _tuned(experiment, options, plan, options.tune)
+    predicted = _estimated(experiment, options, plan)
+    program = chosen_program(experiment, options, plan)
     params = program.canonical_shapes.params
-    memory, found = program.memory(), program.collectives()
+    memory, compiled = program.memory(), program.collectives()
     console = PlainConsole()
     columns = console.width if console.is_terminal else TIMELINE_WIDTH
     # A truncated table is useless; a wrapped line can still be read.
@@ -59,9 +60,9 @@ def plan_command(arguments: list[str]) -> int:
             tree.parameter_count(params),
             tree.byte_count(params),
             memory,
-            compared_table(planned, found) if planned else None,
-            found,
-            None if program.members else _predicted_peak(made, options, plan, predicted),
+            compared_table(planned, compiled) if planned else None,
+            compiled,
+            None if program.members else _predicted_peak(experiment, options, plan, predicted),
         )
     )
     if predicted is not None:
@@ -73,15 +74,15 @@ def plan_command(arguments: list[str]) -> int:
         console.print("", timeline_report(pipeline, columns))
     if pipeline is not None and options.compare:
         with console.status("compiling under the other schedules"):
-            compared = _compared(made, options, plan, pipeline)
+            compared = _compared(experiment, options, plan, pipeline)
         console.print("", compared_schedules_table(compared, pipeline.schedule.name))
     if program.members is not None:
         return 0
     if planned:
         console.print("", shards_table(program.shardings))
     if options.save is not None:
-        known = all(one.trips is not None for one in found)
-        drawn = (program.shardings, memory, found if known or not planned else planned)
+        known = all(record.trips is not None for record in compiled)
+        drawn = (program.shardings, memory, compiled if known or not planned else planned)
         title = f"{Path(arguments[0]).stem}, {plan.sizes_text()}"
         path = _with_ending(options.save)
         written(
@@ -113,17 +114,17 @@ def _with_ending(path: Path) -> Path:
     return path if path.suffix else path.with_name(f"{path.name}.png")
 
 
-def _tuned(made: experiment.Experiment, options: Show, plan: Plan, path: Path) -> Plan:
+def _tuned(experiment: Experiment, options: Show, plan: Plan, path: Path) -> Plan:
     """Measure the open choices of a plan, write the plan to a file, and return it."""
-    members = options.members.chosen(made.members)
+    members = options.members.chosen(experiment.members)
     if members is None:
         raise errors.MembersError(
             "--tune measures the chunk and the batch_dim of a population, and this is one network, "
             "which has neither. Say how many members there are: --members.seeds 100."
         )
     tuning = tune(
-        made.task, made.optimizer, made.data, plan=plan, members=members,
-        batch_size=options.batch_size, shuffle=made.shuffle,
+        experiment.task, experiment.optimizer, experiment.data, plan=plan, members=members,
+        batch_size=options.batch_size, shuffle=experiment.shuffle,
     )  # fmt: skip
     print(tuning)  # print first: measuring may have taken minutes, and writing may fail
     written(path, tuning.plan.save)
@@ -131,22 +132,22 @@ def _tuned(made: experiment.Experiment, options: Show, plan: Plan, path: Path) -
     return tuning.plan
 
 
-def _estimated(made: experiment.Experiment, options: Show, plan: Plan) -> Estimate | None:
+def _estimated(experiment: Experiment, options: Show, plan: Plan) -> Estimate | None:
     """Return the estimate of a plan on the machine that is named, if one is."""
     if options.machine is None and options.nodes == 1:
         return None
-    task, machine, like = to_estimate(made, options, "plan --machine")
-    return estimate(task, made.optimizer, plan, like, machine)
+    task, machine, like = to_estimate(experiment, options, "plan --machine")
+    return estimate(task, experiment.optimizer, plan, like, machine)
 
 
 def _predicted_peak(
-    made: experiment.Experiment, options: Show, plan: Plan, predicted: Estimate | None
+    experiment: Experiment, options: Show, plan: Plan, predicted: Estimate | None
 ) -> int:
     if predicted is not None:
         return predicted.peak
-    assert isinstance(made.task, Task)
-    _, like = data_source(made, options)
-    return peak_bytes(record_step(made.task, made.optimizer, plan, like))
+    assert isinstance(experiment.task, Task)
+    _, like = data_source(experiment, options)
+    return peak_bytes(record_step(experiment.task, experiment.optimizer, plan, like))
 
 
 def _costs(program: Program, plan: Plan) -> ScheduleCosts:
@@ -156,7 +157,7 @@ def _costs(program: Program, plan: Plan) -> ScheduleCosts:
 
 
 def _compared(
-    made: experiment.Experiment, options: Show, plan: Plan, own: ScheduleCosts
+    experiment: Experiment, options: Show, plan: Plan, own: ScheduleCosts
 ) -> dict[str, ScheduleCosts | str]:
     """Return the costs of each named schedule and of the plan's, or why it cannot run."""
     compared: dict[str, ScheduleCosts | str] = {}
@@ -168,7 +169,7 @@ def _compared(
         try:
             # The default number of stages per device depends on the schedule.
             other = dataclasses.replace(plan, schedule=name, stages=None)
-            compared[name] = _costs(chosen_program(made, options, other), other)
+            compared[name] = _costs(chosen_program(experiment, options, other), other)
         except errors.PlanError as error:
             compared[name] = str(error)
     return {**compared, own.schedule.name: own}

@@ -10,7 +10,8 @@ from jaxtyping import Float, Int
 
 from plurax import errors
 from plurax.ensemble.uncertainty import Calibration
-from plurax.report.picture import GREY, HATCHES, ORANGE, PALETTE, SKY, line_style, new_figure, saved
+from plurax.report.colors import GREY, HATCHES, ORANGE, PALETTE, SKY, line_style
+from plurax.report.picture import new_figure, saved, tidy
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -44,15 +45,15 @@ def draw_reliability(
     above.plot([0, 1], [0, 1], color=GREY, linestyle=":", linewidth=1)
     above.text(0.02, 0.97, "not sure enough", color=GREY, va="top")
     above.text(0.98, 0.03, "too sure", color=GREY, ha="right")
-    for index, (name, found) in enumerate(calibrations.items()):
-        full = found.count > 0
-        at, right = found.confidence[full], found.accuracy[full]
-        above.errorbar(at, right, _intervals(right, found.count[full]), markersize=5, capsize=2.5,
-                       elinewidth=0.9, label=f"{name} (error {found.error:.3f})", clip_on=False,
+    for index, (name, result) in enumerate(calibrations.items()):
+        full = result.count > 0
+        at, right = result.confidence[full], result.accuracy[full]
+        above.errorbar(at, right, _intervals(right, result.count[full]), markersize=5, capsize=2.5,
+                       elinewidth=0.9, label=f"{name} (error {result.error:.3f})", clip_on=False,
                        zorder=3, **line_style(index))  # fmt: skip
-        _draw_counts(below, found.count, index, len(calibrations))
+        _draw_counts(below, result.count, index, len(calibrations))
     above.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy")
-    counts = np.concatenate([found.count[found.count > 0] for found in calibrations.values()])
+    counts = np.concatenate([result.count[result.count > 0] for result in calibrations.values()])
     if counts.size and counts.max() > 30 * counts.min():
         below.set_yscale("log")
         below.yaxis.set_major_formatter("{x:,.0f}")
@@ -60,9 +61,7 @@ def draw_reliability(
     below.set(xlabel="confidence", ylabel="examples")
     figure.legend(frameon=False, loc="outside upper left")
     for axis in (above, below):
-        axis.grid(alpha=0.25)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
+        tidy(axis)
     return saved(figure, path)
 
 
@@ -134,7 +133,8 @@ def draw_confidence(
     size = (3.0 * columns + (1.8 if doubts else 0.9), (3.0 * shape + 0.4) * rows + 0.2)
     figure = new_figure(*size, layout="compressed")
     axes = figure.subplots(rows, columns, sharey=True, squeeze=False)
-    drawn = [*((*one, False) for one in panels.items()), *((*one, True) for one in doubts.items())]
+    drawn = [(*panel, False) for panel in panels.items()]
+    drawn += [(*panel, True) for panel in doubts.items()]
     scales = {}
     for index, (name, values, doubt) in enumerate(drawn):
         axis = axes.flat[index]

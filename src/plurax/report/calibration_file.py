@@ -58,26 +58,26 @@ def save_calibration(
     written = {
         "predictions": {
             name: {
-                "confidence": _plain(one.confidence),
-                "accuracy": _plain(one.accuracy),
-                "count": np.asarray(one.count).tolist(),
-                "error": one.error,
+                "confidence": _plain(result.confidence),
+                "accuracy": _plain(result.accuracy),
+                "count": np.asarray(result.count).tolist(),
+                "error": result.error,
                 "scores": {key: float(value) for key, value in scores.get(name, {}).items()},
             }
-            for name, one in calibrations.items()
+            for name, result in calibrations.items()
         },
-        "uncertainty": {name: _histograms(one) for name, one in (uncertainty or {}).items()},
+        "uncertainty": {name: _histograms(result) for name, result in (uncertainty or {}).items()},
     }
     path = Path(directory) / FILE
     replace_file(path, json.dumps(written, indent=1).encode())
     return path
 
 
-def _histograms(said: Classification | Regression) -> dict[str, Any]:
+def _histograms(combined: Classification | Regression) -> dict[str, Any]:
     """Return how many examples have how much of each kind of uncertainty, in shared bins."""
-    classes = isinstance(said, Classification)
-    total = said.entropy if isinstance(said, Classification) else said.variance
-    kinds = {"total": total, "aleatoric": said.aleatoric, "epistemic": said.epistemic}
+    classes = isinstance(combined, Classification)
+    total = combined.entropy if isinstance(combined, Classification) else combined.variance
+    kinds = {"total": total, "aleatoric": combined.aleatoric, "epistemic": combined.epistemic}
     flat = {name: np.asarray(values, np.float64).ravel() for name, values in kinds.items()}
     most = max((float(values.max()) for values in flat.values() if values.size), default=0.0)
     edges = np.linspace(0.0, most or 1.0, BINS + 1)

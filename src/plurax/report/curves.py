@@ -8,8 +8,9 @@ import numpy as np
 
 from plurax import errors
 from plurax.argument_check import text
-from plurax.report.picture import BLUE, VERMILION, legend_below, new_figure, saved, tidy
-from plurax.report.run_series import ENDS, RunSeries, Series, bands, line, metrics_of
+from plurax.report.colors import BLUE, VERMILION
+from plurax.report.picture import legend_below, new_figure, saved, tidy
+from plurax.report.run_series import ENDS, RunSeries, bands, line, metrics_of
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -54,16 +55,18 @@ def draw_curves(
 
 
 def _draw_metric(axis: Any, run: RunSeries, name: str) -> None:
-    steps, members = run.steps(name), run.members is not None
-    if steps.values.size and not members:
+    steps, means = run.steps(name), line(name, run.epochs)
+    if steps.values.size and run.members is None:
         axis.plot(*steps, color=TRAIN, alpha=0.25, linewidth=0.8)
-    means = line(name, run.epochs)
-    if members:
-        _draw_bands(axis, run.epochs, name, TRAIN, "training, mean of the epoch")
-        _draw_bands(axis, run.evaluations, f"eval_{name}", EVALUATION, "evaluation")
-    else:
-        _draw_line(axis, means, TRAIN, "o", "training, mean of the epoch")
-        _draw_line(axis, line(f"eval_{name}", run.evaluations), EVALUATION, "s", "evaluation")
+    for metric, rows, color, marker, label in (
+        (name, run.epochs, TRAIN, "o", "training, mean of the epoch"),
+        (f"eval_{name}", run.evaluations, EVALUATION, "s", "evaluation"),
+    ):
+        series = line(metric, rows)
+        if run.members is not None:
+            _draw_bands(axis, rows, metric, color, label)
+        elif series.values.size:
+            axis.plot(*series, color=color, marker=marker, markersize=4, label=label)
     if not means.values.size:
         axis.set_title("no finite value", fontsize=10)
     elif name == "loss" and 0 < 10 * means.values.min() < means.values.max():
@@ -71,11 +74,6 @@ def _draw_metric(axis: Any, run: RunSeries, name: str) -> None:
     axis.set_xlabel("step")
     axis.set_ylabel(name.replace("_", " "))
     tidy(axis)
-
-
-def _draw_line(axis: Any, series: Series, color: str, marker: str, label: str) -> None:
-    if series.values.size:
-        axis.plot(*series, color=color, marker=marker, markersize=4, label=label)
 
 
 def _draw_bands(axis: Any, rows: Sequence[Any], name: str, color: str, label: str) -> None:

@@ -12,17 +12,8 @@ from typing import TYPE_CHECKING, Any
 from plurax import errors
 from plurax.planner.found import Found
 from plurax.planner.layer import Box, Edge, LayerGraph, Sent, layer_of
-from plurax.report.picture import (
-    GREEN,
-    GREY,
-    ORANGE,
-    PAPER,
-    SKY,
-    VERMILION,
-    lighter,
-    new_figure,
-    saved,
-)
+from plurax.report.colors import GREEN, GREY, ORANGE, PAPER, SKY, VERMILION, lighter
+from plurax.report.picture import new_figure, saved
 from plurax.report.search_picture import draw_search
 from plurax.sharding.axes import Axes
 from plurax.sharding.spec import TensorSharding
@@ -114,24 +105,24 @@ def _placed(layer: LayerGraph) -> tuple[Places, float, float]:
     """Return the place of each box, and the size of all."""
     depths = layer.depths()
     rows: dict[int, list[int]] = defaultdict(list)
-    given: dict[int, list[int]] = defaultdict(list)
+    parameters: dict[int, list[int]] = defaultdict(list)
     for index, box in enumerate(layer.boxes):
-        (given if box.kind == "parameter" else rows)[depths[index]].append(index)
+        (parameters if box.kind == "parameter" else rows)[depths[index]].append(index)
     most = max(map(len, rows.values()))
-    left = MARGIN + (PARAMETER + GAP if given else 0)
+    left = MARGIN + (PARAMETER + GAP if parameters else 0)
     places: Places = [(0.0, 0.0)] * len(layer.boxes)
     before = defaultdict(list)
     for edge in layer.edges:
         before[edge.target].append(edge.source)
     top = MARGIN
     for depth in sorted(rows):
-        tall = max(ROW, (HEIGHT + 0.06) * len(given[depth]) + 0.2)
-        row = sorted(rows[depth], key=lambda one: _mean([places[b][0] for b in before[one]]))
+        tall = max(ROW, (HEIGHT + 0.06) * len(parameters[depth]) + 0.2)
+        row = sorted(rows[depth], key=lambda box: _mean([places[b][0] for b in before[box]]))
         for place, index in enumerate(row):
             x = left + (place + (most - len(row)) / 2) * (BOX + GAP) + BOX / 2
             places[index] = x, top + tall / 2
-        for place, index in enumerate(given[depth]):
-            y = top + tall / 2 + (place - (len(given[depth]) - 1) / 2) * (HEIGHT + 0.06)
+        for place, index in enumerate(parameters[depth]):
+            y = top + tall / 2 + (place - (len(parameters[depth]) - 1) / 2) * (HEIGHT + 0.06)
             places[index] = MARGIN + PARAMETER / 2, y
         top += tall
     lanes = 1 + max(_lanes(layer).values(), default=-1)

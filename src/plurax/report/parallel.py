@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
-from plurax.report.picture import BLUE, GREY, LIGHT, VERMILION, new_figure, saved
+from plurax.report.colors import BLUE, GREY, LIGHT, VERMILION
+from plurax.report.picture import new_figure, saved
 from plurax.report.run_series import crowds_low
 from plurax.validate import Mode, check_choice, sign_of_mode
 
@@ -35,8 +36,8 @@ def draw_parallel(
     """
     names = [*names, metric]
     known = [name for name in (rows[0] if rows else ()) if all(name in row for row in rows)]
-    for argument, given in (*(("names", name) for name in names[:-1]), ("metric", metric)):
-        check_choice("plurax.ensemble.draw_parallel", argument, given, known)
+    for argument, name in (*(("names", name) for name in names[:-1]), ("metric", metric)):
+        check_choice("plurax.ensemble.draw_parallel", argument, name, known)
     values_RA = np.asarray([[float(row[name]) for name in names] for row in rows])
     logs = [crowds_low(column) for column in values_RA.T]
     places_RA = np.stack(

@@ -10,19 +10,12 @@ from plurax.collective import Collective
 from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.hlo import Memory
 from plurax.pipeline.schedule import Schedule
-from plurax.pipeline.simulation import Timeline, simulate
-from plurax.report.picture import BLUE, PAPER, new_figure, saved
+from plurax.pipeline.simulation import Timeline
+from plurax.report import lanes
+from plurax.report.colors import BLUE, PAPER
+from plurax.report.picture import new_figure, saved
 from plurax.report.plan_tables import by_kind, in_a_step, kinds_of_memory
-from plurax.report.timeline import (
-    COLOURS,
-    Compared,
-    ScheduleCosts,
-    blocks,
-    differing,
-    kinds_of_work,
-    percent,
-    stages_of,
-)
+from plurax.report.timeline import COLOURS, Compared, ScheduleCosts
 from plurax.strategies import Strategies
 from plurax.tree import human_bytes
 
@@ -63,11 +56,12 @@ def draw_plan(
     """
     parts: list[tuple[float, Callable[[SubFigure], None]]] = []
     if compared is not None:
-        parts.append((_height(compared), lambda part: _draw_schedules(part, compared)))
+        height = LEGEND + sum(map(_row_height, compared.values()))
+        parts.append((height, lambda part: _draw_schedules(part, compared)))
         parts.append((COMPARED, lambda part: _draw_compared(part, compared)))
     elif pipeline is not None:
-        height = LEGEND + len(pipeline.timelines) * (AROUND + DEVICE * pipeline.schedule.devices)
-        named = {f"{pipeline.schedule.name}, {c}": t for c, t in pipeline.timelines.items()}
+        named = pipeline.timelines.captioned(f"{pipeline.schedule.name}, ")
+        height = LEGEND + len(named) * (AROUND + DEVICE * pipeline.schedule.devices)
         parts.append((height, lambda part: _draw_timelines(part, named)))
     under = f" under {pipeline.schedule.name}" if compared is not None and pipeline else ""
     sizes, wires = kinds_of_memory(parameters, memory), _wires(sent)
@@ -98,21 +92,17 @@ def draw_schedules(
 
     Raises `PlanError` where devices wait for each other for ever.
     """
-    shown = [
-        (f"{schedule.name}, {caption}", timeline)
-        for schedule in schedules
-        for caption, timeline in differing(
-            simulate(schedule), simulate(schedule, lockstep=True)
-        ).items()
-    ]
+    shown: dict[str, Timeline] = {}
+    for schedule in schedules:
+        shown |= lanes.timelines_of(schedule).captioned(f"{schedule.name}, ")
     if not shown:
         raise errors.argument_misfits(
             "plurax.pipeline.draw_schedules", "schedules", "[]", "at least one schedule"
         )
-    heights = [AROUND + DEVICE * timeline.schedule.devices for _, timeline in shown]
-    figure = new_figure(WIDTH, LEGEND + sum(heights))
+    devices = sum(timeline.schedule.devices for timeline in shown.values())
+    figure = new_figure(WIDTH, LEGEND + AROUND * len(shown) + DEVICE * devices)
     (part,) = figure.subfigures(1, 1, squeeze=False)[:, 0]
-    _draw_timelines(part, dict(shown))
+    _draw_timelines(part, shown)
     return saved(figure, path)
 
 
@@ -135,7 +125,7 @@ def _draw_schedules(part: "SubFigure", compared: Compared) -> None:
     heights = [_row_height(costs) for costs in compared.values()]
     rows = part.subplots(len(compared), 2, height_ratios=heights, squeeze=False)
     able = [costs for costs in compared.values() if isinstance(costs, ScheduleCosts)]
-    end = max(max(costs.ideal.length, costs.lockstep.length) for costs in able)
+    end = max(max(costs.timelines.ideal.length, costs.timelines.lockstep.length) for costs in able)
     last: Sequence[Axes] = ()
     for (left, right), (name, costs) in zip(rows, compared.items(), strict=True):
         if isinstance(costs, str):
@@ -146,16 +136,12 @@ def _draw_schedules(part: "SubFigure", compared: Compared) -> None:
                       transform=left.transAxes)  # fmt: skip
             continue
         width = WIDER / 2 - 1.2
-        _draw_timeline(left, costs.ideal, f"{name}, as soon as each can", end, width)
-        _draw_timeline(right, costs.lockstep, f"{name}, in lockstep, as it runs here", end, width)
+        _draw_timeline(left, costs.timelines.ideal, f"{name}, {lanes.AS_SOON}", end, width)
+        _draw_timeline(right, costs.timelines.lockstep, f"{name}, {lanes.LOCKSTEP}", end, width)
         last = (left, right)
     for axis in last:
         axis.set_xlabel("time, in forwards of one microbatch through a device", fontsize=8)
     _legend(part, [costs.schedule for costs in able])
-
-
-def _height(compared: Compared) -> float:
-    return LEGEND + sum(map(_row_height, compared.values()))
 
 
 def _row_height(costs: ScheduleCosts | str) -> float:
@@ -168,7 +154,7 @@ def _draw_timeline(axis: "Axes", timeline: Timeline, name: str, end: float, inch
     chunks = schedule.chunks
     points = 72 * inches / end / chunks
     axis.axvspan(0, timeline.length, color=PAPER, linewidth=0, zorder=0)
-    for device, line in enumerate(blocks(timeline)):
+    for device, line in enumerate(lanes.blocks(timeline)):
         alike: dict[tuple[str, int], list[tuple[float, float]]] = {}
         for block in line:
             left, width = block.start / chunks, (block.end - block.start) / chunks
@@ -182,7 +168,7 @@ def _draw_timeline(axis: "Axes", timeline: Timeline, name: str, end: float, inch
                 edgecolor="white", linewidth=min(0.5, points / 10),
             )  # fmt: skip
     devices = range(schedule.devices)
-    axis.set_yticks(devices, [stages_of(schedule, device) for device in devices], fontsize=7)
+    axis.set_yticks(devices, [lanes.stages_of(schedule, device) for device in devices], fontsize=7)
     axis.set_ylim(schedule.devices - 0.5, -0.5)
     axis.set_ylabel("stage" if chunks == 1 else "stages", fontsize=8)
     axis.set_xlim(0, end)
@@ -193,11 +179,11 @@ def _draw_timeline(axis: "Axes", timeline: Timeline, name: str, end: float, inch
     for side in (axis, stored):
         side.tick_params(axis="y", length=0)
         side.spines[:].set_visible(False)
-    axis.set_title(f"{name}: idle (bubble) {percent(timeline.bubble)}", fontsize=9, loc="left")
+    axis.set_title(lanes.titled(name, timeline), fontsize=9, loc="left")
 
 
 def _legend(part: "SubFigure", schedules: Sequence[Schedule]) -> None:
-    kinds: Mapping[str, str] = kinds_of_work(schedules[0])
+    kinds: Mapping[str, str] = lanes.kinds_of_work(schedules[0])
     if len({schedule.split for schedule in schedules}) > 1:
         kinds = {
             "F": "forward",
@@ -230,16 +216,15 @@ def _write(part: "SubFigure", notes: Sequence[str]) -> None:
 def _draw_compared(part: "SubFigure", compared: Compared) -> None:
     """Draw the costs that differ between schedules, one panel per number."""
     able = {name: costs for name, costs in compared.items() if isinstance(costs, ScheduleCosts)}
-    bubble, stored, exchanged, temporaries = part.subplots(1, 4)
-    _bars(bubble, {n: c.lockstep.bubble for n, c in able.items()}, "bubble, in lockstep", percent)
-    _bars(
-        stored,
-        {n: max(c.ideal.stored) / c.schedule.chunks for n, c in able.items()},
-        "stored at most, in microbatches",
-        lambda count: f"{count:g}",
-    )
-    _bars(exchanged, {n: c.exchanged for n, c in able.items()}, "exchanged by a device in a step")
-    _bars(temporaries, {n: c.memory.temporaries for n, c in able.items()}, "temporaries per device")
+    numbers: list[tuple[str, Callable[[ScheduleCosts], float], Callable[[float], str]]] = [
+        ("bubble, in lockstep", lambda costs: costs.timelines.lockstep.bubble, lanes.percent),
+        ("stored at most, in microbatches",
+         lambda costs: max(costs.timelines.ideal.stored) / costs.schedule.chunks, "{:g}".format),
+        ("exchanged by a device in a step", lambda costs: costs.exchanged, human_bytes),
+        ("temporaries per device", lambda costs: costs.memory.temporaries, human_bytes),
+    ]  # fmt: skip
+    for axis, (title, number, text) in zip(part.subplots(1, 4), numbers, strict=True):
+        _bars(axis, {name: number(costs) for name, costs in able.items()}, title, text)
 
 
 def _draw_memory(

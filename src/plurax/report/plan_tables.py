@@ -17,12 +17,12 @@ Key = tuple[str, str]
 """The kind of a collective, and its mesh axes."""
 
 
-def new_table(title: str, *columns: str) -> Table:
+def new_table(title: str, *columns: str, wrap: bool = False) -> Table:
     """Return an empty table; a column that begins with ">" is of numbers, on the right."""
     table = Table(title=title, title_justify="left")
     for column in columns:
         justify = "right" if column.startswith(">") else "left"
-        table.add_column(column.removeprefix(">"), justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        table.add_column(column.removeprefix(">"), justify=justify, no_wrap=not wrap)  # type: ignore[arg-type]
     return table
 
 
@@ -60,7 +60,8 @@ def plan_report(
 
 def memory_table(memory: Memory, predicted: int | None = None) -> Table:
     """Return a table of bytes on one device during a step, and of the predicted peak."""
-    table = new_table("memory per device, from the compiled step", "kind", ">bytes", ">")
+    table = new_table("memory per device, from the compiled step", "kind", ">bytes", ">",
+                      wrap=True)  # fmt: skip
     rows = {
         "arguments (state and batch)": memory.arguments,
         "temporaries": memory.temporaries,
@@ -153,7 +154,7 @@ def collectives_table(collectives: Sequence[Collective], parameter_bytes: int) -
     if not collectives:
         return "communication: none"
     table = new_table("communication of one step, from the compiled step", "kind", "mesh axis",
-                      "where", ">count", ">bytes", ">of the parameters")  # fmt: skip
+                      "where", ">count", ">bytes", ">of the parameters", wrap=True)  # fmt: skip
     groups: dict[tuple[str, str, str], list[Collective]] = {}
     for record in collectives:
         where = "in a loop" if record.in_loop else "once a step"

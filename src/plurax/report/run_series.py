@@ -157,6 +157,11 @@ def metrics_of(row: Mapping[str, Any]) -> list[str]:
     return [name for name, value in row.items() if is_number(value) and name not in NOT_METRICS]
 
 
+def details(row: Mapping[str, Any], hidden: Sequence[str] = ("kind", "step", "event")) -> str:
+    """Return what else the row of an event says."""
+    return ", ".join(f"{name} {value}" for name, value in row.items() if name not in hidden)
+
+
 def is_number(value: object) -> TypeGuard[int | float]:
     """Return whether a value of a row is a number, and no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool)

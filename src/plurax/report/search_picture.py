@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from plurax import errors
 from plurax.analysis.estimate import Estimate, human_seconds
 from plurax.planner.found import Found, Ranked
-from plurax.report.picture import (
+from plurax.report.colors import (
     BLUE,
     GREEN,
     GREY,
@@ -20,9 +20,8 @@ from plurax.report.picture import (
     VERMILION,
     YELLOW,
     lighter,
-    new_figure,
-    saved,
 )
+from plurax.report.picture import new_figure, saved
 from plurax.tree import human_bytes
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ def draw_estimates(
         raise errors.picture_of_nothing("draw_estimates", "estimate: {name: plurax.estimate(...)}")
     figure = new_figure(WIDTH, LEGEND + PLAN * len(estimates))
     (part,) = figure.subfigures(1, 1, squeeze=False)[:, 0]
-    limit = min(one.machine.memory for one in estimates.values())
+    limit = min(estimate.machine.memory for estimate in estimates.values())
     _draw_bars(part, estimates, limit)
     return saved(figure, path)
 
@@ -87,9 +86,9 @@ def draw_search(found: Found, path: str | Path | None = None) -> "matplotlib.fig
     determines the format).
     """
     ranked = {
-        f"{rank}  {one.plan.sizes_text()}": one.estimate
-        for rank, one in enumerate(found.ranked, 1)
-        if one.estimate is not None
+        f"{rank}  {plan.plan.sizes_text()}": plan.estimate
+        for rank, plan in enumerate(found.ranked, 1)
+        if plan.estimate is not None
     }
     heights = (LEGEND + PLAN * len(ranked), FRONTIER)
     figure = new_figure(WIDTH, sum(heights))
@@ -106,10 +105,10 @@ def _draw_bars(part: "SubFigure", estimates: Mapping[str, Estimate], limit: floa
     """Draw seconds on the left and bytes on the right; a plan's name is above both of its bars."""
     left, right = part.subplots(1, 2)
     every = list(estimates.values())
-    _stacked(left, [seconds_of(one) for one in every], PARTS, human_seconds)
+    _stacked(left, [seconds_of(estimate) for estimate in every], PARTS, human_seconds)
     left.set_title("seconds of a step", fontsize=9.5, loc="left")
-    _stacked(right, [one.memory for one in every], KINDS, human_bytes)
-    largest = max(one.peak for one in every)
+    _stacked(right, [estimate.memory for estimate in every], KINDS, human_bytes)
+    largest = max(estimate.peak for estimate in every)
     if largest > limit / 4:
         right.set_xlim(0, 1.24 * max(largest, limit))
         right.axvline(limit, color="black", linewidth=1, linestyle="--", zorder=1)
@@ -157,11 +156,11 @@ def _stacked(
     axis.spines[:].set_visible(False)
     from matplotlib.patches import Patch
 
-    seen = [name for name in colors if max(row.get(name, 0.0) for row in rows) > 2e-3 * end]
+    visible = [name for name in colors if max(row.get(name, 0.0) for row in rows) > 2e-3 * end]
     handles = [
         Patch(facecolor=colors[name], edgecolor="white", linewidth=0, hatch=_hatch(name),
               label=name.replace("_", " "))
-        for name in seen
+        for name in visible
     ]  # fmt: skip
     axis.legend(handles=handles, loc="upper left", bbox_to_anchor=(-0.02, 0.0), ncols=3,
                 frameon=False, fontsize=7, handlelength=1.0, handletextpad=0.5,
@@ -188,20 +187,20 @@ class Point(NamedTuple):
 def points_of(found: Found) -> list[Point]:
     """Return all plans of a search that were estimated, the ranked ones first."""
 
-    def point(rank: int, one: Ranked) -> Point:
-        return Point(rank, one.memory, one.seconds, one.plan.sizes_text())
+    def point(rank: int, plan: Ranked) -> Point:
+        return Point(rank, plan.memory, plan.seconds, plan.plan.sizes_text())
 
-    ranked = [point(rank, one) for rank, one in enumerate(found.ranked, 1)]
+    ranked = [point(rank, plan) for rank, plan in enumerate(found.ranked, 1)]
     others = [*found.slower, *found.refused]
-    return ranked + [point(0, one) for one in others if one.estimate is not None]
+    return ranked + [point(0, plan) for plan in others if plan.estimate is not None]
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:
     """Return the points than which no other has both less memory and fewer seconds, by memory."""
     best: list[Point] = []
-    for one in sorted(points, key=lambda point: (point.memory, point.seconds)):
-        if not best or one.seconds < best[-1].seconds:
-            best.append(one)
+    for candidate in sorted(points, key=lambda point: (point.memory, point.seconds)):
+        if not best or candidate.seconds < best[-1].seconds:
+            best.append(candidate)
     return best
 
 
@@ -221,11 +220,11 @@ def _draw_frontier(axis: "Axes", found: Found) -> None:
     ):
         axis.scatter([p.memory for p in shown], [p.seconds for p in shown], s=size, color=color,
                      marker=marker, zorder=3, linewidths=1.3 if marker == "x" else 0)  # fmt: skip
-    for one in points:
-        if one.rank:
+    for point in points:
+        if point.rank:
             # Nothing is below the fastest plan, and above it may be others.
-            place, first = (one.memory, one.seconds), one.rank == 1
-            _label(axis, "1, chosen" if first else str(one.rank), place, below=first)
+            place, first = (point.memory, point.seconds), point.rank == 1
+            _label(axis, "1, chosen" if first else str(point.rank), place, below=first)
     _scale(axis, points, limit)
     axis.set_xlabel("memory of a device", fontsize=8.5)
     axis.set_ylabel("seconds of a step", fontsize=8.5)

@@ -1,28 +1,14 @@
-"""Draw runs with parameter servers: how stale gradients were, what the loss did, who waited.
-
-A worker's row in the timeline is read from the run's record, `servers.jsonl`. Example:
-
-    {"event": "worker ready", "worker": 0, "life": 0, "at": 2.0}       waits from here
-    {"event": "pull", "worker": 0, "sequence": 0, ..., "at": 2.1}      waits for parameters
-    {"event": "compute", "worker": 0, "sequence": 0, ..., "at": 2.2}   computes
-    {"event": "push", "worker": 0, "sequence": 0, ..., "at": 2.6}      waits for others
-    {"event": "pull", "worker": 0, "sequence": 1, ..., "at": 3.0}      waits for parameters
-    {"event": "compute", "worker": 0, "sequence": 1, ..., "at": 3.1}   computes
-    {"event": "worker lost", "worker": 0, "life": 0, "at": 3.3}        what it computed is dropped
-
-gives waits of 0.1 and 0.4 s, two pulls of 0.1 s, a gradient of 0.4 s, one of 0.2 s that was
-dropped, and a cross; until its next `worker ready` it starts and compiles.
-"""
+"""Draw runs with parameter servers: how stale gradients were, what the loss did, who waited."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from plurax.loop.log_rows import Row, read_rows
-from plurax.report.picture import (
+from plurax.report.colors import (
     BLUE,
     GREEN,
     HATCHES,
@@ -33,31 +19,19 @@ from plurax.report.picture import (
     SKY,
     VERMILION,
     line_style,
-    new_figure,
-    saved,
 )
-from plurax.server.record import FILE, Event, read_events
+from plurax.report.lanes import WORK, Lane, worker_lanes
+from plurax.report.picture import legend_below, new_figure, saved, tidy
+from plurax.report.run_series import RunSeries
+from plurax.server.record import FILE, read_events
 
 if TYPE_CHECKING:
     import matplotlib.figure
     from matplotlib.axes import Axes
 
-KINDS = {
-    "gradient": BLUE,
-    "dropped": ORANGE,
-    "pulling": PURPLE,
-    "waiting": LIGHT,
-    "starting": SKY,
-}
-"""What a worker does, with its colour."""
+KINDS = {"gradient": BLUE, "dropped": ORANGE, "pulling": PURPLE, "waiting": LIGHT, "starting": SKY}
+"""The colour of what a worker does."""
 HATCHED = {"dropped": HATCHES[1], "pulling": HATCHES[2], "starting": HATCHES[3]}
-LABELS = {
-    "gradient": "computes a gradient",
-    "dropped": "computes one that is dropped",
-    "pulling": "pulls parameters",
-    "waiting": "waits for others",
-    "starting": "starts again and compiles",
-}
 SERVER, DEATH = GREEN, VERMILION
 SMOOTHED = 25
 """A loss is the mean over this part of its run."""
@@ -87,11 +61,8 @@ def draw_servers(
     _draw_staleness(staleness, read)
     _draw_losses(updates, seconds, read)
     for axis in (staleness, updates, seconds):
-        axis.grid(alpha=0.25)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
-    shown = staleness.get_legend_handles_labels()
-    figure.legend(*shown, loc="outside lower center", ncols=max(1, len(shown[0])), frameon=False)
+        tidy(axis)
+    legend_below(figure, staleness)
     return saved(figure, path)
 
 
@@ -126,22 +97,20 @@ def _draw_losses(updates: "Axes", seconds: "Axes", runs: Mapping[str, Sequence[R
     """Draw the loss of each run against its updates, and against time."""
     from matplotlib.ticker import LogLocator, NullLocator
 
-    losses = {
-        name: np.array([(row["step"], row["loss"]) for row in rows
-                        if row["kind"] == "step" and np.isfinite(row["loss"])]).reshape(-1, 2)
-        for name, rows in runs.items()
-    }  # fmt: skip
     ends, smooth = list[float](), False
-    for index, (name, loss) in enumerate(losses.items()):
-        if not len(loss):
+    for index, rows in enumerate(runs.values()):
+        run = RunSeries(rows)
+        loss = run.steps("loss")
+        finite = np.isfinite(loss.values)
+        if not finite.any():
             continue
-        over = max(1, len(loss) // SMOOTHED)
+        over = max(1, finite.sum() // SMOOTHED)
         style = {**line_style(index), "marker": "", "linewidth": 1.4}
         smooth |= over > 1
-        steps = loss[over - 1 :, 0]
-        means = np.convolve(loss[:, 1], np.full(over, 1 / over), "valid")
+        steps = loss.steps[finite][over - 1 :]
+        means = np.convolve(loss.values[finite], np.full(over, 1 / over), "valid")
         updates.plot(steps, means, **style)
-        at = _seconds(steps, runs[name])
+        at = _seconds(steps, run.epochs)
         seconds.plot(at[np.isfinite(at)], means[np.isfinite(at)], **style)
         ends += [means.min(), means.max()]
     for axis, x in ((updates, "updates"), (seconds, "seconds, without the first call")):
@@ -154,9 +123,9 @@ def _draw_losses(updates: "Axes", seconds: "Axes", runs: Mapping[str, Sequence[R
             axis.yaxis.set_minor_locator(NullLocator())
 
 
-def _seconds(steps: np.ndarray, rows: Sequence[Row]) -> np.ndarray:
+def _seconds(steps: np.ndarray, epochs: Sequence[Row]) -> np.ndarray:
     """Return when steps were taken; NaN for those after the last epoch that has a row."""
-    epochs = [row for row in rows if row["kind"] == "epoch" and row["examples_per_second"] > 0]
+    epochs = [row for row in epochs if row["examples_per_second"] > 0]
     if not epochs:
         return np.full(len(steps), np.nan)
     took = np.cumsum([row["examples"] / row["examples_per_second"] for row in epochs])
@@ -165,18 +134,6 @@ def _seconds(steps: np.ndarray, rows: Sequence[Row]) -> np.ndarray:
 
 
 # --- Workers over time ----------------------------------------------------------------------------
-
-
-class Lane(NamedTuple):
-    """A worker's or a server's row.
-
-    **Fields:** `spans`, by kind their starts and lengths in seconds; `deaths`, when it ended, and a
-    few words on each; `saved`, of a server when a snapshot of it was kept.
-    """
-
-    spans: dict[str, list[tuple[float, float]]]
-    deaths: list[tuple[float, str]]
-    saved: list[float]
 
 
 def draw_workers(output: str | Path, path: str | Path | None = None) -> "matplotlib.figure.Figure":
@@ -188,7 +145,7 @@ def draw_workers(output: str | Path, path: str | Path | None = None) -> "matplot
     ending determines the format). Of a run that was resumed the parts stand one after the other,
     with a dotted line between them.
     """
-    lanes, resumed, end = timeline_of(read_events(Path(output) / FILE))
+    lanes, resumed, end = worker_lanes(read_events(Path(output) / FILE))
     figure = new_figure(9.0, AROUND + LANE * len(lanes))
     axis = figure.subplots()
     for row, lane in enumerate(lanes.values()):
@@ -218,64 +175,6 @@ def draw_workers(output: str | Path, path: str | Path | None = None) -> "matplot
     return saved(figure, path)
 
 
-def timeline_of(events: Sequence[Event]) -> tuple[dict[str, Lane], list[float], float]:
-    """Return the rows by name, when the run was resumed, and when it ended, in seconds."""
-    starts = [event for event in events if event["event"] == "start"]
-    servers = max((event["servers"]["shards"] for event in starts), default=0)
-    workers = max((event["servers"]["workers"] for event in starts), default=0)
-    names = [*(f"worker {i}" for i in range(workers)), *(f"server {i}" for i in range(servers))]
-    lanes = {name: Lane({}, [], []) for name in names}
-    doing: dict[str, tuple[str, float]] = {}
-    resumed, offset, now = list[float](), 0.0, 0.0
-
-    def begin(name: str, kind: str | None, closed: str | None = None) -> None:
-        """End what a worker or server does (as `closed`, where that is known now)."""
-        if name in doing:
-            before, since = doing.pop(name)
-            if now > since:
-                lanes[name].spans.setdefault(closed or before, []).append((since, now - since))
-        if kind is not None:
-            doing[name] = kind, now
-
-    for event in events:
-        kind = event["event"]
-        if kind == "start":
-            for name in names:
-                begin(name, None)
-            resumed += [now] if now else []
-            offset = now
-            for index in range(event["servers"]["shards"]):
-                begin(f"server {index}", "server")
-            continue
-        now = max(now, offset + event.get("at", 0.0))
-        worker = f"worker {event.get('worker')}"
-        if kind == "worker ready":
-            begin(worker, "waiting")
-        elif kind == "pull":
-            # A gradient that the next pull comes after was not pushed.
-            begin(worker, "pulling", "dropped" if _computes(doing, worker) else None)
-        elif kind == "compute":
-            begin(worker, "gradient")
-        elif kind == "push":
-            begin(worker, "waiting")
-        elif kind == "worker lost":
-            begin(worker, "starting", "dropped" if _computes(doing, worker) else None)
-            lanes[worker].deaths.append((now, ""))
-        elif kind == "server lost":
-            server = f"server {event['server']}"
-            lost = event["version"] - event["restored"]
-            lanes[server].deaths.append((now, f"{lost} updates back"))
-        elif kind == "saved":
-            lanes[f"server {event['server']}"].saved.append(now)
-    for name in names:
-        begin(name, None)
-    return lanes, resumed, now
-
-
-def _computes(doing: Mapping[str, tuple[str, float]], worker: str) -> bool:
-    return doing.get(worker, ("", 0.0))[0] == "gradient"
-
-
 def _legend_of_workers(figure: "matplotlib.figure.Figure", lanes: Mapping[str, Lane]) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -283,7 +182,7 @@ def _legend_of_workers(figure: "matplotlib.figure.Figure", lanes: Mapping[str, L
     there = {kind for lane in lanes.values() for kind in lane.spans}
     shown: list[Patch | Line2D] = [
         Patch(facecolor=color, edgecolor="white", linewidth=0, hatch=HATCHED.get(kind),
-              label=LABELS[kind])
+              label=WORK[kind])
         for kind, color in KINDS.items() if kind in there
     ]  # fmt: skip
     if any(lane.saved for lane in lanes.values()):

@@ -13,7 +13,6 @@ width, a column covers several actions, and letters appear in proportion to thei
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -21,9 +20,11 @@ from rich.text import Text
 
 from plurax.collective import Collective
 from plurax.hlo import Memory
-from plurax.pipeline.schedule import Action, Schedule
-from plurax.pipeline.simulation import Timeline, simulate
-from plurax.report.picture import GREEN, ORANGE, SKY, lighter
+from plurax.pipeline.schedule import Schedule
+from plurax.pipeline.simulation import Timeline
+from plurax.report import lanes
+from plurax.report.colors import GREEN, ORANGE, SKY, lighter
+from plurax.report.plan_tables import by_kind, in_a_step, new_table
 from plurax.tree import human_bytes
 
 COLOURS = {"F": lighter(SKY, 0.4), "B": ORANGE, "W": GREEN}
@@ -31,14 +32,6 @@ COLOURS = {"F": lighter(SKY, 0.4), "B": ORANGE, "W": GREEN}
 IDLE = "·"
 ROUNDING = 1e-9
 NARROWEST, WIDEST = 80, 120
-
-
-class TimedAction(NamedTuple):
-    """An action of a device in integer time: `start` and `end` in forwards through one stage."""
-
-    start: int
-    end: int
-    action: Action
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,59 +49,17 @@ class ScheduleCosts:
     @classmethod
     def of(cls, schedule: Schedule, sent: Sequence[Collective], memory: Memory) -> "ScheduleCosts":
         """Return the costs, from a step's planned or compiled communication."""
-        sends = [r for r in sent if (r.kind, r.axes) == ("collective-permute", ("pipeline",))]
-        return cls(schedule, sum(r.bytes * (r.trips or 1) for r in sends), memory)
+        sends = by_kind(sent).get(("collective-permute", "pipeline"), [])
+        return cls(schedule, int(in_a_step(sends, lambda record: record.bytes)), memory)
 
     @functools.cached_property
-    def ideal(self) -> Timeline:
-        """The timeline with every device starting as soon as it has its inputs."""
-        return simulate(self.schedule)
-
-    @functools.cached_property
-    def lockstep(self) -> Timeline:
-        """The timeline as the program runs: devices exchange, then start, together."""
-        return simulate(self.schedule, lockstep=True)
-
-    @property
-    def timelines(self) -> dict[str, Timeline]:
-        """The timelines that differ, by their captions."""
-        return differing(self.ideal, self.lockstep)
-
-
-def differing(ideal: Timeline, lockstep: Timeline) -> dict[str, Timeline]:
-    """Return the two timelines of a schedule by caption, or one where they are equal."""
-    if blocks(ideal) == blocks(lockstep):
-        return {"as soon as each can, and in lockstep, as it runs here": ideal}
-    return {"as soon as each can": ideal, "in lockstep, as it runs here": lockstep}
+    def timelines(self) -> lanes.Timelines:
+        """The timelines of the schedule."""
+        return lanes.timelines_of(self.schedule)
 
 
 Compared = Mapping[str, ScheduleCosts | str]
 """By the schedule's name its costs, or why it cannot run."""
-
-
-def blocks(timeline: Timeline) -> list[list[TimedAction]]:
-    """Return each device's actions, in order."""
-    lines: list[list[TimedAction]] = [[] for _ in timeline.schedule.actions]
-    chunks = timeline.schedule.chunks
-    for span in timeline.spans:
-        start, end = round(span.start * chunks), round(span.end * chunks)
-        lines[span.device].append(TimedAction(start, end, span.action))
-    return lines
-
-
-def stages_of(schedule: Schedule, device: int) -> str:
-    """Return the stages of a device as text.
-
-    >>> from plurax.pipeline.schedule import make_schedule
-    >>> stages_of(make_schedule("interleaved", devices=4, microbatches=4, chunks=2), 1)
-    '1, 5'
-    """
-    return ", ".join(str(device + chunk * schedule.devices) for chunk in range(schedule.chunks))
-
-
-def percent(part: float) -> str:
-    """Format a share between 0 and 1."""
-    return f"{100 * part:.1f} %"
 
 
 # --- Timelines ------------------------------------------------------------------------------------
@@ -116,9 +67,8 @@ def percent(part: float) -> str:
 
 def timeline_report(costs: ScheduleCosts, width: int) -> RenderableType:
     """Return a schedule's timelines, on one scale, in at most `width` columns, and its costs."""
-    schedule, timelines = costs.schedule, costs.timelines
-    stages = "stage" if schedule.chunks == 1 else "stages"
-    names = [f"{stages} {stages_of(schedule, device)} " for device in range(schedule.devices)]
+    schedule, timelines = costs.schedule, costs.timelines.captioned()
+    names = [f"{name} " for name in lanes.lane_names(schedule)]
     margin = max(map(len, names))
     room = min(max(width, NARROWEST), WIDEST) - margin
     longest = max(map(_length, timelines.values()))
@@ -131,8 +81,8 @@ def timeline_report(costs: ScheduleCosts, width: int) -> RenderableType:
         )
     ]
     for caption, timeline in timelines.items():
-        lines.append(Text(f"{caption}: idle (bubble) {percent(timeline.bubble)}"))
-        for name, line in zip(names, blocks(timeline), strict=True):
+        lines.append(Text(lanes.titled(caption, timeline)))
+        for name, line in zip(names, lanes.blocks(timeline), strict=True):
             draw = _scaled if per < 1 else _exact
             drawn = draw(line, _length(timeline), per, per >= _label_width(schedule))
             lines.append(Text(name.ljust(margin), style="dim") + drawn)
@@ -140,14 +90,14 @@ def timeline_report(costs: ScheduleCosts, width: int) -> RenderableType:
 
 
 def _length(timeline: Timeline) -> int:
-    return max(block.end for line in blocks(timeline) for block in line)
+    return max(block.end for line in lanes.blocks(timeline) for block in line)
 
 
 def _label_width(schedule: Schedule) -> int:
     return max(len(str(action)) for line in schedule.actions for action in line)
 
 
-def _exact(line: Sequence[TimedAction], end: int, per: float, labelled: bool) -> Text:
+def _exact(line: Sequence[lanes.TimedAction], end: int, per: float, labelled: bool) -> Text:
     """Draw a row in which each action has columns to itself."""
     text, at, each = Text(), 0, int(per)
     for block in line:
@@ -159,7 +109,7 @@ def _exact(line: Sequence[TimedAction], end: int, per: float, labelled: bool) ->
     return text.append(IDLE * ((end - at) * each), style="dim")
 
 
-def _scaled(line: Sequence[TimedAction], end: int, per: float, _labelled: bool) -> Text:
+def _scaled(line: Sequence[lanes.TimedAction], end: int, per: float, _labelled: bool) -> Text:
     """Draw a row whose columns cover several actions: letters in proportion to their time.
 
     Each column adds its shares to what every letter is owed, and shows the letter that is owed most
@@ -189,7 +139,7 @@ def _style(kind: str) -> str:
 
 def _legend(schedule: Schedule, per: float) -> Text:
     text = Text()
-    for kind, name in kinds_of_work(schedule).items():
+    for kind, name in lanes.kinds_of_work(schedule).items():
         text.append(kind, style=_style(kind)).append(f" {name}   ")
     text.append(IDLE, style="dim").append(" idle")
     if per < 1:
@@ -201,30 +151,18 @@ def _legend(schedule: Schedule, per: float) -> Text:
     return text
 
 
-def kinds_of_work(schedule: Schedule) -> dict[str, str]:
-    """Return the meaning of each letter, and its assumed duration."""
-    if schedule.split:
-        return {
-            "F": "forward",
-            "B": "gradient of input",
-            "W": "gradient of weights, all as long",
-        }
-    return {"F": "forward", "B": "backward, as long as two forwards"}
-
-
 # --- Costs ----------------------------------------------------------------------------------------
 
 
 def costs_table(costs: ScheduleCosts) -> Table:
     """Return a table of bubble, stored activations, bytes exchanged and memory of one schedule."""
-    table = Table(title="what the pipeline costs", title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
+    table = new_table("what the pipeline costs", "", ">", wrap=True)
+    table.show_header = False
     unit = "a microbatch" if costs.schedule.chunks == 1 else "a microbatch on one stage"
     rows = {
-        "bubble, each device as soon as it can": percent(costs.ideal.bubble),
-        "bubble in lockstep, as it runs here": percent(costs.lockstep.bubble),
-        f"stored at most, in activations of {unit}": stored_text(costs.ideal.stored),
+        "bubble, each device as soon as it can": lanes.percent(costs.timelines.ideal.bubble),
+        "bubble in lockstep, as it runs here": lanes.percent(costs.timelines.lockstep.bubble),
+        f"stored at most, in activations of {unit}": stored_text(costs.timelines.ideal.stored),
         "exchanged by a device in a step": human_bytes(costs.exchanged),
         "memory per device, temporaries": human_bytes(costs.memory.temporaries),
         "memory per device, peak": human_bytes(costs.memory.peak),
@@ -244,10 +182,8 @@ def stored_text(stored: Sequence[int], listed: int = 8) -> str:
 
 def compared_schedules_table(compared: Compared, chosen: str) -> RenderableType:
     """Return schedules side by side, the `chosen` one marked; below, why others cannot run."""
-    table = Table(title="schedules of the same pipeline", title_justify="left")
-    table.add_column("schedule", no_wrap=True)
-    for column in ("bubble", "in lockstep", "stored at most", "exchanged", "temporaries", "peak"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = new_table("schedules of the same pipeline", "schedule", ">bubble", ">in lockstep",
+                      ">stored at most", ">exchanged", ">temporaries", ">peak")  # fmt: skip
     reasons = []
     for name, costs in compared.items():
         shown, style = (f"{name} *", "bold") if name == chosen else (name, "")
@@ -255,12 +191,12 @@ def compared_schedules_table(compared: Compared, chosen: str) -> RenderableType:
             table.add_row(shown, *["—"] * 6, style=style)
             reasons.append(Text(f"{name} cannot run: {costs}"))
             continue
-        chunks = costs.schedule.chunks
+        chunks, (ideal, lockstep) = costs.schedule.chunks, costs.timelines
         table.add_row(
             shown,
-            percent(costs.ideal.bubble),
-            percent(costs.lockstep.bubble),
-            stored_text(costs.ideal.stored, 4) + (f" of 1/{chunks}" if chunks > 1 else ""),
+            lanes.percent(ideal.bubble),
+            lanes.percent(lockstep.bubble),
+            stored_text(ideal.stored, 4) + (f" of 1/{chunks}" if chunks > 1 else ""),
             human_bytes(costs.exchanged),
             human_bytes(costs.memory.temporaries),
             human_bytes(costs.memory.peak),

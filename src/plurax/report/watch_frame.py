@@ -27,7 +27,7 @@ from plurax.checkpoint import Checkpoints
 from plurax.checkpoint.lock import LOCK, writer_of
 from plurax.loop.log_rows import Row
 from plurax.report.page.run_data import LogTail, read_settings, run_folders
-from plurax.report.run_series import ENDS, WIDE, RunSeries, is_number, metrics_of
+from plurax.report.run_series import ENDS, WIDE, RunSeries, details, is_number, metrics_of
 from plurax.run_folder.log import LOG_FILE
 from plurax.run_folder.log_check import damage_row, log_damage
 
@@ -90,9 +90,9 @@ class WatchedRun:
 
     def _check_log(self) -> None:
         """Compare the log with each new checkpoint, and after it was replaced."""
-        seen = (self._restarts, *Checkpoints(self.path / "checkpoints").steps()[-1:])
-        if seen != self._seen:
-            self._seen = seen
+        newest = (self._restarts, *Checkpoints(self.path / "checkpoints").steps()[-1:])
+        if newest != self._seen:
+            self._seen = newest
             if (damage := log_damage(self.path)) is not None:
                 self.events.append(damage_row(*damage))
 
@@ -192,7 +192,7 @@ class WatchedRun:
             Text.assemble(
                 (f"step {row['step']:,}  ", "dim"),
                 (str(row.get("event", "event")), "bold"),
-                _rest(row),
+                f"  {text}" if (text := details(row)) else "",
             )
             for row in self.events
         ]
@@ -224,7 +224,7 @@ def curve_lines(
         Text.assemble((name.replace("_", " "), "bold"), (", logarithmic" if log else "", "dim"))
     ]
     for row in reversed(range(rows)):
-        letters = [BLOCKS[int(np.clip(round(one - 8 * row), 0, 8))] for one in eighths]
+        letters = [BLOCKS[int(np.clip(round(height - 8 * row), 0, 8))] for height in eighths]
         label = _number(high) if row == rows - 1 else _number(low) if row == 0 else ""
         lines.append(Text.assemble((f"{label:>10} ", "dim"), ("".join(letters).rstrip(), "cyan")))
     return lines
@@ -251,8 +251,3 @@ def _clock(seconds: float) -> str:
     minutes, left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
-
-
-def _rest(row: Row) -> str:
-    values = [f"{name} {one}" for name, one in row.items() if name not in ("kind", "step", "event")]
-    return f"  {', '.join(values)}" if values else ""

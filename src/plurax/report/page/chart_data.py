@@ -5,7 +5,7 @@ small. A curve keeps the points that its look depends on (`plurax.report.page.th
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,16 @@ from plurax.loop.log_rows import Row
 from plurax.report.page.embed import json_value
 from plurax.report.page.run_data import RunData
 from plurax.report.page.thin import thin
-from plurax.report.run_series import ENDS, Bands, Series, bands, is_number, line, metrics_of
+from plurax.report.run_series import (
+    ENDS,
+    Bands,
+    Series,
+    bands,
+    details,
+    is_number,
+    line,
+    metrics_of,
+)
 
 BUDGET = 120_000
 """Points of all curves of a page."""
@@ -55,7 +64,7 @@ def _run(run: RunData, metrics: Sequence[str], points: int) -> dict[str, Any]:
     return {
         "name": run.name,
         "members": run.series.members,
-        "curves": {name: found for name, found in curves.items() if found},
+        "curves": {name: lines for name, lines in curves.items() if lines},
         "clock": _clock(run, points),
         "matrices": _matrices(run.series.last),
         "events": [{"step": row["step"], "text": row["event"]} for row in events(run)],
@@ -116,32 +125,32 @@ def _clock(run: RunData, points: int) -> list[list[Any]]:
     if len(steps) == 1:  # no epoch has ended
         steps, epochs, seconds = [0.0, float(run.series.step)], [0.0, 1.0], [0.0, math.nan]
     chosen = np.unique(np.linspace(0, len(steps) - 1, points + 1).astype(int))
-    return [json_value(np.asarray(one, np.float64)[chosen], 7) for one in (steps, epochs, seconds)]
+    return [json_value(np.asarray(axis)[chosen], 7) for axis in (steps, epochs, seconds)]
 
 
 def events(run: RunData) -> list[Row]:
     """Return what happened in a run, in order: step, event, details."""
-    found = [
+    listed = [
         {"step": row["step"], "event": str(row.get("event", "event")),
-         "details": _details(row, ("kind", "step", "event"))}
+         "details": details(row)}
         for row in run.series.events
     ]  # fmt: skip
-    found += _skips(run)
+    listed += _skips(run)
     for row in run.starts[1:]:
         step = row.get("step", 0)
         event = "resumed" if step else "started again"
-        found.append({"step": step, "event": event, "details": _details(row, ("step", "time"))})
+        listed.append({"step": step, "event": event, "details": details(row, ("step", "time"))})
     if run.set_aside:
         text = f"{run.set_aside} earlier in before.1 and so on"
-        found.append({"step": 0, "event": "restarted from scratch", "details": text})
+        listed.append({"step": 0, "event": "restarted from scratch", "details": text})
     # An event that is not whole, as of another version, is no reason to show nothing.
-    found = [row for row in found if is_number(row["step"])]
-    return sorted(found, key=lambda row: row["step"])[:MOST_LISTED]
+    listed = [row for row in listed if is_number(row["step"])]
+    return sorted(listed, key=lambda row: row["step"])[:MOST_LISTED]
 
 
 def _skips(run: RunData) -> list[Row]:
     """Return skipped updates, steps in a row as one event; of members those that were frozen."""
-    found: list[Row] = []
+    rows: list[Row] = []
     begin = end = None
     for step in [*run.series.skipped, None]:
         if begin is not None and end is not None and step != end + 1:
@@ -149,17 +158,13 @@ def _skips(run: RunData) -> list[Row]:
             what = "update skipped" if count == 1 else f"{count} updates skipped"
             details = "the loss or its gradient was not finite"
             details += "" if count == 1 else f", up to step {end}"
-            found.append({"step": begin, "event": what, "details": details})
+            rows.append({"step": begin, "event": what, "details": details})
         begin, end = (step, step) if end is None or step != end + 1 else (begin, step)
     frozen = 0
     for row in run.series.epochs if run.series.members is not None else ():
         now = row.get("skipped", 0)
         if is_number(now) and now > frozen:
             text = f"{now - frozen} of {run.series.members} members, at or before this step"
-            found.append({"step": row["step"], "event": "members frozen", "details": text})
+            rows.append({"step": row["step"], "event": "members frozen", "details": text})
             frozen = int(now)
-    return found
-
-
-def _details(row: Mapping[str, Any], hidden: Sequence[str]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in row.items() if name not in hidden)
+    return rows

@@ -31,7 +31,7 @@ def table(
     The first cell of a row is its header. A `sortable` table has a button in each column's header.
     `row_names` are the values of `data-run` of the rows.
     """
-    heads = [one if isinstance(one, Cell) else Cell(one) for one in columns]
+    heads = [column if isinstance(column, Cell) else Cell(column) for column in columns]
     body, filled = [], [[as_cell(value) for value in row] for row in rows]
     for index, row in enumerate(filled):
         named = f' data-run="{escape(row_names[index])}"' if row_names else ""
@@ -39,10 +39,7 @@ def table(
         body.append(f"<tr{named}>{''.join(cells)}</tr>")
     # The heading of numbers is on the right, as they are.
     numbers = [any("number" in row[place].mark for row in filled) for place in range(len(heads))]
-    head = "".join(
-        _head(one._replace(mark=f"{one.mark} number".strip() if right else one.mark), sortable)
-        for one, right in zip(heads, numbers, strict=True)
-    )
+    head = "".join(_head(cell, n, sortable) for cell, n in zip(heads, numbers, strict=True))
     kind = ' class="sortable"' if sortable else ""
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}">'
@@ -68,10 +65,10 @@ def details(summary: str, content: str, *, shown: bool = False) -> str:
 
 def section(name: str, title: str, content: str, note: str = "") -> str:
     """Return a part of the page with a heading; `note` is a sentence below it."""
-    said = f'<p class="note">{escape(note)}</p>' if note else ""
+    paragraph = f'<p class="note">{escape(note)}</p>' if note else ""
     return (
         f'<section id="{name}" aria-labelledby="{name}-title">'
-        f'<h2 id="{name}-title">{escape(title)}</h2>{said}{content}</section>'
+        f'<h2 id="{name}-title">{escape(title)}</h2>{paragraph}{content}</section>'
     )
 
 
@@ -115,8 +112,9 @@ def duration_text(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02} min"
 
 
-def _head(cell: Cell, sortable: bool) -> str:
-    mark = f' class="{cell.mark}"' if cell.mark else ""
+def _head(cell: Cell, number: bool, sortable: bool) -> str:
+    marks = f"{cell.mark} number".strip() if number else cell.mark
+    mark = f' class="{marks}"' if marks else ""
     note = '<span class="visually-hidden"> (differs)</span>' if "differs" in cell.mark else ""
     text = f"{escape(cell.text)}{note}"
     if sortable and cell.text:

@@ -56,8 +56,8 @@ def write_report(
 
     Raises `ExperimentError` for a folder that is no run's, and where the file cannot be written.
     """
-    given = [runs] if isinstance(runs, str | Path) else runs
-    folders, output = [local_path(one) for one in given], local_path(output)
+    asked = [runs] if isinstance(runs, str | Path) else runs
+    folders, output = [local_path(path) for path in asked], local_path(output)
     if output.is_dir():
         raise errors.ExperimentError(
             f"--output {output} is a folder, and the page is one file. Write --output "
@@ -78,13 +78,13 @@ def write_report(
     return output
 
 
-def render(runs: Sequence[RunData], found: Sequence[SweepData]) -> str:
+def render(runs: Sequence[RunData], tables: Sequence[SweepData]) -> str:
     """Return the page of some runs and their sweeps as HTML."""
     metrics = metric_names(runs)
     parts = {
         "runs": runs_section(runs),
         "curves": section("curves", "Curves", NO_SCRIPT + CURVES),
-        "sweep": section("sweep", "Sweep", '<div id="sweeps"></div>') if found else "",
+        "sweep": section("sweep", "Sweep", '<div id="sweeps"></div>') if tables else "",
         "plan": plan_section(runs),
         "estimate": estimate_section(runs),
         "calibration": calibration_section(runs),
@@ -100,7 +100,7 @@ def render(runs: Sequence[RunData], found: Sequence[SweepData]) -> str:
     payload = {
         "runs": runs_json(runs, metrics),
         "metrics": metrics,
-        "sweeps": [one.to_json() for one in found],
+        "sweeps": [sweep.to_json() for sweep in tables],
         "estimates": [json_value(_estimates(run), 6) for run in runs],
         "calibrations": [{"run": run.name, **json_value(run.calibration, 6)} for run in runs
                          if run.calibration],
@@ -129,8 +129,9 @@ def calibration_section(runs: Sequence[RunData]) -> str:
     rows: list[list[Any]] = []
     names: dict[str, None] = {}
     for run in runs:
-        for name, one in _tables(run.calibration.get("predictions")).items():
-            scores = {"calibration error": one.get("error"), **_tables(one.get("scores"), False)}
+        for name, result in _tables(run.calibration.get("predictions")).items():
+            scores = {"calibration error": result.get("error")}
+            scores |= _tables(result.get("scores"), False)
             names |= dict.fromkeys(scores)
             label = f"{run.name}: {name}" if len(runs) > 1 else name
             rows.append([Cell(label), scores])
@@ -153,9 +154,9 @@ def _tables(value: Any, nested: bool = True) -> dict[str, Any]:
 
 
 def _estimates(run: RunData) -> dict[str, Any]:
-    found = run.series.estimates
-    last = found[-1][1] if found else {}
-    seconds = [(step, one.get("measured", {}).get("seconds")) for step, one in found]
+    pairs = run.series.estimates
+    last = pairs[-1][1] if pairs else {}
+    seconds = [(step, pair.get("measured", {}).get("seconds")) for step, pair in pairs]
     return {
         "steps": [step for step, value in seconds if is_number(value)],
         "seconds": [value for _, value in seconds if is_number(value)],
@@ -175,4 +176,4 @@ def _digest(text: str) -> str:
 
 def _filled(template: str, values: Mapping[str, str]) -> str:
     """Return a template with each `{{name}}` replaced, all at once: values are not read again."""
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: values[found[1]], template)
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)

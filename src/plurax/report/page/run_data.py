@@ -125,35 +125,35 @@ def read_run(path: Path, name: str | None = None) -> RunData:
         machine=_read(lambda: Machine.load(path / "machine.toml")),
         servers=(_read(lambda: read_events(path / "servers.jsonl")) or [])[-MOST_EVENTS:],
         starts=_json_lines(path / "starts.jsonl"),
-        calibration=_read(lambda: _json_table(path / "calibration.json")) or {},
+        calibration=_json_table(path / "calibration.json"),
         set_aside=len(list(path.glob("before.*"))),
         going_on=bool(writer_of(path / "checkpoints" / LOCK)),
     )
 
 
-def run_folders(given: Iterable[Path]) -> list[Path]:
+def run_folders(paths: Iterable[Path]) -> list[Path]:
     """Return the folders of runs: those that are given, and those in a given folder of runs.
 
     Raises `ExperimentError` for a folder in which there are none.
     """
-    found: list[Path] = []
-    for path in given:
+    folders: list[Path] = []
+    for path in paths:
         if not path.is_dir():
             raise errors.ExperimentError(
                 f"{path}: no such folder. Give the output directory of a run, which "
                 "`fit(output=...)` and plurax train write: plurax report runs/digits."
             )
         if (path / LOG_FILE).is_file():
-            found.append(path)
+            folders.append(path)
             continue
         inside = [
             log.parent for log in (*path.glob(f"*/{LOG_FILE}"), *path.glob(f"*/*/{LOG_FILE}"))
         ]
-        inside = sorted(one for one in inside if not one.name.startswith("before."))
+        inside = sorted(folder for folder in inside if not folder.name.startswith("before."))
         if not inside:
             raise errors.report_not_a_run(str(path))
-        found += inside
-    return list(dict.fromkeys(found))
+        folders += inside
+    return list(dict.fromkeys(folders))
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
@@ -181,13 +181,13 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     >>> flat({"seed": 1, "plan": {"data": 4}})
     {'seed': 1, 'plan.data': 4}
     """
-    found: dict[str, Any] = {}
+    joined: dict[str, Any] = {}
     for name, value in table.items():
         if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{name}.")
+            joined |= flat(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = value
-    return found
+            joined[f"{prefix}{name}"] = value
+    return joined
 
 
 def _read(read: Callable[[], T]) -> T | None:
@@ -198,8 +198,8 @@ def _read(read: Callable[[], T]) -> T | None:
 
 
 def _json_table(path: Path) -> dict[str, Any]:
-    found = parse_json(read_text(path))
-    return found if isinstance(found, dict) else {}
+    table = _read(lambda: parse_json(read_text(path)))
+    return table if isinstance(table, dict) else {}
 
 
 def _json_lines(path: Path) -> list[Row]:

@@ -2,9 +2,11 @@
 
 import collections
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from plurax.report.lanes import worker_lanes
 from plurax.report.page.chart_data import events
 from plurax.report.page.html_parts import (
     Cell,
@@ -26,7 +28,6 @@ from plurax.report.page.sweep_data import (
 )
 from plurax.report.page.timeline_svg import lanes_svg, pipeline_svg
 from plurax.report.run_series import is_number
-from plurax.report.servers_picture import timeline_of
 from plurax.tree import human_bytes
 
 MOST_METRICS = 5
@@ -64,9 +65,9 @@ def _one_run(run: RunData) -> str:
         for name, value, note in tiles
     )
     settings = {name: _short(value) for name, value in compared_settings(run).items()}
-    said = "The run was going on when this page was written." if run.going_on else ""
+    note = "The run was going on when this page was written." if run.going_on else ""
     more = details("Settings", pairs(settings), shown=len(settings) <= FEW) if settings else ""
-    return section("runs", "Summary", f'<dl class="tiles">{shown}</dl>{more}', said)
+    return section("runs", "Summary", f'<dl class="tiles">{shown}</dl>{more}', note)
 
 
 def _amounts(run: RunData) -> list[tuple[str, str, str]]:
@@ -84,17 +85,17 @@ def _several_runs(runs: Sequence[RunData]) -> str:
     differ = differing(settings)
     metrics = [name for name in shared_metrics(runs) if name not in ("examples_per_second",)]
     metrics = metrics[:MOST_METRICS]
-    common = {name: _usual([_short(one.get(name)) for one in settings]) for name in differ}
+    common = {name: _usual([_short(values.get(name)) for values in settings]) for name in differ}
     columns: list[str | Cell] = ["run", *(Cell(name.replace("_", " ")) for name in metrics)]
     columns += ["steps", "time", "examples/s", *(Cell(name, mark="differs") for name in differ)]
     rows = []
-    for run, one in zip(runs, settings, strict=True):
+    for run, values in zip(runs, settings, strict=True):
         named = f"{run.name} (going on)" if run.going_on else run.name
         row: list[Any] = [Cell(named, run.name), *(run.series.final.get(name) for name in metrics)]
         seconds = run.series.seconds
         row += [run.series.step, Cell(duration_text(seconds), seconds, "number")]
         row.append(run.series.last.get("examples_per_second"))
-        row += [_setting(one.get(name), common[name]) for name in differ]
+        row += [_setting(values.get(name), common[name]) for name in differ]
         rows.append(row)
     names = [run.name for run in runs]
     shown = table(
@@ -107,13 +108,13 @@ def _several_runs(runs: Sequence[RunData]) -> str:
         '<input type="search" autocomplete="off"></label> '
         '<output aria-live="polite"></output></p>'
     )
-    said = (
+    note = (
         "Columns marked ≠ are settings that differ between the runs; a value in bold is not that "
         "of most runs. Choose a column's heading to sort by it."
         if differ
         else "Choose a column's heading to sort by it."
     )
-    return section("runs", "Runs side by side", filter_ + shown + more, said)
+    return section("runs", "Runs side by side", filter_ + shown + more, note)
 
 
 def _usual(texts: Sequence[str]) -> str | None:
@@ -151,25 +152,17 @@ def plan_section(runs: Sequence[RunData]) -> str:
         if plan.pipeline > 1 and next(drawn) < MOST_PIPELINES:
             picture = pipeline_svg(plan)
         text = plan.explain(having[0].series.batch_size)
-        parts.append(f'{which}{_mesh(_sizes(plan))}<pre class="plan">{escape(text)}</pre>{picture}')
+        parts.append(f'{which}{_mesh(plan.axes)}<pre class="plan">{escape(text)}</pre>{picture}')
     return section("plan", "Plan", "".join(parts)) if parts else ""
 
 
-def _sizes(plan: Any) -> dict[str, int]:
-    return {name: getattr(plan, name) for name in ("member", "data", "pipeline", "tensor")}
-
-
-def _mesh(sizes: dict[str, int], most: int = 64) -> str:
+def _mesh(sizes: Mapping[str, int], most: int = 64) -> str:
     """Return the devices of a mesh as boxes: rows are data or member, columns are the others."""
     used = {name: size for name, size in sizes.items() if size > 1}
-    count = 1
-    for size in used.values():
-        count *= size
+    count = math.prod(used.values())
     if count == 1 or count > most:
         return ""
-    columns = count
-    if len(used) > 1:
-        columns = count // next(iter(used.values()))
+    columns = count if len(used) == 1 else count // next(iter(used.values()))
     places = itertools.product(*(range(size) for size in used.values()))
     boxes = "".join(
         f"<li><b>{index}</b>"
@@ -177,10 +170,10 @@ def _mesh(sizes: dict[str, int], most: int = 64) -> str:
         + "</li>"
         for index, place in enumerate(places)
     )
-    said = " × ".join(f"{name}={size}" for name, size in used.items())
+    words = " × ".join(f"{name}={size}" for name, size in used.items())
     return (
         f'<ol class="mesh" style="--columns:{min(columns, 8)}" aria-label="{count} devices: '
-        f'{said}">{boxes}</ol>'
+        f'{words}">{boxes}</ol>'
     )
 
 
@@ -203,21 +196,22 @@ def estimate_section(runs: Sequence[RunData]) -> str:
     """Return what was predicted beside what was measured; "" where nothing was."""
     rows: list[list[Any]] = []
     for run in runs:
-        found = run.series.estimates
-        if not found:
+        pairs = run.series.estimates
+        if not pairs:
             continue
-        _, last = found[-1]
-        timed = [one["measured"]["seconds"] for _, one in found if _timed(one)]
+        _, last = pairs[-1]
+        timed = [pair["measured"]["seconds"] for _, pair in pairs if _timed(pair)]
         for name, words, text in QUANTITIES:
-            said = last.get("predicted", {}).get(name)
-            seen = last.get("measured", {}).get(name)
+            predicted = last.get("predicted", {}).get(name)
+            measured = last.get("measured", {}).get(name)
             if name == "seconds" and timed:
-                seen = sum(timed) / len(timed)
-            rows.append([*([run.name] if len(runs) > 1 else []), words, *_beside(said, seen, text)])
+                measured = sum(timed) / len(timed)
+            named = [run.name] if len(runs) > 1 else []
+            rows.append([*named, words, *_beside(predicted, measured, text)])
     if not rows:
         return ""
     columns = [*(["run"] if len(runs) > 1 else []), "", "predicted", "measured", "off by"]
-    machines = {one.get("machine") for run in runs for _, one in run.series.estimates}
+    machines = {pair.get("machine") for run in runs for _, pair in run.series.estimates}
     note = f"Predicted for {', '.join(sorted(map(str, machines)))} before the first step; measured "
     note += "by the clock and read from the compiled program."
     content = table("predicted and measured", columns, rows)
@@ -225,16 +219,16 @@ def estimate_section(runs: Sequence[RunData]) -> str:
     return section("estimate", "Estimated beside measured", content, note)
 
 
-def _timed(one: Any) -> bool:
-    return is_number(one.get("measured", {}).get("seconds"))
+def _timed(pair: Any) -> bool:
+    return is_number(pair.get("measured", {}).get("seconds"))
 
 
-def _beside(said: Any, seen: Any, text: Callable[[float], str]) -> list[Cell | str | None]:
-    shown = [Cell(text(v), v, "number") if is_number(v) else None for v in (said, seen)]
-    if not (is_number(said) and is_number(seen) and said):
+def _beside(predicted: Any, measured: Any, text: Callable[[float], str]) -> list[Cell | str | None]:
+    shown = [Cell(text(v), v, "number") if is_number(v) else None for v in (predicted, measured)]
+    if not (is_number(predicted) and is_number(measured) and predicted):
         return [*shown, None]
-    off = 100 * (seen / said - 1)
-    words = f"{off:+.0f} %" if abs(off) < 200 else f"× {seen / said:.3g}"
+    off = 100 * (measured / predicted - 1)
+    words = f"{off:+.0f} %" if abs(off) < 200 else f"× {measured / predicted:.3g}"
     return [*shown, Cell(words, off, "number")]
 
 
@@ -250,8 +244,8 @@ def events_section(runs: Sequence[RunData]) -> str:
         for row in events(run)
     ]
     if not rows:
-        said = "No update was skipped, and nothing went wrong."
-        return section("events", "Events", f'<p class="note">{said}</p>')
+        text = "No update was skipped, and nothing went wrong."
+        return section("events", "Events", f'<p class="note">{text}</p>')
     columns = [*(["run"] if several else []), "step", "event", "details"]
     caption = "1 event" if len(rows) == 1 else f"{len(rows)} events"
     return section("events", "Events", table(caption, columns, rows, sortable=True))
@@ -270,7 +264,7 @@ def servers_section(runs: Sequence[RunData]) -> str:
             parts.append(_account(account))
         if run.servers:
             try:
-                lanes, resumed, end = timeline_of(run.servers)
+                lanes, resumed, end = worker_lanes(run.servers)
             except (KeyError, TypeError, ValueError):
                 continue  # of another version
             parts.append(lanes_svg(lanes, resumed, end))

@@ -75,15 +75,15 @@ class SweepData:
 
 def sweeps(runs: Sequence[RunData], folders: Iterable[Path]) -> list[SweepData]:
     """Return the sweeps in the folders of runs, in `folders` of runs, and among the runs."""
-    found = []
+    tables = []
     places = dict.fromkeys([*folders, *(run.path for run in runs)])
     for folder in places:
         for path in sorted(folder.glob("*.csv")):
             table = _read_table(path)
-            found += [] if table is None else [table]
-    found += [one for run in runs if (one := _of_members(run)) is not None]
+            tables += [] if table is None else [table]
+    tables += [members for run in runs if (members := _of_members(run)) is not None]
     among = _of_runs(runs)
-    return found if among is None else [*found, among]
+    return tables if among is None else [*tables, among]
 
 
 def rises(metric: str) -> bool:
@@ -119,7 +119,7 @@ def _read_table(path: Path) -> SweepData | None:
     metrics = columns[first:last]
     for row in rows:
         row["label"] = f"member {row['member']}" + (
-            f" of bucket {row['bucket']}" if any(one["bucket"] != 0 for one in rows) else ""
+            f" of bucket {row['bucket']}" if any(other["bucket"] != 0 for other in rows) else ""
         )
     title = f"{path.parent.name}/{path.name}"
     names = [name for name in names if len({_key(row[name]) for row in rows}) > 1]
@@ -155,21 +155,23 @@ def _of_runs(runs: Sequence[RunData]) -> SweepData | None:
         name
         for name in differing(settings)
         if not name.startswith(SURROUNDINGS)
-        and all(is_number(one.get(name)) or isinstance(one.get(name), str) for one in settings)
+        and all(
+            is_number(values.get(name)) or isinstance(values.get(name), str) for values in settings
+        )
     ]
     # A text that is different in nearly every run is a name, not a choice.
     names = [
         name
         for name in names
         if is_number(settings[0][name])
-        or len({one[name] for one in settings}) <= max(2, len(runs) // 2)
+        or len({values[name] for values in settings}) <= max(2, len(runs) // 2)
     ]
     names = [name for name in names if name != "seed"] or names
     metrics = shared_metrics(runs)
     rows = [
-        {**{name: one[name] for name in names}, **{m: run.series.final.get(m) for m in metrics},
+        {**{name: values[name] for name in names}, **{m: run.series.final.get(m) for m in metrics},
          "label": run.name}
-        for run, one in zip(runs, settings, strict=True)
+        for run, values in zip(runs, settings, strict=True)
     ]  # fmt: skip
     return _table(f"the {len(runs)} runs", names, metrics, rows)
 
@@ -201,36 +203,36 @@ def compared_settings(run: RunData) -> dict[str, Any]:
         f"plan.{name}": value for name, value in vars(run.plan).items()
         if isinstance(value, int | float | str) and value != getattr(Plan(), name, None)
     }  # fmt: skip
-    given = {
+    own = {
         name.removeprefix("options."): value
         for name, value in run.settings.items()
         if not name.startswith(HIDDEN) and value != "None"  # as `run.toml` writes None
     }
-    found = plan | given
+    settings = plan | own
     if run.series.batch_size:
-        found.setdefault("batch_size", run.series.batch_size)
-    if run.series.members and "members.count" not in found:
-        found["members"] = run.series.members
-    if "git.commit" in found:
-        found["git.commit"] = str(found["git.commit"])[:10]
+        settings.setdefault("batch_size", run.series.batch_size)
+    if run.series.members and "members.count" not in settings:
+        settings["members"] = run.series.members
+    if "git.commit" in settings:
+        settings["git.commit"] = str(settings["git.commit"])[:10]
     file = run.settings.get("command.file")
-    found |= {} if file is None else {"file": Path(str(file)).name}
+    settings |= {} if file is None else {"file": Path(str(file)).name}
 
     def place(name: str) -> int:
         return next((at for at, begin in enumerate(ORDER) if name.startswith(begin)), len(ORDER))
 
-    return {name: found[name] for name in sorted(found, key=place)}
+    return {name: settings[name] for name in sorted(settings, key=place)}
 
 
 def aligned_settings(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     """Return the settings of runs; a field of a plan that others set has its default there."""
     settings = [compared_settings(run) for run in runs]
-    named = dict.fromkeys(name for one in settings for name in one if name.startswith("plan."))
+    named = dict.fromkeys(name for own in settings for name in own if name.startswith("plan."))
     defaults = {name: getattr(Plan(), name.removeprefix("plan."), None) for name in named}
     return [
-        one if run.plan is None else {name: value for name, value in defaults.items()
-                                      if value is not None} | one
-        for run, one in zip(runs, settings, strict=True)
+        own if run.plan is None else {name: value for name, value in defaults.items()
+                                      if value is not None} | own
+        for run, own in zip(runs, settings, strict=True)
     ]  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def thin(x: Float[np.ndarray, "N"], y: Float[np.ndarray, "N"], points: int) -> I
     starts, ends = edges[:-1], edges[1:]
     sizes = np.append(ends - starts, 1)
     whole = np.append(starts, len(x) - 1)
-    mean_x, mean_y = (np.add.reduceat(one, whole) / sizes for one in (x, y))
+    mean_x, mean_y = (np.add.reduceat(column, whole) / sizes for column in (x, y))
     kept, last = [0], 0
     for bucket, (start, end) in enumerate(zip(starts, ends, strict=True)):
         right, up = mean_x[bucket + 1] - x[last], mean_y[bucket + 1] - y[last]

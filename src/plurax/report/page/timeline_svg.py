@@ -7,11 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from plurax import errors
 from plurax.pipeline.schedule import make_schedule
-from plurax.pipeline.simulation import simulate
 from plurax.plan import Plan
+from plurax.report.lanes import WORK, Lane, blocks, kinds_of_work, lane_names, timelines_of, titled
 from plurax.report.page.html_parts import escape
-from plurax.report.servers_picture import LABELS, Lane
-from plurax.report.timeline import TimedAction, blocks, differing, kinds_of_work, percent, stages_of
 
 ROW, GAP, TOP = 26, 4, 6
 """Heights of a row and of the space between two, and the margin above, in pixels."""
@@ -35,74 +33,64 @@ def pipeline_svg(plan: Plan) -> str:
         )
     except errors.PlanError:
         return ""
-    timelines = differing(simulate(schedule), simulate(schedule, lockstep=True))
-    stage = "stage" if schedule.chunks == 1 else "stages"
-    names = [f"{stage} {stages_of(schedule, device)}" for device in range(schedule.devices)]
-    shown = []
-    for caption, timeline in timelines.items():
-        title = f"{schedule.name}, {caption}: idle (bubble) {percent(timeline.bubble)}"
-        shown.append(_timeline(title, names, blocks(timeline)))
-    legend = "".join(
-        f'<li><span class="key work-{kind}">{kind}</span> {escape(text)}</li>'
-        for kind, text in kinds_of_work(schedule).items()
-    )
-    return "".join(shown) + f'<ul class="legend">{legend}</ul>'
-
-
-def _timeline(title: str, names: Sequence[str], lines: Sequence[Sequence[TimedAction]]) -> str:
-    end = max(block.end for line in lines for block in line)
-    if sum(map(len, lines)) > MOST_BLOCKS:
-        return f'<p class="note">{escape(title)}; too many actions to draw.</p>'
-    unit, left = max(LEAST, min(UNIT, WIDEST / end)), _margin(names)
-    parts = []
-    for index, (name, line) in enumerate(zip(names, lines, strict=True)):
-        y = TOP + index * (ROW + GAP)
-        parts.append(f'<text x="0" y="{y + 17}" class="name">{escape(name)}</text>')
-        parts.append(_rect(left, y, end * unit, ROW, "idle", ""))
-        for block in line:
-            x, width = left + block.start * unit, (block.end - block.start) * unit
-            text = str(block.action)
-            said = f"{text}, {block.start} to {block.end}"
-            parts.append(_rect(x + 0.5, y, width - 1, ROW, f"work-{block.action.kind}", said))
-            if width > LETTERS + 3 * max(0, len(text) - 2):
-                middle = f'x="{x + width / 2:.1f}" y="{y + 17}"'
-                parts.append(f'<text {middle} class="letter">{escape(text)}</text>')
-    return _figure(title, left + end * unit + 2, TOP + len(lines) * (ROW + GAP), "".join(parts))
+    names, figures = lane_names(schedule), []
+    for caption, timeline in timelines_of(schedule).captioned(f"{schedule.name}, ").items():
+        title, lanes = titled(caption, timeline), blocks(timeline)
+        if sum(map(len, lanes)) > MOST_BLOCKS:
+            figures.append(f'<p class="note">{escape(title)}; too many actions to draw.</p>')
+            continue
+        end = max(block.end for lane in lanes for block in lane)
+        unit = max(LEAST, min(UNIT, WIDEST / end))
+        rows = {name: _rect(0, end * unit, "idle") for name in names}
+        for name, lane in zip(names, lanes, strict=True):
+            for block in lane:
+                x, width = block.start * unit, (block.end - block.start) * unit
+                text, kind = str(block.action), f"work-{block.action.kind}"
+                note = f"{text}, {block.start} to {block.end}"
+                rows[name] += _rect(x + 0.5, width - 1, kind, note)
+                if width > LETTERS + 3 * max(0, len(text) - 2):
+                    rows[name] += _text(text, x + width / 2, "letter")
+        figures.append(_figure(title, end * unit, rows))
+    keys = [(f"work-{kind}", kind, text) for kind, text in kinds_of_work(schedule).items()]
+    return "".join(figures) + _legend(keys)
 
 
 def lanes_svg(lanes: Mapping[str, Lane], resumed: Sequence[float], end: float) -> str:
     """Return what each worker and server did over the seconds of a run."""
     if not end:
         return ""
-    left = _margin(lanes)
-    unit, height = (WIDEST - left) / end, TOP + len(lanes) * (ROW + GAP)
-    parts = []
-    for index, (name, lane) in enumerate(lanes.items()):
-        y = TOP + index * (ROW + GAP)
-        parts.append(f'<text x="0" y="{y + 17}" class="name">{escape(name)}</text>')
+    width, rows = WIDEST - _margin(lanes), {}
+    unit = width / end
+    for name, lane in lanes.items():
+        parts = []
         for kind, spans in lane.spans.items():
-            for start, long in spans[:MOST_SPANS]:
-                width = max(0.4, long * unit)
-                said = f"{LABELS.get(kind, kind)}, {start:.2f} to {start + long:.2f} s"
-                shown = said if width > 2 else ""
-                parts.append(_rect(left + start * unit, y, width, ROW, f"lane-{kind}", shown))
-        for at, text in lane.deaths:
-            x = left + at * unit
-            parts.append(f'<text x="{x:.1f}" y="{y + 18}" class="death">✕ {escape(text)}</text>')
+            for start, seconds in spans[:MOST_SPANS]:
+                wide = max(0.4, seconds * unit)
+                note = f"{WORK.get(kind, kind)}, {start:.2f} to {start + seconds:.2f} s"
+                parts.append(_rect(start * unit, wide, f"lane-{kind}", note if wide > 2 else ""))
+        parts += [_text(f"✕ {words}", at * unit, "death") for at, words in lane.deaths]
+        parts += [_rect(at * unit, 1.5, "saved", f"snapshot, {at:.2f} s") for at in lane.saved]
+        # A run goes on in all rows at once.
         parts += [
-            _rect(left + at * unit, y, 1.5, ROW, "saved", f"snapshot, {at:.2f} s")
-            for at in lane.saved
+            _rect(at * unit, 1.5, "resumed", f"resumed, {at:.2f} s", ROW + GAP) for at in resumed
         ]
-    parts += [
-        _rect(left + at * unit, 0, 1.5, height, "resumed", f"resumed, {at:.2f} s") for at in resumed
-    ]
-    there = dict.fromkeys(kind for lane in lanes.values() for kind in lane.spans)
-    legend = "".join(
-        f'<li><span class="key lane-{kind}"></span> {escape(LABELS.get(kind, kind))}</li>'
-        for kind in there
-    )
+        rows[name] = "".join(parts)
+    kinds = dict.fromkeys(kind for lane in lanes.values() for kind in lane.spans)
     title = f"what workers and servers did in {end:.1f} seconds"
-    return _figure(title, WIDEST + 60, height, "".join(parts)) + f'<ul class="legend">{legend}</ul>'
+    keys = [(f"lane-{kind}", "", WORK.get(kind, kind)) for kind in kinds]
+    return _figure(title, width + 60, rows) + _legend(keys)
+
+
+def _rect(x: float, width: float, kind: str, title: str = "", height: float = ROW) -> str:
+    return (
+        f'<rect x="{x:.1f}" width="{width:.1f}" height="{height:.1f}" class="{kind}">'
+        + (f"<title>{escape(title)}</title>" if title else "")
+        + "</rect>"
+    )
+
+
+def _text(text: str, x: float, kind: str) -> str:
+    return f'<text x="{x:.1f}" y="17" class="{kind}">{escape(text)}</text>'
 
 
 def _margin(names: Iterable[str]) -> float:
@@ -110,15 +98,24 @@ def _margin(names: Iterable[str]) -> float:
     return 12 + LETTER * max(map(len, names))
 
 
-def _rect(x: float, y: float, width: float, height: float, kind: str, title: str) -> str:
-    said = f"<title>{escape(title)}</title>" if title else ""
-    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
-    return f'<rect {place} class="{kind}">{said}</rect>' if said else (
-        f'<rect {place} class="{kind}"/>'
-    )  # fmt: skip
+def _legend(keys: Iterable[tuple[str, str, str]]) -> str:
+    """Return a list of what is drawn how: a class, a letter, and words."""
+    items = (
+        f'<li><span class="key {kind}">{letter}</span> {escape(text)}</li>'
+        for kind, letter, text in keys
+    )
+    return f'<ul class="legend">{"".join(items)}</ul>'
 
 
-def _figure(title: str, width: float, height: float, content: str) -> str:
+def _figure(title: str, width: float, rows: Mapping[str, str]) -> str:
+    """Return rows below each other, each to the right of its name."""
+    left = _margin(rows)
+    width, height = left + width + 2, TOP + len(rows) * (ROW + GAP)
+    content = "".join(
+        f'<g transform="translate(0,{TOP + index * (ROW + GAP)})">{_text(name, 0, "name")}'
+        f'<g transform="translate({left:.1f},0)">{row}</g></g>'
+        for index, (name, row) in enumerate(rows.items())
+    )
     return (
         f"<figure><figcaption>{escape(title)}</figcaption>"
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(title)}">'
