@@ -13,11 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from plurax import errors, experiment
+from plurax import errors
 from plurax.cli.parser import run_tyro
 from plurax.distributed.compilation_cache import make_cache_safe
 from plurax.distributed.environment import gang_of
 from plurax.distributed.initialize import initialize
+from plurax.experiment import Experiment, Report, load
 from plurax.mesh import cpu_devices, virtual_devices
 from plurax.plan import MESH_AXES, Plan
 
@@ -37,11 +38,11 @@ def experiment_dataclass(function: Callable[..., Any]) -> type:
     return dataclasses.make_dataclass("Experiment", fields, frozen=True)
 
 
-def made_experiment(
+def load_experiment(
     file: Path, program: str, arguments: list[str]
-) -> tuple[experiment.Experiment, Any, experiment.Report | None]:
+) -> tuple[Experiment, Any, Report | None]:
     """Return a file's experiment, its arguments as a dataclass, and its report."""
-    function, report = experiment.load(file)
+    function, report = load(file)
     own = experiment_dataclass(function)
     wrapped = dataclasses.make_dataclass("Own", [("experiment", own)], frozen=True)
     chosen = run_tyro(wrapped, experiment_args(arguments), prog=program).experiment
@@ -126,10 +127,10 @@ def shrink_data_axis(
 
 def value(arguments: list[str], name: str) -> str | None:
     """Return the value of an option, before the options are parsed."""
-    found = None
+    text = None
     for index, argument in enumerate(arguments):
         if argument == name and index + 1 < len(arguments):
-            found = arguments[index + 1]
+            text = arguments[index + 1]
         elif argument.startswith(f"{name}="):
-            found = argument.removeprefix(f"{name}=")
-    return found
+            text = argument.removeprefix(f"{name}=")
+    return text

@@ -7,35 +7,44 @@ from typing import TypeVar
 
 from jaxtyping import PyTree
 
-from plurax import errors, experiment
+from plurax import errors
 from plurax.checkpoint.restore import make_program, with_resampling
 from plurax.cli.options import Common
 from plurax.distributed.environment import writes_files
 from plurax.execute.program import Program
+from plurax.experiment import Experiment
 from plurax.loop.data import Data, as_data
 from plurax.plan import Plan
+from plurax.task import Task
 
 T = TypeVar("T")
 
 
-def data_source(made: experiment.Experiment, options: Common) -> tuple[Data, PyTree]:
+def data_source(experiment: Experiment, options: Common) -> tuple[Data, PyTree]:
     """Return the data, and the shapes of a full batch."""
     return as_data(
-        made.data,
+        experiment.data,
         batch_size=options.batch_size,
-        seed=made.seed,
-        shuffle=made.shuffle,
-        ragged=made.ragged,
+        seed=experiment.seed,
+        shuffle=experiment.shuffle,
+        ragged=experiment.ragged,
     )
 
 
-def chosen_program(made: experiment.Experiment, options: Common, plan: Plan) -> Program:
+def is_one_network(experiment: Experiment, options: Common) -> bool:
+    """Return whether there is one network: neither members nor a task of hyperparameters."""
+    members = options.members.chosen(experiment.members)
+    return members is None and isinstance(experiment.task, Task)
+
+
+def chosen_program(experiment: Experiment, options: Common, plan: Plan) -> Program:
     """Return the program to show or to predict with."""
-    members = options.members.chosen(made.members)
-    source, like = data_source(made, options)
+    members = options.members.chosen(experiment.members)
+    source, like = data_source(experiment, options)
     if members is not None:
         source = with_resampling(members, source)
-    return make_program(made.task, made.optimizer, plan, like, members, source, None, None)
+    task, optimizer = experiment.task, experiment.optimizer
+    return make_program(task, optimizer, plan, like, members, source, None, None)
 
 
 def written(path: Path, write: Callable[[Path], T]) -> T:

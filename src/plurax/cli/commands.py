@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(ExitCode.DONE)
     command = command_named(arguments[0])
     if command is None:
-        names = [one.name for one in COMMANDS]
+        names = [entry.name for entry in COMMANDS]
         print(f"error: {errors.unknown_command(arguments[0], names)}", file=sys.stderr)
         raise SystemExit(ExitCode.MISTAKE)
     try:

@@ -38,19 +38,19 @@ def completion_command(arguments: list[str]) -> int:
             registry=option_rules(),
         )
     # tyro's scripts for bash and fish complete no names of files, and FILE is one.
-    found = script.getvalue().replace("complete -F ", "complete -o bashdefault -o default -F ")
-    print(found.replace("complete --no-files ", "complete "))
+    text = script.getvalue().replace("complete -F ", "complete -o bashdefault -o default -F ")
+    print(text.replace("complete --no-files ", "complete "))
     return 0
 
 
 def options_of(command: Command) -> Any:
     """Return the options of a command as a dataclass, with FILE where it has one."""
     module, _, name = command.options.partition(":")
-    found = getattr(importlib.import_module(f"plurax.cli.{module}"), name)
-    kind = found if isinstance(found, type) else found()
+    options = getattr(importlib.import_module(f"plurax.cli.{module}"), name)
+    kind = options if isinstance(options, type) else options()
     if "FILE" not in command.usage:
         return kind
     file: Any = ("file", tyro.conf.Positional[Path], Path("FILE"))
-    made = dataclasses.make_dataclass(kind.__name__, [file], bases=(kind,), frozen=True)
-    made.__doc__ = kind.__doc__
-    return made
+    with_file = dataclasses.make_dataclass(kind.__name__, [file], bases=(kind,), frozen=True)
+    with_file.__doc__ = kind.__doc__
+    return with_file

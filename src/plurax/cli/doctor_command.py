@@ -142,23 +142,23 @@ def devices_text(facts: Facts) -> list[str]:
 
 def extras() -> tuple[dict[str, str], list[str]]:
     """Return the versions of the packages of extras, and the extras that are not installed."""
-    found: dict[str, str] = {}
+    installed: dict[str, str] = {}
     missing: list[str] = []
     for text in importlib.metadata.requires("plurax") or ():
         match = re.match(r"([\w.-]+)(?:\[.*?\])?.*;.*extra == [\"']([\w-]+)[\"']", text)
         if match is None or match[2] == "dev" or match[1] in ("plurax", "jax"):
             continue
         try:
-            found[match[1]] = importlib.metadata.version(match[1])
+            installed[match[1]] = importlib.metadata.version(match[1])
         except importlib.metadata.PackageNotFoundError:
             missing.append(f"plurax[{match[2]}]")
-    return found, list(dict.fromkeys(missing))
+    return installed, list(dict.fromkeys(missing))
 
 
 def findings(facts: Facts) -> list[str]:
     """Return what is slow or surprising, each with what to do about it."""
-    found = [*_of_devices(facts), *_of_settings(facts), *_of_memory(facts)]
-    return found or ["nothing"]
+    texts = [*_of_devices(facts), *_of_settings(facts), *_of_memory(facts)]
+    return texts or ["nothing"]
 
 
 def _of_devices(facts: Facts) -> Iterator[str]:

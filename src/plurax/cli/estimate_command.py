@@ -8,15 +8,16 @@ from typing import Annotated, TypeVar
 import tyro
 from jaxtyping import PyTree
 
-from plurax import errors, experiment
+from plurax import errors
 from plurax.analysis.comparison import Comparison
 from plurax.analysis.estimate import estimate, human_seconds
 from plurax.cli.arguments import value
-from plurax.cli.chosen import data_source
+from plurax.cli.chosen import data_source, is_one_network
 from plurax.cli.machine_command import machine_named
 from plurax.cli.options import Common, Show
 from plurax.cli.parse import parse
 from plurax.cli.parser import HELP
+from plurax.experiment import Experiment
 from plurax.machine import Machine
 from plurax.plan import Plan
 from plurax.task import Task
@@ -67,13 +68,13 @@ class DiffOptions(Common):
 
 def estimate_command(arguments: list[str]) -> int:
     """Print the estimate of a plan."""
-    made, options, *_ = parse(arguments, "estimate", EstimateOptions)
-    task, machine, like = to_estimate(made, options, "estimate")
-    found = estimate(task, made.optimizer, options.chosen_plan(), like, machine)
-    print(found)
+    experiment, options, *_ = parse(arguments, "estimate", EstimateOptions)
+    task, machine, like = to_estimate(experiment, options, "estimate")
+    estimated = estimate(task, experiment.optimizer, options.chosen_plan(), like, machine)
+    print(estimated)
     if options.examples is not None:
-        takes = human_seconds(found.seconds_for(options.examples))
-        hours = found.device_hours(options.examples)
+        takes = human_seconds(estimated.seconds_for(options.examples))
+        hours = estimated.device_hours(options.examples)
         print(f"{options.examples:,.0f} examples take {takes}: {hours:,.3g} device-hours")
     return 0
 
@@ -81,9 +82,9 @@ def estimate_command(arguments: list[str]) -> int:
 def diff_command(arguments: list[str]) -> int:
     """Compare two plans, given as files in front of the other options."""
     file = value(arguments, "--diff")
-    place = next(i for i, one in enumerate(arguments) if one.split("=")[0] == "--diff")
+    place = next(i for i, argument in enumerate(arguments) if argument.split("=")[0] == "--diff")
     rest = arguments[:place] + arguments[place + (1 if "=" in arguments[place] else 2) :]
-    paths = list(itertools.takewhile(lambda one: not one.startswith("-"), rest))
+    paths = list(itertools.takewhile(lambda argument: not argument.startswith("-"), rest))
     asked_help = bool({*HELP} & {*rest})
     if not file or (len(paths) != 2 and not asked_help):
         raise errors.ExperimentError(
@@ -91,26 +92,26 @@ def diff_command(arguments: list[str]) -> int:
             "Write plurax plan a.toml b.toml --diff FILE, where FILE defines experiment()."
         )
     plans = {path: Plan.load(path) for path in paths}
-    made, options, *_ = parse([file, *rest[len(paths) :]], "plan A B --diff", DiffOptions)
-    task, machine, like = to_estimate(made, options, "plan --diff")
-    found = {}
+    experiment, options, *_ = parse([file, *rest[len(paths) :]], "plan A B --diff", DiffOptions)
+    task, machine, like = to_estimate(experiment, options, "plan --diff")
+    estimates = {}
     for path, plan in plans.items():
         try:
-            found[path] = estimate(task, made.optimizer, plan, like, machine)
+            estimates[path] = estimate(task, experiment.optimizer, plan, like, machine)
         except errors.PlanError as error:
             raise errors.plan_in_a_file(path, error) from None
-    print(Comparison(found[paths[0]], found[paths[1]], (paths[0], paths[1])))
+    print(Comparison(estimates[paths[0]], estimates[paths[1]], (paths[0], paths[1])))
     return 0
 
 
 def to_estimate(
-    made: experiment.Experiment, options: EstimateOptions | DiffOptions | Show, command: str
+    experiment: Experiment, options: EstimateOptions | DiffOptions | Show, command: str
 ) -> tuple[Task, Machine, PyTree]:
     """Return the task, the machine of the options, and the shapes of a batch."""
-    if options.members.chosen(made.members) is not None or not isinstance(made.task, Task):
+    if not is_one_network(experiment, options):
         raise errors.ExperimentError(
             f"plurax {command} is for one network, and this experiment has members, or a task that "
             "is a function of hyperparameters. plurax plan shows what a population's program holds."
         )
     machine = machine_named(options.machine, options.nodes)
-    return made.task, machine, data_source(made, options)[1]
+    return experiment.task, machine, data_source(experiment, options)[1]

@@ -49,25 +49,25 @@ def new_command(arguments: list[str]) -> int:
 def examples_command(arguments: list[str]) -> int:
     """List the examples, or write one, with those it reads."""
     options = parse_options(ExamplesOptions, "plurax examples", arguments)
-    found = examples()
+    known = examples()
     if options.name is None:
-        width = max(map(len, found))
-        for name, path in found.items():
+        width = max(map(len, known))
+        for name, path in known.items():
             print(f"  {name:<{width}}  {_first_line(path)}")
         print("\nplurax examples NAME writes one here.")
         return 0
     name = options.name.removesuffix(".py")
-    if name not in found:
+    if name not in known:
         raise errors.ExperimentError(
-            f"{options.name!r} is not an example.{errors.did_you_mean(options.name, list(found))} "
-            f"The examples are {', '.join(found)}; plurax examples says what each is."
+            f"{options.name!r} is not an example.{errors.did_you_mean(options.name, list(known))} "
+            f"The examples are {', '.join(known)}; plurax examples says what each is."
         )
-    text = found[name].read_text("utf-8")
-    beside = [one for one in re.findall(r'with_name\("(\w+)\.py"\)', text) if one in found]
+    text = known[name].read_text("utf-8")
+    beside = [stem for stem in re.findall(r'with_name\("(\w+)\.py"\)', text) if stem in known]
     target = local_path(options.to)
-    for one in [name, *beside]:
-        _write(target / f"{one}.py", found[one].read_text("utf-8"))
-        print(f"wrote {target / one}.py")
+    for stem in [name, *beside]:
+        _write(target / f"{stem}.py", known[stem].read_text("utf-8"))
+        print(f"wrote {target / stem}.py")
     if missing := missing_packages(text):
         print(f"It needs {', '.join(missing)}: pip install 'plurax[examples,pictures]'")
     starts = "plurax train" if "def experiment(" in text else "python"

@@ -47,8 +47,8 @@ class ExperimentSource:
         """The arguments that say how many devices are needed, those of the command line last."""
         if self.run is None:
             return self.rest
-        given = self.run.options.get("devices")
-        own = [f"--devices={given}"] if given is not None and gang_of() is None else []
+        asked = self.run.options.get("devices")
+        own = [f"--devices={asked}"] if asked is not None and gang_of() is None else []
         if self.run.plan is not None:
             own += [f"--plan.{axis}={getattr(self.run.plan, axis)}" for axis in MESH_AXES]
         return [*own, *self.rest]
@@ -103,18 +103,18 @@ def with_remembered(options: T, run: RunSettings, rest: list[str]) -> T:
     for name in run.options:
         if name not in known:
             raise errors.run_file_unknown(path, name, known)
-    found: dict[str, Any] = {
-        name: _like(getattr(options, name), given, name, path)
-        for name, given in run.options.items()
+    values: dict[str, Any] = {
+        name: _like(getattr(options, name), saved, name, path)
+        for name, saved in run.options.items()
         if name in names
     }
     if run.plan is not None:
-        found["plan"] = run.plan
+        values["plan"] = run.plan
     if isinstance(getattr(options, "output", None), Path):
-        found["output"] = run.folder
+        values["output"] = run.folder
     if "resume" in names:
-        found["resume"] = value(rest, "--output") is None and "--restart" not in rest
-    return dataclasses.replace(options, **found)
+        values["resume"] = value(rest, "--output") is None and "--restart" not in rest
+    return dataclasses.replace(options, **values)
 
 
 def _remembered_names() -> list[str]:
@@ -123,34 +123,34 @@ def _remembered_names() -> list[str]:
     return [*train, *inspect.signature(fit).parameters]
 
 
-def _like(default: Any, given: Any, option: str, path: str) -> Any:
+def _like(default: Any, saved: Any, option: str, path: str) -> Any:
     if dataclasses.is_dataclass(default):
-        if not isinstance(given, dict):
-            raise errors.run_file_value(path, option, given, "a table")
+        if not isinstance(saved, dict):
+            raise errors.run_file_value(path, option, saved, "a table")
         names = [f"{option}.{field.name}" for field in dataclasses.fields(default)]
-        for name in given:
+        for name in saved:
             if f"{option}.{name}" not in names:
                 raise errors.run_file_unknown(path, f"{option}.{name}", names)
-        known = {name: _like(None, one, name, path) for name, one in given.items()}
+        known = {name: _like(None, inner, name, path) for name, inner in saved.items()}
         return dataclasses.replace(default, **known)  # type: ignore[type-var]
-    return tuple(given) if isinstance(given, list) else given
+    return tuple(saved) if isinstance(saved, list) else saved
 
 
-def tokens(name: str, given: Any) -> list[str]:
+def tokens(name: str, setting: Any) -> list[str]:
     """Return arguments that give a value again.
 
     >>> tokens("--experiment", {"learning_rate": 0.1, "deep": False, "sizes": [3, 4]})
     ['--experiment.learning-rate=0.1', '--experiment.no-deep', '--experiment.sizes', '3', '4']
     """
-    if isinstance(given, dict):
+    if isinstance(setting, dict):
         return [
             token
-            for inner, one in given.items()
-            for token in tokens(f"{name}.{inner.replace('_', '-')}", one)
+            for inner, part in setting.items()
+            for token in tokens(f"{name}.{inner.replace('_', '-')}", part)
         ]
-    if isinstance(given, bool):
+    if isinstance(setting, bool):
         head, _, last = name.rpartition(".")
-        return [name if given else f"{head}.no-{last}"]
-    if isinstance(given, list):
-        return [name, *map(str, given)]
-    return [f"{name}={given}"]
+        return [name if setting else f"{head}.no-{last}"]
+    if isinstance(setting, list):
+        return [name, *map(str, setting)]
+    return [f"{name}={setting}"]

@@ -131,10 +131,10 @@ def launch_command(arguments: list[str]) -> int:
 def check_numbers(options: LaunchOptions) -> None:
     """Raise `ExperimentError` for a number below the least that makes sense."""
     for name, least in LEAST.items():
-        given = getattr(options, name)
-        if given is not None and not given >= least:  # nor is nan
+        number = getattr(options, name)
+        if number is not None and not number >= least:  # nor is nan
             raise errors.ExperimentError(
-                f"plurax launch --{name.replace('_', '-')} {given}: give a number of at least "
+                f"plurax launch --{name.replace('_', '-')} {number}: give a number of at least "
                 f"{least}."
             )
     if options.processes > MOST_PROCESSES:
@@ -190,34 +190,35 @@ def placed(options: LaunchOptions) -> HostPlace:
         return ALONE
     if host is None or not 0 <= host < hosts:
         raise errors.launch_host(host, hosts)
-    given = coordinator or ""
-    address = host_and_port(given if ":" in given else f"{given}:{DEFAULT_PORT}")
+    text = coordinator or ""
+    address = host_and_port(text if ":" in text else f"{text}:{DEFAULT_PORT}")
     if address is None:
         wanted = "give a name or address, and a port below 65536"
-        found = "is missing" if coordinator is None else f"{coordinator}: {wanted}"
+        problem = "is missing" if coordinator is None else f"{coordinator}: {wanted}"
         raise errors.ExperimentError(
-            f"plurax launch --hosts {hosts}: --coordinator {found}. On every host say where host 0 "
-            "listens, a free port of it, as in --coordinator host0:7117."
+            f"plurax launch --hosts {hosts}: --coordinator {problem}. On every host say where host "
+            "0 listens, a free port of it, as in --coordinator host0:7117."
         )
     return HostPlace(hosts, host, "{}:{}".format(*address))
 
 
-def program(given: Sequence[str]) -> tuple[str, ...]:
+def program(arguments: Sequence[str]) -> tuple[str, ...]:
     """Return what a process runs: this Python, and a script or a command of plurax."""
-    if not given:
+    if not arguments:
         raise errors.ExperimentError(
             "plurax launch: say after -- what each process runs: a command of plurax, as in plurax "
             "launch --processes 2 -- train FILE, or a script of your own, as in plurax launch "
             "--processes 2 -- script.py."
         )
-    if given[0].endswith(".py"):
-        if not Path(given[0]).is_file():
-            raise errors.ExperimentError(f"plurax launch -- {given[0]}: there is no such file.")
-        return (sys.executable, *given)
-    commands = [one.name for one in COMMANDS if one.gangs]
-    if given[0] not in commands:
+    name = arguments[0]
+    if name.endswith(".py"):
+        if not Path(name).is_file():
+            raise errors.ExperimentError(f"plurax launch -- {name}: there is no such file.")
+        return (sys.executable, *arguments)
+    commands = [command.name for command in COMMANDS if command.gangs]
+    if name not in commands:
         raise errors.ExperimentError(
-            f"plurax launch -- {given[0]}: what each process runs is a path that ends in .py, or a "
-            f"command of plurax: {', '.join(commands)}.{errors.did_you_mean(given[0], commands)}"
+            f"plurax launch -- {name}: what each process runs is a path that ends in .py, or a "
+            f"command of plurax: {', '.join(commands)}.{errors.did_you_mean(name, commands)}"
         )
-    return (sys.executable, "-m", "plurax.cli", *given)
+    return (sys.executable, "-m", "plurax.cli", *arguments)

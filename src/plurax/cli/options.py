@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
 
-from plurax import experiment
+from plurax.experiment import Experiment
 from plurax.guards.rollback import Rollback
 from plurax.members import Members
 from plurax.plan import Plan
@@ -81,8 +81,8 @@ class Common:
 
 def chosen_servers(options: Any, servers: Servers | None) -> Servers | None:
     """Return the file's servers with the fields that the command line gives; None without both."""
-    given = _given(options)
-    return dataclasses.replace(servers or Servers(), **given) if given else servers
+    fields = _given(options)
+    return dataclasses.replace(servers or Servers(), **fields) if fields else servers
 
 
 def chosen_rollback(options: Any, rollback: Rollback) -> Rollback:
@@ -118,7 +118,7 @@ def fit_options() -> dict[str, Any]:
     An argument that `fit` gets is an option of `plurax train` without another line.
     """
     signature = inspect.signature(fit, eval_str=True)
-    kinds = {name: one.annotation for name, one in signature.parameters.items()}
+    kinds = {name: parameter.annotation for name, parameter in signature.parameters.items()}
     kinds["output"] = Path  # the command always writes
     texts = argument_texts(fit)
     return {
@@ -135,9 +135,9 @@ def options_of(kind: type, doc: str) -> Any:
         (name, Annotated[hint | None, tyro.conf.arg(help=texts[name])], None)
         for name, hint in get_type_hints(kind).items()
     ]
-    made = dataclasses.make_dataclass(f"{kind.__name__}Options", fields, frozen=True)
-    made.__doc__ = doc
-    return made
+    options = dataclasses.make_dataclass(f"{kind.__name__}Options", fields, frozen=True)
+    options.__doc__ = doc
+    return options
 
 
 def argument_texts(function: Callable[..., Any]) -> dict[str, str]:
@@ -160,9 +160,9 @@ def train_class() -> type[Train]:
         ("servers", servers, servers()),
         ("rollback", rollback, rollback()),
     ]
-    made = dataclasses.make_dataclass("Train", fields, bases=(Train,), frozen=True, kw_only=True)
-    made.__doc__ = Train.__doc__
-    return made
+    options = dataclasses.make_dataclass("Train", fields, bases=(Train,), frozen=True, kw_only=True)
+    options.__doc__ = Train.__doc__
+    return options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,16 +204,14 @@ class Show(Common):
     """Compile a pipeline under every named schedule, and show them side by side."""
 
 
-def default_options(
-    kind: type[T], file: Path, made: experiment.Experiment, own: object = None
-) -> T:
+def default_options(kind: type[T], file: Path, experiment: Experiment, own: object = None) -> T:
     """Return the options of a command, as an experiment file has them.
 
     `own` has the arguments of its `experiment(...)`; None for those of no file.
     """
-    seeds = None if made.members is None else made.members.seeds
+    seeds = None if experiment.members is None else experiment.members.seeds
     values = {
-        **vars(made),
+        **vars(experiment),
         "plan_file": None,
         "devices": None,
         "members": PopulationOptions(seeds if isinstance(seeds, int) else None),
@@ -221,8 +219,8 @@ def default_options(
         "inputs": tyro.MISSING,
         "experiment": own,
     }
-    if issubclass(kind, Train) and made.output is not None:
-        values["output"] = Path(made.output)
+    if issubclass(kind, Train) and experiment.output is not None:
+        values["output"] = Path(experiment.output)
     fields: Any = dataclasses.fields(kind)  # type: ignore[arg-type]
     without = [f.name for f in fields if {f.default, f.default_factory} == {dataclasses.MISSING}]
     return kind(**{name: values[name] for name in without})

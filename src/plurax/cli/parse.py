@@ -6,19 +6,19 @@ from typing import Any, NamedTuple
 
 import jax
 
-from plurax import experiment
-from plurax.cli.arguments import made_experiment, shrink_data_axis, start_devices
+from plurax.cli.arguments import load_experiment, shrink_data_axis, start_devices
 from plurax.cli.file_or_run import file_or_run, with_remembered
 from plurax.cli.options import Common, default_options
 from plurax.cli.parser import HELP, parse_options
+from plurax.experiment import Experiment, Report
 
 
 class Parsed(NamedTuple):
     """What a command line says: an experiment, options, the file's report and the file."""
 
-    made: experiment.Experiment
+    experiment: Experiment
     options: Any
-    report: experiment.Report | None
+    report: Report | None
     file: Path
 
 
@@ -31,20 +31,18 @@ def parse(arguments: list[str], command: str, kind: type[Common]) -> Parsed:
     program = f"plurax {command} FILE"
     if arguments[:1] and arguments[0] in HELP:  # with the defaults of plurax itself
         nothing: Any = None
-        default = default_options(
-            kind, Path("FILE"), experiment.Experiment(nothing, nothing, nothing)
-        )
+        default = default_options(kind, Path("FILE"), Experiment(nothing, nothing, nothing))
         parse_options(kind, program, arguments[:1], default=default)
     source = file_or_run(arguments, command)
     file, run, rest = source.file, source.run, source.rest
     rehearsal = command in ("plan", "verify", "estimate")
     start_devices(source.devices, rehearsal=rehearsal or run is not None)
-    made, own, report = made_experiment(file, program, source.experiment)
-    default = default_options(kind, file, made, own)
+    experiment, own, report = load_experiment(file, program, source.experiment)
+    default = default_options(kind, file, experiment, own)
     if run is not None:
         default = with_remembered(default, run, rest)
     options = parse_options(kind, program, rest, default=default)
     # What a run has trained is also used where there are fewer devices.
     smaller = run is not None and command == "predict"
     plan = shrink_data_axis(options.plan, rest, len(jax.devices()), unasked=smaller)
-    return Parsed(made, dataclasses.replace(options, plan=plan), report, file)
+    return Parsed(experiment, dataclasses.replace(options, plan=plan), report, file)

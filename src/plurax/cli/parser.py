@@ -216,7 +216,7 @@ def _needed_most(default: Any) -> StructConstructorSpec:
     for name, field in list(fields.items()):
         if dataclasses.is_dataclass(field.default):
             inner = _spec(type(field.default), field.default).fields
-            fields |= {f"{name}.{one.name}": one for one in inner}
+            fields |= {f"{name}.{nested.name}": nested for nested in inner}
     shown = []
     for path in (*NEEDED_MOST, *(path for path in fields if path.startswith("experiment."))):
         if path in fields:

@@ -40,12 +40,12 @@ class Predict(Common):
 
 def predict_command(arguments: list[str]) -> int:
     """Run the trained network over inputs, and write its outputs."""
-    made, options, *_ = parse(arguments, "predict", Predict)
+    experiment, options, *_ = parse(arguments, "predict", Predict)
     directory = local_path(options.output) / ("best" if options.best else "checkpoints")
     if not directory.is_dir():
         raise _nothing_saved(options)
     inputs = _read_arrays(options.inputs)
-    program = chosen_program(made, options, options.chosen_plan())
+    program = chosen_program(experiment, options, options.chosen_plan())
     with Checkpoints(directory) as checkpoints:
         restored = restore(program, checkpoints)
     if restored is None:
@@ -55,11 +55,11 @@ def predict_command(arguments: list[str]) -> int:
     except Exception as error:
         if not is_users(error) or isinstance(error, errors.PluraxError):
             raise
-        data = tree.describe(next(chunks(made.data, 1)), batch_dim=True)
-        given = tree.describe(inputs)
+        data = tree.describe(next(chunks(experiment.data, 1)), batch_dim=True)
+        held = tree.describe(inputs)
         raise errors.BatchError(
             f"the task's predict cannot take what {options.inputs} holds:\n{describe_error(error)}"
-            f"\n  {options.inputs} holds:\n{given}\n  the data of the experiment hold:\n{data}"
+            f"\n  {options.inputs} holds:\n{held}\n  the data of the experiment hold:\n{data}"
         ) from None
     outputs = jax.tree.map(_of_numpy, outputs)
     path = written(options.predictions, lambda path: _write_arrays(path, outputs))
@@ -93,11 +93,11 @@ def _read_arrays(path: Path) -> Any:
 
 
 def _write_arrays(path: Path, outputs: Any) -> Path:
-    one = isinstance(outputs, np.ndarray)
+    single = isinstance(outputs, np.ndarray)
     stem = path.stem if path.suffix in (".npy", ".npz") else path.name
-    path = path.with_name(stem + (".npy" if one else ".npz"))
+    path = path.with_name(stem + (".npy" if single else ".npz"))
     with replacing(path) as new:
-        if one:
+        if single:
             with new.open("wb") as file:
                 np.save(file, outputs, allow_pickle=False)
             return path

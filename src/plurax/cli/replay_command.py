@@ -7,12 +7,13 @@ from pathlib import Path
 
 import tyro
 
-from plurax import errors, experiment
+from plurax import errors
 from plurax.checkpoint import Checkpoints
 from plurax.checkpoint.manager import state_fingerprints
-from plurax.cli.arguments import made_experiment, start_devices
+from plurax.cli.arguments import load_experiment, start_devices
 from plurax.cli.file_or_run import ExperimentSource, run_file_of
 from plurax.cli.parser import parse_options
+from plurax.experiment import Experiment
 from plurax.mesh import cpu_devices
 from plurax.plan import Plan
 from plurax.run_folder.run_file import RunSettings, read_run_file
@@ -38,37 +39,38 @@ def replay_command(arguments: list[str]) -> int:
     options = parse_options(ReplayOptions, "plurax replay", arguments)
     runs = recorded_runs(options.run)
     devices = max(Plan.from_toml(run[0]["plan"]).devices for run in runs)
-    made = _experiment(options.run, options.file, devices)
+    experiment = _experiment(options.run, options.file, devices)
     steps, same = {*fetched_steps(runs)}, True
     checkpoints = Checkpoints(options.run / "checkpoints")
-    for step, state in replayed(made.task, made.optimizer, made.data, options.run, runs, steps):
-        found, saved = state_fingerprints(state), checkpoints.fingerprints(step)
-        others = [path for path in found if saved is not None and found[path] != saved.get(path)]
+    setup = experiment.task, experiment.optimizer, experiment.data
+    for step, state in replayed(*setup, options.run, runs, steps):
+        prints, saved = state_fingerprints(state), checkpoints.fingerprints(step)
+        others = [path for path in prints if saved is not None and prints[path] != saved.get(path)]
         same = same and not others
-        said = "equal to its checkpoint, bit for bit"
+        verdict = "equal to its checkpoint, bit for bit"
         if saved is None:
-            said = "no checkpoint to compare with"
+            verdict = "no checkpoint to compare with"
         elif others:
-            said = f"NOT its checkpoint: {', '.join(others)}"
-        print(f"step {step}: {_digest(found)}, {said}", flush=True)
+            verdict = f"NOT its checkpoint: {', '.join(others)}"
+        print(f"step {step}: {_digest(prints)}, {verdict}", flush=True)
     return 0 if same else 1
 
 
-def _experiment(folder: Path, file: Path | None, devices: int) -> experiment.Experiment:
+def _experiment(folder: Path, file: Path | None, devices: int) -> Experiment:
     """Return the experiment of a run, with its own arguments, once there are devices for it."""
     run = read_run_file(folder)
     if run is None:
         if file is None:
             raise errors.run_without_file(str(folder), "replay")
         run = RunSettings(folder, file, {}, {}, None)
-    given = run.options.get("devices")
-    if given is None:
+    asked = run.options.get("devices")
+    if asked is None:
         cpu_devices(devices)
     else:
-        start_devices([f"--devices={given}"])
+        start_devices([f"--devices={asked}"])
     source = ExperimentSource(file or run_file_of(run, "replay"), run, [])
-    made, *_ = made_experiment(source.file, "plurax replay", source.experiment)
-    return made
+    experiment, *_ = load_experiment(source.file, "plurax replay", source.experiment)
+    return experiment
 
 
 def _digest(prints: dict[str, str]) -> str:

@@ -5,16 +5,16 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from plurax import errors, experiment
-from plurax.cli.chosen import data_source, written
+from plurax import errors
+from plurax.cli.chosen import data_source, is_one_network, written
 from plurax.cli.machine_command import machine_named
 from plurax.cli.options import Show
 from plurax.console import PlainConsole
+from plurax.experiment import Experiment
 from plurax.plan import Plan
 from plurax.planner.search import search
 from plurax.report.layer_picture import draw_found
 from plurax.report.picture import check_matplotlib
-from plurax.task import Task
 
 _COMMAND_SECONDS = 7.5
 """Of the ten that `plurax plan --search` takes: starting Python and JAX takes the others."""
@@ -23,10 +23,10 @@ _LEAST_SECONDS = 4.0
 
 
 def search_command(
-    made: experiment.Experiment, options: Show, plan: Plan, arguments: list[str], started: float
+    experiment: Experiment, options: Show, plan: Plan, arguments: list[str], started: float
 ) -> int:
     """Rank plans, and write the best one where asked."""
-    if options.members.chosen(made.members) is not None or not isinstance(made.task, Task):
+    if not is_one_network(experiment, options):
         raise errors.PlanError(
             "plurax plan --search finds the plan of one network, and this experiment has members. "
             "Members never communicate: Plan(member=N) uses N devices, and --tune chooses the rest."
@@ -34,13 +34,13 @@ def search_command(
     if options.output is not None:
         check_matplotlib()
     machine = machine_named(options.machine, options.nodes)
-    _, batch = data_source(made, options)
+    _, batch = data_source(experiment, options)
     spent = time.perf_counter() - started
     left = max(_COMMAND_SECONDS - spent, _LEAST_SECONDS)
     with PlainConsole(stderr=True).status("searching"):
-        found = search(
-            made.task,
-            made.optimizer,
+        result = search(
+            experiment.task,
+            experiment.optimizer,
             batch,
             machine,
             pinned=plan if options.plan_file else _given(plan, arguments),
@@ -48,21 +48,22 @@ def search_command(
             solver=options.solver,
             seconds=left if options.seconds is None else options.seconds,
         )
-    print(found)
+    print(result)
     if options.save is not None:
         with PlainConsole(stderr=True).status("leaving out what the default does as well"):
-            best = found.best
+            best = result.best
         written(options.save, best.save)
         print(f"wrote {options.save}")
     if options.output is not None:
-        for path in written(options.output, lambda path: draw_found(found, path)):
+        for path in written(options.output, lambda path: draw_found(result, path)):
             print(f"wrote {path}")
     return 0
 
 
 def _given(plan: Plan, arguments: Sequence[str]) -> dict[str, Any]:
     """Return what the command line says of a plan, and the precision, which changes the numbers."""
-    named = {one.removeprefix("--plan.").split("=")[0].replace("-", "_") for one in arguments}
+    options = (argument.removeprefix("--plan.").split("=")[0] for argument in arguments)
+    named = {option.replace("-", "_") for option in options}
     fields = [field.name for field in dataclasses.fields(Plan)]
     kept = [name for name in fields if name in named or name == "precision"]
     return {name: getattr(plan, name) for name in kept}

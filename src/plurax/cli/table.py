@@ -32,11 +32,11 @@ class Command:
 
     def load(self) -> Callable[[list[str]], int]:
         """Import the function."""
-        module, _, function = self.function.partition(":")
-        found: Callable[[list[str]], int] = getattr(
-            importlib.import_module(f"plurax.cli.{module}"), function
+        module, _, name = self.function.partition(":")
+        function: Callable[[list[str]], int] = getattr(
+            importlib.import_module(f"plurax.cli.{module}"), name
         )
-        return found
+        return function
 
 
 START, TRAIN, RUNS = "Begin", "Train and predict", "Finished and running runs"
@@ -81,16 +81,20 @@ COMMANDS = (
 
 def command_named(name: str) -> Command | None:
     """Return the command of a name, or None."""
-    return next((one for one in COMMANDS if one.name == name), None)
+    return next((command for command in COMMANDS if command.name == name), None)
 
 
 def help_text() -> str:
     """Return the help of `plurax`: the commands in groups."""
-    width = max(len(one.usage) for one in COMMANDS)
+    width = max(len(command.usage) for command in COMMANDS)
     lines = [f"plurax {__version__}: train neural networks in parallel on JAX"]
-    for group in dict.fromkeys(one.group for one in COMMANDS):
-        own = [one for one in COMMANDS if one.group == group]
-        lines += ["", f"{group}:", *(f"  plurax {one.usage:<{width}}  {one.help}" for one in own)]
+    for group in dict.fromkeys(command.group for command in COMMANDS):
+        lines += ["", f"{group}:"]
+        lines += [
+            f"  plurax {command.usage:<{width}}  {command.help}"
+            for command in COMMANDS
+            if command.group == group
+        ]
     return "\n".join([*lines, "", FOOT])
 
 

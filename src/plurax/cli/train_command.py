@@ -32,19 +32,20 @@ EXIT = {
 
 def train_experiment(arguments: list[str]) -> int:
     """Train the experiment of a file, and return the exit code."""
-    made, options, report, file = parse(arguments, "train", train_class())
+    experiment, options, report, file = parse(arguments, "train", train_class())
     console = PlainConsole()
-    plan = plan_for_those_left(options.chosen_plan(), made.task)
-    members = options.members.chosen(made.members)
+    plan = plan_for_those_left(options.chosen_plan(), experiment.task)
+    members = options.members.chosen(experiment.members)
     if members is not None:
         console.print(f"{members.count} members: {_of_members(members)}")
     console.print(plan.explain(options.batch_size))
     chosen = {name: getattr(options, name) for name in fit_options()}
-    machine = described_machine(options.machine, options.nodes) or made.machine
-    servers = chosen_servers(options.servers, made.servers)
-    result = fit(**{**vars(made), **chosen, "plan": plan, "members": members, "machine": machine,
-                    "servers": servers, "command": _remembered(file, options, arguments),
-                    "rollback": chosen_rollback(options.rollback, made.rollback)})  # fmt: skip
+    machine = described_machine(options.machine, options.nodes) or experiment.machine
+    servers = chosen_servers(options.servers, experiment.servers)
+    rollback = chosen_rollback(options.rollback, experiment.rollback)
+    result = fit(**{**vars(experiment), **chosen, "plan": plan, "members": members,
+                    "machine": machine, "servers": servers, "rollback": rollback,
+                    "command": _remembered(file, options, arguments)})  # fmt: skip
     if result.staleness is not None:
         console.print(str(result.staleness))
     if options.fast_dev_run:
@@ -55,7 +56,7 @@ def train_experiment(arguments: list[str]) -> int:
         written = _draw(result, options.output, mode, Path(arguments[0]).resolve().stem, console)
         console.print(f"wrote {options.output}: {', '.join(written)}")
     if report is not None and result.interrupted is None:
-        _report(report, made, result, options.output, console)
+        _report(report, experiment, result, options.output, console)
     return EXIT[result.interrupted]
 
 
@@ -98,14 +99,14 @@ def _draw(
     return written
 
 
-def _report(report: Any, made: Any, result: Fit, output: Path, console: PlainConsole) -> None:
+def _report(report: Any, experiment: Any, result: Fit, output: Path, console: PlainConsole) -> None:
     """Call the file's own report; of several processes all compute it, and one keeps it."""
     if writes_files():
-        for path in report(made, result, output) or ():
+        for path in report(experiment, result, output) or ():
             console.print(f"wrote {path}")
     else:
         with tempfile.TemporaryDirectory() as elsewhere:
-            report(made, result, Path(elsewhere))
+            report(experiment, result, Path(elsewhere))
 
 
 def _of_members(members: Members) -> str:

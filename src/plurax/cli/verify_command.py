@@ -4,12 +4,11 @@ import dataclasses
 
 from plurax import errors
 from plurax.analysis.verify import verify
-from plurax.cli.chosen import data_source
+from plurax.cli.chosen import data_source, is_one_network
 from plurax.cli.options import Common
 from plurax.cli.parse import parse
 from plurax.console import PlainConsole
 from plurax.execute.placement import chunks, leading_dim
-from plurax.task import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,17 +26,17 @@ class Verify(Common):
 
 def verify_command(arguments: list[str]) -> int:
     """Train some steps under the plan and on one device; return 1 where they differ."""
-    made, options, *_ = parse(arguments, "verify", Verify)
-    if options.members.chosen(made.members) is not None or not isinstance(made.task, Task):
+    experiment, options, *_ = parse(arguments, "verify", Verify)
+    if not is_one_network(experiment, options):
         raise errors.ExperimentError(
             "plurax verify compares one network under a plan with the same on one device, and this "
             "experiment has members, or a task that is a function of hyperparameters. A member is "
             "trained exactly as one network; verify the task of one of them."
         )
-    _, like = data_source(made, options)
-    batch = next(chunks(made.data, leading_dim(like)))
+    _, like = data_source(experiment, options)
+    batch = next(chunks(experiment.data, leading_dim(like)))
     result = verify(
-        made.task, made.optimizer, options.chosen_plan(), batch,
+        experiment.task, experiment.optimizer, options.chosen_plan(), batch,
         steps=options.steps, seed=options.seed,
     )  # fmt: skip
     PlainConsole().print(str(result))
