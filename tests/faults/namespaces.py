@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 
 import pytest
@@ -77,6 +78,12 @@ class HostNamespace:
         """Return what the kernel has counted of what its link sends."""
         said = _call("tc", "-n", self.namespace, "-s", "-j", "qdisc", "show", "dev", LINK)
         return json.loads(said)[0]
+
+    def kill_all(self):
+        """Kill the processes there."""
+        for pid in _call("ip", "netns", "pids", self.namespace).split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
     def remove(self):
         subprocess.run(["ip", "netns", "delete", self.namespace], capture_output=True)

@@ -74,7 +74,9 @@ FAULTS = {
     "12 a network that is cut or slow": (
         "faults/test_network.py: two_hosts_end_as_one the_link_is_down_for_a_moment "
         "the_link_is_lost_until_the_launchers_notice "
-        "the_link_is_lost_with_the_limits_of_a_real_run a_slow_link",
+        "the_link_is_lost_with_the_limits_of_a_real_run a_slow_link "
+        "the_link_to_a_host_of_a_cluster_is_lost",
+        "unit/test_launch_ray.py: an_actor_that_is_lost_or_silent_is_started_again",
         "unit/test_launch_hosts.py: a_silent_connection_is_lost_and_a_living_one_says_so "
         "a_full_network_is_not_waited_for",
         "unit/test_distributed.py: a_process_that_ended_is_named a_process_that_is_late_is_named",

@@ -4,7 +4,11 @@ Rows 12 and 13 of the list of faults.
 """
 
 import contextlib
+import os
+import secrets
 import subprocess
+import sys
+import tempfile
 
 import pytest
 
@@ -109,6 +113,53 @@ def test_the_link_is_lost_until_the_launchers_notice(hosts, tmp_path, what):
 @pytest.mark.slow
 def test_the_link_is_lost_with_the_limits_of_a_real_run(hosts, tmp_path):
     check_lost(hosts, tmp_path, "cut")
+
+
+@contextlib.contextmanager
+def ray_cluster(hosts, folder):
+    """Start Ray on both hosts; yield its address, and the environment in which it is reached."""
+    (folder / "token").write_text(secrets.token_hex(32))
+    variables = {
+        "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
+        "RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1",
+    }  # fmt: skip
+    address = f"{hosts[0].address}:6379"
+    sockets = tempfile.TemporaryDirectory()  # a socket's path is short
+    head = ("--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={sockets.name}")
+    command = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1")
+    with sockets, contextlib.ExitStack() as stack:
+        for host, options in zip(hosts, (head, (f"--address={address}",)), strict=True):
+            stack.callback(host.kill_all)
+            own = (f"--node-ip-address={host.address}", "--object-store-memory=80000000")
+            node = subprocess.Popen(
+                [*host.prefix(), *command, *own, *options],
+                env={**os.environ, **variables},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            stack.enter_context(node)
+            stack.callback(node.kill)
+            assert any("Ray runtime started" in line for line in node.stdout)
+        yield address, variables
+
+
+@pytest.mark.slow
+def test_the_link_to_a_host_of_a_cluster_is_lost(hosts, tmp_path):
+    """Before Ray itself takes the host for dead, which is after a minute."""
+    pytest.importorskip("ray")
+    with ray_cluster(hosts, tmp_path) as (address, variables):
+        options = ("--ray", address, "--hosts", 2)
+        with launching(
+            tmp_path, [fault("cut")], 1, options=options, prefix=hosts[0].prefix(),
+            shared=hosts[0].shared, **variables,
+        ) as launch:  # fmt: skip
+            launch.until("nothing was heard of it for 30 s; Ray starts it again")
+            for host in hosts:
+                host.mend()
+            assert launch.wait() == 0, launch.said
+            assert [code for _, code in launch.restarts()] == [134]
+    check_end(tmp_path)
 
 
 SLOW = {
