@@ -8,7 +8,6 @@ from plurax.server.coordinator import Coordinator
 from plurax.server.record import Record
 from plurax.server.residuals import Leaves
 from plurax.server.run_spec import RunSpec
-from plurax.server.servers import Servers
 from plurax.server.synchronous import Synchronous
 from plurax.server.threads import Threads
 from plurax.server.transport import Transport
@@ -27,19 +26,16 @@ def open_coordinator(
     `note` shows a line to the user; `residuals` is what the first workers have left to send.
     Raises `MissingPackageError` without Ray.
     """
+    transport: Transport
+    if spec.servers.transport == "threads":
+        transport = Threads()
+    else:
+        from plurax.server.ray_transport import RayTransport
+
+        transport = RayTransport(spec.servers, spec.store_bytes)
     kind = Synchronous if spec.servers.mode == "sync" else Asynchronous
-    transport = _open_transport(spec.servers, spec.store_bytes)
     try:
         return kind(spec, transport, state, Account(), record, note, residuals)
     except BaseException:
         transport.close()
         raise
-
-
-def _open_transport(servers: Servers, store_bytes: int) -> Transport:
-    """Return the transport that `Servers` names; `store_bytes`, what is in memory at a time."""
-    if servers.transport == "threads":
-        return Threads()
-    from plurax.server.ray_transport import RayTransport
-
-    return RayTransport(servers, store_bytes)
