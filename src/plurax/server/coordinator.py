@@ -303,7 +303,9 @@ class Coordinator(abc.ABC):
                 )
             return reply
 
-        replies = await together(map(push, self.shards, content))
+        replies = await together(
+            push(shard, part) for shard, part in zip(self.shards, content, strict=True)
+        )
         self.account.push_seconds.append(self.transport.now() - began)
         return replies
 
