@@ -19,7 +19,6 @@ from typing import Any, final
 from jax.extend.core import Literal
 
 from plurax.jaxpr.compat import (
-    ELEMENTWISE,
     Scan,
     call_operands,
     called_jaxpr,
@@ -29,6 +28,7 @@ from plurax.jaxpr.compat import (
 )
 from plurax.jaxpr.product_dims import product_dims
 from plurax.trace.step_trace import COLLECTIVES, Block, Op, Value
+from plurax.trace.xla_cpu import HOISTED, KEPT
 
 
 @final
@@ -268,12 +268,6 @@ def axis_names(params: Mapping[str, Any]) -> tuple[str, ...]:
     names = params.get("axes") or params.get("axis_name") or ()
     return tuple(names) if isinstance(names, tuple | list) else (names,)
 
-
-KEPT = frozenset(["broadcast_in_dim", "iota", "operand", "rev", "slice", "transpose"])
-"""Operations that XLA leaves in a loop even if they are the same in every iteration."""
-
-HOISTED = (ELEMENTWISE | {"concatenate", "pad"}) - KEPT
-"""Operations that it takes out of a loop then."""
 
 VIEWS = frozenset([
     "annotate", "copy", "copy_p", "expand_dims", "name", "optimization_barrier", "pcast", "pvary",

@@ -21,31 +21,7 @@ from collections.abc import Container, Sequence
 
 from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS
 from plurax.trace.step_trace import Block, Op, Value
-
-FUSIBLE = ELEMENTWISE | frozenset([
-    "bitcast_convert_type", "broadcast_in_dim", "concatenate", "dynamic_slice", "gather", "iota",
-    "operand", "order_after", "pad", "rev", "row", "select_n", "slice", "split", "transpose",
-])  # fmt: skip
-"""Operations that can be computed number by number inside the kernel that reads them."""
-
-IN_PLACE = frozenset(["stack", "dynamic_update_slice"])
-"""Operations that write a part of their first operand, and fuse what they write."""
-
-MOVES = frozenset([
-    "concatenate", "dynamic_slice", "gather", "operand", "pad", "rev", "row", "slice", "split",
-    "transpose",
-])  # fmt: skip
-"""Operations that a reduction reads from memory."""
-
-READERS = FUSIBLE | REDUCTIONS | IN_PLACE
-"""Operations into which others are fused."""
-
-EXPENSIVE = frozenset([
-    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh", "digamma",
-    "div", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "lgamma", "log", "log1p", "log2",
-    "logistic", "pow", "rem", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh",
-])  # fmt: skip
-"""Elementwise operations that are not computed twice."""
+from plurax.trace.xla_cpu import EXPENSIVE, FUSIBLE, IN_PLACE, MOVES, READERS
 
 SAME, OTHER, REUSED = 0, 1, 2
 """How a kernel reads a value: entry by entry as it writes its own; otherwise; more than once."""

@@ -1,0 +1,44 @@
+"""What XLA's CPU compiler fuses, and what it takes out of loops: rules as data.
+
+The recorded step is the same for every machine; which of its operations run as one kernel is the
+compiler's choice. These are the rules of `InstructionFusion` and of loop-invariant code motion on
+CPU, by which `plurax.trace.kernels` and `plurax.trace.flatten` decide. Estimates for other machines
+use them too: the compilers of GPUs and TPUs fuse more, so their own rules belong into a file beside
+this one.
+
+Sources: XLA's `instruction_fusion.cc`, `while_loop_invariant_code_motion.cc`
+(https://openxla.org/xla/hlo_passes), and compiled programs.
+"""
+
+from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS
+
+FUSIBLE = ELEMENTWISE | frozenset([
+    "bitcast_convert_type", "broadcast_in_dim", "concatenate", "dynamic_slice", "gather", "iota",
+    "operand", "order_after", "pad", "rev", "row", "select_n", "slice", "split", "transpose",
+])  # fmt: skip
+"""Operations that can be computed number by number inside the kernel that reads them."""
+
+IN_PLACE = frozenset(["stack", "dynamic_update_slice"])
+"""Operations that write a part of their first operand, and fuse what they write."""
+
+MOVES = frozenset([
+    "concatenate", "dynamic_slice", "gather", "operand", "pad", "rev", "row", "slice", "split",
+    "transpose",
+])  # fmt: skip
+"""Operations that a reduction reads from memory."""
+
+READERS = FUSIBLE | REDUCTIONS | IN_PLACE
+"""Operations into which others are fused."""
+
+EXPENSIVE = frozenset([
+    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh", "digamma",
+    "div", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "lgamma", "log", "log1p", "log2",
+    "logistic", "pow", "rem", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh",
+])  # fmt: skip
+"""Elementwise operations that are not computed twice."""
+
+KEPT = frozenset(["broadcast_in_dim", "iota", "operand", "rev", "slice", "transpose"])
+"""Operations that XLA leaves in a loop even if they are the same in every iteration."""
+
+HOISTED = (ELEMENTWISE | {"concatenate", "pad"}) - KEPT
+"""Operations that it takes out of a loop then."""
