@@ -10,6 +10,9 @@ from plurax.disk import replacing
 if TYPE_CHECKING:
     import matplotlib.figure
 
+HANDLE, LETTER = 0.6, 0.075
+"""Inches that a line in a legend and a letter beside it take."""
+
 
 def check_matplotlib() -> None:
     """Raise `MissingPackageError` where Matplotlib is not installed, before expensive work."""
@@ -50,8 +53,10 @@ def tidy(axis: Any) -> None:
 def legend_below(figure: "matplotlib.figure.Figure", axis: Any) -> None:
     """Write what the lines of an axis are below a figure; nothing where it has none."""
     handles, labels = axis.get_legend_handles_labels()
+    widths, room = [HANDLE + LETTER * len(label) for label in labels], figure.get_figwidth()
+    columns = len(labels) if sum(widths) <= room else max(1, int(room / max(widths)))
     if handles:
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
 
 
 def saved(

@@ -25,9 +25,10 @@ from plurax.argument_check import text
 from plurax.disk import make_folder, replace_file
 from plurax.report.page.chart_data import metric_names, runs_json
 from plurax.report.page.embed import embedded, json_value
-from plurax.report.page.html_parts import Cell, escape, section, table
+from plurax.report.page.html_parts import escape, section
 from plurax.report.page.run_data import RunData, read_run, run_folders, run_names
 from plurax.report.page.sections import (
+    calibration_section,
     estimate_section,
     events_section,
     plan_section,
@@ -122,35 +123,6 @@ def render(runs: Sequence[RunData], tables: Sequence[SweepData]) -> str:
             "script": script,
         },
     )
-
-
-def calibration_section(runs: Sequence[RunData]) -> str:
-    """Return how well predictions know what they know, where a run wrote `calibration.json`."""
-    rows: list[list[Any]] = []
-    names: dict[str, None] = {}
-    for run in runs:
-        for name, result in _tables(run.calibration.get("predictions")).items():
-            scores = {"calibration error": result.get("error")}
-            scores |= _tables(result.get("scores"), False)
-            names |= dict.fromkeys(scores)
-            label = f"{run.name}: {name}" if len(runs) > 1 else name
-            rows.append([Cell(label), scores])
-    if not rows and not any(run.calibration for run in runs):
-        return ""
-    filled = [
-        [label, *(scores.get(n) if is_number(scores.get(n)) else None for n in names)]
-        for label, scores in rows
-    ]
-    content = table("scores of predictions", ["", *names], filled) if rows else ""
-    content += '<div class="charts" id="calibration-charts"></div>'
-    return section("calibration", "Uncertainty and calibration", content)
-
-
-def _tables(value: Any, nested: bool = True) -> dict[str, Any]:
-    """Return a table of tables, or of values; what a file has otherwise is left out."""
-    if not isinstance(value, Mapping):
-        return {}
-    return {str(k): v for k, v in value.items() if not nested or isinstance(v, Mapping)}
 
 
 def _estimates(run: RunData) -> dict[str, Any]:

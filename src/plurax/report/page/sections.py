@@ -232,6 +232,38 @@ def _beside(predicted: Any, measured: Any, text: Callable[[float], str]) -> list
     return [*shown, Cell(words, off, "number")]
 
 
+# --- Calibration --------------------------------------------------------------------------------
+
+
+def calibration_section(runs: Sequence[RunData]) -> str:
+    """Return how well predictions know what they know, where a run wrote `calibration.json`."""
+    rows: list[list[Any]] = []
+    names: dict[str, None] = {}
+    for run in runs:
+        for name, result in _tables(run.calibration.get("predictions")).items():
+            scores = {"calibration error": result.get("error")}
+            scores |= _tables(result.get("scores"), False)
+            names |= dict.fromkeys(scores)
+            label = f"{run.name}: {name}" if len(runs) > 1 else name
+            rows.append([Cell(label), scores])
+    if not rows and not any(run.calibration for run in runs):
+        return ""
+    filled = [
+        [label, *(scores.get(n) if is_number(scores.get(n)) else None for n in names)]
+        for label, scores in rows
+    ]
+    content = table("scores of predictions", ["", *names], filled) if rows else ""
+    content += '<div class="charts" id="calibration-charts"></div>'
+    return section("calibration", "Uncertainty and calibration", content)
+
+
+def _tables(value: Any, nested: bool = True) -> dict[str, Any]:
+    """Return a table of tables, or of values; what a file has otherwise is left out."""
+    if not isinstance(value, Mapping):
+        return {}
+    return {str(k): v for k, v in value.items() if not nested or isinstance(v, Mapping)}
+
+
 # --- Events -------------------------------------------------------------------------------------
 
 
