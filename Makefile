@@ -10,7 +10,7 @@ PEERS := .venv-peers
 MUTANTS := .venv-mutants
 INTEGRATIONS := .venv-integrations
 
-.PHONY: help setup demo test chromium test-newest test-integrations test-all test-faults test-mutants lint format bench echarts docs constraints package clean
+.PHONY: help setup demo test test-gangs chromium test-newest test-integrations test-all test-faults test-mutants lint format bench echarts docs constraints package clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -30,8 +30,12 @@ demo: setup ## real handwritten digits on all cores, then a hundred networks at 
 	$(RUN)/plurax train examples/spirals.py --devices cores --output runs/spirals
 
 # One worker runs a file: its tests share what one of them computes and compiles.
-test: setup ## run the tests, or those in TESTS="tests/unit/test_plan.py ..."
-	$(RUN)/python -m pytest -n 2 --dist loadfile $(TESTS)
+test: setup ## run the tests, or those of PART=showing, or TESTS="tests/unit/test_plan.py ..."
+	$(RUN)/python -m pytest -n 2 --dist loadfile \
+	  $(if $(PART),$$($(RUN)/python tests/parts.py $(PART) || echo no-such-part)) $(TESTS)
+
+test-gangs: setup ## the tests with real gangs of processes, a cluster of Ray, kernels of notebooks
+	$(RUN)/python -m pytest -n 2 --dist loadfile -m 'gangs and not slow' tests
 
 chromium: ## install Chromium from Debian or Ubuntu, which the tests of the report page draw it with
 	@for name in chromium google-chrome chrome; do command -v $$name && exit; done; \

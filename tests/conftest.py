@@ -86,6 +86,26 @@ settings.register_profile("all", deadline=None, print_blob=True, max_examples=50
 settings.load_profile(os.environ.get("PLURAX_TEST_PROFILE", "default"))
 
 
+# Real gangs of processes, a real cluster of Ray, kernels of notebooks: they wait for each other
+# more than they compute. `.ci/run` runs them beside the others, `make test-gangs` here.
+GANGS = (
+    "tests/faults/",
+    "tests/processes/",
+    "tests/resume/test_server_deaths.py",
+    "tests/resume/test_watched.py",
+    "tests/unit/test_launch_ray.py",
+    "tests/unit/test_notebooks.py",
+)
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of gangs."""
+    for item in items:
+        if item.nodeid.startswith(GANGS):
+            item.add_marker(pytest.mark.gangs)
+
+
 @pytest.fixture(scope="module")
 def uncached(request: pytest.FixtureRequest) -> bool:
     """Whether this process compiles as a user's does.

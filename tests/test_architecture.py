@@ -18,6 +18,7 @@ from jaxtyping import Float, Int, TypeCheckError
 
 import plurax as px
 from tests.messages import all_messages
+from tests.parts import PARTS, paths
 from tests.typecheck import checked
 
 REPOSITORY = Path(__file__).parents[1]
@@ -484,3 +485,14 @@ def test_no_dtype_or_rank_is_promoted_implicitly():
     jax.jit(adam.update)(row, adam.init(row))
     with pytest.raises(ValueError, match="no available implicit dtype promotion"):
         half + row  # optax's rules end with it
+
+
+def test_every_test_belongs_to_one_part():
+    """A change to one part runs that part's tests: `make test PART=showing`."""
+    owned = collections.Counter()
+    for part in PARTS:
+        for name in paths(part):
+            path = REPOSITORY / name
+            owned.update(path.rglob("test_*.py") if path.is_dir() else [path])
+    every = (REPOSITORY / "tests").rglob("test_*.py")
+    assert owned == collections.Counter(every)
