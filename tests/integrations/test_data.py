@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import plurax as px
+from plurax.loop.data import as_data
 from plurax.sources.adapt import adapt, as_arrays
 from tests.source_contract import (
     BATCH,
@@ -168,7 +169,7 @@ def test_what_shuffles_has_another_order_in_each_pass(name, tmp_path):
 
 def test_the_order_of_a_loader_comes_from_the_seed_of_the_run():
     def first(seed):
-        data, _ = px.train.data.as_data(
+        data, _ = as_data(
             loader(shuffle=True), batch_size=None, seed=seed, shuffle=True, ragged="pad"
         )
         return values(next(iter(data.batches(px.train.Position())))[0])
@@ -179,7 +180,7 @@ def test_the_order_of_a_loader_comes_from_the_seed_of_the_run():
 def test_the_users_loader_stays_as_it_is():
     data = loader(shuffle=True, num_workers=0)
     sampler, batch_sampler = data.sampler, data.batch_sampler
-    found, _ = px.train.data.as_data(data, batch_size=None, seed=0, shuffle=True, ragged="pad")
+    found, _ = as_data(data, batch_size=None, seed=0, shuffle=True, ragged="pad")
     assert len(list(found.batches(px.train.Position()))) == 6
     assert data.sampler is sampler is batch_sampler.sampler
     assert data.batch_sampler is batch_sampler
@@ -229,9 +230,7 @@ def test_tensors_share_their_memory_with_arrays():
     found = as_arrays({"x": tensor, "h": tensor.to(torch.bfloat16)})
     assert found["x"].tolist() == found["h"].astype(np.float32).tolist() == tensor.tolist()
     assert found["h"].dtype == ml_dtypes.bfloat16
-    data, _ = px.train.data.as_data(
-        TensorDataset(tensor), batch_size=2, seed=0, shuffle=True, ragged="pad"
-    )
+    data, _ = as_data(TensorDataset(tensor), batch_size=2, seed=0, shuffle=True, ragged="pad")
     assert np.shares_memory(data.arrays[0], tensor.detach().numpy())
     assert as_arrays({"x": tf.constant([1.0, 2.0])})["x"].tolist() == [1.0, 2.0]
 

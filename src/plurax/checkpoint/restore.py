@@ -35,19 +35,6 @@ from plurax.resample import Everything
 from plurax.state import TrainState
 
 
-def with_resampling(members: Members, source: Data) -> Data:
-    """Return the data with the population's resampling and epoch length.
-
-    Raises `MembersError` for resampling of data that are not arrays, and `BatchError` where a
-    member's sample needs more rows than there are.
-    """
-    if isinstance(source, ArrayData):
-        return source.read_by(members)
-    if not isinstance(members.resample, Everything):
-        raise errors.resample_needs_arrays(type(members.resample).__name__.lower())
-    return source
-
-
 def make_program(
     task: Any,
     optimizer: Any,

@@ -8,26 +8,30 @@ from typing import TypeVar
 from jaxtyping import PyTree
 
 from plurax import errors
-from plurax.checkpoint.restore import make_program, with_resampling
+from plurax.checkpoint.restore import make_program
 from plurax.cli.options import Common
 from plurax.distributed.environment import writes_files
 from plurax.execute.program import Program
 from plurax.experiment import Experiment
 from plurax.loop.data import Data, as_data
+from plurax.members import Members
 from plurax.plan import Plan
 from plurax.task import Task
 
 T = TypeVar("T")
 
 
-def data_source(experiment: Experiment, options: Common) -> tuple[Data, PyTree]:
-    """Return the data, and the shapes of a full batch."""
+def data_source(
+    experiment: Experiment, options: Common, members: Members | None = None
+) -> tuple[Data, PyTree]:
+    """Return the data, as `members` read them, and the shapes of a full batch."""
     return as_data(
         experiment.data,
         batch_size=options.batch_size,
         seed=experiment.seed,
         shuffle=experiment.shuffle,
         ragged=experiment.ragged,
+        members=members,
     )
 
 
@@ -40,9 +44,7 @@ def is_one_network(experiment: Experiment, options: Common) -> bool:
 def chosen_program(experiment: Experiment, options: Common, plan: Plan) -> Program:
     """Return the program to show or to predict with."""
     members = options.members.chosen(experiment.members)
-    source, like = data_source(experiment, options)
-    if members is not None:
-        source = with_resampling(members, source)
+    source, like = data_source(experiment, options, members)
     task, optimizer = experiment.task, experiment.optimizer
     return make_program(task, optimizer, plan, like, members, source, None, None)
 

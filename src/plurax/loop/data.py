@@ -23,7 +23,9 @@ from plurax import errors
 from plurax.distributed.global_arrays import process_count, process_index
 from plurax.execute.array_data import ArrayData, Position, Ragged, check_ragged
 from plurax.execute.placement import check_rows, is_arrays, leading_dim
+from plurax.members import Members
 from plurax.plan import MOST_PARTS
+from plurax.resample import Everything
 from plurax.sources.adapt import adapt, as_arrays
 from plurax.sources.source import Reading, Source
 from plurax.validate import whole_number
@@ -138,10 +140,15 @@ def as_data(
     shuffle: bool,
     ragged: Ragged,
     local: bool = False,
+    members: Members | None = None,
 ) -> tuple[Data, PyTree]:
-    """Return `fit`'s data as `Data`, and the shapes of a full batch. Raises `BatchError`.
+    """Return `fit`'s data as `Data`, and the shapes of a full batch.
 
-    **Arguments:** `local`, whether each process gives its own rows of a batch.
+    **Arguments:** `local`, whether each process gives its own rows of a batch; `members`, whose
+    resampling and epoch length the data have.
+
+    Raises `BatchError`, also where a member's sample needs more rows than there are, and
+    `MembersError` for resampling of data that are not arrays.
     """
     check_ragged(ragged)
     if not isinstance(shuffle, bool | np.bool_):
@@ -159,6 +166,7 @@ def as_data(
     if isinstance(data, Source) and data.by_row and (local or batch_size is None):
         raise errors.local_batches_need_batches() if local else errors.data_needs_batch_size()
     if isinstance(data, Source):
+        _check_resampling(members)
         how = Reading(batch_size or 1, seed, shuffle, ragged == "drop")
         return _source_data(data, how, batch_size, ragged, local)
     if is_arrays(data):
@@ -168,7 +176,9 @@ def as_data(
             raise errors.data_needs_batch_size()
         data = as_arrays(data)
         source = ArrayData(data, min(batch_size, leading_dim(data)), seed, shuffle, ragged)
-        return source, source.example_batch()
+        like = source.example_batch()
+        return source if members is None else source.read_by(members), like
+    _check_resampling(members)
     if isinstance(data, Iterator):
         raise errors.data_one_shot()
     first = _first(data)
@@ -184,6 +194,12 @@ def as_data(
         )
     on_devices = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(first))
     return StreamData(data, size, ragged, local, on_devices), _shapes(first, size)
+
+
+def _check_resampling(members: Members | None) -> None:
+    """Raise `MembersError` for resampling: of data that are not arrays, no row is known."""
+    if members is not None and not isinstance(members.resample, Everything):
+        raise errors.resample_needs_arrays(type(members.resample).__name__.lower())
 
 
 def _first(data: Any) -> PyTree | None:

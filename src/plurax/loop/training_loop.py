@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from plurax.execute.array_data import Position
-from plurax.loop.data import Data, StreamData
 from plurax.loop.epoch_metrics import EpochMetrics
 from plurax.loop.hook import RunSnapshot
 from plurax.loop.hooks import Hooks
@@ -57,21 +56,21 @@ class TrainingLoop:
     **Fields:**
 
     - `run`: the run as its hooks see it, the program and the processes included; `hooks`.
-    - `source`: the data of training.
     - `cadence`: how long it is, and what it does how often; `ending`: what ends it before.
-    - `calls(state, source, **schedule)`: `train_iter` of the program, or that of servers.
+    - `calls(state, **schedule)`: `train_iter` of the program and the data, or that of servers.
     - `restart()`: returns state, position and sums of the newest checkpoint.
+    - `local_batches`: as in `fit`.
     - `work(phase)`: is entered while the run is saved, for the watchdog.
     """
 
     run: Run
-    source: Data
     hooks: Hooks
     cadence: Cadence
     ending: PlannedEnd
     calls: Callable[..., Iterator[StepOutput]]
     restart: Callable[[], tuple[TrainState, Position, EpochMetrics]]
     work: Callable[[Literal["save"]], contextlib.AbstractContextManager[None]]
+    local_batches: bool
 
     def train(self, position: Position, metrics: EpochMetrics) -> None:
         """Train from a position in the data and the sums of its epoch, to the end."""
@@ -118,7 +117,6 @@ class TrainingLoop:
             return iter(())
         return self.calls(
             state,
-            self.source,
             start=start,
             epochs=self.cadence.epochs,
             report_every=self.cadence.report_every,
@@ -153,8 +151,7 @@ class TrainingLoop:
         """Save the state, and what a checkpoint says of the run beside it."""
         run = self.run
         position = call.position.to_json()
-        if isinstance(self.source, StreamData) and self.source.local:
-            # Each process has its own rows, and iterator.
+        if self.local_batches:  # each process has its own rows, and iterator
             position["iterator"] = run.group.all_gather(position["iterator"])
 
         def meta() -> dict[str, Any]:

@@ -29,7 +29,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from plurax import errors
-from plurax.checkpoint.restore import make_program, with_resampling
+from plurax.checkpoint.restore import make_program
 from plurax.distributed.global_arrays import fetch, is_primary
 from plurax.ensemble.select import join_members, take_members
 from plurax.execute.array_data import ArrayData, Position
@@ -135,8 +135,9 @@ def successive_halving(
     check_population(task, optimizer, plan, members)
     sign = sign_of_mode(mode)
     few = members.take(range(_width(members, min_epochs, epochs, reduction, slots)))
-    source, like = as_data(data, batch_size=batch_size, seed=0, shuffle=shuffle, ragged="pad")
-    read = _on_devices(members, source)
+    source, like = as_data(data, batch_size=batch_size, seed=0, shuffle=shuffle, ragged="pad",
+                           members=members)  # fmt: skip
+    read = _on_devices(source)
     made = make_program(task, optimizer, plan, like, few, read, True, devices)
     metric = _checked_metric(made, metric, evaluation)
     console = new_console(progress and is_primary())
@@ -190,9 +191,8 @@ def _width(members: Members, min_epochs: Any, epochs: Any, reduction: Any, slots
     return min(width, members.count)
 
 
-def _on_devices(members: Members, source: Data) -> ArrayData:
-    """Return the data as the members read them. Raises `MembersError` for those of a stream."""
-    read = with_resampling(members, source)
+def _on_devices(read: Data) -> ArrayData:
+    """Return the data. Raises `MembersError` for those of a stream."""
     if not isinstance(read, ArrayData):
         raise errors.MembersError(
             "successive_halving needs data that stay on the devices; give arrays, not an iterable "

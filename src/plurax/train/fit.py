@@ -18,7 +18,6 @@ from plurax.analysis.measured import Measured
 from plurax.checkpoint.restore import (
     make_program,
     saved_tuning,
-    with_resampling,
 )
 from plurax.distributed.environment import attempt
 from plurax.distributed.process_group import open_group
@@ -272,10 +271,9 @@ def fit(
 
     # Check everything before compiling, and lock the output before changing anything in it.
     source, like = as_data(data, batch_size=batch_size, seed=seed, shuffle=shuffle, ragged=ragged,
-                           local=local_batches)  # fmt: skip
+                           local=local_batches, members=members)  # fmt: skip
     optimizer = called.wrap_optimizer(optimizer)
     if members is not None:
-        source = with_resampling(members, source)
         plan = saved_tuning(plan, output) if resume else plan
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(contextlib.closing(open_group()))
@@ -298,15 +296,17 @@ def fit(
         log, history = open_log(stack, group, output, program, estimated, state, resume, given)
         rollbacks.write(log, state.steps_taken)
         stop = stack.enter_context(StopSignals())
-        progress = progress and group.is_primary
-        bar = open_bar(stack, program, source, cadence.epochs, max_steps, state, progress)
+        bar = open_bar(stack, program, source.batches_per_epoch, cadence.epochs, max_steps, state,
+                       progress and group.is_primary)  # fmt: skip
         stack.enter_context(out_of_memory_said(program, lambda: saved_text(checkpoints, group)))
         coordinator = open_servers(stack, servers, program, optimizer, state, source, like,
                                    settings, position, checkpoints, bar.note)  # fmt: skip
 
-        calls: Any = functools.partial(train_iter, program, resident=resident, group=group)
+        calls: Any = functools.partial(
+            train_iter, program, data=source, resident=resident, group=group
+        )
         if coordinator is not None:
-            calls = functools.partial(serve_iter, coordinator, program)
+            calls = functools.partial(serve_iter, coordinator, program, data=source)
         run = Run(program, state, history, output, group, settings,
                   functools.partial(evaluated, program, evaluation, watchdog),
                   evaluation is not None, servers=servers is not None)  # fmt: skip
@@ -316,8 +316,8 @@ def fit(
         hooks = ordered_hooks(called, watchdog, guard, measurements, coordinator, bar, source, log,
                               rollbacks, checkpoints, group)  # fmt: skip
         stack.enter_context(hooks.running(run))
-        loop = TrainingLoop(run, source, hooks, cadence, ending, calls,
-                            functools.partial(begin, True), watchdog.work)  # fmt: skip
+        loop = TrainingLoop(run, hooks, cadence, ending, calls, functools.partial(begin, True),
+                            watchdog.work, local_batches)  # fmt: skip
         loop.train(position, metrics)
         stop.name = ending.agree().signal
         planned = None if stop.name else run.stopped

@@ -172,14 +172,16 @@ def saved_text(checkpoints: Checkpoints | None, group: ProcessGroup) -> str:
 def open_bar(
     stack: contextlib.ExitStack,
     program: Program,
-    source: Data,
+    per_epoch: int | None,
     epochs: int,
     max_steps: int | None,
     state: TrainState,
     progress: bool,
 ) -> TrainingProgress:
-    """Return the bar of a run, begun at its state."""
-    per_epoch = source.batches_per_epoch
+    """Return the bar of a run, begun at its state.
+
+    **Arguments:** `per_epoch`, steps of an epoch, None where unknown.
+    """
     steps = per_epoch and min(per_epoch * epochs, max_steps or per_epoch * epochs)
     kind = NotebookProgress if in_notebook() else ConsoleProgress
     bar = kind(epochs, steps, state.steps_taken, show=progress)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from plurax.checkpoint.restore import make_program, with_resampling
+from plurax.checkpoint.restore import make_program
 from plurax.distributed.global_arrays import MEASURE_IN_ONE, check_alone
 from plurax.execute.array_data import ArrayData
 from plurax.execute.autotune import Candidate
@@ -62,8 +62,8 @@ def tune(
     check_alone("plurax.ensemble.tune", MEASURE_IN_ONE)
     if plan.chunk is not None and plan.batch_dim is not None:
         return Tuning(plan, [])
-    source, like = as_data(data, batch_size=batch_size, seed=0, shuffle=shuffle, ragged="pad")
-    read = with_resampling(members, source)
+    read, like = as_data(data, batch_size=batch_size, seed=0, shuffle=shuffle, ragged="pad",
+                         members=members)  # fmt: skip
     program = make_program(task, optimizer, plan, like, members, read, None, devices)
     arrays = read.arrays if isinstance(read, ArrayData) else None
     return Tuning(*program.measure(plan, arrays))
