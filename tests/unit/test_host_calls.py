@@ -1,10 +1,14 @@
 """Losses and predictions that call Python on the host, on several devices."""
 
+import functools
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from equinox.internal import while_loop
 from jax.experimental import io_callback
 from tests import models
 
@@ -50,7 +54,8 @@ def compiled(task=TASK, **fields):
 
 
 def after_a_step(program):
-    return jax.device_get(program.step(program.init(seed=0), BATCH)[0].params)
+    state = program.init() if program.members else program.init(seed=0)
+    return jax.device_get(program.step(state, BATCH)[0].params)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +88,41 @@ def test_predictions_and_evaluations_call_the_host_on_several_devices(x64):
     np.testing.assert_allclose(program.predict(same, BATCH), alone.predict(state, BATCH))
     found, wanted = program.evaluate(same, BATCH), alone.evaluate(state, BATCH)
     np.testing.assert_allclose(found["loss"], wanted["loss"], rtol=1e-12)
+
+
+def looping(params, batch, keys, *, checked):
+    """Losses through Equinox's checkpointed loop, which compares the types of what it closes over.
+
+    With `checked`, by an error check on the host, as the solvers of Diffrax have it.
+    """
+
+    def loss(x, y):
+        def body(carry):
+            index, x = carry
+            return index + 1, jnp.tanh(x @ params["w"] @ params["w"].T + x)
+
+        if checked:
+            x = eqx.error_if(x, jnp.isnan(x).any(), "a row is not finite")
+        carry = (0, x)
+        _, x = while_loop(lambda carry: carry[0] < 3, body, carry, kind="checkpointed", max_steps=4)
+        return ((x[:4] - y) ** 2).sum()
+
+    return jax.vmap(loss)(batch["x"], batch["y"])
+
+
+@pytest.mark.parametrize("members", [None, px.Members(seeds=range(4))], ids=["network", "members"])
+@pytest.mark.parametrize("checked", [False, True])
+def test_checkpointed_loops_of_equinox_train_alike(x64, members, checked):
+    task = px.Task(init=init, loss=functools.partial(looping, checked=checked))
+
+    def trained(plan):
+        program = px.compile(task, optax.sgd(0.1), plan, BATCH, members=members)
+        return after_a_step(program)
+
+    wanted = trained(px.Plan())
+    for plan in (px.Plan(data=2), px.Plan(data=2, member=2)):
+        if members or plan.member == 1:
+            assert models.max_rel_error(trained(plan), wanted) < 1e-10
 
 
 def test_a_plan_that_splits_the_batch_alone_may_still_constrain_shardings():

@@ -7,11 +7,14 @@ that the model may constrain shardings over the other axes. So the step is trace
 
     the traced step holds                     runs manual over
     no callback                               `data`, from that trace
-    a callback                                all axes, traced again
+    a callback                                all axes, the equations of that trace
     an ordered `jax.debug.print`, devices > 1 nothing: JAX orders the prints of one device only
+
+It is not traced again over all axes: there JAX gives constants another type than what is computed,
+which the checkpointed loops of Equinox, and so the solvers of Diffrax, refuse.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +22,10 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
 from plurax import errors
-from plurax.jaxpr.compat import HOST_CALLS
-from plurax.jaxpr.interpret import all_equations, source_line
+from plurax.jaxpr.compat import HOST_CALLS, open_jaxpr
+from plurax.jaxpr.interpret import all_equations, interpret, source_line
 from plurax.mesh import on_devices
+from plurax.partition.manual import eval_manual_body
 
 
 def on_devices_with_host_calls(
@@ -37,6 +41,18 @@ def on_devices_with_host_calls(
     Raises `PlanError` where it is traced if it prints in order and the mesh has several devices.
     """
 
+    def over_all_axes(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+        """Apply the `shard_map` of the trace, manual over all axes."""
+        body = open_jaxpr(eqn.params["jaxpr"])
+        return jax.shard_map(
+            lambda *shards: eval_manual_body(*body, shards),
+            mesh=mesh,
+            in_specs=eqn.params["in_specs"],
+            out_specs=list(eqn.params["out_specs"]),
+            axis_names=set(mesh.axis_names),
+            check_vma=False,
+        )(*inputs)
+
     def run(*args: Any) -> Any:
         mapped = on_devices(fun, mesh, axes, kinds, takes, gives)
         closed, shapes = jax.make_jaxpr(mapped, return_shape=True)(*args)
@@ -50,9 +66,11 @@ def on_devices_with_host_calls(
                     f"{source_line([eqn])}: JAX orders them on one device only, and the plan has "
                     f"{mesh.size}. Leave out ordered=True, or train on one device, Plan()."
                 )
+        flat = jax.tree.leaves(args)
         if calls and axes != set(mesh.axis_names):
-            return on_devices(fun, mesh, set(mesh.axis_names), kinds, takes, gives)(*args)
-        results = jaxpr_as_fun(closed)(*jax.tree.leaves(args))
+            results = interpret(closed.jaxpr, closed.consts, flat, {"shard_map": over_all_axes})
+        else:
+            results = jaxpr_as_fun(closed)(*flat)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run

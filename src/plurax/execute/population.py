@@ -452,5 +452,6 @@ class Population(StepFunctions):
             "s": specs, "p": (specs.params, specs.model_state), "m": P("member"),
             "d": P("data"), "o": P("data", "member"), ".": P(),
         }  # fmt: skip
-        axes = set(self.mesh.axis_names)
+        # Not over axes that the members' plan does not split: see `host_calls.py`.
+        axes = {"member", *self.backend.manual_axes}
         return on_devices_with_host_calls(fun, self.mesh, axes, kinds, takes, gives)

@@ -44,9 +44,13 @@ FRAMES = 200
 def bind(eqn: Any, arrays: Sequence[Array], **changed: Any) -> list[Array]:
     """Apply an equation's primitive to arrays, with some of its parameters changed."""
     # Plans decide shardings; those of the mesh in which `eqn` was traced are dropped.
-    traced = {name: None for name in ("sharding", "out_sharding") if name in eqn.params}
+    meshes = {"sharding", "out_sharding"} & {*eqn.params}
+    traced: dict[str, Any] = dict.fromkeys(meshes)
     if eqn.primitive.name == "sharding_constraint":
         traced = {}
+    if "result_avals" in eqn.params:  # of a call of the host
+        avals = [aval.update(sharding=None) for aval in eqn.params["result_avals"]]
+        traced["result_avals"] = tuple(avals)
     params = eqn.primitive.get_bind_params({**eqn.params, **traced, **changed})
     out = eqn.primitive.bind(*arrays, **params)
     return list(out) if eqn.primitive.multiple_results else [out]

@@ -15,6 +15,8 @@ that check. They are replaced by the ordinary ones.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr
 from jaxtyping import Array
@@ -30,7 +32,14 @@ def eval_manual_body(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Array])
 
     **Returns:** one device's shards of the results.
     """
-    return interpret(jaxpr, consts, args, _HANDLERS, inline=is_call_or_remat)
+    return interpret(jaxpr, consts, args, _HANDLERS, inline=is_call_or_remat, lift=_without_mesh)
+
+
+def _without_mesh(constant: Any) -> Any:
+    """Return a constant without the mesh of its trace: an array created there remembers it."""
+    if isinstance(constant, jax.core.Tracer) or not isinstance(constant, jax.Array):
+        return constant
+    return constant if jax.typeof(constant).sharding.mesh.empty else np.asarray(constant)
 
 
 def _scan(eqn: Any, inputs: list[Any]) -> list[Any]:
@@ -87,4 +96,6 @@ _HANDLERS: Mapping[str, Handler] = {
     "psum_invariant": _unchecked(lambda value, params: lax.psum(value, params["axes"])),
     "all_gather_invariant": _unchecked(_all_gather),
     "pvary": _unchecked(lambda value, _: value),
+    # Of a constant, to the mesh of its trace: no axis is left to split it over.
+    "reshard": _unchecked(lambda value, _: value),
 }
