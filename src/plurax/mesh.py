@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from plurax import errors
 from plurax.distributed.compilation_cache import check_cache, make_cache_safe
@@ -34,6 +34,15 @@ def make_mesh(plan: Plan, devices: Sequence[jax.Device] | None = None) -> Mesh:
     grid = _grid([plan.axes[axis] for axis in MESH_AXES], devices)
     # Auto axes: where a function is not manual over an axis, XLA's partitioner decides.
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def abstract_mesh(plan: Plan) -> Any:
+    """Return the plan's mesh without devices.
+
+    Typed Any: it takes the place of a `Mesh`, of which tracing reads only the axes.
+    """
+    sizes = tuple(plan.axes[axis] for axis in MESH_AXES)
+    return AbstractMesh(sizes, MESH_AXES, (AxisType.Auto,) * len(sizes))
 
 
 def on_cpu(mesh: Mesh) -> bool:

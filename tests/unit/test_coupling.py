@@ -442,3 +442,54 @@ def test_declared_it_is_accepted():
     plain = dataclasses.replace(task, coupled=False, loss=COUPLED["centre"])
     with pytest.raises(px.errors.TaskError):
         px.compile(plain, optax.sgd(0.1), px.Plan(), data())
+
+
+def test_a_search_refuses_what_compile_refuses():
+    machine = px.Machine.preset("8xH100-80GB")
+    batch = jax.eval_shape(lambda: data())
+    with pytest.raises(
+        px.errors.TaskError, match=r"(?s)test_coupling\.py:.*say Task\(..., coupled=True\)"
+    ):
+        px.search(px.Task(init=init, loss=COUPLED["centre"]), optax.sgd(0.1), batch, machine)
+
+
+# --- Backward passes written by hand --------------------------------------------------------------
+
+
+def with_backward(backward):
+    """Return a product with this backward pass: `(x, w, cotangent) -> (of x, of w)`."""
+
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    product.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, c: backward(*kept, c))
+    return lambda p, b, k: (product(jnp.tanh(b["x"] @ p["m"]), p["m"]).sum(1) - b["y"]) ** 2
+
+
+BACKWARD_MIXES = {
+    "for the input": lambda x, w, c: ((c - c.mean(0, keepdims=True)) @ w.T, x.T @ c),
+    "for the parameter": lambda x, w, c: (c @ w.T, x.T @ (c - c.mean(0, keepdims=True))),
+    "by a norm": lambda x, w, c: (c @ w.T, x.T @ c / jnp.linalg.norm(x.T @ c)),
+}
+BACKWARD_APART = {
+    "as it is": lambda x, w, c: (c @ w.T, x.T @ c),
+    "clipped by row": lambda x, w, c: (jnp.clip(c, -1, 1) @ w.T, x.T @ jnp.clip(c, -1, 1)),
+    "wrong, but by row": lambda x, w, c: (jnp.sin(c) @ w.T, x.T @ (c * x)),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD_MIXES)
+def test_a_backward_pass_that_mixes_examples_is_refused(name):
+    loss = with_backward(BACKWARD_MIXES[name])
+    assert levels(loss) == 0
+    with pytest.raises(
+        px.errors.TaskError, match=r"backward pass of a jax\.custom_vjp mixes"
+    ) as error:
+        check(loss)
+    assert f"{__file__}:" in str(error.value)
+
+
+@pytest.mark.parametrize("name", BACKWARD_APART)
+def test_a_backward_pass_by_example_is_accepted(name):
+    check(with_backward(BACKWARD_APART[name]))

@@ -11,6 +11,8 @@ import pytest
 from tests import command, models
 
 import plurax as px
+from plurax.planner import tensor
+from plurax.sharding.spec import TensorSharding
 
 ROWS = models.data(8)
 
@@ -79,6 +81,10 @@ TOO_LARGE = {
         lambda _: px.virtual_devices(10**6),
         r"1,000,000 virtual devices: each takes threads of this machine; give at most 4,096",
     ),
+    "rank": (
+        lambda _: TensorSharding.replicated(HUGE),
+        r"a sharding for 1,000,000,000 dims: give the number of a tensor's dims, at most 1,000",
+    ),
     "bins": (
         lambda _: px.metrics.auc(jnp.ones(2), jnp.ones(2), bins=HUGE),
         r"bins has to be a whole number from 1 to 1048576",
@@ -109,6 +115,16 @@ def test_numbers_beyond_the_data_take_all_of_them(program):
         fitted(members=px.Members(2), plan=px.Plan(chunk=chunk)).state.params for chunk in (2, HUGE)
     ]
     assert models.same_bits(*many)
+
+
+def test_a_search_on_millions_of_devices_ends_in_its_time(monkeypatch):
+    """Hundreds of plans with `tensor` have smaller bounds than those that can be."""
+    traced, trace = [], tensor.graph_of_step
+    monkeypatch.setattr(tensor, "graph_of_step", lambda *args: traced.append(args) or trace(*args))
+    machine = px.Machine.preset("8xH100-80GB", nodes=10**6)
+    found = px.search(models.mlp_task(), optax.sgd(0.1), models.data(512), machine, seconds=0.5)
+    assert found.best.devices <= 512
+    assert len(traced) < 10
 
 
 def test_processes_of_a_host(capsys):

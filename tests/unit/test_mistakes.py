@@ -144,6 +144,28 @@ def test_a_script_shows_the_users_frames_and_a_hint(names, name):
     assert "JAX has removed" not in text
 
 
+def test_an_array_that_is_kept_between_calls_is_said(names):
+    kept = []
+
+    def keeping(params, batch, keys):
+        kept.append(params["w"])
+        return batch["x"] @ kept[0]
+
+    with pytest.raises(
+        px.errors.TaskError, match="kept an array of one call and used it in another"
+    ):
+        px.fit(px.Task(init=init, loss=keeping), optax.sgd(0.1), names["data"], batch_size=8)
+
+
+def test_an_array_that_has_escaped_has_a_hint(names):
+    def keeping(params, batch, keys):
+        raise jax.errors.UnexpectedTracerError("Encountered an unexpected tracer.")
+
+    with pytest.raises(jax.errors.UnexpectedTracerError) as raised:
+        px.compile(px.Task(init=init, loss=keeping), optax.sgd(0.1), px.Plan(), names["data"])
+    assert "return it from the function in place of storing it outside" in shown(raised.value)[1]
+
+
 def test_predict_and_our_own_errors_show_the_users_frames(names):
     program, data = names["program"], names["data"]
     wide = {"x": np.ones((4, 7), np.float32)}

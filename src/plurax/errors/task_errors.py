@@ -13,7 +13,14 @@ def loss_wrong_shape(where: str, shape: tuple[int, ...], batch: int) -> TaskErro
     )
 
 
-def loss_is_coupled(where: str, line: str) -> TaskError:
+def loss_is_coupled(where: str, line: str, *, backward: bool = False) -> TaskError:
+    if backward:
+        return TaskError(
+            f"{where}: the backward pass of a jax.custom_vjp mixes examples{_meet(line)}: the "
+            "gradient of one example depends on the rows of other examples, although the loss does "
+            "not. It would change with the number of devices and of microbatches. Let each row of "
+            "a cotangent follow from that row alone, and leave means over the batch out."
+        )
     return TaskError(
         f"{where}: the loss of an example depends on the rows of other examples{_meet(line)}. It "
         "would change with the number of devices and of microbatches. Two ways out:\n"

@@ -12,6 +12,9 @@ function is run on a few random rows, and once more for each row with all the ot
     (x - x.mean(0)) @ w - y              rows mix       row 0 changes with row 1        refused
     h[argsort(e)] ... [argsort(argsort)] rows mix       row i changes with row i only   accepted
     x - x.mean(0), 20 GB of parameters   rows mix       cannot be run here              warned
+
+A `jax.custom_vjp` may mix rows in its backward pass alone. Where the trace holds one, the gradient
+is run on a few random rows, too, and has to be a sum over them.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +36,7 @@ from plurax.execute.predict import device_predict
 from plurax.execute.program_cache import cached_program, shapes_key
 from plurax.execute.rows import Rows, abstract_rows
 from plurax.jaxpr.compat import is_call_or_remat, open_jaxpr
-from plurax.jaxpr.interpret import interpret
+from plurax.jaxpr.interpret import all_equations, interpret, source_line
 from plurax.jaxpr.row_dependence import RowsRead, row_dependence
 from plurax.jaxpr.row_rules import DOES
 from plurax.mesh import within
@@ -117,7 +120,10 @@ def check_loss(task: Task, like: TrainState, batch: PyTree, mesh: Mesh) -> None:
         return check_weight(task, rows.batch, rows.mask.shape[0])
 
     where = f"Task.loss{place_of(task.loss)}"
-    _check(loss, task, like, batch, mesh, errors.loss_is_coupled, where)
+    closed = _check(loss, task, like, batch, mesh, errors.loss_is_coupled, where)
+    rules = [] if closed is None else _backward_rules(closed.jaxpr)
+    if rules and _backward_mixes(loss, task, like, batch, mesh):
+        raise errors.loss_is_coupled(where, source_line(rules[:1]), backward=True)
     if task.weight is not None:
         where = f"Task.weight{place_of(task.weight)}"
         _check(weight, task, like, batch, mesh, errors.rows_are_mixed, where)
@@ -131,8 +137,11 @@ def _check(
     mesh: Mesh,
     refused: Callable[[str, str], TaskError],
     where: str,
-) -> None:
-    """Raise what `refused` builds where a row of the results reads other rows of the batch."""
+) -> Any:
+    """Raise what `refused` builds where a row of the results reads other rows of the batch.
+
+    Returns the traced function, or None where it cannot be traced.
+    """
     states = (like.params, like.model_state)
     size = jax.tree.leaves(batch)[0].shape[0]
     for count in (ROWS, size) if size <= MOST_ROWS else (ROWS,):
@@ -144,14 +153,15 @@ def _check(
             continue
         mixed = _mixed(closed, len(jax.tree.leaves(states)), count)
         if not mixed:
-            return
+            return closed
         line = next((one.line for one in mixed.values() if one.line), "")
         seen = _is_seen(closed, task, rows, list(mixed))
         if seen:
             raise refused(where, line)
         if seen is None and any((one.others() == DOES).any() for one in mixed.values()):
             warn(errors.rows_may_mix(where, line))
-        return
+        return closed
+    return None
 
 
 def _mixed(closed: Any, states: int, count: int) -> dict[int, RowsRead]:
@@ -175,10 +185,7 @@ def _is_seen(closed: Any, task: Task, rows: Rows, places: Sequence[int]) -> bool
     verdict: bool | None = None
     try:
         with jax.default_device(own_devices(jax.devices("cpu"))[0]):
-            start = jax.jit(lambda: initial(task, jax.random.key(0)), compiler_options=FAST)()
-            run = jax.jit(
-                lambda *args: _bounded(closed.jaxpr, closed.consts, args), compiler_options=FAST
-            )
+            start, run = _runnable(closed, task)
             for seed in range(DRAWS):
                 changes = _change(run, start, rows, places, np.random.default_rng(seed))
                 if any(change > CHANGED for change in changes):
@@ -190,17 +197,18 @@ def _is_seen(closed: Any, task: Task, rows: Rows, places: Sequence[int]) -> bool
     return verdict
 
 
+def _runnable(closed: Any, task: Task) -> tuple[PyTree, Callable[..., list[Any]]]:
+    """Return initial parameters and model state, and the compiled function."""
+    start = jax.jit(lambda: initial(task, jax.random.key(0)), compiler_options=FAST)()
+    run = jax.jit(lambda *args: _bounded(closed.jaxpr, closed.consts, args), compiler_options=FAST)
+    return start, run
+
+
 def _change(
     run: Callable[..., list[Any]], start: PyTree, rows: Rows, places: Sequence[int], rng: Any
 ) -> list[float]:
     """Return how far a row of each result changes with all other rows; NaN where it is lost."""
-    # Training often starts at zero, where nothing that is multiplied by a parameter is seen.
-    states = [
-        leaf + 0.1 * rng.normal(size=leaf.shape).astype(leaf.dtype)
-        if jnp.issubdtype(leaf.dtype, jnp.floating)
-        else leaf
-        for leaf in jax.tree.leaves(start)
-    ]
+    states = _moved(start, rng)
     some, others = ([_drawn(leaf, rng) for leaf in jax.tree.leaves(rows)] for _ in range(2))
 
     def results(leaves: list[Any]) -> list[np.ndarray]:
@@ -218,6 +226,19 @@ def _change(
     return changes
 
 
+def _moved(start: PyTree, rng: Any) -> list[Any]:
+    """Return the leaves of a start, moved a little.
+
+    Training often starts at zero, where nothing that is multiplied by a parameter is seen.
+    """
+    return [
+        leaf + 0.1 * rng.normal(size=leaf.shape).astype(leaf.dtype)
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+        else leaf
+        for leaf in jax.tree.leaves(start)
+    ]
+
+
 def _drawn(leaf: Any, rng: Any) -> jax.Array:
     """Return random rows: normal numbers, and integers that are 0 or 1, as any table has."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -225,6 +246,60 @@ def _drawn(leaf: Any, rng: Any) -> jax.Array:
     floating = jnp.issubdtype(leaf.dtype, jnp.inexact)
     values = rng.normal(size=leaf.shape) if floating else rng.integers(2, size=leaf.shape)
     return jnp.asarray(values.astype(leaf.dtype))
+
+
+# --- Backward rules -------------------------------------------------------------------------------
+
+
+def _backward_rules(jaxpr: Any) -> list[Any]:
+    """Return the calls of functions whose backward pass is written by hand."""
+    return [eqn for eqn in all_equations(jaxpr) if eqn.primitive.name == "custom_vjp_call"]
+
+
+def _backward_mixes(loss: OfRows, task: Task, like: TrainState, batch: PyTree, mesh: Mesh) -> bool:
+    """Whether the gradient of the summed losses is seen to be no sum over the rows.
+
+    Rows mix in every gradient, so that no trace tells them apart. It is run: with `a` one row and
+    `b` all others, of a sum over the rows
+
+        gradient(a, b) - gradient(a', b) - gradient(a, b') + gradient(a', b') = 0
+
+    False also where it cannot be run (see `_is_seen`).
+    """
+    rows = abstract_rows(with_rows(batch, ROWS))
+
+    def gradient(params: PyTree, model_state: PyTree, rows: Rows) -> PyTree:
+        return jax.grad(lambda params: jnp.sum(loss(params, model_state, rows)[0]))(params)
+
+    if byte_count(jax.eval_shape(lambda: initial(task, jax.random.key(0)))) > MOST_BYTES:
+        return False
+    try:
+        closed = jax.make_jaxpr(within(mesh, gradient))(like.params, like.model_state, rows)
+        with jax.default_device(own_devices(jax.devices("cpu"))[0]):
+            start, run = _runnable(closed, task)
+            for seed in range(DRAWS):
+                if _is_no_sum(run, start, rows, np.random.default_rng(seed)):
+                    return True
+    except Exception:  # it needs the devices of its plan, or compiling tells its mistake
+        return False
+    return False
+
+
+def _is_no_sum(run: Callable[..., list[Any]], start: PyTree, rows: Rows, rng: Any) -> bool:
+    """Whether a gradient, run on random rows, is no sum over them."""
+    states = _moved(start, rng)
+    some, others = ([_drawn(leaf, rng) for leaf in jax.tree.leaves(rows)] for _ in range(2))
+
+    def of(first: list[Any], rest: list[Any]) -> list[np.ndarray]:
+        joined = [leaf.at[0].set(one[0]) for one, leaf in zip(first, rest, strict=True)]
+        return [np.asarray(leaf).astype(np.complex128) for leaf in run(*states, *joined)]
+
+    corners = of(some, some), of(others, some), of(some, others), of(others, others)
+    for both, second, first, neither in zip(*corners, strict=True):
+        apart = np.abs(both - second - first + neither).max(initial=0.0)
+        if apart > CHANGED * np.abs(np.stack([both, second, first, neither])).max(initial=0.0):
+            return True
+    return False
 
 
 def _bounded(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:

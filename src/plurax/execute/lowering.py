@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from plurax import errors
 from plurax.execute.placement import Placement
 from plurax.execute.step_functions import StepFunctions
 from plurax.mesh import replicated
@@ -35,6 +36,19 @@ def lower_loop(
     functions.check_order(order)
     loop = jitted_update(functions, functions.loop)
     return loop.lower(*_state(functions), data, *abstract(order), COUNT, COUNT)
+
+
+def check_constants(error: Exception) -> None:
+    """Raise `TaskError` where a compiled program misses the value of an array of another trace.
+
+    JAX takes it for a constant while it traces, and counts it among the program's inputs.
+    """
+    if "inputs but called with" in str(error):
+        raise errors.TaskError(
+            "a function of the task, or the optimizer, kept an array of one call and used it in "
+            "another (in a list, an attribute or a global variable): return it from the function "
+            "in place of storing it outside."
+        ) from None
 
 
 def compile_all(lowered: dict[Any, jax.stages.Lowered]) -> dict[Any, jax.stages.Compiled]:

@@ -563,6 +563,7 @@ class Program:
             if not same_shapes(state, self.state_shapes) and self.members is not None:
                 self._functions.layout.check(state)
             check_stored(state, self.state_shapes)
+            lowering.check_constants(error)
             raise
         self._in_flight.started(metrics["loss"])
         return state, metrics

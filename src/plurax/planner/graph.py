@@ -31,7 +31,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
-from jax.sharding import AbstractMesh, AxisType
 from jaxtyping import PyTree
 
 from plurax import tree
@@ -48,11 +47,11 @@ from plurax.jaxpr.compat import (
     is_call_or_remat,
     is_recomputed,
 )
-from plurax.mesh import within
+from plurax.mesh import abstract_mesh, within
 from plurax.partition.annotation_resolver import AnnotationResolver, NameRule
 from plurax.partition.rule_context import RuleContext
 from plurax.partition.values import ShardedValue, ValueVersions
-from plurax.plan import MESH_AXES, Plan
+from plurax.plan import Plan
 from plurax.planner.shard_strategies import ShardStrategy, StrategyFinder, Tensor, every_sharding
 from plurax.sharding.axes import Axes
 from plurax.sharding.rules import Rules
@@ -217,9 +216,7 @@ def graph_of_step(task: Task, plan: Plan, batch: PyTree) -> Graph:
     `microbatches` and `tensor` count, `precision` and `remat`, and its `shardings` for annotations;
     its shardings for parameters do not: these are what is searched.
     """
-    sizes = tuple(plan.axes[axis] for axis in MESH_AXES)
-    # Typed Any: it takes the place of a `Mesh`, of which tracing reads only the axes.
-    mesh: Any = AbstractMesh(sizes, MESH_AXES, (AxisType.Auto,) * len(sizes))
+    mesh = abstract_mesh(plan)
     size = plan.padded_size(leading_dim(batch)) // (plan.data * plan.microbatches)
 
     def rows(batch: PyTree) -> Rows:

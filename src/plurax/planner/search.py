@@ -36,8 +36,10 @@ from plurax import errors, tree
 from plurax.analysis.estimate import Estimate, estimate
 from plurax.analysis.machine_timings import measure_machine
 from plurax.execute.check import check_kinds
+from plurax.execute.coupling import may_pad
 from plurax.execute.placement import abstract_batch
 from plurax.machine import Machine
+from plurax.mesh import abstract_mesh
 from plurax.plan import Plan
 from plurax.planner.candidates import (
     REMATS,
@@ -86,7 +88,8 @@ def search(
     - `seconds`: in which the search ends with what it has found, once it has found a plan. It says
       how much faster a plan that was not estimated could be.
 
-    **Returns:** the ranked plans. Raises `PlanError` if no plan fits, and says what comes nearest.
+    **Returns:** the ranked plans. Raises `PlanError` if no plan fits, and says what comes nearest,
+    and `TaskError` for a loss that mixes examples and does not say so, as `compile`.
     """
     fields = [] if pinned is None else _pinned_fields(pinned)
     pinned = Plan(**pinned) if isinstance(pinned, Mapping) else pinned or Plan()
@@ -103,6 +106,8 @@ def search(
     like = abstract_batch(batch)
     remats = (pinned.remat,) if "remat" in fields else REMATS
     model = model_of(task, optimizer, like, pinned.precision, machine, remats)
+    if not task.coupled:
+        may_pad(task, model.like, like, abstract_mesh(Plan()))
     paths = list(tree.named_leaves(model.like.params))
     Rules(pinned.rules, {}).check_used(paths, model.names)
     every = list(candidates(model, machine, machine.devices, pinned, fields))
@@ -209,9 +214,12 @@ class _Search:
         """Look at candidates, the most promising first, until `count` are known to be the best.
 
         None is estimated that may not be done `seconds` after `started`, as the longest estimate so
-        far says, but the first. The last third of the time is for estimates.
+        far says, but the first. The last third of the time is for estimates. Where the time is over
+        before any plan was computed, those without `tensor` come first: they need no search of
+        their own, and for a million devices there are hundreds of others with smaller bounds.
         """
         queue, computed, estimated, longest = _CandidateQueue(), 0, 0, 0.0
+        late = False
         for one in every:
             if one.memory <= self._limit:
                 self._most = max(self._most, self._risk(one.memory))
@@ -222,6 +230,9 @@ class _Search:
             self._refuse(one, "memory")
         self._look_at_smallest_tensor(every)
         while len(queue) and len(self.ranked) < count:
+            if not (late or computed or estimated) and time.perf_counter() - started > seconds:
+                late = True
+                queue.put_tensor_last()
             least, candidate, known = queue.pop()
             spent = time.perf_counter() - started
             computed -= isinstance(known, _Computed)
@@ -434,6 +445,14 @@ class _CandidateQueue:
         """Remove the first candidate, and return its seconds, it, and what is known of it."""
         _, seconds, candidate, known = heapq.heappop(self._items)
         return seconds, candidate, known
+
+    def put_tensor_last(self) -> None:
+        """Give the candidates with `tensor` the places after all others."""
+        self._items = [
+            ((math.inf, *place[1:]) if one.sizes.tensor > 1 else place, seconds, one, known)
+            for place, seconds, one, known in self._items
+        ]
+        heapq.heapify(self._items)
 
     def left(self) -> list[float]:
         """Return the seconds of all candidates that are not estimated."""

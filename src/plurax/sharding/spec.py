@@ -13,6 +13,9 @@ from plurax.argument_check import text
 AxisSizes = Mapping[str, int]
 Dims = tuple[tuple[str, ...], ...]
 
+MOST_DIMS = 1000
+"""The largest number of dims of a tensor; NumPy knows 64."""
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TensorSharding:
@@ -56,7 +59,15 @@ class TensorSharding:
 
     @classmethod
     def replicated(cls, rank: int) -> "TensorSharding":
-        """Return the replicated sharding of a tensor of some rank."""
+        """Return the replicated sharding of a tensor of some rank.
+
+        Raises `PlanError` for more than `MOST_DIMS`.
+        """
+        if rank > MOST_DIMS:
+            raise errors.PlanError(
+                f"a sharding for {rank:,} dims: give the number of a tensor's dims, at most "
+                f"{MOST_DIMS:,}, not its size."
+            )
         return cls(((),) * rank)
 
     @classmethod
