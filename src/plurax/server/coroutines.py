@@ -25,7 +25,7 @@ Awaiting = Coroutine[Collection[Any], Any, T]
 
 
 class Coroutines:
-    """Coroutines that run side by side."""
+    """Coroutines that run side by side; after an error of one, none of them is resumed."""
 
     def __init__(self) -> None:
         self._waiting: dict[Any, Awaiting[Any]] = {}
