@@ -67,7 +67,13 @@ def train(settings: Settings, mode: str) -> dict[str, list[Recovery]]:
         with open_coordinator(spec, canonical, record) as coordinator:
             deaths = Deaths(settings["deaths"], coordinator, record)
             for _ in serve_iter(
-                coordinator, program, state, data, deaths.over, epochs=FOREVER, report_every=FOREVER
+                coordinator,
+                program,
+                state,
+                data,
+                stopping=deaths.over,
+                epochs=FOREVER,
+                report_every=FOREVER,
             ):
                 deaths.updated()
     return deaths.samples

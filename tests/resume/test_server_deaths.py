@@ -91,7 +91,13 @@ def train(servers, faults, folder, transport=None, steps=40, optimizer=OPTIMIZER
             return exactly is None and len(losses) >= steps and ended
 
         for output in serve_iter(
-            coordinator, program, state, DATA, done, epochs=10_000, checkpoint_every=exactly
+            coordinator,
+            program,
+            state,
+            DATA,
+            stopping=done,
+            epochs=10_000,
+            checkpoint_every=exactly,
         ):
             losses.extend(output.metrics["loss"].tolist())
             if len(losses) > 5:
