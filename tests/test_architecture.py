@@ -261,11 +261,11 @@ OVERRIDDEN = {
     "Csv._flush", "JsonLines._flush",
     "NotebookProgress.__enter__", "NotebookProgress.__exit__",
     "NotebookProgress._print", "NotebookProgress.advance", "NotebookProgress.compiling",
-    "NotebookProgress.epoch", "SourceData._taken", "SourceData.batches_per_epoch",
+    "NotebookProgress.epoch",
     "TensorBoard._flush",
 }  # fmt: skip
 SUBCLASSED = {
-    "Common", "Resharder", "StepLogger", "StreamData", "TrainingProgress",
+    "Common", "Resharder", "StepLogger", "TrainingProgress",
 }  # fmt: skip
 
 

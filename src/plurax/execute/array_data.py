@@ -9,7 +9,7 @@ batches of 2, `ragged="pad"`:
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import jax
 import numpy as np
@@ -96,6 +96,8 @@ class ArrayData:
     resample: Resample = Everything()  # noqa: RUF009  frozen
     member: int = 0
     length: int | None = None
+    local: ClassVar[bool] = False
+    on_devices: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_ragged(self.ragged)

@@ -12,7 +12,7 @@ of 2, `ragged="pad"`, resumed at `Position(epoch=0, batch=1)`:
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from plurax.members import Members
 from plurax.plan import MOST_PARTS
 from plurax.resample import Everything
 from plurax.sources.adapt import adapt, as_arrays
+from plurax.sources.iterables import as_source, state_of
 from plurax.sources.source import Reading, Source
 from plurax.validate import whole_number
 
@@ -40,14 +41,15 @@ class StreamData:
 
     **Fields:** `source`; `batch_size`, of all processes together; `ragged`; `local`, whether each
     process gives its own rows of a batch, equally many; `on_devices`, whether its batches are
-    arrays of JAX.
+    arrays of JAX; `how` a source of rows forms them.
     """
 
-    source: Iterable[PyTree]
+    source: Iterable[PyTree] | Source
     batch_size: int
     ragged: Ragged = "pad"
     local: bool = False
     on_devices: bool = False
+    how: Reading = Reading(1)  # noqa: RUF009  frozen
 
     def __post_init__(self) -> None:
         check_ragged(self.ragged)
@@ -60,7 +62,9 @@ class StreamData:
     @property
     def batches_per_epoch(self) -> int | None:
         """The number of steps in a pass, or None where the source has no length."""
-        return len(self.source) if isinstance(self.source, Sized) else None
+        source = as_source(self.source)
+        count = source.count()
+        return self.how.steps(count) if source.by_row and count is not None else count
 
     def batches(self, start: Position) -> Iterator[tuple[PyTree, Position]]:
         """Yield the batches of the epoch from `start` on, each with the position after it.
@@ -68,34 +72,15 @@ class StreamData:
         Raises `BatchError` for a smaller batch under `ragged="error"`, and where the Grain iterator
         rejects its saved state.
         """
-        for batch, position in self._taken(start):
+        saved = self._own_state(start.iterator)
+        iterator = as_source(self.source).batches(self.how, start.epoch, start.batch, saved)
+        for taken, batch in enumerate(iterator, start.batch + 1):
             count = leading_dim(batch)
             if count < self.own_size and self.ragged != "pad":
                 if self.ragged == "error":
                     raise errors.batch_ragged(count, self.own_size)
                 continue
-            yield batch, position
-
-    def _taken(self, start: Position) -> Iterator[tuple[PyTree, Position]]:
-        """Yield the batches of `source`, each with the position after it."""
-        iterator: Any = iter(self.source)
-        stateful = hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
-        taken = 0
-        saved = self._own_state(start.iterator) if stateful else None
-        if saved is not None:
-            try:
-                iterator.set_state(saved)
-            except (ValueError, TypeError, KeyError, IndexError) as error:
-                raise errors.BatchError(
-                    f"the data cannot be restored to their saved position: {error}\nGive the data "
-                    "that the run was trained on, or train anew in another directory."
-                ) from error
-            taken = start.batch
-        for batch in iterator:
-            taken += 1
-            if taken > start.batch:
-                state = iterator.get_state() if stateful else None
-                yield batch, Position(start.epoch, taken, state)
+            yield batch, Position(start.epoch, taken, state_of(iterator))
 
     def _own_state(self, saved: Any) -> Any:
         """Return this process's iterator state, of those that all processes saved.
@@ -105,28 +90,6 @@ class StreamData:
         if not self.local:
             return saved
         return saved[process_index()] if saved and len(saved) == process_count() else None
-
-
-@dataclasses.dataclass(frozen=True)
-class SourceData(StreamData):
-    """Batches of another library's data, from any position on.
-
-    **Fields:** those of `StreamData`, and `how` they are read.
-    """
-
-    source: Source  # type: ignore[assignment]
-    how: Reading = Reading(1)  # noqa: RUF009  frozen
-
-    @property
-    def batches_per_epoch(self) -> int | None:
-        """The number of steps in a pass, or None where the source has no length."""
-        count = self.source.count()
-        return self.how.steps(count) if self.source.by_row and count is not None else count
-
-    def _taken(self, start: Position) -> Iterator[tuple[PyTree, Position]]:
-        batches = self.source.batches(self.how, start.epoch, start.batch)
-        for taken, batch in enumerate(batches, start.batch + 1):
-            yield batch, Position(start.epoch, taken)
 
 
 Data = ArrayData | StreamData
@@ -163,70 +126,46 @@ def as_data(
         check_rows(size)
         batch_size = size
     data = adapt("data", data)
-    if isinstance(data, Source) and data.by_row and (local or batch_size is None):
-        raise errors.local_batches_need_batches() if local else errors.data_needs_batch_size()
-    if isinstance(data, Source):
-        _check_resampling(members)
-        how = Reading(batch_size or 1, seed, shuffle, ragged == "drop")
-        return _source_data(data, how, batch_size, ragged, local)
     if is_arrays(data):
         if local:
             raise errors.local_batches_need_batches()
         if batch_size is None:
             raise errors.data_needs_batch_size()
         data = as_arrays(data)
-        source = ArrayData(data, min(batch_size, leading_dim(data)), seed, shuffle, ragged)
-        like = source.example_batch()
-        return source if members is None else source.read_by(members), like
-    _check_resampling(members)
+        arrays = ArrayData(data, min(batch_size, leading_dim(data)), seed, shuffle, ragged)
+        like = arrays.example_batch()
+        return arrays if members is None else arrays.read_by(members), like
+    source = as_source(data)
+    if source.by_row and (local or batch_size is None):
+        raise errors.local_batches_need_batches() if local else errors.data_needs_batch_size()
+    if members is not None and not isinstance(members.resample, Everything):
+        # Of data that are not arrays, no row is known.
+        raise errors.resample_needs_arrays(type(members.resample).__name__.lower())
     if isinstance(data, Iterator):
         raise errors.data_one_shot()
-    first = _first(data)
-    if first is None:
-        raise errors.data_has_no_batches("the iterable is empty")
-    size = batch_size or leading_dim(first) * (process_count() if local else 1)
-    # Each batch is padded to `batch_size`.
-    if size > MOST_PARTS and size > 1000 * process_count() * leading_dim(first):
-        raise errors.BatchError(
-            f"batch_size={size:,}, and the first batch of the data has {leading_dim(first):,} "
-            "examples: every batch would be padded to that size. Leave batch_size out, or give the "
-            "size of the largest batch."
-        )
-    on_devices = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(first))
-    return StreamData(data, size, ragged, local, on_devices), _shapes(first, size)
-
-
-def _check_resampling(members: Members | None) -> None:
-    """Raise `MembersError` for resampling: of data that are not arrays, no row is known."""
-    if members is not None and not isinstance(members.resample, Everything):
-        raise errors.resample_needs_arrays(type(members.resample).__name__.lower())
-
-
-def _first(data: Any) -> PyTree | None:
-    """Return the first batch, None where there is none.
-
-    A Grain dataset that is read by index reads hundreds of batches ahead once it is iterated.
-    """
-    by_index = any(kind.__module__.startswith("grain.") for kind in type(data).__mro__)
-    if by_index and hasattr(data, "__getitem__") and len(data):
-        first = data[0]
-        if first is not None:  # None: filtered out
-            return first
-    return next(iter(data), None)
-
-
-def _source_data(
-    source: Source, how: Reading, batch_size: int | None, ragged: Ragged, local: bool
-) -> tuple["SourceData", PyTree]:
-    """Return data of another library, and the shapes of a full batch. Raises `BatchError`."""
     first = source.example()
     if first is None:
-        raise errors.data_has_no_batches("the data set is empty")
-    size = batch_size or leading_dim(first) * (process_count() if local else 1)
-    if source.by_row and (count := source.count()) is not None:
-        size = min(size, count)
-        how = dataclasses.replace(how, batch_size=size)
-    return SourceData(source, size, ragged, local, how=how), _shapes(first, size)
+        raise errors.data_has_no_batches(f"the {source.kind} is empty")
+    size = _full_size(source, first, batch_size, local)
+    how = Reading(size if source.by_row else 1, seed, shuffle, ragged == "drop")
+    on_devices = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(first))
+    return StreamData(source, size, ragged, local, on_devices, how), _shapes(first, size)
+
+
+def _full_size(source: Source, first: PyTree, batch_size: int | None, local: bool) -> int:
+    """Return the number of examples in a full batch of all processes. Raises `BatchError`."""
+    rows = leading_dim(first)
+    size = batch_size or rows * (process_count() if local else 1)
+    if source.by_row:
+        return min(size, source.count() or size)
+    # Each batch is padded to `batch_size`.
+    if size > MOST_PARTS and size > 1000 * process_count() * rows:
+        raise errors.BatchError(
+            f"batch_size={size:,}, and the first batch of the data has {rows:,} examples: every "
+            "batch would be padded to that size. Leave batch_size out, or give the size of the "
+            "largest batch."
+        )
+    return size
 
 
 def _shapes(batch: PyTree, size: int) -> PyTree:

@@ -33,7 +33,7 @@ from plurax.execute.placement import Placed
 from plurax.execute.population import MAX_STEPS_PER_CALL
 from plurax.execute.program import Program
 from plurax.execute.step import Metrics
-from plurax.loop.data import Data, StreamData
+from plurax.loop.data import Data
 from plurax.loop.read_ahead import OneSlot, ReadAhead
 from plurax.mesh import memory_budget
 from plurax.state import TrainState
@@ -142,12 +142,11 @@ def train_iter(
     if isinstance(data, ArrayData) and program.members is not None:
         data = data.read_by(program.members)
     limit = functools.partial(_limit, checkpoint_every, next_stop)
-    on_devices = isinstance(data, StreamData) and data.on_devices
     with contextlib.ExitStack() as stack:
         group = group or stack.enter_context(contextlib.closing(open_group()))
         if isinstance(data, ArrayData) and stays_resident(program, data, resident):
             yield from _resident(program, state, data, group, start, epochs, report_every, limit)
-        elif (buffers := program.buffers) is not None and not on_devices:
+        elif (buffers := program.buffers) is not None and not data.on_devices:
             yield from _buffered(program, state, data, buffers, stopping, start, epochs, limit)
         else:
             yield from _streamed(program, state, data, group, stopping, start, epochs)
@@ -313,15 +312,13 @@ def _streamed(
     start: Position,
     epochs: int,
 ) -> Generator[StepOutput, TrainState | None, None]:
-    local = isinstance(data, StreamData) and data.local
-
     def load(item: tuple[PyTree, Position]) -> tuple[Placed, Position]:
         batch, position = item
-        return program.place_batch(batch, local=local), position
+        return program.place_batch(batch, local=data.local), position
 
     step = state.steps_taken
     compiled = program.compiled_step  # before the clock starts
-    all_ended = functools.partial(_all_ended, group, local=local)
+    all_ended = functools.partial(_all_ended, group, local=data.local)
     for epoch in range(start.epoch, epochs):
         begin = start if epoch == start.epoch else Position(epoch)
         began, done = time.monotonic(), False

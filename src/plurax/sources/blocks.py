@@ -160,7 +160,7 @@ class Blocks(Source):
         """Return all rows."""
         return self._read(range(len(self._places)))
 
-    def batches(self, how: Reading, epoch: int, start: int) -> Iterator[PyTree]:
+    def batches(self, how: Reading, epoch: int, start: int, saved: Any = None) -> Iterator[PyTree]:
         """Yield the batches of an epoch; windows before batch `start` are not read."""
         windows = self._windows(how, epoch)
         sizes = [int(self._rows[window].sum()) for window in windows]

@@ -69,7 +69,7 @@ class Stream(Source):
     def count(self) -> None:
         """Return None: nobody knows how many examples a stream has."""
 
-    def batches(self, how: Reading, epoch: int, start: int) -> Iterator[PyTree]:
+    def batches(self, how: Reading, epoch: int, start: int, saved: Any = None) -> Iterator[PyTree]:
         """Yield the batches of an epoch; those before `start` are read and dropped."""
         data = self._data.with_format("numpy")
         data.set_epoch(epoch)

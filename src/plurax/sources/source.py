@@ -48,10 +48,15 @@ class Reading:
 class Source(abc.ABC):
     """Data that are read batch by batch. The batches of an epoch are the same in every run.
 
-    **Attributes:** `by_row`, whether plurax forms the batches, and so needs `batch_size`.
+    This is the one protocol of data that are no arrays: what other libraries, files and iterables
+    give implements it, and `plurax.train.StreamData` alone reads it.
+
+    **Attributes:** `by_row`, whether plurax forms the batches, and so needs `batch_size`; `kind`,
+    what messages call it.
     """
 
     by_row: bool = True
+    kind: str = "data set"
 
     @abc.abstractmethod
     def example(self) -> PyTree:
@@ -62,8 +67,13 @@ class Source(abc.ABC):
         """Return the number of examples (`by_row`), else of batches; None where nobody knows."""
 
     @abc.abstractmethod
-    def batches(self, how: Reading, epoch: int, start: int) -> Iterator[PyTree]:
-        """Yield the batches of an epoch from batch `start` on."""
+    def batches(self, how: Reading, epoch: int, start: int, saved: Any = None) -> Iterator[PyTree]:
+        """Return an iterator of the batches of an epoch, from batch `start` on.
+
+        **Arguments:** `saved`, the state that the iterator had there. One with `get_state` and
+        `set_state`, as Grain's, is part of the position; of others (None) `epoch` and `start` say
+        where they are.
+        """
 
 
 class Examples(Source):
@@ -83,7 +93,7 @@ class Examples(Source):
         """Return the number of examples."""
         return self._count
 
-    def batches(self, how: Reading, epoch: int, start: int) -> Iterator[PyTree]:
+    def batches(self, how: Reading, epoch: int, start: int, saved: Any = None) -> Iterator[PyTree]:
         """Yield the batches of an epoch; those before `start` are not read."""
         order = how.order(self._count, epoch)
         for batch in range(start, how.steps(self._count)):

@@ -62,7 +62,7 @@ class Batches(Source):
         count = int(self._data.cardinality())
         return count if count >= 0 else None
 
-    def batches(self, how: Reading, epoch: int, start: int) -> Iterator[PyTree]:
+    def batches(self, how: Reading, epoch: int, start: int, saved: Any = None) -> Iterator[PyTree]:
         """Yield the batches of a pass; those before `start` are read and dropped."""
         first, self._first = self._first, None
         if epoch or first is None:

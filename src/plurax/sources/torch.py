@@ -81,7 +81,7 @@ class Loader(Source):
         """Return the number of batches, or None where the loader has no length."""
         return _sized(self._loader)
 
-    def batches(self, how: Reading, epoch: int, start: int) -> Iterator[PyTree]:
+    def batches(self, how: Reading, epoch: int, start: int, saved: Any = None) -> Iterator[PyTree]:
         """Yield the batches of a pass; those before `start` are read and dropped."""
         import torch
 
