@@ -161,9 +161,9 @@ class Watchdog:
             self._over.set()
             self._thread.join()
             self._work = None
-            self._say()
+            self._write_status()
 
-    # --- What the training loop says ----------------------------------------------------------
+    # --- What the training loop begins and ends -----------------------------------------------
 
     @contextlib.contextmanager
     def work(self, phase: Phase) -> Iterator[None]:
@@ -202,13 +202,13 @@ class Watchdog:
 
     def _begin(self, phase: Phase) -> None:
         self._work = work = _TimedWork(phase, self._clock(), self._slept)
-        said = (self._status and self._status.deadline) or 0.0
+        written = (self._status and self._status.deadline) or 0.0
         # The thread writes the status. What has been written of longer work, such as to compile,
         # must not stand while this hangs in a way that keeps the thread from looking.
         slack = TIMEOUTS.slack
-        sooner = said > work.began + self._limits.longest_step + slack
-        if sooner and said > self._limit_passes(work) + slack:
-            self._say()
+        sooner = written > work.began + self._limits.longest_step + slack
+        if sooner and written > self._limit_passes(work) + slack:
+            self._write_status()
 
     def _done(self) -> None:
         """Remember how long the piece of work took that is done now."""
@@ -241,8 +241,8 @@ class Watchdog:
             # launcher, which then names the right one.
             self._until = max(limit, others_until)
             if now > self._until:
-                self._bark(work.phase, now - limit + self.limit(work.phase))
-        self._say()
+                self._end_process(work.phase, now - limit + self.limit(work.phase))
+        self._write_status()
 
     def _limit_passes(self, work: _TimedWork) -> float:
         """Return when a piece of work will have taken longer than its limit."""
@@ -258,7 +258,7 @@ class Watchdog:
         first = FIRST_FACTOR * max(self._first[phase], self._first.get("compile", 0.0))
         return max(limits.step, min(usual, limits.longest_step), min(first, limits.long_work))
 
-    def _say(self) -> None:
+    def _write_status(self) -> None:
         if self._status is None:
             return
         work, deadline = self._work, None
@@ -267,7 +267,7 @@ class Watchdog:
         phase = work.phase if work else "wait"
         self._status.write(Status(phase, self.step, self._saved(), deadline))
 
-    def _bark(self, phase: Phase, seconds: float) -> None:
+    def _end_process(self, phase: Phase, seconds: float) -> None:
         """Write where this process hangs, and end it."""
         text = (
             f"process {self._process} (pid {os.getpid()} on {socket.gethostname()}) is stuck: "
