@@ -299,6 +299,28 @@ def test_bfloat16_and_zero_3_hold_no_whole_stack(remat, passes):
     assert sum(c.bytes * c.trips for c in gathers) == passes * (4 * 2 * 128 * 128) * 2
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("how", ["reshaped", "transposed"])
+def test_a_stack_that_each_layer_reads_in_another_form_is_not_held_whole(how, precision):
+    """What follows row by row between a stack and its loop is done in the loop."""
+
+    def program(depth, width=128):
+        inner = (width * width,) if how == "reshaped" else (width, width)
+
+        def loss(p, batch):
+            flat = how == "reshaped"
+            w = p["a"].reshape(depth, width, width) if flat else p["a"].swapaxes(1, 2)
+            x = jnp.broadcast_to(batch["x"][:, :1], (len(batch["x"]), width)).astype(w.dtype)
+            h, _ = jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x, w)
+            return (h.astype(jnp.float32) ** 2).sum(1)
+
+        plan = px.Plan(data=8, zero=3, precision=precision)
+        return px.compile(task(loss, a=(depth, *inner)), optax.sgd(0.1), plan, cut(ROWS, 8))
+
+    few, many = (program(depth).memory().temporaries for depth in (4, 16))
+    assert many - few < 3 * 12 * 128 * 128 * 4 // 8
+
+
 def cut(batch, count):
     return {name: leaf[:count] for name, leaf in batch.items()}
 

@@ -244,48 +244,71 @@ def replicated_over_data(partitioner: Any, versions: ValueVersions) -> Any:
     return partitioner.reshard(versions, value.sharding.without(["data"]))
 
 
-def casts_inside(
+def by_rows_inside(
     eqns: Sequence[Any], goals: dict[Any, TensorSharding], results: Sequence[Any]
 ) -> list[tuple[Any, Any]]:
-    """Return equations in which loops cast the stacked results whose rows they reduce to a goal.
+    """Return equations in which loops do what follows row by row on stacked results with a goal.
 
-    With `precision="bfloat16"` the gradient of a stack is stacked in bfloat16, and cast afterwards.
-    A row can be reduced in the loop only if it is the gradient itself; else the whole stack is
-    kept, on every device.
+    With `precision="bfloat16"` the gradient of a stack is stacked in bfloat16, and cast afterwards;
+    of a stack that was reshaped it is reshaped back. A row can be reduced in the loop only if it is
+    the gradient itself; else the whole stack is kept, on every device.
 
         dw16 = scan[... g16] ...; dw = cast dw16        dw = scan[... g = cast g16] ...
 
     Of each equation comes the one it replaces, or it itself.
     """
-    casts, producers = dict[Any, Any](), dict[Any, Any]()
+    # Of what follows from a stacked result alone: that result, and the equations in between.
+    chains = dict[Any, tuple[Any, list[Any]]]()
+    moved = dict[Any, list[Any]]()
     readers = count_readers(eqns, results)
     for eqn in eqns:
         if eqn.primitive.name == "scan":
-            producers.update((var, eqn) for var in eqn.outvars)
-        elif eqn.primitive.name == "convert_element_type":
-            (stack,), (cast,) = eqn.invars, eqn.outvars
-            if isinstance(stack, Literal) or stack not in producers:
+            chains.update((var, (var, [])) for var in eqn.outvars[Scan.of(eqn).num_carry :])
+        elif eqn.primitive.name in BY_ROWS and row_params(eqn) is not None:
+            value = eqn.invars[0]
+            if isinstance(value, Literal) or value not in chains or readers[value] != 1:
                 continue
-            stacked = Scan.of(producers[stack]).num_carry <= producers[stack].outvars.index(stack)
-            if stacked and readers[stack] == 1 and _inner(goals.get(cast)) is not None:
-                casts[stack] = eqn
-    done = {id(cast) for cast in casts.values()}
+            (result,), (stack, before) = eqn.outvars, chains[value]
+            chains[result] = stack, [*before, eqn]
+            if _inner(goals.get(result)) is not None:
+                moved[stack] = chains[result][1]
+    done = {id(eqn) for chain in moved.values() for eqn in chain}
     return [
-        (_with_casts(eqn, casts) if not casts.keys().isdisjoint(eqn.outvars) else eqn, eqn)
+        (_with_rows(eqn, moved) if not moved.keys().isdisjoint(eqn.outvars) else eqn, eqn)
         for eqn in eqns
         if id(eqn) not in done
     ]
 
 
-def _with_casts(eqn: Any, casts: dict[Any, Any]) -> Any:
-    """Return a scan whose body casts the rows of some stacked results."""
+BY_ROWS = frozenset(["convert_element_type", "reshape", "transpose"])
+"""Operations that may be done row by row of their first dim."""
+
+
+def row_params(eqn: Any) -> dict[str, Any] | None:
+    """Return the parameters that do a `BY_ROWS` operation on one row, or None if none do."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "reshape":
+        old, new = eqn.invars[0].aval.shape, params["new_sizes"]
+        alone = params["dimensions"] is None and old[:1] == new[:1] and len(eqn.invars) == 1
+        return {**params, "new_sizes": new[1:]} if alone and old else None
+    if name == "transpose":
+        first, *rest = params["permutation"]
+        return {**params, "permutation": tuple(dim - 1 for dim in rest)} if not first else None
+    return dict(params)
+
+
+def _with_rows(eqn: Any, moved: dict[Any, list[Any]]) -> Any:
+    """Return a scan whose body does what follows on the rows of some stacked results."""
     body = Scan.of(eqn).body
     ends, inside, outside = list(body.eqns), list(body.outvars), list(eqn.outvars)
     for index, var in enumerate(eqn.outvars):
-        if var in casts:
-            (outside[index],) = casts[var].outvars
-            row = Var(inside[index].aval.update(dtype=outside[index].aval.dtype))
-            ends.append(casts[var].replace(invars=[inside[index]], outvars=[row]))
+        for after in moved.get(var, ()):
+            (outside[index],) = after.outvars
+            aval = outside[index].aval
+            row = Var(inside[index].aval.update(shape=aval.shape[1:], dtype=aval.dtype))
+            ends.append(
+                after.replace(invars=[inside[index]], outvars=[row], params=row_params(after))
+            )
             inside[index] = row
     jaxpr, new = eqn.params["jaxpr"], body.replace(eqns=ends, outvars=inside)
     new = new if open_jaxpr(jaxpr)[0] is jaxpr else jaxpr.replace(jaxpr=new)

@@ -50,7 +50,7 @@ from plurax.mesh import within
 from plurax.partition.annotation_resolver import AnnotationResolver, NameRule
 from plurax.partition.branches import Branches, cpu_branch
 from plurax.partition.buckets import Gathers, computed_at, together
-from plurax.partition.loops import Loop, While, casts_inside
+from plurax.partition.loops import Loop, While, by_rows_inside
 from plurax.partition.manual import eval_manual_body
 from plurax.partition.operators import RULES, by_default
 from plurax.partition.resharder import Resharder
@@ -147,7 +147,7 @@ class Partitioner(Resharder):
             if target is not None and not isinstance(var, Literal)
         }
         if goal:
-            pairs = casts_inside(eqns, goal, results)
+            pairs = by_rows_inside(eqns, goal, results)
             flat.calls.update((id(new), flat.calls.get(id(old), ())) for new, old in pairs)
             eqns = [new for new, _ in pairs]
         gathers = Gathers(self, eqns, here) if self._gathers_parameters(known) else None

@@ -34,6 +34,7 @@ from plurax.execute.layouts.state_layout import StateLayout, stored_where_equal
 from plurax.freezing import frozen_leaves, trained
 from plurax.jaxpr.compat import Scan, is_call_or_remat
 from plurax.jaxpr.interpret import interpret
+from plurax.partition.loops import BY_ROWS, row_params
 from plurax.plan import Plan
 from plurax.sharding.rules import (
     Rules,
@@ -243,7 +244,8 @@ def stacks(jaxpr: Any, params: PyTree) -> list[bool]:
 
     The leading dim of such a parameter counts layers: ZeRO splits another one, because each
     iteration would otherwise gather its row from a single device. `jaxpr` is the loss's, with the
-    leaves of `params` as its first inputs; casts and annotations are looked through.
+    leaves of `params` as its first inputs; annotations are looked through, and so are casts,
+    reshapes and transposes of each row.
     """
     stacked: set[int | None] = set()
 
@@ -255,11 +257,14 @@ def stacks(jaxpr: Any, params: PyTree) -> list[bool]:
     def same(eqn: Any, inputs: list[int | None]) -> list[int | None]:
         return inputs[:1]
 
+    def by_row(eqn: Any, inputs: list[int | None]) -> list[int | None]:
+        return inputs[:1] if row_params(eqn) is not None else [None]
+
     interpret(
         jaxpr,
         [None] * len(jaxpr.constvars),
         range(len(jaxpr.invars)),
-        {"scan": scan, "convert_element_type": same, "annotate": same},
+        {"scan": scan, "annotate": same, **dict.fromkeys(BY_ROWS, by_row)},
         default=lambda eqn, inputs: [None] * len(eqn.outvars),
         inline=is_call_or_remat,
         lift=lambda _: None,
