@@ -89,7 +89,11 @@ settings.load_profile(os.environ.get("PLURAX_TEST_PROFILE", "default"))
 # Real gangs of processes, a real cluster of Ray, kernels of notebooks: they wait for each other
 # more than they compute. `.ci/run` runs them beside the others, `make test-gangs` here.
 GANGS = (
-    "tests/faults/",
+    "tests/faults/test_gangs.py",
+    "tests/faults/test_kills.py",
+    "tests/faults/test_launches.py",
+    "tests/faults/test_loaders.py",
+    "tests/faults/test_network.py",
     "tests/processes/",
     "tests/resume/test_server_deaths.py",
     "tests/resume/test_watched.py",
