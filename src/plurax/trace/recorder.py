@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import optax
 from jax.extend.core import Literal
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from plurax.execute.backends.backend import Backend
@@ -30,9 +30,9 @@ from plurax.execute.lowering import COUNT
 from plurax.execute.network import Network
 from plurax.execute.placement import Placement, leading_dim
 from plurax.jaxpr.compat import inner_jaxprs, open_jaxpr
-from plurax.mesh import split_rows
+from plurax.mesh import abstract_mesh, split_rows
 from plurax.pipeline.schedule import make_schedule
-from plurax.plan import MESH_AXES, Plan
+from plurax.plan import Plan
 from plurax.task import Task
 from plurax.trace.flatten import Flattener
 from plurax.trace.step_trace import Block, Op, PipelineActions, PlannedMemory, StepTrace, Value
@@ -48,9 +48,7 @@ def record_step(
     Raises the errors that `compile` raises while it traces the step.
     """
     check_kinds(task, optimizer, plan, None)
-    sizes = tuple(plan.axes[axis] for axis in MESH_AXES)
-    # Typed Any: it takes the place of a `Mesh`, of which the step reads only the axes.
-    mesh: Any = AbstractMesh(sizes, MESH_AXES, (AxisType.Auto,) * len(sizes))
+    mesh = abstract_mesh(plan)
     placement = Placement(batch, plan.padded_size(leading_dim(batch)), split_rows(mesh))
     network = Network(task, optimizer, plan, mesh, placement.like, placement.sharding)
     layout, state, rows = network.layout, network.layout.abstract(mesh), placement.abstract()
