@@ -2,7 +2,7 @@
 
     python -m benchmarks.choosing OUTPUT.json
 
-`plurax.execute.chunk_rule` picks without a clock; its test compares what it picks with this file.
+`plurax.execute.choose_chunk` picks without a clock; its test compares what it picks with this file.
 """
 
 import dataclasses

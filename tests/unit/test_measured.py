@@ -48,7 +48,7 @@ def test_predicted_stands_beside_measured(capsys, resident):
     assert measured.estimate is result.estimate
     # To the byte, and in a loop over steps those of one step.
     assert measured.bytes_sent == alone.total_sent > 0
-    (ran,) = result.program._compiled.values()
+    (ran,) = result.program._compiled.so_far.values()
     assert measured.peak == hlo.memory(ran).peak
     pairs = [row["estimate"] for row in result.history]
     assert all(set(pair) == KEYS and pair["machine"] == "made" for pair in pairs)

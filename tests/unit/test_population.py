@@ -21,8 +21,15 @@ from tests.promotion import allowed
 import plurax as px
 from plurax.errors import NonFiniteWarning
 from plurax.execute.array_data import ArrayData
-from plurax.execute.autotune import autotune
-from plurax.execute.chunk_rule import FEWEST, MemberWork, choose_chunk, even_chunk
+from plurax.execute.choose_chunk import (
+    FEWEST,
+    MemberWork,
+    autotune,
+    choose_chunk,
+    even_chunk,
+    member_work,
+)
+from plurax.execute.over_members import over_members
 from plurax.execute.population import Population
 from plurax.execute.program import Program
 from plurax.execute.summary import choice_text
@@ -554,7 +561,7 @@ def test_the_rule_is_near_the_fastest_that_was_measured(index):
     rule = optax.adam(1e-2)
     task = allowed(choosing.task(case))
     population = Population(task, rule, plan, make_mesh(plan), like, px.Members(1))
-    plan = choose_chunk(plan, case.members, population.work(), "cpu")
+    plan = choose_chunk(plan, case.members, member_work(population), "cpu")
     chunk = measured_chunk(found, plan.chunk)
     cpu = {(one["chunk"], one["batch_dim"]): one["cpu"] for one in found["milliseconds"]}
     assert cpu[chunk, plan.batch_dim] <= 1.05 * min(cpu.values())
@@ -618,7 +625,7 @@ def chosen(seconds, differs=False, budget=10**9, plan=px.Plan(), members=100):  
         return candidate.chunk * 1000, make
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("plurax.execute.autotune.time.perf_counter", lambda: now[0])
+        patch.setattr("plurax.execute.choose_chunk.time.perf_counter", lambda: now[0])
         return autotune(plan, members, build, budget, 1e-4)
 
 
@@ -733,3 +740,23 @@ def test_a_program_keeps_the_shapes_of_its_data_and_not_the_data():
     assert all(
         isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(program.data.arrays)
     )
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 2, 3, 5, 9])
+def test_a_function_of_one_member_runs_over_all_of_them(chunk):
+    """Chunks change nothing; what is shared has no dim of members."""
+
+    def step(state, rate, x):
+        return {"w": state["w"] - rate * x}, {"loss": state["w"].sum()}
+
+    state, rates = {"w": jnp.arange(10.0).reshape(5, 2)}, jnp.arange(5.0)
+    x = jnp.array([1.0, 2.0])
+    after, metrics = jax.jit(over_members(step, chunk))(state, rates, x)
+    for member in range(5):
+        alone, loss = step({"w": state["w"][member]}, rates[member], x)
+        assert jnp.array_equal(after["w"][member], alone["w"])
+        assert metrics["loss"][member] == loss["loss"]
+    # Without states nothing is written back, and a chunk that divides is traced once.
+    results = over_members(lambda w, rate: ((), w["w"] * rate), chunk, keep=False)(state, rates)
+    assert results[0] == ()
+    assert jnp.array_equal(results[1], state["w"] * rates[:, None])

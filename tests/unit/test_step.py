@@ -11,7 +11,7 @@ from tests import models
 from tests.zoo.by_hand import scale_by_loss
 
 import plurax as px
-from plurax.execute.accumulate import accumulate
+from plurax.execute.totals import accumulate
 
 X, Y = np.array([1.0, 2, 3, 4, 5, 6], np.float32), np.array([1.0, 0, 2, 1, 3, 2], np.float32)
 WEIGHTS = np.array([1.0, 2, 1, 4, 1, 3], np.float32)

@@ -158,7 +158,7 @@ def test_no_device_has_what_it_does_not_need():
     start = program._start
     shards = program.state_shapes.params["hidden"].sharding.shard_shape((5, 16))
     assert [one.data.shape for one in start["hidden"].addressable_shards] == [shards] * 4
-    text = program._init.lower(jax.random.key(0), start).compile().as_text()
+    text = program._compiled.init.lower(jax.random.key(0), start).compile().as_text()
     assert "all-gather" not in text
     assert "all-to-all" not in text
 

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 from plurax import errors, hlo
 from plurax.analysis.batch_size import largest_below
 from plurax.execute.check import check_kinds
-from plurax.execute.lowering import lower_step
+from plurax.execute.compiled_functions import lower_step
 from plurax.execute.placement import Placement, leading_dim
 from plurax.execute.population import HyperFn, Population
 from plurax.members import Members

@@ -29,10 +29,9 @@ from jaxtyping import PyTree
 from plurax import errors
 from plurax.distributed.global_arrays import own_devices
 from plurax.errors import TaskError
-from plurax.execute.gradient import check_weight, losses_and_metrics, split_output
+from plurax.execute.gradient import check_weight, device_predict, losses_and_metrics, split_output
 from plurax.execute.initial_state import initial
 from plurax.execute.mask import reads_mask
-from plurax.execute.predict import device_predict
 from plurax.execute.program_cache import cached_program, shapes_key
 from plurax.execute.rows import Rows, abstract_rows
 from plurax.jaxpr.compat import is_call_or_remat, open_jaxpr

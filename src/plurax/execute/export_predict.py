@@ -12,9 +12,9 @@ from jaxtyping import PyTree
 from plurax import errors
 from plurax.disk import make_folder, replace_file
 from plurax.distributed.global_arrays import fetch, is_primary
+from plurax.execute.gradient import device_predict
 from plurax.execute.placement import abstract_batch
 from plurax.execute.population import Population
-from plurax.execute.predict import device_predict
 from plurax.execute.program import Program
 from plurax.mesh import make_mesh, within
 from plurax.plan import Plan

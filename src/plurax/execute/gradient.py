@@ -339,6 +339,30 @@ def losses_and_metrics(
     return run
 
 
+def device_predict(task: Task, precision: Precision) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
+    """Return `(params, model_state, inputs) -> outputs` on one device, with its own rows.
+
+    The function raises `TaskError` where the outputs do not have one row per input.
+    """
+    if task.predict is None:
+        raise errors.TaskError(
+            "this task has no predict function; give Task(predict=...) a function predict(params, "
+            "inputs) -> outputs with leading dim B."
+        )
+    predict = with_precision(task.predict, precision, task.stateful)
+
+    def local(params: PyTree, model_state: PyTree, inputs: PyTree) -> PyTree:
+        states = (model_state,) if task.stateful else ()
+        outputs = predict(params, *states, inputs)
+        size = jax.tree.leaves(inputs)[0].shape[0]
+        for leaf in jax.tree.leaves(outputs):
+            if leaf.shape[:1] != (size,):
+                raise errors.predict_wrong_shape(leaf.shape, size)
+        return outputs if precision == "float32" else cast_floating(outputs, jnp.dtype("float32"))
+
+    return local
+
+
 def with_metrics(metrics: dict[str, Any], more: Any, size: int, where: str) -> dict[str, Any]:
     """Return the metrics of a loss and those of `Task.metrics` together.
 

@@ -91,13 +91,8 @@ def check_state(state: TrainState, like: TrainState) -> None:
 
 
 def check_stored(state: TrainState, like: TrainState) -> None:
-    """Raise `BatchError` where a stored state is not as the program's."""
+    """Raise `BatchError` where a stored state is not as the program's, or has another sharding."""
     check_state(state, like)
-    check_place(state, like)
-
-
-def check_place(state: TrainState, like: TrainState) -> None:
-    """Raise `BatchError` where a leaf has another sharding than the program's."""
     for leaf, want in zip(jax.tree.leaves(state), jax.tree.leaves(like), strict=True):
         if not leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim):
             raise errors.BatchError(

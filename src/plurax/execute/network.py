@@ -41,6 +41,7 @@ class Network(StepFunctions):
     """
 
     arguments = ()
+    count = None
 
     def __init__(
         self,
@@ -60,6 +61,14 @@ class Network(StepFunctions):
     def init(self, key: Any, start: Mapping[str, jax.Array]) -> TrainState:
         """Return a fresh stored state for the key of a seed, and parameters that start by path."""
         return self.layout.from_canonical(new_state(self.task, self.optimizer, key, start))
+
+    def trim(self, values: PyTree) -> PyTree:
+        """Return the values: one network fills no slots."""
+        return values
+
+    def outputs(self, values: PyTree) -> PyTree:
+        """Return the values: their rows lead."""
+        return values
 
     @property
     def _split(self) -> bool:

@@ -6,21 +6,16 @@ time leaves the device idle. Members must not communicate, and each must compute
 compute alone.
 
 Each member runs the one-network step of `step.py`. Three transformations nest, from the inside
-out: `vmap` over the members of a chunk, a `fori_loop` over the chunks of a device, `shard_map` over
-the mesh axis `member`. No collective crosses that axis.
+out: `vmap` over the members of a chunk and a `fori_loop` over the chunks of a device
+(`over_members`), `shard_map` over the mesh axis `member`. No collective crosses that axis.
 
 Example: `Plan(member=2, chunk=4)`, 18 members, a parameter of shape `(3, 5)`:
 
     state on all devices      (18, 3, 5)   split over `member`
-    state on one device       ( 9, 3, 5)   what `_chunked` receives
-    loop iteration 0          ( 4, 3, 5)   members 0 to 3, one `vmap`
-    loop iteration 1          ( 4, 3, 5)   members 4 to 7
-    after the loop            ( 1, 3, 5)   member 8: a second, smaller `vmap` is compiled for it
+    state on one device       ( 9, 3, 5)   what `over_members` receives: chunks of 4, 4 and 1
     loss of one step          ( 9,)        per device; (18,) for the population
 
-Each chunk is read with `dynamic_slice` and written back with `dynamic_update_slice`, so the loop
-holds one state of all members and the temporaries of one chunk. `chunk_rule.py` chooses chunks that
-divide the members evenly where it can, to avoid compiling the remainder.
+`choose_chunk.py` chooses chunks that divide the members evenly where it can.
 """
 
 import copy
@@ -39,19 +34,16 @@ from jaxtyping import Array, Int, PyTree
 from plurax import errors
 from plurax.distributed.global_arrays import put
 from plurax.execute.backends.backend import Backend
-from plurax.execute.backends.choose import make_backend, microbatch
-from plurax.execute.chunk_rule import MemberWork, work_of
-from plurax.execute.gradient import Totals, gradient
+from plurax.execute.backends.choose import make_backend
+from plurax.execute.gradient import Totals
 from plurax.execute.host_calls import on_devices_with_host_calls
 from plurax.execute.initial_state import new_state
 from plurax.execute.layouts.members_layout import MembersLayout
-from plurax.execute.placement import leading_dim
+from plurax.execute.over_members import over_members, traced_once
 from plurax.execute.reads import EpochSpec, Reads
-from plurax.execute.rows import Rows
 from plurax.execute.step import Gradients, Metrics, gradient_specs
 from plurax.execute.step_functions import StepFunctions
 from plurax.members import Hyper, MemberArrays, Members
-from plurax.mesh import within
 from plurax.plan import Plan
 from plurax.state import TrainState
 from plurax.task import Task
@@ -129,14 +121,6 @@ def _call(what: str, maker: HyperFn, hyper: Hyper) -> Any:
     return returned
 
 
-def _traced_once(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `fun` to be traced once, though asked for the shapes of its results before its calls.
-
-    The equations are part of the caller's, as those of `fun` itself would be.
-    """
-    return jax.jit(fun, inline=True)
-
-
 class Population(StepFunctions):
     """The functions of a population's program for one plan.
 
@@ -162,10 +146,10 @@ class Population(StepFunctions):
         reads: EpochSpec | None = None,
     ) -> None:
         self._task, self._optimizer = task, optimizer
-        self.plan, self.mesh, self.members, self._reading = plan, mesh, members, reads
+        self.plan, self.mesh, self.batch = plan, mesh, batch
+        self.members, self.count, self._reading = members, members.count, reads
         self._hyper = {name: jnp.asarray(value) for name, value in members.hyper_of(0).items()}
         self.example = example_network(task, optimizer, members)
-        self._microbatch = microbatch(batch, plan, coupled=self.example.task.coupled)
         self.backend = make_backend(*self.example, plan, mesh, batch)
         self.layout = MembersLayout(self.backend.layout, members.count, mesh)
         self.metrics_sharding = NamedSharding(mesh, P("member"))
@@ -214,20 +198,13 @@ class Population(StepFunctions):
     def _backend(self, member: MemberArrays) -> Backend:
         return self.backend.of(*self.make(member.hyper))
 
-    def work(self) -> MemberWork:
-        """Return the size and kind of one member's step, for `choose_chunk`."""
-        one = self.example
-        state = jax.eval_shape(lambda: new_state(one.task, one.optimizer, jax.random.key(0)))
-        size = leading_dim(self._microbatch)
-        rows = Rows(
-            self._microbatch,
-            jax.eval_shape(lambda: jax.random.split(jax.random.key(0), size)),
-            jax.eval_shape(lambda: jnp.zeros(size, bool)),
-        )
-        fun = within(self.mesh, gradient(one.task, self.plan.precision))
-        traced = jax.make_jaxpr(fun)(state.params, state.model_state, rows)
-        kept = (state.params, state.opt_state, state.model_state)
-        return work_of(traced.jaxpr, kept, state.params)
+    def trim(self, values: PyTree) -> PyTree:
+        """Drop the members that fill the slots, from leaves `(slots, ...)`."""
+        return jax.tree.map(lambda leaf: leaf[: self.members.count], values)
+
+    def outputs(self, values: PyTree) -> PyTree:
+        """Return predictions `(N, slots, ...)` as `(K, N, ...)`."""
+        return self.trim(jax.tree.map(lambda leaf: np.moveaxis(leaf, 1, 0), values))
 
     # --- The population -----------------------------------------------------------------------
 
@@ -255,7 +232,9 @@ class Population(StepFunctions):
         ) -> tuple[TrainState, Metrics]:
             return self._backend(member).step(freeze=True)(state, batch, count)
 
-        return self._spread(self._chunked(one), "smd.", "sm")(state, arrays, batch, count)
+        return self._spread(over_members(one, self.plan.chunk), "smd.", "sm")(
+            state, arrays, batch, count
+        )
 
     def gradients(
         self, state: TrainState, arrays: MemberArrays, batch: PyTree, count: Int[Array, ""]
@@ -265,7 +244,7 @@ class Population(StepFunctions):
         def one(state: TrainState, member: MemberArrays, batch: PyTree, count: Array) -> Any:
             return (), self._backend(member).gradients()(state, batch, count)
 
-        fun = self._spread(self._chunked(one, keep=False), "smd.", "mg")
+        fun = self._spread(over_members(one, self.plan.chunk, keep=False), "smd.", "mg")
         sums: Gradients = fun(state, arrays, batch, count)[1]
         return sums
 
@@ -279,7 +258,7 @@ class Population(StepFunctions):
             return (state, pair[1]), metrics
 
         def all_(state: TrainState, sums: Gradients, arrays: MemberArrays) -> Any:
-            (state, _), metrics = self._chunked(one)((state, sums), arrays)
+            (state, _), metrics = over_members(one, self.plan.chunk)((state, sums), arrays)
             return state, metrics
 
         return self._spread(all_, "sgm", "sm")(state, sums, arrays)
@@ -316,9 +295,9 @@ class Population(StepFunctions):
         def one(
             state: TrainState, member: MemberArrays, data: PyTree, first: Array, stop: Array
         ) -> tuple[TrainState, Metrics]:
-            step = _traced_once(self._backend(member).step(freeze=True))
+            step = traced_once(self._backend(member).step(freeze=True))
 
-            @_traced_once
+            @traced_once
             def rows_at(t: Array) -> Array:
                 return reads.block_rows(member, t)
 
@@ -348,7 +327,9 @@ class Population(StepFunctions):
             state, metrics, _ = jax.lax.fori_loop(first, stop, body, (state, empty, rows))
             return state, metrics
 
-        return self._spread(self._chunked(one), "sm...", "sm")(state, arrays, data, first, stop)
+        return self._spread(over_members(one, self.plan.chunk), "sm...", "sm")(
+            state, arrays, data, first, stop
+        )
 
     def evaluate(
         self,
@@ -365,7 +346,7 @@ class Population(StepFunctions):
         ) -> tuple[Any, Any]:
             return (), self._backend(member).evaluate()(*states, batch, count)
 
-        chunked = self._chunked(one, keep=False)
+        chunked = over_members(one, self.plan.chunk, keep=False)
         states = (params, model_state)
         return self._spread(chunked, "pmd.", "mm")(states, arrays, batch, count)[1]
 
@@ -380,7 +361,7 @@ class Population(StepFunctions):
             return (), self._backend(member).predict()(*states, inputs)
 
         def rows_first(states: Any, arrays: MemberArrays, inputs: PyTree) -> PyTree:
-            _, outputs = self._chunked(one, keep=False)(states, arrays, inputs)
+            _, outputs = over_members(one, self.plan.chunk, keep=False)(states, arrays, inputs)
             return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), outputs)
 
         # Rows lead so that the host can copy outputs chunk by chunk, as for one network
@@ -388,53 +369,6 @@ class Population(StepFunctions):
         return self._spread(rows_first, "pmd", "o")((params, model_state), arrays, inputs)
 
     # --- Spreading ----------------------------------------------------------------------------
-
-    def _chunked(
-        self, one: Callable[..., tuple[Any, PyTree]], *, keep: bool = True
-    ) -> Callable[..., tuple[Any, PyTree]]:
-        """Return `(state, arrays, *shared) -> (state, results)` over all members of a device.
-
-        It runs `plan.chunk` members at a time and writes each chunk's states back into the arrays
-        they came from. With `keep=False`, `one` returns no state and the states are not written.
-        """
-
-        def run(state: PyTree, arrays: MemberArrays, *shared: Any) -> tuple[PyTree, PyTree]:
-            members = arrays.seeds.shape[0]
-            chunk = min(self.plan.chunk or members, members)
-            # `shared` (batch, data, step numbers) has no member dim.
-            each = _traced_once(jax.vmap(one, in_axes=(0, 0, *[None] * len(shared))))
-
-            def some(first: Any, size: int, state: PyTree) -> tuple[PyTree, PyTree]:
-                def cut(leaf: Array) -> Array:
-                    return jax.lax.dynamic_slice_in_dim(leaf, first, size)
-
-                return each(*jax.tree.map(cut, (state, arrays)), *shared)
-
-            if chunk == members:
-                return some(0, members, state)
-
-            def put(all_: PyTree, new: PyTree, first: Any) -> PyTree:
-                return jax.tree.map(
-                    lambda a, n: jax.lax.dynamic_update_slice_in_dim(a, n, first, 0), all_, new
-                )
-
-            def body(first: Any, size: int, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-                state, results = carry
-                new, result = some(first, size, state)
-                return (put(state, new, first) if keep else state), put(results, result, first)
-
-            shapes = jax.eval_shape(lambda: some(0, chunk, state)[1])
-            results = jax.tree.map(lambda s: jnp.zeros((members, *s.shape[1:]), s.dtype), shapes)
-            whole = members // chunk
-            carry = jax.lax.fori_loop(
-                0, whole, lambda i, carry: body(i * chunk, chunk, carry), (state, results)
-            )
-            rest = members - whole * chunk
-            # `vmap` needs a static size, so the remainder is one more call with a size of its own.
-            carry = body(whole * chunk, rest, carry) if rest else carry
-            return carry if keep else ((), carry[1])
-
-        return run
 
     def _spread(self, fun: Callable[..., Any], takes: str, gives: str) -> Callable[..., Any]:
         """Run `fun` on every device, its arguments and results split by kind.

@@ -19,19 +19,21 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.distributed.global_arrays import gather, least, one_at_a_time, process_count
-from plurax.execute.gradient import cast_floating, with_precision
+from plurax.execute.compiled_functions import abstract_inference
+from plurax.execute.coupling import check_predict
 from plurax.execute.placement import Placement, check_rows, is_arrays, leading_dim, select_rows
+from plurax.execute.program_cache import shapes_key
+from plurax.execute.step_functions import StepFunctions
 from plurax.jaxpr.compat import inner_jaxprs
 from plurax.mesh import split_rows
-from plurax.plan import Plan, Precision
+from plurax.plan import Plan
 from plurax.sources.adapt import adapt, as_arrays
 from plurax.sources.source import Reading, Source
-from plurax.state import check_not_donated
+from plurax.state import TrainState, check_not_donated
 from plurax.task import Task
 from plurax.validate import whole_number
 
@@ -49,47 +51,32 @@ IN_FLIGHT = 2
 """Chunks computing or queued while the outputs of an earlier one are copied to the host."""
 
 
-def device_predict(task: Task, precision: Precision) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
-    """Return `(params, model_state, inputs) -> outputs` on one device, with its own rows.
-
-    The function raises `TaskError` where the outputs do not have one row per input.
-    """
-    if task.predict is None:
-        raise errors.TaskError(
-            "this task has no predict function; give Task(predict=...) a function predict(params, "
-            "inputs) -> outputs with leading dim B."
-        )
-    predict = with_precision(task.predict, precision, task.stateful)
-
-    def local(params: PyTree, model_state: PyTree, inputs: PyTree) -> PyTree:
-        states = (model_state,) if task.stateful else ()
-        outputs = predict(params, *states, inputs)
-        size = jax.tree.leaves(inputs)[0].shape[0]
-        for leaf in jax.tree.leaves(outputs):
-            if leaf.shape[:1] != (size,):
-                raise errors.predict_wrong_shape(leaf.shape, size)
-        return outputs if precision == "float32" else cast_floating(outputs, np.dtype("float32"))
-
-    return local
-
-
 class Predictor:
     """Computes outputs for any number of inputs, in a program compiled once per shape of inputs.
 
-    **Arguments:** `trace(rows) -> traced`, which traces a function `(*states, rows)` for abstract
-    rows; `mesh`; `pieces`, the number of microbatches of a call on each device; `least`, the number
-    of rows of a call where none is given, unless there are many rows.
+    **Arguments:** `functions`; `task`, of one network, and `like`, its state as
+    `jax.ShapeDtypeStruct`s; `batch_size`, the number of rows of a call where none is given, unless
+    there are many rows.
     """
 
     def __init__(
-        self, trace: Callable[[PyTree], jax.stages.Traced], mesh: Mesh, pieces: int, least: int
+        self, functions: StepFunctions, task: Task, like: TrainState, batch_size: int
     ) -> None:
-        self._trace = trace
-        self._least = least
+        self._functions, self._task, self._like = functions, task, like
+        self._least = batch_size
         self._row_bytes: dict[Any, float] = {}
-        self._mesh = mesh
-        self._pieces = pieces
+        # Each device runs a pipeline's microbatches, or all of its rows at once.
+        shards = Plan(
+            data=functions.mesh.shape["data"], microbatches=functions.plan.forward_microbatches
+        )
+        self._padded_size = shards.padded_size
         self._known: dict[Any, tuple[Placement, jax.stages.Compiled]] = {}
+
+    def _trace(self, rows: PyTree) -> jax.stages.Traced:
+        functions = self._functions
+        check_predict(self._task, self._like, rows, functions.mesh)
+        predict = jax.jit(functions.predict, out_shardings=functions.outputs_sharding)
+        return predict.trace(*abstract_inference(functions), rows)
 
     def __call__(
         self, states: tuple[PyTree, ...], inputs: PyTree | Iterable[PyTree], chunk: int | None
@@ -107,8 +94,9 @@ class Predictor:
         if isinstance(inputs, Source):
             inputs = inputs.batches(Reading(rows or self._least), 0, 0)
         if not is_arrays(inputs):
-            return self._stream(states, iter(inputs), rows)
-        return next(self._stream(states, iter([as_arrays(inputs)]), rows))
+            return map(self._functions.outputs, self._stream(states, iter(inputs), rows))
+        outputs = next(self._stream(states, iter([as_arrays(inputs)]), rows))
+        return self._functions.outputs(outputs)
 
     def _stream(
         self, states: tuple[PyTree, ...], batches: Iterator[PyTree], chunk: int | None
@@ -126,23 +114,22 @@ class Predictor:
 
         yield from predict_stream(run, placement, chained)
 
-    def own(self, states: tuple[PyTree, ...], inputs: PyTree, chunk: int, alone: bool) -> PyTree:
+    def own(self, states: tuple[PyTree, ...], inputs: PyTree, chunk: int | None) -> PyTree:
         """Return NumPy arrays for inputs of which each process gives its own.
 
         Every process runs as many programs as the one with the most inputs. Raises `BatchError`
-        where processes share rows of a program, and where it is not of one network (`alone`).
+        where processes share rows of a program, and for a population.
         """
         inputs = adapt("inputs", inputs)
-        if not (alone and is_arrays(inputs)):
+        if self._functions.count is not None or not is_arrays(inputs):
             raise errors.BatchError(
                 "predict(local=True) is for arrays of inputs, of one network. Of a population, and "
                 "of an iterable, every process gives the same inputs and gets all outputs: leave "
                 "local out."
             )
         inputs = as_arrays(inputs)
-        shards = Plan(data=self._mesh.shape["data"], microbatches=self._pieces)
-        chunk = _bounded(chunk, -least(-leading_dim(inputs)) * process_count())
-        placement, compiled = self._program(inputs, shards.padded_size(chunk))
+        chunk = _bounded(chunk or self._least, -least(-leading_dim(inputs)) * process_count())
+        placement, compiled = self._program(inputs, self._padded_size(chunk))
         share = placement.own_rows()
         if share is None:
             raise errors.own_rows_not_split(placement.size, process_count())
@@ -161,7 +148,7 @@ class Predictor:
         chunk, most = self._least, leading_dim(inputs) // FEWEST_CALLS
         if most < 2 * chunk:
             return chunk
-        key = _key(_like(inputs, 1))
+        key = shapes_key(_like(inputs, 1))
         if key not in self._row_bytes:
             # What grows with the rows; parameters do not.
             small, large = (
@@ -175,12 +162,11 @@ class Predictor:
         return chunk
 
     def _placement(self, like: PyTree, chunk: int) -> Placement:
-        plan = Plan(data=self._mesh.shape["data"], microbatches=self._pieces)
-        return Placement(like, plan.padded_size(chunk), split_rows(self._mesh))
+        return Placement(like, self._padded_size(chunk), split_rows(self._functions.mesh))
 
     def _program(self, inputs: PyTree, chunk: int) -> tuple[Placement, jax.stages.Compiled]:
         like = _like(inputs, chunk)
-        if (key := _key(like)) not in self._known:
+        if (key := shapes_key(like)) not in self._known:
             placement = self._placement(like, chunk)
             compiled = self._trace(placement.abstract()).lower().compile()
             self._known[key] = (placement, compiled)
@@ -201,10 +187,6 @@ def _like(inputs: PyTree, rows: int) -> PyTree:
         lambda leaf: jax.ShapeDtypeStruct((rows, *np.shape(leaf)[1:]), leaf.dtype),
         as_arrays(inputs),
     )
-
-
-def _key(like: PyTree) -> Any:
-    return (jax.tree.structure(like), *((x.shape, x.dtype) for x in jax.tree.leaves(like)))
 
 
 def _value_bytes(jaxpr: Any) -> list[int]:

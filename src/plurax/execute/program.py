@@ -6,11 +6,10 @@
 
 import copy
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int, PyTree
@@ -18,36 +17,31 @@ from jaxtyping import Int, PyTree
 from plurax import errors
 from plurax import hlo as compiled_hlo
 from plurax.collective import Collective
-from plurax.distributed.global_arrays import put
-from plurax.execute import evaluate, lowering
 from plurax.execute.array_data import ArrayData
-from plurax.execute.autotune import Candidate
 from plurax.execute.batch_buffer import Buffers
-from plurax.execute.choose_chunk import choose_plan, measure_plan
-from plurax.execute.coupling import check_evaluate, check_predict, may_pad
-from plurax.execute.dispatch_limiter import DispatchLimiter
-from plurax.execute.epoch_loop import equal_sizes
-from plurax.execute.gradient import Totals
+from plurax.execute.choose_chunk import Candidate, choose_plan, measure_plan
+from plurax.execute.compiled_functions import lower_most_run
+from plurax.execute.coupling import may_pad
+from plurax.execute.evaluate import Evaluator
 from plurax.execute.hyperparams import Hyperparams
-from plurax.execute.initial_state import check_stored, new_state, replace_params, same_shapes
+from plurax.execute.initial_state import new_state, replace_params
 from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.execute.layouts.state_layout import place_start
-from plurax.execute.mask import mask_not_read
 from plurax.execute.network import Network
 from plurax.execute.placement import Placed, Placement, device_data, leading_dim
 from plurax.execute.population import HyperFn, Population, example_network
 from plurax.execute.predict import Predictor
 from plurax.execute.replicas import ReplicaCheck
+from plurax.execute.runner import ExactRunner, PaddedRunner
 from plurax.execute.step import Gradients, Metrics
 from plurax.execute.step_functions import StepFunctions
 from plurax.execute.summary import as_table, in_a_line, summary
 from plurax.members import Members
-from plurax.mesh import replicated, split_rows, within
+from plurax.mesh import replicated, split_rows
 from plurax.plan import Plan
-from plurax.state import TrainState, check_donatable, check_not_donated
+from plurax.state import TrainState, check_not_donated
 from plurax.task import Task
 from plurax.tree import with_rows
-from plurax.user_frames import warn
 from plurax.validate import check_seed
 
 
@@ -73,46 +67,57 @@ class Program:
         mesh: Mesh,
         members: Members | None = None,
         data: ArrayData | None = None,
-        *,
-        exact: bool = False,
     ) -> None:
         if members is None and plan.member > 1:
             raise errors.plan_has_members(plan.member)
         if members and members.hyper and isinstance(task, Task) and hasattr(optimizer, "update"):
             raise errors.members_need_a_function("optimizer")
         self.task, self.mesh, self.members, self._optimizer = task, mesh, members, optimizer
-        self.batch_size = leading_dim(batch)
-        rows = plan.padded_size(self.batch_size)
-        # An `exact` program adds no padding: rows that do not divide go to every device.
-        split = rows == self.batch_size or not exact
-        sharding = split_rows(mesh) if split else replicated(mesh)
-        self._placement = Placement(batch, rows if split else self.batch_size, sharding)
-        self._evaluation = evaluate.evaluation_placement(batch, plan, mesh)
-        self._in_flight = DispatchLimiter(mesh)
-        self._compiled: dict[Any, jax.stages.Compiled] = {}
-        self._of_size: dict[int, Program] = {}
-        self._example = example_network(task, optimizer, members)
-        # A coupled loss (one that mixes examples, such as batch norm) must ignore padding rows by
-        # its mask; if it does not, only batches that need no padding are valid.
-        like = self._placement.like
-        self._pads = exact or may_pad(self._example.task, self._new_state_like, like, mesh)
-        # A pipeline needs microbatches of one size: it can neither skip padding nor replicate rows.
-        odd = plan.pipeline > 1 and not split
-        if odd or (not self._pads and rows != self.batch_size):
-            raise errors.mask_not_read(self.batch_size, plan.data * plan.microbatches)
         # Shapes alone: a cached program must not keep anyone's data.
         self.data = None if data is None else data.abstract()
-        self.chose = False
-        if members is None:
-            assert isinstance(task, Task)
-            self._functions: StepFunctions = Network(task, optimizer, plan, mesh, like, sharding)
-        else:
-            if data is not None and data.ragged == "pad":
-                self._check_size(data.draws % self.batch_size)
-            self._functions = choose_plan(self._population, plan, self._lower_most_run)
-            self.chose = self._functions.plan != plan
-        parts = plan.forward_microbatches
-        self._predictor = Predictor(self._trace_predict, mesh, parts, self.batch_size)
+        self._placement = Placement(batch, plan.padded_size(leading_dim(batch)), split_rows(mesh))
+        self.batch_size = self._placement.size
+        self._example = example_network(task, optimizer, members)
+        like = jax.eval_shape(lambda: new_state(*self._example, jax.random.key(0)))
+        # A coupled loss (one that mixes examples, such as batch norm) must ignore padding rows by
+        # its mask; if it does not, only batches that need no padding are valid.
+        pads = may_pad(self._example.task, like, self._placement.like, mesh)
+        unit = plan.data * plan.microbatches
+        if not pads and self._placement.rows != self.batch_size:
+            raise errors.mask_not_read(self.batch_size, unit)
+        self._functions = self._choose(plan, pads=pads)
+        self.chose = self.plan != plan
+        runner = PaddedRunner(self._functions, self._placement, self.data)
+        self._compiled, self._states = runner.compiled, runner.states
+        self._runner = runner if pads else ExactRunner(runner, self._of_size, unit)
+        one = (self._functions, self._example.task, like)
+        self._evaluator = Evaluator(*one, batch, runner.in_flight)
+        self._predictor = Predictor(*one, self.batch_size)
+
+    def _choose(self, plan: Plan, *, pads: bool) -> StepFunctions:
+        """Return the functions of one network, or of members, with what their plan leaves open."""
+        if self.members is None:
+            like, sharding = self._placement.like, self._placement.sharding
+            return Network(*self._example, plan, self.mesh, like, sharding)
+        if not pads and self.data is not None and self.data.ragged == "pad":
+            rest = self.data.draws % self.batch_size
+            if rest:
+                raise errors.mask_not_read_by_members(rest, self.batch_size)
+        return choose_plan(self._population, plan, self._lower_most_run)
+
+    def _of_size(self, size: int) -> PaddedRunner:
+        """Return a runner for batches of exactly `size` rows, of one network."""
+        plan, mesh = self.plan, self.mesh
+        if self.members is not None:
+            raise errors.mask_not_read_by_members(size, self.batch_size)
+        # Rows that do not divide go to every device.
+        split = plan.padded_size(size) == size
+        if plan.pipeline > 1 and not split:  # whose microbatches have one size
+            raise errors.mask_not_read(size, plan.data * plan.microbatches)
+        sharding = split_rows(mesh) if split else replicated(mesh)
+        placement = Placement(with_rows(self._placement.like, size), size, sharding)
+        functions = Network(*self._example, plan, mesh, placement.like, sharding)
+        return PaddedRunner(functions, placement)
 
     @property
     def plan(self) -> Plan:
@@ -134,6 +139,7 @@ class Program:
             # Share everything compiled; only the arrays of the members differ.
             other = copy.copy(self)
             other.members, other._functions = members, functions.of(members)
+            other._runner = self._runner.of(other._functions)
             return other
         other = Program(
             self.task, self._optimizer, self.plan, self._placement.like, self.mesh, members,
@@ -155,9 +161,10 @@ class Program:
         if self.members is not None:
             if seed is not None or params is not None:
                 raise errors.members_start_alone("seed" if params is None else "params")
-            return self._compiled_init(*self._functions.arguments, self._start)
+            init = self._compiled.init_members(self._start)
+            return init(*self._functions.arguments, self._start)
         key = jax.random.key(check_seed(0 if seed is None else seed))
-        state: TrainState = self._init(key, self._start)
+        state: TrainState = self._compiled.init(key, self._start)
         if params is None:
             return state
         return self.place(replace_params(self.to_canonical(state), *self._example, params))
@@ -166,56 +173,24 @@ class Program:
     def _start(self) -> dict[str, jax.Array]:
         return place_start(self._example.task, self._functions.layout, self.mesh)
 
-    @functools.cached_property
-    def _init(self) -> Any:
-        return jax.jit(self._functions.init, out_shardings=self._state_shardings)
-
-    @property
-    def _compiled_init(self) -> jax.stages.Compiled:
-        if "init" not in self._compiled:
-            arguments = lowering.abstract((*self._functions.arguments, self._start))
-            lowered = {"init": self._init.lower(*arguments)}
-            if self.data is not None:  # the loop runs next
-                data = lowering.abstract_data(self.data.arrays, self.mesh)
-                if (key := lowering.loop_key(data, ())) not in self._compiled:
-                    lowered[key] = lowering.lower_loop(self._functions, data)
-            self._compiled |= lowering.compile_all(lowered)
-        return self._compiled["init"]
-
     def place(self, state: TrainState) -> TrainState:
         """Put a state from elsewhere (a checkpoint, another plan) on this program's devices.
 
         Raises `BatchError` where structure, shapes or dtypes differ from `canonical_shapes`, and
         `MembersError` for the state of one network or of another number of members.
         """
-        check_not_donated(state)
-        layout = self._functions.layout
-        # Copy: the first step donates the state, and the caller's arrays must stay valid.
-        copied = jax.tree.map(jnp.copy, state)
-        if same_shapes(copied, self.state_shapes):
-            return put(copied, self._state_shardings)
-        layout.check(copied)
-        return self._stored(put(copied, layout.canonical_shardings(self.mesh)))
-
-    @functools.cached_property
-    def _stored(self) -> Any:
-        return jax.jit(self._functions.layout.from_canonical, out_shardings=self._state_shardings)
+        return self._states.place(state)
 
     def to_canonical(self, state: TrainState) -> TrainState:
         """Return the state with unpadded shapes, as any plan accepts it, for checkpoints.
 
         The arrays are unchanged except where the plan padded a dim that its shards do not divide.
         """
-        check_not_donated(state)
-        return self._functions.layout.to_canonical(state)
+        return self._states.to_canonical(state)
 
     def from_canonical(self, state: TrainState) -> TrainState:
         """Pad a state that has the shapes of `to_canonical`; return any other state unchanged."""
-        # This runs in every step, so it compares shapes only; paths are formatted for errors alone.
-        layout = self._functions.layout
-        if layout.is_canonical or not same_shapes(state, layout.canonical):
-            return state
-        return self.place(state)
+        return self._states.from_canonical(state)
 
     @functools.cached_property
     def replicas(self) -> ReplicaCheck:
@@ -225,7 +200,7 @@ class Program:
     @functools.cached_property
     def hyperparams(self) -> Hyperparams:
         """What `optax.inject_hyperparams` keeps in the optimizer's state, to read and to set."""
-        return Hyperparams(self._functions.layout, self.members.count if self.members else None)
+        return Hyperparams(self._functions.layout, self._functions.count)
 
     # --- Training -----------------------------------------------------------------------------
 
@@ -241,8 +216,8 @@ class Program:
 
         Raises `BatchError` for a batch or state that does not fit.
         """
-        program = self if self._pads else self._for_size(self._placement.check(batch))
-        return program._step(state, program._placement.fill(batch))
+        runner = self._runner.for_batch(batch)
+        return runner.step(state, runner.placement.fill(batch))
 
     def gradients(self, state: TrainState, batch: PyTree, *, first: int | None = None) -> Gradients:
         """Return the first half of `step`: the sums over a batch, reduced over devices.
@@ -257,10 +232,10 @@ class Program:
     def gradients_call(self, state: TrainState, batch: PyTree, first: int | None) -> Any:
         """Return the jitted function and the arguments of `gradients`."""
         check_not_donated(state)
-        program = self if self._pads else self._for_size(self._placement.check(batch))
+        runner, functions = self._runner.for_batch(batch), self._functions
         part = () if first is None else (np.int32(first),)
-        arguments = (*self._functions.arguments, *program._placement.fill(batch), *part)
-        return program._halves[0], (self.from_canonical(state), *arguments)
+        arguments = (*functions.arguments, *runner.placement.fill(batch), *part)
+        return runner.compiled.gradients, (self.from_canonical(state), *arguments)
 
     def apply(self, state: TrainState, gradients: Gradients) -> tuple[TrainState, Metrics]:
         """Return the second half of `step`: the state, updated from `gradients`, and the metrics.
@@ -270,15 +245,9 @@ class Program:
         last bit: XLA adds up the stages' squares in another order.)
         """
         check_not_donated(state)
-        _, apply = self._halves
-        arguments = (*self._functions.arguments, gradients)
-        state, metrics = apply(self.from_canonical(state), *arguments)
-        return state, metrics if self.members is None else self._cut(metrics)
-
-    @functools.cached_property
-    def _halves(self) -> tuple[Any, Any]:
-        functions = self._functions
-        return jax.jit(functions.gradients), lowering.jitted_update(functions, functions.apply)
+        stored, functions = self.from_canonical(state), self._functions
+        state, metrics = self._compiled.apply(stored, *functions.arguments, gradients)
+        return state, functions.trim(metrics)
 
     def place_batch(self, batch: PyTree, *, local: bool = False) -> Placed:
         """Put a batch on the devices ahead of its step, for `step_placed`. Raises `BatchError`.
@@ -287,23 +256,18 @@ class Program:
         """
         if local:
             return self._placement.place_own(batch)
-        program = self if self._pads else self._for_size(self._placement.check(batch))
-        return program._placement.place(batch)
+        return self._runner.for_batch(batch).placement.place(batch)
 
     def step_placed(self, state: TrainState, placed: Placed) -> tuple[TrainState, Metrics]:
         """Update the state from a batch that `place_batch` has put on the devices."""
-        program = self if self._pads else self._for_size(leading_dim(placed.rows))
-        return program._step(state, placed)
+        return self._runner.for_rows(placed.rows).step(state, placed)
 
     @functools.cached_property
     def buffers(self) -> Buffers | None:
         """Memory for small batches, several of which a call of `loop` takes; None: it cannot."""
-        alone = self.members is None and self._pads  # else each size needs a program of its own
-        return Buffers.of(self._placement, self.mesh) if alone else None
-
-    def _step(self, state: TrainState, placed: Placed) -> tuple[TrainState, Metrics]:
-        state, metrics = self._run(self.compiled_step, state, *placed)
-        return state, metrics if self.members is None else self._cut(metrics)
+        # Members take no order, and in an `ExactRunner` each size needs a program of its own.
+        takes = self.members is None and isinstance(self._runner, PaddedRunner)
+        return Buffers.of(self._placement, self.mesh) if takes else None
 
     def loop(
         self, state: TrainState, data: PyTree, order: tuple[Any, ...], first: int, stop: int
@@ -321,42 +285,11 @@ class Program:
         **Returns:** the state, and metrics `(S,)` of the epoch's S steps, zero outside the range;
         of members `(slots, MAX_STEPS_PER_CALL)`, of which the first `stop - first` columns are set.
         """
-        if order and not self._pads and (np.asarray(order[1]) != self.batch_size).any():
-            return self._loop_by_size(state, data, order, first, stop)
-        compiled = self.compile_loop(data, order)
-        return self._run(compiled, state, data, *order, np.int32(first), np.int32(stop))
-
-    def _loop_by_size(
-        self, state: TrainState, data: PyTree, epoch: tuple[Any, ...], first: int, stop: int
-    ) -> tuple[TrainState, dict[str, Any]]:
-        """Run `loop` for a loss that allows no padding: a program for each run of equal sizes."""
-        found: dict[str, Any] = {}
-        for program, order, start, end in self._by_size(epoch):
-            begin, finish = max(first, start), min(stop, end)
-            if begin >= finish:
-                continue
-            state, metrics = program.loop(state, data, order, begin - start, finish - start)
-            for name, values in metrics.items():
-                every = found.setdefault(name, np.zeros(len(epoch[1]), values.dtype))
-                every[begin:finish] = values[begin - start : finish - start]
-        return state, found
-
-    def _by_size(self, epoch: tuple[Any, ...]) -> Iterator[tuple["Program", Placed, int, int]]:
-        """Yield, for each run of equal batch sizes of an epoch: its program, order, start, end."""
-        for size, rows, start, end in equal_sizes(*epoch):
-            program = self._for_size(size)
-            yield program, program.place_epoch(rows, np.full(end - start, size)), start, end
+        return self._runner.loop(state, data, order, first, stop)
 
     def compile_loop(self, data: PyTree, order: tuple[Any, ...] = ()) -> jax.stages.Compiled:
         """Return the compiled loop for data and orders of these shapes."""
-        if order and not self._pads and len(set(np.asarray(order[1]).tolist())) > 1:
-            first, *_ = [one.compile_loop(data, part) for one, part, *_ in self._by_size(order)]
-            return first
-        data = lowering.abstract_data(data, self.mesh)
-        key = lowering.loop_key(data, order)
-        if key not in self._compiled:
-            self._compiled[key] = lowering.lower_loop(self._functions, data, order).compile()
-        return self._compiled[key]
+        return self._runner.compile_loop(data, order)
 
     def place_epoch(self, rows: Int[np.ndarray, "S B"], counts: Int[np.ndarray, "S"]) -> Placed:
         """Put the order of an epoch on the devices, for `loop`.
@@ -391,24 +324,9 @@ class Program:
 
         **Returns:** leaves `(N, ...)`, or of a population `(members, N, ...)`.
         """
-        states = (*self._inference_states(state), *self._functions.arguments)
-        if local:
-            chunk = chunk or self.batch_size
-            return self._predictor.own(states, inputs, chunk, self.members is None)
-        outputs = self._predictor(states, inputs, chunk)
-        if self.members is None:
-            return outputs
-        many = isinstance(outputs, Iterator)
-
-        def members_first(outputs: PyTree) -> PyTree:
-            return self._cut(jax.tree.map(lambda leaf: np.moveaxis(leaf, 1, 0), outputs))
-
-        return map(members_first, outputs) if many else members_first(outputs)
-
-    def _trace_predict(self, rows: PyTree) -> jax.stages.Traced:
-        check_predict(self._example.task, self._new_state_like, rows, self.mesh)
-        predict = jax.jit(self._functions.predict, out_shardings=self._functions.outputs_sharding)
-        return predict.trace(*self._abstract_inference(), rows)
+        states = (*self._states.for_inference(state), *self._functions.arguments)
+        call = self._predictor.own if local else self._predictor
+        return call(states, inputs, chunk)
 
     def evaluate(self, state: TrainState, data: PyTree | Iterable[PyTree]) -> dict[str, Any]:
         """Return weighted means of loss and metrics over all examples of `data`, each counted once.
@@ -416,49 +334,16 @@ class Program:
         `data` is a tree of arrays with any leading dim, or an iterable of such trees. Means are
         floats, or of a population arrays `(members,)`; metrics over the data may be arrays.
         """
-        states = (*self._inference_states(state), *self._functions.arguments)
-
-        def run(placed: Placed) -> Totals:
-            check_not_donated(states)
-            part = self._compiled_evaluate(*states, *placed)
-            self._in_flight.started(part.loss)
-            return part
-
-        return evaluate.evaluate_data(run, self._evaluation, data, self._finish, self.members)
-
-    @functools.cached_property
-    def _finish(self) -> dict[str, Any]:
-        find, task = within(self.mesh, evaluate.finish_of), self._example.task
-        return find(task, self.plan.precision, self._evaluation, self._new_state_like)
+        states = (*self._states.for_inference(state), *self._functions.arguments)
+        return self._evaluator(states, data)
 
     def check_evaluation(self, data: PyTree | Iterable[PyTree]) -> None:
         """Raise the errors of `evaluate` for these data, without compiling or computing."""
-        check, task = within(self.mesh, evaluate.check_evaluation), self._example.task
-        check(task, self.plan.precision, self._evaluation, self._new_state_like, data)
+        self._evaluator.check(data)
 
     def metric_names(self, *, evaluated: bool) -> list[str]:
         """Return the names of the metrics in the row of an epoch; `evaluated`, `eval_...` too."""
-        names, task = within(self.mesh, evaluate.metric_names), self._example.task
-        return names(task, self.plan.precision, self._evaluation, self._new_state_like, evaluated)
-
-    @property
-    def _compiled_evaluate(self) -> jax.stages.Compiled:
-        if "evaluate" not in self._compiled:
-            lower, rows = jax.jit(self._functions.evaluate).lower, self._evaluation.abstract()
-            check_evaluate(self._example.task, self._new_state_like, rows, self.mesh)
-            arguments = *self._abstract_inference(), rows, lowering.COUNT
-            self._compiled["evaluate"] = lower(*arguments).compile()
-        return self._compiled["evaluate"]
-
-    def _inference_states(self, state: TrainState) -> tuple[PyTree, PyTree]:
-        state = self.from_canonical(state)
-        if not same_shapes(state, self.state_shapes):
-            self._functions.layout.check(state)
-        return state.params, state.model_state
-
-    def _abstract_inference(self) -> tuple[Any, ...]:
-        like = self.state_shapes
-        return like.params, like.model_state, *lowering.abstract(self._functions.arguments)
+        return self._evaluator.metric_names(evaluated=evaluated)
 
     # --- Reading the compiled program ---------------------------------------------------------
 
@@ -466,17 +351,12 @@ class Program:
     def compiled_step(self) -> jax.stages.Compiled:
         """The compiled step: `(state, rows, count) -> (state, metrics)`; of a population
         `(state, members, rows, count)`."""
-        if "step" not in self._compiled:
-            self._compiled["step"] = lowering.lower_step(self._functions, self._placement).compile()
-        return self._compiled["step"]
+        return self._compiled.step
 
     @property
     def compiled(self) -> jax.stages.Compiled:
         """The compiled step; of members that read data themselves the loop, once compiled."""
-        if self.data is None or self.members is None:
-            return self.compiled_step
-        key = lowering.loop_key(lowering.abstract_data(self.data.arrays, self.mesh), ())
-        return self._compiled.get(key) or self.compiled_step
+        return self._compiled.most_run
 
     def hlo(self) -> str:
         """Return the text of `compiled`."""
@@ -503,25 +383,21 @@ class Program:
         """Return bytes per device during a step, as the compiler reports them."""
         return compiled_hlo.memory(self.compiled)
 
-    @functools.cached_property
+    @property
     def state_shapes(self) -> TrainState:
         """The state as a tree of `jax.ShapeDtypeStruct`s with their shardings."""
-        return self._functions.layout.abstract(self.mesh)
+        return self._states.shapes
 
     @property
     def canonical_shapes(self) -> TrainState:
         """The state that `to_canonical` returns, as a tree of `jax.ShapeDtypeStruct`s."""
-        return jax.tree.map(
-            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-            self._functions.layout.canonical,
-            self._functions.layout.canonical_shardings(self.mesh),
-        )
+        return self._states.canonical_shapes
 
     def __repr__(self) -> str:
-        return in_a_line(summary(self, self._compiled.get("step")))
+        return in_a_line(summary(self, self._compiled.so_far.get("step")))
 
     def _repr_html_(self) -> str:
-        return as_table(summary(self, self._compiled.get("step")))
+        return as_table(summary(self, self._compiled.so_far.get("step")))
 
     def measure(self, plan: Plan, arrays: PyTree) -> tuple[Plan, list[Candidate]]:
         """Measure a plan's open choices by timing the loop over `arrays`, or if None the step.
@@ -539,9 +415,7 @@ class Program:
 
     def _lower_most_run(self, functions: StepFunctions) -> jax.stages.Lowered:
         """Lower the loop over the members' data, or without data the step."""
-        if self.data is None:
-            return lowering.lower_step(functions, self._placement)
-        return lowering.lower_loop(functions, lowering.abstract_data(self.data.arrays, self.mesh))
+        return lower_most_run(functions, self._placement, self.data)
 
     # --- Inside -------------------------------------------------------------------------------
 
@@ -550,51 +424,3 @@ class Program:
         if self.members is None:
             raise errors.program_of_one_network()
         return self.members
-
-    def _run(self, compiled: jax.stages.Compiled, state: TrainState, *args: Any) -> Any:
-        if self.mesh.size > 1 or getattr(state.step, "is_deleted", bool)():
-            check_donatable(state)  # of one device the program raises, and looks cost 4% of a step
-        state = self.from_canonical(state)
-        try:
-            state, metrics = compiled(state, *self._functions.arguments, *args)
-        except (TypeError, ValueError, RuntimeError) as error:
-            if not isinstance(error, jax.errors.JaxRuntimeError):  # which may be out of memory
-                check_donatable(state)
-            if not same_shapes(state, self.state_shapes) and self.members is not None:
-                self._functions.layout.check(state)
-            check_stored(state, self.state_shapes)
-            lowering.check_constants(error)
-            raise
-        self._in_flight.started(metrics["loss"])
-        return state, metrics
-
-    def _cut(self, values: PyTree) -> PyTree:
-        """Drop the members that fill the slots, from leaves `(slots, ...)`."""
-        return jax.tree.map(lambda leaf: leaf[: self._members.count], values)
-
-    def _for_size(self, size: int) -> "Program":
-        """Return this program, or one for exactly `size` rows if the loss ignores its mask."""
-        self._check_size(size)
-        if size == self.batch_size:
-            return self
-        if size not in self._of_size:
-            like = with_rows(self._placement.like, size)
-            one = Program(self.task, self._optimizer, self.plan, like, self.mesh, exact=True)
-            said = mask_not_read(size, self.batch_size, self.plan.data * self.plan.microbatches)
-            warn(said, errors.MaskWarning)
-            self._of_size[size] = one
-        return self._of_size[size]
-
-    def _check_size(self, size: int) -> None:
-        """Raise `BatchError` where members' batch of this size needs padding."""
-        if self.members is not None and not self._pads and size not in (0, self.batch_size):
-            raise errors.mask_not_read_by_members(size, self.batch_size)
-
-    @functools.cached_property
-    def _new_state_like(self) -> TrainState:
-        """The state of one network, abstract."""
-        return jax.eval_shape(lambda: new_state(*self._example, jax.random.key(0)))
-
-    @property
-    def _state_shardings(self) -> PyTree:
-        return jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)

@@ -68,7 +68,9 @@ def index_rows(
     return Rows(batch, keys, numbers < count)
 
 
-def index_device_rows(batch: PyTree, key: StepKey, count: Int[Array, ""], devices: int) -> Rows:
+def index_device_rows(
+    batch: PyTree, key: Key[Array, ""] | StepKey, count: Int[Array, ""], devices: int
+) -> Rows:
     """Call `index_rows` for one device's rows, inside `shard_map` over `data`."""
     size = jax.tree.leaves(batch)[0].shape[0]
     first = jax.lax.axis_index("data") * size if devices > 1 else 0

@@ -27,6 +27,7 @@ from plurax.execute.gradient import (
     cast_floating,
     check_losses,
     check_weight,
+    device_predict,
     evaluation,
     split_output,
     weighted_sums,
@@ -34,7 +35,6 @@ from plurax.execute.gradient import (
     with_precision,
     without_data_set,
 )
-from plurax.execute.predict import device_predict
 from plurax.execute.rows import Rows
 from plurax.jaxpr.remat import rematerialized
 from plurax.partition.partitioner import Partitioner
@@ -42,8 +42,6 @@ from plurax.pipeline.cut import Cut, has_boundaries
 from plurax.pipeline.stages import LayerAssignment, Layers, StagedNetwork, StageFn, even_layers
 from plurax.plan import Plan, Precision
 from plurax.task import Stack, Task
-
-Traced = Callable[..., tuple[Any, PyTree]]
 
 
 def totals_of(
@@ -96,7 +94,8 @@ def training_network(
         losses, metrics, new = split_output(task, output, model_state, rows.mask.shape[0])
         return *totals_of(task, (losses, metrics), rows, "Task.loss"), new
 
-    return marked_network(total, plan, like, rows, partitioner)
+    closed, shapes = partitioner.traced(total, *like, rows)
+    return _cut(closed, shapes, plan, like, partitioner, training=True)
 
 
 def evaluating_network(
@@ -237,21 +236,6 @@ def stack_network(
         Layers(*part(layer, numbers["blocks"]), layer_assignment(stack, plan)),
         stages,
     )  # fmt: skip
-
-
-def marked_network(
-    total: Callable[[PyTree, PyTree, Any], tuple[Any, ...]],
-    plan: Plan,
-    like: PyTree,
-    rows: Any,
-    partitioner: Partitioner,
-) -> StagedNetwork:
-    """Trace a training function `(params, model_state, rows) -> (y, aux, model_state)`; cut it.
-
-    Raises `PlanError` as `Cut` does.
-    """
-    closed, shapes = partitioner.traced(total, *like, rows)
-    return _cut(closed, shapes, plan, like, partitioner, training=True)
 
 
 def _if_marked(

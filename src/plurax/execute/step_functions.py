@@ -31,10 +31,12 @@ from plurax.state import TrainState
 class StepFunctions(abc.ABC):
     """The functions of a program. See the module's table.
 
-    **Attributes:** `plan`; `mesh`; `backend`, of one network; `layout`, of the state;
+    **Attributes:** `count`, the number of members, None for one network; `plan`; `mesh`;
+    `backend`, of one network; `layout`, of the state;
     `metrics_sharding`, of the metrics of a step or loop; `outputs_sharding`, of predictions.
     """
 
+    count: int | None
     plan: Plan
     mesh: Mesh
     backend: Backend
@@ -46,6 +48,14 @@ class StepFunctions(abc.ABC):
     @abc.abstractmethod
     def arguments(self) -> tuple[PyTree, ...]:
         """Arrays on the devices that follow the state in every call."""
+
+    @abc.abstractmethod
+    def trim(self, values: PyTree) -> PyTree:
+        """Return results of a call without those of the members that only fill the slots."""
+
+    @abc.abstractmethod
+    def outputs(self, values: PyTree) -> PyTree:
+        """Return predictions, rows leading, as users get them: `(N, ...)` or `(K, N, ...)`."""
 
     @abc.abstractmethod
     def init(self, *arguments: Any) -> TrainState:

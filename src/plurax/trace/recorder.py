@@ -26,7 +26,7 @@ from jaxtyping import PyTree
 from plurax.execute.backends.backend import Backend
 from plurax.execute.backends.pipelined import PipelinedBackend
 from plurax.execute.check import check_kinds
-from plurax.execute.lowering import COUNT
+from plurax.execute.compiled_functions import COUNT
 from plurax.execute.network import Network
 from plurax.execute.placement import Placement, leading_dim
 from plurax.jaxpr.compat import inner_jaxprs, open_jaxpr

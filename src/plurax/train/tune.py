@@ -10,8 +10,8 @@ from jaxtyping import PyTree
 from plurax.checkpoint.restore import make_program
 from plurax.distributed.global_arrays import MEASURE_IN_ONE, check_alone
 from plurax.execute.array_data import ArrayData
-from plurax.execute.autotune import Candidate
 from plurax.execute.check import check_population
+from plurax.execute.choose_chunk import Candidate
 from plurax.execute.population import HyperFn
 from plurax.loop.data import as_data
 from plurax.members import Members

@@ -140,10 +140,7 @@ class PipelinedBackend(Backend):
         return jax.tree.leaves(marked)
 
     def of(self, task: Task, optimizer: optax.GradientTransformation) -> "PipelinedBackend":
-        """Return a copy for another member of a population.
-
-        Its task and optimizer may contain traced values, such as a learning rate.
-        """
+        """Return a copy for another member of a population."""
         other = copy.copy(self)
         other.task, other.optimizer = task, optimizer
         other._base = self._base.of(task, optimizer)
@@ -181,7 +178,8 @@ class PipelinedBackend(Backend):
             count: Int[Array, ""],
         ) -> tuple[Totals, PyTree]:
             coupled = self.task.coupled
-            rows = self._microbatches(self._numbered(batch, key, count), coupled=coupled)
+            rows = index_device_rows(batch, key, count, self.plan.data)
+            rows = self._microbatches(rows, coupled=coupled)
             like = _first(rows, self.plan.data if coupled else 1)
             network = training_network(self.task, self.plan, self._like, like, self._stage())
             run = ScheduleExecutor(
@@ -213,10 +211,6 @@ class PipelinedBackend(Backend):
                 states[leaf] = array
         self.records["model state"] = partitioner.records
         return jax.tree.unflatten(jax.tree.structure(like), states)
-
-    def _numbered(self, batch: PyTree, key: Any, count: Any) -> Rows:
-        """Return this device's rows with a random key and a mask for each."""
-        return index_device_rows(batch, key, count, self.plan.data)
 
     def _microbatches(self, rows: PyTree, *, coupled: bool = False) -> PyTree:
         """Reshape rows `(size, ...)` to `(microbatches, size / microbatches, ...)`.
@@ -267,10 +261,9 @@ class PipelinedBackend(Backend):
             # Every device traces all stages, so it needs the specs of all parameters.
             here = homes.packings[home].leaves[at] if array is None else array
             values.append(ShardedValue(here, leaf.shape, one, is_param=True))
-        given = [None if home == ON_ALL else home for home in homes.homes]
         is_frozen = frozen_leaves(self.task.frozen, base.layout.like.params)
         frozen = frozenset(index for index, yes in enumerate(is_frozen) if yes)
-        return StageParams(values, given, homes.packings, params.stage_buffers, frozen)
+        return StageParams(values, homes.devices, homes.packings, params.stage_buffers, frozen)
 
     # --- Reduction ----------------------------------------------------------------------------
 
@@ -381,9 +374,7 @@ class PipelinedBackend(Backend):
         def fun(*leaves: Array) -> list[Any]:
             return jax.tree.leaves(whole(*jax.tree.unflatten(structure, leaves)))
 
-        homes = [
-            None if h == ON_ALL else h for h in (*layout.params.homes, *layout.opt_state.homes)
-        ]
+        homes = [*layout.params.devices, *layout.opt_state.devices]
         goals = jax.tree.leaves(
             base.expanded((shardings.params, shardings.opt_state)), is_leaf=is_sharding
         )
@@ -443,7 +434,8 @@ class PipelinedBackend(Backend):
         """
 
         def local(params: Staged, model_state: PyTree, batch: PyTree, count: Any) -> Totals:
-            rows = self._microbatches(self._numbered(batch, jax.random.key(0), count))
+            rows = index_device_rows(batch, jax.random.key(0), count, self.plan.data)
+            rows = self._microbatches(rows)
             network = evaluating_network(
                 self.task, self.plan, self._like, _first(rows), self._stage()
             )
@@ -491,7 +483,7 @@ class PipelinedBackend(Backend):
 
         It may be cut at other places than the loss, by which the parameters were placed.
         """
-        homes = [None if home == ON_ALL else home for home in self.layout.params.homes]
+        homes = self.layout.params.devices
         return network is not None and network.uses_at(homes, self.plan.pipeline)
 
     def _forward(

@@ -17,13 +17,16 @@ from jaxtyping import PyTree
 
 from plurax.collective import Collective
 from plurax.execute.backends.backend import Backend
-from plurax.execute.evaluate import device_evaluation
-from plurax.execute.gradient import Totals, evaluation, gradient
+from plurax.execute.gradient import Totals, device_predict, evaluation, gradient
 from plurax.execute.initial_state import new_state
 from plurax.execute.layouts.state_shardings import StateShardings
-from plurax.execute.predict import device_predict
 from plurax.execute.step import Gradients, Metrics, make_apply, make_gradients, whole_update
-from plurax.execute.totals import coupled_totals, device_totals, uneven_totals
+from plurax.execute.totals import (
+    coupled_totals,
+    device_evaluation,
+    device_totals,
+    uneven_totals,
+)
 from plurax.jaxpr.convolutions import channels_last
 from plurax.plan import Plan
 from plurax.sharding.rules import Rules

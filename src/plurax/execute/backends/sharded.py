@@ -38,16 +38,20 @@ from jaxtyping import Array, PyTree
 from plurax import errors, tree
 from plurax.collective import Collective
 from plurax.execute.backends.backend import Backend
-from plurax.execute.evaluate import device_evaluation
-from plurax.execute.gradient import Totals, evaluation, gradient
+from plurax.execute.gradient import Totals, device_predict, evaluation, gradient
 from plurax.execute.initial_state import new_state
 from plurax.execute.layouts.state_shardings import StateShardings, stacks
 from plurax.execute.mask import loss_arguments
-from plurax.execute.predict import device_predict
 from plurax.execute.reduction import reduced
 from plurax.execute.rows import Rows
 from plurax.execute.step import Gradients, Metrics, make_apply, make_gradients, whole_update
-from plurax.execute.totals import BatchTotals, coupled_totals, device_totals, uneven_totals
+from plurax.execute.totals import (
+    BatchTotals,
+    coupled_totals,
+    device_evaluation,
+    device_totals,
+    uneven_totals,
+)
 from plurax.freezing import trained
 from plurax.jaxpr.interpret import holds
 from plurax.mesh import on_cpu, within
@@ -141,10 +145,7 @@ class ShardedBackend(Backend):
         return jax.make_jaxpr(loss)(*loss_arguments(self.task, like, rows)).jaxpr
 
     def of(self, task: Task, optimizer: optax.GradientTransformation) -> "ShardedBackend":
-        """Return a copy for another member of a population.
-
-        Its task and optimizer may contain traced values, such as a learning rate.
-        """
+        """Return a copy for another member of a population."""
         other = copy.copy(self)
         other.task, other.optimizer = task, optimizer
         # Traced values belong to the mesh in which they were traced; do not enter another.

@@ -85,6 +85,11 @@ class StagePlacement:
         ]
         self.lengths = max_lengths(one.lengths for one in self.packings)
 
+    @property
+    def devices(self) -> list[int | None]:
+        """For each leaf the one device that has it, or None."""
+        return [None if home == ON_ALL else home for home in self.homes]
+
     def own(self, device: int) -> list[int]:
         """Return the indices of the leaves that only `device` has."""
         return [index for index, home in enumerate(self.homes) if home == device]
