@@ -24,39 +24,10 @@ def plan_has_members(member: int) -> PlanError:
     )
 
 
-def members_need_a_function(what: str) -> MembersError:
-    return MembersError(
-        f"Members(hyper=...) gives hyperparameters, and neither the task nor the optimizer is a "
-        f"function of them. Write the {what} as a function: "
-        "def optimizer(hyper): return optax.adam(hyper['learning_rate'])."
-    )
-
-
 def state_of_one_network() -> MembersError:
     return MembersError(
         "this is the state of one network, not of a population: its leaves have no leading dim of "
         "members."
-    )
-
-
-def program_of_one_network() -> MembersError:
-    return MembersError(
-        "this program is compiled for one network, so it has no members to exchange; compile it "
-        "with members=plurax.Members(...)."
-    )
-
-
-def members_start_alone(what: str) -> MembersError:
-    return MembersError(
-        f"init({what}=...) starts one network, and this program has members, each with a seed of "
-        "its own. Leave it out, and give the seeds to plurax.Members(seeds)."
-    )
-
-
-def members_read_otherwise(before: Any, now: Any) -> MembersError:
-    return MembersError(
-        f"this program is compiled for members that read their data by {before!r}, and these read "
-        f"by {now!r}; compile one for them (plurax.fit, plurax.compile)."
     )
 
 

@@ -71,7 +71,11 @@ class Program:
         if members is None and plan.member > 1:
             raise errors.plan_has_members(plan.member)
         if members and members.hyper and isinstance(task, Task) and hasattr(optimizer, "update"):
-            raise errors.members_need_a_function("optimizer")
+            raise errors.MembersError(
+                "Members(hyper=...) gives hyperparameters, and neither the task nor the optimizer "
+                "is a function of them. Write the optimizer as a function: "
+                "def optimizer(hyper): return optax.adam(hyper['learning_rate'])."
+            )
         self.task, self.mesh, self.members, self._optimizer = task, mesh, members, optimizer
         # Shapes alone: a cached program must not keep anyone's data.
         self.data = None if data is None else data.abstract()
@@ -134,7 +138,11 @@ class Program:
         mine, functions = self._members, self._functions
         assert isinstance(functions, Population)
         if self.data is not None and members.resample != self.data.resample:
-            raise errors.members_read_otherwise(self.data.resample, members.resample)
+            raise errors.MembersError(
+                "this program is compiled for members that read their data by "
+                f"{self.data.resample!r}, and these read by {members.resample!r}; compile one for "
+                "them (plurax.fit, plurax.compile)."
+            )
         if members.count == mine.count and members.hyper_dtypes == mine.hyper_dtypes:
             # Share everything compiled; only the arrays of the members differ.
             other = copy.copy(self)
@@ -160,7 +168,12 @@ class Program:
         """
         if self.members is not None:
             if seed is not None or params is not None:
-                raise errors.members_start_alone("seed" if params is None else "params")
+                given = "seed" if params is None else "params"
+                raise errors.MembersError(
+                    f"init({given}=...) starts one network, and this program has members, each "
+                    "with a seed of its own. Leave it out, and give the seeds to "
+                    "plurax.Members(seeds)."
+                )
             init = self._compiled.init_members(self._start)
             return init(*self._functions.arguments, self._start)
         key = jax.random.key(check_seed(0 if seed is None else seed))
@@ -422,5 +435,8 @@ class Program:
     @property
     def _members(self) -> Members:
         if self.members is None:
-            raise errors.program_of_one_network()
+            raise errors.MembersError(
+                "this program is compiled for one network, so it has no members to exchange; "
+                "compile it with members=plurax.Members(...)."
+            )
         return self.members
