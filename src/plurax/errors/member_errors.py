@@ -1,7 +1,6 @@
 """Populations and sweeps that cannot be made, or do not fit where they are used."""
 
 from collections.abc import Iterable
-from typing import Any
 
 from plurax.errors.kinds import MembersError, PlanError
 
