@@ -298,7 +298,7 @@ def test_mistakes(name):
 @pytest.mark.parametrize("make", [cb.KeepBest, cb.EarlyStopping, cb.ReduceOnPlateau])
 @pytest.mark.parametrize("metric", ["acc", "eval_loss", "eval_accuracy", "eval_ema_losss"])
 def test_a_metric_that_no_row_will_have_is_refused_before_the_first_step(monkeypatch, make, metric):
-    monkeypatch.setattr("plurax.train.fit.train_iter", None)
+    monkeypatch.setattr("plurax.train.fit.train_iter", lambda *_, **__: pytest.fail("a step"))
     evaluation = DATA if "ema" in metric else None
     with pytest.raises(
         px.errors.TaskError, match=f"follows '{metric}', and a row has loss, grad_norm"

@@ -195,6 +195,9 @@ EXAMPLES = {
     "jit": jax.jit(jnp.sin),
     "pad": lambda x: jnp.pad(x, 1),
     "psum_invariant": by_hand(lambda x: lax.psum(x, "a")),
+    "pure_callback": lambda x: jax.pure_callback(
+        np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential"
+    ),
     "ragged_dot_general": lambda x: lax.ragged_dot(x, x[None], jnp.array([4])),
     "reduce_sum": jnp.sum,
     "reduce_window_max": lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2, 2), (1, 1), "VALID"),

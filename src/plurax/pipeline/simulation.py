@@ -122,7 +122,7 @@ def lockstep_seconds(schedule: Schedule, takes: Callable[[int, Action], float]) 
 
     >>> from plurax.pipeline.schedule import make_schedule
     >>> lockstep_seconds(make_schedule("1f1b", 2, 2), lambda device, action: 1 + device)
-    11
+    10
     """
     return sum(
         max(takes(device, action) for device, action in enumerate(column) if action is not None)
