@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import types
 
 import pytest
@@ -251,8 +250,11 @@ def test_orders_and_reports_of_actors(pretended_actors, capsys):
     assert ray.killed == ["0.0", "1.0"]
 
 
-def test_an_actor_that_is_lost_or_silent_is_started_again(pretended_actors):
+def test_an_actor_that_is_lost_or_silent_is_started_again(pretended_actors, monkeypatch):
     """Ray lets a call to a host that is cut off wait for minutes."""
+    now = 0.0
+    clock = types.SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr(ray_hosts, "time", clock)
     ray = pretended_actors
     hosts = RayHosts(ray, Settings(("x",), hosts=2, limits=Limits(silence=0.1)), None)
     ray.answer(1)
@@ -265,7 +267,7 @@ def test_an_actor_that_is_lost_or_silent_is_started_again(pretended_actors):
     ray.answer(1)
     assert hosts.wait() == [Joined(1, 1)]
     assert not any("kill" in call[3] for call in ray.calls)
-    time.sleep(0.2)
+    now = 0.2
     assert hosts.wait() == [Lost(1, "nothing was heard of it for 0.1 s; Ray starts it again")]
     assert ray.killed == ["1.0", "1.1"]
     assert hosts.wait() == []  # the new one waits for a host, and host 0 for its first

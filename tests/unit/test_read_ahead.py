@@ -1,7 +1,6 @@
 """Batches read ahead on another thread, into buffers that one call trains on."""
 
 import threading
-import time
 
 import jax
 import numpy as np
@@ -111,21 +110,33 @@ def test_large_batches_are_read_two_ahead_one_to_a_buffer():
             yield at, Position(0, at + 1)
         raise OSError("the disk is gone")
 
-    def wait_until_read(count):
-        deadline = time.monotonic() + 60
-        while len(read) < count and time.monotonic() < deadline:
-            time.sleep(0.01)
+    class Watched(OneSlot):
+        """A slot that knows when the reader, with the next batch in hand, finds it full."""
 
-    taken = []
+        def __init__(self):
+            super().__init__()
+            self.reader_waits = threading.Event()
+
+        def __getattribute__(self, name):
+            value = super().__getattribute__(name)
+            if name == "is_full" and value and len(read) > self.batch + 1:
+                self.reader_waits.set()
+            return value
+
+    slots, taken = [], []
+
+    def new_slot():
+        slots.append(Watched())
+        return slots[-1]
 
     def take_all(ahead):
         for part in ahead.parts():
             taken.append((part.buffer.batch, part.positions, part.is_last))
-            wait_until_read(min(4, len(taken) + 2))
-            time.sleep(0.05)
-            assert len(read) == min(4, len(taken) + 2)
+            if len(taken) < 3:
+                assert slots[len(taken)].reader_waits.wait(60)
+            assert read == list(range(min(4, len(taken) + 2)))
 
-    reader = ReadAhead(broken(), OneSlot, lambda: False)
+    reader = ReadAhead(broken(), new_slot, lambda: False)
     with reader as ahead, pytest.raises(OSError, match="the disk is gone"):
         take_all(ahead)
     assert taken == [(at, [Position(0, at + 1)], False) for at in range(3)]
