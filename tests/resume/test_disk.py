@@ -47,13 +47,13 @@ def before_save(monkeypatch):
     """Register what happens before the save of an epoch (from 1), when the one before has ended."""
     actions, real = {}, Saving.save
 
-    def save(self, step, *args, last):
-        action = actions.get(step / PER_EPOCH)
+    def save(self, snapshot):
+        action = actions.get(snapshot.step / PER_EPOCH)
         if action is not None:
             assert not self._checkpoints.busy(60)
-            self.check(step)
+            self.check(snapshot.step)
             action()
-        real(self, step, *args, last=last)
+        real(self, snapshot)
 
     monkeypatch.setattr(Saving, "save", save)
     return actions.update
@@ -171,10 +171,10 @@ def test_a_slow_disk_does_not_hold_up_training(tmp_path, monkeypatch, undisturbe
     monkeypatch.setattr(saving, "PATIENCE", 0.0)
     released, real = threading.Event(), Saving.save
 
-    def save(self, *args, last):
-        if last:
+    def save(self, snapshot):
+        if snapshot.last:
             released.set()
-        real(self, *args, last=last)
+        real(self, snapshot)
 
     monkeypatch.setattr(Saving, "save", save)
     fails(monkeypatch, {2}, released.wait)

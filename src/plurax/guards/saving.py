@@ -12,13 +12,14 @@ Had step 400 failed too, training would have stopped with a `SavingStoppedError`
 """
 
 import contextlib
+import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from plurax import errors, tree
 from plurax.checkpoint import Checkpoints
-from plurax.checkpoint.manager import Meta, Residuals
+from plurax.checkpoint.manager import Meta
 from plurax.checkpoint.restore import members_meta
 from plurax.distributed.process_group import ProcessGroup
 from plurax.guards.rollback import Rollbacks
@@ -79,11 +80,11 @@ class Saving(CallHook, CheckpointHook, RewindHook):
     def on_checkpoint(self, run: Run, snapshot: RunSnapshot) -> None:
         """Save, with what resuming needs to know of members and rollbacks."""
 
-        def described() -> Meta:
+        def meta() -> Meta:
             rollbacks = self._rollbacks.to_json()
             return {**snapshot.meta(), **members_meta(run.program), "rollbacks": rollbacks}
 
-        self.save(snapshot.step, snapshot.state, described, snapshot.residuals, last=snapshot.last)
+        self.save(dataclasses.replace(snapshot, meta=meta))
 
     def on_rewind(self, run: Run) -> None:
         """Take the checkpoint that training goes back to for the newest."""
@@ -94,51 +95,39 @@ class Saving(CallHook, CheckpointHook, RewindHook):
         if self._writing is not None:
             self._finish(step)
 
-    def save(
-        self,
-        step: int,
-        state: Callable[[], TrainState],
-        described: Callable[[], Meta],
-        residuals: Residuals | None,
-        *,
-        last: bool,
-    ) -> None:
-        """Save what `state` and `described` return, in the background.
+    def save(self, snapshot: RunSnapshot) -> None:
+        """Save in the background.
 
-        `described` writes what has to be on disk before, and raises `DiskError` where it cannot.
+        `snapshot.meta` writes what has to be on disk before, and raises `DiskError` where it
+        cannot.
 
         Where the save before is still being written, this one is left out, so that training does
-        not wait for a slow disk. At the `last` it waits for both, reads back what was written, and
+        not wait for a slow disk. At the last it waits for both, reads back what was written, and
         tries again where that fails.
 
         Raises `SavingStoppedError` after `ATTEMPTS` failures in a row.
         """
-        if not last and self._checkpoints.busy(0.0 if self._slow else PATIENCE):
-            self._leave_out(step)
+        if not snapshot.last and self._checkpoints.busy(0.0 if self._slow else PATIENCE):
+            self._leave_out(snapshot.step)
             return
         if self._writing is not None:
-            self._finish(step)
-        started = self._start(step, state, described, residuals)
-        while last and not (started and self._finish(step, verify=True)):
-            started = self._start(step, state, described, residuals)
+            self._finish(snapshot.step)
+        started = self._start(snapshot)
+        while snapshot.last and not (started and self._finish(snapshot.step, verify=True)):
+            started = self._start(snapshot)
 
-    def _start(
-        self,
-        step: int,
-        state: Callable[[], TrainState],
-        described: Callable[[], Meta],
-        residuals: Residuals | None,
-    ) -> bool:
+    def _start(self, snapshot: RunSnapshot) -> bool:
         """Start to save, and return whether the disk took what has to be written at once."""
+        step = snapshot.step
         try:
             # No checkpoint is ever ahead of its logs.
-            meta = described()
+            meta = snapshot.meta()
             log = self._group.on_primary(self._log.flush if self._log else lambda: None)
         except errors.DiskError as error:
             self._fail(step, step, error)
             return False
         try:
-            self._checkpoints.save(state(), {**meta, "log": log}, residuals)
+            self._checkpoints.save(snapshot.state(), {**meta, "log": log}, snapshot.residuals)
         except (errors.DiskError, OSError) as error:
             self._fail(step, step, error)
             return False
