@@ -5,10 +5,16 @@ from unittest import mock
 import jax
 from jax.extend.core import Primitive
 
-from plurax.partition.partitioner import plan_partition
+from plurax.partition.partitioner import partition
 from plurax.partition.values import is_sharded_value
 from plurax.plan import Plan
 from plurax.planner.costs import parameter_bytes
+
+
+def plan_partition(fun, partitioner, args):
+    """The results of `partition`, with shapes in place of arrays, and what is sent."""
+    with partitioner.planning() as records:
+        return partition(fun, partitioner, args), records
 
 
 def planned(fun, partitioner, args):

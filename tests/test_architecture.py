@@ -60,7 +60,7 @@ FLOORS = [
     ],
     ["distributed", "collective", "mesh", "hlo", "fingerprint", "jaxpr", "weights"],
     ["sharding", "partition", "pipeline"],
-    ["execute", "trace"],
+    ["trace", "execute"],
     ["adapters", "ensemble", "loop"],
     [
         "analysis",

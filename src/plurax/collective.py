@@ -1,4 +1,4 @@
-"""A collective of a step: planned by the partitioner, or read from the compiled program."""
+"""A collective of a step: planned, in the recorded step, or read from the compiled program."""
 
 import dataclasses
 

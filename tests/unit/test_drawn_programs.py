@@ -6,6 +6,7 @@ partitioner's own assertions may be reached.
 
 import dataclasses
 import functools
+from collections import Counter
 
 import hypothesis.strategies as st
 import jax
@@ -23,10 +24,14 @@ from tests.promotion import allowed
 from plurax.jaxpr.compat import inner_jaxprs
 from plurax.jaxpr.remat import rematerialized
 from plurax.partition.partitioner import Partitioner, partition
+from plurax.partition.scopes import BY_HAND
 from plurax.partition.values import ShardedValue, is_sharded_value
 from plurax.sharding.axes import Axes
 from plurax.sharding.reshard import apply_moves, plan_reshard
 from plurax.sharding.spec import TensorSharding
+from plurax.trace.collectives import collectives_of
+from plurax.trace.flatten import Flattener
+from plurax.trace.step_trace import Value
 
 SIZES = {"data": 2, "tensor": 2}
 SHAPES = {"a": (4, 6), "b": (6, 4), "c": (6,)}
@@ -235,7 +240,8 @@ def on_shards(fun, shardings):
             moves = plan_reshard(
                 sharding, TensorSharding.replicated(len(value.shape)), value.shape, 8, axes
             )
-            return apply_moves(value.array, value.shape, sharding, moves, axes)
+            with jax.named_scope(BY_HAND):  # of the test, not of what is tested
+                return apply_moves(value.array, value.shape, sharding, moves, axes)
 
         return jax.tree.map(whole, sums, is_leaf=is_sharded_value)
 
@@ -271,6 +277,19 @@ def assert_same(names, shardings):
     got, expected = jax.jit(run)(parameters(), ROWS), jax.jit(fun)(parameters(), ROWS)
     assert models.max_rel_error(got, expected) < 1e-10
     assert not [one.without_rule for one in records if one.without_rule]
+    assert facts_of(emitted(run)) == facts_of(records)
+
+
+def emitted(run):
+    """The collectives in the program, but those whose results nothing reads."""
+    closed = jax.make_jaxpr(run)(parameters(), ROWS)
+    values = [Value(var.aval) for var in closed.jaxpr.invars]
+    return collectives_of(Flattener(SIZES).block(closed.jaxpr, values), SIZES, by_hand=False)
+
+
+def facts_of(collectives):
+    """Without trips: of what is the same in each iteration, the program's are those outside."""
+    return Counter((one.kind, one.axes, one.bytes, one.operation) for one in collectives)
 
 
 fixture_too = functools.partial(

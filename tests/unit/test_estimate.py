@@ -12,12 +12,12 @@ from tests.unit.test_liveness import perceptron, transformer
 import plurax as px
 from plurax.analysis.comparison import Comparison, differences
 from plurax.analysis.estimate import human_seconds
+from plurax.execute.recorder import record_step
 from plurax.machine import Level
 from plurax.pipeline import make_schedule, simulate
 from plurax.strategies import Strategies, Strategy
 from plurax.trace.clock import Seconds
 from plurax.trace.liveness import peak_bytes
-from plurax.trace.recorder import record_step
 from plurax.tree import human_bytes
 
 NEVER = 1e30

@@ -12,10 +12,10 @@ import pytest
 from tests.promotion import allowed
 
 import plurax as px
+from plurax.execute.recorder import record_step
 from plurax.trace.flatten import Flattener
 from plurax.trace.kernels import kernels
 from plurax.trace.liveness import Buffer, pack, peak_bytes, temporaries
-from plurax.trace.recorder import record_step
 from plurax.trace.step_trace import Value
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -12,6 +12,7 @@ from tests.pictures import legend, panels
 
 import plurax as px
 from plurax.analysis.estimate import estimate_trace, human_seconds
+from plurax.execute.recorder import record_step
 from plurax.machine import Level
 from plurax.planner.candidates import CandidatePlan, Sizes
 from plurax.planner.costs import BytesSent, TimeCosts, state_ratios
@@ -20,7 +21,6 @@ from plurax.planner.search import _CandidateQueue, _Computed, _Learned
 from plurax.planner.tensor import TensorSearch
 from plurax.report.layer_picture import draw_found
 from plurax.strategies import Strategies, Strategy
-from plurax.trace.recorder import record_step
 from plurax.tree import human_bytes
 
 # Products cost most: 1 Gflop/s, and links and memory of 1 TB/s.

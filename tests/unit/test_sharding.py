@@ -23,7 +23,7 @@ from plurax import hlo as inspect
 from plurax.jaxpr.batch_minor import batch_minor
 from plurax.jaxpr.compat import inner_jaxprs
 from plurax.jaxpr.remat import rematerialized
-from plurax.partition.partitioner import Partitioner, partition, plan_partition
+from plurax.partition.partitioner import Partitioner, partition
 from plurax.partition.values import ShardedValue, is_sharded_value
 from plurax.pipeline.cut import inlined
 from plurax.sharding.axes import Axes
@@ -708,12 +708,28 @@ def test_a_partial_sum_with_two_readers_is_reduced_before_the_first(name):
     spec = partitioner.context.spec
     x = spec((4, 8), np.float32, S(None, "tensor"))
     w = spec((8, 6), np.float32, S("tensor", None), is_param=True)
-    alone, records = plan_partition(lambda x, w: 2 * (x @ w), partitioner, (x, w))
+    alone, records = planning.plan_partition(lambda x, w: 2 * (x @ w), partitioner, (x, w))
     assert alone.sharding.partial
     assert not records
-    values, records = plan_partition(lambda x, w: READ_TWICE[name](x @ w), partitioner, (x, w))
+    values, records = planning.plan_partition(
+        lambda x, w: READ_TWICE[name](x @ w), partitioner, (x, w)
+    )
     assert not values[0].sharding.partial
     assert [(one.kind, one.bytes) for one in records] == [("all-reduce", 4 * 6 * 4)]
+
+
+def test_planning_needs_no_devices():
+    """32 columns over 128 devices: each sends one, most of them padding."""
+    partitioner = Partitioner(Axes({"data": 128, "tensor": 8}))
+    spec = partitioner.context.spec
+    x = spec((4, 16), np.float32, S(None, "tensor"), data_varying=True)
+    w = spec((16, 32), np.float32, S("tensor", "data"), is_param=True)
+    y, records = planning.plan_partition(lambda x, w: jnp.tanh(x @ w), partitioner, (x, w))
+    assert (y.sharding, y.array.shape) == (S(None, None), (4, 32))
+    assert [(one.kind, one.axes, one.bytes) for one in records] == [
+        ("all-gather", ("data",), 1024),
+        ("all-reduce", ("tensor",), 512),
+    ]
 
 
 def test_what_is_read_from_parameters_and_constants_alone_counts_as_one():
@@ -725,7 +741,7 @@ def test_what_is_read_from_parameters_and_constants_alone_counts_as_one():
         rows = table[INDEX[:4, 0]]
         return rows, jnp.zeros(TABLE.shape, rows.dtype).at[INDEX[:4, 0]].add(rows)
 
-    values, _ = plan_partition(fun, partitioner, (table,))
+    values, _ = planning.plan_partition(fun, partitioner, (table,))
     assert [value.is_param for value in values] == [True, True]
 
 

@@ -8,7 +8,8 @@ from tests import models
 from tests.unit.test_liveness import flat, perceptron, transformer
 
 import plurax as px
-from plurax.trace.recorder import record_step
+from plurax.execute.recorder import record_step
+from plurax.trace.collectives import planned_collectives
 from plurax.trace.work import Product, Work, work
 
 FLOAT = jnp.float32
@@ -102,7 +103,7 @@ def test_rows_of_a_stack_are_read_one_at_a_time():
 
 def test_data_parallel_sums_each_gradient_once():
     found, traced = of_plan(perceptron, data=4, microbatches=2)
-    assert traced.collectives == []  # what is not planned is counted here
+    assert planned_collectives(traced) == []  # what is not planned is counted here
     gradients = traced.memory.gradients
     (kinds,) = {(one.kind, one.axes) for one in found.collectives}
     assert kinds == ("all-reduce", ("data",))

@@ -1,7 +1,7 @@
 """Seconds, memory and bytes sent of one given plan on a machine, before anything is compiled.
 
-The step is recorded (`plurax.trace.recorder`); its seconds are by `plurax.trace.clock`, its memory
-by `plurax.trace.liveness`. A search ranks plans by the same numbers.
+The step is recorded (`plurax.execute.recorder`); its seconds are by `plurax.trace.clock`, its
+memory by `plurax.trace.liveness`. A search ranks plans by the same numbers.
 """
 
 import dataclasses
@@ -12,13 +12,14 @@ import optax
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.execute.recorder import record_steady_step
 from plurax.machine import Machine
 from plurax.notebook import html_table
 from plurax.plan import Plan
 from plurax.task import Task
 from plurax.trace.clock import Clock, Seconds, names_of
+from plurax.trace.collectives import every_collective
 from plurax.trace.liveness import temporaries
-from plurax.trace.recorder import record_steady_step
 from plurax.trace.step_trace import StepTrace
 from plurax.trace.work import work_of_step
 from plurax.tree import human_bytes
@@ -185,7 +186,7 @@ def estimate_trace(trace: StepTrace, machine: Machine) -> Estimate:
         "temporaries": needed - gradients,
     }
     sent: dict[str, float] = defaultdict(float)
-    for collective in work.collectives(trace.pipeline):
+    for collective in every_collective(trace):
         sent[names_of(collective.axes)] += collective.bytes_sent * (collective.trips or 1)
     return Estimate(
         trace.plan,

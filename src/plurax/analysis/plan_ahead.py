@@ -7,10 +7,11 @@ import optax
 from jaxtyping import PyTree
 
 from plurax.collective import Collective
-from plurax.execute.layouts.parameter_info import ParameterInfo
+from plurax.execute.recorder import record_step
 from plurax.plan import Plan
+from plurax.sharding.parameter_info import ParameterInfo
 from plurax.task import Task
-from plurax.trace.recorder import record_step
+from plurax.trace.collectives import planned_collectives
 from plurax.trace.step_trace import PlannedMemory
 
 
@@ -53,4 +54,4 @@ def planned(
     [('all-gather', ('data',)), ('reduce-scatter', ('data',)), ...]
     """
     trace = record_step(task, optimizer, plan, batch)
-    return Planned(trace.shardings, trace.collectives, trace.memory)
+    return Planned(trace.shardings, planned_collectives(trace), trace.memory)

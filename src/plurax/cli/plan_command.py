@@ -16,6 +16,7 @@ from plurax.cli.search_command import search_command
 from plurax.console import PlainConsole
 from plurax.distributed.global_arrays import described_devices
 from plurax.execute.program import Program
+from plurax.execute.recorder import record_step
 from plurax.experiment import Experiment
 from plurax.pipeline.schedule import make_schedule
 from plurax.plan import Plan, ScheduleName
@@ -25,7 +26,6 @@ from plurax.report.plan_tables import compared_table, plan_report, shards_table
 from plurax.report.timeline import ScheduleCosts, compared_schedules_table, timeline_report
 from plurax.task import Task
 from plurax.trace.liveness import peak_bytes
-from plurax.trace.recorder import record_step
 from plurax.train.tune import tune
 
 TABLE_WIDTH, TIMELINE_WIDTH = 160, 100

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from plurax import errors
+from plurax.execute.backends.backend import Backend
 from plurax.execute.backends.choose import make_backend
 from plurax.execute.epoch_loop import make_loop
 from plurax.execute.gradient import Totals
@@ -37,7 +38,7 @@ class Network(StepFunctions):
 
     **Arguments:** `task`, `optimizer`, `plan`, `mesh`; `batch`, of the largest size as
     `jax.ShapeDtypeStruct`s; `rows`, the sharding of a step's rows: split over `data`, or replicated
-    where they do not divide.
+    where they do not divide; `backend`, made for them if None.
     """
 
     arguments = ()
@@ -51,9 +52,10 @@ class Network(StepFunctions):
         mesh: Mesh,
         batch: PyTree,
         rows: NamedSharding,
+        backend: Backend | None = None,
     ) -> None:
         self.task, self.optimizer, self.plan, self.mesh = task, optimizer, plan, mesh
-        self.backend = make_backend(task, optimizer, plan, mesh, batch)
+        self.backend = backend or make_backend(task, optimizer, plan, mesh, batch)
         self.layout = self.backend.layout
         self.metrics_sharding, self.outputs_sharding = replicated(mesh), split_rows(mesh)
         self._rows = rows

@@ -18,6 +18,7 @@ from plurax import errors
 from plurax import hlo as compiled_hlo
 from plurax.collective import Collective
 from plurax.execute.array_data import ArrayData
+from plurax.execute.backends.choose import needs_partitioner
 from plurax.execute.batch_buffer import Buffers
 from plurax.execute.choose_chunk import Candidate, choose_plan, measure_plan
 from plurax.execute.compiled_functions import lower_most_run
@@ -25,12 +26,12 @@ from plurax.execute.coupling import may_pad
 from plurax.execute.evaluate import Evaluator
 from plurax.execute.hyperparams import Hyperparams
 from plurax.execute.initial_state import new_state, replace_params
-from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.execute.layouts.state_layout import place_start
 from plurax.execute.network import Network
 from plurax.execute.placement import Placed, Placement, device_data, leading_dim
 from plurax.execute.population import HyperFn, Population, example_network
 from plurax.execute.predict import Predictor
+from plurax.execute.recorder import record_network
 from plurax.execute.replicas import ReplicaCheck
 from plurax.execute.runner import ExactRunner, PaddedRunner
 from plurax.execute.step import Gradients, Metrics
@@ -39,8 +40,10 @@ from plurax.execute.summary import as_table, in_a_line, summary
 from plurax.members import Members
 from plurax.mesh import replicated, split_rows
 from plurax.plan import Plan
+from plurax.sharding.parameter_info import ParameterInfo
 from plurax.state import TrainState, check_not_donated
 from plurax.task import Task
+from plurax.trace.collectives import planned_collectives
 from plurax.tree import with_rows
 from plurax.validate import check_seed
 
@@ -382,10 +385,16 @@ class Program:
     def planned_collectives(self) -> list[Collective]:
         """Return the collectives that the partitioner inserts in one step, before XLA compiles.
 
-        Those in a `jax.shard_map` of the model's code are not included.
+        Of a population those of one member. Those in a `jax.shard_map` of the model's code are not
+        included.
         """
-        self.compiled_step  # noqa: B018  traced here
-        return self._functions.backend.planned_collectives()
+        if not needs_partitioner(self._example.task, self.plan):
+            return []
+        network = Network(
+            *self._example, self.plan, self.mesh, self._placement.like, self._placement.sharding,
+            self._functions.backend,
+        )  # fmt: skip
+        return planned_collectives(record_network(network, self._placement))
 
     @property
     def shardings(self) -> list[ParameterInfo]:

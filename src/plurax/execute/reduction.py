@@ -48,7 +48,6 @@ def reduced(
         sums = partitioner.run(psum, [value.array for value in some], specs)
         for index, value in zip(indices, sums, strict=True):
             results[index] = value.array
-            partitioner.record_all_reduce(axes, value.array)
     rest = [index for index, result in enumerate(results) if isinstance(result, ShardedValue)]
     moved = bucketed(partitioner, [values[p] for p in rest], [targets[p] for p in rest])
     for index, value in zip(rest, moved, strict=True):

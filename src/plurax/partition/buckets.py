@@ -135,8 +135,7 @@ class Gathers:
             return
         values = [here[use.var].value for use in uses]
         goals = [value.sharding.without(["data"]) for value in values]
-        with self._resharder.inside():
-            moved = together(self._resharder, values, goals, by=by)
+        moved = together(self._resharder, values, goals, by=by)
         for use, value in zip(uses, moved, strict=True):
             self._gathered[number, use.var] = value
         if alone is not None:

@@ -28,8 +28,8 @@ Values that depend on a device's own rows are `data_varying`. Parameters may be 
 `Partitioner._equation` decides what is not an operator: calls, loops (`partition/loops.py`),
 branches (`partition/branches.py`), annotations, and the model's own `jax.shard_map`.
 
-`plan_partition` does the same without executing anything: it returns the results' shardings and the
-collectives, for a mesh of any size, outside of `jax.shard_map`.
+Within `Resharder.planning()` it executes nothing, and then needs no `jax.shard_map`: it gives the
+shardings of results and what is sent, on a mesh of any size.
 """
 
 import dataclasses
@@ -42,7 +42,6 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from plurax import errors
-from plurax.collective import Collective
 from plurax.jaxpr.barrier import order_after_cotangent, pick_dependency
 from plurax.jaxpr.compat import ANNOTATIONS, REMAT, called_jaxpr, is_recomputed, open_jaxpr
 from plurax.jaxpr.interpret import flat_equations, holds, needed, source_line
@@ -55,6 +54,7 @@ from plurax.partition.manual import eval_manual_body
 from plurax.partition.operators import RULES, by_default
 from plurax.partition.resharder import Resharder
 from plurax.partition.rule_context import count_readers
+from plurax.partition.scopes import BY_HAND
 from plurax.partition.values import (
     DeferredValue,
     ShardedValue,
@@ -166,8 +166,7 @@ class Partitioner(Resharder):
             gathered: dict[Any, ShardedValue] = {}
             if gathers is not None:
                 gathered = gathers.before(index, here, self._dependency(eqn, inputs))
-            alone = all(versions.is_param for versions in inputs)
-            with self._executor.context(eqn), self.of_parameters(alone):
+            with self._executor.context(eqn):
                 outputs = self._equation(eqn, inputs, goals, readers, gathered)
             here.update(zip(eqn.outvars, outputs, strict=True))
         del self._calls[inside:]
@@ -256,8 +255,7 @@ class Partitioner(Resharder):
         if (atom, met) not in self._met:
             # The order is on the shard: the gather itself then cannot run earlier.
             (value,) = self.order_after([value], by)
-            with self.inside():
-                self._met[atom, met] = self.move(value, value.sharding.without(["data"]))
+            self._met[atom, met] = self.move(value, value.sharding.without(["data"]))
         return self._met[atom, met]
 
     def _may_stay_split(self, versions: ValueVersions) -> bool:
@@ -369,7 +367,10 @@ class Partitioner(Resharder):
             if data_varying and "data" in sharding.axes:
                 raise errors.by_hand_over_data(spec)
             specs.append(self.context.spec(aval.shape, aval.dtype, sharding, data_varying))
-        results = self.run(lambda *shards: eval_manual_body(body, consts, shards), arrays, specs)
+        with jax.named_scope(BY_HAND):
+            results = self.run(
+                lambda *shards: eval_manual_body(body, consts, shards), arrays, specs
+            )
         return [ValueVersions(value) for value in results]
 
     def _known(self, spec: Any, rank: int) -> TensorSharding:
@@ -419,37 +420,3 @@ def partition(
         goals = [None] * len(goals)
     out = partitioner.finish(results, goals, computed_at(closed.jaxpr))
     return jax.tree.unflatten(jax.tree.structure(shapes), out)
-
-
-def plan_partition(
-    fun: Callable[..., PyTree],
-    partitioner: Partitioner,
-    args: tuple[PyTree, ...],
-    wanted: Callable[[PyTree], PyTree] | None = None,
-    *,
-    tight: bool = True,
-) -> tuple[PyTree, list[Collective]]:
-    """Return the shardings and collectives of `partition` without executing any operation.
-
-    **Arguments:** as `partition`'s. The arrays of the `ShardedValue`s in `args` may be
-    `jax.ShapeDtypeStruct`s, as `partitioner.context.spec` creates them.
-
-    **Returns:** the result, a tree of `ShardedValue`s with a `jax.ShapeDtypeStruct` for each array;
-    and the collectives, in order.
-
-    Raises `PlanError` as `partition` does.
-
-    >>> axes = Axes({"data": 128, "tensor": 8})
-    >>> partitioner = Partitioner(axes)
-    >>> spec = partitioner.context.spec
-    >>> x = spec((4, 16), jax.numpy.float32, TensorSharding.of(None, "tensor"), data_varying=True)
-    >>> w = spec((16, 32), jax.numpy.float32, TensorSharding.of("tensor", "data"), is_param=True)
-    >>> y, records = plan_partition(lambda x, w: jax.numpy.tanh(x @ w), partitioner, (x, w))
-    >>> y.sharding, y.array.shape
-    (TensorSharding(None, None), (4, 32))
-    >>> # 32 columns over 128 devices: each sends one, most of them padding.
-    >>> [(record.kind, record.axes, record.bytes) for record in records]
-    [('all-gather', ('data',), 1024), ('all-reduce', ('tensor',), 512)]
-    """
-    with partitioner.planning() as records:
-        return partition(fun, partitioner, args, wanted, tight=tight), records

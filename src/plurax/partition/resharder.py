@@ -26,6 +26,7 @@ from plurax.jaxpr.barrier import order_after
 from plurax.jaxpr.product_dims import ProductDims
 from plurax.partition.executors import EmitOperations, Executor, FollowShapes
 from plurax.partition.rule_context import RuleContext
+from plurax.partition.scopes import reason_scope
 from plurax.partition.values import (
     Decision,
     DeferredValue,
@@ -48,23 +49,16 @@ class Resharder:
     - `joint`: the batch is one dim split over `data`, so no value is `data_varying`. A parameter
       split over `data` is then gathered wherever an equation reads it with a value of the batch.
     - `bucket_bytes`: bytes of tensors gathered, or reduce-scattered, over `data` in one collective.
-    - `trips`: how often the function runs, for the records.
-    - `hoisted`: whether it is the body of a loop: what it computes from parameters alone, outside
-      of the model's own loops and branches, XLA computes once, before the loop.
 
-    **Attributes:** `records`, the collectives so far, in order.
+    **Attributes:** `records`, what resharding and operators sent so far, in order. Decisions and
+    warnings read it; what a step communicates is read from the recorded step (`plurax.trace`).
     """
 
-    def __init__(
-        self, axes: Axes, *, joint: bool = False, bucket_bytes: int = 1, trips: int = 1,
-        hoisted: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, axes: Axes, *, joint: bool = False, bucket_bytes: int = 1) -> None:
         self.axes, self.joint, self.bucket_bytes = axes, joint, bucket_bytes
         self.records: list[Collective] = []
         self._executor: Executor = EmitOperations()
-        self._trips: int | None = trips
-        # Whether such an equation would be hoisted here, and whether one is evaluated now.
-        self._hoists, self._alone, self._outer = hoisted, False, trips
+        self._trips: int | None = 1
         self._eqn: Any = None
         self._without_rule: tuple[str, str] | None = None
 
@@ -109,7 +103,8 @@ class Resharder:
         if decision.defer is not None:
             return [decision.defer(values)]
         for axes, like in decision.all_reduces:
-            self.record_all_reduce(axes, like)
+            n, size = self.axes.size(axes), like.size * like.dtype.itemsize
+            self._record("all-reduce", self.axes.mesh_axes(axes), size, 2 * size * (n - 1) / n)
         shards = [value.array for value in values]
         return [*self.run(decision.execute, shards, decision.outputs, decision.product)]
 
@@ -158,12 +153,11 @@ class Resharder:
             return value
         steps = self.context.steps(value, target)
         by = "" if self._eqn is None else _named(self._eqn)
-        with self.of_parameters(value.is_param):
-            for step in steps:
-                # A slice is local.
-                if step.kind != "slice":
-                    over = self.axes.mesh_axes(step.axes)
-                    self._record(step.kind, over, step.bytes, step.bytes_sent, by)
+        for step in steps:
+            # A slice is local.
+            if step.kind != "slice":
+                over = self.axes.mesh_axes(step.axes)
+                self._record(step.kind, over, step.bytes, step.bytes_sent, by)
         spec = self.context.spec(
             value.shape, value.dtype, target, value.data_varying, value.is_param
         )
@@ -172,7 +166,15 @@ class Resharder:
         def apply(shard: Array) -> list[Array]:
             return [apply_moves(shard, value.shape, value.sharding, steps, axes)]
 
-        return self.run(apply, [value.array], [spec])[0]
+        with self._reason():
+            return self.run(apply, [value.array], [spec])[0]
+
+    def _reason(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the scope that says for which equation an operand is resharded."""
+        if self._eqn is None:
+            return contextlib.nullcontext()
+        line = self._without_rule and self._without_rule[1]
+        return jax.named_scope(reason_scope(_named(self._eqn), line))
 
     def order_after(self, values: Sequence[ShardedValue], by: Array) -> list[ShardedValue]:
         """Return values with a data dependency on `by` (see `jaxpr.barrier`)."""
@@ -202,12 +204,6 @@ class Resharder:
         spec = self.context.spec(aval.shape, aval.dtype, whole, is_param=True)
         return ValueVersions(self.run(lambda: [jnp.asarray(value)], [], [spec])[0])
 
-    def record_all_reduce(self, axes: Sequence[str], array: Any) -> None:
-        """Record an all-reduce that the caller emits itself."""
-        n, size = self.axes.size(axes), array.size * array.dtype.itemsize
-        bytes_sent, at = 2 * size * (n - 1) / n, self.axes.mesh_axes(axes)
-        self._record("all-reduce", at, size, bytes_sent)
-
     def record_together(self, steps: Sequence[ReshardStep]) -> None:
         """Record one collective that performs several steps in one buffer."""
         first, axes = steps[0], self.axes.mesh_axes(steps[0].axes)
@@ -218,7 +214,6 @@ class Resharder:
         self, kind: str, axes: tuple[str, ...], size: int, bytes_sent: float, operation: str = ""
     ) -> None:
         trips = self._trips
-        trips = trips // self._outer if self._alone and trips is not None else trips
         gathers = kind in ("all-gather", "all-to-all")
         because = self._without_rule if gathers else None
         self.records.append(
@@ -228,15 +223,7 @@ class Resharder:
     def repeated(self, trips: int | None) -> contextlib.AbstractContextManager[None]:
         """Record collectives within as those of a loop's body; None for an unknown length."""
         total = None if trips is None or self._trips is None else self._trips * trips
-        return self._with(_trips=total, _hoists=False)
-
-    def inside(self) -> contextlib.AbstractContextManager[None]:
-        """Evaluate what stays where it is: in a loop, in a branch, or after a value of the rows."""
-        return self._with(_hoists=False)
-
-    def of_parameters(self, alone: bool) -> contextlib.AbstractContextManager[None]:
-        """Record collectives within as those of what is computed from parameters alone."""
-        return self._with(_alone=self._alone or (alone and self._hoists))
+        return self._with(_trips=total)
 
     def needed_by(
         self, eqn: Any, line: str | None = None
@@ -256,7 +243,7 @@ class Resharder:
         axes = self.axes
         if data_varying:
             axes = Axes(axes.mesh, axes.parts, permutes=False, on_cpu=axes.on_cpu)
-        return self._with(axes=axes, _hoists=False)
+        return self._with(axes=axes)
 
     @contextlib.contextmanager
     def _with(self, **attributes: Any) -> Iterator[None]:

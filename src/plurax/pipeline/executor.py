@@ -48,7 +48,6 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from plurax import hlo
-from plurax.collective import Collective
 from plurax.jaxpr.barrier import order_after
 from plurax.partition.partitioner import Partitioner
 from plurax.partition.values import ShardedValue
@@ -77,8 +76,7 @@ class ScheduleExecutor:
     - `schedule`: the `Schedule`; it has as many stages as the network.
     - `trained`: this device's parameters.
     - `rows`: tree of this device's arrays `(microbatches, rows, ...)`.
-    - `partitioner`: `partitioner(trips)` returns a `Partitioner` for a `StageVjp` that runs `trips`
-      times per step.
+    - `partitioner`: evaluates the equations of stages; its axes are without `pipeline`.
     - `goals`: for each parameter the sharding in which each microbatch's gradient is summed (for
       stacked parameters: the sharding of one layer), or None for the sharding in which the VJP
       returns it. `goals=None` runs forwards only.
@@ -89,8 +87,6 @@ class ScheduleExecutor:
     - `states`: the leaves of the model state. A stage's forwards read and write the leaves of that
       stage, in the order of the microbatches.
     - `stacked`: stack `aux` as `(microbatches, ...)` of replicated tensors instead of summing it.
-
-    **Attributes:** `records`, the collectives of a step; complete once the executor has run.
     """
 
     def __init__(
@@ -99,7 +95,7 @@ class ScheduleExecutor:
         schedule: Schedule,
         trained: StageParams,
         rows: PyTree,
-        partitioner: Callable[[int], Partitioner],
+        partitioner: Partitioner,
         goals: Sequence[TensorSharding | None] | None = None,
         *,
         stacked: bool = False,
@@ -112,19 +108,12 @@ class ScheduleExecutor:
         self._stacked = stacked
         self.table = make_slot_table(schedule, sorted(network.stage_fns))
         self.device = lax.axis_index("pipeline")
-        self.sends = Partitioner(partitioner(1).axes, trips=len(self.table.columns))
         self.assignment = (
             network.layers.assignment
             if network.layers
             else LayerAssignment((0,) * schedule.stages, schedule.devices)
         )
         self.vjps = StageVjps(network, schedule, trained, rows, partitioner, goals, joint, states)
-
-    @property
-    def records(self) -> list[Collective]:
-        """Return the collectives of all stage functions and of the sends between devices."""
-        every = [*self.vjps.partitioners, self.sends]
-        return [record for partitioner in every for record in partitioner.records]
 
     # --- Running ------------------------------------------------------------------------------
 
@@ -268,14 +257,7 @@ class ScheduleExecutor:
             arrived = dict(carry[f"arrived_{name}"])
             for dtype, buffer in carry[name].items():
                 permute = functools.partial(lax.ppermute, axis_name="pipeline", perm=pairs)
-                received = moved(permute, buffer, self.sends.axes)
-                size = received.size * received.dtype.itemsize
-                self.sends.records.append(
-                    Collective(
-                        "collective-permute", ("pipeline",), size, float(size), in_loop=True,
-                        trips=len(self.table.columns),
-                    )
-                )  # fmt: skip
+                received = moved(permute, buffer, self.vjps.partitioner.axes)
                 where = (action[f"arriving_{name}"], jnp.int32(0))
                 arrived[dtype] = lax.dynamic_update_slice(arrived[dtype], received[None], where)
             carry[f"arrived_{name}"] = arrived
@@ -344,7 +326,7 @@ class ScheduleExecutor:
 
     def _add_aux(self, sums: list[Array], aux: Values, action: Carry) -> list[Array]:
         if self._stacked:
-            partitioner = self.vjps.stage_fns[self.network.stages - 1].partitioner
+            partitioner = self.vjps.partitioner
             whole = [partitioner.move(v, TensorSharding.replicated(len(v.shape))) for v in aux]
             return [
                 lax.dynamic_update_index_in_dim(a, value.array, action["microbatch"], 0)

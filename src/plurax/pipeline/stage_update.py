@@ -165,8 +165,6 @@ class StageUpdate:
             ]
 
         scalars = broadcast_from_stage(self._on_each(branch))
-        for array in scalars:
-            self.partitioner.record_all_reduce(["pipeline"], array)
         return [
             ValueVersions(ShardedValue(a, a.shape, TensorSharding.replicated(a.ndim)))
             for a in scalars

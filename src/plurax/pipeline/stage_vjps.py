@@ -22,7 +22,7 @@ Boundaries and residuals are `PackedValues`, which read and write them in flat b
 All layers share one `StageVjp`: the executor runs it in a loop over the stage's layers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -56,7 +56,6 @@ class StageVjps:
       for W.
     - `grads`: for each parameter the spec of one microbatch's gradient.
     - `aux`, `aux_structure`: specs and tree structure of the last stage's `aux`.
-    - `partitioners`: the partitioners, which record the collectives.
     - `backward`: whether there are backward passes.
     """
 
@@ -66,7 +65,7 @@ class StageVjps:
         schedule: Schedule,
         trained: StageParams,
         rows: PyTree,
-        partitioner: Callable[[int], Partitioner],
+        partitioner: Partitioner,
         goals: Sequence[TensorSharding | None] | None,
         joint: int | None = None,
         states: Sequence[Array] = (),
@@ -78,12 +77,12 @@ class StageVjps:
         self._goals = goals or [None] * len(trained.homes)
         self.stage_fns: dict[int, StageVjp] = {}
         self.layer: StageVjp | None = None
-        self.partitioners: list[Partitioner] = []
-        self._plan(partitioner)
+        self.partitioner = partitioner
+        self._plan()
 
-    def _plan(self, partitioner: Callable[[int], Partitioner]) -> None:
+    def _plan(self) -> None:
         """Differentiate the stages, and record the specs of boundaries and residuals."""
-        m, stages = self.schedule.microbatches, self.network.stages
+        stages = self.network.stages
         rows = jax.eval_shape(lambda: self.rows(0))
         self.boundaries: list[PackedValues] = []
         self.residuals: dict[int, PackedValues] = {}
@@ -96,13 +95,11 @@ class StageVjps:
         for stage in range(stages):
             stage_fn = self.network.stage_fns.get(stage)
             if stage_fn is not None and not stage_fn.after:
-                x, like = self._plan_stage_fn(stage, stage_fn, x, like, rows, partitioner(m))
+                x, like = self._plan_stage_fn(stage, stage_fn, x, like, rows)
             if self.network.layers is not None:
-                # `Collective.trips` is that of the device with the most layers.
-                trips = m * self.network.layers.assignment.rows
-                x = self._plan_layer(x, like, rows, partitioner(trips))
+                x = self._plan_layer(x, like, rows)
             if stage_fn is not None and stage_fn.after:
-                x, like = self._plan_stage_fn(stage, stage_fn, x, like, rows, partitioner(m))
+                x, like = self._plan_stage_fn(stage, stage_fn, x, like, rows)
             self.boundaries.append(PackedValues(x))
         if self.network.layers is not None:
             # Every boundary has the sharding that a layer returns. If the embedding returns
@@ -118,7 +115,6 @@ class StageVjps:
         x: Values,
         like: Any,
         rows: Values,
-        partitioner: Partitioner,
     ) -> tuple[Values, Any]:
         """Differentiate a `StageFn`; return its output and the shapes of the whole tensors."""
         params, states = jax.eval_shape(
@@ -129,16 +125,15 @@ class StageVjps:
         )
         rest = (self._rows_like(), _whole(states)) if states else self._rows_like()
         vjp = StageVjp(
-            stage_fn.fun, _whole(params), like, rest, partitioner,
+            stage_fn.fun, _whole(params), like, rest, self.partitioner,
             frozen=self.trained.frozen_places(stage_fn.leaves),
             reads=len(stage_fn.reads), writes=len(stage_fn.writes),
         )  # fmt: skip
-        self.partitioners.append(partitioner)
         self.stage_fns[stage] = vjp
         last = stage == self.network.stages - 1
         wanted = None if last else ()
         inputs = Inputs(params, x, [*rows, *states])
-        with partitioner.planning():
+        with self.partitioner.planning():
             y, aux, residuals = vjp.forward(inputs, wanted, keep=self.backward)
         self.residuals[stage] = PackedValues(residuals)
         if last:
@@ -146,7 +141,7 @@ class StageVjps:
             self.aux_structure = jax.tree.structure(vjp.aux[0] if stage_fn.writes else vjp.aux)
         return y, vjp.y
 
-    def _plan_layer(self, x: Values, like: Any, rows: Values, partitioner: Partitioner) -> Values:
+    def _plan_layer(self, x: Values, like: Any, rows: Values) -> Values:
         """Differentiate a layer, at the first stage that has one; return its output."""
         if self.layer is not None:
             return x
@@ -155,16 +150,16 @@ class StageVjps:
         inputs = self._layer_inputs(x, rows)
         rest = (self._rows_like(), jax.ShapeDtypeStruct((), jnp.int32))
         self.layer = vjp = StageVjp(
-            layers.fun, _whole(inputs.params), like, rest, partitioner,
+            layers.fun, _whole(inputs.params), like, rest, self.partitioner,
             frozen=self.trained.frozen_places(layers.leaves),
         )  # fmt: skip
-        self.partitioners.append(partitioner)
         # A layer's output is the next layer's input, so both need one sharding: take that of the
         # output, and find the residuals for an input in that sharding.
-        with partitioner.planning():
+        with self.partitioner.planning():
             y, _, _ = vjp.forward(inputs, (), keep=False)
             shardings = [value.sharding for value in y]
-            x = [partitioner.move(a, sharding) for a, sharding in zip(x, shardings, strict=True)]
+            pairs = zip(x, shardings, strict=True)
+            x = [self.partitioner.move(value, sharding) for value, sharding in pairs]
             y, _, residuals = vjp.forward(inputs._replace(x=x), shardings, keep=self.backward)
         self.layer_residuals = PackedValues(residuals)
         return y
@@ -188,7 +183,7 @@ class StageVjps:
             leaves: Sequence[int],
         ) -> PackedValues:  # fmt: skip
             stored, weight_residuals = residuals.specs, list[ShardedValue]()
-            with vjp.partitioner.planning():
+            with self.partitioner.planning():
                 if self.schedule.split:
                     _, weight_residuals = vjp.input_gradient(inputs, stored, cotangent, shardings)
                     grads = vjp.weight_gradient(inputs, stored, weight_residuals, goals)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from plurax import errors
 from plurax.collective import Collective
-from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.hlo import Memory
 from plurax.pipeline.schedule import Schedule
 from plurax.pipeline.simulation import Timeline
@@ -16,6 +15,7 @@ from plurax.report.colors import BLUE, PAPER
 from plurax.report.picture import new_figure, saved
 from plurax.report.plan_tables import by_kind, in_a_step, kinds_of_memory
 from plurax.report.timeline import COLOURS, Compared, ScheduleCosts
+from plurax.sharding.parameter_info import ParameterInfo
 from plurax.strategies import Strategies
 from plurax.tree import human_bytes
 

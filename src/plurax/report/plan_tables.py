@@ -7,9 +7,9 @@ from rich.table import Table
 from rich.text import Text
 
 from plurax.collective import Collective
-from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.hlo import Memory
 from plurax.plan import Plan
+from plurax.sharding.parameter_info import ParameterInfo
 from plurax.sharding.spec import TensorSharding
 from plurax.tree import human_bytes
 

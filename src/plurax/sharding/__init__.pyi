@@ -1,7 +1,7 @@
-from plurax.execute.layouts.parameter_info import ParameterInfo as ParameterInfo
 from plurax.sharding.annotations import name as name
 from plurax.sharding.annotations import shard as shard
 from plurax.sharding.axes import Axes as Axes
+from plurax.sharding.parameter_info import ParameterInfo as ParameterInfo
 from plurax.sharding.reshard import ReshardStep as ReshardStep
 from plurax.sharding.reshard import apply_moves as apply_moves
 from plurax.sharding.reshard import plan_reshard as plan_reshard

@@ -37,6 +37,8 @@ class Flattener:
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self.sizes = sizes
+        # The name scopes of the calls and loops that enclose the equation.
+        self._scopes = ""
         # Of a stack that an unrolled loop wrote: its rows, which a later one reads instead.
         self.pieces: dict[Value | None, list[Value | None]] = {}
         # Of a product's result: the transposition that swapping its operands makes free.
@@ -58,7 +60,11 @@ class Flattener:
 
         for eqn in jaxpr.eqns:
             inputs = [read(atom) for atom in eqn.invars]
+            outer = self._scopes
+            if inner_jaxprs(eqn):
+                self._scopes = f"{outer}/{eqn.source_info.name_stack}"
             values.update(zip(eqn.outvars, self._outputs(eqn, inputs, ops), strict=True))
+            self._scopes = outer
         return [read(atom) for atom in jaxpr.outvars]
 
     def _outputs(
@@ -89,6 +95,8 @@ class Flattener:
         elif name == "conv_general_dilated":
             left, right = (var.aval for var in eqn.invars)
             params = {**params, "kernel": right.shape, "dtype": str(left.dtype)}
+        elif name in COLLECTIVES:
+            params = {**params, "scopes": f"{self._scopes}/{eqn.source_info.name_stack}"}
         elif name == "transpose" and params["permutation"] == self.products.get(inputs[0]):
             return inputs  # the product of swapped operands
         given = [one for one in inputs if one is not None]
@@ -97,7 +105,7 @@ class Flattener:
         if name == "while":
             blocks, trips = [self._while_body(eqn, inputs, ops)], None
             given += blocks[0].inputs[: -len(outputs)]
-            params = {"carry": inputs[-len(outputs) :]}
+            params = {"carry": inputs[-len(outputs) :], "condition": self._condition(eqn, inputs)}
         elif name == "cond":
             blocks = [self.block(open_jaxpr(b)[0], inputs[1:]) for b in params["branches"]]
         ops.append(Op(name, params, given, outputs, blocks, trips))
@@ -198,6 +206,12 @@ class Flattener:
             ops.append(Op("concatenate", {}, [p for p in own if p is not None], [stack]))
             self.pieces[stack] = own
         return [*carry, *stacks]
+
+    def _condition(self, eqn: Any, inputs: list[Value | None]) -> Block:
+        """Return the condition of a loop; its collectives aside, no reader counts it."""
+        jaxpr, skip = open_jaxpr(eqn.params["cond_jaxpr"])[0], eqn.params["cond_nconsts"]
+        starts = [Value(var.aval) for var in jaxpr.invars[skip:]]
+        return self.block(jaxpr, [*inputs[:skip], *starts])
 
     def _while_body(self, eqn: Any, inputs: list[Value | None], ops: list[Op]) -> Block:
         skip, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]

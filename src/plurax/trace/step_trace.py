@@ -1,10 +1,11 @@
 """What one device does in one step: operations on values, with loops and branches nested.
 
-A plan is traced once (`plurax.trace.recorder`), and all that is said of its step is read from the
+A plan is traced once (`plurax.execute.recorder`), and all that is said of its step is read from the
 `StepTrace` that this gives:
 
     what is asked                      is read by
-    collectives, planned bytes         `StepTrace.collectives`, `StepTrace.memory`
+    collectives                        `plurax.trace.collectives`
+    bytes that are planned             `StepTrace.memory`
     which operations run as one        `plurax.trace.kernels`, by the fusion rules of a compiler
     memory of temporaries              `plurax.trace.liveness`
     flops and bytes moved              `plurax.trace.work`
@@ -23,16 +24,16 @@ Example, `Plan(data=2)`, a layer of 512 x 512 on 8 rows of each device, forward 
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 
-from plurax.collective import Collective
-from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.pipeline.schedule import Schedule
 from plurax.plan import Plan
+from plurax.sharding.parameter_info import ParameterInfo
 
 COLLECTIVES = {
     "psum": "all-reduce",
@@ -164,6 +165,17 @@ class PipelineActions:
         own: list[tuple[int | None, int]] = [(stage, 1)] if stage in self.after else []
         return own + ([(None, self.layers[stage])] if any(self.layers) else [])
 
+    def most_runs(self) -> Counter[tuple[str, int | None]]:
+        """Return how often a step runs each of `parts`, on the device that does it most often."""
+        most = Counter[tuple[str, int | None]]()
+        for device, line in enumerate(self.schedule.actions):
+            own = Counter[tuple[str, int | None]]()
+            for (kind, chunk), count in Counter((a.kind, a.chunk) for a in line).items():
+                for part, times in self.of_stage(chunk * self.schedule.devices + device):
+                    own[kind, part] += count * times
+            most |= own
+        return most
+
 
 @dataclasses.dataclass(frozen=True)
 class StepTrace:
@@ -177,7 +189,8 @@ class StepTrace:
       and the batch.
     - `update`: the index of the operation with which the optimizer's update begins.
     - `shardings`: of each parameter and of its optimizer state.
-    - `collectives`: those that the partitioner inserts in one step.
+    - `partitioned`: whether the partitioner put collectives into it, as any plan but one that
+      splits nothing but the batch needs.
     - `memory`: bytes on one device of what the step is given and computes.
     - `pipeline`: what the actions of a pipeline consist of; else None.
     """
@@ -189,6 +202,6 @@ class StepTrace:
     arguments: Sequence[Value]
     update: int
     shardings: Sequence[ParameterInfo]
-    collectives: Sequence[Collective]
+    partitioned: bool
     memory: PlannedMemory
     pipeline: PipelineActions | None = None

@@ -14,9 +14,9 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from plurax.collective import Collective, ring_bytes_sent
+from plurax.collective import Collective
 from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS
-from plurax.trace.flatten import axis_names, group_size
+from plurax.trace.collectives import collective_of
 from plurax.trace.kernels import Kernel, kernels
 from plurax.trace.step_trace import COLLECTIVES, Block, Op, PipelineActions, StepTrace, Value
 
@@ -49,8 +49,7 @@ class Work:
     - `other_flops`: operations on single numbers.
     - `bytes`: read from and written to memory by all kernels that are no products.
     - `kernels`: how many kernels start, products and collectives included.
-    - `collectives`: each with its `trips`.
-    - `other_branches`: the collectives of branches with less work, which take no time beside it.
+    - `collectives`: each with its `trips`, as XLA combines them.
     """
 
     products: Mapping[Product, int] = dataclasses.field(default_factory=dict, hash=False)
@@ -58,12 +57,6 @@ class Work:
     bytes: float = 0
     kernels: int = 0
     collectives: tuple[Collective, ...] = ()
-    other_branches: tuple[Collective, ...] = ()
-
-    @property
-    def every_collective(self) -> tuple[Collective, ...]:
-        """The collectives of all branches."""
-        return self.collectives + self.other_branches
 
     @property
     def product_flops(self) -> float:
@@ -82,8 +75,10 @@ class Work:
             self.other_flops * trips,
             self.bytes * trips,
             self.kernels * trips,
-            _repeated(self.collectives, trips),
-            _repeated(self.other_branches, trips),
+            tuple(
+                dataclasses.replace(one, trips=(one.trips or 1) * trips, in_loop=True)
+                for one in self.collectives
+            ),
         )
 
     @staticmethod
@@ -99,15 +94,7 @@ class Work:
             sum(part.bytes for part in parts),
             sum(part.kernels for part in parts),
             tuple(one for part in parts for one in part.collectives),
-            tuple(one for part in parts for one in part.other_branches),
         )
-
-
-def _repeated(collectives: Iterable[Collective], trips: int) -> tuple[Collective, ...]:
-    return tuple(
-        dataclasses.replace(one, trips=(one.trips or 1) * trips, in_loop=True)
-        for one in collectives
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,24 +115,6 @@ class StepWork:
         """Return the work of one action of a stage."""
         parts = pipeline.of_stage(stage)
         return Work.sum(self.actions[kind, part].times(times) for part, times in parts)
-
-    def collectives(self, pipeline: PipelineActions | None) -> list[Collective]:
-        """Return the collectives of a step; one in an action runs as often as on the device that
-        runs it most often."""
-        every = [*self.gradient.every_collective, *self.update.every_collective]
-        if pipeline is None:
-            return every
-        schedule, most = pipeline.schedule, Counter[tuple[str, int | None]]()
-        for device, line in enumerate(schedule.actions):
-            own = Counter[tuple[str, int | None]]()
-            for (kind, chunk), count in Counter((a.kind, a.chunk) for a in line).items():
-                for part, times in pipeline.of_stage(chunk * schedule.devices + device):
-                    own[kind, part] += count * times
-            most |= own
-        every += self.tick.times(len(schedule.ticks)).every_collective
-        for key, work in self.actions.items():
-            every += work.times(most[key]).every_collective
-        return every
 
 
 def work_of_step(trace: StepTrace) -> StepWork:
@@ -194,12 +163,11 @@ def _of_kernel(kernel: Kernel, sizes: Mapping[str, int]) -> Work:
     if kernel.inner:
         parts = [work_of(inner, sizes) for inner in kernel.inner]
         if root.name == "cond":
-            most = max(parts, key=lambda part: (part.flops + part.bytes, part.kernels))
-            others = Work.sum(part for part in parts if part is not most).every_collective
-            return dataclasses.replace(most, other_branches=most.other_branches + others)
+            return max(parts, key=lambda part: (part.flops + part.bytes, part.kernels))
         return parts[0] if root.trips in (1, None) else parts[0].times(root.trips)
     if root.name in COLLECTIVES:
-        return Work(kernels=1, collectives=(_collective(root, sizes),))
+        sent = sum(value.bytes for value in root.outputs)  # its operands together
+        return Work(kernels=1, collectives=(collective_of(root, sent, sizes),))
     moved = _bytes_read(kernel) + _bytes_written(root)
     product = _product(root, moved)
     if product is not None:
@@ -249,15 +217,6 @@ def _flops(ops: Sequence[Op]) -> float:
     computed = sum(op.outputs[0].size for op in ops if op.name in ELEMENTWISE)
     reduced = sum(op.inputs[0].size for op in ops if op.name in REDUCTIONS and op.inputs)
     return float(computed + reduced)
-
-
-def _collective(op: Op, sizes: Mapping[str, int]) -> Collective:
-    """Return a collective, its operands sent together."""
-    kind, devices = COLLECTIVES[op.name], group_size(op.params, sizes)
-    axes = tuple(axis for axis in axis_names(op.params) if sizes.get(axis, 1) > 1)
-    size = sum(value.bytes for value in op.outputs)
-    sent = ring_bytes_sent(kind, size, devices)
-    return Collective(kind, axes, size, sent, in_loop=False, trips=1)
 
 
 SLICES = frozenset(["dynamic_slice", "gather", "row", "slice", "split"])

@@ -20,7 +20,6 @@ from typing import Any
 import optax
 from jaxtyping import PyTree
 
-from plurax.collective import Collective
 from plurax.execute.gradient import Totals
 from plurax.execute.layouts.state_layout import StateLayout
 from plurax.execute.step import Gradients, Metrics, Step
@@ -75,7 +74,3 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def predict(self) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
         """Return `(params, model_state, inputs) -> outputs` on one device, for its own rows."""
-
-    @abc.abstractmethod
-    def planned_collectives(self) -> list[Collective]:
-        """Return the collectives of a step that the partitioner inserts, once it is traced."""

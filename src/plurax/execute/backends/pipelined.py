@@ -34,7 +34,6 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Int, PyTree
 
-from plurax.collective import Collective
 from plurax.execute.backends.backend import Backend
 from plurax.execute.backends.sharded import ShardedBackend
 from plurax.execute.gradient import Totals
@@ -78,9 +77,8 @@ class PipelinedBackend(Backend):
 
     **Arguments:** `task`, `optimizer`, `plan`, `mesh` and `rows`, as `ShardedBackend`'s.
 
-    **Attributes:** `schedule`; `layout`, the `StagedState`; `records`, the collectives of a step by
-    its parts, complete once the step has been traced; `parts_after`, for each stage with a part of
-    its own (see `StageFn`) whether its layers come before it.
+    **Attributes:** `schedule`; `layout`, the `StagedState`; `parts_after`, for each stage with a
+    part of its own (see `StageFn`) whether its layers come before it.
 
     Raises `PlanError` if the network cannot be cut into as many stages or the schedule is not
     legal, and if a stateful model's schedule runs forwards out of order.
@@ -125,7 +123,6 @@ class PipelinedBackend(Backend):
         self._many = [sum(used) > 1 for used in uses]
         self.layout = StagedState(self._base.layout, homes, assignment, layered, mesh)
         self._layers = layered
-        self.records = self._base.records
 
     @staticmethod
     def _layered(task: Task) -> list[bool]:
@@ -163,10 +160,6 @@ class PipelinedBackend(Backend):
         """Return `(state, gradients) -> (state, metrics)`, each parameter where it is stored."""
         return make_apply(self._update, self.layout.gradient_dtypes, self._norm, freeze=freeze)
 
-    def planned_collectives(self) -> list[Collective]:
-        """Return the collectives of a step; empty until the step has been traced."""
-        return self._base.planned_collectives()
-
     def _total(self) -> BatchTotals:
         """Return the function of a whole batch's totals and gradients, reduced."""
 
@@ -182,21 +175,21 @@ class PipelinedBackend(Backend):
             rows = self._microbatches(rows, coupled=coupled)
             like = _first(rows, self.plan.data if coupled else 1)
             network = training_network(self.task, self.plan, self._like, like, self._stage())
+            partitioner = self._stage(joint=coupled)
             run = ScheduleExecutor(
-                network, self.schedule, self._trained(params), rows,
-                functools.partial(self._stage, joint=coupled), self._goals(),
+                network, self.schedule, self._trained(params), rows, partitioner, self._goals(),
                 joint=self.plan.data if coupled else None, live=count if coupled else None,
                 states=jax.tree.leaves(model_state),
             )  # fmt: skip
             sums = run()
-            self.records["gradient"] = run.records
+            self._base.warn(partitioner.records)
             return self._reduced(run, sums), self._broadcast(network, sums["states"], model_state)
 
         return local
 
     def _broadcast(self, network: StagedNetwork, states: list[Array], like: PyTree) -> PyTree:
         """Broadcast each leaf of the model state from the device of its stage to all stages."""
-        partitioner, here = self._base.partitioner(), lax.axis_index("pipeline")
+        here = lax.axis_index("pipeline")
         for stage, stage_fn in network.stage_fns.items():
             # A broadcast is a sum with zeros, and random keys cannot be added: pack them as uint32.
             packing = Packing([states[leaf] for leaf in stage_fn.writes])
@@ -205,11 +198,8 @@ class PipelinedBackend(Backend):
             broadcast = broadcast_from_stage(
                 {n: jnp.where(mine, a, jnp.zeros_like(a)) for n, a in own.items()}
             )
-            for array in broadcast.values():
-                partitioner.record_all_reduce(["pipeline"], array)
             for leaf, array in zip(stage_fn.writes, packing.read(broadcast), strict=True):
                 states[leaf] = array
-        self.records["model state"] = partitioner.records
         return jax.tree.unflatten(jax.tree.structure(like), states)
 
     def _microbatches(self, rows: PyTree, *, coupled: bool = False) -> PyTree:
@@ -222,8 +212,8 @@ class PipelinedBackend(Backend):
             return jax.tree.map(lambda leaf: round_robin(leaf, m), rows)
         return jax.tree.map(lambda leaf: leaf.reshape(m, len(leaf) // m, *leaf.shape[1:]), rows)
 
-    def _stage(self, trips: int = 1, *, joint: bool = False) -> Partitioner:
-        return self._base.partitioner(trips, stage=True, joint=joint)
+    def _stage(self, *, joint: bool = False) -> Partitioner:
+        return self._base.partitioner(stage=True, joint=joint)
 
     def _goals(self) -> list[TensorSharding | None]:
         """Return the sharding in which each parameter's gradient is summed over microbatches.
@@ -273,7 +263,6 @@ class PipelinedBackend(Backend):
         Returns totals whose `grads` are `Staged`: each gradient in its shard, on its device.
         """
         base, homes = self._base, self.layout.shards
-        partitioner = base.partitioner()
         targets = jax.tree.leaves(base.expanded(base.layout.shards), is_leaf=is_sharding)
         values, goals = [], []
         for array, spec in zip(sums["aux"], run.vjps.aux, strict=True):
@@ -294,12 +283,9 @@ class PipelinedBackend(Backend):
                     self._terms(sums["shared_sums"][index], run.vjps.grads[index], {"pipeline"})
                 )
             goals.append(targets[index])
-        found = reduced(values, goals, partitioner)
+        found = reduced(values, goals, base.partitioner())
         totals: Totals = jax.tree.unflatten(run.vjps.aux_structure, found[: len(run.vjps.aux)])
-        stage = self._stage()
-        stage_buffers = self._reduce_stage_buffers(run, sums["homed_sums"], targets, stage)
-        self.records["reduction"] = partitioner.records + stage.records
-        base.warn()
+        stage_buffers = self._reduce_stage_buffers(run, sums["homed_sums"], targets)
         return totals._replace(grads=Staged(tuple(found[len(run.vjps.aux) :]), stage_buffers))
 
     def _reduce_stage_buffers(
@@ -307,13 +293,12 @@ class PipelinedBackend(Backend):
         run: ScheduleExecutor,
         sums: Any,
         targets: Sequence[TensorSharding],
-        partitioner: Partitioner,
     ) -> dict[str, Array]:
         """Reduce over `data` the gradient sums of parameters that one stage's device has.
 
         Runs in that device's branch; returns the buffers that device has.
         """
-        homes = self.layout.shards
+        homes, partitioner = self.layout.shards, self._stage()
         packings = run.vjps.grad_packings
 
         def branch(device: int) -> dict[str, Array]:
@@ -346,10 +331,8 @@ class PipelinedBackend(Backend):
         inputs = self._inputs(
             grads, self.layout.shards, self._base.layout.like.params, self._base.layout.shards
         )
-        stage = self._stage()
-        there = StageUpdate(norm, inputs, [None], partitioner, stage, self.plan.pipeline)
+        there = StageUpdate(norm, inputs, [None], partitioner, self._stage(), self.plan.pipeline)
         (found,), _ = there([TensorSharding(())], None)
-        self.records["norm"] = partitioner.records + stage.records
         assert found is not None
         return found.array
 
@@ -389,8 +372,7 @@ class PipelinedBackend(Backend):
 
         there = StageUpdate(fun, inputs, homes, partitioner, stage, self.plan.pipeline)
         common, stage_buffers = there(goals, written)
-        self.records["update"] = partitioner.records + stage.records
-        base.warn_of_gathers()
+        base.warn_of_gathers(partitioner.records + stage.records)
 
         def rest(values: Sequence[ShardedValue | None]) -> tuple[Array, ...]:
             return tuple(value.array for value in values if value is not None)
@@ -503,7 +485,7 @@ class PipelinedBackend(Backend):
         trained = self._trained(params)
         states = jax.tree.leaves(model_state)
         return ScheduleExecutor(
-            network, schedule, trained, rows, self._stage, stacked=stacked, states=states
+            network, schedule, trained, rows, self._stage(), stacked=stacked, states=states
         )
 
 

@@ -15,7 +15,6 @@ import jax
 import optax
 from jaxtyping import PyTree
 
-from plurax.collective import Collective
 from plurax.execute.backends.backend import Backend
 from plurax.execute.gradient import Totals, device_predict, evaluation, gradient
 from plurax.execute.initial_state import new_state
@@ -90,7 +89,3 @@ class ReplicatedBackend(Backend):
     def predict(self) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
         """Return `(params, model_state, inputs) -> outputs` on one device, for its own rows."""
         return device_predict(self.task, self.plan.precision)
-
-    def planned_collectives(self) -> list[Collective]:
-        """Return nothing: the only collective is the sum over `data`, which is not planned."""
-        return []

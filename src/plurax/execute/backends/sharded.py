@@ -79,8 +79,7 @@ class ShardedBackend(Backend):
     - `layered`: in a pipeline, for each parameter whether layers are stacked in it.
 
     **Attributes:** `layout`, the `StateShardings`; `axes`, the mesh axes with more than one device;
-    `stage_axes`, the same without `pipeline`; `records`, the collectives of a step by its parts,
-    complete once the step has been traced.
+    `stage_axes`, the same without `pipeline`.
 
     Raises `PlanError` if the plan asks for `batch_dim="minor"`, if a rule of the plan matches
     nothing, or if nothing uses the axis `tensor`.
@@ -137,7 +136,6 @@ class ShardedBackend(Backend):
         # Only the devices of one stage run its equations: no collective there spans `pipeline`.
         inner = {axis: size for axis, size in sizes.items() if axis != "pipeline"}
         self.stage_axes = Axes(inner, parts, **runs)
-        self.records: dict[str, list[Collective]] = {}
         self._warned: set[str] = set()
 
     def _loss_jaxpr(self, like: TrainState, rows: PyTree) -> Any:
@@ -174,10 +172,6 @@ class ShardedBackend(Backend):
         """Return `(state, gradients) -> (state, metrics)` on this device's shards."""
         return make_apply(self._update, self.layout.gradient_dtypes, self._norm, freeze=freeze)
 
-    def planned_collectives(self) -> list[Collective]:
-        """Return the collectives of a step; empty until the step has been traced."""
-        return [record for part in self.records.values() for record in part]
-
     def _total(self, split: bool = True) -> BatchTotals:
         fun, microbatches = self._gradient(split), self.plan.microbatches
         if not self.task.coupled:
@@ -192,9 +186,7 @@ class ShardedBackend(Backend):
         fun = with_strategies(fun, self.plan.strategies)
 
         def run(params: PyTree, model_state: PyTree, rows: Rows) -> tuple[Totals, PyTree]:
-            trips, joint = self.plan.microbatches, self.task.coupled
-            # Coupled microbatches are branches, which keep what they compute.
-            partitioner = self.partitioner(trips, joint=joint, hoisted=not joint)
+            partitioner = self.partitioner(joint=self.task.coupled)
 
             def wanted(shapes: tuple[Totals, PyTree]) -> tuple[Totals, PyTree]:
                 none = jax.tree.map(lambda _: None, shapes)
@@ -210,23 +202,20 @@ class ShardedBackend(Backend):
             tight = self.plan.zero >= 2
             values, states = partition(fun, partitioner, args, wanted, tight=tight)
             states = jax.tree.map(partitioner.whole, states, is_leaf=is_sharded_value)
-            self.records["gradient"] = partitioner.records
+            self.warn(partitioner.records)
             return values, _arrays(states)
 
         return run
 
     def _reduced(self, totals: Totals) -> Totals:
         """Reduce the sums of all microbatches over devices, to the shards of the gradients."""
-        partitioner = self.partitioner()
         whole = jax.tree.map(
             lambda _: TensorSharding(()), totals._replace(grads=()), is_leaf=is_sharded_value
         )
         targets = whole._replace(grads=self.expanded(self.layout.gradient_shards))
         leaves, structure = jax.tree.flatten(totals, is_leaf=is_sharded_value)
         goals = jax.tree.leaves(targets, is_leaf=is_sharding)
-        sums = reduced([self._sum_over_rows(value) for value in leaves], goals, partitioner)
-        self.records["reduction"] = partitioner.records
-        self.warn()
+        sums = reduced([self._sum_over_rows(value) for value in leaves], goals, self.partitioner())
         return jax.tree.unflatten(structure, sums)
 
     def _sum_over_rows(self, value: ShardedValue) -> ShardedValue:
@@ -235,8 +224,8 @@ class ShardedBackend(Backend):
         sharding = TensorSharding(value.sharding.dims, value.sharding.partial | over)
         return ShardedValue(value.array, value.shape, sharding)
 
-    def warn(self) -> None:
-        """Warn once of each tensor that is not sharded as its rule says.
+    def warn(self, records: Sequence[Collective]) -> None:
+        """Warn once of each tensor that is not sharded as its rule says, and of `warn_of`.
 
         Called after the gradient has been traced, because only then are the activations known.
         """
@@ -245,7 +234,7 @@ class ShardedBackend(Backend):
         if new:
             lines = "".join(f"\n  {name}: {note}" for name, note in new.items())
             warn(f"some tensors are not split as the rules say:{lines}", errors.ShardingWarning)
-        self.warn_of(self.planned_collectives())
+        self.warn_of(records)
 
     def warn_of(self, records: Sequence[Collective]) -> None:
         """Warn once per source line where tensors are gathered for an operation without a rule."""
@@ -276,12 +265,9 @@ class ShardedBackend(Backend):
             # Squares of shards split over the same axes are added up before they are communicated.
             axes = self.axes.mesh_axes(sharding.axes)
             sums[axes] = sums.get(axes, 0) + jnp.sum(jnp.square(jnp.abs(array)))
-        partitioner = self.partitioner()
         for axes, part in sums.items():
             if axes:
                 sums[axes] = lax.psum(part, axes)
-                partitioner.record_all_reduce(self.axes.expand_all(axes), part)
-        self.records["norm"] = partitioner.records
         return jnp.sqrt(sum(sums.values()))
 
     def _update(
@@ -298,16 +284,15 @@ class ShardedBackend(Backend):
         values = partition(
             whole_update(self.optimizer, self.task.frozen), partitioner, args, lambda _: goals
         )
-        self.records["update"] = partitioner.records
-        self.warn_of_gathers()
+        self.warn_of_gathers(partitioner.records)
         # `warn_of_gathers` has reported all gathers over `data` already.
         self.warn_of([one for one in partitioner.records if "data" not in one.axes])
         return _arrays(values)
 
-    def warn_of_gathers(self) -> None:
+    def warn_of_gathers(self, records: Sequence[Collective]) -> None:
         """Warn once of the sharded tensors that the update gathers, with their bytes."""
         sizes: dict[str, int] = {}
-        for one in self.records["update"]:
+        for one in records:
             if one.operation and one.kind in _GATHERS and "data" in one.axes:
                 sizes[one.operation] = sizes.get(one.operation, 0) + one.bytes * (one.trips or 1)
         if self.plan.zero and sizes and "update" not in self._warned:
@@ -358,18 +343,15 @@ class ShardedBackend(Backend):
 
     # --- Values -------------------------------------------------------------------------------
 
-    def partitioner(
-        self, trips: int = 1, *, stage: bool = False, joint: bool = False, hoisted: bool = False
-    ) -> Partitioner:
+    def partitioner(self, *, stage: bool = False, joint: bool = False) -> Partitioner:
         """Return a `Partitioner` over all mesh axes, or with `stage` over those without `pipeline`.
 
-        `trips` is how often per step its equations run; with `joint` the rows are one dim sharded
-        over `data`, not each device's own; `hoisted` as a `Partitioner`'s.
+        With `joint` the rows are one dim sharded over `data`, not each device's own.
         """
         axes = self.stage_axes if stage else self.axes
         return Partitioner(
             axes, self._rules.find, mesh=self._mesh, joint=joint,
-            bucket_bytes=self.plan.bucket_bytes, trips=trips, hoisted=hoisted,
+            bucket_bytes=self.plan.bucket_bytes,
         )  # fmt: skip
 
     def expanded(self, shardings: PyTree) -> PyTree:

@@ -18,8 +18,8 @@ from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.execute.initial_state import check_state
-from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.execute.layouts.state_layout import StateLayout
+from plurax.sharding.parameter_info import ParameterInfo
 from plurax.state import TrainState
 
 

@@ -33,13 +33,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from plurax.execute.initial_state import check_state
-from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.execute.layouts.state_layout import StateLayout, stored_where_equal
 from plurax.execute.layouts.state_shardings import StateShardings
 from plurax.freezing import frozen_leaves
 from plurax.pipeline.packing import Packing, buffer_dtype, max_lengths, zeros
 from plurax.pipeline.stage_update import broadcast_from_stage
 from plurax.pipeline.stages import LayerAssignment
+from plurax.sharding.parameter_info import ParameterInfo
 from plurax.sharding.rules import is_sharding, match_opt_state_to_params, padded_shape
 from plurax.state import TrainState
 

@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from plurax.distributed.global_arrays import put
-from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.mesh import replicated
+from plurax.sharding.parameter_info import ParameterInfo
 from plurax.state import TrainState
 from plurax.task import Task
 from plurax.tree import named_leaves

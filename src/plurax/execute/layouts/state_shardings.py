@@ -29,13 +29,13 @@ from jaxtyping import Array, PyTree
 
 from plurax import tree
 from plurax.execute.initial_state import check_state
-from plurax.execute.layouts.parameter_info import ParameterInfo
 from plurax.execute.layouts.state_layout import StateLayout, stored_where_equal
 from plurax.freezing import frozen_leaves, trained
 from plurax.jaxpr.compat import Scan, is_call_or_remat
 from plurax.jaxpr.interpret import interpret
 from plurax.partition.loops import BY_ROWS, row_params
 from plurax.plan import Plan
+from plurax.sharding.parameter_info import ParameterInfo
 from plurax.sharding.rules import (
     Rules,
     is_sharding,

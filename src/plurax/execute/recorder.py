@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from plurax.execute.backends.backend import Backend
+from plurax.execute.backends.choose import needs_partitioner
 from plurax.execute.backends.pipelined import PipelinedBackend
 from plurax.execute.check import check_kinds
 from plurax.execute.compiled_functions import COUNT
@@ -51,6 +52,12 @@ def record_step(
     mesh = abstract_mesh(plan)
     placement = Placement(batch, plan.padded_size(leading_dim(batch)), split_rows(mesh))
     network = Network(task, optimizer, plan, mesh, placement.like, placement.sharding)
+    return record_network(network, placement)
+
+
+def record_network(network: Network, placement: Placement) -> StepTrace:
+    """Return what one device does in a step of a network, for batches of a placement's shapes."""
+    plan, mesh = network.plan, network.mesh
     layout, state, rows = network.layout, network.layout.abstract(mesh), placement.abstract()
     gradient, sums = jax.make_jaxpr(network.gradients, return_shape=True)(state, rows, COUNT)
     update = jax.make_jaxpr(network.apply)(state, sums)
@@ -68,13 +75,13 @@ def record_step(
     block, arguments, start = _join(gradient, update, len(jax.tree.leaves(state)), plan.axes)
     return StepTrace(
         plan=plan,
-        batch_size=leading_dim(batch),
+        batch_size=placement.size,
         block=block,
         state=arguments[: len(jax.tree.leaves(state))],
         arguments=arguments,
         update=start,
         shardings=layout.parameters(),
-        collectives=network.backend.planned_collectives(),
+        partitioned=needs_partitioner(network.task, plan),
         memory=PlannedMemory(
             parameters=held(state.params, layout.specs.params),
             optimizer=held(state.opt_state, layout.specs.opt_state),
