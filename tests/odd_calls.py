@@ -195,6 +195,10 @@ def calls() -> dict[str, Call]:
         "plurax.analysis.draw_workers": call(
             px.analysis.draw_workers, output="served", path="a.png"
         ),
+        "plurax.topology": call(px.topology, name="8xH10"),
+        "plurax.analysis.compiled_for": call(
+            px.analysis.compiled_for, **common, batch=data, machine="8xH10"
+        ),
         "plurax.analysis.planned": call(px.analysis.planned, **common, batch=data),
         "plurax.analysis.write_report": call(
             px.analysis.write_report, runs="run", output="report.html"

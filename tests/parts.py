@@ -16,9 +16,9 @@ PARTS = {
     "engine": """
         tests/hlo tests/parity tests/zoo batch batch_minor batch_size convolutions coupling
         drawn_programs export_predict fit hooks host_calls hyperparams jaxpr large_numbers liveness
-        machine measured metrics plan planned population read_ahead recorded_collectives replicas
-        resample schedules sharding stages step sweep task uncertainty verify work weights terminal
-        user_frames
+        hlo_text machine measured metrics plan planned population read_ahead recorded_collectives
+        replicas resample schedules sharding stages step sweep targets task uncertainty verify work
+        weights terminal user_frames
         argument_check error_texts mistakes reading replacing distributed yardstick""",
     "planning": """
         candidates corrections estimate found_plans golden_plans measure_machine search search_exact

@@ -58,7 +58,7 @@ FLOORS = [
         "members",
         "sources",
     ],
-    ["distributed", "collective", "mesh", "hlo", "fingerprint", "jaxpr", "weights"],
+    ["distributed", "collective", "targets", "mesh", "hlo", "fingerprint", "jaxpr", "weights"],
     ["sharding", "partition", "pipeline"],
     ["trace", "execute"],
     ["adapters", "ensemble", "loop"],
@@ -104,15 +104,16 @@ DOORS = {
 PUBLIC = {
     "plurax": """
         Checkpoints Experiment Machine Members Plan Program Servers Task compile
-        estimate fit freeze initialize per_example search stack start_from sweep verify
-        virtual_devices adapters analysis callbacks ensemble errors metrics pipeline
+        estimate fit freeze initialize per_example search stack start_from sweep topology
+        verify virtual_devices adapters analysis callbacks ensemble errors metrics pipeline
         sharding train weights""",
     "plurax.adapters": "equinox haiku keras linen nnx",
     "plurax.analysis": """
-        Collective Comparison Difference Estimate FastestBatchSize Level MaxBatchSize
-        Measured Memory Planned PlannedMemory Seconds Verification draw_estimates
-        draw_layer draw_search draw_servers draw_workers fastest_batch_size
-        max_batch_size measure_machine planned write_report""",
+        Collective ComparedCollectives Comparison CompiledFor
+        CompiledSchedule Difference Estimate FastestBatchSize Level MaxBatchSize
+        Measured Memory Planned PlannedMemory ScheduledCollective Seconds Verification
+        compiled_for draw_estimates draw_layer draw_search draw_servers draw_workers
+        fastest_batch_size max_batch_size measure_machine planned write_report""",
     "plurax.callbacks": """
         Csv EarlyStopping Ema JsonLines KeepBest LearningRate Logger Mlflow Profile
         ReduceOnPlateau TensorBoard Wandb""",

@@ -20,8 +20,10 @@ from benchmarks import split_by_hand
 from benchmarks.networks import count_parameters
 from benchmarks.workers.jax_setup import carry, need_devices
 from benchmarks.workers.serve import Settings, Side, serve
-from plurax import hlo
+from plurax.collective import Collective
 from plurax.distributed.global_arrays import fetch, one_at_a_time
+from plurax.hlo.collectives import collectives
+from plurax.hlo.memory import Memory, memory
 
 CLIP = 1.0
 AGREE = 1e-4
@@ -57,8 +59,8 @@ def make_sides(
     first = fetch((flat(state.params), jax.random.key_data(state.key)))
     for name, hand in hands.items():
         sides[name], losses[name], compiled = by_hand(settings, hand, batch["bytes"], *first)
-        found = hlo.collectives(compiled.as_text() or "", hand.mesh)
-        facts["by hand"][name] = costs(found, hlo.memory(compiled))
+        found = collectives(compiled.as_text() or "", hand.mesh)
+        facts["by hand"][name] = costs(found, memory(compiled))
 
     mine = []
     for _ in range(2):
@@ -126,7 +128,7 @@ def make_batch(settings: Settings) -> dict[str, np.ndarray]:
     }
 
 
-def costs(collectives: list[hlo.Collective], memory: hlo.Memory) -> dict[str, Any]:
+def costs(collectives: list[Collective], memory: Memory) -> dict[str, Any]:
     """Bytes of one step on one device: of the results of collectives by kind, and of memory."""
     kinds: dict[str, int] = {}
     for found in collectives:

@@ -25,7 +25,7 @@ from benchmarks.workers.jax_divided import (
 )
 from benchmarks.workers.jax_setup import carry, need_devices
 from benchmarks.workers.serve import Settings, Side, serve
-from plurax import hlo
+from plurax.hlo.memory import Memory, memory
 
 
 def build(settings: Settings) -> tuple[dict[str, Side], dict[str, Any]]:
@@ -47,7 +47,7 @@ def build(settings: Settings) -> tuple[dict[str, Side], dict[str, Any]]:
     for name in settings["by_hand"]:
         made = by_hand(settings, Split(**sizes.BY_HAND[name]), batch["bytes"], params, key)
         sides[name], losses[name], compiled = made
-        facts["memory"][name] = _memory(hlo.memory(compiled))
+        facts["memory"][name] = _memory(memory(compiled))
         for plan in settings["hybrids"]:
             np.testing.assert_allclose(losses[name], losses[plan], rtol=0, atol=AGREE)
     return sides, facts
@@ -63,7 +63,7 @@ def _planned(program: px.Program, batch: Any) -> tuple[Side, list[float]]:
     return carry(lambda state: program.step_placed(state, ready)[0], state), losses
 
 
-def _memory(memory: hlo.Memory) -> dict[str, int]:
+def _memory(memory: Memory) -> dict[str, int]:
     return {"arguments": memory.arguments, "temporaries": memory.temporaries}
 
 

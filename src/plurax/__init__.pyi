@@ -23,6 +23,7 @@ from plurax.plan import Plan as Plan
 from plurax.planner.search import search as search
 from plurax.server.servers import Servers as Servers
 from plurax.sweeps.sweep import sweep as sweep
+from plurax.targets import topology as topology
 from plurax.task import Task as Task
 from plurax.task import per_example as per_example
 from plurax.task import stack as stack

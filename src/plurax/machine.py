@@ -399,7 +399,7 @@ class Machine:
         >>> Machine.preset("V100-32GB").devices, Machine.preset("8xTPU-v5e", nodes=2).devices
         (1, 16)
         """
-        hardware = _presets()
+        hardware = published()
         found = re.fullmatch(r"(?:(\d+)x)?(.+)", name)
         kind, count = (found[2], int(found[1] or 1)) if found else (name, 1)
         if kind not in hardware:
@@ -408,6 +408,7 @@ class Machine:
             raise errors.machine_devices_not_whole("nodes", nodes, 1)
         device = hardware[kind]
         in_node, network = device.pop("node"), device.pop("network")
+        device.pop("compiler", None)
         largest = in_node[-1]["devices"]
         if not 1 <= count <= largest:
             raise errors.machine_preset_too_large(name, kind, largest)
@@ -427,7 +428,7 @@ class Machine:
         >>> "8xA100-80GB" in Machine.presets()
         True
         """
-        return [f"{one['node'][-1]['devices']}x{kind}" for kind, one in _presets().items()]
+        return [f"{one['node'][-1]['devices']}x{kind}" for kind, one in published().items()]
 
 
 WIDTHS = {
@@ -532,8 +533,8 @@ def _tables(values: dict[str, Any], key: str) -> list[dict[str, Any]]:
     return tables
 
 
-def _presets() -> dict[str, dict[str, Any]]:
-    """Return the table of published hardware."""
+def published() -> dict[str, dict[str, Any]]:
+    """Return the table of published hardware: of each kind its fields, links and compiler."""
     text = importlib.resources.files("plurax").joinpath("presets.toml").read_text("utf-8")
     return parse_toml(text)
 

@@ -13,8 +13,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from plurax import errors
 from plurax.distributed.compilation_cache import check_cache, make_cache_safe
-from plurax.distributed.global_arrays import least, own_devices
+from plurax.distributed.global_arrays import is_absent, least, own_devices
 from plurax.plan import MESH_AXES, Plan
+from plurax.targets import memory_of
 from plurax.validate import whole_number
 
 
@@ -43,6 +44,11 @@ def abstract_mesh(plan: Plan) -> Any:
     """
     sizes = tuple(plan.axes[axis] for axis in MESH_AXES)
     return AbstractMesh(sizes, MESH_AXES, (AxisType.Auto,) * len(sizes))
+
+
+def axis_sizes(mesh: Mesh) -> dict[str, int]:
+    """Return the size of each axis of a mesh."""
+    return {axis: mesh.shape[axis] for axis in mesh.axis_names}
 
 
 def on_cpu(mesh: Mesh) -> bool:
@@ -168,12 +174,14 @@ def cpu_devices(count: int) -> None:
 def memory_budget(mesh: Mesh) -> int:
     """Return the bytes a program may use on each device of a mesh.
 
-    This is the limit that the device reports. Where it reports none (CPU): half of the machine's
-    memory, divided by the devices of this process in the mesh, which share it; processes on one
-    machine do not know of each other, and each counts the same half. Of several processes it is
-    the smallest.
+    This is the limit that the device reports, and the memory of one that is not here. Where it
+    reports none (CPU): half of the machine's memory, divided by the devices of this process in the
+    mesh, which share it; processes on one machine do not know of each other, and each counts the
+    same half. Of several processes it is the smallest.
     """
     own = own_devices(mesh.devices.flat)
+    if is_absent(own[0]):
+        return memory_of(own[0])
     stats = own[0].memory_stats() or {}
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return least(int(stats.get("bytes_limit", physical // 2 // len(own))))

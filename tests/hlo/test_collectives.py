@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 from tests import models
 
 import plurax as px
-from plurax import hlo, tree
+from plurax import tree
+from plurax.hlo.collectives import collectives
 
 SCALARS = 64  # bytes: loss, weight and metrics ride along
 
@@ -54,7 +55,7 @@ def test_the_reader_sees_a_reduction_inside_a_loop():
 
     w = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=NamedSharding(mesh, P()))
     x = jax.ShapeDtypeStruct((5, 16, 4), jnp.float32, sharding=NamedSharding(mesh, P(None, "data")))
-    found = hlo.collectives(jax.jit(step).lower(w, x).compile().as_text(), mesh)
+    found = collectives(jax.jit(step).lower(w, x).compile().as_text(), mesh)
     assert [(c.kind, c.in_loop, c.trips, c.bytes) for c in found] == [("all-reduce", True, 5, 64)]
 
 
@@ -73,7 +74,7 @@ def test_the_reader_names_kinds_and_axes():
         )
     )
     text = f.lower(jnp.ones((8, 6), jnp.float32)).compile().as_text()
-    found = [(c.kind, c.axes, c.bytes) for c in hlo.collectives(text, mesh)]
+    found = [(c.kind, c.axes, c.bytes) for c in collectives(text, mesh)]
     whole = 8 * 3 * 4
     assert found == [
         ("reduce-scatter", ("tensor",), whole // 4),
@@ -127,7 +128,7 @@ def test_the_reader_counts_what_an_asynchronous_start_returns(name):
         f"  ROOT %d = f32[128]{{0}} {kind}-done(%s)\n"
         "}\n"
     )
-    (found,) = hlo.collectives(text, mesh)
+    (found,) = collectives(text, mesh)
     assert (found.kind, found.axes, found.bytes) == (kind, axes, size)
     # Around a ring of n devices each sends n - 1 parts of the whole, twice for an all-reduce.
     whole = size * devices if kind == "reduce-scatter" else size
@@ -148,7 +149,7 @@ ENTRY %main (p: f32[128]) -> f32[16] {
   ROOT %d = f32[16] async-done(%u), calls=%wrapped
 }
 """
-    found = [(c.kind, c.bytes) for c in hlo.collectives(text, mesh)]
+    found = [(c.kind, c.bytes) for c in collectives(text, mesh)]
     assert found == [("reduce-scatter", 64)]
 
 
@@ -169,7 +170,7 @@ def test_the_reader_finds_a_reduction_among_many_operands():
     assert "/*index=5*/%all-reduce" in text
     shaped = re.sub(r"(%param[.\d]*), ", r"f32[4,8]{1,0:T(8,128)} \1, ", text)
     for one in (text, shaped):
-        (found,) = hlo.collectives(one, mesh)
+        (found,) = collectives(one, mesh)
         assert (found.equivalent_kind, found.bytes) == ("reduce-scatter", 16 * 8 * 4 // 4)
 
 
@@ -271,7 +272,7 @@ def test_a_loop_gathers_rows_without_communication():
     placed = program.place_data(models.data(100))
     epoch = program.place_epoch(np.arange(96).reshape(3, 32), np.full(3, 32))
     text = program.compile_loop(placed, epoch).as_text()
-    found = hlo.collectives(text, program.mesh)
+    found = collectives(text, program.mesh)
     assert {c.kind for c in found} == {"all-reduce"}
     gradient = tree.byte_count(program.state_shapes.params)
     assert sum(c.bytes for c in found) <= gradient + SCALARS

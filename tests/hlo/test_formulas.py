@@ -12,7 +12,8 @@ from jax.sharding import AxisType
 from tests import models
 
 import plurax as px
-from plurax import hlo, tree
+from plurax import tree
+from plurax.hlo.collectives import collectives
 from plurax.partition.buckets import MOST, packed
 
 WIDTH, LAYERS, N = 32, 4, 8
@@ -324,7 +325,7 @@ def test_a_slice_of_an_all_reduce_stands_for_a_reduce_scatter():
     spec = jax.P("data")
     run = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     text = jax.jit(run).lower(jnp.ones((64, 3))).compile().as_text()
-    (found,) = hlo.collectives(text, mesh)
+    (found,) = collectives(text, mesh)
     assert (found.kind, found.equivalent_kind, found.bytes) == ("all-reduce", "reduce-scatter", 48)
     assert found.bytes_sent == 3 * 48
 

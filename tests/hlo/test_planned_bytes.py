@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from tests import models
 
 import plurax as px
-from plurax import hlo
+from plurax.hlo.collectives import TICKS, collectives, times_scope
 
 WIDTH = 8
 RNG = np.random.default_rng(0)
@@ -351,7 +351,7 @@ def test_a_head_computes_in_its_own_actions():
 def test_trips_of_an_action_are_those_of_its_scope_while_it_is_in_it():
     """What stands in the loop over ticks itself runs in every tick, whatever its name."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    name = f'metadata={{op_name="jit(step)/{hlo.TICKS}/while/body/{hlo.times_scope(6)}/gather"}}'
+    name = f'metadata={{op_name="jit(step)/{TICKS}/while/body/{times_scope(6)}/gather"}}'
     gather = f"all-gather(%x), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}, {name}"
     text = f"""
 %action (c: (s32[])) -> (s32[]) {{
@@ -359,10 +359,10 @@ def test_trips_of_an_action_are_those_of_its_scope_while_it_is_in_it():
 }}
 %tick (c: (s32[])) -> (s32[]) {{
   %b = f32[16] {gather}
-  %w = (s32[]) while(%t), condition=%c, body=%action, metadata={{op_name="{hlo.TICKS}/while/body"}}
+  %w = (s32[]) while(%t), condition=%c, body=%action, metadata={{op_name="{TICKS}/while/body"}}
 }}
 ENTRY %main (c: (s32[])) -> (s32[]) {{
-  %w = (s32[]) while(%t), condition=%c, body=%tick, metadata={{op_name="jit(step)/{hlo.TICKS}/while"}}, backend_config={{"known_trip_count":{{"n":"10"}}}}
+  %w = (s32[]) while(%t), condition=%c, body=%tick, metadata={{op_name="jit(step)/{TICKS}/while"}}, backend_config={{"known_trip_count":{{"n":"10"}}}}
 }}
 """  # noqa: E501
-    assert [(c.bytes, c.trips) for c in hlo.collectives(text, mesh)] == [(64, 10), (32, 6)]
+    assert [(c.bytes, c.trips) for c in collectives(text, mesh)] == [(64, 10), (32, 6)]

@@ -11,7 +11,7 @@ import pytest
 from tests import models
 
 import plurax as px
-from plurax.hlo import _computations
+from plurax.hlo.text import parse
 from plurax.pipeline.schedule import SCHEDULES, make_schedule
 
 ROWS = 4
@@ -186,17 +186,17 @@ def test_a_device_computes_the_actions_of_the_schedule_alone(schedule):
     batch = {name: np.ones((8, 16), np.float32) for name in "xy"}
     plan = px.Plan(pipeline=2, microbatches=4, schedule=schedule)
     program = px.compile(task, optax.sgd(0.1), plan, batch)
-    computations = dict(_computations(program.compiled_step.as_text()))
+    module = parse(program.hlo())
 
     def depths(name, depth):
         """Of the matrix products in a computation the number of loops around each."""
-        for line in computations[name]:
-            if re.search(r" (dot|custom-call)\(", line):
+        for instruction in module.computations[name]:
+            if instruction.opcode in ("dot", "custom-call"):
                 yield depth
-            for called in re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.-]+)", line):
-                yield from depths(called, depth + (" while(" in line))
+            bodies = re.findall(r"(?:body|condition)=%?([\w.-]+)", instruction.attributes)
+            for called in (*instruction.called(), *bodies):
+                yield from depths(called, depth + (instruction.opcode == "while"))
 
-    entry = re.search(r"^ENTRY %?([\w.-]+)", program.compiled_step.as_text(), re.M)[1]
-    found = list(depths(entry, 0))
+    found = list(depths(module.entry, 0))
     assert len(found) >= 2 * 2 + 4 * 2 - 1
     assert min(found) == 2

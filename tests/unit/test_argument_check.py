@@ -24,7 +24,8 @@ from plurax.validate import bytes_of
 
 # What the library alone makes; what has no arguments; what joins processes or starts devices.
 UNCALLED = """
-    Fit initialize virtual_devices Collective Difference FastestBatchSize MaxBatchSize Measured
+    Fit initialize virtual_devices Collective ComparedCollectives CompiledFor CompiledSchedule
+    ScheduledCollective Difference FastestBatchSize MaxBatchSize Measured
     Memory Planned PlannedMemory Seconds Verification draw_layer draw_search measure_machine Logger
     Calibration Classification Halving MaxMembers Regression Rung Sweep Tuning bootstrap Metric
     Timeline ParameterInfo ReshardStep apply_moves Gradients ReplicaCheck ReplicaFinding Run

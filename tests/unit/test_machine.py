@@ -234,7 +234,8 @@ def test_every_preset_is_a_machine(name):
 def test_what_the_presets_are():
     assert Machine.presets() == [
         "8xV100-16GB", "8xV100-32GB", "8xA100-40GB", "8xA100-80GB", "8xH100-80GB", "8xH200-141GB",
-        "256xTPU-v5e", "8xAscend-910",
+        "8xB200-180GB", "72xGB200-186GB", "4096xTPU-v4", "256xTPU-v5e", "8960xTPU-v5p",
+        "256xTPU-v6e", "18432xTPU-7x", "8xAscend-910",
     ]  # fmt: skip
     tpus = [Machine.preset(f"{n}xTPU-v5e").levels for n in (8, 256)]
     assert [[level.devices for level in levels] for levels in tpus] == [[8], [16, 256]]

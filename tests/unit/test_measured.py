@@ -13,8 +13,8 @@ from tests import models
 from tests.unit.test_liveness import perceptron
 
 import plurax as px
-from plurax import hlo
 from plurax.analysis.measured import Measured
+from plurax.hlo.memory import memory
 from plurax.loop.iterate import train_iter
 from plurax.loop.log_rows import read_rows
 from plurax.report.curves import draw_curves
@@ -49,7 +49,7 @@ def test_predicted_stands_beside_measured(capsys, resident):
     # To the byte, and in a loop over steps those of one step.
     assert measured.bytes_sent == alone.total_sent > 0
     (ran,) = result.program._compiled.so_far.values()
-    assert measured.peak == hlo.memory(ran).peak
+    assert measured.peak == memory(ran).peak
     pairs = [row["estimate"] for row in result.history]
     assert all(set(pair) == KEYS and pair["machine"] == "made" for pair in pairs)
     assert {pair["predicted"]["seconds"] for pair in pairs} == {alone.seconds}
@@ -112,7 +112,7 @@ def test_without_a_machine_nothing_more_is_traced_or_compiled(monkeypatch):
 
     with monkeypatch.context() as never:
         never.setattr("plurax.train.measurements.estimate", None)
-        never.setattr("plurax.analysis.measured.hlo", None)
+        never.setattr("plurax.analysis.measured.collectives", None)
         plain, least = run(None)
     assert (plain.estimate, plain.measured) == (None, None)
     assert "estimate" not in plain.history[0]

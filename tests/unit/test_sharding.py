@@ -19,7 +19,7 @@ from tests.draws import draws
 from tests.promotion import row
 
 import plurax as px
-from plurax import hlo as inspect
+from plurax.hlo.collectives import collectives
 from plurax.jaxpr.batch_minor import batch_minor
 from plurax.jaxpr.compat import inner_jaxprs
 from plurax.jaxpr.remat import rematerialized
@@ -120,7 +120,7 @@ def moved(source, target, moves, axes=AXES):
         check_vma=False,
     )  # fmt: skip
     compiled = jax.jit(run).lower(jax.ShapeDtypeStruct(SHAPE, jnp.float32)).compile()
-    found = inspect.collectives(compiled.as_text(), mesh)
+    found = collectives(compiled.as_text(), mesh)
     return np.asarray(compiled(whole)), whole, found
 
 

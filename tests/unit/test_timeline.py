@@ -10,7 +10,7 @@ from tests.pictures import legend, panels
 
 import plurax as px
 from plurax.collective import Collective
-from plurax.hlo import Memory
+from plurax.hlo.memory import Memory
 from plurax.pipeline.schedule import SCHEDULES, make_schedule
 from plurax.report.plan_picture import draw_plan
 from plurax.report.timeline import ScheduleCosts, compared_schedules_table, timeline_report

@@ -3,6 +3,11 @@ from plurax.analysis.batch_size import MaxBatchSize as MaxBatchSize
 from plurax.analysis.batch_size import fastest_batch_size as fastest_batch_size
 from plurax.analysis.batch_size import max_batch_size as max_batch_size
 from plurax.analysis.comparison import Comparison as Comparison
+from plurax.analysis.compiled_schedule import CompiledSchedule as CompiledSchedule
+from plurax.analysis.compiled_schedule import ScheduledCollective as ScheduledCollective
+from plurax.analysis.compiled_step import ComparedCollectives as ComparedCollectives
+from plurax.analysis.compiled_step import CompiledFor as CompiledFor
+from plurax.analysis.compiled_step import compiled_for as compiled_for
 from plurax.analysis.estimate import Estimate as Estimate
 from plurax.analysis.machine_timings import measure_machine as measure_machine
 from plurax.analysis.measured import Measured as Measured
@@ -11,7 +16,7 @@ from plurax.analysis.plan_ahead import planned as planned
 from plurax.analysis.verify import Difference as Difference
 from plurax.analysis.verify import Verification as Verification
 from plurax.collective import Collective as Collective
-from plurax.hlo import Memory as Memory
+from plurax.hlo.memory import Memory as Memory
 from plurax.machine import Level as Level
 from plurax.report.layer_picture import draw_layer as draw_layer
 from plurax.report.page.render import write_report as write_report

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from plurax import hlo
 from plurax.analysis.estimate import Estimate, human_seconds
+from plurax.hlo.collectives import collectives
+from plurax.hlo.memory import memory
 from plurax.tree import human_bytes
 
 
@@ -39,9 +40,9 @@ class Measured:
     @classmethod
     def of(cls, estimate: Estimate, compiled: jax.stages.Compiled, mesh: Mesh) -> "Measured":
         """Return what a compiled step, or a compiled loop over steps, holds and sends."""
-        found = hlo.collectives(compiled.as_text() or "", mesh, unknown_trips=1)
+        found = collectives(compiled.as_text() or "", mesh, unknown_trips=1)
         sent = sum(one.bytes_sent * (one.trips or 1) for one in found)
-        return cls(estimate, hlo.memory(compiled).peak, sent)
+        return cls(estimate, memory(compiled).peak, sent)
 
     def to_json(self) -> dict[str, Any]:
         """Return both as values that JSON holds, with the machine and its correction.

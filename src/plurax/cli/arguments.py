@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from plurax import errors
 from plurax.cli.parser import run_tyro
 from plurax.distributed.compilation_cache import make_cache_safe
@@ -84,6 +86,10 @@ def start_devices(arguments: list[str], *, rehearsal: bool = False) -> None:
     the others.
     """
     make_cache_safe()
+    if value(arguments, "--compile-for") is not None:
+        # The package of its compiler would otherwise look for a device of its kind.
+        jax.config.update("jax_platforms", "cpu")
+        return
     chosen = value(arguments, "--devices")
     if gang_of() is not None:
         if chosen is not None:

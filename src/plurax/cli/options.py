@@ -202,6 +202,10 @@ class Show(Common):
     --plan-file."""
     compare: bool = False
     """Compile a pipeline under every named schedule, and show them side by side."""
+    compile_for: Annotated[str | None, tyro.conf.arg(metavar="MACHINE")] = None
+    """Compile for devices that are not here, such as v5p:2x2x4 or 8xH100-80GB, and show what their
+    compiler makes of the plan; with --search, of the three fastest. Needs plurax[tpu] or
+    plurax[cuda]."""
 
 
 def default_options(kind: type[T], file: Path, experiment: Experiment, own: object = None) -> T:

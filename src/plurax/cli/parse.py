@@ -11,6 +11,7 @@ from plurax.cli.file_or_run import file_or_run, with_remembered
 from plurax.cli.options import Common, default_options
 from plurax.cli.parser import HELP, parse_options
 from plurax.experiment import Experiment, Report
+from plurax.targets import Target
 
 
 class Parsed(NamedTuple):
@@ -44,5 +45,7 @@ def parse(arguments: list[str], command: str, kind: type[Common]) -> Parsed:
     options = parse_options(kind, program, rest, default=default)
     # What a run has trained is also used where there are fewer devices.
     smaller = run is not None and command == "predict"
-    plan = shrink_data_axis(options.plan, rest, len(jax.devices()), unasked=smaller)
+    absent = getattr(options, "compile_for", None)
+    devices = len(jax.devices()) if absent is None else Target.of(absent).machine.devices
+    plan = shrink_data_axis(options.plan, rest, devices, unasked=smaller)
     return Parsed(experiment, dataclasses.replace(options, plan=plan), report, file)

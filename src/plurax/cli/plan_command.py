@@ -9,6 +9,7 @@ from plurax import errors, tree
 from plurax.analysis.estimate import Estimate, estimate
 from plurax.analysis.measured import Measured
 from plurax.cli.chosen import chosen_program, data_source, written
+from plurax.cli.compile_for import print_compiled
 from plurax.cli.estimate_command import diff_command, to_estimate
 from plurax.cli.options import Show
 from plurax.cli.parse import parse
@@ -41,6 +42,8 @@ def plan_command(arguments: list[str]) -> int:
     if options.search:
         return search_command(experiment, options, plan, arguments, started)
     _check_shown(options, plan)
+    if options.compile_for is not None:
+        return print_compiled(experiment, options, [plan], options.compile_for)
     if options.tune is not None:
         plan = _tuned(experiment, options, plan, options.tune)
     predicted = _estimated(experiment, options, plan)
@@ -102,6 +105,11 @@ def _check_shown(options: Show, plan: Plan) -> None:
             )
     if options.save is not None:
         check_matplotlib()
+    if options.save is not None and options.compile_for is not None:
+        raise errors.PlanError(
+            "--save draws the plan as compiled for the devices that are here, and --compile-for "
+            "names devices that are not. Leave one of them out."
+        )
     if options.compare and plan.pipeline == 1:
         raise errors.PlanError(
             "--compare compares the schedules of a pipeline, and the plan has pipeline=1: add "

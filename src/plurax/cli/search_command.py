@@ -7,6 +7,7 @@ from typing import Any
 
 from plurax import errors
 from plurax.cli.chosen import data_source, is_one_network, written
+from plurax.cli.compile_for import print_compiled
 from plurax.cli.machine_command import machine_named
 from plurax.cli.options import Show
 from plurax.console import PlainConsole
@@ -15,9 +16,12 @@ from plurax.plan import Plan
 from plurax.planner.search import search
 from plurax.report.layer_picture import draw_found
 from plurax.report.picture import check_matplotlib
+from plurax.targets import Target
 
 _COMMAND_SECONDS = 7.5
 """Of the ten that `plurax plan --search` takes: starting Python and JAX takes the others."""
+_COMPILED = 3
+"""Of the found plans, those that --compile-for compiles."""
 _LEAST_SECONDS = 4.0
 """Of a search: fewer than these leave no time for more than one estimate."""
 
@@ -33,7 +37,10 @@ def search_command(
         )
     if options.output is not None:
         check_matplotlib()
-    machine = machine_named(options.machine, options.nodes)
+    if options.machine is None and options.compile_for is not None:
+        machine = Target.of(options.compile_for).machine
+    else:
+        machine = machine_named(options.machine, options.nodes)
     _, batch = data_source(experiment, options)
     spent = time.perf_counter() - started
     left = max(_COMMAND_SECONDS - spent, _LEAST_SECONDS)
@@ -49,6 +56,10 @@ def search_command(
             seconds=left if options.seconds is None else options.seconds,
         )
     print(result)
+    if options.compile_for is not None:
+        print()
+        first = [result.plan(rank) for rank in range(1, len(result.ranked[:_COMPILED]) + 1)]
+        print_compiled(experiment, options, first, options.compile_for)
     if options.save is not None:
         with PlainConsole(stderr=True).status("leaving out what the default does as well"):
             best = result.best

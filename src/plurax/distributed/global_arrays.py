@@ -56,6 +56,11 @@ def own_devices(devices: Iterable[jax.Device]) -> list[jax.Device]:
     return [device for device in devices if device.process_index == jax.process_index()]
 
 
+def is_absent(device: jax.Device) -> bool:
+    """Return whether a device is described for its compiler, and not here (`plurax.topology`)."""
+    return getattr(device.client, "runtime_type", "") == "compile_only_runtime"
+
+
 def described_devices(devices: Iterable[jax.Device]) -> list[str]:
     """Return the names of devices, of several processes each with its process."""
     if jax.process_count() == 1:
@@ -67,8 +72,14 @@ def put(values: PyTree, shardings: PyTree) -> PyTree:
     """Return a tree of arrays with the given shardings, a tree like it or one for all.
 
     Leaves may be arrays of the host, of this process's devices, or of all processes. Of the first
-    two every process gives the whole array, and only its own shards are read.
+    two every process gives the whole array, and only its own shards are read. For devices that are
+    not here the leaves are `jax.ShapeDtypeStruct`s.
     """
+    if isinstance(shardings, NamedSharding) and is_absent(next(iter(shardings.device_set))):
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=shardings),
+            values,
+        )
     if jax.process_count() == 1:
         return jax.device_put(values, shardings)
     if isinstance(shardings, Sharding):

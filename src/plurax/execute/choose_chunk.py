@@ -44,7 +44,6 @@ import numpy as np
 from jax.extend.core import Jaxpr
 from jaxtyping import PyTree
 
-from plurax import hlo as compiled_hlo
 from plurax import tree
 from plurax.execute.backends.choose import microbatch, needs_partitioner
 from plurax.execute.gradient import gradient
@@ -53,6 +52,7 @@ from plurax.execute.layouts.state_layout import place_start
 from plurax.execute.population import Population
 from plurax.execute.rows import abstract_rows
 from plurax.execute.step import Metrics
+from plurax.hlo.memory import memory
 from plurax.jaxpr.compat import called_jaxpr, is_call
 from plurax.mesh import memory_budget, within
 from plurax.plan import BatchDim, Plan
@@ -192,7 +192,7 @@ def choose_plan(make: Callable[[Plan], Population], plan: Plan, lower: Lower) ->
         plan.chunk is None
         and (chunk := chosen.chunk or 1) > 1
         and (members + ROOM * chunk) * work.bytes > budget
-        and compiled_hlo.memory(lower(make(chosen)).compile()).peak > budget
+        and memory(lower(make(chosen)).compile()).peak > budget
     ):
         chosen = dataclasses.replace(chosen, chunk=even_chunk(members, max(1, chunk // 4)))
     return make(chosen)
@@ -356,7 +356,7 @@ def measure_plan(
             state = init(*example.arguments, start)
             return timed_runner(compiled, state, (*example.arguments, *arguments), looped)
 
-        return compiled_hlo.memory(compiled).peak, run
+        return memory(compiled).peak, run
 
     dtype: Any = jnp.result_type(*jax.tree.leaves(like.params))
     tolerance = 2e-2 if plan.precision == "bfloat16" else 1e-4

@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 from jaxtyping import Int, PyTree
 
 from plurax import errors
-from plurax import hlo as compiled_hlo
 from plurax.collective import Collective
+from plurax.distributed.global_arrays import is_absent
 from plurax.execute.array_data import ArrayData
 from plurax.execute.backends.choose import needs_partitioner
 from plurax.execute.batch_buffer import Buffers
@@ -37,6 +37,8 @@ from plurax.execute.runner import ExactRunner, PaddedRunner
 from plurax.execute.step import Gradients, Metrics
 from plurax.execute.step_functions import StepFunctions
 from plurax.execute.summary import as_table, in_a_line, summary
+from plurax.hlo.collectives import collectives
+from plurax.hlo.memory import Memory, memory
 from plurax.members import Members
 from plurax.mesh import replicated, split_rows
 from plurax.plan import Plan
@@ -177,8 +179,10 @@ class Program:
                     "with a seed of its own. Leave it out, and give the seeds to "
                     "plurax.Members(seeds)."
                 )
+            self._check_here()
             init = self._compiled.init_members(self._start)
             return init(*self._functions.arguments, self._start)
+        self._check_here()
         key = jax.random.key(check_seed(0 if seed is None else seed))
         state: TrainState = self._compiled.init(key, self._start)
         if params is None:
@@ -195,6 +199,7 @@ class Program:
         Raises `BatchError` where structure, shapes or dtypes differ from `canonical_shapes`, and
         `MembersError` for the state of one network or of another number of members.
         """
+        self._check_here()
         return self._states.place(state)
 
     def to_canonical(self, state: TrainState) -> TrainState:
@@ -380,7 +385,7 @@ class Program:
 
     def collectives(self) -> list[Collective]:
         """Return the collectives of one compiled step; none is over the mesh axis `member`."""
-        return compiled_hlo.collectives(self.hlo(), self.mesh)
+        return collectives(self.hlo(), self.mesh)
 
     def planned_collectives(self) -> list[Collective]:
         """Return the collectives that the partitioner inserts in one step, before XLA compiles.
@@ -401,9 +406,9 @@ class Program:
         """The sharding of each parameter and of its optimizer state; of one member."""
         return self._functions.layout.parameters()
 
-    def memory(self) -> compiled_hlo.Memory:
+    def memory(self) -> Memory:
         """Return bytes per device during a step, as the compiler reports them."""
-        return compiled_hlo.memory(self.compiled)
+        return memory(self.compiled)
 
     @property
     def state_shapes(self) -> TrainState:
@@ -440,6 +445,16 @@ class Program:
         return lower_most_run(functions, self._placement, self.data)
 
     # --- Inside -------------------------------------------------------------------------------
+
+    def _check_here(self) -> None:
+        """Raise `PlanError` where the devices are those of `plurax.topology`."""
+        device = self.mesh.devices.flat[0]
+        if is_absent(device):
+            raise errors.PlanError(
+                f"this program is compiled for {self.mesh.size} x {device.device_kind}, which are "
+                "not here, so it has no state and no step. It can be read: memory(), "
+                "collectives(), hlo(), plurax.analysis.compiled_for. To run, leave devices= out."
+            )
 
     @property
     def _members(self) -> Members:

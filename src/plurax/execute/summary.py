@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from plurax.hlo import memory
+from plurax.hlo.memory import memory
 from plurax.notebook import html_table
 from plurax.plan import Plan
 from plurax.tree import human_bytes, parameter_count

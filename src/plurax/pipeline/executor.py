@@ -47,7 +47,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from plurax import hlo
+from plurax.hlo.collectives import TICKS, times_scope
 from plurax.jaxpr.barrier import order_after
 from plurax.partition.partitioner import Partitioner
 from plurax.partition.values import ShardedValue
@@ -132,7 +132,7 @@ class ScheduleExecutor:
         Gradient sums are float32 or wider; the three gradient entries exist only with `goals`.
         """
         columns = jnp.asarray(self.table.columns)
-        with jax.named_scope(hlo.TICKS):
+        with jax.named_scope(TICKS):
             end, _ = lax.scan(lambda c, row: (self._tick(c, row), None), self._start(), columns)
         return end
 
@@ -534,7 +534,7 @@ def _repeat(
     """
 
     def run(i: Array, carry: Carry) -> Carry:
-        with jax.named_scope(hlo.times_scope(times)):
+        with jax.named_scope(times_scope(times)):
             return body(carry, i)
 
     result: Carry = lax.fori_loop(jnp.int32(0), jnp.asarray(count, jnp.int32), run, carry)

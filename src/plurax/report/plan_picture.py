@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from plurax import errors
 from plurax.collective import Collective
-from plurax.hlo import Memory
+from plurax.hlo.memory import Memory
 from plurax.pipeline.schedule import Schedule
 from plurax.pipeline.simulation import Timeline
 from plurax.report import lanes

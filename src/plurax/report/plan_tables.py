@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from plurax.collective import Collective
-from plurax.hlo import Memory
+from plurax.hlo.memory import Memory
 from plurax.plan import Plan
 from plurax.sharding.parameter_info import ParameterInfo
 from plurax.sharding.spec import TensorSharding

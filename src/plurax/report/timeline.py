@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from plurax.collective import Collective
-from plurax.hlo import Memory
+from plurax.hlo.memory import Memory
 from plurax.pipeline.schedule import Schedule
 from plurax.pipeline.simulation import Timeline
 from plurax.report import lanes

@@ -1,0 +1,349 @@
+"""Walk along the schedule of a compiled program: how long it takes, and what it hides.
+
+Problem. A compiler for TPUs or GPUs orders the instructions of a program and splits collectives
+into a start and a done, between which the device computes. How much of the sending that hides
+decides whether a plan is fast, and the machine need not be here to say it.
+
+A device has two resources: it computes one instruction after another, and its link sends one
+collective after another. An instruction takes the compiler's own estimate (`estimated_cycles`, on
+TPUs) or what a roofline says (GPUs): the longer of its products and of the bytes it moves. A
+collective takes what the machine's links say. The walk:
+
+    instruction       computes          the link            waits
+    all-gather-start                    0 .. 30 µs
+    fusion            0 .. 20 µs
+    all-gather-done                                         10 µs: 20 of 30 µs are hidden
+    all-reduce                          30 .. 50 µs         20 µs: nothing is hidden
+
+It is an estimate: an order of time, to compare plans and programs, not a measurement. Instructions
+without an estimate count nothing, and `Schedule.covered` says how large their share is.
+
+Sources: XLA's latency-hiding scheduler, which assumes the same two resources; `Machine`, for rates
+and links.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import final
+
+from jax.sharding import Mesh
+
+from plurax.collective import Collective
+from plurax.hlo.collectives import Place, Sent, chain_of, collective_of, sent_by
+from plurax.hlo.text import Instruction, Module, dims_of, dtype_of
+from plurax.machine import Machine
+from plurax.mesh import axis_sizes
+from plurax.trace.clock import collective_seconds, product_seconds
+
+_FREE = frozenset(
+    ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id",
+     "after-all", "opt-barrier", "iota", "reshape")
+)  # fmt: skip
+"""Instructions that a device does not run, or not as a kernel."""
+_NEVER = 10**13
+"""Cycles above which an estimate is none: the compiler writes the largest integer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduledCollective:
+    """A collective of a compiled program, and what its schedule hides of it.
+
+    **Fields:** `collective`; `dtype`; `asynchronous`, whether it is split into parts between which
+    a device may compute; `seconds` of sending in one step, and of these `hidden`, behind
+    instructions that run meanwhile; `operation`, its scopes and primitive in JAX.
+    """
+
+    collective: Collective
+    dtype: str
+    asynchronous: bool
+    seconds: float
+    hidden: float
+    operation: str
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledSchedule:
+    """What a walk along a compiled step found.
+
+    **Fields:** `collectives`; `seconds` of a step; `computing`, the seconds of its instructions;
+    `waiting`, those in which a device waits for its link; `covered`, the share of instructions with
+    an estimate, counted as often as they run.
+    """
+
+    collectives: Sequence[ScheduledCollective]
+    seconds: float
+    computing: float
+    waiting: float
+    covered: float
+
+    @property
+    def sending(self) -> float:
+        """The seconds in which the link sends."""
+        return sum(one.seconds for one in self.collectives)
+
+    @property
+    def hidden(self) -> float:
+        """The share of the sending that runs behind instructions; 1 where nothing is sent."""
+        sending = self.sending
+        return sum(one.hidden for one in self.collectives) / sending if sending else 1.0
+
+
+def walk_schedule(
+    module: Module, mesh: Mesh, machine: Machine, clock: float | None = None
+) -> CompiledSchedule:
+    """Walk along the schedule of a compiled program.
+
+    **Arguments:** `module`; the `mesh` of the plan; `machine`, with its rates and links; `clock`,
+    cycles per second of the compiler's estimates, None where it makes none.
+
+    A loop whose length is data counts one iteration, of a conditional the longest branch.
+    """
+    walk = _ScheduleWalk(module, mesh, machine, clock)
+    time = walk.computation(module.entry, Place(), 1)
+    return CompiledSchedule(
+        walk.collectives,
+        time.total,
+        time.computing,
+        time.waiting,
+        walk.known / (walk.run or 1),
+    )
+
+
+@final
+class _Time:
+    """Seconds of one pass through a computation: in `total`, `computing`, `waiting`."""
+
+    def __init__(self) -> None:
+        self.total = self.computing = self.waiting = 0.0
+
+    def add(self, other: "_Time", times: float = 1) -> None:
+        """Let another computation run, so many times."""
+        self.total += times * other.total
+        self.computing += times * other.computing
+        self.waiting += times * other.waiting
+
+    def compute(self, seconds: float) -> None:
+        """Let an instruction run."""
+        self.total += seconds
+        self.computing += seconds
+
+    def wait(self, until: float) -> float:
+        """Wait for the link, and return the seconds waited."""
+        seconds = max(0.0, until - self.total)
+        self.total += seconds
+        self.waiting += seconds
+        return seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pending:
+    """A collective under way: when it ends, how long it sends, how often it runs, its record."""
+
+    end: float
+    seconds: float
+    times: float
+    index: int
+
+
+@final
+class _ScheduleWalk:
+    """One walk.
+
+    **Attributes:** `collectives`, so far; `run`, the instructions run so far, and of these `known`,
+    those with an estimate.
+    """
+
+    def __init__(self, module: Module, mesh: Mesh, machine: Machine, clock: float | None) -> None:
+        self._module, self._mesh, self._machine, self._clock = module, mesh, machine, clock
+        self.collectives: list[ScheduledCollective] = []
+        self.run = self.known = 0.0
+
+    def computation(self, name: str, place: Place, times: float) -> _Time:
+        """Walk through a computation, which runs so many `times` in a step."""
+        instructions = self._module.computations.get(name, ())
+        chains = {
+            chain.id: index
+            for index, one in enumerate(instructions)
+            if (chain := chain_of(one, self._module))
+        }
+        time, link, pending = _Time(), 0.0, dict[str, _Pending]()
+        for index, one in enumerate(instructions):
+            here = place.at(one)
+            chain = chain_of(one, self._module)
+            if one.opcode == "while":
+                trips = self._module.trips(one)
+                body = one.attribute(r"body=%?([\w.\-]+)") or ""
+                inner = here.inside(one, trips, 1)
+                count = 1 if trips is None else trips
+                time.add(self.computation(body, inner, times * count), count)
+            elif one.opcode == "conditional":
+                branches = [self.computation(b, here.branch(), times) for b in one.called()]
+                time.add(max(branches, key=lambda branch: branch.total, default=_Time()))
+            elif one.opcode == "call":
+                for called in one.called():
+                    time.add(self.computation(called, here, times))
+            elif chain is not None:
+                if chain.id not in pending:
+                    link = self._start(chain.part, one, (), here, times, time, link, pending)
+                    pending[chain.id] = pending.pop(one.name)
+                time.compute(self._seconds(one, instructions, times))
+                if chains[chain.id] == index:
+                    self._finish(pending.pop(chain.id), time)
+            elif (start := self._started(one)) is not None:
+                link = self._start(start, one, instructions, here, times, time, link, pending)
+                if not self._asynchronous(one) and one.name in pending:
+                    self._finish(pending.pop(one.name), time)
+            elif one.opcode.endswith("-done"):
+                # A start may be passed on by updates.
+                source = next((name for name in one.operands if name in pending), None)
+                if source is not None:
+                    self._finish(pending.pop(source), time)
+            elif one.opcode.endswith("-update"):
+                for name in one.operands:
+                    if name in pending:
+                        pending[one.name] = pending.pop(name)
+            elif one.opcode not in _FREE:
+                time.compute(self._seconds(one, instructions, times))
+        for left in pending.values():
+            self._finish(left, time)
+        return time
+
+    # --- Collectives ------------------------------------------------------------------------------
+
+    def _started(self, one: Instruction) -> Instruction | None:
+        """Return the collective that an instruction is or starts."""
+        if one.opcode == "async-start":
+            inside = self._module.computations.get(next(one.called(), ""), ())
+            return next((other for other in inside if self._sends(other)), None)
+        return one if self._sends(one) else None
+
+    def _sends(self, one: Instruction) -> bool:
+        return sent_by(one, (), self._module, self._mesh) is not None
+
+    @staticmethod
+    def _asynchronous(one: Instruction) -> bool:
+        return one.opcode.endswith("-start")
+
+    def _start(
+        self,
+        collective: Instruction,
+        by: Instruction,
+        computation: Sequence[Instruction],
+        place: Place,
+        times: float,
+        time: _Time,
+        link: float,
+        pending: dict[str, _Pending],
+    ) -> float:
+        """Start a collective, and return when the link is free again."""
+        sent = sent_by(collective, computation, self._module, self._mesh)
+        if sent is None:
+            return link
+        seconds = self._sending(sent)
+        end = max(time.total, link) + seconds
+        pending[by.name] = _Pending(end, seconds, times, len(self.collectives))
+        split = self._asynchronous(by) or collective is not by
+        self.collectives.append(
+            ScheduledCollective(
+                collective_of(sent, place), dtype_of(collective.type), split, seconds * times, 0.0,
+                collective.op_name,
+            )
+        )  # fmt: skip
+        return end
+
+    def _finish(self, pending: _Pending, time: _Time) -> None:
+        """Wait for a collective, and note what of it was hidden."""
+        waited = time.wait(pending.end)
+        hidden = max(0.0, pending.seconds - waited) * pending.times
+        record = self.collectives[pending.index]
+        if record.asynchronous:
+            self.collectives[pending.index] = dataclasses.replace(record, hidden=hidden)
+
+    def _sending(self, sent: Sent) -> float:
+        sizes = axis_sizes(self._mesh)
+        kind = sent.equivalent or sent.kind
+        return collective_seconds(
+            self._machine, kind, sent.bytes_sent, sent.axes, sizes, self._mesh.size
+        )
+
+    # --- Instructions -----------------------------------------------------------------------------
+
+    def _seconds(self, one: Instruction, computation: Sequence[Instruction], times: float) -> float:
+        """Return the seconds of an instruction, 0 where nothing says them."""
+        self.run += times
+        seconds = self._by_cycles(one) if self._clock else self._by_roofline(one, computation)
+        self.known += 0 if seconds is None else times
+        return seconds or 0.0
+
+    def _by_cycles(self, one: Instruction) -> float | None:
+        cycles = int(one.attribute(r'estimated_cycles":"(\d+)"') or _NEVER)
+        return cycles / self._clock if self._clock and cycles < _NEVER else None
+
+    def _by_roofline(self, one: Instruction, computation: Sequence[Instruction]) -> float | None:
+        types = {other.name: other for other in computation}
+        operands = [types[name] for name in one.operands if name in types]
+        inside = [
+            other for called in one.called() for other in self._module.computations.get(called, ())
+        ]
+        moved = _bytes_moved(one, operands, inside)
+        products = sum(
+            product_seconds(self._machine, dims, dtype, 0)
+            for dims, dtype in map(_product, *_products(one, operands, inside))
+        )
+        seconds = max(products, self._machine.traffic_seconds(moved))
+        return seconds + self._machine.start_seconds
+
+
+def _bytes_moved(
+    one: Instruction, operands: Sequence[Instruction], inside: Sequence[Instruction]
+) -> float:
+    """Return the bytes that an instruction reads and writes.
+
+    A fusion that reads or writes a slice of an array in place moves the slice.
+    """
+    whole = one.bytes + sum(operand.bytes for operand in operands)
+    by_name = {other.name: other for other in inside}
+    read = sum(other.bytes for other in inside if other.opcode == "dynamic-slice")
+    written = sum(
+        by_name[other.operands[1]].bytes
+        for other in inside
+        if other.opcode == "dynamic-update-slice" and other.operands[1] in by_name
+    )
+    if not read and not written:
+        return whole
+    largest = max((operand.bytes for operand in operands), default=0)
+    rest = sum(operand.bytes for operand in operands if operand.bytes < largest)
+    return min(whole, read + 2 * written + rest)
+
+
+def _products(
+    one: Instruction, operands: Sequence[Instruction], inside: Sequence[Instruction]
+) -> tuple[list[Instruction], list[Instruction | None]]:
+    """Return the matrix products of an instruction, and the left operand of each."""
+    by_name = {other.name: other for other in inside}
+    dots = [other for other in inside if other.opcode == "dot"]
+    lefts = [by_name.get(dot.operands[0]) for dot in dots]
+    if "lhs_contracting" in one.attributes and operands:
+        return [one], [operands[0]]
+    return dots, lefts
+
+
+def _product(dot: Instruction, left: Instruction | None) -> tuple[tuple[int, int, int, int], str]:
+    """Return the dims (m, n, k, batch) of a matrix product, and its dtype."""
+    if left is None:
+        return (0, 0, 0, 0), "float32"
+    dims = dims_of(left.type)
+    size, out = math.prod(dims), math.prod(dims_of(dot.type))
+    k = math.prod(dims[dim] for dim in _dims(dot, "lhs_contracting"))
+    batch = math.prod(dims[dim] for dim in _dims(dot, "lhs_batch"))
+    m = size // (k * batch or 1)
+    return (m, out // (m * batch or 1), k, batch), dtype_of(left.type)
+
+
+def _dims(dot: Instruction, what: str) -> list[int]:
+    """Return the dims that a product sums over or shares, as a `dot` or a library call says."""
+    dims = dot.attribute(rf"{what}_dims=\{{([\d,]*)\}}")
+    if dims is None:
+        dims = dot.attribute(rf'{what}_dimensions":\[([^\]]*)\]') or ""
+    return [int(dim.strip(' "')) for dim in dims.split(",") if dim.strip(' "')]

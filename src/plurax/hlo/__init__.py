@@ -1,0 +1,1 @@
+"""Read compiled programs: their collectives, memory and schedule."""

@@ -1,0 +1,214 @@
+"""What is read from the text of compiled programs, as compilers for accelerators write it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+
+from plurax.analysis.compiled_schedule import walk_schedule
+from plurax.hlo.collectives import collectives
+from plurax.hlo.text import parse
+from plurax.machine import Level, Machine
+
+MESH = ((4,), ("data",))
+LINK = Level("node", 4, 1e9)
+MACHINE = Machine("four", {"float32": 1e12, "bfloat16": 2e12}, 1e10, 1e9, (LINK,))
+GATHER = "f32[256]{0} all-gather(%x), replica_groups={{0,1,2,3}}, dimensions={0}"
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    shape, names = MESH
+    kinds = (AxisType.Auto,) * len(shape)
+    return jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices()[:4])
+
+
+def loop(condition, body, attributes=""):
+    """Return a program that runs a body in a loop."""
+    return f"""
+{condition}
+
+%body (t: (s32[], f32[64])) -> (s32[], f32[64]) {{
+  %t = (s32[], f32[64]) parameter(0)
+  %x = f32[64]{{0}} get-tuple-element(%t), index=1
+{body}
+}}
+
+ENTRY %main (t: (s32[], f32[64])) -> (s32[], f32[64]) {{
+  %t = (s32[], f32[64]) parameter(0)
+  ROOT %w = (s32[], f32[64]) while(%t), condition=%cond, body=%body{attributes}
+}}
+"""
+
+
+CONDITIONS = {
+    "a count": (
+        "%cond (t: s32[]) -> pred[] {\n}", ', backend_config={"known_trip_count":{"n":"8"}}', 8,
+    ),
+    "a comparison": (
+        "%cond (t: (s32[], f32[64])) -> pred[] {\n"
+        "  %c = s32[]{:T(128)} constant(8), metadata={op_name=\"jit(f)\"}\n"
+        "  %t = (s32[]{:T(128)}, f32[64]{0:T(1024)(128)}) parameter(0)\n"
+        "  %i = s32[]{:T(128)} get-tuple-element(%t), index=0\n"
+        "  ROOT %lt = pred[]{:T(512)} compare(%i, %c), direction=LT\n}", "", 8,
+    ),
+    "in a fusion, the constant outside": (
+        "%compare (i: s32[], n: s32[]) -> pred[] {\n  %i = s32[] parameter(0)\n"
+        "  %n = s32[] parameter(1)\n  ROOT %lt = pred[] compare(%i, %n), direction=LT\n}\n\n"
+        "%cond (t: (s32[], f32[64])) -> pred[] {\n  %t = (s32[], f32[64]) parameter(0)\n"
+        "  %i = s32[] get-tuple-element(%t), index=0\n  %c = s32[] constant(8)\n"
+        "  ROOT %f = pred[] fusion(%i, %c), kind=kLoop, calls=%compare\n}", "", 8,
+    ),
+    "in a fusion, with the constant": (
+        "%compare (i: s32[]) -> pred[] {\n  %i = s32[] parameter(0)\n  %n = s32[] constant(8)\n"
+        "  ROOT %lt = pred[] compare(%i, %n), direction=LT\n}\n\n"
+        "%cond (t: (s32[], f32[64])) -> pred[] {\n  %t = (s32[], f32[64]) parameter(0)\n"
+        "  %i = s32[] get-tuple-element(%t), index=0\n"
+        "  ROOT %f = pred[] fusion(%i), kind=kLoop, calls=%compare\n}", "", 8,
+    ),
+    "data": (
+        "%cond (t: (s32[], s32[])) -> pred[] {\n  %t = (s32[], s32[]) parameter(0)\n"
+        "  %i = s32[] get-tuple-element(%t), index=0\n  %n = s32[] get-tuple-element(%t), index=1\n"
+        "  ROOT %lt = pred[] compare(%i, %n), direction=LT\n}", "", None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("written", CONDITIONS)
+def test_how_often_a_loop_runs(written, mesh):
+    condition, attributes, trips = CONDITIONS[written]
+    text = loop(condition, f"  ROOT %g = {GATHER}", attributes)
+    (found,) = collectives(text, mesh)
+    assert (found.bytes, found.in_loop, found.trips) == (1024, True, trips)
+
+
+def test_the_length_of_a_compiled_loop():
+    """A scan of JAX, by this machine's own compiler, with its count and without."""
+    scanned = jax.jit(lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c @ c), None), x, length=5))
+    text = scanned.lower(jnp.ones((4, 4))).compile().as_text()
+    for written in (text, text.replace("known_trip_count", "not_known")):
+        module = parse(written)
+        every = [one for block in module.computations.values() for one in block]
+        (count,) = [module.trips(one) for one in every if one.opcode == "while"]
+        assert count == 5
+
+
+CHAIN = """
+%part (x: f32[64]) -> f32[256] {
+  %x = f32[64]{0} parameter(0)
+  ROOT %g = f32[256]{0} all-gather(%x), replica_groups={{0,1,2,3}}, dimensions={0}, CHAIN
+}
+
+ENTRY %main (x: f32[64], y: f32[100000]) -> f32[256] {
+  %x = f32[64]{0} parameter(0)
+  %y = f32[100000]{0} parameter(1)
+  %async-collective-start = f32[256]{0} fusion(%x), kind=kCustom, calls=%part
+  %f = f32[256]{0} fusion(%async-collective-start, %y), kind=kOutput, calls=%part, CYCLES
+  ROOT %async-collective-done = f32[256]{0} fusion(%f), kind=kCustom, calls=%part
+}
+""".replace("CHAIN", 'frontend_attributes={chain_id="5"}').replace(
+    "CYCLES", 'backend_config={"estimated_cycles":"1000"}'
+)
+
+
+def test_a_collective_in_three_fusions_counts_once(mesh):
+    (found,) = collectives(CHAIN, mesh)
+    assert (found.kind, found.bytes, found.bytes_sent) == ("all-gather", 1024, 768)
+
+
+def test_a_part_that_two_instructions_read_counts_once(mesh):
+    """An all-reduce of which each device reads its quarter, and a quarter of that again."""
+    text = """
+ENTRY %main (x: f32[256], i: s32[]) -> f32[64] {
+  %x = f32[256]{0} parameter(0)
+  %i = s32[] parameter(1)
+  %r = f32[256]{0} all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%add
+  %own = f32[64]{0} dynamic-slice(%r, %i), dynamic_slice_sizes={64}
+  %some = f32[16]{0} dynamic-slice(%r, %i), dynamic_slice_sizes={16}
+  ROOT %s = f32[64]{0} pad(%own, %some), padding=0_0
+}
+"""
+    (found,) = collectives(text, mesh)
+    assert (found.equivalent_kind, found.bytes) == ("reduce-scatter", 256)
+
+
+# --- The walk along the schedule -----------------------------------------------------------------
+
+
+def scheduled(between, start="all-gather-start", done="all-gather-done"):
+    """Return a program with some instructions between the parts of an all-gather of 768 bytes."""
+    return parse(f"""
+ENTRY %main (x: f32[64], y: f32[100000]) -> f32[256] {{
+  %x = f32[64]{{0}} parameter(0)
+  %y = f32[1000]{{0}} parameter(1)
+  %s = (f32[64], f32[256]) {start}(%x), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}
+{between}
+  ROOT %d = f32[256]{{0}} {done}(%s)
+}}
+""")
+
+
+def cycles(name, count):
+    return (
+        f"  %{name} = f32[1000]{{0}} fusion(%y), kind=kLoop, calls=%f, "
+        f'backend_config={{"estimated_cycles":"{count}"}}'
+    )
+
+
+SENDING = 768 / 1e9  # bytes that a device sends of 1,024, by the link
+
+
+@pytest.mark.parametrize(
+    ("between", "total", "hidden"),
+    [
+        ("", SENDING, 0.0),
+        (cycles("a", 500), SENDING, 5e-7 / SENDING),
+        (cycles("a", 500) + "\n" + cycles("b", 500), 1e-6, 1.0),
+    ],
+)
+def test_what_runs_between_the_parts_hides_the_sending(between, total, hidden, mesh):
+    walk = walk_schedule(scheduled(between), mesh, MACHINE, clock=1e9)
+    assert walk.seconds == pytest.approx(total)
+    assert walk.hidden == pytest.approx(hidden)
+    assert walk.waiting == pytest.approx(total - walk.computing)
+    (record,) = walk.collectives
+    assert record.asynchronous
+    assert record.dtype == "float32"
+
+
+def test_an_instruction_without_an_estimate_is_not_covered(mesh):
+    never = cycles("a", 9223372036854775807) + "\n" + cycles("b", 100)
+    walk = walk_schedule(scheduled(never), mesh, MACHINE, clock=1e9)
+    assert (walk.covered, walk.computing) == (0.5, 1e-7)
+
+
+def test_a_loop_takes_its_trips_and_a_collective_in_it_waits_each_time(mesh):
+    condition, attributes, trips = CONDITIONS["a comparison"]
+    text = loop(condition, f"  ROOT %g = {GATHER}", attributes)
+    walk = walk_schedule(parse(text), mesh, MACHINE, clock=1e9)
+    assert walk.seconds == pytest.approx(trips * SENDING)
+    assert (walk.hidden, walk.collectives[0].asynchronous) == (0.0, False)
+
+
+def test_a_chain_of_fusions_hides_what_its_fusions_compute(mesh):
+    walk = walk_schedule(parse(CHAIN), mesh, MACHINE, clock=1e9)
+    assert walk.seconds == pytest.approx(1e-6)
+    assert walk.hidden == pytest.approx(1.0)
+
+
+def test_a_roofline_counts_products_and_bytes(mesh):
+    """Without cycles: a product of 64 x 32 by 32 x 16, which its bytes bound."""
+    text = """
+ENTRY %main (a: f32[64,32], b: f32[32,16]) -> f32[64,16] {
+  %a = f32[64,32]{1,0} parameter(0)
+  %b = f32[32,16]{1,0} parameter(1)
+  ROOT %c = f32[64,16]{1,0} custom-call(%a, %b), custom_call_target="gemm", DIMS
+}
+""".replace("DIMS", 'backend_config={"lhs_contracting_dimensions":["1"],"lhs_batch_dimensions":[]}')
+    walk = walk_schedule(parse(text), mesh, MACHINE)
+    moved = 4 * (64 * 32 + 32 * 16 + 64 * 16)
+    flops = 2 * 64 * 32 * 16
+    assert walk.seconds == pytest.approx(max(moved / 1e9, flops / 1e12))
+    assert walk.covered == 1
+    slow = Machine("slow", {"float32": 1e9}, 1e10, 1e9, (LINK,))
+    assert walk_schedule(parse(text), mesh, slow).seconds == pytest.approx(flops / 1e9)

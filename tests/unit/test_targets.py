@@ -1,0 +1,80 @@
+"""Machines that are not here: their names, what their compilers need, and who lacks it."""
+
+import importlib.util
+
+import jax
+import pytest
+
+import plurax as px
+from plurax.distributed.global_arrays import is_absent, put
+from plurax.machine import Machine, published
+from plurax.mesh import replicated
+from plurax.targets import Target, _gpu_description, targets
+
+NAMES = {
+    "v5p:2x2x4": ("16xTPU-v5p", 1, 16),
+    "TPU-v5e:4x4": ("16xTPU-v5e", 1, 16),
+    "v6e:4x4*2": ("16xTPU-v6e", 2, 32),
+    "7x:2x2x1": ("8xTPU-7x", 1, 8),  # of two devices each
+    "tpu7x:2x2x1": ("8xTPU-7x", 1, 8),
+    "H100": ("1xH100-80GB", 1, 1),
+    "8xH100": ("8xH100-80GB", 1, 8),
+    "2x8xB200": ("8xB200-180GB", 2, 16),
+    "4xA100-40GB": ("4xA100-40GB", 1, 4),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_a_machine(name):
+    preset, nodes, devices = NAMES[name]
+    target = Target.of(name)
+    assert target.machine == Machine.preset(preset, nodes)
+    assert target.machine.devices == devices
+    assert (target.clock is None) == (target.compiler["platform"] == "cuda")
+
+
+@pytest.mark.parametrize("name", targets())
+def test_every_example_of_a_name_is_one(name):
+    assert Target.of(name).name == name
+
+
+def test_every_kind_with_a_compiler_has_an_example():
+    kinds = [kind for kind, device in published().items() if "compiler" in device]
+    assert len(targets()) == len(kinds) >= 11
+
+
+@pytest.mark.parametrize("name", ["v9p:2x2", "8xH10", "v5e", "", "8x", "v5e:4x4*", "AMD:4x4"])
+def test_names_of_no_machine(name):
+    with pytest.raises(px.errors.MachineError, match=r"no machine .* to compile for") as caught:
+        px.topology(name)
+    assert "8xH100-80GB" in str(caught.value)
+
+
+def test_a_name_of_two_kinds():
+    with pytest.raises(
+        px.errors.MachineError, match=r"A100-80GB: write the memory too, '8xA100-40GB'"
+    ):
+        px.topology("8xA100")
+
+
+@pytest.mark.parametrize(("name", "extra"), [("v5p:2x2x1", "tpu"), ("8xH100", "cuda")])
+def test_without_the_package_of_the_compiler(name, extra, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    with pytest.raises(px.errors.MissingPackageError, match=rf"plurax\[{extra}\]"):
+        px.topology(name)
+
+
+def test_the_description_of_a_gpu():
+    text = _gpu_description(Target.of("8xH100"))
+    # CUDA's programming guide, compute capability 9.0: 228 KiB of a core, 227 of a block.
+    assert "shared_memory_per_core: 233472" in text
+    assert "shared_memory_per_block_optin: 232448" in text
+    assert "cuda_compute_capability { major: 9 }" in text
+    assert "memory_bandwidth: 3350000000000" in text
+
+
+def test_devices_that_are_here_are_not_absent():
+    device = jax.devices()[0]
+    assert not is_absent(device)
+    mesh = jax.make_mesh((1,), ("data",), devices=[device])
+    assert put(1.0, replicated(mesh)).devices() == {device}
