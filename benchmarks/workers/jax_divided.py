@@ -22,7 +22,7 @@ from benchmarks.workers.jax_setup import carry, need_devices
 from benchmarks.workers.serve import Settings, Side, serve
 from plurax.collective import Collective
 from plurax.distributed.global_arrays import fetch, one_at_a_time
-from plurax.hlo.collectives import collectives
+from plurax.hlo.compiled_collectives import collectives
 from plurax.hlo.memory import Memory, memory
 
 CLIP = 1.0

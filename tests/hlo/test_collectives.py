@@ -12,7 +12,7 @@ from tests import models
 
 import plurax as px
 from plurax import tree
-from plurax.hlo.collectives import collectives
+from plurax.hlo.compiled_collectives import collectives
 
 SCALARS = 64  # bytes: loss, weight and metrics ride along
 

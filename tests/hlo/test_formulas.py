@@ -13,7 +13,7 @@ from tests import models
 
 import plurax as px
 from plurax import tree
-from plurax.hlo.collectives import collectives
+from plurax.hlo.compiled_collectives import collectives
 from plurax.partition.buckets import MOST, packed
 
 WIDTH, LAYERS, N = 32, 4, 8

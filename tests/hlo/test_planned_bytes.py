@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from tests import models
 
 import plurax as px
-from plurax.hlo.collectives import TICKS, collectives, times_scope
+from plurax.hlo.compiled_collectives import TICKS, collectives, times_scope
 
 WIDTH = 8
 RNG = np.random.default_rng(0)

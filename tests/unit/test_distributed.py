@@ -29,7 +29,7 @@ from plurax.distributed.initialize import _check_port as check_port
 from plurax.distributed.initialize import exit_code
 from plurax.distributed.process_group import ProcessGroup, open_group
 from plurax.execute.array_data import ArrayData
-from plurax.hlo.collectives import collectives
+from plurax.hlo.compiled_collectives import collectives
 from plurax.mesh import _grid, make_mesh
 from plurax.plan import MESH_AXES
 

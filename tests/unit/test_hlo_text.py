@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AxisType
 
 from plurax.analysis.compiled_schedule import walk_schedule
-from plurax.hlo.collectives import collectives
+from plurax.hlo.compiled_collectives import collectives
 from plurax.hlo.text import parse
 from plurax.machine import Level, Machine
 

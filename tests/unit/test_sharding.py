@@ -19,7 +19,7 @@ from tests.draws import draws
 from tests.promotion import row
 
 import plurax as px
-from plurax.hlo.collectives import collectives
+from plurax.hlo.compiled_collectives import collectives
 from plurax.jaxpr.batch_minor import batch_minor
 from plurax.jaxpr.compat import inner_jaxprs
 from plurax.jaxpr.remat import rematerialized

@@ -30,7 +30,7 @@ from typing import final
 from jax.sharding import Mesh
 
 from plurax.collective import Collective
-from plurax.hlo.collectives import Place, Sent, chain_of, collective_of, sent_by
+from plurax.hlo.compiled_collectives import Place, Sent, chain_of, collective_of, sent_by
 from plurax.hlo.text import Instruction, Module, dims_of, dtype_of
 from plurax.machine import Machine
 from plurax.mesh import axis_sizes

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from plurax.analysis.estimate import Estimate, human_seconds
-from plurax.hlo.collectives import collectives
+from plurax.hlo.compiled_collectives import collectives
 from plurax.hlo.memory import memory
 from plurax.tree import human_bytes
 

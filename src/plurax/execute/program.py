@@ -37,7 +37,7 @@ from plurax.execute.runner import ExactRunner, PaddedRunner
 from plurax.execute.step import Gradients, Metrics
 from plurax.execute.step_functions import StepFunctions
 from plurax.execute.summary import as_table, in_a_line, summary
-from plurax.hlo.collectives import collectives
+from plurax.hlo.compiled_collectives import collectives
 from plurax.hlo.memory import Memory, memory
 from plurax.members import Members
 from plurax.mesh import replicated, split_rows

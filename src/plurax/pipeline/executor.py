@@ -47,7 +47,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from plurax.hlo.collectives import TICKS, times_scope
+from plurax.hlo.compiled_collectives import TICKS, times_scope
 from plurax.jaxpr.barrier import order_after
 from plurax.partition.partitioner import Partitioner
 from plurax.partition.values import ShardedValue
