@@ -153,7 +153,7 @@ class AnnotationResolver:
         Raises `PlanError` if they do not multiply to the factor's number of shards.
         """
         left = list(self._axes.expand("tensor")) if "tensor" in self._axes.mesh else []
-        given: dict[int, tuple[str, ...]] = {}
+        assigned: dict[int, tuple[str, ...]] = {}
         for factor, num_shards in tag.num_shards.items():
             taken: list[str] = []
             while left and self._axes.size(taken) < num_shards:
@@ -167,8 +167,8 @@ class AnnotationResolver:
                     f"tensor={tensor}: the product of the counts must be {tensor} or a divisor of "
                     "it, and each count a product of its prime factors."
                 )
-            given[factor] = tuple(taken)
-        return given
+            assigned[factor] = tuple(taken)
+        return assigned
 
     def _pinned(self, versions: ValueVersions, spec: Any) -> TensorSharding | None:
         """Return the sharding for `jax.lax.with_sharding_constraint`.

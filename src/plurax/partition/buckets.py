@@ -107,12 +107,12 @@ class Gathers:
             while after is not None and self._done <= self._ahead(number):
                 self._gather(self._done, here, *after)
                 self._done += 1
-        found = {}
+        whole = {}
         for use in uses:
             value = self._gathered.pop((self._bucket_of[index, use.var], use.var), None)
             if value is not None:
-                found[use.var] = value
-        return found
+                whole[use.var] = value
+        return whole
 
     def _ahead(self, number: int) -> int:
         """Return up to which bucket is gathered when the one of this number is needed.
@@ -220,7 +220,7 @@ def packed(
 
     ```
     """
-    found, first = [], 0
+    buckets, first = [], 0
     while first < len(likes):
         last, size, again = first + 1, sizes[first], False
         while last < len(likes):
@@ -232,9 +232,9 @@ def packed(
         # A repeated name starts the backward pass, whose layers come in reverse: nothing repeats.
         if not again:
             last = _repetition(likes, first, last)
-        found.append(range(first, last))
+        buckets.append(range(first, last))
         first = last
-    return found
+    return buckets
 
 
 def _repetition(likes: Sequence[Hashable], first: int, last: int) -> int:

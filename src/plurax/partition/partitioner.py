@@ -154,10 +154,14 @@ class Partitioner(Resharder):
         readers = count_readers(eqns, results)
 
         def read(atom: Any) -> ValueVersions:
-            one = self.constant(atom.val) if isinstance(atom, Literal) else here[atom]
+            versions = self.constant(atom.val) if isinstance(atom, Literal) else here[atom]
             # Each reader creates its own zeros: in the sharding of its other operands they cost
             # nothing, and a partial sum meets them unreduced.
-            return ValueVersions(self.zeros(one.shape, one.dtype)) if one.is_zero else one
+            return (
+                ValueVersions(self.zeros(versions.shape, versions.dtype))
+                if versions.is_zero
+                else versions
+            )
 
         for index, eqn in enumerate(gathers.eqns if gathers else eqns):
             inputs = [read(atom) for atom in eqn.invars]
@@ -235,15 +239,15 @@ class Partitioner(Resharder):
         after = self._dependency(eqn, inputs)
         if after is None and not any(versions.data_varying for versions in inputs):
             return inputs
-        found = []
-        for atom, one, whole in zip(eqn.invars, inputs, ready, strict=True):
-            one = ValueVersions(whole) if whole is not None else one
-            one = one if self._may_stay_split(one) else self._without_data(one)
-            stays = one.deferred is not None or not over_data(one.value.sharding)
-            if not (stays or self._may_stay_split(one)):
-                one = ValueVersions(self._gathered(atom, one.value, after))
-            found.append(one)
-        return found
+        results = []
+        for atom, versions, whole in zip(eqn.invars, inputs, ready, strict=True):
+            versions = ValueVersions(whole) if whole is not None else versions
+            versions = versions if self._may_stay_split(versions) else self._without_data(versions)
+            stays = versions.deferred is not None or not over_data(versions.value.sharding)
+            if not (stays or self._may_stay_split(versions)):
+                versions = ValueVersions(self._gathered(atom, versions.value, after))
+            results.append(versions)
+        return results
 
     def _gathered(
         self, atom: Any, value: ShardedValue, after: tuple[Any, Array] | None
@@ -350,7 +354,7 @@ class Partitioner(Resharder):
         data_varying = any(versions.data_varying for versions in inputs)
         arrays = []
         for versions, spec in zip(inputs, params["in_specs"], strict=True):
-            target = self._known(spec, len(versions.shape))
+            target = self.context.of_spec(spec, len(versions.shape))
             if data_varying and "data" in target.axes:
                 raise errors.by_hand_over_data(spec)
             arrays.append(self.reshard(versions, target).array)
@@ -363,7 +367,7 @@ class Partitioner(Resharder):
             )
         specs = []
         for var, spec in zip(eqn.outvars, params["out_specs"], strict=True):
-            aval, sharding = var.aval, self._known(spec, len(var.aval.shape))
+            aval, sharding = var.aval, self.context.of_spec(spec, len(var.aval.shape))
             if data_varying and "data" in sharding.axes:
                 raise errors.by_hand_over_data(spec)
             specs.append(self.context.spec(aval.shape, aval.dtype, sharding, data_varying))
@@ -372,12 +376,6 @@ class Partitioner(Resharder):
                 lambda *shards: eval_manual_body(body, consts, shards), arrays, specs
             )
         return [ValueVersions(value) for value in results]
-
-    def _known(self, spec: Any, rank: int) -> TensorSharding:
-        """Return a spec's sharding, without axes of one device, with mesh axes split into parts."""
-        given = TensorSharding.from_spec(spec, rank)
-        dims = (tuple(a for a in entry if a in self.axes.mesh) for entry in given.dims)
-        return self.axes.expanded(TensorSharding(tuple(dims)))
 
 
 def partition(

@@ -84,28 +84,29 @@ def traced_as(jaxpr: Any) -> str:
 
 def check(jaxpr: Any, strategies: Strategies) -> None:
     """Raise `PlanError` if the strategies were found for another function."""
-    found = dict(equations(jaxpr))
-    for one in strategies.equations:
-        eqn = found.get(_equation(one.path))
-        if eqn is None or eqn.primitive.name != one.operator:
+    traced = dict(equations(jaxpr))
+    for strategy in strategies.equations:
+        eqn = traced.get(_equation(strategy.path))
+        if eqn is None or eqn.primitive.name != strategy.operator:
             name = None if eqn is None else eqn.primitive.name
-            at = f" at {one.where}" if one.where else ""
+            at = f" at {strategy.where}" if strategy.where else ""
             there = "has no such equation" if name is None else f"has a {name} there"
             raise errors.PlanError(
-                f"the plan has a strategy for equation {one.equation}{at}, and the differentiated "
-                f"loss {there}: the strategies were found for another model, another precision or "
-                "remat, or by another version of JAX. Search again, or remove [strategies]."
+                f"the plan has a strategy for equation {strategy.equation}{at}, and the "
+                f"differentiated loss {there}: the strategies were found for another model, "
+                "another precision or remat, or by another version of JAX. Search again, or remove "
+                "[strategies]."
             )
-        slots = _operands(eqn, one)
-        if len(slots) != len(one.inputs) or any(
+        slots = _operands(eqn, strategy)
+        if len(slots) != len(strategy.inputs) or any(
             entries and len(axes_of(entries)[0]) != len(atom.aval.shape)
-            for atom, entries in zip(slots, one.inputs, strict=False)
+            for atom, entries in zip(slots, strategy.inputs, strict=False)
         ):
             shapes = [tuple(atom.aval.shape) for atom in slots]
             raise errors.PlanError(
-                f"the plan's strategy of equation {one.equation} has the inputs {one.inputs!r}, "
-                f"and the operands have the shapes {shapes}: give one list for each operand with "
-                "one entry for each dim."
+                f"the plan's strategy of equation {strategy.equation} has the inputs "
+                f"{strategy.inputs!r}, and the operands have the shapes {shapes}: give one list "
+                "for each operand with one entry for each dim."
             )
     if traced_as(jaxpr) != strategies.traced:
         raise errors.PlanError(
@@ -142,32 +143,34 @@ def _operands(eqn: Any, one: Strategy) -> list[Any]:
     return groups[name][int(kind[len(name) :]) :][:1]
 
 
-def _rewritten(jaxpr: Any, given: Mapping[str, Strategy], inside: str) -> Any:
-    """Return the jaxpr with annotations before the equations that `given` names."""
+def _rewritten(jaxpr: Any, pinned: Mapping[str, Strategy], inside: str) -> Any:
+    """Return the jaxpr with annotations before the equations that `pinned` names."""
     eqns: list[Any] = []
     for index, eqn in enumerate(jaxpr.eqns):
         path = f"{inside}{index}"
         body = _body(eqn)
-        if body is not None and any(one.startswith(f"{path}/") for one in given):
-            eqn = _with_body(eqn, _rewritten(body, given, f"{path}/"))
+        if body is not None and any(one.startswith(f"{path}/") for one in pinned):
+            eqn = _with_body(eqn, _rewritten(body, pinned, f"{path}/"))
         if eqn.primitive.name == "scan":
-            eqn = _loop(eqns, eqn, given, path)
-        elif path in given:
+            eqn = _loop(eqns, eqn, pinned, path)
+        elif path in pinned:
             atoms = [
                 _annotated(eqns, eqn, atom, entries)
-                for atom, entries in zip(eqn.invars, given[path].inputs, strict=True)
+                for atom, entries in zip(eqn.invars, pinned[path].inputs, strict=True)
             ]
             eqn = eqn.replace(invars=atoms)
         eqns.append(eqn)
     return jaxpr.replace(eqns=eqns)
 
 
-def _loop(before: list[Any], eqn: Any, given: Mapping[str, Strategy], path: str) -> Any:
+def _loop(before: list[Any], eqn: Any, strategies: Mapping[str, Strategy], path: str) -> Any:
     """Return a scan with its operands and results annotated."""
     scan = Scan.of(eqn)
     pinned = {
         kind: [
-            given[f"{path}/{kind}{index}"].inputs[0] if f"{path}/{kind}{index}" in given else ()
+            strategies[f"{path}/{kind}{index}"].inputs[0]
+            if f"{path}/{kind}{index}" in strategies
+            else ()
             for index in range(count)
         ]
         for kind, count in (

@@ -166,15 +166,9 @@ class Resharder:
         def apply(shard: Array) -> list[Array]:
             return [apply_moves(shard, value.shape, value.sharding, steps, axes)]
 
-        with self._reason():
-            return self.run(apply, [value.array], [spec])[0]
-
-    def _reason(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the scope that says for which equation an operand is resharded."""
-        if self._eqn is None:
-            return contextlib.nullcontext()
         line = self._without_rule and self._without_rule[1]
-        return jax.named_scope(reason_scope(_named(self._eqn), line))
+        with jax.named_scope(reason_scope(by, line)) if by else contextlib.nullcontext():
+            return self.run(apply, [value.array], [spec])[0]
 
     def order_after(self, values: Sequence[ShardedValue], by: Array) -> list[ShardedValue]:
         """Return values with a data dependency on `by` (see `jaxpr.barrier`)."""

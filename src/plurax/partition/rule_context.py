@@ -95,6 +95,12 @@ class RuleContext:
         """Whether a value depends on the batch, so that parameters are gathered to meet it."""
         return value.data_varying or (self.joint and not value.is_param)
 
+    def of_spec(self, spec: Any, rank: int) -> TensorSharding:
+        """Return a spec's sharding, without axes of one device, with mesh axes split into parts."""
+        whole = TensorSharding.from_spec(spec, rank)
+        dims = (tuple(a for a in entry if a in self.axes.mesh) for entry in whole.dims)
+        return self.axes.expanded(TensorSharding(tuple(dims)))
+
     def of_parameters(self, value: ShardedValue) -> bool:
         """Whether a value is split over `data` and must be gathered to meet the batch."""
         return "data" in value.sharding.axes and (value.is_param or not self.joint)

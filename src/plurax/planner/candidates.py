@@ -26,7 +26,7 @@ import jax
 import optax
 from jaxtyping import PyTree
 
-from plurax import errors
+from plurax import errors, tree
 from plurax.execute.gradient import gradient
 from plurax.execute.initial_state import new_state
 from plurax.execute.placement import leading_dim
@@ -102,8 +102,8 @@ def model_of(
     return Model(
         like,
         totals,
-        parameters=_bytes(like.params),
-        optimizer=_bytes(like.opt_state),
+        parameters=tree.byte_count(like.params),
+        optimizer=tree.byte_count(like.opt_state),
         batch_size=leading_dim(batch),
         layers=layers,
         precision=precision,
@@ -146,10 +146,6 @@ def _boundaries(jaxpr: Any) -> int:
         if eqn.primitive.name == "annotate" and not eqn.params["transposed"]
     }
     return sum(isinstance(tag, Boundary) for tag in tags)
-
-
-def _bytes(like: PyTree) -> int:
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
 
 
 class Sizes(NamedTuple):
@@ -200,26 +196,26 @@ def candidates(
     for sizes in _every_sizes(model, devices, pinned, fields):
         if split and sizes.tensor == 1:
             continue
-        one = CandidatePlan(sizes, pinned, *_bounds(model, machine, sizes, pinned.member))
+        candidate = CandidatePlan(sizes, pinned, *_bounds(model, machine, sizes, pinned.member))
         if doubtful:
             try:
-                one.plan  # noqa: B018
+                candidate.plan  # noqa: B018
             except errors.PlanError:
                 continue
-        yield one
+        yield candidate
 
 
 def _every_sizes(
     model: Model, devices: int, pinned: Plan, fields: Collection[str]
 ) -> Iterator[Sizes]:
-    given = {name: getattr(pinned, name) for name in fields}
+    pins = {name: getattr(pinned, name) for name in fields}
 
     def choices(field: str, every: Sequence[Any]) -> Sequence[Any]:
-        return [given[field]] if field in given else every
+        return [pins[field]] if field in pins else every
 
     meshes = (mesh for used in _divisors(devices // pinned.member) for mesh in _meshes(used))
     for data, pipeline, tensor in meshes:
-        if any(given.get(k, n) != n for k, n in zip(_SIZES, (data, pipeline, tensor), strict=True)):
+        if any(pins.get(k, n) != n for k, n in zip(_SIZES, (data, pipeline, tensor), strict=True)):
             continue
         if model.batch_size % data or pipeline > model.layers:
             continue
@@ -325,9 +321,3 @@ def tensor_rows(model: Model, sizes: Sizes) -> float:
     What they send to each other is in proportion to it.
     """
     return model.batch_size / sizes.data / sizes.pipeline
-
-
-def bubble(plan: Plan) -> float:
-    """Return the time in which a device of a pipeline waits, relative to the time it computes."""
-    idle = (plan.pipeline - 1) / plan.microbatches
-    return idle / {"interleaved": plan.virtual_stages, "zb-h1": 3}.get(str(plan.schedule), 1)

@@ -19,7 +19,7 @@ is the only place that says what these are.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import optax
@@ -230,20 +230,16 @@ def state_ratios(optimizer: optax.GradientTransformation, params: PyTree) -> dic
     """
     state = jax.eval_shape(optimizer.init, params)
     paths = list(tree.named_leaves(params))
-    sizes = [_bytes(leaf) for leaf in jax.tree.leaves(params)]
+    sizes = [tree.byte_count(leaf) for leaf in jax.tree.leaves(params)]
     held = [0.0] * len(paths)
     owners = jax.tree.leaves(match_opt_state_to_params(state, params))
     for leaf, owner in zip(jax.tree.leaves(state), owners, strict=True):
         if owner >= 0:
-            held[owner] += _bytes(leaf)
+            held[owner] += tree.byte_count(leaf)
     return {
         path: own / size if size else 0.0
         for path, own, size in zip(paths, held, sizes, strict=True)
     }
-
-
-def _bytes(leaf: Any) -> int:
-    return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
 def parameter_bytes(
@@ -256,8 +252,5 @@ def parameter_bytes(
     """Return the bytes of a parameter, its gradient and its optimizer state on one device."""
     split = [plan.data if plan.zero >= stage else 1 for stage in (3, 2, 1)]
     copies = 1 / split[0] + 1 / split[1] + state_ratios.get(path, 0.0) / split[2]
-    return copies * _shard_bytes(graph, graph.parameters[path], sharding)
-
-
-def _shard_bytes(graph: Graph, tensor: Tensor, sharding: TensorSharding) -> int:
-    return sharding.shard_bytes(tensor.shape, tensor.itemsize, graph.axes.sizes)
+    tensor = graph.parameters[path]
+    return copies * sharding.shard_bytes(tensor.shape, tensor.itemsize, graph.axes.sizes)

@@ -160,17 +160,17 @@ class _IntegerProgram:
     def _value(self, value: GraphValue, count: int) -> None:
         """Add the flow of a value from its producer to each reader, `count` times."""
         nodes, reshard = self._problem.graph.nodes, self._problem.reshard
-        given: Columns = {}
+        produced: Columns = {}
         for choice, column in self._columns[value.node].items():
             sharding = nodes[value.node].strategies[choice].outputs[value.output]
-            given.setdefault(sharding, []).append(column)
+            produced.setdefault(sharding, []).append(column)
         paid: dict[Any, int] = {}
         # A carry that is returned as it came has one sharding in any case.
         uses = [use for use in value.uses if use.node != value.node]
         for use in uses:
             taken = self._taken(use)
             flow: dict[tuple[TensorSharding, TensorSharding], int] = {}
-            for s in given:
+            for s in produced:
                 for d in taken:
                     cost = count * use.trips * reshard(value.tensor, s, d)
                     if cost == math.inf:
@@ -182,11 +182,11 @@ class _IntegerProgram:
                         if key not in paid:
                             paid[key] = self._variable(cost)
                         self._row([(paid[key], 1.0), (flow[s, d], -1.0)], 0, np.inf)
-            for s, columns in given.items():
+            for s, columns in produced.items():
                 out = [(flow[s, d], 1.0) for d in taken if (s, d) in flow]
                 self._row(out + [(column, -1.0) for column in columns], 0, 0)
             for d, columns in taken.items():
-                into = [(flow[s, d], 1.0) for s in given if (s, d) in flow]
+                into = [(flow[s, d], 1.0) for s in produced if (s, d) in flow]
                 self._row(into + [(column, -1.0) for column in columns], 0, 0)
 
     def _taken(self, use: Use) -> Columns:

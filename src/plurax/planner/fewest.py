@@ -106,7 +106,7 @@ def strategies_of(graph: Graph, solution: Solution) -> list[Strategy]:
     """Return the strategies of all equations and boundaries of loops, as a plan says them."""
     traced = dict(equations(graph.traced.jaxpr))
     read = {(use.node, use.input) for value in graph.values for use in value.uses}
-    found = []
+    strategies = []
     for index, (node, choice) in enumerate(zip(graph.nodes, solution.choice, strict=True)):
         if not node.decides:
             continue
@@ -119,8 +119,8 @@ def strategies_of(graph: Graph, solution: Solution) -> list[Strategy]:
             # Zeros beside a partial sum, which a mask puts there, become one themselves.
             inputs = tuple(one if (index, slot) in read else () for slot, one in enumerate(inputs))
         line = source_line(traced, node.path)
-        found.append(Strategy(f"{node.path} {eqn.primitive.name}", inputs, line))
-    return found
+        strategies.append(Strategy(f"{node.path} {eqn.primitive.name}", inputs, line))
+    return strategies
 
 
 _ANNOTATIONS = ("annotate", "sharding_constraint", "shard_map")
@@ -169,10 +169,10 @@ def fewest_strategies(
 
     def no_worse(kept: Sequence[Strategy]) -> bool:
         nonlocal now
-        found = walk.moved(shardings, kept)
-        if found.exceeds(now) and found.exceeds(limit):
+        moved = walk.moved(shardings, kept)
+        if moved.exceeds(now) and moved.exceeds(limit):
             return False
-        now = found
+        now = moved
         return True
 
     few = minimal(likely, no_worse)

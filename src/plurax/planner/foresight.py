@@ -66,7 +66,7 @@ class Foresight:
         if use.node == value.node:
             return
         problem = self._problem
-        given, taken = (
+        produced, taken = (
             [
                 getattr(problem.graph.nodes[node].strategies[choice], side)[slot]
                 for choice in problem.allowed[node]
@@ -78,10 +78,10 @@ class Foresight:
         share = use.trips / sum(one.trips == use.trips for one in value.uses)
         known = {
             (s, d): share * problem.reshard(value.tensor, s, d)
-            for s in dict.fromkeys(given)
+            for s in dict.fromkeys(produced)
             for d in dict.fromkeys(taken)
         }
-        cost = np.asarray([[known[s, d] for d in taken] for s in given])
+        cost = np.asarray([[known[s, d] for d in taken] for s in produced])
         ends = (value.node, use.node)
         if ends[0] > ends[1]:
             ends, cost = ends[::-1], cost.T

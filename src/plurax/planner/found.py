@@ -103,17 +103,17 @@ class Found:
     def rows(self) -> list[tuple[str, ...]]:
         """Return the ranking as rows of texts: rank, plan, seconds, memory, and the rest."""
         rows: list[tuple[str, ...]] = []
-        for rank, one in enumerate(self.ranked, 1):
-            found = one.estimate
-            assert found is not None
+        for rank, ranked in enumerate(self.ranked, 1):
+            estimate = ranked.estimate
+            assert estimate is not None
             parts = ", ".join(
                 f"{name} {human_seconds(part)}"
-                for name, part in sorted(found.parts().items(), key=lambda part: -part[1])
-                if part > 0.005 * found.seconds
+                for name, part in sorted(estimate.parts().items(), key=lambda part: -part[1])
+                if part > 0.005 * estimate.seconds
             )
-            memory = f"{human_bytes(one.memory)} of {human_bytes(self.memory)}"
+            memory = f"{human_bytes(ranked.memory)} of {human_bytes(self.memory)}"
             rows.append(
-                (str(rank), one.plan.sizes_text(), human_seconds(one.seconds), memory, parts)
+                (str(rank), ranked.plan.sizes_text(), human_seconds(ranked.seconds), memory, parts)
             )
         return rows
 

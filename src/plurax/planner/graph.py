@@ -146,14 +146,14 @@ class Graph:
         A path may be followed by the operator, `"14/3 dot_general"`: a parameter may be called 14.
         Raises `KeyError` if there is none.
         """
-        found = [
+        matches = [
             (node.kind != "parameter", index)
             for index, node in enumerate(self.nodes)
             if name in (node.path, f"{node.path} {node.kind}")
         ]
-        if not found:
+        if not matches:
             raise KeyError(name)
-        return min(found)[1]
+        return min(matches)[1]
 
 
 def graph_of(
@@ -373,11 +373,11 @@ class _GraphBuilder:
             known.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _constant(self, given: Any, trips: float) -> _TracedValue:
+    def _constant(self, constant: Any, trips: float) -> _TracedValue:
         """Return a constant; numeric scalars that are zero may be created in any sharding."""
-        known = isinstance(given, np.ndarray | np.generic | int | float)
-        zero = known and not np.shape(given) and not given and not isinstance(given, bool)
-        tensor = _tensor(jax.typeof(given))
+        known = isinstance(constant, np.ndarray | np.generic | int | float)
+        zero = known and not np.shape(constant) and not constant and not isinstance(constant, bool)
+        tensor = _tensor(jax.typeof(constant))
         value = self.value(dataclasses.replace(tensor, zero=bool(zero)))
         if not zero:
             self.fixed("constant", f"constant{len(self.nodes)}", [], [value], trips)
@@ -439,7 +439,7 @@ class _GraphBuilder:
     ) -> tuple[TensorSharding, ...]:
         """Return the shardings that an annotation leaves as they are; none if it says nothing."""
         resolver = AnnotationResolver(self.axes, self._named, _first)
-        tensor, found = value.tensor, []
+        tensor, targets = value.tensor, []
         for one in every:
             given = ValueVersions(self._context.spec(tensor.shape, tensor.dtype, one))
             try:
@@ -449,17 +449,15 @@ class _GraphBuilder:
                 continue
             if target is None:
                 return ()
-            found.append(target)
+            targets.append(target)
         # Several, where an entry of the constraint is left open.
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(targets))
 
     def _by_hand(self, eqn: Any) -> ShardStrategy:
         """Return the only strategy of a model's own `jax.shard_map`."""
 
         def known(spec: Any, var: Any) -> TensorSharding:
-            given = TensorSharding.from_spec(spec, len(var.aval.shape))
-            dims = (tuple(a for a in entry if a in self.axes.mesh) for entry in given.dims)
-            return self.axes.expanded(TensorSharding(tuple(dims)))
+            return self._context.of_spec(spec, len(var.aval.shape))
 
         params = eqn.params
         return ShardStrategy(

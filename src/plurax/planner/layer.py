@@ -351,10 +351,10 @@ class _Groups:
         while ready:
             group = heapq.heappop(ready)
             ordered.append(sorted(self._members[group]))
-            for one in after[group]:
-                waits[one] -= 1
-                if not waits[one]:
-                    heapq.heappush(ready, one)
+            for user in after[group]:
+                waits[user] -= 1
+                if not waits[user]:
+                    heapq.heappush(ready, user)
         return ordered
 
 
@@ -369,10 +369,10 @@ def _reached(starts: Iterable[int], after: Mapping[int, set[int]]) -> set[int]:
     """Return the vertices to which a path leads, those at the start included."""
     seen, left = set[int](), list(starts)
     while left:
-        one = left.pop()
-        if one not in seen:
-            seen.add(one)
-            left += after.get(one, ())
+        vertex = left.pop()
+        if vertex not in seen:
+            seen.add(vertex)
+            left += after.get(vertex, ())
     return seen
 
 

@@ -168,9 +168,9 @@ class StagedModel:
     head: Share
     speeds: tuple[float, ...] | None = None
 
-    def stages(self, given: Sequence[int]) -> Stages:
+    def stages(self, layers: Sequence[int]) -> Stages:
         """Return the stages with these layers."""
-        forward, backward = self._times(given, "forward"), self._times(given, "backward")
+        forward, backward = self._times(layers, "forward"), self._times(layers, "backward")
         halves = (backward / 2, backward / 2) if self._split else (backward, 0 * backward)
         # Of each device: idle, then the actions of each kind and chunk.
         takes = [np.zeros((self.pipeline, 1)), forward, *halves]
@@ -182,13 +182,13 @@ class StagedModel:
             self.schedule, self.pipeline, self.microbatches, self.virtual_stages
         )
         # Arrays are as large on all devices.
-        most = max(count * stored[stage % self.pipeline] for stage, count in enumerate(given))
+        most = max(count * stored[stage % self.pipeline] for stage, count in enumerate(layers))
         ends = max(stored[0] * self.embedding.kept, stored[-1] * self.head.kept)
         return Stages(
-            tuple(given),
+            tuple(layers),
             float(slowest @ counts),
             most * self.layers.kept / self.depth + ends,
-            max(given) * self.virtual_stages,
+            max(layers) * self.virtual_stages,
         )
 
     @property

@@ -96,10 +96,10 @@ class Problem:
         choices = range(len(node.strategies)) if within is None else within[index]
         # What a strategy costs may depend on the others that there are.
         shown = dataclasses.replace(node, strategies=tuple(node.strategies[i] for i in choices))
-        found = [math.inf] * len(node.strategies)
+        costs = [math.inf] * len(node.strategies)
         for choice in choices:
-            found[choice] = self.costs.strategy(self.graph, shown, node.strategies[choice])
-        return found
+            costs[choice] = self.costs.strategy(self.graph, shown, node.strategies[choice])
+        return costs
 
     def _pin(self, path: str, inputs: tuple[TensorSharding | None, ...]) -> None:
         try:

@@ -220,14 +220,14 @@ class _Search:
         """
         queue, computed, estimated, longest = _CandidateQueue(), 0, 0, 0.0
         late = False
-        for one in every:
-            if one.memory <= self._limit:
-                self._most = max(self._most, self._risk(one.memory))
-                queue.push(one.seconds, one, risk=self._risk(one.memory))
+        for candidate in every:
+            if candidate.memory <= self._limit:
+                self._most = max(self._most, self._risk(candidate.memory))
+                queue.push(candidate.seconds, candidate, risk=self._risk(candidate.memory))
         over = [one for one in every if one.memory > self._limit]
         self.over = len(over)
-        for one in heapq.nsmallest(_NEAREST, over, key=lambda one: one.memory):
-            self._refuse(one, "memory")
+        for candidate in heapq.nsmallest(_NEAREST, over, key=lambda one: one.memory):
+            self._refuse(candidate, "memory")
         self._look_at_smallest_tensor(every)
         while len(queue) and len(self.ranked) < count:
             if not (late or computed or estimated) and time.perf_counter() - started > seconds:
@@ -245,18 +245,18 @@ class _Search:
             elif known is None and (bound := self._least(candidate)) > least:
                 # What has been found since says that it takes longer.
                 queue.push(bound, candidate, risk=self._risk(candidate.memory))
-            elif (found := known or self._computed(candidate)) is not None:
-                now = max(self._learned.seconds(candidate.plan, found), candidate.seconds)
-                memory = self._learned.memory(candidate.plan, found)
+            elif (result := known or self._computed(candidate)) is not None:
+                now = max(self._learned.seconds(candidate.plan, result), candidate.seconds)
+                memory = self._learned.memory(candidate.plan, result)
                 if memory > self._limit:
                     self._refuse(dataclasses.replace(candidate, memory=memory), "memory")
                 elif known is None or now > least * _SAME:
                     risk = 1.0
                     if not self._learned.knows(candidate.plan):
                         risk = _SURE * min(self._risk(memory), self._most)
-                    queue.push(now, candidate, found, risk=risk)
+                    queue.push(now, candidate, result, risk=risk)
                     computed += 1
-                elif (ranked := self._estimated(candidate, found)) is not None:
+                elif (ranked := self._estimated(candidate, result)) is not None:
                     estimated += 1
                     longest = max(longest, time.perf_counter() - started - spent)
                     # Only after all that could be faster, however sure it is that they fit.
@@ -328,15 +328,15 @@ class _Search:
         """Return a candidate with its shardings and its estimate, or None if it cannot be."""
         try:
             plan = self._shardings.plan(candidate.plan)
-            found = estimate(self._task, self._optimizer, plan, self._batch, self._machine)
+            estimated = estimate(self._task, self._optimizer, plan, self._batch, self._machine)
         except (errors.PlanError, errors.MachineError) as error:
             self._refuse(candidate, str(error).splitlines()[0])
             return None
-        self._learned.add(candidate.plan, computed, found)
-        if found.peak > self._limit:
-            self.refused.append(Ranked(candidate.plan, plan, found, found.peak, "memory"))
+        self._learned.add(candidate.plan, computed, estimated)
+        if estimated.peak > self._limit:
+            self.refused.append(Ranked(candidate.plan, plan, estimated, estimated.peak, "memory"))
             return None
-        return Ranked(candidate.plan, plan, found, found.peak)
+        return Ranked(candidate.plan, plan, estimated, estimated.peak)
 
     def _refuse(self, candidate: CandidatePlan, why: str) -> None:
         self.refused.append(Ranked(candidate.plan, candidate.plan, None, candidate.memory, why))
@@ -376,11 +376,11 @@ class _Learned:
     def __init__(self) -> None:
         self._ratios: dict[Any, tuple[float, float]] = {}
 
-    def add(self, plan: Plan, computed: _Computed, found: Estimate) -> None:
+    def add(self, plan: Plan, computed: _Computed, estimated: Estimate) -> None:
         """Compare what was computed with an estimate."""
-        kept = max(found.peak - computed.own, 0) / max(computed.kept, 1.0)
+        kept = max(estimated.peak - computed.own, 0) / max(computed.kept, 1.0)
         alike, tensor = self._alike(plan)
-        now = found.seconds / computed.seconds, kept
+        now = estimated.seconds / computed.seconds, kept
         for key in ((alike, tensor), (alike, None)):
             # Of several the least, so that no plan is left out for what another one lacked.
             seconds, bytes_ = self._ratios.get(key, now)

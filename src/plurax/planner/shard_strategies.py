@@ -151,42 +151,42 @@ class StrategyFinder:
             yield _replicated(eqn, operands)
             return
         per_axis = list(dict.fromkeys(_placements(eqn, operands)))
-        tried, found = set(), set()
+        tried, seen = set(), set()
         for placements in itertools.product(per_axis, repeat=len(self.searched)):
-            given = tuple(
+            shardings = tuple(
                 _sharding(
                     one.shape, [place[index] for place in placements], self.axes, self.searched
                 )
                 for index, one in enumerate(operands)
             )
-            if given in tried or any(one is None for one in given):
+            if shardings in tried or any(one is None for one in shardings):
                 continue
-            tried.add(given)
-            for strategy in self._asked(eqn, operands, given):
+            tried.add(shardings)
+            for strategy in self._asked(eqn, operands, shardings):
                 # Of equal shardings the first is kept; their costs are equal too.
-                if (strategy.inputs, strategy.outputs) not in found:
-                    found.add((strategy.inputs, strategy.outputs))
+                if (strategy.inputs, strategy.outputs) not in seen:
+                    seen.add((strategy.inputs, strategy.outputs))
                     yield strategy
-        assert found, f"no strategy of {eqn}"
+        assert seen, f"no strategy of {eqn}"
 
     def _asked(
-        self, eqn: Any, operands: Sequence[Tensor], given: Sequence[Any]
+        self, eqn: Any, operands: Sequence[Tensor], shardings: Sequence[Any]
     ) -> Iterator[ShardStrategy]:
         """Ask the rule with some input shardings, and yield the strategies that they are."""
         context = self._context
         inputs = [
             ValueVersions(
-                context.zeros(one.shape, one.dtype)
-                if one.zero
-                else context.spec(one.shape, one.dtype, sharding)
+                context.zeros(tensor.shape, tensor.dtype)
+                if tensor.zero
+                else context.spec(tensor.shape, tensor.dtype, sharding)
             )
-            for one, sharding in zip(operands, given, strict=True)
+            for tensor, sharding in zip(operands, shardings, strict=True)
         ]
         decision = RULES[eqn.primitive.name](context, eqn, inputs)
         # A deferred result is created as its reader needs it: each such sharding is a strategy.
         created = [decision] if isinstance(decision, Decision) else self._created(decision)
         for one in created:
-            if (taken := _taken(one, inputs, given)) is not None:
+            if (taken := _taken(one, inputs, shardings)) is not None:
                 yield _strategy(self.axes, eqn, operands, taken, one)
 
     def _created(self, deferred: DeferredValue) -> list[Decision]:
@@ -195,21 +195,21 @@ class StrategyFinder:
 
 
 def _taken(
-    decision: Decision, inputs: Sequence[ValueVersions], given: Sequence[TensorSharding]
+    decision: Decision, inputs: Sequence[ValueVersions], shardings: Sequence[TensorSharding]
 ) -> tuple[TensorSharding, ...] | None:
     """Return the operands' shardings if the decision reshards none of them, else None."""
     if decision.defer is not None:
         return None
-    taken = list(given)
+    taken = list(shardings)
     for operand in decision.operands:
-        found = [index for index, one in enumerate(inputs) if one is operand.versions]
-        if not found:
+        places = [index for index, one in enumerate(inputs) if one is operand.versions]
+        if not places:
             # Computed from another value, such as a tensor before it was flattened.
             return None
-        index = found[0]
+        index = places[0]
         if inputs[index].is_zero:
             taken[index] = operand.sharding
-        elif any(sharding != given[index] for sharding in operand.path):
+        elif any(sharding != shardings[index] for sharding in operand.path):
             return None
     return tuple(taken)
 
@@ -306,9 +306,9 @@ def _of_equal_dims(operands: Sequence[Tensor], *, partial: bool) -> Iterator[Pla
             yield tuple(PARTIAL if index in sums else None for index in range(len(operands)))
 
 
-def _places(one: Tensor) -> list[int | str | None]:
+def _places(tensor: Tensor) -> list[int | str | None]:
     """Return where one axis may be in an operand."""
-    if one.zero:
+    if tensor.zero:
         return [None]
-    split = [dim for dim, size in enumerate(one.shape) if size > 1]
-    return [None, *split, *([PARTIAL] if one.floating else [])]
+    split = [dim for dim, size in enumerate(tensor.shape) if size > 1]
+    return [None, *split, *([PARTIAL] if tensor.floating else [])]

@@ -110,14 +110,14 @@ class Sharded:
     def moving(self) -> set[str]:
         """The paths of nodes that read some value in another sharding than it is produced in."""
         problem, nodes = Problem(self.graph, self.costs), self.graph.nodes
-        found = set()
+        paths = set()
         for value in self.graph.values:
             source, copies = problem.needed(value, self.solution.choice)
             for use in value.uses if copies else ():
                 strategy = nodes[use.node].strategies[self.solution.choice[use.node]]
                 if strategy.inputs[use.input] != source:
-                    found.add(nodes[use.node].path)
-        return found
+                    paths.add(nodes[use.node].path)
+        return paths
 
     def parameter_seconds(self, costs: Costs) -> float:
         """Return the seconds of the parameters' gradients over `data` and of their update."""
@@ -180,19 +180,19 @@ class TensorSearch:
         plan = dataclasses.replace(plan, layers=self.layers(plan))
         if plan.tensor == 1:
             return plan
-        found = self.exactly(plan)
-        rules = {**dict(plan.rules), **rules_of(found.shardings)}
-        if not found.splits_products:
+        solved = self.exactly(plan)
+        rules = {**dict(plan.rules), **rules_of(solved.shardings)}
+        if not solved.splits_products:
             raise errors.search_splits_nothing(plan.sizes_text())
-        strategies = found.strategies
+        strategies = solved.strategies
         if plan.pipeline > 1:
             strategies = []
         elif fewest:
-            strategies = fewest_strategies(found.walk, found.shardings, strategies, found.moving)
+            strategies = fewest_strategies(solved.walk, solved.shardings, strategies, solved.moving)
         if plan.strategies is not None:
             given = {one.path: one for one in plan.strategies.equations}
             strategies = [*given.values(), *(one for one in strategies if one.path not in given)]
-        pinned = found.walk.pinned(strategies)
+        pinned = solved.walk.pinned(strategies)
         return dataclasses.replace(plan, shardings=rules, strategies=pinned)
 
     def explain(self, plan: Plan, name: str) -> str:
@@ -201,20 +201,20 @@ class TensorSearch:
 
         Raises `PlanError` if there is no such parameter.
         """
-        found = self.sharded(plan)
-        if name not in found.graph.parameters:
-            raise errors.pin_of_nothing(name, list(found.graph.parameters))
-        tensor, chosen = found.graph.parameters[name], found.shardings[name]
-        node = found.graph.nodes[found.graph.index(name)]
+        solved = self.sharded(plan)
+        if name not in solved.graph.parameters:
+            raise errors.pin_of_nothing(name, list(solved.graph.parameters))
+        tensor, chosen = solved.graph.parameters[name], solved.shardings[name]
+        node = solved.graph.nodes[solved.graph.index(name)]
         lines = [f"{name} {tensor.shape} is {_text(chosen)} under {plan.sizes_text()}"]
         for strategy in node.strategies:
             (other,) = strategy.outputs
             if other == chosen:
                 continue
-            solution = self._solve(found.graph, found.costs, {**found.pins, name: (other,)})
-            more = solution.cost - found.solution.cost
+            solution = self._solve(solved.graph, solved.costs, {**solved.pins, name: (other,)})
+            more = solution.cost - solved.solution.cost
             change = f"{'-' if more < 0 else '+'}{human_seconds(abs(more))}"
-            lines.append(f"  {_text(other)}: {more / found.solution.cost:+.1%}, {change}")
+            lines.append(f"  {_text(other)}: {more / solved.solution.cost:+.1%}, {change}")
         return "\n".join(lines)
 
     def splits(self, plan: Plan) -> bool:
@@ -224,13 +224,13 @@ class TensorSearch:
     def seconds(self, plan: Plan) -> float:
         """Return the seconds of a step under a candidate, from a solution that it shares."""
         speeds = self._speeds(plan)
-        found = self.sharded(plan)
-        once = found.parameter_seconds(self._costs(plan)) + found.profile.once
+        solved = self.sharded(plan)
+        once = solved.parameter_seconds(self._costs(plan)) + solved.profile.once
         once -= self._messages_shared(plan)
         if plan.pipeline > 1:
             return self._stages(plan).seconds + once / plan.pipeline
-        rows = self._batch_size / plan.data / found.rows_of_a_microbatch
-        return rows * found.profile.seconds / (speeds[0] if speeds else 1.0) + once
+        rows = self._batch_size / plan.data / solved.rows_of_a_microbatch
+        return rows * solved.profile.seconds / (speeds[0] if speeds else 1.0) + once
 
     def _messages_shared(self, plan: Plan) -> float:
         """Return the seconds of messages over `data` that parameters of one bucket share.
@@ -258,11 +258,11 @@ class TensorSearch:
         Parameters come with gradients and optimizer state. Others are what is kept for the backward
         pass; temporaries beside them are not counted.
         """
-        found = self.sharded(plan)
-        graph, profile = found.graph, found.profile
+        solved = self.sharded(plan)
+        graph, profile = solved.graph, solved.profile
         own: dict[bool, float] = {True: 0.0, False: 0.0}
         gradients = 0.0
-        for path, sharding in found.shardings.items():
+        for path, sharding in solved.shardings.items():
             tensor = graph.parameters[path]
             in_layers = not self._depth or path.startswith("blocks/")
             own[in_layers] += parameter_bytes(graph, path, sharding, plan, self._ratios)
@@ -273,7 +273,7 @@ class TensorSearch:
             stages = self._stages(plan)
             share = stages.most / sum(stages.layers)
             return own[True] * share + own[False], copies * share + stages.kept
-        rows = self._rows(plan) / found.rows_of_a_microbatch
+        rows = self._rows(plan) / solved.rows_of_a_microbatch
         kept = copies + rows * profile.kept
         # Those of a microbatch beside their sum, or beside their shards, until they are reduced.
         if self._depth and (plan.microbatches > 1 or (plan.data > 1 and plan.zero >= 2)):
@@ -288,10 +288,10 @@ class TensorSearch:
         return None if found == even_layers(self._depth, plan.total_stages) else found
 
     def _stages(self, plan: Plan) -> Stages:
-        found = self.sharded(plan)
-        rows = self._rows(plan) / found.rows_of_a_microbatch
+        solved = self.sharded(plan)
+        rows = self._rows(plan) / solved.rows_of_a_microbatch
         assert isinstance(plan.schedule, str | tuple)
-        profile = found.profile
+        profile = solved.profile
         model = StagedModel(
             plan.schedule,
             plan.pipeline,
@@ -389,8 +389,8 @@ class TensorSearch:
         graph = graph_of_step(self._task, plan, self._batch)
         costs = self._costs(plan)
         rules = Rules(plan.rules, graph.axes.mesh)
-        given = {path: rules.find(path, one.shape) for path, one in graph.parameters.items()}
-        pins: Pins = {path: (one,) for path, one in given.items() if one is not None}
+        ruled = {path: rules.find(path, one.shape) for path, one in graph.parameters.items()}
+        pins: Pins = {path: (one,) for path, one in ruled.items() if one is not None}
         if plan.strategies is not None and graph.searched:
             try:
                 check(graph.traced.jaxpr, plan.strategies)
@@ -403,7 +403,7 @@ class TensorSearch:
         strategies = strategies_of(graph, solution)
         shardings = dict(solution.parameters)
         walk = Walk(graph, rules.find)
-        found = Sharded(
+        solved = Sharded(
             plan,
             self._batch_size,
             shardings,
@@ -415,15 +415,17 @@ class TensorSearch:
             walk,
             self._depth,
         )
-        self._found.setdefault(key, []).append(found)
-        return found
+        self._found.setdefault(key, []).append(solved)
+        return solved
 
 
-def _pin(one: Strategy) -> tuple[str, tuple[TensorSharding | None, ...]]:
+def _pin(strategy: Strategy) -> tuple[str, tuple[TensorSharding | None, ...]]:
     """Return what a strategy pins: a node of the graph, and the shardings of its inputs."""
-    inputs = tuple(TensorSharding(*axes_of(entries)) if entries else None for entries in one.inputs)
-    equation = one.path.rpartition("/")[2].isdigit()
-    return one.equation if equation else one.path, inputs
+    inputs = tuple(
+        TensorSharding(*axes_of(entries)) if entries else None for entries in strategy.inputs
+    )
+    equation = strategy.path.rpartition("/")[2].isdigit()
+    return strategy.equation if equation else strategy.path, inputs
 
 
 def _text(sharding: TensorSharding) -> str:

@@ -120,19 +120,19 @@ def collective_of(op: Op, size: int, sizes: Mapping[str, int], trips: int | None
 def _live(block: Block, stacks: Collection[Value]) -> list[tuple[Op, set[Value]]]:
     """Return the operations of which something reads a result, in order, and those results."""
     needed = {*stacks, *(value for value in block.outputs if value is not None)}
-    found = []
+    live = []
     for op in reversed(block.ops):
         read = needed.intersection(op.outputs)
         if read:
             needed.update(op.inputs)
-            found.append((op, read))
-    return found[::-1]
+            live.append((op, read))
+    return live[::-1]
 
 
 def _constant(body: Block) -> list[Op]:
     """Return the operations of a loop's body whose results are the same in every iteration."""
     varying = {start for start, _ in body.carried}
-    found = []
+    constant = []
     for op in body.ops:
         if op.name in ("order_after", "device_put"):  # each result is of one operand
             # Parameters do not wait for what is computed again from them (`free_on_cpu`).
@@ -142,5 +142,5 @@ def _constant(body: Block) -> list[Op]:
         elif op.name == "row" or op.blocks or not varying.isdisjoint(op.inputs):
             varying.update(op.outputs)
         else:
-            found.append(op)
-    return found
+            constant.append(op)
+    return constant

@@ -54,11 +54,11 @@ def elementwise(
     kept = _kept_partial(context, eqn, inputs)
     target = common_sharding(context, inputs, kept)
     operands = []
-    for atom, one in zip(eqn.invars, inputs, strict=True):
+    for atom, versions in zip(eqn.invars, inputs, strict=True):
         # A partial sum that other equations read too is reduced, even if the others stay partial.
-        stays = not one.deferred and can_stay_partial(context, atom, one)
-        still = kept if stays else frozenset()
-        operands.append(Operand(one, (TensorSharding(fitting(one, target).dims, still),)))
+        stays = not versions.deferred and can_stay_partial(context, atom, versions)
+        sharding = TensorSharding(fitting(versions, target).dims, kept if stays else frozenset())
+        operands.append(Operand(versions, (sharding,)))
     return decided(context, eqn, inputs, operands, TensorSharding(target.dims, kept))
 
 
@@ -69,10 +69,10 @@ def _kept_partial(context: RuleContext, eqn: Any, inputs: list[ValueVersions]) -
     """
     name, every = eqn.primitive.name, inputs
     sums = [
-        one.value.sharding.partial
-        if not one.deferred and can_stay_partial(context, atom, one)
+        versions.value.sharding.partial
+        if not versions.deferred and can_stay_partial(context, atom, versions)
         else frozenset()
-        for atom, one in zip(eqn.invars, inputs, strict=True)
+        for atom, versions in zip(eqn.invars, inputs, strict=True)
     ]
     # A selection is linear in its cases if the predicate is no partial sum.
     if name == "select_n" and not sums[0]:

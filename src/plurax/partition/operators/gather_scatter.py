@@ -310,11 +310,11 @@ def _rows_added(
         index_entries[dim] = row_entries[row_dim]
     # Devices with different rows each add theirs to a copy of the table: a partial sum.
     terms = frozenset(a for dim in index_dim_of for a in row_entries[dim] if a not in used)
-    given = TensorSharding(tuple(row_entries))
+    row_sharding = TensorSharding(tuple(row_entries))
     operands = (
         through(table, *path, TensorSharding(table_dims)),
         Operand(indices, (TensorSharding(tuple(index_entries)),)),
-        Operand(rows, (given,)) if anywhere else through(rows, have, given),
+        Operand(rows, (row_sharding,)) if anywhere else through(rows, have, row_sharding),
     )
     spec = result(context, eqn, inputs, TensorSharding(table_dims, terms))
     # The table itself counts once in that sum.
