@@ -2,6 +2,7 @@
 
 import enum
 import json
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests import models
 from tests.command import run
 
 import plurax as px
+from plurax.cli import commands
 from plurax.cli.file_or_run import tokens
 from plurax.loop.log_rows import read_rows
 from plurax.run_folder.run_file import git_state, read_run_file, run_toml
@@ -50,16 +52,32 @@ def workplace(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture
-def ran(workplace, capsys):
-    """A run of two epochs, with arguments of every kind."""
-    code, _, err = run(
-        capsys, "train", "small.py", "--output", "ran", "--experiment.rate", "0.1", "--seed", "3",
-        "--experiment.no-quick", "--experiment.sizes", "4", "5", "--plan.data", "4",
-        "--plan.microbatches", "2", "--no-progress", "--rollback.after", "5",
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory):
+    """The folder of an experiment and of a run of two epochs, with arguments of every kind."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "small.py").write_text(EXPERIMENT)
+    arguments = (
+        "--output", "ran", "--experiment.rate", "0.1", "--seed", "3", "--experiment.no-quick",
+        "--experiment.sizes", "4", "5", "--plan.data", "4", "--plan.microbatches", "2",
+        "--no-progress", "--rollback.after", "5",
     )  # fmt: skip
-    assert code == 0, err
-    return workplace / "ran"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        with pytest.raises(SystemExit) as stopped:
+            commands.main(["train", "small.py", *arguments])
+    assert stopped.value.code == 0
+    return folder
+
+
+@pytest.fixture
+def ran(workplace, trained_once):
+    """A copy of that run, beside its experiment in this test's folder."""
+    copy = shutil.copytree(trained_once / "ran", workplace / "ran")
+    text = (copy / "run.toml").read_text()
+    assert str(trained_once) in text
+    (copy / "run.toml").write_text(text.replace(str(trained_once), str(workplace)))
+    return copy
 
 
 def test_fit_writes_how_it_was_called(tmp_path):
