@@ -49,9 +49,13 @@ PAIRS = [
     ("mlp", "one device"), ("mlp", "data"), ("mlp", "zero 1"), ("mlp", "zero 2"),
     ("mlp", "zero 3"), ("mlp", "tensor"), ("mlp", "members"), ("mlp", "members, minor"),
     ("mlp", "members and zero"),
-    ("stack", "1f1b"), ("stack", "zb-h1"), ("layers", "1f1b"), ("layers", "zero 2 in stages"),
-    ("layers", "zb-h1"), ("head", "1f1b"), ("marked", "1f1b"),
-    ("marked", "zb-h1"), ("marked", "zero 2 in stages"),
+    ("stack", "1f1b"), ("layers", "zb-h1"), ("head", "1f1b"), ("marked", "zero 2 in stages"),
+]  # fmt: skip
+"""Each network and each plan; stages of the first and the last frozen, of all layers, of some."""
+
+MORE_PAIRS = [
+    ("stack", "zb-h1"), ("layers", "1f1b"), ("layers", "zero 2 in stages"), ("marked", "1f1b"),
+    ("marked", "zb-h1"),
 ]  # fmt: skip
 
 
@@ -103,7 +107,10 @@ def compiled(name, planned):
     return px.compile(task, rule(), plan, rows(name, SIZES[0]), members=members)
 
 
-@pytest.mark.parametrize(("name", "planned"), PAIRS)
+@pytest.mark.parametrize(
+    ("name", "planned"),
+    [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE_PAIRS)],
+)
 def test_as_by_hand(x64, name, planned):
     program = compiled(name, planned)
     seeds = range(2) if program.members else [3]
