@@ -23,12 +23,13 @@ from plurax.loop.planned_end import PlannedEnd
 DATA = models.data(24)
 STEPS = 3
 """Steps of an epoch."""
+# Runs of one task and one optimizer share their compiled programs.
+TASK, OPTIMIZER = models.mlp_task(), optax.adam(1e-2)
 
 
-def fit(callbacks=(), task=None, optimizer=None, data=DATA, **options):
+def fit(callbacks=(), task=TASK, optimizer=OPTIMIZER, data=DATA, **options):
     options = {"epochs": 4, "batch_size": 8, "evaluation": DATA, "progress": False, **options}
-    optimizer = optax.adam(1e-2) if optimizer is None else optimizer
-    return px.fit(task or models.mlp_task(), optimizer, data, callbacks=callbacks, **options)
+    return px.fit(task, optimizer, data, callbacks=callbacks, **options)
 
 
 class Recorder:
