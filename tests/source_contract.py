@@ -35,6 +35,8 @@ TASK = px.Task(
     loss=loss,
     predict=lambda params, batch: jax.tree.leaves(batch)[2] * 2,
 )
+SGD = optax.sgd(0.01)
+"""One for all runs, which share its compiled programs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,13 +143,13 @@ def check_fit(case: Case, folder: Any, output: Any) -> None:
     options: dict[str, Any] = {"batch_size": None if case.batched else BATCH, "seed": 3}
     options |= {"progress": False, "plan": px.Plan(data=2)}
     made = case.make
-    whole = px.fit(TASK, optax.sgd(0.01), made(folder), epochs=2, evaluation=made(folder),
+    whole = px.fit(TASK, SGD, made(folder), epochs=2, evaluation=made(folder),
                    **options)  # fmt: skip
     assert [row["examples"] for row in whole.history] == [ROWS, ROWS]
     wanted = whole.program.evaluate(whole.state, case.whole(folder))
     np.testing.assert_allclose(whole.history[-1]["eval_loss"], wanted["loss"], rtol=1e-5)
-    px.fit(TASK, optax.sgd(0.01), made(folder), epochs=1, output=output, **options)
-    again = px.fit(TASK, optax.sgd(0.01), made(folder), epochs=2, output=output, resume=True,
+    px.fit(TASK, SGD, made(folder), epochs=1, output=output, **options)
+    again = px.fit(TASK, SGD, made(folder), epochs=2, output=output, resume=True,
                    **options)  # fmt: skip
     assert again.state.params.tolist() == whole.state.params.tolist()
     found = whole.program.predict(whole.state, made(folder), chunk=BATCH)
@@ -174,7 +176,7 @@ def check_members(case: Case, folder: Any) -> None:
     """Each member draws its own rows, as of arrays."""
     members = px.Members(3, resample=px.ensemble.bootstrap())
     options: dict[str, Any] = {"members": members, "batch_size": BATCH, "progress": False}
-    wanted = px.fit(TASK, optax.sgd(0.01), TABLE, **options).state.params
-    found = px.fit(TASK, optax.sgd(0.01), case.make(folder), **options).state.params
+    wanted = px.fit(TASK, SGD, TABLE, **options).state.params
+    found = px.fit(TASK, SGD, case.make(folder), **options).state.params
     np.testing.assert_array_equal(found, wanted)
     assert len(np.unique(found, axis=0)) == 3

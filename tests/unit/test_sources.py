@@ -16,6 +16,7 @@ import pytest
 from tests.source_contract import (
     BATCH,
     ROWS,
+    SGD,
     TABLE,
     TASK,
     Case,
@@ -134,7 +135,7 @@ def test_members_draw_their_own_rows_of_what_becomes_arrays(name, tmp_path):
 def test_members_do_not_draw_from_windows(case, tmp_path):
     members = px.Members(2, resample=px.ensemble.bootstrap())
     with pytest.raises(px.errors.MembersError, match="bootstrap"):
-        px.fit(TASK, optax.sgd(0.01), case.make(tmp_path), members=members, batch_size=BATCH)
+        px.fit(TASK, SGD, case.make(tmp_path), members=members, batch_size=BATCH)
 
 
 def test_a_mapped_array_stays_on_the_disk(tmp_path):
@@ -168,12 +169,12 @@ def test_a_column_in_a_file_is_read_by_row_and_once_a_batch():
     assert [len(rows) for rows, _ in asked] == [4, 4, 4, 4, 4, 3]
     asked.clear()
     options = {"batch_size": BATCH, "progress": False, "evaluation": columns, "seed": 3}
-    streamed = px.fit(TASK, optax.sgd(0.01), columns, resident=False, **options)
-    resident = px.fit(TASK, optax.sgd(0.01), columns, resident=True, **options)
+    streamed = px.fit(TASK, SGD, columns, resident=False, **options)
+    resident = px.fit(TASK, SGD, columns, resident=True, **options)
     np.testing.assert_array_equal(streamed.state.params, resident.state.params)
     assert streamed.history[0]["eval_loss"] == resident.history[0]["eval_loss"]
     servers = px.Servers(workers=1, mode="sync")
-    px.fit(TASK, optax.sgd(0.01), columns, servers=servers, **options)
+    px.fit(TASK, SGD, columns, servers=servers, **options)
 
 
 @pytest.mark.parametrize("case", ["Parquet, windows", "Arrow file, windows"], indirect=True)
@@ -338,18 +339,18 @@ def test_rows_of_own_are_for_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "IN_MEMORY", 0)
     data = parquet(tmp_path)
     with pytest.raises(px.errors.BatchError, match="local_batches=True is for an iterable"):
-        px.fit(TASK, optax.sgd(0.0), data, batch_size=BATCH, local_batches=True)
+        px.fit(TASK, SGD, data, batch_size=BATCH, local_batches=True)
     with pytest.raises(px.errors.BatchError, match="needs batch_size"):
-        px.fit(TASK, optax.sgd(0.0), data)
+        px.fit(TASK, SGD, data)
 
 
 def test_ragged_is_obeyed_by_windows(tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "IN_MEMORY", 0)
     data, options = parquet(tmp_path), {"batch_size": BATCH, "progress": False}
-    dropped = px.fit(TASK, optax.sgd(0.0), data, ragged="drop", **options)
+    dropped = px.fit(TASK, SGD, data, ragged="drop", **options)
     assert dropped.history[0]["examples"] == 20
     assert int(dropped.state.step) == 5
     with pytest.raises(px.errors.BatchError, match="a batch has 3 examples where 4 were asked for"):
-        px.fit(TASK, optax.sgd(0.0), data, ragged="error", **options)
-    all_in_one = px.fit(TASK, optax.sgd(0.0), data, batch_size=100, progress=False)
+        px.fit(TASK, SGD, data, ragged="error", **options)
+    all_in_one = px.fit(TASK, SGD, data, batch_size=100, progress=False)
     assert all_in_one.program.batch_size == ROWS
