@@ -116,15 +116,23 @@ def run(output, *callbacks, **options):
     )  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def uncut(tmp_path_factory):
+    """The folder of a run that nothing stopped, and its result."""
+    folder = tmp_path_factory.mktemp("uncut")
+    return folder, run(folder)
+
+
 @pytest.mark.parametrize("stop", range(1, 9))
-def test_a_run_that_is_resumed_at_any_step_goes_on_with_its_scale(tmp_path, stop):
-    whole = run(tmp_path / "whole")
+def test_a_run_that_is_resumed_at_any_step_goes_on_with_its_scale(tmp_path, uncut, stop):
+    folder, whole = uncut
     with pytest.raises(RuntimeError, match="crash"):
         run(tmp_path / "cut", Crash(stop))
     resumed = run(tmp_path / "cut", resume=True)
     for part in ("params", "opt_state"):
         assert models.same_bits(getattr(whole.state, part), getattr(resumed.state, part))
-    rows = [list(read_rows(tmp_path / name / "metrics.jsonl")) for name in ("whole", "cut")]
+    outputs = (folder, tmp_path / "cut")
+    rows = [list(read_rows(output / "metrics.jsonl")) for output in outputs]
     scales = [[row.get("learning_rate_scale") for row in r if row["kind"] == "epoch"] for r in rows]
     assert scales[0][-1] == scales[1][-1] < 1
     steps = [row["step"] for row in rows[0] if row["kind"] == "evaluation"]

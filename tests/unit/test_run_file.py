@@ -39,9 +39,12 @@ class Watcher:
         pass
 
 
+TASK, OPTIMIZER = models.mlp_task(), optax.adamw(1e-2)  # programs are compiled once for both
+
+
 def trained(output, **options):
     given = {"plan": px.Plan(data=2), "batch_size": 16, "progress": False, **options}
-    px.fit(models.mlp_task(), optax.adamw(1e-2), models.data(32), output=output, **given)
+    px.fit(TASK, OPTIMIZER, models.data(32), output=output, **given)
     return tomllib.loads((output / "run.toml").read_text())
 
 
@@ -106,7 +109,7 @@ def test_it_is_there_before_the_first_step(tmp_path):
             raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
-        px.fit(models.mlp_task(), optax.adamw(1e-2), Data(), output=tmp_path / "run")
+        px.fit(TASK, OPTIMIZER, Data(), output=tmp_path / "run")
     assert read_run_file(tmp_path / "run") is not None
 
 
