@@ -88,13 +88,13 @@ class Evaluator:
 
         sums: Totals = jax.tree.map(total, *fetch(parts))
         weight = np.where(sums.weight == 0, math.nan, sums.weight)
-        found: dict[str, Any] = {}
+        means: dict[str, Any] = {}
         for name, value in {"loss": sums.loss, **sums.metrics}.items():
             if name in finish:
-                found |= _finished(name, finish[name], value, count)
+                means |= _finished(name, finish[name], value, count)
             else:
-                found[name] = value / weight
-        return {k: float(v) if count is None and np.ndim(v) == 0 else v for k, v in found.items()}
+                means[name] = value / weight
+        return {k: float(v) if count is None and np.ndim(v) == 0 else v for k, v in means.items()}
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:

@@ -58,15 +58,15 @@ def initial(task: Task, key: Any) -> tuple[PyTree, PyTree]:
 
     Of a task that starts from weights the parameters are those without them.
     """
-    made = (task.init.fresh if isinstance(task.init, StartInit) else task.init)(key)
+    values = (task.init.fresh if isinstance(task.init, StartInit) else task.init)(key)
     if not task.stateful:
-        return made, ()
-    if not (isinstance(made, tuple) and len(made) == 2):
+        return values, ()
+    if not (isinstance(values, tuple) and len(values) == 2):
         raise errors.TaskError(
             "Task(stateful=True): init(key) must return a pair (params, model_state); it returned "
             "something else."
         )
-    return made
+    return values
 
 
 def same_shapes(state: TrainState, like: TrainState) -> bool:

@@ -191,12 +191,12 @@ def _like(inputs: PyTree, rows: int) -> PyTree:
 
 def _value_bytes(jaxpr: Any) -> list[int]:
     """Return the bytes of each value that a jaxpr computes, those of its loops and calls too."""
-    found = []
+    sizes = []
     for eqn in jaxpr.eqns:
-        found += [aval.size * aval.dtype.itemsize for aval in (v.aval for v in eqn.outvars)]
+        sizes += [aval.size * aval.dtype.itemsize for aval in (v.aval for v in eqn.outvars)]
         for inner in inner_jaxprs(eqn):
-            found += _value_bytes(inner)
-    return found
+            sizes += _value_bytes(inner)
+    return sizes
 
 
 def predict_stream(

@@ -151,12 +151,12 @@ def _join(
     values: dict[int, Value] = {}
 
     def run(closed: Any, sums: Sequence[Value | None]) -> list[Value | None]:
-        jaxpr, given, results = _of_one_device(closed)
+        jaxpr, inputs, results = _of_one_device(closed)
         args = [
             Value(var.aval) if index is None  # a constant
             else sums[index - states] if sums and index >= states
             else values.setdefault(index, Value(var.aval))
-            for index, var in zip(given, jaxpr.invars, strict=True)
+            for index, var in zip(inputs, jaxpr.invars, strict=True)
         ]  # fmt: skip
         outputs = flattener.inline(jaxpr, args, ops)
         return [None if index is None else outputs[index] for index in results]
@@ -180,7 +180,7 @@ def _of_one_device(closed: Any) -> tuple[Any, list[int | None], list[int | None]
     if [eqn.primitive.name for eqn in jaxpr.eqns] != ["shard_map"]:
         return jaxpr, list(range(len(jaxpr.invars))), list(range(len(jaxpr.outvars)))
     (eqn,) = jaxpr.eqns
-    given = [None if isinstance(atom, Literal) else order.get(atom) for atom in eqn.invars]
+    inputs = [None if isinstance(atom, Literal) else order.get(atom) for atom in eqn.invars]
     computed = {var: index for index, var in enumerate(eqn.outvars)}
     results = [None if isinstance(atom, Literal) else computed.get(atom) for atom in jaxpr.outvars]
-    return inner_jaxprs(eqn)[0], given, results
+    return inner_jaxprs(eqn)[0], inputs, results

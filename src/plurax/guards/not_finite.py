@@ -49,36 +49,36 @@ def why_not_finite(program: Program, source: Any, mean_norm: Any) -> str:
     **Arguments:** `source`, the data of training, looked at where they are arrays; `mean_norm`,
     the mean norm of the gradients of the epoch's finite steps, of members `(members,)`.
     """
-    found = []
+    sentences = []
     if isinstance(source, ArrayData):
-        found = [*_of_values(source.arrays), *_of_labels(program, source.arrays)]
+        sentences = [*_of_values(source.arrays), *_of_labels(program, source.arrays)]
     norms = np.asarray(mean_norm, np.float64)
     largest = float(norms[np.isfinite(norms)].max(initial=0.0))
     if largest > LARGE_NORM:
-        found.append(
+        sentences.append(
             f"The mean norm of the gradients was {largest:.3g} before: training diverges. A "
             "smaller learning rate or optax.clip_by_global_norm may help."
         )
-    return " ".join(found)
+    return " ".join(sentences)
 
 
 def _of_values(arrays: PyTree) -> list[str]:
-    found = []
+    sentences = []
     for path, leaf in tree.named_leaves(arrays).items():
         part = _part(leaf)
         name = path or "the array"
         if part.dtype == np.uint8 and part.max(initial=0) > 1:
-            found.append(
+            sentences.append(
                 f"{name} is uint8, with values up to {part.max()}: scale it, such as "
                 f"{name}.astype(np.float32) / 255."
             )
         if part.dtype.kind in "fc" and not np.isfinite(part).all():
             bad = np.flatnonzero(~np.isfinite(part).reshape(len(part), -1).all(axis=1))
-            found.append(
+            sentences.append(
                 f"{name} has NaN or infinite values in {len(bad)} of {len(part)} rows, the first "
                 f"is row {bad[0]}: leave them out or replace them; each comes again in every epoch."
             )
-    return found
+    return sentences
 
 
 def _of_labels(program: Program, arrays: PyTree) -> list[str]:
@@ -94,17 +94,17 @@ def _of_labels(program: Program, arrays: PyTree) -> list[str]:
         return []
     if len(outputs) != 1 or outputs[0].ndim != 2 or outputs[0].shape[1] < 2:
         return []
-    count, found = outputs[0].shape[1], []
+    count, sentences = outputs[0].shape[1], []
     for path, leaf in tree.named_leaves(arrays).items():
         part = _part(leaf)
         if part.dtype.kind not in "iu" or part.ndim != 1:
             continue
         if part.min() < 0 or part.max() >= count:
-            found.append(
+            sentences.append(
                 f"{path or 'the array'} has values from {part.min()} to {part.max()}, and predict "
                 f"has {count} outputs: labels of classes must be from 0 to {count - 1}."
             )
-    return found
+    return sentences
 
 
 def _part(leaf: Any) -> np.ndarray:
