@@ -56,6 +56,11 @@ def on_cpu(mesh: Mesh) -> bool:
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
 
 
+def on_accelerator(mesh: Mesh) -> bool:
+    """Return whether the devices of a mesh are TPUs or GPUs; an abstract mesh has none."""
+    return isinstance(mesh, Mesh) and not on_cpu(mesh)
+
+
 def _grid(shape: list[int], devices: list[jax.Device]) -> np.ndarray:
     """Return the devices in the shape of a mesh, neighbours on fast links next to each other.
 

@@ -238,6 +238,40 @@ def transformer(sequence=False, **axes):
     return compiled(plan, models.transformer_task(), models.text(size))
 
 
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_zero_3_gathers_a_layer_once_in_each_direction(remat, microbatches):
+    """Also where the backward pass computes activations again: it needs a weight for both.
+
+    A layer has one weight that is used in three parts, and one that is cast.
+    """
+    depth = 4
+
+    def init(key):
+        parts = jax.random.normal(key, (depth, WIDTH, 3, WIDTH)) / WIDTH**0.5
+        return {"parts": parts, "cast": jnp.ones((depth, WIDTH, WIDTH))}
+
+    def layer(x, p):
+        q, k, v = (jnp.tanh(x @ p["parts"][:, i]) for i in range(3))
+        h = jnp.tanh(q * k + v).astype(jnp.float32)
+        return jnp.tanh(h @ p["cast"].astype(jnp.float16).astype(jnp.float32)), None
+
+    def loss(params, batch, keys):
+        x, _ = jax.lax.scan(layer, batch["x"], params)
+        return jnp.sum(x**2, axis=1)
+
+    plan = px.Plan(data=4, zero=3, remat=remat, microbatches=microbatches)
+    program = compiled(plan, px.Task(init=init, loss=loss), {"x": np.ones((16, WIDTH), np.float32)})
+    own = {name: leaf.size * 4 for name, leaf in program.canonical_shapes.params.items()}
+    # The cast is gathered in float16 or float32, whichever the compiler leaves last.
+    planned = sum(
+        c.bytes * c.trips for c in program.planned_collectives() if c.kind == "all-gather"
+    )
+    assert planned <= 2 * microbatches * sum(own.values())
+    assert planned >= 2 * microbatches * own["parts"]
+    assert counted(program.collectives()) == counted(program.planned_collectives())
+
+
 def test_megatron_adds_up_twice_a_block_in_each_direction():
     program = transformer(tensor=TENSOR)
     found = [c for c in program.collectives() if c.bytes == RESIDUAL]

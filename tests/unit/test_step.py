@@ -11,7 +11,9 @@ from tests import models
 from tests.zoo.by_hand import scale_by_loss
 
 import plurax as px
+from plurax.execute.step import Gradients, make_apply, whole_update
 from plurax.execute.totals import accumulate
+from plurax.state import TrainState
 
 X, Y = np.array([1.0, 2, 3, 4, 5, 6], np.float32), np.array([1.0, 0, 2, 1, 3, 2], np.float32)
 WEIGHTS = np.array([1.0, 2, 1, 4, 1, 3], np.float32)
@@ -129,3 +131,41 @@ def test_sums_over_microbatches_are_wide_for_one_of_them_too(x64, microbatches, 
     total, turns = accumulate(lambda turns, row: (row.sum(), turns + 1), microbatches)(0, rows)
     assert (total.dtype, int(turns)) == (summed, microbatches)
     assert float(total) == 3 * microbatches
+
+
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("freeze", [False, True])
+def test_a_select_leaves_a_step_out_as_a_branch_does(bad, freeze):
+    """What runs on TPUs and GPUs, bit for bit; where optimizer and model state are of other dtypes
+    than the update computes."""
+    optimizer = optax.adam(optax.cosine_decay_schedule(0.1, 10), mu_dtype=jnp.bfloat16)
+    params = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(3, jnp.bfloat16)}
+    state = TrainState(
+        step=jnp.int32(3),
+        params=params,
+        opt_state=optimizer.init(params),
+        model_state={"mean": jnp.zeros(3), "key": jax.random.key(1)},
+        key=jax.random.key(0),
+        skipped=jnp.int32(freeze),
+    )
+    grads = jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan if bad else 2.0), params)
+    after = {"mean": jnp.ones(3), "key": jax.random.key(2)}
+    sums = Gradients(jnp.float32(4), jnp.float32(8), {}, grads, after, jnp.int32(4))
+    dtypes = jax.tree.map(lambda leaf: leaf.dtype, params)
+    results = [
+        jax.jit(make_apply(whole_update(optimizer), dtypes, freeze=freeze, select=select))(
+            state, sums
+        )
+        for select in (False, True)
+    ]
+    branch, select = (jax.tree.map(_bits, result) for result in results)
+    assert jax.tree.all(jax.tree.map(np.array_equal, branch, select))
+    left_out = bad or freeze
+    assert int(results[1][1]["skipped"]) == left_out
+    assert np.array_equal(results[1][0].params["w"], params["w"]) == left_out
+
+
+def _bits(leaf):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf).tobytes()

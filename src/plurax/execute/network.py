@@ -27,7 +27,7 @@ from plurax.execute.host_calls import on_devices_with_host_calls
 from plurax.execute.initial_state import new_state
 from plurax.execute.step import Gradients, Metrics, Step, gradient_specs
 from plurax.execute.step_functions import StepFunctions
-from plurax.mesh import replicated, split_rows, within
+from plurax.mesh import on_accelerator, replicated, split_rows, within
 from plurax.plan import Plan
 from plurax.state import TrainState
 from plurax.task import Task
@@ -78,7 +78,7 @@ class Network(StepFunctions):
 
     @property
     def _step(self) -> Step:
-        step = self.backend.step(split=self._split)
+        step = self.backend.step(split=self._split, select=on_accelerator(self.mesh))
         return self._on_devices(step, "sr." if self._split else "s..", "s.")
 
     def gradients(
@@ -96,9 +96,9 @@ class Network(StepFunctions):
 
     def apply(self, state: TrainState, sums: Gradients) -> tuple[TrainState, Metrics]:
         """Update the state from the sums over a batch."""
-        updated: tuple[TrainState, Metrics] = self._on_devices(self.backend.apply(), "sg", "s.")(
-            state, sums
-        )
+        updated: tuple[TrainState, Metrics] = self._on_devices(
+            self.backend.apply(select=on_accelerator(self.mesh)), "sg", "s."
+        )(state, sums)
         return updated
 
     def step(self, state: TrainState, rows: PyTree, count: Any) -> tuple[TrainState, Metrics]:

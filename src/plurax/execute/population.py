@@ -44,6 +44,7 @@ from plurax.execute.reads import EpochSpec, Reads
 from plurax.execute.step import Gradients, Metrics, gradient_specs
 from plurax.execute.step_functions import StepFunctions
 from plurax.members import Hyper, MemberArrays, Members
+from plurax.mesh import on_accelerator
 from plurax.plan import Plan
 from plurax.state import TrainState
 from plurax.task import Task
@@ -195,6 +196,10 @@ class Population(StepFunctions):
         one = self.make(member.hyper)
         return new_state(one.task, one.optimizer, jax.random.key(member.seeds), start)
 
+    @property
+    def _selects(self) -> bool:
+        return on_accelerator(self.mesh)
+
     def _backend(self, member: MemberArrays) -> Backend:
         return self.backend.of(*self.make(member.hyper))
 
@@ -230,7 +235,9 @@ class Population(StepFunctions):
         def one(
             state: TrainState, member: MemberArrays, batch: PyTree, count: Array
         ) -> tuple[TrainState, Metrics]:
-            return self._backend(member).step(freeze=True)(state, batch, count)
+            return self._backend(member).step(freeze=True, select=self._selects)(
+                state, batch, count
+            )
 
         return self._spread(over_members(one, self.plan.chunk), "smd.", "sm")(
             state, arrays, batch, count
@@ -254,7 +261,7 @@ class Population(StepFunctions):
         """Update every member from its sums."""
 
         def one(pair: tuple[TrainState, Gradients], member: MemberArrays) -> Any:
-            state, metrics = self._backend(member).apply(freeze=True)(*pair)
+            state, metrics = self._backend(member).apply(freeze=True, select=self._selects)(*pair)
             return (state, pair[1]), metrics
 
         def all_(state: TrainState, sums: Gradients, arrays: MemberArrays) -> Any:
@@ -295,7 +302,7 @@ class Population(StepFunctions):
         def one(
             state: TrainState, member: MemberArrays, data: PyTree, first: Array, stop: Array
         ) -> tuple[TrainState, Metrics]:
-            step = traced_once(self._backend(member).step(freeze=True))
+            step = traced_once(self._backend(member).step(freeze=True, select=self._selects))
 
             @traced_once
             def rows_at(t: Array) -> Array:

@@ -132,6 +132,7 @@ def make_apply(
     norm: Callable[[PyTree], Array] | None = None,
     *,
     freeze: bool = False,
+    select: bool = False,
 ) -> Callable[[TrainState, Gradients], tuple[TrainState, Metrics]]:
     """Return `(state, gradients) -> (state, metrics)`.
 
@@ -142,7 +143,8 @@ def make_apply(
 
     `dtypes` are those of the parameters, a tree like the gradients. `norm(grads)` computes the
     global norm, by default of unsharded tensors. With `freeze`, no update follows the first that
-    was left out.
+    was left out. With `select` the update is computed in any case, and each number is the new or
+    the old one.
 
     Metrics are scalars: `loss` and the task's metrics, weighted means over the batch; `grad_norm`,
     the global norm before the optimizer; `weight`, the sum of weights; `examples`; `skipped`, 1
@@ -167,8 +169,13 @@ def make_apply(
             new = (*update(grads, state.opt_state, state.params, loss), sums.model_state)
             return jax.tree.map(lambda n, o: jnp.asarray(n, o.dtype), new, old)
 
-        # `cond`, not `where`: a select after the update would copy the optimizer state.
-        params, opt_state, model_state = jax.lax.cond(finite, updated, lambda: old)
+        # On CPU a branch, as a select after the update would copy the optimizer state. Compilers of
+        # accelerators fuse the select into the update, in place, and copy all that enters a branch.
+        if select:
+            chosen = jax.tree.map(lambda n, o: jnp.where(finite, n, o), updated(), old)
+        else:
+            chosen = jax.lax.cond(finite, updated, lambda: old)
+        params, opt_state, model_state = chosen
         skipped = 1 - finite.astype(jnp.int32)
         metrics = {
             "loss": loss,

@@ -17,6 +17,10 @@ A bucket ends when it is full, or before a parameter that it already has: a para
 the forward pass is not kept for the backward pass. So each parameter is gathered as often as
 without buckets, and sends the same bytes.
 
+In the body of a loop over layers a parameter is gathered once: an iteration ends before the next
+layer's begins, so one layer is whole at a time anyway. With remat the backward pass of a layer uses
+its parameters twice, for the activations and for the gradients.
+
 Zhao et al. 2023, "PyTorch FSDP", section 3.3 (https://arxiv.org/abs/2304.11277).
 """
 
@@ -55,12 +59,14 @@ class ParameterUse:
     """An equation that needs a parameter whole.
 
     **Fields:** `index` of the equation; `var`, the variable it reads; `root`, the
-    parameter from which `var` is computed, such as by a cast; `size` in bytes.
+    parameter from which `var` is computed, such as by a cast; `alike`, the first variable that is
+    computed from it in the same way; `size` in bytes.
     """
 
     index: int
     var: Any
     root: Any
+    alike: Any
     size: int
 
 
@@ -68,22 +74,28 @@ class Gathers:
     """The buckets in which the parameters of some equations are gathered.
 
     **Arguments:** `resharder`; `eqns`, in order; `known`, the variables that have
-    values before them.
+    values before them; `once`, whether what is gathered is kept for all equations that need it.
 
     **Attributes:** `eqns`, reordered: those that use parameters alone, such as casts, come first,
     so that their results can share a bucket.
     """
 
     def __init__(
-        self, resharder: Resharder, eqns: Sequence[Any], known: Mapping[Any, ValueVersions]
+        self,
+        resharder: Resharder,
+        eqns: Sequence[Any],
+        known: Mapping[Any, ValueVersions],
+        *,
+        once: bool = False,
     ) -> None:
-        self._resharder = resharder
+        self._resharder, self._once = resharder, once
         self.eqns, uses = _uses(resharder, eqns, known)
-        self._buckets = _packed(uses, resharder.bucket_bytes)
+        first = {use.alike: use for use in reversed(uses)}
+        self._gathered_by = {use: first[use.alike] if once else use for use in uses}
+        gathered = [use for use in uses if self._gathered_by[use] is use]
+        self._buckets = _packed(gathered, resharder.bucket_bytes)
         self._bucket_of = {
-            (use.index, use.var): number
-            for number, bucket in enumerate(self._buckets)
-            for use in bucket
+            use: number for number, bucket in enumerate(self._buckets) for use in bucket
         }
         self._at: dict[int, list[ParameterUse]] = {}
         for use in uses:
@@ -103,13 +115,15 @@ class Gathers:
         """
         uses = self._at.get(index, ())
         for use in uses:
-            number = self._bucket_of[index, use.var]
+            number = self._bucket_of[self._gathered_by[use]]
             while after is not None and self._done <= self._ahead(number):
                 self._gather(self._done, here, *after)
                 self._done += 1
         whole = {}
         for use in uses:
-            value = self._gathered.pop((self._bucket_of[index, use.var], use.var), None)
+            by = self._gathered_by[use]
+            key = self._bucket_of[by], by.var
+            value = self._gathered.get(key) if self._once else self._gathered.pop(key, None)
             if value is not None:
                 whole[use.var] = value
         return whole
@@ -155,7 +169,10 @@ def _uses(
     resharder: Resharder, eqns: Sequence[Any], known: Mapping[Any, ValueVersions]
 ) -> tuple[list[Any], list[ParameterUse]]:
     """Return the reordered equations, and where they need split parameters whole."""
-    # `roots`: variables computed from one split parameter alone, and that parameter.
+    # `roots`: variables computed from one split parameter alone, and that parameter; `alike`: for
+    # each the first one that is computed in the same way, `firsts` by how that is.
+    alike: dict[Any, Any] = {}
+    firsts: dict[Any, Any] = {}
     roots = {var: var for var, one in known.items() if _needs_gather(resharder, one)}
     batch = {
         var
@@ -168,10 +185,16 @@ def _uses(
         split = [atom for atom in read if atom in roots]
         if any(atom in batch for atom in read):
             batch.update(eqn.outvars)
-        elif split and eqn.primitive.name in _LOCAL and all(atom in ready for atom in read):
+        elif split and _is_local(eqn, known) and all(atom in ready for atom in read):
             # A cast to bfloat16, for example: gather its result, which is half as large.
             roots[eqn.outvars[0]] = roots[split[0]]
             ready.update(eqn.outvars)
+            operands = [
+                str(atom) if isinstance(atom, Literal) else id(alike.get(atom, atom))
+                for atom in eqn.invars
+            ]
+            way = str((eqn.primitive, eqn.params, operands))
+            alike[eqn.outvars[0]] = firsts.setdefault(way, eqn.outvars[0])
             early.append(eqn)
             continue
         rest.append(eqn)
@@ -184,8 +207,21 @@ def _uses(
         for var in dict.fromkeys(read):
             if var in roots:
                 size = math.prod(var.aval.shape) * var.aval.dtype.itemsize
-                uses.append(ParameterUse(index, var, roots[var], size))
+                uses.append(ParameterUse(index, var, roots[var], alike.get(var, var), size))
     return early + rest, uses
+
+
+def _is_local(eqn: Any, known: Mapping[Any, ValueVersions]) -> bool:
+    """Whether an equation of split parameters runs on their shards, and leaves them split."""
+    if eqn.primitive.name != "slice":
+        return eqn.primitive.name in _LOCAL
+    # A part of a parameter, such as one of three matrices that are stored as one.
+    (operand,) = eqn.invars
+    if operand not in known or eqn.params["strides"] is not None:
+        return False
+    dims = known[operand].value.sharding.dims
+    cut = zip(dims, operand.aval.shape, eqn.outvars[0].aval.shape, strict=True)
+    return all(size == kept or not axes for axes, size, kept in cut)
 
 
 def _packed(uses: Sequence[ParameterUse], limit: int) -> list[list[ParameterUse]]:

@@ -112,7 +112,10 @@ class Loop:
         inputs += self.carry.received(carry)
         for stack, array in zip(self.xs, xs, strict=True):
             inputs.append(ValueVersions(_row(stack, array)))
+        outside = self.partitioner.over_layers
+        self.partitioner.over_layers = any(map(self.partitioner.context.of_parameters, self.xs))
         out = self.partitioner.evaluate(self.scan.body, self.scan.body_consts, inputs, self.goals)
+        self.partitioner.over_layers = outside
         values = self.carry.returned(out[: self.carried])
         # A stacked gradient with a goal is reduced row by row, so only shards are stacked.
         order = computed_at(self.scan.body)[self.carried :]

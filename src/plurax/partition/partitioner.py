@@ -95,6 +95,8 @@ class Partitioner(Resharder):
         self._calls: list[Any] = []
         # Parameters that have met a value of the batch, by both variables.
         self._met: dict[tuple[Any, Any], ShardedValue] = {}
+        # Whether what is evaluated is the body of a loop over layers.
+        self.over_layers = False
 
     def _line(self, eqn: Any) -> str:
         """Return the line of the model's code that holds an equation or an enclosing call."""
@@ -150,7 +152,9 @@ class Partitioner(Resharder):
             pairs = by_rows_inside(eqns, goal, results)
             flat.calls.update((id(new), flat.calls.get(id(old), ())) for new, old in pairs)
             eqns = [new for new, _ in pairs]
-        gathers = Gathers(self, eqns, here) if self._gathers_parameters(known) else None
+        gathers = None
+        if self._gathers_parameters(known):
+            gathers = Gathers(self, eqns, here, once=self.over_layers)
         readers = count_readers(eqns, results)
 
         def read(atom: Any) -> ValueVersions:

@@ -58,13 +58,14 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def apply(
-        self, *, freeze: bool = False
+        self, *, freeze: bool = False, select: bool = False
     ) -> Callable[[TrainState, Gradients], tuple[TrainState, Metrics]]:
         """Return `(state, gradients) -> (state, metrics)` on one device. See `make_apply`."""
 
-    def step(self, *, freeze: bool = False, split: bool = True) -> Step:
+    def step(self, *, freeze: bool = False, select: bool = False, split: bool = True) -> Step:
         """Return `(state, rows, count) -> (state, metrics)`: `gradients`, then `apply`."""
-        gradients, apply = self.gradients(split=split), self.apply(freeze=freeze)
+        gradients = self.gradients(split=split)
+        apply = self.apply(freeze=freeze, select=select)
         return lambda state, rows, count: apply(state, gradients(state, rows, count))
 
     @abc.abstractmethod

@@ -155,10 +155,12 @@ class PipelinedBackend(Backend):
         return make_gradients(self._total())
 
     def apply(
-        self, *, freeze: bool = False
+        self, *, freeze: bool = False, select: bool = False
     ) -> Callable[[TrainState, Gradients], tuple[TrainState, Metrics]]:
         """Return `(state, gradients) -> (state, metrics)`, each parameter where it is stored."""
-        return make_apply(self._update, self.layout.gradient_dtypes, self._norm, freeze=freeze)
+        return make_apply(
+            self._update, self.layout.gradient_dtypes, self._norm, freeze=freeze, select=select
+        )
 
     def _total(self) -> BatchTotals:
         """Return the function of a whole batch's totals and gradients, reduced."""

@@ -76,11 +76,11 @@ class ReplicatedBackend(Backend):
         return make_gradients(totals)
 
     def apply(
-        self, *, freeze: bool = False
+        self, *, freeze: bool = False, select: bool = False
     ) -> Callable[[TrainState, Gradients], tuple[TrainState, Metrics]]:
         """Return `(state, gradients) -> (state, metrics)`, the same on every device."""
         update = whole_update(self.optimizer, self.task.frozen)
-        return make_apply(update, self.layout.gradient_dtypes, freeze=freeze)
+        return make_apply(update, self.layout.gradient_dtypes, freeze=freeze, select=select)
 
     def evaluate(self) -> Callable[[PyTree, PyTree, PyTree, Any], Totals]:
         """Return `(params, model_state, rows, count) -> totals` on one device."""

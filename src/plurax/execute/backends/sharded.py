@@ -167,10 +167,12 @@ class ShardedBackend(Backend):
         return make_gradients(self._total(split))
 
     def apply(
-        self, *, freeze: bool = False
+        self, *, freeze: bool = False, select: bool = False
     ) -> Callable[[TrainState, Gradients], tuple[TrainState, Metrics]]:
         """Return `(state, gradients) -> (state, metrics)` on this device's shards."""
-        return make_apply(self._update, self.layout.gradient_dtypes, self._norm, freeze=freeze)
+        return make_apply(
+            self._update, self.layout.gradient_dtypes, self._norm, freeze=freeze, select=select
+        )
 
     def _total(self, split: bool = True) -> BatchTotals:
         fun, microbatches = self._gradient(split), self.plan.microbatches
