@@ -3,7 +3,7 @@
     python -m benchmarks.absent 8xH100 v5e:2x4 --plans data zero3     one line for each side
 
 Both sides are read alike, by the walk of `plurax.analysis.compiled_for`: temporaries of a device,
-bytes that it sends, the share of the sending that is hidden, and the seconds of a step, which are an
+bytes that it sends, the share of the sending that is hidden, and the seconds of a step, an
 estimate. By hand is what users of Flax and MaxText write: `jit`, `NamedSharding` and constraints.
 Run it where the compilers are installed: pip install 'plurax[tpu,cuda]'.
 """
