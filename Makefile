@@ -10,7 +10,7 @@ PEERS := .venv-peers
 MUTANTS := .venv-mutants
 INTEGRATIONS := .venv-integrations
 
-.PHONY: help setup demo test test-gangs chromium test-newest test-integrations test-all test-faults test-mutants lint format bench echarts docs constraints package clean
+.PHONY: help setup demo test test-gangs test-absent compilers chromium test-newest test-integrations test-all test-faults test-mutants lint format bench echarts docs constraints package clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -61,6 +61,20 @@ $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt tests/integrations/re
 test-integrations: $(INTEGRATIONS)/.installed ## the tests with large libraries: PyTorch, TensorFlow, W&B
 	@for file in tests/integrations/test_*.py; do \
 	  $(INTEGRATIONS)/bin/python -m pytest $$file || exit 1; done
+
+# Outside of the checkout, since they are gigabytes: one for each set of versions.
+COMPILERS = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/plurax-compilers/$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+
+$(COMPILERS)/.installed:
+	$(PYTHON) -m venv $(COMPILERS)
+	$(COMPILERS)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -c constraints.txt beartype hypothesis pytest pytest-xdist '.[pictures,tpu,cuda]'
+	@touch $@
+
+compilers: $(COMPILERS)/.installed ## install the compilers of TPUs and GPUs, which need neither
+
+test-absent: compilers ## what the compilers of TPUs and GPUs make of our programs
+	PYTHONPATH=src $(COMPILERS)/bin/python -m pytest -m '' tests/absent/test_programs.py
 
 test-all: setup ## the tests, the slow ones too, with many more draws
 	PLURAX_TEST_PROFILE=all $(RUN)/python -m pytest -n 2 --dist loadfile -m ''

@@ -14,8 +14,9 @@ TESTS = Path(__file__).parent
 # Names are of files in tests/unit, without `test_`; others are paths.
 PARTS = {
     "engine": """
-        tests/hlo tests/parity tests/zoo batch batch_minor batch_size convolutions coupling
-        drawn_programs export_predict fit hooks host_calls hyperparams jaxpr large_numbers liveness
+        tests/absent tests/hlo tests/parity tests/zoo batch batch_minor batch_size convolutions
+        coupling drawn_programs export_predict fit hooks host_calls hyperparams jaxpr large_numbers
+        liveness
         hlo_text machine measured metrics plan planned population read_ahead recorded_collectives
         replicas resample schedules sharding stages step sweep targets task uncertainty verify work
         weights terminal user_frames
@@ -45,5 +46,6 @@ def paths(part: str) -> list[str]:
 if __name__ == "__main__":
     if sys.argv[1] not in PARTS:
         sys.exit(f"there is no part {sys.argv[1]!r}; the parts are {', '.join(PARTS)}")
-    # Large libraries have an environment of their own: `make test-integrations`.
-    print(*(path for path in paths(sys.argv[1]) if path != "tests/integrations"))
+    # These have environments of their own: `make test-integrations`, `make test-absent`.
+    elsewhere = ("tests/integrations", "tests/absent")
+    print(*(path for path in paths(sys.argv[1]) if path not in elsewhere))

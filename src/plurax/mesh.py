@@ -51,14 +51,19 @@ def axis_sizes(mesh: Mesh) -> dict[str, int]:
     return {axis: mesh.shape[axis] for axis in mesh.axis_names}
 
 
+def platform_of(mesh: Mesh) -> str | None:
+    """Return the platform of a mesh's devices, `cpu`, `gpu` or `tpu`; an abstract mesh has none."""
+    return str(mesh.devices.flat[0].platform) if isinstance(mesh, Mesh) else None
+
+
 def on_cpu(mesh: Mesh) -> bool:
     """Return whether the devices of a mesh are CPUs; an abstract mesh has none."""
-    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+    return platform_of(mesh) == "cpu"
 
 
 def on_accelerator(mesh: Mesh) -> bool:
     """Return whether the devices of a mesh are TPUs or GPUs; an abstract mesh has none."""
-    return isinstance(mesh, Mesh) and not on_cpu(mesh)
+    return platform_of(mesh) not in (None, "cpu")
 
 
 def _grid(shape: list[int], devices: list[jax.Device]) -> np.ndarray:

@@ -87,8 +87,10 @@ class Target:
         return self._tpus() if platform == "tpu" else self._gpus()
 
     def _tpus(self) -> list[jax.Device]:
-        # Otherwise libtpu asks the cloud which TPU this machine has, and waits.
+        # Otherwise libtpu asks the cloud which TPU this machine has, and waits; and a second process
+        # may not load it.
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         options = dict(self.compiler.get("options", {}))
         if self.slices > 1:
             options["num_slices"] = self.slices
@@ -108,9 +110,11 @@ class Target:
             return list(topologies.get_topology_desc(name, platform, **options).devices)
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).splitlines()[0]
+            hint = ""
+            if "divisible" in reason:
+                hint = " Axes are multiples of a host's, 2x2 chips: v5e:4x4, v5p:2x2x4."
             raise errors.MachineError(
-                f"there is no machine {self.name}: its compiler says {reason!r}. A TPU's axes are "
-                "multiples of those of a host, 2x2 chips: v5e:4x4, v5p:2x2x4."
+                f"the compiler for {self.name} cannot describe it: {reason}.{hint}"
             ) from None
 
 

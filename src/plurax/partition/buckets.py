@@ -47,6 +47,9 @@ _LOCAL = ELEMENTWISE | {"annotate", "broadcast_in_dim", "reshape", "rev", "squee
 """Operations that can run on the shards of a parameter and leave it split."""
 _OF_THEIR_OWN = frozenset(["scan", "while", "cond", *ANNOTATIONS, *REMAT])
 """Equations whose bodies are evaluated by the partitioner, or that take any sharding."""
+TILE = 1024
+"""Numbers in a tile of a TPU's flat buffers. Its compiler gathers whole tiles; shards that end
+within one it adds up, each padded with zeros to the size of all, which sends twice the bytes."""
 MOST = 8
 """Maximal number of tensors in a bucket. XLA compiles one loop for each tensor of a buffer, but
 equal buffers share them: with a small maximum the buckets of a deep network repeat and few loops
@@ -374,6 +377,8 @@ def _all_gather(
     and (4, 5); moving the device dim next to the split dim gives (8, 3) and (20,).
     """
     buffer = jnp.concatenate([shard.reshape(-1) for shard in shards])
+    if axes.platform == "tpu":
+        buffer = jnp.pad(buffer, (0, -buffer.size % TILE))
     if by is not None:
         (buffer,) = order_after([buffer], by)
     rows = moved(lambda x: lax.all_gather(x, "data"), buffer, axes)

@@ -236,7 +236,7 @@ class Resharder:
         """
         axes = self.axes
         if data_varying:
-            axes = Axes(axes.mesh, axes.parts, permutes=False, on_cpu=axes.on_cpu)
+            axes = Axes(axes.mesh, axes.parts, permutes=False, platform=axes.platform)
         return self._with(axes=axes)
 
     @contextlib.contextmanager

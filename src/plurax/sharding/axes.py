@@ -40,7 +40,7 @@ class Axes:
       collective over a part runs in groups.
     - `permutes`: whether resharding may use a collective permute, which needs all devices. False
       where only some devices run at a time, such as in the stages of a pipeline.
-    - `on_cpu`: whether the devices are CPUs.
+    - `platform` of the devices, `cpu`, `gpu` or `tpu`; None if they are not known yet.
 
     **Attributes:** `mesh`, the sizes of the mesh axes; `sizes`, those of the axes in use, parts
     included.
@@ -55,9 +55,9 @@ class Axes:
         parts: Mapping[str, Sequence[int]] | None = None,
         *,
         permutes: bool = True,
-        on_cpu: bool = False,
+        platform: str | None = None,
     ) -> None:
-        self.permutes, self.on_cpu = permutes, on_cpu
+        self.permutes, self.platform = permutes, platform
         self.mesh = dict(sizes)
         self.parts = {axis: tuple(sizes_) for axis, sizes_ in (parts or {}).items()}
         self.sizes: dict[str, int] = {}
@@ -67,7 +67,12 @@ class Axes:
                 continue
             assert math.prod(self.parts[axis]) == size
             self.sizes.update({f"{axis}:{i}": n for i, n in enumerate(self.parts[axis])})
-        self._key = (tuple(self.mesh.items()), tuple(self.parts.items()), permutes, on_cpu)
+        self._key = (tuple(self.mesh.items()), tuple(self.parts.items()), permutes, platform)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the devices are CPUs."""
+        return self.platform == "cpu"
 
     def __hash__(self) -> int:
         return hash(self._key)

@@ -54,7 +54,7 @@ from plurax.execute.totals import (
 )
 from plurax.freezing import trained
 from plurax.jaxpr.interpret import holds
-from plurax.mesh import on_cpu, within
+from plurax.mesh import platform_of, within
 from plurax.partition.partitioner import Partitioner, partition
 from plurax.partition.pins import with_strategies
 from plurax.partition.values import ShardedValue, is_sharded_value, shard_of_rows
@@ -131,7 +131,7 @@ class ShardedBackend(Backend):
                 f"{', '.join(paths) or 'none'}. Named activations: {', '.join(names) or 'none'}."
             )
         parts = _parts(tags, sizes.get("tensor", 1))
-        runs = {"permutes": plan.pipeline == 1, "on_cpu": on_cpu(mesh)}
+        runs: dict[str, Any] = {"permutes": plan.pipeline == 1, "platform": platform_of(mesh)}
         self.axes = Axes(sizes, parts, **runs)
         # Only the devices of one stage run its equations: no collective there spans `pipeline`.
         inner = {axis: size for axis, size in sizes.items() if axis != "pipeline"}

@@ -1,0 +1,163 @@
+"""What the compilers of TPUs and GPUs make of our programs, on a machine that has neither.
+
+    make test-absent
+
+The environment has their packages, `plurax[tpu,cuda]`. Models are small: what is asserted is which
+collectives there are, how large and where, and what is copied, not how long anything takes.
+"""
+
+import functools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import plurax as px
+from plurax.hlo.text import parse
+
+jax.config.update("jax_platforms", "cpu")
+
+WIDTH, DEPTH, ROWS = 512, 4, 32
+MACHINES = ["v5e:2x2", "4xH100"]
+
+
+def layer(x, p):
+    """Products in float32, which a TPU would otherwise gather in bfloat16."""
+    h = jax.nn.gelu(jnp.dot(x, p["up"], precision="highest"))
+    return x + jnp.dot(h, p["down"], precision="highest"), None
+
+
+def scanned_task(depth=DEPTH):
+    def init(key):
+        up, down = jax.random.split(key)
+        return {
+            "up": jax.random.normal(up, (depth, WIDTH, 2 * WIDTH)) * 0.02,
+            "down": jax.random.normal(down, (depth, 2 * WIDTH, WIDTH)) * 0.02,
+        }
+
+    def loss(params, batch, keys):
+        x, _ = jax.lax.scan(layer, batch["x"], params)
+        return jnp.sum((x - batch["y"]) ** 2, axis=1)
+
+    return px.Task(init=init, loss=loss)
+
+
+def stacked_task():
+    def init_block(key):
+        return jax.tree.map(lambda leaf: leaf[0], scanned_task(1).init(key))
+
+    return px.stack(
+        embed=(lambda key: jnp.ones(WIDTH), lambda p, batch, keys: batch["x"] * p[None]),
+        block=(init_block, lambda p, x, batch, keys: layer(x, p)[0]),
+        head=(
+            lambda key: jnp.ones(WIDTH),
+            lambda p, x, batch, keys: jnp.sum((x * p[None] - batch["y"]) ** 2, axis=1),
+        ),
+        depth=DEPTH,
+    )
+
+
+MEGATRON = {"up": (..., "tensor"), "down": (..., "tensor", None)}
+PLANS = {
+    "data": {"data": 4, "microbatches": 2},
+    "zero 1": {"data": 4, "zero": 1, "microbatches": 2},
+    "zero 2": {"data": 4, "zero": 2, "microbatches": 2},
+    "zero 3": {"data": 4, "zero": 3, "remat": "full", "microbatches": 2},
+    "tensor": {"data": 2, "tensor": 2, "shardings": MEGATRON},
+    "tensor, zero 3": {"data": 2, "tensor": 2, "zero": 3, "shardings": MEGATRON},
+    "pipeline": {"data": 2, "pipeline": 2, "microbatches": 4, "remat": "full"},
+}
+
+
+def rows():
+    return {name: jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32) for name in "xy"}
+
+
+@functools.cache
+def compiled(machine, name):
+    task = stacked_task() if "pipeline" in PLANS[name] else scanned_task()
+    plan = px.Plan(**PLANS[name])
+    return px.analysis.compiled_for(task, optax.adam(1e-3), plan, rows(), machine)
+
+
+# A TPU's compiler reduces whole gradients in place of the reduce-scatter, for twice the bytes.
+REDUCED_WHOLE = {("v5e:2x2", "zero 1")}
+CASES = [(machine, name) for machine in MACHINES for name in PLANS]
+
+
+@pytest.mark.parametrize(("machine", "name"), CASES)
+def test_what_is_sent_is_what_was_planned(machine, name):
+    """By mesh axes; a compiler may reduce a few numbers with the gradients, or by themselves."""
+    result = compiled(machine, name)
+    planned, sent = Counter(), Counter()
+    for one in result.collectives:
+        if max(one.bytes, one.planned_bytes) > 64:
+            planned[one.kind, one.axes] += one.planned_bytes
+            sent[one.kind, one.axes] += one.bytes
+    if (machine, name) in REDUCED_WHOLE:
+        planned["all-reduce", "data"] += 4 * planned.pop(("reduce-scatter", "data"))
+    for key, size in planned.items():
+        assert abs(sent[key] - size) <= 64, (key, sent, planned)
+    assert all(record.collective.trips is not None for record in result.schedule.collectives)
+
+
+@pytest.mark.parametrize(("machine", "name"), CASES)
+def test_the_state_is_updated_in_place(machine, name):
+    result = compiled(machine, name)
+    held = result.memory
+    # What is not in the memory of an argument are the metrics: scalars, each in a tile of its own.
+    assert held.outputs - held.aliased <= 8 * 1024
+    module = parse(result.program.hlo())
+    smallest = min(one.bytes for one in result.program.shardings if one.bytes > 4 * WIDTH)
+    # A TPU copies to its fast memory, S(1), ahead of use.
+    copied = [
+        one.name
+        for one in module.computations[module.entry]
+        if one.opcode == "copy" and one.bytes >= smallest and "S(1)" not in one.type
+    ]
+    assert copied == []
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_zero_3_holds_a_layer_at_a_time(machine, precision):
+    """What is held beside the state does not grow with the layers, but for their activations."""
+
+    def temporaries(depth):
+        plan = px.Plan(data=4, zero=3, remat="full", microbatches=2, precision=precision)
+        result = px.analysis.compiled_for(
+            scanned_task(depth), optax.adam(1e-3), plan, rows(), machine
+        )
+        # Gradients are held in shards, once as they are added up and once as they were, and each
+        # layer's input.
+        layer_bytes = 4 * 4 * WIDTH * WIDTH
+        own = depth * (2 * layer_bytes / 4 + ROWS / 8 * WIDTH * 4)
+        return result.memory.temporaries - own, layer_bytes
+
+    (few, _), (many, layer_bytes) = temporaries(4), temporaries(16)
+    assert many - few <= 2 * layer_bytes
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_members_do_not_communicate(machine):
+    result = px.analysis.compiled_for(
+        scanned_task(1), optax.adam(1e-3), px.Plan(member=4), rows(), machine,
+        members=px.Members(8),
+    )  # fmt: skip
+    assert list(result.collectives) == []
+    assert result.memory.outputs - result.memory.aliased <= 8 * 1024
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_program_for_devices_that_are_not_here_does_not_run(machine):
+    program = compiled(machine, "data").program
+    for call in (lambda: program.init(seed=0), lambda: program.place(None)):
+        with pytest.raises(px.errors.PlanError, match="which are not here, so it has no state"):
+            call()
+
+
+def test_no_machine_of_these_chips():
+    with pytest.raises(px.errors.MachineError, match=r"cannot describe it: .* of a host's"):
+        px.topology("v5e:3x5")
