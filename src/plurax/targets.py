@@ -87,8 +87,8 @@ class Target:
         return self._tpus() if platform == "tpu" else self._gpus()
 
     def _tpus(self) -> list[jax.Device]:
-        # Otherwise libtpu asks the cloud which TPU this machine has, and waits; and a second process
-        # may not load it.
+        # Otherwise libtpu asks the cloud which TPU this machine has, and waits; and only the first
+        # process may load it.
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         options = dict(self.compiler.get("options", {}))
