@@ -46,11 +46,6 @@ def abstract_mesh(plan: Plan) -> Any:
     return AbstractMesh(sizes, MESH_AXES, (AxisType.Auto,) * len(sizes))
 
 
-def axis_sizes(mesh: Mesh) -> dict[str, int]:
-    """Return the size of each axis of a mesh."""
-    return {axis: mesh.shape[axis] for axis in mesh.axis_names}
-
-
 def platform_of(mesh: Mesh) -> str | None:
     """Return the platform of a mesh's devices, `cpu`, `gpu` or `tpu`; an abstract mesh has none."""
     return str(mesh.devices.flat[0].platform) if isinstance(mesh, Mesh) else None

@@ -32,3 +32,15 @@ def _cell(tag: str, value: object) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     side = "right" if number else "left"
     return f'<{tag} style="text-align:{side};padding:0 .5em">{html.escape(text)}</{tag}>'
+
+
+def text_table(title: str, rows: Sequence[tuple[str, str]]) -> str:
+    """Return names and texts in two columns below a title.
+
+    >>> print(text_table("a plan", [("a step", "1 ms"), ("memory", "2 GiB")]))
+    a plan
+      a step  1 ms
+      memory  2 GiB
+    """
+    width = max(len(name) for name, _ in rows) + 2
+    return "\n".join([title, *(f"  {name:{width}}{text}" for name, text in rows)])

@@ -33,7 +33,6 @@ from plurax.collective import Collective
 from plurax.hlo.compiled_collectives import Place, Sent, chain_of, collective_of, sent_by
 from plurax.hlo.text import Instruction, Module, dims_of, dtype_of
 from plurax.machine import Machine
-from plurax.mesh import axis_sizes
 from plurax.trace.clock import collective_seconds, product_seconds
 
 _FREE = frozenset(
@@ -261,10 +260,9 @@ class _ScheduleWalk:
             self.collectives[pending.index] = dataclasses.replace(record, hidden=hidden)
 
     def _sending(self, sent: Sent) -> float:
-        sizes = axis_sizes(self._mesh)
         kind = sent.equivalent or sent.kind
         return collective_seconds(
-            self._machine, kind, sent.bytes_sent, sent.axes, sizes, self._mesh.size
+            self._machine, kind, sent.bytes_sent, sent.axes, self._mesh.shape, self._mesh.size
         )
 
     # --- Instructions -----------------------------------------------------------------------------

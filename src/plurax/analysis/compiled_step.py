@@ -15,7 +15,6 @@ import dataclasses
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import optax
@@ -32,7 +31,7 @@ from plurax.execute.recorder import record_step
 from plurax.hlo.memory import Memory
 from plurax.hlo.text import parse
 from plurax.members import Members
-from plurax.notebook import html_table
+from plurax.notebook import html_table, text_table
 from plurax.plan import Plan
 from plurax.targets import Target
 from plurax.task import Task
@@ -141,19 +140,6 @@ class CompiledFor:
             rows.append(("  sending", f"{sending}, {share} of it hidden behind computing"))
         return [row for row in rows if row[1] != "0 B"]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the figures as values that JSON and TOML hold."""
-        return {
-            "target": self.target,
-            "compile_seconds": self.compile_seconds,
-            "memory": dataclasses.asdict(self.memory),
-            "planned_peak": self.planned_peak,
-            "seconds": self.schedule.seconds,
-            "hidden": self.schedule.hidden,
-            "covered": self.schedule.covered,
-            "collectives": [dataclasses.asdict(one) for one in self.collectives],
-        }
-
     def _title(self) -> str:
         return f"Plan({self.program.plan.sizes_text()}) compiled for {self.target}"
 
@@ -164,10 +150,7 @@ class CompiledFor:
         )
 
     def __str__(self) -> str:
-        rows = self.rows()
-        width = max(len(name) for name, _ in rows) + 2
-        lines = [f"{name:{width}}{text}" for name, text in rows]
-        return "\n".join([self._title(), *(f"  {line}" for line in lines)])
+        return text_table(self._title(), self.rows())
 
     def _repr_html_(self) -> str:
         return html_table(self._title(), ["", ""], self.rows())

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from plurax import errors
 from plurax.execute.recorder import record_steady_step
 from plurax.machine import Machine
-from plurax.notebook import html_table
+from plurax.notebook import html_table, text_table
 from plurax.plan import Plan
 from plurax.task import Task
 from plurax.trace.clock import Clock, Seconds, names_of
@@ -122,10 +122,7 @@ class Estimate:
         )
 
     def __str__(self) -> str:
-        rows = self.rows()
-        width = max(len(name) for name, _ in rows) + 2
-        lines = [f"{name:{width}}{text}" for name, text in rows]
-        return "\n".join([self._title(), *(f"  {line}" for line in lines)])
+        return text_table(self._title(), self.rows())
 
     def _repr_html_(self) -> str:
         return html_table(self._title(), ["", ""], self.rows())

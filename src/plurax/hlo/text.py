@@ -36,7 +36,8 @@ class Instruction:
     """One instruction of a computation.
 
     **Fields:** `name`; `type`, as text; `opcode`; `operands`, the names of its operands;
-    `attributes`, the text behind them; `root`, whether its value is the computation's.
+    `arguments`, the text in which they stand; `attributes`, the text behind it; `root`, whether its
+    value is the computation's.
     """
 
     name: str
