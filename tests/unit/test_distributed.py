@@ -408,12 +408,15 @@ def test_data_that_are_spread_stay_spread():
     assert max(moved) < 16 * 500  # of 500 rows of 24 bytes and more
 
 
-def test_own_inputs_are_arrays_for_one_network():
-    batch = models.data(8)
-    program = px.compile(models.mlp_task(), models.optimizer(), px.Plan(data=2), batch)
+def test_own_inputs_are_arrays_for_one_network(x64):
+    batch = models.data(8, dtype=np.float64)
+    program = px.compile(
+        models.mlp_task(dtype=np.float64), models.optimizer(), px.Plan(data=2), batch
+    )
     state = program.init(0)
     whole, own = program.predict(state, batch), program.predict(state, batch, local=True, chunk=3)
-    np.testing.assert_allclose(own, whole, rtol=1e-6)
+    assert whole.dtype == np.float64  # of float32 chunks differ by a bit
+    np.testing.assert_allclose(own, whole, rtol=1e-10)
     with pytest.raises(
         px.errors.BatchError, match=r"predict\(local=True\) is for arrays of inputs, of"
     ):

@@ -161,6 +161,7 @@ class _ScheduleWalk:
     def computation(self, name: str, place: Place, times: float) -> _Time:
         """Walk through a computation, which runs so many `times` in a step."""
         instructions = self._module.computations.get(name, ())
+        place = place.of(instructions)
         chains = {
             chain.id: index
             for index, one in enumerate(instructions)

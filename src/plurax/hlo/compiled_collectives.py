@@ -73,11 +73,24 @@ class Place:
 
     def at(self, instruction: Instruction) -> "Place":
         """Return the place of an instruction, which may be the first one of a scope."""
-        scope = re.search(r"\b(runs_(\d+)_times)\b", instruction.op_name)
+        return self._in_scope(_times_scopes([instruction]))
+
+    def of(self, computation: Sequence[Instruction]) -> "Place":
+        """Return the place of a computation's instructions without a name of their own.
+
+        In a loop of unknown length that is the one scope that others of it have: XLA makes some
+        operations anew, a sum over devices for example, under the name of the loop around them.
+        """
+        return self if self.scope else self._in_scope(_times_scopes(computation))
+
+    def _in_scope(self, scopes: set[tuple[str, int]]) -> "Place":
         # What XLA moved out of the action has its name still, and runs in every tick.
-        if scope is None or scope[1] == self.scope or self.outside is None or not self.in_action:
+        if len(scopes) != 1 or self.outside is None or not self.in_action:
             return self
-        return dataclasses.replace(self, trips=self.outside * int(scope[2]), scope=scope[1])
+        [(scope, times)] = scopes
+        if scope == self.scope:
+            return self
+        return dataclasses.replace(self, trips=self.outside * times, scope=scope)
 
     def inside(self, loop: Instruction, known: int | None, unknown_trips: int | None) -> "Place":
         """Return the place of the body of a loop that runs `known` times, None if that is data."""
@@ -95,6 +108,11 @@ class Place:
     def branch(self) -> "Place":
         """Return the place of a branch."""
         return dataclasses.replace(self, in_action=self.outside is not None)
+
+
+def _times_scopes(computation: Sequence[Instruction]) -> set[tuple[str, int]]:
+    names = (re.search(r"\b(runs_(\d+)_times)\b", one.op_name) for one in computation)
+    return {(name[1], int(name[2])) for name in names if name}
 
 
 def collectives(text: str, mesh: Mesh, unknown_trips: int | None = None) -> list[Collective]:
@@ -120,6 +138,7 @@ def _walk(
     found: list[Collective],
 ) -> None:
     computation = module.computations.get(name, ())
+    place = place.of(computation)
     chains: set[str] = set()
     for instruction in computation:
         here = place.at(instruction)
