@@ -113,6 +113,8 @@ class Machine:
     correction: float = 1.0
     """What steps took on it, as a multiple of what all these numbers say: learned from runs by
     `plurax machine --runs`. All seconds are multiplied by it."""
+    platform: str = "cpu"
+    """`cpu`, `gpu` or `tpu`: whose compiler makes its programs. Memory is planned by its rules."""
 
     def __post_init__(self) -> None:
         where = f"Machine({self.name!r})"
@@ -122,6 +124,11 @@ class Machine:
         for field in ("overhead", "half_dim"):
             _set_number(self, where, field)
         object.__setattr__(self, "memory", int(self.memory))
+        if self.platform not in ("cpu", "gpu", "tpu"):
+            raise errors.MachineError(
+                f"{where}: platform={self.platform!r}, and must be 'cpu', 'gpu' or 'tpu', as JAX "
+                "names what compiles for it."
+            )
         if self.efficiency > 1:
             raise errors.machine_efficiency_above_one(where, self.efficiency)
         object.__setattr__(self, "levels", tuple(self.levels))
@@ -274,6 +281,7 @@ class Machine:
             half_dim=max(kind.half_dim for kind in kinds),
             groups=groups,
             correction=max(kind.correction for kind in kinds),
+            platform=kinds[0].platform,
         )
 
     def rates_of(self, devices: Iterable[int]) -> "Machine":
@@ -540,8 +548,10 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def _own_fields(value: "Machine | Level", left_out: Sequence[str] = ()) -> dict[str, Any]:
-    names = [field.name for field in dataclasses.fields(value)]
-    return {name: getattr(value, name) for name in names if name not in left_out}
+    values = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if values.get("platform") == "cpu":  # files written before there was another are as they were
+        del values["platform"]
+    return {name: own for name, own in values.items() if name not in left_out}
 
 
 def _rate_text(value: float) -> str:

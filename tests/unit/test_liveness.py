@@ -13,7 +13,9 @@ from tests.promotion import allowed
 
 import plurax as px
 from plurax.execute.recorder import record_step
+from plurax.trace.compilers import rules_of
 from plurax.trace.flatten import Flattener
+from plurax.trace.kernel_order import breadth_first, depth_first
 from plurax.trace.kernels import kernels
 from plurax.trace.liveness import Buffer, pack, peak_bytes, temporaries
 from plurax.trace.step_trace import Value
@@ -234,3 +236,37 @@ def test_the_peak_of_forty_drawn_plans(uncached):
         print(f"{model.__name__:12} {plan} {allocated:,} bytes, predicted {errors[-1]:+.1%}")
     assert max(map(abs, errors)) <= 0.15
     assert np.mean(np.abs(errors)) <= 0.05
+
+
+# --- Rules of other compilers ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("readers", "kept"), [(2, 0), (3, 1)])
+def test_a_gpu_computes_again_what_moves_fewer_bytes(readers, kept):
+    """exp is computed in both kernels; a sum of two arrays is written once, for three of them."""
+
+    def fun(x, y):
+        h = jnp.exp(x) if readers == 2 else x + y
+        return [jnp.sum(h * k, axis=k % 2) for k in range(readers)]
+
+    found = kernels(flat(fun, x, y), rules=rules_of("gpu"))
+    roots = [kernel.root.name for kernel in found]
+    assert roots == (["add"] * kept) + ["reduce_sum"] * readers
+    assert len(kernels(flat(fun, x, y))) == 1 + readers  # on CPU it is written
+
+
+def test_a_gpu_computes_a_result_when_it_is_wanted():
+    """The gradient of a weight waits for the optimizer, and so does what it is computed from."""
+
+    def fun(x, w):
+        a, b = jnp.tanh(x @ w), jnp.cos(w @ x)
+        return jnp.sum(a @ w), jnp.sum(b @ w)
+
+    block = flat(fun, x, y)
+    found = kernels(block)
+    assert [kernel.root.name for kernel in breadth_first(found, block)][:2] == ["dot_general"] * 2
+    names = [kernel.root.name for kernel in depth_first(found, lambda value: value.bytes)]
+    branch = lambda name: ["dot_general", name, "dot_general", "reduce_sum"]  # noqa: E731
+    assert names == branch("cos") + branch("tanh")
+    # Two products are in memory at once, not one of each branch.
+    assert round(temporaries(block, [], rules_of("gpu")) / MATRIX, 2) == 2

@@ -317,3 +317,14 @@ def test_presets_that_are_not_there():
 def test_a_group_that_is_larger_than_the_machine():
     with pytest.raises(MachineError, match="a collective over 57 devices, and plain has 32"):
         PLAIN.collective_seconds("all-reduce", 1.0, 8, 8)
+
+
+def test_a_machine_has_a_platform():
+    assert {Machine.preset(name).platform for name in ("8xH100-80GB", "4xV100-32GB")} == {"gpu"}
+    assert Machine.preset("8xTPU-v5e").platform == "tpu"
+    assert PLAIN.platform == "cpu"
+    assert "platform" not in PLAIN.to_toml()
+    saved = dataclasses.replace(PLAIN, platform="gpu")
+    assert Machine.from_toml(saved.to_toml()) == saved
+    with pytest.raises(px.errors.MachineError, match="platform='ipu', and must be 'cpu', 'gpu'"):
+        dataclasses.replace(PLAIN, platform="ipu")

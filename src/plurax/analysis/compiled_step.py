@@ -189,7 +189,7 @@ def compiled_for(
         assert isinstance(task, Task)
         trace = record_step(task, optimizer, plan, batch)
         planned = every_collective(trace)
-        peak = peak_bytes(trace)
+        peak = peak_bytes(trace, target.machine.platform)
     schedule = walk_schedule(parse(program.hlo()), program.mesh, target.machine, target.clock)
     return CompiledFor(
         program=program,

@@ -19,6 +19,7 @@ from plurax.plan import Plan
 from plurax.task import Task
 from plurax.trace.clock import Clock, Seconds, names_of
 from plurax.trace.collectives import every_collective
+from plurax.trace.compilers import rules_of
 from plurax.trace.liveness import temporaries
 from plurax.trace.step_trace import StepTrace
 from plurax.trace.work import work_of_step
@@ -172,7 +173,7 @@ def estimate_trace(trace: StepTrace, machine: Machine) -> Estimate:
     """Return the `Estimate` of a recorded step. See `estimate`."""
     clock, work = Clock(trace.plan, machine), work_of_step(trace)
     gradient, flops = clock.gradient(work, trace.pipeline)
-    needed = temporaries(trace.block, trace.state)
+    needed = temporaries(trace.block, trace.state, rules_of(machine.platform))
     gradients = min(trace.memory.gradients, needed)
     memory = {
         "parameters": trace.memory.parameters,

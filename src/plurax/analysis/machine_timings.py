@@ -39,7 +39,7 @@ from plurax.analysis.machine_model import (
 from plurax.collective import ring_bytes_sent
 from plurax.distributed.global_arrays import MEASURE_IN_ONE, check_alone
 from plurax.machine import Level, Machine
-from plurax.mesh import memory_budget
+from plurax.mesh import memory_budget, platform_of
 
 ROUNDS = 5
 SECONDS = 0.01
@@ -81,6 +81,7 @@ def measure_machine(devices: Sequence[jax.Device] | None = None) -> Machine:
         levels=levels,
         overhead=_rounded(overhead),
         half_dim=_rounded(half_dim),
+        platform=platform_of(mesh) or "cpu",
     )
 
 

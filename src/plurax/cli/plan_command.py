@@ -65,7 +65,7 @@ def plan_command(arguments: list[str]) -> int:
             memory,
             compared_table(planned, compiled) if planned else None,
             compiled,
-            None if program.members else _predicted_peak(experiment, options, plan, predicted),
+            _predicted_peak(experiment, options, program, predicted),
         )
     )
     if predicted is not None:
@@ -149,13 +149,16 @@ def _estimated(experiment: Experiment, options: Show, plan: Plan) -> Estimate | 
 
 
 def _predicted_peak(
-    experiment: Experiment, options: Show, plan: Plan, predicted: Estimate | None
-) -> int:
+    experiment: Experiment, options: Show, program: Program, predicted: Estimate | None
+) -> int | None:
+    if program.members is not None:
+        return None
     if predicted is not None:
         return predicted.peak
     assert isinstance(experiment.task, Task)
     _, like = data_source(experiment, options)
-    return peak_bytes(record_step(experiment.task, experiment.optimizer, plan, like))
+    trace = record_step(experiment.task, experiment.optimizer, program.plan, like)
+    return peak_bytes(trace, program.mesh.devices.flat[0].platform)
 
 
 def _costs(program: Program, plan: Plan) -> ScheduleCosts:

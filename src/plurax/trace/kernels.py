@@ -20,8 +20,9 @@ from collections import defaultdict
 from collections.abc import Container, Sequence
 
 from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS
+from plurax.trace import xla_cpu
+from plurax.trace.compiler_rules import CompilerRules
 from plurax.trace.step_trace import Block, Op, Value
-from plurax.trace.xla_cpu import EXPENSIVE, FUSIBLE, IN_PLACE, MOVES, READERS
 
 SAME, OTHER, REUSED = 0, 1, 2
 """How a kernel reads a value: entry by entry as it writes its own; otherwise; more than once."""
@@ -35,10 +36,12 @@ class Kernel:
     computes the same.
     """
 
-    __slots__ = ("inner", "ops", "reads", "root", "twin")
+    __slots__ = ("inner", "ops", "reads", "root", "rules", "twin")
 
-    def __init__(self, root: Op, inner: Sequence[list["Kernel"]] = ()) -> None:
-        self.root, self.ops, self.inner = root, [root], inner
+    def __init__(
+        self, root: Op, rules: CompilerRules, inner: Sequence[list["Kernel"]] = ()
+    ) -> None:
+        self.root, self.rules, self.ops, self.inner = root, rules, [root], inner
         self.reads: dict[Value, int] = {}
         self.twin: Kernel | None = None
         self._read(root, SAME)
@@ -52,7 +55,8 @@ class Kernel:
 
     def _read(self, op: Op, how: int) -> None:
         for index, value in enumerate(op.inputs):
-            self.reads[value] = max(self.reads.get(value, SAME), how, _how(op, index, value))
+            own = _how(op, index, value, self.rules)
+            self.reads[value] = max(self.reads.get(value, SAME), how, own)
 
     def _leave_out_unread(self) -> None:
         """Forget the operands of a loop or a conditional that nothing inside reads."""
@@ -69,9 +73,9 @@ class Kernel:
         self._read(op, how)
 
 
-def _how(op: Op, index: int, value: Value) -> int:
+def _how(op: Op, index: int, value: Value, rules: CompilerRules) -> int:
     """Return how an operation reads its operand."""
-    if op.name in IN_PLACE:
+    if op.name in rules.in_place:
         return SAME if index == 0 and op.name != "stack" else OTHER
     if op.name == "broadcast_in_dim":
         return REUSED
@@ -80,8 +84,12 @@ def _how(op: Op, index: int, value: Value) -> int:
     return OTHER
 
 
-def kernels(block: Block, stacks: Container[Value] | None = None) -> list[Kernel]:
-    """Return the kernels of a block, in the order of their last operations.
+def kernels(
+    block: Block,
+    stacks: Container[Value] | None = None,
+    rules: CompilerRules = xla_cpu.RULES,
+) -> list[Kernel]:
+    """Return a block's kernels by the rules of a compiler, in the order of their last operations.
 
     Operations whose results nobody reads are left out; of a loop's body also the `stack`s that are
     not among `stacks`.
@@ -99,12 +107,12 @@ def kernels(block: Block, stacks: Container[Value] | None = None) -> list[Kernel
             continue
         # What reads a part of a buffer, and writes it elsewhere, comes before the update.
         apart = op.name == "dynamic_slice" and op.inputs[:1] and op.inputs[0] in updated
-        into = None if kept or apart else _into(op, readers, spread)
+        into = None if kept or apart else _into(op, readers, spread, rules)
         if into is None:
             read = {value for value in op.outputs if value in needed or readers.get(value)}
-            kernel = Kernel(op, [kernels(inner, read) for inner in op.blocks])
+            kernel = Kernel(op, rules, [kernels(inner, read, rules) for inner in op.blocks])
             found.append(kernel)
-            twins = _twins(op, kernel, readers)
+            twins = _twins(op, kernel, readers, rules)
             for twin in twins:
                 twin.fuse(op)
             changed: Sequence[Kernel] = [kernel, *twins]
@@ -119,12 +127,15 @@ def kernels(block: Block, stacks: Container[Value] | None = None) -> list[Kernel
     return _combined(found[::-1])
 
 
-def _twins(op: Op, kernel: Kernel, readers: dict[Value, list[Kernel]]) -> list[Kernel]:
+def _twins(
+    op: Op, kernel: Kernel, readers: dict[Value, list[Kernel]], rules: CompilerRules
+) -> list[Kernel]:
     """Return the kernels that compute an operation of another `kernel` once more.
 
     An operand that one product reads as it is, and another one transposed, is computed twice.
     """
-    if op.name not in FUSIBLE or op.name in EXPENSIVE or len(op.outputs[0].shape) < 3:
+    fusible = op.name in rules.fusible and op.name not in rules.expensive
+    if not fusible or len(op.outputs[0].shape) < 3:
         return []
     into = readers[op.outputs[0]]
     found = [one for one in into if one.root.name == "operand"]
@@ -168,23 +179,24 @@ def _combined(found: list[Kernel]) -> list[Kernel]:
 
 
 def _into(
-    op: Op, readers: dict[Value, list[Kernel]], spread: Container[Value]
+    op: Op, readers: dict[Value, list[Kernel]], spread: Container[Value], rules: CompilerRules
 ) -> list[Kernel] | None:
     """Return the kernels that compute `op` themselves, or None if it is a kernel of its own."""
-    if op.name not in FUSIBLE:
+    if op.name not in rules.fusible:
         return None
     (value,) = op.outputs[:1]
     into = readers[value]
-    if not all(kernel.root.name in READERS for kernel in into):
+    if not all(kernel.root.name in rules.readers for kernel in into):
         return None
-    if op.name in MOVES and any(kernel.root.name in REDUCTIONS for kernel in into):
+    if op.name in rules.moves and any(kernel.root.name in REDUCTIONS for kernel in into):
         return None
-    expensive = op.name in EXPENSIVE
+    expensive = op.name in rules.expensive
     if len(into) == 1:
         return None if expensive and into[0].reads[value] == REUSED else into
     if len({kernel.twin or kernel for kernel in into}) == 1:
         return None if expensive else into
-    return None if expensive or _arrays_read(op, spread) > 1 else into
+    copied = not expensive and rules.is_copied(_arrays_read(op, spread), len(into))
+    return into if copied else None
 
 
 def _arrays_read(op: Op, spread: Container[Value]) -> int:

@@ -24,60 +24,42 @@ Sources: XLA's `BufferAssignment` and `GlobalDecreasingSizeBestFitHeap`
 """
 
 import bisect
-from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from plurax.trace import xla_cpu
+from plurax.trace.compiler_rules import CompilerRules
+from plurax.trace.compilers import rules_of
+from plurax.trace.kernel_order import breadth_first, depth_first
 from plurax.trace.kernels import SAME, Kernel, kernels
 from plurax.trace.step_trace import Block, Op, StepTrace, Value
 
 
-def peak_bytes(trace: StepTrace) -> int:
-    """Return the most bytes that one device holds in a step: arguments, results, temporaries."""
+def peak_bytes(trace: StepTrace, platform: str = "cpu") -> int:
+    """Return the most bytes that one device holds in a step: arguments, results, temporaries.
+
+    **Arguments:** `platform`, whose compiler's rules are followed.
+    """
+    rules = rules_of(platform)
     held = [*trace.arguments, *trace.block.outputs[len(trace.state) :]]
-    return sum(value.bytes for value in held if value) + temporaries(trace.block, trace.state)
+    arrays = sum(rules.size(value) for value in held if value)
+    return arrays + temporaries(trace.block, trace.state, rules)
 
 
-def temporaries(block: Block, state: Sequence[Value]) -> int:
+def temporaries(block: Block, state: Sequence[Value], rules: CompilerRules = xla_cpu.RULES) -> int:
     """Return the bytes that XLA allocates for temporaries.
 
-    **Arguments:** `block`, a program; `state`, the inputs in whose memory its first results are.
+    **Arguments:** `block`, a program; `state`, the inputs in whose memory its first results are;
+    `rules`, of the compiler.
     """
-    lifetimes = Lifetimes()
+    lifetimes = Lifetimes(rules)
     homes = {
         result: old
         for result, old in zip(block.outputs, state, strict=False)
         if result is not None and result is not old
     }
-    lifetimes.run(block, kernels(block), homes)
+    lifetimes.run(block, kernels(block, rules=rules), homes)
     return pack(lifetimes.buffers)
-
-
-def breadth_first(found: Sequence[Kernel], block: Block) -> list[Kernel]:
-    """Return kernels in the order in which XLA's CPU compiler runs them."""
-    maker = {value: kernel for kernel in found for value in kernel.outputs}
-    position = {value: index for index, value in enumerate(block.inputs)}
-    waits: dict[Kernel, int] = {}
-    users: dict[Kernel, list[Kernel]] = defaultdict(list)
-    ready = []
-    for kernel in found:
-        makers = dict.fromkeys(maker[value] for value in kernel.reads if value in maker)
-        waits[kernel] = len(makers)
-        for one in makers:
-            users[one].append(kernel)
-        if not makers:
-            ready.append(kernel)
-    # The inputs come in order, and with the last one it reads a kernel is ready.
-    ready.sort(key=lambda kernel: max((position.get(v, -1) for v in kernel.reads), default=-1))
-    queue, order = deque(ready), []
-    while queue:
-        kernel = queue.popleft()
-        order.append(kernel)
-        for user in users[kernel]:
-            waits[user] -= 1
-            if not waits[user]:
-                queue.append(user)
-    return order
 
 
 class Buffer:
@@ -95,8 +77,9 @@ class Lifetimes:
     **Attributes:** `buffers`, once `run` has returned.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rules: CompilerRules = xla_cpu.RULES) -> None:
         self.buffers: list[Buffer] = []
+        self._rules = rules
         self._clock = 0
         self._of: dict[Value, Buffer] = {}
 
@@ -114,7 +97,7 @@ class Lifetimes:
         - `homes`: for a result the value in whose memory it shall be.
         - `given`: values computed outside that are read for the last time here.
         """
-        order = breadth_first(found, block)
+        order = self._ordered(found, block)
         last = {value: index for index, kernel in enumerate(order) for value in kernel.reads}
         last.update((value, len(order)) for value in block.outputs if value is not None)
         homes = _homes_of_operands(order, homes)
@@ -137,6 +120,11 @@ class Lifetimes:
             if last.get(value) == len(order):
                 self._use(value)
 
+    def _ordered(self, found: Sequence[Kernel], block: Block) -> list[Kernel]:
+        if self._rules.order == "breadth first":
+            return breadth_first(found, block)
+        return depth_first(breadth_first(found, block), self._rules.size)
+
     def _allocate(self, value: Value, kernel: Kernel, free: list[Value]) -> None:
         """Give a result the memory of an operand that is not read again, or memory of its own."""
         for operand in free:
@@ -145,10 +133,12 @@ class Lifetimes:
                 self._of[value] = self._of[operand]
                 break
         else:
-            self._of[value] = Buffer(value.bytes, self._clock)
+            self._of[value] = Buffer(self._rules.size(value), self._clock)
             self.buffers.append(self._of[value])
         if kernel.root.name == "random_bits":
-            self.buffers.append(Buffer(value.bytes, self._clock))  # the loop computes a copy
+            self.buffers.append(
+                Buffer(self._rules.size(value), self._clock)
+            )  # the loop computes a copy
         self._use(value)
 
     def _use(self, value: Value) -> None:

@@ -2,15 +2,15 @@
 
 The recorded step is the same for every machine; which of its operations run as one kernel is the
 compiler's choice. These are the rules of `InstructionFusion` and of loop-invariant code motion on
-CPU, by which `plurax.trace.kernels` and `plurax.trace.flatten` decide. Estimates for other machines
-use them too: the compilers of GPUs and TPUs fuse more, so their own rules belong into a file beside
-this one.
+CPU, by which `plurax.trace.kernels` and `plurax.trace.flatten` decide. `xla_gpu` and `xla_tpu` have
+those of other machines; seconds are counted by these rules on all of them.
 
 Sources: XLA's `instruction_fusion.cc`, `while_loop_invariant_code_motion.cc`
 (https://openxla.org/xla/hlo_passes), and compiled programs.
 """
 
-from plurax.jaxpr.compat import ELEMENTWISE, REDUCTIONS
+from plurax.jaxpr.compat import ELEMENTWISE
+from plurax.trace.compiler_rules import CompilerRules
 
 FUSIBLE = ELEMENTWISE | frozenset([
     "bitcast_convert_type", "broadcast_in_dim", "concatenate", "dynamic_slice", "gather", "iota",
@@ -27,9 +27,6 @@ MOVES = frozenset([
 ])  # fmt: skip
 """Operations that a reduction reads from memory."""
 
-READERS = FUSIBLE | REDUCTIONS | IN_PLACE
-"""Operations into which others are fused."""
-
 EXPENSIVE = frozenset([
     "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh", "digamma",
     "div", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "lgamma", "log", "log1p", "log2",
@@ -42,3 +39,14 @@ KEPT = frozenset(["broadcast_in_dim", "iota", "operand", "rev", "slice", "transp
 
 HOISTED = (ELEMENTWISE | {"concatenate", "pad"}) - KEPT
 """Operations that it takes out of a loop then."""
+
+RULES = CompilerRules(
+    fusible=FUSIBLE,
+    in_place=IN_PLACE,
+    moves=MOVES,
+    expensive=EXPENSIVE,
+    is_copied=lambda arrays, readers: arrays <= 1,
+    order="breadth first",
+    size=lambda value: value.bytes,
+)
+"""Memory on CPU."""

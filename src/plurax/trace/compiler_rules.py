@@ -1,0 +1,46 @@
+"""What a compiler decides about memory, as a value: one for each platform, in a file of its own.
+
+The recorded step is the same for every machine. Which of its operations run as one kernel, in which
+order kernels run, and how large an array is in memory, is the compiler's choice. `xla_cpu`,
+`xla_gpu` and `xla_tpu` have these rules as data; `plurax.trace.kernels` and `plurax.trace.liveness`
+follow them.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+from plurax.jaxpr.compat import REDUCTIONS
+from plurax.trace.step_trace import Value
+
+Order = Literal["breadth first", "depth first"]
+
+
+@dataclasses.dataclass(frozen=True)
+class CompilerRules:
+    """The rules of one compiler.
+
+    **Fields:**
+
+    - `fusible`: operations that can be computed number by number inside the kernel that reads them.
+    - `in_place`: operations that write a part of their first operand, and fuse what they write.
+    - `moves`: operations that a reduction reads from memory.
+    - `expensive`: elementwise operations that are not computed twice.
+    - `is_copied`: whether an operation that reads so many arrays as large as its result is computed
+      in each of so many kernels that read it, rather than written to memory once.
+    - `order`: of kernels.
+    - `size`: the bytes of an array in memory.
+    """
+
+    fusible: frozenset[str]
+    in_place: frozenset[str]
+    moves: frozenset[str]
+    expensive: frozenset[str]
+    is_copied: Callable[[int, int], bool]
+    order: Order
+    size: Callable[[Value], int]
+
+    @property
+    def readers(self) -> frozenset[str]:
+        """Operations into which others are fused."""
+        return self.fusible | REDUCTIONS | self.in_place
