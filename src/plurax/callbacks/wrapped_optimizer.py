@@ -9,34 +9,28 @@ from collections.abc import Callable
 from typing import Any
 
 
+@dataclasses.dataclass(frozen=True)
+class _Partial:
+    """As `functools.partial`, but equal where function and bound arguments are."""
+
+    fun: Callable[..., Any]
+    bound: tuple[Any, ...]
+
+    def __call__(self, *args: Any, **extra: Any) -> Any:
+        return self.fun(*self.bound, *args, **extra)
+
+
 def wrapped(wrap: Callable[..., Any], optimizer: Any, *options: Any) -> Any:
     """Return `wrap(optimizer, *options)`; of a function of hyperparameters, one that wraps too."""
     if not hasattr(optimizer, "update"):
-        return _OfHyper(wrap, optimizer, options)
+        return _Partial(_of_hyper, (wrap, optimizer, options))
     kind = type(wrap(optimizer, *options))  # it says whether `update` takes the loss
-    return kind(*(_Part(name, wrap, optimizer, options) for name in ("init", "update")))
+    return kind(*(_Partial(_call, (name, wrap, optimizer, options)) for name in ("init", "update")))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """`init` or `update` of a wrapped optimizer."""
-
-    name: str
-    wrap: Callable[..., Any]
-    optimizer: Any
-    options: tuple[Any, ...]
-
-    def __call__(self, *args: Any, **extra: Any) -> Any:
-        return getattr(self.wrap(self.optimizer, *self.options), self.name)(*args, **extra)
+def _call(name: str, wrap: Any, optimizer: Any, options: Any, *args: Any, **extra: Any) -> Any:
+    return getattr(wrap(optimizer, *options), name)(*args, **extra)
 
 
-@dataclasses.dataclass(frozen=True)
-class _OfHyper:
-    """A function `hyper -> wrapped optimizer`."""
-
-    wrap: Callable[..., Any]
-    optimizer: Callable[[Any], Any]
-    options: tuple[Any, ...]
-
-    def __call__(self, hyper: Any) -> Any:
-        return wrapped(self.wrap, self.optimizer(hyper), *self.options)
+def _of_hyper(wrap: Any, optimizer: Any, options: Any, hyper: Any) -> Any:
+    return wrapped(wrap, optimizer(hyper), *options)
