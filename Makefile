@@ -6,11 +6,16 @@ RUN := $(VENV)/bin
 NEWEST = $(shell for python in python3.12 "$$(pyenv prefix 3.12 2>/dev/null)/bin/python3.12" \
   "$$(uv python find --no-python-downloads 3.12 2>/dev/null)"; do \
   "$$python" -c "" 2>/dev/null && echo "$$python" && break; done)
+OF_NEWEST := .venv-newest
 PEERS := .venv-peers
 MUTANTS := .venv-mutants
 INTEGRATIONS := .venv-integrations
+# What tests need that use no other library. Environments that run a few of them are not compiled to
+# bytecode: that takes longer than to compile what is imported.
+FEW = --quiet --disable-pip-version-check --no-compile -c constraints.txt
+TESTING = beartype hypothesis pytest pytest-xdist
 
-.PHONY: help setup demo test test-gangs test-absent compilers chromium test-newest test-integrations test-all test-faults test-mutants lint format bench echarts docs constraints package clean
+.PHONY: help setup demo test test-gangs test-absent environments compilers chromium test-newest test-integrations test-all test-faults test-mutants lint format bench echarts docs constraints package clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -42,34 +47,41 @@ chromium: ## install Chromium from Debian or Ubuntu, which the tests of the repo
 	as=$$(test "$$(id -u)" = 0 || echo sudo); export DEBIAN_FRONTEND=noninteractive; \
 	$$as apt-get update -qq && $$as apt-get install -qq -y --no-install-recommends chromium
 
+$(OF_NEWEST)/.installed: pyproject.toml constraints.txt
+	"$(NEWEST)" -m venv $(OF_NEWEST)
+	$(OF_NEWEST)/bin/python -m pip install $(FEW) $(TESTING) -e '.[pictures]'
+	@touch $@
+
 test-newest: TESTS = $(addprefix tests/unit/test_,$(addsuffix .py,jaxpr batch_minor sharding \
   drawn_programs schedules stages)) tests/hlo/test_stages_hlo.py
 test-newest: ## the tests of jaxpr, partition and pipeline on Python 3.12, with the newest JAX
-	@python="$(NEWEST)"; if [ -n "$$python" ]; then \
-	  $(MAKE) PYTHON="$$python" TESTS="$(TESTS)" test; \
+	@if [ -n "$(NEWEST)" ]; then \
+	  $(MAKE) $(OF_NEWEST)/.installed && \
+	  $(OF_NEWEST)/bin/python -m pytest -n 2 --dist loadfile $(TESTS); \
 	else \
 	  echo "NOT TESTED on the newest JAX: there is no Python 3.12 on this machine"; \
 	fi
 
 $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt tests/integrations/requirements.txt
 	$(PYTHON) -m venv $(INTEGRATIONS)
-	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  -c constraints.txt -r tests/integrations/requirements.txt -e '.[dev]'
+	$(INTEGRATIONS)/bin/python -m pip install $(FEW) \
+	  -r tests/integrations/requirements.txt -e '.[dev]'
 	@touch $@
 
-# One process a file: libraries that bring a runtime of their own do not share one.
+# One process a file, two at a time: libraries that bring a runtime of their own do not share one.
 test-integrations: $(INTEGRATIONS)/.installed ## the tests with large libraries: PyTorch, TensorFlow, W&B
-	@for file in tests/integrations/test_*.py; do \
-	  $(INTEGRATIONS)/bin/python -m pytest $$file || exit 1; done
+	@printf '%s\n' tests/integrations/test_*.py | \
+	  xargs -n 1 -P 2 $(INTEGRATIONS)/bin/python -m pytest
 
 # Outside of the checkout, since they are gigabytes: one for each set of versions.
 COMPILERS = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/plurax-compilers/$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
 $(COMPILERS)/.installed:
 	$(PYTHON) -m venv $(COMPILERS)
-	$(COMPILERS)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  -c constraints.txt beartype hypothesis pytest pytest-xdist '.[pictures,tpu,cuda]'
+	$(COMPILERS)/bin/python -m pip install $(FEW) $(TESTING) '.[pictures,tpu,cuda]'
 	@touch $@
+
+environments: $(INTEGRATIONS)/.installed $(COMPILERS)/.installed $(if $(NEWEST),$(OF_NEWEST)/.installed) ## install what CI needs beside `make setup`
 
 compilers: $(COMPILERS)/.installed ## install the compilers of TPUs and GPUs, which need neither
 

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import optax
 
 import plurax as px
+from plurax.execute.placement import abstract_batch
 from plurax.loop.data import as_data
 
 ROWS, BATCH = 23, 4
@@ -102,11 +104,19 @@ def check_batches(case: Case, folder: Any) -> None:
             assert list(itertools.chain(*epoch(in_order, number))) == rows
 
 
+@functools.cache
+def _program(structure: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> px.Program:
+    """Return the program for batches of these shapes, compiled once for all kinds of data."""
+    batch = jax.tree.unflatten(structure, leaves)
+    return px.compile(TASK, optax.adam(0.1), px.Plan(data=2), batch)
+
+
 def check_resume(case: Case, folder: Any) -> None:
     """From the position after every step, data opened anew give the same end, in bits."""
     data = case.read(folder)
     like = jax.tree.map(lambda leaf: leaf[:BATCH], next(iter(data.batches(px.train.Position())))[0])
-    program = px.compile(TASK, optax.adam(0.1), px.Plan(data=2), like)
+    leaves, structure = jax.tree.flatten(abstract_batch(like))
+    program = _program(structure, tuple(leaves))
 
     def run(data: Any, state: Any, start: px.train.Position) -> list[Any]:
         found = []
