@@ -91,7 +91,7 @@ PARAMETERS = {
     "custom_jvp_call": ("call_jaxpr",),
     "custom_linear_solve": ("const_lengths", "jaxprs"),
     "custom_vjp_call": ("call_jaxpr",),
-    "dot_general": ("dimension_numbers", "out_sharding", "preferred_element_type"),
+    "dot_general": ("dimension_numbers", "out_sharding", "precision", "preferred_element_type"),
     "dynamic_slice": ("slice_sizes",),
     "fft": ("fft_lengths",),
     "gather": ("dimension_numbers", "fill_value", "mode", "slice_sizes"),
