@@ -313,6 +313,10 @@ COMMANDS = {
         ("machine --preset 8xA100", 2, "Did you mean '8xA100-80GB'?"),
         ("machine --nodes 4", 2, "--nodes 4 is for published hardware: --preset"),
         ("machine --preset V100-32GB --measure", 2, "prints published rates; --measure"),
+        ("plan small.py --compile-for 8xH100 --devices 4", 2,
+         "--devices makes devices here, and --compile-for 8xH100 names all that there are."),
+        ("plan small.py --compile-for 8xH100 --machine 8xA100-80GB", 2,
+         "--machine names the machine of an estimate, and --compile-for 8xH100 has its own."),
     ],
     "The user's functions": [
         ("train loss_raises.py", 2, "return jnp.dot(batch['x'], params['w'])"),

@@ -7,6 +7,7 @@ collectives there are, how large and where, and what is copied, not how long any
 """
 
 import functools
+import re
 from collections import Counter
 
 import jax
@@ -138,6 +139,35 @@ def test_zero_3_holds_a_layer_at_a_time(machine, precision):
 
     (few, _), (many, layer_bytes) = temporaries(4), temporaries(16)
     assert many - few <= 2 * layer_bytes
+
+
+@pytest.mark.parametrize("name", ["data", "zero 3"])
+def test_what_is_held_adds_up_to_the_compiler_s_temporaries(name):
+    """On a GPU: a TPU holds much of it in its memory on the chip."""
+    result = compiled("4xH100", name)
+    held = sum(values.bytes for values in result.held)
+    assert held == pytest.approx(result.memory.temporaries, rel=0.05)
+    assert any(values.line.startswith("test_programs.py:") for values in result.held)
+
+
+def too_large(rows):
+    batch = {name: jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32) for name in ("x", "y")}
+    return scanned_task(64), optax.adam(1e-3), px.Plan(data=4), batch
+
+
+def test_a_step_that_does_not_fit_names_a_plan_that_does():
+    task, optimizer, plan, batch = too_large(2**22)
+    result = px.analysis.compiled_for(task, optimizer, plan, batch, "4xH100")
+    assert not result.fits
+    written = re.search(r"should fit +(Plan\(.*\))", str(result))
+    lighter = eval(written[1], {"Plan": px.Plan})
+    assert px.analysis.compiled_for(task, optimizer, lighter, batch, "4xH100").fits
+
+
+def test_a_step_that_a_compiler_refuses_names_a_plan_too():
+    message = r"its compiler says '.*exceeds available HBM.*Plan\(data=4, .*\) should fit; plurax"
+    with pytest.raises(px.errors.OutOfMemoryError, match=message):
+        px.analysis.compiled_for(*too_large(2**20), "v5e:2x2")
 
 
 @pytest.mark.parametrize("machine", MACHINES)

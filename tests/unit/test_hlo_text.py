@@ -7,6 +7,7 @@ from jax.sharding import AxisType
 
 from plurax.analysis.compiled_schedule import walk_schedule
 from plurax.hlo.compiled_collectives import collectives
+from plurax.hlo.live_values import held_at_peak
 from plurax.hlo.text import parse
 from plurax.machine import Level, Machine
 
@@ -212,3 +213,98 @@ ENTRY %main (a: f32[64,32], b: f32[32,16]) -> f32[64,16] {
     assert walk.covered == 1
     slow = Machine("slow", {"float32": 1e9}, 1e10, 1e9, (LINK,))
     assert walk_schedule(parse(text), mesh, slow).seconds == pytest.approx(flops / 1e9)
+
+
+# --- What is held at the peak ---------------------------------------------------------------------
+
+MIB = "f32[512,512]{1,0}"
+
+
+def held(body, result="(f32[512,512])", computations=""):
+    """Return names and MiB of what a program with this body holds when it holds most."""
+    text = f"""
+{computations}
+ENTRY %main (x: f32[512,512]) -> {result} {{
+  %x = {MIB} parameter(0)
+{body}
+}}
+"""
+    return {v.instruction.name: v.bytes / 2**20 for v in held_at_peak(parse(text))}
+
+
+def test_values_are_held_from_where_they_are_computed_to_their_last_reader():
+    body = f"""
+  %a = {MIB} dot(%x, %x)
+  %view = f32[262144]{{0}} bitcast(%a)
+  %b = {MIB} tanh(%a)
+  %l = f32[] reduce(%b)
+  %d = {MIB} multiply(%view, %b)
+  %g = {MIB} dot(%x, %d)
+  ROOT %r = ({MIB}, f32[]) tuple(%g, %l)"""
+    assert held(body) == {"a": 1, "b": 1, "d": 1}  # results have memory of their own
+
+
+def test_what_a_loop_carries_stays_where_it_is_and_its_body_holds_more():
+    computations = f"""
+%update (p: f32[512,512], q: f32[1,512]) -> f32[512,512] {{
+  %p = {MIB} parameter(0)
+  %q = f32[1,512]{{1,0}} parameter(1)
+  ROOT %u = {MIB} dynamic-update-slice(%p, %q)
+}}
+%body (t: (f32[512,512], f32[512,512])) -> (f32[512,512], f32[512,512]) {{
+  %t = ({MIB}, {MIB}) parameter(0)
+  %c = {MIB} get-tuple-element(%t), index=0
+  %s = {MIB} get-tuple-element(%t), index=1
+  %wide = f32[1024,512]{{1,0}} dot(%c, %c)
+  %row = f32[1,512]{{1,0}} slice(%wide)
+  %stack = {MIB} fusion(%s, %row), kind=kLoop, calls=%update
+  ROOT %out = ({MIB}, {MIB}) tuple(%c, %stack)
+}}"""
+    body = f"""
+  %c = {MIB} dot(%x, %x)
+  %s = {MIB} broadcast(%x)
+  %t = ({MIB}, {MIB}) tuple(%c, %s)
+  %w = ({MIB}, {MIB}) while(%t), condition=%cond, body=%body
+  %stack = {MIB} get-tuple-element(%w), index=1
+  ROOT %r = f32[] reduce(%stack)"""
+    row = 512 * 4 / 2**20
+    assert held(body, "f32[]", computations) == {"c": 1, "s": 1, "wide": 2, "row": row}
+
+
+def test_tiles_are_filled_up_and_memory_on_the_chip_takes_nothing():
+    body = """
+  %tiled = bf16[512,3]{1,0:T(8,128)(2,1)} dot(%x, %x)
+  %near = f32[512,512]{1,0:T(8,128)S(1)} tanh(%tiled)
+  %start = (f32[512,512]{1,0}, f32[512,512]{1,0:T(8,128)S(1)}, u32[]) copy-start(%near)
+  %far = f32[512,512]{1,0} copy-done(%start)
+  ROOT %l = f32[] reduce(%far, %tiled)"""
+    assert held(body, "f32[]") == {"tiled": 512 * 128 * 2 / 2**20, "start": 1}
+
+
+def test_the_line_of_an_instruction():
+    text = """HloModule jit_f, is_scheduled=true
+
+FileNames
+1 "/lib/library.py"
+2 "/models/model.py"
+
+FunctionNames
+1 "f"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=7 end_line=7 column=4 end_column=9}
+2 {file_name_id=2 function_name_id=1 line=34 end_line=35 column=4 end_column=9}
+
+StackFrames
+1 {file_location_id=2 parent_frame_id=1}
+2 {file_location_id=1 parent_frame_id=2}
+
+
+ENTRY %main (x: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  ROOT %y = f32[] tanh(%x), metadata={op_name="jit(f)/tanh" stack_frame_id=2}
+}
+"""
+    module = parse(text)
+    lines = [("/lib/library.py", "7"), ("/models/model.py", "34")]
+    assert [list(module.lines(one)) for one in module.computations["main"]] == [[], lines]

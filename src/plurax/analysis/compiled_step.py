@@ -12,9 +12,12 @@ The compilers run on any machine with the package of the device (`plurax.topolog
 """
 
 import dataclasses
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 import optax
@@ -25,11 +28,14 @@ from plurax.analysis.compiled_schedule import CompiledSchedule, walk_schedule
 from plurax.analysis.estimate import human_seconds
 from plurax.collective import Collective
 from plurax.execute.compile import compile
+from plurax.execute.placement import leading_dim
 from plurax.execute.population import HyperFn
 from plurax.execute.program import Program
 from plurax.execute.recorder import record_step
+from plurax.hlo.live_values import held_at_peak
 from plurax.hlo.memory import Memory
-from plurax.hlo.text import parse
+from plurax.hlo.text import Module, dims_of, dtype_of, parse
+from plurax.machine import Machine
 from plurax.members import Members
 from plurax.notebook import html_table, text_table
 from plurax.plan import Plan
@@ -39,9 +45,13 @@ from plurax.trace.clock import names_of
 from plurax.trace.collectives import every_collective
 from plurax.trace.liveness import peak_bytes
 from plurax.tree import human_bytes
+from plurax.user_frames import is_users_file
 
 Key = tuple[str, str]
 """The kind of a collective, and its mesh axes."""
+
+MOST_HELD = 4
+"""How many lines are printed of what a step holds, each with a hundredth of it at least."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +94,27 @@ class ComparedCollectives:
         return ", ".join(parts)
 
 
+@dataclasses.dataclass(frozen=True)
+class HeldValues:
+    """Equal values that a step holds when it holds most, beside its arguments.
+
+    **Fields:** `count` of them, and their `bytes` in sum; `type`, one's dtype and dims; `operation`
+    that computes them, by its JAX name; `line` of the user's code, "" if unknown.
+    """
+
+    count: int
+    bytes: int
+    type: str
+    operation: str
+    line: str
+
+    def text(self) -> str:
+        """Return it in one line."""
+        several = f"{self.count} × " if self.count > 1 else ""
+        places = [place for place in (self.operation, self.line) if place]
+        return ", ".join([f"{human_bytes(self.bytes)}: {several}{self.type}", *places])
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class CompiledFor:
     """A step as the compiler of another machine made it; `compiled_for` returns it.
@@ -95,8 +126,11 @@ class CompiledFor:
     - `compile_seconds`: of tracing and compiling.
     - `memory`: bytes on a device, as the compiler reports them; `planned_peak`, as estimated before
       compiling, None for members.
+    - `held`: the values that take most of the temporaries' memory when the step holds most, the
+      largest first, by a walk along the schedule.
     - `collectives`: planned beside compiled, by kind and mesh axes.
     - `schedule`: the walk along the compiled schedule: seconds, an estimate, and what is hidden.
+    - `lighter`: where the step does not fit, the plan nearest to it that should; None if none does.
     """
 
     program: Program
@@ -105,8 +139,10 @@ class CompiledFor:
     compile_seconds: float
     memory: Memory
     planned_peak: int | None
+    held: Sequence[HeldValues]
     collectives: Sequence[ComparedCollectives]
     schedule: CompiledSchedule
+    lighter: Plan | None = None
 
     @property
     def fits(self) -> bool:
@@ -124,8 +160,14 @@ class CompiledFor:
         rows = [
             ("compiled in", human_seconds(self.compile_seconds)),
             ("memory of a device", f"{human_bytes(held.peak)} {verdict}{planned}"),
+            *([("  should fit", f"Plan({self.lighter.sizes_text()})")] if self.lighter else []),
             ("  state and batch", human_bytes(held.arguments)),
             ("  temporaries", human_bytes(held.temporaries)),
+            *(
+                ("    of these", values.text())
+                for values in self.held[:MOST_HELD]
+                if values.bytes >= held.temporaries / 100
+            ),
             ("  results in memory of their own", human_bytes(held.outputs - held.aliased)),
             ("  code", human_bytes(held.code)),
         ]
@@ -177,12 +219,14 @@ def compiled_for(
     target = Target.of(machine)
     started = time.perf_counter()
     devices = target.devices()
+    limit = int(target.machine.memory)
     try:
         program = compile(task, optimizer, plan, batch, members=members, devices=devices)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise _does_not_fit(plan, target, str(error)) from None
+        lighter = None if members else _lighter(task, optimizer, plan, batch, target.machine)
+        raise _does_not_fit(plan, target, str(error), lighter) from None
     seconds = time.perf_counter() - started
     planned, peak = [], None
     if members is None:
@@ -190,27 +234,69 @@ def compiled_for(
         trace = record_step(task, optimizer, plan, batch)
         planned = every_collective(trace)
         peak = peak_bytes(trace, target.machine.platform)
-    schedule = walk_schedule(parse(program.hlo()), program.mesh, target.machine, target.clock)
+    module, held = parse(program.hlo()), program.memory()
+    schedule = walk_schedule(module, program.mesh, target.machine, target.clock)
+    fits = members is not None or held.peak <= limit
     return CompiledFor(
         program=program,
         target=target.name,
-        memory_limit=int(target.machine.memory),
+        memory_limit=limit,
         compile_seconds=seconds,
-        memory=program.memory(),
+        memory=held,
         planned_peak=peak,
+        held=_held(module),
         collectives=_compared(planned, schedule),
         schedule=schedule,
+        lighter=None if fits else _lighter(task, optimizer, plan, batch, target.machine),
     )
 
 
-def _does_not_fit(plan: Plan, target: Target, reason: str) -> errors.OutOfMemoryError:
+def _lighter(task: Any, optimizer: Any, plan: Plan, batch: PyTree, machine: Machine) -> Plan | None:
+    """Return the plan nearest to one that should fit a device of a machine, None if none does.
+
+    It has the same mesh. ZeRO costs the least time, more microbatches more, remat the most.
+    """
+    rows = leading_dim(batch) // plan.data
+    counts = [plan.microbatches]
+    while 2 * counts[-1] <= rows:
+        counts.append(2 * counts[-1])
+    remats = dict.fromkeys([plan.remat, "full"])
+    for remat, microbatches, zero in itertools.product(remats, counts, range(plan.zero, 4)):
+        try:
+            lighter = dataclasses.replace(plan, remat=remat, microbatches=microbatches, zero=zero)
+            trace = record_step(task, optimizer, lighter, batch)
+            if lighter != plan and peak_bytes(trace, machine.platform) < machine.memory:
+                return lighter
+        except errors.PlanError:  # of a combination that there is not
+            continue
+    return None
+
+
+def _does_not_fit(
+    plan: Plan, target: Target, reason: str, lighter: Plan | None
+) -> errors.OutOfMemoryError:
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     used = next((line for line in lines if "Used" in line or "exceed" in line.lower()), lines[0])
+    advice = f"Plan({lighter.sizes_text()}) should fit" if lighter else "A larger mesh needs less"
     return errors.OutOfMemoryError(
         f"Plan({plan.sizes_text()}) does not fit {target.name}: its compiler says {used[:300]!r}. "
-        "More microbatches, remat='full' and a higher zero need less; plurax.search(task, "
-        "optimizer, batch, machine) finds the fastest plan that fits."
+        f"{advice}; plurax.search(task, optimizer, batch, machine) finds the fastest plan that "
+        "fits."
     )
+
+
+def _held(module: Module) -> list[HeldValues]:
+    """Return what a program holds at its peak, equal values together, the largest sums first."""
+    groups: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for value in held_at_peak(module):
+        dims = ", ".join(map(str, dims_of(value.type)))
+        operation = value.instruction.op_name.rpartition("/")[2]
+        operation = operation if operation.isidentifier() else ""  # the name of a call says nothing
+        files = module.lines(value.instruction)
+        line = next((f"{Path(f).name}:{n}" for f, n in files if is_users_file(f)), "")
+        groups[f"{dtype_of(value.type)} ({dims})", operation, line].append(value.bytes)
+    held = [HeldValues(len(sizes), sum(sizes), *key) for key, sizes in groups.items()]
+    return sorted(held, key=lambda values: -values.bytes)
 
 
 def _compared(

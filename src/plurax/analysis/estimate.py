@@ -35,9 +35,8 @@ class Estimate:
     - `plan`, `machine`; `batch_size`, the examples of a step.
     - `gradient`, `update`: the `Seconds` of the gradient and of the optimizer's update.
     - `memory`: bytes at the moment when the most are held, by kind: `parameters`, `optimizer`,
-      `model_state`, `batch`, `gradients`, and `temporaries`, which are activations above all; on
-      TPUs `padding`, what whole tiles take of state and batch; in `fit` also `data`, what it keeps
-      on every device of the data and their order.
+      `model_state`, `batch`, `gradients`, and `temporaries`, which are activations above all; in
+      `fit` also `data`, what it keeps on every device of the data and their order.
     - `bytes_sent`: in a step, by mesh axes.
     - `product_flops`: operations of matrix products in a step; of a pipeline, of its busiest
       device.
@@ -174,9 +173,7 @@ def estimate_trace(trace: StepTrace, machine: Machine) -> Estimate:
     """Return the `Estimate` of a recorded step. See `estimate`."""
     clock, work = Clock(trace.plan, machine), work_of_step(trace)
     gradient, flops = clock.gradient(work, trace.pipeline)
-    rules = rules_of(machine.platform)
-    needed = temporaries(trace.block, trace.state, rules)
-    padding = sum(rules.size(value, False) - value.bytes for value in trace.arguments)
+    needed = temporaries(trace.block, trace.state, rules_of(machine.platform))
     gradients = min(trace.memory.gradients, needed)
     memory = {
         "parameters": trace.memory.parameters,
@@ -186,8 +183,6 @@ def estimate_trace(trace: StepTrace, machine: Machine) -> Estimate:
         "gradients": gradients,
         "temporaries": needed - gradients,
     }
-    if padding:
-        memory["padding"] = padding
     sent: dict[str, float] = defaultdict(float)
     for collective in every_collective(trace):
         sent[names_of(collective.axes)] += collective.bytes_sent * (collective.trips or 1)

@@ -10,7 +10,6 @@ from jaxtyping import PyTree
 
 from plurax import errors
 from plurax.callbacks.followed_metric import FollowedMetric, Mode
-from plurax.callbacks.wrapped_optimizer import wrapped
 from plurax.loop.hook import EpochHook, EvaluationHook, OptimizerHook, StartHook, StateHook
 from plurax.loop.log_rows import Row
 from plurax.loop.run import Run
@@ -75,7 +74,9 @@ class ReduceOnPlateau(OptimizerHook, StartHook, EvaluationHook, EpochHook, State
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
         """Return the optimizer with its updates scaled."""
-        return wrapped(_scaled, optimizer)
+        if isinstance(optimizer, optax.GradientTransformation):
+            return optax.chain(optimizer, _scaled())
+        return lambda hyper: optax.chain(optimizer(hyper), _scaled())
 
     def on_start(self, run: Run) -> None:
         """Refuse parameter servers, and a metric that no row will have, before the first step."""
@@ -115,8 +116,8 @@ class ReduceOnPlateau(OptimizerHook, StartHook, EvaluationHook, EpochHook, State
         self._waited = np.asarray(state["waited"])
 
 
-def _scaled(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return an optimizer that multiplies its updates by a number kept in its state."""
+def _scaled() -> optax.GradientTransformation:
+    """Return a transformation that multiplies updates by a number kept in its state."""
 
     def init(params: PyTree) -> PyTree:
         return {"hyperparams": {SCALE: jnp.ones((), jnp.float32)}}
@@ -125,4 +126,4 @@ def _scaled(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
         scale = state["hyperparams"][SCALE]
         return jax.tree.map(lambda update: update * scale.astype(update.dtype), updates), state
 
-    return optax.chain(optimizer, optax.GradientTransformation(init, update))
+    return optax.GradientTransformation(init, update)

@@ -86,7 +86,12 @@ def start_devices(arguments: list[str], *, rehearsal: bool = False) -> None:
     the others.
     """
     make_cache_safe()
-    if value(arguments, "--compile-for") is not None:
+    if (absent := value(arguments, "--compile-for")) is not None:
+        if value(arguments, "--devices") is not None:
+            raise errors.PlanError(
+                f"--devices makes devices here, and --compile-for {absent} names all that there "
+                "are. Leave --devices out."
+            )
         # The package of its compiler would otherwise look for a device of its kind.
         jax.config.update("jax_platforms", "cpu")
         return

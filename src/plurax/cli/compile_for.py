@@ -21,6 +21,11 @@ def print_compiled(
                 f"--{option} measures or compares on the devices that are here, and --compile-for "
                 "names devices that are not. Leave one of them out."
             )
+    if options.machine is not None and not options.search:
+        raise errors.PlanError(
+            f"--machine names the machine of an estimate, and --compile-for {machine} has its own. "
+            "Leave --machine out."
+        )
     members = options.members.chosen(experiment.members)
     _, batch = data_source(experiment, options, members)
     for index, plan in enumerate(plans):

@@ -77,10 +77,22 @@ class Instruction:
 @final
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled program: `computations` by name, and the name of the one that runs first."""
+    """A compiled program.
+
+    **Fields:** `computations` by name; `entry`, the name of the one that runs first; `frames`, of
+    the Python code that was traced, by number: the file, the line and the number of the caller.
+    """
 
     computations: Mapping[str, Sequence[Instruction]]
     entry: str
+    frames: Mapping[str, tuple[str, str, str]] = dataclasses.field(default_factory=dict)
+
+    def lines(self, instruction: Instruction) -> Iterator[tuple[str, str]]:
+        """Yield the files and lines of the code that an instruction is of, inner ones first."""
+        number = instruction.attribute(r"stack_frame_id=(\d+)") or ""
+        while number in self.frames:
+            file, line, number = self.frames[number]
+            yield file, line
 
     def trips(self, loop: Instruction) -> int | None:
         """Return how often the body of a `while` runs; None where that is data."""
@@ -129,7 +141,34 @@ def parse(text: str) -> Module:
         elif instructions is not None and (instruction := _instruction(line)) is not None:
             instructions.append(instruction)
     assert entry, "compiled text without an entry computation"
-    return Module(computations, entry)
+    return Module(computations, entry, _frames(text))
+
+
+def _frames(text: str) -> dict[str, tuple[str, str, str]]:
+    """Return the frames in the tables in front of a program, which refer to each other by number:
+
+    1 "/models/model.py"                                            of FileNames
+    7 {file_name_id=1 function_name_id=2 line=34 ...}              of FileLocations
+    9 {file_location_id=7 parent_frame_id=4}                       of StackFrames, caller 4 - 1
+    """
+    names = dict(re.findall(r'^(\d+) "(.*)"$', _section(text, "FileNames"), re.MULTILINE))
+    places = re.findall(
+        r"^(\d+) \{file_name_id=(\d+).* line=(\d+)", _section(text, "FileLocations"), re.MULTILINE
+    )
+    located = {number: (names.get(file, ""), line) for number, file, line in places}
+    stacks = re.findall(
+        r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", _section(text, "StackFrames"),
+        re.MULTILINE,
+    )  # fmt: skip
+    return {
+        number: (*located.get(place, ("", "")), str(int(parent) - 1))
+        for number, place, parent in stacks
+    }
+
+
+def _section(text: str, name: str) -> str:
+    """Return a table in front of a program, "" without one."""
+    return text.partition(f"\n{name}\n")[2].partition("\n\n")[0]
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -225,14 +264,44 @@ def parts_of(text: str) -> list[str]:
     >>> parts_of("((f32[8]{0}), f32[2]{0:T(8,128)}, u32[])")
     ['(f32[8])', 'f32[2]', 'u32[]']
     """
-    plain = re.sub(r"/\*.*?\*/|\{[^{}]*\}", "", text).strip()
+    return typed_parts_of(re.sub(r"\{[^{}]*\}", "", text))
+
+
+def typed_parts_of(text: str) -> list[str]:
+    """Return the types of a tuple's parts with their layouts; of another type itself.
+
+    >>> typed_parts_of("((f32[8]{0}), /*index=1*/f32[2,3]{1,0:T(8,128)}, u32[])")
+    ['(f32[8]{0})', 'f32[2,3]{1,0:T(8,128)}', 'u32[]']
+    """
+    plain = re.sub(r"/\*.*?\*/", "", text).strip()
     if not plain.startswith("("):
         return [plain]
     depth, parts = 0, [""]
     for letter in plain[1:-1]:
-        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(letter, 0)
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(letter, 0)
         if letter == "," and depth == 0:
             parts.append("")
         else:
             parts[-1] += letter
     return [part.strip() for part in parts]
+
+
+def padded_bytes(text: str) -> int:
+    """Return the bytes of an array in a device's memory, where tiles are filled up.
+
+    TPUs store an array in tiles of its minor dims; what is in another memory space than the
+    device's first (`S(1)`, a TPU's memory on the chip) takes nothing.
+
+    >>> padded_bytes("bf16[3,200]{1,0:T(8,128)(2,1)}"), padded_bytes("f32[3,200]{1,0:T(8,128)S(1)}")
+    (4096, 0)
+    """
+    if re.search(r"S\([1-9]", text):
+        return 0
+    dims, order = list(dims_of(text)), re.search(r"\{([\d,]+)", text)
+    tile = re.search(r"T\(([\d,]+)\)", text)
+    if tile and order and dims:
+        minor = [int(dim) for dim in order[1].split(",")]
+        for dim, size in zip(minor, reversed(tile[1].split(",")), strict=False):
+            dims[dim] = -(-dims[dim] // int(size)) * int(size)
+    dtype = re.match(r"\s*(\w+)\[", text)
+    return -(-math.prod(dims) * item_bits(dtype[1]) // 8) if dtype else 0

@@ -29,7 +29,7 @@ class CompilerRules:
     - `is_copied`: whether an operation that reads so many arrays as large as its result is computed
       in each of so many kernels that read it, rather than written to memory once.
     - `order`: of kernels.
-    - `size`: the bytes of an array in memory, and whether nothing but products reads it.
+    - `size`: the bytes of an array in memory.
     """
 
     fusible: frozenset[str]
@@ -38,7 +38,7 @@ class CompilerRules:
     expensive: frozenset[str]
     is_copied: Callable[[int, int], bool]
     order: Order
-    size: Callable[[Value, bool], int]
+    size: Callable[[Value], int]
 
     @property
     def readers(self) -> frozenset[str]:

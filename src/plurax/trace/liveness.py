@@ -32,7 +32,6 @@ from plurax.trace.compiler_rules import CompilerRules
 from plurax.trace.compilers import rules_of
 from plurax.trace.kernel_order import breadth_first, depth_first
 from plurax.trace.kernels import SAME, Kernel, kernels
-from plurax.trace.product_operands import only_multiplied
 from plurax.trace.step_trace import Block, Op, StepTrace, Value
 
 
@@ -43,7 +42,7 @@ def peak_bytes(trace: StepTrace, platform: str = "cpu") -> int:
     """
     rules = rules_of(platform)
     held = [*trace.arguments, *trace.block.outputs[len(trace.state) :]]
-    arrays = sum(rules.size(value, False) for value in held if value)
+    arrays = sum(rules.size(value) for value in held if value)
     return arrays + temporaries(trace.block, trace.state, rules)
 
 
@@ -53,8 +52,7 @@ def temporaries(block: Block, state: Sequence[Value], rules: CompilerRules = xla
     **Arguments:** `block`, a program; `state`, the inputs in whose memory its first results are;
     `rules`, of the compiler.
     """
-    multiplied = only_multiplied(block)
-    lifetimes = Lifetimes(rules, lambda value: rules.size(value, value in multiplied))
+    lifetimes = Lifetimes(rules)
     homes = {
         result: old
         for result, old in zip(block.outputs, state, strict=False)
@@ -76,14 +74,12 @@ class Buffer:
 class Lifetimes:
     """Runs kernels without computing anything, and notes when which memory is in use.
 
-    **Arguments:** `rules`, of the compiler; `size`, the bytes of an array in memory.
-
     **Attributes:** `buffers`, once `run` has returned.
     """
 
-    def __init__(self, rules: CompilerRules, size: Callable[[Value], int]) -> None:
+    def __init__(self, rules: CompilerRules = xla_cpu.RULES) -> None:
         self.buffers: list[Buffer] = []
-        self._rules, self._size = rules, size
+        self._rules = rules
         self._clock = 0
         self._of: dict[Value, Buffer] = {}
 
@@ -127,7 +123,7 @@ class Lifetimes:
     def _ordered(self, found: Sequence[Kernel], block: Block) -> list[Kernel]:
         if self._rules.order == "breadth first":
             return breadth_first(found, block)
-        return depth_first(breadth_first(found, block), self._size)
+        return depth_first(breadth_first(found, block), self._rules.size)
 
     def _allocate(self, value: Value, kernel: Kernel, free: list[Value]) -> None:
         """Give a result the memory of an operand that is not read again, or memory of its own."""
@@ -137,10 +133,12 @@ class Lifetimes:
                 self._of[value] = self._of[operand]
                 break
         else:
-            self._of[value] = Buffer(self._size(value), self._clock)
+            self._of[value] = Buffer(self._rules.size(value), self._clock)
             self.buffers.append(self._of[value])
         if kernel.root.name == "random_bits":
-            self.buffers.append(Buffer(self._size(value), self._clock))  # the loop computes a copy
+            self.buffers.append(
+                Buffer(self._rules.size(value), self._clock)
+            )  # the loop computes a copy
         self._use(value)
 
     def _use(self, value: Value) -> None:

@@ -47,6 +47,6 @@ RULES = CompilerRules(
     expensive=EXPENSIVE,
     is_copied=lambda arrays, readers: arrays <= 1,
     order="breadth first",
-    size=lambda value, multiplied: value.bytes,
+    size=lambda value: value.bytes,
 )
 """Memory on CPU."""
