@@ -32,14 +32,14 @@ from plurax.task import Task
 
 def mask_not_read(size: int, max_size: int, unit: int) -> str:
     """Return the text of the warning for a batch that needs a program for its exact size."""
-    said = (
+    reason = (
         f"the coupled loss of this task does not read its mask, so a batch of {size} examples is "
         f"not padded to {max_size}: a program was compiled for its size"
     )
     whole = (
         f"{unit} (data × microbatches) does not divide it: every device computes all of its rows"
     )
-    return f"{said}. {whole}." if size % unit else f"{said}."
+    return f"{reason}. {whole}." if size % unit else f"{reason}."
 
 
 def loss_arguments(task: Task, like: TrainState, batch: PyTree) -> tuple[PyTree, ...]:
@@ -79,15 +79,15 @@ def reads_mask(task: Task, like: TrainState, batch: PyTree, loss: Callable[..., 
     return all(read or not need for read, need in zip(by_mask, needed, strict=True))
 
 
-def _depends(jaxpr: Jaxpr, given: Sequence[bool]) -> list[bool]:
-    """Return for each output whether it depends on any of the given inputs.
+def _depends(jaxpr: Jaxpr, sources: Sequence[bool]) -> list[bool]:
+    """Return for each output whether it depends on any input that `sources` marks.
 
     Calls are followed inside; for loops and branches every output depends on every input.
     """
     return interpret(
         jaxpr,
         [False] * len(jaxpr.constvars),
-        given,
+        sources,
         default=lambda eqn, inputs: [any(inputs)] * len(eqn.outvars),
         inline=is_call_or_remat,
         lift=lambda _: False,

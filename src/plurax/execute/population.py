@@ -193,8 +193,8 @@ class Population(StepFunctions):
 
     def new_state(self, member: MemberArrays, start: Mapping[str, jax.Array]) -> TrainState:
         """Return a fresh state of one member, equal to that of one network with its seed."""
-        one = self.make(member.hyper)
-        return new_state(one.task, one.optimizer, jax.random.key(member.seeds), start)
+        network = self.make(member.hyper)
+        return new_state(network.task, network.optimizer, jax.random.key(member.seeds), start)
 
     @property
     def _selects(self) -> bool:
@@ -218,10 +218,12 @@ class Population(StepFunctions):
 
         # `lax.map` rather than `vmap`: only one member's temporaries exist at a time, and the body
         # for one member compiles in half the time of the body for many.
-        def all_(arrays: MemberArrays, start: Mapping[str, jax.Array]) -> TrainState:
-            return jax.lax.map(lambda one: self.backend.own(self.new_state(one, start)), arrays)
+        def init_all(arrays: MemberArrays, start: Mapping[str, jax.Array]) -> TrainState:
+            return jax.lax.map(
+                lambda member: self.backend.own(self.new_state(member, start)), arrays
+            )
 
-        states: TrainState = self._spread(all_, "m.", "s")(arrays, start)
+        states: TrainState = self._spread(init_all, "m.", "s")(arrays, start)
         return states
 
     def step(
@@ -232,14 +234,14 @@ class Population(StepFunctions):
         `batch` has leaves `(N, ...)`, of which the first `count` rows are real.
         """
 
-        def one(
+        def member_step(
             state: TrainState, member: MemberArrays, batch: PyTree, count: Array
         ) -> tuple[TrainState, Metrics]:
             return self._backend(member).step(freeze=True, select=self._selects)(
                 state, batch, count
             )
 
-        return self._spread(over_members(one, self.plan.chunk), "smd.", "sm")(
+        return self._spread(over_members(member_step, self.plan.chunk), "smd.", "sm")(
             state, arrays, batch, count
         )
 
@@ -248,10 +250,10 @@ class Population(StepFunctions):
     ) -> Gradients:
         """Return every member's sums over the same batch, leaves `(K, ...)`."""
 
-        def one(state: TrainState, member: MemberArrays, batch: PyTree, count: Array) -> Any:
+        def sums_of(state: TrainState, member: MemberArrays, batch: PyTree, count: Array) -> Any:
             return (), self._backend(member).gradients()(state, batch, count)
 
-        fun = self._spread(over_members(one, self.plan.chunk, keep=False), "smd.", "mg")
+        fun = self._spread(over_members(sums_of, self.plan.chunk, keep=False), "smd.", "mg")
         sums: Gradients = fun(state, arrays, batch, count)[1]
         return sums
 
@@ -260,25 +262,25 @@ class Population(StepFunctions):
     ) -> tuple[TrainState, Metrics]:
         """Update every member from its sums."""
 
-        def one(pair: tuple[TrainState, Gradients], member: MemberArrays) -> Any:
+        def member_apply(pair: tuple[TrainState, Gradients], member: MemberArrays) -> Any:
             state, metrics = self._backend(member).apply(freeze=True, select=self._selects)(*pair)
             return (state, pair[1]), metrics
 
-        def all_(state: TrainState, sums: Gradients, arrays: MemberArrays) -> Any:
-            (state, _), metrics = over_members(one, self.plan.chunk)((state, sums), arrays)
+        def apply_all(state: TrainState, sums: Gradients, arrays: MemberArrays) -> Any:
+            (state, _), metrics = over_members(member_apply, self.plan.chunk)((state, sums), arrays)
             return state, metrics
 
-        return self._spread(all_, "sgm", "sm")(state, sums, arrays)
+        return self._spread(apply_all, "sgm", "sm")(state, sums, arrays)
 
     def check_order(self, order: tuple[Any, ...]) -> None:
         """Raise `BatchError` unless members compute their own orders."""
         if order or self._reading is None:
-            given = "a program compiled without data"
+            passed = "a program compiled without data"
             if order:
-                given = f"an order of {len(order)} arrays"
+                passed = f"an order of {len(order)} arrays"
             raise errors.BatchError(
                 "members read their data each in its own order, and program.loop was given "
-                f"{given}. Compile with px.compile(..., members=members, data=data), and give () "
+                f"{passed}. Compile with px.compile(..., members=members, data=data), and give () "
                 "as the order."
             )
 
@@ -299,7 +301,7 @@ class Population(StepFunctions):
         reading = self._reading
         reads = Reads(reading, self.plan.padded_size(reading.batch_size), self.plan.data)
 
-        def one(
+        def member_loop(
             state: TrainState, member: MemberArrays, data: PyTree, first: Array, stop: Array
         ) -> tuple[TrainState, Metrics]:
             step = traced_once(self._backend(member).step(freeze=True, select=self._selects))
@@ -334,7 +336,7 @@ class Population(StepFunctions):
             state, metrics, _ = jax.lax.fori_loop(first, stop, body, (state, empty, rows))
             return state, metrics
 
-        return self._spread(over_members(one, self.plan.chunk), "sm...", "sm")(
+        return self._spread(over_members(member_loop, self.plan.chunk), "sm...", "sm")(
             state, arrays, data, first, stop
         )
 
@@ -348,12 +350,12 @@ class Population(StepFunctions):
     ) -> Totals:
         """Return every member's totals over the same batch, without gradient; leaves `(K,)`."""
 
-        def one(
+        def member_evaluate(
             states: tuple[PyTree, PyTree], member: MemberArrays, batch: PyTree, count: Array
         ) -> tuple[Any, Any]:
             return (), self._backend(member).evaluate()(*states, batch, count)
 
-        chunked = over_members(one, self.plan.chunk, keep=False)
+        chunked = over_members(member_evaluate, self.plan.chunk, keep=False)
         states = (params, model_state)
         return self._spread(chunked, "pmd.", "mm")(states, arrays, batch, count)[1]
 
@@ -362,13 +364,13 @@ class Population(StepFunctions):
     ) -> PyTree:
         """Return every member's outputs for the same inputs: leaves `(B, K, ...)`, rows leading."""
 
-        def one(
+        def infer(
             states: tuple[PyTree, PyTree], member: MemberArrays, inputs: PyTree
         ) -> tuple[Any, PyTree]:
             return (), self._backend(member).predict()(*states, inputs)
 
         def rows_first(states: Any, arrays: MemberArrays, inputs: PyTree) -> PyTree:
-            _, outputs = over_members(one, self.plan.chunk, keep=False)(states, arrays, inputs)
+            _, outputs = over_members(infer, self.plan.chunk, keep=False)(states, arrays, inputs)
             return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), outputs)
 
         # Rows lead so that the host can copy outputs chunk by chunk, as for one network

@@ -99,9 +99,9 @@ class Program:
         runner = PaddedRunner(self._functions, self._placement, self.data)
         self._compiled, self._states = runner.compiled, runner.states
         self._runner = runner if pads else ExactRunner(runner, self._of_size, unit)
-        one = (self._functions, self._example.task, like)
-        self._evaluator = Evaluator(*one, batch, runner.in_flight)
-        self._predictor = Predictor(*one, self.batch_size)
+        inference = (self._functions, self._example.task, like)
+        self._evaluator = Evaluator(*inference, batch, runner.in_flight)
+        self._predictor = Predictor(*inference, self.batch_size)
 
     def _choose(self, plan: Plan, *, pads: bool) -> StepFunctions:
         """Return the functions of one network, or of members, with what their plan leaves open."""
@@ -173,9 +173,9 @@ class Program:
         """
         if self.members is not None:
             if seed is not None or params is not None:
-                given = "seed" if params is None else "params"
+                argument = "seed" if params is None else "params"
                 raise errors.MembersError(
-                    f"init({given}=...) starts one network, and this program has members, each "
+                    f"init({argument}=...) starts one network, and this program has members, each "
                     "with a seed of its own. Leave it out, and give the seeds to "
                     "plurax.Members(seeds)."
                 )

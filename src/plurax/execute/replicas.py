@@ -149,8 +149,8 @@ class ReplicaCheck:
         blocks = self._mesh.devices.flat[0].platform == "cpu"
         ends = np.cumsum([len(group) for group in self._groups.values()])
         sums = jnp.split(checksums(shards, blocks=blocks), ends[:-1])
-        found = [vote(own, axes) for own, axes in zip(sums, self._groups, strict=True)]
-        return lax.all_gather(jnp.concatenate(found), self._mesh.axis_names)
+        verdicts = [vote(own, axes) for own, axes in zip(sums, self._groups, strict=True)]
+        return lax.all_gather(jnp.concatenate(verdicts), self._mesh.axis_names)
 
 
 def vote(own: UInt32[Array, "leaves"], axes: Sequence[str]) -> UInt8[Array, "leaves"]:
