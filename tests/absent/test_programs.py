@@ -16,6 +16,7 @@ import optax
 import pytest
 
 import plurax as px
+from plurax.execute import early_reduction
 from plurax.hlo.text import parse
 
 jax.config.update("jax_platforms", "cpu")
@@ -102,6 +103,28 @@ def test_what_is_sent_is_what_was_planned(machine, name):
     for key, size in planned.items():
         assert abs(sent[key] - size) <= 64, (key, sent, planned)
     assert all(record.collective.trips is not None for record in result.schedule.collectives)
+
+
+@pytest.mark.parametrize("name", ["data", "zero 1", "tensor"])
+def test_a_gpu_reduces_layers_in_their_loop(name, monkeypatch):
+    """Behind the backward pass, and not with all that is left at its end."""
+    reductions = [
+        one
+        for one in compiled("4xH100", name).schedule.collectives
+        if one.collective.kind in ("all-reduce", "reduce-scatter")
+        and "data" in one.collective.axes
+        and one.collective.bytes > 64
+    ]
+    # The compiler may move a loop's first iteration, or half of its iterations, out of it.
+    assert any(one.collective.in_loop for one in reductions)
+    monkeypatch.setattr(early_reduction, "PLATFORMS", frozenset())
+    after = compiled.__wrapped__("4xH100", name).schedule
+    assert not any(
+        one.collective.in_loop
+        for one in after.collectives
+        if one.collective.kind != "all-gather" and one.collective.axes == ("data",)
+    )
+    assert compiled("4xH100", name).schedule.hidden > after.hidden
 
 
 @pytest.mark.parametrize(("machine", "name"), CASES)

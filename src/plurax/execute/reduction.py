@@ -4,12 +4,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from jax import lax
 from jaxtyping import Array
 
 from plurax.partition.buckets import together as bucketed
 from plurax.partition.partitioner import Partitioner
 from plurax.partition.values import ShardedValue
+from plurax.sharding.in_turn import psum_in_turn
 from plurax.sharding.reshard import plan_reshard
 from plurax.sharding.spec import TensorSharding
 
@@ -44,18 +44,20 @@ def reduced(
             partitioner.context.spec(value.shape, value.dtype, targets[index])
             for index, value in zip(indices, some, strict=True)
         ]
-        psum = functools.partial(_psum, *partitioner.axes.group(axes))
+        names, groups = partitioner.axes.group(axes)
+        psum = functools.partial(_psum, names, groups, partitioner.axes.platform)
         sums = partitioner.run(psum, [value.array for value in some], specs)
         for index, value in zip(indices, sums, strict=True):
             results[index] = value.array
     rest = [index for index, result in enumerate(results) if isinstance(result, ShardedValue)]
-    moved = bucketed(partitioner, [values[p] for p in rest], [targets[p] for p in rest])
+    apart = partitioner.axes.platform == "gpu"
+    moved = bucketed(
+        partitioner, [values[p] for p in rest], [targets[p] for p in rest], apart=apart
+    )
     for index, value in zip(rest, moved, strict=True):
         results[index] = value.array
     return results
 
 
-def _psum(names: Any, groups: Any, *arrays: Array) -> Sequence[Array]:
-    """Add up arrays over mesh axes in one collective."""
-    sums: Sequence[Array] = lax.psum(list(arrays), names, axis_index_groups=groups)
-    return sums
+def _psum(names: Any, groups: Any, platform: str | None, *arrays: Array) -> Sequence[Array]:
+    return psum_in_turn(arrays, names, groups, platform)

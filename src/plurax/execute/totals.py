@@ -23,10 +23,13 @@ from jaxtyping import Array, Int, PyTree
 
 from plurax.execute.gradient import Totals
 from plurax.execute.rows import Rows, StepKey, index_device_rows, index_rows
+from plurax.jaxpr.barrier import order_after, pick_dependency
 from plurax.tree import sum_dtype
 
 Total = TypeVar("Total")
 Gradient = Callable[[PyTree, PyTree, Rows], tuple[Totals, PyTree]]
+LastGradient = Callable[[PyTree, PyTree, Rows, Totals | None], tuple[Totals, PyTree]]
+"""A gradient that adds itself to the totals of the microbatches before."""
 BatchTotals = Callable[[PyTree, PyTree, PyTree, StepKey, Int[Array, ""]], tuple[Totals, PyTree]]
 
 
@@ -60,7 +63,7 @@ def accumulate(
     def run(state: PyTree, rows: PyTree) -> tuple[Total, PyTree]:
         if microbatches == 1:
             part, state = fun(state, jax.tree.map(lambda leaf: leaf[0], rows))
-            return jax.tree.map(_widen, part), state
+            return added(None, part), state
 
         # `jit` caches the trace, so that `eval_shape` and `scan` trace `fun` once together.
         traced = jax.jit(fun)
@@ -68,7 +71,7 @@ def accumulate(
         def body(carry: tuple[Total, PyTree], row: PyTree) -> tuple[tuple[Total, PyTree], None]:
             total, state = carry
             part, state = traced(state, row)
-            return (jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, part), state), None
+            return (added(total, part), state), None
 
         shapes, _ = jax.eval_shape(lambda: traced(state, jax.tree.map(lambda x: x[0], rows)))
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, sum_dtype(s.dtype)), shapes)
@@ -78,8 +81,44 @@ def accumulate(
     return run
 
 
-def _widen(value: jax.Array) -> jax.Array:
-    return value.astype(sum_dtype(value.dtype))
+def accumulate_with_last(
+    fun: Callable[[PyTree, PyTree], tuple[Total, PyTree]],
+    last: Callable[[Total | None, PyTree, PyTree], tuple[Total, PyTree]],
+    microbatches: int,
+) -> Callable[[PyTree, PyTree], tuple[Total, PyTree]]:
+    """Return what `accumulate` does, with the last microbatch after the loop.
+
+    `last(total, state, rows)` returns the total with the last microbatch's part; `total` is None
+    if that is the only one. It may send while it computes, which the loop must not.
+    """
+
+    def run(state: PyTree, rows: PyTree) -> tuple[Total, PyTree]:
+        def microbatch(m: Array | int) -> PyTree:
+            return jax.tree.map(
+                lambda leaf: jax.lax.dynamic_index_in_dim(leaf, m, keepdims=False), rows
+            )
+
+        final, total = microbatch(microbatches - 1), None
+        if microbatches > 1:
+            # The loop reads rows by their index: those of all but one would be a copy.
+            before = accumulate(lambda state, m: fun(state, microbatch(m)), microbatches - 1)
+            total, state = before(state, jnp.arange(microbatches - 1, dtype=jnp.int32))
+            # Otherwise a compiler may run the last one's forward pass, and keep what it computes,
+            # before the backward pass of those before it.
+            total = jax.lax.optimization_barrier(total)
+            leaves, structure = jax.tree.flatten(final)
+            by = pick_dependency(jax.tree.leaves(total))
+            final = jax.tree.unflatten(structure, order_after(leaves, by))
+        return last(total, state, final)
+
+    return run
+
+
+def added(total: Total | None, part: Total) -> Total:
+    """Add a part to a total, which is float32 or wider; None is a total of nothing."""
+    if total is None:
+        return jax.tree.map(lambda b: b.astype(sum_dtype(b.dtype)), part)
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, part)
 
 
 def over_data(axis_size: int) -> Callable[[Totals], Totals]:
@@ -92,11 +131,13 @@ def device_totals(
     axis_size: int,
     microbatches: int,
     reduce: Callable[[Totals], Totals] | None = None,
+    last: LastGradient | None = None,
 ) -> BatchTotals:
     """Return `(params, model_state, batch, key, count) -> (totals, model_state)` on one device.
 
     Call it inside `shard_map`, with the device's own rows. It runs them in `microbatches` parts,
-    adds up locally, and then over devices by `reduce` (default `over_data`).
+    adds up locally, and then over devices by `reduce` (default `over_data`). `last` is called for
+    the last part; it may reduce gradients over devices while it computes others.
     """
 
     def one(params: PyTree, state: PyTree, part: Rows, _: Array, __: Array) -> Any:
@@ -106,7 +147,8 @@ def device_totals(
         # No -1 for a size: of a leaf without elements it could be any.
         return leaf.reshape(microbatches, leaf.shape[0] // microbatches, *leaf.shape[1:])
 
-    return _in_microbatches(one, split, axis_size, microbatches, reduce or over_data(axis_size))
+    reduce = reduce or over_data(axis_size)
+    return _in_microbatches(one, split, axis_size, microbatches, reduce, last)
 
 
 def coupled_totals(
@@ -140,6 +182,7 @@ def _in_microbatches(
     axis_size: int,
     microbatches: int,
     reduce: Callable[[Totals], Totals],
+    last: LastGradient | None = None,
 ) -> BatchTotals:
     """Sum `fun(params, model_state, rows, microbatch, count)` over microbatches.
 
@@ -154,9 +197,17 @@ def _in_microbatches(
         count: Int[Array, ""],
     ) -> tuple[Totals, PyTree]:
         rows = jax.tree.map(split, index_device_rows(batch, key, count, axis_size))
-        totals, model_state = accumulate(
-            lambda state, part: fun(params, state, part[0], part[1], count), microbatches
-        )(model_state, (rows, jnp.arange(microbatches, dtype=jnp.int32)))
+
+        def each(state: PyTree, part: PyTree) -> tuple[Totals, PyTree]:
+            return fun(params, state, part[0], part[1], count)
+
+        if last is None:
+            run = accumulate(each, microbatches)
+        else:
+            run = accumulate_with_last(
+                each, lambda sums, state, part: last(params, state, part[0], sums), microbatches
+            )
+        totals, model_state = run(model_state, (rows, jnp.arange(microbatches, dtype=jnp.int32)))
         return reduce(totals), model_state
 
     return local

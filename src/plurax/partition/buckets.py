@@ -40,6 +40,7 @@ from plurax.jaxpr.compat import ANNOTATIONS, ELEMENTWISE, REMAT
 from plurax.partition.resharder import Resharder
 from plurax.partition.values import ShardedValue, ValueVersions, over_data
 from plurax.sharding.axes import Axes
+from plurax.sharding.in_turn import is_large
 from plurax.sharding.reshard import ReshardStep, moved, pad_dim
 from plurax.sharding.spec import TensorSharding
 
@@ -299,11 +300,13 @@ def together(
     *,
     order: Sequence[int] | None = None,
     by: Array | None = None,
+    apart: bool = False,
 ) -> list[ShardedValue]:
     """Reshard values; all-gathers and reduce-scatters over `data` share buckets.
 
     **Arguments:** `order`, a sort key per value, by default the given order; `by`, an array on
-    which the collectives depend.
+    which the collectives depend; `apart`, whether large values go one after another (see
+    `sharding/in_turn.py`).
     """
     results: list[Any] = [None] * len(values)
     groups: dict[Any, list[int]] = {}
@@ -313,8 +316,14 @@ def together(
         value = values[index]
         steps = resharder.context.steps(value, goals[index])
         # A path of several steps, or over other axes, runs on its own.
-        if len(steps) != 1 or steps[0].kind not in _FLAT or tuple(steps[0].axes) != ("data",):
+        alone = len(steps) != 1 or steps[0].kind not in _FLAT or tuple(steps[0].axes) != ("data",)
+        large = apart and bool(steps) and is_large(value.array)
+        if alone:
             results[index] = resharder.move(_tied(resharder, value, by), goals[index])
+        elif large:
+            (results[index],) = _flat_move(resharder, [value], [goals[index]], steps[0].kind, by)
+        if alone or large:
+            by = results[index].array if large else by
             continue
         # One buffer has one dtype and one collective.
         groups.setdefault((steps[0].kind, value.dtype), []).append(index)
@@ -349,9 +358,24 @@ def _packed_move(
     kind: str,
     by: Array | None,
 ) -> list[ShardedValue]:
-    """Reshard values of one dtype by one collective over a flat buffer."""
+    """Reshard values of one dtype by one collective, one alone without a flat buffer."""
     if len(values) == 1:
         return [resharder.move(_tied(resharder, values[0], by), goals[0])]
+    return _flat_move(resharder, values, goals, kind, by)
+
+
+def _flat_move(
+    resharder: Resharder,
+    values: list[ShardedValue],
+    goals: list[TensorSharding],
+    kind: str,
+    by: Array | None,
+) -> list[ShardedValue]:
+    """Reshard values of one dtype by one collective over a flat buffer.
+
+    Of a single large one too, on GPUs: their collectives need the split dim to be the major one in
+    memory. The compiler would lay out the gradient like that, and the optimizer's state after it.
+    """
     context = resharder.context
     steps = [context.steps(value, goal)[0] for value, goal in zip(values, goals, strict=True)]
     specs = [
@@ -435,7 +459,7 @@ _FLAT: dict[str, Callable[..., list[Array]]] = {
 }
 
 
-def computed_at(jaxpr: Any) -> list[int]:
+def computed_at(eqns: Sequence[Any], results: Sequence[Any]) -> list[int]:
     """Return for each result the index of the equation that computes it, or -1 if none does."""
-    index_of = {var: index for index, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
-    return [-1 if isinstance(atom, Literal) else index_of.get(atom, -1) for atom in jaxpr.outvars]
+    index_of = {var: index for index, eqn in enumerate(eqns) for var in eqn.outvars}
+    return [-1 if isinstance(atom, Literal) else index_of.get(atom, -1) for atom in results]

@@ -23,13 +23,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal, Var, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array
 
 from plurax.jaxpr.compat import Scan, open_jaxpr
 from plurax.partition.buckets import computed_at
 from plurax.partition.carry import Carry
-from plurax.partition.rule_context import count_readers
 from plurax.partition.values import ShardedValue, ValueVersions
 from plurax.sharding.spec import TensorSharding
 
@@ -56,7 +55,10 @@ class Loop:
         self.carry = Carry(partitioner, self.scan.split(self.scan.body.invars)[1], carry)
         self.xs = [self._unstacked(versions) for versions in xs]
         # The carry's shardings are its own fixed point; only stacked outputs can have goals.
-        self.goals = [*[None] * self.carried, *(_inner(goal) for goal in goals[self.carried :])]
+        self.goals = [
+            *[None] * self.carried,
+            *(partitioner.row_goal(goal) for goal in goals[self.carried :]),
+        ]
         reduce_shared(partitioner, self.consts)
         self.found: list[ShardedValue] = []
 
@@ -118,7 +120,7 @@ class Loop:
         self.partitioner.over_layers = outside
         values = self.carry.returned(out[: self.carried])
         # A stacked gradient with a goal is reduced row by row, so only shards are stacked.
-        order = computed_at(self.scan.body)[self.carried :]
+        order = computed_at(self.scan.body.eqns, self.scan.body.outvars[self.carried :])
         values += self.partitioner.finish(out[self.carried :], self.goals[self.carried :], order)
         self.found = values
         return [value.array for value in values]
@@ -247,85 +249,7 @@ def replicated_over_data(partitioner: Any, versions: ValueVersions) -> Any:
     return partitioner.reshard(versions, value.sharding.without(["data"]))
 
 
-def by_rows_inside(
-    eqns: Sequence[Any], goals: dict[Any, TensorSharding], results: Sequence[Any]
-) -> list[tuple[Any, Any]]:
-    """Return equations in which loops do what follows row by row on stacked results with a goal.
-
-    With `precision="bfloat16"` the gradient of a stack is stacked in bfloat16, and cast afterwards;
-    of a stack that was reshaped it is reshaped back. A row can be reduced in the loop only if it is
-    the gradient itself; else the whole stack is kept, on every device.
-
-        dw16 = scan[... g16] ...; dw = cast dw16        dw = scan[... g = cast g16] ...
-
-    Of each equation comes the one it replaces, or it itself.
-    """
-    # Of what follows from a stacked result alone: that result, and the equations in between.
-    chains = dict[Any, tuple[Any, list[Any]]]()
-    moved = dict[Any, list[Any]]()
-    readers = count_readers(eqns, results)
-    for eqn in eqns:
-        if eqn.primitive.name == "scan":
-            chains.update((var, (var, [])) for var in eqn.outvars[Scan.of(eqn).num_carry :])
-        elif eqn.primitive.name in BY_ROWS and row_params(eqn) is not None:
-            value = eqn.invars[0]
-            if isinstance(value, Literal) or value not in chains or readers[value] != 1:
-                continue
-            (result,), (stack, before) = eqn.outvars, chains[value]
-            chains[result] = stack, [*before, eqn]
-            if _inner(goals.get(result)) is not None:
-                moved[stack] = chains[result][1]
-    done = {id(eqn) for chain in moved.values() for eqn in chain}
-    return [
-        (_with_rows(eqn, moved) if not moved.keys().isdisjoint(eqn.outvars) else eqn, eqn)
-        for eqn in eqns
-        if id(eqn) not in done
-    ]
-
-
-BY_ROWS = frozenset(["convert_element_type", "reshape", "transpose"])
-"""Operations that may be done row by row of their first dim."""
-
-
-def row_params(eqn: Any) -> dict[str, Any] | None:
-    """Return the parameters that do a `BY_ROWS` operation on one row, or None if none do."""
-    name, params = eqn.primitive.name, eqn.params
-    if name == "reshape":
-        old, new = eqn.invars[0].aval.shape, params["new_sizes"]
-        alone = params["dimensions"] is None and old[:1] == new[:1] and len(eqn.invars) == 1
-        return {**params, "new_sizes": new[1:]} if alone and old else None
-    if name == "transpose":
-        first, *rest = params["permutation"]
-        return {**params, "permutation": tuple(dim - 1 for dim in rest)} if not first else None
-    return dict(params)
-
-
-def _with_rows(eqn: Any, moved: dict[Any, list[Any]]) -> Any:
-    """Return a scan whose body does what follows on the rows of some stacked results."""
-    body = Scan.of(eqn).body
-    ends, inside, outside = list(body.eqns), list(body.outvars), list(eqn.outvars)
-    for index, var in enumerate(eqn.outvars):
-        for after in moved.get(var, ()):
-            (outside[index],) = after.outvars
-            aval = outside[index].aval
-            row = Var(inside[index].aval.update(shape=aval.shape[1:], dtype=aval.dtype))
-            ends.append(
-                after.replace(invars=[inside[index]], outvars=[row], params=row_params(after))
-            )
-            inside[index] = row
-    jaxpr, new = eqn.params["jaxpr"], body.replace(eqns=ends, outvars=inside)
-    new = new if open_jaxpr(jaxpr)[0] is jaxpr else jaxpr.replace(jaxpr=new)
-    return eqn.replace(outvars=outside, params={**eqn.params, "jaxpr": new})
-
-
 def _row(stack: ShardedValue, array: Array) -> ShardedValue:
     """Return one row of a stacked input."""
     sharding = TensorSharding(stack.sharding.dims[1:], stack.sharding.partial)
     return dataclasses.replace(stack, array=array, shape=stack.shape[1:], sharding=sharding)
-
-
-def _inner(goal: TensorSharding | None) -> TensorSharding | None:
-    """Return the goal of a stacked output's rows, if each row can be reduced over `data` alone."""
-    if goal is None or goal.dims[0] or "data" not in goal.axes:
-        return None
-    return TensorSharding(goal.dims[1:])

@@ -37,6 +37,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import jax
+from jax import lax
 from jax.extend.core import Jaxpr, Literal
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
@@ -49,12 +50,13 @@ from plurax.mesh import within
 from plurax.partition.annotation_resolver import AnnotationResolver, NameRule
 from plurax.partition.branches import Branches, cpu_branch
 from plurax.partition.buckets import Gathers, computed_at, together
-from plurax.partition.loops import Loop, While, by_rows_inside
+from plurax.partition.loops import Loop, While
 from plurax.partition.manual import eval_manual_body
 from plurax.partition.operators import RULES, by_default
 from plurax.partition.resharder import Resharder
 from plurax.partition.rule_context import count_readers
 from plurax.partition.scopes import BY_HAND
+from plurax.partition.stacked_results import rows_inside
 from plurax.partition.values import (
     DeferredValue,
     ShardedValue,
@@ -76,6 +78,8 @@ class Partitioner(Resharder):
     - `named`: a function from the name of an annotation and the shape of its value to the sharding,
       or to None for no constraint.
     - `mesh`: the mesh in which the function may call `jax.shard_map` itself.
+    - `sums`: whether data-varying results with a wanted sharding are sums over the devices' rows.
+      By default only those are whose wanted sharding names `data`.
     """
 
     def __init__(
@@ -84,10 +88,11 @@ class Partitioner(Resharder):
         named: NameRule | None = None,
         *,
         mesh: Mesh | None = None,
+        sums: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(axes, **options)
-        self.mesh = mesh
+        self.mesh, self.sums = mesh, sums
         self._annotations = AnnotationResolver(
             axes, named or (lambda name, shape: None), self.value
         )
@@ -122,7 +127,7 @@ class Partitioner(Resharder):
         """Evaluate a jaxpr's equations in order.
 
         `wanted` gives the shardings of the results, None for no constraint. A data-varying result
-        whose wanted sharding names `data` is a sum over the devices' rows.
+        whose wanted sharding names `data` is a sum over the devices' rows; with `sums` all are.
         """
         known = dict(zip(jaxpr.constvars, map(self.constant, consts), strict=True))
         known.update(zip(jaxpr.invars, args, strict=True))
@@ -149,7 +154,9 @@ class Partitioner(Resharder):
             if target is not None and not isinstance(var, Literal)
         }
         if goal:
-            pairs = by_rows_inside(eqns, goal, results)
+            stacks = {var for var, target in goal.items() if self.row_goal(target)}
+            whole = {var for var, value in here.items() if not self._is_partial(value)}
+            pairs = rows_inside(eqns, stacks, results, whole)
             flat.calls.update((id(new), flat.calls.get(id(old), ())) for new, old in pairs)
             eqns = [new for new, _ in pairs]
         gathers = None
@@ -210,6 +217,8 @@ class Partitioner(Resharder):
             if branch is not None:
                 return self.evaluate(*open_jaxpr(branch), inputs[1:], goals)
             return Branches(self, eqn, inputs).run()
+        if name == "optimization_barrier":
+            return self._together_known(inputs)
         if name in ANNOTATIONS:
             target = self._annotations.of(eqn, inputs[0])
             if target is None:
@@ -309,6 +318,12 @@ class Partitioner(Resharder):
         )
         return [ValueVersions(value) for value in tied]
 
+    def _together_known(self, inputs: list[ValueVersions]) -> list[ValueVersions]:
+        """Apply an optimization barrier to shards as they are; what is deferred stays so."""
+        values = [one.value for one in inputs if one.deferred is None]
+        tied = iter(self.run(_barred, [value.array for value in values], values))
+        return [one if one.deferred else ValueVersions(next(tied)) for one in inputs]
+
     # --- Loops, and the model's own shard_map --------------------------------------------------
 
     def _scan(
@@ -337,20 +352,34 @@ class Partitioner(Resharder):
         for versions, goal in zip(results, goals, strict=True):
             values.append(self.value(versions) if goal is None else self._term(versions, goal))
             targets.append(values[-1].sharding if goal is None else goal)
-        return together(self, values, targets, order=order)
+        apart = self.sums and self.axes.platform == "gpu"
+        return together(self, values, targets, order=order, apart=apart)
 
     def _term(self, versions: ValueVersions, target: TensorSharding) -> ShardedValue:
         """Return the version to reshard; a data-varying value becomes partial over `data`."""
         if versions.deferred is not None:
             self.create(versions, target.without(["data"]))
         value = versions.value
-        if value.data_varying and "data" in target.axes:
+        if value.data_varying and (self.sums or "data" in target.axes):
             # Each device has the gradient of its own rows: together they are a partial sum.
             partial = value.sharding.partial | {"data"}
             return dataclasses.replace(
                 value, sharding=TensorSharding(value.sharding.dims, partial), data_varying=False
             )
         return self.context.cheapest(versions, target)
+
+    def row_goal(self, goal: TensorSharding | None) -> TensorSharding | None:
+        """Return the goal of a stacked result's rows, if each row can be reduced alone."""
+        if goal is None or not (self.sums or "data" in goal.axes):
+            return None
+        if not goal.dims or goal.dims[0]:
+            return None
+        return TensorSharding(goal.dims[1:])
+
+    @staticmethod
+    def _is_partial(versions: ValueVersions) -> bool:
+        """Whether a value is a partial sum, which a loop would reduce before it reads rows."""
+        return versions.deferred is None and bool(versions.value.sharding.partial)
 
     def _by_hand(self, eqn: Any, inputs: list[ValueVersions]) -> list[ValueVersions]:
         """Evaluate a `jax.shard_map` of the model: its body is already code for one device."""
@@ -380,6 +409,10 @@ class Partitioner(Resharder):
                 lambda *shards: eval_manual_body(body, consts, shards), arrays, specs
             )
         return [ValueVersions(value) for value in results]
+
+
+def _barred(*arrays: Array) -> list[Array]:
+    return list(lax.optimization_barrier(arrays))
 
 
 def partition(
@@ -417,8 +450,9 @@ def partition(
     for versions, goal in zip(results, goals, strict=True):
         # A deferred value must be created in some sharding, and its goal is the best.
         if goal is not None and versions.deferred and not tight:
-            partitioner.create(versions, goal)
+            partitioner.create(versions, goal.without(["data"]))
     if not tight:
         goals = [None] * len(goals)
-    out = partitioner.finish(results, goals, computed_at(closed.jaxpr))
+    order = computed_at(closed.jaxpr.eqns, closed.jaxpr.outvars)
+    out = partitioner.finish(results, goals, order)
     return jax.tree.unflatten(jax.tree.structure(shapes), out)

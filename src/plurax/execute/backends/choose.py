@@ -11,7 +11,7 @@ from plurax.execute.backends.backend import Backend
 from plurax.execute.backends.pipelined import PipelinedBackend
 from plurax.execute.backends.replicated import ReplicatedBackend
 from plurax.execute.backends.sharded import ShardedBackend
-from plurax.mesh import on_cpu
+from plurax.mesh import platform_of
 from plurax.plan import Plan
 from plurax.task import Task
 
@@ -31,7 +31,7 @@ def make_backend(
     """
     if not needs_partitioner(task, plan):
         # A plan that splits only the batch runs the task's functions unchanged: XLA may fuse them.
-        return ReplicatedBackend(task, optimizer, plan, on_cpu=on_cpu(mesh))
+        return ReplicatedBackend(task, optimizer, plan, platform=platform_of(mesh))
     rows = microbatch(batch, plan, coupled=task.coupled)
     kind = PipelinedBackend if plan.pipeline > 1 else ShardedBackend
     return kind(task, optimizer, plan, mesh, rows)

@@ -3,7 +3,7 @@
 The task's functions run unchanged, so XLA may fuse all of them. One device runs:
 
     for each microbatch: loss and gradient on its rows
-    all-reduce the sums over `data`, once
+    all-reduce the sums over `data`, once; on GPUs while the last microbatch's gradient is computed
     the update, the same on every device
 """
 
@@ -15,6 +15,7 @@ import jax
 import optax
 from jaxtyping import PyTree
 
+from plurax.execute import early_reduction
 from plurax.execute.backends.backend import Backend
 from plurax.execute.gradient import Totals, device_predict, evaluation, gradient
 from plurax.execute.initial_state import new_state
@@ -45,10 +46,10 @@ class ReplicatedBackend(Backend):
         optimizer: optax.GradientTransformation,
         plan: Plan,
         *,
-        on_cpu: bool = False,
+        platform: str | None = None,
     ) -> None:
         self.task, self.optimizer, self.plan = task, optimizer, plan
-        self._on_cpu = on_cpu
+        self._platform = platform
         like = jax.eval_shape(lambda: new_state(task, optimizer, jax.random.key(0)))
         stacked = [False] * len(jax.tree.leaves(like.params))
         self.layout = StateShardings(like, plan, Rules((), {}), {}, stacked, frozen=task.frozen)
@@ -67,10 +68,15 @@ class ReplicatedBackend(Backend):
         """Return `(state, rows, count, first=None) -> gradients`, reduced over all devices."""
         plan = self.plan
         fun = gradient(self.task, plan.precision, plan.batch_dim, plan.remat, ordered=True)
-        if self._on_cpu:
+        if self._platform == "cpu":
             fun = channels_last(fun)
         if not self.task.coupled:
-            totals = device_totals(fun, plan.data, plan.microbatches)
+            last = None
+            if plan.data > 1 and self._platform in early_reduction.PLATFORMS:
+                last = early_reduction.reduced_gradient(fun, self._platform)
+                fun = early_reduction.in_order(fun)
+            reduce = None if last is None else lambda totals: totals
+            totals = device_totals(fun, plan.data, plan.microbatches, reduce, last)
         else:
             totals = (coupled_totals if split else uneven_totals)(fun, plan.microbatches)
         return make_gradients(totals)

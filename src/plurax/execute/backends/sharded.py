@@ -6,7 +6,8 @@ device's shards, with explicit collectives. One device runs, in this order:
 
     for each microbatch: loss and gradient on its rows         partitioned over `tensor`
         zero=2, 3: reduce-scatter the gradient to its shard
-    zero=0: all-reduce the gradient sums over `data`; zero=1: reduce-scatter them
+    zero=0: all-reduce the gradient sums over `data`; zero=1: reduce-scatter them; on GPUs those of
+        layers in the backward pass of the last microbatch
     the update, on this device's shards                        partitioned over `data`, `tensor`
         zero=1, 2: all-gather the new parameters
 
@@ -37,6 +38,7 @@ from jaxtyping import Array, PyTree
 
 from plurax import errors, tree
 from plurax.collective import Collective
+from plurax.execute import early_reduction
 from plurax.execute.backends.backend import Backend
 from plurax.execute.gradient import Totals, device_predict, evaluation, gradient
 from plurax.execute.initial_state import new_state
@@ -177,28 +179,48 @@ class ShardedBackend(Backend):
     def _total(self, split: bool = True) -> BatchTotals:
         fun, microbatches = self._gradient(split), self.plan.microbatches
         if not self.task.coupled:
-            return device_totals(fun, self._data, microbatches, self._reduced)
+            last = None
+            if self._reduces_early:
+                last = self._gradient(split, last=True)
+            return device_totals(fun, self._data, microbatches, self._reduced, last)
         if split:
             return coupled_totals(fun, microbatches, self._reduced, self._data)
         return uneven_totals(fun, microbatches, self._reduced)
 
-    def _gradient(self, split: bool) -> Callable[[PyTree, PyTree, Rows], Any]:
-        """Return the gradient function of one microbatch; its totals are `ShardedValue`s."""
-        fun = gradient(self.task, self.plan.precision, remat=self.plan.remat)
-        fun = with_strategies(fun, self.plan.strategies)
+    @property
+    def _reduces_early(self) -> bool:
+        """Whether gradients are reduced in the backward pass of the last microbatch alone.
 
-        def run(params: PyTree, model_state: PyTree, rows: Rows) -> tuple[Totals, PyTree]:
-            partitioner = self.partitioner(joint=self.task.coupled)
+        From ZeRO-2 on they are in that of every microbatch.
+        """
+        early = self.axes.platform in early_reduction.PLATFORMS
+        return early and self._data > 1 and self.plan.zero < 2 and not self.task.coupled
+
+    def _gradient(self, split: bool, *, last: bool = False) -> Callable[..., Any]:
+        """Return the gradient function of one microbatch; its totals are `ShardedValue`s.
+
+        That of the `last` one takes the totals of those before, and adds its own. It reduces the
+        gradients that a loop stacks in that loop.
+        """
+        fun: Callable[..., Any] = gradient(self.task, self.plan.precision, remat=self.plan.remat)
+        fun = with_strategies(fun, self.plan.strategies)
+        fun = early_reduction.last_gradient(fun) if last else fun
+        fun = early_reduction.in_order(fun) if self._reduces_early else fun
+
+        def run(params: PyTree, model_state: PyTree, rows: Rows, *totals: Any) -> Any:
+            partitioner = self.partitioner(joint=self.task.coupled, sums=last)
 
             def wanted(shapes: tuple[Totals, PyTree]) -> tuple[Totals, PyTree]:
                 none = jax.tree.map(lambda _: None, shapes)
-                totals: Totals = none[0]
+                none_of_totals: Totals = none[0]
                 layout = self.layout
-                goals = layout.shards if self.plan.zero >= 2 else layout.shardings.params
-                return totals._replace(grads=self.expanded(trained(layout.frozen, goals))), none[1]
+                reduced = last or self.plan.zero >= 2
+                goals = layout.shards if reduced else layout.shardings.params
+                grads = self.expanded(trained(layout.frozen, goals))
+                return none_of_totals._replace(grads=grads), none[1]
 
             own = (self._split if split else _whole) if self.task.coupled else _varying
-            args = (self._parameters(params), _whole(model_state), own(rows))
+            args = (self._parameters(params), _whole(model_state), own(rows), *totals)
             # Below ZeRO-2 a gradient stays a partial sum until all microbatches are added up, so
             # that it is reduced once per step.
             tight = self.plan.zero >= 2
@@ -345,14 +367,17 @@ class ShardedBackend(Backend):
 
     # --- Values -------------------------------------------------------------------------------
 
-    def partitioner(self, *, stage: bool = False, joint: bool = False) -> Partitioner:
+    def partitioner(
+        self, *, stage: bool = False, joint: bool = False, sums: bool = False
+    ) -> Partitioner:
         """Return a `Partitioner` over all mesh axes, or with `stage` over those without `pipeline`.
 
-        With `joint` the rows are one dim sharded over `data`, not each device's own.
+        With `joint` the rows are one dim sharded over `data`, not each device's own. `sums` is as
+        of `Partitioner`.
         """
         axes = self.stage_axes if stage else self.axes
         return Partitioner(
-            axes, self._rules.find, mesh=self._mesh, joint=joint,
+            axes, self._rules.find, mesh=self._mesh, joint=joint, sums=sums,
             bucket_bytes=self.plan.bucket_bytes,
         )  # fmt: skip
 

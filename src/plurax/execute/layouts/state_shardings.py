@@ -33,7 +33,7 @@ from plurax.execute.layouts.state_layout import StateLayout, stored_where_equal
 from plurax.freezing import frozen_leaves, trained
 from plurax.jaxpr.compat import Scan, is_call_or_remat
 from plurax.jaxpr.interpret import interpret
-from plurax.partition.loops import BY_ROWS, row_params
+from plurax.partition.stacked_results import BY_ROWS, row_params
 from plurax.plan import Plan
 from plurax.sharding.parameter_info import ParameterInfo
 from plurax.sharding.rules import (
